@@ -1,4 +1,4 @@
-"""Measure jaxformer beside its peers: `python -m benchmarks --help`."""
+"""Measure jaxformer against other libraries: `python -m benchmarks --help`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "nump
 
 
 def parse() -> argparse.Namespace:
-    """Return the arguments."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measure jaxformer beside its peers.")
     parser.add_argument("cases", nargs="*", metavar="CASE", help="cases to measure (default: all; see --list)")
     parser.add_argument("--list", action="store_true", help="print the cases and their points")
@@ -45,7 +45,7 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Return the exit status: 0, 1 if a case failed, 2 for wrong input."""
+    """Run the benchmarks; return the exit status: 0 done, 1 a case failed, 2 wrong input."""
     options = parse()
     if options.list:
         for name, case in CASES.items():
@@ -54,7 +54,7 @@ def main() -> int:
     if options.report:
         write_report(README, record.RESULTS)
         return 0
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the processes of a case end with this one
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # exit normally, so that a case's worker processes end, too
     if options.gpu and not options.smoke and (reason := missing_gpu()):
         print(f"error: {reason}", file=sys.stderr)
         return 2
@@ -68,7 +68,7 @@ def main() -> int:
 
 
 def run(name: str, size: Size, gpu: bool, folder: Path | None) -> bool:
-    """Measure one case and store it; return False if that failed."""
+    """Measure one case and store the result; return False if it failed."""
     case, began = CASES[name], time.monotonic()
     if not case.choose(size, gpu):
         return True
@@ -88,18 +88,18 @@ def run(name: str, size: Size, gpu: bool, folder: Path | None) -> bool:
 
 
 def missing_gpu() -> str:
-    """Return the reason why nothing can be measured on a GPU; empty if it can."""
+    """Return the reason why a GPU cannot be measured; empty if it can."""
     return "" if gpu_name() else "there is no GPU; --smoke runs on any device."
 
 
 def gpu_name() -> str:
-    """Return the name of the first GPU, from a process of its own, as a GPU has memory for few; empty without one."""
+    """Return the name of the first GPU; empty without one. Asks in a separate process, which then frees GPU memory."""
     try:
         return record.output_of(
             sys.executable, "-c",
             "import jax; print(next((d.device_kind for d in jax.devices() if d.platform == 'gpu'), ''))",
         )  # fmt: skip
-    except subprocess.CalledProcessError as error:  # such as JAX_PLATFORMS=cuda without one
+    except subprocess.CalledProcessError as error:  # such as with JAX_PLATFORMS=cuda but no GPU
         print(error.stderr, end="", file=sys.stderr)
         return ""
 

@@ -1,4 +1,4 @@
-"""Causal attention forward and backward: jaxformer, Flax and torch. Each function imports its own library alone."""
+"""Causal attention forward and backward: jaxformer, Flax and torch. Each function imports only its own library."""
 
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from benchmarks.harness import Figures
 
 
 def inputs(B: int, H: int, T: int, K: int) -> list[np.ndarray]:
-    """Return queries, keys, values and the gradient to the output, each `(B, H, T, K)` float32."""
+    """Return queries, keys, values and the output gradient, each `(B, H, T, K)` float32."""
     return list(np.random.default_rng(0).standard_normal((4, B, H, T, K), np.float32))
 
 
@@ -20,8 +20,8 @@ def norms(results: Any) -> list[float]:
 
 
 def with_jax(attend_BHTK: Any, dtype: Any, B: int, H: int, T: int, K: int) -> tuple[Any, list[float], int]:
-    """Return the step of a function of `(B, H, T, K)` arrays, the batch split over the devices, its values, and the
-    bytes that it needs per device."""
+    """Return a step that runs a function of `(B, H, T, K)` arrays and its backward pass, with the batch sharded over
+    the devices; the norms of its results; and the bytes that it needs per device."""
     import jax
     import jax.numpy as jnp
     from jax.sharding import PartitionSpec
@@ -42,7 +42,7 @@ def with_jax(attend_BHTK: Any, dtype: Any, B: int, H: int, T: int, K: int) -> tu
 
 
 def jaxformer(folder: Path, B: int, H: int, T: int, K: int) -> tuple[Any, Figures]:
-    """Attend as training does on this device."""
+    """Attend with the implementation that training uses on this device."""
     import jax
 
     from jaxformer.cli import machine

@@ -1,11 +1,11 @@
-"""The books of the ladder: copy them from a clone of the corpora that have them, and check each.
+"""Copy the ladder's books from a clone of the corpora that contain them, and verify each.
 
     git clone https://github.com/birmingham-ccr/corpora
     git -C corpora checkout ae1e53df4df9a20cccda548a6fd655188e89da21
     python -m benchmarks.books corpora books
 
-`books.tsv` lists the file, size and SHA-256 of each, 50 for training and 3 held out: English novels of the 19th
-century, from Project Gutenberg, in the public domain in the USA. The status is 2 where one is missing or another.
+`books.tsv` lists the file, size and SHA-256 of each book, 50 for training and 3 held out: English novels of the 19th
+century, from Project Gutenberg, in the public domain in the USA. The exit status is 2 if a book is missing or differs.
 """
 
 import argparse
@@ -18,10 +18,10 @@ LIST = Path(__file__).with_name("books.tsv")
 
 
 def copy_books(corpora: Path, folder: Path) -> None:
-    """Copy the listed books of a clone to `folder/train` and `folder/val`, once all have been checked.
+    """Copy the listed books from a clone to `folder/train` and `folder/val`, after verifying all of them.
 
     Raises:
-      ValueError: a book is missing, or is not the listed one.
+      ValueError: a book is missing, or differs from the listed one.
     """
     books = dict[Path, bytes]()
     with LIST.open(encoding="utf-8", newline="") as file:

@@ -1,4 +1,4 @@
-"""The table of cases: `CASES`."""
+"""Table of benchmark cases: `CASES`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EXACT: dict[str, Any] = {"weight_format": "float32"}
 
 
 def derive_training(settings: Mapping[str, Any], facts: dict[str, Figures], ms: dict[str, float]) -> Figures:
-    """Return tokens per second, and the rate of the model's matrix products over the fastest that was measured."""
+    """Return tokens per second, and the FLOP rate of the model as a fraction of the fastest measured matmul."""
     ours = facts["jaxformer"]
     rate = 1e3 * ours["tokens_per_step"] / ms["jaxformer"]
     ceiling = max(1e3 * each["flops"] / ms[name] for name, each in facts.items() if "flops" in each)
@@ -35,14 +35,14 @@ TINY_GPT2 = {"n_blocks": 2, "n_heads": 2, "d_model": 32, "d_ff": 64, "context_le
 
 
 def check_fused(facts: dict[str, Figures]) -> None:
-    """Raise `MeasurementError` where an accelerator's attention is not fused."""
+    """Raise `MeasurementError` if attention on an accelerator is not fused."""
     ours = facts["jaxformer"]
     if ours["dtype"] == "bfloat16" and not ours["is_fused"]:
         raise MeasurementError(f"{ours['attention']}: NOT FUSED; docs/accelerators.md lists remedies.")
 
 
 def derive_decoding(settings: Mapping[str, Any], facts: dict[str, Figures], ms: dict[str, float]) -> Figures:
-    """Return tokens per second of float32, and the share of bandwidth of each format."""
+    """Return tokens per second in float32, and the fraction of memory bandwidth that each format reaches."""
     n_bytes_per_ms = facts["memory"]["bytes"] / ms["memory"]
     shares = {
         f"{name}, of bandwidth": facts[name]["bytes_per_step"] * settings["new"] / ms[name] / n_bytes_per_ms
@@ -52,23 +52,23 @@ def derive_decoding(settings: Mapping[str, Any], facts: dict[str, Figures], ms: 
 
 
 def derive_throughput(settings: Mapping[str, Any], facts: dict[str, Figures], ms: dict[str, float]) -> Figures:
-    """Return the tokens per second of our sides."""
+    """Return tokens per second for our sides."""
     sides = {"attention", "gru"} & ms.keys()
     return {f"{name}, tokens/s": 1e3 * settings["B"] * settings["T"] / ms[name] for name in sorted(sides)}
 
 
 def exponent(sizes: Sequence[float], values: Sequence[float]) -> float:
-    """Return the exponent of a power law, fitted by least squares of the logarithms."""
+    """Return the exponent of a power law, fitted by least squares on logarithms."""
     return linear_regression([log(x) for x in sizes], [log(x) for x in values]).slope
 
 
 def derive_memory(settings: Mapping[str, Any], facts: dict[str, Figures], ms: dict[str, float]) -> Figures:
-    """Return the MiB per device that each side needs."""
+    """Return the memory that each side needs, in MiB per device."""
     return {f"{name}, MiB": each["memory_bytes"] / 2**20 for name, each in facts.items()}
 
 
 def summarize_recurrence(points: dict[str, Figures]) -> Figures:
-    """Return the exponent of the time of each side in T."""
+    """Return the exponent of each side's time in T."""
     sizes = {name: int(name.split()[1].replace(",", "")) for name in points}
     long = [name for name in points if sizes[name] >= 512] or list(points)
     sides = points[long[0]]["ms"]
@@ -118,7 +118,7 @@ TRAINING = Case(
     gpu={
         "gpt2_124m": {
             "config": "gpt:gpt2_124m", "size": 8192, "skip": ["torch eager", "products, torch"],
-            # Without a warm-up, so that the first steps learn something by which to tell two models apart.
+            # No warm-up, so that the first steps change the loss enough to tell two models apart.
             "changes": {"train": {"batch_size": 64}, "optimizer": {"warmup_steps": 0}},
         }
     },
@@ -288,7 +288,7 @@ SCALED = {"vocab_size": 512, "context_length": 256, "d_model": 256, "n_blocks": 
 
 
 def scaled(batch_size: int = 8, **model: Any) -> dict[str, Any]:
-    """Return the settings of a training of a decoder with one size changed."""
+    """Return the settings for training a decoder with one size changed."""
     model = SCALED | model | ({"d_ff": [4 * model["d_model"]]} if "d_model" in model else {})
     return {"config": "quick:modern", "changes": {"model": model, "train": {"batch_size": batch_size}}}
 

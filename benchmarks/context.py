@@ -1,4 +1,4 @@
-"""The price of context: texts continued with and without a KV cache, and attention with and without stored scores."""
+"""The cost of context: generation with and without a KV cache, and attention with and without stored scores."""
 
 from functools import partial
 from pathlib import Path
@@ -19,8 +19,8 @@ from jaxformer.ops.masks import Causal
 from jaxformer.train.kernels import Name, make_attention
 
 ROWS = 32
-"""Rows by which a text without a cache grows: a program is compiled for each length, and computes up to so many more
-rows than the text has."""
+"""Rows by which the padded text grows without a cache: a program is compiled for each length, and computes up to this
+many rows more than the text has."""
 
 
 def drawn(shape: dict[str, Any]) -> tuple[Decoder, Any]:
@@ -32,7 +32,7 @@ def drawn(shape: dict[str, Any]) -> tuple[Decoder, Any]:
 
 
 def with_cache(folder: Path, shape: dict[str, Any], prompt: int, new: int) -> tuple[Any, Figures]:
-    """Continue a prompt as `sample.py` does; a step is the whole text."""
+    """Continue a prompt as `sample.py` does; a step generates the whole text."""
     machine.set_up()
     model, params = drawn(shape)
     prompt_P = prompts(1, prompt, model.config.vocab_size)[0].tolist()
@@ -48,14 +48,14 @@ def with_cache(folder: Path, shape: dict[str, Any], prompt: int, new: int) -> tu
 
 
 def without_cache(folder: Path, shape: dict[str, Any], prompt: int, new: int) -> tuple[Any, Figures]:
-    """Continue the prompt by full passes over the text so far, one for each token."""
+    """Continue the prompt with one full pass over the text so far per token."""
     machine.set_up()
     model, params = drawn(shape)
 
     @jax.jit
     def complete(params: Any, tokens_T: jax.Array, first: int, end: int) -> jax.Array:
         def add_token(t: int, tokens_T: jax.Array) -> jax.Array:
-            x_TD = model.apply({"params": params}, tokens_T, method="features")  # causal: what follows t is not read
+            x_TD = model.apply({"params": params}, tokens_T, method="features")  # causal: later tokens have no effect
             logits_V: Any = model.apply({"params": params}, x_TD[t - 1], method="unembed")
             return tokens_T.at[t].set(logits_V.argmax())
 
@@ -72,7 +72,7 @@ def without_cache(folder: Path, shape: dict[str, Any], prompt: int, new: int) ->
 
 
 def attend(folder: Path, implementation: Name, B: int, H: int, T: int, K: int) -> tuple[Any, Figures]:
-    """Attend causally, forward and backward, by an implementation of `train.kernels`."""
+    """Attend causally, forward and backward, with an implementation of `train.kernels`."""
     machine.set_up(B)
     q_HTK = jax.ShapeDtypeStruct((H, T, K), jnp.float32)
     attention, _ = make_attention(implementation, jax.default_backend(), q_HTK, q_HTK, Causal())

@@ -1,10 +1,10 @@
-"""Kernels and memory traffic of one decode step of `configs/gpt.py:gpt2_124m` on a GPU, read from the compiled program.
+"""Kernels and memory traffic of one decode step of `configs/gpt.py:gpt2_124m` on a GPU, from the compiled program.
 
     python -m benchmarks.decode_kernels [--topology h100:1] [--batch-sizes 1 8] [--n-blocks 12] [--results FOLDER]
 
-XLA compiles for the GPU without one (`pip install -e '.[plan-gpu]'`). It does not tune products of several rows then,
-nor does anything run: these are counts, not times. A step reads a KV cache of 1024 slots in bfloat16. Kernels are
-counted in the body of the loop over tokens, which XLA launches at once, as a CUDA graph.
+XLA compiles for a GPU that need not be present (`pip install -e '.[plan-gpu]'`). It then does not tune matmuls of
+several rows, and nothing runs: these are counts, not times. A step reads a KV cache of 1024 slots in bfloat16. Kernels
+are counted in the body of the loop over tokens, which XLA launches as one CUDA graph.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ GREEDY = Sampling(temperature=0)
 
 
 def compiled_step(model: Any, weights: Any, batch_size: int, device: jax.Device) -> str:
-    """Return the text of the compiled decode program, with parameters as `sample.py` has them."""
+    """Return the text of the compiled decode program, with parameters stored as in `sample.py`."""
     n_slots, V = model.config.context_length, model.config.vocab_size
 
     def arguments() -> tuple[Any, programs.DecodeState]:
@@ -64,7 +64,7 @@ def compiled_step(model: Any, weights: Any, batch_size: int, device: jax.Device)
 
 @as_command()
 def main(arguments: list[str]) -> int:
-    """Count, print and store; return the exit status."""
+    """Count kernels and bytes, print and store them; return the exit status."""
     parser = argparse.ArgumentParser(description="Kernels and memory traffic of one decode step on a GPU.")
     parser.add_argument("--topology", default="h100:1", help="one GPU that plan knows")
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8])
@@ -78,7 +78,7 @@ def main(arguments: list[str]) -> int:
             "pip install -e '.[plan-gpu]'."
         )
     config = replace(GPT2, n_blocks=options.n_blocks)
-    jax.config.update("jax_platforms", "cpu")  # nothing runs on a GPU, even where there is one
+    jax.config.update("jax_platforms", "cpu")  # nothing runs on a GPU, even if there is one
     device = topology_devices(options.topology)[0]
     figures: dict[str, Any] = {"n_blocks": config.n_blocks, "slots_read": config.context_length}
     for batch_size in options.batch_sizes:

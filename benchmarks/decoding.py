@@ -1,4 +1,4 @@
-"""Greedy continuations of prompts: jaxformer, with all formats of weights and speculation, and transformers."""
+"""Greedy generation: jaxformer, with all weight formats and speculative decoding, and transformers."""
 
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -11,12 +11,13 @@ from benchmarks import record
 from benchmarks.harness import Figures, MeasurementError
 
 AGREEMENT = {"float32": 0.5, "bfloat16": 0.02}
-"""Share of each text, from its beginning, that must be the peer's: rounding may tip a near tie, of which bfloat16 has
-many, and a row is another from there on."""
+"""Fraction of each text, from its beginning, that must equal the peer's: rounding may decide a near tie, of which
+bfloat16 has many, and texts differ from there on."""
 
 
 def weights(shape: dict[str, int], seed: int = 0) -> dict[str, np.ndarray]:
-    """Return a decoder's parameters by dotted name: gains of 1, and matrices so large that not all texts repeat."""
+    """Return a decoder's parameters by dotted name: gains of 1, and matrices large enough that texts do not all
+    repeat."""
     L, H, D, F, T, V = (
         shape[n] for n in ("n_blocks", "n_heads", "d_model", "d_ff", "context_length", "vocab_size")
     )  # fmt: skip
@@ -43,7 +44,7 @@ def prompts(B: int, n: int, vocab_size: int) -> np.ndarray:
 def jaxformer(
     folder: Path, B: int, shape: dict[str, int], prompt: int, new: int, weight_format: Any, is_speculative: bool = False
 ) -> tuple[Any, Figures]:
-    """Continue prompts; a step is a whole continuation of all."""
+    """Continue prompts; a step generates the whole continuation of all prompts."""
     import jax
     import jax.numpy as jnp
     from flax.traverse_util import unflatten_dict
@@ -95,7 +96,7 @@ def jaxformer(
 
 
 def transformers(folder: Path, B: int, shape: dict[str, int], prompt: int, new: int) -> tuple[Any, Figures]:
-    """Continue the same prompts with Hugging Face `generate`; on a GPU with a static cache, in bfloat16."""
+    """Continue the same prompts with Hugging Face's `generate`; on a GPU with a static cache, in bfloat16."""
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -126,7 +127,7 @@ def transformers(folder: Path, B: int, shape: dict[str, int], prompt: int, new: 
 
 
 def translate(parameters: dict[str, np.ndarray], n_blocks: int) -> dict[str, np.ndarray]:
-    """Return jaxformer's parameters by the names that transformers has for them."""
+    """Return jaxformer's parameters by their names in transformers."""
     named = {
         "wte.weight": parameters["embedding.W_E"], "wpe.weight": parameters["embedding.W_pos"],
         "ln_f.weight": parameters["final_norm.gamma"], "ln_f.bias": parameters["final_norm.beta"],
@@ -162,7 +163,7 @@ def memory(folder: Path, **_: Any) -> tuple[Any, Figures]:
 
 
 def check_texts(facts: dict[str, Figures]) -> None:
-    """Raise `MeasurementError` unless the first format of weights continues texts as the peer does."""
+    """Raise `MeasurementError` unless the first weight format generates the peer's texts."""
     peers = {"transformers"} & facts.keys()
     for peer in peers:
         name, ours = next((name, each) for name, each in facts.items() if each.get("_dtype") in AGREEMENT)
@@ -173,12 +174,12 @@ def check_texts(facts: dict[str, Figures]) -> None:
 
 
 def agreement(a: list[int], b: list[int]) -> float:
-    """Return the fraction of a text that is the same up to the first difference."""
+    """Return the fraction of a text before the first difference."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a)) / len(a)
 
 
 def check_same_text(facts: dict[str, Figures]) -> None:
-    """Raise `MeasurementError` where the texts differ in their first half, past which rounding may tip a near tie."""
+    """Raise `MeasurementError` if the texts differ in their first half; later, rounding may decide a near tie."""
     texts = [each["_tokens"] for each in facts.values()]
     if (same := min(agreement(texts[0], text) for text in texts)) < 0.5:
         raise MeasurementError(f"the texts with and without a cache differ after {same:.0%}.")

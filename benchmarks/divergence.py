@@ -1,12 +1,12 @@
-"""Is a divergence noticed, and is a healthy run left alone? Runs that diverge, and twenty that do not.
+"""Divergence detection: is a divergence noticed, and is a healthy run left alone? Runs that diverge, and twenty others.
 
     JAX_PLATFORMS=cpu python -m benchmarks.divergence [--jobs N] [--steps 300] [--only WORD] --out FOLDER
 
-Each piece is a process of its own: it trains by the full schedule, cut short, feeds the `DivergenceMonitor` as the
-training loop does, and writes loss, gradient norm and update norm of each step to a file of its own below the folder.
-A piece whose file exists is done. The table then says when the loss left its running minimum by `MARGIN_NATS`
-for good, and when that was noticed. Those that diverge are `quick` as it was before its updates were bounded, with its
-optimizer and others.
+Each piece is a separate process: it trains with the full schedule, stopped early, feeds the `DivergenceMonitor` as the
+training loop does, and writes the loss, gradient norm and update norm of each step to its own file below the folder. A
+piece whose file exists is done. The table then shows when the loss permanently exceeded its running minimum by
+`MARGIN_NATS`, and when that was noticed. The diverging runs are `quick` as it was before its updates were bounded, with
+its own optimizer and others.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from jaxformer.data.windows import TextConfig
 from jaxformer.models.decoder import DecoderConfig
 
 LIMIT = 20
-"""Steps from the loss's departure, within which it must be noticed."""
+"""Maximum steps from the loss's departure until it must be noticed."""
 AFTER = 60
-"""Steps that a piece goes on for after a divergence was noticed: whether the loss returns shows in them."""
+"""Steps for which a piece continues after a divergence was noticed, which show whether the loss recovers."""
 BEFORE = Config(
     name="before",
     model=DecoderConfig(
@@ -48,7 +48,7 @@ RATES = {"nesterov_sgd": (10.0, 1000.0), "adamw": (100.0,), "muon": (100.0,), "l
 HEALTHY = ("quick:quick", "quick:modern", "moe:moe", "dates:bahdanau", "ladder:rmsnorm")
 SEEDS = range(4)
 LADDER_BATCH = 32
-"""Windows a step of the ladder's rung; its 4,096 take minutes on a CPU."""
+"""Windows per step of the ladder's rung, whose own 4,096 take minutes on a CPU."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def load(which: str) -> Config:
 
 
 def trace(piece: Piece, steps: int) -> dict[str, Any]:
-    """Train, as `jaxformer.train.loop` does, and return what the monitor was given and said."""
+    """Train, as `jaxformer.train.loop` does, and return the monitor's inputs and results."""
     import jax
     import numpy as np
 
@@ -135,7 +135,7 @@ def departed(losses: list[float], margin: float) -> int | None:
 
 
 def judge(piece: dict[str, Any]) -> dict[str, Any]:
-    """Return what a piece came to: where it departed, when it was noticed, and whether that is right."""
+    """Return the outcome of a piece: when the loss departed, when that was noticed, and whether it is correct."""
     from jaxformer.train.divergence import MARGIN_NATS
 
     losses = [float("inf") if row[0] is None else row[0] for row in piece["rows"]]
@@ -143,7 +143,7 @@ def judge(piece: dict[str, Any]) -> dict[str, Any]:
     stops = [piece["noticed"][0]["step"]] if piece["noticed"] else []
     stops += [piece["not_finite"]] if piece["not_finite"] else []
     noticed = min(stops, default=None)
-    if piece["diverges"] and began is None and noticed is None:  # rounding decides it for some
+    if piece["diverges"] and began is None and noticed is None:  # for some pieces, it depends on rounding
         outcome = "did not diverge"
     elif piece["diverges"]:
         in_time = noticed is not None and began is not None and noticed <= began + LIMIT
@@ -158,7 +158,7 @@ def judge(piece: dict[str, Any]) -> dict[str, Any]:
 
 
 def run(piece: Piece, steps: int, out: Path) -> None:
-    """Train one piece in a process, unless its file is there."""
+    """Train one piece in a separate process, unless its file exists."""
     file = out / f"{piece.name}.json"
     if file.exists():
         return
@@ -197,7 +197,7 @@ def main() -> int:
     for name, row in table.items():
         print(f"{name:<20} {row['outcome']:<16} {row}")
     if len(table) == len(every):
-        # The CPU is that of the pieces, not of who collects them.
+        # Record the CPUs that ran the pieces, not the one that collects them.
         cpus = sorted({piece["cpu"] for piece in found.values()})
         print(record.write("divergence", {"pieces": table, "cpus": cpus}, record.versions("jax", "flax", "optax")))
     return 0 if all(row["outcome"] != "WRONG" for row in table.values()) else 1

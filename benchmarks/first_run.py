@@ -1,9 +1,9 @@
-"""Store what the first two commands of the README print, run as they stand there.
+"""Run the first two commands of the README, and store their output.
 
     python -m benchmarks.first_run
 
-The lines that the README shows of the log, the sampled text and the curves of loss and attention entropy are written to
-benchmarks/results/first_run.json. `python -m docs.scripts.story README.md` puts them into the README, and `python -m
+The log lines that the README shows, the sampled text, and the curves of loss and attention entropy are written to
+benchmarks/results/first_run.json. `python -m docs.scripts.story README.md` inserts them into the README, and `python -m
 docs.scripts.pictures` draws the curves.
 """
 
@@ -27,13 +27,13 @@ README = record.ROOT / "README.md"
 
 
 def commands(readme: str) -> list[list[str]]:
-    """Return the words after `python` of the commands that train and sample."""
+    """Return the words after `python` in the commands that train and sample."""
     lines = [re.search(rf"python ({name}\.py.*)", readme) for name in ("train", "sample")]
     return [shlex.split(line[1]) for line in lines if line]
 
 
 def output(words: Sequence[str], run: Path) -> str:
-    """Return what a command prints to its standard output."""
+    """Run a command and return its standard output."""
     command = [sys.executable, str(record.ROOT / words[0]), *words[1:], "--run", str(run)]
     print("+", shlex.join(command), flush=True)
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env={**os.environ, "COLUMNS": "100"})
@@ -41,21 +41,21 @@ def output(words: Sequence[str], run: Path) -> str:
 
 
 def shown(log: str) -> list[str]:
-    """Return the lines of a log that the README shows: data, model, and the first two and the last step, without their
-    speed, which is that of the machine and of what else it did."""
+    """Return the log lines that the README shows: data, model, and the first two and the last step, without the
+    throughput, which depends on the machine and its load."""
     lines = [re.sub(r"  [\d,]+ tokens/s.*", "", line) for line in log.splitlines()]
     steps = [line for line in lines if line.startswith("step ")]
     return [line for line in lines if line.startswith(("data:", "model:"))] + [*steps[:2], steps[-1]]
 
 
 def rounded(x: Any) -> Any:
-    """Return a number, or those of nested lists, with three decimals."""
+    """Return a number, or the numbers in nested lists, rounded to three decimals."""
     return [rounded(y) for y in x] if isinstance(x, list) else round(x, 3)
 
 
 def curves(rows: Sequence[dict[str, Any]]) -> dict[str, list[list[Any]]]:
-    """Return steps and values of a log's losses in nats per token, training and held-out, and of the attention entropy
-    in nats of each head of each block."""
+    """Return the steps and values of a log's training and held-out loss in nats per token, and of the attention entropy
+    in nats per block and head."""
     names = {"loss": "loss", "val_loss": "held_out", "entropy": "entropy"}
     return {ours: [[row["step"], rounded(row[key])] for row in rows if key in row] for key, ours in names.items()}
 

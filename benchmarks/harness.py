@@ -1,5 +1,5 @@
-"""Measurements of a case: ours and its peers in processes that take turns, so that whatever else the machine does falls
-on all of them alike."""
+"""Measurement of a case: ours and its peers in separate processes with interleaved turns, so that other load on the
+machine affects all of them alike."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from benchmarks import record
 Size = Literal["full", "quick", "smoke"]
 ROUNDS: dict[Size, int] = {"full": 11, "quick": 5, "smoke": 2}
 TURN_MS: dict[Size, float] = {"full": 500, "quick": 250, "smoke": 0}
-"""Least time of a turn, which sets the number of steps in it."""
+"""Target duration of a turn in milliseconds, which determines its number of steps."""
 MAX_STEPS = 500
-"""Most steps in a turn."""
+"""Maximum steps per turn."""
 ROUNDED = 2e-3
-"""Relative difference that products in bfloat16 or TF32 may make."""
+"""Relative difference that matmuls in bfloat16 or TF32 may cause."""
 
 
 class MeasurementError(RuntimeError):
-    """A measurement cannot be made; says why."""
+    """A measurement cannot be made, with the reason."""
 
 
 class Milliseconds(float):
-    """Result of a step that counts in place of the wall-clock time that the step took."""
+    """Result of a step that counts instead of the step's wall-clock time."""
 
 
 @dataclass(frozen=True)
@@ -41,15 +41,15 @@ class Side:
     """One implementation of a case."""
 
     make: str
-    """MODULE:FUNCTION. In a process of its own for each point, the function is called with a folder, which all sides
-    of a case share, and the options and the settings of a point. It returns a step and facts in JSON types. A step is a
-    function of its number; `float` of its result waits for it. None for facts that need no timing. The fact `values`
-    must agree between sides; those whose names begin with an underscore are not stored."""
+    """MODULE:FUNCTION. For each point, the function is called in a separate process with a folder, which all sides of a
+    case share, and with the options and the point's settings. It returns a step and facts in JSON types. A step is a
+    function of its number, and `float` of its result waits for it; None if nothing is timed. The fact `values` must
+    agree between sides; facts whose names begin with an underscore are not stored."""
     options: Mapping[str, Any] = field(default_factory=dict)
     role: Literal["ours", "peer", "reference"] = "peer"
-    """'reference' for what is in no ratio, such as the rate of matrix products."""
+    """'reference' for a side that is excluded from ratios, such as the rate of matmuls."""
     needs: tuple[str, ...] = ()
-    """Packages without which the side is left out."""
+    """Packages that the side needs; without them it is left out."""
 
 
 Figures = dict[str, Any]
@@ -57,31 +57,31 @@ Figures = dict[str, Any]
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured: every point with every side."""
+    """A benchmark, which measures every point with every side."""
 
     about: str
-    """Markdown above the table of the report."""
+    """Markdown above the table in the report."""
     sides: Mapping[str, Side]
     points: Mapping[str, Mapping[str, Any]]
-    """Settings of each point by its name; those of the key `skip` name sides that it has not."""
+    """Settings of each point, by name; the key `skip` lists sides that the point does not have."""
     quick: Sequence[str] | None = None
-    """Points of `--quick`; None for all, an empty sequence for no measurement there."""
+    """Points for `--quick`; None for all, an empty sequence for no measurement."""
     smoke: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Points of `--smoke`, in seconds on any device."""
+    """Points for `--smoke`, which take seconds on any device."""
     gpu: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Points of `--gpu`."""
+    """Points for `--gpu`."""
     unit: str = "ms per step"
     warm_up: bool = True
-    """Two turns before the rounds, which compile and count the steps of a turn; False where each step starts a process
-    of its own, so that the first is like the others, and a turn is one step."""
+    """Two turns before the rounds, which compile and determine the steps per turn; False if each step starts its own
+    process, so that the first is like the others, and a turn is one step."""
     tolerance: float = 1e-3
-    """Relative difference of `values` that rounding may make."""
+    """Relative difference of `values` that rounding may cause."""
     check: Callable[[dict[str, Figures]], None] | None = None
-    """Raises `MeasurementError` where the facts of the sides differ otherwise."""
+    """Function that raises `MeasurementError` if the sides' facts disagree in another way."""
     derive: Callable[[Mapping[str, Any], dict[str, Figures], dict[str, float]], Figures] | None = None
-    """Further columns of a point, from its settings, the facts and the median milliseconds of each side."""
+    """Function from a point's settings, facts and median milliseconds of each side to further columns."""
     summarize: Callable[[dict[str, Figures]], Figures] | None = None
-    """Figures of all points together."""
+    """Function from the figures of each point to figures of all points together."""
 
     def choose(self, size: Size, gpu: bool) -> Mapping[str, Mapping[str, Any]]:
         """Return the points to measure."""
@@ -93,7 +93,7 @@ class Case:
 
 
 class Worker:
-    """Process of one side, which starts and works when asked, and waits meanwhile; it ends with this one."""
+    """Process of one side, which starts on its first request, idles between requests, and is killed on exit."""
 
     def __init__(self, name: str, side: Side, folder: Path, environment: Mapping[str, str]) -> None:
         self.name, self.side, self._folder, self._environment = name, side, folder, environment
@@ -121,7 +121,7 @@ class Worker:
         self._process.stdout.close()
 
     def ask(self, request: Mapping[str, Any]) -> Any:
-        """Return the answer to a request of `benchmarks.worker`."""
+        """Send a request to `benchmarks.worker`; return its answer."""
         self._process = self._process or self._start()
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -135,24 +135,24 @@ class Worker:
         return json.loads(line)
 
     def turn(self, steps: int) -> float:
-        """Return the milliseconds per step of so many steps."""
+        """Run `steps` steps; return milliseconds per step."""
         return float(self.ask({"steps": steps}))
 
 
 def measure(case: Case, size: Size, gpu: bool, folder: Path, print_line: Callable[[str], None] = print) -> Figures:
-    """Return the figures of a case as its JSON file holds them.
+    """Measure a case; return its figures in the form of its JSON file.
 
     Raises:
-      MeasurementError: a process ended, or the sides compute different things.
+      MeasurementError: a process ended, or the sides' results differ.
     """
     missing = {name: missing_packages(side) for name, side in case.sides.items()}
     missing = {name: packages for name, packages in missing.items() if packages}
     for name, packages in missing.items():
         print_line(f"  {name} is left out: {' and '.join(packages)} not installed")
     environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # several processes share a GPU
-    if gpu:  # one, as jaxformer would use all, torch and the products one
+    if gpu:  # show one GPU: jaxformer would use all, torch and the matmuls only one
         environment["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
-    elif size != "smoke":  # none, also where there is one: of JAX and of torch
+    elif size != "smoke":  # hide GPUs from JAX and torch
         environment |= {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
     figures: Figures = {
         "size": size, "rounds": ROUNDS[size], "unit": case.unit,
@@ -161,7 +161,7 @@ def measure(case: Case, size: Size, gpu: bool, folder: Path, print_line: Callabl
     }  # fmt: skip
     for name, settings in case.choose(size, gpu).items():
         sides = {side: case.sides[side] for side in figures["roles"] if side not in settings.get("skip", ())}
-        with ExitStack() as stack:  # processes of their own for each point: memory and devices are as in a fresh start
+        with ExitStack() as stack:  # new processes for each point, so that memory and devices start fresh
             workers = [stack.enter_context(Worker(side, sides[side], folder, environment)) for side in sides]
             figures["points"][name] = point = measure_point(case, settings, workers, size)
         print_line(f"  {name}: {describe(point)}")
@@ -171,9 +171,9 @@ def measure(case: Case, size: Size, gpu: bool, folder: Path, print_line: Callabl
 
 
 def measure_point(case: Case, settings: Mapping[str, Any], workers: Sequence[Worker], size: Size) -> Figures:
-    """Return times, ratios, facts and derived figures of one point."""
+    """Measure one point; return times, ratios, facts and derived figures."""
     arguments = {name: value for name, value in settings.items() if name != "skip"}
-    # One after another, as the first leaves in the folder what the others read.
+    # Sequentially, as the first side writes files to the folder that the others read.
     facts = {worker.name: worker.ask({"prepare": arguments | dict(worker.side.options)}) for worker in workers}
     check_agreement(facts, case.tolerance)
     if case.check is not None:
@@ -185,7 +185,7 @@ def measure_point(case: Case, settings: Mapping[str, Any], workers: Sequence[Wor
     steps = {worker.name: 1 for worker in timed}
     if case.warm_up:
         for worker in timed:
-            worker.turn(1)  # what is still to be compiled or allocated
+            worker.turn(1)  # finish compilation and allocation
         steps = {worker.name: steps_per_turn(worker.turn(1), TURN_MS[size]) for worker in timed}
     rounds = [{worker.name: worker.turn(steps[worker.name]) for worker in timed} for _ in range(ROUNDS[size])]
     medians = {name: median(each[name] for each in rounds) for name in rounds[0]}
@@ -204,24 +204,24 @@ def measure_point(case: Case, settings: Mapping[str, Any], workers: Sequence[Wor
 
 
 def steps_per_turn(ms: float, turn_ms: float) -> int:
-    """Return the number of steps of `ms` milliseconds that take at least `turn_ms`."""
+    """Return the number of steps of `ms` milliseconds that take about `turn_ms`."""
     return max(1, min(MAX_STEPS, round(turn_ms / max(ms, 1e-3))))
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Return minimum, quartiles and median."""
+    """Return the minimum, quartiles and median."""
     q1, middle, q3 = map(rounded, quantiles(values, n=4, method="inclusive"))
     return {"min": rounded(min(values)), "q1": q1, "median": middle, "q3": q3}
 
 
 def rounded(value: Any) -> Any:
-    """Return a number to four significant digits; anything else as it is."""
+    """Return a float rounded to four significant digits; anything else unchanged."""
     return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
 def check_agreement(facts: dict[str, Figures], tolerance: float) -> None:
-    """Raise `MeasurementError` unless all sides computed the same `values`, of those that have any, to the tolerance,
-    or to `ROUNDED` where one of them says that it computed in another dtype than float32."""
+    """Raise `MeasurementError` unless all sides with `values` agree within the tolerance, or within `ROUNDED` if a side
+    computed in another dtype than float32."""
     if {each.get("dtype", "float32") for each in facts.values()} != {"float32"}:
         tolerance = max(tolerance, ROUNDED)
     given = {name: each["values"] for name, each in facts.items() if "values" in each}
@@ -234,12 +234,12 @@ def check_agreement(facts: dict[str, Figures], tolerance: float) -> None:
 
 
 def missing_packages(side: Side) -> list[str]:
-    """Return the packages that a side needs and that are not installed."""
+    """Return the packages that a side needs but that are not installed."""
     return [name for name in side.needs if importlib.util.find_spec(name) is None]
 
 
 def describe(point: Figures) -> str:
-    """Return a line for the terminal."""
+    """Return a one-line summary for the terminal."""
     if "ms" not in point:
         return json.dumps(point["facts"])
     times = ", ".join(f"{name} {each['median']:.4g} ms" for name, each in point["ms"].items())

@@ -1,8 +1,8 @@
 """Overhead of inspection in a training run: the default config of `train.py`, with its default reports.
 
-The training is an ordinary one; what is looked at (attention entropy, gradient table, samples, initialisation,
-report.html) is timed where it is called, after the step before it has been waited for. The other side, of the same run
-and the same minutes, is all the rest: steps, validation, checkpoints. First calls, which compile, count apart.
+The run trains as usual; its inspections (attention entropy, gradient table, samples, initialisation, report.html) are
+timed at their calls, after the preceding step has completed. They are compared with the rest of the same run: steps,
+validation, checkpoints. First calls, which compile, are counted separately.
 """
 
 import time
@@ -20,7 +20,7 @@ from jaxformer.train import loop
 
 
 class Stopwatch:
-    """Seconds spent inside what it wraps, the first call of each apart: that compiles."""
+    """Seconds spent inside wrapped functions, with the first call of each, which compiles, counted separately."""
 
     def __init__(self) -> None:
         self.first: dict[str, float] = {}
@@ -40,7 +40,7 @@ class Stopwatch:
 
 
 def overhead(folder: Path, options: list[str]) -> tuple[None, Figures]:
-    """Train and return seconds and ratios."""
+    """Train; return seconds and ratios."""
     watch, total = Stopwatch(), Stopwatch()
     make_callbacks, page_sink, training = callbacks.make_callbacks, training_page.page_sink, loop.train
 

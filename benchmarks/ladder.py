@@ -1,12 +1,12 @@
-"""The ladder at a reduced size, and what beside it is compared at one budget: the figures of docs/ladder.md.
+"""The ladder and other comparisons at a reduced size and equal budget: the figures of docs/ladder.md.
 
     python -m benchmarks.ladder --data.path books/train --data.val-path books/val [--studies NAME …] [--rows NAME …]
         [--seeds N …] [--folder FOLDER] [--results FOLDER]
 
-A study is a table of runs with equal options but for those of a row. Each run is trained with each seed, seed after
-seed, in a folder of its own; one that has ended is not trained again, and one that was interrupted is resumed, so that
-the same command continues. After each run the outcomes are stored as `ladder.json`, from which `docs.scripts.story`
-makes the tables. The status is 0 when all runs have ended, 1 if training failed, 2 for wrong input.
+A study is a table of runs that share all options but those of a row. Each run is trained with each seed, seed after
+seed, in its own folder; a finished run is not trained again, and an interrupted one is resumed, so the same command
+continues. After each run the outcomes are stored in `ladder.json`, from which `docs.scripts.story` makes the tables.
+The exit status is 0 when all runs have finished, 1 if training failed, 2 for wrong input.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class Row:
     config: str
     """Rung of configs/ladder.py."""
     options: str = ""
-    """Options of this row alone."""
+    """Options of this row only."""
     change: str = ""
-    """What the options change, as the table says it; without it, what the rung is."""
+    """Description of the change in the table; by default, the rung's own."""
 
 
 @dataclass(frozen=True)
@@ -59,19 +59,19 @@ class Study:
     """Runs that one table compares."""
 
     options: str
-    """Options of train.py that all its rows have."""
+    """Options of train.py that all rows share."""
     rows: Mapping[str, Row]
-    """By their names in the table."""
+    """Rows, by name in the table."""
     continues: bool = False
-    """Store continuations of held-out prompts by the runs with seed 0."""
+    """True to store continuations of held-out prompts by the runs with seed 0."""
     by_position: tuple[str, ...] = ()
-    """Rows of which the held-out loss at each position of a window is stored."""
+    """Rows for which the held-out loss at each position of a window is stored."""
 
 
 def studies() -> dict[str, Study]:
-    """Return all studies by name. Rungs and their order are those of configs/ladder.py."""
+    """Return all studies by name. Rungs and their order are from configs/ladder.py."""
     size = f"{SHAPE} {MLP}"
-    options = {"multihead_full": "--model.head-dim 64"}  # as wide as the model, which the config's is not at this size
+    options = {"multihead_full": "--model.head-dim 64"}  # as wide as the model, unlike the config's at this size
     return {
         "ladder": Study(
             f"{size} {SGD} {BUDGET.format(32, 3000)}",
@@ -130,12 +130,12 @@ ALTERNATIVES = {
         "rmsnorm", "--data.packing documents --data.stride none", "documents (books) that do not see each other"
     ),
 }
-"""What the sources mention beside the ladder, each one change to `rmsnorm`."""
+"""Variants that the sources mention besides the ladder, each a single change to `rmsnorm`."""
 
 
 def train(row: Row, options: Sequence[str], run: Path, seed: int) -> int:
-    """Train or resume a run to its end, or until its loss diverges or is not finite, and return 0; do nothing where it
-    has ended. Return another exit status of train.py where it failed."""
+    """Train or resume a run to its end, or until its loss diverges or is not finite, and return 0; do nothing if it has
+    ended. If training failed, return the exit status of train.py."""
     if run.exists() and has_ended(run):
         return 0
     start = ["--resume"] if run.exists() else ["--config", f"ladder:{row.config}", "--seed", str(seed)]
@@ -151,10 +151,10 @@ def outcome(row: Row, run: Path, sources: str) -> dict[str, Any]:
 
 
 def count_tokens(run: Path) -> dict[str, dict[str, Any]]:
-    """Return the held-out loss of tables of counts from the training text of a run, as outcomes of a study: of tokens,
-    and of the tokens after each token, to which one count is added, spread as the tokens are."""
+    """Return the held-out loss of count models from a run's training text, as outcomes of a study: of unigrams with
+    add-one smoothing, and of bigrams with one added count, distributed like the unigrams."""
     opened = load_run(run)
-    data: Any = load_data(run, opened.config)  # text windows, as of all rungs
+    data: Any = load_data(run, opened.config)  # text windows, as for all rungs
     V, corpus = opened.text_model()[0].vocab_size, data.corpus
     train_N, val_M = np.asarray(corpus.train.tokens, np.int64), np.asarray(corpus.val.tokens, np.int64)
     unigram_V = (np.bincount(train_N, minlength=V) + 1) / (len(train_N) + V)
@@ -170,7 +170,7 @@ def count_tokens(run: Path) -> dict[str, dict[str, Any]]:
 
 
 def position_losses(run: Path) -> list[float]:
-    """Return the held-out loss in nats at each position of a window."""
+    """Return the held-out loss in nats per token at each position of a window."""
     opened, mesh = load_run(run), make_mesh("", jax.devices()[:1])
     data = load_data(run, opened.config)
     nats_T, weights_T = loss_by_position(opened, opened.params, data, mesh, HELD_OUT_BATCH)
@@ -178,7 +178,7 @@ def position_losses(run: Path) -> list[float]:
 
 
 def main() -> int:
-    """Train, and store after each run; return the exit status."""
+    """Train, and store the outcomes after each run; return the exit status."""
     parser = argparse.ArgumentParser(description="The ladder at a reduced size.", allow_abbrev=False)
     all_studies = studies()
     parser.add_argument("--studies", nargs="+", choices=list(all_studies), default=list(all_studies))
@@ -209,7 +209,7 @@ def main() -> int:
                 stored["rows"][label][str(seed)]["loss_by_position"] = position_losses(run)
             if study.continues and seed == 0:
                 stored.setdefault("continuations", {})[label] = [x[1:] for x in continue_held_out([run])]
-            if not counted:  # once a call: the books are those of all its runs
+            if not counted:  # once per call, as all runs share the books
                 figures["counts"], counted = {"rows": count_tokens(run)}, True
             record.write(FILE, figures, record.versions("jax", "jaxlib", "flax"), own.results)
     return 0

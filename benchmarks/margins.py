@@ -1,20 +1,19 @@
 """Margin of every committed recipe: does it train without a loss spike, whatever the seed, the number of devices, and
 at twice its learning rate?
 
-    python -m benchmarks.margins --out runs/margins --data DATA    # train what --out does not hold yet, print the table
+    python -m benchmarks.margins --out runs/margins --data DATA    # train the missing pieces, print the table
     python -m benchmarks.margins --out runs/margins --write        # and write benchmarks/results/margins.json
 
-A piece is one training: a config, a seed, a number of virtual CPU devices, a factor on the learning rate. Each writes
-one JSON file below --out when it is done, so that the benchmark can be killed and started again, or its pieces spread
-over machines and their files put together. A piece has as many cores as devices, as far as there are any, to itself.
+A piece is one training run: a config, a seed, a number of virtual CPU devices, a factor on the learning rate. It writes
+one JSON file below --out when it is done, so the benchmark can be killed and restarted, or distributed over machines
+whose files are then merged. A piece has as many cores to itself as it has devices, as far as available.
 
 A loss spike is a mean of the training loss over `SMOOTHED` consecutive steps, after the warm-up, that exceeds the
-smallest such mean before it by more than `SPIKE_NATS`; of a run that ends before twice its warm-up, all steps count.
-One batch alone says less: those of `quick` hold 1,024 tokens, and their losses differ by half a nat where nothing has
-changed but the text.
+smallest such mean before it by more than `SPIKE_NATS`; for a run that ends before twice its warm-up, all steps count. A
+single batch is less informative: in `quick` it has 1,024 tokens, and the loss varies by half a nat with the text alone.
 
 DATA is a folder with `images` (Fashion-MNIST), `emoji` (`jaxformer.data.captions`) and `translation/en-fr.*.tsv`;
-configs whose data it lacks are left out, and said to be.
+configs whose data is missing are reported and skipped.
 """
 
 from __future__ import annotations
@@ -42,12 +41,12 @@ SPIKE_NATS = 0.5
 EARLY = 300
 """Steps of the full schedule after which the cheaper pieces end."""
 OUTCOMES = ("done", "interrupted")
-"""Exit statuses of a stable training: at its end, or where this benchmark interrupts it."""
+"""Statuses of a stable training run: finished, or interrupted by this benchmark."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A committed config and the trainings that it must survive."""
+    """A committed config and the training runs that it must survive."""
 
     config: str
     """FILE.py:NAME below configs/."""
@@ -55,16 +54,16 @@ class Recipe:
     devices: tuple[int, ...] = (1,)
     """Numbers of virtual CPU devices; each seed is trained on each."""
     steps: int | None = EARLY
-    """Steps of the schedule that are taken; None for all."""
+    """Number of steps to run; None for the whole schedule."""
     doubled: int = 0
-    """Seeds that are also trained at twice the learning rate, on the second number of devices."""
+    """Number of seeds that are also trained at twice the learning rate, on the second number of devices."""
     data: str | None = None
-    """Path below DATA; None for what the config names."""
+    """Path below DATA; None for the config's own data."""
     length: int | None = None
-    """Steps of the schedule; None for the config's."""
+    """Length of the schedule in steps; None for the config's."""
 
     def pieces(self, data: Path | None) -> Iterator[Piece]:
-        """Return every training whose data is available."""
+        """Yield every piece whose data is available."""
         path = None
         if self.data is not None:
             if data is None or not list(data.glob(f"{self.data}*")):
@@ -79,7 +78,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Piece:
-    """One training."""
+    """One training run."""
 
     config: str
     seed: int
@@ -91,7 +90,7 @@ class Piece:
 
     @property
     def name(self) -> str:
-        """Of its file."""
+        """Name of the piece's file, without suffix."""
         config = self.config.removesuffix(".py").replace(".py:", "-")
         length = f"-{self.length}steps" if self.length else ""
         return f"{config}-seed{self.seed}-{self.devices}x-lr{self.factor:g}{length}"
@@ -142,7 +141,7 @@ def train_piece(piece: Piece, out: Path) -> None:
         seed=piece.seed,
         data=data_config,
         optimizer=replace(config.optimizer, learning_rate=rate),
-        # Only the training itself is of interest, and every step's loss.
+        # Only the training itself and the loss of every step matter.
         train=replace(
             config.train,
             log_every=1,
@@ -163,7 +162,7 @@ def train_piece(piece: Piece, out: Path) -> None:
     def look(step: int, *_: object) -> None:
         began.append(time.perf_counter())
         if step == cut < config.steps:
-            os.kill(os.getpid(), signal.SIGTERM)  # ends in good order
+            os.kill(os.getpid(), signal.SIGTERM)  # a clean stop
 
     with tempfile.TemporaryDirectory() as scratch:
         outcome = train(setup, data, Path(scratch), [Callback(1, look, at_start=True)])
@@ -189,14 +188,14 @@ def train_piece(piece: Piece, out: Path) -> None:
 
 
 def excursion(losses: np.ndarray, width: int, warmup: int) -> float:
-    """Most that a mean of `width` losses exceeds the smallest before it, in nats, after the warm-up, or from the start
-    where no half of the steps come after it; infinite where a loss is not finite."""
+    """Return the largest excess, in nats, of a mean of `width` losses over the smallest one before it. Considers the
+    steps after the warm-up, or all steps if the warm-up is more than half of them; infinite if a loss is not finite."""
     means = np.convolve(losses, np.ones(width) / width, "valid")[warmup if 2 * warmup <= len(losses) else 0 :]
     return float((means - np.minimum.accumulate(means)).max()) if np.isfinite(means).all() else float("inf")
 
 
 def instructions() -> str:
-    """Return the widest vector instructions that XLA may use here."""
+    """Return the widest vector instruction set that XLA may use on this machine."""
     if "xla_cpu_max_isa=" in (flags := os.environ.get("XLA_FLAGS", "")):
         return flags.partition("xla_cpu_max_isa=")[2].split()[0]
     info = Path("/proc/cpuinfo")
@@ -205,7 +204,7 @@ def instructions() -> str:
 
 
 def measure(pieces: list[Piece], out: Path, jobs: int, seconds: float) -> None:
-    """Train the pieces that have no file, as many at once as cores allow, until the time is up."""
+    """Train the pieces without a file, as many in parallel as cores allow, until the time is up."""
     free = sorted(os.sched_getaffinity(0))[: jobs or None]
     total = len(free)
     waiting = [p for p in pieces if not (out / f"{p.name}.json").exists()]
@@ -233,7 +232,7 @@ def measure(pieces: list[Piece], out: Path, jobs: int, seconds: float) -> None:
 
 
 def start(piece: Piece, out: Path, cores: list[int]) -> subprocess.Popen:
-    """Start a process for one training, on its own cores."""
+    """Start a process for one piece, on its own cores."""
     fields = json.dumps(astuple(piece))
     command = [sys.executable, "-m", "benchmarks.margins", "--out", str(out), "--piece", fields]
     return subprocess.Popen(
@@ -244,7 +243,7 @@ def start(piece: Piece, out: Path, cores: list[int]) -> subprocess.Popen:
 
 
 def table(out: Path) -> str:
-    """Markdown, a row per config, number of devices and factor."""
+    """Return a Markdown table with one row per config, number of devices and learning-rate factor."""
     rows: dict[tuple, list[dict]] = {}
     for file in sorted(out.glob("[!.]*.json")):
         piece = json.loads(file.read_text(encoding="utf-8"))
@@ -271,7 +270,7 @@ def table(out: Path) -> str:
 
 
 def main() -> None:
-    """Measure, or make the table."""
+    """Measure the pieces, or write the record; print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder of the pieces' files")
     parser.add_argument("--data", type=Path, help="folder with images, emoji and translation")
@@ -305,7 +304,7 @@ def main() -> None:
             if recipe.data and not any(recipe.pieces(options.data)):
                 print(f"{recipe.config} is left out: {options.data} has no {recipe.data}")
             pieces += planned
-        # Those of several cores first, which would wait for cores to be free together.
+        # Start pieces of several cores first: later, they would wait for enough cores to be free at once.
         measure(sorted(pieces, key=lambda p: -p.devices), options.out.absolute(), options.cores, options.seconds)
     print(table(options.out))
 

@@ -1,4 +1,4 @@
-"""Input: batches of windows in order of their shuffling, by jaxformer and by grain, one record per window."""
+"""Input pipeline: batches of shuffled windows, by jaxformer and by grain with one record per window."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ from benchmarks.harness import Figures
 
 
 def jaxformer(folder: Path, n_tokens: int, length: int, batch_size: int) -> tuple[Any, Figures]:
-    """Make each batch with one gather, in the background."""
+    """Build each batch with one gather, in the background."""
     from jaxformer.config import TokenModelConfig
     from jaxformer.data.corpus import Corpus, Split
     from jaxformer.data.tokenizer import Tokenizer
@@ -23,7 +23,7 @@ def jaxformer(folder: Path, n_tokens: int, length: int, batch_size: int) -> tupl
 
 
 def grain(folder: Path, n_tokens: int, length: int, batch_size: int) -> tuple[Any, Figures]:
-    """Read window by window, shuffle and batch, in one thread: its threads only make Python records slower."""
+    """Read, shuffle and batch single windows, in one thread: grain's threads make Python records slower."""
     import grain
 
     class Windows:

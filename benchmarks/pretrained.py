@@ -1,8 +1,8 @@
-"""Time and memory of beginning a training with a published model of 1.24 billion parameters in bfloat16.
+"""Time and memory for starting to train from a published model of 1.24 billion parameters in bfloat16.
 
-The weights are random, in the shapes of Llama 3.2 1B and two shards; the machine's cache of files may hold them, as
-they were just written. The step trains adapters, so that it fits where the parameters do; writing the model as a run is
-recorded apart.
+The weights are random, in the shapes of Llama 3.2 1B and in two shards; they may be in the page cache, as they were
+just written. The step trains adapters, so that it fits wherever the parameters do; importing the model as a run is
+timed separately.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ N_TOKENS = 64
 
 
 def write_model(folder: Path) -> None:
-    """Write a random model in two shards, the last blocks in the second."""
+    """Write a random model in two shards, with the last blocks in the second."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(CONFIG))
     Tokenizer.train(["The cat sees the dog."], 280).save(folder / "tokenizer.json")
     model = read_config(CONFIG)
     rng, shards = np.random.default_rng(0), [dict[str, np.ndarray](), dict[str, np.ndarray]()]
-    drawn: dict[tuple[int, ...], np.ndarray] = {}  # one tensor of each shape, as drawing takes longer than writing
+    drawn: dict[tuple[int, ...], np.ndarray] = {}  # one tensor per shape, as sampling takes longer than writing
     for path, (weight, (name, *_)) in rows(LLAMA, model).items():
         shape = Layout.parse(weight.layout, axis_sizes(model)).their_shape
-        if "bias" not in name and path != "W_out":  # of which this model has none
+        if "bias" not in name and path != "W_out":  # this model has neither
             if shape not in drawn:
                 drawn[shape] = (0.02 * rng.standard_normal(shape, np.float32)).astype(ml_dtypes.bfloat16)
             shards[bool(re.match(r"blocks_([89]|1\d)\b", path))][name] = drawn[shape]
@@ -64,7 +64,7 @@ def write_model(folder: Path) -> None:
 
 
 class Memory:
-    """Largest anonymous memory of this process since the start, in bytes, sampled 100 times per second."""
+    """Peak anonymous memory of this process since the start, in bytes, sampled 100 times per second."""
 
     def __init__(self) -> None:
         self.start, self.peak = self.now(), 0
@@ -82,7 +82,7 @@ class Memory:
 
 
 def begin(parent: Path) -> tuple[None, Figures]:
-    """Write a model below a folder, load it, take a step, and return times and memory."""
+    """Write a model below a folder, load it, run a training step, and return times and memory."""
     figures: Figures = {"load_average": os.getloadavg()[0]}
     clock = time.perf_counter()
 

@@ -1,4 +1,4 @@
-"""Device time of a training step by kernel, from a profile that `jax.profiler` writes."""
+"""Device time of a training step by kernel, from a profile by `jax.profiler`."""
 
 import re
 from collections import defaultdict
@@ -15,7 +15,7 @@ STEPS = 5
 
 
 def kernels(folder: Path, **job: Any) -> tuple[None, Figures]:
-    """Train some steps and return the milliseconds per step of the longest kernels."""
+    """Run some training steps; return the milliseconds per step of the longest kernels."""
     step, _ = jaxformer(folder, **job)
     with jax.profiler.trace(str(folder / "profile")):
         results = [step(number) for number in range(STEPS)]
@@ -24,10 +24,10 @@ def kernels(folder: Path, **job: Any) -> tuple[None, Figures]:
 
 
 def busiest(folder: Path, steps: int, most: int = 25) -> dict[str, float]:
-    """Return the milliseconds per step of the longest kernels in the newest profile, and of all of them as 'total'.
+    """Return the milliseconds per step of the longest kernels in the newest profile, and of all kernels as 'total'.
 
-    Kernels whose names differ in a last number only, as those of different blocks do, count as one. On a CPU, which has
-    no kernels, it is the operations that XLA's threads did, and one counts for those inside it as well.
+    Kernels whose names differ only in a trailing number, such as those of different blocks, are combined. On a CPU,
+    operations on XLA's threads take the place of kernels, and an operation includes those nested in it.
     """
     newest = max(folder.rglob("*.xplane.pb"), key=lambda file: file.stat().st_mtime)
     planes = list(ProfileData.from_file(str(newest)).planes)

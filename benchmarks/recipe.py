@@ -1,4 +1,4 @@
-"""Candidates for the recipe of the ladder: what each gains at equal tokens, over seeds, and the time that it takes.
+"""Candidates for the ladder's recipe: the gain of each at equal tokens, over seeds, and its time per target.
 
     python -m benchmarks.recipe train --data.path books/train --data.val-path books/val [--folder FOLDER] [--seeds N]
         [--rungs NAME ...] [--long] [OPTIONS OF ladder]
@@ -6,11 +6,11 @@
     python -m benchmarks.recipe trials --folder FOLDER
     python -m benchmarks.recipe write [--folder FOLDER]
 
-`train` trains the rungs of `RECIPE` in `configs/ladder.py`, each with every seed, and with --long the first of them for
-ten times as many tokens. It can be stopped and started again: a run that has ended is not trained again, and another is
-resumed. `time` measures training steps of all rungs, interleaved. `trials` stores the outcomes of other runs as
-`recipe_trials.json`: those that chose the rungs' options, by losses of text that no other figure is measured on.
-`write` stores the outcomes of the folder as `recipe.json`, and writes their table, with that of the trials, into
+`train` trains the rungs of `RECIPE` in `configs/ladder.py`, each with every seed, and with --long also the first rung
+for ten times as many tokens. It can be stopped and restarted: a finished run is not trained again, and others are
+resumed. `time` measures training steps of all rungs, interleaved. `trials` stores the outcomes of other runs in
+`recipe_trials.json`: those from which the rungs' options were chosen, by the loss on text that no other figure uses.
+`write` stores the outcomes of the folder in `recipe.json`, and writes their table, and that of the trials, into
 `docs/ladder.md`.
 """
 
@@ -50,11 +50,11 @@ from jaxformer.train.step import CompiledStep
 
 BEGIN, END = "<!-- outcomes of benchmarks/recipe.py -->\n", "<!-- end of the recipe -->\n"
 LONG = 10
-"""Times as many tokens for the first rung, whose loss the others are to reach."""
+"""Factor on the tokens for the long run of the first rung, whose loss the others should reach."""
 TIMED_TARGETS = 8_192
 """Targets per rung and round of `time`, whatever the batch."""
 QUIET = ("--train.report-every", "0", "--train.gradients-every", "0")
-"""Options that leave out what is looked at while training."""
+"""Options that disable reports during training."""
 HEAD = ("rung", "change", "parameters", "targets", "seeds", "held-out loss", "gain", "ms per 1,000 targets")
 
 
@@ -80,9 +80,9 @@ def _long(first: str) -> str:
 
 
 def outcomes(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return what the ended runs of each rung reached: its change to the rung before, parameters, and by seed the
-    targets and the held-out loss in nats of each evaluation, the last of which is of the whole held-out text; of the
-    first, which is the sources' own, also why seeds ended early."""
+    """Return the outcomes of each rung's finished runs: the rung's change from the one before, its parameters, and by
+    seed the targets and the held-out loss in nats at each evaluation, the last of which covers the whole held-out text;
+    for the first rung, which is the sources' own, also why seeds ended early."""
     recipe = load_module("ladder").RECIPE
     first = next(iter(recipe))
     long, before = _long(first), {after: name for name, after in pairwise(recipe)}
@@ -111,8 +111,8 @@ def outcomes(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def measure_time(rungs: Sequence[str], rounds: int) -> dict[str, list[float]]:
-    """Return milliseconds per 1,000 targets of each rung and round, training steps on random tokens; every round has
-    all rungs, so that what else the machine does meets all alike."""
+    """Return milliseconds per 1,000 targets for each rung and round, from training steps on random tokens. Rungs are
+    interleaved, so that other load on the machine affects all alike."""
     measures = {name: _timer(load_config(f"ladder:{name}")) for name in rungs}
     for measure in measures.values():
         measure()  # warms caches
@@ -124,7 +124,7 @@ def measure_time(rungs: Sequence[str], rounds: int) -> dict[str, list[float]]:
 
 
 def _timer(config: Config) -> Callable[[], float]:
-    """Return a function that takes steps of a config, and returns milliseconds per 1,000 targets."""
+    """Return a function that runs training steps of a config and returns milliseconds per 1,000 targets."""
     model: Any = config.model
     B, T = config.train.batch_size, model.context_length
     setup = TrainSetup(config, make_mesh(config.mesh))
@@ -146,7 +146,7 @@ def _timer(config: Config) -> Callable[[], float]:
 
 
 def _seeds(rung: Mapping[str, Any]) -> str:
-    """Return the number of seeds, and why training with others ended early."""
+    """Return the number of completed seeds, and why other seeds ended early."""
     causes = [f"seed {seed} {cause}" for seed, cause in rung["ended"].items()]
     return ", ".join([str(len(rung["seeds"])), *causes])
 
@@ -157,14 +157,14 @@ def last_losses(rung: Mapping[str, Any]) -> dict[str, float]:
 
 
 def with_spread(values: Sequence[float]) -> str:
-    """Return the mean and, of several values, their standard deviation; "-" for no value."""
+    """Return the mean and, for several values, the standard deviation; "-" without values."""
     if not values:
         return "-"
     return f"{mean(values):.3f}" + (f" ± {stdev(values):.3f}" if len(values) > 1 else "")
 
 
 def table(figures: Mapping[str, Any]) -> str:
-    """Return the outcomes as a table in Markdown. A rung's gain is over the rung before it, seed by seed."""
+    """Return the outcomes as a Markdown table. A rung's gain is over the rung before it, seed by seed."""
     rows, rungs = [HEAD], figures["rungs"]
     for name, rung in rungs.items():
         losses, times = last_losses(rung), figures["ms_per_1000_targets"].get(name)
@@ -180,8 +180,8 @@ def table(figures: Mapping[str, Any]) -> str:
 
 
 def goal(figures: Mapping[str, Any]) -> str:
-    """Return sentences on the goal: the loss of the last rung beside that of the first with more tokens, the tokens
-    after which the first had it, and the time of both; empty where no seed of one of the two has ended as planned."""
+    """Return text about the goal: the loss of the last rung compared with the first rung's with more tokens, the number
+    of tokens after which the first reached it, and the time of both; empty unless both have a completed seed."""
     rungs, times = figures["rungs"], figures["ms_per_1000_targets"]
     first, *_, last = [name for name in rungs if rungs[name]["change"]] * 2
     long = _long(first)
@@ -207,7 +207,8 @@ def goal(figures: Mapping[str, Any]) -> str:
 
 
 def targets_at(curve: Sequence[tuple[int, float]], loss: float) -> float | None:
-    """Return the targets after which a curve of losses is first at a loss, between its points; None if it never is."""
+    """Return the number of targets, interpolated, after which a loss curve first reaches a loss; None if it does
+    not."""
     for (before, high), (after, low) in pairwise(curve):
         if low <= loss < high:
             return before + (after - before) * (high - loss) / (high - low)
@@ -215,8 +216,8 @@ def targets_at(curve: Sequence[tuple[int, float]], loss: float) -> float | None:
 
 
 def trials(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return the outcome of each ended run of a folder: the rung that its config differs least from, how, the targets,
-    the held-out loss in nats, and why it ended early, if so."""
+    """Return the outcome of each finished run in a folder: the rung with the most similar config, the differences, the
+    targets, the held-out loss in nats, and why it ended early, if so."""
     rungs = {name: load_config(f"ladder:{name}") for name in load_module("ladder").RECIPE}
     ended: dict[str, dict[str, Any]] = {}
     for run in sorted(file.parent for file in folder.glob("*/config.json") if has_ended(file.parent)):
@@ -235,14 +236,14 @@ def trials(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def _changes(before: Config, after: Config) -> list[str]:
-    """Return the fields that differ and make another training of the same data."""
+    """Return the differing fields that affect training on the same data."""
     old, new = (flatten(to_dict(config)) for config in (before, after))
     names = [n for n in {**old, **new} if n.startswith(("model.", "optimizer.", "train.batch_size", "data.stride"))]
     return [f"{name.partition('.')[2]} {new.get(name)}" for name in names if old.get(name) != new.get(name)]
 
 
 def trials_table(trials: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the trainings that chose the options as a table in Markdown, the best first."""
+    """Return the trials from which the options were chosen as a Markdown table, best first."""
     rows = [("held-out loss", "nearest rung", "with", "targets")]
     for x in sorted(trials.values(), key=lambda x: x["loss"] or inf):
         loss = f"{x['loss']:.3f}" if x["loss"] else x["ended"]
@@ -251,13 +252,13 @@ def trials_table(trials: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> str:
-    """Return a table in Markdown, the first row its head."""
+    """Return a Markdown table whose first row is its head."""
     head, *others = (f"{row([*cells])}\n" for cells in rows)
     return "".join([head, "|---" * len(rows[0]) + "|\n", *others])
 
 
 def section(figures: Mapping[str, Any], trials: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return what the page of the ladder shows."""
+    """Return the section for the page about the ladder."""
     measured = "No candidate of this size has been trained yet.\n"
     if figures:
         missing = [f"`{name}`" for name in load_module("ladder").RECIPE if name not in figures["rungs"]]
@@ -273,7 +274,7 @@ def section(figures: Mapping[str, Any], trials: Mapping[str, Mapping[str, Any]])
 
 
 def read(name: str) -> Any:
-    """Return the figures of a file of results, none where there is no file."""
+    """Return the figures in a results file; empty if there is no file."""
     path = record.RESULTS / f"{name}.json"
     return json.loads(path.read_text(encoding="utf-8"))["figures"] if path.exists() else {}
 

@@ -1,4 +1,4 @@
-"""Metadata of every benchmark: the hardware, the versions, the commit, the date."""
+"""Metadata of every benchmark: hardware, versions, commit and date."""
 
 import contextlib
 import datetime
@@ -15,8 +15,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 
 def cores() -> int:
-    """CPU cores that this process may use, by affinity and by a container's quota: as `jaxformer.cli.machine` has it,
-    but without jax, which not every worker here is to load."""
+    """Return the number of CPU cores allowed by affinity and a container's quota, like `jaxformer.cli.machine.cores`
+    but without importing JAX, which not every worker should load."""
     n = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with contextlib.suppress(OSError, ValueError):
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
@@ -25,7 +25,7 @@ def cores() -> int:
 
 
 def cpu() -> str:
-    """Return the model of the CPU, as the system names it."""
+    """Return the CPU model as reported by the system."""
     if platform.system() == "Darwin":
         return output_of("sysctl", "-n", "machdep.cpu.brand_string")
     info = Path("/proc/cpuinfo")
@@ -35,7 +35,7 @@ def cpu() -> str:
 
 
 def versions(*packages: str) -> dict[str, str]:
-    """Return the versions of this Python and of those of the named packages that are installed."""
+    """Return the versions of Python and of the named packages that are installed."""
     found = {"python": platform.python_version()}
     for name in packages:
         with contextlib.suppress(PackageNotFoundError):
@@ -44,8 +44,8 @@ def versions(*packages: str) -> dict[str, str]:
 
 
 def commit() -> str:
-    """Return the commit that is checked out, `-dirty` where more than results differs; in a copy without git,
-    what the variable COMMIT says."""
+    """Return the checked-out commit, with `-dirty` if files other than results have changed; without git, the value of
+    the environment variable COMMIT."""
     try:
         changed = output_of("git", "status", "--porcelain", "--", ".", f":!{RESULTS.relative_to(ROOT)}")
         return output_of("git", "rev-parse", "HEAD") + ("-dirty" if changed else "")
@@ -56,15 +56,15 @@ def commit() -> str:
 def write(
     name: str, figures: dict[str, Any], software: dict[str, str], folder: Path = RESULTS, **hardware: Any
 ) -> Path:
-    """Write `<name>.json`: the figures, and what they were measured on.
+    """Write `<name>.json`: the figures, and the hardware and software that they were measured on. The recorded load is
+    the average number of runnable processes over five minutes, including this measurement.
 
     Args:
-      name: of the benchmark.
-      figures: JSON types; units stand in the keys. The load is the average number of runnable processes over five
-        minutes, of this measurement and of others.
-      software: what `versions` gave in the processes that were measured.
-      folder: where to.
-      hardware: what there is besides the CPU, such as `gpu="…"`.
+      name: name of the benchmark.
+      figures: figures in JSON types; keys contain the units.
+      software: result of `versions` in the measured processes.
+      folder: folder of the file.
+      hardware: hardware besides the CPU, such as `gpu="…"`.
     """
     load = {"load": round(os.getloadavg()[1], 2)} if hasattr(os, "getloadavg") else {}  # Windows has none
     record = {

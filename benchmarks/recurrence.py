@@ -1,4 +1,4 @@
-"""One layer forward and backward over a sequence: attention and a GRU, of jaxformer and of torch."""
+"""One layer forward and backward over a sequence: attention and a GRU, in jaxformer and in torch."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ def sequence(B: int, T: int, D: int) -> np.ndarray:
 
 
 def jaxformer(folder: Path, layer: str, B: int, T: int, D: int, H: int) -> tuple[Any, Figures]:
-    """Differentiate the mean square of a layer's outputs, the batch split over the devices."""
+    """Differentiate the mean square of a layer's outputs, with the batch sharded over the devices."""
     import jax
     import jax.numpy as jnp
     from jax.sharding import PartitionSpec

@@ -1,4 +1,4 @@
-"""The report in `benchmarks/README.md`, between its marks, from the JSON files of the results."""
+"""The generated report in `benchmarks/README.md`, from the JSON files of results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def write_report(page: Path, results: Path) -> None:
     """Replace the report in a page.
 
     Raises:
-      ValueError: the page lacks the marks.
+      ValueError: the page lacks the lines that enclose the report.
     """
     before, begin, rest = page.read_text(encoding="utf-8").partition(BEGIN)
     _, end, after = rest.partition(END)
@@ -27,13 +27,13 @@ def write_report(page: Path, results: Path) -> None:
 
 
 def report(results: Path) -> str:
-    """Return the Markdown of all cases whose results are there."""
+    """Return the Markdown for all cases with results."""
     files = [(name, results / f"{stem}.json") for name in CASES for stem in (name, f"gpu_{name}")]
     return "\n".join(section(name, json.loads(file.read_text("utf-8"))) for name, file in files if file.exists())
 
 
 def section(name: str, result: dict[str, Any]) -> str:
-    """Return heading, conditions and table of one case."""
+    """Return the heading, conditions and table of one case."""
     figures, hardware = result["figures"], result["hardware"]
     device = ", ".join(str(hardware[key]) for key in ("gpu", "cpu") if key in hardware)
     versions = ", ".join(f"{key} {version}" for key, version in result["versions"].items())
@@ -50,7 +50,7 @@ def section(name: str, result: dict[str, Any]) -> str:
 
 
 def table(figures: dict[str, Any]) -> str:
-    """Return the tables of the points and of what they give together."""
+    """Return the table of the points, and that of their summary."""
     points, roles = figures["points"], figures["roles"]
     timed = {name: point for name, point in points.items() if "ms" in point}
     lines = []
@@ -82,7 +82,7 @@ def row(cells: list[str]) -> str:
 
 
 def cell(spread: dict[str, float] | None, spec: str = ".4g") -> str:
-    """Return a median and the quartiles."""
+    """Format a median and its quartiles as a table cell."""
     if spread is None:
         return "-"
     middle, *quartiles = (format(spread[key], spec) for key in ("median", "q1", "q3"))
@@ -90,7 +90,7 @@ def cell(spread: dict[str, float] | None, spec: str = ".4g") -> str:
 
 
 def number(value: Any) -> str:
-    """Return a value as a cell."""
+    """Format a value as a table cell."""
     if isinstance(value, bool) or value is None:
         return "-" if value is None else str(value).lower()
     if isinstance(value, float):

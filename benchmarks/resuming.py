@@ -1,8 +1,8 @@
-"""A training run that is killed again and again, and ends as if nothing had happened.
+"""Exact resumption of a training run that is killed many times.
 
-A small model is trained undisturbed, and once more with `kill -9` at random moments, some while a checkpoint was being
-written; after each the run is resumed. In the end every metric that does not measure time, the generated samples,
-and every bit of parameters and optimizer state have to be the same.
+A small model is trained without interruption, and again with `kill -9` at random moments, some of them while a
+checkpoint is being written; after each kill the run is resumed. In the end, all metrics that do not measure time and
+the generated samples must be equal, and parameters and optimizer state must be bit-identical.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from jaxformer.runs import SAMPLES
 from jaxformer.train.log import read_metrics
 
 LONGEST = 0.6
-"""Seconds of training before a kill, at most; a few dozen steps, and several checkpoints."""
+"""Maximum seconds of training before a kill: a few dozen steps, and several checkpoints."""
 STEPS_PER_KILL = 150
-"""So that there is something left to train after the last one."""
+"""Total steps per kill, enough that some remain after the last kill."""
 OPTIONS = (
     "--config configs/quick.py --model.vocab-size 280 --model.context-length 16 --model.d-model 32 --model.n-blocks 2 "
     "--model.n-heads 2 --model.d-ff 64 --train.batch-size 4 --train.log-every 10 --train.eval-every 50 "
@@ -33,7 +33,7 @@ OPTIONS = (
 
 
 def train(folder: Path, steps: int, log: Path, resume: bool) -> subprocess.Popen:
-    """Start a process that trains in a folder; what it says goes to a file."""
+    """Start a process that trains in a folder, with its output appended to a file."""
     options = ["--run", str(folder), "--steps", str(steps), *OPTIONS.split(), *(["--resume"] if resume else [])]
     with log.open("a", encoding="utf-8") as file:
         command = [sys.executable, "-m", "jaxformer", "train", *options]
@@ -46,23 +46,23 @@ def writes(folder: Path) -> bool:
 
 
 def wait_and_kill(process: subprocess.Popen, folder: Path, delay: float, in_a_write: bool) -> bool:
-    """Kill a process so many seconds after its training began, or in the first write of a checkpoint after that;
+    """Kill a process `delay` seconds after its training began, or during the first checkpoint write after that; return
     False if it ended before."""
     rows = len(read_metrics(folder)) if folder.exists() else 0
     while process.poll() is None and not (folder.exists() and len(read_metrics(folder)) > rows):
         time.sleep(0.01)
     time.sleep(delay)
     while in_a_write and process.poll() is None and not writes(folder):
-        time.sleep(0.0005)  # a write takes some milliseconds
+        time.sleep(0.0005)  # a write takes a few milliseconds
     process.kill()
     return process.wait() < 0
 
 
 def kill_and_compare(scratch: Path, kills: int, in_a_write: int) -> tuple[None, Figures]:
-    """Kill, resume and compare with a run that was left alone.
+    """Kill and resume a run, and compare it with an uninterrupted one.
 
     Raises:
-      SystemExit: something was lost.
+      SystemExit: a process failed, or the runs differ.
     """
     straight, killed, log = (scratch / part for part in ("straight", "killed", "log.txt"))
     steps = STEPS_PER_KILL * kills
@@ -81,7 +81,7 @@ def kill_and_compare(scratch: Path, kills: int, in_a_write: int) -> tuple[None, 
 
 
 def kill_and_resume(folder: Path, steps: int, log: Path, kills: int, in_a_write: int, draw: random.Random) -> Figures:
-    """Train with so many kills, so many of them at least in a write; what happened, in figures."""
+    """Train with at least `kills` kills, `in_a_write` of them during a write; return the counts."""
     done = halves = 0
     while done < kills or halves < in_a_write:
         process = train(folder, steps, log, resume=done > 0)
@@ -89,7 +89,7 @@ def kill_and_resume(folder: Path, steps: int, log: Path, kills: int, in_a_write:
         if not wait_and_kill(process, folder, draw.uniform(0, LONGEST), aimed):
             sys.exit(f"error: the run ended before kill {done + 1}; what it said: {log.read_text()[-2000:]}")
         done += 1
-        halves += writes(folder)  # one that was over before the signal came does not count
+        halves += writes(folder)  # a write that finished before the signal does not count
         stored = CheckpointReader(folder)
         last = stored.step() if stored else "none"
         print(f"kill {done}{', in a write' if writes(folder) else ''}; last checkpoint {last}", flush=True)

@@ -1,4 +1,4 @@
-"""Checkpoints of a training state: parameters, momentum and position."""
+"""Saving and restoring checkpoints of parameters and momentum."""
 
 import shutil
 from pathlib import Path
@@ -10,12 +10,12 @@ from benchmarks.harness import Figures
 
 
 def arrays(n: int) -> dict[str, np.ndarray]:
-    """Return four arrays of n random numbers together."""
+    """Return four random arrays with n values in total."""
     return {f"W_{i}": np.random.default_rng(i).standard_normal((n // 4096, 1024), np.float32) for i in range(4)}
 
 
 def jaxformer(folder: Path, parameters: int, action: str) -> tuple[Any, Figures]:
-    """Save with Orbax and SHA-256 checksums, and wait until it is written; or verify and restore."""
+    """Save with Orbax and SHA-256 checksums, and wait until the files are written; or verify and restore."""
     import jax
 
     from jaxformer.checkpoints import CheckpointManager, CheckpointReader
@@ -40,7 +40,7 @@ def jaxformer(folder: Path, parameters: int, action: str) -> tuple[Any, Figures]
 
 
 def torch(folder: Path, parameters: int, action: str) -> tuple[Any, Figures]:
-    """Save with `torch.save`, which has no checksums, and wait for the disk's cache only; or load."""
+    """Save with `torch.save`, which has no checksums and waits only for the page cache; or load."""
     import torch
 
     state = [{name: torch.from_numpy(x) for name, x in arrays(parameters).items()} for _ in range(2)]

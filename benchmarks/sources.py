@@ -1,13 +1,13 @@
-"""The ladder at the sources' own size, in pieces of nine minutes, and the table of their outcomes.
+"""The ladder at the sources' own size, in pieces of nine minutes, and the table of outcomes.
 
     python -m benchmarks.sources --data.path books/train --data.val-path books/val [--seconds 540] [--folder FOLDER]
         [--results FOLDER] [OPTIONS OF ladder]
 
-Each call trains `configs/ladder.py` from where the last one stopped, and saves and stops in time. Then it stores the
-outcomes so far as `sources.json`, and, where they are of the sources' own size, writes them into `docs/ladder.md`:
-outcomes of another size, such as with `--steps 4`, need `--results`, and a page that is there, `ladder.md`, gets them.
+Each call continues training `configs/ladder.py` from where the last one stopped, and saves and stops in time. Then it
+stores the outcomes so far in `sources.json` and, at the sources' own size, writes them into `docs/ladder.md`. Outcomes
+of another size, such as with `--steps 4`, need `--results`, and are written into its `ladder.md` if that exists.
 
-The status is 0 when all rungs have ended, 3 when the time was over before (the same command continues), 1 if training
+The exit status is 0 when all rungs have finished, 3 when the time ran out (the same command continues), 1 if training
 failed, 2 for wrong input.
 """
 
@@ -43,20 +43,20 @@ from jaxformer.train.log import read_metrics
 from jaxformer.train.setup import resolve_precision
 
 SAVING_SECONDS, STORING_SECONDS = 45, 15
-"""Time at the end of a call for the checkpoint, and for the outcomes."""
+"""Seconds reserved at the end of a call for the checkpoint, and for the outcomes."""
 TIME_OVER = 3
 BEGIN, END = "<!-- outcomes of benchmarks/sources.py -->\n", "<!-- end of outcomes -->\n"
 HEAD = ("rung", "parameters", "steps", "perplexity", "bits/byte", "entropy by heads; blocks", "minutes", "device",
         "the sources")  # fmt: skip
 OF_NO_EFFECT = re.compile(r"name|mesh|compute\..*|data\.(path|val_path)|train\.(?!batch_size|label_smoothing|skip).*")
-"""Fields that may differ from those of the sources."""
+"""Fields that may differ from the sources'."""
 
 
 def train(options: Sequence[str], folder: Path, seconds: float) -> int:
-    """Train the ladder for some time; return its exit status, or `TIME_OVER`."""
+    """Train the ladder for at most `seconds`; return its exit status, or `TIME_OVER`."""
     command = [sys.executable, "-m", "jaxformer", "ladder", "--folder", str(folder), *options]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(record.ROOT), os.environ.get("PYTHONPATH", "")])}
-    # In a session of its own, so that a signal reaches the rung once, which the ladder passes on: two would kill it.
+    # A new session, so that the rung gets a signal only once, from the ladder: a second one would kill it.
     with subprocess.Popen(command, env=environment, start_new_session=True) as process:
         try:
             return process.wait(seconds)
@@ -73,8 +73,7 @@ def train(options: Sequence[str], folder: Path, seconds: float) -> int:
 
 
 def outcomes(folder: Path, sources: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """Return the outcome so far of each rung that has begun, by its name, with the device here and the dtype of matrix
-    products on it."""
+    """Return the outcome so far of each started rung, by name, with the local device and its matmul dtype."""
     rungs, mesh = dict[str, dict[str, Any]](), make_mesh(devices=jax.devices()[:1])
     for name, reported in sources.items():
         run = folder / name
@@ -88,8 +87,8 @@ def outcomes(folder: Path, sources: Mapping[str, str]) -> dict[str, dict[str, An
 
 
 def merge(stored: Mapping[str, Any], new: Mapping[str, Any], order: Sequence[str]) -> dict[str, Any]:
-    """Return the outcomes of both in the order of the ladder; of a rung that has not gone on, the stored one, with the
-    device that it was trained on."""
+    """Merge stored and new outcomes, in the order of the ladder. A rung without progress keeps its stored outcome, with
+    the device that it was trained on."""
     progress = lambda x: (x["ended"], x["steps"])  # noqa: E731
     newer = {name: x for name, x in new.items() if name not in stored or progress(x) > progress(stored[name])}
     both = {**stored, **newer}
@@ -97,7 +96,7 @@ def merge(stored: Mapping[str, Any], new: Mapping[str, Any], order: Sequence[str
 
 
 def table(rungs: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the outcomes as a table in Markdown, or a sentence where there is none."""
+    """Return the outcomes as a Markdown table, or a sentence if there are none."""
     if not rungs:
         return "No rung of this size has been trained yet.\n"
 
@@ -114,12 +113,12 @@ def table(rungs: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def fill_page(page: Path, rungs: Mapping[str, Mapping[str, Any]]) -> None:
-    """Write the table between the marks of a page; see `insert`."""
+    """Write the table into a page; see `insert`."""
     insert(page, BEGIN, table(rungs), END)
 
 
 def insert(page: Path, begin: str, text: str, end: str) -> None:
-    """Replace what stands between two lines of a page.
+    """Replace the text between two lines of a page.
 
     Raises:
       UserError: the page lacks the lines.
@@ -132,8 +131,8 @@ def insert(page: Path, begin: str, text: str, end: str) -> None:
 
 
 def chosen_configs(options: Sequence[str]) -> dict[str, Config]:
-    """Return the config of each rung that the options of the ladder choose, with these options; raise `UserError` for
-    what the ladder would refuse."""
+    """Return the config of each rung that the ladder's options select, with these options applied. Raises `UserError`
+    for options that the ladder would reject."""
     own, others = peek(list(options), {"--rungs": None})
     rungs = own.get("--rungs") or list(load_module("ladder").REPORTED)
     configs = {name: load_config(f"ladder:{name}") for name in rungs}
@@ -141,7 +140,7 @@ def chosen_configs(options: Sequence[str]) -> dict[str, Config]:
 
 
 def check_size(configs: Mapping[str, Config]) -> None:
-    """Raise `UserError` where a rung has not the sources' size or recipe."""
+    """Raise `UserError` if a rung does not have the sources' size or recipe."""
     for name, config in configs.items():
         for field, sources, given in differences(load_config(f"ladder:{name}"), config):
             if not OF_NO_EFFECT.fullmatch(field):
@@ -150,7 +149,7 @@ def check_size(configs: Mapping[str, Config]) -> None:
 
 
 def read_outcomes(file: Path) -> dict[str, Any]:
-    """Return the outcomes of `sources.json`, none where there is no file; raise `UserError` where it is another."""
+    """Return the outcomes in `sources.json`, empty if there is no file. Raises `UserError` if it has another format."""
     if not file.exists():
         return {}
     try:
@@ -162,7 +161,7 @@ def read_outcomes(file: Path) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Train, store and tabulate; return the exit status."""
+    """Train, store and print the outcomes; return the exit status."""
     parser = argparse.ArgumentParser(description="The ladder at the sources' own size.", allow_abbrev=False)
     parser.add_argument("--seconds", type=int, default=540, help="time of this call (default: 540)")
     parser.add_argument("--folder", type=Path, default=Path("runs/sources"), help="folder of the runs")
@@ -173,10 +172,10 @@ def main() -> int:
         parser.error(f"--seconds is {own.seconds}; it must be above {SAVING_SECONDS + STORING_SECONDS}, to save")
     if not any(option.split("=")[0] == "--data.path" for option in options):
         parser.error("--data.path is missing; name the folder of the books")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # saves, as when the time is over
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # save, as when the time is over
     page = (own.results or record.ROOT / "docs") / "ladder.md"
     file = (own.results or record.RESULTS) / "sources.json"
-    try:  # before minutes of training
+    try:  # check options before minutes of training
         configs, stored = chosen_configs(options), read_outcomes(file)
         if own.results is None:
             check_size(configs)

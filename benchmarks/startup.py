@@ -1,4 +1,4 @@
-"""Start-up: imports, and the time to the first step of a training."""
+"""Start-up: import time, and the time to the first training step."""
 
 import os
 import resource
@@ -18,8 +18,8 @@ ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(record.ROOT)}
 
 
 def imports(folder: Path, part: str, base: str, is_base: bool) -> tuple[Any, Figures]:
-    """Import a part of jaxformer with all modules in it, or what it is built on, in a process of its own. It counts in
-    processor time (user and system), which waits for nobody."""
+    """Import a part of jaxformer with all its modules, or the libraries that it is built on, in a new process. Measures
+    CPU time (user and system), which excludes waiting."""
     modules = [base]
     if not is_base:
         path = getattr(import_module(part), "__path__", ())
@@ -34,14 +34,14 @@ def imports(folder: Path, part: str, base: str, is_base: bool) -> tuple[Any, Fig
 
 
 def processor_seconds() -> float:
-    """Return the processor time of all processes that ended."""
+    """Return the CPU time of all finished child processes, in seconds."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 
 
 def first_step(folder: Path, options: list[str], is_cold: bool) -> tuple[Any, Figures]:
-    """Start `train.py` and wait until the first step is in its log: with the caches of programs and tokens empty, or
-    with those of a run before."""
+    """Start `train.py` and wait until the first step is in its log, with cold caches of programs and tokens, or with
+    the caches of an earlier run."""
     cache = folder / "cache"
 
     def step(number: int) -> Milliseconds:

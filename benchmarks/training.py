@@ -1,4 +1,4 @@
-"""Training steps with jaxformer, and the matrix products that bound them."""
+"""Training steps with jaxformer, and the matmuls that bound them."""
 
 import json
 import os
@@ -24,17 +24,17 @@ from jaxformer.train.setup import TrainSetup, resolve_precision
 from jaxformer.train.step import make_train_step
 
 BATCHES = 8
-"""Different batches; the steps go round them."""
+"""Number of distinct batches, which the steps cycle through."""
 WARM_UP = 5
-"""Steps before those that are timed. The sides' losses in them must agree."""
+"""Steps before the timed ones. The sides must agree on their losses."""
 LEARNING_RATES = 2000
-"""Steps of the schedule that the peers are given; later ones have the last one's learning rate."""
+"""Steps of the learning-rate schedule passed to the peers; later steps use the last learning rate."""
 PRODUCTS = 10
-"""Matrix products of a step, one after another."""
+"""Number of consecutive matmuls per step."""
 
 
 def changed(config: Config, changes: dict[str, Any]) -> Config:
-    """Return a config with other fields; those of its parts are a mapping, `{"model": {"n_blocks": 1}}`."""
+    """Return a config with changed fields; fields of its parts are in a mapping, `{"model": {"n_blocks": 1}}`."""
 
     def new(name: str, value: Any) -> Any:
         part: Any = getattr(config, name)
@@ -44,7 +44,8 @@ def changed(config: Config, changes: dict[str, Any]) -> Config:
 
 
 def jaxformer(folder: Path, config: str, changes: dict[str, Any], **others: Any) -> tuple[Any, Figures]:
-    """Set up as `train.py` does, and leave config, first weights, batches and learning rates for the peers."""
+    """Set up training as `train.py` does, and write config, initial weights, batches and learning rates for the
+    peers."""
     file, _, name = config.partition(":")
     whole: Config = changed(getattr(import_module(f"configs.{file}"), name), changes)
     model: Any = whole.model
@@ -70,9 +71,8 @@ def jaxformer(folder: Path, config: str, changes: dict[str, Any], **others: Any)
         return metrics.loss
 
     matrices = sum(w.size for name, w in weights.items() if in_a_product(name, "W_out" in weights))
-    # 6·N + 12·L·T·d: N counts the weights that every token is multiplied with, d is the width of all heads together.
-    # Attention counts as if every position saw all T (Chowdhery et al. 2022, appendix B); what is computed twice counts
-    # once.
+    # 6·N + 12·L·T·d: N counts the weights that multiply every token, d is the total width of all heads. Attention
+    # counts as if every position attended to all T (Chowdhery et al. 2022, appendix B); recomputation does not count.
     flops = 6 * matrices + 12 * model.n_blocks * T * model.n_heads * model.width_of_head
     return step, {
         "values": [float(step(number)) for number in range(WARM_UP)],
@@ -83,19 +83,19 @@ def jaxformer(folder: Path, config: str, changes: dict[str, Any], **others: Any)
 
 
 def in_a_product(name: str, untied: bool) -> bool:
-    """Return True for a matrix that every token is multiplied with, and False for a table."""
+    """Return True for a matrix that multiplies every token, and False for a lookup table."""
     leaf = name.rpartition(".")[2]
     return leaf.startswith("W_") and leaf != "W_pos" and not (untied and leaf == "W_E")
 
 
 def products(folder: Path, size: int = 1024, **_: Any) -> tuple[Any, Figures]:
-    """Multiply square matrices, one per device, in the dtype of training: on random numbers, as a card is faster on
+    """Multiply square matrices, one per device, in the compute dtype; with random values, as GPUs are faster on
     zeros."""
     machine.set_up(machine.cores())
     mesh = make_mesh()
     dtype, n = resolve_precision(ComputeConfig(), mesh), mesh.size
     a, b = (jax.random.normal(jax.random.key(seed), (n, size, size), dtype) for seed in (0, 1))
-    a, b = jax.device_put((a, b * size**-0.5), batch_sharding(mesh))  # keeps the products as large as a
+    a, b = jax.device_put((a, b * size**-0.5), batch_sharding(mesh))  # keeps the scale of a
 
     @jax.jit
     def multiply(a: jax.Array, b: jax.Array) -> jax.Array:

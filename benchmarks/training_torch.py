@@ -1,4 +1,4 @@
-"""Training steps with torch, on what `training.jaxformer` leaves in a folder; without JAX."""
+"""Training steps with torch, on the files that `training.jaxformer` writes to a folder; without JAX."""
 
 import json
 from pathlib import Path
@@ -17,10 +17,10 @@ PRODUCTS = 10
 
 
 def make_optimizer(model: Decoder, config: dict) -> torch.optim.Optimizer:
-    """Return torch's fused version of what the config names.
+    """Return torch's fused version of the config's optimizer.
 
     Raises:
-      ValueError: it is neither adamw nor nesterov_sgd.
+      ValueError: the optimizer is neither adamw nor nesterov_sgd.
     """
     o, decayed = config["optimizer"], model.matrices()
     if o["name"] == "nesterov_sgd":
@@ -33,7 +33,7 @@ def make_optimizer(model: Decoder, config: dict) -> torch.optim.Optimizer:
 
 
 def train(folder: Path, is_compiled: bool, **_: Any) -> tuple[Any, Figures]:
-    """Set up the same training as one writes it in torch; on a GPU with autocast to the dtype of jaxformer."""
+    """Set up the same training in idiomatic torch; on a GPU with autocast to jaxformer's compute dtype."""
     torch.set_num_threads(record.cores())
     torch._dynamo.reset()
     device = "cuda" if torch.cuda.is_available() else "cpu"

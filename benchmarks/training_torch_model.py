@@ -1,4 +1,4 @@
-"""jaxformer's decoder once more in torch, written as one writes it there, to measure beside."""
+"""jaxformer's decoder in idiomatic torch, as a peer for measurements."""
 
 from collections.abc import Mapping
 from itertools import pairwise
@@ -20,15 +20,15 @@ SUPPORTED: dict[str, tuple[Any, ...]] = {
     "norm": ("rmsnorm", "layernorm"), "norm_placement": ("pre",), "positions": ("rope", "learned"),
     "unembedding": ("tied", "linear"), "dropout": (0.0,),
 }  # fmt: skip
-"""Fields that are fixed here; every other field of the config is followed."""
+"""Supported values of restricted config fields; all other fields are supported in full."""
 EPS = 1e-6
 
 
 class Shape:
-    """The fields of a `DecoderConfig` that shape the model.
+    """Fields of a `DecoderConfig` that determine the model.
 
     Raises:
-      ValueError: the config asks for what is not written here.
+      ValueError: the config has a value that is not supported here.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -48,7 +48,7 @@ class Shape:
 
 
 class RMSNorm(nn.Module):
-    """torch's RMSNorm with jaxformer's epsilon."""
+    """RMSNorm of torch with jaxformer's epsilon."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ NORMS = {"rmsnorm": RMSNorm, "layernorm": nn.LayerNorm}
 
 
 class Attention(nn.Module):
-    """Causal attention, fused where torch fuses it; with RoPE where it is given a rotation."""
+    """Causal attention, fused where torch supports it; with RoPE if a rotation is given."""
 
     def __init__(self, s: Shape) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm attention and MLP, each added to the stream."""
+    """Pre-norm attention and MLP, each added to the residual stream."""
 
     def __init__(self, s: Shape) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """`(B, T + 1)` tokens to the mean cross-entropy of the last T."""
+    """Decoder from tokens `(B, T + 1)` to the mean cross-entropy of the last T."""
 
     def __init__(self, s: Shape) -> None:
         super().__init__()
@@ -148,13 +148,13 @@ class Decoder(nn.Module):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """RoPE with features paired across halves."""
+    """Apply RoPE, with features paired across halves."""
     a, b = x.chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
 
 
 def translate(weights: Mapping[str, np.ndarray], n_blocks: int) -> dict[str, Tensor]:
-    """jaxformer's parameters, by dotted name, as the `state_dict` of a `Decoder`."""
+    """Return jaxformer's parameters, by dotted name, as the `state_dict` of a `Decoder`."""
     outer = {
         "embedding.W_E": "embedding.weight", "embedding.W_pos": "positions", "final_norm.gamma": "final_norm.weight",
         "final_norm.beta": "final_norm.bias",

@@ -1,19 +1,19 @@
-"""Does the best learning rate transfer over width, with `optimizer.base_width` and without?
+"""Transfer of the best learning rate across widths, with `optimizer.base_width` and without.
 
     python -m benchmarks.width_transfer train --data.path books/train [--data.val-path TEXT] [--folder FOLDER]
         [--widths N ...] [--seeds N]
     python -m benchmarks.width_transfer write [--folder FOLDER]
 
-`train` trains the rung `small_embeddings` of `configs/ladder.py`, whose width is 128, at several widths: its heads keep
-their width, and its MLPs are as many times as wide as the model. Learning rates are the rung's times powers of 1.5,
-from the best of the width before up and down until the best of them has one on either side. 'fixed' is one learning
-rate for all parameters; 'scaled' is the rung with `base_width`, and W_out drawn as muP has it, with a standard
-deviation in proportion to 1 / width. At the rung's own width, the two are the same. Losses are those of text that is
-held out of the training books, or of --data.val-path, which should be no text that other figures are measured on. Each
-training writes one JSON file below --folder when it is done, so that the benchmark can be stopped and started again.
+`train` trains the rung `small_embeddings` of `configs/ladder.py`, whose width is 128, at several widths: heads keep
+their width, and MLPs scale with the model. Learning rates are the rung's times powers of 1.5, searched from the best of
+the previous width in both directions until the best has a neighbour on either side. 'fixed' is one learning rate for
+all parameters; 'scaled' is the rung with `base_width`, and W_out initialised as in muP, with a standard deviation
+proportional to 1 / width. At the rung's own width, the two are equal. Losses are on text held out from the training
+books, or on --data.val-path, which should not be text that other figures are measured on. Each training run writes one
+JSON file below --folder when it is done, so the benchmark can be stopped and restarted.
 
-`write` draws a parabola through these three losses over the logarithm of the learning rate, for each width and seed,
-stores the minima as `width_transfer.json`, and writes their table into `docs/training.md`.
+`write` fits a parabola through these three losses over the logarithm of the learning rate, for each width and seed,
+stores the minima in `width_transfer.json`, and writes their table into `docs/training.md`.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ BEGIN, END = "<!-- outcomes of benchmarks/width_transfer.py -->\n", "<!-- end of
 RUNG = "ladder:small_embeddings"
 WIDTHS = (64, 128, 256)
 FACTOR = 1.5
-"""Between neighbouring learning rates."""
+"""Ratio of neighbouring learning rates."""
 STEPS, BATCH_SIZE, HELD_OUT = 120, 8, 128
-"""Optimizer steps, a tenth of which are warm-up; windows per step; windows that losses are of."""
+"""Optimizer steps, a tenth of which are warm-up; windows per step; windows for the held-out loss."""
 RULES = ("fixed", "scaled")
 HEAD = ("learning rates", "width", "parameters", "best learning rate by seed", "mean", "held-out loss at best")
 
@@ -88,7 +88,7 @@ def config_at(width: int, rule: str, path: str, val_path: str | None, seed: int)
 
 
 class Training:
-    """Trainings of one config at any learning rate, compiled once: the learning rate is an argument of the step."""
+    """Training of one config at any learning rate, compiled once: the learning rate is an argument of the step."""
 
     def __init__(self, config: Config, data: Dataset) -> None:
         self.setup, self.data = TrainSetup(config, make_mesh("", jax.devices()[:1])), data
@@ -109,8 +109,8 @@ class Training:
         self._step, self._start = step, (state.params, state.opt_state)
 
     def loss(self, rate: float) -> float:
-        """Return the held-out loss in nats after training with a peak learning rate."""
-        params, opt_state = jax.tree.map(jnp.copy, self._start)  # as a step donates them
+        """Return the held-out loss in nats per token after training with a peak learning rate."""
+        params, opt_state = jax.tree.map(jnp.copy, self._start)  # a step donates its inputs
         for k in range(self.setup.config.steps):
             batch = global_device_put(self.data.batch(k), self._split)
             params, opt_state = self._step(params, opt_state, batch, self.setup.example_keys(k), np.float32(rate))
@@ -118,8 +118,8 @@ class Training:
 
 
 def search(loss: Callable[[int], float], start: int) -> dict[int, float]:
-    """Return the loss by exponent of `FACTOR`, from `start` on in both directions, until the smallest has one on either
-    side."""
+    """Return the loss by exponent of `FACTOR`, searched from `start` in both directions until the smallest loss has a
+    neighbour on either side."""
     losses: dict[int, float] = {}
     best = start
     while missing := [k for k in (best, best - 1, best + 1) if k not in losses]:
@@ -130,8 +130,8 @@ def search(loss: Callable[[int], float], start: int) -> dict[int, float]:
 
 def best_rate(losses: Mapping[float, float | None]) -> tuple[float, float] | None:
     """Return the learning rate and the loss at the minimum of the parabola, over the logarithm of the learning rate,
-    through the smallest loss and those on either side of it, or the smallest itself where one of these is not finite;
-    None where one has not been trained yet."""
+    through the smallest loss and its two neighbours; the smallest loss itself if a neighbour is not finite; None if one
+    has not been trained yet."""
     rates = sorted(losses)
     values = [inf if (value := losses[rate]) is None else value for rate in rates]
     i = values.index(min(values))
@@ -145,7 +145,7 @@ def best_rate(losses: Mapping[float, float | None]) -> tuple[float, float] | Non
 
 
 def train(folder: Path, path: str, val_path: str | None, widths: Sequence[int], seeds: int) -> None:
-    """Train what the folder does not hold yet."""
+    """Train the pieces that the folder does not contain yet."""
     base: Any = load_config(RUNG)
     machine.set_up()
     data: dict[int, Dataset] = {}
@@ -162,7 +162,7 @@ def train(folder: Path, path: str, val_path: str | None, widths: Sequence[int], 
 
 
 class _Measured:
-    """Losses by exponent, from files or, where there is none yet, from trainings."""
+    """Losses by exponent, from files or, if there is none yet, from training."""
 
     def __init__(self, folder: Path, rule: str, config: Config, data: Dataset) -> None:
         self.folder, self.rule, self.config, self.data = folder, rule, config, data
@@ -190,8 +190,8 @@ class _Measured:
 
 
 def outcomes(pieces: Sequence[Mapping[str, Any]], base_width: int) -> dict[str, Any]:
-    """Return the best learning rate for each rule, width and seed that is complete, the geometric mean and the mean
-    loss over seeds, and for each rule the largest ratio of the means of two widths."""
+    """Return the best learning rate for each complete rule, width and seed, its geometric mean and the mean loss over
+    seeds, and for each rule the largest ratio of two widths' means."""
     rules: dict[str, Any] = {}
     for rule in RULES:
         widths: dict[str, Any] = {}
@@ -214,7 +214,7 @@ def outcomes(pieces: Sequence[Mapping[str, Any]], base_width: int) -> dict[str, 
 
 
 def section(figures: Mapping[str, Any]) -> str:
-    """Return what the page shows: a table, and the ratio of the best learning rates of two widths."""
+    """Return the section for the page: a table, and the largest ratio between the widths' best learning rates."""
     if not figures:
         return "Not measured yet.\n"
     rows = [HEAD]

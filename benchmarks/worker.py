@@ -1,10 +1,10 @@
 """Process of one side of a case: `python -m benchmarks.worker MODULE:FUNCTION FOLDER`, see `harness.Side`.
 
-It reads requests, a line of JSON each, and answers each with one: `{"prepare": SETTINGS}` with the facts of a point,
-`{"steps": N}` with the milliseconds per step.
+It reads requests, one line of JSON each, and answers each with one line: `{"prepare": SETTINGS}` with the facts of a
+point, `{"steps": N}` with the milliseconds per step.
 
-The steps of a turn are begun one after another, and only then waited for, as in training: a device that works by itself
-always has the next step at hand.
+As in training, all steps of a turn are dispatched before waiting for their results, so that an asynchronous device
+always has the next step queued.
 """
 
 import json
@@ -19,7 +19,7 @@ from benchmarks.harness import Milliseconds
 
 
 def timed(step: Callable[[int], Any], first: int, steps: int) -> float:
-    """Return the milliseconds per step."""
+    """Run steps; return milliseconds per step."""
     began = time.perf_counter()
     results = [step(number) for number in range(first, first + steps)]
     for result in results:
@@ -32,7 +32,7 @@ def main(target: str, folder: Path) -> None:
     """Answer requests until there are no more."""
     module, _, function = target.partition(":")
     make = getattr(import_module(module), function)
-    answers, sys.stdout = sys.stdout, sys.stderr  # what a library prints is no answer
+    answers, sys.stdout = sys.stdout, sys.stderr  # keep library output out of the answers
     step, taken = None, 0
     for line in sys.stdin:
         request = json.loads(line)

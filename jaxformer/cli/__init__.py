@@ -1,1 +1,1 @@
-"""The command line, which parses arguments, calls down and prints."""
+"""The command line: it parses arguments, calls the library and prints results."""

@@ -1,4 +1,4 @@
-"""Command-line arguments from dataclasses, and errors in one sentence."""
+"""Command-line arguments from dataclasses, and one-sentence errors."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ T = TypeVar("T")
 FLAG = re.compile(r"--[\w.-]*\w")
 """Pattern of a flag."""
 SIGPIPE = 13
-"""Number of the signal of a pipe without a reader; Windows has no name for it."""
+"""Number of the signal for a pipe without a reader; Windows does not define its name."""
 VALUE_KINDS = {int: "a whole number, such as 1000", float: "a number, such as 0.5", str: "text"}
-"""Types of values, and their description in an error."""
+"""Description of each value type in error messages."""
 
 
 @dataclass
 class CommandCall:
-    """A command that runs, and its exit status."""
+    """A running command, and its exit status."""
 
     arguments: list[str]
     status: int = 0
@@ -45,13 +45,13 @@ class CommandCall:
 
 @contextlib.contextmanager
 def command_call(arguments: Sequence[str] | None, ignore_closed: bool = False) -> Iterator[CommandCall]:
-    """Run the body as a command of these arguments, for None the program's: an error that the user can fix becomes one
-    sentence and exit status 2. `--debug` anywhere lets the traceback through. With `ignore_closed`, it continues
-    quietly once nobody reads the output."""
+    """Run the body as a command with these arguments, or the program's for None. An error that the user can fix becomes
+    one sentence and exit status 2; with `--debug` anywhere, the traceback is shown instead. With `ignore_closed`, the
+    command continues quietly after the reader of its output has gone."""
     prepare_streams(ignore_closed)
     warnings = logging.StreamHandler()
     warnings.setFormatter(_OneLine("%(levelname)s: %(message)s"))
-    logging.basicConfig(handlers=[warnings])  # before a library does, its own way
+    logging.basicConfig(handlers=[warnings])  # before a library configures it
     given = list(sys.argv[1:] if arguments is None else arguments)
     call = CommandCall([argument for argument in given if argument != "--debug"])
     if "--debug" in given:
@@ -72,7 +72,7 @@ def command_call(arguments: Sequence[str] | None, ignore_closed: bool = False) -
         message, number = interruption.args or ("interrupted", signal.SIGINT)
         echo_error(message)
         call.status = 128 + number
-    except BrokenPipeError:  # the reader of the output has closed it, as `| head` does
+    except BrokenPipeError:  # the reader has closed the pipe, as `| head` does
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the exit
         call.status = 128 + SIGPIPE
@@ -84,8 +84,8 @@ def command_call(arguments: Sequence[str] | None, ignore_closed: bool = False) -
 
 
 def as_command(ignore_closed: bool = False) -> Callable[[Callable[[list[str]], int]], Callable[..., int]]:
-    """Return the decorator that makes a function of arguments a command, the body of `command_call`, which returns the
-    exit status; without arguments, they are the program's."""
+    """Return a decorator that turns a function of arguments into a command, run within `command_call`, that returns the
+    exit status and by default takes the program's arguments."""
 
     def decorate(function: Callable[[list[str]], int]) -> Callable[..., int]:
         @functools.wraps(function)
@@ -105,14 +105,14 @@ def _finds_devices() -> bool:
 
     try:
         return bool(jax.devices())
-    except (RuntimeError, AssertionError):  # the latter where its plugin is not installed
+    except (RuntimeError, AssertionError):  # AssertionError if its plugin is not installed
         return False
 
 
 class _OneLine(logging.Formatter):
-    """A formatter that escapes control characters; newlines, too, but those of a traceback.
+    """A formatter that escapes control characters, including newlines except in a traceback.
 
-    Of a plugin of jax that cannot be used, such as CUDA's where no GPU is, the reason replaces the traceback.
+    For a JAX plugin that cannot be used, such as CUDA's without a GPU, the reason replaces the traceback.
     """
 
     def formatMessage(self, record: logging.LogRecord) -> str:
@@ -130,14 +130,14 @@ class Group(NamedTuple):
     """A flag with the words that follow it."""
 
     flag: str
-    """With hyphens for underscores; empty for the words before the first flag."""
+    """Flag with hyphens for underscores; empty for the words before the first flag."""
     words: list[str]
     has_equals: bool = False
     """True for `--flag=word`."""
 
     def values(self, maximum: int | None) -> tuple[list[str], list[str]]:
-        """Return the words that are values of the flag, at most `maximum` or any number for None, and the others;
-        `UserError` if a value is missing, or there is one of a flag that has none."""
+        """Return the words that are values of the flag, at most `maximum` or any number for None, and the other words.
+        Raises `UserError` if a value is missing, or given for a flag without one."""
         if maximum == 0 and self.has_equals:
             raise UserError(f"{self.flag} is {self.words[0]!r}, but it has no value; leave it out.")
         if maximum == 1 and not self.words:
@@ -146,7 +146,7 @@ class Group(NamedTuple):
 
 
 def split_flags(arguments: Sequence[str]) -> list[Group]:
-    """Return the arguments grouped by flag. A word such as `-1` or `--` is no flag."""
+    """Return the arguments grouped by flag. Words such as `-1` or `--` are not flags."""
     groups = [Group("", [])]
     for word in arguments:
         flag, equals, value = word.partition("=")
@@ -158,9 +158,9 @@ def split_flags(arguments: Sequence[str]) -> list[Group]:
 
 
 def parse(arguments: Sequence[str], default: T, program: str, description: str) -> T:
-    """Return a dataclass with the fields that arguments give, nested ones dotted; the others keep their default;
-    `UserError` for an unknown option (with the nearest known one), and for a value missing, of the wrong type or out of
-    range."""
+    """Return a dataclass with the fields that arguments set, nested ones dotted; other fields keep their defaults.
+    Raises `UserError` for an unknown option, naming the nearest known one, and for a value that is missing, of the
+    wrong type or out of range."""
     if {"-h", "--help"} & {*arguments}:
         echo(help_text(default, program, description))
         sys.exit(0)
@@ -186,12 +186,12 @@ def parse(arguments: Sequence[str], default: T, program: str, description: str) 
             option = positional.pop(0)
             values[option.path] = read_value(option.flag, option.hint, word)
     parsed = _replaced(default, values)
-    check_fields(parsed)  # configs inside have checked themselves
+    check_fields(parsed)  # nested configs have checked themselves
     return parsed
 
 
 def read_value(flag: str, hint: Any, word: str) -> Any:
-    """Return a word of the command line as a value of a type; `UserError` if it is of another type, or none of the
+    """Convert a word of the command line to a type. Raises `UserError` if it has another type, or is not one of the
     choices."""
     choices: tuple[Any, ...] = typing.get_args(hint)
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
@@ -222,8 +222,8 @@ def _replaced(config: T, values: Mapping[tuple[str, ...], Any]) -> T:
 
 
 def peek(arguments: Sequence[str], maxima: Mapping[str, int | None]) -> tuple[dict[str, list[str]], list[str]]:
-    """Return the values of some flags, before all options are known, and all other arguments. `maxima` has the number
-    of values by flag, None for any number. Raises `UserError` if a value is missing."""
+    """Return the values of some flags, before all options are known, and all other arguments. `maxima` has the maximum
+    number of values by flag, None for any number. Raises `UserError` if a value is missing."""
     known: dict[str, list[str]] = {}
     others: list[str] = []
     for group in split_flags(arguments):
@@ -239,8 +239,8 @@ def peek(arguments: Sequence[str], maxima: Mapping[str, int | None]) -> tuple[di
 
 
 def options_given(arguments: Sequence[str]) -> set[str]:
-    """Return the options among arguments, such as `--batch-size`; `--no-resume` counts as `--resume`; `UserError` if
-    one is given twice, where only the last would count."""
+    """Return the options among arguments, such as `--batch-size`; `--no-resume` counts as `--resume`. Raises
+    `UserError` if one is given twice, as only the last would count."""
     given = [re.sub(r"(^--|\.)no-", r"\1", group.flag) for group in split_flags(arguments) if group.flag]
     if repeated := [flag for flag in given if given.count(flag) > 1]:
         raise UserError(f"{repeated[0]} is given twice; give it once, where it takes several values with all of them.")
@@ -248,15 +248,15 @@ def options_given(arguments: Sequence[str]) -> set[str]:
 
 
 def model_fields(arguments: Sequence[str]) -> set[str]:
-    """Return the names of the model's fields among arguments, such as `image_size`."""
+    """Return the names of the model fields among arguments, such as `image_size`."""
     prefix = "--model."
     given = (flag for flag in options_given(arguments) if flag.startswith(prefix))
     return {flag.removeprefix(prefix).replace("-", "_") for flag in given}
 
 
 def with_fitting_patches(model: ModelConfig, arguments: Sequence[str]) -> ModelConfig:
-    """Return the model's config where unparsed arguments give the size of images or of patches, but not both: with this
-    one, and the other so that patches divide images. Of images, the data may still say another size."""
+    """Return the model's config; if unparsed arguments set either the image size or the patch size, set it and adjust
+    the other so that patches divide images. The data may still change the image size."""
     holder, prefix = model.contract.patches, "--model."
     if holder is None:
         return model
@@ -273,8 +273,8 @@ def with_fitting_patches(model: ModelConfig, arguments: Sequence[str]) -> ModelC
 
 
 def folder_named(flag: str, value: str) -> Path:
-    """Return the folder that an option names, which need not exist; `UserError` if the name is empty, of a file, or a
-    URL."""
+    """Return the folder that an option names, which need not exist. Raises `UserError` if the name is empty, a file or
+    a URL."""
     folder = Path(value)
     if not value:
         raise UserError(f"{flag} is empty; name a folder, such as runs/mine.")
@@ -286,7 +286,7 @@ def folder_named(flag: str, value: str) -> Path:
 
 
 def run_named(flag: str, value: str) -> Path:
-    """Return the folder of a run that an option names, also by its URL on object storage; raises `UserError` as
+    """Return the folder of a run that an option names by path or by URL on object storage. Raises `UserError` as
     `folder_named` and `local_folder` do."""
     if not is_url(value):
         return folder_named(flag, value)
@@ -296,11 +296,11 @@ def run_named(flag: str, value: str) -> Path:
 
 
 def load_config(spec: str) -> Config:
-    """Return the config of `FILE:NAME`, or of `FILE` the one with the name of the file. FILE is one of this project's
-    by its name, such as `quick`, or the path of another. Raises `UserError` if there is no such config, and as
+    """Return the config that `FILE:NAME` names; `FILE` alone means the config with the file's name. FILE is the name of
+    one of this project's files, such as `quick`, or a path. Raises `UserError` if there is no such config, and as
     `config_files.load_module` does."""
     path, colon, name = spec.rpartition(":")
-    if not colon or {"/", "\\"} & {*name}:  # of the drive in a path of Windows
+    if not colon or {"/", "\\"} & {*name}:  # the colon follows a Windows drive
         path, name = spec, Path(spec).stem
     configs = {key: value for key, value in vars(load_module(path)).items() if isinstance(value, Config)}
     if name not in configs:

@@ -16,7 +16,7 @@ first parameter whose statistics in the gradient tables differ; every logged num
 one; the arrays of the last common checkpoint. Timings do not count. The exit status is 0 where nothing differs, and 1
 where something does."""
 MAX_LINES = 12
-"""Lines shown per section."""
+"""Maximum lines shown per section."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Arguments:
 
 @as_command()
 def main(arguments: list[str]) -> int:
-    """Compare two runs; return the exit status: 0 the same, 1 different, 2 wrong input."""
+    """Compare two runs; return the exit status: 0 equal, 1 different, 2 wrong input."""
     options = parse(arguments, Arguments(), command("diff"), DESCRIPTION)
     if not (options.one and options.other):
         raise UserError(f"give two runs: {command('diff')} runs/one runs/other.")

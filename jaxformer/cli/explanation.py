@@ -1,4 +1,4 @@
-"""Explanations of completions: per token its probability, the likeliest others, and the positions most attended to."""
+"""Explanations of completions: per token, its probability, the most likely others, and the most attended positions."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 def explained_rows(run: Run, prompt: list[int], completion: list[int]) -> list[dict[str, Any]]:
-    """Return rows of JSON from the tokens of a prompt and its completion, a row per new token that the model has a
-    position for."""
+    """Return JSON rows given the tokens of a prompt and its completion, one per new token that the model has a position
+    for."""
     config, tokenizer = run.text_model()
     tokens = prompt + completion
     tokens = tokens if contract_of(run.model).extrapolates else tokens[: config.n_positions]
@@ -33,7 +33,7 @@ def explained_rows(run: Run, prompt: list[int], completion: list[int]) -> list[d
 
 
 def explanation_table(completion: Completion) -> str:
-    """Return the explanation of a completion as lines of text; empty without one."""
+    """Return the explanation of a completion as a table in text; empty without an explanation."""
     explained = completion.explained
     if explained is None:
         return ""

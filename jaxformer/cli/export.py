@@ -36,13 +36,13 @@ class Arguments:
     format: Format | None = None
     """Format to write."""
     out: str | None = None
-    """Folder or, as gguf, file to write; by default exports/RUN-FORMAT or exports/RUN.gguf."""
+    """Folder or, for gguf, file to write; by default exports/RUN-FORMAT or exports/RUN.gguf."""
     checkpoint: str = "last"
     """'last', 'best', or a step."""
     dtype: Dtype = "float32"
-    """Format of the weights. Training keeps float32; the others take half the bytes and are rounded."""
+    """Dtype of the exported weights. Training uses float32; the others take half the bytes and are rounded."""
     cache_length: int | None = None
-    """For stablehlo: slots of the KV cache, and length of padded prompts; by default the context length."""
+    """For stablehlo: number of slots in the KV cache, and length of padded prompts; by default the context length."""
 
 
 @as_command()

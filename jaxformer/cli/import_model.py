@@ -1,4 +1,4 @@
-"""`python -m jaxformer import`: a published model as a run."""
+"""`python -m jaxformer import`: import a published model as a run."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class Arguments:
     source: Annotated[str | None, POSITIONAL] = None
     """Folder of the published model."""
     run: str | None = None
-    """Folder of the run; without it, runs/ and the name of the source."""
+    """Folder of the run; by default, the source's name below runs/."""
     context_length: int | None = None
-    """Length of training sequences in tokens, for a later training; without it, that of the model, at most 2048. The
-    model reads longer texts, as it did."""
+    """Length of training sequences in tokens, for later training; by default the model's, at most 2048. The model can
+    still read longer texts."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of the stored parameters; auto is the published one."""
 

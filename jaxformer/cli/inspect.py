@@ -1,4 +1,4 @@
-"""`python -m jaxformer inspect`: a page that shows a trained model."""
+"""`python -m jaxformer inspect`: write a page about a trained model."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ class Arguments:
     run: Annotated[str | None, POSITIONAL] = None
     """Folder of the run; by default the newest below runs/ that has a checkpoint."""
     prompt: str | None = None
-    """Text to show; by default a held-out one. For a masked language model with [MASK] in it; for a translation model,
-    the source."""
+    """Text to show; by default a held-out one. It contains [MASK] for a masked language model, and is the source for a
+    translation model."""
     out: str | None = None
-    """File of the page; by default inspect.html in the run's folder."""
+    """File to write the page to; by default inspect.html in the run's folder."""
     checkpoint: str = "last"
     """'last', 'best', or a step."""
     examples: int | None = None
-    """Held-out examples that heads and gradients are measured on; by default those of some 1,000 targets, at most 256.
-    Without the run's data, the prompt alone."""
+    """Number of held-out examples for the measurements of heads and gradients; by default enough for some 1,000
+    targets, at most 256. Without the run's data, only the prompt is used."""
     max_live_parameters: int = 5_000_000
-    """Most parameters of a decoder that runs in the page on a text of your own, at 2.7 bytes each, up to 150 million,
-    as browsers read no text of more than 0.5 GB; 0 for none."""
+    """Maximum parameters of a decoder that runs in the page on your own text, at 2.7 bytes each; at most 150 million,
+    as browsers read no text of more than 0.5 GB; 0 to leave it out."""
 
 
 @as_command()

@@ -1,4 +1,4 @@
-"""`python -m jaxformer ladder`: train rung after rung on one text, and compare their outcomes."""
+"""`python -m jaxformer ladder`: train the ladder's rungs on the same text, and compare their results."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ladder.csv, ladder.html, a page that needs no network, and ladder.png (extra plo
 
 @as_command(ignore_closed=True)
 def main(arguments: list[str]) -> int:
-    """Train the ladder; return the exit status: 0 done, 2 wrong input, 128 + the signal where interrupted."""
+    """Train the ladder; return the exit status: 0 done, 2 wrong input, 128 + signal if interrupted."""
     if {"-h", "--help"} & {*arguments}:
         echo(paragraphs(DESCRIPTION))
         return 0
@@ -53,7 +53,7 @@ def main(arguments: list[str]) -> int:
         if name not in rungs:
             raise UserError(f"there is no rung {name}; there are {', '.join(rungs)}.")
     folder = folder_named("--folder", own.get("--folder", [str(RUNS / "ladder")])[0])
-    # All options are checked before hours of training.
+    # Check all options before hours of training.
     names = [name for name in rungs if name in own.get("--rungs", sources)]
     arguments_of = {name: Arguments(load_config(f"{RUNGS}:{name}")) for name in names}
     configs = {name: parse(options, arguments_of[name], command("ladder"), DESCRIPTION).fields for name in names}
@@ -83,7 +83,7 @@ def main(arguments: list[str]) -> int:
 
 def _train(run: Path, options: Sequence[str]) -> int:
     """Train or resume the rung that the run's folder is named after; return the exit status of `train.py`, or
-    128 + the signal that was to stop it."""
+    128 + the signal that stopped it."""
     if run.exists():
         echo(f"{run.name}: resuming {run}")
         start = ["--resume", "--run", str(run)]
@@ -96,7 +96,7 @@ def _train(run: Path, options: Sequence[str]) -> int:
         def stop(number: int, _: Any) -> None:
             nonlocal stopped
             stopped = number
-            if number == signal.SIGTERM:  # Ctrl-C reaches the rung from the terminal
+            if number == signal.SIGTERM:  # the terminal sends Ctrl-C to the rung itself
                 process.send_signal(number)
 
         before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -105,11 +105,11 @@ def _train(run: Path, options: Sequence[str]) -> int:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-    return 128 + stopped if stopped else status  # also where the rung ended by its last step
+    return 128 + stopped if stopped else status  # even if the rung finished its last step
 
 
 def _check_same(config: Config, run: Path) -> None:
-    """Raise `UserError` where a run was trained with another config."""
+    """Raise `UserError` if a run was trained with another config."""
     from jaxformer.runs import read_config
 
     given, stored = (flatten(to_dict(c)) for c in (config, read_config(run)))

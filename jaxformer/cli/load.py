@@ -1,4 +1,4 @@
-"""Options that name a run and its checkpoint, for the commands that read one."""
+"""Options for a run and its checkpoint, shared by the commands that read one."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """A checkpoint of a run, with the format and the mesh of its parameters."""
+    """A checkpoint of a run, and the format and mesh of its parameters."""
 
     run: str | None = None
-    """Folder of the run, or its URL, s3://bucket/run; without it, the newest below runs/ that has a checkpoint."""
+    """Folder of the run, or its URL, s3://bucket/run; by default the newest below runs/ that has a checkpoint."""
     checkpoint: str = "last"
     """'last', 'best', or a step."""
     weights: Literal["float32", "bfloat16", "int8"] = "float32"
-    """Format of matrices. A decode step reads them all, so a smaller one is faster, and a little less exact."""
+    """Format of weight matrices. A decode step reads all of them, so a smaller format is faster, but less exact."""
     mesh: str = ""
-    """Mesh of devices, such as 'data=2' or 'tensor=2'; without it, eval uses all devices, sample the first."""
+    """Device mesh, such as 'data=2' or 'tensor=2'; by default, eval uses all devices, sample the first."""
 
 
 def with_run(options: RunOptions) -> RunOptions:
-    """Return the options with a run: the one named, or the newest with a checkpoint, which is named on stderr;
-    `UserError` if none is named, and there is none."""
+    """Return the options with a run: the given one, or the newest with a checkpoint, which is reported on stderr.
+    Raises `UserError` if there is neither."""
     if options.run is not None:
         return options
     from jaxformer.checkpoints import CheckpointReader
@@ -52,22 +52,22 @@ def with_run(options: RunOptions) -> RunOptions:
 
 
 def run_folder(options: RunOptions) -> Path:
-    """Return the folder of the run named, or of the newest with a checkpoint; raises UserError where there is none."""
+    """Return the folder of the given run, or of the newest with a checkpoint. Raises `UserError` if there is none."""
     from jaxformer.runs import latest_run
 
     return latest_run(RUNS, with_checkpoint=True) if options.run is None else run_named("--run", options.run)
 
 
 def model_of(options: RunOptions) -> nn.Module:
-    """Return the model of a run, without its parameters; raises UserError where there is no such run."""
+    """Return the model of a run, without its parameters. Raises `UserError` if there is no such run."""
     from jaxformer.runs import read_config  # orbax takes a second to import
 
     return read_config(run_folder(options)).model.build()
 
 
 def open_run(options: RunOptions, mesh: Mesh | None = None) -> Run:
-    """Return the run with its parameters on a mesh, that of the options or the first device; raises UserError, see
-    `load_run`."""
+    """Return the run with its parameters on a mesh, by default the options' or the first device. Raises `UserError` as
+    `load_run` does."""
     from jaxformer.decode.weights import store
     from jaxformer.runs import load_run  # orbax takes a second to import
     from jaxformer.sharding import make_mesh

@@ -1,4 +1,4 @@
-"""Settings of JAX and of the C library, applied before the first array is created."""
+"""Settings of JAX and the C library, applied before the first array is created."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from jaxformer.sharding import parse_mesh
 MAX_DEFAULT_DEVICES = 16
 """Maximum number of virtual devices without a mesh; each holds a copy of the parameters."""
 MAX_VIRTUAL_DEVICES = 1024
-"""Maximum number of virtual devices of a CPU; each costs threads and memory before anything is computed."""
+"""Maximum number of virtual CPU devices; each costs threads and memory even before any computation."""
 
 PATIENCE = {
     "--xla_cpu_collective_call_warn_stuck_timeout_seconds": 3600,
     "--xla_cpu_collective_call_terminate_timeout_seconds": 7 * 86_400,
 }
-"""Seconds for which virtual devices wait for each other in a collective before XLA warns, and ends the process. By
-default these are 20 and 40, which a step of minutes exceeds where other programs keep one device's thread waiting."""
+"""Seconds for which virtual devices wait for each other in a collective before XLA warns and terminates the process.
+The defaults, 20 and 40, are exceeded by steps of minutes if other programs keep one device's thread waiting."""
 
 warn = logging.getLogger(__name__).warning
 
 
 def set_up(batch_size: int = 1, mesh: str = "", processes: int = 1) -> None:
-    """Cache compiled programs on disk, unless `JAX_COMPILATION_CACHE_DIR` is set, and use all cores of a CPU;
+    """Cache compiled programs on disk, unless `JAX_COMPILATION_CACHE_DIR` is set, and use all cores of a CPU. Raises
     `UserError` if others can write to the cache."""
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         root = cache_root()
@@ -46,8 +46,8 @@ def set_up(batch_size: int = 1, mesh: str = "", processes: int = 1) -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     keep_freed_memory()
     gc.enable()
-    gc.freeze()  # what was imported stays, and need not be looked at again
-    gc.set_threshold(50_000, 10, 10)  # tracing makes many objects that are no garbage: 6 % of a short run's time
+    gc.freeze()  # imported objects stay alive, so do not scan them again
+    gc.set_threshold(50_000, 10, 10)  # tracing makes many live objects; scanning them took 6 % of a short run's time
     given = "JAX_NUM_CPU_DEVICES" in os.environ or "host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
     if not given:
         jax.config.update("jax_num_cpu_devices", cpu_devices(batch_size, mesh, processes))
@@ -55,8 +55,8 @@ def set_up(batch_size: int = 1, mesh: str = "", processes: int = 1) -> None:
 
 
 def wait_patiently() -> None:
-    """Add those of `PATIENCE` that are not given to the environment variable XLA_FLAGS, which XLA reads when JAX starts
-    its devices, unless it names a file."""
+    """Add the flags of `PATIENCE` that are not already set to the environment variable XLA_FLAGS, which XLA reads when
+    JAX initialises its devices; skipped if the variable names a file."""
     given = os.environ.get("XLA_FLAGS", "")
     if not given.strip() or given.split()[0].startswith("-"):
         missing = [f"{name}={seconds}" for name, seconds in PATIENCE.items() if name not in given]
@@ -64,10 +64,10 @@ def wait_patiently() -> None:
 
 
 def is_private(folder: Path) -> bool:
-    """Create a folder of the cache if it is missing, and return whether programs in it can be trusted. They cannot
-    where the folder cannot be created or, with a warning, belongs to another user (root with somebody's cache, say).
-    Raises `UserError` if others can write to it, so that they could put programs there, which would run."""
-    if not hasattr(os, "geteuid"):  # on Windows, modes do not say who can write to a folder
+    """Create a cache folder if it is missing, and return whether programs in it can be trusted. They cannot if the
+    folder cannot be created or, with a warning, belongs to another user (for instance if root uses somebody's cache).
+    Raises `UserError` if others can write to it, as they could put programs there that would run."""
+    if not hasattr(os, "geteuid"):  # on Windows, modes do not show who can write to a folder
         return False
     remedy = "set JAXFORMER_CACHE to a folder of your own"
     try:
@@ -76,7 +76,7 @@ def is_private(folder: Path) -> bool:
         if not folder.exists() and mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
             raise UserError(f"the cache {folder} would lie in {above}, which others can write to; {remedy}.")
         make_private(folder)
-        link, status = folder.lstat(), folder.stat()  # after its creation, which may be another process's
+        link, status = folder.lstat(), folder.stat()  # after creation, possibly by another process
     except OSError:
         return False
     if {link.st_uid, status.st_uid} != {os.geteuid()}:
@@ -89,11 +89,11 @@ def is_private(folder: Path) -> bool:
 
 
 def cpu_devices(batch_size: int, mesh: str = "", processes: int = 1) -> int:
-    """Return the number of virtual devices of a CPU: those of the mesh, divided among the processes.
+    """Return the number of virtual CPU devices: those of the mesh, divided among the processes.
 
-    Without a mesh, it is one per core, as far as the batch splits evenly: XLA uses several devices of one thread better
-    than one device of several threads (0.40 against 0.48 s per step on two cores). It is 1 for a mesh of more than
-    `MAX_VIRTUAL_DEVICES`, which `make_mesh` refuses unless there are as many accelerators.
+    Without a mesh, it is one per core, as far as the batch splits evenly: XLA makes better use of several devices with
+    one thread each than of one device with several threads (0.40 against 0.48 s per step on two cores). It is 1 for a
+    mesh of more than `MAX_VIRTUAL_DEVICES`, which `make_mesh` refuses unless there are as many accelerators.
     """
     if sizes := parse_mesh(mesh):
         n = max(1, prod(sizes.values()) // processes)
@@ -103,7 +103,7 @@ def cpu_devices(batch_size: int, mesh: str = "", processes: int = 1) -> int:
 
 
 def cores() -> int:
-    """Return the number of cores that affinity and the quota of a container allow."""
+    """Return the number of cores allowed by CPU affinity and a container's quota."""
     n = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with contextlib.suppress(OSError, ValueError):  # no cgroup, or no quota ("max")
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
@@ -113,11 +113,11 @@ def cores() -> int:
 
 def keep_freed_memory() -> None:
     """Make glibc reuse freed memory instead of returning it to the system. A training step frees and allocates hundreds
-    of megabytes of scratch memory; returned to the system each time, every page would be faulted in and zeroed anew, a
-    fifth of the step's time on a CPU.
+    of megabytes of scratch memory; if it were returned each time, every page would be faulted in and zeroed anew, a
+    fifth of the step time on a CPU.
 
-    All threads then share one arena of memory, for whose lock those of a tokenizer would wait most of their time. It
-    has one, unless `TOKENIZERS_PARALLELISM` is set."""
+    All threads then share one memory arena, for whose lock a tokenizer's threads would wait most of their time. The
+    tokenizer therefore uses one thread, unless `TOKENIZERS_PARALLELISM` is set."""
     if not sys.platform.startswith("linux"):
         return
     with contextlib.suppress(OSError, AttributeError):  # musl has no mallopt

@@ -1,4 +1,4 @@
-"""Fields of a dataclass, nested ones dotted, as options of the command line, and the text of --help."""
+"""Command-line options from the fields of a dataclass, nested ones dotted, and the text of --help."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from itertools import pairwise
 from typing import Any, Literal
 
 MERGED = "merged"
-"""Mark of a nested dataclass whose fields are options without its name as a prefix."""
+"""Marker for a nested dataclass whose fields become options without its name as a prefix."""
 POSITIONAL = "positional"
-"""Mark of a field that is given without a flag."""
+"""Marker for a field that is given without a flag."""
 HIDDEN = "hidden"
-"""Mark of a field that is no option."""
+"""Marker for a field that is not an option."""
 MAX_LINE_COLUMNS = 100
-"""Columns of a line of --help, however wide the terminal is."""
+"""Maximum columns of a line of --help, however wide the terminal is."""
 METAVARS = {int: "INT", float: "FLOAT", str: "STR", bool: "{true,false}"}
 
 
@@ -33,7 +33,7 @@ class Option:
     path: tuple[str, ...]
     """Names of the fields that lead to it."""
     flag: str
-    """Such as `--model.n-heads`; of a positional one, the field's name."""
+    """Flag, such as `--model.n-heads`; for a positional option, the field's name."""
     hint: Any
     """The field's type."""
     default: Any
@@ -43,13 +43,13 @@ class Option:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """The flag; of a bool, also the one that makes it False, such as `--data.no-unwrap`."""
+        """The flag; for a bool, also the one that sets it to False, such as `--data.no-unwrap`."""
         group, dot, name = self.flag.removeprefix("--").rpartition(".")
         return (self.flag, f"--{group}{dot}no-{name}") if self.hint is bool else (self.flag,)
 
     @property
     def max_values(self) -> int | None:
-        """Number of words that are its value: 0 of a bool, any number (None) of a tuple, else 1."""
+        """Maximum number of words in its value: 0 for a bool, None (any number) for a tuple, else 1."""
         return 0 if self.hint is bool else None if typing.get_origin(self.hint) is tuple else 1
 
     def usage(self) -> str:
@@ -79,9 +79,8 @@ class Group:
 
 
 def option_groups(default: Any, prefix: str = "", path: tuple[str, ...] = ()) -> list[Group]:
-    """Return the options of a dataclass, whose values in `default` are the defaults, followed by those of the
-    dataclasses inside it. Flags have the prefix, such as `model.`; `path` has the names of the fields that lead to the
-    dataclass."""
+    """Return the options of a dataclass, followed by those of the dataclasses nested in it. Values in `default` are the
+    defaults; flags get the prefix, such as `model.`; `path` has the names of the fields that lead to the dataclass."""
     about = (inspect.getdoc(type(default)) or "").split("\n\n")[0] if prefix else ""
     group = Group(f"{prefix.rstrip('.')} options".strip(), about, [])
     inner: list[Group] = []
@@ -103,8 +102,8 @@ def option_groups(default: Any, prefix: str = "", path: tuple[str, ...] = ()) ->
 
 
 def help_text(default: Any, program: str, description: str) -> str:
-    """Return the text of --help for a dataclass, whose values in `default` are the defaults: one option after another,
-    each wrapped once, no flag broken."""
+    """Return the text of --help for a dataclass, with the values in `default` as defaults. Lines are wrapped, but flags
+    are never broken."""
     groups = option_groups(default)
     arguments = [option.usage() for group in groups for option in group.options if option.positional]
     parts = [paragraphs(" ".join(["usage:", program, "[OPTIONS]", *arguments])), paragraphs(description)]
@@ -118,14 +117,14 @@ def help_text(default: Any, program: str, description: str) -> str:
 
 
 def paragraphs(text: str, indent: int = 0) -> str:
-    """Return text wrapped to the terminal's width; empty lines part paragraphs, other line breaks are spaces."""
+    """Return text wrapped to the terminal's width; empty lines separate paragraphs, other line breaks become spaces."""
     width, space = min(shutil.get_terminal_size().columns, MAX_LINE_COLUMNS), " " * indent
     wrapper = textwrap.TextWrapper(width, space, space, break_long_words=False, break_on_hyphens=False)
     return "\n\n".join(wrapper.fill(" ".join(part.split())) for part in re.split(r"\n\s*\n", text.strip()))
 
 
 def _metavar(hint: Any) -> str:
-    """Return the form of a value of a type."""
+    """Return the placeholder in --help for a value of a type."""
     args = typing.get_args(hint)
     if typing.get_origin(hint) is Literal:
         return f"{{{','.join(map(str, args))}}}"
@@ -138,14 +137,14 @@ def _metavar(hint: Any) -> str:
 
 @cache
 def field_docstrings(cls: type) -> dict[str, str]:
-    """Return the text below each field of a dataclass and of those that it inherits from."""
+    """Return the docstring below each field of a dataclass, including inherited fields."""
     docs: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         if not dataclasses.is_dataclass(base):
             continue
         try:
             (node,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
-        except (OSError, TypeError, SyntaxError):  # defined in no file, or inside something that no dedent undoes
+        except (OSError, TypeError, SyntaxError):  # not defined in a file, or not parsable after a dedent
             continue
         assert isinstance(node, ast.ClassDef)
         for statement, following in pairwise(node.body):

@@ -1,4 +1,4 @@
-"""`python -m jaxformer plan`: the cost of a training step on devices that need not be present."""
+"""`python -m jaxformer plan`: estimate the cost of a training step on devices that need not be present."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ COMPILER_ENVIRONMENT = {
 }
 
 FAILURE = re.compile(r"Traceback|F\d{4} ")
-"""Pattern of the first words of a Python exception, and of a fatal error in the compiler's log."""
+"""Pattern of the start of a Python traceback, and of a fatal error in the compiler's log."""
 ERROR = re.compile(r"Error: |^F\d{4} ")
-"""Pattern of a line that says what failed."""
+"""Pattern of a line that states the error."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,10 @@ class Arguments:
 
     fields: Annotated[Config, MERGED]
     config: str = DEFAULT_CONFIG
-    """Config to start from: quick, quick:modern, or FILE.py:NAME of a file of one's own."""
+    """Config to start from: quick, quick:modern, or FILE.py:NAME for your own file."""
     topology: str | None = None
-    """Devices to compile for: TPUs, such as v5e:16x16 or v5p:8x8x8, or NVIDIA GPUs, such as h100:8 or, four hosts of
-    eight, h200:4x8; by default the devices of this machine."""
+    """Devices to compile for: TPUs, such as v5e:16x16 or v5p:8x8x8, or NVIDIA GPUs, such as h100:8 or, for four hosts
+    of eight, h200:4x8; by default the local devices."""
 
 
 @as_command()
@@ -71,7 +71,7 @@ def main(arguments: list[str]) -> int:
     install = f"pip install 'jaxformer[{compiler.extra}]'"
     if not compiler.is_installed:
         raise UserError(f"--topology needs the {compiler.kind} compiler, which is not installed; {install}.")
-    # In a process of its own: this one may have initialised other devices, and the compiler's log is hidden.
+    # In a separate process: this one may have initialised other devices, and the compiler's log must be hidden.
     process = [sys.executable, "-m", "jaxformer.cli.plan", *arguments]
     result = subprocess.run(process, env={**os.environ, **COMPILER_ENVIRONMENT}, stderr=subprocess.PIPE, text=True)
     lines = [line.strip() for line in result.stderr.splitlines() if line.strip()]
@@ -93,7 +93,7 @@ def _parse(arguments: list[str]) -> Arguments:
 
 @as_command()
 def _plan_topology(arguments: list[str]) -> int:
-    """Plan for a topology, in the process of the compiler."""
+    """Plan for a topology, in the compiler's process."""
     from jaxformer.plan.topology import topology_devices
 
     options = _parse(arguments)

@@ -1,4 +1,4 @@
-"""`sample.py`: complete, fill, translate or classify with a trained model, as its task is."""
+"""`sample.py`: complete, fill in, translate or classify with a trained model, depending on its task."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Prompts = Sequence[Prompt | UserError]
-"""Prompts; for an invalid line of a file, its error."""
+"""Prompts, with an error in place of each invalid line of a file."""
 
 DESCRIPTION = """Continue texts with a trained model.
 
@@ -58,24 +58,24 @@ texts of --prompt for each of them."""
 
 @dataclass(frozen=True)
 class SamplingOptions(Sampling):
-    """Options of the draw of a token; those with a run's tokens are given as text, in `CompletionOptions`."""
+    """Options for sampling a token; options with a run's tokens are given as text, in `CompletionOptions`."""
 
     temperature: float = 0.8
-    """Divisor of the logits: below 1 sharper, above 1 flatter; 0 is greedy, without filters."""
+    """Divisor of the logits: below 1 sharpens the distribution, above 1 flattens it; 0 is greedy, without filters."""
     min_p: float | None = 0.05
-    """Probability of a token at least, as a share of the likeliest one's probability; 0 keeps all. Applied beside the
-    other filters."""
+    """Minimum probability of a token, as a fraction of the most likely token's; 0 keeps all. Combined with the other
+    filters."""
     logit_bias: Annotated[tuple[tuple[int, float], ...], HIDDEN] = ()
     bad_words: Annotated[tuple[tuple[int, ...], ...], HIDDEN] = ()
     stop_tokens: tuple[int, ...] = ()
-    """Ids of tokens that end a text, as end-of-text always does."""
+    """Ids of tokens that end a text, in addition to end-of-text."""
     n_tokens: Annotated[int | None, HIDDEN] = None
 
     def __post_init__(self) -> None:
         self.with_tokens((0,))
 
     def with_tokens(self, ends_of_text: Sequence[int], **encoded: Any) -> Sampling:
-        """Return the sampling with the tokens of a run; raises UserError, see `Sampling`."""
+        """Return the sampling options with the tokens of a run. Raises `UserError` as `Sampling` does."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(Sampling)}
         stop = tuple(dict.fromkeys((*ends_of_text, *self.stop_tokens)))
         return Sampling(**values | {"stop_tokens": stop} | encoded)
@@ -87,28 +87,28 @@ class Arguments:
 
     opening: Annotated[RunOptions, MERGED] = field(default_factory=RunOptions)
     prompt: tuple[str, ...] = ("The",)
-    """Text to continue; several are continued together."""
+    """Text to continue; several texts are continued as a batch."""
     images: tuple[str, ...] = ()
-    """Files of images, for a model that classifies; of animated ones, where its inputs are videos."""
+    """Image files, for a model that classifies images; animated ones if its inputs are videos."""
     prompts_file: str | None = None
-    """File with a prompt per line; a .jsonl file has objects with "prompt", and optionally "seed" and "id"."""
+    """File with one prompt per line; a .jsonl file has objects with "prompt", and optionally "seed" and "id"."""
     explain: bool = False
-    """Explanation of each token: its probability, the likeliest others, the entropy of the distribution, and the
-    positions with the most attention, the mean over all heads."""
+    """Explanation of each token: its probability, the most likely other tokens, the entropy of the distribution, and
+    the positions with the most attention, averaged over all heads."""
     interactive: bool = False
-    """Prompts from an interactive session. Ctrl-C stops a text, Ctrl-D leaves."""
+    """Interactive session for prompts. Ctrl-C stops a text, Ctrl-D exits."""
     jsonl: bool = False
-    """One line of JSON per text as soon as its batch is done: its prompt's line, its tokens, their log-probabilities
-    under the model, the reason it ended, and the seconds from the start of its batch to its first token and its last;
-    of a translation, its prompt's line and its tokens."""
+    """Output of one line of JSON per text as soon as its batch is done: its prompt's line, its tokens, their
+    log-probabilities under the model, the reason it ended, and the seconds from the start of its batch to its first and
+    its last token; for a translation, its prompt's line and its tokens."""
     completion: Annotated[CompletionOptions, MERGED] = field(default_factory=CompletionOptions)
     sampling: Annotated[SamplingOptions, MERGED] = field(default_factory=SamplingOptions)
 
 
 NOT_WITH_BEAMS = {f.name for f in dataclasses.fields(Sampling)} - {"stop_tokens"} | {"seed", "stop", "prefill_chunk"}
-"""Options without meaning for beam search."""
+"""Options that do not apply to beam search."""
 MAX_EXPONENT = 100
-"""Power of 2 that lengths and scores of beams may reach; a float32 holds 126, less what log-probabilities need."""
+"""Largest power of 2 that beam lengths and scores may reach: float32's 126, less the range of log-probabilities."""
 TEXTS = {"--prompt", "--prompts-file"}
 COMMON = {"--run", "--checkpoint", "--weights", "--jsonl"}
 FILL_OPTIONS = COMMON | TEXTS | {"--top-logprobs"}
@@ -116,12 +116,12 @@ TRANSLATE_OPTIONS = COMMON | TEXTS | {
     "--mesh", "--max-new-tokens", "--batch-size", "--num-beams", "--length-penalty", "--cache-dtype"
 }  # fmt: skip
 N_CANDIDATES = 5
-"""Candidates per mask without --top-logprobs, and classes per image for people; JSON has all classes."""
+"""Candidates per mask without --top-logprobs, and classes per image in text output; JSON has all classes."""
 
 
 @as_command()
 def main(arguments: list[str]) -> int:
-    """Sample; return the exit status: 0 done, 2 wrong input, also if only some of the prompts, 130 interrupted."""
+    """Sample; return the exit status: 0 done, 2 wrong input, even if only some prompts are invalid, 130 interrupted."""
     options = parse(arguments, Arguments(), command("sample"), DESCRIPTION)
     given = options_given(arguments)
     _check(options, given)
@@ -155,7 +155,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _check(options: Arguments, given: set[str]) -> None:
-    """Raise `UserError` for options that no run allows."""
+    """Raise `UserError` for options that are invalid for any run."""
     completion = options.completion
     sources = {
         "--prompt": "--prompt" in given, "--prompts-file": options.prompts_file is not None,
@@ -186,7 +186,7 @@ def _check(options: Arguments, given: set[str]) -> None:
 
 
 def _prompts(options: Arguments) -> Prompts:
-    """Return the prompts; for an invalid line of a file, its error."""
+    """Return the prompts, with an error in place of each invalid line of a file."""
     if options.interactive:
         return []
     if options.prompts_file is not None:
@@ -198,7 +198,7 @@ def _prompts(options: Arguments) -> Prompts:
 
 
 def _encode(options: Arguments, prompts: Prompts, encode: Callable[[Prompt], T]) -> list[tuple[Prompt, T]]:
-    """Return each valid prompt with its encoding; errors of those of a file are printed, and the others go on."""
+    """Return each valid prompt with its encoding. Errors in a file's prompts are printed, and the rest continue."""
     return encode_prompts(prompts, encode, _print_error if options.prompts_file is not None else None)
 
 
@@ -213,13 +213,13 @@ def _check_task(options: Arguments, given: set[str], known: set[str], task: str)
 
 
 def _open_restored(options: Arguments) -> Run:
-    """Open the run with float32 parameters, for one pass per example, where rounded ones save no time."""
+    """Open the run with float32 parameters, for one pass per example, where a smaller format saves no time."""
     run = open_run(options.opening)
     return dataclasses.replace(run, params=restored(run.params))
 
 
 def _open_laid_out(options: RunOptions) -> Run:
-    """Open the run with parameters for decode steps."""
+    """Open the run with its parameters laid out for decode steps."""
     run = open_run(options)
     return dataclasses.replace(run, params=lay_out(run.params, run.model))
 
@@ -269,7 +269,7 @@ def _classify(options: Arguments, given: set[str], prompts: Prompts) -> int:
 
 
 def _label(options: Arguments, given: set[str], prompts: Prompts) -> int:
-    """Show the likeliest labels of each prompt."""
+    """Print the most likely labels of each prompt."""
     from jaxformer.decode.classify import classify_text, encode_labelled
 
     _check_task(options, given, COMMON | TEXTS, "text classification")
@@ -288,7 +288,7 @@ def _label(options: Arguments, given: set[str], prompts: Prompts) -> int:
 
 
 def _translate(options: Arguments, given: set[str], prompts: Prompts) -> int:
-    """Translate each prompt, and show each batch as soon as it is done."""
+    """Translate each prompt, and print each batch as soon as it is done."""
     from jaxformer.decode.translation import encode_source, translate_tokens
 
     _check_task(options, given, TRANSLATE_OPTIONS, "translation")
@@ -315,12 +315,12 @@ def _translate(options: Arguments, given: set[str], prompts: Prompts) -> int:
 
 
 def make_completer(options: Arguments, given: set[str]) -> Completer:
-    """Open the run, and its draft if there is one; `UserError` if a run cannot be opened, or an option does not fit it;
-    some only where they were given."""
+    """Open the run, and its draft if there is one. Raises `UserError` if a run cannot be opened, or an option, some
+    only if in `given`, does not fit it."""
     completion, run = options.completion, _open_laid_out(options.opening)
     needs_cache = [str(flag) for flag in ("--draft", "--cache-dtype", "--prefill-chunk") if flag in given]
     needs_cache += ["--num-beams"] if completion.num_beams > 1 else []
-    needs_cache += ["--explain"] if options.explain else []  # other models read windows that are padded on the left
+    needs_cache += ["--explain"] if options.explain else []  # other models read left-padded windows
     if needs_cache and not contract_of(run.model).has_cache:
         raise UserError(f"{run.path} has a model without a cache, which {needs_cache[0]} needs; leave it out.")
     if "--prefill-chunk" in given and contract_of(run.model).has_prefix:
@@ -340,9 +340,9 @@ def make_completer(options: Arguments, given: set[str]) -> Completer:
 def show_completions(
     completer: Completer, prompts: Sequence[tuple[Prompt, list[int]]], options: Arguments, pressed: ReceivedSignal
 ) -> None:
-    """Complete prompts and print the texts; no further batch once Ctrl-C is pressed. A single text is printed as it is
-    generated, and rows of JSON batch by batch; other texts in the order of the prompts, and at the latest at the end,
-    even of an error."""
+    """Complete prompts and print the texts; Ctrl-C stops after the current batch. A single text is streamed, and JSON
+    rows are printed batch by batch; other texts are printed in the order of the prompts, at the latest at the end, even
+    after an error."""
     streams = len(prompts) * options.completion.num_samples == 1 and not options.jsonl
     separator = "\n" if options.completion.chat else ""
     unprinted = prompts[0][0].text + separator
@@ -361,12 +361,12 @@ def show_completions(
                 _print_completions(done.pop(ready), options.jsonl, streams, separator)
                 n_printed += 1
     finally:
-        for i in sorted(done):  # a prompt before these was not completed
+        for i in sorted(done):  # completed, but waiting for an earlier prompt that was not
             _print_completions(done[i], options.jsonl, streams, separator)
 
 
 def _print_completions(completions: list[Completion], jsonl: bool, streamed: bool, separator: str) -> None:
-    """Print the completions of one prompt; of a streamed one, the rest."""
+    """Print the completions of one prompt; for a streamed one, the remaining output."""
     for completion in completions:
         if jsonl:
             echo(json.dumps(completion.as_row(), allow_nan=False))
@@ -380,11 +380,11 @@ def _print_completions(completions: list[Completion], jsonl: bool, streamed: boo
 
 
 def _converse(completer: Completer, options: Arguments) -> int:
-    """Ask for prompts and complete them until the user leaves; return the exit status."""
+    """Read prompts and complete them until the user exits; return the exit status."""
     with contextlib.suppress(ImportError):
         import readline  # gives `input` a history
     if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(errors="surrogateescape")  # `Prompt` refuses what is not UTF-8, a line at a time
+        sys.stdin.reconfigure(errors="surrogateescape")  # `Prompt` then refuses single lines that are not UTF-8
     typed, n_errors = sys.stdin.isatty(), 0
     while True:
         line = ""
@@ -409,7 +409,7 @@ def _converse(completer: Completer, options: Arguments) -> int:
 
 
 def _ask() -> str:
-    """Return a line from the user; the sign that asks for it goes to stdout only if that is the terminal."""
+    """Return a line from the user; the input prompt goes to stdout only if that is a terminal."""
     if sys.stdin.isatty() and sys.stdout.isatty():
         return input("> ")
     echo("> ", sys.stderr, end="")

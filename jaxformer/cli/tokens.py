@@ -1,4 +1,4 @@
-"""`python -m jaxformer tokens`: the tokens of a text."""
+"""`python -m jaxformer tokens`: print the tokens of a text."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class Arguments:
     text: Annotated[str, POSITIONAL] = ""
     """Text, in quotation marks."""
     run: str | None = None
-    """Folder or URL of a run, whose tokenizer is used; without it, the newest below runs/ that has a checkpoint."""
+    """Folder or URL of the run whose tokenizer is used; by default the newest below runs/ that has a checkpoint."""
     tokenizer: str | None = None
-    """File or folder of a published tokenizer.json, in place of a run's."""
+    """File or folder of a published tokenizer.json, instead of a run's tokenizer."""
 
 
 @as_command()
@@ -57,7 +57,7 @@ def _load_tokenizer(options: Arguments) -> Tokenizer:
     from jaxformer.runs import read_config, read_tokenizer
 
     folder = run_folder(RunOptions(options.run))
-    read_config(folder)  # a folder that is no run is an error of its own
+    read_config(folder)  # raises if the folder is not a run
     tokenizer = read_tokenizer(folder)
     if tokenizer is None:
         raise UserError(f"{folder} has no tokenizer, as its model reads no text; name another run.")
@@ -65,7 +65,7 @@ def _load_tokenizer(options: Arguments) -> Tokenizer:
 
 
 def _read_stdin() -> str:
-    """Return the text of standard input; empty where it is a terminal."""
+    """Return the text of standard input; empty if it is a terminal."""
     try:
         return "" if sys.stdin.isatty() else sys.stdin.buffer.read().decode()
     except UnicodeDecodeError as error:
@@ -73,7 +73,7 @@ def _read_stdin() -> str:
 
 
 def _shown(piece: bytes) -> str:
-    """Return the bytes of a token as a JSON string, or as those of Python where they are no whole characters."""
+    """Return the bytes of a token as a JSON string, or as a Python bytes literal if they are not whole characters."""
     try:
         return json.dumps(piece.decode(), ensure_ascii=False)
     except UnicodeDecodeError:

@@ -66,19 +66,19 @@ class Arguments:
 
     fields: Annotated[Config, MERGED]
     config: str = DEFAULT_CONFIG
-    """Config to start from: quick, quick:modern, or FILE.py:NAME of a file of one's own."""
+    """Config to start from: quick, quick:modern, or FILE.py:NAME for your own file."""
     run: str | None = None
-    """Folder of the run, or its URL on object storage, such as s3://bucket/run; without it, a new folder below runs/,
+    """Folder of the run, or its URL on object storage, such as s3://bucket/run; by default, a new folder below runs/
     with the config's name."""
     resume: bool = False
     """Resume from the last checkpoint of --run, or of the newest run below runs/."""
     allow_changed_data: bool = False
-    """With --resume: accept data that has changed since, with the run's own tokenizer. The log notes it."""
+    """With --resume: accept changed data, with the run's own tokenizer. The change is logged."""
     from_step: int | None = None
     """With --resume: step of the checkpoint to roll back to, or 0 for the start; the optimizer's options, but not its
-    name, may change. Later checkpoints and rows of the log are removed. The log notes it."""
+    name, may change. Later checkpoints and log rows are removed. The rollback is logged."""
     skip_batches: int = 0
-    """With --from-step: number of batches of the data to skip. The log notes it."""
+    """With --from-step: number of data batches to skip, which is logged."""
     distributed: DistributedOptions = field(default_factory=DistributedOptions)
 
     def __post_init__(self) -> None:
@@ -117,16 +117,16 @@ class Prepared(NamedTuple):
     data: Dataset
     folder: Path
     early: contextlib.ExitStack
-    """Contexts that end with the training loop."""
+    """Contexts to close after the training loop."""
     options: dict[str, Any]
     """Other arguments of `train.loop.train`."""
 
 
 def _start(arguments: list[str], stack: contextlib.ExitStack) -> Prepared | None:
-    """Read the options and prepare the run; return None for a run that is finished.
+    """Read the options and prepare the run; return None for a finished run.
 
     Args:
-      stack: contexts that end with the command.
+      stack: contexts to close at the end of the command.
     """
     given = options_given(arguments)
     known, _ = peek(arguments, {"--config": 1, "--run": 1, "--resume": 0, "--init-from": 1, "--distributed.process": 1})
@@ -139,8 +139,8 @@ def _start(arguments: list[str], stack: contextlib.ExitStack) -> Prepared | None
             open_staged(run, process_index(known.get("--distributed.process", [""])[0]), resume)
         )
 
-    # orbax and grain are slow to import; a mistyped option is answered before.
-    named = None if spec is None else load_config(spec)  # first, as it may define the classes of the stored config
+    # orbax and grain are slow to import; report mistyped options before.
+    named = None if spec is None else load_config(spec)  # first, as it may define classes that the stored config uses
     stored = None
     if resume:
         from jaxformer.runs import latest_run, read_config
@@ -203,8 +203,8 @@ def _start(arguments: list[str], stack: contextlib.ExitStack) -> Prepared | None
 
 
 def _open_start(config: Config, folder: Path, from_step: int | None) -> Pretrained | None:
-    """Return what a run that is resumed reads besides its checkpoint: the base of adapters, or the model that it begins
-    with anew; None where it needs neither."""
+    """Return the pretrained model that a resumed run needs besides its checkpoint: the base of its adapters, or the
+    model that it starts over from; None if it needs neither."""
     from jaxformer.checkpoints import CheckpointReader
     from jaxformer.pretrained import pretrained_run
     from jaxformer.runs import BASE
@@ -217,7 +217,7 @@ def _open_start(config: Config, folder: Path, from_step: int | None) -> Pretrain
 
 
 def open_pretrained(path: str) -> Pretrained:
-    """Return the model that --init-from names; raises UserError where there is none."""
+    """Return the model that --init-from names. Raises `UserError` if there is none."""
     from jaxformer.interop.run import is_published, pretrained_model
     from jaxformer.pretrained import pretrained_run
 
@@ -247,20 +247,20 @@ def _prepare(
     setup.check_devices()
     if pretrained is not None:
         pretrained.check_fit(config.model)
-    # Everything that can fail is tried before anything is written.
+    # Try everything that can fail before writing anything.
     if is_main_process():
         prepare_sinks(config.train.log_to)
     echo_status("reading the data ...")
     if pretrained is None:
         data = load_data(folder if resume else None, config, fixed)
-    else:  # whose tokenizer a new run keeps
+    else:  # a new run keeps the pretrained model's tokenizer
         data = load_data(folder if resume else None, config, tokenizer=pretrained.tokenizer)
     if data.model != config.model:
         config = dataclasses.replace(config, model=data.model)
         setup = TrainSetup(config, mesh, pretrained)
         setup.check_devices()
     setup.check_fit(data.batch(0, slice(1)))
-    barrier()  # no run is created where a process has no data
+    barrier()  # do not create a run if any process failed to load the data
 
     if not resume:
         if is_main_process():
@@ -281,7 +281,7 @@ def _prepare(
 
 @contextlib.contextmanager
 def _discard_if_not_begun(folder: Path, resume: bool) -> Iterator[None]:
-    """Remove the folder of a new run that ends with an error before its first row."""
+    """Remove the folder of a new run that fails before its first log row."""
     from jaxformer.runs import METRICS
     from jaxformer.staging import mirror_of
 
@@ -297,7 +297,7 @@ def _discard_if_not_begun(folder: Path, resume: bool) -> Iterator[None]:
 
 
 def _conclude(setup: TrainSetup, data: Dataset, folder: Path, outcome: Outcome) -> int:
-    """Draw plots and report, print the outcome, and return the exit status; a closed terminal stops none of it."""
+    """Write plots and report, print the outcome, and return the exit status, even if the terminal closes."""
     from jaxformer.extras import missing_extras
     from jaxformer.runs import PLOTS
     from jaxformer.signals import HANGUP, record_signals

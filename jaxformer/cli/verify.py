@@ -41,10 +41,10 @@ class Arguments:
     checkpoint: str = "last"
     """'last', 'best', or a step."""
     examples: int = 4
-    """Random examples to check; the last text is shorter."""
+    """Number of random examples to check; the last text is shorter."""
     tokens: int = 64
-    """Longest text in tokens; a model of full windows gets these, one with an attention window at least 8 more tokens
-    than it."""
+    """Maximum text length in tokens. A model with fixed-length inputs always gets its full length; a model with an
+    attention window gets at least 8 more tokens than the window."""
     seed: int = 0
     """Seed of the random inputs."""
 
@@ -78,7 +78,7 @@ def _checks(run: Run, options: Arguments) -> Iterator[Check]:
     inputs = random_inputs(run.config.model, options.examples, options.seed, options.tokens)
     for check in verify(run.model, run.params, inputs, _targets(run, inputs, options.seed)):
         yield check
-    if check.name == "finite":  # it failed, and ended the checks
+    if check.name == "finite":  # it failed and ended the checks
         return
     with jax.default_matmul_precision("highest"):
         check = _several_devices(run, options)
@@ -86,7 +86,7 @@ def _checks(run: Run, options: Arguments) -> Iterator[Check]:
 
 
 def _targets(run: Run, inputs_B: tuple[jax.Array, ...], seed: int) -> jax.Array:
-    """Return random classes that the model could be trained on, or the numbers of the examples."""
+    """Return random valid target classes, or the examples' indices for a contrastive model."""
     outputs = jax.eval_shape(lambda *x: run.model.apply({"params": run.params}, *x), *(x[0] for x in inputs_B))
     n = len(inputs_B[0])
     if run.config.model.contract.task is Task.CONTRASTIVE:
@@ -96,7 +96,7 @@ def _targets(run: Run, inputs_B: tuple[jax.Array, ...], seed: int) -> jax.Array:
 
 
 def _several_devices(run: Run, options: Arguments) -> Check:
-    """Check that a batch has the same training loss and gradient, dropout included, on one device and on all."""
+    """Check that a batch has the same training loss and gradient, including dropout, on one device and on all."""
     from jaxformer.data.dataset import Batch
     from jaxformer.sharding import make_mesh, replicated
     from jaxformer.train.setup import TrainSetup

@@ -24,7 +24,7 @@ DETERMINISTIC = "--compute.deterministic"
 DESCRIPTION = f"Kill a run, resume it, and compare. {DETERMINISTIC} is on unless it is given."
 EVERY = "--train.checkpoint-every"
 MAX_LINES = 12
-"""Differences shown."""
+"""Maximum differences shown."""
 POLL_SECONDS = 0.005
 
 
@@ -34,11 +34,12 @@ class Arguments:
 
     fields: Annotated[Config, MERGED]
     config: str = DEFAULT_CONFIG
-    """Config to train: quick, quick:modern, or FILE.py:NAME of a file of one's own."""
+    """Config to train: quick, quick:modern, or FILE.py:NAME for your own file."""
     kill_at: int | None = None
-    """Step from which on the run is killed, once it has a checkpoint to resume from; without it, half of all steps."""
+    """Earliest step at which the run is killed, once it has a checkpoint to resume from; by default half of all
+    steps."""
     folder: str | None = None
-    """Folder in which both runs are kept; without it, they are removed at the end."""
+    """Folder in which both runs are kept; by default, they are removed at the end."""
 
 
 @as_command(ignore_closed=True)
@@ -109,7 +110,7 @@ def _verify(options: list[str], kill_at: int, folder: Path) -> int:
 
 @contextlib.contextmanager
 def _training(options: list[str], output: Path) -> Iterator[subprocess.Popen]:
-    """Yield a training process whose output goes to a file; it does not outlive the block."""
+    """Yield a training process whose output goes to a file; it is killed at the end of the block."""
     with output.open("w", encoding="utf-8") as file:
         command = [sys.executable, "-m", "jaxformer", "train", *options]
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
@@ -121,7 +122,7 @@ def _training(options: list[str], output: Path) -> Iterator[subprocess.Popen]:
 
 
 def _check_success(process: subprocess.Popen, output: Path) -> None:
-    """Wait for a process to end; raise `UserError` with its last line of output where it failed."""
+    """Wait for a process to end; raise `UserError` with its last line of output if it failed."""
     if status := process.wait():
         last = output.read_text(encoding="utf-8").strip().rpartition("\n")[2].removeprefix("error: ")
         raise UserError(f"training ended with status {status}: {last or 'no output'}")

@@ -12,34 +12,34 @@ from jaxformer.data.dataset import epoch_uniforms
 from jaxformer.extras import import_extra
 
 HALF_RANGE = 127.5
-"""Half the range of a pixel's values, and their middle."""
+"""Half the range of pixel values, which is also their midpoint."""
 
 
 class Augmentations(NamedTuple):
-    """Parameters of the augmentations of n images, each array with axis n first."""
+    """Augmentation parameters for n images, each array with leading axis n."""
 
     affine: np.ndarray
-    """`(n, 2, 3)`: maps `(x, y, 1)` of the output to x and y of the input, in pixels from the image's middle."""
+    """`(n, 2, 3)`: maps `(x, y, 1)` of the output to x and y of the input, in pixels from the image's centre."""
     contrast: np.ndarray
-    """`(n, C)`: factor of the distance from middle grey, per channel."""
+    """`(n, C)`: factor on the distance from mid-grey, per channel."""
     brightness: np.ndarray
-    """`(n, C)`: offset in half ranges of a pixel, per channel, added after the contrast."""
+    """`(n, C)`: offset in units of `HALF_RANGE`, per channel, added after the contrast."""
 
 
 @lru_cache(maxsize=2)
 def draw_augmentations(
     n: int, channels: int, seed: int, epoch: int, shift: int, scale: float, rotate: float, flip: bool, jitter: float
 ) -> Augmentations:
-    """Draw the augmentation of each of n images in an epoch: a shift, then a rotation and scaling about the middle,
-    then a flip, and a colour jitter. Draws are uniform, those of factors on a logarithmic scale.
+    """Sample the augmentations of n images for an epoch: a shift, then a rotation and scaling about the centre, then a
+    flip, and colour jitter. Parameters are uniform, factors on a logarithmic scale.
 
     Args:
       shift: maximum shift in whole pixels, vertical and horizontal.
-      scale: the image is enlarged by a factor from 1 / (1 + scale) to 1 + scale.
+      scale: images are scaled by a factor from 1 / (1 + scale) to 1 + scale.
       rotate: maximum rotation in degrees, in both directions.
-      flip: mirror half of the images horizontally.
-      jitter: the contrast of each channel has a factor as that of `scale`, and its brightness changes by up to this
-        fraction of half the range of a pixel.
+      flip: flip half of the images horizontally.
+      jitter: each channel's contrast is scaled by a factor from 1 / (1 + jitter) to 1 + jitter, and its brightness
+        changes by up to this fraction of `HALF_RANGE`.
     """
     draws_kn = epoch_uniforms(n, 5 + 2 * channels, seed, epoch).T
     left_n, up_n = np.floor(draws_kn[:2] * (2 * shift + 1)) - shift
@@ -57,8 +57,8 @@ def draw_augmentations(
 def augment(
     image_HWC: np.ndarray, affine_23: np.ndarray, contrast_C: np.ndarray, brightness_C: np.ndarray
 ) -> np.ndarray:
-    """Return an augmented image, uint8 of the same shape: bilinear, rounded down, its edge repeated beyond it; see
-    `Augmentations`."""
+    """Return an augmented image, uint8 of the same shape, with bilinear interpolation, rounded down, and edge padding;
+    see `Augmentations`."""
     Image = import_extra("PIL.Image", "data augmentation")
     height, width, _ = image_HWC.shape
     middle_2 = np.array([width, height]) / 2

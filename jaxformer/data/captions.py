@@ -1,4 +1,4 @@
-"""Images with captions, for contrastive training; all in memory."""
+"""Captioned images for contrastive training, all in memory."""
 
 from __future__ import annotations
 
@@ -27,30 +27,30 @@ from jaxformer.errors import UserError
 IMAGES, CAPTIONS = "images.zip", "captions.tsv"
 COLUMNS, SPLITS = ("file", "caption", "split"), ("train", "val")
 WORD_MASK_LENGTH = 64
-"""Words per caption with dropout draws of their own."""
+"""Length of a caption's word mask; longer captions repeat it."""
 
 
 @dataclass(frozen=True)
 class CaptionsConfig(DataConfig):
-    """Images with captions and their augmentation in training."""
+    """Captioned images and their augmentation in training."""
 
     path: str = ""
-    """A folder with images.zip and captions.tsv; the columns of the latter are file, caption and split (train or val),
-    named in its first line."""
+    """A folder with images.zip and captions.tsv, whose columns file, caption and split (train or val) are named in its
+    first line."""
     shift: int = 0
-    """Maximum random shift in whole pixels, vertical and horizontal, drawn in each epoch; the edge is repeated. A
-    rotation and scaling about the middle follow, and then a flip."""
+    """Maximum random shift in whole pixels, vertical and horizontal, sampled anew in each epoch, with edge padding. It
+    is followed by rotation and scaling about the centre, and by a flip."""
     scale: float = 0.0
-    """Maximum random enlargement: 0.25 scales by 0.8 to 1.25."""
+    """Maximum random scaling: 0.25 scales by 0.8 to 1.25."""
     rotate: float = 0.0
     """Maximum random rotation in degrees, in both directions."""
     flip: bool = False
-    """Horizontal flip of half of the images, others in each epoch; not where captions tell left from right."""
+    """Random horizontal flip of half of the images in each epoch; not for captions that tell left from right."""
     jitter: float = 0.0
-    """Colour jitter: maximum change of each channel's brightness, as a fraction of half the range of a pixel, and of
-    its contrast, by a factor as that of `scale`."""
+    """Colour jitter: maximum change of each channel's brightness, as a fraction of half the pixel range, and of its
+    contrast, as a factor like that of `scale`."""
     drop_words: float = 0.0
-    """Fraction of the words dropped from training captions, others in each epoch; at least one stays."""
+    """Fraction of the words randomly dropped from training captions in each epoch; at least one stays."""
 
     @property
     def augmentation(self) -> dict[str, Any]:
@@ -69,7 +69,7 @@ class CaptionsConfig(DataConfig):
 
 @runtime_checkable
 class ImageTextModelConfig(Protocol):
-    """Config of a model of images and texts, a dataclass."""
+    """Config, a dataclass, of a model with an image and a text tower."""
 
     @property
     def vision(self) -> Any:
@@ -80,7 +80,7 @@ class ImageTextModelConfig(Protocol):
         """Config of the text tower."""
 
     def example(self) -> tuple[np.ndarray, ...]:
-        """Return an image `(H, W, C)`, tokens `(T,)`, and the mask of its tokens `(T,)`."""
+        """Return an example image `(H, W, C)`, tokens `(T,)` and token mask `(T,)`."""
 
 
 class CaptionRow(NamedTuple):
@@ -92,9 +92,9 @@ class CaptionRow(NamedTuple):
 
 
 class CaptionDataset(Dataset):
-    """Pairs of an image and its caption, each to be matched among those of its batch. Inputs are images, `(B, H, W, C)`
-    uint8; tokens, `(B, T)` int32, between two end-of-text tokens and padded on the right; and the mask of the tokens,
-    `(B, T)` bool. Targets, `(B,)` int32, are caption ids, equal for equal captions."""
+    """Pairs of an image and its caption, to be matched within a batch. Inputs are images, `(B, H, W, C)` uint8; tokens,
+    `(B, T)` int32, between two end-of-text tokens and padded on the right; and the token mask, `(B, T)` bool. Targets,
+    `(B,)` int32, are caption ids, equal for equal captions."""
 
     tokenizer: Tokenizer
 
@@ -102,10 +102,10 @@ class CaptionDataset(Dataset):
         self, config: CaptionsConfig, model: Any, batch_size: int, seed: int, tokenizer: Tokenizer | None = None,
         fixed: Container[str] | None = None,
     ) -> None:  # fmt: skip
-        """Read all images and captions; images of another size than that of the model, an `ImageTextModelConfig`, are
-        resized. `fixed` is as of `DataConfig.load`; `vision.image_size` and `vision.patch_size` matter. Raises
-        `UserError` if a file is missing or cannot be read, an image has no caption or a caption no image, the shift is
-        larger than the images, or there are fewer training pairs than in a batch."""
+        """Read all images and captions, and resize images to the size of the model, an `ImageTextModelConfig`. `fixed`
+        is as in `DataConfig.load`; `vision.image_size` and `vision.patch_size` matter. Raises `UserError` if a file is
+        missing or cannot be read, an image has no caption or a caption no image, the shift is not smaller than the
+        images, or there are fewer training pairs than a batch needs."""
         self.config, self.batch_size, self.seed = config, batch_size, seed
         length = model.text.context_length
         if length < 3:
@@ -140,7 +140,7 @@ class CaptionDataset(Dataset):
         self.tokens, self.valid, self.n_shortened = tokenize_captions(captions, self.tokenizer, length)
         self.caption_ids = np.unique(self.tokens, axis=0, return_inverse=True)[1].reshape(-1).astype(np.int32)
         self.per_step, self.steps_per_epoch = batch_size, len(self.train) // batch_size
-        # As floats: a config that was stored and read has 10.0 where 10 was given.
+        # As floats: 10 in a config becomes 10.0 when it is stored and read.
         options = [float(x) for x in (*config.augmentation.values(), config.drop_words)]
         settings = (length, model.text.vocab_size, shape, options)
         digest = hashlib.sha256(repr((settings, [tuple(row) for row in table])).encode())
@@ -182,9 +182,9 @@ class CaptionDataset(Dataset):
 
 
 def read_captions(path: Path) -> list[CaptionRow]:
-    """Return the lines of a captions file, in its order; `UserError` if it is missing or no UTF-8 text, its first line
-    does not name the columns, a line has other columns, an empty caption or another split, an image has two captions,
-    or a split has none."""
+    """Return the rows of a captions file, in order. Raises `UserError` if it is missing or not UTF-8, its first line
+    does not name the columns, a row has other columns, an empty one or an unknown split, an image has two captions, or
+    a split is empty."""
     if not path.is_file():
         raise UserError(f"{path} does not exist; give a folder with {IMAGES} and {CAPTIONS} as data.path.")
     header, *lines = read_text(path).removesuffix("\n").split("\n")
@@ -208,15 +208,15 @@ def read_captions(path: Path) -> list[CaptionRow]:
 
 
 def read_image_sizes(path: Path, names: list[str]) -> set[tuple[int, int]]:
-    """Return the distinct heights and widths of the images of a zip file; raises as `read_images` does."""
+    """Return the distinct (height, width) of the images in a zip file. Raises as `read_images` does."""
     with _open_zip(path, names) as file:
         return {read_image_shape(io.BytesIO(file.read(name)), f"{name} in {path}")[:2] for name in names}
 
 
 def read_images(path: Path, names: list[str], shape: tuple[int, ...]) -> np.ndarray:
-    """Return images of a zip file by their names, `(N, H, W, C)` uint8, resized to `shape`, `(H, W, C)`, where C is 1
-    for grayscale and 3 for RGB; see `read_image`. Raises `UserError` if the zip file is missing or corrupt, or an image
-    is missing, has no name in `names`, or cannot be read."""
+    """Return the named images of a zip file, `(N, H, W, C)` uint8, resized to `shape`, `(H, W, C)`, where C is 1 for
+    grayscale and 3 for RGB; see `read_image`. Raises `UserError` if the zip file is missing or corrupt, or an image is
+    missing, not in `names`, or cannot be read."""
     if shape[2] not in MODES:
         raise UserError(f"the model reads images of {shape[2]} channels; from {path} it can have 1 or 3.")
     images = np.empty((len(names), *shape), np.uint8)
@@ -228,7 +228,7 @@ def read_images(path: Path, names: list[str], shape: tuple[int, ...]) -> np.ndar
 
 @contextmanager
 def _open_zip(path: Path, names: list[str]) -> Iterator[zipfile.ZipFile]:
-    """Open a zip file that holds exactly the images of these names."""
+    """Open a zip file that holds exactly the named images."""
     if not path.is_file():
         raise UserError(f"{path} does not exist; give a folder with {IMAGES} and {CAPTIONS} as data.path.")
     try:
@@ -245,7 +245,7 @@ def _open_zip(path: Path, names: list[str]) -> Iterator[zipfile.ZipFile]:
 
 def tokenize_captions(texts: list[str], tokenizer: Tokenizer, length: int) -> tuple[np.ndarray, np.ndarray, int]:
     """Return tokens `(N, length)` int32, between two end-of-text tokens and padded with 0, their mask `(N, length)`
-    bool, and the number of texts that were truncated."""
+    bool, and the number of truncated texts."""
     tokens, valid = np.zeros((len(texts), length), np.int32), np.zeros((len(texts), length), bool)
     encoded = tokenizer.encode_batch(texts)
     for i, inner in enumerate(encoded):
@@ -256,13 +256,13 @@ def tokenize_captions(texts: list[str], tokenizer: Tokenizer, length: int) -> tu
 
 @lru_cache(maxsize=2)
 def draw_word_masks(n: int, seed: int, epoch: int, dropped: float) -> np.ndarray:
-    """Draw the words that n captions keep in an epoch, `(n, WORD_MASK_LENGTH)` bool, where `dropped` is the dropped
-    fraction; longer captions repeat their mask."""
+    """Sample masks of the words that n captions keep in an epoch, `(n, WORD_MASK_LENGTH)` bool, where `dropped` is the
+    dropped fraction; longer captions repeat their mask."""
     rng = np.random.Generator(np.random.Philox(key=[seed, epoch]).jumped(2))
     return rng.random((n, WORD_MASK_LENGTH)) >= dropped
 
 
 def select_words(text: str, mask: np.ndarray) -> str:
-    """Return the words of a text that a mask keeps, in their order; the first one where it keeps none."""
+    """Return the words of a text that a mask keeps, in order; the first word if it keeps none."""
     words = text.split()
     return " ".join([word for i, word in enumerate(words) if mask[i % len(mask)]] or words[:1])

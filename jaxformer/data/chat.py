@@ -1,4 +1,4 @@
-"""Conversations for the fine-tuning of causal language models: the loss is of the assistant's tokens alone."""
+"""Conversations for fine-tuning causal language models, with the loss on the assistant's tokens only."""
 
 from __future__ import annotations
 
@@ -20,29 +20,28 @@ from jaxformer.data.tokenizer import Tokenizer, find_tokenizer
 from jaxformer.errors import UserError, abbreviate, lone_surrogate
 
 FORMAT = 1
-"""Version of the tokens; to be raised when the same conversations and template yield others."""
+"""Version of the tokens; increase it when the same conversations and template yield other tokens."""
 RENDERED_AT_ONCE = 1000
-"""Conversations that are tokenized together, in parallel."""
+"""Number of conversations that are tokenized together, in parallel."""
 EXAMPLE = '{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}'
 
 
 @dataclass(frozen=True)
 class ChatConfig(DataConfig):
-    """Conversations, packed into rows, in which the assistant's tokens are predicted from all before them in their
+    """Conversations, packed into rows, in which each assistant token is predicted from all tokens before it in its
     conversation."""
 
     path: str = ""
-    """Conversations: a .jsonl file, a folder (every .jsonl below it) or a glob; a line is an object with "messages", a
-    list of objects with "role" and "content", and optionally "tools". A .jsonl.gz is decompressed."""
+    """Conversations: a .jsonl file, a folder (every .jsonl below it) or a glob. Each line is an object with "messages",
+    a list of objects with "role" and "content", and optionally "tools". A .jsonl.gz is decompressed."""
     val_path: str | None = None
-    """Validation conversations, named like path; by default, some of path are held out."""
+    """Validation conversations, in the same forms as path; by default, some of path are held out."""
     val_fraction: float = 0.05
-    """Fraction of the conversations to hold out where there is no val_path."""
+    """Fraction of the conversations to hold out if there is no val_path."""
     template: str | None = None
-    """Chat template: a file with Jinja, or a tokenizer_config.json; by default, the one that the tokenizer was
-    published with."""
+    """Chat template: a Jinja file or a tokenizer_config.json; by default, the one published with the tokenizer."""
     tokenizer: str | None = None
-    """Published tokenizer, a tokenizer.json or its folder; with --init-from, it is that of the model."""
+    """Published tokenizer, a tokenizer.json or its folder; with --init-from, the model's own is used."""
 
     @property
     def has_segments(self) -> bool:
@@ -82,8 +81,8 @@ class ChatConfig(DataConfig):
 
 
 class Conversation(NamedTuple):
-    """A line of a file: messages, objects with `role` and `content`; tools as the template expects them, None for none;
-    file and line, for error messages; and the SHA-256 of the line."""
+    """A line of a file: messages, objects with `role` and `content`; tools in the form that the template expects, None
+    for none; a label with file and line, for error messages; and the SHA-256 of the line."""
 
     messages: list[dict[str, Any]]
     tools: Any
@@ -92,12 +91,12 @@ class Conversation(NamedTuple):
 
 
 def read_conversations(path: str, option: str, tokenizer: Tokenizer) -> list[Conversation]:
-    """Return the conversations of a file, a folder or a glob; empty lines are skipped; `UserError` if there are none, a
-    file cannot be read, or a line is no conversation with the assistant."""
+    """Return the conversations of a file, a folder or a glob, without empty lines. Raises `UserError` if there are
+    none, a file cannot be read, or a line is not a conversation with the assistant."""
     if not path.strip():
         raise UserError(f"{option} is {path!r}; give a .jsonl file, a folder or a glob.")
     location = locate(path)
-    is_file = location.exists() and not location.is_dir()  # or a pipe, as it is read once
+    is_file = location.exists() and not location.is_dir()  # may be a pipe, since it is read only once
     if not (files := [location] if is_file else expand_path(location, [".jsonl"])):
         raise UserError(f"there are no conversations at {option} {path}; give a .jsonl file, a folder or a glob.")
     conversations = []
@@ -111,7 +110,7 @@ def read_conversations(path: str, option: str, tokenizer: Tokenizer) -> list[Con
 
 
 def _parse(row: Any, label: str) -> tuple[list[dict[str, Any]], Any]:
-    """Return the messages and tools of a line; `UserError` where it is no conversation."""
+    """Return the messages and tools of a line. Raises `UserError` if it is not a conversation."""
     if not isinstance(row, dict) or "messages" not in row:
         names = f"has the fields {', '.join(row)}" if isinstance(row, dict) and row else "is no object with any"
         raise UserError(f'{label} {names}, but "messages" is missing; give an object such as {EXAMPLE}.')
@@ -128,7 +127,7 @@ def _parse(row: Any, label: str) -> tuple[list[dict[str, Any]], Any]:
 
 
 def check_texts(messages: Sequence[Any], label: str, special: Sequence[str]) -> None:
-    """Raise `UserError` for a message that would end its turn, or another's, by a special token in one of its texts."""
+    """Raise `UserError` if a message's texts contain a special token, which could end a turn."""
     for number, message in enumerate(messages, start=1):
         strings = list(_strings(message))
         if any(lone_surrogate(text) is not None for text in strings):
@@ -139,7 +138,7 @@ def check_texts(messages: Sequence[Any], label: str, special: Sequence[str]) -> 
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """Yield the texts in a JSON value, the names of fields among them."""
+    """Yield the strings in a JSON value, including field names."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list):
@@ -148,8 +147,8 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def hold_out(conversations: Sequence[Conversation], fraction: float) -> tuple[list[Conversation], list[Conversation]]:
-    """Split conversations into (training, validation) by the order of their digests; equal ones are in one split;
-    `UserError` if all are equal."""
+    """Split conversations into (training, validation) by the order of their digests; equal ones are in the same split.
+    Raises `UserError` if all are equal."""
     digests = sorted({conversation.digest for conversation in conversations})
     if len(digests) < 2:
         raise UserError("there is one conversation alone, and none to hold out; give more, or data.val_path.")
@@ -159,27 +158,27 @@ def hold_out(conversations: Sequence[Conversation], fraction: float) -> tuple[li
 
 
 class EncodedConversations(NamedTuple):
-    """Conversations as tokens, one after the other."""
+    """Tokenized conversations, concatenated."""
 
     tokens: np.ndarray
     """`(n,)` int32."""
     weights: np.ndarray
-    """Loss weight of each token as a target, `(n,)` float32: 1 for the assistant's, else 0."""
+    """Loss weight of each token as a target, `(n,)` float32: 1 for assistant tokens, else 0."""
     lengths_N: np.ndarray
-    """Tokens of each conversation."""
+    """Tokens per conversation."""
     n_cut: int
-    """Number of conversations that are longer than the context, and cut at its end."""
+    """Number of conversations that are longer than the context and truncated to it."""
     n_without: int
-    """Number of those in which the assistant has no token before the cut; they are left out."""
+    """Number of truncated conversations without a remaining assistant token; they are left out."""
     n_empty: int
-    """Number of uncut conversations in which the assistant has no token; they are left out, too."""
+    """Number of other conversations without an assistant token; they are also left out."""
 
 
 def encode_conversations(
     conversations: Sequence[Conversation], template: ChatTemplate, tokenizer: Tokenizer, context_length: int
 ) -> EncodedConversations:
-    """Return conversations as tokens, those longer than `context_length` + 1 cut there; `UserError` if the template
-    raises an error, or its text before an answer is unknown; with file and line."""
+    """Return conversations as tokens, truncated to `context_length` + 1. Raises `UserError`, with file and line, if the
+    template raises an error or leaves unclear where an answer begins."""
     tokens, weights, lengths = array("i"), array("f"), list[int]()
     n_cut = n_without = n_empty = 0
     for start in range(0, len(conversations), RENDERED_AT_ONCE):
@@ -190,7 +189,7 @@ def encode_conversations(
             counts = assistant_tokens(offsets, spans)[: context_length + 1]
             is_cut = len(ids) > context_length + 1
             n_cut += is_cut
-            if not any(counts[1:]):  # the first token is no target
+            if not any(counts[1:]):  # the first token is never a target
                 n_without += is_cut
                 n_empty += not is_cut
                 continue
@@ -211,8 +210,8 @@ def _render(conversation: Conversation, template: ChatTemplate) -> tuple[str, li
 
 
 def assistant_tokens(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> list[int]:
-    """Return 1 for each token that shares a character with a span, and 0 for the others; offsets of tokens and spans
-    are characters `[start, stop)`, in order."""
+    """Return 1 for each token that overlaps a span, else 0. Token offsets and spans are character ranges
+    `[start, stop)`, in order."""
     remaining, counts = list(reversed(spans)), []
     for start, stop in offsets:
         while remaining and remaining[-1][1] <= start:
@@ -232,7 +231,7 @@ class ChatDataset(Dataset):
         self, name: str, model: TokenModelConfig, tokenizer: Tokenizer, train: EncodedConversations,
         val: EncodedConversations, batch_size: int, seed: int, notes: tuple[str, ...] = (),
     ) -> None:  # fmt: skip
-        """Pack the conversations; `UserError` where a split has none, or fewer rows than a batch."""
+        """Pack the conversations. Raises `UserError` if a split has none, or fewer rows than a batch."""
         self.name, self.model, self.tokenizer, self.notes = name, model, tokenizer, notes
         self.token_lengths = tokenizer.token_lengths
         for split, encoded in (("training", train), ("validation", val)):

@@ -1,8 +1,8 @@
-"""Chat templates: Jinja programs, published with tokenizers, that write a conversation as one text.
+"""Chat templates: Jinja templates, published with tokenizers, that format a conversation as one text.
 
 They are rendered in Jinja's sandbox, with the names that published templates expect: `messages`, `tools`,
 `add_generation_prompt`, the special tokens (`bos_token`, `eos_token`, …), `raise_exception`, `strftime_now`, the filter
-`tojson`, and `{% generation %}` blocks around the text that the assistant writes.
+`tojson`, and `{% generation %}` blocks around the assistant's text.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from jaxformer.errors import UserError, abbreviate, os_error_reason, parse_json
 from jaxformer.extras import import_extra
 
 ASSISTANT = "assistant"
-"""Role whose text a model learns."""
+"""Role whose text the model is trained on."""
 BEGIN, END = "\0<", "\0>"
-"""Marks of a generation block in a rendered text; no text may hold the character 0."""
+"""Markers of a generation block in a rendered text; no message may contain the character 0."""
 DATE = "2024-07-26"
-"""Date that templates see as today: the default of Llama 3.1's own. The tokens must not depend on the day."""
+"""Date that templates get as today's, the default of Llama 3.1's template: the tokens must not depend on the day."""
 
 Message = Mapping[str, Any]
 
 
 class Rendered(NamedTuple):
-    """A conversation as one text, and the characters `[start, stop)` in it that the assistant writes."""
+    """A conversation as one text, and the character ranges `[start, stop)` that the assistant writes."""
 
     text: str
     spans: list[tuple[int, int]]
@@ -40,14 +40,14 @@ class ChatTemplate:
     """A chat template and the special tokens that it writes."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], name: str) -> None:
-        """Compile a template with special tokens, such as `eos_token`, by their names in it; `name` is the template's
-        in error messages, such as its path. Raises `UserError` where it is none, or Jinja is not installed."""
+        """Compile a template with special tokens by name, such as `eos_token`; error messages call it `name`, such as
+        its path. Raises `UserError` if it is not a template, or Jinja is not installed."""
         self.source, self.special_tokens, self.name = source, special_tokens, name
         self._compiled = self._compile()
 
     @classmethod
     def of_tokenizer(cls, tokenizer: Tokenizer) -> ChatTemplate:
-        """Return the template that a tokenizer was published with; `UserError` if it has none."""
+        """Return the template that a tokenizer was published with. Raises `UserError` if it has none."""
         source = tokenizer.config.get("chat_template")
         if isinstance(source, list):  # several, by name
             source = {e.get("name"): e.get("template") for e in source if isinstance(e, dict)}.get("default")
@@ -56,10 +56,10 @@ class ChatTemplate:
         return cls(source, tokenizer.special_tokens, "the tokenizer's chat template")
 
     def render(self, messages: Sequence[Message], tools: Any = None, add_generation_prompt: bool = False) -> Rendered:
-        """Return the text of messages, and the parts of it in generation blocks, with tools as the template expects
-        them, None for none. With `add_generation_prompt` it ends with the beginning of an answer, such as the name of
-        its role. Raises `UserError` if the template raises an error; the sentence is without its end, for the place in
-        the data."""
+        """Return the text of messages, and the spans of its generation blocks. `tools` have the form that the template
+        expects, None for none. With `add_generation_prompt`, the text ends with the start of an answer, such as the
+        name of its role. Raises `UserError` if the template raises an error; callers complete the message with the
+        location in the data."""
         try:
             marked = self._compiled.render(
                 messages=messages, tools=tools, documents=None, add_generation_prompt=add_generation_prompt,
@@ -67,7 +67,7 @@ class ChatTemplate:
             )  # fmt: skip
         except UserError:
             raise
-        except Exception as error:  # whatever its expressions raise
+        except Exception as error:  # its expressions can raise anything
             raise UserError(f"{self.name} raises {type(error).__name__}: {error}") from error
         text, spans = "", list[tuple[int, int]]()
         for number, part in enumerate(re.split(f"{BEGIN}|{END}", marked)):
@@ -77,10 +77,10 @@ class ChatTemplate:
         return Rendered(text, spans)
 
     def render_conversation(self, messages: Sequence[Message], tools: Any = None) -> Rendered:
-        """Return the text of a conversation, and the parts that the assistant writes: its generation blocks. A template
-        without them is rendered up to each message of the assistant, with the beginning of an answer, and through it;
-        what the second text adds is the assistant's. Raises `UserError` as `render` does, or if the text before a
-        message depends on those after it, so that its part is unknown."""
+        """Return the text of a conversation and the spans of the assistant: the generation blocks. A template without
+        them is rendered up to each assistant message, with a generation prompt, and again including the message; the
+        difference is the assistant's. Raises `UserError` as `render` does, or if the text before a message depends on
+        later messages, so that its span is unknown."""
         text, spans = self.render(messages, tools)
         if self.has_generation_blocks:
             return Rendered(text, spans)
@@ -96,24 +96,24 @@ class ChatTemplate:
                 problem = f"{self.name} writes message {i + 1} otherwise {when}"
                 remedy = "give a template with {% generation %} blocks by --data.template"
                 raise UserError(f"{problem}, so that the assistant's part is unknown; {remedy}")
-            # Nobody generates the white space after a special token.
+            # The model does not generate white space after a special token.
             end = through.rstrip()
             spans.append((len(before), len(end if end.endswith(tuple(self.special_tokens.values())) else through)))
         return Rendered(text, spans)
 
     @property
     def has_generation_blocks(self) -> bool:
-        """True where the template marks what the assistant writes."""
+        """True if the template marks the assistant's text."""
         return re.search(r"\{%[-+]?\s*generation\b", self.source) is not None
 
     def _compile(self) -> Any:
-        """Return the template as Jinja compiles it."""
+        """Return the compiled Jinja template."""
         jinja2 = import_extra("jinja2", "a chat template")
         sandbox = import_extra("jinja2.sandbox", "a chat template")
         environment = sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _generation_extension()]
         )
-        environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)  # Jinja's escapes for HTML
+        environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)  # Jinja's own escapes HTML
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = date.fromisoformat(DATE).strftime
         try:
@@ -121,27 +121,27 @@ class ChatTemplate:
         except jinja2.TemplateSyntaxError as error:
             problem = f"{self.name}, line {error.lineno}, is no Jinja template: {error.message}"
             raise UserError(f"{problem}; mend it.") from error
-        except (RecursionError, SyntaxError) as error:  # of Python, into which Jinja translates it
+        except (RecursionError, SyntaxError) as error:  # from Python, which Jinja compiles to
             raise UserError(f"{self.name} is nested too deeply ({error}); give another template.") from error
 
 
 def _generation_extension() -> type:
-    """Return the extension of Jinja for `{% generation %}` … `{% endgeneration %}`, whose text it marks."""
+    """Return the Jinja extension that marks the text of `{% generation %}` … `{% endgeneration %}` blocks."""
     nodes, extensions = (import_extra(f"jinja2.{name}", "a chat template") for name in ("nodes", "ext"))
 
     class Generation(extensions.Extension):  # type: ignore[name-defined]
-        """Marks of the text of generation blocks."""
+        """Jinja extension for generation blocks."""
 
         tags = {"generation"}  # noqa: RUF012
 
         def parse(self, parser: Any) -> Any:
-            """Return a call of `mark` with the block's content."""
+            """Return a call to `mark` with the block's content."""
             line = next(parser.stream).lineno
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
             return nodes.CallBlock(self.call_method("mark"), [], [], body).set_lineno(line)
 
         def mark(self, caller: Any) -> str:
-            """Return the block's text between marks."""
+            """Return the block's text between markers."""
             return f"{BEGIN}{caller()}{END}"
 
     return Generation
@@ -153,8 +153,8 @@ def _raise_exception(message: str) -> None:
 
 
 def read_template(path: str, tokenizer: Tokenizer) -> ChatTemplate:
-    """Return the template of a file: of a `tokenizer_config.json`, or Jinja; `UserError` if it cannot be read, or holds
-    no template."""
+    """Return the template in a file, a `tokenizer_config.json` or Jinja. Raises `UserError` if it cannot be read or
+    holds no template."""
     file = locate(path)
     try:
         text = file.read_text(encoding="utf-8")

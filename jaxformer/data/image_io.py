@@ -1,4 +1,4 @@
-"""Decoding of PNG, JPEG, GIF and IDX files to pixels."""
+"""Decoding of PNG, JPEG, GIF and IDX files."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ if TYPE_CHECKING:
 READING = "reading images"
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg")
 MODES = {1: "L", 3: "RGB"}
-"""Pillow's modes by the number of channels."""
+"""Pillow's mode by number of channels."""
 GRAYSCALE_MODES = ("1", "L", "LA", "La")
 DECODE_ERRORS = (OSError, SyntaxError, ValueError, EOFError, IndexError, KeyError, TypeError, struct.error)
 """Exceptions that Pillow raises for a corrupt image."""
 IDX_UINT8 = 8
 """Type code of bytes in an IDX file."""
 ORIENTATION, FIRST_TRANSPOSED = 0x0112, 5
-"""Exif tag of the camera's orientation, and the first of its values that exchange width and height."""
+"""Exif tag of the camera's orientation, and the first of its values that swap width and height."""
 
 
 def read_idx(file: Path, axes: int) -> np.ndarray:
-    """Return the uint8 array of `axes` axes in an IDX file (LeCun et al., the format of MNIST), gzipped if it ends with
-    .gz; `UserError` if it cannot be read, is not such a file, or is truncated."""
+    """Return the uint8 array of `axes` axes in an IDX file (LeCun et al., the format of MNIST), gzipped if its name
+    ends with .gz. Raises `UserError` if it cannot be read, is not such a file, or is truncated."""
     with open_decompressed(file) as opened:
         content = opened.read()
     if content[:4] != bytes([0, 0, IDX_UINT8, axes]):
@@ -51,16 +51,16 @@ def read_idx(file: Path, axes: int) -> np.ndarray:
 
 
 def read_image(file: Path | IO[bytes], name: str, channels: int, size: tuple[int, ...] | None = None) -> np.ndarray:
-    """Return a PNG or JPEG file as `(height, width, C)` uint8, converted to grayscale (C = 1) or RGB (C = 3),
-    transparency to white, and resized to `size`, height and width, unless it is None. Raises `UserError` with its name
-    if it cannot be read, has more than 8 bits per channel, or C is neither 1 nor 3."""
+    """Return a PNG or JPEG file as `(height, width, C)` uint8, converted to grayscale (C = 1) or RGB (C = 3) on white,
+    and resized to `size`, (height, width), unless it is None. Raises `UserError` with its name if it cannot be read,
+    has more than 8 bits per channel, or C is neither 1 nor 3."""
     with _open_image(file, name, channels) as image:
         return _pixels(image, name, channels, size)
 
 
 def read_image_shape(file: Path | IO[bytes], name: str) -> tuple[int, int, int]:
-    """Return height, width and channels (1 or 3) of a PNG or JPEG file, without decoding its pixels; `UserError` if it
-    cannot be read."""
+    """Return the height, width and channels (1 or 3) of a PNG or JPEG file, without decoding its pixels. Raises
+    `UserError` if it cannot be read."""
     with _open_image(file, name, 3) as image:
         width, height = image.size
         if image.getexif().get(ORIENTATION, 1) >= FIRST_TRANSPOSED:
@@ -69,7 +69,7 @@ def read_image_shape(file: Path | IO[bytes], name: str) -> tuple[int, int, int]:
 
 
 def resize_images(images: np.ndarray, size: tuple[int, ...], channels: int) -> np.ndarray:
-    """Return images `(n, H, W, C)` uint8 resized to `size`, height and width, and converted, as `read_image` does."""
+    """Return images `(n, H, W, C)` uint8 resized to `size`, (height, width), and converted, as `read_image` does."""
     if images.shape[1:] == (*size, channels):
         return images
     Image = import_extra("PIL.Image", READING)
@@ -80,21 +80,22 @@ def resize_images(images: np.ndarray, size: tuple[int, ...], channels: int) -> n
 
 
 def describe_sizes(sizes: Collection[tuple[int, ...]]) -> str:
-    """Return a description such as "4 x 6 pixels", or the number and range of several sizes (height, width)."""
+    """Return a description such as "4 x 6 pixels", or the number and range if there are several (height, width)."""
     smallest, largest = (f"{height} x {width}" for height, width in (min(sizes), max(sizes)))
     return f"{smallest} pixels" if len(sizes) == 1 else f"{len(sizes)} sizes ({smallest} to {largest} pixels)"
 
 
 def describe_resizing(path: str, sizes: Collection[tuple[int, ...]], size: tuple[int, ...]) -> tuple[str, ...]:
-    """Return a sentence about images that are resized to `size`, or none."""
+    """Return a note about images that are resized to `size`, or none."""
     if list(sizes) == [size]:
         return ()
     return (f"the images in {path} are resized from {describe_sizes(sizes)} to {describe_sizes([size])}",)
 
 
 def read_model_input(file: str, shape: tuple[int, ...]) -> np.ndarray:
-    """Return a file as a model's input, uint8 of `shape`: an image, height, width and channels; or a video (an animated
-    GIF, PNG or WebP), evenly spaced frames before these; `UserError` if it has fewer frames, and as of `read_image`."""
+    """Return a file as a model's input, uint8 of `shape`: an image `(height, width, C)`, or evenly spaced frames
+    `(frames, height, width, C)` of a video (an animated GIF, PNG or WebP). Raises `UserError` if it has fewer frames,
+    and as `read_image` does."""
     *frames, height, width, channels = shape
     with _open_image(file, file, channels) as image:
         if not frames:
@@ -112,7 +113,7 @@ def read_model_input(file: str, shape: tuple[int, ...]) -> np.ndarray:
 
 @contextmanager
 def _open_image(file: str | Path | IO[bytes], name: str, channels: int) -> Iterator[Image.Image]:
-    """Open an image; raise `UserError` with its name for errors in decoding it."""
+    """Open an image. Raises `UserError` with its name for decoding errors."""
     if channels not in MODES:
         raise UserError(f"model.channels is {channels}, but pictures can be read as 1 (grey) or 3 (colour); set one.")
     pillow, Image = import_extra("PIL", READING), import_extra("PIL.Image", READING)
@@ -122,16 +123,17 @@ def _open_image(file: str | Path | IO[bytes], name: str, channels: int) -> Itera
     except FileNotFoundError as error:
         raise UserError(f"{name} does not exist; name a picture that does.") from error
     except DECODE_ERRORS as error:
-        reason = "" if isinstance(error, pillow.UnidentifiedImageError) else f": {error}"  # that only names the file
+        reason = "" if isinstance(error, pillow.UnidentifiedImageError) else f": {error}"  # its message adds nothing
         raise UserError(f"{name} cannot be read as a picture{reason}; leave it out, or download it again.") from error
     except Image.DecompressionBombError as error:
         raise UserError(f"{name} is too large a picture: {error}; make it smaller.") from error
 
 
 def _pixels(image: Image.Image, name: str, channels: int, size: tuple[int, ...] | None = None) -> np.ndarray:
-    """Return `(height, width, C)` uint8, resized to `size` (height, width), bicubic, unless it is None."""
+    """Return the pixels, `(height, width, C)` uint8, with bicubic resizing to `size` (height, width) unless it is
+    None."""
     Image, ImageOps = import_extra("PIL.Image", READING), import_extra("PIL.ImageOps", READING)
-    if image.mode.startswith(("I", "F")):  # Pillow would clip all above 255 to white
+    if image.mode.startswith(("I", "F")):  # Pillow would clip values above 255 to white
         raise UserError(f"{name} has more than 8 bits per channel; convert it to 8.")
     image = ImageOps.exif_transpose(image)
     image = image.convert("RGBA" if image.has_transparency_data else MODES[channels])

@@ -1,4 +1,4 @@
-"""Images with labels, from IDX files or folders of PNG and JPEG files."""
+"""Labelled images from IDX files or folders of PNG and JPEG files."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class ImageFolderConfig(DataConfig):
     """A folder of labelled images and its validation split."""
 
     path: str = ""
-    """A folder with IDX files as of MNIST and Fashion-MNIST (train-images-idx3-ubyte, train-labels-idx1-ubyte, and t10k
-    files for validation; .gz or not), or with train/LABEL/*.png (or .jpg) and val/LABEL/*.png."""
+    """A folder with IDX files like those of MNIST and Fashion-MNIST (train-images-idx3-ubyte, train-labels-idx1-ubyte,
+    and t10k files for validation; .gz or not), or with train/LABEL/*.png (or .jpg) and val/LABEL/*.png."""
     val_fraction: float = 0.1
-    """Approximate fraction of the images to hold out, chosen by their content, where there is no validation split."""
+    """Approximate fraction of the images to hold out, chosen by their content, if there is no validation split."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class ImagesConfig(ImageFolderConfig):
     """Labelled images and their augmentation in training."""
 
     flip: bool = False
-    """Horizontal flip of half of the images, others in each epoch; not for images such as text."""
+    """Random horizontal flip of half of the images in each epoch; not for images such as text."""
     shift: int = 0
-    """Maximum random shift in pixels, vertical and horizontal, drawn in each epoch; the border is black."""
+    """Maximum random shift in pixels, vertical and horizontal, sampled anew in each epoch; the border is black."""
 
     def load(
         self, model: ModelConfig, batch_size: int, seed: int, tokenizer: Any = None,
@@ -58,8 +58,8 @@ class ImagesConfig(ImageFolderConfig):
 
 
 def infer_image_config(model: ImageModelConfig, folder: ImageFolder, fixed: Container[str] | None) -> ImageModelConfig:
-    """Return the config with the size, channels and classes of a folder's images; see `infer_image_size`. Fields whose
-    names are in `fixed` are not inferred; None fixes all."""
+    """Return the config with the size, channels and classes of a folder's images; see `infer_image_size`. Fields named
+    in `fixed` are not inferred; None fixes all."""
     changes: dict[str, Any] = {} if is_fixed("n_classes", fixed) else {"n_classes": len(folder.classes)}
     return infer_channels(infer_image_size(model, folder.size, fixed), folder.channels, fixed, changes)
 
@@ -67,8 +67,8 @@ def infer_image_config(model: ImageModelConfig, folder: ImageFolder, fixed: Cont
 def infer_channels(
     model: ImageModelConfig, channels: int, fixed: Container[str] | None, changes: dict[str, Any]
 ) -> ImageModelConfig:
-    """Return the config with other changes and `channels` channels; `mean` and `std` of another number of channels
-    become their average over the channels."""
+    """Return the config with `channels` channels and other changes; `mean` and `std` for another number of channels
+    are replaced by their average over the channels."""
     if not is_fixed("channels", fixed):
         changes["channels"] = channels
         for name in ("mean", "std"):
@@ -78,8 +78,8 @@ def infer_channels(
 
 
 def model_input_shape(model: ModelConfig, axes: int = 3) -> tuple[int, ...]:
-    """Return the shape of the model's input of 3 axes, height, width and channels, or for videos of 4, with the frames
-    first; `UserError` if the model has other inputs."""
+    """Return the shape of the model's input: `(height, width, C)` for 3 axes, `(frames, height, width, C)` for 4,
+    videos. Raises `UserError` if the model has other inputs."""
     shape = model.example()[0].shape if isinstance(model, ImageModelConfig) else ()
     if len(shape) != axes:
         kind = {3: "images", 4: "videos"}[axes]
@@ -88,23 +88,23 @@ def model_input_shape(model: ModelConfig, axes: int = 3) -> tuple[int, ...]:
 
 
 def class_count_error(model: ImageModelConfig, n_classes: int, path: str) -> str:
-    """Return the message for a model whose number of classes is not the data's, without its full stop."""
+    """Return the error message for a model whose number of classes differs from the data's, without its full stop."""
     limit = f"but model.n_classes is {model.n_classes}"
     return f"{path} gives {n_classes} classes, {limit}; set --model.n-classes {n_classes}"
 
 
 class PixelDataset(Dataset):
-    """Base of datasets whose examples are each made from one labelled image."""
+    """Base class of datasets in which each example is made from one labelled image."""
 
     n_draws: ClassVar[int]
-    """Random numbers per example and epoch."""
+    """Uniform random numbers per example and epoch."""
 
     def __init__(
         self, config: Any, model: ImageModelConfig, splits: ImageSplits, batch_size: int, seed: int,
         settings: Sequence[Any],
     ) -> None:  # fmt: skip
-        """Fingerprint the images together with `settings`, all else that the examples depend on; `config` is an
-        `ImageFolderConfig`. Raises `UserError` if there are fewer training images than in a batch."""
+        """Fingerprint the images together with `settings`, everything else that the examples depend on. `config` is an
+        `ImageFolderConfig`. Raises `UserError` if there are fewer training images than a batch needs."""
         n = len(splits.train.images)
         if n < batch_size:
             problem = f"{config.path} has {n} training images, fewer than train.batch_size {batch_size}"
@@ -119,7 +119,7 @@ class PixelDataset(Dataset):
 
     @abstractmethod
     def transform(self, images: np.ndarray, labels: np.ndarray, draws: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the pixels and labels of training examples, by random numbers `(n, n_draws)` in [0, 1)."""
+        """Return the pixels and labels of training examples, given random numbers `(n, n_draws)` in [0, 1)."""
 
     def train_examples(self, indices: np.ndarray, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """Return pixels and labels of training examples, transformed for an epoch."""

@@ -13,24 +13,24 @@ from jaxformer.errors import UserError
 from jaxformer.fields import MAX_BY_FIELD, differences
 
 MAX_INFERRED_SIDE_PIXELS = 256
-"""Largest image side, in pixels, that a model's config adopts; larger images are resized to the model's size."""
+"""Largest image side, in pixels, that a model's config adopts; larger images are resized to the model's own size."""
 
 
 def is_fixed(name: str, fixed: Container[str] | None) -> bool:
-    """Return True for a field that is not inferred; None fixes all."""
+    """Return True for a field that is not to be inferred; `fixed` of None fixes all."""
     return fixed is None or name in fixed
 
 
 def infer_vocab_size(model: TokenModelConfig, tokenizer: Tokenizer, extra: int = 0) -> TokenModelConfig:
-    """Return the config with a vocabulary no larger than the tokenizer's and `extra` tokens."""
+    """Return the config with a vocabulary of at most the tokenizer's size plus `extra`."""
     return replace(model, vocab_size=min(model.vocab_size, tokenizer.vocab_size + extra))
 
 
 def fit_vocab_size(
     model: TokenModelConfig, tokenizer: Tokenizer, extra: int, fixed: Container[str] | None
 ) -> TokenModelConfig:
-    """Return the config with the vocabulary of a given tokenizer and `extra` tokens, or its own, larger one;
-    `UserError` if the config's vocabulary is fixed and smaller."""
+    """Return the config with the vocabulary size of a given tokenizer plus `extra`, or with its own if that is fixed.
+    Raises `UserError` if the config's vocabulary is fixed and smaller."""
     needed = tokenizer.vocab_size + extra
     if fixed is None or "vocab_size" not in fixed:
         return replace(model, vocab_size=needed)
@@ -41,11 +41,11 @@ def fit_vocab_size(
 
 
 def infer_image_size(model: Any, images: tuple[int, ...] | None, fixed: Container[str] | None, prefix: str = "") -> Any:
-    """Return the config with the size of the images (height and width of all, None where they differ), in about as many
-    patches as before. It has `image_size` and, unless it has no patches, `patch_size`, heights and widths in pixels;
-    the names of fields that are not inferred are in `fixed`, with the prefix; None fixes all. Images need resizing
-    where the model's size is fixed, where their sizes differ or exceed `MAX_INFERRED_SIDE_PIXELS`, and where no patch
-    divides it."""
+    """Return the config with the size of the images (height and width of all, None if they differ), and with about as
+    many patches as before. The config has `image_size` and, if it has patches, `patch_size`, heights and widths in
+    pixels. `fixed` has the names, with the prefix, of fields that are not inferred; None fixes all. Images need
+    resizing if the model's size is fixed, if their sizes differ or exceed `MAX_INFERRED_SIDE_PIXELS`, or if no patch
+    size fits."""
     patch = getattr(model, "patch_size", None)
     fixed_size = is_fixed(f"{prefix}image_size", fixed)
     fixed_patch = patch is None or is_fixed(f"{prefix}patch_size", fixed)
@@ -60,11 +60,12 @@ def infer_image_size(model: Any, images: tuple[int, ...] | None, fixed: Containe
 
 
 def fit_patches(model: Any, given: str, size: tuple[int, ...]) -> Any:
-    """Return the config with images or patches of this size, one number for both sides, and the other of the two so
-    that patches divide images; the config itself where this is no size.
+    """Return the config with the given image or patch size, and the other of the two adjusted so that patches divide
+    images; the unchanged config if `size` is invalid.
 
     Args:
       given: `image_size` or `patch_size`.
+      size: height and width in pixels, or one number for both.
     """
     sides = size * 2 if len(size) == 1 else size
     if len(sides) != 2 or min(sides) < 1 or max(sides) > MAX_BY_FIELD[given]:
@@ -84,7 +85,7 @@ def fit_patches(model: Any, given: str, size: tuple[int, ...]) -> Any:
 
 
 def _infer_side(old: int, patch: int, new: int, fixed_size: bool, fixed_patch: bool) -> tuple[int, int]:
-    """Return one side of the images and of the patches; see `infer_image_size`."""
+    """Return one side of the images and one of the patches; see `infer_image_size`."""
     n_patches = max(1, old // patch)
 
     def distance(divisor: int) -> float:
@@ -99,13 +100,13 @@ def _infer_side(old: int, patch: int, new: int, fixed_size: bool, fixed_patch: b
 
 
 def describe_changes(before: ModelConfig, after: ModelConfig, reason: str) -> tuple[str, ...]:
-    """Return a sentence about the fields in which the configs differ, or none."""
+    """Return a note about the fields in which the configs differ, or none."""
     changes = [f"{name} {_format(new)} (not {_format(old)})" for name, old, new in differences(before, after, "model")]
     return (f"{reason}: {', '.join(changes)}",) if changes else ()
 
 
 def describe_tokenizer_sample(tokenizer: Tokenizer, name: str) -> tuple[str, ...]:
-    """Return a sentence where a tokenizer was trained on a sample of the named text, or none."""
+    """Return a note if a tokenizer was trained on a sample of the named text, or none."""
     if tokenizer.one_in == 1:
         return ()
     return (f"the tokenizer was trained on about 1/{tokenizer.one_in} of {name}, taken from all parts of it",)

@@ -1,4 +1,4 @@
-"""Texts with labels, for classifiers of texts."""
+"""Labelled texts for text classification."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError
 
 FORMAT = 1
-"""Version of the batches; to be raised when the same texts and settings yield other batches."""
+"""Version of the batches; increase it when the same texts and settings yield other batches."""
 
 
 @dataclass(frozen=True)
 class LabelledTextConfig(DataConfig):
-    """Texts with labels. A text of more tokens than the model reads is cut."""
+    """Labelled texts. A text with more tokens than the model's context is truncated."""
 
     path: str = ""
     """Files of lines TEXT<TAB>LABEL, UTF-8: a folder with train.tsv and val.tsv; a prefix such as 'data/reviews' for
     data/reviews.train.tsv and data/reviews.val.tsv; or one file, with val_path."""
     val_path: str | None = None
-    """File of the validation texts, where path does not give it."""
+    """File of the validation texts, if path does not give it."""
 
     def load(
         self, model: ModelConfig, batch_size: int, seed: int, tokenizer: Tokenizer | None = None,
@@ -56,8 +56,8 @@ class LabelledTextConfig(DataConfig):
 
 
 def find_classes(name: str, train: Sequence[Pair], val: Sequence[Pair]) -> tuple[str, ...]:
-    """Return the labels of the training texts, sorted; `UserError` where there is one, or a held-out text has
-    another."""
+    """Return the labels of the training texts, sorted. Raises `UserError` if there is only one, or if a held-out text
+    has an unknown label."""
     classes = sorted({label for _, label in train})
     if len(classes) < 2:
         raise UserError(f"all training texts of {name} have the label {classes[0]!r}; give texts of two or more.")
@@ -67,13 +67,13 @@ def find_classes(name: str, train: Sequence[Pair], val: Sequence[Pair]) -> tuple
 
 
 def tokenize_text(text: str, tokenizer: Tokenizer) -> list[int]:
-    """Return the tokens of a text as a classifier reads it: first the end-of-text token, whose features are those of
-    the text unless it pools them all."""
+    """Return the tokens of a text as a classifier reads it, after an end-of-text token, whose features represent the
+    text unless the classifier pools all features."""
     return [tokenizer.end_of_text, *tokenizer.encode(text)]
 
 
 def pad_texts(texts: Sequence[Sequence[int]], length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return tokens, int32, and True where there is one, both `(B, length)`; longer texts are cut."""
+    """Return tokens, int32, and their mask, bool, both `(B, length)`; longer texts are truncated."""
     tokens_BT = np.zeros((len(texts), length), np.int32)
     valid_BT = np.zeros((len(texts), length), bool)
     for i, tokens in enumerate(texts):
@@ -83,7 +83,7 @@ def pad_texts(texts: Sequence[Sequence[int]], length: int) -> tuple[np.ndarray, 
 
 
 class LabelledTextDataset(Dataset):
-    """Texts as tokens `(B, T)`, a mask of their padding, at the right, and labels `(B,)` as targets."""
+    """Texts as tokens `(B, T)`, padded on the right, with their mask, and labels `(B,)` as targets."""
 
     tokenizer: Tokenizer
     model: TokenModelConfig
@@ -92,7 +92,7 @@ class LabelledTextDataset(Dataset):
         self, name: str, train: Sequence[Pair], val: Sequence[Pair], classes: Sequence[str], tokenizer: Tokenizer,
         model: TokenModelConfig, batch_size: int, seed: int,
     ) -> None:  # fmt: skip
-        """Tokenize the texts; `UserError` where there are fewer than in a batch."""
+        """Tokenize the texts. Raises `UserError` if there are fewer than a batch needs."""
         if len(train) < batch_size:
             problem = f"{name} has {len(train)} training texts, fewer than train.batch_size {batch_size}"
             raise UserError(f"{problem}; lower it.")
@@ -103,7 +103,7 @@ class LabelledTextDataset(Dataset):
         self.fingerprint = fingerprint(f"labelled {FORMAT} {tokenizer.vocab_size} {model.context_length}", train, val)
 
     def _encode(self, split: Sequence[Pair]) -> tuple[list[list[int]], np.ndarray]:
-        """Return the tokens of each text, and the numbers of their labels, `(N,)`."""
+        """Return the tokens of each text, and the indices of their labels, `(N,)`."""
         number = {label: i for i, label in enumerate(self.classes)}
         texts = [tokenize_text(text, self.tokenizer) for text, _ in split]
         return texts, np.array([number[label] for _, label in split], np.int32)

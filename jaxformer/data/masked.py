@@ -14,13 +14,13 @@ from jaxformer.data.windows import TextConfig, TextDataset, eval_batches
 from jaxformer.errors import UserError
 
 MASKED_BELOW, REPLACED_BELOW = 0.8, 0.9
-"""Of the chosen tokens, 80% become the mask token, 10% a random token, and 10% stay, so that the model must represent
-unmasked tokens, too. The values are the upper bounds of the uniform draw."""
+"""Upper bounds of a uniform sample for masking and replacing a chosen token: 80% become the mask token, 10% a random
+token, and 10% stay, so that the model must also represent unmasked tokens."""
 
 
 @dataclass(frozen=True)
 class MaskedTextConfig(TextConfig):
-    """Text, cut into windows with masked tokens. The model's vocabulary has one token more than the text's, its last:
+    """Text, cut into windows with masked tokens. The model's vocabulary has one token more than the text's: the last,
     the mask."""
 
     n_extra_tokens = 1
@@ -36,9 +36,9 @@ class MaskedTextConfig(TextConfig):
 
 
 class MaskedTextDataset(TextDataset):
-    """A corpus in windows in which random tokens, other ones in each batch, are predicted from the rest."""
+    """A corpus in windows in which random tokens, chosen anew in each batch, are predicted from the rest."""
 
-    has_bits_per_byte = False  # those of a pseudo-likelihood are not comparable
+    has_bits_per_byte = False  # bits per byte of a pseudo-likelihood are not comparable
 
     def batch(self, step: int, rows: slice | np.ndarray = slice(None)) -> Batch:
         B, T, fraction = self.windows.batch_size, self.model.context_length, self.config.masked_fraction
@@ -54,7 +54,7 @@ class MaskedTextDataset(TextDataset):
             draws_BT = rng.random(targets_BT.shape)
             tokens_BT, chosen_BT = mask_tokens(targets_BT, draws_BT, fraction, self.model.vocab_size - 1)
             valid_BT = weights_BT > 0
-            valid_BT[:, 0] = True  # attention needs a position, in padding windows too
+            valid_BT[:, 0] = True  # attention needs a position, even in padding windows
             yield Batch((tokens_BT, valid_BT), targets_BT, weights_BT * chosen_BT)
 
     def describe(self) -> str:
@@ -74,8 +74,9 @@ class MaskedTextDataset(TextDataset):
 def mask_tokens(
     tokens_BT: np.ndarray, draws_BT: np.ndarray, fraction: float, mask_token: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the masked tokens, int32, and the positions to predict, this fraction of them, bool, both `(B, T)`.
-    `draws_BT` are uniform in [0, 1), one per token for all its random choices; `mask_token` is above all other ids."""
+    """Return the masked tokens, int32, and a mask of the positions to predict, bool, both `(B, T)`. `draws_BT` are
+    uniform in [0, 1), one per token for all its random choices; `fraction` of the tokens are predicted; `mask_token` is
+    above all other ids."""
     relative_BT = draws_BT / fraction  # uniform below 1 for the chosen tokens
     random_BT = np.floor((relative_BT - MASKED_BELOW) / (REPLACED_BELOW - MASKED_BELOW) * mask_token)
     random_BT = np.clip(random_BT, 0, mask_token - 1).astype(np.int32)

@@ -1,18 +1,18 @@
-"""Examples of several lengths, packed into rows of one length by grain's first fit.
+"""Examples of various lengths, packed into rows of one length by grain's first-fit packing.
 
 A batch of packed examples is `Batch((tokens_BT, None, segments_BT), targets_BT, weights_BT)`; None is the prefix, which
-such models do not have. All are padded with 0 at the right.
+such models do not have. All arrays are padded with 0 on the right.
 
-- `tokens_BT`, int32: the inputs of a row's examples, one after the other.
-- `segments_BT`, int32: the number of the example that a token belongs to, from 1 on; 0 for padding. A model whose
-  contract has `has_segments` attends within each, and its positions restart at 0 in each
+- `tokens_BT`, int32: the inputs of a row's examples, concatenated.
+- `segments_BT`, int32: the number of the example that a token belongs to, counted from 1; 0 for padding. A model whose
+  contract has `has_segments` attends within each segment, and its positions restart at 0 in each
   (`ops.positions.positions_in_segments`).
 - `targets_BT`, int32: the token that follows each input in its own example.
-- `weights_BT`, float32: the loss weight of each target, 0 for padding. In training they add up to 1 over the batch.
+- `weights_BT`, float32: the loss weight of each target, 0 for padding. In training they sum to 1 over the batch.
 
-`PackedExamples` makes such batches of any examples: give it their tokens, one example after the other, and, where the
-loss is not of all tokens (as of a conversation, in which only the answers count), one weight per token. A token of
-weight 0 adds nothing to the loss, and its gradient is exactly 0.
+`PackedExamples` makes such batches from any examples, given their concatenated tokens and, if the loss does not cover
+all tokens (such as in a conversation, where only the answers count), one weight per token. A token of weight 0 adds
+nothing to the loss, and its gradient is exactly 0.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from jaxformer.data.dataset import Batch, batch_indices, evenly_spaced, padded_b
 from jaxformer.errors import UserError
 
 ROWS_AT_ONCE = 64
-"""Rows among which first fit chooses: more of them leave less padding, and take longer."""
+"""Number of open rows in first-fit packing: more leave less padding, but take longer."""
 
 
 def pack(lengths_N: np.ndarray, length: int) -> list[np.ndarray]:
-    """Return the indices of the examples in each row of `length` tokens, in the order of the examples; `lengths_N` are
-    their tokens, at least 1 and at most `length`."""
+    """Return the indices of the examples in each row of `length` tokens, in the order of the examples. `lengths_N` has
+    the tokens per example, at least 1 and at most `length`."""
     import grain  # slow to import
 
-    content = np.zeros(length, bool)  # none, as what is packed is the order of the examples
+    content = np.zeros(length, bool)  # dummy tokens, since only the assignment to rows is needed
     lengths = grain.MapDataset.range(len(lengths_N))
     examples = lengths.map(lambda i: {"tokens": content[: lengths_N[i]], "index": i})
     rows = grain.experimental.FirstFitPackIterDataset(
@@ -46,8 +46,8 @@ def pack(lengths_N: np.ndarray, length: int) -> list[np.ndarray]:
 
 
 def split_long(starts_N: np.ndarray, lengths_N: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return starts and lengths of examples, those of more than `length` tokens split into examples of at most as many;
-    examples of no token are left out."""
+    """Return the starts and lengths of examples after splitting those with more than `length` tokens; empty examples
+    are left out."""
     n_parts_N = -(-lengths_N // length)
     first_N = np.cumsum(n_parts_N) - n_parts_N
     offsets_M = (np.arange(n_parts_N.sum()) - np.repeat(first_N, n_parts_N)) * length
@@ -56,15 +56,15 @@ def split_long(starts_N: np.ndarray, lengths_N: np.ndarray, length: int) -> tupl
 
 @dataclass(frozen=True, eq=False)
 class PackedExamples:
-    """Examples of at most `length` inputs, packed into rows; see the module; `UserError` if there are fewer rows than a
-    batch has."""
+    """Examples of at most `length` inputs, packed into rows; see the module's docstring. Raises `UserError` if there
+    are fewer rows than a batch needs."""
 
     tokens: np.ndarray
     """All examples, `(n,)` of any integer dtype."""
     starts_N: np.ndarray
     """Index of each example's first input in `tokens`."""
     lengths_N: np.ndarray
-    """Inputs of each example. Each predicts the token after it, so that n inputs are n + 1 tokens."""
+    """Inputs per example. Each input predicts the token after it, so n inputs span n + 1 tokens."""
     length: int
     """Inputs per row, T."""
     batch_size: int
@@ -72,7 +72,7 @@ class PackedExamples:
     weights: np.ndarray | None = None
     """Loss weight of each token as a target, `(n,)`; None for 1."""
     token_lengths: np.ndarray | None = None
-    """Bytes of each token, `(V,)`, where bits per byte are defined."""
+    """Bytes per token, `(V,)`; None if bits per byte are not defined."""
 
     def __post_init__(self) -> None:
         if len(self.rows) < self.batch_size:
@@ -97,7 +97,7 @@ class PackedExamples:
         return float(self.lengths_N.sum()) / len(self.rows) * self.batch_size
 
     def gather(self, rows_B: np.ndarray) -> Batch:
-        """Return rows by their index, with the weights as they were given."""
+        """Return the rows at the given indices, with unnormalised weights."""
         B, T = len(rows_B), self.length
         tokens_BT, segments_BT, targets_BT = np.zeros((3, B, T), np.int32)
         weights_BT = np.zeros((B, T), np.float32)
@@ -116,7 +116,7 @@ class PackedExamples:
         """Return rows of the batch at a step, as `Dataset.batch` does."""
         _, rows_B = batch_indices(len(self.rows), self.batch_size, self.seed, step)
         batch = self.gather(rows_B)
-        total = max(batch.weights.sum(dtype=np.float64), np.finfo(np.float32).tiny)  # 0 where no target counts
+        total = max(batch.weights.sum(dtype=np.float64), np.finfo(np.float32).tiny)  # the sum is 0 if no target counts
         (tokens_BT, _, segments_BT), weights_BT = batch.inputs, (batch.weights / total).astype(np.float32)
         return Batch((tokens_BT[rows], None, segments_BT[rows]), batch.targets[rows], weights_BT[rows])
 

@@ -20,9 +20,9 @@ from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError
 
 FORMAT = 1
-"""Version of the batches; to be raised when the same pairs and settings yield other batches."""
+"""Version of the batches; increase it when the same pairs and settings yield other batches."""
 N_BUCKETS = 4
-"""Number of lengths that batches are padded to, each with a compiled program of its own."""
+"""Number of lengths that batches are padded to, each of which compiles its own program."""
 
 
 class Pair(NamedTuple):
@@ -34,15 +34,15 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True)
 class PairsConfig(DataConfig):
-    """Pairs of texts. Training pairs with a side of more than the model's context_length tokens are left out."""
+    """Pairs of texts. Training pairs with more than the model's context_length tokens on either side are left out."""
 
     path: str = ""
     """Files of lines SOURCE<TAB>TARGET, UTF-8: a folder with train.tsv and val.tsv; a prefix such as 'data/en-fr' for
     data/en-fr.train.tsv and data/en-fr.val.tsv; or one file, with val_path."""
     val_path: str | None = None
-    """File of the validation pairs, where path does not give it."""
+    """File of the validation pairs, if path does not give it."""
     reverse: bool = False
-    """Exchange of sources and targets: translation in the other direction."""
+    """Swap of sources and targets: translation in the other direction."""
 
     def load(
         self, model: ModelConfig, batch_size: int, seed: int, tokenizer: Tokenizer | None = None,
@@ -57,7 +57,8 @@ class PairsConfig(DataConfig):
 
 
 def find_splits(folder: str, val_path: str | None) -> tuple[Path, Path]:
-    """Return the files of the training and of the held-out texts; see `PairsConfig`; `UserError` if one is missing."""
+    """Return the files of the training and the held-out texts; see `PairsConfig`. Raises `UserError` if one is
+    missing."""
     if not folder:
         raise UserError("data.path is empty; give a folder with train.tsv and val.tsv, or see --help.")
     path = Path(folder).expanduser()
@@ -76,7 +77,7 @@ def find_splits(folder: str, val_path: str | None) -> tuple[Path, Path]:
 
 
 def check_seq2seq(model: ModelConfig) -> TokenModelConfig:
-    """Return the config of a model of a source, its mask and a target; `UserError` for another model."""
+    """Return the config if it is for a sequence-to-sequence model; raise `UserError` for other models."""
     if not isinstance(model, TokenModelConfig) or model.contract.task is not Task.SEQUENCE_TO_SEQUENCE:
         problem = f"the data is pairs of texts, but {type(model).__name__} describes no sequence-to-sequence model"
         raise UserError(f"{problem}; change one.")
@@ -84,8 +85,8 @@ def check_seq2seq(model: ModelConfig) -> TokenModelConfig:
 
 
 def read_pairs(path: Path, names: tuple[str, str] = Pair._fields) -> list[Pair]:
-    """Return the pairs of a file, one per line; empty lines are skipped; `UserError` if it cannot be read, has no pair,
-    or a line that is none. `names` are those of both sides."""
+    """Return the pairs of a file, one per line, without empty lines. `names` are the names of both sides in error
+    messages. Raises `UserError` if the file cannot be read, has no pair, or has a line that is not a pair."""
     pairs, form = [], "<TAB>".join(names).upper()
     for number, line in enumerate(read_text(path).split("\n"), start=1):
         if not line:
@@ -105,7 +106,7 @@ def build_pair_dataset(
     name: str, train: Sequence[Pair], val: Sequence[Pair], texts: Iterable[str], tokenizer: Tokenizer | None,
     model: TokenModelConfig, batch_size: int, seed: int,
 ) -> PairDataset:  # fmt: skip
-    """Return pairs in batches; a tokenizer is trained on `texts` unless given, and limits the model's vocabulary."""
+    """Return a dataset of pairs. Unless given, a tokenizer is trained on `texts`, and limits the model's vocabulary."""
     if tokenizer is not None:
         return PairDataset(name, train, val, tokenizer, model, batch_size, seed)
     tokenizer = Tokenizer.train(texts, model.vocab_size)
@@ -117,7 +118,7 @@ def build_pair_dataset(
 
 
 def fingerprint(settings: str, *splits: Sequence[Pair]) -> str:
-    """Return a hash of settings and pairs, in hexadecimal."""
+    """Return the SHA-256 of settings and pairs, in hexadecimal."""
     digest = hashlib.sha256(settings.encode())
     for split in splits:
         digest.update(f"split {len(split)}".encode())
@@ -129,23 +130,23 @@ def fingerprint(settings: str, *splits: Sequence[Pair]) -> str:
 class PairDataset(Dataset):
     """Pairs of texts as tokens, in batches of similar length.
 
-    Each epoch permutes the pairs, sorts them into `N_BUCKETS` buckets by the length of their longer side, cuts these
-    into batches, and permutes the batches; pairs that do not fill a last batch are left out of the epoch. All batches
-    of a bucket have one shape, as wide on either side as its longest pair.
+    Each epoch permutes the pairs, sorts them into `N_BUCKETS` buckets by the length of their longer side, cuts the
+    sorted pairs into batches, and permutes the batches; pairs that do not fill a last batch are dropped for the epoch.
+    All batches of a bucket have the same shape, as wide on either side as its longest pair.
 
-    Inputs are `(source_BS, valid_BS, target_BT)`. A target starts with the end-of-text token; it is predicted from its
-    second token on, and then end-of-text. Padding, at the right, has weight 0.
+    Inputs are `(source_BS, valid_BS, target_BT)`. The target input starts with the end-of-text token, and the target
+    ends with it. Padding, on the right, has weight 0.
     """
 
     unit = "tokens"
-    """Tokens of targets, end-of-text included."""
+    """Target tokens, including end-of-text."""
     tokenizer: Tokenizer
 
     def __init__(
         self, name: str, train: Sequence[Pair], val: Sequence[Pair], tokenizer: Tokenizer, model: TokenModelConfig,
         batch_size: int, seed: int,
     ) -> None:  # fmt: skip
-        """Tokenize the pairs; `UserError` where fewer than a batch are short enough for the model."""
+        """Tokenize the pairs. Raises `UserError` if fewer pairs than a batch needs are short enough for the model."""
         self.name, self.model, self.tokenizer, self.val = name, model, tokenizer, val
         self.context_length, self._batch_size, self._seed = model.context_length, batch_size, seed
         self._train, self._val = _TokenPairs.encode(train, tokenizer), _TokenPairs.encode(val, tokenizer)
@@ -199,7 +200,7 @@ class PairDataset(Dataset):
         return (longer_N - 1) * N_BUCKETS // self.context_length
 
     def _bucket_widths(self) -> np.ndarray:
-        """Return the widths of each bucket's batches on both sides, `(N_BUCKETS, 2)`, not below those of smaller
+        """Return the widths of each bucket's batches on both sides, `(N_BUCKETS, 2)`, at least those of smaller
         buckets, whose pairs may be in the same batch."""
         widths = np.ones((N_BUCKETS, 2), int)
         for lengths_N2 in (self._train.lengths_N2, self._val.lengths_N2):
@@ -207,7 +208,7 @@ class PairDataset(Dataset):
         return np.maximum.accumulate(widths)
 
     def _pad(self, tokens: _TokenPairs, pairs_B: np.ndarray, rows_B: np.ndarray) -> Batch:
-        """Return the pairs `rows_B` of a batch, as wide as all its pairs `pairs_B` need; weights are 0 or 1."""
+        """Return the pairs `rows_B` of a batch, padded to the width for all its pairs `pairs_B`; weights are 0 or 1."""
         S, T = self._widths[self._buckets(tokens.lengths_N2[pairs_B]).max()]
         B = len(rows_B)
         source_BS = np.zeros((B, S), np.int32)
@@ -228,7 +229,7 @@ class _TokenPairs:
     sources: list[list[int]]
     targets: list[list[int]]
     lengths_N2: np.ndarray
-    """Tokens of the source, and of the target with its end-of-text."""
+    """Numbers of tokens of the source, and of the target with its end-of-text."""
 
     @classmethod
     def encode(cls, pairs: Sequence[Pair], tokenizer: Tokenizer) -> _TokenPairs:

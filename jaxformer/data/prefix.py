@@ -17,13 +17,13 @@ from jaxformer.fields import check_range
 
 @dataclass(frozen=True)
 class PrefixTextConfig(TextConfig):
-    """Text, cut into windows with a prefix of random length, which the model attends to in both directions; each token
-    after it is predicted from all before it."""
+    """Text, cut into windows with a prefix of random length, within which attention is bidirectional; each token after
+    it is predicted from all tokens before."""
 
     shortest_prefix: int = 1
     """Minimum prefix length in tokens."""
     longest_prefix: int | None = None
-    """Maximum prefix length in tokens; the context length by default, which leaves one token to predict."""
+    """Maximum prefix length in tokens; by default the context length, which leaves one token to predict."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -40,7 +40,7 @@ class PrefixTextConfig(TextConfig):
 
 
 class PrefixTextDataset(TextDataset):
-    """A corpus in windows with prefixes; every token after the prefix is predicted from all before it. Inputs are
+    """A corpus in windows with prefixes; every token after the prefix is predicted from all tokens before. Inputs are
     tokens `(B, T)` and prefix lengths `(B,)`, both int32."""
 
     def batch(self, step: int, rows: slice | np.ndarray = slice(None)) -> Batch:
@@ -57,7 +57,7 @@ class PrefixTextDataset(TextDataset):
 
     def _draw_prefixes(self, rng: np.random.Generator, n: int) -> tuple[np.ndarray, np.ndarray]:
         """Return n prefix lengths, `(n,)` int32, and a mask of the targets after them, `(n, T)`."""
-        # One draw per window, so that a window's prefix does not depend on the batch size.
+        # One random number per window, so that a window's prefix does not depend on the batch size.
         shortest, longest = self._range
         prefix_B = shortest + np.floor(rng.random(n) * (longest + 1 - shortest)).astype(np.int32)
         return prefix_B, np.arange(1, self.model.context_length + 1) >= prefix_B[:, None]  # target t is token t + 1

@@ -1,4 +1,4 @@
-"""Progress of the preparation of large data."""
+"""Progress messages while large data is prepared."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from collections.abc import Callable
 from jaxformer.terminal import echo
 
 INTERVAL_SECONDS = 10.0
-"""Time between two lines; what takes less shows none."""
+"""Seconds between two lines; shorter actions write none."""
 
 
 class Progress:
-    """Lines on stderr about bytes that are processed, such as "tokenizing: 512 of 2,048 MB, 9.5 MB/s, 162 s left"."""
+    """Progress in bytes, as lines on stderr such as "tokenizing: 512 of 2,048 MB, 9.5 MB/s, 162 s left"."""
 
     def __init__(self, action: str, total: int | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        """Begin an action on `total` bytes, None where they are unknown."""
+        """Begin an action on `total` bytes, None if unknown."""
         self._action, self._total, self._clock = action, total, clock
         self._done, self._start = 0, clock()
         self._next = self._start + INTERVAL_SECONDS
 
     def add(self, n_bytes: int) -> None:
-        """Count bytes, and write a line where it is time."""
+        """Count processed bytes, and write a line when the interval has passed."""
         self._done += n_bytes
         now = self._clock()
         if now < self._next:

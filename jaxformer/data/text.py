@@ -1,4 +1,4 @@
-"""Cleaning of a text, and its cutting into pieces, so that no text is in memory as a whole."""
+"""Streaming cleaning of texts and splitting into pieces, so that no text is ever entirely in memory."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from jaxformer.data.sources import PIECE_CHARACTERS
 
 T = TypeVar("T")
 MAX_WORD_CHARACTERS = 2**10
-"""Longer stretches without white space are no words and may be cut."""
+"""Maximum length of a word; longer stretches without white space may be cut."""
 MIN_PAGE_WIDTH, MAX_PAGE_WIDTH = 40, 120
-"""Limits of the characters per line of a page; where lines are longer, each is a paragraph, and where they are shorter,
-as in verse, lists and short documents, their breaks mean something."""
+"""Limits of a page's width in characters. Longer lines are paragraphs of their own; if lines are shorter, as in verse,
+lists and short documents, their breaks are meaningful."""
 WORD_END, WORD_END_BEFORE_SPACE = re.compile(r"\S(?=[ \n\t])"), re.compile(r"\S(?= )")
 
 
 def page_width(pieces: Iterable[str]) -> int:
-    """Return the page width of a text in characters per line: the 99th percentile of its lines' lengths. It is
-    `MAX_PAGE_WIDTH` + 1 for all that are no page's: larger ones, and those below `MIN_PAGE_WIDTH`."""
+    """Return the page width of a text in characters per line: the 99th percentile of its line lengths, or
+    `MAX_PAGE_WIDTH` + 1 if that is below `MIN_PAGE_WIDTH` or above `MAX_PAGE_WIDTH`."""
     counts = [0] * (MAX_PAGE_WIDTH + 2)
     length = 0
     for part, begins, ends in _lines(pieces):
@@ -36,10 +36,10 @@ def page_width(pieces: Iterable[str]) -> int:
 
 
 def unwrap(pieces: Iterable[str], width: int) -> Iterator[str]:
-    """Yield a text without the line breaks that only fit it to a page's width. A newline is such a break where the next
+    """Yield a text without the line breaks that only wrap it to a page's width. A newline is such a break if the next
     line's first word would not have fitted on the line before it. Verse, lists, headings, and texts with one paragraph
     per line therefore stay unchanged."""
-    length, before = 0, -1  # of this line and of the line before it
+    length, before = 0, -1  # lengths of this line and the previous one
     for part, begins, ends in _lines(pieces):
         line = part.rstrip() if ends else part
         if begins:
@@ -55,8 +55,8 @@ def unwrap(pieces: Iterable[str], width: int) -> Iterator[str]:
 
 
 def clean(pieces: Iterable[str], width: int | None) -> Iterator[str]:
-    """Yield a text unwrapped (unless the width is None), with at most one empty line at a time, no white space around
-    it, and a newline at its end; nothing for white space alone."""
+    """Yield a text unwrapped (unless the width is None), with consecutive empty lines collapsed to one, without white
+    space around it, and with a newline at its end; nothing for a text of only white space."""
     trailing, begun = "", False
     for group in batches(pieces if width is None else unwrap(pieces, width), len, PIECE_CHARACTERS):
         text = re.sub(r"\n{3,}", "\n\n", trailing + "".join(group))
@@ -75,8 +75,8 @@ def clean(pieces: Iterable[str], width: int | None) -> Iterator[str]:
 
 
 def cut(pieces: Iterable[str]) -> Iterator[str]:
-    """Yield a text in pieces of at most `PIECE_CHARACTERS`, whose tokens are those of the text. Pieces end before white
-    space, where tokenizers separate words, too; only a longer word is cut."""
+    """Yield a text in pieces of at most `PIECE_CHARACTERS`, which tokenize like the whole text. Pieces end before white
+    space, where tokenizers also separate words; only words longer than a piece are cut."""
     rest = ""
     for piece in pieces:
         rest += piece
@@ -89,7 +89,7 @@ def cut(pieces: Iterable[str]) -> Iterator[str]:
 
 
 def _lines(pieces: Iterable[str]) -> Iterator[tuple[str, bool, bool]]:
-    """Yield lines, long ones in parts, as (part, begins its line, ends its line)."""
+    """Yield lines, long ones in parts, as tuples (part, begins its line, ends its line)."""
     rest, begins = "", True
     for piece in pieces:
         *lines, rest = (rest + piece).split("\n")
@@ -103,7 +103,7 @@ def _lines(pieces: Iterable[str]) -> Iterator[tuple[str, bool, bool]]:
 
 
 def batches(items: Iterable[T], length: Callable[[T], int], least: int) -> Iterator[list[T]]:
-    """Yield items in lists of at least this length in all, but for the last one."""
+    """Yield lists of items with a total length of at least `least`, except for the last list."""
     batch: list[T] = []
     total = 0
     for item in items:
@@ -117,8 +117,8 @@ def batches(items: Iterable[T], length: Callable[[T], int], least: int) -> Itera
 
 
 def _cut_position(text: str) -> int:
-    """Return the end of the last word in a piece of the text, or of the piece where there is none."""
-    # Before a space, where possible: a tokenizer that adds one to each text has the same tokens then.
+    """Return the end of the last word in the text's first piece, or of the piece if no word ends in it."""
+    # Cut before a space if possible: the tokens then also agree for a tokenizer that adds a space to each text.
     word, piece = MAX_WORD_CHARACTERS, PIECE_CHARACTERS
     for end, window in ((WORD_END_BEFORE_SPACE, word), (WORD_END, word), (WORD_END, piece)):
         ends = [match.end() for match in end.finditer(text, PIECE_CHARACTERS - window, PIECE_CHARACTERS + 1)]

@@ -1,4 +1,4 @@
-"""Cache of tokens on disk: written once, then verified and memory-mapped."""
+"""On-disk token cache: written once, then verified and memory-mapped."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ from jaxformer.fields import from_dict, to_dict
 from jaxformer.files import sha256, try_lock
 
 SCRATCH = ".building-"
-"""Prefix of the name of a folder that is being written, followed by host and process."""
+"""Name prefix of a folder that is being written, followed by host and process id."""
 SCRATCH_SECONDS = 24 * 60 * 60
-"""Age at which a scratch folder of an unknown process is removed."""
+"""Age in seconds at which a scratch folder of an unknown process is removed."""
 WARN_AFTER_SECONDS = 5.0
-"""Time of waiting for another process until a warning; the processes of one job start together."""
+"""Seconds of waiting for another process before a warning; the processes of a job start at the same time."""
 TOKENIZER, MANIFEST = "tokenizer.json", "manifest.json"
 SPLITS = ("train.tokens", "val.tokens")
 CHARACTERS_PER_BATCH = 2**19
-"""Characters of text that are tokenized at once: encodings take some 200 bytes per character."""
+"""Characters of text that are tokenized at once: encodings take about 200 bytes per character."""
 
 warn = logging.getLogger(__name__).warning
 
 
 @dataclass(frozen=True)
 class Split:
-    """Tokens of a training or validation split: an end-of-text token, then each document followed by another; or, for
-    a tokenizer with `begin_of_text`, each document between the two."""
+    """Tokens of a training or validation split: an end-of-text token, then each document followed by an end-of-text
+    token; or, for a tokenizer with `begin_of_text`, each document between `begin_of_text` and end-of-text."""
 
     tokens: np.ndarray
     """`(n,)` uint16, or uint32 for large vocabularies; memory-mapped."""
@@ -57,17 +57,17 @@ class Split:
 
 @dataclass(frozen=True)
 class _Manifest:
-    """Expected contents of a cache folder; tuples have a value per split, in the order of `SPLITS`."""
+    """Expected contents of a cache folder; tuples have one value per split, in the order of `SPLITS`."""
 
     key: str
     """Name of the folder."""
     dtype: Literal["uint16", "uint32"]
     learned_one_in: int
-    """The tokenizer was trained on one in so many pieces of text."""
+    """`one_in` of the tokenizer: the inverse of the fraction of texts that it was trained on."""
     documents: tuple[int, ...]
     n_bytes: tuple[int, ...]
     checksums: tuple[str, ...]
-    """SHA-256 of the files of tokens, and of the tokenizer's, see `_tokenizer_files`."""
+    """SHA-256 of the token files, then of the tokenizer's files, see `_tokenizer_files`."""
 
 
 class Unverified(Exception):
@@ -75,7 +75,7 @@ class Unverified(Exception):
 
 
 def make_private(folder: Path) -> None:
-    """Create a folder and its missing parents with permissions for this user alone, whatever the umask."""
+    """Create a folder and its missing parents with permissions for this user only, whatever the umask."""
     for missing in reversed([path for path in (folder, *folder.parents) if not path.exists()]):
         missing.mkdir(mode=0o700, exist_ok=True)
 
@@ -84,7 +84,7 @@ def cached(
     folder: Path, train: Documents, val: Documents, vocab_size: int, tokenizer: Tokenizer | None
 ) -> tuple[Split, Split, Tokenizer]:
     """Return both splits as tokens, and their tokenizer, from a cache folder, which is written if it is missing. All
-    bytes are verified by their SHA-256, about a second per gigabyte of tokens. A corrupt folder is removed with a
+    files are verified by their SHA-256, at about a second per gigabyte of tokens. A corrupt folder is removed with a
     warning and written again. Without a tokenizer, one of at most `vocab_size` tokens is trained on the training
     documents. Raises `UserError` as `Tokenizer.train` does, and if the folder cannot be written or read back."""
     _remove_abandoned(folder.parent)
@@ -97,7 +97,7 @@ def cached(
             pass
         except Unverified as error:
             warn("cached tokens in %s %s; tokenizing again.", folder, error)
-            # By a rename first, so that no process reads a partial folder.
+            # Rename it first, so that no process reads a partial folder.
             with _scratch(folder, "remove", folder) as scratch, suppress(FileNotFoundError):  # another was faster
                 folder.rename(scratch / folder.name)
         _build(folder, train, val, vocab_size, tokenizer)
@@ -109,18 +109,18 @@ def cached(
 
 
 def has_tokenizer(folder: Path, tokenizer: Tokenizer) -> bool:
-    """Return True if the tokens in a cache folder are this tokenizer's."""
+    """Return True if the tokens in a cache folder are from this tokenizer."""
     stored = {name: (folder / name).read_text(encoding="utf-8", errors="replace") for name in _tokenizer_files(folder)}
     return stored == tokenizer.files(TOKENIZER)
 
 
 def _tokenizer_files(folder: Path) -> list[str]:
-    """Return the names of the files of a folder that `Tokenizer.save` wrote."""
+    """Return the names of the files in a folder that `Tokenizer.save` wrote."""
     return [name for name in (TOKENIZER, TOKENIZER_CONFIG) if (folder / name).is_file()]
 
 
 def read(folder: Path) -> tuple[Split, Split, Tokenizer]:
-    """Return both splits and their tokenizer from a cache folder; `FileNotFoundError` if the folder is missing,
+    """Return both splits and their tokenizer from a cache folder. Raises `FileNotFoundError` if the folder is missing,
     `Unverified` if its contents do not match its manifest."""
     if not folder.is_dir():
         raise FileNotFoundError("are not there")
@@ -144,17 +144,17 @@ def read(folder: Path) -> tuple[Split, Split, Tokenizer]:
 
 
 def encode(documents: Documents, tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, int]]:
-    """Yield the tokens of a `Split` in parts, and the number of bytes of text of each part."""
+    """Yield the tokens of a `Split` in parts, each with the number of bytes of its text."""
     dtype = token_dtype(tokenizer)
     end = np.array([tokenizer.end_of_text], dtype)
     begin = end[:0] if tokenizer.begin_of_text is None else np.array([tokenizer.begin_of_text], dtype)
     yield end[len(begin) :], 0
 
     def parts(document: Iterable[str]) -> Iterator[tuple[str | np.ndarray, int]]:
-        """Yield texts and tokens of a document, with their bytes of text."""
+        """Yield the texts and special tokens of a document, with their bytes of text."""
         yield begin, 0
         for i, piece in enumerate(document):
-            # Where the tokenizer adds a space to each piece, it is the one that the piece begins with.
+            # If the tokenizer adds a space to each piece, it replaces the one that the piece begins with.
             yield piece.removeprefix(" ") if i and tokenizer.doubles_space else piece, len(piece.encode())
         yield end, 0
 
@@ -169,12 +169,12 @@ def encode(documents: Documents, tokenizer: Tokenizer) -> Iterator[tuple[np.ndar
 
 
 def token_dtype(tokenizer: Tokenizer) -> np.dtype:
-    """Return the smallest dtype for the tokens of a vocabulary, uint16 or uint32."""
+    """Return the smallest dtype for a tokenizer's tokens, uint16 or uint32."""
     return np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
 
 
 def _build(folder: Path, train: Documents, val: Documents, vocab_size: int, tokenizer: Tokenizer | None) -> None:
-    """Write a cache folder: a scratch folder first, then a rename, so that it is complete or absent."""
+    """Write a cache folder atomically: write a scratch folder, then rename it."""
     with _scratch(folder, "write to", folder.parent) as scratch:
         tokenizer = tokenizer or Tokenizer.train(Pieces(train), vocab_size)
         tokenizer.save(scratch / TOKENIZER)
@@ -192,13 +192,13 @@ def _build(folder: Path, train: Documents, val: Documents, vocab_size: int, toke
         except OSError:
             if not folder.is_dir():  # else another process has written the same
                 raise
-        with suppress(OSError):  # not every file system can
+        with suppress(OSError):  # not every file system can sync a folder
             _sync(folder.parent)
 
 
 def _sync(path: Path) -> None:
     """Make a file's content, or a folder's names, durable."""
-    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)  # Windows writes only such files through
+    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)  # Windows syncs only writable files
     try:
         os.fsync(descriptor)
     finally:
@@ -217,7 +217,7 @@ def _write_tokens(file: Path, documents: Documents, tokenizer: Tokenizer) -> int
 
 @contextmanager
 def _scratch(folder: Path, action: str, target: Path) -> Iterator[Path]:
-    """Create a folder beside a cache folder and remove it afterwards; `UserError` for errors of the file system."""
+    """Create a folder beside a cache folder and remove it afterwards. Converts file-system errors to `UserError`."""
     try:
         prefix = f"{SCRATCH}{socket.gethostname()}-{os.getpid()}-"
         scratch = Path(tempfile.mkdtemp(prefix=prefix, dir=folder.parent))
@@ -231,15 +231,15 @@ def _scratch(folder: Path, action: str, target: Path) -> Iterator[Path]:
 
 @contextmanager
 def _lock(folder: Path) -> Iterator[None]:
-    """Hold the lock of a cache folder against other processes, also on other hosts; wait for it. The lock file stays:
-    if it was removed, two processes could lock two files of its name."""
+    """Wait for and hold the lock of a cache folder against other processes, also on other hosts. The lock file stays:
+    if it were removed, two processes could lock two files with the same name."""
     try:
         make_private(folder.parent)
         descriptor = os.open(folder.parent / f"{folder.name}.lock", os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
         raise UserError(f"cannot write to {folder.parent}: {error.strerror}; set JAXFORMER_CACHE.") from error
     try:
-        with suppress(OSError):  # there are no locks
+        with suppress(OSError):  # the file system has no locks
             if not try_lock(descriptor, WARN_AFTER_SECONDS):
                 warn("waiting for another process that writes tokens to %s.", folder)
                 try_lock(descriptor, inf)
@@ -259,7 +259,7 @@ def _remove_abandoned(parent: Path) -> None:
 
 
 def _is_running(pid: int) -> bool:
-    """Return True if a process of this host runs, or on Windows, where a signal 0 would end it, may run."""
+    """Return True if a process of this host is running; always on Windows, where signal 0 would end the process."""
     if os.name == "nt":
         return True
     with suppress(PermissionError):

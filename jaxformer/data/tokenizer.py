@@ -1,9 +1,9 @@
 """Tokenizers: byte-level BPE trained on the data (Sennrich et al. 2016; over bytes as in Radford et al. 2019), and
 published ones, which are byte-level or fall back to bytes (Kudo and Richardson 2018).
 
-In a text of several documents, each is followed by `end_of_text`, and no other special token is in it. Before each is
-`begin_of_text` where a tokenizer has one that its published form adds; else the first document follows an
-`end_of_text`, too. Special tokens in a user's text are text, but for a Unigram model's, which has them as pieces.
+In a text of several documents, each document is followed by `end_of_text`, and contains no other special token. It is
+preceded by `begin_of_text` if the published tokenizer adds one; otherwise, an `end_of_text` also precedes the first
+document. Special tokens in a user's text are encoded as text, except by a Unigram model, which has them as pieces.
 """
 
 from __future__ import annotations
@@ -27,33 +27,33 @@ from jaxformer.fields import MAX_BY_FIELD
 
 END_OF_TEXT = "<|endoftext|>"
 ENDS_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "<|eot_id|>")
-"""End-of-text tokens of published tokenizers that do not name theirs."""
+"""Candidate end-of-text tokens for published tokenizers that do not name theirs."""
 TOKENIZER_CONFIG = "tokenizer_config.json"
 """File beside a published tokenizer that names its `eos_token` and `bos_token`, and may hold a chat template."""
 END_IDS = "eos_token_ids"
-"""Field of our copy of that file for the tokens that a published model's own config names as ends of a text."""
+"""Field that we add to that file for the tokens that a published model's own config names as ends of a text."""
 CHAT_TEMPLATE = "chat_template.jinja"
 """File beside a published tokenizer with its chat template."""
 BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 SPACE = "▁"
-"""Space in the tokens of SentencePiece."""
+"""Space in SentencePiece tokens."""
 MAX_LEARNED_CHARACTERS = 2**21
-"""Maximum number of characters of distinct words in a tokenizer's training text, which bounds its memory to about 250
-MB: those of some ten million words of English."""
+"""Maximum total characters of the distinct words in a tokenizer's training text, which bounds training memory to about
+250 MB; some ten million words of English have as many."""
 MAX_TRAINING_CHARACTERS = 2**27
-"""Maximum number of characters of a tokenizer's training text, which bounds its time."""
+"""Maximum characters of a tokenizer's training text, which bounds training time."""
 
 
 class Tokenizer:
-    """A tokenizer in which every text has an encoding.
+    """A tokenizer that can encode every text.
 
     Raises:
       UserError: it is neither byte-level nor falls back to bytes, or has no end-of-text token.
     """
 
     def __init__(self, inner: tokenizers.Tokenizer, one_in: int = 1, config: Mapping[str, Any] | None = None) -> None:
-        """Wrap a tokenizer that was trained on one in `one_in` texts, with the content of a published one's
-        `tokenizer_config.json`."""
+        """Wrap a tokenizer. `one_in` is the inverse of the fraction of texts that it was trained on, `config` the
+        content of a published tokenizer's `tokenizer_config.json`."""
         self._inner, self.one_in, self.config = inner, one_in, config or {}
         inner.no_truncation()
         inner.no_padding()
@@ -63,18 +63,19 @@ class Tokenizer:
                 raise UserError(f"has a {TOKENIZER_CONFIG} whose {key} is {abbreviate(self.config[key])}, no text")
         self.end_of_text = self._find_end()
         self.begin_of_text = self._find_begin()
-        if self.vocab_size > MAX_BY_FIELD["vocab_size"]:  # libraries make a row for each id
+        if self.vocab_size > MAX_BY_FIELD["vocab_size"]:  # libraries allocate a row per id
             raise UserError(f"has a token {self.vocab_size - 1:,}; ids must be below {MAX_BY_FIELD['vocab_size']:,}")
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> Tokenizer:
-        """Train on the texts, or on a sample of 1 in 2, 4, 8, … (`one_in`) that keeps to `MAX_LEARNED_CHARACTERS` and
+        """Train on the texts, or on a sample of 1 in 2, 4, 8, … (`one_in`) within `MAX_LEARNED_CHARACTERS` and
         `MAX_TRAINING_CHARACTERS`.
 
-        The vocabulary is smaller than `vocab_size` where the texts have no more pairs to merge.
+        The vocabulary is smaller than `vocab_size` if the texts have no more pairs to merge.
 
         Args:
           texts: iterated several times; an iterator is read into memory.
+          vocab_size: maximum vocabulary size, at least 257.
 
         Raises:
           UserError: vocab_size is below the 257 that bytes and end-of-text need.
@@ -97,9 +98,9 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: Path, ends: Sequence[int] = ()) -> Tokenizer:
-        """Load a tokenizer that `save` wrote, or a published `tokenizer.json`, with the `TOKENIZER_CONFIG` beside it;
-        `ends` are ids of the tokens that a published model's own config names as ends of a text. Raises `UserError` if
-        the file is missing or is no such tokenizer."""
+        """Load a tokenizer that `save` wrote, or a published `tokenizer.json`, with the `TOKENIZER_CONFIG` beside it.
+        `ends` are the ids of tokens that a published model's own config names as ends of a text. Raises `UserError` if
+        the file is missing or not such a tokenizer."""
         remedy = "give the tokenizer.json of a run or of a published model"
         try:
             inner = tokenizers.Tokenizer.from_file(str(path))
@@ -116,7 +117,7 @@ class Tokenizer:
                 raise UserError(f"{beside} cannot be read ({reason}); put it right.") from error
             if not isinstance(config, dict):
                 raise UserError(f"{beside} is no JSON object; put back the one that was published with {path.name}.")
-        if (template := path.with_name(CHAT_TEMPLATE)).is_file():  # it has precedence, as in transformers
+        if (template := path.with_name(CHAT_TEMPLATE)).is_file():  # takes precedence, as in transformers
             config["chat_template"] = template.read_text(encoding="utf-8", errors="replace")
         try:
             tokenizer = cls(inner, config=config | ({END_IDS: list(ends)} if ends else {}))
@@ -129,27 +130,27 @@ class Tokenizer:
         return tokenizer
 
     def save(self, path: Path) -> None:
-        """Write the tokenizer as JSON and, where it has one, its config beside it."""
+        """Write the tokenizer as JSON, and its config, if any, beside it."""
         for name, content in self.files(path.name).items():
             path.with_name(name).write_text(content, encoding="utf-8")
 
     def files(self, name: str) -> dict[str, str]:
-        """Return the text of its files by their names, of which `name` is that of the tokenizer itself; equal texts
-        mean equal tokenizers."""
+        """Return the content of its files by name, where `name` is the tokenizer's own file; equal contents mean equal
+        tokenizers."""
         config = {TOKENIZER_CONFIG: json.dumps(self.config, indent=2, ensure_ascii=False) + "\n"} if self.config else {}
         return {name: self.as_json(), **config}
 
     def as_json(self) -> str:
-        """Return the JSON text of the tokenizer's file."""
+        """Return the content of the tokenizer's file as JSON."""
         return self._inner.to_str()
 
     @cached_property
     def vocab_size(self) -> int:
-        """Vocabulary size in tokens, special ones included: the largest id and one."""
+        """Vocabulary size in tokens, including special tokens: the largest id plus one."""
         return max(self._inner.get_vocab().values()) + 1
 
     def _find_end(self) -> int:
-        """Return the id of the end-of-text token: the config's, else the first of `ENDS_OF_TEXT` that there is."""
+        """Return the id of the end-of-text token: the config's, else the first of `ENDS_OF_TEXT` in the vocabulary."""
         ids = self.config.get(END_IDS, [])
         if not isinstance(ids, list):
             raise UserError(f"has a {TOKENIZER_CONFIG} whose {END_IDS} is {abbreviate(ids)}, no list")
@@ -167,12 +168,12 @@ class Tokenizer:
 
     @cached_property
     def ends_of_text(self) -> tuple[int, ...]:
-        """Ids of all tokens that end a generated text: `end_of_text`, and those of `END_IDS` in the config."""
+        """Ids of all tokens that end a generated text: `end_of_text`, and the config's `END_IDS`."""
         return tuple(dict.fromkeys((self.end_of_text, *self.config.get(END_IDS, ()))))
 
     def _find_begin(self) -> int | None:
-        """Return the id of the token that the tokenizer's post-processor, or its config, puts before a text; None
-        where it is end-of-text or there is none."""
+        """Return the id of the token that the tokenizer's post-processor or config puts before a text; None if there is
+        none or it is end-of-text."""
         first = self._inner.encode("", add_special_tokens=True).ids[:1]
         adds, name = self.config.get("add_bos_token", bool(first)), self._named("bos_token")
         token = self._inner.token_to_id(name) if name else next(iter(first), None)
@@ -184,61 +185,61 @@ class Tokenizer:
         return token.get("content") if isinstance(token, dict) else token
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text; `UserError` if the text has a lone surrogate."""
+        """Return the tokens of a text. Raises `UserError` if the text has a lone surrogate."""
         return self._inner.encode(_check_utf8(text), add_special_tokens=False).ids
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Return the tokens of the start of a text: `begin_of_text`, where there is one, and those of `encode`."""
+        """Return the tokens of the start of a text: `begin_of_text`, if there is one, then those of `encode`."""
         return [*([] if self.begin_of_text is None else [self.begin_of_text]), *self.encode(text)]
 
     @cached_property
     def special_tokens(self) -> dict[str, str]:
-        """Special tokens by the names that chat templates have for them, such as `eos_token`."""
+        """Special tokens by their names in chat templates, such as `eos_token`."""
         names = (key for key in self.config if key.endswith("_token") and not key.startswith("add_"))
         texts = {"eos_token": self._inner.id_to_token(self.end_of_text)} | {name: self._named(name) for name in names}
         return {name: text for name, text in texts.items() if text and isinstance(text, str)}
 
     @cached_property
     def special_texts(self) -> list[str]:
-        """Texts of all special tokens, as a user's text may hold them."""
+        """Texts of all special tokens, which a user's text may contain."""
         return [token["content"] for token in json.loads(self.as_json())["added_tokens"] if token["special"]]
 
     def encode_with_special(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
-        """Return the tokens of each text, in which special tokens are themselves, and the characters `[start, stop)`
-        that each token stands for; raises as `encode` does."""
+        """Return the tokens of each text, with special tokens encoded as such, and the character range `[start, stop)`
+        of each token. Raises as `encode` does."""
         checked = [_check_utf8(text) for text in texts]
         return [(e.ids, e.offsets) for e in self._special_inner.encode_batch(checked, add_special_tokens=False)]
 
     @cached_property
     def _special_inner(self) -> tokenizers.Tokenizer:
-        """Tokenizer that encodes special tokens in a text as themselves."""
+        """Tokenizer that encodes special tokens in a text as special tokens."""
         inner = tokenizers.Tokenizer.from_str(self.as_json())
         inner.encode_special_tokens = False
         return inner
 
     def with_chat_template(self, source: str) -> Tokenizer:
-        """Return the tokenizer with a chat template in its config, which is saved beside it."""
+        """Return the tokenizer with a chat template in its config."""
         return Tokenizer(self._inner, self.one_in, {**self.config, "chat_template": source})
 
     def without_special_from(self, n: int) -> Tokenizer:
-        """Return the tokenizer without its special tokens whose ids are n or above."""
+        """Return the tokenizer without special tokens whose ids are n or above."""
         form = json.loads(self.as_json())
         form["added_tokens"] = [t for t in form["added_tokens"] if t["id"] < n or not t["special"]]
         return Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(form)), self.one_in, self.config)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the tokens of each text, in parallel on all cores; raises as `encode` does."""
+        """Return the tokens of each text, encoded in parallel on all cores. Raises as `encode` does."""
         checked = [_check_utf8(text) for text in texts]
         return [e.ids for e in self._inner.encode_batch_fast(checked, add_special_tokens=False)]
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Return the text of tokens; invalid UTF-8 becomes U+FFFD, and ids beyond the vocabulary have no text."""
+        """Return the text of tokens; invalid UTF-8 becomes U+FFFD, and ids beyond the vocabulary become nothing."""
         return b"".join(self.token_bytes[t] for t in tokens if t < self.vocab_size).decode("utf-8", "replace")
 
     @cached_property
     def token_bytes(self) -> list[bytes]:
-        """Bytes of each token; none for special tokens and ids without a token; `UserError` if it is neither byte-level
-        nor falls back to bytes."""
+        """Bytes of each token; none for special tokens and ids without a token. Raises `UserError` if it is neither
+        byte-level nor falls back to bytes."""
         form = json.loads(self.as_json())
         steps = {step["type"] for step in _flat(form["decoder"])}
         if "ByteLevel" in steps:
@@ -261,13 +262,13 @@ class Tokenizer:
 
     @cached_property
     def doubles_space(self) -> bool:
-        """True where a space is encoded before a text that begins with one, too."""
+        """True if the tokenizer adds a space even to a text that begins with one."""
         return self._encoded_bytes(" a").startswith(b"  ")
 
     @cached_property
     def separates_words(self) -> bool:
-        """True where the tokens of a text are those of its parts, cut before each single space between two words, as by
-        the pattern of GPT-2."""
+        """True if cutting a text before each single space between two words does not change its tokens, as for GPT-2's
+        pattern."""
         form = json.loads(self.as_json())
         step, added = form["pre_tokenizer"] or {}, form["added_tokens"]
         by_pattern = step.get("type") == "ByteLevel" and step["use_regex"] and not step["add_prefix_space"]
@@ -275,23 +276,23 @@ class Tokenizer:
 
     @cached_property
     def is_lossless(self) -> bool:
-        """True where tokens have exactly the bytes of the text: no normaliser changes it, and no space is added."""
+        """True if tokens have exactly the bytes of the text: no normaliser changes it, and no space is added."""
         return self._inner.normalizer is None and self._encoded_bytes("a") == b"a"
 
     @cached_property
     def token_lengths(self) -> np.ndarray:
-        """Bytes of each token, `(V,)` int32."""
+        """Bytes per token, `(V,)` int32."""
         return np.array([len(b) for b in self.token_bytes], np.int32)
 
 
 def find_tokenizer(path: str) -> Path:
-    """Return the path of a tokenizer's file from its own, or from that of its folder."""
+    """Return the path of a tokenizer's file, given the file or its folder."""
     location = locate(path)
     return location / "tokenizer.json" if location.is_dir() else location
 
 
 def _flat(step: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """Return the steps of a decoder, those of sequences one by one."""
+    """Return the steps of a decoder, with sequences flattened."""
     if step is None:
         return []
     return [inner for part in step["decoders"] for inner in _flat(part)] if step["type"] == "Sequence" else [step]
@@ -300,8 +301,8 @@ def _flat(step: dict[str, Any] | None) -> list[dict[str, Any]]:
 _PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 _OTHERS = [b for b in range(256) if b not in _PRINTABLE]
 BYTE_OF = {chr(b): b for b in _PRINTABLE} | {chr(256 + i): b for i, b in enumerate(_OTHERS)}
-"""Byte of each character of the byte-level alphabet: printable bytes stand for themselves, the others, in order, for
-the characters from U+0100 on."""
+"""Byte of each character in the byte-level alphabet: printable bytes are represented by themselves, the others, in
+order, by the characters from U+0100 on."""
 
 
 def _byte_level_bytes(piece: str) -> bytes:
@@ -316,12 +317,12 @@ def _sentencepiece_bytes(piece: str) -> bytes:
 
 
 def _sample(texts: Iterable[str], one_in: int) -> Iterator[str]:
-    """Yield about one in `one_in` texts, chosen by their content, so that the sample does not depend on their order."""
+    """Yield about one in `one_in` texts, chosen by content, so that the sample does not depend on their order."""
     return (text for text in texts if zlib.crc32(text.encode(errors="replace")) % one_in == 0)
 
 
 def _fits(texts: Iterable[str]) -> bool:
-    """Return True if the texts and their distinct words keep to the maxima of characters."""
+    """Return True if the texts and their distinct words do not exceed the maximum numbers of characters."""
     known: set[str] = set()
     words_left, left = MAX_LEARNED_CHARACTERS, MAX_TRAINING_CHARACTERS
     for text in texts:
@@ -334,7 +335,7 @@ def _fits(texts: Iterable[str]) -> bool:
 
 
 def _check_utf8(text: str) -> str:
-    """Return the text; `UserError` if it cannot be encoded as UTF-8."""
+    """Return the text. Raises `UserError` if it cannot be encoded as UTF-8."""
     if (start := lone_surrogate(text)) is not None:
         reason = "half a character, which UTF-8 cannot write; remove it"
         raise UserError(f"the text has a lone surrogate, U+{ord(text[start]):04X}, at character {start}: {reason}.")
@@ -342,14 +343,14 @@ def _check_utf8(text: str) -> str:
 
 
 class StreamDecoder:
-    """Incremental decoding: holds back the bytes of a character until it is complete."""
+    """Incremental decoder that holds back the bytes of a character until it is complete."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._bytes = tokenizer.token_bytes
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def feed(self, tokens: Iterable[int]) -> str:
-        """Return the characters that these tokens complete."""
+        """Return the characters completed by these tokens."""
         return self._decoder.decode(b"".join(self._bytes[t] for t in tokens))
 
     def end(self) -> str:

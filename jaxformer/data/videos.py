@@ -1,4 +1,4 @@
-"""Videos made from still images, as in Moving MNIST (Srivastava et al. 2015): an image moves over black."""
+"""Videos made from still images, as in Moving MNIST (Srivastava et al. 2015): an image moves over a black canvas."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ DIRECTIONS = {
     "up": (-1, 0), "up right": (-1, 1), "right": (0, 1), "down right": (1, 1), "down": (1, 0), "down left": (1, -1),
     "left": (0, -1), "up left": (-1, -1),
 }  # fmt: skip
-"""Velocity in rows and columns per frame at a speed of 1, by class name."""
+"""Velocity at speed 1 in rows and columns per frame, by class name."""
 
 
 @dataclass(frozen=True)
 class MovingImagesConfig(ImageFolderConfig):
-    """Videos made from labelled images: each moves straight over a black canvas, from any start and at any speed at
-    which it stays inside. The model's config determines the number of frames and the size of the canvas."""
+    """Videos made from labelled images: each image moves in a straight line over a black canvas, from a random start
+    and at a random speed, and stays inside. The model's config determines the number of frames and the canvas size."""
 
     label: Literal["direction", "class"] = "direction"
     """Target class: the direction of the motion, or the image's label."""
     n_directions: Literal[4, 8] = 8
     """Number of directions: up, right, down and left, or these and the diagonals."""
     max_speed: int = 1
-    """Maximum speed in pixels per frame, in rows and in columns; each video has one speed, from 1 to this."""
+    """Maximum speed in pixels per frame, in rows and in columns; each video has a constant speed from 1 to this."""
 
     def load(
         self, model: ModelConfig, batch_size: int, seed: int, tokenizer: Any = None,
@@ -80,7 +80,7 @@ class MovingImagesConfig(ImageFolderConfig):
 
 class MovingImageDataset(PixelDataset):
     """Video classification, by the direction of the motion or the label of the moving image. In training an image moves
-    differently in each epoch; validation videos, of validation images, are always the same."""
+    differently in each epoch; validation videos, made from validation images, are always the same."""
 
     n_draws = 4
 
@@ -88,7 +88,7 @@ class MovingImageDataset(PixelDataset):
         self, config: MovingImagesConfig, model: ImageModelConfig, splits: ImageSplits, size: tuple[int, int, int],
         batch_size: int, seed: int,
     ) -> None:  # fmt: skip
-        """Keep the images; `size` is (frames, height, width) of the videos."""
+        """Store the images; `size` is the videos' (frames, height, width)."""
         settings = [config.label, config.n_directions, config.max_speed, size]
         super().__init__(config, model, splits, batch_size, seed, settings)
         self.size = size
@@ -96,7 +96,7 @@ class MovingImageDataset(PixelDataset):
         self.classes = self.directions if config.label == "direction" else splits.classes
 
     def transform(self, images: np.ndarray, labels: np.ndarray, draws: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return videos and labels; the draws give direction, speed, and row and column of the start."""
+        """Return videos and labels; `draws` determine the direction, the speed, and the row and column of the start."""
         direction = np.floor(draws[:, 0] * len(self.directions)).astype(np.int32)
         speed = 1 + np.floor(draws[:, 1] * self.config.max_speed).astype(np.int64)
         velocities = speed[:, None] * np.array([DIRECTIONS[name] for name in self.directions])[direction]
@@ -119,9 +119,9 @@ class MovingImageDataset(PixelDataset):
 def render_motion(
     images: np.ndarray, velocities: np.ndarray, start: np.ndarray, size: tuple[int, int, int]
 ) -> np.ndarray:
-    """Return videos `(n, frames, height, width, C)` of `size`, in which images `(n, h, w, C)` move over black by
+    """Return videos `(n, frames, height, width, C)` of `size`, in which images `(n, h, w, C)` move over black with
     `velocities`, `(n, 2)` rows and columns per frame, and stay inside; `start`, `(n, 2)` in [0, 1), is relative to the
-    range of starts from which they do."""
+    range of possible start positions."""
     n, h, w, channels = images.shape
     n_frames, height, width = size
     distance = (n_frames - 1) * velocities

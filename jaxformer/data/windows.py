@@ -1,4 +1,4 @@
-"""Text in windows of tokens for causal language models."""
+"""Text in windows of tokens, for causal language models."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class TextConfig(CorpusConfig):
     """Text, cut into windows in which every token is predicted from those before it."""
 
     n_extra_tokens: ClassVar[int] = 0
-    """Tokens of the model's vocabulary that are not in the text's."""
+    """Number of tokens in the model's vocabulary but not in the text's."""
     stride: int | None = None
-    """Tokens between the starts of two windows; the context length by default."""
+    """Tokens between the starts of consecutive windows; the context length by default."""
     packing: Literal["windows", "documents"] = "windows"
-    """Examples: windows of the text, in which tokens attend to those of documents before theirs; or whole documents,
-    packed by first fit, in which attention, positions and loss are those of each document by itself. A document longer
-    than the context is split."""
+    """Form of the examples: windows of the text, in which tokens also attend to earlier documents; or whole documents,
+    packed by first fit, each with its own attention, positions and loss. A document longer than the context is
+    split."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -62,7 +62,7 @@ class TextConfig(CorpusConfig):
         return data
 
     def check_model(self, model: TokenModelConfig) -> None:
-        """Raise `UserError` where the model does not match this config."""
+        """Raise `UserError` if the model does not match this config."""
 
     def build_dataset(self, model: TokenModelConfig, corpus: Corpus, batch_size: int, seed: int) -> TextDataset:
         """Return the corpus in batches."""
@@ -71,7 +71,7 @@ class TextConfig(CorpusConfig):
 
 @dataclass(frozen=True, eq=False)
 class Windows:
-    """Every window of `length` tokens that starts at a multiple of `stride`, in batches; see `batch_indices`;
+    """Every window of `length` tokens that starts at a multiple of `stride`, in batches; see `batch_indices`. Raises
     `UserError` if the text is shorter than one window, or has fewer windows than a batch."""
 
     tokens: np.ndarray
@@ -79,7 +79,7 @@ class Windows:
     length: int
     """Tokens per window."""
     stride: int
-    """Tokens between the starts of two windows."""
+    """Tokens between the starts of consecutive windows."""
     batch_size: int
     seed: int
 
@@ -117,9 +117,9 @@ def eval_batches(
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:  # fmt: skip
     """Yield a text in windows that predict each token after the first once.
 
-    A window predicts its last `n_predicted` tokens, and the next one starts `stride` tokens later; a token counts in
+    A window predicts its last `n_predicted` tokens, and the next window starts `stride` tokens later; a token counts in
     the first window that predicts it. The last batch is padded with windows of weight 0, and the last window with
-    tokens of weight 0: all batches have one shape.
+    tokens of weight 0, so that all batches have the same shape.
 
     Args:
       tokens: `(n,)`.
@@ -127,7 +127,7 @@ def eval_batches(
       n_predicted: T, or 1 for a model that predicts only the token after a full window.
       batch_size: windows per batch, B.
       n_windows: number of evenly spaced windows; None for all.
-      stride: at most `n_predicted`, its default.
+      stride: tokens between the starts of consecutive windows, at most `n_predicted`, the default.
 
     Yields:
       `(B, length)` int32 and the weights of the predicted tokens, `(B, n_predicted)` float32.
@@ -147,24 +147,26 @@ def eval_batches(
 
 
 def next_token_batch(windows_BT: np.ndarray, n_predicted: int = 0, weights: np.ndarray | None = None) -> Batch:
-    """Return windows as inputs and targets: the last `n_predicted` tokens, or all after the first for 0."""
+    """Return windows as inputs and targets; the targets are the last `n_predicted` tokens, or all after the first for
+    0."""
     return Batch((windows_BT[:, :-1],), windows_BT[:, 1:][:, -n_predicted:], weights)
 
 
 @dataclass(frozen=True, eq=False)
 class HeldOutText:
-    """A validation text, each token of which is predicted once; see `eval_batches`; `UserError` if it is too short."""
+    """A validation text, each token of which is predicted once; see `eval_batches`. Raises `UserError` if it is too
+    short."""
 
     tokens: np.ndarray
     """`(n,)`, of any integer dtype."""
     token_lengths: np.ndarray
-    """Bytes of each token, `(V,)`."""
+    """Bytes per token, `(V,)`."""
     context_length: int
-    """Tokens that the model reads, T."""
+    """Input tokens per window, T."""
     n_predicted: int
-    """Number of predicted tokens per window, its last ones."""
+    """Predicted tokens per window, the last ones."""
     stride: int | None = None
-    """Tokens between the starts of two windows; `n_predicted` by default."""
+    """Tokens between the starts of consecutive windows; `n_predicted` by default."""
 
     def __post_init__(self) -> None:
         if (n := len(self.tokens)) <= (before := self.context_length + 1 - self.n_predicted):
@@ -186,7 +188,7 @@ class TextDataset(Dataset):
     model: TokenModelConfig
 
     def __init__(self, config: Any, model: TokenModelConfig, corpus: Corpus, batch_size: int, seed: int) -> None:
-        """Cut the corpus into windows; `UserError` where a split is too short. `config` is a `TextConfig`."""
+        """Cut the corpus into windows. Raises `UserError` if a split is too short. `config` is a `TextConfig`."""
         self.name, self.config, self.corpus, self.model, self.seed = config.path, config, corpus, model, seed
         self.fingerprint, self.tokenizer = corpus.fingerprint, corpus.tokenizer
         self.token_lengths = corpus.token_lengths if self.has_bits_per_byte else None
@@ -213,7 +215,7 @@ class TextDataset(Dataset):
 
 
 class PackedTextDataset(TextDataset):
-    """A corpus in packed documents, in which every token is predicted from those before it in its document."""
+    """A corpus as packed documents, in which every token is predicted from those before it in its document."""
 
     def _cut(self, batch_size: int) -> None:
         T, corpus = self.model.context_length, self.corpus
@@ -235,8 +237,8 @@ class PackedTextDataset(TextDataset):
 def pack_documents(
     tokens: np.ndarray, tokenizer: Tokenizer, length: int, batch_size: int = 1, seed: int = 0
 ) -> PackedExamples:
-    """Return the documents of a `Split` in rows of `length` inputs. The first input of each is the special token before
-    it, the last target the end-of-text token after it."""
+    """Return the documents of a `Split` in rows of `length` inputs. A document's first input is the special token
+    before it, its last target the end-of-text token after it."""
     begin = tokenizer.begin_of_text
     first, part = tokenizer.end_of_text if begin is None else begin, 2**22  # tokens in memory at once
     starts = np.concatenate([i + np.flatnonzero(tokens[i : i + part] == first) for i in range(0, len(tokens), part)])

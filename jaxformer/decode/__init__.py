@@ -1,6 +1,6 @@
-"""Text generation: samplers that are independent of the model, and decoding that is independent of the text.
+"""Text generation: model-independent samplers, generation, beam search, speculative decoding and translation.
 
-`jaxformer.decode.samplers` needs JAX alone, and no Flax: names are imported on first use.
+Names are imported on first use, so `jaxformer.decode.samplers` needs JAX but not Flax.
 """
 
 from typing import TYPE_CHECKING

@@ -1,8 +1,8 @@
-"""Beam search: completions of high probability, from several beams that are extended at each step.
+"""Beam search: high-probability completions from several beams, which are extended at each step.
 
-It makes the choices of Hugging Face's `generate` (with `early_stopping` False): a score is the sum of log-probabilities
-over the length to the power of `length_penalty`, the stop token counted in both; and a completion is a result only if
-it is among the n best when it ends.
+It follows Hugging Face's `generate` (with `early_stopping=False`): a score is the sum of log-probabilities divided by
+length ** length_penalty, the stop token counted in both; a completion is a result only if it is among the n best
+candidates when it ends.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from jaxformer.ops.masks import EMPTY
 
 
 class Beams(NamedTuple):
-    """The N best completions of each of P prompts, the best first.
+    """The N best completions of each of P prompts, best first.
 
     Attributes:
-      tokens_PNT: int32, the stop token included, `masks.EMPTY` after it.
-      scores_PN: sum of log-probabilities over length ** length_penalty; float32.
+      tokens_PNT: tokens up to and including the stop token, then `masks.EMPTY`; int32.
+      scores_PN: sum of log-probabilities divided by length ** length_penalty; float32.
     """
 
     tokens_PNT: jax.Array
@@ -42,21 +42,21 @@ def beam_search(
     context_length: int, length_penalty: float = 1.0, stop_tokens: Sequence[int] = (), n_tokens: int | None = None,
     cache_dtype: Any = jnp.float32,
 ) -> Beams:  # fmt: skip
-    """Complete prompts of any lengths with a model that has a cache (`decode.generation`).
+    """Complete prompts of any length by beam search, with a model that has a cache (see `decode.generation`).
 
     Args:
       n_beams: beams per prompt, all of which are returned.
-      max_new_tokens: length of a completion without a stop token.
+      max_new_tokens: maximum length of a completion, in tokens.
       length_penalty: above 0 favours long completions, below 0 short ones.
-      n_tokens: number of tokens, from 0 on, to search among; None for all.
+      n_tokens: restricts the search to tokens below this id; None for no restriction.
 
     Raises:
-      UserError: a prompt is empty or leaves no room in the context, or a number is out of range.
+      UserError: a prompt is empty or leaves no room in the context, or an argument is out of range.
     """
     check_prompts(model, prompts, context_length, n_beams=n_beams, max_new_tokens=max_new_tokens)
     check_length_penalty(length_penalty)
     for number, prompt in enumerate(prompts, start=1):
-        room = context_length - len(prompt) + 1  # nothing reads the last token
+        room = context_length - len(prompt) + 1  # the last token is never fed back
         if max_new_tokens > room and not contract_of(model).extrapolates:
             rest = f"leaves {room} of the {max_new_tokens} new ones room in the context of {context_length}"
             raise UserError(f"prompt {number} has {len(prompt)} tokens, which {rest}; ask for at most {room}.")
@@ -81,7 +81,7 @@ def _beam_search(
     model: Any, params: Params, tokens_PT: jax.Array, lengths_P: jax.Array, length_penalty: jax.Array, *,
     n_beams: int, max_new_tokens: int, stop_tokens: tuple[int, ...], n_tokens: int | None, dtype: Any,
 ) -> Beams:  # fmt: skip
-    """Prefill the prompts, which are aligned at their last token, and search."""
+    """Prefill the right-aligned prompts, then search."""
     T = tokens_PT.shape[1]
     lengths_R = jnp.repeat(lengths_P, n_beams)
 
@@ -106,33 +106,34 @@ class _BeamState(NamedTuple):
     """The beams of one prompt."""
 
     tokens_NT: jax.Array
-    """Unfinished completions, the likeliest first; int32."""
+    """Unfinished completions, the most likely first; int32."""
     logprobs_N: jax.Array
     """Sums of their log-probabilities; float32."""
     parents_N: jax.Array
-    """Index of the beam of the step before that each extends, whose cache it continues; int32."""
+    """Index of each beam's parent in the previous step, whose cache it continues; int32."""
     ended_NT: jax.Array
     """The best finished completions; int32."""
     scores_N: jax.Array
-    """Scores of these; -inf where there is none."""
+    """Scores of the finished completions; -inf for unused entries."""
     unfinished: jax.Array
-    """True while an unfinished completion may still be better than the worst of these, `()` bool."""
+    """True while an unfinished completion may still beat the worst finished one, `()` bool."""
 
 
 def search(
     extend: Callable[[jax.Array, jax.Array, Any], tuple[jax.Array, Any]], cache: Any, logits_PV: jax.Array,
     length_penalty: jax.Array | float, *, n_beams: int, max_new_tokens: int, stop_tokens: tuple[int, ...],
 ) -> Beams:  # fmt: skip
-    """Search with any model; to be jitted by the caller.
+    """Run a beam search with any model; the caller jits it.
 
     Args:
-      extend: maps i, the i-th new token of each of R = P · N rows and the cache of the text before them to the logits
-        `(R, V)` of the next tokens and the longer cache. i counts from 0.
-      cache: of the prompts, any arrays whose first axis is P; in `extend` it is R, a prompt's rows adjacent.
-      logits_PV: of the first new token.
+      extend: maps i (from 0), the i-th new token of each of R = P · N rows, and the cache of the tokens before it to
+        the logits `(R, V)` of the next tokens and the extended cache.
+      cache: cache of the prompts, a pytree of arrays with leading axis P. `extend` gets it with leading axis R, the
+        rows of a prompt adjacent.
+      logits_PV: logits of the first new token.
 
     Raises:
-      UserError: the vocabulary is too small for so many beams, or has no such stop token.
+      UserError: the vocabulary is too small for `n_beams`, or lacks a stop token.
     """
     P, V = logits_PV.shape
     Sampling(stop_tokens=stop_tokens).check_vocabulary(V)
@@ -142,7 +143,7 @@ def search(
     choose = jax.vmap(partial(_choose, length_penalty=length_penalty, stop_tokens=stop_tokens), in_axes=(0, 0, None))
     empty_NT = jnp.full((n_beams, max_new_tokens), EMPTY, jnp.int32)
     none_N = jnp.full(n_beams, -jnp.inf)
-    first_N = none_N.at[0].set(0.0)  # all beams are equal at first, so only one is extended
+    first_N = none_N.at[0].set(0.0)  # all beams start equal, so only the first is extended
     beams = _BeamState(empty_NT, first_N, jnp.zeros(n_beams, jnp.int32), empty_NT, none_N, jnp.array(True))
     beams_P = jax.tree.map(lambda x: jnp.broadcast_to(x, (P, *x.shape)), beams)
     cache, logits_RV = jax.tree.map(lambda x: jnp.repeat(x, n_beams, axis=0), (cache, logits_PV))
@@ -168,10 +169,10 @@ def _choose(
     beams: _BeamState, logits_NV: jax.Array, i: jax.Array, *, length_penalty: jax.Array | float,
     stop_tokens: tuple[int, ...],
 ) -> _BeamState:  # fmt: skip
-    """Extend each beam by the i-th new token, and return the best."""
+    """Extend each beam by the i-th new token, and return the N best."""
     N, V = logits_NV.shape
     logprobs_NV = beams.logprobs_N[:, None] + jax.nn.log_softmax(logits_NV.astype(jnp.float32))
-    # K candidates: should all the likeliest end here, N are left to extend.
+    # K candidates, so that N remain to extend even if every stop token is among them.
     logprobs_K, index_K = jax.lax.top_k(logprobs_NV.reshape(-1), N * _candidates_per_beam(stop_tokens))
     parent_K, token_K = index_K // V, index_K % V
     index_T = jnp.arange(beams.tokens_NT.shape[1])
@@ -183,7 +184,7 @@ def _choose(
     scores = jnp.append(beams.scores_N, jnp.where(counts_K, logprobs_K / length, -jnp.inf))
     scores_N, best_ended_N = jax.lax.top_k(scores, N)
     ended_NT = jnp.concatenate([beams.ended_NT, tokens_KT])[best_ended_N]
-    # Hugging Face's estimate for a score that may rise with the length: the score if it ended now.
+    # As in Hugging Face's code, the best attainable score is estimated as that of the best beam if it ended now.
     unfinished = beams.unfinished & (logprobs_N[0] / length > scores_N[-1])
     return _BeamState(tokens_KT[best_N], logprobs_N, parent_K[best_N], ended_NT, scores_N, unfinished)
 

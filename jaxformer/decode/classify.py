@@ -1,4 +1,4 @@
-"""Classification of images, videos and texts, and zero-shot classification by texts."""
+"""Image, video and text classification, and zero-shot image classification by texts."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from jaxformer.runs import CLASSES, Run
 
 @partial(jax.jit, static_argnames=("model",))
 def classify(model: nn.Module, params: Params, *inputs: jax.Array) -> jax.Array:
-    """Return the class probabilities, `(n_classes,)` float32, of an image `(height, width, C)` or a video, uint8, or of
-    the tokens of a text and their mask."""
+    """Return the class probabilities, `(n_classes,)` float32, for an image `(height, width, C)` or a video, uint8, or
+    for the tokens of a text and their mask."""
     logits: Any = model.apply({"params": params}, *inputs)
     return jax.nn.softmax(logits.astype(jnp.float32))
 
@@ -32,26 +32,26 @@ def classify(model: nn.Module, params: Params, *inputs: jax.Array) -> jax.Array:
 def classify_zero_shot(
     model: nn.Module, params: Params, images: jax.Array, tokens_NT: jax.Array, valid_NT: jax.Array
 ) -> jax.Array:
-    """Return the probability by a `CLIP` of each of N texts for each image, `(n_images, N)` float32 (section 3.1.2 of
-    Radford et al. 2021). Images are `(n_images, height, width, C)` uint8, texts as from
-    `data.captions.tokenize_captions`."""
+    """Return the probabilities that a `CLIP` assigns to N texts for each image, `(n_images, N)` float32 (Radford et al.
+    2021, section 3.1.2). Images are `(n_images, height, width, C)` uint8; `data.captions.tokenize_captions` makes the
+    texts."""
     apply: Callable[..., Any] = partial(model.apply, {"params": params})
     image_IE = jax.vmap(partial(apply, method="encode_image"))(images)
     text_NE = jax.vmap(partial(apply, method="encode_text"))(tokens_NT, valid_NT)
-    # A device's default would round cosines to a few digits, and the scale is up to 100.
+    # A device's default matmul precision may leave the cosines only a few digits, and the scale is up to 100.
     cosine_IN = jnp.matmul(image_IE, text_NE.T, precision=jax.lax.Precision.HIGHEST)
     return jax.nn.softmax(jnp.exp(apply(method="log_scale")) * cosine_IN)
 
 
 def classify_images(run: Run, files: Sequence[str]) -> list[list[tuple[str, float]]]:
-    """Return, per image, the names of all classes with their probabilities, the likeliest first; `UserError` if an
-    image cannot be read, or the number of class names is not that of the model's classes."""
+    """Return, per image, the names of all classes with their probabilities, the most likely first. Raises `UserError`
+    if an image cannot be read, or the numbers of class names and of the model's classes differ."""
     probs = [classify(run.model, run.params, pixels).tolist() for pixels in _read_images(run, files)]
     return _ranked(_class_names(run, len(probs[0])), probs)
 
 
 def encode_labelled(prompt: Prompt, run: Run) -> list[int]:
-    """Return the tokens of a text to classify; `UserError` if the prompt has a seed or too many tokens."""
+    """Return the tokens of a text to classify. Raises `UserError` if the prompt has a seed or too many tokens."""
     prompt.check_no_seed("nothing is drawn")
     model, tokenizer = run.text_model()
     tokens = tokenize_text(prompt.text, tokenizer)
@@ -61,14 +61,14 @@ def encode_labelled(prompt: Prompt, run: Run) -> list[int]:
 
 
 def classify_text(run: Run, tokens: Sequence[int]) -> list[tuple[str, float]]:
-    """Return the labels of a text with their probabilities, the likeliest first."""
+    """Return the labels of a text with their probabilities, the most likely first."""
     tokens_BT, valid_BT = pad_texts([tokens], run.text_model()[0].context_length)
     probs = classify(run.model, run.params, tokens_BT[0], valid_BT[0]).tolist()
     return _ranked(_class_names(run, len(probs)), [probs])[0]
 
 
 def _class_names(run: Run, n: int) -> Sequence[str]:
-    """Return the names of n classes, or their numbers; `UserError` if there are names for another number."""
+    """Return the names of n classes, or their numbers. Raises `UserError` if the run does not have n class names."""
     if run.classes and len(run.classes) != n:
         remedy = "remove it for numbers"
         raise UserError(f"{run.path / CLASSES} has {len(run.classes)} names, but the model {n} classes; {remedy}.")
@@ -76,8 +76,8 @@ def _class_names(run: Run, n: int) -> Sequence[str]:
 
 
 def classify_images_by_texts(run: Run, files: Sequence[str], texts: list[str]) -> list[list[tuple[str, float]]]:
-    """Return, per image, the texts with their probabilities, the likeliest first; `UserError` if an image cannot be
-    read."""
+    """Return, per image, the texts with their probabilities, the most likely first. Raises `UserError` if an image
+    cannot be read."""
     assert run.tokenizer is not None
     tokens_NT, valid_NT, _ = tokenize_captions(texts, run.tokenizer, _max_text_tokens(run))
     images = np.stack(_read_images(run, files))
@@ -85,7 +85,7 @@ def classify_images_by_texts(run: Run, files: Sequence[str], texts: list[str]) -
 
 
 def check_text(prompt: Prompt, run: Run) -> str:
-    """Return the text of a prompt that fits the text encoder; `UserError` if the prompt has a seed or too many
+    """Return the text of a prompt for the text encoder. Raises `UserError` if the prompt has a seed or too many
     tokens."""
     prompt.check_no_seed("nothing is drawn")
     assert run.tokenizer is not None
@@ -95,7 +95,7 @@ def check_text(prompt: Prompt, run: Run) -> str:
 
 
 def _max_text_tokens(run: Run) -> int:
-    """Return the tokens of a text at most, those at its start and its end counted."""
+    """Return the maximum number of tokens per text, including the start and end tokens."""
     return run.config.model.example()[1].shape[0]
 
 

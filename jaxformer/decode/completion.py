@@ -1,4 +1,4 @@
-"""Completions of prompts by a run of a causal language model: sampled, searched with beams, or with a draft."""
+"""Completion of prompts by a run of a causal language model: sampling, beam search or speculative decoding."""
 
 from __future__ import annotations
 
@@ -29,43 +29,44 @@ if TYPE_CHECKING:
     from jaxformer.runs import Run
 
 Explain = Callable[[list[int], list[int]], list[dict[str, Any]]]
-"""A function from the tokens of a prompt and of its completion to a row per token that can be explained."""
+"""Function from the tokens of a prompt and of its completion to one row per token that can be explained."""
 
 
 @dataclass(frozen=True)
 class CompletionOptions:
-    """Number, length and search of completions; `Sampling` has the options of a single token."""
+    """Number, length and search of completions; `Sampling` has the options for a single token."""
 
     max_new_tokens: int = 200
-    """New tokens per completion at most."""
+    """Maximum new tokens per completion."""
     chat: bool = False
-    """Answers to messages: each prompt is a user's, written by the chat template of the run's tokenizer."""
+    """Chat mode: each prompt is a user message, formatted with the chat template of the run's tokenizer."""
     num_samples: int = 1
-    """Completions per prompt; completion k, from 0, is that of --seed plus k, or the k-th best beam."""
+    """Completions per prompt; completion k, from 0, uses the seed --seed + k, or is the k-th best beam."""
     seed: int = 0
-    """Seed of the random draws; equal seeds give equal texts."""
+    """Random seed for sampling; equal seeds give equal texts."""
     batch_size: int = 16
     """Completions per batch; those of one prompt stay together."""
     bad_words: tuple[str, ...] = ()
-    """Texts never to generate, as the run's tokenizer encodes them with and without a space before them."""
+    """Texts never to generate, as the run's tokenizer encodes them with and without a leading space."""
     logit_bias: tuple[str, ...] = ()
     """TEXT=BIAS, where the text is one token; the bias is added to its logit."""
     stop: tuple[str, ...] = ()
     """Stop strings, which end a text and are not shown."""
     num_beams: int = 1
-    """Beams of a beam search for the likeliest text; 1 samples instead. Ctrl-C waits until the search is done."""
+    """Beams of a beam search for the most likely text; 1 samples instead. Ctrl-C takes effect when the search is
+    done."""
     length_penalty: float = 1.0
-    """Exponent of the length in the scores of --num-beams: above 0 favours long texts, below 0 short ones."""
+    """Exponent of the length in the beam-search score: above 0 favours long texts, below 0 short ones."""
     draft: str | None = None
-    """A smaller run with the same tokenizer, or 'lookup' for the text itself, for speculative decoding: it proposes
-    tokens, several of which the model verifies in one pass. The text is distributed as without it, and greedily is
-    the same. One text at a time."""
+    """Draft for speculative decoding: a smaller run with the same tokenizer, or 'lookup' for prompt lookup. It proposes
+    several tokens, which the model verifies in one pass. The distribution of the text does not change; greedy decoding
+    gives the same text. Decodes one text at a time."""
     draft_tokens: int = 4
     """Tokens that --draft proposes at a time."""
     cache_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
-    """Dtype of the model's KV cache; that of a draft run is float32."""
+    """Dtype of the model's KV cache; a draft's is float32."""
     prefill_chunk: int = 512
-    """Tokens of a prompt per pass of the prefill."""
+    """Prompt tokens per prefill pass."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -78,16 +79,16 @@ class Completion:
 
     prompt: Prompt
     sample: int
-    """Index among the samples of the prompt."""
+    """Index among the prompt's samples."""
     seed: int
     text: GeneratedText
     score: float | None = None
-    """Score of a beam search."""
+    """Beam-search score; None without a beam search."""
     explained: list[dict[str, Any]] | None = None
-    """A row per token that the model has a position for, if explanations are wanted."""
+    """One row per token that can be explained; None without explanations."""
 
     def as_row(self) -> dict[str, Any]:
-        """Return the completion as an object of JSON."""
+        """Return the completion as a JSON object."""
         text, score = self.text, self.score
         return {
             "line": self.prompt.line, "id": self.prompt.id, "prompt": self.prompt.text, "sample": self.sample,
@@ -101,21 +102,24 @@ class Completion:
 
 
 def json_float(value: float) -> float | None:
-    """Return a float32 value in its seven digits; None for infinity and NaN, which JSON lacks."""
+    """Return a float32 value rounded to seven digits; None for infinity and NaN, which JSON lacks."""
     return float(f"{value:.7g}") if isfinite(value) else None
 
 
 class Completer:
-    """A run of a causal language model, ready to complete prompts; `throughput` has the time to the first token and
+    """Prompt completion by a run of a causal language model; `throughput` has the time to the first token and the
     tokens per second so far."""
 
     def __init__(
         self, run: Run, options: CompletionOptions, sampling: Sampling, draft: Run | None = None,
         explain: Explain | None = None,
     ) -> None:  # fmt: skip
-        """Check the options against the run, with a sampling without the texts of `options`, which are encoded here,
-        and the draft run that `options.draft` names, None for 'lookup'. Raises `UserError` if the run writes no text,
-        an option does not fit it, or the draft has another tokenizer or no cache."""
+        """Check the options against the run. `draft` is the run that `options.draft` names, None for 'lookup'.
+
+        Raises:
+          UserError: the run's model is not a causal language model, an option does not fit the run, or the draft has
+            another tokenizer or no cache.
+        """
         self._run, self._options, self._explain = run, options, explain
         self._config, self._tokenizer = run.text_model()
         if not is_causal_lm(run.model):
@@ -145,14 +149,14 @@ class Completer:
         return DraftModel(draft.model, config.n_positions)
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Return the tokens of a prompt; `UserError` if there are too many, or the prompt has a seed that nothing draws
-        with."""
+        """Return the tokens of a prompt. Raises `UserError` if there are too many, or the prompt has a seed for a beam
+        search."""
         if self._options.num_beams > 1:
             prompt.check_no_seed("beam search draws nothing")
         limit = self._config.n_positions
         name = f"the context's {limit}"
         for end in self._context_ends:
-            room = max(0, end - (self._options.max_new_tokens - 1))  # nothing reads the last one
+            room = max(0, end - (self._options.max_new_tokens - 1))  # the last one is never fed back
             if room < limit:
                 method = "a draft" if self._draft else "beam search"
                 limit, name = room, f"{room}, for {method} does not go past the context's {end}; lower --max-new-tokens"
@@ -161,7 +165,7 @@ class Completer:
         return tokens
 
     def _encode_message(self, text: str) -> list[int]:
-        """Return the tokens of a conversation of one message, up to the beginning of the answer."""
+        """Return the tokens of a one-message conversation, up to the start of the answer."""
         messages = [{"role": "user", "content": text}]
         check_texts(messages, "the conversation,", self._tokenizer.special_texts)
         template = self._template
@@ -180,9 +184,15 @@ class Completer:
         self, prompts: Sequence[tuple[Prompt, list[int]]], interrupted: Callable[[], bool],
         show: Callable[[str], None] = lambda new: None,
     ) -> Iterator[tuple[int, list[Completion]]]:  # fmt: skip
-        """Yield the index of each prompt, which is given with its tokens, and its completions, batch by batch; no
-        further batch once interrupted. `show` is called with each new piece of the first text of a batch. Raises
-        `UserError` if a batch does not fit into the memory."""
+        """Yield each prompt's index and its completions, batch by batch; stop after the current batch if interrupted.
+
+        Args:
+          prompts: each with its tokens.
+          show: called with each new piece of a batch's first text.
+
+        Raises:
+          UserError: a batch does not fit into memory.
+        """
         n = self._options.num_samples
         size = max(1, self._options.batch_size // max(n, self._options.num_beams))
         for batch in batch_by_length([len(tokens) for _, tokens in prompts], size):
@@ -198,7 +208,7 @@ class Completer:
         self, prompts: list[tuple[Prompt, list[int]]], n_prompts: int, interrupted: Callable[[], bool],
         show: Callable[[str], None],
     ) -> list[Completion]:  # fmt: skip
-        """Complete a batch, padded to `n_prompts` with its last prompt, so that no program is compiled for it alone."""
+        """Complete a batch, padded to `n_prompts` with its last prompt so that a smaller batch compiles no program."""
         options, n_samples = self._options, self._options.num_samples
         padded = prompts + prompts[-1:] * (n_prompts - len(prompts))
         completions = [
@@ -251,7 +261,7 @@ class Completer:
 
 @contextlib.contextmanager
 def fitting_memory(n_texts: int) -> Iterator[None]:
-    """Raise `UserError` where the device or the host lacks the memory for so many texts at once."""
+    """Raise `UserError` if device or host memory is too small for `n_texts` texts at once."""
     try:
         yield
     except (MemoryError, jax.errors.JaxRuntimeError) as error:
@@ -262,8 +272,8 @@ def fitting_memory(n_texts: int) -> Iterator[None]:
 
 
 def encode_logit_bias(options: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, float], ...]:
-    """Return pairs of a token and the bias of its logit, from options TEXT=BIAS; `UserError` if an option is not of
-    that form, or its text is not one token."""
+    """Return pairs of a token and its logit bias from options TEXT=BIAS. Raises `UserError` if an option is not of that
+    form, or its text is not one token."""
     biases = []
     for option in options:
         text, _, bias = option.rpartition("=")
@@ -282,8 +292,8 @@ def encode_logit_bias(options: Sequence[str], tokenizer: Tokenizer) -> tuple[tup
 
 
 def encode_bad_words(texts: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
-    """Return the token sequences of texts, and of the same after a space; `UserError` if a text is empty, or not
-    UTF-8."""
+    """Return the token sequences of texts with and without a leading space. Raises `UserError` if a text is empty or
+    not UTF-8."""
     if "" in texts:
         raise UserError("a text of --bad-words is empty; give it at least one character.")
     spaced = [variant for text in texts for variant in (text, *([] if text[0].isspace() else [f" {text}"]))]
@@ -291,7 +301,7 @@ def encode_bad_words(texts: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[
 
 
 def check_stop_strings(strings: Sequence[str], tokenizer: Tokenizer, max_new_tokens: int) -> None:
-    """Raise `UserError` for a string with more bytes than `max_new_tokens` tokens can have."""
+    """Raise `UserError` if a string has more bytes than `max_new_tokens` tokens can have."""
     limit = max_new_tokens * max(map(len, tokenizer.token_bytes))
     for string in strings:
         if (n := len(string.encode())) > limit:

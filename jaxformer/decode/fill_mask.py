@@ -1,4 +1,4 @@
-"""Fill-mask: the likeliest tokens for the masks of a text, by a masked language model."""
+"""Fill-mask: the most likely tokens for the masks in a text, from a masked language model."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ if TYPE_CHECKING:
     from jaxformer.runs import Run
 
 MASK = "[MASK]"
-"""Sign for one masked token in a prompt. A space before it belongs to the masked token, as most tokens begin so."""
+"""Marker of one masked token in a prompt. A space before it belongs to the masked token: most tokens begin with one."""
 
 
 class FilledMask(NamedTuple):
-    """A mask with the tokens that may stand there."""
+    """A mask with the candidate tokens for it."""
 
     position: int
     candidates: list[tuple[int, float]]
-    """Tokens with their probabilities, the likeliest first; that one fills the mask."""
+    """Tokens with their probabilities, most likely first; the first one fills the mask."""
 
 
 def encode_masked(prompt: Prompt, run: Run) -> list[int]:
-    """Return the tokens of a prompt, with the mask token for each `MASK`; `UserError` if the prompt has a seed, no
-    mask, or more tokens than the context."""
+    """Return the tokens of a prompt, with the mask token for each `MASK`. Raises `UserError` if the prompt has a seed,
+    no mask, or more tokens than the context."""
     prompt.check_no_seed("what fills a mask is not drawn")
     config, tokenizer = run.text_model()
     *parts, last = prompt.text.split(MASK)
@@ -45,7 +45,7 @@ def encode_masked(prompt: Prompt, run: Run) -> list[int]:
 
 
 def fill_prompt(run: Run, prompt: Prompt, tokens: Sequence[int], n_candidates: int) -> dict[str, Any]:
-    """Return the filled text and, per mask, the likeliest tokens as text with their probabilities, as a row of JSON."""
+    """Return a JSON row with the filled text and, per mask, the most likely tokens as text with probabilities."""
     tokenizer, filled = run.text_model()[1], list(tokens)
     masks = fill_masks(run.model, run.params, tokens, n_candidates)
     for mask in masks:
@@ -58,13 +58,13 @@ def fill_prompt(run: Run, prompt: Prompt, tokens: Sequence[int], n_candidates: i
 def fill_masks(model: Any, params: Params, tokens: Sequence[int], n_candidates: int) -> list[FilledMask]:
     """Return the filled masks of a text, in the order of their positions.
 
-    They are filled one at a time, the one with the most probable token first, and each is an input for the next.
-    Probabilities are over all tokens but the mask.
+    Masks are filled one at a time, the one with the most probable token first; each filled mask is input for the next.
+    Probabilities are over all tokens but the mask token.
 
     Args:
       model: a `MaskedLanguageModel`.
-      tokens: `(T,)`, with the vocabulary's last for a mask.
-      n_candidates: tokens per mask.
+      tokens: `(T,)`, with the vocabulary's last token for each mask.
+      n_candidates: candidates per mask.
 
     Raises:
       ValueError: the text is longer than the context, or the vocabulary has fewer candidates.
@@ -86,7 +86,7 @@ def fill_masks(model: Any, params: Params, tokens: Sequence[int], n_candidates: 
 def _likeliest(
     model: Any, params: Params, tokens_T: jax.Array, valid_T: jax.Array, n: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the probabilities and the tokens, `(T, n)`, of the n likeliest at each position."""
+    """Return the probabilities and the ids, each `(T, n)`, of the n most likely tokens at each position."""
     logits_TV = model.apply({"params": params}, tokens_T, valid_T)
     probs_TN, candidates_TN = jax.lax.top_k(jax.nn.softmax(logits_TV[:, :-1].astype(jnp.float32)), n)
     return probs_TN, candidates_TN

@@ -1,15 +1,15 @@
-"""Text generation with any causal language model, a few tokens per call.
+"""Text generation with any causal language model, several tokens per call.
 
 A model whose contract has `has_cache` offers three methods (see `models.decoder.Decoder`), each on one sequence:
 
 - `init_cache(n_slots, dtype)`: an empty cache, any pytree. Arrays whose shape does not depend on `n_slots` are a state.
 - `extend(tokens_T, positions_T, cache, slot)`: the features `(T, D)` of tokens that follow those in the cache, and
-  the cache with them added from `slot` on. A token whose position is `masks.EMPTY` is padding, not attended to.
+  the cache with them written from `slot` on. A token whose position is `masks.EMPTY` is padding, not attended to.
 - `unembed(x_D)`: features to logits `(V,)`.
 
-Unless its contract has `extrapolates`, a text that reaches the end of the context is continued from its last half. With
-`has_prefix`, `extend` gets a prompt in one call, and its length as last argument. A model without a cache is run on a
-sliding window of its context instead.
+Unless the contract has `extrapolates`, a text that reaches the end of the context is continued from the context's last
+half. With `has_prefix`, `extend` gets a prompt in one call, and its length as last argument. A model without a cache
+runs on a sliding window of its context instead.
 """
 
 from __future__ import annotations
@@ -36,15 +36,16 @@ from jaxformer.ops.masks import EMPTY
 from jaxformer.sharding import batch_sharding, batch_shards, replicated
 
 MIN_TOKENS_PER_CALL = 8
-"""Decode steps of a call, however slow: fewer calls are faster, but a user may be reading."""
+"""Minimum decode steps per call, however slow: fewer calls are faster, but a user may be reading the output."""
 MAX_CALL_SECONDS = 0.1
-"""Seconds of a call with more decode steps."""
+"""Target duration of a call with more decode steps than the minimum, in seconds."""
 READY_SECONDS = 1e-3
 """Seconds within which a finished result is fetched."""
 MIN_SLOTS_READ = 128
-"""Slots that attention reads at least; fewer save no time that one would notice."""
+"""Minimum slots that attention reads; fewer save no noticeable time."""
 MIN_SLOTS = 1024
-"""Slots that a cache may get at least, unless the context or the attention window has fewer: programs depend on it."""
+"""Minimum limit to which a cache may grow, in slots, unless the context or the attention window is smaller; compiled
+programs depend on the limit."""
 
 
 class Piece(NamedTuple):
@@ -53,7 +54,7 @@ class Piece(NamedTuple):
     Attributes:
       tokens_BN: int32, `masks.EMPTY` after a row's end.
       logprobs_BN: log-probability of each token; float32.
-      top_tokens_BNn: the `top_logprobs` likeliest tokens; int32.
+      top_tokens_BNn: the `top_logprobs` most likely tokens; int32.
       top_logprobs_BNn: their log-probabilities; float32.
     """
 
@@ -68,22 +69,22 @@ def generate(
     max_new_tokens: int, context_length: int, n_samples: int = 1, cache_dtype: Any = jnp.float32,
     prefill_chunk: int = 512, fill_token: int = 0,
 ) -> Generation:  # fmt: skip
-    """Complete prompts of any lengths as one batch.
+    """Complete prompts of any length as one batch.
 
-    The tokens drawn for a row depend on its seed and on nothing else in the batch.
+    The tokens sampled for a row depend on its own seed and on no other row of the batch.
 
     Args:
-      prompts: tokens of each, 1 to `context_length` of them.
+      prompts: tokens of each prompt, 1 to `context_length` of them.
       seeds: one per row. Rows are `n_samples` completions of the first prompt, then of the second, …
-      max_new_tokens: new tokens per row at most.
+      max_new_tokens: maximum new tokens per row.
       context_length: longest training sequence of the model, in tokens.
       cache_dtype: dtype of keys and values: float32, bfloat16 or int8.
-      prefill_chunk: tokens of the prompts per pass of the prefill; all of them with the contract's `has_prefix`.
-      fill_token: for models without a cache: token of a window before the first of the text.
+      prefill_chunk: prompt tokens per prefill pass; all of them if the contract has `has_prefix`.
+      fill_token: for models without a cache, the token that pads the window before the text begins.
 
     Raises:
-      UserError: there is no prompt, one is empty, too long or has a token beyond the vocabulary, a number is below 1,
-        or one does not fit 32 bits.
+      UserError: there is no prompt, a prompt is empty, too long or has a token outside the vocabulary, an argument is
+        below 1, or one does not fit 32 bits.
     """
     counts = {"max_new_tokens": max_new_tokens, "n_samples": n_samples, "prefill_chunk": prefill_chunk}
     check_prompts(model, prompts, context_length, **counts)
@@ -98,8 +99,8 @@ def generate(
 
 
 def check_prompts(model: nn.Module, prompts: Sequence[Sequence[int]], context_length: int, **counts: int) -> None:
-    """Raise `UserError` if there is no prompt, one is empty, too long or has a token beyond the vocabulary, or one of
-    the named counts is out of range."""
+    """Raise `UserError` if there is no prompt, a prompt is empty, too long or has a token outside the vocabulary, or
+    one of the named counts is out of range."""
     for name, value in counts.items():
         if not 1 <= value < 2**31:
             raise UserError(f"{name} is {value}; it must be at least 1 and below 2**31.")
@@ -125,7 +126,7 @@ def vocab_size(model: nn.Module) -> int:
 
 
 def check_seeds(seeds: Sequence[int], n_prompts: int, n_samples: int) -> None:
-    """Raise `UserError` if a seed does not fit 32 bits, `ValueError` if there is not one per row."""
+    """Raise `UserError` if a seed does not fit 32 bits, `ValueError` if there is not one seed per row."""
     if len(seeds) != n_prompts * n_samples:
         raise ValueError(f"{len(seeds)} seeds for {n_prompts} prompts of {n_samples} rows each")
     for seed in seeds:
@@ -147,22 +148,22 @@ class PieceIterator:
         return next(self._pieces)
 
     def end(self, row: int) -> None:
-        """Deliver no more tokens of a row."""
+        """Deliver no more tokens for a row."""
         self.ended_B[row] = True
 
 
 @dataclass
 class Generation(PieceIterator):
-    """An iterator over the pieces of a batch; the first has the first token of each row.
+    """An iterator over the pieces of a batch; the first piece has the first token of each row.
 
-    It ends when all rows are done, by a stop token or by `end`, or have `max_new_tokens`. While a piece is read, the
-    next is computed.
+    It ends when every row is done, by a stop token or by `end`, or has `max_new_tokens`. The next piece is computed
+    while the caller reads the current one.
     """
 
     model: Any
     params: Params
     rows: list[list[int]]
-    """Tokens of each prompt so far, and after the prefill of each row."""
+    """Tokens so far: of each prompt before the prefill, of each row after it."""
     sampling: Sampling
     seeds_R: np.ndarray
     max_new_tokens: int
@@ -174,9 +175,9 @@ class Generation(PieceIterator):
     n_new: int = 0
     history: Any = None
     slots_held: int = 0
-    """Slots of the cache."""
+    """Current capacity of the cache, in slots."""
     seconds_per_token: float = inf
-    """Of the last call; an upper bound where the call was not waited for."""
+    """Seconds per token of the last call; an upper bound if its result was ready before it was fetched."""
     last_call_done: float = 0.0
     """Time at which the previous call was done."""
 
@@ -185,11 +186,11 @@ class Generation(PieceIterator):
         self.put = placement(self.params)
 
     def _generate(self) -> Iterator[Piece]:
-        """Yield the pieces; where a text reaches the end of the context, restart from the context's last half."""
+        """Yield the pieces; when a text reaches the end of the context, restart from the context's last half."""
         while self.n_new < self.max_new_tokens and not self.ended_B.all():
             yield from self._deliver(self._call_programs())
-            # Rows that have outgrown the context are cut; the others are not, so that no row depends on the others.
-            # Rows that have ended must not hold the others at the context's end.
+            # Only rows that have outgrown the context are cut, so that no row depends on another. Ended rows are cut to
+            # one token, so that they do not trigger further restarts.
             half = max(1, self.context_length // 2)
             for row, ended in zip(self.rows, self.ended_B, strict=True):
                 del row[: -1 if ended else -half if len(row) > self.context_length else 0]
@@ -204,8 +205,8 @@ class Generation(PieceIterator):
         if not contract.extrapolates or attention_window is None:
             attention_window = self.context_length
             steps = min(steps, attention_window - longest)
-        # A chunk of a prompt is written before it is read: in a ring, it must not overwrite the window of its first
-        # token. Chunks of a prompt begin at multiples of their size, so that none is cut by the ring's end.
+        # A prompt chunk is written before it is read, so in a ring buffer it must not overwrite the attention window of
+        # its first token. Chunks begin at multiples of their size, so that none wraps around the end of the ring.
         in_ring = max(attention_window, min(longest, attention_window + self.chunk - 1))
         smallest = self.chunk if longest > self.chunk else prompt_bucket(1)
         usual = min(self.context_length, attention_window, MIN_SLOTS)
@@ -220,7 +221,7 @@ class Generation(PieceIterator):
             in_time = max(MIN_TOKENS_PER_CALL, MAX_CALL_SECONDS / self.seconds_per_token)
             limit = min(int(min(in_time, MAX_TOKENS_PER_CALL)), steps - done)
             if (read := read_slots(counter + 1, n_slots)) < n_slots:
-                limit = min(limit, read - counter)  # no slot is read before it is in use
+                limit = min(limit, read - counter)  # attention reads no more slots until these are in use
             state = state._replace(cache=self._with_slots(state.cache, read_slots(counter + limit, n_slots)))
             state, output = programs.decode(
                 self.model, self.sampling, self.params, state, offset_R, seeds_R, self.put(self.ended_B.copy()),
@@ -233,7 +234,7 @@ class Generation(PieceIterator):
     def _prefill(
         self, lengths_B: np.ndarray, n_samples: int, n_slots: int
     ) -> tuple[programs.DecodeState, DecodeOutput]:
-        """Prefill the rows, chunk by chunk, and draw the first new tokens."""
+        """Prefill the rows, chunk by chunk, and sample the first new tokens."""
         longest = int(lengths_B.max())
         starts = range(0, longest, self.chunk)
         width = starts[-1] + min(prompt_bucket(longest - starts[-1]), self.chunk)
@@ -260,7 +261,7 @@ class Generation(PieceIterator):
         )  # fmt: skip
 
     def _with_slots(self, cache: Any, n_slots: int) -> Any:
-        """Return the cache with n_slots, if these are more than it has; None, that of no token, stays None."""
+        """Return the cache enlarged to n_slots if it has fewer; None, an empty cache, stays None."""
         if cache is None:
             self.slots_held = n_slots
         elif n_slots > self.slots_held:
@@ -279,13 +280,13 @@ class Generation(PieceIterator):
         yield from self._piece(pending)
 
     def _piece(self, output: DecodeOutput) -> Iterator[Piece]:
-        """Yield the piece of an output, if it has any token."""
+        """Yield the piece of an output if it has any tokens."""
         wait_start = time.perf_counter()
         n, drawn_CB, done_B = jax.device_get(output)
-        # A call that is waited for began when the previous one was done. One that is not was done at some time before
-        # this: the rest was compiling, or is our reader's.
+        # If we had to wait for this call, it began when the previous one ended. If not, it ended some time ago: the
+        # interval includes compilation or time that the caller spent.
         now = time.perf_counter()
-        if n > 1:  # of the decode loop
+        if n > 1:  # from the decode loop
             seconds = (now - self.last_call_done) / int(n)
             waited = now - wait_start > READY_SECONDS
             self.seconds_per_token = seconds if waited else min(self.seconds_per_token, seconds)
@@ -303,8 +304,8 @@ class Generation(PieceIterator):
 
 
 def placement(params: Params) -> Callable[[np.ndarray], Any]:
-    """Return a function that puts an array of rows on the devices of the parameters: split, if the rows divide evenly,
-    else replicated."""
+    """Return a function that puts an array of rows on the parameters' devices, sharded if the rows divide evenly, else
+    replicated."""
     sharding = getattr(jax.tree.leaves(params)[0], "sharding", None)
     if not isinstance(sharding, NamedSharding):
         return lambda rows: rows
@@ -323,7 +324,7 @@ def left_aligned(rows: list[list[int]], width: int) -> np.ndarray:
 
 
 def prompt_bucket(n: int) -> int:
-    """Return the padded length of n tokens: a power of two from 8, and from 128 on also three quarters of one."""
+    """Return the padded length for n tokens: a power of two from 8 on, or from 192 on three quarters of one."""
     size = doubled(8, n)
     return size * 3 // 4 if size >= 256 and n <= size * 3 // 4 else size
 

@@ -1,8 +1,8 @@
-"""Compiled programs of text generation: the prefill in chunks, the draw of the first token, and the decode loop.
+"""Compiled programs for text generation: the chunked prefill, the first token, and the decode loop.
 
-The tokens of a row are in a ring of cache slots. Rows are aligned at their last prompt token, so that all of a batch
-write to the same slot at each step (a dynamic-update-slice, where slots of their own would be a scatter), and a row's
-position is the shared counter minus the row's offset.
+A row's tokens are in a ring buffer of cache slots. Rows are aligned at their last prompt token, so that all rows of a
+batch write to the same slot at each step: a dynamic-update-slice instead of a scatter. A row's position is the shared
+counter minus the row's offset.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jaxformer.models.objective import Params
 from jaxformer.ops.masks import EMPTY
 
 MAX_TOKENS_PER_CALL = 64
-"""Most decode steps of one call of the compiled loop."""
+"""Maximum decode steps per call of the compiled loop."""
 
 
 class DecodeState(NamedTuple):
@@ -30,7 +30,7 @@ class DecodeState(NamedTuple):
 
     Attributes:
       cache: KV cache or state, a pytree of arrays with B first.
-      history: the text so far, as the sampling reads it.
+      history: the text so far, as far as the sampling reads it.
       token_B: last token of each row, not yet in the cache; int32.
       done_B: True for rows that are done.
     """
@@ -46,8 +46,8 @@ class DecodeOutput(NamedTuple):
 
     Attributes:
       n: number of new tokens per row, `()` int32.
-      drawn_CB: new tokens, of which the first n are valid; the token of a row that is done is `EMPTY`.
-      done_B: True for rows that are done after them.
+      drawn_CB: new tokens, of which the first n are valid; a row that is done has the token `EMPTY`.
+      done_B: True for rows that are done after this call.
     """
 
     n: jax.Array
@@ -57,10 +57,10 @@ class DecodeOutput(NamedTuple):
 
 @dataclass(frozen=True)
 class SlidingWindow:
-    """A model without a cache, as one whose state is the window of its last tokens, `(context_length,)` int32.
+    """A model without a cache, wrapped as one whose state is its window of last tokens, `(context_length,)` int32.
 
     Attributes:
-      fill_token: token of a window before the first of the text.
+      fill_token: token that pads the window before the text begins.
     """
 
     model: nn.Module
@@ -80,7 +80,7 @@ class SlidingWindow:
         self, variables: Any, tokens_T: jax.Array, positions_T: jax.Array, window_C: jax.Array, slot: Any
     ) -> tuple[jax.Array, jax.Array]:
         """Return the logits after the last token, `(T, V)` with equal rows, and the window."""
-        end = jnp.argmax(positions_T) + 1  # what follows is padding
+        end = jnp.argmax(positions_T) + 1  # the rest is padding
         window_C = jax.lax.dynamic_slice_in_dim(jnp.append(window_C, tokens_T), end, self.context_length)
         logits: Any = self.model.apply(variables, window_C)
         return jnp.broadcast_to(logits[-1], (len(tokens_T), logits.shape[-1])), window_C
@@ -109,13 +109,13 @@ def _prefill(
     model: Any, params: Params, cache: Any, tokens_BT: jax.Array, positions_BT: jax.Array, slot: jax.Array | int,
     n_slots: int, dtype: Any,
 ) -> tuple[jax.Array, Any]:  # fmt: skip
-    """Return the features `(B, T, D)` of a chunk and the cache with it. A cache of None is that of the first chunk, and
-    gets n_slots."""
+    """Return the features `(B, T, D)` of a chunk and the cache extended by it. For the first chunk the cache is None,
+    and one of n_slots is created."""
 
     def extend(tokens_T: jax.Array, positions_T: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
         if cache is not None:
             return call(model, params, "extend", tokens_T, positions_T, cache, slot)
-        # The first chunk attends to itself alone, and to no empty slots.
+        # The first chunk needs to attend only to itself, not to empty slots.
         x_TD, used = extend_empty(model, params, tokens_T, positions_T, model.init_cache(len(tokens_T), dtype))
         return x_TD, put_first_slots(model.init_cache(n_slots, dtype), used)
 
@@ -128,13 +128,13 @@ def _start(
     seeds_R: jax.Array, done_R: jax.Array, n_new: jax.Array, *,
     n_samples: int, n_slots: int, dtype: Any,
 ) -> tuple[DecodeState, DecodeOutput]:  # fmt: skip
-    """Prefill the last chunk of B prompts and draw the first new token of each of their R = B · n_samples rows.
+    """Prefill the last chunk of B prompts and sample the first new token of each of their R = B · n_samples rows.
 
     Args:
-      cache: of the chunks before; None for the first chunk.
-      last: index of the prompts' last token in the chunk, the same for all.
-      prompts: all of their tokens, for the history: `(B, P)`, padded on the right, and lengths `(B,)`.
-      history: of rows that continue; None for new ones.
+      cache: cache of the preceding chunks; None for the first chunk.
+      last: index in the chunk of the last prompt token, the same for all prompts.
+      prompts: all prompt tokens, for the history: `(B, P)`, padded on the right, and their lengths `(B,)`.
+      history: history of rows that continue; None for new ones.
       n_new: new tokens that the rows already have.
     """
     x_BTD, cache = _prefill(model, params, cache, tokens_BT, positions_BT, slot, n_slots, dtype)
@@ -153,7 +153,7 @@ def _start(
 
 _SIZES = ("model", "sampling", "n_samples", "n_slots", "dtype")
 start = jax.jit(_start, static_argnames=_SIZES, donate_argnames=("cache", "history"))
-start_samples = jax.jit(_start, static_argnames=_SIZES)  # with n_samples above 1: a larger cache cannot use its space
+start_samples = jax.jit(_start, static_argnames=_SIZES)  # n_samples > 1: a larger cache cannot reuse donated memory
 
 
 @partial(jax.jit, static_argnames=("model", "sampling"), donate_argnames="state")
@@ -161,13 +161,13 @@ def decode(
     model: Any, sampling: Sampling, params: Params, state: DecodeState, offset_B: jax.Array, seeds_B: jax.Array,
     ended_B: jax.Array, counter: jax.Array, n_new: jax.Array, limit: jax.Array, n_slots: jax.Array,
 ) -> tuple[DecodeState, DecodeOutput]:  # fmt: skip
-    """Run decode steps until each row has `limit` more tokens or all are done.
+    """Run decode steps until each row has `limit` more tokens or all rows are done.
 
     Args:
-      state: with a cache of at least min(counter + limit, n_slots) slots, all of which attention reads.
+      state: state whose cache has at least min(counter + limit, n_slots) slots, all of which attention reads.
       offset_B: the counter minus the row's position.
-      ended_B: True for rows that are ended from outside.
-      counter: index of the next token in the longest row's text; modulo n_slots it is the slot.
+      ended_B: True for rows that the caller has ended.
+      counter: index of the next token in the longest row; modulo n_slots it is the slot.
       n_new: new tokens that the rows already have.
       limit: decode steps, at most `MAX_TOKENS_PER_CALL`.
     """
@@ -201,9 +201,9 @@ def _draw(
     logits_BV: jax.Array, history_B: History, seeds_B: jax.Array, done_B: jax.Array, n_new: jax.Array,
     sampling: Sampling,
 ) -> tuple[Drawn, History, jax.Array]:  # fmt: skip
-    """Draw a token of each row, with a key from the row's own seed; return it with the history and the rows done.
+    """Sample a token for each row, with a key from the row's own seed; return it, the history, and which rows are done.
 
-    The token of a row that was done is `EMPTY`; a row that draws a stop token is done after it.
+    A row that was already done gets the token `EMPTY`; a row that draws a stop token is done after it.
     """
 
     def draw(logits_V: jax.Array, history: History, seed: jax.Array) -> tuple[Drawn, History]:
@@ -217,7 +217,7 @@ def _draw(
 
 
 def first_slots(model: Any, cache: Any, n: int, dtype: Any) -> Any:
-    """Return the part of one row's cache that a cache of n slots has."""
+    """Return the first n slots of one row's cache."""
     return first_parts(cache, jax.eval_shape(partial(model.init_cache, n, dtype)))
 
 
@@ -227,7 +227,7 @@ def first_parts(tree: Any, shapes: Any) -> Any:
 
 
 def put_first_slots(cache: Any, part: Any) -> Any:
-    """Return the cache with the part that `first_slots` returned replaced."""
+    """Return the cache with its first slots, as from `first_slots`, replaced by `part`."""
     return jax.tree.map(lambda x, y: jax.lax.dynamic_update_slice(x, y, (0,) * x.ndim), cache, part)
 
 
@@ -242,7 +242,7 @@ def extend_empty(
 def decode_step(
     model: Any, params: Params, token: jax.Array, position: jax.Array, cache: Any, slot: jax.Array
 ) -> tuple[jax.Array, Any]:
-    """Extend the cache of one row by one token; return the logits `(V,)` of the next and the cache."""
+    """Extend one row's cache by one token; return the logits `(V,)` of the next token, and the cache."""
     x_1D, cache = call(model, params, "extend", token[None], position[None], cache, slot)
     return call(model, params, "unembed", x_1D[0]), cache
 

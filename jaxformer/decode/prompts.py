@@ -1,4 +1,4 @@
-"""Prompts of the command line or of a file, and their seeds."""
+"""Prompts from the command line or a file, and their seeds."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ MAX_SEED = 2**32 - 1
 
 @dataclass(frozen=True)
 class Prompt:
-    """A text for a model to complete, fill, translate or match."""
+    """A text for a model to complete, fill in, translate or match."""
 
     text: str
     label: str
     """Name in error messages, such as "prompt 2" or "p.txt, line 3,"."""
     seed: int | None = None
-    """Seed of this prompt alone; None for the seed of all."""
+    """Seed for this prompt; None for the common seed."""
     id: Any = None
-    """Identifier from its file, any JSON value."""
+    """Identifier from the prompt file, any JSON value."""
     line: int = 1
-    """Line of its file, or number among several prompts, from 1."""
+    """Line in the prompt file, or number among several prompts, from 1."""
 
     def __post_init__(self) -> None:
         if not self.text:
@@ -39,18 +39,18 @@ class Prompt:
             raise UserError(f"{self.label} has the seed {self.seed}; it must be at least 0 and below 2**32.")
 
     def check_no_seed(self, reason: str) -> None:
-        """Raise `UserError` if the prompt has a seed, where nothing is drawn."""
+        """Raise `UserError` if the prompt has a seed; for tasks without sampling."""
         if self.seed is not None:
             raise UserError(f"{self.label} has a seed, but {reason}; leave it out.")
 
     def check_length(self, n_tokens: int, limit: int, name: str) -> None:
-        """Raise `UserError` if the prompt has more tokens than the limit, which has a name."""
+        """Raise `UserError` if the prompt has more tokens than the limit, which the message calls `name`."""
         if n_tokens > limit:
             raise UserError(f"{self.label} has {n_tokens} tokens; it may have at most {name}.")
 
 
 def sample_seeds(seed: int, n_samples: int) -> list[int]:
-    """Return a seed per sample of a prompt: sample k has the seed that sample 0 has with `seed + k`."""
+    """Return one seed per sample of a prompt; sample k gets `seed + k`, modulo 2**32."""
     return [(seed + k) % (MAX_SEED + 1) for k in range(n_samples)]
 
 
@@ -59,8 +59,8 @@ def encode_prompts(
     encode: Callable[[Prompt], T],
     report: Callable[[UserError], None] | None = None,
 ) -> list[tuple[Prompt, T]]:
-    """Return each valid prompt with its encoding. `report` is called with the error of each invalid prompt; without it,
-    the `UserError` is raised."""
+    """Return each valid prompt with its encoding. Calls `report` with the error of each invalid prompt; if `report` is
+    None, raises the `UserError`."""
     encoded = []
     for prompt in prompts:
         try:
@@ -75,8 +75,9 @@ def encode_prompts(
 
 
 def read_prompts(path: str) -> list[Prompt | UserError]:
-    """Return the prompts of a file, one per line; for an invalid line, its error. A line of a .jsonl file is an object
-    with "prompt" and, optionally, "seed" and "id". Raises `UserError` if the file cannot be read, or has no line."""
+    """Return the prompts of a file, one per line, with an error in place of each invalid line. A line of a .jsonl file
+    is an object with "prompt" and, optionally, "seed" and "id". Raises `UserError` if the file cannot be read or is
+    empty."""
     try:
         content = Path(path).read_bytes()
     except OSError as error:
@@ -107,7 +108,7 @@ def _parse_line(line: bytes, label: str, number: int, is_json: bool) -> Prompt:
         values = json.loads(text, parse_constant=_parse_finite, parse_float=_parse_finite)
     except json.JSONDecodeError as error:
         raise UserError(f"{label} is no JSON: {error.msg} at column {error.colno}.") from error
-    except (ValueError, RecursionError) as error:  # NaN; a number of thousands of digits; thousands of brackets
+    except (ValueError, RecursionError) as error:  # NaN, a number of thousands of digits, or brackets nested too deep
         raise UserError(f"{label} is no JSON that can be read: {error}.") from error
     if not isinstance(values, dict):
         raise UserError(f'{label} is no object; give one such as {{"prompt": "The"}}.')

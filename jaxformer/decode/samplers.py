@@ -1,12 +1,12 @@
 """From logits to a token: pure functions on one row of logits, `(V,)`, independent of any model.
 
-The order is that of Hugging Face: first the logits processors, which read the text so far (`apply_penalties`): logit
-bias, repetition penalty, presence and frequency penalties, bad words, minimum of new tokens; then, unless the
-temperature is 0, the warpers, which read the logits alone (`apply_filters`): temperature, top-k, top-p, min-p, typical.
-The token is drawn from the softmax. A step that is switched off computes and carries nothing.
+The order is Hugging Face's: first the logits processors, which read the text so far (`apply_penalties`): logit bias,
+repetition penalty, presence and frequency penalties, bad words, minimum new tokens; then, unless the temperature is 0,
+the warpers, which read only the logits (`apply_filters`): temperature, top-k, top-p, min-p, typical. The token is
+sampled from the softmax. A disabled step costs no computation or state.
 
-A token with a logit of -inf is never drawn. No step leaves only those: a filter leaves at least one token, and a ban of
-all tokens that are left is not applied.
+A token with a logit of -inf is never drawn. At least one token always remains: every filter keeps one, and a ban that
+would exclude all remaining tokens is not applied.
 """
 
 from __future__ import annotations
@@ -30,37 +30,37 @@ ABOVE_ZERO = ulp(0.0)
 
 @dataclass(frozen=True)
 class Sampling:
-    """Options of the draw of a token. Hashable, so that jitted functions take it as a static argument."""
+    """Options for sampling a token. Hashable, so that jitted functions take it as a static argument."""
 
     temperature: float = 1.0
     """Divisor of the logits; 0 is greedy, without filters."""
     top_k: int | None = None
     """Number of likeliest tokens to draw among."""
     top_p: float | None = None
-    """Probability mass of the fewest likeliest tokens to draw among."""
+    """Probability mass to sample from: the smallest set of most likely tokens that has it."""
     min_p: float | None = None
-    """Probability of a token at least, as a share of the likeliest one's probability."""
+    """Minimum probability of a token, as a fraction of the most likely token's."""
     typical_p: float | None = None
-    """Probability mass of the most typical tokens to draw among: those whose surprise is closest to the entropy."""
+    """Probability mass of the most typical tokens to sample from: those whose surprise is closest to the entropy."""
     repetition_penalty: float = 1.0
-    """Divisor of positive logits, and factor of negative ones, of tokens in the prompt or the completion; below 1 it
-    favours them."""
+    """Penalty on tokens in the prompt or the completion: it divides positive logits and multiplies negative ones; below
+    1 it favours them."""
     presence_penalty: float = 0.0
     """Amount subtracted from the logit of every token in the completion."""
     frequency_penalty: float = 0.0
     """Amount subtracted from a token's logit per occurrence in the completion."""
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """Pairs of a token and the bias of its logit; biases of one token add up."""
+    """Pairs of a token and its logit bias; biases for the same token add up."""
     bad_words: tuple[tuple[int, ...], ...] = ()
-    """Token sequences never to complete: the last token is banned after the others, in the prompt or not."""
+    """Token sequences never to complete: the last token is banned after the others, even if these are in the prompt."""
     min_new_tokens: int = 0
-    """Number of new tokens before which stop tokens are banned."""
+    """Minimum new tokens; stop tokens are banned before."""
     stop_tokens: tuple[int, ...] = ()
     """Tokens that end a row."""
     n_tokens: int | None = None
-    """Number of tokens, from 0 on, to draw among: those of the tokenizer, where a model has more; none for all."""
+    """Number of token ids to sample from, starting at 0: the tokenizer's, if the model has more; none for all."""
     top_logprobs: int = 0
-    """Number of likeliest tokens whose log-probabilities are returned beside the drawn token's."""
+    """Number of most likely tokens whose log-probabilities are returned besides the sampled token's."""
 
     def __post_init__(self) -> None:
         for name, (least, most, limit) in LIMITS.items():
@@ -94,17 +94,17 @@ class Sampling:
         self._require("top_logprobs", self.top_logprobs <= vocab_size, f"at most the vocabulary's {vocab_size}")
 
     def filter_logits(self, logits_V: jax.Array) -> jax.Array:
-        """Return the logits after the filters of a subclass; -inf excludes a token, and at least one must stay."""
+        """Return the logits after a subclass's own filters; -inf excludes a token, and at least one must remain."""
         return logits_V
 
     @property
     def n_recent(self) -> int:
-        """Number of tokens of the longest bad word before its last."""
+        """Number of tokens in the longest bad word, without its last."""
         return max(map(len, self.bad_words), default=1) - 1
 
 
 class History(NamedTuple):
-    """The text so far, as far as a sampling reads it; arrays that it does not read have size 0."""
+    """The text so far, as far as `Sampling` reads it; arrays that it does not read have size 0."""
 
     n_new: jax.Array
     """Number of new tokens, `()` int32."""
@@ -117,21 +117,21 @@ class History(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """A drawn token, with log-probabilities of the model itself, before any step."""
+    """A sampled token, with the model's own log-probabilities, before any processor or filter."""
 
     token: jax.Array
     """`()` int32."""
     logprob: jax.Array
     """Log-probability of the token, `()` float32."""
     top_tokens_N: jax.Array
-    """The `top_logprobs` likeliest tokens, the likeliest first; int32."""
+    """The `top_logprobs` most likely tokens, most likely first; int32."""
     top_logprobs_N: jax.Array
     """Their log-probabilities; float32."""
 
 
 def init_history(sampling: Sampling, vocab_size: int, tokens_T: jax.Array, length: jax.Array | int) -> History:
-    """Return the history of a prompt, the first `length` of `tokens_T`; `UserError` if the sampling has tokens beyond
-    the vocabulary."""
+    """Return the history of a prompt, the first `length` of `tokens_T`. Raises `UserError` if the sampling has tokens
+    outside the vocabulary."""
     sampling.check_vocabulary(vocab_size)
     tokens_T = jnp.asarray(tokens_T, jnp.int32)
     occurs_V = jnp.zeros(0, bool)
@@ -157,7 +157,7 @@ def update_history(history: History, token: jax.Array, sampling: Sampling) -> Hi
 
 
 def sample(logits_V: jax.Array, history: History, key: jax.Array, sampling: Sampling) -> Drawn:
-    """Draw one token; equal keys and logits draw equal tokens."""
+    """Sample one token; equal keys and logits give equal tokens."""
     logits_V = logits_V.astype(jnp.float32)
     penalised_V = apply_penalties(logits_V, history, sampling)
     token = argmax(penalised_V) if sampling.temperature == 0 else draw(apply_filters(penalised_V, sampling), key)
@@ -173,7 +173,7 @@ def distribution(logits_V: jax.Array, history: History, sampling: Sampling) -> j
 
 
 def with_logprobs(logits_V: jax.Array, token: jax.Array, sampling: Sampling) -> Drawn:
-    """Return a token with its log-probability by the model's logits, and those of the likeliest tokens."""
+    """Return a token with its log-probability by the model's logits, and those of the most likely tokens."""
     logits_V = logits_V.astype(jnp.float32)
     top_logits_N, top_tokens_N = jax.lax.top_k(logits_V, sampling.top_logprobs)
     total = jax.nn.logsumexp(logits_V)
@@ -188,7 +188,7 @@ def apply_penalties(logits_V: jax.Array, history: History, sampling: Sampling) -
     if s.logit_bias:
         tokens, biases = zip(*s.logit_bias, strict=True)
         logits_V = logits_V.at[np.array(tokens)].add(np.array(biases, np.float32))
-    if s.repetition_penalty != 1:  # Keskar et al. 2019, section 4.1, who divide all; the sign is Hugging Face's
+    if s.repetition_penalty != 1:  # Keskar et al. 2019, section 4.1; the sign rule is Hugging Face's
         penalty = s.repetition_penalty
         penalised_V = jnp.where(logits_V > 0, logits_V / penalty, logits_V * penalty)
         logits_V = jnp.where(history.occurs_V, penalised_V, logits_V)
@@ -204,9 +204,9 @@ def apply_penalties(logits_V: jax.Array, history: History, sampling: Sampling) -
 
 
 def apply_filters(logits_V: jax.Array, sampling: Sampling) -> jax.Array:
-    """Apply the warpers, which read the logits alone; the temperature must be above 0."""
+    """Apply the warpers, which read only the logits; the temperature must be above 0."""
     s = sampling
-    # At most 0, and divided by no less than the smallest float32: no temperature overflows.
+    # Logits of at most 0, divided by no less than the smallest normal float32: no temperature overflows.
     logits_V = (logits_V - logits_V.max()) / max(s.temperature, float(jnp.finfo(jnp.float32).tiny))
     for name, (apply, *_) in FILTERS.items():
         if value := getattr(s, name):
@@ -215,8 +215,8 @@ def apply_filters(logits_V: jax.Array, sampling: Sampling) -> jax.Array:
 
 
 def bad_word_ends(vocab_size: int, recent_N: jax.Array, words: tuple[tuple[int, ...], ...]) -> jax.Array:
-    """Return the tokens that would complete a word after the last N tokens, `(V,)` bool; N is at least the length of
-    the longest word without its last token."""
+    """Return True for tokens that would complete a word after the last N tokens, `(V,)` bool; N must be at least the
+    length of the longest word without its last token."""
     N = recent_N.shape[0]
     before = [[EMPTY] * (N + 1 - len(word)) + list(word[:-1]) for word in words]
     before_WN = np.array(before, np.int32).reshape(len(words), N)
@@ -225,30 +225,30 @@ def bad_word_ends(vocab_size: int, recent_N: jax.Array, words: tuple[tuple[int, 
 
 
 def ban(logits_V: jax.Array, banned_V: jax.Array) -> jax.Array:
-    """Set the logits of banned tokens to -inf, unless no token would be left."""
+    """Set the logits of banned tokens to -inf, unless no token would remain."""
     without_V = jnp.where(banned_V, -jnp.inf, logits_V)
     return jnp.where(jnp.any(without_V > -jnp.inf), without_V, logits_V)
 
 
 def filter_top_k(logits_V: jax.Array, k: int) -> jax.Array:
-    """Set all to -inf but the k largest (Fan et al. 2018) and ties with the last of them."""
+    """Set all logits to -inf but the k largest (Fan et al. 2018) and ties with the smallest of them."""
     return jnp.where(logits_V >= kth_largest(logits_V, min(k, logits_V.shape[-1])), logits_V, -jnp.inf)
 
 
 def filter_top_p(logits_V: jax.Array, p: float) -> jax.Array:
-    """Set all to -inf but the fewest largest with a probability of at least p in sum (Holtzman et al. 2020, section
-    3.1), and ties with the last of them."""
+    """Set all logits to -inf but the smallest set of largest ones with a total probability of at least p (Holtzman et
+    al. 2020, section 3.1), and ties with the smallest of them."""
     return jnp.where(top_mass(logits_V, jax.nn.softmax(logits_V), p), logits_V, -jnp.inf)
 
 
 def filter_min_p(logits_V: jax.Array, p: float) -> jax.Array:
-    """Set all to -inf whose probability is below p times the largest (Nguyen et al. 2024, equation 1)."""
+    """Set logits to -inf whose probability is below p times the largest (Nguyen et al. 2024, equation 1)."""
     return jnp.where(logits_V >= logits_V.max() + log(p), logits_V, -jnp.inf)
 
 
 def filter_typical(logits_V: jax.Array, p: float) -> jax.Array:
-    """Set all to -inf but the fewest with a probability of at least p in sum whose surprise, -log probability, is
-    closest to the entropy (Meister et al. 2022, equation 10), and ties with the last of them."""
+    """Set all logits to -inf but the smallest set with a total probability of at least p whose surprise, -log
+    probability, is closest to the entropy (Meister et al. 2022, equation 10), and ties with the last of them."""
     logprobs_V = jax.nn.log_softmax(logits_V)
     probs_V = jnp.exp(logprobs_V)
     entropy = -jnp.sum(jnp.where(probs_V > 0, probs_V * logprobs_V, 0.0))
@@ -256,15 +256,16 @@ def filter_typical(logits_V: jax.Array, p: float) -> jax.Array:
 
 
 def top_mass(x_V: jax.Array, weights_V: jax.Array, mass: float) -> jax.Array:
-    """Return the fewest largest x whose weights sum to at least `mass`, with ties, `(V,)` bool; all from a mass of 1.
-    The smallest x to keep is found bit by bit, the highest first; a sort takes at least five times as long on a CPU."""
-    if mass >= 1:  # the sum of all can be just below 1 in float32, or reach it before the last
+    """Return a mask of the fewest largest x whose weights sum to at least `mass`, with ties, `(V,)` bool; all True from
+    a mass of 1. The smallest x to keep is determined bit by bit, from the highest; sorting takes at least five times as
+    long on a CPU."""
+    if mass >= 1:  # in float32, the sum of all can be just below 1, or reach it before the last
         return jnp.ones(x_V.shape, bool)
-    mass = max(mass, float(jnp.finfo(jnp.float32).tiny))  # at 0, nothing would be enough
-    x_V = jnp.where(x_V == 0, 0.0, x_V)  # -0.0 has other bits, and adding 0.0 is optimised away
+    mass = max(mass, float(jnp.finfo(jnp.float32).tiny))  # at 0, no token would be needed
+    x_V = jnp.where(x_V == 0, 0.0, x_V)  # -0.0 has other bits; XLA would optimise away adding 0.0
     bits_V = jax.lax.bitcast_convert_type(x_V.astype(jnp.float32), jnp.uint32)
     highest = jnp.uint32(1 << 31)
-    order_V = jnp.where(bits_V >= highest, ~bits_V, bits_V | highest)  # as integers, in the order of the floats
+    order_V = jnp.where(bits_V >= highest, ~bits_V, bits_V | highest)  # integers that sort like the floats
 
     def set_bit(i: jax.Array, smallest: jax.Array) -> jax.Array:
         larger = smallest | (highest >> i.astype(jnp.uint32))
@@ -274,16 +275,15 @@ def top_mass(x_V: jax.Array, weights_V: jax.Array, mass: float) -> jax.Array:
 
 
 def argmax(logits_V: jax.Array) -> jax.Array:
-    """Return the index of the first of the largest, `()` int32; several times as fast as `jnp.argmax` for a batch on a
-    CPU."""
+    """Return the index of the first maximum, `()` int32; several times as fast as `jnp.argmax` for a batch on a CPU."""
     index_V = jnp.arange(logits_V.shape[-1], dtype=jnp.int32)
     return jnp.min(jnp.where(logits_V == logits_V.max(), index_V, index_V[-1]))
 
 
 def draw(logits_V: jax.Array, key: jax.Array) -> jax.Array:
-    """Return a token drawn from softmax(logits), `()` int32. Inverts the cumulative distribution, of blocks of tokens
-    and then within one. On a CPU it is many times as fast as `jax.random.categorical`, which draws noise for every
-    token of the vocabulary. Probabilities are exact to 2^-23, the step of a uniform float32."""
+    """Return a token sampled from softmax(logits), `()` int32. Inverts the cumulative distribution, first over blocks
+    of tokens, then within one block. On a CPU it is many times as fast as `jax.random.categorical`, which draws noise
+    for every token of the vocabulary. Probabilities are exact to 2^-23, the resolution of a uniform float32."""
     weights_V = jnp.exp(logits_V - logits_V.max())
     blocks_RC = jnp.pad(weights_V, (0, -len(weights_V) % TOKENS_PER_BLOCK)).reshape(-1, TOKENS_PER_BLOCK)
     u_2 = jax.random.uniform(key, (2,))
@@ -292,12 +292,12 @@ def draw(logits_V: jax.Array, key: jax.Array) -> jax.Array:
 
 
 TOKENS_PER_BLOCK = 256
-"""Tokens per block of `draw`: near the square root of usual vocabularies."""
+"""Tokens per block in `draw`: near the square root of usual vocabulary sizes."""
 
 
 def _invert(weights_N: jax.Array, u: jax.Array) -> jax.Array:
-    """Return the first index whose weight, with those before it, is above the share u of all, 0 ≤ u < 1; never one of
-    weight 0, also where a parallel scan rounds its sum and that of the index before differently."""
+    """Return the first index whose cumulative weight exceeds the fraction u of the total, 0 ≤ u < 1; never one of
+    weight 0, even if a parallel scan rounds its cumulative weight differently from its predecessor's."""
     sums_N = jnp.where(weights_N > 0, jnp.cumsum(weights_N), 0.0)
     return argmax(sums_N > u * sums_N.max())
 
@@ -308,8 +308,8 @@ FILTERS: dict[str, tuple[Callable[[jax.Array, Any], jax.Array], float, float, st
     "min_p": (filter_min_p, 0, 1, "from 0 to 1; leave it out to keep all"),
     "typical_p": (filter_typical, ABOVE_ZERO, 1, "above 0 and at most 1; leave it out to keep all"),
 }
-"""Filters in their order, by the field of `Sampling` that gives their second argument, and its limits as in `LIMITS`;
-None and 0 switch a filter off."""
+"""Filters in order of application, by the field of `Sampling` that is their second argument, with its limits as in
+`LIMITS`; None and 0 disable a filter."""
 LIMITS: dict[str, tuple[float, float, str]] = {
     "temperature": (0, 1e6, "at least 0 (0 is greedy) and at most 1e6"),
     "repetition_penalty": (1e-6, 1e6, "from 1e-6 to 1e6; 1 changes nothing"),
@@ -320,5 +320,5 @@ LIMITS: dict[str, tuple[float, float, str]] = {
     "top_logprobs": (0, inf, "at least 0"),
     **{name: (least, most, limit) for name, (_, least, most, limit) in FILTERS.items()},
 }
-"""Smallest and largest value of each number, and its limit in words: bounds on what would otherwise overflow float32 or
-int32, far beyond what is of use."""
+"""Smallest and largest value of each option, and its limit in words. The bounds prevent overflow of float32 or int32
+and are far beyond useful values."""

@@ -1,10 +1,10 @@
 """Speculative decoding: a cheap draft proposes tokens, and the model verifies all of them in one pass.
 
-The text is distributed as without a draft, whatever the draft proposes. Greedily it is the same text in float32; in
-bfloat16, a pass over several tokens rounds otherwise than a pass over one, which decides where two are about as likely.
-A token x that was proposed with probability q(x) is accepted with probability min(1, p(x)/q(x)); the first that is
-rejected is drawn anew in proportion to max(0, p - q) (Leviathan et al. 2023, algorithm 1; Chen et al. 2023). One pass
-so gives from one token to one more than were proposed.
+The distribution of the text is the model's own, whatever the draft proposes. Greedy decoding gives the same text in
+float32; in bfloat16, a pass over several tokens rounds differently from a pass over one, which can change the choice
+between two almost equally likely tokens. A token x that was proposed with probability q(x) is accepted with probability
+min(1, p(x)/q(x)); the first rejected token is sampled anew in proportion to max(0, p - q) (Leviathan et al. 2023,
+algorithm 1; Chen et al. 2023). Each pass thus yields between one token and one more than were proposed.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ from jaxformer.models.objective import Params
 from jaxformer.ops.masks import EMPTY
 
 MAX_DRAFT_TOKENS = 64
-"""Most tokens that a draft proposes at a time."""
+"""Maximum tokens that a draft proposes at a time."""
 TOKENS_PER_CALL = 16
-"""New tokens of one call at least, unless the text ends."""
+"""Minimum new tokens per call, unless the text ends."""
 
 
 class Draft(Protocol):
@@ -57,23 +57,23 @@ class Draft(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """Vocabulary size V, the model's."""
+        """Vocabulary size V, equal to the model's."""
 
     def init(self, params: Params, tokens_P: jax.Array, length: jax.Array, n_slots: int) -> Any:
-        """Return the state, any pytree, for a text of the first `length` tokens."""
+        """Return the draft's state, any pytree, for a text of the first `length` tokens."""
 
     def propose(
         self, params: Params, text: SpeculativeState, n: int, sampling: Sampling, key: jax.Array
     ) -> tuple[jax.Array, jax.Array, Any]:
-        """Return the next n tokens `(n,)`, the distribution `(n, V)` of each, and the state of the draft."""
+        """Return the next n tokens `(n,)`, their distributions `(n, V)`, and the draft's new state."""
 
 
 @dataclass(frozen=True)
 class PromptLookup:
-    """A draft without a model: the tokens that followed an earlier occurrence of the text's last ones (Saxena 2023).
+    """A draft without a model: the tokens that followed an earlier occurrence of the text's last tokens (Saxena 2023).
 
     Attributes:
-      longest: number of last tokens to look up at most; fewer where so many do not occur, down to one.
+      longest: maximum number of last tokens to look up; the longest match counts, down to one token.
     """
 
     vocab_size: int
@@ -89,12 +89,12 @@ class PromptLookup:
         """Return n tokens `(n,)`, one-hot probabilities `(n, V)`, and the state."""
         text_S, length = text.text_S, text.length
         index_S = jnp.arange(len(text_S))
-        n_equal_S = jnp.zeros(len(text_S), jnp.int32)  # how many tokens up to this index equal the last ones
+        n_equal_S = jnp.zeros(len(text_S), jnp.int32)  # length of the match that ends at this index
         equal_S = index_S < length - 1
         for back in range(self.longest):
             equal_S &= (index_S >= back) & (jnp.roll(text_S, back) == text_S[jnp.maximum(length - 1 - back, 0)])
             n_equal_S += equal_S
-        # The longest occurrence, and of equals the last.
+        # The longest match, and the last among equals.
         match = jnp.argmax(jnp.where(n_equal_S > 0, n_equal_S * len(text_S) + index_S, 0))
         tokens_N = text_S[jnp.minimum(match + 1 + jnp.arange(n), length - 1)]
         return tokens_N, jax.nn.one_hot(tokens_N, self.vocab_size), text.draft
@@ -102,10 +102,10 @@ class PromptLookup:
 
 @dataclass(frozen=True)
 class DraftModel:
-    """A smaller model with the same vocabulary as a draft.
+    """A draft that is a smaller model with the same vocabulary.
 
     Attributes:
-      context_length: longest training sequence of the draft, in tokens; None for that of the model.
+      context_length: longest training sequence of the draft, in tokens; None for the model's.
     """
 
     model: nn.Module
@@ -123,7 +123,7 @@ class DraftModel:
     def propose(
         self, params: Params, text: SpeculativeState, n: int, sampling: Sampling, key: jax.Array
     ) -> tuple[jax.Array, jax.Array, Any]:
-        """Return n tokens `(n,)` drawn by the draft, their distributions `(n, V)`, and the longer cache."""
+        """Return n tokens `(n,)` sampled from the draft, their distributions `(n, V)`, and the extended cache."""
 
         def step(carry: tuple[jax.Array, Any, History], i: jax.Array) -> tuple[tuple, tuple]:
             token, cache, history = carry
@@ -133,7 +133,7 @@ class DraftModel:
             token = draw(jnp.log(probs_V), jax.random.fold_in(key, i))
             return (token, cache, update_history(history, token, sampling)), (token, probs_V)
 
-        # One step more than is used: the last token proposed must be in the cache, too, if all are accepted.
+        # One extra step: if all tokens are accepted, the cache must hold the last one, too.
         initial = text.text_S[text.length - 1], text.draft, text.history
         (_, state, _), (tokens, probs) = jax.lax.scan(step, initial, jnp.arange(n + 1))
         return tokens[:n], probs[:n], state
@@ -142,7 +142,7 @@ class DraftModel:
 class SpeculativeState(NamedTuple):
     """The state of a text; the caches of model and draft hold all of it but the last token.
 
-    They may hold rejected tokens, too. These are overwritten by the next ones, before any query attends to them.
+    They may also hold rejected tokens, which the next ones overwrite before any query attends to them.
     """
 
     cache: Any
@@ -150,7 +150,7 @@ class SpeculativeState(NamedTuple):
     draft: Any
     """State of the draft."""
     history: History
-    """The text so far, as the sampling reads it."""
+    """The text so far, as far as the sampling reads it."""
     text_S: jax.Array
     """Tokens of the prompt and the completion, of which the first `length` are valid; int32."""
     length: jax.Array
@@ -159,10 +159,10 @@ class SpeculativeState(NamedTuple):
 
 
 class Speculation(PieceIterator):
-    """An iterator over pieces, as `generation.Generation`; the rows are generated one after another.
+    """An iterator over pieces, like `generation.Generation`, that generates the rows one after another.
 
     Attributes:
-      n_passes: passes of the model over proposals, so far.
+      n_passes: model passes over proposals so far.
       n_tokens: new tokens so far.
     """
 
@@ -187,19 +187,18 @@ def speculate(
     sampling: Sampling, seeds: Sequence[int], *, max_new_tokens: int, context_length: int, n_samples: int = 1,
     n_proposed: int = 4, cache_dtype: Any = jnp.float32,
 ) -> Speculation:  # fmt: skip
-    """Complete prompts as `generate` does, in fewer passes of the model, but one after another.
+    """Complete prompts as `generate` does, in fewer model passes, but one prompt after another.
 
-    The prefill of a prompt is one pass, whatever its length, and is shared by its samples.
+    The prefill of a prompt is one pass, whatever its length, and its samples share it.
 
     Args:
-      model: with the methods of `generate`; its cache must hold keys and values, not a state.
+      model: model with the methods that `generate` needs; its cache must hold keys and values, not a state.
       draft: `PromptLookup(vocab_size)`, whose parameters are None, or `DraftModel(model, context_length)`.
       n_proposed: tokens that the draft proposes at a time, 1 to 64.
 
     Raises:
-      UserError: as `generate`; or the draft has another vocabulary, a text would outgrow the context of the model or
-        the draft, the model's prompts are prefixes, or
-        a cache is a state.
+      UserError: as for `generate`; or the draft has another vocabulary, a text would outgrow the context of the model
+        or the draft, the model's contract has `has_prefix`, or a cache is a state.
     """
     if not 1 <= n_proposed <= MAX_DRAFT_TOKENS:
         raise UserError(f"the draft would propose {n_proposed} tokens at a time; it can be 1 to {MAX_DRAFT_TOKENS}.")
@@ -232,7 +231,7 @@ def speculate(
             tokens_P = left_aligned([list(prompt)], prompt_bucket(len(prompt)))[0]
             init = cache(partial(_init, decoder, both_params, tokens_P, np.int32(len(prompt)), n_slots))
             for seed in seeds[number * n_samples : (number + 1) * n_samples]:
-                # A copy of the state that samples share, as `_decode` overwrites it.
+                # Samples share the state, and `_decode` donates its buffers: copy it.
                 start = init if n_samples == 1 else lambda init=init: jax.tree.map(jnp.copy, init())
                 yield _pieces(decoder, both_params, start, len(prompt), seed, max_new_tokens)
 
@@ -240,8 +239,8 @@ def speculate(
 
 
 def _holds_slots(model: Any, dtype: Any) -> bool:
-    """Return whether all of a model's cache grows with its slots, so that a slot can be overwritten; a state does
-    not."""
+    """Return whether every array of a model's cache grows with its slots, so that a slot can be overwritten; a state
+    does not."""
     sizes = ([x.shape for x in jax.tree.leaves(jax.eval_shape(partial(model.init_cache, n, dtype)))] for n in (1, 2))
     return all(a != b for a, b in zip(*sizes, strict=True))
 
@@ -261,7 +260,7 @@ def _pieces(
     decoder: _Decoder, params: tuple[Params, Params], init: Callable[[], SpeculativeState], n_prompt: int, seed: int,
     max_new_tokens: int,
 ) -> Iterator[tuple[int, Piece]]:  # fmt: skip
-    """Yield the passes of the model per call, with the piece of their tokens."""
+    """Yield, per call, the number of model passes and the piece of their tokens."""
     state = init()
     n_new, done = 0, False
     while not done:
@@ -287,7 +286,7 @@ def prefill(model: Any, params: Params, tokens_P: jax.Array, length: jax.Array, 
     """Return a cache with the first `length - 1` tokens."""
     index_P = jnp.arange(len(tokens_P))
     positions_P = jnp.where(index_P < length - 1, index_P, EMPTY)
-    # In a cache of their own size, as only empty slots follow.
+    # The prompt attends only to itself, so prefill a cache of its length and copy it.
     _, used = call(model, params, "extend", tokens_P, positions_P, model.init_cache(len(tokens_P), dtype), 0)
     return put_first_slots(model.init_cache(n_slots, dtype), used)
 
@@ -297,7 +296,7 @@ def _decode(
     decoder: _Decoder, params: tuple[Params, Params], state: SpeculativeState, seed: jax.Array, limit: jax.Array,
     n_read: int,
 ) -> tuple[SpeculativeState, jax.Array, jax.Array, Drawn]:  # fmt: skip
-    """Run passes until there are `TOKENS_PER_CALL` new tokens or more, or the text is done; return the state, the
+    """Run passes until there are at least `TOKENS_PER_CALL` new tokens, or the text is done; return the state, the
     number of passes, the number of new tokens, and the tokens."""
     full = state
     init_draft = partial(decoder.draft.init, n_slots=n_read)
@@ -331,8 +330,8 @@ def _decode(
 def _verify(
     decoder: _Decoder, params: tuple[Params, Params], seed: jax.Array, limit: jax.Array, state: SpeculativeState
 ) -> tuple[SpeculativeState, Drawn]:
-    """Run one pass of the model over the draft's proposals; return the state and the tokens, `(n_proposed + 1,)`, of
-    which as many are valid as the text is longer."""
+    """Run one model pass over the draft's proposals; return the state and the tokens, `(n_proposed + 1,)`, of which the
+    increase in the text's length gives the number of valid ones."""
     cache, _, history, text_S, length, _ = state
     sampling, n_proposed = decoder.sampling, decoder.n_proposed
     key = jax.random.fold_in(jax.random.key(seed), history.n_new)
@@ -349,9 +348,9 @@ def _verify(
         p_V = distribution(logits_V, history, sampling)
         accept_key, draw_key = jax.random.split(jax.random.fold_in(key, i + 1))
         accepted = jax.random.uniform(accept_key) * q_V[token] < p_V[token]
-        accepted &= i < n_proposed  # after them comes one more token, from the model alone
+        accepted &= i < n_proposed  # the token after the proposals comes from the model alone
         rest_V = jnp.maximum(p_V - q_V, 0)
-        rest_V = jnp.where(jnp.any(rest_V > 0), rest_V, p_V)  # p and q are equal but for rounding
+        rest_V = jnp.where(jnp.any(rest_V > 0), rest_V, p_V)  # p and q are equal up to rounding
         token = jnp.where(accepted, token, draw(jnp.log(rest_V), draw_key))
         longer = update_history(history, token, sampling)
         history = jax.tree.map(lambda new, old: jnp.where(all_accepted, new, old), longer, history)

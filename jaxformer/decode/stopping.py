@@ -1,4 +1,4 @@
-"""Stop strings in text that comes in pieces."""
+"""Stop strings in streamed text."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from jaxformer.errors import UserError, lone_surrogate
 
 
 class StopStrings:
-    """A filter of one text, which ends before the first stop string.
+    """A filter for one text, which ends it before the first stop string.
 
-    The first is the one that is complete first, and among those the longest; so the result does not depend on the
-    pieces in which the text came. Text that may be the beginning of a stop string is withheld.
+    The first stop string is the one completed first, and among those the longest, so the result does not depend on how
+    the text is split into pieces. Text that may be the beginning of a stop string is withheld.
 
     Attributes:
       met: True after a stop string, after which no text is returned.

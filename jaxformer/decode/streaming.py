@@ -1,4 +1,4 @@
-"""From tokens to text: the end of each row, the text that can be shown as it is generated, and the throughput."""
+"""From tokens to text: detecting the end of each row, streaming the text, and measuring throughput."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from jaxformer.decode.stopping import StopStrings
 from jaxformer.ops.masks import EMPTY
 
 MIN_COMPILE_SECONDS = 0.05
-"""Seconds of compiling below which none are reported."""
+"""Smallest compile time that is reported, in seconds."""
 MIN_SECONDS = 1e-9
-"""Smallest computing time, as clocks may differ."""
+"""Smallest compute time, in seconds: the difference of two clocks may be negative."""
 
 
 class CompileClock:
@@ -41,7 +41,7 @@ class CompileClock:
         jax.monitoring.unregister_event_time_span_listener(self._listen)
 
     def _listen(self, event: str, start_time: float, end_time: float, **_: str | int) -> None:
-        """Record a span in place of those within it: of a function that calls another, the inner one ends first."""
+        """Record a span and drop those nested within it, which end first."""
         if event.startswith("/jax/core/compile/"):
             while self._spans and self._spans[-1][0] >= start_time:
                 self._spans.pop()
@@ -49,16 +49,16 @@ class CompileClock:
 
 
 class GeneratedText:
-    """The completion of a prompt, as far as it is generated.
+    """The completion of a prompt, as generated so far.
 
     Attributes:
-      tokens: all tokens drawn, the stop token among them.
+      tokens: all generated tokens, including the stop token.
       logprobs: log-probability of each token.
-      top_logprobs: per token, the likeliest tokens with their log-probabilities.
+      top_logprobs: per token, the most likely tokens with their log-probabilities.
       text: the text without the stop token or stop string.
-      finish_reason: "stop token", "stop string", "length" or "interrupted"; empty while it goes on.
-      first_token_seconds: from the start of the batch to the piece with the first token.
-      seconds: from the start of the batch to the piece with the last token.
+      finish_reason: "stop token", "stop string", "length" or "interrupted"; empty while generation continues.
+      first_token_seconds: seconds from the start of the batch to the piece with the first token.
+      seconds: seconds from the start of the batch to the piece with the last token.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
@@ -92,7 +92,7 @@ class GeneratedText:
         return new
 
     def finish(self, reason: str) -> str:
-        """End the text; return what was withheld of it."""
+        """End the text; return its withheld part."""
         rest = self._withheld()
         self.text += rest
         self.finish_reason = reason
@@ -107,17 +107,17 @@ class Throughput:
     """Time to the first token, and tokens per second."""
 
     first_token_seconds: list[float] = field(default_factory=list)
-    """Seconds to the first token of each batch whose tokens did not come all at once."""
+    """Seconds to the first token of each batch whose tokens did not all arrive at once."""
     tokens: int = 0
-    """Tokens in all, without the first of each text where it came alone, as it takes longer."""
+    """Total tokens; excludes each text's first token if it arrived alone, since the prefill makes it slower."""
     seconds: float = 0.0
     """Seconds for these tokens."""
     verify_passes: int = 0
-    """Passes of the model over proposals of a draft."""
+    """Model passes over a draft's proposals."""
     verified_tokens: int = 0
     """Tokens from these passes."""
     compile_seconds: float = 0.0
-    """Seconds of compiling, which the others exclude."""
+    """Seconds of compilation, which the other times exclude."""
 
     def __str__(self) -> str:
         n = len(self.first_token_seconds)
@@ -133,8 +133,8 @@ class Throughput:
 
 
 class BeamGeneration:
-    """A beam search as a generation of one piece, with the n best texts of each prompt; `scores` has that of each row,
-    after the search."""
+    """A beam search as a generation of one piece, the n best texts of each prompt. After the search, `scores` has each
+    row's score."""
 
     def __init__(self, search: Callable[[], Beams], n: int) -> None:
         self._search, self._n = search, n
@@ -161,10 +161,10 @@ def stream_texts(
     generation: Generation | BeamGeneration | Speculation, texts: Sequence[GeneratedText], stop_tokens: Sequence[int],
     max_new_tokens: int, throughput: Throughput, interrupted: Callable[[], bool],
 ) -> Iterator[str]:  # fmt: skip
-    """Append the rows of a generation to texts; yield the new text of the first after each piece.
+    """Append the rows of a generation to texts; yield the new part of the first text after each piece.
 
-    A text that nothing else ends is finished by its length at `max_new_tokens`, and interrupted before. Rows beyond
-    the texts are ignored.
+    A text without a stop finishes as "length" if it has `max_new_tokens`, else as "interrupted". Rows beyond the texts
+    are ignored.
     """
     start, first, n_alone, last = time.perf_counter(), 0.0, 0, 0.0
     unfinished, clock = dict(enumerate(texts)), CompileClock()

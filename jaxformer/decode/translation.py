@@ -1,4 +1,4 @@
-"""Translation: targets of sources, greedily or by beam search, with any sequence-to-sequence model.
+"""Translation with any sequence-to-sequence model, by greedy decoding or beam search.
 
 A model has three methods (see `models.encoder_decoder.EncoderDecoder`), each on one example: `start(source_S, valid_S,
 n_slots, dtype)` returns a cache that holds the source, and `extend` and `unembed` are those of `decode.generation` for
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def encode_source(prompt: Prompt, run: Run) -> list[int]:
-    """Return the tokens of a prompt to translate; `UserError` if the prompt has a seed, or more tokens than the
+    """Return the tokens of a prompt to translate. Raises `UserError` if the prompt has a seed, or more tokens than the
     context."""
     prompt.check_no_seed("a translation draws nothing")
     model, tokenizer = run.text_model()
@@ -42,7 +42,7 @@ def encode_source(prompt: Prompt, run: Run) -> list[int]:
 
 
 def translate_held_out(run: Run, params: Params, data: PairDataset, batch_size: int) -> tuple[list[str], list[str]]:
-    """Return greedy translations of the held-out sources, cut to the context, and their references."""
+    """Return greedy translations of the held-out sources, truncated to the context, and their references."""
     model, tokenizer = run.text_model()
     sources, references = zip(*data.val, strict=True)
     targets = translate_tokens(
@@ -61,7 +61,7 @@ def translate(
       options: see `translate_tokens`.
 
     Raises:
-      UserError: a text is empty or has more than `context_length` tokens, or see `translate_tokens`.
+      UserError: a text is empty or has more than `context_length` tokens, or as for `translate_tokens`.
     """
     sources = tokenizer.encode_batch(texts)
     for number, source in enumerate(sources, start=1):
@@ -79,19 +79,19 @@ def translate_tokens(
     max_new_tokens: int | None = None, n_beams: int = 1, length_penalty: float = 1.0, batch_size: int = 64,
     cache_dtype: Any = jnp.float32,
 ) -> list[list[int]]:  # fmt: skip
-    """Return the tokens of each target, without its end.
+    """Return the tokens of each target, without the end-of-text token.
 
     Args:
-      sources: tokens of each, 1 to `context_length` of them.
+      sources: tokens of each source, 1 to `context_length` of them.
       end_of_text: first and last token of a target.
-      max_new_tokens: tokens of a target at most, its end counted; None for the context length.
-      n_beams: 1 decodes greedily; more search with as many beams and return the best target.
-      length_penalty: of a beam search, see `decode.beam`.
-      batch_size: sources per batch, which changes the speed and, but for rounding, no target.
+      max_new_tokens: maximum tokens per target, including its end; None for the context length.
+      n_beams: 1 for greedy decoding; more for a beam search with as many beams, which returns the best target.
+      length_penalty: see `decode.beam`; for a beam search only.
+      batch_size: sources per batch, which affects speed but, up to rounding, not the targets.
       cache_dtype: dtype of the cache of sources and targets.
 
     Raises:
-      UserError: a number is out of range.
+      UserError: an argument is out of range.
     """
     limit = context_length if max_new_tokens is None else max_new_tokens
     for name, value in (("max_new_tokens", limit), ("n_beams", n_beams), ("batch_size", batch_size)):
@@ -107,7 +107,7 @@ def translate_tokens(
     targets: dict[int, list[int]] = {}
     size, put = min(batch_size, len(sources)), placement(params)
     for batch in batch_by_length([len(source) for source in sources], batch_size):
-        # The last batch is padded, so that no program is compiled for it alone.
+        # Pad the last batch, so that no program is compiled just for it.
         rows = [list(sources[i]) for i in np.resize(batch, size)]
         lengths_B = np.array([len(row) for row in rows])
         S = min(prompt_bucket(int(lengths_B.max())), context_length)
@@ -161,7 +161,7 @@ def _begin(
     model: nn.Module, params: Params, source_BS: jax.Array, valid_BS: jax.Array, n_slots: int, dtype: Any
 ) -> tuple[Callable[[jax.Array, jax.Array, Any], tuple[jax.Array, Any]], Any]:
     """Return the decode step and the cache of the sources. The step maps i, the i-th token of each target `(B,)` and
-    the cache to the logits `(B, V)` of the next token and the longer cache."""
+    the cache to the logits `(B, V)` of the next token and the extended cache."""
 
     def extend(i: jax.Array, token_B: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
         return jax.vmap(lambda token, cache: decode_step(model, params, token, i, cache, i))(token_B, cache)

@@ -1,4 +1,4 @@
-"""Quality of translations against one reference each."""
+"""Translation metrics against one reference per translation."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from jaxformer.extras import import_extra
 
 
 def exact_match(hypotheses: Sequence[str], references: Sequence[str]) -> float:
-    """Return the share of hypotheses that equal their reference, from 0 to 1.
+    """Return the fraction of hypotheses that equal their reference, from 0 to 1.
 
     Raises:
-      UserError: there is none, or not one reference for each.
+      UserError: there is no hypothesis, or not one reference for each.
     """
     _check(hypotheses, references)
     return sum(map(str.__eq__, hypotheses, references)) / len(references)
 
 
 def scores(hypotheses: Sequence[str], references: Sequence[str]) -> dict[str, float]:
-    """Return BLEU (Papineni et al. 2002) and chrF (Popović 2015) of a whole corpus, from 0 to 100, with the defaults of
-    sacrebleu (Post 2018): BLEU of the words of mteval-v13a, with case.
+    """Return corpus BLEU (Papineni et al. 2002) and chrF (Popović 2015), from 0 to 100, with sacrebleu's defaults (Post
+    2018): case-sensitive BLEU with mteval-v13a tokenization.
 
     Raises:
       UserError: sacrebleu is not installed, there is no hypothesis, or not one reference for each.

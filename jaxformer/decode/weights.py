@@ -1,4 +1,4 @@
-"""Parameters for decoding: in fewer bytes than they were trained in, and in the order that decode steps read."""
+"""Parameters for decoding: in a smaller format than in training, and in the memory layout that decode steps read."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from jaxformer.ops.workarounds import FirstFactor
 Format = Literal["float32", "bfloat16", "int8"]
 
 EXACT_AXES = {"positions", "gates", "alignment", "choices"}
-"""Axes of matrices that are not rounded to int8: looked up and never multiplied (positions), read within a loop or once
-per source (gates, alignment), or routing tokens, which rounding would send to other experts (choices)."""
+"""Axes of matrices that are not quantized to int8: looked up and never multiplied (positions), read in a loop or once
+per source (gates, alignment), or router weights, as rounding would change which experts get a token (choices)."""
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["values"], meta_fields=["order", "platform"])
 @dataclass(frozen=True)
 class Transposed:
-    """Matrix whose axes are stored in another order; `as_declared` returns it in its own.
+    """A matrix stored with its axes in another order, which `as_declared` undoes.
 
     Attributes:
       values: the matrix with its axes in `order`.
-      platform: platform that it is transposed for.
+      platform: platform for which it is transposed.
     """
 
     values: jax.Array
@@ -42,10 +42,11 @@ class Transposed:
 def store(params: Params, weights: Format, model: nn.Module, platform: str | None = None) -> Params:
     """Return a model's parameters with matrices in the given format, on the same devices.
 
-    With int8 matrices, all else is as it was on a CPU, and bfloat16 on other devices, as are activations.
+    With int8 matrices, all other parameters and the activations keep their dtype on a CPU and are bfloat16 on other
+    devices.
 
     Args:
-      platform: platform to decode on; None for that of the parameters.
+      platform: platform to decode on; None for the parameters' platform.
     """
     if weights == "float32":
         return params
@@ -63,17 +64,17 @@ def store(params: Params, weights: Format, model: nn.Module, platform: str | Non
 
 
 def lay_out(params: Params, model: nn.Module, platform: str | None = None) -> Params:
-    """Return parameters for decode steps, on the same devices: with the axes last that products sum over, of all
-    matrices on a GPU, and on a CPU of those of an MLP's last layer in float32.
+    """Return parameters laid out for decode steps, on the same devices: matrices with their contracted axes last. On a
+    GPU this applies to all matrices, on a CPU to the float32 matrices of an MLP's last layer.
 
-    On a GPU, a product with one row sums over numbers that are next to each other, in one kernel. In the declared
-    order, XLA stores all terms and sums them in a second kernel, which took two thirds more memory traffic per token.
-    For a CPU, see `ops.workarounds.FirstFactor`. The programs of `decode` take such parameters; `restored` and
-    `as_declared` undo it.
+    On a GPU, a matmul with one row then sums over contiguous values in one kernel. In the declared order, XLA stores
+    all terms and sums them in a second kernel, which took two thirds more memory traffic per token. For a CPU, see
+    `ops.workarounds.FirstFactor`. The programs of `decode` accept such parameters; `restored` and `as_declared` undo
+    the layout.
 
     Args:
       params: parameters of the model, from `store` or not.
-      platform: platform to decode on; None for that of the parameters.
+      platform: platform to decode on; None for the parameters' platform.
     """
     platform = platform or _platform(params)
     if platform not in ("cpu", "gpu"):
@@ -97,7 +98,7 @@ def lay_out(params: Params, model: nn.Module, platform: str | None = None) -> Pa
 
 
 def _is_slow_on_cpu(leaf: Any, axes: ParameterAxes) -> bool:
-    """Return whether products of few rows with a matrix should be those of a `FirstFactor`."""
+    """Return whether matmuls of few rows with a matrix should use a `FirstFactor`."""
     if isinstance(leaf, Quantized) or axes.names != ("hidden", "embed"):
         return False
     return bool(leaf.dtype == jnp.float32 and leaf.shape[0] > leaf.shape[1])
@@ -109,13 +110,13 @@ def as_declared(params: Params) -> Params:
 
 
 def for_products(params: Params) -> Params:
-    """Return parameters from `lay_out` as the model multiplies with them."""
+    """Return parameters from `lay_out` in the form that the model multiplies with."""
     return _map_transposed(lambda matrix, platform: FirstFactor(matrix) if platform == "cpu" else matrix, params)
 
 
 def _map_transposed(function: Callable[[jax.Array, str], Any], params: Params) -> Params:
-    """Return parameters with the function's results, of a matrix in its declared order and the platform, in place of
-    each `Transposed`."""
+    """Return parameters with each `Transposed` replaced by the function's result for the matrix, in its declared order,
+    and the platform."""
 
     def convert(leaf: Any) -> Any:
         if not isinstance(leaf, Transposed):
@@ -127,8 +128,8 @@ def _map_transposed(function: Callable[[jax.Array, str], Any], params: Params) -
 
 
 def summed_axes(axes: ParameterAxes) -> tuple[int, ...]:
-    """Return the axes of a parameter over which an int8 scale reaches: those that products with it sum over, but of an
-    embedding a token's features. No axes for a parameter that is not rounded to int8."""
+    """Return the axes of a parameter that share an int8 scale: the contracted axes of its matmuls, or for an embedding
+    the features of a token. Empty for a parameter that is not quantized to int8."""
     if axes.role is Role.VECTOR or EXACT_AXES & set(axes.names):
         return ()
     first, last = len(axes.stack), len(axes.names) - len(axes.outputs)
@@ -136,7 +137,7 @@ def summed_axes(axes: ParameterAxes) -> tuple[int, ...]:
 
 
 def restored(params: Params) -> Params:
-    """Return parameters from `store` and `lay_out` in float32, as rounded."""
+    """Return parameters from `store` and `lay_out` dequantized to float32, in their declared order."""
 
     def convert(leaf: Any) -> jax.Array:
         return leaf.values * leaf.scale if isinstance(leaf, Quantized) else leaf.astype(jnp.float32)

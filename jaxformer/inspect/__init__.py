@@ -1,4 +1,4 @@
-"""Inspection of a model: captures, interventions, measurements and reports. Nothing here is in the training step."""
+"""Model inspection: captures, interventions, measurements and reports. None of it runs in the training step."""
 
 from jaxformer.inspect.alignment import alignment, draw_alignment
 from jaxformer.inspect.attention import attention_entropy, attention_maps, named_attention_maps

@@ -1,4 +1,4 @@
-"""Alignment of a target with its source in sequence-to-sequence models."""
+"""Alignment between a target and its source in sequence-to-sequence models."""
 
 from __future__ import annotations
 
@@ -20,15 +20,14 @@ from jaxformer.models.objective import Params
 
 
 def alignment(model: nn.Module, params: Params, source_S: jax.Array, target_T: jax.Array) -> jax.Array | None:
-    """Return the attention to the source with which each next token of the target is predicted, `(T, S)` float32, rows
-    that sum to 1.
+    """Return the attention over the source when predicting each next target token, `(T, S)` float32, rows sum to 1.
 
-    For a recurrent model it is that of its decoder (Bahdanau et al. 2015, figure 3), None if it has a single vector of
-    the source; for a transformer, the mean over heads of the last cross-attention.
+    For a recurrent model this is the attention of its decoder (Bahdanau et al. 2015, figure 3), or None if the model
+    encodes the source as one vector; for a transformer, the mean over the heads of the last cross-attention.
 
     Args:
       source_S: int32 tokens, without padding.
-      target_T: int32 tokens, of which the first starts the target.
+      target_T: int32 tokens, the first of which is the start token.
     """
     valid_S = jnp.ones(len(source_S), bool)
     check_example(model, source_S, valid_S, target_T)
@@ -45,13 +44,13 @@ def _source_weights(model: nn.Module, params: Params, *inputs: jax.Array) -> Act
 
 
 def draw_alignment(weights_TS: np.ndarray, source: Sequence[str], target: Sequence[str], file: Path) -> None:
-    """Draw an alignment as a PNG, a row per token of the target, dark where its weight is.
+    """Draw an alignment as a PNG, one row per target token; darker cells have larger weights.
 
     Args:
       weights_TS: see `alignment`.
       source: text of each source token; spaces and line breaks are shown as symbols.
-      target: text of each target token that is predicted; an empty one is the end of the text.
-      file: the picture.
+      target: text of each predicted target token; an empty string is the end of the text.
+      file: path of the PNG.
 
     Raises:
       UserError: matplotlib is not installed.
@@ -67,5 +66,5 @@ def draw_alignment(weights_TS: np.ndarray, source: Sequence[str], target: Sequen
     axes.set_yticks(range(T), [text.translate(symbols) or "(end)" for text in target])
     axes.set(xlabel="source", ylabel="target")
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph")  # a script that the font lacks is drawn as boxes
+        warnings.filterwarnings("ignore", "Glyph")  # the font may lack a script; matplotlib then draws boxes
         figure.savefig(file, dpi=120)

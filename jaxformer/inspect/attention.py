@@ -15,11 +15,11 @@ from jaxformer.models.objective import Params
 from jaxformer.ops.attention import row_entropy
 
 CROSS = "cross_attention"
-"""Part of the name of layers that attend to another sequence."""
+"""Substring in the names of layers that attend to another sequence."""
 
 
 def attention_maps(model: nn.Module, params: Params, *inputs: jax.Array | None) -> list[jax.Array]:
-    """Return the attention map of each layer for one example, `(H, T, S)` float32, in the order of the computation."""
+    """Return the attention map of each layer for one example, `(H, T, S)` float32, in order of computation."""
     return list(named_attention_maps(model, params, *inputs).values())
 
 
@@ -27,8 +27,8 @@ def named_attention_maps(model: nn.Module, params: Params, *inputs: jax.Array | 
     """Return the attention maps of one example, `(H, T, S)` float32, by layer, such as `blocks.0.attention`.
 
     Args:
-      model: any model; one without attention gives `{}`.
-      inputs: what the model is called with, such as tokens `(T,)`.
+      model: any model; `{}` is returned for one without attention.
+      inputs: inputs of the model, such as tokens `(T,)`.
     """
     weights = capture(model, params, *inputs, names="*attention.weights", missing_ok=True)
     return OrderedDict((name.removesuffix(".weights"), weights_HTS) for name, weights_HTS in weights.items())
@@ -37,9 +37,9 @@ def named_attention_maps(model: nn.Module, params: Params, *inputs: jax.Array | 
 def row_tokens_and_mask(
     layer: str, inputs: tuple[Any, ...], target_mask_T: jax.Array | None = None
 ) -> tuple[jax.Array | None, jax.Array | None]:
-    """Return the tokens `(T,)` that the rows of a layer's attention map stand for, and a mask `(T,)` of those that are
-    not padding, for the inputs of one example. The tokens are None for cross-attention and for images, the mask is None
-    where there is no padding; `target_mask_T` is that of layers that read the target."""
+    """Return the tokens `(T,)` of the rows of a layer's attention map, and a mask `(T,)` that is False for padding, for
+    the inputs of one example. The tokens are None for cross-attention and images; the mask is None without padding.
+    `target_mask_T` is the mask of layers that read the target."""
     if CROSS in layer:
         return None, target_mask_T
     if layer.startswith("decoder_blocks"):
@@ -52,13 +52,14 @@ def row_tokens_and_mask(
 
 @partial(jax.jit, static_argnums=0)
 def attention_entropy(model: nn.Module, params: Params, *inputs_B: Any, target_mask_BT: Any = None) -> list[jax.Array]:
-    """Return the attention entropy in nats of each head, `(H,)` per layer: the mean over examples of the mean over rows
+    """Return the attention entropy of each head in nats, `(H,)` per layer: the mean over examples of the mean over rows
     that are not padding.
 
-    Row t is at most log t, and 0 where a query attends to one position. A model without attention gives `[]`.
+    The entropy of row t is at most log t, and 0 if the query attends to one position only. Returns `[]` for a model
+    without attention.
 
     Args:
-      inputs_B: what the model is called with, for several examples.
+      inputs_B: inputs of the model, for several examples.
       target_mask_BT: True where a target is not padding.
     """
 
@@ -69,6 +70,6 @@ def attention_entropy(model: nn.Module, params: Params, *inputs_B: Any, target_m
             for layer, weights_HTS in named_attention_maps(model, params, *inputs).items()
         ]
 
-    # One example after the other: attention maps are as large as the square of the length.
+    # One example at a time: the size of attention maps is quadratic in the sequence length.
     entropies = jax.lax.map(example_entropy, jax.tree.map(jnp.asarray, (inputs_B, target_mask_BT)))
     return [entropy_BH.mean(axis=0) for entropy_BH in entropies]

@@ -1,4 +1,4 @@
-"""Section of a page that shows the attention of every head from each token of a text, and the next-token chances."""
+"""Page section with the attention of every head from each token of a text, and the next-token probabilities."""
 
 from __future__ import annotations
 
@@ -18,40 +18,40 @@ class AttentionLayer:
 
     name: str
     rows: str
-    """Name of the text of the queries."""
+    """Name of the text that the queries belong to."""
     columns: str
-    """Name of the text of the keys."""
+    """Name of the text that the keys belong to."""
     weights_HTS: np.ndarray
-    """Rows that sum to 1."""
+    """Attention weights; rows sum to 1."""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """A model's prediction after a token, or in its place."""
+    """A model's prediction for the token after a token, or for a masked token."""
 
     heading: str
     """Subject of the prediction, such as 'Next token after “the”'."""
     chances: Sequence[tuple[str, float]]
-    """Likeliest tokens and their probabilities."""
+    """Most likely tokens and their probabilities."""
     actual: tuple[str, float] | None = None
-    """The token that the text has there, and its probability; None without one."""
+    """The actual token and its probability; None if there is none."""
 
 
 @dataclass(frozen=True)
 class AttentionSection(Section):
-    """Texts as tokens to point at, each of which shows the attention of a head from it."""
+    """Texts as tokens; pointing at a token shows a head's attention from it."""
 
     texts: Mapping[str, Sequence[str]]
-    """Tokens by the text's name."""
+    """Tokens of each text, by its name."""
     layers: Sequence[AttentionLayer]
     predictions: Mapping[str, Sequence[Prediction | None]] = field(default_factory=dict)
-    """A prediction for each token, by the text's name."""
+    """One prediction per token of a text, by the text's name."""
 
     assets: ClassVar[Sequence[str]] = ("charts.css", "charts.js", "attention.css", "heads.js", "attention.js")
 
     def body(self) -> str:
-        """Return the element, weights as base64 bytes round(255·√w), which keep small ones; of causal attention the
-        lower triangles alone. Weights that are not finite are 0."""
+        """Return the HTML element. Weights are base64 bytes round(255·√w), where the root preserves small ones; causal
+        maps have only their lower triangles. Non-finite weights are 0."""
         layers = []
         for layer in self.layers:
             bytes_HTS = np.rint(255 * np.sqrt(np.nan_to_num(layer.weights_HTS))).astype(np.uint8)
@@ -71,7 +71,7 @@ def _as_json(prediction: Prediction | None) -> list | None:
 
 
 def as_bars(chances: Sequence[tuple[str, float]], actual: tuple[str, float] | None) -> list:
-    """Return `[label, probability, is actual]` for each bar of a prediction, the actual one last unless it is there.
+    """Return `[label, probability, is_actual]` for each bar of a prediction; the actual token is appended if missing.
     Tokens may have equal labels, such as parts of characters."""
     bars = [[label, rounded(p, 4), (label, p) == actual] for label, p in chances]
     if actual is not None and not any(is_actual for *_, is_actual in bars):

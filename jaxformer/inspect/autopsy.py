@@ -1,4 +1,4 @@
-"""Autopsy of a step that is not finite: the step is replayed, to find the first value that is infinite or NaN."""
+"""Autopsy of a non-finite step: a replay that finds the first value that is infinite or NaN."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from jaxformer.parameters import dotted
 
 MODEL, LOSS = "the model (logits)", "the loss"
 EXAMPLES_PER_CHUNK = 8
-"""Examples that are replayed together, fewer if their logits are many; memory grows with these, not with the batch."""
+"""Examples replayed together, fewer if their logits are large; memory grows with this number, not with the batch."""
 CONTEXT_ROWS = 4
-"""Rows before and after the origin that are printed."""
+"""Rows printed before and after the origin."""
 
 
 @dataclass(frozen=True)
 class Magnitude:
-    """Magnitudes of an array over the whole batch, without its values that are not finite."""
+    """Magnitudes of an array's finite values over the whole batch."""
 
     largest: float
     """Largest magnitude."""
     rms: float
     """Root mean square."""
     non_finite: int
-    """Number of values that are not finite."""
+    """Number of non-finite values."""
 
 
 @dataclass(frozen=True)
@@ -52,16 +52,16 @@ class Row:
 
 @dataclass(frozen=True)
 class Autopsy:
-    """The first value that is not finite; `str` of it is a table of the values around it."""
+    """The first non-finite value of a step; `str()` gives a table of the values around it."""
 
     origin: str
     """'the output of blocks.1.mlp', 'the gradient that blocks.1.mlp passes back to blocks.1.mlp_norm', 'the gradient of
     blocks.1.mlp.W_1', 'the loss', or 'the parameter blocks.1.mlp.W_1'."""
     direction: Literal["forward", "backward"]
     index: int
-    """Index in `modules` of the module that it belongs to."""
+    """Index in `modules` of the module that the origin belongs to."""
     modules: tuple[Row, ...]
-    """Outputs in the order in which they were computed: a module follows its parts, and the loss is last."""
+    """Outputs in order of computation: a module follows its submodules, and the loss is last."""
     parameters: tuple[Row, ...]
 
     def __str__(self) -> str:
@@ -77,10 +77,10 @@ class Autopsy:
 def first_non_finite(
     model: nn.Module, params: Params, batch: Batch, keys_B: jax.Array | None = None, compute_dtype: Any = None
 ) -> Autopsy | None:
-    """Return the first value that is not finite when a loss is computed and differentiated, None if all are finite.
+    """Return the first non-finite value in the forward or backward pass of a loss; None if all are finite.
 
-    The order is that of the computation: parameters, outputs of modules, loss; then the gradients backward from the
-    loss, with respect to the same outputs and, module by module, to its parameters. Arguments are those of `replay`.
+    The order is that of computation: parameters, outputs of modules, loss; then, backward from the loss, the gradients
+    with respect to each module's output and its parameters. The arguments are those of `replay`.
     """
     modules, parameters = replay(model, params, batch, keys_B, compute_dtype)
     autopsy = partial(Autopsy, modules=modules, parameters=parameters)
@@ -90,7 +90,7 @@ def first_non_finite(
     for index, module in enumerate(modules):
         if module.value.non_finite:
             return autopsy(LOSS if module.name == LOSS else f"the output of {module.name}", "forward", index)
-    # A fault in a module's backward pass shows in the gradient of the output before it, or of a parameter of its own.
+    # A fault in a module's backward pass shows in the gradient of the preceding output or of one of its own parameters.
     broken = [
         (index, f"the gradient that {modules[index].name} passes back to {before.name}")
         for index, before in enumerate(modules[:-1], start=1)
@@ -109,17 +109,17 @@ def replay(
 ) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
     """Measure all outputs, parameters and gradients of the mean loss of a batch.
 
-    The loss is `example_loss` of the objective, without label smoothing, router losses, or the other pairs of a batch.
+    The loss is the objective's `example_loss`, without label smoothing, router losses, or the other pairs of a batch.
 
     Args:
-      model: unrolled: blocks in a scan would be added up into one row. Its attention should be the step's.
-      params: parameters that the step was given.
-      batch: batch that the step was given.
-      keys_B: dropout keys, one per example; no dropout without them.
+      model: unrolled model, as blocks in a scan would share one row. It should use the step's attention implementation.
+      params: parameters before the step.
+      batch: batch of the step.
+      keys_B: dropout keys, one per example; None for no dropout.
       compute_dtype: dtype that the parameters are cast to; None for no cast.
 
     Returns:
-      A row per module, in the order in which they finish, and a row per parameter.
+      One row per module, in the order in which they finish, and one row per parameter.
     """
     if compute_dtype is not None:
         params = jax.tree.map(lambda p: p.astype(compute_dtype), params)
@@ -136,15 +136,16 @@ def replay(
 def save_autopsy(
     folder: Path, step: int, batch: Batch, key_data: np.ndarray | None, report: Autopsy | None, execution: str
 ) -> Path:
-    """Write what repeats a failed step atomically to `autopsy/step-N/` in a run's folder; return that path.
+    """Write everything needed to repeat a failed step atomically to `autopsy/step-N/` in a run's folder; return that
+    path.
 
     Args:
       folder: the run's folder.
-      step: N, counted from 1: its parameters are checkpoint N - 1.
+      step: N, counted from 1; checkpoint N - 1 holds the parameters before it.
       batch: batch of the step.
-      key_data: `jax.random.key_data` of its dropout keys, one per example.
+      key_data: `jax.random.key_data` of the dropout keys, one per example.
       report: result of `first_non_finite`; None if the replay was finite.
-      execution: implementation of the replay, such as 'attention: xla'.
+      execution: implementation used in the replay, such as 'attention: xla'.
     """
     parent = folder / "autopsy"
     parent.mkdir(exist_ok=True)
@@ -180,16 +181,17 @@ def save_autopsy(
 def _measure_all(
     model: nn.Module, names: tuple[str, ...], params: Params, batch: Batch, keys_B: jax.Array | None
 ) -> tuple[jax.Array, Params]:
-    """Return `_measure` of outputs and their gradients, `(modules, 2, 4)`, and of parameters and theirs, `(2, 4)`."""
+    """Return `_measure` of outputs and their gradients, `(modules, 2, 4)`, and of each parameter and its gradient,
+    `(2, 4)`."""
     call = lambda params, *inputs: model.apply({"params": params}, *inputs)  # noqa: E731
     outputs = jax.eval_shape(call, params, *jax.tree.map(lambda x: x[0], batch.inputs))
-    n_outputs = sum(leaf.size for leaf in jax.tree.leaves(outputs))  # logits, mostly
+    n_outputs = sum(leaf.size for leaf in jax.tree.leaves(outputs))  # mostly logits
     chunk = rows_per_chunk(EXAMPLES_PER_CHUNK, n_outputs, objective.MAX_LOGITS_BYTES // 4)
-    # Weighted losses add up; without weights the loss is their mean.
+    # Weighted example losses sum to the batch loss; unweighted ones are averaged.
     reduce = jnp.mean if batch.weights is None else jnp.sum
 
     def mean_loss(params: Params, records_B: dict[str, jax.Array]) -> jax.Array:
-        # Activations are recomputed in the backward pass, so that none is saved between chunks.
+        # Recompute activations in the backward pass, so that none is saved between chunks.
         example_loss = jax.checkpoint(lambda example: _tapped_loss(model, params, *example))
         return reduce(jax.lax.map(example_loss, (records_B, batch, keys_B), batch_size=chunk))
 
@@ -200,7 +202,7 @@ def _measure_all(
 
 
 def _tapped_loss(model: nn.Module, params: Params, record: dict, example: Batch, key: jax.Array | None) -> jax.Array:
-    """Return the loss of one example, with a tap at the output of every module; names without a record get one."""
+    """Return the loss of one example, with a tap at the output of every module; missing records are added."""
     calls: list[str] = []
 
     def intercept(call: Callable, args: tuple, kwargs: dict, context: nn.module.InterceptorContext) -> Any:
@@ -223,8 +225,8 @@ EMPTY = np.zeros((2, 4), np.float32)
 
 @jax.custom_vjp
 def tap(values: Any, record: jax.Array) -> Any:
-    """Return the values (any tree) unchanged. The "gradient" of the record is `_measure` of them and their gradients,
-    so that measurements leave a loop, a `vmap` or a checkpointed block as gradients do."""
+    """Return the values, any pytree, unchanged. The "gradient" of the record is `_measure` of the values and of their
+    gradients, so that measurements leave a loop, a `vmap` or a checkpointed block the way gradients do."""
     return values
 
 
@@ -235,7 +237,7 @@ tap.defvjp(
 
 
 def _measure(tree: Any) -> jax.Array:
-    """Return largest magnitude, root mean square, and numbers of finite and other values, `(4,)` float32."""
+    """Return the largest magnitude, root mean square, and counts of finite and non-finite values, `(4,)` float32."""
     floats = [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.floating)]
     x = jnp.concatenate([jnp.zeros(0), *(jnp.ravel(leaf).astype(jnp.float32) for leaf in floats)])
     finite = jnp.isfinite(x)
@@ -246,7 +248,7 @@ def _measure(tree: Any) -> jax.Array:
 
 
 def _over_batch(measured_B: jax.Array) -> jax.Array:
-    """Return `_measure` of all examples, `(…, 4)`, from that of each, `(B, …, 4)`."""
+    """Combine `_measure` of each example, `(B, …, 4)`, into that of all, `(…, 4)`."""
     largest_B, rms_B, n_finite_B, n_not_B = jnp.moveaxis(measured_B, -1, 0)
     largest, n_finite = jnp.max(largest_B, axis=0), jnp.sum(n_finite_B, axis=0)
     rms = _root_mean_square(rms_B, n_finite_B, n_finite, largest)
@@ -254,8 +256,8 @@ def _over_batch(measured_B: jax.Array) -> jax.Array:
 
 
 def _root_mean_square(x: jax.Array, weights: Any, total: jax.Array, largest: jax.Array) -> jax.Array:
-    """Return √(Σ w·x² / total) along the first axis, 0 for a total of 0; the squares may overflow float32."""
-    unit = jnp.clip(largest, 1e-30, 1e37)  # beyond these, its reciprocal is subnormal
+    """Return √(Σ w·x² / total) over the first axis, 0 for a total of 0, even if the squares would overflow float32."""
+    unit = jnp.clip(largest, 1e-30, 1e37)  # keeps the reciprocal a normal float32
     return unit * jnp.sqrt(jnp.sum(weights * (x / unit) ** 2, axis=0) / jnp.maximum(total, 1))
 
 

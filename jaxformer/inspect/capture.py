@@ -1,4 +1,4 @@
-"""Captures of a model's activations by name, and interventions that replace them."""
+"""Capture of a model's activations by name, and interventions that replace them."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from jaxformer.nn.capture import OUTPUT, handled_by
 from jaxformer.parameters import dotted
 
 Names = str | Collection[str]
-"""A pattern of names (`blocks.*.attention.weights`, as of `fnmatch`), or several."""
+"""A pattern of names as for `fnmatch`, such as `blocks.*.attention.weights`, or several patterns."""
 Activations = OrderedDict[str, jax.Array]
-"""Activations, or their gradients, by name in the order of the computation, which `jax.jit` keeps."""
+"""Activations, or their gradients, by name in order of computation, which `jax.jit` preserves."""
 Edit = Callable[[str, jax.Array], jax.Array]
 """`edit(name, value)` returns the replacement of an activation, or the value itself."""
 
@@ -32,7 +32,7 @@ Edit = Callable[[str, jax.Array], jax.Array]
 def capture(
     model: nn.Module, params: Params, *inputs: Any, names: Names = "*", missing_ok: bool = False
 ) -> Activations:
-    """Return what a model computes for one example, by name, in the order of the computation.
+    """Return the activations of a model for one example, by name, in order of computation.
 
     ========================================  ====================================================================
     `logits`                                  the model's output, `(T, V)` or `(n_classes,)`; a model with several
@@ -43,27 +43,27 @@ def capture(
     `blocks.0.attention.scores`               `(H, T, S)` float32, scaled, before the mask
     `blocks.0.attention.visible`              `(T, S)` bool: the mask
     `blocks.0.attention.weights`              `(H, T, S)` float32, the attention map: rows that sum to one
-    `blocks.0.attention.heads`                `(H, T, K)`: the values, mixed
+    `blocks.0.attention.heads`                `(H, T, K)`: the weighted sums of values
     `blocks.0.mlp.hidden.1`                   a hidden layer, `(T, F)`, after its activation
     `blocks.0.attention`, `blocks.0.mlp`, …   the output of a module of `jaxformer.nn`: embedding, norms, and so on
     ========================================  ====================================================================
 
-    Other stacks have their own names, `encoder_blocks.0…`, and cross-attention is `cross_attention`. A recurrent
+    Other stacks have their own names, such as `encoder_blocks.0…`; cross-attention is `cross_attention`. A recurrent
     model has `encoder_0`, …, and `reader.weights`, `(T, S)`, its attention to the source. Experts have
-    `blocks.0.mlp.experts`, `(E, C, D)`. A module that is called again has ` (call 2)` after its name.
+    `blocks.0.mlp.experts`, `(E, C, D)`. The second call of a module appends ` (call 2)` to its name.
 
-    These are the values that the modules pass through `nn.capture.capture_point`; any Linen module can offer its own.
-    Under `jax.jit`, XLA removes what is not used of the result.
+    Modules pass these values through `nn.capture.capture_point`; any Linen module can add its own capture points. Under
+    `jax.jit`, XLA removes the activations that are not used.
 
     Args:
-      model: as `ModelConfig.build()` returns it, or any Linen module with capture points.
-      inputs: what the model is called with, for one example.
+      model: result of `ModelConfig.build()`, or any Linen module with capture points.
+      inputs: inputs of the model, for one example.
       names: the activations to return.
-      missing_ok: return fewer where a pattern matches none, instead of raising.
+      missing_ok: accept patterns that match nothing, instead of raising.
 
     Raises:
-      UserError: the inputs are those of a batch, or hold token ids out of the vocabulary; a pattern matches nothing; an
-        activation is a value of a transformation within the model, such as `nn.remat`.
+      UserError: the inputs are a batch, or hold token ids outside the vocabulary; a pattern matches nothing; an
+        activation is computed within a transformation in the model, such as `nn.remat`.
     """
     return apply_and_capture(model, params, *inputs, names=names, missing_ok=missing_ok)[1]
 
@@ -82,7 +82,7 @@ def apply_and_capture(
 def capture_shapes(
     model: nn.Module, params: Params, *inputs: Any, names: Names = "*", missing_ok: bool = False
 ) -> OrderedDict[str, jax.ShapeDtypeStruct]:
-    """Return shapes and dtypes of what `capture` would return, in the same order, without computing it.
+    """Return the shapes and dtypes of the result of `capture`, in the same order, without computing it.
 
     Args:
       params: parameters, or their `jax.ShapeDtypeStruct`s.
@@ -94,12 +94,12 @@ def capture_shapes(
 def capture_gradients(loss: Callable[[], jax.Array], names: Names = "*") -> tuple[Activations, Activations]:
     """Return the activations of the model that a loss calls, and the gradients of the loss with respect to them.
 
-    Each gradient is a total one, as if the activation were an input: that of `blocks.0.attention.weights` includes
-    every path from the weights to the loss.
+    Gradients are total derivatives, as if the activation were an input: the gradient of `blocks.0.attention.weights`
+    includes every path from the weights to the loss.
 
     Args:
       loss: calls a model and returns a scalar: `lambda: objective.example_loss(model, params, example)`.
-      names: the activations; those of integers and bools have no gradient.
+      names: the activations; integer and bool activations have no gradient.
 
     Raises:
       UserError: a pattern matches nothing; an activation is computed twice, or within a transformation that the loss
@@ -111,7 +111,7 @@ def capture_gradients(loss: Callable[[], jax.Array], names: Names = "*") -> tupl
 def value_and_capture_gradients(
     loss: Callable[[], jax.Array], names: Names = "*"
 ) -> tuple[jax.Array, Activations, Activations]:
-    """Return a loss, and the results of `capture_gradients`."""
+    """Return a loss and the results of `capture_gradients`."""
 
     def shifted(shifts: Activations) -> tuple[jax.Array, Activations]:
         captured: Activations = OrderedDict()
@@ -130,10 +130,9 @@ def value_and_capture_gradients(
 def intervene(names: Names, edit: Edit, *, missing_ok: bool = False) -> Iterator[None]:
     """Replace activations of the models called within this context by `edit(name, value)`.
 
-    The rest of the model is computed from the replacement. A value returned as the same object leaves the computation
-    as it is; where scores, weights or visibility of attention change, that layer is computed by the plain formula
-    instead of its kernel. A function that was compiled outside the context is not affected, and one that is compiled
-    within it keeps the replacements.
+    The rest of the model is computed from the replacement. Returning the same object leaves the computation unchanged.
+    An attention layer whose scores, weights or visibility an edit changes uses the plain formula instead of its kernel.
+    Functions compiled outside the context are not affected; those compiled within it keep the replacements.
 
     Args:
       names: the activations to replace, named as by `capture`.
@@ -141,8 +140,8 @@ def intervene(names: Names, edit: Edit, *, missing_ok: bool = False) -> Iterator
       missing_ok: accept patterns that match nothing.
 
     Raises:
-      UserError: a replacement has another shape or dtype; a pattern matched nothing by the end of the context; a
-        capture point offers something else than an array.
+      UserError: a replacement has another shape or dtype; a pattern matched nothing by the end of the context; the
+        value of a capture point is not an array.
     """
     patterns = [names] if isinstance(names, str) else list(names)
     calls: Counter[tuple[Any, str]] = Counter()
@@ -153,7 +152,7 @@ def intervene(names: Names, edit: Edit, *, missing_ok: bool = False) -> Iterator
             problem = f"capture point {part!r} of {type(module).__name__} offers a {type(value).__name__}"
             raise UserError(f"{problem}; offer each array by a point of its own.")
         path = module.path if part == OUTPUT and module.path else (*module.path, part)
-        call = (module.scope.root if module.scope else None, dotted(path))  # each `apply` has a root of its own
+        call = (module.scope.root if module.scope else None, dotted(path))  # each `apply` has its own root
         calls[call] += 1
         name = call[1] if calls[call] == 1 else f"{call[1]} (call {calls[call]})"
         computed.add(name)
@@ -171,8 +170,8 @@ def intervene(names: Names, edit: Edit, *, missing_ok: bool = False) -> Iterator
 
 
 def _keep(captured: Activations, edit: Edit = lambda _, value: value) -> Edit:
-    """Return the edit that also stores each activation, as it leaves `edit`, under its name; `UserError` if the
-    activation is a value of a transformation within, such as `vmap`, or has a name that is taken."""
+    """Return an edit that also stores the result of `edit` under the activation's name. It raises `UserError` if the
+    activation is computed within an inner transformation, such as `vmap`, or if its name is taken."""
     trace = get_opaque_trace_state(convention="flax")
 
     def keep(name: str, value: jax.Array) -> jax.Array:
@@ -189,7 +188,7 @@ def _keep(captured: Activations, edit: Edit = lambda _, value: value) -> Edit:
 
 
 def _check_edit(name: str, value: jax.Array, edited: Any) -> None:
-    """Raise `UserError` where a replacement has another shape or dtype than the activation."""
+    """Raise `UserError` if a replacement has another shape or dtype than the activation."""
     expected, got = (f"{getattr(x, 'dtype', type(x).__name__)} {jnp.shape(x)}" for x in (value, edited))
     if expected != got:
         problem = f"an edit must keep shape and dtype: {name} is {expected}, and its replacement is {got}"
@@ -197,7 +196,7 @@ def _check_edit(name: str, value: jax.Array, edited: Any) -> None:
 
 
 def _check_matched(patterns: Collection[str], names: Collection[str]) -> None:
-    """Raise `UserError` where a pattern matches none of the names that models computed."""
+    """Raise `UserError` if a pattern matches none of the computed names."""
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             near = ", ".join(get_close_matches(pattern, names, 3, cutoff=0.0))

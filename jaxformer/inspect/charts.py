@@ -1,4 +1,4 @@
-"""Charts of a page: what is drawn; `assets/charts.js` draws it as SVG."""
+"""Data of a page's charts, which `assets/charts.js` draws as SVG."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ class Axis:
 
     label: str
     log: bool = False
-    """Logarithmic; numbers that are not positive are left out."""
+    """Logarithmic axis; omits values that are not positive."""
     from_zero: bool = False
     """Begins at zero."""
     reverse: bool = False
     percent: bool = False
-    """Labels are percentages of 1."""
+    """Labels as percentages of 1."""
     limits: tuple[float, float] | None = None
-    """Ends of the axis; lines beyond them run along its edge. None for those of the lines."""
+    """Ends of the axis; lines beyond them run along its edge. None for the range of the lines."""
 
 
 STEP = Axis("step")
-"""The axis of optimizer steps."""
+"""Axis of optimizer steps."""
 
 
 @dataclass(frozen=True)
@@ -38,13 +38,13 @@ class Line:
 
     x: Sequence[float]
     y: Sequence[float | None]
-    """One number for each of `x`; None leaves a gap."""
+    """One value per entry of `x`; None leaves a gap."""
     name: str
-    """Lines of one name share a colour and an entry of the legend."""
+    """Name in the legend; lines with the same name share a colour and a legend entry."""
     member: str = ""
-    """Part that the line is of, among those of its name, such as the head of a layer."""
+    """Name among the lines that share `name`, such as the head of a layer."""
     points: bool = False
-    """Mark each point."""
+    """Markers at the points."""
     dotted: bool = False
 
 
@@ -56,7 +56,7 @@ class Chart(Section):
 
 @dataclass(frozen=True)
 class Lines(Chart):
-    """Lines over a common axis, with a legend where they have several names."""
+    """Lines over a common axis, with a legend if they have several names."""
 
     lines: Sequence[Line]
     x: Axis
@@ -64,10 +64,10 @@ class Lines(Chart):
     height: int = 300
     """Height of the chart in pixels."""
     marks: Sequence[tuple[float, str]] = ()
-    """Positions on the axis `x` that a vertical line and a label mark."""
+    """Positions on the x axis to mark with a vertical line, and their labels."""
 
     def body(self) -> str:
-        """Return the chart's element. Lines over the same positions share them."""
+        """Return the chart's HTML element. Lines with the same x values share them."""
         positions: list[list[float]] = []
         lines = []
         for line in self.lines:
@@ -85,29 +85,29 @@ class Lines(Chart):
 
 @dataclass(frozen=True)
 class Heatmap(Chart):
-    """A matrix of cells, whose values stand in them where there is room, and are told where they are pointed at."""
+    """A matrix of cells, which show their values if there is room, and always when pointed at."""
 
     values: Any
-    """`(rows, columns)`; NaN for a cell that is empty."""
+    """`(rows, columns)`; NaN for an empty cell."""
     rows: Sequence[str]
     columns: Sequence[str]
     scale: Literal["sequential", "diverging"] = "sequential"
-    """Colours from 0 to `largest`, or from its negative."""
+    """Colour scale from 0, or from -`largest`, to `largest`."""
     largest: float | None = None
-    """Value of the strongest colour; None for the largest there is."""
+    """Value of the strongest colour; None for the largest magnitude."""
     texts: Sequence[Sequence[str]] | None = None
     """Texts in the cells; None for none."""
     notes: Sequence[Sequence[str]] | None = None
-    """Sentences that tell the cells; None for row, column and value."""
+    """Tooltips of the cells; None for row, column and value."""
     column_notes: Sequence[str] = ()
-    """Words after the value for each column."""
+    """Text after the value in the tooltips of each column."""
     cell: tuple[int, int] = (46, 28)
     """Width and height of a cell in pixels."""
     images: Sequence[str] = ()
-    """Data URI of an image for each row."""
+    """Data URI of one image per row."""
 
     def body(self) -> str:
-        """Return the chart's element."""
+        """Return the chart's HTML element."""
         values = np.asarray(self.values, np.float64)
         finite = np.abs(values[np.isfinite(values)])
         largest = (float(finite.max()) if finite.size else 0.0) if self.largest is None else self.largest
@@ -122,7 +122,7 @@ class Heatmap(Chart):
 
 @dataclass(frozen=True)
 class Grid(Section):
-    """Small multiples: charts side by side, each below its title."""
+    """Small multiples: charts side by side, each with its title above."""
 
     panels: Sequence[Section]
     assets: ClassVar[Sequence[str]] = Chart.assets

@@ -18,22 +18,22 @@ from jaxformer.nn.embedding import check_tokens
 from jaxformer.ops.attention import row_entropy
 
 LENGTH_MULTIPLE = 64
-"""Tokens that texts are right-padded to a multiple of, so that few programs are compiled; attention is causal."""
+"""Texts are right-padded to a multiple of this length, so that few programs are compiled; attention is causal."""
 
 
 @dataclass(frozen=True)
 class TokenExplanation:
-    """One token of a text. Probabilities are the model's own, before any sampler."""
+    """One token of a text. Probabilities are the model's own, before any logits processor."""
 
     token: int
     probability: float
     entropy: float
     """Entropy of the model's prediction here, in nats."""
     alternatives: tuple[tuple[int, float], ...]
-    """The likeliest other tokens and their probabilities."""
+    """The most likely other tokens and their probabilities."""
     attended: tuple[tuple[int, float], ...]
-    """Positions with the most attention from the position that predicts this token, and their weights: the mean over
-    all heads of all blocks; empty for a model without attention."""
+    """Positions that the position predicting this token attends to most, and their weights: means over all heads of all
+    blocks. Empty for a model without attention."""
 
 
 def explain(
@@ -50,12 +50,13 @@ def explain(
 
     Raises:
       UserError: a token is not in the vocabulary.
-      ValueError: the text is longer than the model's positions, or the model has logits only after a full window.
+      ValueError: the text has more tokens than the model has positions, or the model has logits only after a full
+        window.
     """
     check_tokens(tokens, model.config.vocab_size)
     T = len(tokens)
     padded = -(-T // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
-    if not contract_of(model).extrapolates:  # it has no positions beyond its context
+    if not contract_of(model).extrapolates:  # no positions beyond the context
         padded = min(padded, model.config.n_positions)
     if padded < T:
         raise ValueError(f"{T} tokens, but the model has {padded} positions")
@@ -77,8 +78,8 @@ def explain(
 def _explain(
     model: nn.Module, params: Params, tokens_T: jax.Array, prefix: tuple, n_top: int, n_positions: int
 ) -> tuple[jax.Array, ...]:
-    """Return per position: probability of the next token, entropy, top tokens `(T, n_top)` and their probabilities,
-    attended positions `(T, n_positions)` and their weights."""
+    """Return, per position, the probability of the next token, the entropy, the top tokens `(T, n_top)` and their
+    probabilities, and the attended positions `(T, n_positions)` and their weights."""
     names = "*.attention.weights"
     logits_TV, maps = apply_and_capture(model, params, tokens_T, *prefix, names=names, missing_ok=True)
     p_TV = jax.nn.softmax(logits_TV.astype(jnp.float32))

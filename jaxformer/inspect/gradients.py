@@ -1,4 +1,4 @@
-"""Gradient reports, a row per parameter and attention head; update ratios; per-example gradients."""
+"""Gradient reports with one row per parameter and attention head; update ratios; per-example gradients."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from jaxformer.parameters import Norms, Row, norm_rows, parameter_name, paramete
 from jaxformer.terminal import WIDTH, align, wrap_columns
 
 EXAMPLES_PER_CHUNK = 8
-"""Examples whose gradients of all parameters are in memory at a time."""
+"""Examples whose full gradients are in memory at the same time."""
 IN_BLOCK = re.compile(r"(?P<stack>(?:.+\.)?\w*blocks)\.(?P<block>\d+)\.(?P<part>.+)")
 """Name of a parameter in a stack of blocks."""
 
 
 @dataclass(frozen=True)
 class GradientReport:
-    """Norms per parameter; `str` of it is a table."""
+    """Norms per parameter; `str()` gives a table."""
 
     rows: tuple[Row, ...]
 
@@ -41,24 +41,24 @@ class GradientReport:
 
 
 def gradient_report(params: Params, grads: Params, lr: float, updates: Params | None = None) -> GradientReport:
-    """Return the norms of gradients, weights and updates of each parameter.
+    """Return the norms of each parameter's gradient, weights and update.
 
     Args:
       params: the parameters.
-      grads: gradients, of the same structure.
+      grads: gradients, with the same structure.
       lr: learning rate, for `u`.
-      updates: the optimizer's updates, of the same structure.
+      updates: the optimizer's updates, with the same structure.
     """
     norms = [row_norms(tree).tolist() for tree in (grads, params, *([] if updates is None else [updates]))]
     return GradientReport(tuple(norm_rows(row_names(params), lr, *norms)))
 
 
 def update_grid(rows: Sequence[Row], order: Sequence[str], learning_rate: float) -> str:
-    """Return update ratios for a terminal: norm of each parameter's update over that of its weights, in thousandths, a
-    line per block and a column per parameter of a block, in this order. Rows of heads are combined; those without an
-    update show `u`. The title names the learning rate."""
+    """Return update ratios for a terminal: the norm of each parameter's update divided by the norm of its weights, in
+    thousandths, with one line per block and one column per parameter of a block, in the given order. Rows of heads are
+    combined; rows without an update show `u`. The title has the learning rate."""
     by_parameter: dict[str, list[Row]] = {name: [] for name in order}
-    for row in rows:  # or a head's row
+    for row in rows:  # of a parameter or of a head
         by_parameter.setdefault(parameter_name(row.name), []).append(row)
     ratios = {name: _thousandths(_combined(by_parameter[name])) for name in order}
     title = f"update ratios at learning rate {learning_rate:.3g}: norm of update / norm of weights, in thousandths"
@@ -74,12 +74,12 @@ def update_grid(rows: Sequence[Row], order: Sequence[str], learning_rate: float)
 
 
 def _grid(stack: str, ratios: Mapping[str, str]) -> list[str]:
-    """Return a heading and a line per block of a stack, the columns wrapped to `WIDTH`."""
+    """Return a heading and one line per block of a stack, with columns wrapped to `WIDTH`."""
     matches = {name: match for name in ratios if (match := IN_BLOCK.fullmatch(name)) and match["stack"] == stack}
     cells = {(match["block"], match["part"]): ratios[name] for name, match in matches.items()}
     blocks, parts = (list(dict.fromkeys(axis)) for axis in zip(*cells, strict=True))
     last = [part.rpartition(".")[2] for part in parts]
-    # A gain has the name of its norm; a name that several layers have includes the layer.
+    # Label a gain by its norm, and add the layer to a name that several layers share.
     labels = [
         part.removesuffix(".gamma") if name in ("gamma", "beta") or last.count(name) > 1 else name
         for part, name in zip(parts, last, strict=True)
@@ -101,14 +101,14 @@ def _wrapped(parts: Sequence[str]) -> list[str]:
 
 
 def _combined(rows: Sequence[Row]) -> float:
-    """Return the update ratio of several rows together."""
+    """Return the combined update ratio of several rows."""
     updates = [(row.u if row.update is None else row.update) * row.w for row in rows]
     weights = hypot(*(row.w for row in rows))
     return hypot(*updates) / weights if weights else rows[0].u if rows[0].update is None else rows[0].update
 
 
 def _thousandths(ratio: float) -> str:
-    """Return 1,000 times a ratio with three digits and no exponent."""
+    """Format 1,000 times a ratio with three digits and no exponent."""
     value = 1e3 * ratio
     if not isfinite(value):
         return str(value)
@@ -124,11 +124,11 @@ class PerExampleGradients:
     norm_B: np.ndarray
     """Norm of each gradient."""
     cosine_B: np.ndarray
-    """Cosine of each gradient with the mean of all."""
+    """Cosine similarity of each gradient with the mean gradient."""
     parameters: dict[str, np.ndarray]
-    """Norms by parameter, `(B,)`, or `(B, H)` for those of attention heads."""
+    """Norms by parameter, `(B,)`, or `(B, H)` for parameters of attention heads."""
     mean_norm: float
-    """Norm of the mean of all gradients."""
+    """Norm of the mean gradient."""
 
     @property
     def noise_scale(self) -> float:
@@ -137,7 +137,7 @@ class PerExampleGradients:
 
 
 def per_example_gradients(model: nn.Module, params: Params, batch: Batch) -> PerExampleGradients:
-    """Measure the gradient of each example of a batch, without dropout; examples weigh the same in their mean.
+    """Measure the gradient of each example of a batch, without dropout; the mean weights all examples equally.
 
     Args:
       batch: examples, each with a target of nonzero weight.
@@ -147,7 +147,7 @@ def per_example_gradients(model: nn.Module, params: Params, batch: Batch) -> Per
     total = lambda norms: np.sqrt(sum(np.square(x, dtype=np.float64).sum() for x in norms.values()))  # noqa: E731
     norm_B = np.array([total({name: x[b] for name, x in norms.items()}) for b in range(len(loss_B))])
     mean_norm = float(total(mean_norms))
-    with np.errstate(invalid="ignore", divide="ignore"):  # of a gradient that is 0
+    with np.errstate(invalid="ignore", divide="ignore"):  # a gradient may be 0
         return PerExampleGradients(loss_B, norm_B, dot_B / (norm_B * mean_norm), norms, mean_norm)
 
 
@@ -156,11 +156,11 @@ def gradients_by_position(
     model: nn.Module, params: Params, example: Batch, names: str | tuple[str, ...] = "embedding"
 ) -> Activations:
     """Return the norm of the gradient of an example's loss with respect to activations at each position, `(T,)`
-    float32: what an earlier position can teach a model (Bengio et al. 1994).
+    float32: how much an earlier position can contribute to learning (Bengio et al. 1994).
 
     Args:
-      example: with weights, the loss is that of the targets whose weight is not 0.
-      names: activations `(T, …)`, as of `capture`: the embedding, or `blocks.*.before` for each depth.
+      example: the example; if it has weights, the loss covers the targets with nonzero weight.
+      names: activations `(T, …)`, named as by `capture`: the embedding, or `blocks.*.before` for each depth.
 
     Raises:
       UserError: a pattern matches nothing.
@@ -170,21 +170,21 @@ def gradients_by_position(
 
 
 def _position_norms(x_TD: jax.Array) -> jax.Array:
-    """Return the norms of rows, `(T,)`, without squares of numbers below 1e-19, which float32 does not hold."""
+    """Return the norms of rows, `(T,)`; scaled, as squares of values below 1e-19 would underflow float32."""
     largest_T1 = jnp.max(jnp.abs(x_TD), axis=-1, keepdims=True)
     return largest_T1[:, 0] * jnp.linalg.norm(x_TD / jnp.where(largest_T1 > 0, largest_T1, 1), axis=-1)
 
 
 def noise_scale(norm_B: np.ndarray, mean_norm: float) -> float:
-    """Return the gradient noise scale: the batch size in examples with as much signal as noise, tr(Σ) / |G|², with the
-    covariance Σ of per-example gradients and their true mean G (McCandlish et al. 2018, equation 2.9).
+    """Return the gradient noise scale, tr(Σ) / |G|², in examples: the batch size at which signal and noise are equal,
+    with the covariance Σ of per-example gradients and their true mean G (McCandlish et al. 2018, equation 2.9).
 
-    Both are unbiased estimates, by their appendix A.1 with batches of 1 and B; infinite where B examples show no
-    signal, NaN for a single one.
+    Numerator and denominator are the unbiased estimates of their appendix A.1, with batches of 1 and B. Infinite if B
+    examples show no signal, NaN for a single example.
 
     Args:
       norm_B: norm of each example's gradient.
-      mean_norm: norm of their mean.
+      mean_norm: norm of the mean gradient.
     """
     B, mean_square = len(norm_B), mean_norm**2
     if B < 2:
@@ -196,8 +196,8 @@ def noise_scale(norm_B: np.ndarray, mean_norm: float) -> float:
 
 @partial(jax.jit, static_argnames="model")
 def _per_example(model: nn.Module, params: Params, batch: Batch) -> tuple[jax.Array, Norms, jax.Array, Norms]:
-    """Return per example the loss, the norms of its gradient, and its dot product with the mean gradient; and the norms
-    of the mean gradient."""
+    """Return, per example, the loss, the gradient's norms, and its dot product with the mean gradient; and the norms of
+    the mean gradient."""
 
     def loss(params: Params, example: Batch) -> jax.Array:
         nll = objective_of(model).example_loss(model, params, example)

@@ -1,4 +1,4 @@
-"""Statistics of attention heads, and head ablation: the loss without a head."""
+"""Statistics of attention heads, and head ablation."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ from jaxformer.models.objective import Params, mean_loss
 from jaxformer.ops.attention import row_entropy
 
 PerHead = OrderedDict[str, jax.Array]
-"""A number for each head, `(H,)`, by the name of its layer."""
+"""One value per head, `(H,)`, by the name of the layer."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class HeadStatistics:
-    """Statistics of the heads of one layer, each `(H,)` float32: means over the rows of an example, and in
-    `head_statistics` over the examples that have such rows; NaN where none has."""
+    """Statistics of the heads of one layer, each `(H,)` float32: means over the rows of an example to which a statistic
+    applies, in `head_statistics` also over examples with such rows; NaN if there are none."""
 
     entropy: Any
     """Entropy of a row in nats; see `ops.attention.row_entropy`."""
     share: Any
-    """Entropy over its maximum, log t where t positions are visible; of rows with more than one."""
+    """Entropy as a fraction of its maximum, log t for t visible positions; over rows with more than one."""
     distance: Any
-    """Positions between a query and its keys, weighted by attention."""
+    """Distance between a query and its keys in positions, weighted by attention."""
     first: Any
-    """Weight on the first position, of all rows but the first."""
+    """Weight on the first position; over all rows but the first."""
     previous: Any
-    """Previous-token score: weight on the position before, of the same rows."""
+    """Previous-token score: weight on the preceding position; over all rows but the first."""
     duplicate: Any
-    """Weight on earlier positions with the same token, of rows that have one."""
+    """Weight on earlier positions with the same token; over rows that have one."""
     induction: Any
-    """Induction score: weight on the token after an earlier occurrence of the same token, of rows that have one (the
+    """Induction score: weight on the token after an earlier occurrence of the same token; over rows that have one (the
     prefix-matching score of Olsson et al. 2022)."""
 
     def without_positions(self) -> HeadStatistics:
-        """Return the statistics with NaN for those that compare positions, for cross-attention."""
+        """Return the statistics with NaN for those that compare positions; for cross-attention."""
         nan = self.entropy * jnp.nan
         return replace(self, distance=nan, first=nan, previous=nan)
 
@@ -59,8 +59,8 @@ def layer_statistics(
     """Return the statistics of the heads of one layer for one example.
 
     Args:
-      weights_HTS: attention map, of a sequence to itself (S = T) or to another; see `without_positions`.
-      visible_TS: the mask.
+      weights_HTS: attention map, from a sequence to itself (S = T) or to another; see `without_positions`.
+      visible_TS: attention mask.
       tokens_T: tokens of the sequence; `duplicate` and `induction` are NaN without them.
       valid_T: False for rows of padding.
     """
@@ -90,13 +90,13 @@ def layer_statistics(
 
 
 def head_statistics(model: nn.Module, params: Params, *inputs_B: Any, target_mask_BT: Any = None) -> ByLayer:
-    """Return the statistics of all heads by layer, means over several examples, without rows of padding.
+    """Return the statistics of all heads by layer: means over several examples, without rows of padding.
 
-    Tokens are compared in self-attention over text; positions are compared in self-attention alone.
+    Statistics of tokens apply to self-attention over text; statistics of positions apply to self-attention only.
 
     Args:
-      model: any model; one without attention gives `{}`.
-      inputs_B: what the model is called with, for several examples.
+      model: any model; `{}` is returned for one without attention.
+      inputs_B: inputs of the model, for several examples.
       target_mask_BT: True where a target is not padding.
     """
     statistics: ByLayer = jax.device_get(_head_statistics(model, params, inputs_B, target_mask_BT))
@@ -116,35 +116,36 @@ def _head_statistics(model: nn.Module, params: Params, inputs_B: tuple[Any, ...]
             statistics[layer] = heads.without_positions() if CROSS in layer else heads
         return statistics
 
-    # One example after the other: attention maps are as large as the square of the length.
+    # One example at a time: the size of attention maps is quadratic in the sequence length.
     statistics_B = jax.lax.map(example_statistics, (inputs_B, target_mask_BT))
     return jax.tree.map(lambda x_BH: jnp.nanmean(x_BH, axis=0), statistics_B)
 
 
 def target_mask(batch: Batch) -> Any:
-    """Return where the targets of a batch are not padding, `(B, T)`; None without weights, or without a target axis."""
+    """Return a mask, `(B, T)` bool, of targets that are not padding; None without weights or without a target axis."""
     return None if batch.weights is None or batch.weights.ndim != 2 else batch.weights > 0
 
 
 @dataclass(frozen=True)
 class Ablation:
-    """Rise of a batch's mean loss in nats where the output of one head is replaced; `(H,)` by layer."""
+    """Increase of a batch's mean loss, in nats, if the output of one head is replaced; `(H,)` by layer."""
 
     loss: float
-    """Mean loss with all heads."""
+    """Mean loss with all heads, in nats."""
     zero: PerHead
-    """Zero ablation: the head's output is 0."""
+    """Zero ablation: the head's output is replaced by 0."""
     mean: PerHead
-    """Mean ablation: its output is its mean over positions and examples, which keeps what does not depend on them."""
+    """Mean ablation: the head's output is replaced by its mean over positions and examples, which removes only what
+    varies between them."""
     zero_estimate: PerHead
-    """First order of `zero`, all heads by one gradient (attribution patching; Michel et al. 2019, equation 3, with its
-    sign)."""
+    """First-order estimate of `zero`, for all heads from one gradient (attribution patching; Michel et al. 2019,
+    equation 3, with its sign)."""
     mean_estimate: PerHead
-    """First order of `mean`."""
+    """First-order estimate of `mean`."""
 
 
 def ablate_heads(model: nn.Module, params: Params, batch: Batch) -> Ablation:
-    """Ablate each head of every layer of attention, one at a time.
+    """Ablate each head of every attention layer, one at a time.
 
     Args:
       batch: examples; see `mean_loss`.
@@ -163,12 +164,12 @@ def ablate_heads(model: nn.Module, params: Params, batch: Batch) -> Ablation:
 
 
 def ablation_loss(model: nn.Module, params: Params, batch: Batch, heads: Iterable[tuple[str, int]]) -> float:
-    """Return the mean loss in nats where several heads are mean-ablated together: redundant heads stand in for each
-    other, and show only so.
+    """Return the mean loss in nats with several heads mean-ablated together. Unlike single ablations, this shows
+    redundant heads, which compensate for each other.
 
     Args:
       batch: examples; see `mean_loss`.
-      heads: layer and head of each.
+      heads: pairs of a layer's name and a head's index.
     """
     batch, means, scales = _ablation_inputs(model, params, batch)
     for layer, head in heads:
@@ -177,7 +178,7 @@ def ablation_loss(model: nn.Module, params: Params, batch: Batch, heads: Iterabl
 
 
 def _ablation_inputs(model: nn.Module, params: Params, batch: Batch) -> tuple[Batch, Activations, PerHead]:
-    """Return the batch as arrays, the mean outputs of its heads, `(H, K)` by layer, and scales of 1 for all heads."""
+    """Return the batch as arrays, the heads' mean outputs on it, `(H, K)` by layer, and scales of 1 for all heads."""
     batch = jax.tree.map(jnp.asarray, batch)
     means = _mean_outputs(model, params, batch.inputs, target_mask(batch))
     return batch, means, OrderedDict((layer, jnp.ones(len(x_HK))) for layer, x_HK in means.items())
@@ -185,7 +186,7 @@ def _ablation_inputs(model: nn.Module, params: Params, batch: Batch) -> tuple[Ba
 
 @partial(jax.jit, static_argnames="model")
 def _mean_outputs(model: nn.Module, params: Params, inputs_B: tuple[Any, ...], target_mask_BT: Any) -> Activations:
-    """Return the mean output of each head over positions that are not padding and examples, `(H, K)` by layer."""
+    """Return the mean output of each head over examples and positions, without padding, `(H, K)` by layer."""
 
     def example_sums(example: tuple[tuple[Any, ...], Any]) -> OrderedDict[str, tuple[jax.Array, jax.Array]]:
         inputs, mask_T = example
@@ -202,7 +203,7 @@ def _mean_outputs(model: nn.Module, params: Params, inputs_B: tuple[Any, ...], t
 
 @partial(jax.jit, static_argnames="model")
 def _loss(model: nn.Module, params: Params, batch: Batch, scales: PerHead, replacements: Activations) -> jax.Array:
-    """Return the mean loss where head outputs are interpolated: scale 1 is the head's own, 0 its replacement `(K,)`."""
+    """Return the mean loss with interpolated head outputs: scale 1 is the head's own, 0 its replacement `(K,)`."""
 
     def interpolate(name: str, value_HTK: jax.Array) -> jax.Array:
         layer = name.removesuffix(".heads")

@@ -1,4 +1,4 @@
-"""Initialisation check of a decoder: statistics expected from its config, observed ones, and warnings."""
+"""Initialisation check of a decoder: expected and observed statistics, and warnings."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from jaxformer.ops.experts import route
 from jaxformer.terminal import align
 
 ONE_HOT = 0.1
-"""Share of the maximal attention entropy below which attention counts as one-hot."""
+"""Fraction of the maximal attention entropy below which attention counts as one-hot."""
 DEEP = 3
-"""Least number of blocks for which a stream without norms was observed to grow until it is not finite."""
+"""Smallest number of blocks for which a residual stream without norms was observed to grow until it is not finite."""
 
 
 @dataclass(frozen=True)
@@ -35,16 +35,16 @@ class Moments:
     stream: float
     """Mean square of the residual stream before the block."""
     scores: float
-    """Variance of the visible scores in a row; the softmax is invariant to their mean."""
+    """Variance of a row's visible scores; the softmax is invariant to their mean."""
     entropy: float
     """Attention entropy in nats."""
     growth: float
-    """Mean square of the stream after the block over that before it."""
+    """Mean square of the residual stream after the block divided by that before it."""
 
 
 @dataclass(frozen=True)
 class InitReport:
-    """Statistics of each block of a decoder, and warnings; `str` of it is a table."""
+    """Statistics of each block of a decoder, and warnings; `str()` gives a table."""
 
     expected: tuple[Moments, ...]
     observed: tuple[Moments, ...]
@@ -60,7 +60,7 @@ class InitReport:
 
 
 def check_init(model: Decoder, params: Params, tokens_BT: jax.Array) -> InitReport:
-    """Compare a decoder's initial statistics on tokens with those expected, and warn of unstable configurations."""
+    """Compare a decoder's statistics at initialisation with the expected ones, and warn of unstable configurations."""
     n_tokens = tokens_BT.shape[1]
     observed = tuple(Moments(*map(float, block)) for block in jax.device_get(_observe(model, params, tokens_BT)))
     warnings = _warnings(model.config, observed, n_tokens)
@@ -68,11 +68,11 @@ def check_init(model: Decoder, params: Params, tokens_BT: jax.Array) -> InitRepo
 
 
 def expected_moments(config: DecoderConfig, n_tokens: int) -> tuple[Moments, ...]:
-    """Return the statistics of each block, on average over initialisations and texts of distinct tokens.
+    """Return the expected statistics of each block, averaged over initialisations and texts of distinct tokens.
 
-    Weights are independent of their inputs, so second moments multiply: a product with a matrix of n rows and variance
-    v scales a mean square by n·v. Scores of one query are then normal; the entropy of their softmax, and by how much it
-    averages values, are means over random draws.
+    Weights are independent of their inputs, so second moments multiply: a matmul with fan-in n and weight variance v
+    scales the mean square by n·v. The scores of a query are then normal; the entropy of their softmax, and how much it
+    averages the values, are Monte Carlo estimates.
     """
     c = config
     std = 1 / sqrt(c.d_model) if c.projection_std is None else c.projection_std
@@ -107,7 +107,7 @@ def _normed(c: DecoderConfig, mean_square: float) -> float:
 
 
 def _router_weights(variance: float, n_experts: int, per_token: int, renormalize: bool | None) -> float:
-    """Return the mean sum of squares of the weights of the experts that a router with normal logits selects."""
+    """Return the mean sum of squared expert weights from a router with normal logits of the given variance."""
     logits = sqrt(variance) * np.random.default_rng(0).normal(size=(1024, n_experts))
     return float(jnp.mean(jnp.sum(jnp.square(route(jnp.asarray(logits), per_token, renormalize)[1]), axis=-1)))
 
@@ -120,7 +120,7 @@ def _after(c: DecoderConfig, stream: float, part: float) -> float:
 
 
 def _mlp(c: DecoderConfig, mean_square: float) -> float:
-    """Return the mean square of an MLP's output; weights and biases are uniform, of variance 1/(3·fan-in)."""
+    """Return the mean square of an MLP's output; weights and biases are uniform with variance 1/(3·fan-in)."""
     nodes, weights = np.polynomial.hermite_e.hermegauss(64)
     weights = weights / weights.sum()
     width = c.d_model
@@ -136,8 +136,8 @@ def _mlp(c: DecoderConfig, mean_square: float) -> float:
 
 @lru_cache
 def _softmax_of_normal(variance: float, n_tokens: int, attention_window: int, draws: int = 128) -> tuple[float, float]:
-    """Return entropy, and sum of squares, of the softmax of independent normal scores: means over the rows of causal
-    attention, row t of min(t, attention_window) scores."""
+    """Return the entropy and the sum of squares of the softmax of independent normal scores: means over the rows of
+    causal attention, where row t has min(t, attention_window) scores."""
     rng = np.random.default_rng(0)
     rows = np.minimum(_rows(n_tokens), attention_window)
     return _softmax_moments([sqrt(variance) * rng.normal(size=(draws, t)) for t in rows])
@@ -148,15 +148,15 @@ def _local_head(
     c: DecoderConfig, distance: int, projected: float, scale: float, n_tokens: int, attention_window: int,
     draws: int = 8,
 ) -> tuple[float, float, float]:  # fmt: skip
-    """Return variance, entropy and sum of squares of the scores of a head that begins at a distance, of random queries
-    and keys."""
+    """Return the variance, entropy and sum of squares for the scores of a head initialised to attend at a distance,
+    with random queries and keys."""
     K = c.width_of_head
     biases = np.stack(biases_at(distance, K, c.rope_base, scale))
     shape = (2, draws, n_tokens, K)
     queries_keys = biases[:, None, None] + sqrt(projected) * np.random.default_rng(0).normal(size=shape)
     if c.qk_norm:
         queries_keys /= np.sqrt(np.square(queries_keys).mean(axis=-1, keepdims=True))
-    # RoPE in NumPy: `rope` would be compiled at the start of each training.
+    # RoPE in NumPy: `rope` would have to be compiled at the start of each training run.
     turns = np.exp(1j * np.outer(np.arange(n_tokens), c.rope_base ** (-np.arange(K // 2) / (K // 2))))
     queries, keys = (queries_keys[..., : K // 2] + 1j * queries_keys[..., K // 2 :]) * turns
     rows = [
@@ -168,12 +168,12 @@ def _local_head(
 
 
 def _rows(n_tokens: int) -> np.ndarray:
-    """Return at most 64 lengths of causal attention's rows."""
+    """Return up to 64 row lengths of causal attention, evenly spaced."""
     return np.unique(np.linspace(1, n_tokens, min(n_tokens, 64)).astype(int))
 
 
 def _softmax_moments(rows: Sequence[np.ndarray]) -> tuple[float, float]:
-    """Return entropy, and sum of squares, of the softmax of scores: means over rows, each with several draws."""
+    """Return the entropy and the sum of squares of the softmax of scores: means over rows of several samples each."""
     entropies, squares = [], []
     for z in rows:
         w = np.exp(z - z.max(axis=1, keepdims=True))
@@ -204,7 +204,7 @@ def _observe(model: Decoder, params: Params, tokens_BT: jax.Array) -> list[tuple
 
 
 def _warnings(c: DecoderConfig, observed: tuple[Moments, ...], n_tokens: int) -> list[str]:
-    """Return warnings of unstable configurations, each with the rung of the ladder that shows it and a remedy."""
+    """Return warnings about unstable configurations, each with the ladder rung that shows the problem and a remedy."""
     warnings = []
     max_entropy = float(np.mean(np.log(np.minimum(np.arange(1, n_tokens + 1), c.attention_window))))
     remedies = [] if c.scaled else ["model.scaled to true, which divides them by sqrt(head_dim)"]

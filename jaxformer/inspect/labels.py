@@ -1,4 +1,4 @@
-"""Words for readers of a page: names of layers and heads, and descriptions of what a head does."""
+"""Labels on a page: names of layers and heads, and descriptions of a head's behaviour."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 from jaxformer.inspect.heads import HeadStatistics
 
 STACKS = {"": "", "encoder_": "encoder ", "decoder_": "decoder ", "vision_": "image ", "text_": "text "}
-"""Word before "layer" for each stack of blocks."""
+"""Word before "layer", by prefix of a stack's name."""
 
 
 def layer_label(name: str) -> str:
-    """Return "layer 0" for `blocks.0.attention`, "decoder layer 0, cross-attention" and so on; another
-    name as it is."""
+    """Return "layer 0" for `blocks.0.attention`, "decoder layer 0, cross-attention" and so on. Other names are
+    unchanged."""
     if name == "reader":
         return "attention to the source"
     match = re.fullmatch(r"(\w*?)blocks\.(\d+)(?:\.(\w*)attention)?", name)
@@ -24,29 +24,29 @@ def layer_label(name: str) -> str:
 
 
 def head_label(layer: str, head: int) -> str:
-    """Return "head 2.1" for head 1 of `blocks.2.attention`; of another stack also its name."""
+    """Return "head 2.1" for head 1 of `blocks.2.attention`; other stacks are named."""
     match = re.fullmatch(r"blocks\.(\d+)\.attention", layer)
     return f"head {match[1]}.{head}" if match else f"head {head} of {layer_label(layer)}"
 
 
 def position_unit(patches: str | None, layer: str) -> str:
-    """Return the word for a position in a layer, "patch" or "token", of a model whose contract has these `patches`."""
+    """Return the word for a position in a layer, "patch" or "token"; `patches` is from the model's contract."""
     if patches is None:
         return "token"
     return "patch" if layer.startswith(f"{patches}_blocks." if patches else "blocks.") else "token"
 
 
 CLEAR, WEAK = 0.5, 0.25
-"""Mean attention weight from which a head clearly does something, or does it in part."""
+"""Mean attention weights from which a head clearly or partly shows a behaviour."""
 NEAR = 3
 """Mean distance in positions below which attention is local."""
 SPREAD = 0.85
-"""Entropy as a share of its maximum from which attention is spread evenly."""
+"""Fraction of the maximum entropy from which attention counts as evenly spread."""
 
 
 def describe_head(statistics: HeadStatistics, head: int, unit: str = "token") -> str:
-    """Return a head's behaviour in words, such as "looks at the previous token (83%)", by the largest of its scores; a
-    position is called `unit`."""
+    """Return a description of a head's behaviour by its largest score, such as "looks at the previous token (83%)".
+    `unit` is the word for a position."""
 
     def score(name: str) -> float:
         values: Any = getattr(statistics, name)
@@ -56,7 +56,7 @@ def describe_head(statistics: HeadStatistics, head: int, unit: str = "token") ->
         "previous": f"the previous {unit}",
         "induction": f"the {unit} that followed the same one before: induction",
         "duplicate": f"earlier occurrences of the same {unit}",
-        "first": f"the first {'position' if unit == 'patch' else unit}",  # which may be the class token
+        "first": f"the first {'position' if unit == 'patch' else unit}",  # may be the class token
     }
     scores = {name: score(name) for name in targets}
     strongest = max(scores, key=lambda name: -1.0 if math.isnan(scores[name]) else scores[name])

@@ -1,4 +1,4 @@
-"""Section of a page in which a decoder runs on the reader's own text: weights and tokenizer for `assets/live.js`."""
+"""Page section that runs a decoder on the reader's own text: weights and tokenizer for `assets/live.js`."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ BYTES_PER_PARAMETER = 8 / 3
 """Size of a float16 in base64."""
 SCRIPT = "the page's script"
 MAX_TOKENS = 256
-"""Most tokens of a text on the page, by which the memory for attention maps is bounded."""
+"""Maximum tokens of a text on the page, which bounds the memory for attention maps."""
 CONFIG_FIELDS = (
     "vocab_size", "d_model", "n_blocks", "n_heads", "activation", "norm_placement", "residual", "positions",
     "embedding_scale", "unembedding", "logit_soft_cap",
 )  # fmt: skip
-"""Fields of `DecoderConfig` that the script reads as they are."""
+"""Fields of `DecoderConfig` that the script reads unchanged."""
 ENDINGS = "'s|'t|'re|'ve|'m|'ll|'d"
 ENDINGS_OF_ANY_CASE = "'[sS\u017f]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD]"
-"""The same without regard to case, as Unicode has it, by which the long s is an s."""
+"""`ENDINGS` under Unicode case folding, which maps the long s to s."""
 GPT2_SPLIT = rf"{ENDINGS}| ?\p{{L}}+| ?\p{{N}}+| ?[^\s\p{{L}}\p{{N}}]+|\s+(?!\S)|\s+"
-"""Pattern of the words that byte-level tokenizers split a text into (Radford et al. 2019)."""
+"""Pattern by which byte-level tokenizers split a text into words (Radford et al. 2019)."""
 KNOWN_SPLITS = (
     GPT2_SPLIT,
     *(
@@ -45,23 +45,23 @@ KNOWN_SPLITS = (
         for digits in (r"\p{N}{1,3}", r"\p{N}")  # Llama 3; Qwen
     ),
 )
-"""Patterns of tokenizers that mean the same in JavaScript, once translated."""
+"""Tokenizer patterns that have the same meaning in JavaScript after `_javascript`."""
 
 
 @dataclass(frozen=True)
 class LiveSection(Section):
-    """A text to type, and what a decoder computes for it in the page."""
+    """A text field, and the results that a decoder in the page computes for its text."""
 
     config: DecoderConfig
     params: Params
     tokenizer: Tokenizer
     text: str
-    """Text to begin with."""
+    """Initial text."""
 
     assets: ClassVar = ("charts.css", "charts.js", "attention.css", "live.css", "live.js")
 
     def body(self) -> str:
-        """Return the element with the packed run."""
+        """Return the HTML element with the packed model and tokenizer."""
         data = pack_model(self.config, self.params) | {"tokenizer": pack_tokenizer(self.tokenizer), "text": self.text}
         return embed("live", data)
 
@@ -69,17 +69,17 @@ class LiveSection(Section):
 def live_section(
     model: nn.Module, params: Params, tokenizer: Tokenizer, tokens_T: jax.Array, max_parameters: int
 ) -> LiveSection:
-    """Return the section of a causal decoder that begins with the text of some tokens.
+    """Return the section for a causal decoder, with the given tokens as initial text.
 
     Args:
-      params: the page holds them as float16.
-      max_parameters: most parameters of a model that is packed.
+      params: parameters, stored in the page as float16.
+      max_parameters: maximum number of parameters.
 
     Raises:
       UserError: the page's script cannot run the model or its tokenizer, or the model is too large.
     """
     config, n_parameters = getattr(model, "config", None), sum(x.size for x in jax.tree.leaves(params))
-    if type(config) is not DecoderConfig:  # a subclass may compute something else
+    if type(config) is not DecoderConfig:  # a subclass may change the computation
         raise UserError(f"{SCRIPT} runs decoders, and it is a {type(model).__name__}.")
     if config.n_experts is not None:
         raise UserError(f"{SCRIPT} has no mixture of experts.")
@@ -89,7 +89,7 @@ def live_section(
     if n_parameters > max_parameters:
         problem = f"it has {n_parameters:,} parameters, which take {size}, and the limit is {max_parameters:,}"
         raise UserError(f"{problem}; raise it with --max-live-parameters.")
-    pack_tokenizer(tokenizer)  # raises for what the script does not do
+    pack_tokenizer(tokenizer)  # raises if the script does not support it
     rounded_params = round_params(params)
     text = tokenizer.decode(np.asarray(tokens_T).tolist()).strip("\ufffd")  # parts of characters at the ends
     text_T = jnp.array(tokenizer.encode_prompt(text)[: min(config.n_positions, MAX_TOKENS)] or [tokenizer.end_of_text])
@@ -104,7 +104,7 @@ def live_section(
 
 
 def round_params(params: Params) -> Params:
-    """Return the parameters rounded to float16, as float32 NumPy arrays; `UserError` where one is not finite then."""
+    """Return parameters rounded to float16, as float32 NumPy arrays. Raises `UserError` if one is then not finite."""
     with np.errstate(over="ignore"):
         rounded = jax.tree.map(lambda x: np.asarray(x, np.float16).astype(np.float32), params)
     if not all(np.isfinite(x).all() for x in jax.tree.leaves(rounded)):
@@ -113,8 +113,8 @@ def round_params(params: Params) -> Params:
 
 
 def pack_model(config: DecoderConfig, params: Params) -> dict[str, Any]:
-    """Return a decoder as JSON for the script: its settings, the names and sizes of its parameters, and these in order
-    as float16, little-endian, in base64; of a matrix, the row of each output."""
+    """Return a decoder as JSON for the script: its settings, the names and sizes of its parameters, and their values in
+    the same order as little-endian float16 in base64; matrices have one row per output."""
     c = config
     arrays = {".".join(str(key.key) for key in path): _flat(path[-1].key, np.asarray(x))
               for path, x in jax.tree_util.tree_leaves_with_path(params)}  # fmt: skip
@@ -135,14 +135,14 @@ def pack_model(config: DecoderConfig, params: Params) -> dict[str, Any]:
 
 
 def _flat(name: str, x: np.ndarray) -> np.ndarray:
-    """Return a parameter as one row of numbers, a matrix output by output."""
+    """Return a parameter flattened, a matrix with one row per output."""
     if not name.startswith("W_") or name in ("W_E", "W_pos"):  # tables have a row per token or position
         return x.ravel()
     return x.reshape((-1, x.shape[-1]) if name == "W_O" else (len(x), -1)).T.ravel()
 
 
 def _frequencies(c: DecoderConfig, block: int) -> list[float] | None:
-    """Return the frequencies of RoPE in a block in radians per position, K/2; None without it."""
+    """Return the K/2 RoPE frequencies of a block in radians per position; None without RoPE."""
     if c.positions != "rope":
         return None
     base, scaling = c.rope_base, c.rope_scale
@@ -155,7 +155,7 @@ def _frequencies(c: DecoderConfig, block: int) -> list[float] | None:
 
 
 def pack_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return a tokenizer of byte-pair encoding as JSON for the script; `UserError` for what the script does not do."""
+    """Return a byte-pair-encoding tokenizer as JSON for the script. Raises `UserError` for unsupported features."""
     form = json.loads(tokenizer.as_json())
     model, splits = form["model"], list(_splits(form["pre_tokenizer"]))
     unknown = [name for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix") if model.get(name)]
@@ -185,7 +185,7 @@ def pack_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def _unsplit_words(vocab: dict[str, int], is_byte_level: bool) -> dict[str, list[int]]:
-    """Return the tokens of pieces of a text that are one, whatever the merges."""
+    """Return the token of each word that is in the vocabulary, for tokenizers that then ignore the merges."""
     if not is_byte_level:
         return {piece: [i] for piece, i in vocab.items()}
     words = {}
@@ -196,7 +196,7 @@ def _unsplit_words(vocab: dict[str, int], is_byte_level: bool) -> dict[str, list
 
 
 def _steps(step: dict[str, Any] | None, parts: str) -> list[dict[str, Any]]:
-    """Return the steps of a normaliser or pre-tokenizer, those of sequences one by one."""
+    """Return the steps of a normaliser or pre-tokenizer, with sequences flattened."""
     if step is None:
         return []
     return [inner for part in step[parts] for inner in _steps(part, parts)] if step["type"] == "Sequence" else [step]
@@ -234,6 +234,6 @@ def _splits(step: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
 
 
 def _javascript(pattern: str) -> str:
-    """Return a known pattern for JavaScript, whose space is another and whose groups have no flags everywhere."""
+    """Translate a known pattern to JavaScript, where `\\s` differs and not every engine has flags on groups."""
     pattern = pattern.replace(f"(?i:{ENDINGS})", ENDINGS_OF_ANY_CASE)
     return pattern.replace(r"\s", r"\p{White_Space}").replace(r"\S", r"\P{White_Space}")

@@ -1,4 +1,4 @@
-"""Sections of a page that show a trained model."""
+"""Page sections about a trained model."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from jaxformer.models.objective import Params
 MAPS = ("*attention.weights", "reader.weights")
 """Names of attention maps."""
 N_ALTERNATIVES = 3
-"""Tokens beside the likeliest in the logit lens."""
+"""Most likely tokens per cell of the logit lens."""
 N_CHANCES = 6
-"""Likeliest tokens of a prediction."""
+"""Most likely tokens per prediction."""
 TEMPERATURES = tuple(2.0**power for power in range(3, -9, -1))
 N_PREVIEW_TOKENS = 8
-"""Tokens that identify an example."""
+"""Tokens in the label of an example."""
 HEAD_COLUMNS = (
     "head", "in words", "entropy", "of its maximum", "distance", "first", "previous", "duplicate", "induction",
     "mean ablation", "estimate", "zero ablation", "estimate",
@@ -52,15 +52,15 @@ ABOUT_SATURATION = (
 )
 
 TokenText = Callable[[int], str]
-"""Text of a token."""
+"""Function from a token to its text."""
 
 
 def attention_section(
     model: nn.Module, params: Params, inputs: tuple[Any, ...], token_text: TokenText, mask_token: int | None = None
 ) -> AttentionSection:
     """Return the attention maps of one example, and the probability of each of its tokens. Its inputs are a text; or a
-    source, with its padding mask, and a target that begins with the start token. With a `mask_token`, that of a masked
-    language model, logits are of the same position, not of the next."""
+    source with its padding mask, and a target that begins with the start token. `mask_token` is given for a masked
+    language model, whose logits predict the same position, not the next."""
     call = jax.jit(lambda params: apply_and_capture(model, params, *inputs, names=MAPS, missing_ok=True))
     logits_TV, maps = jax.device_get(call(params))
     tokens = [np.asarray(x) for x in inputs if x is not None and jnp.ndim(x) == 1 and x.dtype == jnp.int32]
@@ -91,12 +91,12 @@ def attention_section(
 
 
 def _prefix_length(inputs: tuple[Any, ...]) -> int:
-    """Return the tokens in the prefix of a prefix language model; 0 for another model."""
+    """Return the number of prefix tokens for a prefix language model; 0 for other models."""
     return int(inputs[1]) if len(inputs) == 2 and jnp.ndim(inputs[1]) == 0 else 0
 
 
 def _sides(name: str, texts: Sequence[str]) -> tuple[str, str]:
-    """Return the texts that the queries and the keys of an attention map are of."""
+    """Return the names of the texts that the queries and the keys of an attention map belong to."""
     if CROSS in name or name.startswith("reader"):
         return texts[-1], texts[0]
     side = texts[-1] if name.startswith("decoder") else texts[0]
@@ -104,7 +104,7 @@ def _sides(name: str, texts: Sequence[str]) -> tuple[str, str]:
 
 
 def _softmax(logits_TV: np.ndarray) -> np.ndarray:
-    """Return probabilities; NaN for a row that is not finite."""
+    """Return probabilities; NaN for rows that are not finite."""
     with np.errstate(invalid="ignore"):
         return np.exp(logits_TV - np.logaddexp.reduce(logits_TV, axis=-1, keepdims=True))
 
@@ -112,7 +112,7 @@ def _softmax(logits_TV: np.ndarray) -> np.ndarray:
 def _predictions(
     logits_TV: np.ndarray, tokens_T: np.ndarray, token_text: TokenText, mask_token: int | None
 ) -> Iterator[Prediction | None]:
-    """Yield the prediction after each token; of a masked language model, the one in place of each mask."""
+    """Yield the prediction after each token; for a masked language model, the prediction for each mask."""
     p_TV = _softmax(logits_TV)
     for position, token in enumerate(tokens_T):
         p_V = p_TV[position]
@@ -126,7 +126,8 @@ def _predictions(
 
 
 def residual_stream_sections(model: nn.Module, params: Params, inputs: tuple, token_text: TokenText) -> list[Section]:
-    """Return the logit lens and the direct logit attribution of a decoder; `[]` for a model without such a stream."""
+    """Return the logit lens and the direct logit attribution of a decoder; `[]` for a model without a residual stream
+    that they apply to."""
     if not contract_of(model).has_residual_stream:
         return []
     tokens_T = np.asarray(inputs[0])
@@ -197,7 +198,7 @@ def _attribution_heatmap(
 
 
 def _part_label(name: str) -> str:
-    """Return "MLP 0" for `blocks.0.mlp`; another part's name as it is."""
+    """Return "MLP 0" for `blocks.0.mlp`; other names unchanged."""
     kind, _, number = name.removesuffix(".mlp").partition(".")
     return f"MLP {number}" if name.endswith(".mlp") and kind == "blocks" else name
 
@@ -231,7 +232,7 @@ def head_sections(model: nn.Module, params: Params, batch: Batch) -> list[Sectio
 
 
 def saturation_sections(model: nn.Module, params: Params, batch: Batch) -> list[Section]:
-    """Return the gradients of a decoder's first layer of attention as it becomes one-hot; `[]` for another model."""
+    """Return the gradients of a decoder's first attention layer as it becomes one-hot; `[]` for other models."""
     layer, first = "blocks.0.attention", jax.tree.map(lambda x: x[0], batch.inputs)
     if contract_of(model).task is not Task.CAUSAL_LM or not capture_shapes(
         model, params, *first, names=f"{layer}.weights", missing_ok=True
@@ -253,7 +254,7 @@ def saturation_sections(model: nn.Module, params: Params, batch: Batch) -> list[
 
 def gradient_sections(model: nn.Module, params: Params, batch: Batch, token_text: TokenText | None) -> list[Section]:
     """Return the per-example gradients of a batch; `[]` without a cross-entropy, or for a single example. `token_text`
-    is given for a model that reads a text first."""
+    is given for a model whose first input is a text."""
     if contract_of(model).task is Task.CONTRASTIVE or len(batch.targets) < 2:
         return []
     gradients = per_example_gradients(model, params, batch)

@@ -1,4 +1,4 @@
-"""HTML pages about a run: each is one file that opens from disk, needs no network, and suits light and dark schemes."""
+"""HTML pages about a run: each is one file that opens from disk without a network, in light and dark colour schemes."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from jaxformer.files import write_atomically
 from jaxformer.terminal import SYMBOLS
 
 ASSETS = Path(__file__).parent / "assets"
-"""Folder of the page's HTML, styles and scripts. The HTML's content security policy allows the page's own scripts alone
-and forbids every request, whatever the texts of a page contain."""
+"""Folder of the page's HTML, styles and scripts. The HTML's content security policy allows only the page's own scripts
+and forbids every request, whatever a page's texts contain."""
 COMMON_ASSETS = ("page.css", "page.js")
 """Assets of every page."""
 SIGNIFICANT_DIGITS = 4
-"""Most digits of a number that is no integer."""
+"""Maximum significant digits of a non-integer."""
 MAX_DECIMALS = 5
-"""Decimals from which a column of small numbers is in scientific notation."""
+"""Maximum decimals; a column of smaller numbers is in scientific notation."""
 MAX_ROWS = 20
-"""Rows of a table that are shown at first; a button shows the others."""
+"""Rows of a table that are visible initially; a button shows the others."""
 LONG_TEXT = 16
-"""Most characters of a cell that is not broken into lines."""
+"""Maximum characters of a cell without line breaks."""
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,11 @@ class Section(ABC):
     """Sentences below the heading."""
 
     assets: ClassVar[Sequence[str]] = ()
-    """Scripts and styles in `ASSETS`, or paths of others, in the order that they need; a page holds each once."""
+    """Scripts and styles in `ASSETS`, or paths of others, in loading order; a page includes each once."""
 
     @abstractmethod
     def body(self) -> str:
-        """Return the HTML below the heading; see `embed` for what a script draws."""
+        """Return the HTML below the heading; see `embed` for content that a script draws."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Table(Section):
 
     head: Sequence[str]
     rows: Sequence[Sequence[str | float]]
-    """Numbers are shown with the digits that suit their column; a missing one is NaN."""
+    """Cells of each row. The digits of a number depend on its column; NaN for a missing number."""
 
     def body(self) -> str:
         """Return the table's HTML."""
@@ -99,20 +99,20 @@ class Texts(Section):
 
 
 def as_preformatted(text: str) -> str:
-    """Return the HTML of a text of a model, with symbols for control characters and for several empty lines."""
+    """Return a model's text as HTML, with symbols for control characters and for runs of empty lines."""
     text = re.sub(r"\n{3,}", lambda run: "⏎" * len(run[0]) + "\n", text.translate(SYMBOLS))
     return html.escape(text)
 
 
 def embed(kind: str, data: Any) -> str:
-    """Return an element of a class that a script completes from the JSON within it."""
+    """Return an HTML element with the class `kind`, which a script completes from the JSON within it."""
     text = json.dumps(nonfinite_to_none(data), ensure_ascii=False, separators=(",", ":"))
-    text = text.replace("<", "\\u003c")  # no end of a script element
+    text = text.replace("<", "\\u003c")  # a text must not end the script element
     return f'<div class="{kind}"><script type="application/json">{text}</script></div>'
 
 
 def rounded(values: Any, digits: int = SIGNIFICANT_DIGITS + 1) -> Any:
-    """Return numbers, nested in sequences and arrays, with few significant digits, as lists for JSON."""
+    """Return numbers in nested sequences and arrays rounded to `digits` significant digits, as lists for JSON."""
     if isinstance(values, np.ndarray):
         values = values.tolist()
     if isinstance(values, (list, tuple)):
@@ -121,7 +121,7 @@ def rounded(values: Any, digits: int = SIGNIFICANT_DIGITS + 1) -> Any:
 
 
 def render_page(title: str, facts: Sequence[str], sections: Sequence[Section]) -> str:
-    """Return the HTML of a page: its heading, sentences below it, and sections, each with a heading and a link."""
+    """Return the HTML of a page: its title, the facts below it, and sections, each with a heading and a link."""
     keyed = {f"section-{number}": section for number, section in enumerate(sections)}
     names = dict.fromkeys([*COMMON_ASSETS, *(name for section in sections for name in section.assets)])
     assets = {name: (ASSETS / name).read_text(encoding="utf-8") for name in names}
@@ -136,7 +136,7 @@ def render_page(title: str, facts: Sequence[str], sections: Sequence[Section]) -
 
 
 def write_page(file: Path, title: str, facts: Sequence[str], sections: Sequence[Section]) -> None:
-    """Write a page atomically: a reload gets the old one or the new one."""
+    """Write a page atomically: a reload gets either the old or the new page."""
     write_atomically(file, render_page(title, facts, sections))
 
 
@@ -151,8 +151,8 @@ def _hash(script: str) -> str:
 
 
 def _column_texts(values: Sequence[str | float]) -> list[str]:
-    """Return the cells of a column as texts: numbers with equally many decimals, unless most would have fewer than two
-    digits left."""
+    """Return a column's cells as texts. Numbers have the same number of decimals, unless most would be left with fewer
+    than two digits."""
     sizes = [abs(x) for x in values if isinstance(x, float) and math.isfinite(x) and x]
     largest = math.floor(math.log10(max(sizes))) if sizes else 0
     decimals = SIGNIFICANT_DIGITS - 1 - largest - (largest < 0)

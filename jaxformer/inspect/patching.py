@@ -1,5 +1,4 @@
-"""Activation patching, exact and to first order: the effect of one input's activations within the computation of
-another."""
+"""Activation patching, exact and to first order: the effect of one input's activations on the output for another."""
 
 from __future__ import annotations
 
@@ -18,25 +17,25 @@ from jaxformer.models.objective import Params
 from jaxformer.ops.precision import widened
 
 HEADS_FIRST = (".queries", ".keys", ".values", ".scores", ".weights", ".heads")
-"""Endings of activations whose axis of positions comes after one of heads."""
+"""Name endings of activations whose position axis comes after a head axis."""
 
 
 def patch_activations(
     model: nn.Module, params: Params, inputs: Sequence[jax.Array], source: Sequence[jax.Array],
     names: str | Sequence[str], metric: Callable[[jax.Array], jax.Array],
 ) -> Activations:  # fmt: skip
-    """Return a metric of the logits where an activation at one position is replaced by that of another input, `(T,)` by
-    name, a number per position: activation patching (Meng et al. 2022, section 2).
+    """Return a metric of the logits after an activation at one position is replaced by its value for another input,
+    `(T,)` by name, one value per position: activation patching (Meng et al. 2022, section 2).
 
     Args:
       inputs: inputs of the model, whose logits are measured.
-      source: inputs of the same shapes, whose activations are put in.
-      names: patterns of activations with an axis of positions, first or after that of heads, such as `blocks.*.before`.
-      metric: logits to a scalar, such as the difference of two tokens' at the last position. Pass the same function
-        object in each call: a new one is compiled again.
+      source: inputs of the same shapes, which provide the replacements.
+      names: patterns of activations with a position axis, first or after the head axis, such as `blocks.*.before`.
+      metric: function from logits to a scalar, such as the difference between two tokens' logits at the last position.
+        Pass the same function object in each call: a new one triggers compilation.
 
     Raises:
-      UserError: the inputs are those of a batch, or differ from the source in shape; a pattern matches nothing.
+      UserError: the inputs are a batch, or differ from the source in shape; a pattern matches nothing.
     """
     return _patch(model, params, *_checked(model, inputs, source, names), metric)
 
@@ -65,21 +64,21 @@ def attribution_patching(
     model: nn.Module, params: Params, inputs: Sequence[jax.Array], source: Sequence[jax.Array],
     names: str | Sequence[str], metric: Callable[[jax.Array], jax.Array],
 ) -> Activations:  # fmt: skip
-    """Return estimates of `patch_activations`, `(T,)` by name: the metric of `inputs` plus its gradient with respect to
+    """Return first-order estimates of `patch_activations`, `(T,)` by name: the metric of `inputs` plus its gradient by
     the activation times the difference of the two activations (Nanda 2023; Syed et al. 2023).
 
-    They take two forward passes and a backward pass, for any number of names and positions, where exact patching takes
-    a forward pass for each. They are exact where the metric is linear in the activation, and fail where it saturates or
-    a norm intervenes; see where it matters with `patch_activations`.
+    The estimates take two forward passes and one backward pass for any number of names and positions; exact patching
+    takes one forward pass for each. They are exact if the metric is linear in the activation, and fail where it
+    saturates or a norm intervenes; check important ones with `patch_activations`.
 
     Args:
-      inputs: as in `patch_activations`, as are the others.
+      inputs: as in `patch_activations`.
       source: inputs of the same shapes.
-      names: patterns of activations; those of integers and bools have no estimate.
-      metric: logits to a scalar.
+      names: patterns of activations; integer and bool activations have no estimate.
+      metric: function from logits to a scalar.
 
     Raises:
-      UserError: the inputs are those of a batch, or differ from the source in shape; a pattern matches nothing.
+      UserError: the inputs are a batch, or differ from the source in shape; a pattern matches nothing.
     """
     return _estimate(model, params, *_checked(model, inputs, source, names), metric)
 
@@ -101,7 +100,7 @@ def _estimate(
 def _checked(
     model: nn.Module, inputs: Sequence[jax.Array], source: Sequence[jax.Array], names: str | Sequence[str]
 ) -> tuple[tuple, tuple, tuple[str, ...]]:
-    """Return both inputs and the patterns as tuples, after a check of the inputs."""
+    """Check the inputs; return them and the patterns as tuples."""
     for example in (inputs, source):
         check_example(model, *example)
     shapes, source_shapes = ([None if x is None else jnp.shape(x) for x in xs] for xs in (inputs, source))

@@ -1,4 +1,4 @@
-"""Section of a page that shows images: their predictions, and the attention of every head over their patches."""
+"""Page section with images, their predictions, and the attention of every head over their patches."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ from jaxformer.inspect.page import Section, embed
 from jaxformer.models.objective import Params
 
 COLOUR_TYPES = {1: 0, 3: 2, 4: 6}
-"""Colour type of a PNG by its channels."""
+"""PNG colour type by number of channels."""
 
 
 @dataclass(frozen=True)
 class Picture:
-    """An image and what the model predicts for it."""
+    """An image and the model's prediction for it."""
 
     image_HWC: np.ndarray
     """Pixels, uint8."""
     name: str
     chances: Sequence[tuple[str, float]]
-    """Likeliest classes or captions, and their probabilities."""
+    """Most likely classes or captions, and their probabilities."""
     actual: tuple[str, float] | None = None
-    """The true one, and its probability; None without one."""
+    """True class or caption and its probability; None if there is none."""
 
 
 @dataclass(frozen=True)
 class PictureSection(Section):
-    """Images with their predictions, under the attention of a head that is chosen."""
+    """Images with their predictions, overlaid with the attention of a selected head."""
 
     pictures: Sequence[Picture]
     maps: Mapping[str, np.ndarray]
-    """Attention over the patches of each picture, `(P, H, N)` by layer; see `patch_attention`."""
+    """Attention over each picture's patches, `(P, H, N)` by layer; see `patch_attention`."""
     grid: tuple[int, int]
     """Rows and columns of patches."""
     mark: str = "true class"
@@ -57,8 +57,8 @@ class PictureSection(Section):
     )  # fmt: skip
 
     def body(self) -> str:
-        """Return the element, attention as base64 bytes, the square roots of shares of the largest in each map, 0 where
-        they are not finite."""
+        """Return the HTML element. Attention is stored as base64 bytes, the square roots of weights divided by each
+        map's largest; non-finite weights are 0."""
         pictures = [
             {"source": png_uri(p.image_HWC), "name": p.name, "bars": as_bars(p.chances, p.actual)}
             for p in self.pictures
@@ -75,7 +75,7 @@ class PictureSection(Section):
 
 
 def patch_grid(model: nn.Module) -> tuple[int, int]:
-    """Return the rows and columns of patches of an image; 1 and 1 for a model without patches."""
+    """Return the numbers of rows and columns of patches in an image; 1 and 1 for a model without patches."""
     config: Any = getattr(model, "config", None)
     patches = contract_of(model).patches
     if patches is None:
@@ -86,8 +86,8 @@ def patch_grid(model: nn.Module) -> tuple[int, int]:
 
 
 def patch_attention(model: nn.Module, params: Params, inputs_B: tuple[Any, ...]) -> dict[str, np.ndarray]:
-    """Return the attention over the patches of each image by layer, `(B, H, N)`: that of the class token, or without
-    one the mean over all patches. `{}` for a model without patches."""
+    """Return the attention over each image's patches by layer, `(B, H, N)`, from the class token, or without one the
+    mean over all patches. `{}` for a model without patches."""
     if contract_of(model).patches is None:
         return {}
     n_patches = prod(patch_grid(model))
@@ -110,7 +110,7 @@ def _patch_attention(model: nn.Module, n_patches: int, params: Params, inputs_B:
 
 
 def png_uri(image_HWC: np.ndarray) -> str:
-    """Return an image, `(H, W, C)` uint8, as a PNG in a data URI; without colour where C is not 1, 3 or 4."""
+    """Return an image, `(H, W, C)` uint8, as a PNG in a data URI; in greyscale unless C is 1, 3 or 4."""
     if image_HWC.shape[-1] not in COLOUR_TYPES:
         image_HWC = image_HWC.mean(axis=-1, keepdims=True).astype(np.uint8)
     height, width, channels = image_HWC.shape

@@ -1,4 +1,4 @@
-"""Residual stream of a decoder: logit lens, direct logit attribution."""
+"""Residual stream of a decoder: logit lens and direct logit attribution."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ STREAM = ("embedding", "blocks.*.after")
 
 
 def logit_lens(model: nn.Module, params: Params, *inputs: Any) -> Activations:
-    """Return the logits `(T, V)` of the residual stream after the embedding and after each block, unembedded as if it
-    were the last (nostalgebraist 2020); the last are the model's own.
+    """Return the logits, `(T, V)`, of the residual stream after the embedding and after each block, unembedded as if it
+    were the final one (nostalgebraist 2020); the last entry has the model's own logits.
 
     Args:
-      inputs: what the model is called with: tokens, and the length of a prefix where it has one.
+      inputs: inputs of the model: tokens, and the prefix length for a model with a prefix.
 
     Raises:
       UserError: the model has no residual stream, or normalises the stream after each part.
@@ -48,15 +48,15 @@ def _lens(model: nn.Module, params: Params, *inputs: Any) -> Activations:
 def logit_attribution(
     model: nn.Module, params: Params, *inputs: Any, target_T: jax.Array, baseline_T: jax.Array | None = None
 ) -> Activations:
-    """Return what each part adds to the logit of a token at each position, `(T,)` by name, `(H, T)` for heads: direct
-    logit attribution (Elhage et al. 2021). The sum of all is the logit, before a soft cap.
+    """Return the contribution of each part to the logit of a token at each position, `(T,)` by name, `(H, T)` for
+    heads: direct logit attribution (Elhage et al. 2021). The contributions sum to the logit before a soft cap.
 
-    The norm before the logits, and those of the parts' outputs, are linear with their scale fixed to what it is.
+    The final norm and the norms of the parts' outputs are linearized by holding their scale fixed.
 
     Args:
-      inputs: what the model is called with.
-      target_T: token per position.
-      baseline_T: token per position whose logit is subtracted.
+      inputs: inputs of the model.
+      target_T: one token per position.
+      baseline_T: one token per position, whose logit is subtracted.
 
     Raises:
       UserError: the model has no residual stream, or normalises the stream after each part.
@@ -95,7 +95,7 @@ def _attribute(
             parts[f"{layer}.heads"] = jnp.einsum("htk,hkd,td->ht", heads_HTK, weights["W_O"], before_TD["attention"])
         else:
             H, T, K = heads_HTK.shape
-            direction_THK = before_TD["attention"].reshape(T, -1, K)  # one for all where heads are summed
+            direction_THK = before_TD["attention"].reshape(T, -1, K)  # summed heads share one direction
             direction_THK = jnp.broadcast_to(direction_THK, (T, H, K))
             parts[f"{layer}.heads"] = jnp.einsum("htk,thk->ht", heads_HTK, direction_THK)
         if "b_O" in weights:
@@ -107,8 +107,8 @@ def _attribute(
 def _through_norm(
     c: DecoderConfig, name: str, norm: Params, x_TD: jax.Array, direction_TD: jax.Array
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Return the direction before a norm of `x_TD` that corresponds to one after it, and the part of the norm's bias
-    by its name."""
+    """Map a direction after a norm of `x_TD` to the corresponding direction before it; also return the contribution of
+    the norm's bias, by name."""
     is_layernorm, wide_TD = c.norm == "layernorm", widened(x_TD)
     if is_layernorm:
         wide_TD -= wide_TD.mean(axis=-1, keepdims=True)
@@ -121,7 +121,7 @@ def _through_norm(
 
 
 def _check_stream(model: nn.Module) -> None:
-    """Raise `UserError` where blocks do not add to a stream that becomes logits at the end."""
+    """Raise `UserError` unless blocks add to a residual stream that becomes the logits."""
     if not contract_of(model).has_residual_stream:
         remedy = "use a decoder with model.residual true"
         raise UserError(f"this {type(model).__name__} has no residual stream that becomes logits; {remedy}.")

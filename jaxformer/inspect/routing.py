@@ -1,4 +1,4 @@
-"""Load of the experts in a mixture of experts."""
+"""Expert load in a mixture of experts."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from jaxformer.parameters import dotted
 
 
 def router_report(model: nn.Module, params: Params, inputs: tuple[Any, ...]) -> dict[str, dict[str, Any]]:
-    """Return per layer of experts the share of choices that each expert gets, and the share dropped in training.
+    """Return, per expert layer, the fraction of choices that each expert gets, and the fraction dropped in training.
 
     Args:
-      model: any model; one without experts gives `{}`.
-      inputs: what the model is called with, each array with B first.
+      model: any model; `{}` is returned for one without experts.
+      inputs: inputs of the model, each array with leading axis B.
 
     Returns:
       JSON for the log: `{'blocks.0.mlp': {'share': [0.3, …], 'dropped': 0.02}}`.
@@ -36,7 +36,7 @@ def _statistics(model: nn.Module, params: Params, inputs: tuple[Any, ...]) -> di
     """Return router statistics by layer, averaged over the batch."""
 
     def example_statistics(inputs: tuple[Any, ...]) -> Mapping[str, Any]:
-        # A dropout key selects training, where the capacity of experts is limited.
+        # A dropout key selects training mode, in which the capacity of experts is limited.
         _, sown = model.apply({"params": params}, *inputs, mutable=[ROUTER], rngs={"dropout": jax.random.key(0)})
         return sown.get(ROUTER, {})
 

@@ -1,13 +1,14 @@
-"""Attention saturation: gradients of attention as its weights become one-hot, measured on a model's own weights.
+"""Attention saturation: gradients of an attention layer as its weights become one-hot, measured on a trained model.
 
-With weights w = softmax(z) of scores z, and u the gradient of the loss with respect to w, that with respect to z is
+For weights w = softmax(z) of scores z, and u the gradient of the loss with respect to w, the gradient with respect to z
+is
 
     ∂L/∂z_s = w_s (u_s - Σ_r w_r u_r),
 
-which is 0 where w is one-hot, whatever u is: the two terms are equal at the one position with all the weight, and the
-others have no weight. But W_Q is upstream of z = x W_Q kᵀ / (τ √K): its gradient is that of z times the keys over τ.
-Where weights become one-hot because scores are large, by large projections or a low temperature τ, one factor grows as
-the other vanishes, and the gradient of W_Q can rise until rows are one-hot to rounding.
+which is 0 if w is one-hot, whatever u is: the two terms are equal at the one position with all the weight, and the
+others have no weight. But W_Q is upstream of z = x W_Q kᵀ / (τ √K): its gradient is the gradient of z times the keys
+divided by τ. If weights become one-hot because scores are large, through large projections or a low temperature τ, one
+factor grows as the other vanishes, and the gradient of W_Q can rise until rows are one-hot up to rounding.
 """
 
 from __future__ import annotations
@@ -30,18 +31,18 @@ from jaxformer.parameters import dotted
 
 @dataclass(frozen=True)
 class Saturation:
-    """One layer of attention at one temperature; the loss is the mean over a batch."""
+    """Gradients of one attention layer at one temperature, for the mean loss over a batch."""
 
     temperature: float
-    """Divisor of the layer's scores, besides their own scale."""
+    """Divisor of the layer's scores, in addition to their own scale."""
     entropy: float
-    """Mean entropy in nats of a row of the attention map."""
+    """Mean entropy of the attention map's rows, in nats."""
     scores: float
     """Norm of the gradient with respect to the scores after the temperature, by automatic differentiation."""
     scores_by_hand: float
-    """The same by the formula above, from the weights and the gradient with respect to them."""
+    """The same norm from the formula above, given the weights and the gradient with respect to them."""
     median_row: float
-    """Median norm of that gradient's rows."""
+    """Median norm of the rows of the scores' gradient."""
     W_Q: float
     """Norm of the gradient of `W_Q`."""
     W_K: float
@@ -51,11 +52,11 @@ class Saturation:
 def saturation(
     model: nn.Module, params: Params, batch: Batch, temperatures: Sequence[float], layer: str = "blocks.0.attention"
 ) -> list[Saturation]:
-    """Measure the gradients of one layer of attention at several temperatures.
+    """Measure the gradients of one attention layer at several temperatures.
 
     Args:
       temperatures: divisors of the layer's scores.
-      layer: name of a layer of self-attention.
+      layer: name of a self-attention layer.
 
     Raises:
       UserError: the model has no such layer.

@@ -1,4 +1,4 @@
-"""Sections of a page that show the log of a training run."""
+"""Page sections about the log of a training run."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from jaxformer.runs import abstract_params
 Row = Mapping[str, Any]
 """Row of `metrics.jsonl`."""
 N_SAMPLES = 6
-"""Latest samples that are shown."""
+"""Number of most recent samples to show."""
 MAX_POINTS = 2000
-"""Points of a line; of a longer log, evenly spaced ones."""
+"""Maximum points per line; a longer log is subsampled evenly."""
 MAX_CHART_POINTS = 20_000
-"""Points of all lines of a chart together, some 6 bytes each."""
+"""Maximum points in all lines of a chart, at about 6 bytes each."""
 
 
 def training_sections(rows: Sequence[Row], config: ModelConfig, samples: Sequence[str] = ()) -> list[Section]:
-    """Return what the log, rows in the order of steps, has of: losses, attention entropy, update ratios, learning rate,
-    tokens per expert, the initialisation check; and the samples, given the oldest first."""
+    """Return sections for whatever the log, rows in step order, contains of losses, attention entropy, update ratios,
+    learning rate, tokens per expert and the initialisation check; and for the samples, given oldest first."""
     return [*_losses(rows), *_entropy(rows, config), *_updates(rows), *_learning_rate(rows), *_experts(rows),
             *_init_check(rows), *_samples(samples)]  # fmt: skip
 
 
 @cache
 def attention_layers(config: ModelConfig) -> tuple[str, ...]:
-    """Return the labels of a model's layers with attention, in the order of the log."""
+    """Return the labels of a model's attention layers, in the order of the log."""
     model = config.build()
     params, example = abstract_params(model), config.example()
     maps = capture_shapes(model, params, *example, names="*attention.weights", missing_ok=True)
@@ -41,7 +41,7 @@ def attention_layers(config: ModelConfig) -> tuple[str, ...]:
 
 
 def _lines_by_layer(rows: Sequence[Row], layers: Sequence[Mapping[str, Sequence[Any]]], member: str) -> list[Line]:
-    """Return a line per layer and member, such as a head, of which each row has the numbers by layer."""
+    """Return one line per layer and member, such as a head; `layers` has, per row, the members' values by layer."""
     steps = [row["step"] for row in rows]
     return [
         Line(steps, [numbers[layer][i] for numbers in layers], layer, f"{member} {i}")
@@ -51,8 +51,8 @@ def _lines_by_layer(rows: Sequence[Row], layers: Sequence[Mapping[str, Sequence[
 
 
 def _with(rows: Sequence[Row], key: str, n_lines: Callable[[Any], int] = lambda _: 1) -> Sequence[Row]:
-    """Return those of the rows with a value that is not empty, of which a chart draws `n_lines(value)`; of more than it
-    may have points, evenly spaced ones, the first and the last among them."""
+    """Return the rows with a non-empty value for `key`, of which a chart draws `n_lines(value)` lines. If there are
+    more rows than the chart may have points, return evenly spaced ones, including the first and the last."""
     rows = [row for row in rows if key in row and row[key] not in ([], {})]
     n_points = MAX_CHART_POINTS // max((n_lines(row[key]) for row in rows), default=1)
     return [rows[i] for i in evenly_spaced(len(rows), max(2, min(MAX_POINTS, n_points)))]
@@ -69,9 +69,9 @@ def _losses(rows: Sequence[Row]) -> Iterator[Section]:
 
 
 def _entropy(rows: Sequence[Row], config: ModelConfig) -> Iterator[Section]:
-    if len(rows := _with(rows, "entropy", lambda layers: sum(map(len, layers)))) > 1:  # one step makes no lines
+    if len(rows := _with(rows, "entropy", lambda layers: sum(map(len, layers)))) > 1:  # one step gives no line
         labels, n_layers = attention_layers(config), len(rows[0]["entropy"])
-        if len(labels) != n_layers:  # the log is of another model
+        if len(labels) != n_layers:  # the log belongs to another model
             labels = tuple(f"layer {i}" for i in range(n_layers))
         layers = [dict(zip(labels, row["entropy"], strict=True)) for row in rows]
         about = "Mean entropy of a row of the attention map, a line per head: 0 where it attends to one position."
@@ -95,7 +95,7 @@ def _updates(rows: Sequence[Row]) -> Iterator[Section]:
         "Norm of a step's update over that of the weights, a line per parameter (or head's part of one). One far above "
         "the others is unstable; one far below hardly learns."
     )
-    if len(rows) > 1:  # of one step, the table says all
+    if len(rows) > 1:  # for a single step, the table suffices
         yield Lines("Update ratios", lines, STEP, Axis("update / weight", log=True), 380, about=about)
     table = [[p["name"], *(_number(p[key]) for key in ("g", "w", "u", "update"))] for p in rows[-1]["gradients"]]
     columns = ["parameter", "‖gradient‖", "‖weights‖", "lr·g/w", "update/w"]
@@ -141,5 +141,5 @@ def _samples(samples: Sequence[str]) -> Iterator[Section]:
 
 
 def _number(value: float | None) -> float:
-    """Return NaN for null, which JSON has in place of numbers that are not finite."""
+    """Return a value, NaN for None: the log has null in place of non-finite numbers."""
     return float("nan") if value is None else value

@@ -1,4 +1,4 @@
-"""Property checks: invariants that every model has, measured on a trained one."""
+"""Property checks: invariants of every model, measured on a trained one."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from jaxformer.ops.masks import EMPTY
 from jaxformer.ops.precision import widened
 
 ROUNDING = 1e-5
-"""Relative tolerance of float32, of the largest value or of 1, where sums are taken in another order."""
+"""Tolerance of float32 results whose sums are in another order, relative to the largest value or 1."""
 FINITE_DIFFERENCE = 1e-5
-"""Relative tolerance of a float64 derivative to a difference quotient."""
+"""Relative tolerance between a float64 derivative and a difference quotient."""
 
 NOT_CAUSAL = "it has no logits of next tokens"
 
@@ -37,26 +37,26 @@ class Check:
 
     name: str
     detail: str
-    """Description of the measurement, or the reason for none."""
+    """Description of the measurement, or the reason why there is none."""
     deviation: float | None
-    """Largest deviation; None where the property does not apply."""
+    """Largest deviation; None if the property does not apply."""
     limit: float
 
     @property
     def holds(self) -> bool:
-        """True within the limit or where the property does not apply; False for NaN."""
+        """True within the limit or if the property does not apply; False for NaN."""
         return self.deviation is None or self.deviation <= self.limit
 
 
 def verify(model: nn.Module, params: Params, inputs_B: Inputs, targets_B: jax.Array) -> Iterator[Check]:
-    """Yield a check of each property of one model; the first alone, finite outputs, where that fails.
+    """Yield a check of each property of one model; stop after the first, finite outputs, if it fails.
 
     The model runs in float32 without dropout; gradients are those of the plain attention formula.
 
     Args:
-      model: built plainly, not scanned.
-      inputs_B: what the model is called with, for several examples; see `random_inputs`.
-      targets_B: int32 classes that it could be trained on.
+      model: model without scanned blocks.
+      inputs_B: inputs of the model, for several examples; see `random_inputs`.
+      targets_B: valid int32 training targets.
     """
     params = jax.tree.map(widened, params)
     first = jax.tree.map(lambda x: x[0], inputs_B)
@@ -65,7 +65,7 @@ def verify(model: nn.Module, params: Params, inputs_B: Inputs, targets_B: jax.Ar
         (decoding, first), (batching, inputs_B), (no_dropout, first), (gradients, Batch(first, targets_B[0])),
     )  # fmt: skip
     for check, argument in checks:
-        with jax.default_matmul_precision("highest"):  # accelerators round products of float32 by default
+        with jax.default_matmul_precision("highest"):  # accelerators round float32 matmuls by default
             result = check(model, params, argument)
         yield result
         if result.name == "finite" and not result.holds:
@@ -73,11 +73,11 @@ def verify(model: nn.Module, params: Params, inputs_B: Inputs, targets_B: jax.Ar
 
 
 def random_inputs(config: ModelConfig, n: int, seed: int = 0, max_tokens: int = 64) -> Inputs:
-    """Return inputs of `n` random examples: pixels, tokens, and texts of several lengths; the first is the longest.
+    """Return the inputs of `n` random examples: pixels, tokens, and texts of several lengths, the first the longest.
 
     Args:
-      max_tokens: longest text; a model of full windows gets these, one with an attention window at least 8 more tokens
-        than it.
+      max_tokens: maximum sequence length. A model with fixed-length inputs always gets its full length; a model with an
+        attention window gets at least 8 more tokens than the window.
     """
     rng, vocab_size = np.random.default_rng(seed), _vocab_size(config)
     if (window := getattr(config, "window", None)) is not None:
@@ -93,7 +93,7 @@ def random_inputs(config: ModelConfig, n: int, seed: int = 0, max_tokens: int = 
         if x.dtype == bool:
             lengths = np.append(T, rng.integers(1, max(2, T), n - 1))
             return np.arange(T) < lengths[:, None]
-        if not x.ndim:  # the length of a prefix
+        if not x.ndim:  # prefix length
             return rng.integers(1, T, n).astype(x.dtype)
         return rng.integers(0, vocab_size, (n, T)).astype(x.dtype)
 
@@ -101,7 +101,7 @@ def random_inputs(config: ModelConfig, n: int, seed: int = 0, max_tokens: int = 
 
 
 def finite(model: nn.Module, params: Params, inputs_B: Inputs) -> Check:
-    """Check that no output is infinite or NaN, without which nothing else can be compared."""
+    """Check that no output is infinite or NaN, a precondition of the other checks."""
     outputs = _batched(model, params, inputs_B)
     n_broken = sum(int(jnp.sum(~jnp.isfinite(x))) for x in outputs)
     detail = f"infinite or NaN numbers of {sum(x.size for x in outputs):,} in the outputs"
@@ -109,7 +109,7 @@ def finite(model: nn.Module, params: Params, inputs_B: Inputs) -> Check:
 
 
 def causality(model: nn.Module, params: Params, inputs: Inputs) -> Check:
-    """Check that no logit depends on a later token: its derivative by that token's embedding is exactly 0."""
+    """Check that no logit depends on a later token: its derivative by the token's embedding is exactly 0."""
     check = partial(Check, "causality", limit=0.0)
     if not _is_causal(model):
         return check(NOT_CAUSAL, None)
@@ -139,7 +139,7 @@ def causality(model: nn.Module, params: Params, inputs: Inputs) -> Check:
     if is_finite and not bool((slope_TS > 0).any()):
         return check("no logit depends on any token, as where W_out is 0", None)
     by_slope = jnp.max(jnp.where(allowed_TS, 0, slope_TS)) if is_finite else jnp.nan
-    # Derivatives miss discrete choices, such as an expert's capacity: also change all tokens of the second half.
+    # Derivatives miss discrete choices, such as an expert's capacity, so also change all tokens of the second half.
     half, changed = T // 2, list(inputs)
     changed[_text_index(model)] = tokens_T.at[half:].set((tokens_T[half:] + 1) % _vocab_size(model.config))
     forward = jax.jit(partial(_call, model))
@@ -149,8 +149,8 @@ def causality(model: nn.Module, params: Params, inputs: Inputs) -> Check:
 
 
 def attention_mask(model: nn.Module, params: Params, inputs: Inputs) -> Check:
-    """Check that with equal scores causal self-attention is uniform over the visible positions: the query's own and
-    those before it within the layer's attention window."""
+    """Check that causal self-attention with equal scores is uniform over the visible positions: the query's own and
+    earlier ones within the layer's attention window."""
     check = partial(Check, "attention mask", limit=ROUNDING)
     if not _is_causal(model):
         return check(NOT_CAUSAL, None)
@@ -175,7 +175,7 @@ def attention_mask(model: nn.Module, params: Params, inputs: Inputs) -> Check:
 
 
 def attention_rows(model: nn.Module, params: Params, inputs: Inputs) -> Check:
-    """Check that attention weights sum to 1: with all values 1, so is every head's output."""
+    """Check that attention weights sum to 1: if all values are 1, so is every head's output."""
     check = partial(Check, "attention rows", limit=ROUNDING)
     sums = _capture_with(model, params, inputs, "*attention.values", jnp.ones_like, "*attention.heads").values()
     if not sums:
@@ -186,7 +186,7 @@ def attention_rows(model: nn.Module, params: Params, inputs: Inputs) -> Check:
 def _capture_with(
     model: nn.Module, params: Params, inputs: Inputs, replaced: str, edit: Callable[[Any], jax.Array], names: str
 ) -> Activations:
-    """Return activations by name, computed while others are replaced by `edit` of their values."""
+    """Return activations by name, with others replaced by `edit` of their values."""
 
     def captured(params: Params) -> Activations:
         with intervene(replaced, lambda _, value: edit(value), missing_ok=True):
@@ -228,7 +228,7 @@ def padding(model: nn.Module, params: Params, inputs_B: Inputs) -> Check:
 
 
 def _padded_prompt(model: nn.Module, params: Params, inputs_B: Inputs) -> float:
-    """Return the relative error of the logits after a padded prompt, decoded with a cache."""
+    """Return the relative error of the logits after a padded prompt in a cache."""
     tokens_T = inputs_B[0][0]
     T = len(tokens_T)
     n = max(1, T // 2)
@@ -251,7 +251,7 @@ def _padded_prompt(model: nn.Module, params: Params, inputs_B: Inputs) -> float:
 
 
 def decoding(model: nn.Module, params: Params, inputs: Inputs) -> Check:
-    """Check that prefill and decode steps with a cache give the logits of one full pass."""
+    """Check that prefill and decode steps with a cache give the same logits as one full pass."""
     check = partial(Check, "decoding", limit=ROUNDING)
     if not contract_of(model).has_cache:
         return check("it has no cache", None)
@@ -286,7 +286,7 @@ def decoding(model: nn.Module, params: Params, inputs: Inputs) -> Check:
 
 
 def batching(model: nn.Module, params: Params, inputs_B: Inputs) -> Check:
-    """Check that an example in a batch has the outputs that it has alone."""
+    """Check that an example has the same outputs in a batch as on its own."""
     batched, forward, n = _batched(model, params, inputs_B), jax.jit(partial(_call, model)), len(inputs_B[0])
     deviation = largest_of(
         relative_error(y_B[b], y)
@@ -297,7 +297,7 @@ def batching(model: nn.Module, params: Params, inputs_B: Inputs) -> Check:
 
 
 def no_dropout(model: nn.Module, params: Params, inputs: Inputs) -> Check:
-    """Check that without a key the outputs are those of a model built without dropout."""
+    """Check that without a dropout key the outputs equal those of a model built without dropout."""
     check = partial(Check, "no dropout", limit=ROUNDING)
     plain = _without_dropout(model.config)
     if plain == model.config:
@@ -311,7 +311,7 @@ def gradients(model: nn.Module, params: Params, example: Batch) -> Check:
     with jax.enable_x64(True):
         exact = jax.tree.map(lambda p: np.asarray(p, np.float64), params)
         if contract_of(model).task is Task.CONTRASTIVE:
-            # Beyond the largest scale, the gradient is, on purpose, not that of the loss.
+            # Beyond the largest scale, the gradient deliberately differs from the loss's.
             exact = exact | {"t": np.minimum(exact["t"], LARGEST_LOG_SCALE - 1e-3)}
         plain = model.config.build()
         loss: Callable[[Params], jax.Array] = jax.jit(lambda p: objective_of(plain).example_loss(plain, p, example))
@@ -323,8 +323,8 @@ def gradients(model: nn.Module, params: Params, example: Batch) -> Check:
 
 
 def _slope_error(loss: Callable[[Params], jax.Array], params: Params, grads: Params, direction: Params) -> float:
-    """Return the relative error of a directional derivative to the nearest difference quotient of several step sizes: a
-    large one may cross a kink of a ReLU, a small one is lost in rounding."""
+    """Return the relative error of a directional derivative, against the closest of several difference quotients: a
+    large step may cross a kink of a ReLU, a small one drowns in rounding."""
     norm = lambda tree: sum(float(np.vdot(x, x)) for x in jax.tree.leaves(tree)) ** 0.5  # noqa: E731
     slope = sum(float(np.vdot(g, d)) for g, d in zip(*map(jax.tree.leaves, (grads, direction)), strict=True))
     loss_at = lambda t: float(loss(jax.tree.map(lambda p, d: p + t * d, params, direction)))  # noqa: E731
@@ -333,18 +333,18 @@ def _slope_error(loss: Callable[[Params], jax.Array], params: Params, grads: Par
         return float("nan")
     for relative in (1e-5, 1e-6, 1e-7):
         step = relative * norm(params) / max(norm(direction), 1e-300)
-        resolution = 1e-8 * magnitude / step  # smaller slopes are rounding
+        resolution = 1e-8 * magnitude / step  # smaller slopes are rounding errors
         errors.append(abs((loss_at(step) - loss_at(-step)) / (2 * step) - slope) / max(abs(slope), resolution))
     return float(np.nanmin(errors)) if np.isfinite(errors).any() else float("nan")
 
 
 def largest_of(deviations: Iterable[Any]) -> float:
-    """Return the largest; NaN where one is, which `max` would ignore."""
+    """Return the largest deviation; NaN if any is NaN, which `max` could ignore."""
     return float(np.max([float(x) for x in deviations]))
 
 
 def relative_error(values: jax.Array, expected: jax.Array) -> float:
-    """Return the largest difference over the largest expected value or 1; NaN where something is not finite."""
+    """Return the largest difference divided by the largest expected magnitude or 1; NaN if a value is not finite."""
     got, want = np.asarray(values, np.float32), np.asarray(expected, np.float32)
     with np.errstate(invalid="ignore", over="ignore"):
         scale = np.maximum(1.0, np.max(np.abs(want), initial=0.0))
@@ -352,7 +352,7 @@ def relative_error(values: jax.Array, expected: jax.Array) -> float:
 
 
 def _vocab_size(config: Any) -> int:
-    """Return the size of the vocabulary; 0 for a model without tokens."""
+    """Return the vocabulary size; 0 for a model without tokens."""
     return config.contract.vocab_size or 0
 
 
@@ -361,12 +361,12 @@ def _is_causal(model: nn.Module) -> bool:
 
 
 def _text_index(model: nn.Module) -> int:
-    """Return the index of the input that holds the text that the model writes."""
+    """Return the index of the input that holds the generated text."""
     return 2 if contract_of(model).task is Task.SEQUENCE_TO_SEQUENCE else 0
 
 
 def _batched(model: nn.Module, params: Params, inputs_B: Inputs) -> list[jax.Array]:
-    """Return the outputs of a batch, each with B first."""
+    """Return the outputs of a batch, each with leading axis B."""
     forward = jax.vmap(lambda params, inputs: _call(model, params, *inputs), in_axes=(None, 0))
     return jax.tree.leaves(jax.jit(forward)(params, inputs_B))
 
@@ -376,7 +376,7 @@ def _call(model: nn.Module, params: Params, *inputs: Any, method: str | None = N
 
 
 def _extend(model: nn.Module, params: Params, *inputs: Any, **prefix: Any) -> tuple[jax.Array, Any]:
-    """Return the logits that follow each token, and the cache after them, of the model's method `extend`."""
+    """Call the model's method `extend`; return the logits after each token, and the cache."""
     x_TD, cache = _call(model, params, *inputs, **prefix, method="extend")
     return _call(model, params, x_TD, method="unembed"), cache
 

@@ -1,1 +1,1 @@
-"""Exchange of weights with other libraries' folders."""
+"""Import and export of models in the formats of other libraries."""

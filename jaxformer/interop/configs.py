@@ -1,4 +1,4 @@
-"""Configs of published models, and ours."""
+"""Conversion between configs of published models and ours."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from jaxformer.interop.families import FAMILIES, REQUIRED, Family, Field, Rope, 
 from jaxformer.models.decoder import DecoderConfig
 
 MAX_TRAINING_CONTEXT = 2048
-"""Default length of training sequences of an imported model, in tokens; it still reads all that it did."""
+"""Default maximum training sequence length of an imported model, in tokens; its own maximum context is kept."""
 
 
 def family_of(theirs: Mapping[str, Any]) -> Family:
-    """Return the family that a config names; `UserError` if it is unknown, or the checkpoint is quantised."""
+    """Return the model family of a config. Raises `UserError` if it is unknown, or the checkpoint is quantised."""
     known = ", ".join(FAMILIES)
     model_type, architectures = theirs.get("model_type"), theirs.get("architectures") or []
     if (quantization := theirs.get("quantization_config")) is not None:
@@ -35,9 +35,9 @@ def family_of(theirs: Mapping[str, Any]) -> Family:
 
 
 def read_config(theirs: Mapping[str, Any], context_length: int | None = None) -> DecoderConfig:
-    """Return our config of the content of a published `config.json`, for training sequences of `context_length` tokens,
-    None for at most `MAX_TRAINING_CONTEXT`. Raises `UserError` if the family is unknown, or a field is missing or has a
-    value without an equivalent."""
+    """Return our config for the content of a published `config.json`, with training sequences of `context_length`
+    tokens; None for at most `MAX_TRAINING_CONTEXT`. Raises `UserError` if the family is unknown, or a field is missing
+    or has a value without an equivalent."""
     family = family_of(theirs)
     for name, expected in family.required.items():
         if (value := theirs.get(name, expected)) != expected and (expected or value):
@@ -49,7 +49,7 @@ def read_config(theirs: Mapping[str, Any], context_length: int | None = None) ->
         values["context_length"] = min(longest, MAX_TRAINING_CONTEXT) if context_length is None else context_length
         if values["context_length"] > longest:
             raise UserError(f"the context length is {context_length}; the model has at most {longest} positions.")
-        # Types and sizes are verified before there is a row for each block.
+        # Verify types and sizes before allocating one entry per block.
         values |= read_windows(family, theirs, from_dict(DecoderConfig, values, "the model").n_blocks)
         if family.rope is not None:
             values |= read_rope(family.rope, theirs, values.get("window"))
@@ -60,9 +60,9 @@ def read_config(theirs: Mapping[str, Any], context_length: int | None = None) ->
 
 
 def _read_field(field: Field, theirs: Mapping[str, Any]) -> Any:
-    """Return our value of a field."""
+    """Return our value for a field."""
     value = theirs.get(field.theirs)
-    if value is None:  # null stands for the default, too
+    if value is None:  # null also means the default
         value = field.default(theirs) if callable(field.default) else field.default
     if value is REQUIRED:
         raise UserError(f"there is no {field.theirs}; put back the config.json that was published with the weights.")
@@ -75,7 +75,7 @@ def _read_field(field: Field, theirs: Mapping[str, Any]) -> Any:
 
 
 def write_config(config: DecoderConfig, family: Family) -> dict[str, Any]:
-    """Return the published config of ours; `UserError` if a field has no equivalent in the family."""
+    """Return the published form of our config. Raises `UserError` if a field has no equivalent in the family."""
     theirs: dict[str, Any] = {"model_type": family.model_type, "architectures": [family.architecture]}
     theirs |= family.required
     for field in family.fields:
@@ -83,7 +83,7 @@ def write_config(config: DecoderConfig, family: Family) -> dict[str, Any]:
         if field.values is None:
             theirs[field.theirs] = field.write(value)
             continue
-        inverse = {ours: name for name, ours in reversed([*field.values.items()])}  # the first
+        inverse = {ours: name for name, ours in reversed([*field.values.items()])}  # the first of equals
         if value not in inverse:
             limit = f"known: {', '.join(inverse)}"
             raise UserError(f"{field.ours} {value!r} has no equivalent in {family.model_type}; {limit}.")
@@ -95,8 +95,8 @@ def write_config(config: DecoderConfig, family: Family) -> dict[str, Any]:
 
 
 def read_windows(family: Family, theirs: Mapping[str, Any], n_blocks: int) -> dict[str, Any]:
-    """Return our fields of the attention windows; none without a window; `UserError` if a block does not attend, or
-    `sliding_window` is missing."""
+    """Return our fields for attention windows; none without a window. Raises `UserError` if a block has another kind of
+    layer than attention, or `sliding_window` is missing."""
     kinds = theirs.get("layer_types")
     if kinds is None:
         kinds = ["sliding_attention" if family.has_window(theirs, i) else "full_attention" for i in range(n_blocks)]
@@ -115,7 +115,7 @@ def read_windows(family: Family, theirs: Mapping[str, Any], n_blocks: int) -> di
 
 
 def write_windows(config: DecoderConfig, family: Family) -> dict[str, Any]:
-    """Return their fields of our attention windows; `UserError` if the family has no such windows."""
+    """Return their fields for our attention windows. Raises `UserError` if the family has no such windows."""
     if family.has_window is never:
         return {}
     kinds = [
@@ -131,9 +131,9 @@ def write_windows(config: DecoderConfig, family: Family) -> dict[str, Any]:
 
 
 def read_rope(rope: Rope, theirs: Mapping[str, Any], window: int | None) -> dict[str, Any]:
-    """Return our fields of a rotation: its base, its scaling, and the base of blocks with a window. Version 5 of
-    transformers nests them in `rope_parameters`, where they may differ by the type of a layer; before, bases were
-    fields of the config, and the scaling was in `rope_scaling`. Raises `UserError` if the scaling has no equivalent."""
+    """Return our RoPE fields: the base, the scaling, and the base for blocks with a window. Version 5 of transformers
+    nests them in `rope_parameters`, where they may differ by layer type; before, bases were fields of the config, and
+    the scaling was in `rope_scaling`. Raises `UserError` if the scaling has no equivalent."""
     scaling: Any = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}
     local_base = None if rope.local_base is None else theirs.get("rope_local_base_freq", rope.local_base)
     if isinstance(scaling, Mapping) and "full_attention" in scaling:
@@ -153,7 +153,7 @@ def read_rope(rope: Rope, theirs: Mapping[str, Any], window: int | None) -> dict
 
 
 def _check_rope_type(scaling: Mapping[str, Any], known: Collection[str]) -> str:
-    """Return the type of a scaling; `UserError` where it is not known."""
+    """Return the type of a RoPE scaling. Raises `UserError` if it is not in `known`."""
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if not isinstance(kind, str) or kind not in known:
         limit = f"known: {', '.join(known)}"
@@ -162,7 +162,7 @@ def _check_rope_type(scaling: Mapping[str, Any], known: Collection[str]) -> str:
 
 
 def write_rope(config: DecoderConfig) -> dict[str, Any]:
-    """Return their fields of our rotation, as versions of transformers before 5 and from 5 on read them."""
+    """Return their fields for our RoPE, both for versions of transformers before 5 and from 5 on."""
     kind = "default" if config.rope_scaling == 1 else "linear" if config.rope_original_context is None else "llama3"
     scaling = {"rope_type": kind} | {name: getattr(config, ours) for ours, name in ROPE_FIELDS[kind].items()}
     theirs = {"rope_theta": config.rope_base, "rope_scaling": None if kind == "default" else scaling}
@@ -184,4 +184,4 @@ ROPE_FIELDS: Mapping[str, Mapping[str, str]] = {
         "rope_original_context": "original_max_position_embeddings",
     },
 }
-"""Fields of each scaling: ours, and theirs."""
+"""Our fields and theirs, by type of RoPE scaling."""

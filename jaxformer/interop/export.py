@@ -1,4 +1,4 @@
-"""Export of a run in one of the formats that other programs read."""
+"""Export of a run to a format that other programs read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxformer.runs import CLASSES, TOKENIZER, Run, write_config
 
 
 def export_run(run: Run, file_format: Format, path: Path, dtype: Dtype = "float32", n_slots: int | None = None) -> None:
-    """Write a run with weights of a dtype to a new folder or, as GGUF, to a new file; `n_slots` is as of
+    """Write a run with weights in a dtype to a new folder or, as GGUF, to a new file; for `n_slots` see
     `export_stablehlo`. Raises `UserError` if the path exists, a package for the format is not installed, or the format
     has no equivalent for a part of the model."""
     if file_format == "stablehlo":
@@ -24,10 +24,10 @@ def export_run(run: Run, file_format: Format, path: Path, dtype: Dtype = "float3
 
 
 def export_safetensors(run: Run, folder: Path, dtype: Dtype = "float32") -> None:
-    """Write the parameters of any model by their paths, with the run's config, tokenizer and class names; `UserError`
-    if the folder exists, or safetensors is not installed."""
+    """Write the parameters of any model, named by their paths, with the run's config, tokenizer and class names. Raises
+    `UserError` if the folder exists, or safetensors is not installed."""
     with complete_path(folder) as scratch:
         scratch.mkdir()
         save_safetensors(flat_params(run.params, dtype), scratch / "model.safetensors")
-        write_config(scratch, run.config)  # in which adapters are merged
+        write_config(scratch, run.config)  # adapters are already merged
         copy_files(run.path, scratch, TOKENIZER, CLASSES)

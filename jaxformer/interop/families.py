@@ -1,8 +1,8 @@
-"""Families of published models: tables between their configs and tensors and those of `DecoderConfig`.
+"""Families of published models: tables that map their configs and tensors to those of `DecoderConfig`.
 
-A table is read in both directions: from their folder to our model, and back. Layouts are written with one letter per
-axis: V vocabulary, P positions, D model width, H query heads, G key/value heads, K width of a head, F hidden width of
-the MLP, E experts. Axes in parentheses are stored as one, the first the slowest.
+The tables are used in both directions, for import and export. Layouts are written with one letter per axis:
+V vocabulary, P positions, D model width, H query heads, G key/value heads, K head width, F hidden width of the MLP,
+E experts. Axes in parentheses are stored as one, in row-major order.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from jaxformer.errors import UserError
 
 REQUIRED = object()
-"""Mark of a field that their config must have."""
+"""Default of a field that their config must have."""
 
 
 class Field(NamedTuple):
@@ -23,34 +23,34 @@ class Field(NamedTuple):
 
     ours: str
     theirs: str
-    """Names. Several of ours may depend on one of theirs."""
+    """Names of the fields. Several of ours may depend on one of theirs."""
     default: Any = REQUIRED
-    """Their value where their config has none, or a function of the config that returns it."""
+    """Their value if their config has none, or a function of their config that returns it."""
     values: Mapping[Any, Any] | None = None
-    """Our value of each of theirs; None for the same value."""
+    """Our value by theirs; None for the same value."""
     read: Callable[[Any], Any] = lambda value: value
     write: Callable[[Any], Any] = lambda value: value
-    """Conversions from theirs and back, where no table of values says it."""
+    """Conversions from their value and back, if there is no table `values`."""
 
 
 class Weight(NamedTuple):
     """One parameter of ours and the tensor that holds it."""
 
     ours: str
-    """Path of the parameter, `{i}` the index of the block."""
+    """Path of the parameter; `{i}` is the index of the block."""
     theirs: str
-    """Name of the tensor; with `{e}`, one tensor for each expert."""
+    """Name of the tensor; with `{e}`, there is one tensor per expert."""
     layout: str
     """Their axes and ours, `theirs -> ours`. A number is an axis of that length."""
     part: int | None = None
-    """Index along the axis of a number in their layout, for tensors that hold several parameters."""
+    """Index along the numeric axis of their layout, for tensors that hold several parameters."""
     offset: float = 0.0
-    """Number that is added to theirs."""
+    """Offset added to their values."""
 
 
 class Rope(NamedTuple):
-    """Defaults of fields of the rotation in their configs before version 5 of transformers, see `configs.read_rope`: of
-    `rope_theta`, and of `rope_local_base_freq`, of blocks with a window, None where all blocks share a base."""
+    """Defaults of RoPE fields in their configs before version 5 of transformers, see `configs.read_rope`: `rope_theta`,
+    and `rope_local_base_freq` for blocks with a window, None if all blocks share a base."""
 
     base: float = 10_000.0
     local_base: float | None = None
@@ -65,17 +65,17 @@ def never(theirs: Mapping[str, Any], i: int) -> bool:
 
 
 def always(theirs: Mapping[str, Any], i: int) -> bool:
-    """Return True where there is a window, which is that of every block."""
+    """Return True if there is a window, which then applies to every block."""
     return theirs.get("sliding_window") is not None
 
 
 def last_layers(theirs: Mapping[str, Any], i: int) -> bool:
-    """Return True for the blocks from `max_window_layers` on, where windows are switched on."""
+    """Return True for the blocks from `max_window_layers` on, if windows are enabled."""
     return bool(theirs.get("use_sliding_window")) and i >= theirs.get("max_window_layers", 28)
 
 
 def all_but_every_sixth(theirs: Mapping[str, Any], i: int) -> bool:
-    """Return False for every sixth block, or that of another period in their config."""
+    """Return False for every sixth block, or with another period from their config."""
     return bool((i + 1) % theirs.get("sliding_window_pattern", 6))
 
 
@@ -87,32 +87,33 @@ class Family:
     architecture: str
     """Names in their config."""
     fields: tuple[Field, ...]
-    """Rows of the config."""
+    """Rows for the config."""
     weights: tuple[Weight, ...]
-    """Rows of the parameters; those that a model has no parameter for, such as biases, are left out."""
+    """Rows for the parameters; rows without a parameter in a model, such as for biases, are skipped."""
     constants: Mapping[str, Any]
-    """Our fields that all models of the family share."""
+    """Values of our fields that all models of the family share."""
     required: Mapping[str, Any] = field(default_factory=dict)
-    """Values that their fields must have, or be without; another value changes the computation."""
+    """Values that their fields must have if present; another value would change the computation."""
     rope: Rope | None = ROPE
-    """Their rotation; None for models without."""
+    """Defaults of their RoPE fields; None for models without RoPE."""
     has_window: Callable[[Mapping[str, Any], int], bool] = never
-    """True for a block, by its index, that attends within `sliding_window`, where no `layer_types` say it."""
+    """Function that returns True for a block, by index, that attends within `sliding_window`; for configs without
+    `layer_types`."""
     prefix: str = "model."
-    """Prefix of names of tensors, absent where the model was saved without its head."""
+    """Prefix of tensor names, absent if the model was saved without its head."""
     ignored: tuple[str, ...] = (r"rotary_emb\.inv_freq$",)
-    """Patterns of names of tensors that hold no parameter."""
+    """Patterns for names of tensors that are not parameters."""
 
 
 def only_layer(widths: tuple[int, ...]) -> int:
-    """Return the width of an MLP's only hidden layer; `UserError` if there are several."""
+    """Return the width of an MLP's only hidden layer. Raises `UserError` if there are several."""
     if len(widths) != 1:
         raise UserError(f"d_ff {widths} has {len(widths)} hidden layers, which no published family has; use one.")
     return widths[0]
 
 
 def with_defaults(fields: tuple[Field, ...], **defaults: Any) -> tuple[Field, ...]:
-    """Return fields with other defaults, by our names."""
+    """Return fields with other defaults, keyed by our names."""
     return tuple(row._replace(default=defaults.get(row.ours, row.default)) for row in fields)
 
 

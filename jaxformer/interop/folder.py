@@ -1,4 +1,4 @@
-"""A published model's folder: its config, and its tensors, read one at a time."""
+"""Folders of published models: the config, and the tensors, read one at a time."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from jaxformer.extras import import_extra
 CONFIG, GENERATION = "config.json", "generation_config.json"
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-"""Suffixes of files that run code when they are read."""
+"""Suffixes of pickled files, which can run code when they are read."""
 FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-"""Dtypes of weights in safetensors, and their bytes."""
+"""Floating-point dtypes in safetensors, and their sizes in bytes."""
 
 
 @dataclass(frozen=True)
@@ -27,12 +27,12 @@ class ModelFolder:
     path: Path
     config: Mapping[str, Any]
     files: Mapping[str, Any]
-    """Open file of each tensor, by its name; the content is read on demand."""
+    """Open file of each tensor, by tensor name; tensors are read on demand."""
 
     @classmethod
     def open(cls, path: Path) -> ModelFolder:
-        """Open a folder and verify that all shards are there and whole; `UserError` if it is no such folder, its
-        weights are pickled, or a file is missing or damaged."""
+        """Open a folder and verify that all shards are present and complete. Raises `UserError` if it is not such a
+        folder, its weights are pickled, or a file is missing or corrupt."""
         if not path.is_dir():
             if path.suffix in PICKLED:
                 raise UserError(f"{path} is pickled, and reading it would run code; convert it to safetensors.")
@@ -52,13 +52,13 @@ class ModelFolder:
         return dtype
 
     def read(self, name: str) -> np.ndarray:
-        """Return a tensor; bfloat16 as the dtype of ml_dtypes."""
+        """Return a tensor; bfloat16 has the dtype of ml_dtypes."""
         tensor: np.ndarray = self.files[name].get_tensor(name)
         return tensor
 
 
 def read_object(file: Path) -> Mapping[str, Any]:
-    """Return the object of a JSON file; `UserError` where there is none."""
+    """Return the object in a JSON file. Raises `UserError` if it cannot be read or is not an object."""
     try:
         value = parse_json(file.read_bytes())
     except FileNotFoundError as error:
@@ -71,7 +71,7 @@ def read_object(file: Path) -> Mapping[str, Any]:
 
 
 def _shards(path: Path) -> Mapping[str, list[str]]:
-    """Return the files of the weights, with the names of the tensors that each must hold, as far as they are known."""
+    """Return the weight files, each with the names of the tensors that it must hold, empty if unknown."""
     if (path / INDEX).exists():
         names_by_file: dict[str, list[str]] = {}
         weight_map = read_object(path / INDEX).get("weight_map")
@@ -92,7 +92,7 @@ def _shards(path: Path) -> Mapping[str, list[str]]:
 
 
 def _open_shards(path: Path, shards: Mapping[str, list[str]]) -> dict[str, Any]:
-    """Return the open file of each tensor; `UserError` if a shard is missing, damaged or lacks a tensor."""
+    """Return the open file of each tensor. Raises `UserError` if a shard is missing, corrupt or lacks a tensor."""
     safetensors = import_extra("safetensors", "reading published weights")
     files: dict[str, Any] = {}
     for number, (shard, expected) in enumerate(sorted(shards.items()), start=1):

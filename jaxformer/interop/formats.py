@@ -1,7 +1,7 @@
-"""Formats that a run is exported in."""
+"""Formats for exporting a run."""
 
 from typing import Literal
 
 Format = Literal["hf", "safetensors", "gguf", "stablehlo"]
 Dtype = Literal["float32", "bfloat16", "float16"]
-"""Format of exported weights."""
+"""Dtype of exported weights."""

@@ -1,7 +1,6 @@
 """Export to GGUF, the format of llama.cpp.
 
-Names of tensors come from the tables of the `gguf` package, which map those of published folders, so that there is no
-table of them here.
+Tensor names come from the tables of the `gguf` package, which map the names in published folders.
 """
 
 from __future__ import annotations
@@ -23,12 +22,11 @@ from jaxformer.interop.publish import Published, SpecialTokens, publish, special
 from jaxformer.runs import Run
 
 ARCHITECTURES = {"llama": ("llama", True), "qwen3": ("qwen3", False)}
-"""Architecture of llama.cpp for each `model_type`, and True where it rotates adjacent pairs of features (2i, 2i + 1),
-so that rows of the projections of queries and keys are permuted; others rotate features i and i + K/2, as published
-folders do."""
+"""llama.cpp's architecture by `model_type`, and True if its RoPE rotates adjacent features (2i, 2i + 1), so that rows
+of the query and key projections must be permuted; others rotate features i and i + K/2, as published folders do."""
 DTYPES: Mapping[Dtype, str] = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 FILE_TYPES: Mapping[Dtype, str] = {"float32": "ALL_F32", "float16": "MOSTLY_F16", "bfloat16": "MOSTLY_BF16"}
-"""Names of dtypes of tensors, and of files, in the `gguf` package."""
+"""Names of tensor dtypes, and of file types, in the `gguf` package."""
 CONFIG_FIELDS = {
     "vocab_size": "vocab_size", "context_length": "max_position_embeddings", "embedding_length": "hidden_size",
     "block_count": "num_hidden_layers", "feed_forward_length": "intermediate_size", "head_count": "num_attention_heads",
@@ -37,7 +35,7 @@ CONFIG_FIELDS = {
 }  # fmt: skip
 """Fields of a published config by their names in the `gguf` package."""
 ROTATED = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
-"""Projections to what is rotated, and the fields with their numbers of heads."""
+"""Projections whose outputs RoPE rotates, and the fields with their numbers of heads."""
 
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _OTHERS = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -48,13 +46,13 @@ PRE_TYPES: Mapping[tuple[Splits, bool], str] = {
     ((("Split", _WORDS + r"\p{N}{1,3}" + _OTHERS), ("ByteLevel", False)), True): "llama-bpe",
     ((("Split", _WORDS + r"\p{N}" + _OTHERS), ("ByteLevel", False)), False): "qwen2",
 }
-"""Names in llama.cpp of the pre-tokenizers that it knows, by what they split at and by `ignore_merges` of their BPE.
-'gpt-2' is the regular expression of Radford et al. 2019."""
+"""llama.cpp's names of the pre-tokenizers that it knows, by their splits and by `ignore_merges` of their BPE. 'gpt-2'
+is the regular expression of Radford et al. 2019."""
 
 
 def export_gguf(run: Run, file: Path, dtype: Dtype = "float32") -> None:
-    """Write a run as a new file; `UserError` if the file exists, gguf is not installed, or llama.cpp has no equivalent
-    of a part of the model or of its tokenizer."""
+    """Write a run to a new GGUF file. Raises `UserError` if the file exists, gguf is not installed, or llama.cpp has no
+    equivalent for a part of the model or of its tokenizer."""
     published = publish(run)
     _, tokenizer = run.text_model()
     content, special = json.loads(tokenizer.as_json()), special_tokens(tokenizer)
@@ -66,10 +64,10 @@ def write_gguf(
     file: Path, name: str, published: Published, tokenizer: Mapping[str, Any], special: SpecialTokens, dtype: Dtype,
     chat_template: Any = None,
 ) -> None:  # fmt: skip
-    """Write a model in the layout of a published folder as one file, with the content of its `tokenizer.json`. The
-    dtype is of matrices; vectors stay in float32, as llama.cpp requires. The chat template, Jinja text, is what
-    llama.cpp renders conversations by; others are left out. Raises `UserError` if gguf is not installed, or llama.cpp
-    has no equivalent of the model or of its tokenizer."""
+    """Write a model in the layout of a published folder as one file, with the content of its `tokenizer.json`. `dtype`
+    applies to matrices; vectors stay in float32, as llama.cpp requires. The chat template, Jinja text, is used by
+    llama.cpp to render conversations; other values are left out. Raises `UserError` if gguf is not installed, or
+    llama.cpp has no equivalent for the model or its tokenizer."""
     gguf = import_extra("gguf", "--format gguf")
     theirs = published.config
     if (model_type := theirs["model_type"]) not in ARCHITECTURES:
@@ -87,7 +85,7 @@ def write_gguf(
             getattr(writer, f"add_{added}")(theirs[field])
         writer.add_rope_freq_base(theirs["rope_parameters"]["rope_theta"])
         _add_tokenizer(gguf, writer, tokenizer, theirs["vocab_size"], special)
-        if isinstance(chat_template, str):  # without one, llama.cpp would take ChatML
+        if isinstance(chat_template, str):  # without one, llama.cpp would use ChatML
             writer.add_chat_template(chat_template)
         kind = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == architecture)
         names = gguf.get_tensor_name_map(kind, theirs["num_hidden_layers"])
@@ -105,13 +103,13 @@ def write_gguf(
 
 
 def pairs_adjacent(tensor: np.ndarray, n_heads: int) -> np.ndarray:
-    """Return a projection `(H·K, …)` whose rows i and i + K/2 of each head are the rows 2i and 2i + 1."""
+    """Return a projection `(H·K, …)` with rows i and i + K/2 of each head moved to rows 2i and 2i + 1."""
     return tensor.reshape(n_heads, 2, -1, *tensor.shape[1:]).swapaxes(1, 2).reshape(tensor.shape)
 
 
 def _add_tensor(gguf: Any, writer: Any, name: str, tensor: np.ndarray, dtype: Dtype) -> None:
     array = cast(name, tensor, dtype if tensor.ndim > 1 else "float32")
-    is_bfloat16 = array.dtype == jnp.bfloat16  # which the package writes as bytes
+    is_bfloat16 = array.dtype == jnp.bfloat16  # the package writes bfloat16 as bytes
     raw_dtype = gguf.GGMLQuantizationType[DTYPES[dtype if tensor.ndim > 1 else "float32"]]
     writer.add_tensor(name, array.view(np.uint8) if is_bfloat16 else array, raw_dtype=raw_dtype)
 
@@ -126,7 +124,7 @@ def _add_rope_scaling(gguf: Any, writer: Any, theirs: Mapping[str, Any]) -> None
 
 
 def llama3_divisors(scaling: Mapping[str, Any], head_dim: int) -> np.ndarray:
-    """Return the divisor of each frequency of a rotation in the scaling of Llama 3.1, `(K/2,)` float32; `scaling` is
+    """Return the divisor of each RoPE frequency in Llama 3.1's scaling, `(K/2,)` float32; `scaling` is
     `rope_parameters` of the published config."""
     half = head_dim // 2
     frequencies = scaling["rope_theta"] ** (-np.arange(half) / half)
@@ -139,7 +137,7 @@ def llama3_divisors(scaling: Mapping[str, Any], head_dim: int) -> np.ndarray:
 def _add_tokenizer(
     gguf: Any, writer: Any, tokenizer: Mapping[str, Any], vocab_size: int, special: SpecialTokens
 ) -> None:
-    """Add tokens, merges and special tokens; rows of the embedding beyond the tokens become unused ones; `UserError` if
+    """Add tokens, merges and special tokens, and unused tokens for further rows of the embedding. Raises `UserError` if
     llama.cpp does not know the tokenizer."""
     model = tokenizer["model"]
     if model["type"] != "BPE":
@@ -162,8 +160,8 @@ def _add_tokenizer(
 
 
 def pre_type(tokenizer: Mapping[str, Any]) -> str:
-    """Return the name in llama.cpp of the pre-tokenizer of a tokenizer, given as the content of `tokenizer.json`;
-    `UserError` if llama.cpp has none that splits alike."""
+    """Return llama.cpp's name of a tokenizer's pre-tokenizer, given the content of `tokenizer.json`. Raises `UserError`
+    if llama.cpp has none with the same splits."""
     if (normalizer := tokenizer.get("normalizer")) not in (None, {"type": "NFC"}):  # llama.cpp reads Qwen without NFC
         remedy = "export it with --format hf"
         raise UserError(f"the tokenizer changes text by {abbreviate(normalizer)}, which llama.cpp does not; {remedy}.")
@@ -180,7 +178,7 @@ def pre_type(tokenizer: Mapping[str, Any]) -> str:
 
 
 def _split(part: Mapping[str, Any]) -> tuple[str, Any]:
-    """Return the type of a pre-tokenizer and the setting that decides where it splits."""
+    """Return the type of a pre-tokenizer and the setting that determines its splits."""
     kind = part["type"]
     settings = {"ByteLevel": "use_regex", "Digits": "individual_digits"}
     if kind == "Split":

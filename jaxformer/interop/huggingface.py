@@ -1,4 +1,4 @@
-"""Export of a run as a folder that transformers, vLLM and others read."""
+"""Export of a run to a folder that transformers, vLLM and other libraries read."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from jaxformer.runs import TOKENIZER, Run
 
 
 def export_huggingface(run: Run, folder: Path, dtype: Dtype = "float32") -> None:
-    """Write a run as a new folder in the layout of the published family that its model belongs to; `UserError` if the
-    folder exists, safetensors is not installed, or no family has an equivalent of a part of the model."""
+    """Write a run to a new folder in the layout of the published family that its model belongs to. Raises `UserError`
+    if the folder exists, safetensors is not installed, or no family has an equivalent for a part of the model."""
     published = publish(run)
     _, tokenizer = run.text_model()
     special = special_tokens(tokenizer)

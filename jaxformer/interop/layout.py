@@ -1,4 +1,4 @@
-"""Layouts of tensors, written as `(H K) D -> D H K`: their axes, stored as one in parentheses, and ours."""
+"""Tensor layouts, written as `(H K) D -> D H K`: their axes, with axes in parentheses stored as one, and our axes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxformer.models.decoder import DecoderConfig
 
 
 def axis_sizes(config: DecoderConfig) -> dict[str, int]:
-    """Return the lengths of the axes by the letters of layouts."""
+    """Return axis sizes by letter."""
     return {
         "V": config.vocab_size, "P": config.n_positions, "D": config.d_model, "H": config.n_heads, "G": config.kv_heads,
         "K": config.width_of_head, "F": config.d_ff[0], "E": config.n_experts or 0,
@@ -23,8 +23,8 @@ def axis_sizes(config: DecoderConfig) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Layout:
-    """Axes of a tensor: those of ours that each axis of theirs consists of, those of our parameter in our order, and
-    the letters of the axes with their lengths; a number is its own length."""
+    """Axes of a tensor: per axis of theirs, the axes that it combines; the axes of our parameter in our order; and the
+    size of each axis by letter. A number is its own size."""
 
     theirs: tuple[tuple[str, ...], ...]
     ours: tuple[str, ...]
@@ -32,13 +32,13 @@ class Layout:
 
     @classmethod
     def parse(cls, text: str, sizes: Mapping[str, int]) -> Layout:
-        """Return the layout that a text describes."""
+        """Parse a layout such as `(H K) D -> D H K`."""
         theirs, _, ours = text.partition(" -> ")
         groups = tuple(tuple(group.strip("()").split()) for group in re.findall(r"\([^)]*\)|\S+", theirs))
         return cls(groups, tuple(ours.split()), tuple(sizes.items()))
 
     def shape(self, axes: Sequence[str]) -> tuple[int, ...]:
-        """Return the lengths of axes."""
+        """Return the sizes of axes."""
         sizes = dict(self.sizes)
         return tuple(int(axis) if axis.isdigit() else sizes[axis] for axis in axes)
 
@@ -49,12 +49,12 @@ class Layout:
 
     @property
     def parts(self) -> str | None:
-        """Axis of theirs that holds several parameters of ours, a number; None for one parameter."""
+        """Axis of theirs, a number, along which several of our parameters are stored; None for a single parameter."""
         axes = (axis for group in self.theirs for axis in group if axis.isdigit())
         return next(axes, None)
 
     def to_ours(self, tensor: jax.Array, part: int | None = None) -> jax.Array:
-        """Return their tensor in our order; of several parameters, the one with index `part`."""
+        """Return their tensor in our layout; if it holds several parameters, the one with index `part`."""
         axes = [axis for group in self.theirs for axis in group]
         tensor = tensor.reshape(self.shape(axes))
         if self.parts is not None:
@@ -65,7 +65,7 @@ class Layout:
         return tensor.transpose([axes.index(axis) for axis in present]).reshape(self.shape(self.ours))
 
     def to_theirs(self, parameters: Sequence[np.ndarray]) -> np.ndarray:
-        """Return their tensor from our parameters, all that it holds, in the order of their parts."""
+        """Return their tensor, given all of our parameters that it holds, in the order of their parts."""
         axes = [axis for group in self.theirs for axis in group if axis != self.parts]
         present = [axis for axis in self.ours if axis in axes]
         shape, order = self.shape(present), [present.index(axis) for axis in axes]

@@ -1,4 +1,4 @@
-"""Files of an export: they appear complete, or not at all."""
+"""Output files of an export, written atomically."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from jaxformer.models.objective import Params
 
 @contextmanager
 def complete_path(target: Path) -> Iterator[Path]:
-    """Yield a path for a new file or folder, which becomes `target`, by a rename, if the body succeeds; `UserError` if
-    the target exists or is no name, or it cannot be written."""
+    """Yield a temporary path for a new file or folder, which is renamed to `target` if the body succeeds. Raises
+    `UserError` if the target exists or is not a valid name, or cannot be written."""
     _check_new(target)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -39,7 +39,7 @@ def complete_path(target: Path) -> Iterator[Path]:
             reason = error.strerror or error
             remedy = "free some space, or choose another --out"
             raise UserError(f"{target} cannot be written: {reason}; {remedy}.") from error
-        _check_new(target)  # a folder that another process has made meanwhile, if empty, would be replaced
+        _check_new(target)  # the rename would replace an empty folder that another process has created meanwhile
         path.rename(target)
 
 
@@ -51,14 +51,14 @@ def _check_new(target: Path) -> None:
 
 
 def flat_params(params: Params, dtype: Dtype) -> dict[str, np.ndarray]:
-    """Return the parameters by their path, such as `blocks_0.attention.W_Q`, as NumPy arrays of a dtype; `UserError` if
-    a parameter exceeds the dtype's range."""
+    """Return the parameters by path, such as `blocks_0.attention.W_Q`, as NumPy arrays of a dtype. Raises `UserError`
+    if a value exceeds the dtype's range."""
     return {name: cast(name, leaf, dtype) for name, leaf in flatten_dict(params, sep=".").items()}
 
 
 def cast(name: str, array: Any, dtype: Dtype) -> np.ndarray:
-    """Return an array as a contiguous NumPy array of a dtype; `UserError` with the tensor's name if a number exceeds
-    the dtype's range."""
+    """Return an array as a contiguous NumPy array of a dtype. Raises `UserError` with the tensor's name if a value
+    exceeds the dtype's range."""
     array = np.asarray(jax.device_get(array))
     with np.errstate(over="ignore"):  # reported below, by name
         converted = np.ascontiguousarray(array.astype(jnp.dtype(dtype)))
@@ -69,18 +69,18 @@ def cast(name: str, array: Any, dtype: Dtype) -> np.ndarray:
 
 
 def copy_files(source: Path, folder: Path, *names: str) -> None:
-    """Copy those of a run's files that exist, such as its tokenizer, to a folder."""
+    """Copy a run's named files, such as its tokenizer, to a folder, skipping missing ones."""
     for name in names:
         if (source / name).exists():
             shutil.copyfile(source / name, folder / name)
 
 
 def save_safetensors(tensors: dict[str, np.ndarray], file: Path, metadata: dict[str, str] | None = None) -> None:
-    """Write tensors by name to a safetensors file; `UserError` if safetensors is not installed, `OSError` if the file
-    cannot be written."""
+    """Write tensors by name to a safetensors file. Raises `UserError` if safetensors is not installed, `OSError` if the
+    file cannot be written."""
     library = import_extra("safetensors", "writing safetensors")
     try:
         import_extra("safetensors.numpy", "writing safetensors").save_file(tensors, file, metadata)
-    except library.SafetensorError as error:  # such as of a full disk
+    except library.SafetensorError as error:  # such as for a full disk
         raise OSError(os_error_reason(error) or str(error)) from error
-    file.chmod(0o644)  # the library's own choice is its owner alone
+    file.chmod(0o644)  # the library restricts it to its owner

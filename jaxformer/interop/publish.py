@@ -1,4 +1,4 @@
-"""Our models in the layout of published ones: the tables of `families`, from our side to theirs."""
+"""Conversion of our models to the layout of published ones, by the tables of `families`."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ TRAINING_FIELDS = {
     "context_length", "embedding_std", "projection_std", "unembedding_std", "dropout", "capacity_factor",
     "balance_weight", "router_z_weight",
 }  # fmt: skip
-"""Fields that no output of a trained model depends on."""
+"""Fields that do not affect the outputs of a trained model."""
 ROPE = {"rope_base", *(ours for fields in ROPE_FIELDS.values() for ours in fields)}
-"""Fields of the rotation."""
+"""Fields of RoPE."""
 
 
 class Published(NamedTuple):
-    """A model in the layout of a published family: the content of its `config.json`, its longest text in tokens, and
-    the names and float32 arrays of its tensors, one at a time."""
+    """A model in the layout of a published family: the content of its `config.json`, its maximum sequence length in
+    tokens, and the names and float32 arrays of its tensors, one at a time."""
 
     config: dict[str, Any]
     n_positions: int
@@ -44,15 +44,15 @@ class Published(NamedTuple):
 
 
 def publish(run: Run) -> Published:
-    """Return a run's model in the layout of the first family that has an equivalent of each part; `UserError` if there
-    is none; the parts that the nearest family lacks are named."""
+    """Return a run's model in the layout of the first family with an equivalent for each part. If there is none, raises
+    `UserError` with the parts that the nearest family lacks."""
     config = run.config.model
     if not isinstance(config, DecoderConfig):
         problem = f"{run.path} holds a {type(run.model).__name__}, and published families are decoders"
         raise UserError(f"{problem}; use --format safetensors.")
     config = resolved(config)
     lacking = {name: unmatched(config, family) for name, family in FAMILIES.items()}
-    nearest = min(lacking, key=lambda name: len(lacking[name]))  # the first of several
+    nearest = min(lacking, key=lambda name: len(lacking[name]))  # the first of equals
     if lacking[nearest]:
         parts = [f"{name} {value!r}" for name, value in lacking[nearest].items()]
         raise UserError(
@@ -64,7 +64,7 @@ def publish(run: Run) -> Published:
 
 
 def resolved(config: DecoderConfig) -> DecoderConfig:
-    """Return a config with the values that fields of None stand for, which published configs name."""
+    """Return a config with default fields of None replaced by their values, which published configs state."""
     scale = config.width_of_head**-0.5 if config.scaled else 1.0
     renormalize = config.experts_per_token > 1 if config.renormalize_experts is None else config.renormalize_experts
     return dataclasses.replace(
@@ -79,7 +79,7 @@ def resolved(config: DecoderConfig) -> DecoderConfig:
 
 
 def unmatched(config: DecoderConfig, family: Family) -> dict[str, Any]:
-    """Return the fields of a config, with their values, that a family has no equivalent of."""
+    """Return the fields of a config, with their values, for which a family has no equivalent."""
     defaults = {f.name: f.default for f in dataclasses.fields(config)}
     derived = {
         "n_kv_heads": config.n_heads, "head_dim": config.d_model / config.n_heads,
@@ -93,7 +93,7 @@ def unmatched(config: DecoderConfig, family: Family) -> dict[str, Any]:
         expected["d_ff"] = ()
     ignored = {*TRAINING_FIELDS, *conversions(config, family)}
     lacking = {name for name in defaults if name not in ignored and getattr(config, name) not in expected[name]}
-    if not lacking:  # conversions of several fields in one may still differ
+    if not lacking:  # conversions that combine several fields may still differ
         again = resolved(read_config(write_config(config, family), config.context_length))
         pairs = {name: (getattr(config, name), getattr(again, name)) for name in defaults.keys() - TRAINING_FIELDS}
         close = partial(isclose, rel_tol=1e-12)  # a conversion may round
@@ -103,7 +103,7 @@ def unmatched(config: DecoderConfig, family: Family) -> dict[str, Any]:
 
 
 def conversions(config: DecoderConfig, family: Family) -> Iterator[str]:
-    """Yield the fields of rotations and windows that a family has an equivalent of, in another form than a row."""
+    """Yield the fields of RoPE and windows that a family has an equivalent for, in a form other than a row."""
     if family.rope is not None or config.positions != "rope":
         yield from ROPE
     if family.rope is not None and family.rope.local_base is not None:
@@ -115,7 +115,7 @@ def conversions(config: DecoderConfig, family: Family) -> Iterator[str]:
 
 
 def published_tensors(params: Params, config: DecoderConfig, family: Family) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield the tensors of a family by their names, in float32, one at a time; `config` has no `unmatched` field."""
+    """Yield the names and tensors of a family, in float32, one at a time; `config` must have no `unmatched` field."""
     leaves, sizes = flatten_dict(params, sep="."), axis_sizes(config)
     paths: dict[str, list[tuple[Weight, str, int]]] = defaultdict(list)
     for path, (weight, names) in rows(family, config).items():
@@ -133,15 +133,15 @@ def published_tensors(params: Params, config: DecoderConfig, family: Family) -> 
 
 @dataclasses.dataclass(frozen=True)
 class SpecialTokens:
-    """Special tokens, by the names that other libraries' configs have for them."""
+    """Special tokens, by their names in other libraries' configs."""
 
     bos: int
-    """Id of the token that the tokenizer begins each text with or, without one, of end-of-text, which precedes each
+    """Id of the token that the tokenizer puts before each text; if there is none, of end-of-text, which precedes each
     document in training."""
     eos: tuple[int, ...]
     """Ids of the tokens that end a text, end-of-text first."""
     adds_bos: bool
-    """True where the tokenizer begins each text with `bos`."""
+    """True if the tokenizer puts `bos` before each text."""
     bos_text: str
     """Text of `bos`."""
     eos_text: str

@@ -1,4 +1,4 @@
-"""A published model as a run."""
+"""Import of a published model as a run."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ Dtype = Literal["auto", "float32", "bfloat16"]
 
 
 def load_published_tokenizer(folder: ModelFolder, config: DecoderConfig) -> Tokenizer:
-    """Return the tokenizer of a published model, without special tokens that the model has no embedding of; `UserError`
-    if there is none, or it has other tokens that the model has no embedding of."""
+    """Return the tokenizer of a published model, without special tokens that the model has no embedding for. Raises
+    `UserError` if there is no tokenizer, or it has other tokens that the model has no embedding for."""
     file = folder.path / TOKENIZER
     if not file.exists():
         remedy = "put the published one there, or let save_pretrained of transformers' AutoTokenizer write it"
         raise UserError(f"{folder.path} has no {TOKENIZER}; {remedy}.")
     tokenizer = Tokenizer.load(file, eos_token_ids(folder))
-    if tokenizer.vocab_size > config.vocab_size:  # as Gemma 3 has a token of images, also where it reads text alone
+    if tokenizer.vocab_size > config.vocab_size:  # such as the image token of Gemma 3's text-only models
         tokenizer = tokenizer.without_special_from(config.vocab_size)
     if tokenizer.vocab_size > config.vocab_size:
         problem = f"{file} has {tokenizer.vocab_size:,} tokens, but the model embeds {config.vocab_size:,}"
@@ -41,8 +41,8 @@ def load_published_tokenizer(folder: ModelFolder, config: DecoderConfig) -> Toke
 
 
 def eos_token_ids(folder: ModelFolder) -> tuple[int, ...]:
-    """Return the ids of the tokens that end a text, of which a published config may name several; none without them;
-    `UserError` if they are no ids."""
+    """Return the ids of the tokens that end a text, of which a published config may name any number. Raises `UserError`
+    if they are not ids."""
     generation = folder.path / GENERATION
     named = read_object(generation).get("eos_token_id") if generation.exists() else None
     named = folder.config.get("eos_token_id") if named is None else named
@@ -55,11 +55,10 @@ def eos_token_ids(folder: ModelFolder) -> tuple[int, ...]:
 def import_run(
     source: Path, run: Path, *, context_length: int | None = None, dtype: Dtype = "auto"
 ) -> tuple[Path, Config]:
-    """Write a published model, a folder with `config.json`, weights in safetensors and `tokenizer.json`, as a run with
-    one checkpoint, at step 0; return the run's folder, which appears complete, by a rename, and config. Training
-    sequences have `context_length` tokens, None for at most `MAX_TRAINING_CONTEXT`; dtype 'auto' stores parameters
-    exactly, in the published dtype. Raises `UserError` if the source cannot be read as a known family, or the run
-    exists."""
+    """Import a published model, a folder with `config.json`, weights in safetensors and `tokenizer.json`, as a run with
+    one checkpoint, at step 0; return the run's folder, which is created atomically, and its config. Training sequences
+    have `context_length` tokens, None for at most `MAX_TRAINING_CONTEXT`; dtype 'auto' stores parameters exactly, in
+    the published dtype. Raises `UserError` if the source cannot be read as a known family, or the run exists."""
     if run.exists():
         raise UserError(f"{run} exists; choose another --run.")
     check_writable_parent(run)
@@ -76,7 +75,8 @@ def import_run(
 def _open(
     source: Path, context_length: int | None = None
 ) -> tuple[ModelFolder, DecoderConfig, Tokenizer, Params, dict[str, Source]]:
-    """Return a published model's folder, our config, its tokenizer, and its parameters' shapes and verified tensors."""
+    """Return a published model's folder, our config for it, its tokenizer, and the shapes and verified tensors of its
+    parameters."""
     folder = ModelFolder.open(source)
     model = read_config(folder.config, context_length)
     tokenizer, abstract = load_published_tokenizer(folder, model), abstract_params(model.build())
@@ -84,7 +84,7 @@ def _open(
 
 
 def is_published(folder: Path) -> bool:
-    """Return True for a folder with a published model, of whatever family and format, and False for a run."""
+    """Return True for a folder with a published model, of any family and format, and False for a run."""
     try:
         config = parse_json((folder / "config.json").read_bytes())
     except (OSError, ValueError):
@@ -93,7 +93,7 @@ def is_published(folder: Path) -> bool:
 
 
 def pretrained_model(source: Path) -> Pretrained:
-    """Return a published model, to begin a training with; its parameters are not read yet; raises as `import_run`
+    """Return a published model as a starting point for training; its parameters are read later. Raises as `import_run`
     does."""
     folder, model, tokenizer, _, sources = _open(source)
     config = finetuning_config(source.resolve().name, model)
@@ -101,7 +101,7 @@ def pretrained_model(source: Path) -> Pretrained:
 
 
 def finetuning_config(name: str, model: DecoderConfig) -> Config:
-    """Return the config of a training that begins with a published model: a small learning rate, few steps."""
+    """Return the config for fine-tuning a published model, with a small learning rate and few steps."""
     optimizer = OptimizerConfig("adamw", learning_rate=2e-5, schedule="cosine", warmup_steps=20, clip_norm=1.0)
     name = re.sub(r"^\W+|[^\w.-]+", "-", name).lstrip("-") or "imported"
     return Config(name, model, data=TextConfig(), steps=500, optimizer=optimizer, train=TrainConfig(batch_size=8))

@@ -1,7 +1,7 @@
-"""Export of a model as StableHLO, which a process runs by `jax.export`, without this package.
+"""Export of a model as StableHLO, which `jax.export` runs without this package.
 
-The programs hold no weights: these are an argument, so that prefill and decode step share one copy. Attention is
-`ops.attention`, without the fused kernels of a platform, so that any machine lowers for all platforms.
+The programs contain no weights: these are an argument, so that prefill and decode step share one copy. Attention is
+`ops.attention`, without platform-specific fused kernels, so that any machine can lower for all platforms.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ WEIGHTS, SIGNATURE, README = "weights.npz", "signature.json", "README.md"
 
 
 class Program(NamedTuple):
-    """A function of a batch: of the weights by name and of further arrays or lists of arrays, with the shapes of its
-    arguments by their names, and the names of its results."""
+    """A function of the weights by name and of the arrays, or lists of arrays, of a batch; with the shapes of its
+    arguments by name, and the names of its results."""
 
     function: Callable[..., Any]
     arguments: Mapping[str, Any]
@@ -41,10 +41,10 @@ class Program(NamedTuple):
 
 def export_stablehlo(run: Run, folder: Path, dtype: Dtype = "float32", n_slots: int | None = None) -> None:
     """Write the programs of a run, its weights, and a description of both to a new folder. A causal language model with
-    a KV cache of `n_slots` slots, the length of the padded prompts (None for the context length), has the programs
-    `prefill` and `decode`, any other model has `forward`. The number of examples B is symbolic. Raises `UserError` if
-    the folder exists, flatbuffers is not installed, the dtype is float16, or `n_slots` is given and the model has no
-    such cache."""
+    a KV cache has the programs `prefill` and `decode`, with `n_slots` cache slots, which is also the length of padded
+    prompts (None for the context length); any other model has `forward`. The batch size B is symbolic. Raises
+    `UserError` if the folder exists, flatbuffers is not installed, the dtype is float16, or `n_slots` is given for a
+    model without such a cache."""
     contract, kind = contract_of(run.model), type(run.model).__name__
     if dtype == "float16":
         raise UserError("--dtype is float16, which activations may exceed; use float32 or bfloat16 for stablehlo.")
@@ -80,15 +80,15 @@ def export_stablehlo(run: Run, folder: Path, dtype: Dtype = "float32", n_slots: 
 
 
 def _asset(name: str) -> str:
-    """Return a text on the use of the programs; `{load}` stands for that of load.md."""
+    """Return instructions for the programs; `{load}` stands for the content of load.md."""
     return (Path(__file__).parent / "assets" / name).read_text(encoding="utf-8")
 
 
 def cached_programs(model: nn.Module, weights: Mapping[str, Any], n_slots: int, dtype: Dtype) -> dict[str, Program]:
-    """Return prefill and decode step of a causal language model with a KV cache, for parameters of these shapes by
-    their paths. `prefill(weights, tokens_BS, length_B)` maps prompts, padded on the right to S = `n_slots` tokens, and
-    `decode(weights, cache, token_B, position_B)` one more token of each row at its position; both return the logits
-    `(B, V)` of the next token in float32 and the cache, a list of arrays with B first. A row's token is in the slot of
+    """Return the prefill and decode step of a causal language model with a KV cache, for parameters of these shapes by
+    path. `prefill(weights, tokens_BS, length_B)` reads prompts, padded on the right to S = `n_slots` tokens;
+    `decode(weights, cache, token_B, position_B)` reads one more token of each row at its position. Both return the
+    logits `(B, V)` of the next token in float32 and the cache, a list of arrays with leading axis B. A token's slot is
     its position modulo S."""
     empty = jax.eval_shape(partial(model.init_cache, n_slots, jnp.dtype(dtype)))
     leaves, structure = jax.tree.flatten(empty)
@@ -133,7 +133,7 @@ def cached_programs(model: nn.Module, weights: Mapping[str, Any], n_slots: int, 
 
 
 def forward_program(model: nn.Module, weights: Mapping[str, Any]) -> Program:
-    """Return the model's call on a batch; its arguments are those of the contract, with B first."""
+    """Return the model's call on a batch; its arguments are the contract's inputs, with leading axis B."""
     (B,) = jax.export.symbolic_shape("B")
 
     def forward(weights: Any, *inputs_B: jax.Array) -> Any:
@@ -144,7 +144,7 @@ def forward_program(model: nn.Module, weights: Mapping[str, Any]) -> Program:
 
 
 def signature(program: Program, exported: jax.export.Exported) -> dict[str, Any]:
-    """Return shapes and dtypes of a program's arguments, in order, and results, as JSON values."""
+    """Return the shapes and dtypes of a program's arguments, in order, and of its results, as JSON values."""
     results = jax.tree.unflatten(exported.out_tree, exported.out_avals)
     outputs = dict(zip(program.outputs, results if isinstance(results, tuple) else (results,), strict=False))
     arguments = dict(program.arguments) | {"weights": WEIGHTS}

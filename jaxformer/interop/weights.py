@@ -1,4 +1,4 @@
-"""Parameters of published models, one tensor at a time."""
+"""Loading of published models' parameters, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from jaxformer.models.objective import Params
 
 @dataclass(frozen=True)
 class Source:
-    """Tensors that one parameter is read from."""
+    """Tensors from which one parameter is read."""
 
     weight: Weight
     layout: Layout
     names: tuple[str, ...]
-    """One tensor, or one for each expert."""
+    """Name of one tensor, or of one per expert."""
 
 
 def rows(family: Family, config: DecoderConfig) -> dict[str, tuple[Weight, tuple[str, ...]]]:
-    """Return the row of the table and the names of the tensors of each parameter, by its path in our model."""
+    """Return each parameter's table row and tensor names, by its path in our model."""
     table: dict[str, tuple[Weight, tuple[str, ...]]] = {}
     for weight in family.weights:
         for i in range(config.n_blocks) if "{i}" in weight.ours else (0,):
@@ -46,9 +46,9 @@ def rows(family: Family, config: DecoderConfig) -> dict[str, tuple[Weight, tuple
 
 
 def find_sources(folder: ModelFolder, family: Family, config: DecoderConfig, abstract: Params) -> dict[str, Source]:
-    """Return the tensors of each parameter, by its path, once all shapes and dtypes are verified against those of
-    `abstract`; `UserError` if a tensor is missing, of another shape or no floating-point number, or the folder has one
-    that the model does not."""
+    """Return the tensors of each parameter in `abstract`, by path, after verifying all shapes and dtypes. Raises
+    `UserError` if a tensor is missing, has another shape or no floating-point dtype, or if the folder has a tensor that
+    the model does not."""
     sizes, table = axis_sizes(config), rows(family, config)
     bare = not any(name.startswith(family.prefix) for name in folder.files)
     sources: dict[str, Source] = {}
@@ -75,7 +75,7 @@ def _check_tensor(folder: ModelFolder, name: str, shape: tuple[int, ...]) -> Non
 
 
 def _check_rest(folder: ModelFolder, family: Family, config: DecoderConfig, used: set[str]) -> None:
-    """Raise `UserError` for a tensor that the model has no parameter for; a copy of a tied head is none."""
+    """Raise `UserError` for a tensor without a parameter in the model, other than a copy of a tied head."""
     theirs = {weight.ours: weight.theirs for weight in family.weights}
     for name in sorted(folder.files.keys() - used):
         if name == theirs.get("W_out") and config.unembedding == "tied":
@@ -90,21 +90,21 @@ def _check_rest(folder: ModelFolder, family: Family, config: DecoderConfig, used
 
 
 def load_params(folder: ModelFolder, sources: Mapping[str, Source], abstract: Params) -> Params:
-    """Return the parameters in the dtypes and shardings of `abstract`, read one tensor at a time. The largest come
-    first: its copies then add to little else. Leaves without a sharding go to the first device."""
+    """Return the parameters in the dtypes and shardings of `abstract`, read one tensor at a time, the largest first,
+    while little other memory is in use. Leaves without a sharding go to the first device."""
     structs: dict[str, Any] = flatten_dict(abstract, sep=".")
     params: dict[str, jax.Array] = {}
     for path in sorted(structs, key=lambda path: prod(structs[path].shape), reverse=True):
         source, struct = sources[path], structs[path]
         convert = converter(source.layout, source.weight, jnp.dtype(struct.dtype), struct.sharding)
-        # Waited for, as their tensors would add up otherwise.
+        # Wait, as several parameters' tensors would otherwise be in memory at once.
         params[path] = jax.block_until_ready(convert([folder.read(name) for name in source.names]))
     return unflatten_dict({path: params[path] for path in structs}, sep=".")
 
 
 @lru_cache(maxsize=256)
 def converter(layout: Layout, weight: Weight, dtype: jnp.dtype, sharding: Sharding | None) -> Callable[..., jax.Array]:
-    """Return a compiled function from the tensors of a parameter to the parameter, which transposes on all cores."""
+    """Return a jitted function from a parameter's tensors to the parameter, which transposes on all cores."""
 
     def convert(tensors: list[jax.Array]) -> jax.Array:
         arrays = [layout.to_ours(tensor, weight.part) for tensor in tensors]
@@ -115,7 +115,7 @@ def converter(layout: Layout, weight: Weight, dtype: jnp.dtype, sharding: Shardi
 
 
 def stored_dtype(folder: ModelFolder, source: Source) -> jnp.dtype:
-    """Return the dtype that holds a parameter exactly as it is stored: float32 where a number is added to it."""
+    """Return a dtype that holds a stored parameter exactly: float32 if it has an offset or mixed dtypes."""
     dtypes = {folder.dtype(name) for name in source.names}
     by_name = {"F64": jnp.float32, "F32": jnp.float32, "F16": jnp.float16, "BF16": jnp.bfloat16}
     return jnp.dtype(jnp.float32 if source.weight.offset or len(dtypes) > 1 else by_name[dtypes.pop()])

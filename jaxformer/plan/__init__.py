@@ -1,4 +1,4 @@
-"""Cost of a training step, read from its compiled program: memory, FLOPs, communication, estimated time."""
+"""Cost of a training step, from its compiled program: memory, FLOPs, communication, estimated time."""
 
 from jaxformer.plan.plan import Plan, describe, make_plan
 

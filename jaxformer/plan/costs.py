@@ -1,4 +1,4 @@
-"""Parameters and FLOPs of each part of a model, and the sizes of its KV cache and of its attention scores."""
+"""Parameters and FLOPs of each part of a model, and the size of its KV cache."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PART_OF_AXIS = {
     "experts": EXPERTS, "choices": EXPERTS, "gates": "recurrent cells", "heads": ATTENTION, "head_dim": ATTENTION,
     "keys": ATTENTION, "alignment": ATTENTION, "hidden": MLP, "maxout": MLP,
 }  # fmt: skip
-"""Part of a model that a parameter with such an axis belongs to, the first that it has."""
+"""Part of a model that a parameter belongs to, by the first of these axes that it has."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class Part:
     name: str
     n_parameters: int
     n_active: int
-    """Parameters that one token uses: of experts, those that it is routed to and the router."""
+    """Parameters that one token uses; for experts, those of the router and of the selected experts."""
     flops: float
-    """FLOPs of one example, forward and backward."""
+    """FLOPs per example, forward and backward."""
 
 
 def part_of(axes: ParameterAxes) -> str:
@@ -46,17 +46,17 @@ def part_of(axes: ParameterAxes) -> str:
 
 
 def count_parts(setup: TrainSetup, model: ModelFlops) -> tuple[Part, ...]:
-    """Return the parts of the model of a set-up in the order of their first use, without empty ones.
+    """Return the non-empty parts of a set-up's model, in order of first use.
 
     Args:
-      model: its FLOPs.
+      model: FLOPs of the model.
     """
     config, axes = setup.config.model, setup.parameter_axes
     routed_share = getattr(config, "experts_per_token", 1) / (getattr(config, "n_experts", None) or 1)
     sizes = {name: prod(leaf.shape) for name, leaf in flatten_dict(setup.abstract_params, sep=".").items()}
     total, active, modules = Counter[str](), Counter[str](), dict[str, str]()
     flops: dict[str, float] = defaultdict(float)
-    for name in sorted(sizes, key=sizes.__getitem__):  # the largest of a module last
+    for name in sorted(sizes, key=sizes.__getitem__):  # a module's largest parameter comes last
         part = modules[name.rpartition(".")[0]] = part_of(axes[name])
         total[part] += sizes[name]
         active[part] += round(sizes[name] * (routed_share if "experts" in axes[name].stack else 1))
@@ -68,10 +68,10 @@ def count_parts(setup: TrainSetup, model: ModelFlops) -> tuple[Part, ...]:
 
 
 def _part_of_scope(scope: str, modules: Mapping[str, str]) -> str:
-    """Return the part that a product belongs to, by the modules in its name stack.
+    """Return the part that a matmul belongs to, by the modules in its name stack.
 
     Args:
-      modules: part of the largest parameter of each module by its dotted name.
+      modules: part of each module's largest parameter, by the module's dotted name.
     """
     path, part = "", modules.get("", OTHER)
     for word in scope.split("/"):
@@ -84,8 +84,8 @@ def _part_of_scope(scope: str, modules: Mapping[str, str]) -> str:
 
 
 def describe_parts(parts: Sequence[Part]) -> list[str]:
-    """Return a table of parts in lines of text."""
-    all_flops = sum(part.flops for part in parts) or 1  # a table of tokens has no products
+    """Return a table of parts as lines of text."""
+    all_flops = sum(part.flops for part in parts) or 1  # a lookup-table model has no matmuls
     lines = ["parameters, and shares of the model FLOPs:"]
     for p in parts:
         active = f", {p.n_active:,} active per token" if p.n_active < p.n_parameters else ""
@@ -94,8 +94,8 @@ def describe_parts(parts: Sequence[Part]) -> list[str]:
 
 
 def cache_bytes(setup: TrainSetup) -> float | None:
-    """Return the bytes of the KV cache of a decoder for one text of the context length, in the compute dtype; None for
-    another model."""
+    """Return the KV cache size in bytes of a causal language model for one sequence of the context length, in the
+    compute dtype; None for other models."""
     contract = setup.config.model.contract
     if contract.task is not Task.CAUSAL_LM or not contract.has_cache:
         return None
@@ -105,5 +105,5 @@ def cache_bytes(setup: TrainSetup) -> float | None:
 
 
 def examples_per_microbatch(setup: TrainSetup) -> int:
-    """Return the number of examples that a device computes at once."""
+    """Return the number of examples per device and microbatch."""
     return setup.config.train.batch_size // setup.n_shards // setup.config.compute.grad_accumulation_steps

@@ -1,6 +1,6 @@
-"""Reader of compiled programs (HLO text): runs of each computation, communication, memory traffic.
+"""Reader of compiled programs (HLO text): execution counts of computations, communication, memory traffic.
 
-The compiler's own `cost_analysis` counts the body of a loop once, whatever its trip count.
+The compiler's own `cost_analysis` counts a loop's body once, whatever its trip count.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from math import prod
 import numpy as np
 
 BITS = {"pred": 8, "bf16": 16, "tf32": 32, "c64": 64, "c128": 128}
-"""Bits of the types whose name does not give them; others are f, s or u and the bits (float8 has a suffix)."""
+"""Bits of types whose names do not state them; other names are f, s or u and the bits (float8 has a suffix)."""
 
 COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 
@@ -23,7 +23,7 @@ FREE = {
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "after-all",
     "opt-barrier", "partition-id", "replica-id", "iota",
 }  # fmt: skip
-"""Operations without memory traffic of their own."""
+"""Operations without memory traffic."""
 SLICES = ("dynamic-slice", "slice", "gather")
 CALLED = ("calls", "to_apply", "called_computations", "branch_computations", "true_computation", "false_computation")
 
@@ -40,7 +40,7 @@ class Instruction:
     is_root: bool
 
     def called(self, *attributes: str) -> list[str]:
-        """Return the names of the computations in these attributes."""
+        """Return the names of the computations that these attributes reference."""
         matches = re.findall(rf"\b(?:{'|'.join(attributes)})=(?:\{{([^}}]*)\}}|(%?[\w.\-]+))", self.attributes)
         return [name.strip().lstrip("%") for listed, single in matches for name in (listed or single).split(",")]
 
@@ -51,11 +51,11 @@ class Collective:
 
     kind: str
     times: int
-    """Times that they run."""
+    """Number of executions."""
     n_bytes: float
     """Bytes that each device sends."""
     per_host: int = 0
-    """Devices of a group on each of its hosts; 0 for groups within one host."""
+    """Devices of a group per host; 0 for groups within one host."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Program:
 
     @cached_property
     def runs(self) -> Counter[str]:
-        """Number of runs of each computation; each branch of a conditional counts."""
+        """Number of executions of each computation; every branch of a conditional counts."""
         counts: Counter[str] = Counter()
 
         def visit(name: str, times: int) -> None:
@@ -83,19 +83,19 @@ class Program:
 
     @cached_property
     def fused(self) -> set[str]:
-        """Computations that are parts of one operation."""
+        """Computations that are parts of a fused operation."""
         instructions = (i for body in self.computations.values() for i in body if i.opcode != "call")
         return {name for i in instructions for name in i.called("calls", "to_apply")}
 
     @property
     def unknown_loops(self) -> int:
-        """Number of loops of unknown length; they count as if they ran once."""
+        """Number of loops with unknown trip count, which are counted once."""
         loops = (i for body in self.computations.values() for i in body if i.opcode == "while")
         return sum(self.trip_count(i) is None for i in loops)
 
     def trip_count(self, loop: Instruction) -> int | None:
-        """Return the trip count of a `while`: that written by the compiler, or the N of its condition `i < N`, as in
-        `jax.lax.scan`; None where it has neither."""
+        """Return the trip count of a `while`: the compiler's annotation, or N from a condition `i < N`, as in
+        `jax.lax.scan`; None without either."""
         if known := re.search(r'known_trip_count"?:\{"n":"(\d+)"', loop.attributes):
             return int(known[1])
         condition = self.computations.get(loop.called("condition")[0], [])
@@ -109,14 +109,14 @@ class Program:
         return int(limits[0]) if len(limits) == 1 and is_below and limits[0].isdecimal() else None
 
     def collectives(self, n_devices: int, host_size: int | None = None) -> list[Collective]:
-        """Return the communication of a step by kind, that between hosts apart. Each of n devices that share an array
-        of S bytes sends
+        """Return the communication of a step by kind, with communication between hosts listed separately.
 
-        (n - 1)/n · S in an all-gather, a reduce-scatter and an all-to-all, where S is the larger side; twice as much
-        in an all-reduce, which is both of the first; and S in a permutation.
+        For an array of S bytes over n devices, each device sends (n - 1)/n · S in an all-gather, a reduce-scatter or an
+        all-to-all, where S is the larger side; twice as much in an all-reduce, which is a reduce-scatter and an
+        all-gather; and S in a permutation.
 
         Args:
-          host_size: devices of a host; None where hosts do not matter.
+          host_size: devices per host; None if hosts do not matter.
         """
         times: Counter[tuple[str, int]] = Counter()
         n_bytes: dict[tuple[str, int], float] = defaultdict(float)
@@ -126,12 +126,12 @@ class Program:
             if kind not in COLLECTIVES:
                 continue
             if name in self.fused and (channel := re.search(r"channel_id=(\d+)", i.attributes)):
-                if channel[1] in channels:  # an asynchronous collective is written out in several fusions
+                if channel[1] in channels:  # an asynchronous collective appears in several fusions
                     continue
                 channels.add(channel[1])
             group = first_group(i.attributes, n_devices)
             n, hosts = len(group), Counter(device // (host_size or n_devices) for device in group)
-            # The type of a start is a tuple of operands, results and counters.
+            # The type of a `-start` is a tuple of operands, results and counters.
             results = tuple_elements(i.type) if i.opcode.endswith("-start") else [i.type]
             S = max(sum(map(type_bytes, self._types(name, i.operands))), *map(type_bytes, results))
             # The TPU compiler writes a reduce-scatter as a fusion of an all-reduce and a slice.
@@ -151,16 +151,16 @@ class Program:
     def memory_traffic(self) -> float:
         """Return the bytes that a device reads from and writes to memory: operands and results of unfused operations.
 
-        Of an array that is only sliced, the slice counts, and of one that is updated in place, the update. Arrays on
-        the chip (`S(1)`) are free.
+        Only the slice of a sliced array and the update of an array updated in place count. Arrays in on-chip memory
+        (`S(1)`) are free.
         """
         return sum(
             self.runs[name] * self._traffic(name, i) for name, i in self._instructions() if name not in self.fused
         )
 
     def loop_bodies(self) -> list[tuple[list[Instruction], float]]:
-        """Return for each loop the operations of its body that are kernels on a GPU, and the bytes of memory traffic of
-        one run."""
+        """Return, per loop, the operations of its body that are kernels on a GPU, and the memory traffic of one
+        iteration in bytes."""
         loops = [i for _, i in self._instructions() if i.opcode == "while"]
         bodies = [(name, self.computations[name]) for loop in loops for name in loop.called("body")]
         return [
@@ -185,7 +185,7 @@ class Program:
         return read + min(memory_bytes(i.type), self._bytes_written(inner))
 
     def _bytes_read(self, body: list[Instruction], k: int) -> float:
-        """Return the bytes that a fused computation reads of its k-th parameter."""
+        """Return the bytes that a fused computation reads from its k-th parameter."""
         names = {i.name for i in body if i.opcode == "parameter" and i.operands == (str(k),)}
         total = 0.0
         for i in body:
@@ -223,14 +223,14 @@ class Program:
 
 
 def parse(text: str) -> Program:
-    """Return the program of `compiled.as_text()`."""
+    """Parse the text of `compiled.as_text()`."""
     computations: dict[str, list[Instruction]] = {}
     entry, body = "", None
     for line in text.splitlines():
         if head := re.match(r"(ENTRY )?%?([\w.\-]+) .*->.*\{\s*$", line):
             body = computations[head[2]] = []
             entry = head[2] if head[1] else entry
-        elif line.rstrip() == "}":  # a kernel's metadata may have lines of its own that begin so
+        elif line.rstrip() == "}":  # lines of a kernel's metadata may also begin with a brace
             body = None
         elif body is not None and (i := re.match(r"\s+(ROOT )?%?([\w.\-]+) = (.*)", line)):
             body.append(_instruction(i[2], i[3], bool(i[1])))
@@ -276,7 +276,7 @@ def tuple_elements(type_: str) -> list[str]:
 
 
 def type_bytes(type_: str) -> float:
-    """Return the bytes of an array, or of all in a tuple, from a type such as `bf16[2,3]{1,0}`."""
+    """Return the bytes of an array, or of all arrays in a tuple, from a type such as `bf16[2,3]{1,0}`."""
     return sum(n_bytes for n_bytes, _ in _arrays(type_))
 
 
@@ -286,7 +286,7 @@ def memory_bytes(type_: str) -> float:
 
 
 def _arrays(type_: str) -> Iterator[tuple[float, str]]:
-    """Yield bytes and layout of each array in a type."""
+    """Yield the bytes and the layout of each array in a type."""
     for name, shape, layout in re.findall(r"([a-z]\w*)\[([\d,]*)\](\{[^{}]*\})?", type_):
         width = re.match(r"(?:f|s|u)(\d+)", name)
         bits = BITS.get(name, int(width[1]) if width else 0)
@@ -294,7 +294,7 @@ def _arrays(type_: str) -> Iterator[tuple[float, str]]:
 
 
 def first_group(attributes: str, n_devices: int) -> list[int]:
-    """Return the devices in the first group of a collective, from its `replica_groups`; all without any."""
+    """Return the devices in the first group of a collective's `replica_groups`; all devices without groups."""
     if listed := re.search(r"replica_groups=\{\{([\d,]+)\}", attributes):
         return [int(device) for device in listed[1].split(",")]
     if iota := re.search(r"replica_groups=\[\d+,(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes):

@@ -1,4 +1,4 @@
-"""Plan of a training step: compile it for given devices, which need not be present, and estimate its cost."""
+"""Cost plan of a training step, compiled for given devices, which need not be present."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from jaxformer.train.setup import TrainSetup
 from jaxformer.train.step import make_train_step
 
 FREE_SHARE = 0.1
-"""Share of the memory left free for the runtime, fragmentation and other programs."""
+"""Fraction of memory left free for the runtime, fragmentation and other programs."""
 
 UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
@@ -39,7 +39,7 @@ class Plan:
     device: str
     """JAX's name of the devices."""
     attention: str
-    """Log line of the attention implementation."""
+    """Log line about the attention implementation."""
     n_parameters: int
     """Parameters of the whole model."""
     shape: tuple[int, ...]
@@ -47,26 +47,26 @@ class Plan:
     memory: float
     """Bytes of memory that the step needs."""
     capacity: float | None
-    """Bytes of memory that the runtime has on the device; None where unknown."""
+    """Bytes of memory available to the runtime on the device; None if unknown."""
     model_flops: float
-    """FLOPs of the model alone, see `roofline.ModelFlops`."""
+    """FLOPs of the model itself, see `roofline.ModelFlops`."""
     minimal_bytes_sent: float | None
-    """Bytes that the sharding requires to send, see `roofline.minimal_bytes_sent`."""
+    """Minimum bytes sent that the sharding requires, see `roofline.minimal_bytes_sent`."""
     parts: tuple[Part, ...]
     """Parameters and FLOPs of each part of the model."""
     cache: float | None
-    """Bytes of the KV cache of one text of the context length in the compute dtype; None without a cache."""
+    """Bytes of the KV cache for one sequence of the context length, in the compute dtype; None without a cache."""
     scores: float
-    """Bytes that the attention scores of one microbatch would take, which no fused attention stores."""
+    """Bytes that the attention scores of one microbatch would take; fused attention does not store them."""
     flops: float = 0.0
-    """FLOPs of all matrix products, with recomputation."""
+    """FLOPs of all matmuls, including recomputation."""
     memory_traffic: float = 0.0
     """Bytes read from and written to memory."""
     collectives: tuple[Collective, ...] = ()
     unknown_loops: int = 0
-    """Loops of unknown length, which are counted once."""
+    """Loops with unknown trip count, which are counted once."""
     estimate: Estimate | None = None
-    """Estimated time; None where the chip is not in `CHIPS`."""
+    """Estimated time; None if the chip is not in `CHIPS`."""
 
     @property
     def unit(self) -> str:
@@ -80,15 +80,15 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """True where `FREE_SHARE` of the memory stays free, or the capacity is unknown."""
+        """True if `FREE_SHARE` of the memory stays free, or the capacity is unknown."""
         return self.capacity is None or self.memory <= (1 - FREE_SHARE) * self.capacity
 
 
 def make_plan(setup: TrainSetup) -> Plan:
-    """Compile the training step of a set-up, whose devices need not be present, and measure the program.
+    """Compile the training step of a set-up, whose devices need not be present, and analyse the program.
 
     Raises:
-      UserError: the attention of the config cannot run on these devices.
+      UserError: the config's attention cannot run on these devices.
     """
     batch, device, n = setup.abstract_batch, setup.mesh.devices.flat[0], setup.mesh.size
     traced = make_train_step(setup).trace(setup.abstract_state, batch, jax.ShapeDtypeStruct((), jnp.int32))
@@ -114,10 +114,10 @@ def make_plan(setup: TrainSetup) -> Plan:
             raise
         return Plan(**known, memory=memory)
     program = parse(compiled.as_text())
-    # The links of TPUs join hosts, too.
+    # TPU links also connect hosts.
     collectives = tuple(program.collectives(n, len(host) if device.platform == "gpu" else None))
     traffic = program.memory_traffic()
-    # Loops within a kernel of Pallas for GPUs are not counted.
+    # Loops within Pallas kernels for GPUs are not counted, so take at least the model FLOPs.
     flops = max(of_model, matmul_flops(without_dead_code(traced.jaxpr), model.visible)) / n
     return Plan(
         **known, memory=memory_needed(compiled), flops=flops, memory_traffic=traffic, collectives=collectives,
@@ -127,13 +127,13 @@ def make_plan(setup: TrainSetup) -> Plan:
 
 
 def _absent_capacity(device: jax.Device, chip: Chip | None) -> float | None:
-    """Return the bytes of memory that jax takes of a device elsewhere."""
+    """Return the bytes of memory that JAX would allocate on a device that is not present."""
     share = gpu_pool_share() if device.platform == "gpu" else 1.0
     return None if chip is None else share * chip.memory
 
 
 def memory_in_error(error: str) -> float | None:
-    """Return the bytes that a program needs from the compiler's out-of-memory error; None for another error."""
+    """Return the bytes that a program needs, from the compiler's out-of-memory error; None for other errors."""
     match = re.search(r"Used ([\d.]+)([KMGT]) of [\d.]+[KMGT] hbm|HLO temporaries \(([\d.]+)([KMGT])\) exceeds", error)
     if match is None:
         return None
@@ -142,7 +142,7 @@ def memory_in_error(error: str) -> float | None:
 
 
 def describe(plan: Plan, setup: TrainSetup) -> list[str]:
-    """Return the plan in lines of text."""
+    """Return the plan as lines of text."""
     config, mesh = setup.config, setup.mesh
     axes = ", ".join(f"{axis} {n}" for axis, n in mesh.shape.items() if n > 1) or "one device"
     size = " x ".join(f"{n:,}" for n in plan.shape) + (f" = {prod(plan.shape):,}" if len(plan.shape) > 1 else "")
@@ -198,7 +198,7 @@ def describe(plan: Plan, setup: TrainSetup) -> list[str]:
 
 
 def remedies(plan: Plan, setup: TrainSetup) -> str:
-    """Return options that save memory, the cheapest first."""
+    """Return options that save memory, cheapest first."""
     c, shape, options, examples = setup.config.compute, setup.mesh.shape, [], examples_per_microbatch(setup)
     if c.remat != "block":
         options.append("--compute.remat block")
@@ -214,10 +214,10 @@ def remedies(plan: Plan, setup: TrainSetup) -> str:
 
 
 def _accumulation_that_fits(plan: Plan, setup: TrainSetup) -> int:
-    """Return the least multiple of the gradient accumulation steps, by a power of 2, that seems to fit; twice as many
-    where none does.
+    """Return the gradient accumulation steps times the smallest power of 2 that is estimated to fit; times 2 if none
+    is.
 
-    Parameters, their gradients and the optimizer's state stay; all else shrinks with the examples of a microbatch.
+    Parameters, their gradients and the optimizer state keep their size; all else shrinks with the microbatch.
     """
     state = setup.abstract_state
     fixed = sum(

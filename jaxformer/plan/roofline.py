@@ -1,10 +1,10 @@
-"""Roofline estimate of a step's time, from its cost and the published rates of a chip.
+"""Roofline estimate of the step time, from a step's cost and a chip's published peak rates.
 
-A step computes F FLOPs, moves M bytes through memory and sends C bytes to other devices, each per device. On a chip of
-f FLOPs per second, a memory of m bytes per second and links that send c bytes per second along one ring, it takes at
-least `max(F / f, M / m, C / c)` if all three overlap, and `F/f + M/m + C/c` if none do. Model FLOPs utilisation (MFU)
-is the model's own FLOPs (see `ModelFlops`) over `f` times that time; recomputation takes time and is not counted as
-use (Chowdhery et al. 2022, appendix B).
+A step computes F FLOPs, moves M bytes through memory and sends C bytes to other devices, each per device. On a chip
+with f FLOPs per second, memory bandwidth of m bytes per second and links that send c bytes per second along one ring,
+it takes at least `max(F / f, M / m, C / c)` if all three overlap, and `F/f + M/m + C/c` if none do. Model FLOPs
+utilisation (MFU) is the model's own FLOPs (see `ModelFlops`) divided by `f` times that time; recomputation takes time
+but does not count as utilisation (Chowdhery et al. 2022, appendix B).
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ class Chip:
     flops: float
     """bfloat16 FLOPs per second, without sparsity."""
     memory: float
-    """Bytes of memory."""
+    """Memory capacity in bytes."""
     bandwidth: float
-    """Bytes per second to and from memory."""
+    """Memory bandwidth in bytes per second."""
     link: float
-    """Bytes per second sent along one ring of devices: in a torus of two dimensions, half of what all links send."""
+    """Bytes per second sent along one ring of devices: in a two-dimensional torus, half the rate of all links."""
     source: str
     """Publication of these figures."""
     nic: float = 0.0
-    """Bytes per second that a device sends to other hosts; 0 where the links join hosts, too."""
+    """Bytes per second that a device sends to other hosts; 0 if the links also connect hosts."""
 
     def send_seconds(self, collectives: Iterable[Collective]) -> float:
-        """Return the seconds of communication, one collective after another.
+        """Return the communication time in seconds, with collectives run sequentially.
 
-        A ring over several hosts passes through all its devices on each, and leaves by the network cards of these.
+        A ring over several hosts passes through all its devices on each host, and leaves through their network cards.
         """
 
         def rate(c: Collective) -> float:
@@ -64,28 +64,28 @@ BOOK = "Austin et al. 2025, How to Scale Your Model"
 CHIPS = {
     "TPU v4": Chip(
         flops=275e12, memory=32 * 2**30, bandwidth=1200e9,  # TPUS/v4: bf16, and HBM2 of 32 GiB at 1200 GBps
-        link=2 * 45e9,  # BOOK, part 2: one-way 4.5e10 a link; six of them are the 1.1 PB/s of 4096 chips in TPUS/v4
+        link=2 * 45e9,  # BOOK, part 2: one-way 4.5e10 per link; six make the 1.1 PB/s of 4096 chips in TPUS/v4
         source=f"{TPUS}v4; links: {BOOK}",
     ),
     "TPU v5 lite": Chip(
         flops=197e12, memory=16e9, bandwidth=819e9,  # TPUS/v5e: bf16, and HBM2 of 16 GB at 819 GBps
-        link=400e9 / 2 / 2,  # TPUS/v5e: 400 GBps a chip, both directions, in a torus of 2 dimensions
+        link=400e9 / 2 / 2,  # TPUS/v5e: 400 GBps per chip, both directions, in a torus of 2 dimensions
         source=f"{TPUS}v5e",
     ),
     "TPU v5": Chip(
         flops=459e12, memory=95 * 2**30, bandwidth=2765e9,  # TPUS/v5p: BF16, and HBM of 95 GiB at 2765 GBps
-        link=1200e9 / 2 / 3,  # TPUS/v5p: 1200 GBps a chip, both directions, in a torus of 3 dimensions
+        link=1200e9 / 2 / 3,  # TPUS/v5p: 1200 GBps per chip, both directions, in a torus of 3 dimensions
         source=f"{TPUS}v5p",
     ),
     "TPU v6 lite": Chip(
         flops=918e12, memory=32e9, bandwidth=1600e9,  # TPUS/v6e: bf16, and HBM of 32 GB at 1600 GBps
-        link=3200e9 / 8 / 2,  # TPUS/v6e: 3200 Gbps a chip, in a torus of 2 dimensions
+        link=3200e9 / 8 / 2,  # TPUS/v6e: 3200 Gbps per chip, in a torus of 2 dimensions
         source=f"{TPUS}v6e",
     ),
     # NVIDIA's BF16 figures with sparsity are twice these, and its NVLink figures count both directions. FLOPs and
-    # NVLink are also in BOOK, part 12, rounded to two digits: 3.1e14, 9.9e14, 2.3e15; 300, 450, 900 GB/s. Memory is
-    # what CUDA reports, as in `plan/gpus`. A DGX has one InfiniBand card per GPU, of 200 Gb/s in the A100's and of 400
-    # in the others.
+    # NVLink are also in BOOK, part 12, rounded to two digits: 3.1e14, 9.9e14, 2.3e15; 300, 450, 900 GB/s. Memory is the
+    # figure that CUDA reports, as in `plan/gpus`. A DGX has one InfiniBand card per GPU, of 200 Gb/s for A100s and 400
+    # Gb/s for the others.
     "NVIDIA A100-SXM4-80GB": Chip(
         flops=312e12, memory=85_100_068_864, bandwidth=2039e9, link=600e9 / 2, nic=200e9 / 8,
         source="NVIDIA data sheets of A100 SXM and DGX A100",
@@ -98,7 +98,7 @@ CHIPS = {
         flops=989e12, memory=139 * 2**30, bandwidth=4800e9, link=900e9 / 2, nic=400e9 / 8,
         source="NVIDIA data sheets of H200 SXM and DGX H200",
     ),
-    # The eighth of a DGX: 72 PFLOPS in FP8 with sparsity, a quarter of that in BF16 without; 64 TB/s; 14.4 TB/s.
+    # One eighth of a DGX: 72 PFLOPS in FP8 with sparsity, a quarter of that in BF16 without; 64 TB/s; 14.4 TB/s.
     "NVIDIA B200": Chip(
         flops=72e15 / 4 / 8, memory=191_514_411_008, bandwidth=8000e9, link=1800e9 / 2, nic=400e9 / 8,
         source="NVIDIA DGX B200 data sheet",
@@ -109,29 +109,29 @@ CHIPS = {
 
 @dataclass(frozen=True)
 class Estimate:
-    """Time of a step and utilisation of the chip."""
+    """Estimated step time and utilisation of the chip."""
 
     compute: float
-    """Seconds of FLOPs."""
+    """Compute time in seconds."""
     memory: float
-    """Seconds of memory traffic."""
+    """Memory traffic time in seconds."""
     network: float
-    """Seconds of communication."""
+    """Communication time in seconds."""
     model_flops: float
-    """FLOPs of the model per device."""
+    """Model FLOPs per device."""
     chip: Chip
 
     @classmethod
     def of(
         cls, flops: float, memory_traffic: float, collectives: Iterable[Collective], model_flops: float, chip: Chip
     ) -> Estimate:
-        """Estimate the time of a step from its cost per device."""
+        """Estimate the step time from the cost per device."""
         network = chip.send_seconds(collectives)
         return cls(flops / chip.flops, memory_traffic / chip.bandwidth, network, model_flops, chip)
 
     @property
     def seconds(self) -> float:
-        """Seconds of a step if compute, memory and network overlap."""
+        """Step time in seconds if compute, memory and network overlap."""
         return max(self.compute, self.memory, self.network)
 
     @property
@@ -146,7 +146,7 @@ class Estimate:
 
     @property
     def mfu_without_overlap(self) -> float:
-        """Model FLOPs utilisation if the three take turns."""
+        """Model FLOPs utilisation if the three do not overlap."""
         return self.model_flops / self.chip.flops / (self.compute + self.memory + self.network)
 
 
@@ -156,21 +156,21 @@ KERNEL_PRODUCTS = {
     "mha_forward": 2,
     "mha_backward": 7,
 }
-"""Matrix products of all queries with all keys in cuDNN's primitives, which hide them, and in Triton's kernels, whose
-loops end at a causal mask."""
+"""Number of matmuls over all pairs of queries and keys in cuDNN's primitives, which hide them, and in Triton's kernels,
+whose loops end at a causal mask."""
 
 
 def matmul_flops(jaxpr: Any, visible: float = 1.0) -> float:
-    """Return the FLOPs of all matrix products in a jaxpr; see `flops_by_scope`."""
+    """Return the FLOPs of all matmuls in a jaxpr; see `flops_by_scope`."""
     return sum(flops_by_scope(jaxpr, visible).values())
 
 
 def flops_by_scope(jaxpr: Any, visible: float = 1.0) -> dict[str, float]:
-    """Return the FLOPs of all matrix products in a jaxpr by name stack, over all devices, with loops multiplied out.
+    """Return the FLOPs of all matmuls in a jaxpr by name stack, over all devices, with loops multiplied out.
 
     Args:
-      jaxpr: with or without its constants.
-      visible: share of its blocks that an attention kernel computes.
+      jaxpr: open or closed jaxpr.
+      visible: fraction of its blocks that an attention kernel computes.
     """
     total: dict[str, float] = defaultdict(float)
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
@@ -201,7 +201,7 @@ def flops_by_scope(jaxpr: Any, visible: float = 1.0) -> dict[str, float]:
 
 
 def without_dead_code(jaxpr: Any) -> Any:
-    """Return a closed jaxpr without unused equations, such as the recomputation of a kernel whose result was saved."""
+    """Remove unused equations from a closed jaxpr, such as the recomputation of a kernel whose result was saved."""
     return dce_jaxpr(jaxpr.jaxpr, [True] * len(jaxpr.jaxpr.outvars))[0]
 
 
@@ -213,7 +213,7 @@ def _jaxprs(params: dict[str, Any]) -> Iterator[Any]:
 
 
 def visible_pairs(mask: Mask, T: int, S: int, block: int = 1) -> int:
-    """Return the number of T·S pairs of query and key in blocks that a mask does not hide entirely."""
+    """Return the number of (query, key) pairs, of T·S, in blocks that a mask does not hide entirely."""
     if not isinstance(mask, Causal):
         return T * S
     first = np.arange(0, T, block)
@@ -224,26 +224,26 @@ def visible_pairs(mask: Mask, T: int, S: int, block: int = 1) -> int:
 
 @dataclass(frozen=True)
 class ModelFlops:
-    """FLOPs that a model needs for one example: three times the forward pass, as the backward pass has two products for
-    each. Of experts, those of the tokens routed to them count."""
+    """FLOPs that a model needs for one example: three times those of the forward pass, as the backward pass has two
+    matmuls for each. Experts count for the tokens routed to them."""
 
     by_scope: dict[str, float]
-    """FLOPs of products with weights by name stack."""
+    """FLOPs of matmuls with weights, by name stack."""
     attention: float
     """FLOPs of attention over visible pairs."""
     n_scores: int
-    """Attention scores in one forward pass, masked ones included."""
+    """Attention scores in one forward pass, including masked ones."""
     visible: float
-    """Share of blocks that an attention kernel computes."""
+    """Fraction of blocks that an attention kernel computes."""
 
     @property
     def total(self) -> float:
-        """FLOPs of weights and attention."""
+        """FLOPs of weight matmuls and attention."""
         return sum(self.by_scope.values()) + self.attention
 
 
 def model_flops(setup: TrainSetup) -> ModelFlops:
-    """Return the FLOPs that a model needs for one example of the largest size, forward and backward."""
+    """Return the FLOPs that a model needs for one example of maximum size, forward and backward."""
     calls: list[tuple[Any, Any, Mask]] = []
 
     def record(q_HTK: jax.Array, k_GSK: jax.Array, v_GSK: jax.Array, mask: Mask, scale: float) -> jax.Array:
@@ -270,13 +270,13 @@ def model_flops(setup: TrainSetup) -> ModelFlops:
 
 
 def minimal_bytes_sent(setup: TrainSetup) -> float | None:
-    """Return the bytes that a device must send per step by the sharding; None where an axis `tensor` or `expert` sends
-    activations, too, and for adapters.
+    """Return the minimum bytes that a device must send per step, given the sharding; None for adapters and for a mesh
+    axis `tensor` or `expert`, which also sends activations.
 
-    Of n devices on `fsdp`, a sharded parameter of S bytes in the compute dtype takes an all-gather of (n - 1)/n · S,
+    With n devices on `fsdp`, a sharded parameter of S bytes in the compute dtype takes an all-gather of (n - 1)/n · S,
     another in the backward pass of a recomputed block, and a reduce-scatter of its gradient of the same size. A
-    parameter, or a shard of it, that d devices replicate takes an all-reduce of its gradient, 2 (d - 1)/d of its size.
-    With gradient accumulation, all but the all-reduce count once per microbatch.
+    parameter, or a shard of it, that is replicated on d devices takes an all-reduce of its gradient, 2 (d - 1)/d of its
+    size. With gradient accumulation, all but the all-reduce count once per microbatch.
     """
     leaves = jax.tree_util.tree_leaves_with_path(setup.abstract_state.params)
     compute, mesh = setup.config.compute, setup.mesh

@@ -1,4 +1,4 @@
-"""Devices that a compiler can compile for without them: slices of TPUs, hosts of NVIDIA GPUs."""
+"""Device topologies to compile for without the hardware: TPU slices and hosts with NVIDIA GPUs."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 CUBES = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8", "8x8x16", "8x16x16", "16x16x16")
 HOSTS = ("1", "2", "4", "8", "2x8", "4x8", "8x8", "16x8", "32x8", "64x8", "128x8")
 SPECS = Path(__file__).with_name("gpus")
-"""Folder of the facts of each GPU that its compiler needs."""
+"""Folder with the specification of each GPU that the compiler needs."""
 GPUS = {path.stem: HOSTS for path in sorted(SPECS.glob("*.txtpb"))}
 SLICES = {"v4": CUBES, "v5e": FLAT, "v5p": (*CUBES, "16x16x24"), "v6e": FLAT, **GPUS}
-"""Common slices of each generation of TPUs, and hosts of GPUs, for error messages; the compilers have more."""
+"""Common slices of each TPU generation, and GPU hosts, for error messages; the compilers support more."""
 
 CUDNN_VERSION = 91200
-"""Version of cuDNN that is assumed of absent GPUs: 9.12.0, as in their specs."""
+"""Version of cuDNN assumed for absent GPUs: 9.12.0, as in their specifications."""
 
 
 @dataclass(frozen=True)
@@ -35,15 +35,15 @@ class Compiler:
     """A compiler for devices that need not be present."""
 
     kind: str
-    """Devices that it compiles for."""
+    """Kind of devices that it compiles for."""
     packages: tuple[str, ...]
-    """Packages that have it, of which one suffices."""
+    """Packages that provide it; one suffices."""
     extra: str
     """Extra that installs it."""
 
     @property
     def is_installed(self) -> bool:
-        """True where one of its packages can be imported."""
+        """True if one of its packages can be imported."""
         return any(_is_installed(package) for package in self.packages)
 
 
@@ -54,7 +54,7 @@ GPU = Compiler("GPU", ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12"), "pla
 def _is_installed(package: str) -> bool:
     try:
         return importlib.util.find_spec(package) is not None
-    except ModuleNotFoundError:  # the package around it is missing
+    except ModuleNotFoundError:  # the parent package is missing
         return False
 
 
@@ -64,8 +64,8 @@ def compiler_of(topology: str) -> Compiler:
 
 
 def count_devices(topology: str) -> int:
-    """Return the number of devices of a topology: of `v5e:4x4` 16 chips, of `h100:8` and of `h100:1x8` (hosts and GPUs
-    of each) 8 GPUs.
+    """Return the number of devices in a topology: 16 chips for `v5e:4x4`, 8 GPUs for `h100:8` and `h100:1x8` (hosts x
+    GPUs per host).
 
     Raises:
       UserError: there is no such topology.
@@ -80,7 +80,7 @@ def count_devices(topology: str) -> int:
 
 
 def check_topology(topology: str, mesh: str) -> None:
-    """Raise `UserError` for a name that is no topology, or a mesh with another number of devices than it has."""
+    """Raise `UserError` if a topology does not exist, or its number of devices does not match the mesh."""
     n, axes = count_devices(topology), parse_mesh(mesh)
     if not _fits(axes, n):
         devices = "chips" if compiler_of(topology) is TPU else "GPUs"
@@ -90,7 +90,8 @@ def check_topology(topology: str, mesh: str) -> None:
 
 
 def rescale_mesh(mesh: str, n: int) -> str:
-    """Return a mesh of n devices: the one given if it fits, else with another size of `fsdp`, as far as that helps."""
+    """Return the mesh adapted to n devices by changing the size of `fsdp`; unchanged if it fits or cannot be
+    adapted."""
     axes = parse_mesh(mesh)
     others = prod(size for axis, size in axes.items() if axis != "fsdp")
     if _fits(axes, n) or n % others:
@@ -99,23 +100,23 @@ def rescale_mesh(mesh: str, n: int) -> str:
 
 
 def _fits(axes: dict[str, int], n: int) -> bool:
-    """Return True where a mesh is of n devices, with `data` as large as the others allow unless it is given."""
+    """Return True if a mesh has n devices; a missing `data` axis gets the devices that the others leave."""
     fixed = prod(size for axis, size in axes.items() if axis != "data")
     return n == fixed * axes.get("data", max(1, n // fixed))
 
 
 def topology_devices(topology: str) -> Sequence[jax.Device]:
-    """Return the devices of a topology, for compilation only. For GPUs, jax's checks of the local one then assume these
-    in the whole process.
+    """Return the devices of a topology, for compilation only. For GPUs, JAX's checks of the local GPU then assume this
+    kind in the whole process.
 
     Raises:
-      UserError: the TPU compiler does not have it, or the GPU compiler is of another version than jaxlib.
+      UserError: the TPU compiler does not know the topology, or the versions of the GPU compiler and jaxlib differ.
     """
     from jax.experimental import topologies
 
     generation, _, shape = topology.partition(":")
     if generation in GPUS:
-        gpu_pool_share()  # jax ignores its plugin where this is wrong
+        gpu_pool_share()  # check it first: JAX ignores its plugin if it is invalid
         hosts, _, n = shape.rpartition("x")
         spec = (SPECS / f"{generation}.txtpb").read_text()
         try:
@@ -138,9 +139,10 @@ def topology_devices(topology: str) -> Sequence[jax.Device]:
 
 
 def assume_gpu(compute_capability: str) -> None:
-    """Let jax trace cuDNN's attention as on a GPU of that compute capability, such as "9.0", whatever is here.
+    """Make JAX trace cuDNN's attention as on a GPU of the given compute capability, such as "9.0", whatever the local
+    device is.
 
-    Its checks ask the local GPU and its libraries. Seen with jax 0.10.
+    JAX's own checks query the local GPU and its libraries. Checked with jax 0.10.
     """
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
@@ -153,7 +155,7 @@ def assume_gpu(compute_capability: str) -> None:
 
 
 def _nearest(generation: str, shape: str) -> list[str]:
-    """Return the slices of a generation with the numbers of chips nearest to a shape's."""
+    """Return the slices of a generation whose numbers of chips are nearest to a shape's."""
     n_chips = prod(max(1, int(size)) for size in re.findall(r"\d+", shape)[:3])
     slices = sorted(SLICES[generation], key=lambda s: abs(prod(map(int, s.split("x"))) - n_chips))
     return [f"{generation}:{slice_}" for slice_ in slices[:3]]
