@@ -50,14 +50,14 @@ def jaxformer(
     from flax.traverse_util import unflatten_dict
 
     from jaxformer.cli import machine
-    from jaxformer.decode.generation import generate
+    from jaxformer.decode.generation import MIN_ROWS_PER_DEVICE, generate, spread_rows
     from jaxformer.decode.samplers import Sampling
     from jaxformer.decode.speculative import PromptLookup, speculate
     from jaxformer.decode.weights import lay_out, store
     from jaxformer.models.decoder import DecoderConfig
     from jaxformer.ops.masks import EMPTY
 
-    machine.set_up()
+    machine.set_up(1 if is_speculative else B, rows_per_device=MIN_ROWS_PER_DEVICE)
     config = DecoderConfig(
         **shape | {"d_ff": (shape["d_ff"],)}, output_projection=True, attention_bias=True, activation="gelu",  # type: ignore[arg-type]
         norm="layernorm", final_norm=True, unembedding="tied",
@@ -66,7 +66,7 @@ def jaxformer(
     if platform != "cpu" and weight_format == "float32":
         weight_format = "bfloat16"
     drawn = unflatten_dict({name: jnp.asarray(w) for name, w in weights(shape).items()}, sep=".")
-    params = lay_out(jax.device_put(store(drawn, weight_format, model)), model)
+    params = spread_rows(lay_out(jax.device_put(store(drawn, weight_format, model)), model), B)
     dtype = jnp.float32 if platform == "cpu" else jnp.bfloat16
     tokens_BP = prompts(B, prompt, config.vocab_size)
     complete: Any = partial(generate, model, params)

@@ -35,7 +35,7 @@ The defaults, 20 and 40, are exceeded by steps of minutes if other programs keep
 warn = logging.getLogger(__name__).warning
 
 
-def set_up(batch_size: int = 1, mesh: str = "", processes: int = 1) -> None:
+def set_up(batch_size: int = 1, mesh: str = "", processes: int = 1, rows_per_device: int = 1) -> None:
     """Cache compiled programs on disk, unless `JAX_COMPILATION_CACHE_DIR` is set, and use all cores of a CPU. Raises
     `UserError` if others can write to the cache."""
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
@@ -50,7 +50,7 @@ def set_up(batch_size: int = 1, mesh: str = "", processes: int = 1) -> None:
     gc.set_threshold(50_000, 10, 10)  # tracing makes many live objects; scanning them took 6 % of a short run's time
     given = "JAX_NUM_CPU_DEVICES" in os.environ or "host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
     if not given:
-        jax.config.update("jax_num_cpu_devices", cpu_devices(batch_size, mesh, processes))
+        jax.config.update("jax_num_cpu_devices", cpu_devices(batch_size, mesh, processes, rows_per_device))
     wait_patiently()
 
 
@@ -88,18 +88,20 @@ def is_private(folder: Path) -> bool:
     return True
 
 
-def cpu_devices(batch_size: int, mesh: str = "", processes: int = 1) -> int:
+def cpu_devices(batch_size: int, mesh: str = "", processes: int = 1, rows_per_device: int = 1) -> int:
     """Return the number of virtual CPU devices: those of the mesh, divided among the processes.
 
-    Without a mesh, it is one per core, as far as the batch splits evenly: XLA makes better use of several devices with
-    one thread each than of one device with several threads (0.40 against 0.48 s per step on two cores). It is 1 for a
-    mesh of more than `MAX_VIRTUAL_DEVICES`, which `make_mesh` refuses unless there are as many accelerators.
+    Without a mesh, it is one per core, as far as the batch splits evenly into at least `rows_per_device` rows: XLA
+    makes better use of several devices with one thread each than of one device with several threads (0.40 against
+    0.48 s per step on two cores). It is 1 for a mesh of more than `MAX_VIRTUAL_DEVICES`, which `make_mesh` refuses
+    unless there are as many accelerators.
     """
     if sizes := parse_mesh(mesh):
         n = max(1, prod(sizes.values()) // processes)
         return n if n <= MAX_VIRTUAL_DEVICES else 1
     counts = range(1, min(cores(), MAX_DEFAULT_DEVICES) + 1)
-    return max(n for n in counts if n == 1 or batch_size % (n * processes) == 0)
+    splits = lambda n: batch_size % n == 0 and batch_size >= n * rows_per_device  # noqa: E731
+    return max(n for n in counts if n == 1 or splits(n * processes))
 
 
 def cores() -> int:

@@ -29,6 +29,7 @@ from jaxformer.decode.completion import (
     encode_logit_bias,
     fitting_memory,
 )
+from jaxformer.decode.generation import MIN_ROWS_PER_DEVICE
 from jaxformer.decode.prompts import Prompt, encode_prompts, read_prompts
 from jaxformer.decode.weights import lay_out, restored
 from jaxformer.errors import UserError
@@ -126,7 +127,8 @@ def main(arguments: list[str]) -> int:
     given = options_given(arguments)
     _check(options, given)
     prompts = _prompts(options)
-    machine.set_up(mesh=options.opening.mesh)
+    n_rows = options.completion.rows_per_batch(len(prompts) or 1)
+    machine.set_up(n_rows, options.opening.mesh, rows_per_device=MIN_ROWS_PER_DEVICE)
     options = dataclasses.replace(options, opening=with_run(options.opening))
     model = model_of(options.opening)
     task = contract_of(model).task

@@ -16,7 +16,7 @@ from jaxformer.data.chat import check_texts
 from jaxformer.data.chat_template import ChatTemplate
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.decode.beam import beam_search
-from jaxformer.decode.generation import Generation, generate
+from jaxformer.decode.generation import Generation, generate, spread_rows
 from jaxformer.decode.prompts import Prompt, sample_seeds
 from jaxformer.decode.samplers import Sampling
 from jaxformer.decode.speculative import MAX_DRAFT_TOKENS, Draft, DraftModel, PromptLookup, Speculation, speculate
@@ -72,6 +72,17 @@ class CompletionOptions:
         check_fields(self)
         check_range(self, "draft_tokens", least=1, most=MAX_DRAFT_TOKENS)
 
+    def prompts_per_batch(self, n_prompts: int) -> int:
+        """Return the number of prompts per batch, of n in all."""
+        return min(n_prompts, max(1, self.batch_size // max(self.num_samples, self.num_beams)))
+
+    def rows_per_batch(self, n_prompts: int) -> int:
+        """Return the number of rows that are decoded together for n prompts; 1 with beam search or a draft, which
+        decode in other ways."""
+        if self.num_beams > 1 or self.draft is not None:
+            return 1
+        return self.prompts_per_batch(n_prompts) * self.num_samples
+
 
 @dataclass
 class Completion:
@@ -121,6 +132,7 @@ class Completer:
             another tokenizer or no cache.
         """
         self._run, self._options, self._explain = run, options, explain
+        self._params = run.params
         self._config, self._tokenizer = run.text_model()
         if not is_causal_lm(run.model):
             remedy = "name a run that does"
@@ -193,12 +205,11 @@ class Completer:
         Raises:
           UserError: a batch does not fit into memory.
         """
-        n = self._options.num_samples
-        size = max(1, self._options.batch_size // max(n, self._options.num_beams))
+        n, size = self._options.num_samples, self._options.prompts_per_batch(len(prompts))
+        self._params = spread_rows(self._run.params, self._options.rows_per_batch(len(prompts)))
         for batch in batch_by_length([len(tokens) for _, tokens in prompts], size):
-            n_prompts = size if len(prompts) > size else len(batch)
             with fitting_memory(len(batch) * n):
-                completions = self._complete_batch([prompts[i] for i in batch], n_prompts, interrupted, show)
+                completions = self._complete_batch([prompts[i] for i in batch], size, interrupted, show)
             for number, i in enumerate(batch):
                 yield i, completions[number * n : (number + 1) * n]
             if interrupted():
@@ -236,7 +247,7 @@ class Completer:
 
     def _begin(self, tokens: list[list[int]], seeds: list[int]) -> Generation | BeamGeneration | Speculation:
         options = self._options
-        model_and_prompts = self._run.model, self._run.params, tokens
+        model_and_prompts = self._run.model, self._params, tokens
         common: dict[str, Any] = {
             "max_new_tokens": options.max_new_tokens, "context_length": self._config.n_positions,
             "cache_dtype": options.cache_dtype,
@@ -250,7 +261,7 @@ class Completer:
         common["n_samples"] = options.num_samples
         if self._draft:
             return speculate(
-                self._run.model, self._run.params, *self._draft, tokens, self._sampling, seeds,
+                self._run.model, self._params, *self._draft, tokens, self._sampling, seeds,
                 n_proposed=options.draft_tokens, **common,
             )  # fmt: skip
         return generate(

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
 
 from jaxformer.contract import Contract, Task, contract_of
 from jaxformer.decode.samplers import Drawn, History, Sampling, init_history, sample, update_history
@@ -156,10 +157,11 @@ start = jax.jit(_start, static_argnames=_SIZES, donate_argnames=("cache", "histo
 start_samples = jax.jit(_start, static_argnames=_SIZES)  # n_samples > 1: a larger cache cannot reuse donated memory
 
 
-@partial(jax.jit, static_argnames=("model", "sampling"), donate_argnames="state")
+@partial(jax.jit, static_argnames=("model", "sampling", "mesh"), donate_argnames="state")
 def decode(
     model: Any, sampling: Sampling, params: Params, state: DecodeState, offset_B: jax.Array, seeds_B: jax.Array,
-    ended_B: jax.Array, counter: jax.Array, n_new: jax.Array, limit: jax.Array, n_slots: jax.Array,
+    ended_B: jax.Array, counter: jax.Array, n_new: jax.Array, limit: jax.Array, n_slots: jax.Array, *,
+    mesh: Mesh | None = None,
 ) -> tuple[DecodeState, DecodeOutput]:  # fmt: skip
     """Run decode steps until each row has `limit` more tokens or all rows are done.
 
@@ -170,7 +172,28 @@ def decode(
       counter: index of the next token in the longest row; modulo n_slots it is the slot.
       n_new: new tokens that the rows already have.
       limit: decode steps, at most `MAX_TOKENS_PER_CALL`.
+      mesh: mesh of data-parallel devices, each of which decodes its rows without communication, and stops once these
+        are done; None leaves the sharding to the partitioner.
     """
+
+    def decode_rows(*args: Any) -> tuple[DecodeState, DecodeOutput]:
+        state, output = _decode(model, sampling, *args)
+        return state, output._replace(n=jax.lax.pmax(output.n, "data"))
+
+    args = params, state, offset_B, seeds_B, ended_B, counter, n_new, limit, n_slots
+    if mesh is None:
+        return _decode(model, sampling, *args)
+    shared, rows = PartitionSpec(), PartitionSpec("data")
+    in_specs = (shared, rows, rows, rows, rows, shared, shared, shared, shared)
+    out_specs = (rows, DecodeOutput(shared, PartitionSpec(None, "data"), rows))  # type: ignore[arg-type]
+    return jax.shard_map(decode_rows, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)(*args)
+
+
+def _decode(
+    model: Any, sampling: Sampling, params: Params, state: DecodeState, offset_B: jax.Array, seeds_B: jax.Array,
+    ended_B: jax.Array, counter: jax.Array, n_new: jax.Array, limit: jax.Array, n_slots: jax.Array,
+) -> tuple[DecodeState, DecodeOutput]:  # fmt: skip
+    """See `decode`, on one device."""
 
     def unfinished(carry: tuple[jax.Array, DecodeState, Drawn]) -> jax.Array:
         i, state, _ = carry
@@ -191,7 +214,7 @@ def decode(
 
     initial = state._replace(done_B=state.done_B | ended_B)
     empty_CB = jax.tree.map(
-        lambda x: jnp.zeros((MAX_TOKENS_PER_CALL, *x.shape), x.dtype), jax.eval_shape(step, 0, initial)[1]
+        lambda x: jnp.full((MAX_TOKENS_PER_CALL, *x.shape), EMPTY, x.dtype), jax.eval_shape(step, 0, initial)[1]
     )
     n, final, drawn_CB = jax.lax.while_loop(unfinished, step_and_store, (jnp.int32(0), initial, empty_CB))
     return final, DecodeOutput(n, drawn_CB, final.done_B)

@@ -20,6 +20,12 @@ def test_devices_are_cores_that_divide_the_batch(monkeypatch, cores, batch_size,
     assert machine.cpu_devices(batch_size) == devices
 
 
+@pytest.mark.parametrize(("cores", "rows", "devices"), [(2, 16, 2), (2, 8, 1), (8, 24, 3), (8, 17, 1)])
+def test_devices_have_at_least_the_rows_asked_for(monkeypatch, cores, rows, devices):
+    monkeypatch.setattr(machine, "cores", lambda: cores)
+    assert machine.cpu_devices(rows, rows_per_device=8) == devices
+
+
 def test_devices_of_a_mesh_are_divided_among_processes(monkeypatch):
     monkeypatch.setattr(machine, "cores", lambda: 2)
     assert machine.cpu_devices(16, "fsdp=4,tensor=2") == 8

@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 from jaxformer.config import ModelConfig
 from jaxformer.contract import Contract, Task, contract_of
 from jaxformer.decode import Generation, Piece, Sampling, generate, programs
-from jaxformer.decode.generation import prompt_bucket
+from jaxformer.decode.generation import prompt_bucket, spread_rows
 from jaxformer.errors import UserError
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.mlp import MLPConfig
 from jaxformer.models.objective import Params
 from jaxformer.nn.parameters import parameter_axes
 from jaxformer.ops.masks import EMPTY
-from jaxformer.sharding import make_mesh, shardings
+from jaxformer.sharding import make_mesh, replicated, shardings
 from tests.arrays import apply, assert_close, build, random_params, random_tokens
 from tests.helpers import exhaustive
 
@@ -214,6 +214,35 @@ def test_eight_devices_equal_one(mesh: str) -> None:
     one, eight = (concatenate(list(begin((model, p), prompts, 9, ALL))) for p in (params, split))
     np.testing.assert_array_equal(one.tokens_BN, eight.tokens_BN)
     assert_close(distributions(eight), distributions(one))
+
+
+@pytest.mark.slow
+def test_data_parallel_devices_stop_on_their_own_and_equal_one(decoder: Model) -> None:
+    """Each has two of the rows, and those of the first stop earlier. Nothing but the count of steps is reduced."""
+    model, params = decoder
+    two = jax.device_put(params, replicated(make_mesh("data=2", jax.devices("cpu")[:2])))
+    free = run(decoder, PROMPTS, CONTEXT, RANDOM)
+    sampling = replace(RANDOM, stop_tokens=(free[0][1], free[1][2]))
+    expected = concatenate(list(begin(decoder, PROMPTS, CONTEXT, sampling)))
+    lengths = (expected.tokens_BN != EMPTY).sum(1)
+    assert lengths[:2].max() < lengths[2:].max()
+    generation = begin((model, two), PROMPTS, CONTEXT, sampling)
+    assert generation.mesh is not None
+    split = concatenate(list(generation))
+    np.testing.assert_array_equal(split.tokens_BN, expected.tokens_BN)
+    drawn = expected.tokens_BN != EMPTY
+    assert_close(split.logprobs_BN[drawn], expected.logprobs_BN[drawn])
+
+
+def test_rows_that_divide_evenly_are_spread_over_the_devices_of_a_cpu(decoder: Model) -> None:
+    params, n = decoder[1], jax.local_device_count()
+    if n == 1:
+        pytest.skip("JAX_NUM_CPU_DEVICES asks for one device")
+    assert spread_rows(params, 8 * n - n) is params  # fewer than 8 each
+    assert spread_rows(params, 8 * n + 1) is params
+    spread = spread_rows(params, 8 * n)
+    assert all(len(leaf.devices()) == n and leaf.is_fully_replicated for leaf in jax.tree.leaves(spread))
+    assert spread_rows(spread, 8 * n) is spread
 
 
 @pytest.mark.slow
