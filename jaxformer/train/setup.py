@@ -194,7 +194,8 @@ class TrainSetup:
           UserError: the parameters of `config.init_from` are missing or cannot be read.
         """
         if self.config.init_from is None:
-            return jax.jit(self._init, out_shardings=self.state_shardings)()
+            options = workarounds.RUN_ONCE if self.mesh.devices.flat[0].platform == "cpu" else None
+            return jax.jit(self._init, out_shardings=self.state_shardings, compiler_options=options)()
         name, params = "frozen" if self.config.lora.rank else "params", self._load()
         without: dict[str, Any] = {name: None}
         # Each array of the state needs its own buffer, because a step donates them all.
