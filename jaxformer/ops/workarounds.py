@@ -5,6 +5,7 @@ Each computes the same result as the plain form, and can be removed once the com
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,14 +22,20 @@ PLATFORMS_WITHOUT_BFLOAT16_SUMS = ("cpu",)
 refused instead. Seen with jax 0.10."""
 
 
-RUN_ONCE: dict[str, Any] = {"xla_backend_optimization_level": 1}
-"""Compiler options for a CPU program that runs once, such as initialisation. By default, XLA's CPU compiler spends far
-longer on the random draws than they take. Gain: the initial state of `quick` compiles in 2.2 to 2.5 s of CPU time
-instead of 4.0 to 5.1 s, and is bit-identical. Seen with jax 0.10."""
-
 MAX_ROWS = 16
 """Maximum rows per example for which a matmul with a `FirstFactor` has the matrix as first factor: enough for a decode
 step or a draft's proposals, not for a prompt."""
+
+
+def run_once_options(platform: str) -> dict[str, Any] | None:
+    """Return compiler options for a program that runs once, such as initialisation: on a CPU a lower optimisation
+    level, unless XLA_FLAGS sets one.
+
+    By default, XLA's CPU compiler spends far longer on random draws than they take. Gain: the initial state of `quick`
+    compiles in 2.2 to 2.5 s of CPU time instead of 4.0 to 5.1 s, and is bit-identical. Seen with jax 0.10.
+    """
+    level = "xla_backend_optimization_level"
+    return {level: 1} if platform == "cpu" and level not in os.environ.get("XLA_FLAGS", "") else None
 
 
 @jax.custom_vjp

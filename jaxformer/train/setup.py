@@ -194,7 +194,7 @@ class TrainSetup:
           UserError: the parameters of `config.init_from` are missing or cannot be read.
         """
         if self.config.init_from is None:
-            options = workarounds.RUN_ONCE if self.mesh.devices.flat[0].platform == "cpu" else None
+            options = workarounds.run_once_options(self.mesh.devices.flat[0].platform)
             return jax.jit(self._init, out_shardings=self.state_shardings, compiler_options=options)()
         name, params = "frozen" if self.config.lora.rank else "params", self._load()
         without: dict[str, Any] = {name: None}

@@ -7,7 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxformer.ops.workarounds import FirstFactor, kth_largest, ring_groups, rings, separate_gradient_transpose
+from jaxformer.ops.workarounds import (
+    FirstFactor,
+    kth_largest,
+    ring_groups,
+    rings,
+    run_once_options,
+    separate_gradient_transpose,
+)
 
 
 def line(coordinates, platform="tpu"):
@@ -57,3 +64,20 @@ def test_a_product_with_the_matrix_first_is_the_product(n_rows):
 
 def test_the_kth_largest_counts_equal_numbers():
     assert [kth_largest(jnp.array([3.0, 7.0, 5.0, 7.0]), k) for k in (1, 2, 3, 4)] == [7, 7, 5, 3]
+
+
+def test_options_of_a_program_that_runs_once_change_no_bit(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "")
+    draw = jax.jit(lambda key: jax.random.normal(key, (17, 23))).lower(jax.random.key(0))
+    options = run_once_options("cpu")
+    assert options
+    plain, quick = (
+        draw.compile(compiler_options=o)(jax.random.key(0)) for o in ({**options, next(iter(options)): 3}, options)
+    )
+    np.testing.assert_array_equal(plain, quick)
+
+
+def test_an_optimisation_level_in_xla_flags_is_left_alone(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")
+    assert run_once_options("cpu") is None
+    assert run_once_options("gpu") is None
