@@ -42,7 +42,7 @@ SYMBOLS = terminal.SYMBOLS | str.maketrans({"\n": "⏎", "\t": "⇥"})
 """Symbols of control characters."""
 N_PICTURES, N_TRANSLATIONS = 8, 6
 """Held-out images and translations on a page."""
-N_CHANCES = 4
+N_TOP_CLASSES = 4
 """Most probable classes or captions shown per image."""
 LONG_SOURCE = 24
 """Maximum source tokens of the pair whose attention is shown."""
@@ -175,9 +175,9 @@ def _matched_captions(run: Run, batch: Batch) -> list[Section]:
 
 
 def _picture(image_HWC: np.ndarray, name: str, labels: Sequence[str], p_V: np.ndarray, actual: int) -> Picture:
-    likeliest = [int(i) for i in np.argsort(-p_V)[:N_CHANCES]]
-    chances = [(labels[i], float(p_V[i])) for i in likeliest]
-    return Picture(image_HWC, name, chances, (labels[actual], float(p_V[actual])))
+    likeliest = [int(i) for i in np.argsort(-p_V)[:N_TOP_CLASSES]]
+    probabilities = [(labels[i], float(p_V[i])) for i in likeliest]
+    return Picture(image_HWC, name, probabilities, (labels[actual], float(p_V[actual])))
 
 
 def _translations(run: Run, batch: Batch) -> Section:

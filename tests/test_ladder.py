@@ -99,7 +99,7 @@ def test_results_are_those_of_the_logs(tmp_path):
     assert residual.entropy == "1.23 0.5; 0.25" and residual.sources.startswith("68.284")
     assert residual.targets == 10_644 * 4096 * 32
     uniform = sum(math.log(t) for t in range(1, 33)) / 32  # each row of a causal map over all positions before it
-    assert residual.entropy_share == "48% 20%; 10%" and round(1.2345 / uniform, 2) == 0.48
+    assert residual.normalized_entropy == "48% 20%; 10%" and round(1.2345 / uniform, 2) == 0.48
     assert residual.entropy_positions == "3.4 1.6; 1.3"
     assert residual.minutes == pytest.approx(10_644 * 2 / 60_000)
     assert (

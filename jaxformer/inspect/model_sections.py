@@ -30,7 +30,7 @@ MAPS = ("*attention.weights", "reader.weights")
 """Names of attention maps."""
 N_ALTERNATIVES = 3
 """Most likely tokens per cell of the logit lens."""
-N_CHANCES = 6
+N_TOP_TOKENS = 6
 """Most likely tokens per prediction."""
 TEMPERATURES = tuple(2.0**power for power in range(3, -9, -1))
 N_PREVIEW_TOKENS = 8
@@ -116,13 +116,13 @@ def _predictions(
     p_TV = _softmax(logits_TV)
     for position, token in enumerate(tokens_T):
         p_V = p_TV[position]
-        chances = [(token_text(int(other)), float(p_V[other])) for other in np.argsort(-p_V)[:N_CHANCES]]
+        probabilities = [(token_text(int(other)), float(p_V[other])) for other in np.argsort(-p_V)[:N_TOP_TOKENS]]
         if mask_token is not None:
-            yield Prediction("In place of the mask", chances) if token == mask_token else None
+            yield Prediction("In place of the mask", probabilities) if token == mask_token else None
             continue
         next_token = int(tokens_T[position + 1]) if position + 1 < len(tokens_T) else None
         actual = None if next_token is None else (token_text(next_token), float(p_V[next_token]))
-        yield Prediction(f"Next token after “{token_text(int(token))}”", chances, actual)
+        yield Prediction(f"Next token after “{token_text(int(token))}”", probabilities, actual)
 
 
 def residual_stream_sections(model: nn.Module, params: Params, inputs: tuple, token_text: TokenText) -> list[Section]:

@@ -18,7 +18,7 @@ from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.inputs import check_example
 from jaxformer.models.objective import Params
 from jaxformer.nn.norms import epsilon
-from jaxformer.ops.precision import widened
+from jaxformer.ops.precision import upcast
 
 STREAM = ("embedding", "blocks.*.after")
 
@@ -109,10 +109,10 @@ def _through_norm(
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Map a direction after a norm of `x_TD` to the corresponding direction before it; also return the contribution of
     the norm's bias, by name."""
-    is_layernorm, wide_TD = c.norm == "layernorm", widened(x_TD)
+    is_layernorm, upcast_TD = c.norm == "layernorm", upcast(x_TD)
     if is_layernorm:
-        wide_TD -= wide_TD.mean(axis=-1, keepdims=True)
-    scale_T1 = jax.lax.rsqrt(jnp.mean(jnp.square(wide_TD), axis=-1, keepdims=True) + epsilon(c.norm, c.norm_eps))
+        upcast_TD -= upcast_TD.mean(axis=-1, keepdims=True)
+    scale_T1 = jax.lax.rsqrt(jnp.mean(jnp.square(upcast_TD), axis=-1, keepdims=True) + epsilon(c.norm, c.norm_eps))
     before_TD = direction_TD * norm["gamma"] * scale_T1
     if not is_layernorm:
         return before_TD, {}

@@ -19,7 +19,7 @@ from jaxformer.inspect.capture import Activations, capture, capture_shapes, inte
 from jaxformer.models.clip import LARGEST_LOG_SCALE
 from jaxformer.models.objective import Params, is_causal_lm, objective_of
 from jaxformer.ops.masks import EMPTY
-from jaxformer.ops.precision import widened
+from jaxformer.ops.precision import upcast
 
 ROUNDING = 1e-5
 """Tolerance of float32 results whose sums are in another order, relative to the largest value or 1."""
@@ -58,7 +58,7 @@ def verify(model: nn.Module, params: Params, inputs_B: Inputs, targets_B: jax.Ar
       inputs_B: inputs of the model, for several examples; see `random_inputs`.
       targets_B: valid int32 training targets.
     """
-    params = jax.tree.map(widened, params)
+    params = jax.tree.map(upcast, params)
     first = jax.tree.map(lambda x: x[0], inputs_B)
     checks: tuple[tuple[Callable[..., Check], Any], ...] = (
         (finite, inputs_B), (causality, first), (attention_mask, first), (attention_rows, first), (padding, inputs_B),

@@ -18,7 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxformer.ops.blockwise import SAVED
 from jaxformer.ops.masks import Causal, Mask, Packed, causal_part
-from jaxformer.ops.precision import widened
+from jaxformer.ops.precision import upcast
 
 LANES = 128
 """Width of a TPU's vector registers; blocks of splash attention are multiples of it."""
@@ -228,7 +228,7 @@ def _triton_backward(call: TritonCall, saved: tuple[Any, ...], dy_1THK: jax.Arra
         False, (*_repeat_heads(*qkv), segments_1T, y_1THK, log_total_1HT), dy_1THK,
     )  # fmt: skip
     _, T, G, K = qkv[1].shape
-    dk, dv = (widened(x.reshape(1, T, G, -1, K)).sum(3).astype(x.dtype) for x in (dk, dv))
+    dk, dv = (upcast(x.reshape(1, T, G, -1, K)).sum(3).astype(x.dtype) for x in (dk, dv))
     return dq, dk, dv, None
 
 

@@ -82,7 +82,7 @@ def unfused_attention(
     return (blockwise if is_long else attention)(q_HTK, k_GSK, v_GSK, mask, scale)
 
 
-cpu_blockwise_attention = partial(blockwise_attention, block=CPU_BLOCK, one_by_one=True)
+cpu_blockwise_attention = partial(blockwise_attention, block=CPU_BLOCK, sequential=True)
 cpu_attention = partial(unfused_attention, blockwise=cpu_blockwise_attention, min_positions=MIN_CPU_BLOCKWISE_POSITIONS)
 """Attention on a CPU, unless heads are split over several devices."""
 

@@ -38,7 +38,7 @@ from jaxformer.train.optimizer import make_optimizer, make_schedule
 BLOCK = re.compile(r"blocks_\d+$")
 """Pattern of block names; blocks gather their own parameters when they begin."""
 
-ADAPTER_DRAW = 2**32 - 1
+ADAPTER_KEY_ID = 2**32 - 1
 """Value folded into the seed's key to initialise adapters; it is no step number, with which dropout keys are
 derived."""
 
@@ -218,7 +218,7 @@ class TrainSetup:
         """Return the initial state for a model's parameters, with adapters if `lora` is set."""
         if not self.config.lora.rank:
             return TrainState(params, self.optimizer.init(params), jnp.int32(0))
-        key = jax.random.fold_in(jax.random.key(self.config.seed), ADAPTER_DRAW)
+        key = jax.random.fold_in(jax.random.key(self.config.seed), ADAPTER_KEY_ID)
         adapters = init_adapters(key, params, self.parameter_axes, self.config.lora)
         return TrainState(adapters, self.optimizer.init(adapters), jnp.int32(0), params)
 
