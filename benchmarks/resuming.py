@@ -75,9 +75,9 @@ def kill_and_compare(scratch: Path, kills: int, in_a_write: int) -> tuple[None, 
     if differences:
         sys.exit("\n".join(differences))
     stored = CheckpointReader(killed)
-    numbers = sum(array.size for array in stored.arrays(stored.step()).values())
+    values = sum(array.size for array in stored.arrays(stored.step()).values())
     rows = len(read_metrics(straight))
-    return None, figures | {"steps": steps, "rows_compared": rows, "numbers_compared": numbers, "identical": True}
+    return None, figures | {"steps": steps, "rows_compared": rows, "values_compared": values, "bit_identical": True}
 
 
 def kill_and_resume(folder: Path, steps: int, log: Path, kills: int, in_a_write: int, draw: random.Random) -> Figures:

@@ -160,7 +160,7 @@ def test_held_out_losses_are_compared_without_those_of_a_rung_that_reads_what_it
         page = (tmp_path / "ladder.html").read_text()
         [chart] = embedded(page, "Held-out loss")
         assert [line["name"] for line in chart["lines"]] == shown
-        assert ("Without mix_unmasked: the loss of a rung that reads what it predicts is near 0." in page) == (
+        assert ("Without mix_unmasked: the loss of a rung that reads its own targets is near 0." in page) == (
             results is both
         )
 

@@ -336,7 +336,7 @@ def test_a_missing_or_corrupt_base_is_one_sentence(run, tmp_path, capsys):
     with pytest.raises(UserError, match=r"every checkpoint of .*base is corrupt"):
         load_run(copy)
     shutil.rmtree(copy / BASE)
-    with pytest.raises(UserError, match=r"base has no complete checkpoint, but .* holds adapters alone; put it back"):
+    with pytest.raises(UserError, match=r"base has no complete checkpoint, but .* holds adapters only; restore it"):
         load_run(copy)
 
 

@@ -103,9 +103,9 @@ def open_image_folder(path: str) -> ImageFolder:
     if not files:
         raise UserError(f"there are no images in {folder / 'train'}; put them into train/LABEL/ as PNG or JPEG files.")
     shapes = dict.fromkeys(read_image_shape(file, str(file)) for file, _ in [*files, *val_files])
-    source = "those in val" if val_files else "some of train; call it val to take them from there"
+    source = "those in val" if val_files else "some of train; name it val to evaluate on it"
     others = [name for name in _subfolders(folder) if name not in ("train", "val")]
-    notes = tuple(f"the folder {folder / name} is not read: images to measure on are {source}" for name in others)
+    notes = tuple(f"the folder {folder / name} is not read: evaluation images are {source}" for name in others)
     return ImageFolder(path, classes, tuple(shapes), files, val_files or None, notes)
 
 
@@ -139,7 +139,7 @@ def _read_idx_split(folder: Path, split: str) -> LabelledImages | None:
             raise UserError(f"{folder} has no {split}-{content}-idx*-ubyte, with .gz or without; {remedy}.")
     images, labels = (read_idx(file, axes) for file, axes in zip(files, (3, 1), strict=True) if file is not None)
     if len(images) != len(labels):
-        reason = "they are not of one set"
+        reason = "they belong to different data sets"
         raise UserError(f"{files[0]} has {len(images)} images, but {files[1]} has {len(labels)} labels; {reason}.")
     if not images.size:
         raise UserError(f"{files[0]} has no images; give a file with at least 1.")
@@ -157,7 +157,7 @@ def _list_images(folder: Path, classes: Sequence[str]) -> LabelledFiles:
         return []
     if unknown := [name for name in _subfolders(folder) if name not in classes]:
         remedy = "remove it, or give images to train on"
-        raise UserError(f"{folder} has a class {unknown[0]!r} that train has not; {remedy}.")
+        raise UserError(f"{folder} has a class {unknown[0]!r} that train lacks; {remedy}.")
     return [
         (file, label)
         for label, name in enumerate(classes)

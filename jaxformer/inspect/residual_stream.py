@@ -126,4 +126,6 @@ def _check_stream(model: nn.Module) -> None:
         remedy = "use a decoder with model.residual true"
         raise UserError(f"this {type(model).__name__} has no residual stream that becomes logits; {remedy}.")
     if model.config.norm != "none" and model.config.norm_placement == "post":
-        raise UserError("norms of the stream after a block's parts change all of it; with pre-norm, parts add up.")
+        raise UserError(
+            "norm_placement 'post' normalises the whole residual stream, so it is no sum of parts; use pre-norm."
+        )

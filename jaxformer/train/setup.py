@@ -87,7 +87,7 @@ class TrainSetup:
             kind = type(self.config.model).__name__
             raise UserError(
                 f"the data packs its examples, but this {kind} does not attend within segments; set data.packing to "
-                "windows, or take a decoder without a prefix."
+                "windows, or use a decoder without a prefix."
             )
 
     @property
@@ -208,7 +208,7 @@ class TrainSetup:
 
     def _load(self) -> Params:
         if self.pretrained is None:
-            raise UserError(f"init_from is {self.config.init_from}, and nothing was read from there; leave it out.")
+            raise UserError(f"init_from is {self.config.init_from}, but no parameters were loaded from it; omit it.")
         return self.pretrained.load(self.abstract_params)
 
     def _init(self) -> TrainState:
@@ -328,14 +328,12 @@ class TrainSetup:
         expected, actual = (jax.tree.leaves(b.inputs) for b in (self.abstract_batch, batch))
         if [(x.dtype, x.ndim) for x in expected] != [(x.dtype, x.ndim) for x in actual]:
             texts = [", ".join(f"{x.dtype} {x.shape[1:]}" for x in xs) for xs in (expected, actual)]
-            raise UserError(
-                f"{model} takes {texts[0]} for an example, but the data gives {texts[1]}; change one of them."
-            )
+            raise UserError(f"{model} expects {texts[0]} per example, but the data has {texts[1]}; change one of them.")
         targets = self.abstract_targets
         if targets is not None and targets.ndim + 1 != batch.targets.ndim:
             raise UserError(
-                f"{model} predicts classes of shape {targets.shape} for an example, but the data gives "
-                f"{batch.targets.shape[1:]} to predict; change one of them."
+                f"{model} predicts classes of shape {targets.shape} per example, but the data has targets of shape "
+                f"{batch.targets.shape[1:]}; change one of them."
             )
 
 

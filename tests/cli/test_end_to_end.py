@@ -239,7 +239,7 @@ def test_a_removed_run_folder_is_one_sentence(here):
     (here / "gone").rename(here / "moved")
     _, err = process.communicate(timeout=300)
     assert process.returncode == 2
-    assert re.fullmatch(r"error: .* cannot be written: gone has vanished; put it back .*\n", err)
+    assert re.fullmatch(r"error: .* cannot be written: gone no longer exists; restore it .*\n", err)
     assert all(
         find_corruption(here / f"moved/checkpoints/{step}") is None for step in CheckpointReader(here / "moved").steps()
     )
@@ -328,7 +328,7 @@ def test_allowed_changed_data_keeps_the_tokenizer_of_the_run(here, plain):
     assert result.returncode == 0, result.stderr
     notes = [row for row in read_metrics(here / "allowed") if "note" in row]
     assert [row["step"] for row in notes] == [20]
-    assert notes[0]["note"].startswith("the data is not what it was before; now it is other: 5 documents, ")
+    assert notes[0]["note"].startswith("the data has changed; it is now other: 5 documents, ")
     assert "step 20  note: the data" in result.stdout
     result = run("train.py", *options, "--steps", "24", cwd=here)  # from here on it is the run's text
     assert result.returncode == 0, result.stderr
@@ -371,7 +371,7 @@ def test_a_divergence_stops_and_its_rollback_command_trains(here):
     what, mover, helps, back = result.stdout.splitlines()[-4:]
     stopped = r"stopped at step (\d+): the loss has been diverging since step \d+: [\d.e+]+ at step \1, after"
     assert re.match(stopped, what), what
-    assert mover.startswith("First to move: ") and "--optimizer.learning-rate 0.003" in helps
+    assert mover.startswith("First unusual update: ") and "--optimizer.learning-rate 0.003" in helps
     command = back.partition(" with: python ")[2]
     result = run(*shlex.split(command), cwd=here)
     assert result.returncode == 0, result.stdout + result.stderr

@@ -129,7 +129,7 @@ def test_validation_documents_are_left_out_of_training(config, tmp_path):
     for kind in (TextConfig, MaskedTextConfig, PrefixTextConfig):
         data = kind(held_out.path, held_out.val_path).load(DecoderConfig(context_length=8, vocab_size=300), 2, 0)
         assert data.corpus.train.documents == 4
-        note = f"2 document(s) of {texts} are not trained on: {tmp_path / 'val.txt'} has the same text"
+        note = f"2 document(s) of {texts} are excluded from training: {tmp_path / 'val.txt'} has the same text"
         assert data.notes[0] == note
     with pytest.raises(UserError, match=r"every document of data.path .* is in data.val_path"):
         load_corpus(replace(config, val_path=config.path), 270)
@@ -247,7 +247,7 @@ def test_tokenized_documents_are_memory_mapped_and_equal_the_cache(config, monke
     np.testing.assert_array_equal(tokens, corpus.val.tokens)
     monkeypatch.setattr(corpus_module.tempfile, "TemporaryFile", partial(Path("/dev/full").open, "wb"))
     with pytest.raises(
-        UserError, match=r"cannot write tokens to .*: No space left on device; make room, or set TMPDIR"
+        UserError, match=r"cannot write tokens to .*: No space left on device; free some space, or set TMPDIR"
     ):
         tokenize(read_documents(config.path, True), corpus.tokenizer)
 

@@ -237,7 +237,7 @@ def test_missing_files_are_named(folder: Path, monkeypatch: pytest.MonkeyPatch, 
 
 def test_missing_validation_pairs_are_named(folder: Path) -> None:
     (folder / "val.tsv").unlink()
-    with pytest.raises(UserError, match=r"no held-out texts at .*val\.tsv, which is no file; give data\.val_path"):
+    with pytest.raises(UserError, match=r"no held-out texts at .*val\.tsv, which is not a file; give data\.val_path"):
         PairsConfig(str(folder)).load(MODEL, 4, 0)
 
 

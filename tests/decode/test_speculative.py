@@ -190,7 +190,9 @@ def test_a_state_is_refused_as_it_cannot_be_taken_back(role):
     model = RecurrentLMConfig(VOCABULARY, CONTEXT, d_model=8).build()
     options = {"max_new_tokens": 5, "context_length": CONTEXT}
     both = (model, None, *DRAFTS["look-up"]) if role == "model" else (MODEL, PARAMS, DraftModel(model), None)
-    with pytest.raises(UserError, match=f"the {role} keeps a state, .* cannot be taken back; leave the draft out"):
+    with pytest.raises(
+        UserError, match=f"the {role} keeps a state, which cannot be rolled back past rejected tokens; omit the draft"
+    ):
         speculate(*both, [PROMPT], Sampling(), [0], **options)
 
 
@@ -205,7 +207,7 @@ def test_a_text_past_the_context_of_the_draft_is_refused():
         run(drafts[0], max_new_tokens=8)
     run(drafts[0], max_new_tokens=7)
     run(drafts[1], max_new_tokens=100)  # its positions do not end
-    with pytest.raises(UserError, match="at most 0 new ones, or leave out the draft"):
+    with pytest.raises(UserError, match="at most 0 new ones, or omit the draft"):
         run(drafts[0], max_new_tokens=1, prompts=[[1] * 18])
 
 

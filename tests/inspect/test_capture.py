@@ -150,7 +150,7 @@ def test_names_select_by_pattern():
 @pytest.mark.parametrize("probe", [capture, capture_shapes])
 def test_name_that_matches_nothing_is_an_error_with_the_nearest(probe):
     model, params, inputs = random_model(DECODER)
-    near = r"is called 'blocks\.0\.atention\.\*'; near it are blocks\.0\.attention.*; capture_shapes lists all"
+    near = r"is called 'blocks\.0\.atention\.\*'; similar names are blocks\.0\.attention.*; capture_shapes lists all"
     with pytest.raises(UserError, match=near):
         probe(model, params, *inputs, names=["logits", "blocks.0.atention.*"])
     assert list(probe(model, params, *inputs, names=["logits", "block"], missing_ok=True)) == ["logits"]
@@ -159,7 +159,7 @@ def test_name_that_matches_nothing_is_an_error_with_the_nearest(probe):
 def test_intervention_that_matches_nothing_is_an_error():
     model, params, (tokens,) = random_model(DECODER)
     apply = jax.jit(lambda tokens: model.apply({"params": params}, tokens))
-    with pytest.raises(UserError, match=r"called 'blocks\.7\.mlp'; near it are blocks\.\d\.mlp"):  # noqa: SIM117
+    with pytest.raises(UserError, match=r"called 'blocks\.7\.mlp'; similar names are blocks\.\d\.mlp"):  # noqa: SIM117
         with intervene("blocks.7.mlp", lambda _, x: 0 * x):
             apply(tokens)
     with pytest.raises(UserError, match=r"no model was called, or only one compiled before"):  # noqa: SIM117

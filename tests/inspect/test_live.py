@@ -274,7 +274,7 @@ def test_typing_switching_and_decoding_change_what_is_shown(page, browser):
 
     [box] = find('input[aria-label="head 1 of layer 1"]')
     box.click()
-    assert "without the head switched off" in status.text
+    assert "with the head ablated" in status.text
     before_V, after_V = p_V(text), p_V(text, off=True)
     likeliest = int(before_V.argmax())
     assert shown()[0] == f"{percent(before_V[likeliest])} → {percent(after_V[likeliest])}"

@@ -59,7 +59,7 @@ def test_number_beyond_float16_is_refused_by_name(run, tmp_path):
 def test_existing_target_is_refused_and_unchanged(run, tmp_path):
     pytest.importorskip("safetensors")
     (tmp_path / "out").mkdir()
-    with pytest.raises(UserError, match="out exists, and an export replaces nothing; remove it, or choose another"):
+    with pytest.raises(UserError, match="out exists, and an export overwrites nothing; remove it, or choose another"):
         export_run(run, "safetensors", tmp_path / "out")
     assert not list((tmp_path / "out").iterdir())
 

@@ -276,9 +276,9 @@ def test_special_tokens_without_a_row_are_left_out(tmp_path: Path):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"eos_token": 5}, "whose eos_token is 5, no text"),
-        ({"bos_token": {"content": ["a"]}}, "whose bos_token is .'content': .'a'.., no text"),
-        ({"eos_token_ids": "abc"}, "whose eos_token_ids is 'abc', no list"),
+        ({"eos_token": 5}, "whose eos_token is 5, not text"),
+        ({"bos_token": {"content": ["a"]}}, "whose bos_token is .'content': .'a'.., not text"),
+        ({"eos_token_ids": "abc"}, "whose eos_token_ids is 'abc', not a list"),
         ({"eos_token_ids": [2**40]}, "has no token 1099511627776"),
     ],
 )

@@ -118,7 +118,7 @@ def test_triton_attends_to_packed_documents_once_forward_and_once_backward(remat
     config = replace(CONFIG, data=replace(CONFIG.data, packing="documents"))
     line, module = lower(replace(config, compute=replace(CONFIG.compute, remat=remat)))
     assert line == (
-        "attention: triton (not cudnn: cuDNN takes packed documents only in a fixed number, not by the segment of each "
-        "position)"
+        "attention: triton (not cudnn: cuDNN supports packed documents only in a fixed number, not by the segment of "
+        "each position)"
     )
     assert (count_calls(module, TRITON), count_calls(module, FORWARD)) == (2 * 3, 0)

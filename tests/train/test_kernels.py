@@ -64,11 +64,11 @@ def like(T: int, dtype: jnp.dtype = jnp.bfloat16) -> jax.ShapeDtypeStruct:
         ("cudnn", "gpu", like(128), Causal(3), FusedAttention("cudnn"), "attention: cudnn"),
         ("splash", "tpu", like(128), None, FusedAttention("splash"), "attention: splash"),
         ("auto", "gpu", like(128, jnp.float32), Causal(), unfused_attention,
-         "attention: xla (not cudnn: cuDNN attends in bfloat16 or float16, not in float32; not triton: Triton's kernel "
-         "attends in bfloat16 or float16, not in float32)"),
+         "attention: xla (not cudnn: cuDNN attention needs bfloat16 or float16, not float32; not triton: "
+         "Triton's kernel needs bfloat16 or float16, not float32)"),
         ("triton", "gpu", like(128), Causal(), FusedAttention("triton"), "attention: triton"),
         ("auto", "tpu", like(64), Causal(), unfused_attention,
-         "attention: xla (not splash: splash attention needs at least 128 positions, and there are 64)"),
+         "attention: xla (not splash: splash attention needs at least 128 positions, but there are 64)"),
         ("xla", "tpu", like(128), Causal(), attention, "attention: xla, as configured"),
         ("blockwise", "gpu", like(128), Causal(), blockwise_attention, "attention: blockwise, as configured"),
         ("blockwise", "cpu", like(128), Causal(), cpu_blockwise_attention, "attention: blockwise, as configured"),
@@ -84,7 +84,7 @@ def test_values_wider_than_keys_are_for_attention_without_a_kernel() -> None:
     q, v = jnp.ones((2, 128, 16), jnp.bfloat16), jnp.ones((2, 128, 24), jnp.bfloat16)
     chosen = make_attention("auto", "tpu", like(128), like(128), Causal(), value_dim=24)
     assert chosen == (
-        unfused_attention, "attention: xla (not splash: it takes values as wide as keys, 16, not 24)",
+        unfused_attention, "attention: xla (not splash: it needs values as wide as keys, 16, not 24)",
     )  # fmt: skip
     assert (FusedAttention("splash")(q, q, v) == unfused_attention(q, q, v)).all()
 

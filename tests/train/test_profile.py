@@ -104,7 +104,7 @@ def test_resumed_run_traces_the_remaining_steps(profiled, tmp_path, capsys):
     assert session == "steps-4-5" and markers(files[0]) == [4, 5]
     capsys.readouterr()
     profiled("run", "2:6", resume=True)
-    assert "no trace: training begins after step 8, past steps 2 to 5" in capsys.readouterr().out
+    assert "no trace: training starts after step 8, past steps 2 to 5" in capsys.readouterr().out
     assert list(traces(tmp_path / "run")) == ["steps-4-5"]
 
 

@@ -475,7 +475,7 @@ def test_recompilation_for_another_batch_shape_is_reported():
         state, _ = step(state, global_device_put(BATCHES[k], split), k)
     assert not messages
     state, metrics = step(state, global_device_put(next_token_batch(TOKENS[2][:, :8]), split), 2)
-    assert messages == ["step 3 is compiled again, for a batch of (16, 7)"]
+    assert messages == ["step 3 is recompiled for a batch of (16, 7)"]
     assert metrics.finite and np.isfinite(metrics.loss)
     state, _ = step(state, global_device_put(next_token_batch(TOKENS[3][:, :8]), split), 3)
     step(state, global_device_put(BATCHES[4], split), 4)  # both programs are kept

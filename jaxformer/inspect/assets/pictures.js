@@ -44,7 +44,7 @@ function pictures(container, { pictures: all, layers, grid: [rows, columns], mar
     },
     choose(layer, head) {
       chosen = layer ? { layer, head } : null;
-      note.textContent = layer ? `Patches are the brighter the more head ${head} of ${layer.name} attends to them.` : "The images as they are.";
+      note.textContent = layer ? `The more head ${head} of ${layer.name} attends to a patch, the brighter it is.` : "The unmodified images.";
       drawn.forEach((again) => again());
     },
   });
