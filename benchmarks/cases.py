@@ -98,8 +98,8 @@ TRAINING = Case(
         "jaxformer": Side("benchmarks.training:jaxformer", role="ours"),
         "torch compiled": Side("benchmarks.training_torch:train", {"is_compiled": True}, needs=TORCH),
         "torch eager": Side("benchmarks.training_torch:train", {"is_compiled": False}, needs=TORCH),
-        "matmuls, XLA": Side("benchmarks.training:products", role="reference"),
-        "matmuls, torch": Side("benchmarks.training_torch:products", role="reference", needs=TORCH),
+        "matmuls, XLA": Side("benchmarks.training:matmuls", role="reference"),
+        "matmuls, torch": Side("benchmarks.training_torch:matmuls", role="reference", needs=TORCH),
     },
     points={
         "quick:modern": {"config": "quick:modern", "changes": {}},

@@ -95,4 +95,4 @@ def kill_and_resume(folder: Path, steps: int, log: Path, kills: int, in_a_write:
         print(f"kill {done}{', in a write' if writes(folder) else ''}; last checkpoint {last}", flush=True)
     if train(folder, steps, log, resume=True).wait():
         sys.exit(log.read_text())
-    return {"kills": done, "kills_in_a_write": halves, "checkpoints_found_corrupt": log.read_text().count("is corrupt")}
+    return {"kills": done, "kills_in_a_write": halves, "corrupt_checkpoints": log.read_text().count("is corrupt")}

@@ -102,7 +102,7 @@ def connect(options: DistributedOptions, environment: Mapping[str, str] = os.env
     except (RuntimeError, ValueError, OSError) as error:
         if use_metadata and NO_CLUSTER in str(error):
             return
-        hint = f"; to train on this machine alone, set {SKIP_METADATA}=1" if use_metadata else ""
+        hint = f"; to train on this machine only, set {SKIP_METADATA}=1" if use_metadata else ""
         raise UserError(
             f"the processes of this run could not connect to each other: {_first_line(error)}{hint}"
         ) from error

@@ -101,7 +101,7 @@ def describe_change(before: Config, after: Config) -> str:
     """Return a description of the fields that differ, such as "n_heads 1 → 4", or of the model's new class."""
     old, new = type(before.model).__name__, type(after.model).__name__
     if old != new:
-        return f"{new.removesuffix('Config')} in place of {old.removesuffix('Config')}"
+        return f"{new.removesuffix('Config')} instead of {old.removesuffix('Config')}"
     fields = [flatten(to_dict(config)) for config in (before, after)]
     names = [name for name in {**fields[0], **fields[1]} if name.startswith(DESCRIBED)]
     changed = [name for name in names if fields[0].get(name) != fields[1].get(name)]
@@ -168,10 +168,7 @@ def _entropies(results: Sequence[RungResult], logs: dict[str, list[dict[str, Any
         [f"{name}, head {head}: {x:.3g} nats, as if {math.exp(x):.1f} positions" for head, x in enumerate(row)]
         for name, row in zip(rows, values, strict=True)
     ]
-    about = (
-        "Mean entropy in nats of a row of each head's attention map at the last evaluation: 0 where it attends to one "
-        "position. e to that power is the number of positions in a uniform row of the same entropy."
-    )
+    about = "Mean entropy in nats of a row of each head's attention map at the last evaluation: 0 if it attends to one position. e to that power is the number of positions in a uniform row of the same entropy."
     columns = [f"head {head}" for head in range(n_heads)]
     return [
         Heatmap("Attention entropy", values, list(rows), columns, texts=texts, notes=notes, cell=(64, 26), about=about)

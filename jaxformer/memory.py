@@ -96,7 +96,7 @@ def check_memory(compiled: Any, device: jax.Device) -> str:
     needed, capacity = memory_needed(compiled), memory_capacity(device)
     if capacity is None:
         return f"memory per device: {format_bytes(needed)}"
-    problem = f"a step needs {format_bytes(needed)} of memory per device, and"
+    problem = f"a step needs {format_bytes(needed)} of memory per device, but"
     if needed > capacity:
         raise UserError(f"{problem} there are {format_bytes(capacity)}; {REMEDY}.")
     free = _free_memory() if device.platform == "cpu" else None

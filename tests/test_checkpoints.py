@@ -454,7 +454,7 @@ def test_parameters_alone_are_restored_but_not_resumed(tmp_path):
     reader = CheckpointReader(tmp_path)
     shapes = jax.eval_shape(lambda: state(10))
     jax.tree.map(np.testing.assert_array_equal, reader.restore_params(reader.step(), shapes), state(10))
-    with pytest.raises(UserError, match=r"has parameters only, which no training is resumed from; .* --init-from"):
+    with pytest.raises(UserError, match=r"has parameters only, so training cannot resume from it; .* --init-from"):
         reader.restore(0, shapes, shapes)
 
 

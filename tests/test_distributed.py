@@ -47,8 +47,8 @@ from tests.helpers import ROOT, exhaustive, fill, mounted, run, tiny, write_book
         ({"coordinator": "host:port", "processes": 2, "process": 0}, "'host:port'; it must be HOST:PORT"),
         ({"coordinator": "host:99999", "processes": 2, "process": 0}, "'host:99999'; it must be HOST:PORT"),
         ({"coordinator": ":1234", "processes": 2, "process": 0}, "':1234'; it must be HOST:PORT"),
-        ({"coordinator": "a..b:1234", "processes": 2, "process": 0}, r"'a\.\.b:1234', whose host is no name"),
-        ({"coordinator": f"{'a' * 64}:1234", "processes": 2, "process": 0}, "whose host is no name"),
+        ({"coordinator": "a..b:1234", "processes": 2, "process": 0}, r"'a\.\.b:1234', whose host is not a valid name"),
+        ({"coordinator": f"{'a' * 64}:1234", "processes": 2, "process": 0}, "whose host is not a valid name"),
         ({"coordinator": "host:1234", "processes": 2, "process": 2}, "process is 2; of 2 processes"),
         ({"coordinator": "host:1234", "processes": 2, "process": -1}, "process is -1; of 2 processes"),
         ({"heartbeat_seconds": 10**9}, "heartbeat_seconds is 1000000000; it must be at most 86400"),
@@ -185,7 +185,7 @@ def test_single_tpu_trains_alone_and_unreachable_metadata_server_is_named():
     assert "\nFalse ['process 0']" in out, out + err
     _, err = silent.communicate(timeout=120)
     assert "UserError: the processes of this run could not connect to each other: " in err
-    assert err.endswith("to train on this machine alone, set TPU_SKIP_MDS_QUERY=1\n")
+    assert err.endswith("to train on this machine only, set TPU_SKIP_MDS_QUERY=1\n")
 
 
 def test_unreachable_coordinator_is_named(monkeypatch):

@@ -50,7 +50,7 @@ def test_missing_run_lists_existing_runs(tmp_path):
     with pytest.raises(UserError, match=r"quik does not exist; runs there: .*quick"):
         load_run(tmp_path / "quik")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match=r"empty is no run: it has no config\.json"):
+    with pytest.raises(UserError, match=r"empty is not a run: it has no config\.json"):
         load_run(tmp_path / "empty")
     with pytest.raises(UserError, match="has no complete checkpoint yet"):
         load_run(tmp_path / "quick")
@@ -268,7 +268,7 @@ def test_tokenizer_without_checksum_is_refused(tmp_path, sums):
 
 def test_unwritable_parent_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"run cannot be made: .*file cannot be written to \(Not a directory\); choose"):
+    with pytest.raises(UserError, match=r"run cannot be created: .*file is not writable \(Not a directory\); choose"):
         check_writable_parent(tmp_path / "file/a/run")
     check_writable_parent(tmp_path / "a/run")
     assert [folder_path.name for folder_path in tmp_path.iterdir()] == ["file"]

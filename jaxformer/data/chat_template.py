@@ -94,7 +94,7 @@ class ChatTemplate:
             if not (through.startswith(before) and text.startswith(through)):
                 is_same = through.startswith(self.render(messages[:i], tools).text)
                 differs = is_same and not through.startswith(before)
-                when = "than its generation prompt begins it" if differs else "once others follow"
+                when = "after a generation prompt" if differs else "if other messages follow"
                 problem = f"{self.name} renders message {i + 1} differently {when}"
                 remedy = "give a template with {% generation %} blocks with --data.template"
                 raise UserError(f"{problem}, so that the assistant's part is unknown; {remedy}")

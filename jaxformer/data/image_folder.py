@@ -115,7 +115,7 @@ def hold_out(images: LabelledImages, fraction: float) -> tuple[LabelledImages, L
     digests = [int.from_bytes(hashlib.sha256(image.tobytes()).digest()[:8], "big") for image in images.images]
     held_out = np.array(digests, np.uint64) < np.uint64(int(fraction * 2**64))
     if held_out.all() or not held_out.any():
-        purpose = "train" if held_out.all() else "measure"
+        purpose = "train" if held_out.all() else "evaluate"
         problem = f"data.val_fraction {fraction} of {len(held_out)} images leaves nothing to {purpose} on"
         raise UserError(f"{problem}; change it, or give a folder val.")
     train, val = (LabelledImages(images.images[rows], images.labels[rows]) for rows in (~held_out, held_out))
@@ -135,7 +135,7 @@ def _read_idx_split(folder: Path, split: str) -> LabelledImages | None:
         return None
     for file, content in zip(files, ("images", "labels"), strict=True):
         if file is None:
-            remedy = "put it beside the others"
+            remedy = "add it to the folder"
             raise UserError(f"{folder} has no {split}-{content}-idx*-ubyte, with .gz or without; {remedy}.")
     images, labels = (read_idx(file, axes) for file, axes in zip(files, (3, 1), strict=True) if file is not None)
     if len(images) != len(labels):

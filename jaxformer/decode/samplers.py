@@ -73,7 +73,7 @@ class Sampling:
         if not all(self.bad_words):
             raise UserError("a bad word has no tokens; it must have at least 1; omit it.")
         if self.min_new_tokens and not self.stop_tokens:
-            problem = f"min-new-tokens is {self.min_new_tokens}, but there is no stop token to hold back"
+            problem = f"min-new-tokens is {self.min_new_tokens}, but there is no stop token to suppress"
             raise UserError(f"{problem}; give stop tokens.")
 
     def _require(self, name: str, valid: bool, limit: str) -> None:

@@ -74,7 +74,7 @@ def _entropy(rows: Sequence[Row], config: ModelConfig) -> Iterator[Section]:
         if len(labels) != n_layers:  # the log belongs to another model
             labels = tuple(f"layer {i}" for i in range(n_layers))
         layers = [dict(zip(labels, row["entropy"], strict=True)) for row in rows]
-        about = "Mean entropy of a row of the attention map, a line per head: 0 where it attends to one position."
+        about = "Mean entropy of a row of the attention map, a line per head: 0 if it attends to one position."
         axis = Axis("nats", from_zero=True)
         yield Lines("Attention entropy", _lines_by_layer(rows, layers, "head"), STEP, axis, about=about)
 

@@ -86,7 +86,7 @@ def _check_rest(folder: ModelFolder, family: Family, config: DecoderConfig, used
                 raise UserError(f"{problem}; set tie_word_embeddings to false.")
         elif not any(re.search(pattern, name) for pattern in family.ignored):
             problem = f"{folder.path} has a tensor {name}, which {family.architecture} of this config does not have"
-            raise UserError(f"{problem}; use the checkpoint of the model alone.")
+            raise UserError(f"{problem}; use the checkpoint of the model only.")
 
 
 def load_params(folder: ModelFolder, sources: Mapping[str, Source], abstract: Params) -> Params:

@@ -143,7 +143,7 @@ def test_valid_texts_of_a_file_are_ranked(runs: dict[str, str], tmp_path: Path, 
             ["--images", "broken.png"],
             "broken.png cannot be read as an image; omit it, or download",
         ),
-        ("videos", ["--images", "fits.png"], "fits.png has 1 frame(s), but the model takes 2"),
+        ("videos", ["--images", "fits.png"], "fits.png has 1 frame(s), but the model needs 2"),
         ("captions", ["--images", "small.png"], "give texts with --prompt"),
         ("captions", ["--images", "small.png", "--prompt", "x" * 11], "the prompt has 11 tokens"),
         ("text", ["--images", "fits.png"], "which has no image input; omit --images"),
@@ -177,7 +177,7 @@ def replace_classes(run: Path, text: str) -> None:
 def test_changed_class_names_are_refused_and_may_be_removed(copied: Path) -> None:
     (copied / "classes.json").write_text('["owl", "cat", "dog"]')
     with pytest.raises(
-        UserError, match=r"classes\.json is not the one .* put that back, or remove it to use class numbers"
+        UserError, match=r"classes\.json is not the one .* restore that, or remove it to use class numbers"
     ):
         load_run(copied)
     (copied / "classes.json").unlink()

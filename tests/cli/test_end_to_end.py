@@ -310,7 +310,7 @@ def test_resuming_with_another_config_or_data_is_refused(here, finished, monkeyp
     assert train.main(["--resume", "--run", "runs/quick", "--model.n-blocks", "3"]) == 2
     assert "model.n_blocks 1, not 3" in capsys.readouterr().err
     write_books(here / "others", words=800)
-    for options, said in ((["--data.path", "others"], "not what this run was trained on"),
+    for options, said in ((["--data.path", "others"], "differs from what this run was trained on"),
                           (["--steps", "5"], "has taken 20 steps already")):  # fmt: skip
         on_eight = ("--mesh", "data=4,tensor=2")  # the devices of this process
         assert train.main(["--resume", "--run", "runs/quick", *on_eight, *options]) == 2
@@ -341,10 +341,10 @@ def test_a_non_finite_loss_stops_and_names_step_and_module(here):
     result = run("train.py", *options, cwd=here)
     assert result.returncode == 1, result.stdout + result.stderr
     last = result.stdout.splitlines()[-3:]
-    way_back = f"begin again with: python {ROOT}/train.py --resume --run broken"
-    assert last[2].startswith(f"No checkpoint is from before the divergence; {way_back}")
+    way_back = f"start again with: python {ROOT}/train.py --resume --run broken"
+    assert last[2].startswith(f"No checkpoint precedes the divergence; {way_back}")
     assert last[2].endswith("--from-step 0 --optimizer.learning-rate 1")
-    assert last[0].startswith("step ") and "is not finite: first " in last[0]
+    assert last[0].startswith("step ") and "is not finite; first non-finite value: " in last[0]
     step = int(last[0].split()[1])
     assert f"Everything up to step {step - 1} is saved" in last[1] and "(--optimizer.learning-rate 1)" in last[1]
     assert load_run(here / "broken").step == step - 1

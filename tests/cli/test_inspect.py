@@ -105,7 +105,7 @@ def test_page_without_data_needs_a_prompt(run: Path, tmp_path: Path, capsys: pyt
     text = (moved / "inspect.html").read_text()
     assert "<h2>Your own text</h2>" not in text
     assert (
-        "Heads and gradients are measured on the prompt alone." in text
+        "Heads and gradients are measured on the prompt only." in text
         and "The data of the run cannot be read: " in text
     )
 

@@ -138,7 +138,7 @@ def test_a_template_sees_the_names_that_published_ones_expect(tokenizer):
 @pytest.mark.parametrize(
     ("source", "said"),
     [
-        ("{% for m in messages %}", "it, line 1, is no Jinja template"),
+        ("{% for m in messages %}", "it, line 1, is not a valid Jinja template"),
         ("a\n{{ messages | nothing }}", "it, line 2, is not a valid Jinja template: No filter named 'nothing'"),
         pytest.param("{% for m in messages %}" * 40 + "{% endfor %}" * 40, "it is nested too deeply", id="loops"),
         pytest.param("{{ " + "(" * 5000 + ")" * 5000 + " }}", "it is nested too deeply", id="parentheses"),
@@ -158,11 +158,11 @@ def test_a_template_that_is_none_is_refused_with_its_line(tokenizer, source, sai
         ("{{ messages.append(1) }}", "it raises SecurityError: "),
         (
             LAST_ONLY,
-            r"it writes message 2 otherwise once others follow, .* give a template with {% generation %} blocks",
+            r"it renders message 2 differently if other messages follow, .* give a template with {% generation %} blocks",
         ),
         (
             CHATML.replace("assistant\n' }}{% endif", "assistant\n<think>' }}{% endif"),
-            r"it writes message 2 otherwise than it begins an answer, so that the assistant's part is unknown",
+            r"it renders message 2 differently after a generation prompt, so that the assistant's part is unknown",
         ),
     ],
 )
@@ -340,11 +340,11 @@ def test_a_truncated_gzip_file_is_one_sentence(tokenizer, tmp_path):
 def test_a_tokenizer_without_template_and_data_without_tokenizer_are_refused(tmp_path):
     path = written(tmp_path / "c.jsonl", CHAT, CHAT[:2])
     with pytest.raises(
-        UserError, match=r"need a tokenizer; begin with a model by --init-from, or .* --data\.tokenizer"
+        UserError, match=r"need a tokenizer; start from a model with --init-from, or .* --data\.tokenizer"
     ):
         ChatConfig(str(path)).load(TokenModelConfig(), 1, 0)
     trained = Tokenizer.train([WORDS], 270)
-    with pytest.raises(UserError, match=r"the tokenizer has no chat template; name a file with one in training, by"):
+    with pytest.raises(UserError, match=r"the tokenizer has no chat template; name a file with one in training, with"):
         ChatConfig(str(path)).load(TokenModelConfig(270), 1, 0, trained)
     (tmp_path / "t.jinja").write_text("{% for m in messages %}{{ m.content + eos_token }}{% endfor %}")
     config = ChatConfig(str(path), template=str(tmp_path / "t.jinja"))

@@ -299,8 +299,7 @@ def test_model_config_is_inferred_from_images(tmp_path: Path) -> None:
     assert data.notes == (
         f"{tmp_path} has images of 10 x 9 pixels with 3 channels: model.image_size 10 9 (not 4 6), model.channels 3 "
         "(not 1), model.n_classes 3 (not 10), model.patch_size 5 3 (not 2 2)",
-        f"the folder {tmp_path / 'test'} is not read: evaluation images are some of train; call it val to take them "
-        "from there",
+        f"the folder {tmp_path / 'test'} is not read: evaluation images are some of train; name it val to evaluate on it",
     )
 
 
@@ -411,7 +410,7 @@ def test_invalid_numbers_are_refused(idx_folder: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="shift is -1"):
         ImagesConfig(shift=-1)
     write_pictures(tmp_path / "train", images(2))
-    with pytest.raises(UserError, match=r"data.val_fraction 1e-09 of 2 images leaves nothing to measure on"):
+    with pytest.raises(UserError, match=r"data.val_fraction 1e-09 of 2 images leaves nothing to evaluate on"):
         read_splits(str(tmp_path), 1e-9, 1)
-    with pytest.raises(UserError, match=r"model\.channels is 2, but pictures can be read as 1"):
+    with pytest.raises(UserError, match=r"model\.channels is 2, but images are read with 1"):
         read_splits(str(tmp_path), 0.5, 2)

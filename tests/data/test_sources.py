@@ -227,7 +227,7 @@ def test_wrong_rows_are_named_with_file_and_line(tmp_path, name, content, messag
 def test_line_that_is_too_long_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "MAX_LINE_BYTES", 50)
     path = write_jsonl(tmp_path, ["a", "b" * 50])
-    with pytest.raises(UserError, match=r"a\.jsonl, line 2, is longer than 50 bytes; cut it, or its text"):
+    with pytest.raises(UserError, match=r"a\.jsonl, line 2, is longer than 50 bytes; shorten its text"):
         texts_of(path)
 
 
@@ -256,7 +256,7 @@ def test_tables_with_two_columns_of_a_name_or_invalid_utf8_are_refused(tmp_path,
     bad = pa.StringArray.from_buffers(2, *raw.buffers()[1:])
     for columns, names, message in (
         ([pa.array(["a"]), pa.array(["b"])], ["text", "text"], r"has 2 columns 'text'; rename all but"),
-        ([bad], ["text"], rf"is truncated or no \.{suffix} file \(.*UTF8"),
+        ([bad], ["text"], rf"is truncated or not a valid \.{suffix} file \(.*UTF8"),
     ):
         content, path = pa.Table.from_arrays(columns, names), tmp_path / f"a.{suffix}"
         if suffix == "parquet":
@@ -278,7 +278,9 @@ def test_wrong_tables_are_refused(tmp_path, write):
     content = path.read_bytes()
     for n in (len(content) // 2, len(content) - 20, 3):
         path.write_bytes(content[:n])
-        with pytest.raises(UserError, match=rf"{path.name} is truncated or no \{path.suffix} file \(.*\); fetch"):
+        with pytest.raises(
+            UserError, match=rf"{path.name} is truncated or not a valid \{path.suffix} file \(.*\); fetch"
+        ):
             texts_of(path)
 
 

@@ -43,7 +43,7 @@ def test_a_message_is_encoded_with_special_tokens_up_to_the_beginning_of_the_ans
         (
             TEMPLATE,
             "a<|endoftext|>",
-            r"message 1, holds '<\|endoftext\|>', which the tokenizer would take for its special",
+            r"message 1, holds '<\|endoftext\|>', which the tokenizer would encode as its special",
         ),
         ("{{ raise_exception('no') }}", "Hi", "the chat template rejects it: no; omit --chat"),
         (TEMPLATE, "Hi you me " * 9, "the prompt has .* tokens; it may have at most the context's 16"),

@@ -154,7 +154,7 @@ def test_a_stop_token_is_the_last():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"n_proposed": 0}, "would propose 0 tokens at a time; it can be 1 to 64"),
+        ({"n_proposed": 0}, "would propose 0 tokens at a time; it must be 1 to 64"),
         ({"n_proposed": 65}, "would propose 65 tokens"),
         ({"max_new_tokens": 0}, "max_new_tokens is 0; it must be at least 1"),
         ({"max_new_tokens": 2**31}, "max_new_tokens is 2147483648"),
@@ -181,7 +181,7 @@ def test_invalid_arguments_are_refused(changes, message):
 def test_a_prefix_model_is_refused():
     model = replace(SHAPE, prefix=True).build()
     options = {"max_new_tokens": 5, "context_length": CONTEXT}
-    with pytest.raises(UserError, match="attends to its prompt in both directions"):
+    with pytest.raises(UserError, match="reads its prompt with bidirectional attention"):
         speculate(model, PARAMS, *DRAFTS["look-up"], [PROMPT], Sampling(), [0], **options)
 
 

@@ -96,7 +96,7 @@ def test_values_wider_than_keys_are_for_attention_without_a_kernel() -> None:
         ("cudnn", "tpu", jnp.bfloat16, "'cudnn' does not run on tpu; use 'auto'"),
         ("triton", "tpu", jnp.bfloat16, "'triton' does not run on tpu; use 'auto'"),
         ("triton", "gpu", jnp.bfloat16, "'triton' cannot be used: ValueError: Only interpret mode .* use 'auto'"),
-        ("cudnn", "gpu", jnp.float32, "'cudnn' cannot be used: cuDNN attends in bfloat16 .* use 'auto'"),
+        ("cudnn", "gpu", jnp.float32, "'cudnn' cannot be used: cuDNN attention needs bfloat16 .* use 'auto'"),
         ("cudnn", "gpu", jnp.bfloat16, "'cudnn' cannot be used: RuntimeError: .* use 'auto'"),  # there is no GPU here
     ],
 )
@@ -122,7 +122,9 @@ def test_triton_is_chosen_where_cudnn_fails_its_trial(kernels_run_here, monkeypa
     assert make_attention("auto", "gpu", like(32), like(32), Causal()) == (FusedAttention("triton"), line)
     unfused, line = make_attention("auto", "gpu", like(32), like(32), Causal(7))
     assert unfused is unfused_attention
-    assert line.endswith("; not triton: Triton's kernel has no attention window, and the mask has one of 7 positions)")
+    assert line.endswith(
+        "; not triton: Triton's kernel does not support attention windows, and the mask has one of 7 positions)"
+    )
 
 
 def kernel_calls(jaxpr: Any, forward: str) -> int:

@@ -205,5 +205,5 @@ def test_invalid_windows_are_refused(window):
 
 def test_window_beyond_the_last_step_is_refused():
     assert replace(CONFIG, train=replace(CONFIG.train, profile="8:9")).train.profiled_steps == range(8, 9)
-    with pytest.raises(UserError, match=r"train\.profile is 8:10, but the last step is 8; name others, or none"):
+    with pytest.raises(UserError, match=r"train\.profile is 8:10, but the last step is 8; name earlier steps, or none"):
         replace(CONFIG, train=replace(CONFIG.train, profile="8:10"))
