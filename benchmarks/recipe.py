@@ -267,9 +267,9 @@ def section(figures: Mapping[str, Any], trials: Mapping[str, Mapping[str, Any]])
             *[text for text in [goal(figures)] if text],
         ])  # fmt: skip
     return (
-        f"{measured}\nThe options were chosen from these {len(trials)} trials, with one seed each. The first 150,000 bytes\n"
-        "of three training books were held out, and the rest trained on. Changes without an option were made in the\n"
-        f"code, and reverted:\n\n{trials_table(trials)}"
+        f"{measured}\nThe options were chosen from these {len(trials)} trials, with one seed each. The first 150,000\n"
+        "bytes of three training books were held out, and the rest trained on. Changes without an option were made in\n"
+        f"the code, and reverted:\n\n{trials_table(trials)}"
     )
 
 

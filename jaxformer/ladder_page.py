@@ -168,7 +168,10 @@ def _entropies(results: Sequence[RungResult], logs: dict[str, list[dict[str, Any
         [f"{name}, head {head}: {x:.3g} nats, as if {math.exp(x):.1f} positions" for head, x in enumerate(row)]
         for name, row in zip(rows, values, strict=True)
     ]
-    about = "Mean entropy in nats of a row of each head's attention map at the last evaluation: 0 if it attends to one position. e to that power is the number of positions in a uniform row of the same entropy."
+    about = (
+        "Mean entropy in nats of a row of each head's attention map at the last evaluation: 0 if it attends to one "
+        "position. e to that power is the number of positions in a uniform row of the same entropy."
+    )
     columns = [f"head {head}" for head in range(n_heads)]
     return [
         Heatmap("Attention entropy", values, list(rows), columns, texts=texts, notes=notes, cell=(64, 26), about=about)

@@ -96,7 +96,7 @@ class ChatTemplate:
                 differs = is_same and not through.startswith(before)
                 when = "after a generation prompt" if differs else "if other messages follow"
                 problem = f"{self.name} renders message {i + 1} differently {when}"
-                remedy = "give a template with {% generation %} blocks with --data.template"
+                remedy = "set data.template to one with {% generation %} blocks"
                 raise UserError(f"{problem}, so that the assistant's part is unknown; {remedy}")
             # The model does not generate white space after a special token.
             end = through.rstrip()

@@ -90,7 +90,7 @@ def test_goal_is_the_loss_of_the_first_rung_after_more_tokens() -> None:
     )
     assert recipe.targets_at([*long], 2.0) is None
     never = rungs | {"b": rung("second", (800, 2.0))}
-    assert "is 2.500 after 8,000, 10.0 times as many, and still higher. A" in recipe.goal(
+    assert "is 2.500 after 8,000, 10.0 times as many, and still higher. The" in recipe.goal(
         {"rungs": never, "ms_per_1000_targets": times}
     )
     diverged = rungs | {recipe._long("a"): rungs["a"] | {"seeds": {}}}

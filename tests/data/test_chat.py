@@ -158,7 +158,7 @@ def test_a_template_that_is_none_is_refused_with_its_line(tokenizer, source, sai
         ("{{ messages.append(1) }}", "it raises SecurityError: "),
         (
             LAST_ONLY,
-            r"it renders message 2 differently if other messages follow, .* give a template with {% generation %} blocks",
+            r"it renders message 2 differently if other messages follow, .* set data.template to one with {% gen",
         ),
         (
             CHATML.replace("assistant\n' }}{% endif", "assistant\n<think>' }}{% endif"),

@@ -299,7 +299,8 @@ def test_model_config_is_inferred_from_images(tmp_path: Path) -> None:
     assert data.notes == (
         f"{tmp_path} has images of 10 x 9 pixels with 3 channels: model.image_size 10 9 (not 4 6), model.channels 3 "
         "(not 1), model.n_classes 3 (not 10), model.patch_size 5 3 (not 2 2)",
-        f"the folder {tmp_path / 'test'} is not read: evaluation images are some of train; name it val to evaluate on it",
+        f"the folder {tmp_path / 'test'} is not read: evaluation images are some of train; name it val to evaluate on "
+        "it",
     )
 
 

@@ -61,7 +61,7 @@ def test_the_fingerprint_is_that_of_texts_and_labels(tmp_path: Path) -> None:
         ("good yes\n", "a\tb\n", r"x\.train\.tsv, line 1, has 0 tabs; it must be TEXT<TAB>LABEL\.$"),
         ("good\t\n", "a\tb\n", r"line 1, has an empty label; remove the line\.$"),
         ("\n", "a\tb\n", r"holds no pairs; give it one per line, TEXT<TAB>LABEL\.$"),
-        ("a\tno\nb\tno\n", "a\tno\n", r"all training texts of .*x have the label 'no'; give texts with two or more labels\.$"),
+        ("a\tno\nb\tno\n", "a\tno\n", r"texts of .*x have the label 'no'; give texts with two or more labels\.$"),
         (TRAIN, "a\tmaybe\n", r"held-out texts of 'maybe', which no training text has; remove them\.$"),
         ("a\tno\n", "a\tno\n", "all training texts"),
     ],
