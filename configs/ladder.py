@@ -181,7 +181,7 @@ long_average = next_rung(
 
 # Values with the token's own embedding, which otherwise would have to pass through a block's norm and W_V.
 value_embedding = next_rung(
-    long_average, "value_embedding", "a second embedding in each block's values",
+    long_average, "value_embedding", "a second embedding, added to each block's values",
     model={"value_embedding": True},
 )  # fmt: skip
 

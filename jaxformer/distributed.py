@@ -67,8 +67,7 @@ class DistributedOptions:
             except UnicodeError as error:
                 raise UserError(
                     f"distributed.coordinator is {self.coordinator!r}, whose host is not a valid name: its parts have "
-                    "1 to 63 "
-                    "characters; correct it."
+                    "1 to 63 characters; correct it."
                 ) from error
         if self.processes is not None and self.process is not None and not 0 <= self.process < self.processes:
             raise UserError(

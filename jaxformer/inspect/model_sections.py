@@ -41,8 +41,7 @@ HEAD_COLUMNS = (
 )  # fmt: skip
 ABOUT_HEADS = (
     "Means over rows: entropy in nats and as a fraction of its maximum; distance to the attended positions; weight on "
-    "the "
-    "first position, on the previous one, on earlier ones with the same token, and on those that followed them "
+    "the first position, on the previous one, on earlier ones with the same token, and on those that followed them "
     "(induction). Then the increase in loss under mean and zero ablation of the head, each with its first-order "
     "estimate from one gradient."
 )

@@ -753,8 +753,8 @@ function live(container, data) {
     const perPosition = Object.entries(model.parameters)
       .filter(([name]) => /W_(Q|K|V|O|out|gate|\d)/.test(name)).reduce((sum, [, array]) => sum + array.length, 0);
     const heads = `${G} ${G === 1 ? "head" : "heads"}${G < H ? ` (each serves ${H / G} heads of queries)` : ""}`;
-    const products = (n) => `${((n * perPosition) / 1e6).toPrecision(3)} million`;
-    const saved = computed < T ? `, ${products(computed)} multiplications with weights instead of ${products(T)}` : "";
+    const multiplications = (n) => `${((n * perPosition) / 1e6).toPrecision(3)} million`;
+    const saved = computed < T ? `, ${multiplications(computed)} multiplications with weights instead of ${multiplications(T)}` : "";
     make("p", cache, `${T} of ${N} slots hold a token, each with ${format(numbers)} numbers: keys ${K === J ? "" : `of width ${K} `}and values of width ${J} for ${heads} of ${L} ${L === 1 ? "layer" : "layers"}. The last update computed ${computed === 1 ? "one position" : `${computed} positions`}, marked by the line below the columns${saved}.`);
     const canvas = make("canvas", cache);
     canvas.setAttribute("role", "img");
