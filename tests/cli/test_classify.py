@@ -141,7 +141,7 @@ def test_valid_texts_of_a_file_are_ranked(runs: dict[str, str], tmp_path: Path, 
         (
             "images",
             ["--images", "broken.png"],
-            "broken.png cannot be read as an image; omit it, or download",
+            "broken.png cannot be read as an image; remove it, or download",
         ),
         ("videos", ["--images", "fits.png"], "fits.png has 1 frame(s), but the model needs 2"),
         ("captions", ["--images", "small.png"], "give texts with --prompt"),

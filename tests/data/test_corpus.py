@@ -138,7 +138,9 @@ def test_validation_documents_are_left_out_of_training(config, tmp_path):
 def test_note_about_a_tokenizer_sample_survives_the_cache(config, monkeypatch):
     monkeypatch.setattr(tokenizer_module, "MAX_LEARNED_CHARACTERS", 120)
     notes = [config.load(DecoderConfig(context_length=8, vocab_size=300), 2, 0).notes[-1] for _ in range(2)]
-    assert notes[0] == notes[1] and re.search(r"the tokenizer was trained on about 1/[248] of .*texts, taken", notes[0])
+    assert notes[0] == notes[1] and re.search(
+        r"the tokenizer was trained on about 1/[248] of .*texts, sampled", notes[0]
+    )
 
 
 def test_one_of_several_processes_rebuilds_a_corrupt_cache(config, tmp_path, monkeypatch, caplog):

@@ -46,7 +46,7 @@ def test_held_out_texts_come_once_and_the_last_batch_is_padded_with_weight_0(tmp
     batches = list(data.held_out(2))
     assert [batch.weights.tolist() for batch in batches] == [[1, 1], [1, 0]]
     assert [data.classes[t] for batch in batches for t in batch.targets][:3] == ["yes", "no", "no"]
-    assert "held out: 3 texts, 66.7% of them 'no'; 1 are cut to 12 tokens" in data.describe()
+    assert "held out: 3 texts, 66.7% of them 'no'; 1 are truncated to 12 tokens" in data.describe()
 
 
 def test_the_fingerprint_is_that_of_texts_and_labels(tmp_path: Path) -> None:

@@ -385,7 +385,10 @@ def test_logits_of_a_sequence_classifier_are_not_chunked(monkeypatch):
     ("model", "message"),
     [
         (DecoderConfig(V, T), r"DecoderConfig expects int32 \(12,\) per example, but .* int32 \(12,\), bool \(12,\)"),
-        (ClassifierConfig(V, T), r"ClassifierConfig predicts classes of shape \(\) for .* gives \(12,\) to predict"),
+        (
+            ClassifierConfig(V, T),
+            r"ClassifierConfig predicts classes of shape \(\) per example, but the data has targets of shape \(12,\)",
+        ),
     ],
     ids=["inputs", "targets"],
 )
