@@ -41,8 +41,8 @@ from tests.helpers import ROOT, exhaustive, fill, mounted, run, tiny, write_book
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"coordinator": "host:1234"}, "go together"),
-        ({"processes": 2, "process": 0}, "go together"),
+        ({"coordinator": "host:1234"}, "must be given together"),
+        ({"processes": 2, "process": 0}, "must be given together"),
         ({"coordinator": "host", "processes": 2, "process": 0}, "'host'; it must be HOST:PORT"),
         ({"coordinator": "host:port", "processes": 2, "process": 0}, "'host:port'; it must be HOST:PORT"),
         ({"coordinator": "host:99999", "processes": 2, "process": 0}, "'host:99999'; it must be HOST:PORT"),

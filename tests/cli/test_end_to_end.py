@@ -311,7 +311,7 @@ def test_resuming_with_another_config_or_data_is_refused(here, finished, monkeyp
     assert "model.n_blocks 1, not 3" in capsys.readouterr().err
     write_books(here / "others", words=800)
     for options, said in ((["--data.path", "others"], "differs from what this run was trained on"),
-                          (["--steps", "5"], "has taken 20 steps already")):  # fmt: skip
+                          (["--steps", "5"], "it must be at least 20, the steps that")):  # fmt: skip
         on_eight = ("--mesh", "data=4,tensor=2")  # the devices of this process
         assert train.main(["--resume", "--run", "runs/quick", *on_eight, *options]) == 2
         assert said in capsys.readouterr().err
@@ -358,7 +358,7 @@ def test_a_non_finite_loss_stops_and_names_step_and_module(here):
     stored = np.load(evidence / "batch.npz")
     batch = Batch((stored["inputs.0"],), stored["targets"])
     found = first_non_finite(broken.model, broken.params, batch, keys)
-    assert f"first {found.origin};" in last[0]
+    assert f"first non-finite value: {found.origin};" in last[0]
     report = (evidence / "report.txt").read_text()
     assert found.origin in report and "with the step's attention: xla" in report and "float32" in report
 
@@ -412,5 +412,5 @@ def test_four_blocks_without_a_norm_diverge_and_name_the_module(tmp_path):
     result = run("train.py", *options, *small, cwd=tmp_path)
     assert result.returncode == 1, result.stdout + result.stderr
     assert "warning: 4 blocks without a norm" in " ".join(result.stdout.split())  # before it happens
-    assert "is not finite: first the output of " in result.stdout
+    assert "is not finite; first non-finite value: the output of " in result.stdout
     assert load_run(tmp_path / "four").step < 100

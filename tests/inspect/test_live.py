@@ -383,9 +383,9 @@ def test_parameter_beyond_float16_is_a_reason():
 @pytest.mark.parametrize(
     ("part", "value", "reason"),
     [
-        ("pre_tokenizer", {"type": "Whitespace"}, "no pre-tokenizer Whitespace"),
-        ("normalizer", {"type": "Lowercase"}, "no normaliser Lowercase"),
-        ("model", {"dropout": 0.1}, "script has no dropout of"),
+        ("pre_tokenizer", {"type": "Whitespace"}, "not support the pre-tokenizer Whitespace"),
+        ("normalizer", {"type": "Lowercase"}, "not support the normaliser Lowercase"),
+        ("model", {"dropout": 0.1}, "script does not support dropout of"),
         ("added_tokens", True, "not special"),
     ],
 )
