@@ -35,9 +35,9 @@ def parse() -> argparse.Namespace:
     size: Size = "quick" if options.quick else "smoke" if options.smoke else "full"
     for name in options.cases:
         if options.gpu and not CASES[name].gpu:
-            parser.error(f"case {name!r} has no points for a GPU; leave out --gpu.")
+            parser.error(f"case {name!r} has no points for a GPU; omit --gpu.")
         if not CASES[name].choose(size, options.gpu):
-            parser.error(f"case {name!r} has no points for --{size}; leave it out.")
+            parser.error(f"case {name!r} has no points for --{size}; omit it.")
     if options.results and options.results.exists() and not options.results.is_dir():
         parser.error(f"--results is {options.results}, which is not a folder; name one.")
     options.size = size

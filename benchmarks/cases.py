@@ -21,7 +21,7 @@ def derive_training(settings: Mapping[str, Any], facts: dict[str, Figures], ms: 
     ceiling = max(1e3 * each["flops"] / ms[name] for name, each in facts.items() if "flops" in each)
     return {
         "tokens/s": rate, "GFLOP/s": rate * ours["flops_per_token"] / 1e9,
-        "of the rate of large products": rate * ours["flops_per_token"] / ceiling,
+        "fraction of large-matmul rate": rate * ours["flops_per_token"] / ceiling,
     }  # fmt: skip
 
 
@@ -93,13 +93,13 @@ def summarize_scaling(points: dict[str, Figures]) -> Figures:
 
 TRAINING = Case(
     about="A training step, from a batch in NumPy to its loss: the same model, weights, batches and optimizer, and the "
-    "same losses in the first five steps. Products are those of square matrices of 1,024 rows.",
+    "same losses in the first five steps. The matmuls are of square matrices with 1,024 rows.",
     sides={
         "jaxformer": Side("benchmarks.training:jaxformer", role="ours"),
         "torch compiled": Side("benchmarks.training_torch:train", {"is_compiled": True}, needs=TORCH),
         "torch eager": Side("benchmarks.training_torch:train", {"is_compiled": False}, needs=TORCH),
-        "products, XLA": Side("benchmarks.training:products", role="reference"),
-        "products, torch": Side("benchmarks.training_torch:products", role="reference", needs=TORCH),
+        "matmuls, XLA": Side("benchmarks.training:matmuls", role="reference"),
+        "matmuls, torch": Side("benchmarks.training_torch:matmuls", role="reference", needs=TORCH),
     },
     points={
         "quick:modern": {"config": "quick:modern", "changes": {}},
@@ -117,7 +117,7 @@ TRAINING = Case(
     },
     gpu={
         "gpt2_124m": {
-            "config": "gpt:gpt2_124m", "size": 8192, "skip": ["torch eager", "products, torch"],
+            "config": "gpt:gpt2_124m", "size": 8192, "skip": ["torch eager", "matmuls, torch"],
             # No warm-up, so that the first steps change the loss enough to tell two models apart.
             "changes": {"train": {"batch_size": 64}, "optimizer": {"warmup_steps": 0}},
         }
@@ -147,10 +147,10 @@ ATTENTION = Case(
 
 DECODING = Case(
     about="256 tokens after prompts of 32 random ones, greedily, with a GPT-2 of 4 blocks of width 256, MLP 2,048, "
-    "vocabulary 2,048, drawn at random (on a GPU GPT-2's shape); texts must begin as transformers' do. A step has to "
-    "read all weights and the keys and values so far: the share of bandwidth is the rate of that, over the rate at "
-    "which memory was read in the same run. Speculation drafts by prompt lookup; it completes several texts one after "
-    "another.",
+    "vocabulary 2,048, randomly initialised (on a GPU GPT-2's shape); completions must start with the same tokens as "
+    "transformers'. A step has to read all weights and the KV cache so far: the fraction of bandwidth is the rate of "
+    "that over the memory bandwidth measured in the same run. Speculative decoding drafts by prompt lookup, one "
+    "sequence after another.",
     unit="ms per batch",
     sides={
         "float32": Side("benchmarks.decoding:jaxformer", EXACT, role="ours"),
@@ -170,7 +170,7 @@ DECODING = Case(
 CACHE = Case(
     about="New tokens after a prompt of 8, greedily, with a decoder of 2 blocks of width 64 at initialisation (4 "
     "heads, MLP 256, vocabulary 512): with a KV cache, and by a full pass over the text for each token, in compiled "
-    "loops that compute up to 32 rows too many. The texts must agree.",
+    "loops that compute up to 32 rows too many. The completions must agree.",
     unit="ms per text",
     sides={
         "with a cache": Side("benchmarks.context:with_cache", role="ours"),
@@ -221,12 +221,12 @@ RECURRENCE = Case(
 )  # fmt: skip
 
 IMPORTS = Case(
-    about="Processor time of importing a part with all its modules, and what it is built on.",
-    unit="ms of processor time",
+    about="CPU time of importing a package with all its modules, and its dependencies.",
+    unit="ms of CPU time",
     warm_up=False,
     sides={
         "jaxformer": Side("benchmarks.startup:imports", {"is_base": False}, role="ours"),
-        "what it is built on": Side("benchmarks.startup:imports", {"is_base": True}),
+        "its dependencies": Side("benchmarks.startup:imports", {"is_base": True}),
     },
     points={
         "jaxformer.ops": {"part": "jaxformer.ops", "base": "jax, jax.numpy"},
@@ -262,8 +262,8 @@ INPUT = Case(
 )  # fmt: skip
 
 CHECKPOINT = Case(
-    about="Parameters and momentum, saved until they are written, and restored. Ours adds SHA-256 checksums and "
-    "verifies them; `torch.save` has none, and waits for the disk's cache only.",
+    about="Saving parameters and momentum, until they are written, and restoring them. Ours adds SHA-256 checksums and "
+    "verifies them; `torch.save` has none, and waits for the page cache only.",
     unit="ms",
     sides={
         "jaxformer": Side("benchmarks.saving:jaxformer", role="ours"),
@@ -277,8 +277,8 @@ CHECKPOINT = Case(
 )  # fmt: skip
 
 INSPECTION = Case(
-    about="Time of a training by the default config with its reports (attention entropy, gradient table, samples, "
-    "initialisation, page) over that without; the target is 1.03, without the first calls, which compile.",
+    about="Time of training with the default config and its reports (attention entropy, gradient table, samples, "
+    "initialisation, page) over that without; the target is 1.03, excluding first calls, which compile.",
     sides={"jaxformer": Side("benchmarks.inspection:overhead", role="ours")},
     points={"quick": {"options": []}, "quick, 300 steps": {"options": ["--steps", "300"]}},
     quick=[],
@@ -296,7 +296,7 @@ def scaled(batch_size: int = 8, **model: Any) -> dict[str, Any]:
 SCALING = Case(
     about="Training steps of a decoder (width 256, 4 blocks, 256 positions, batch 8, vocabulary 512) along one size at "
     "a time: the exponent of the time, fitted by least squares, beside that of the model's FLOPs at the same points. "
-    "Widths begin at 512: at 256, products are too small for the rate of large ones.",
+    "Widths begin at 512: at 256, matmuls are too small to reach the rate of large ones.",
     sides={"jaxformer": Side("benchmarks.training:jaxformer", role="ours")},
     points={
         **{f"T {T}": scaled(context_length=T) for T in (128, 256, 512, 1024)},
@@ -310,7 +310,7 @@ SCALING = Case(
 )  # fmt: skip
 
 KERNELS = Case(
-    about="Time of a training step by kernel, or on a CPU by XLA's operation, from a profile.",
+    about="Time of a training step by kernel, or on a CPU by XLA operation, from a profile.",
     sides={"jaxformer": Side("benchmarks.profiling:kernels", role="ours")},
     points=TRAINING.points,
     quick=[],
@@ -319,25 +319,25 @@ KERNELS = Case(
 )  # fmt: skip
 
 PRETRAINED = Case(
-    about="Begin a training with adapters on a model of 1.24 billion random parameters in bfloat16, in the shapes of "
-    "Llama 3.2 1B: targets are 60 s for loading, and 1.2 times the parameters' bytes of memory until the optimizer's "
-    "state is there. Needs 8 GB of disk and 12 GB of memory.",
+    about="Starting LoRA training of a model with 1.24 billion random parameters in bfloat16, in the shapes of "
+    "Llama 3.2 1B: targets are 60 s for loading, and 1.2 times the parameters' bytes of memory until the optimizer "
+    "state exists. Needs 8 GB of disk and 12 GB of memory.",
     sides={"jaxformer": Side("benchmarks.pretrained:begin", role="ours")},
     points={"1.24 billion": {}},
     quick=[],
 )  # fmt: skip
 
 RESUMING = Case(
-    about="A small run that `kill -9` ends again and again, at random moments and while a checkpoint is written, and "
-    "that resumes: metrics, samples, parameters and optimizer state are those of a run that was left alone.",
+    about="A small run that is killed repeatedly with `kill -9`, at random times and during checkpoint writes, and "
+    "resumed: metrics, samples, parameters and optimizer state must equal those of an uninterrupted run.",
     sides={"jaxformer": Side("benchmarks.resuming:kill_and_compare", role="ours")},
     points={"50 kills": {"kills": 50, "in_a_write": 10}},
     quick=[],
 )  # fmt: skip
 
 PLAN = Case(
-    about="Processor time and memory of `jaxformer plan`, which compiles a training step for devices that need not be "
-    "here (extras `plan` and `plan-gpu`); `llama_1b` and `llama_70b` need microbatches to fit.",
+    about="CPU time and memory of `jaxformer plan`, which compiles a training step for devices that need not be "
+    "present (extras `plan` and `plan-gpu`); `llama_1b` and `llama_70b` need microbatches to fit.",
     sides={
         "for TPUs": Side("benchmarks.planning:compile_step", role="ours", needs=("libtpu",)),
         "for GPUs": Side("benchmarks.planning:compile_step", role="ours", needs=("jax_cuda13_plugin",)),

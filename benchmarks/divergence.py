@@ -147,9 +147,9 @@ def judge(piece: dict[str, Any]) -> dict[str, Any]:
         outcome = "did not diverge"
     elif piece["diverges"]:
         in_time = noticed is not None and began is not None and noticed <= began + LIMIT
-        outcome = "noticed in time" if in_time else "WRONG"
+        outcome = "detected in time" if in_time else "WRONG"
     else:
-        outcome = "left alone" if noticed is None else "WRONG"
+        outcome = "not stopped" if noticed is None else "WRONG"
     return {
         "began": began, "noticed": noticed, "reason": piece["noticed"][0]["reason"] if piece["noticed"] else None,
         "not_finite": piece["not_finite"], "minimum": min(losses), "last": losses[-1], "steps": len(losses),

@@ -230,7 +230,7 @@ def check_agreement(facts: dict[str, Figures], tolerance: float) -> None:
         pairs = list(zip(expected, values, strict=True))
         apart = max((abs(a - b) / max(abs(a), 1e-30) for a, b in pairs), key=lambda x: (isnan(x), x))
         if not apart <= tolerance:
-            raise MeasurementError(f"{name} computes something else than {first}: values {apart:.1e} apart.")
+            raise MeasurementError(f"{name} differs from {first}: values {apart:.1e} apart.")
 
 
 def missing_packages(side: Side) -> list[str]:

@@ -160,9 +160,9 @@ def count_tokens(run: Path) -> dict[str, dict[str, Any]]:
     unigram_V = (np.bincount(train_N, minlength=V) + 1) / (len(train_N) + V)
     pairs_VV = np.bincount(train_N[:-1] * V + train_N[1:], minlength=V * V).reshape(V, V)
     bigram_VV = (pairs_VV + unigram_V) / (pairs_VV.sum(axis=1, keepdims=True) + 1)
-    chances = {"tokens": unigram_V[val_M[1:]], "pairs": bigram_VV[val_M[:-1], val_M[1:]]}
+    probabilities = {"tokens": unigram_V[val_M[1:]], "pairs": bigram_VV[val_M[:-1], val_M[1:]]}
     changes = {"tokens": "tokens", "pairs": "tokens after each token"}
-    losses = {name: float(-np.log(p_M).mean()) for name, p_M in chances.items()}
+    losses = {name: float(-np.log(p_M).mean()) for name, p_M in probabilities.items()}
     return {
         name: {"0": {"loss": loss, "perplexity": float(np.exp(loss)), "ended_early": "", "change": changes[name]}}
         for name, loss in losses.items()

@@ -22,7 +22,7 @@ def compile_step(folder: Path, config: str, topology: str) -> tuple[None, Figure
     if process.returncode not in (0, 1):  # 1 if the step does not fit
         raise RuntimeError(f"{' '.join(command)} ended with status {process.returncode}.")
     return None, {
-        "processor seconds": usage.ru_utime + usage.ru_stime,
+        "CPU seconds": usage.ru_utime + usage.ru_stime,
         "GiB": usage.ru_maxrss / 2**20,
         "fits": process.returncode == 0,
     }

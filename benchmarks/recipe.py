@@ -197,12 +197,12 @@ def goal(figures: Mapping[str, Any]) -> str:
     )
     if (equal := targets_at(curve, mean(best))) is not None:
         about, times_as_many = float(f"{equal:.2g}"), equal / targets[last]
-        text += f", and was that of `{last}` after about {about:,.0f}, {times_as_many:.1f} times as many"
+        text += f", and equalled that of `{last}` after about {about:,.0f}, {times_as_many:.1f} times as many"
     elif mean(small) > mean(best):
         text += f", {targets[long] / targets[last]:.1f} times as many, and still higher"
     if first in times and last in times:
         ratio = median(a / b for a, b in zip(times[last], times[first], strict=True))
-        text += f". A target takes `{last}` {ratio:.2f} times as long as `{first}`"
+        text += f". The time per target of `{last}` is {ratio:.2f} times that of `{first}`"
     return f"{text}.\n"
 
 
@@ -267,9 +267,9 @@ def section(figures: Mapping[str, Any], trials: Mapping[str, Mapping[str, Any]])
             *[text for text in [goal(figures)] if text],
         ])  # fmt: skip
     return (
-        f"{measured}\nThese {len(trials)} trials, one seed each, chose the options. They held out the first\n"
-        "150,000 bytes of three of the training books, and trained on the others. Changes that no option names\n"
-        f"were made in the code, and not kept:\n\n{trials_table(trials)}"
+        f"{measured}\nThe options were chosen from these {len(trials)} trials, with one seed each. The first 150,000\n"
+        "bytes of three training books were held out, and the rest trained on. Changes without an option were made in\n"
+        f"the code, and reverted:\n\n{trials_table(trials)}"
     )
 
 

@@ -75,9 +75,9 @@ def kill_and_compare(scratch: Path, kills: int, in_a_write: int) -> tuple[None, 
     if differences:
         sys.exit("\n".join(differences))
     stored = CheckpointReader(killed)
-    numbers = sum(array.size for array in stored.arrays(stored.step()).values())
+    values = sum(array.size for array in stored.arrays(stored.step()).values())
     rows = len(read_metrics(straight))
-    return None, figures | {"steps": steps, "rows_compared": rows, "numbers_compared": numbers, "identical": True}
+    return None, figures | {"steps": steps, "rows_compared": rows, "values_compared": values, "bit_identical": True}
 
 
 def kill_and_resume(folder: Path, steps: int, log: Path, kills: int, in_a_write: int, draw: random.Random) -> Figures:
@@ -95,4 +95,4 @@ def kill_and_resume(folder: Path, steps: int, log: Path, kills: int, in_a_write:
         print(f"kill {done}{', in a write' if writes(folder) else ''}; last checkpoint {last}", flush=True)
     if train(folder, steps, log, resume=True).wait():
         sys.exit(log.read_text())
-    return {"kills": done, "kills_in_a_write": halves, "checkpoints_found_corrupt": log.read_text().count("is corrupt")}
+    return {"kills": done, "kills_in_a_write": halves, "corrupt_checkpoints": log.read_text().count("is corrupt")}

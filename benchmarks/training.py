@@ -88,7 +88,7 @@ def in_a_product(name: str, untied: bool) -> bool:
     return leaf.startswith("W_") and leaf != "W_pos" and not (untied and leaf == "W_E")
 
 
-def products(folder: Path, size: int = 1024, **_: Any) -> tuple[Any, Figures]:
+def matmuls(folder: Path, size: int = 1024, **_: Any) -> tuple[Any, Figures]:
     """Multiply square matrices, one per device, in the compute dtype; with random values, as GPUs are faster on
     zeros."""
     machine.set_up(machine.cores())

@@ -68,7 +68,7 @@ def train(folder: Path, is_compiled: bool, **_: Any) -> tuple[Any, Figures]:
     }  # fmt: skip
 
 
-def products(folder: Path, size: int = 1024, **_: Any) -> tuple[Any, Figures]:
+def matmuls(folder: Path, size: int = 1024, **_: Any) -> tuple[Any, Figures]:
     """Multiply square float32 matrices on all cores."""
     torch.set_num_threads(record.cores())
     a, b = torch.randn(size, size), torch.randn(size, size) * size**-0.5

@@ -225,17 +225,17 @@ def section(figures: Mapping[str, Any]) -> str:
     ratios = " and ".join(f"{outcome['ratio']:.2f} ({rule})" for rule, outcome in figures["rules"].items())
     pieces = figures["pieces"]
     return (
-        f"{markdown(rows)}\nThe largest of the means over the smallest: {ratios}; {len(pieces)} trainings of "
-        f"{pieces[0]['targets']:,} targets.\n"
+        f"{markdown(rows)}\nRatio of the largest to the smallest mean: {ratios}; {len(pieces)} training runs of "
+        f"{pieces[0]['targets']:,} targets each.\n"
     )
 
 
 @as_command()
 def main(arguments: list[str]) -> int:
     """Train or write; return the exit status."""
-    parser = argparse.ArgumentParser(description="The best learning rate by width.", allow_abbrev=False)
+    parser = argparse.ArgumentParser(description="Best learning rate by width.", allow_abbrev=False)
     parser.add_argument("what", choices=("train", "write"))
-    parser.add_argument("--folder", type=Path, default=Path("runs/width_transfer"), help="folder of the pieces")
+    parser.add_argument("--folder", type=Path, default=Path("runs/width_transfer"), help="folder of the piece files")
     parser.add_argument("--data.path", dest="path", help="folder of the books")
     parser.add_argument("--data.val-path", dest="val_path", help="text to evaluate (default: held out of the books)")
     parser.add_argument("--widths", type=int, nargs="+", default=[*WIDTHS], help="widths (default: 64 128 256)")

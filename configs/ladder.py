@@ -62,7 +62,7 @@ qkv = replace(rowwise, mixing="qkv")
 mix_qkv = rung("mix_qkv", qkv, "no figure")
 
 # Without the mask, a position reads the token that it predicts: the loss falls, but the text is nonsense.
-mix_unmasked = rung("mix_unmasked", replace(qkv, causal=False), "cheats: its loss is of tokens that it reads")
+mix_unmasked = rung("mix_unmasked", replace(qkv, causal=False), "cheats: it reads its own targets")
 
 # One head, projections sampled from N(0, 1), no 1/√d, and an MLP that outputs logits directly.
 first = DecoderConfig(
@@ -129,7 +129,7 @@ adamw = next_rung(
 )  # fmt: skip
 
 cosine = next_rung(
-    adamw, "cosine", "warm-up, then half a cosine", optimizer={"schedule": "cosine", "warmup_steps": 50},
+    adamw, "cosine", "warm-up, then half-cosine decay", optimizer={"schedule": "cosine", "warmup_steps": 50},
 )  # fmt: skip
 
 rotary = next_rung(cosine, "rotary", "RoPE", model={"positions": "rope"})
@@ -143,13 +143,13 @@ squared_relu = next_rung(
 # The same number of parameters. A block's norms and attention take time whatever its width, and learning from so few
 # tokens needs little depth.
 shallow = next_rung(
-    squared_relu, "shallow", "2 wide blocks of 2 heads in place of 4 of 4",
+    squared_relu, "shallow", "2 wide blocks of 2 heads instead of 4 of 4",
     model={"n_blocks": 2, "n_heads": 2, "d_ff": (1680,)},
 )  # fmt: skip
 
 # The same number of targets per step, most of which have more context. Windows of a text no longer overlap.
 long_context = next_rung(
-    shallow, "long_context", "32 windows of 64 tokens, which do not overlap", 32,
+    shallow, "long_context", "32 non-overlapping windows of 64 tokens", 32,
     model={"context_length": 64}, data={"stride": None},
 )  # fmt: skip
 
@@ -158,19 +158,19 @@ small_batches = next_rung(long_context, "small_batches", "batches of 16", 16)
 
 # Embeddings of about the same size, which a step of Adam changes twelve times as much: most tokens are rare.
 small_embeddings = next_rung(
-    small_batches, "small_embeddings", "embeddings drawn with a deviation of 0.08, times 12",
+    small_batches, "small_embeddings", "embeddings with standard deviation 0.08, times 12",
     model={"embedding_std": 0.08, "embedding_scale": 12.0},
 )  # fmt: skip
 
 # The two previous tokens are the best predictors of a token, but heads would first have to learn to attend to them.
 local_heads = next_rung(
-    small_embeddings, "local_heads", "heads that begin at the tokens one and two before",
+    small_embeddings, "local_heads", "heads initialised to attend one and two tokens back",
     model={"local_heads": 2, "attention_bias": True},
 )  # fmt: skip
 
 # Linear decay from the peak to 0 after 7 % of the steps.
 linear = next_rung(
-    local_heads, "linear", "linear decay in place of half a cosine",
+    local_heads, "linear", "linear decay instead of half-cosine decay",
     optimizer={"schedule": "wsd", "decay_fraction": 0.93},
 )  # fmt: skip
 
@@ -181,7 +181,7 @@ long_average = next_rung(
 
 # Values with the token's own embedding, which otherwise would have to pass through a block's norm and W_V.
 value_embedding = next_rung(
-    long_average, "value_embedding", "a second embedding, of which each block's values hold a row",
+    long_average, "value_embedding", "a second embedding, added to each block's values",
     model={"value_embedding": True},
 )  # fmt: skip
 

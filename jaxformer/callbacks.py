@@ -50,7 +50,7 @@ def make_callbacks(setup: TrainSetup, data: Dataset, folder: Path) -> list[Callb
     process must call them; only the first prints and writes."""
     config, model, t = setup.config, setup.model, setup.config.train
     if not (fits := _fits_on_one_device(setup)):
-        print_line("attention entropy and samples are left out: the model is too large to be copied to one device")
+        print_line("attention entropy and samples are skipped: the model is too large to copy to one device")
     callbacks = []
     if fits and isinstance(model, Decoder) and t.report_every and config.init_from is None:
         callbacks.append(Callback(config.steps, partial(_init_check, setup, data), at_start=True))

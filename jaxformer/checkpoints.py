@@ -130,8 +130,8 @@ class CheckpointReader:
         """
         if not (self._path / str(step) / "opt_state").exists():
             raise UserError(
-                f"checkpoint {step} of {self._title} has parameters only, which no training is resumed from; train "
-                f"on them in a new run, with --init-from {shlex.quote(str(self._folder))}."
+                f"checkpoint {step} of {self._title} has parameters only, so training cannot resume from it; start a "
+                f"new run from them with --init-from {shlex.quote(str(self._folder))}."
             )
         try:
             position = dict(self._read_position(step))
@@ -168,7 +168,7 @@ class CheckpointReader:
     def _unreadable(self, step: int, error: Exception) -> UserError:
         reason = f"{type(error).__name__} {error}".strip().splitlines()[0][:200]
         return UserError(
-            f"checkpoint {step} of {self._title} cannot be read: {reason}; put back a copy, or choose another with "
+            f"checkpoint {step} of {self._title} cannot be read: {reason}; restore a copy, or choose another with "
             "--checkpoint (in training: --from-step)."
         )
 
@@ -180,7 +180,7 @@ class CheckpointReader:
                 saved, given = (f"of shape {x[name]}" if name in x else "absent" for x in (stored, expected))
                 raise UserError(
                     f"checkpoint {step} of {self._title} does not fit the config: {item}/{name} is {saved} in the "
-                    f"checkpoint and {given} in the config; put back the config.json that was written with the run."
+                    f"checkpoint and {given} in the config; restore the config.json that was written with the run."
                 )
 
     def _metadata(self, step: int, item: str) -> Any:
@@ -188,7 +188,7 @@ class CheckpointReader:
         reader = ocp.PyTreeCheckpointer(primary_host=_primary_host().primary_host)
         metadata = reader.metadata(self._path / str(step) / item).item_metadata
         if metadata is None:
-            raise FileNotFoundError(f"no {item}, which a training that goes on may have removed")
+            raise FileNotFoundError(f"{item} is missing; a run still training there may have removed it")
         return metadata.tree
 
     def _find_corruption(self, step: int) -> str | None:
@@ -233,7 +233,7 @@ class CheckpointReader:
                 return step
         raise UserError(
             f"every checkpoint of {self._title} is corrupt ({steps[0]}: {self._find_corruption(steps[0])}); "
-            "put back a copy of its folder, or train again."
+            "restore a copy of its folder, or train again."
         )
 
     def _rank(self, step: int) -> tuple[float, int]:

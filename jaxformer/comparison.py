@@ -31,7 +31,7 @@ def log_differences(a: Path, b: Path, tolerance: float = 0.0) -> Iterator[str]:
     ours, theirs = (_by_step(map(without_timings, read_metrics(run))) for run in (a, b))
     common = sorted(ours.keys() & theirs.keys())
     if not common:
-        yield "neither has any" if not ours and not theirs else "no step is logged by both"
+        yield "neither run has logged a step" if not ours and not theirs else "no step is logged by both"
         return
     if missing := sorted(ours.keys() ^ theirs.keys()):
         owner = a if missing[0] in ours else b
@@ -66,7 +66,7 @@ def checkpoint_differences(a: Path, b: Path, tolerance: float = 0.0) -> Iterator
     readers = CheckpointReader(a), CheckpointReader(b)
     common = sorted(set(readers[0].steps()) & set(readers[1].steps()))
     if not common:
-        yield "no step has a checkpoint of both" if any(readers) else "neither has any"
+        yield "no step has a checkpoint of both" if any(readers) else "neither run has a checkpoint"
         return
     step = common[-1]
     for reader in readers:

@@ -34,12 +34,12 @@ class ModelConfig:
     def build(self, execution: Any = None) -> nn.Module:
         """Return the Linen module for one example; `execution` is a `jaxformer.nn.execution.Execution`, None for the
         default."""
-        raise UserError(f"{type(self).__name__} describes no model; give one from jaxformer.models.")
+        raise UserError(f"{type(self).__name__} is an abstract base class; use a config from jaxformer.models.")
 
     @property
     def contract(self) -> Contract:
         """Task, inputs and capabilities of the model."""
-        raise UserError(f"{type(self).__name__} describes no model; give one from jaxformer.models.")
+        raise UserError(f"{type(self).__name__} is an abstract base class; use a config from jaxformer.models.")
 
     def example(self) -> tuple[np.ndarray, ...]:
         """Return the inputs of an example of maximum size, all zeros."""
@@ -118,7 +118,7 @@ class DataConfig:
         Raises:
           UserError: the data cannot be read, or the model does not match it.
         """
-        raise UserError(f"{type(self).__name__} describes no data; give one from jaxformer.data.")
+        raise UserError(f"{type(self).__name__} is an abstract base class; use a config from jaxformer.data.")
 
 
 @dataclass(frozen=True)
@@ -158,8 +158,8 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         check_fields(self, prefix="optimizer.")
         if self.base_width is not None and (self.name == "nesterov_sgd" or type(self).rule is not OptimizerConfig.rule):
-            conflict = f"but {self.name} has no learning rates by width"
-            raise UserError(f"optimizer.base_width is {self.base_width}, {conflict}; leave it out.")
+            conflict = f"but {self.name} does not scale learning rates by width"
+            raise UserError(f"optimizer.base_width is {self.base_width}, {conflict}; omit it.")
         if self.weight_decay and self.name == "nesterov_sgd":
             raise UserError(f"optimizer.weight_decay is {self.weight_decay}, but {self.name} has none; set it to 0.")
         if (final := self.final_fraction) and self.schedule not in ("cosine", "linear", "wsd"):
@@ -240,7 +240,7 @@ class TrainConfig:
         if not self.sample_prompt:
             raise UserError("train.sample_prompt is empty; give it at least one character.")
         if lone_surrogate(self.sample_prompt) is not None:
-            raise UserError("train.sample_prompt holds bytes that are not UTF-8; give it as UTF-8.")
+            raise UserError("train.sample_prompt contains bytes that are not UTF-8; encode it as UTF-8.")
         steps = self.profiled_steps
         if self.profile is not None and not (steps and steps[0] > 0 and len(steps) <= MAX_PROFILED_STEPS):
             raise UserError(
@@ -332,21 +332,22 @@ class Config:
             raise UserError(f"lora.rank is {self.lora.rank}, but there is nothing to adapt; {remedy}.")
         if (base_width := self.optimizer.base_width) is not None:
             if self.lora.rank:
-                remedy = "leave one of them out"
+                remedy = "omit one of them"
                 raise UserError(
                     f"optimizer.base_width is {base_width}, but adapters have a width of their own; {remedy}."
                 )
             if self.model.contract.scaled_width is None:
                 reason = f"but this {type(self.model).__name__} has several widths, or logits from its embedding"
-                raise UserError(f"optimizer.base_width is {base_width}, {reason}; leave it out.")
+                raise UserError(f"optimizer.base_width is {base_width}, {reason}; omit it.")
         profiled = self.train.profiled_steps
         if profiled and profiled[-1] > self.steps:
             raise UserError(
-                f"train.profile is {self.train.profile}, but the last step is {self.steps}; name others, or none."
+                f"train.profile is {self.train.profile}, but the last step is {self.steps}; name earlier steps, or "
+                "none."
             )
         stable_end = self.steps - self.optimizer.decay_steps(self.steps)
         if self.optimizer.schedule == "wsd" and (warmup := self.optimizer.warmup_steps) > stable_end:
-            remedy = "shorten the warm-up or decay_fraction, or take more steps"
+            remedy = "shorten the warm-up or decay_fraction, or train for more steps"
             conflict = f"but 'wsd' decays from step {stable_end} on"
             raise UserError(f"optimizer.warmup_steps is {warmup}, {conflict}; {remedy}.")
         if (batch_size := self.train.batch_size) % (n := self.compute.grad_accumulation_steps):

@@ -57,12 +57,12 @@ def load_module(path: str) -> ModuleType:
     name = f"{PACKAGE}.{hashlib.sha256(os.fsencode(file.resolve())).hexdigest()}"  # file names may coincide
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
-        raise UserError(f"{path} is no Python file; a config is FILE.py or FILE.py:NAME.")
+        raise UserError(f"{path} is not a Python file; a config is FILE.py or FILE.py:NAME.")
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look up the module there
     try:
         spec.loader.exec_module(module)
     except SyntaxError as error:
-        raise UserError(f"{path} is not Python that can be read: {error}.") from error
+        raise UserError(f"{path} is not valid Python: {error}.") from error
     except UserError:
         raise
     except Exception as error:  # raised by the user's code

@@ -38,7 +38,7 @@ def check_deterministic(platform: str) -> None:
     """
     if platform == "gpu" and (missing := missing_flags()):
         raise UserError(
-            "compute.deterministic is true, but JAX has started its GPUs without the flags for it; set "
+            "compute.deterministic is true, but JAX has initialised its GPUs without the flags it needs; set "
             f"XLA_FLAGS='{missing}' before the first array."
         )
 

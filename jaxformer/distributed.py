@@ -55,7 +55,9 @@ class DistributedOptions:
         check_fields(self, prefix="distributed.")
         given = [self.coordinator, self.processes, self.process]
         if any(x is not None for x in given) and any(x is None for x in given):
-            raise UserError("distributed.coordinator, distributed.processes and distributed.process go together.")
+            raise UserError(
+                "distributed.coordinator, distributed.processes and distributed.process must be given together."
+            )
         if self.coordinator is not None:
             host, _, port = self.coordinator.rpartition(":")
             if not (host and port.isdecimal() and 0 < int(port) < 2**16):
@@ -64,8 +66,8 @@ class DistributedOptions:
                 host.encode("idna")  # as the resolver does
             except UnicodeError as error:
                 raise UserError(
-                    f"distributed.coordinator is {self.coordinator!r}, whose host is no name: its parts have 1 to 63 "
-                    "characters; correct it."
+                    f"distributed.coordinator is {self.coordinator!r}, whose host is not a valid name: its parts have "
+                    "1 to 63 characters; correct it."
                 ) from error
         if self.processes is not None and self.process is not None and not 0 <= self.process < self.processes:
             raise UserError(
@@ -88,7 +90,7 @@ def connect(options: DistributedOptions, environment: Mapping[str, str] = os.env
     if options.coordinator is not None:
         _check_address(options.coordinator, bound, options.process == 0)
     jax.config.update("jax_enable_preemption_service", False)  # it would handle SIGTERM; `AsyncMax` does that here
-    timeout = f"error: not all processes of this run came together within {CONNECT_SECONDS} s; start all of them."
+    timeout = f"error: not all processes of this run connected within {CONNECT_SECONDS} s; start all of them."
     try:
         with exit_on_abort(timeout):
             jax.distributed.initialize(
@@ -99,8 +101,10 @@ def connect(options: DistributedOptions, environment: Mapping[str, str] = os.env
     except (RuntimeError, ValueError, OSError) as error:
         if use_metadata and NO_CLUSTER in str(error):
             return
-        hint = f"; to train on this machine alone, set {SKIP_METADATA}=1" if use_metadata else ""
-        raise UserError(f"the processes of this run do not find each other: {_first_line(error)}{hint}") from error
+        hint = f"; to train on this machine only, set {SKIP_METADATA}=1" if use_metadata else ""
+        raise UserError(
+            f"the processes of this run could not connect to each other: {_first_line(error)}{hint}"
+        ) from error
 
 
 def bind_address(coordinator: str) -> str | None:
@@ -134,7 +138,7 @@ def _check_address(coordinator: str, bound: str | None, is_main: bool) -> None:
         except OSError as error:
             if time.monotonic() > deadline:
                 raise UserError(
-                    f"process 0 does not answer at {coordinator} after {CONNECT_SECONDS} s ({error}); start it, or "
+                    f"process 0 does not respond at {coordinator} after {CONNECT_SECONDS} s ({error}); start it, or "
                     "correct distributed.coordinator."
                 ) from error
             time.sleep(0.2)
@@ -170,7 +174,7 @@ def exit_on_lost_process(advice: str) -> Iterator[None]:
     if not jax.distributed.is_initialized():
         yield
         return
-    message = f"error: another process of this run has ended or does not answer, its own output says why; {advice}"
+    message = f"error: another process of this run has ended or does not respond; its own output says why; {advice}"
     with exit_on_abort(message):
         try:
             yield

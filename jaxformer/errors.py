@@ -82,7 +82,9 @@ def write_error(folder: Path, name: str, reason: str) -> UserError:
 
 def folder_vanished_error(folder: Path, name: str) -> UserError:
     """Return the error for a file that cannot be written because the run's folder was removed or renamed."""
-    return UserError(f"{name} cannot be written: {folder} has vanished; put it back and add --resume, or train again.")
+    return UserError(
+        f"{name} cannot be written: {folder} no longer exists; restore it and add --resume, or train again."
+    )
 
 
 @contextmanager

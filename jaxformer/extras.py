@@ -26,7 +26,7 @@ def import_extra(module: str, purpose: str) -> ModuleType:
     """Return a module of an optional package, such as `PIL.Image`. Raises `UserError`, with the purpose, such as
     "train.log_to wandb", as its subject, if the package is not installed or its import fails."""
     package = module.partition(".")[0]
-    remedy = f"get it by pip install 'jaxformer[{EXTRAS[package]}]'"
+    remedy = f"install it with pip install 'jaxformer[{EXTRAS[package]}]'"
     try:
         # Any folder with the package's name can be imported as a namespace package.
         if getattr(importlib.import_module(package), "__file__", None):

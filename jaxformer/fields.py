@@ -56,7 +56,7 @@ BOUNDS: Mapping[str, Mapping[str, Any]] = {
         ("scale jitter", {"least": 0, "most": 1}),
         ("rotate", {"least": 0, "most": 180}),
         ("learning_rate std alpha score_scale logit_soft_cap", {"above": 0}),
-        ("clip_norm", {"above": 0, "hint": ", or none to switch it off"}),
+        ("clip_norm", {"above": 0, "hint": ", or none to disable it"}),
         ("norm_eps", {"above": 0, "hint": ", such as 1e-6, or none for that of the norm"}),
         ("capacity_factor", {"above": 0, "hint": ", such as 1.25, or none to drop nothing"}),
         ("val_fraction", {"above": 0, "below": 1, "hint": ", such as 0.05"}),
@@ -202,7 +202,7 @@ def from_dict(cls: type[T], values: Mapping[str, Any], path: str = "config") -> 
     for name in values:
         if name not in names:
             near = get_close_matches(name, names, 1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(names)}."
+            hint = f"did you mean {near[0]!r}?" if near else f"the known ones are {', '.join(names)}."
             raise UserError(f"{path} has a field {abbreviate(name)} that {cls.__name__} does not know; {hint}")
     try:
         return cls(**{name: _convert(hints[name], value, f"{path}.{name}") for name, value in values.items()})

@@ -51,7 +51,7 @@ class RungResult:
     entropy: str
     """Attention entropy in nats at the last evaluation, heads separated by spaces and blocks by semicolons; followed by
     its step if training ended early."""
-    entropy_share: str
+    normalized_entropy: str
     """Attention entropy as a fraction of its maximum log(T!) / T, the mean over positions t of uniform causal rows."""
     entropy_positions: str
     """Attention entropy H as a number of positions, e^H: the length of a uniform row with this entropy."""

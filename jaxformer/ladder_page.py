@@ -83,7 +83,7 @@ def ladder_sections(
     logs = {r.rung: read_metrics(folder / r.rung) for r in results}
     sections: list[Section] = [
         Table(
-            "Outcomes", HEAD, rows, about="Each rung is the one before with one change. Losses are of held-out text."
+            "Outcomes", HEAD, rows, about="Each rung is the one before with one change. Losses are on held-out text."
         ),
         _held_out_losses(results, configs, logs),
         _small_multiples(results, changes, logs),
@@ -101,7 +101,7 @@ def describe_change(before: Config, after: Config) -> str:
     """Return a description of the fields that differ, such as "n_heads 1 → 4", or of the model's new class."""
     old, new = type(before.model).__name__, type(after.model).__name__
     if old != new:
-        return f"{new.removesuffix('Config')} in place of {old.removesuffix('Config')}"
+        return f"{new.removesuffix('Config')} instead of {old.removesuffix('Config')}"
     fields = [flatten(to_dict(config)) for config in (before, after)]
     names = [name for name in {**fields[0], **fields[1]} if name.startswith(DESCRIBED)]
     changed = [name for name in names if fields[0].get(name) != fields[1].get(name)]
@@ -126,7 +126,7 @@ def _held_out_losses(
     pairs = zip(results, configs, strict=True)
     shown = [r for r, config in pairs if flatten(to_dict(config)).get("model.causal", True)] or results
     left_out = " and ".join(r.rung for r in results if r not in shown)
-    about = f"Without {left_out}: the loss of a rung that reads what it predicts is near 0." if left_out else ""
+    about = f"Without {left_out}: the loss of a rung that reads its own targets is near 0." if left_out else ""
     lines = [Line(*_losses(logs[r.rung], "val_loss"), _label(r), points=True) for r in shown]
     return Lines("Held-out loss", lines, STEP, Axis(LOSS_AXIS, log=True), 420, about=about)
 
@@ -146,7 +146,7 @@ def _small_multiples(
         marks = [(step, r.ended_early)] if r.ended_early else []
         axis = Axis("loss, nats", limits=limits)
         panels.append(Lines(r.rung, lines, STEP, axis, 190, marks, about=change))
-    about = "All over the same range of losses; a rung that blew up ends at the red line."
+    about = "All over the same range of losses; a rung that diverged ends at the red line."
     return Grid("Rung by rung", panels, about=about)
 
 
@@ -169,7 +169,7 @@ def _entropies(results: Sequence[RungResult], logs: dict[str, list[dict[str, Any
         for name, row in zip(rows, values, strict=True)
     ]
     about = (
-        "Mean entropy in nats of a row of each head's attention map at the last evaluation: 0 where it attends to one "
+        "Mean entropy in nats of a row of each head's attention map at the last evaluation: 0 if it attends to one "
         "position. e to that power is the number of positions in a uniform row of the same entropy."
     )
     columns = [f"head {head}" for head in range(n_heads)]

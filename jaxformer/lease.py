@@ -75,7 +75,9 @@ class Lease:
         tag, before = (None, "") if last is None else (last.tag, last.session)
         lease = cls(store, f"{secrets.token_hex(8)}-{jax.process_count()}", holder, 0.0, tag, before)
         if not lease.renew():
-            raise UserError(f"another process just began to train in {store.url}; stop it, or choose another --run.")
+            raise UserError(
+                f"another process has just started to train in {store.url}; stop it, or choose another --run."
+            )
         return lease
 
     def renew(self, seconds: float | None = None) -> bool:

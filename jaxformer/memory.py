@@ -49,7 +49,7 @@ def gpu_pool_share() -> float:
             except ValueError:
                 share = math.nan
             if not 0 < share < math.inf:
-                raise UserError(f"{name} is {text!r}, which is no positive number; set it to one such as 0.9.")
+                raise UserError(f"{name} is {text!r}, which is not a positive number; set it to one such as 0.9.")
             return share
     return 0.75
 
@@ -84,7 +84,7 @@ def check_parameters(params: Any, n_devices: int, device: jax.Device) -> None:
     n_parameters, capacity = sum(leaf.size for leaf in leaves), memory_capacity(device)
     needed = sum(2 * leaf.size * leaf.dtype.itemsize for leaf in leaves)
     if capacity is not None and needed > n_devices * capacity:
-        limit = f"{format_bytes(needed)} of memory, and there are {format_bytes(n_devices * capacity)}"
+        limit = f"{format_bytes(needed)} of memory, but there are {format_bytes(n_devices * capacity)}"
         problem = f"the model has {n_parameters:,} parameters; with their gradients they need {limit}"
         raise UserError(f"{problem}; make it smaller: fewer blocks, or a smaller d_model, d_ff or vocab_size.")
 
@@ -96,7 +96,7 @@ def check_memory(compiled: Any, device: jax.Device) -> str:
     needed, capacity = memory_needed(compiled), memory_capacity(device)
     if capacity is None:
         return f"memory per device: {format_bytes(needed)}"
-    problem = f"a step needs {format_bytes(needed)} of memory per device, and"
+    problem = f"a step needs {format_bytes(needed)} of memory per device, but"
     if needed > capacity:
         raise UserError(f"{problem} there are {format_bytes(capacity)}; {REMEDY}.")
     free = _free_memory() if device.platform == "cpu" else None

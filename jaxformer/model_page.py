@@ -42,7 +42,7 @@ SYMBOLS = terminal.SYMBOLS | str.maketrans({"\n": "⏎", "\t": "⇥"})
 """Symbols of control characters."""
 N_PICTURES, N_TRANSLATIONS = 8, 6
 """Held-out images and translations on a page."""
-N_CHANCES = 4
+N_TOP_CLASSES = 4
 """Most probable classes or captions shown per image."""
 LONG_SOURCE = 24
 """Maximum source tokens of the pair whose attention is shown."""
@@ -83,7 +83,7 @@ def write_model_page(
         names = token_text if run.tokenizer else None
         measured += model_sections.gradient_sections(run.model, run.params, batch, names)
         if measured:
-            data = "the prompt alone" if reason else f"held-out data: {len(batch.inputs[0]):,} examples"
+            data = "the prompt only" if reason else f"held-out data: {len(batch.inputs[0]):,} examples"
             facts.append(f"{'Heads and gradients' if heads else 'Gradients'} are measured on {data}.")
         sections += measured
     if reason:
@@ -144,9 +144,9 @@ def _classified_images(run: Run, batch: Batch) -> Section:
         names = run.classes or [str(i) for i in range(len(p_V))]
         pictures.append(_picture(image_HWC, f"held-out image {number}", names, p_V, int(label)))
     maps = patch_attention(run.model, run.params, (jnp.asarray(images),))
-    about = "The likeliest classes of held-out images."
+    about = "The most likely classes of held-out images."
     if maps:
-        about += " Point at a patch for its share of the attention."
+        about += " Point at a patch for its attention weight."
     return PictureSection("Images", pictures, maps, patch_grid(run.model), about=about)
 
 
@@ -161,7 +161,7 @@ def _matched_captions(run: Run, batch: Batch) -> list[Section]:
     n = min(N_PICTURES, len(images))
     pictures = [_picture(images[b], f"held-out image {b}", captions, p_BN[b], int(caption_of[b])) for b in range(n)]
     maps = patch_attention(run.model, run.params, tuple(jnp.asarray(x[:n]) for x in (images, tokens_BT, valid_BT)))
-    about = f"The captions that match best, of {len(captions):,} held-out ones, by zero-shot classification."
+    about = f"The best-matching of {len(captions):,} held-out captions, by zero-shot classification."
     matches = PictureSection("Images", pictures, maps, patch_grid(run.model), "its caption", about=about)
     shown = list(dict.fromkeys(caption_of[:n].tolist()))
     p_of_shown = p_BN[:n, shown]
@@ -175,9 +175,9 @@ def _matched_captions(run: Run, batch: Batch) -> list[Section]:
 
 
 def _picture(image_HWC: np.ndarray, name: str, labels: Sequence[str], p_V: np.ndarray, actual: int) -> Picture:
-    likeliest = [int(i) for i in np.argsort(-p_V)[:N_CHANCES]]
-    chances = [(labels[i], float(p_V[i])) for i in likeliest]
-    return Picture(image_HWC, name, chances, (labels[actual], float(p_V[actual])))
+    likeliest = [int(i) for i in np.argsort(-p_V)[:N_TOP_CLASSES]]
+    probabilities = [(labels[i], float(p_V[i])) for i in likeliest]
+    return Picture(image_HWC, name, probabilities, (labels[actual], float(p_V[actual])))
 
 
 def _translations(run: Run, batch: Batch) -> Section:
@@ -205,13 +205,13 @@ def _example(run: Run, prompt: str | None, batch: Batch | None) -> tuple[Any, ..
     if contract_of(run.model).fixed_length:
         if prompt is None:
             return None
-        raise UserError("the run's model reads full windows only, of which a page shows nothing; leave --prompt out.")
+        raise UserError("the run's model supports full windows only, which a page does not show; omit --prompt.")
     if prompt is not None:
         example = _encode(run, Prompt(prompt, "--prompt"))
     elif batch is not None:
         example = _held_out_example(run, batch, MAX_HELD_OUT_TOKENS)
     else:
-        raise UserError("the run's data is not here to take a text from; give one with --prompt.")
+        raise UserError("the run's data is not available; give a text with --prompt.")
     maps = capture_shapes(run.model, run.params, *example, names=model_sections.MAPS, missing_ok=True)
     n_weights = sum(x.size for x in maps.values())
     if n_weights <= MAX_ATTENTION_WEIGHTS:

@@ -59,7 +59,7 @@ class ObjectStore:
         scheme, _, rest = url.partition("://")
         bucket, _, prefix = rest.rstrip("/").partition("/")
         if not bucket or not prefix or {"", ".", ".."} & {*prefix.split("/")} or re.search(r"[\s?#]", rest):
-            raise UserError(f"{url!r} is no URL of objects in a bucket; write it like {scheme}://bucket/name.")
+            raise UserError(f"{url!r} is not a URL of objects in a bucket; write it like {scheme}://bucket/name.")
         self.url, self._scheme = f"{scheme}://{bucket}/{prefix}", scheme
         obstore = import_extra("obstore.store", f"{self.url}")
         options: dict[str, Any] = {

@@ -20,7 +20,7 @@ HEAD_AXIS = {
 }
 """Axis of the heads in matrices that have one."""
 
-MAX_STACKED_NUMBERS = 2**14
+MAX_STACKED_ELEMENTS = 2**14
 """Maximum size of arrays whose squares are stacked by shape and summed together: XLA sums a row of this length in one
 kernel, and longer rows in two."""
 
@@ -91,8 +91,8 @@ def _squares(tree: Any) -> Norms:
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         name = dotted(path)
         head = HEAD_AXIS.get(name.rpartition(".")[2]) if leaf.ndim == 3 else None
-        is_small = leaf.size <= MAX_STACKED_NUMBERS
-        squares = jnp.square((workarounds.stored(leaf) if is_small else leaf).astype(jnp.float32))
+        is_small = leaf.size <= MAX_STACKED_ELEMENTS
+        squares = jnp.square((workarounds.materialized(leaf) if is_small else leaf).astype(jnp.float32))
         sums = squares if is_small else jnp.sum(squares, axis=-1)
         stacks[head, is_small, sums.shape][name] = sums
     totals: Norms = {}

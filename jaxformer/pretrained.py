@@ -38,7 +38,7 @@ class Pretrained:
             if stored.get(name) != expected.get(name):
                 old, new = (shapes.get(name, "absent") for shapes in (stored, expected))
                 problem = f"{self.path} does not fit the model: {name} is {old} there and {new} in the model"
-                remedy = "leave out the options of the model that change its parameters, or --init-from"
+                remedy = "omit the model options that change its parameters, or --init-from"
                 raise UserError(f"{problem}; {remedy}.")
 
 

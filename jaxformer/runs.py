@@ -67,7 +67,7 @@ class Run:
         """
         if self.tokenizer is None or not isinstance(self.config.model, TokenModelConfig):
             kind = type(self.model).__name__
-            raise UserError(f"{self.path} holds a {kind}, which writes no text; name a run that does.")
+            raise UserError(f"{self.path} holds a {kind}, which does not generate text; name a run that does.")
         return self.config.model, self.tokenizer
 
     def loss(self, params: Params, tokens_T: jax.Array) -> jax.Array:
@@ -126,7 +126,7 @@ def restore_params(folder: Path, config: Config, checkpoints: CheckpointReader, 
         return checkpoints.restore_params(step, shapes)
     base, axes = CheckpointReader(folder / BASE), parameter_axes(config.model.build())
     if not base:
-        raise UserError(f"{folder / BASE} has no complete checkpoint, but {folder} holds adapters alone; put it back.")
+        raise UserError(f"{folder / BASE} has no complete checkpoint, but {folder} holds adapters only; restore it.")
     frozen = base.restore_params(base.step(), shapes)
     adapters = jax.eval_shape(lambda: init_adapters(jax.random.key(0), shapes, axes, config.lora))
     mesh = next((leaf.sharding.mesh for leaf in jax.tree.leaves(shapes) if leaf.sharding is not None), None)
@@ -156,19 +156,19 @@ def _verified(folder: Path, name: str, remedy: str = "") -> Path:
       UserError: the file is missing or has changed, or `CHECKSUMS` is missing or cannot be read.
     """
     if not (folder / name).is_file():
-        raise UserError(f"{folder} has no {name}; put back the one it was trained with{remedy}, or train again.")
+        raise UserError(f"{folder} has no {name}; restore the one it was trained with{remedy}, or train again.")
     if not (folder / CHECKSUMS).is_file():
         raise UserError(
-            f"{folder} has no {CHECKSUMS} to verify {name} with; put back the one that was written with it, or train "
+            f"{folder} has no {CHECKSUMS} to verify {name} with; restore the one that was written with it, or train "
             "again."
         )
     if (expected := _checksums(folder).get(name)) is None:
         raise UserError(
-            f"{folder / CHECKSUMS} has no checksum of {name}; put back the one that was written with the run{remedy}."
+            f"{folder / CHECKSUMS} has no checksum of {name}; restore the one that was written with the run{remedy}."
         )
     if sha256(folder / name) != expected:
         raise UserError(
-            f"{folder / name} is not the one that this run was trained with; put that back{remedy}, or train again."
+            f"{folder / name} is not the one that this run was trained with; restore that{remedy}, or train again."
         )
     return folder / name
 
@@ -186,14 +186,14 @@ def _read_classes(folder: Path) -> tuple[str, ...]:
     """Return the class names; empty if there is no such file."""
     if not (folder / CLASSES).exists():
         return ()
-    remedy = ", or remove it to have numbers"
+    remedy = ", or remove it to use class numbers"
     file = _verified(folder, CLASSES, remedy)
     try:
         names = parse_json(file.read_bytes())
     except ValueError as error:
-        raise UserError(f"{file} cannot be read as names of classes ({error}); put it right{remedy}.") from error
+        raise UserError(f"{file} cannot be read as names of classes ({error}); fix it{remedy}.") from error
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise UserError(f"{file} is no list of names; put it right{remedy}.")
+        raise UserError(f"{file} is not a list of names; fix it{remedy}.")
     return tuple(names)
 
 
@@ -216,7 +216,7 @@ def load_data(
     tokenizer = read_tokenizer(folder)
     data = config.data.load(config.model, config.train.batch_size, config.seed, tokenizer)
     if tokenizer is None and data.tokenizer is not None:
-        raise UserError(f"{file} does not exist, and no other tokenizer fits the run; put it back, or train again.")
+        raise UserError(f"{file} does not exist, and no other tokenizer fits the run; restore it, or train again.")
     return data
 
 
@@ -269,7 +269,7 @@ def create_run(
             with CheckpointManager(scratch) as checkpoints:
                 checkpoints.save(step, params, None, {"step": step}, None)
         if read_config(scratch) != config:
-            raise UserError(f"the config of {folder} does not come back from JSON as it is; use plain field types.")
+            raise UserError(f"the config of {folder} changes in a JSON round trip; use plain field types.")
         path, number = folder, 1
         while True:
             if not path.exists():
@@ -294,8 +294,8 @@ def check_writable_parent(folder: Path) -> None:
         tempfile.TemporaryDirectory(prefix=SCRATCH, dir=parent).cleanup()
     except OSError as error:
         raise UserError(
-            f"{folder} cannot be made: {parent} cannot be written to ({error.strerror}); choose another --run, or see "
-            "to it that it can."
+            f"{folder} cannot be created: {parent} is not writable ({error.strerror}); choose another --run, or make "
+            "it writable."
         ) from error
 
 
@@ -313,7 +313,7 @@ def read_config(folder: Path) -> Config:
     """
     file = folder / CONFIG
     if not file.is_file():
-        reason = "is no run: it has no config.json" if folder.exists() else "does not exist"
+        reason = "is not a run: it has no config.json" if folder.exists() else "does not exist"
         near = ", ".join(sorted(str(p.parent) for p in folder.parent.glob(f"[!.]*/{CONFIG}"))[:5])
         remedy = f"runs there: {near}" if near else f"train one with {command('train')}"
         raise UserError(f"{run_name(folder)} {reason}; {remedy}.")
@@ -325,7 +325,7 @@ def read_config(folder: Path) -> Config:
             values[field] = from_dict(find_class(kind, base, folder), part, f"{file}: {field}")
     except (ValueError, TypeError, KeyError) as error:
         raise UserError(
-            f"{file} cannot be read as a run's config ({type(error).__name__}: {error}); put back the one that was "
+            f"{file} cannot be read as a run's config ({type(error).__name__}: {error}); restore the one that was "
             "written with the run, or train again."
         ) from error
     return from_dict(Config, values, str(file))

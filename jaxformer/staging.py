@@ -446,7 +446,10 @@ class Mirror:
                     self._push_files()
         except StoreError as error:
             if self._failure is None:
-                warn(f"{str(error).rstrip('.')}; training goes on, and uploads from {self._folder} once this is mended")
+                warn(
+                    f"{str(error).rstrip('.')}; training continues and will upload from {self._folder} once the store "
+                    "works again"
+                )
             self._failure = error
         except FileNotFoundError as error:  # the folder has vanished, which training reports, or is changing
             logging.getLogger(__name__).debug("upload of %s: %s", self._folder, error)

@@ -49,7 +49,7 @@ def find_class(kind: Any, base: type[T], folder: Path) -> type[T]:
         named = [imported] if isinstance(imported, type) and issubclass(imported, base) else []
     if named:
         return named[-1]
-    remedy = "put back the one that was written with the run, or train again"
+    remedy = "restore the one that was written with the run, or train again"
     raise UserError(f"{folder / CONFIG} cannot be read, as there is no {base.__name__} {abbreviate(kind)}; {remedy}.")
 
 
@@ -67,7 +67,7 @@ def _import_foreign(where: str, name: str, folder: Path) -> ModuleType:
     """Import the module that defines a class of a run's config, after a note on stderr. Raises `UserError`; see
     `find_class`."""
     resume = f"{command('train')} --resume --config {Path(where).name}:NAME"
-    remedy = f"put it back, or import a file of that name first ({resume})"
+    remedy = f"restore it, or import a file of that name first ({resume})"
     is_file = where.endswith(".py")
     if any(_is_in_run(file, folder) for file in ([Path(where)] if is_file else _module_files(where))):
         raise UserError(f"{folder} names code in its own folder, {where}, which is not executed; put it elsewhere.")

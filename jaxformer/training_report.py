@@ -61,7 +61,10 @@ def header(setup: TrainSetup, data: Dataset, folder: Path, resumed: bool) -> lis
             f"reaches the peak learning rate; shorten it, such as --optimizer.warmup-steps {config.steps // 10}"
         )
     if config.train.report_every and (extras := missing_extras("matplotlib")):
-        lines.append(f"note: what needs the extras {extras} is left out; pip install 'jaxformer[{extras}]' adds it")
+        lines.append(
+            f"note: features that need the extras {extras} are disabled; enable them with pip install "
+            f"'jaxformer[{extras}]'"
+        )
     return lines
 
 
@@ -77,21 +80,22 @@ def footer(
     if outcome.status == "non_finite":
         origin, evidence = _autopsy(setup, folder, outcome)
         return [
-            f"step {step:,} is not finite: first {origin}; what it takes to repeat it is in {evidence}.",
+            f"step {step:,} is not finite; first non-finite value: {origin}; the inputs to reproduce it are in "
+            f"{evidence}.",
             f"Everything up to step {step - 1:,} is saved in {run_name(folder)}. {help_line}",
             rollback_line(config, outcome, folder),
         ]
     if outcome.status == "diverged":
         mover = outcome.mover
-        moved = [] if mover is None else [f"First to move: {mover}{head_entropy(mover.name, rows)}."]
+        moved = [] if mover is None else [f"First unusual update: {mover}{head_entropy(mover.name, rows)}."]
         cause = f"stopped at step {step:,}: {outcome.divergence}."
         return [cause, *moved, help_line, rollback_line(config, outcome, folder)]
     lines = []
     if (warning := no_improvement(rows, outcome)) is not None:
-        lines.append(f"warning: {warning}: nothing was learned that lasts. {help_line}")
+        lines.append(f"warning: {warning}: training did not improve the model. {help_line}")
     if outcome.diverging_since and config.train.divergence == "warn":
         lines.append(
-            f"warning: the loss has been diverging since step {outcome.diverging_since:,} and has not come back "
+            f"warning: the loss has been diverging since step {outcome.diverging_since:,} and has not recovered to "
             f"near its minimum. {help_line}"
         )
     last: dict[str, Any] = next((row for row in reversed(rows) if "loss" in row), {})
@@ -132,8 +136,8 @@ def rollback_line(config: Config, outcome: Outcome, folder: Path) -> str:
     """Return a line with the checkpoint from before a divergence and the command to roll back to it."""
     roll_back = f"{resume_command(folder)} --from-step {outcome.healthy} {optimizer_remedies(config)[0][1]}"
     if not outcome.healthy:
-        return f"No checkpoint is from before the divergence; begin again with: {roll_back}"
-    retained = f"Checkpoint {outcome.healthy:,} is from before the divergence and is retained"
+        return f"No checkpoint precedes the divergence; start again with: {roll_back}"
+    retained = f"Checkpoint {outcome.healthy:,} precedes the divergence and is retained"
     return f"{retained}; roll back to it with: {roll_back}"
 
 
@@ -155,5 +159,5 @@ def _autopsy(setup: TrainSetup, folder: Path, outcome: Outcome) -> tuple[str, Pa
             folder, outcome.step, jax.tree.map(np.asarray, batch), np.asarray(jax.random.key_data(keys_B)), report,
             f"{setup.attention_line}, precision: {setup.compute_dtype}",
         )  # fmt: skip
-    overflow = "the norm of the gradient, though each of its numbers is finite"
+    overflow = "the norm of the gradient, although every entry is finite"
     return overflow if report is None else report.origin, evidence

@@ -12,9 +12,9 @@ PACKAGES = ("jaxformer", *(f"jaxformer.{name}" for name in ("ops", "nn", "models
 PATH = ROOT / "docs/api.md"
 HEAD = """# Public API
 
-The names that a program may rely on, by the package that one imports them from: `from jaxformer.nn import Block`.
-Others may change without a word. `help(name)` shows arguments, shapes and errors. A change of this list stands in the
-[changelog](../CHANGELOG.md); `python -m tests.public_api` writes it anew.
+The public names, grouped by package: `from jaxformer.nn import Block`. All other names may change without notice.
+`help(name)` shows arguments, shapes and errors. Changes to this list are recorded in the
+[changelog](../CHANGELOG.md); `python -m tests.public_api` regenerates it.
 """
 
 

@@ -99,7 +99,7 @@ def test_steps_that_start_a_process_have_no_turns_before_the_rounds(tmp_path, mo
 
 @pytest.mark.parametrize(("value", "apart"), [(1.01, "1.0e-02"), (float("nan"), "nan")])
 def test_sides_that_compute_different_things_are_not_compared(tmp_path, monkeypatch, value, apart):
-    with pytest.raises(MeasurementError, match=f"peer computes something else than ours: values {apart} apart"):
+    with pytest.raises(MeasurementError, match=f"peer differs from ours: values {apart} apart"):
         measured(tmp_path, monkeypatch, value=value)
 
 
@@ -154,9 +154,9 @@ def test_first_run_is_that_of_the_readme():
     ("options", "message"),
     [
         (["trainnig"], "no case 'trainnig'; there are training, attention"),
-        (["imports", "--gpu"], "case 'imports' has no points for a GPU; leave out --gpu."),
-        (["pretrained", "--quick"], "case 'pretrained' has no points for --quick; leave it out."),
-        (["resuming", "--smoke"], "case 'resuming' has no points for --smoke; leave it out."),
+        (["imports", "--gpu"], "case 'imports' has no points for a GPU; omit --gpu."),
+        (["pretrained", "--quick"], "case 'pretrained' has no points for --quick; omit it."),
+        (["resuming", "--smoke"], "case 'resuming' has no points for --smoke; omit it."),
         (["imports", "--results", __file__], "which is not a folder; name one."),
     ],
 )
@@ -413,7 +413,7 @@ def test_all_parts_run_at_tiny_shapes_on_a_cpu(tmp_path):
     )
     facts = attention["T 16"]["facts"]["jaxformer"]
     assert facts["attention"] == "attention: xla (cpu has no fused kernel)" and facts["is_fused"] is False
-    assert training["tiny"]["derived"]["of the rate of large products"] > 0
+    assert training["tiny"]["derived"]["fraction of large-matmul rate"] > 0
     assert set(decoding["tiny"]["ms"]) == {"float32", "int8", "speculative", "transformers", "memory"}
     assert kernels["tiny"]["facts"]["jaxformer"]["total, ms per step"] > 0
 

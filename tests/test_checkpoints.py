@@ -324,7 +324,7 @@ def test_temporary_folder_of_a_killed_save_is_removed(folder):
     ],
 )  # fmt: skip
 def test_mismatched_array_shape_is_named(folder, shapes, message):
-    with pytest.raises(UserError, match=rf"checkpoint 15 of .* does not fit the config: {message}; put back"):
+    with pytest.raises(UserError, match=rf"checkpoint 15 of .* does not fit the config: {message}; restore"):
         CheckpointReader(folder).restore_params(15, shapes)
 
 
@@ -377,7 +377,9 @@ def test_checkpoint_removed_while_it_is_read_is_a_user_error(folder):
     reader = CheckpointReader(folder)
     step = reader.step()
     shutil.rmtree(folder / f"checkpoints/{step}/params")
-    with pytest.raises(UserError, match=r"checkpoint 15 of .* cannot be read: FileNotFoundError no params, which a tr"):
+    with pytest.raises(
+        UserError, match=r"checkpoint 15 of .* cannot be read: FileNotFoundError params is missing; a run"
+    ):
         reader.restore_params(step, SHAPES)
 
 
@@ -454,7 +456,7 @@ def test_parameters_alone_are_restored_but_not_resumed(tmp_path):
     reader = CheckpointReader(tmp_path)
     shapes = jax.eval_shape(lambda: state(10))
     jax.tree.map(np.testing.assert_array_equal, reader.restore_params(reader.step(), shapes), state(10))
-    with pytest.raises(UserError, match=r"has parameters only, which no training is resumed from; .* --init-from"):
+    with pytest.raises(UserError, match=r"has parameters only, so training cannot resume from it; .* --init-from"):
         reader.restore(0, shapes, shapes)
 
 
@@ -482,7 +484,7 @@ def test_vanished_folder_is_a_user_error_and_not_recreated(tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
     with (
-        pytest.raises(UserError, match=r"checkpoint 5 cannot be written: .*run has vanished"),
+        pytest.raises(UserError, match=r"checkpoint 5 cannot be written: .*run no longer exists"),
         CheckpointManager(folder) as c,
     ):
         shutil.rmtree(folder)

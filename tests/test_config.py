@@ -145,11 +145,13 @@ def test_base_width_is_stored_and_refused_where_it_means_nothing():
     adamw = OptimizerConfig("adamw", base_width=64)
     config = replace(CONFIG, optimizer=adamw)
     assert from_dict(OptimizerConfig, json.loads(json.dumps(to_dict(config)))["optimizer"]) == adamw
-    with pytest.raises(UserError, match="base_width is 64, but nesterov_sgd has no learning rates by width; leave it"):
+    with pytest.raises(
+        UserError, match="base_width is 64, but nesterov_sgd does not scale learning rates by width; omit it"
+    ):
         OptimizerConfig(base_width=64)
     with pytest.raises(UserError, match=r"optimizer\.base_width is 0; it must be at least 1"):
         OptimizerConfig("adamw", base_width=0)
-    several = "has several widths, or logits from its embedding; leave it out"
+    several = "has several widths, or logits from its embedding; omit it"
     for model in (replace(CONFIG.model, unembedding="tied"), EncoderConfig(), CLIPConfig()):
         with pytest.raises(UserError, match=f"base_width is 64, but this {type(model).__name__} {several}"):
             replace(config, model=model)

@@ -85,7 +85,7 @@ def test_a_module_may_declare_its_contract_itself_or_not_at_all() -> None:
 
     assert contract_of(Declared()).task is Task.CAUSAL_LM
     assert contract_of(nn.Dense(3)) is UNDECLARED
-    with pytest.raises(UserError, match="ModelConfig describes no model"):
+    with pytest.raises(UserError, match="ModelConfig is an abstract base class"):
         contract_of(ModelConfig())
 
 

@@ -46,7 +46,9 @@ def test_a_gpu_that_has_started_without_them_is_one_sentence(monkeypatch) -> Non
     monkeypatch.setattr(determinism, "backends_are_initialized", lambda: True)
     monkeypatch.setattr(determinism.jax, "default_backend", lambda: "gpu")
     for check in (set_deterministic, lambda: check_deterministic("gpu")):
-        with pytest.raises(UserError, match=f"without the flags for it; set XLA_FLAGS='{BOTH}' before the first array"):
+        with pytest.raises(
+            UserError, match=f"without the flags it needs; set XLA_FLAGS='{BOTH}' before the first array"
+        ):
             check()
     assert os.environ["XLA_FLAGS"] == ""
     monkeypatch.setenv("XLA_FLAGS", BOTH)
@@ -66,7 +68,7 @@ def test_training_on_such_a_gpu_is_refused(monkeypatch, tmp_path) -> None:
     data: Any = None
     config = load_config(f"{ROOT}/configs/quick.py")
     setup = TrainSetup(replace(config, compute=replace(config.compute, deterministic=True)), mesh)
-    with pytest.raises(UserError, match="deterministic is true, but JAX has started its GPUs"):
+    with pytest.raises(UserError, match="deterministic is true, but JAX has initialised its GPUs"):
         train(setup, data, tmp_path)
 
 

@@ -41,14 +41,14 @@ from tests.helpers import ROOT, exhaustive, fill, mounted, run, tiny, write_book
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"coordinator": "host:1234"}, "go together"),
-        ({"processes": 2, "process": 0}, "go together"),
+        ({"coordinator": "host:1234"}, "must be given together"),
+        ({"processes": 2, "process": 0}, "must be given together"),
         ({"coordinator": "host", "processes": 2, "process": 0}, "'host'; it must be HOST:PORT"),
         ({"coordinator": "host:port", "processes": 2, "process": 0}, "'host:port'; it must be HOST:PORT"),
         ({"coordinator": "host:99999", "processes": 2, "process": 0}, "'host:99999'; it must be HOST:PORT"),
         ({"coordinator": ":1234", "processes": 2, "process": 0}, "':1234'; it must be HOST:PORT"),
-        ({"coordinator": "a..b:1234", "processes": 2, "process": 0}, r"'a\.\.b:1234', whose host is no name"),
-        ({"coordinator": f"{'a' * 64}:1234", "processes": 2, "process": 0}, "whose host is no name"),
+        ({"coordinator": "a..b:1234", "processes": 2, "process": 0}, r"'a\.\.b:1234', whose host is not a valid name"),
+        ({"coordinator": f"{'a' * 64}:1234", "processes": 2, "process": 0}, "whose host is not a valid name"),
         ({"coordinator": "host:1234", "processes": 2, "process": 2}, "process is 2; of 2 processes"),
         ({"coordinator": "host:1234", "processes": 2, "process": -1}, "process is -1; of 2 processes"),
         ({"heartbeat_seconds": 10**9}, "heartbeat_seconds is 1000000000; it must be at most 86400"),
@@ -184,14 +184,14 @@ def test_single_tpu_trains_alone_and_unreachable_metadata_server_is_named():
     out, err = alone.communicate(timeout=120)
     assert "\nFalse ['process 0']" in out, out + err
     _, err = silent.communicate(timeout=120)
-    assert "UserError: the processes of this run do not find each other: " in err
-    assert err.endswith("to train on this machine alone, set TPU_SKIP_MDS_QUERY=1\n")
+    assert "UserError: the processes of this run could not connect to each other: " in err
+    assert err.endswith("to train on this machine only, set TPU_SKIP_MDS_QUERY=1\n")
 
 
 def test_unreachable_coordinator_is_named(monkeypatch):
     monkeypatch.setattr(distributed, "CONNECT_SECONDS", 0)
     port = free_port()
-    with pytest.raises(UserError, match=f"process 0 does not answer at 127.0.0.1:{port} after 0 s"):
+    with pytest.raises(UserError, match=f"process 0 does not respond at 127.0.0.1:{port} after 0 s"):
         connect(DistributedOptions(f"127.0.0.1:{port}", 2, 1))
 
 
@@ -329,7 +329,7 @@ def test_loss_of_one_process_ends_all_with_a_message(books, tmp_path, victim, nu
         processes[victim].kill()
         processes[victim].communicate()
         assert err.splitlines()[-1] == (
-            "error: another process of this run has ended or does not answer, its own output says why; "
+            "error: another process of this run has ended or does not respond; its own output says why; "
             f"resume from the last checkpoint with: python {ROOT}/train.py --resume --run run"
         )
     with CheckpointManager(tmp_path / "run") as checkpoints:
@@ -468,7 +468,7 @@ def test_process_without_data_ends_all_processes(books, tmp_path):
     out, err = first.communicate(timeout=60)
     assert first.returncode == 1, out + err
     assert err.splitlines()[-1] == (
-        "error: another process of this run has ended or does not answer, its own output says why; "
-        "training has not begun."
+        "error: another process of this run has ended or does not respond; its own output says why; "
+        "training has not started."
     )
     assert not (tmp_path / "run").exists()

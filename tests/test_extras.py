@@ -29,14 +29,14 @@ def test_a_missing_package_is_one_sentence_with_its_extra(monkeypatch, package, 
     monkeypatch.setitem(sys.modules, package, ModuleType(package) if has_folder else None)  # a namespace package
     with pytest.raises(UserError) as error:
         import_extra(package, "this test")
-    remedy = f"get it by pip install 'jaxformer[{EXTRAS[package]}]'."
+    remedy = f"install it with pip install 'jaxformer[{EXTRAS[package]}]'."
     assert str(error.value) == f"this test needs {package}, which is not installed; {remedy}"
 
 
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        ("import a_part_of_it", "which lacks a_part_of_it; get it by pip install 'jaxformer[gguf]'."),
+        ("import a_part_of_it", "which lacks a_part_of_it; install it with pip install 'jaxformer[gguf]'."),
         ("raise ImportError('libz is too old')", "which cannot be imported: libz is too old; reinstall it."),
     ],
 )

@@ -59,7 +59,7 @@ def test_every_rung_says_what_it_changes():
     rungs = {name: getattr(ladder, name) for name in (*REPORTED, *RECIPE)}
     changes = {b: describe_change(rungs[a], rungs[b]) for a, b in itertools.pairwise(rungs)}
     assert all(changes.values())
-    assert changes["attention_unscaled"] == "Decoder in place of MLP" and changes["two_blocks"] == "n_blocks 1 → 2"
+    assert changes["attention_unscaled"] == "Decoder instead of MLP" and changes["two_blocks"] == "n_blocks 1 → 2"
     assert changes["cosine"] == "optimizer.schedule constant → cosine, optimizer.warmup_steps 0 → 50"
 
 
@@ -99,7 +99,7 @@ def test_results_are_those_of_the_logs(tmp_path):
     assert residual.entropy == "1.23 0.5; 0.25" and residual.sources.startswith("68.284")
     assert residual.targets == 10_644 * 4096 * 32
     uniform = sum(math.log(t) for t in range(1, 33)) / 32  # each row of a causal map over all positions before it
-    assert residual.entropy_share == "48% 20%; 10%" and round(1.2345 / uniform, 2) == 0.48
+    assert residual.normalized_entropy == "48% 20%; 10%" and round(1.2345 / uniform, 2) == 0.48
     assert residual.entropy_positions == "3.4 1.6; 1.3"
     assert residual.minutes == pytest.approx(10_644 * 2 / 60_000)
     assert (
@@ -160,7 +160,7 @@ def test_held_out_losses_are_compared_without_those_of_a_rung_that_reads_what_it
         page = (tmp_path / "ladder.html").read_text()
         [chart] = embedded(page, "Held-out loss")
         assert [line["name"] for line in chart["lines"]] == shown
-        assert ("Without mix_unmasked: the loss of a rung that reads what it predicts is near 0." in page) == (
+        assert ("Without mix_unmasked: the loss of a rung that reads its own targets is near 0." in page) == (
             results is both
         )
 

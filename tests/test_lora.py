@@ -324,7 +324,7 @@ def test_a_merged_run_is_the_same_model_and_needs_no_base(run, tmp_path, capsys)
     assert merge_command.main([str(run), "--out", str(out)]) == 2 and "exists" in capsys.readouterr().err
     assert merge_command.main([str(out), "--out", str(tmp_path / "again")]) == 2
     assert "was trained without --lora.rank" in capsys.readouterr().err
-    with pytest.raises(UserError, match=r"has parameters only, which no training is resumed from; train .*--init-from"):
+    with pytest.raises(UserError, match=r"has parameters only, so training cannot resume from it; start .*--init-from"):
         CheckpointReader(out).restore(8, {}, {})
 
 
@@ -336,7 +336,7 @@ def test_a_missing_or_corrupt_base_is_one_sentence(run, tmp_path, capsys):
     with pytest.raises(UserError, match=r"every checkpoint of .*base is corrupt"):
         load_run(copy)
     shutil.rmtree(copy / BASE)
-    with pytest.raises(UserError, match=r"base has no complete checkpoint, but .* holds adapters alone; put it back"):
+    with pytest.raises(UserError, match=r"base has no complete checkpoint, but .* holds adapters only; restore it"):
         load_run(copy)
 
 

@@ -110,5 +110,7 @@ def test_pool_of_a_gpu_is_three_quarters_unless_the_environment_says_otherwise(n
     assert gpu_pool_share() == 0.92
     for text in ("much", "0", "-1", "nan"):
         monkeypatch.setenv(name, text)
-        with pytest.raises(UserError, match=f"{name} is '{text}', which is no positive number; set it to one such as"):
+        with pytest.raises(
+            UserError, match=f"{name} is '{text}', which is not a positive number; set it to one such as"
+        ):
             gpu_pool_share()

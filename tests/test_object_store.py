@@ -24,7 +24,7 @@ def test_urls_of_stores_are_recognised(name, expected):
     "url", ["s3://", "s3://bucket", "s3://bucket/", "s3://b//x", "s3://b/../x", "s3://b/a b", "s3:///x"]
 )
 def test_malformed_urls_are_refused(url):
-    with pytest.raises(UserError, match="is no URL of objects in a bucket; write it like s3://bucket/name"):
+    with pytest.raises(UserError, match="is not a URL of objects in a bucket; write it like s3://bucket/name"):
         ObjectStore(url)
 
 

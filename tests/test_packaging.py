@@ -70,4 +70,4 @@ def test_wheel_trains_and_samples_in_an_empty_folder(built, tmp_path):
     is_of_an_mlp = lambda flag: flag not in ("--model.n-blocks", "--model.n-heads")  # noqa: E731
     pairs = [pair for pair in zip(options[::2], options[1::2], strict=True) if is_of_an_mlp(pair[0])]
     ladder = jaxformer("ladder", "--rungs", "mlp_rowwise", *(word for pair in pairs for word in pair))
-    assert ladder.splitlines()[-1].startswith("the same in runs/ladder: ladder.csv")
+    assert ladder.splitlines()[-1].startswith("also written to runs/ladder: ladder.csv")

@@ -50,7 +50,7 @@ def test_missing_run_lists_existing_runs(tmp_path):
     with pytest.raises(UserError, match=r"quik does not exist; runs there: .*quick"):
         load_run(tmp_path / "quik")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match=r"empty is no run: it has no config\.json"):
+    with pytest.raises(UserError, match=r"empty is not a run: it has no config\.json"):
         load_run(tmp_path / "empty")
     with pytest.raises(UserError, match="has no complete checkpoint yet"):
         load_run(tmp_path / "quick")
@@ -142,7 +142,7 @@ def test_files_of_one_name_in_two_folders_stay_apart(tmp_path, monkeypatch, caps
     ("kind", "message"),
     [
         ("run/inside.py:OwnConfig", r"in its own folder, .*inside\.py, which is not executed; put it elsewhere\.$"),
-        ("absent.py:OwnConfig", r"OwnConfig of .*absent\.py, which does not exist; put it back, or"),
+        ("absent.py:OwnConfig", r"OwnConfig of .*absent\.py, which does not exist; restore it, or"),
         ("other.py:Text", r"there is no ModelConfig '.*other\.py:Text'"),
     ],
 )
@@ -187,7 +187,7 @@ def test_config_of_a_published_tokenizer_is_stored_and_verified(tmp_path):
     with pytest.raises(UserError, match=r"tokenizer_config\.json is not the one that this run was trained with"):
         read_tokenizer(run)
     file.unlink()
-    with pytest.raises(UserError, match=r"has no tokenizer_config\.json; put back the one"):
+    with pytest.raises(UserError, match=r"has no tokenizer_config\.json; restore the one"):
         read_tokenizer(run)
 
 
@@ -212,7 +212,7 @@ def test_run_data_uses_its_own_tokenizer(tmp_path):
     actual = load_data(folder, config).tokenizer
     assert actual is not None and actual.as_json() == tokenizer.as_json()
     (folder / "tokenizer.json").unlink()
-    with pytest.raises(UserError, match=r"tokenizer\.json does not exist, .*; put it back, or train again\.$"):
+    with pytest.raises(UserError, match=r"tokenizer\.json does not exist, .*; restore it, or train again\.$"):
         load_data(folder, config)
 
 
@@ -247,7 +247,7 @@ def test_tokenizer_of_another_run_is_refused(tmp_path):
     words = [" ".join(f"{a}{b}{c}" for a in "xyz" for b in "abc" for c in "klm")] * 2
     one = small_run(tmp_path / "one", words)
     Tokenizer.train([words[0][::-1]] * 2, 280).save(one / "tokenizer.json")
-    refusal = r"tokenizer\.json is not the one that this run was trained with; put that back, or train again\.$"
+    refusal = r"tokenizer\.json is not the one that this run was trained with; restore that, or train again\.$"
     with pytest.raises(UserError, match=refusal):
         load_run(one)
     with pytest.raises(UserError, match=refusal):
@@ -261,14 +261,14 @@ def test_tokenizer_without_checksum_is_refused(tmp_path, sums):
     (folder / "sha256.json").unlink()
     if sums is not None:
         (folder / "sha256.json").write_text(sums)
-    remedy = "put back the one"
+    remedy = "restore the one"
     with pytest.raises(UserError, match=rf"sha256\.json.*; {remedy}"):
         load_data(folder, config)
 
 
 def test_unwritable_parent_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"run cannot be made: .*file cannot be written to \(Not a directory\); choose"):
+    with pytest.raises(UserError, match=r"run cannot be created: .*file is not writable \(Not a directory\); choose"):
         check_writable_parent(tmp_path / "file/a/run")
     check_writable_parent(tmp_path / "a/run")
     assert [folder_path.name for folder_path in tmp_path.iterdir()] == ["file"]
@@ -276,7 +276,7 @@ def test_unwritable_parent_is_refused(tmp_path):
 
 def test_text_model_refuses_other_models(tmp_path):
     config = Config("x", ViTConfig(), TextConfig(), steps=1)
-    with pytest.raises(UserError, match=r"x holds a ViT, which writes no text; name a run that does\.$"):
+    with pytest.raises(UserError, match=r"x holds a ViT, which does not generate text; name a run that does\.$"):
         Run(tmp_path / "x", config, config.model.build(), {}, None, step=1).text_model()
 
 

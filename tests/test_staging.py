@@ -270,7 +270,7 @@ def test_store_that_fails_does_not_stop_training_and_gets_all_later(store, monke
     with pytest.raises(UserError, match=f"all is staged in .*process-0, .* --resume --run {URL}"):
         train_in_store(5, 10)
     assert staged_run(local_folder(URL)).committed() == set()
-    assert caplog.text.count("it does not answer; training goes on, and uploads from") == 1
+    assert caplog.text.count("it does not answer; training continues and will upload from") == 1
     fails = False
     train_in_store(resume=True)  # from what is staged
     assert CheckpointReader(local_folder(URL)).steps() == [5, 10]
@@ -321,7 +321,7 @@ def test_existing_and_missing_runs_are_named_by_their_url(store, capsys):
         in capsys.readouterr().err
     )
     assert train.main(["--run", "s3://bucket", "--resume"]) == 2
-    assert "'s3://bucket' is no URL of objects in a bucket" in capsys.readouterr().err
+    assert "'s3://bucket' is not a URL of objects in a bucket" in capsys.readouterr().err
     assert resume_command(staging.cache_folder("runs", URL) / "process-0").endswith(f" --resume --run {URL}")
 
 
@@ -368,7 +368,7 @@ def test_server_that_vanishes_during_a_run_gets_all_when_it_is_back(environment,
     out, err = process.communicate(timeout=240)
     assert process.returncode == 2 and "final: step 120" in out, err
     warning, error = (line for line in err.splitlines() if line.startswith(("WARNING", "error")))
-    assert "training goes on, and uploads from" in warning
+    assert "training continues and will upload from" in warning
     assert error.startswith(f"error: {url}: it does not answer") and error.endswith(f"train.py --resume --run {url}")
     with serve(port):
         result = run("train.py", "--resume", "--run", url, cwd=tmp_path)

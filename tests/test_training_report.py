@@ -80,10 +80,10 @@ def test_the_rollback_command_has_values():
     config = replace(config, optimizer=replace(config.optimizer, clip_norm=None, learning_rate=1.0))
     outcome = Outcome("diverged", 121, None, None, healthy=100)
     assert rollback_line(config, outcome, Path("runs/quick")) == (
-        "Checkpoint 100 is from before the divergence and is retained; roll back to it with: "
+        "Checkpoint 100 precedes the divergence and is retained; roll back to it with: "
         "python -m jaxformer train --resume --run runs/quick --from-step 100 --optimizer.clip-norm 1"
     )
     assert rollback_line(config, replace(outcome, healthy=0), Path("r")).startswith(
-        "No checkpoint is from before the divergence; begin again with: "
+        "No checkpoint precedes the divergence; start again with: "
         "python -m jaxformer train --resume --run r --from-step 0 "
     )

@@ -139,7 +139,7 @@ class Group(NamedTuple):
         """Return the words that are values of the flag, at most `maximum` or any number for None, and the other words.
         Raises `UserError` if a value is missing, or given for a flag without one."""
         if maximum == 0 and self.has_equals:
-            raise UserError(f"{self.flag} is {self.words[0]!r}, but it has no value; leave it out.")
+            raise UserError(f"{self.flag} is {self.words[0]!r}, but it has no value; omit it.")
         if maximum == 1 and not self.words:
             raise UserError(f"{self.flag} has no value; give one.")
         return self.words[:maximum], [] if maximum is None else self.words[maximum:]
@@ -182,7 +182,7 @@ def parse(arguments: Sequence[str], default: T, program: str, description: str) 
             values[option.path] = items if option.max_values is None else next(iter(items), group.flag == option.flag)
         for word in words:
             if not positional:
-                raise UserError(f"{word!r} belongs to no option; leave it out, or name its option: --help lists all.")
+                raise UserError(f"{word!r} belongs to no option; omit it, or name its option; --help lists all.")
             option = positional.pop(0)
             values[option.path] = read_value(option.flag, option.hint, word)
     parsed = _replaced(default, values)
@@ -243,7 +243,7 @@ def options_given(arguments: Sequence[str]) -> set[str]:
     `UserError` if one is given twice, as only the last would count."""
     given = [re.sub(r"(^--|\.)no-", r"\1", group.flag) for group in split_flags(arguments) if group.flag]
     if repeated := [flag for flag in given if given.count(flag) > 1]:
-        raise UserError(f"{repeated[0]} is given twice; give it once, where it takes several values with all of them.")
+        raise UserError(f"{repeated[0]} is given twice; give it once, with all of its values.")
     return set(given)
 
 
@@ -279,7 +279,7 @@ def folder_named(flag: str, value: str) -> Path:
     if not value:
         raise UserError(f"{flag} is empty; name a folder, such as runs/mine.")
     if is_url(value):
-        raise UserError(f"{flag} is the URL {value}; name a folder of this machine.")
+        raise UserError(f"{flag} is the URL {value}; name a local folder.")
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{flag} {value} is a file; name a folder.")
     return folder

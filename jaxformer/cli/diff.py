@@ -12,9 +12,9 @@ from jaxformer.invocation import command
 from jaxformer.terminal import echo
 
 DESCRIPTION = """Compare two runs: the fields of their configs; the first logged step at which they differ, and the
-first parameter whose statistics in the gradient tables differ; every logged number at that step and at the last common
-one; the arrays of the last common checkpoint. Timings do not count. The exit status is 0 where nothing differs, and 1
-where something does."""
+first parameter whose statistics in the gradient tables differ; all logged values at that step and at the last common
+step; the arrays of the last common checkpoint. Timings are ignored. The exit status is 0 if nothing differs, and 1
+otherwise."""
 MAX_LINES = 12
 """Maximum lines shown per section."""
 

@@ -21,19 +21,19 @@ if TYPE_CHECKING:
     from jaxformer.runs import Run
 
 DESCRIPTION = """Evaluate a run on the held-out split of its own data; or, with --data.path, a language model on a
-text: loss (cross-entropy, nats per token), perplexity, bits per byte, and top-1 accuracy. Of pairs of texts, also BLEU,
-chrF (both by sacrebleu) and the share of exact matches of greedy translations of the sources.
+text: loss (cross-entropy, nats per token), perplexity, bits per byte, and top-1 accuracy. For pairs of texts, also BLEU
+and chrF (both by sacrebleu) and the exact-match rate of greedy translations of the sources.
 
-The text is one end-of-text token, then the documents, each followed by one, made into tokens by the run's own
-tokenizer; every token but the first is predicted once, each end-of-text token too, and whatever is in the window
-before it counts as context, also the end of another document. Windows follow each other, as in training's final
-validation, so that the first token of a window is predicted from one token, the last from context_length. With
---stride N, windows start N tokens apart and each predicts its last N only (the first one all): but for the first
+The text is an end-of-text token and then the documents, each followed by one, tokenized by the run's own tokenizer.
+Every token but the first is predicted once, including end-of-text tokens; all preceding tokens of the window are
+context, even if they belong to another document. Windows are consecutive, as in training's final validation, so that
+the first token of a window is predicted from one token, and the last from context_length. With --stride N, windows
+start N tokens apart and each predicts only its last N tokens (the first one all): except for the first
 context_length - N tokens of the text, each is predicted from at least context_length - N tokens before it. Bits per
-byte are all bits over the bytes of the text in UTF-8, as the run reads it; perplexity is exp(loss). A model that
-predicts only what follows a full window leaves out the first context_length tokens, and always has a stride of 1; a
-prefix language model gets no prefix. With --weights, the loss is that of rounded weights: products are computed as
---precision says, where the command sample rounds activations, too."""
+byte are the total bits over the UTF-8 bytes of the text, as the run reads it; perplexity is exp(loss). A model that
+only predicts the token after a full window does not predict the first context_length tokens, and always has a stride of
+1; a prefix language model gets no prefix. With --weights, the loss is that of rounded weights; matmuls are computed as
+--precision says, whereas sample also rounds activations."""
 
 
 @dataclass(frozen=True)

@@ -15,14 +15,14 @@ from jaxformer.interop.formats import Dtype, Format
 from jaxformer.invocation import command
 from jaxformer.terminal import echo
 
-DESCRIPTION = """Write a trained model in a format that other programs read. The target must not exist; it appears
-complete, or not at all. Formats:
+DESCRIPTION = """Export a trained model to a format that other programs read. The target must not exist, and is written
+atomically. Formats:
 
-hf: a decoder of a published family, such as Llama, as a folder that transformers and vLLM read.
+hf: a decoder of a published family, such as Llama, as a folder for transformers and vLLM.
 
-gguf: a Llama or Qwen3, as a file that llama.cpp reads.
+gguf: a Llama or Qwen3, as a file for llama.cpp.
 
-safetensors: any model, as a folder with its parameters by name and the config of the run.
+safetensors: any model, as a folder with its parameters by name and the run's config.
 
 stablehlo: any model, as a folder with programs that jax runs without this package, on CPU, GPU and TPU."""
 
@@ -53,7 +53,7 @@ def main(arguments: list[str]) -> int:
         raise UserError(f"--format is missing; give one of {', '.join(get_args(Format))}.")
     if options.cache_length is not None:
         if options.format != "stablehlo":
-            raise UserError(f"--cache-length has no effect on {options.format}; leave it out.")
+            raise UserError(f"--cache-length has no effect on {options.format}; omit it.")
         if not 1 <= options.cache_length < 2**24:
             raise UserError(f"--cache-length is {options.cache_length}; it must be at least 1 and below 2**24.")
     machine.set_up()

@@ -15,12 +15,12 @@ from jaxformer.errors import UserError
 from jaxformer.invocation import command
 from jaxformer.terminal import echo, echo_status
 
-DESCRIPTION = """Write a published model as a run, from a folder with config.json, weights in safetensors (one file, or
-shards with model.safetensors.index.json) and tokenizer.json, as transformers and the model hubs have it. The run can
-be sampled from, inspected and evaluated as any other; train.py --init-from trains on from it.
+DESCRIPTION = """Import a published model as a run, from a folder with config.json, weights in safetensors (one file, or
+shards with model.safetensors.index.json) and tokenizer.json, the layout of transformers and the model hubs. The run can
+be sampled from, inspected and evaluated like any other; train.py --init-from fine-tunes it.
 
-Families: docs/interop.md lists them. Pickled weights (.bin, .pt), which run code when they are read, and quantised ones
-are refused."""
+docs/interop.md lists the supported families. Pickled weights (.bin, .pt), which execute code when they are loaded, and
+quantised weights are rejected."""
 
 
 @dataclass(frozen=True)

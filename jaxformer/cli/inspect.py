@@ -15,11 +15,11 @@ from jaxformer.fields import check_range
 from jaxformer.invocation import command
 from jaxformer.terminal import echo
 
-DESCRIPTION = """Look inside a trained model: write one HTML page that opens from disk and needs no network. In it, a
-decoder runs on the text that one types. It has the attention maps of a text and the likeliest next tokens; logit lens
-and direct logit attribution; head statistics and head ablation; attention saturation; per-example gradients; images
-with attention over their patches, captions that match best, translations; and the training: losses, attention entropy,
-update ratios, samples. A model shows what it has of these."""
+DESCRIPTION = """Inspect a trained model: write one HTML page that opens from disk and needs no network. In it, a
+decoder runs on text that you type. Depending on the model, it shows attention maps of a text and the most likely next
+tokens; the logit lens and direct logit attribution; head statistics and head ablation; attention saturation;
+per-example gradients; images with attention over their patches, best-matching captions, translations; and the training
+log: losses, attention entropy, update ratios, samples."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Arguments:
     targets, at most 256. Without the run's data, only the prompt is used."""
     max_live_parameters: int = 5_000_000
     """Maximum parameters of a decoder that runs in the page on your own text, at 2.7 bytes each; at most 150 million,
-    as browsers read no text of more than 0.5 GB; 0 to leave it out."""
+    as browsers read no text of more than 0.5 GB; 0 to omit it."""
 
 
 @as_command()

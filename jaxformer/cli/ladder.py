@@ -24,11 +24,11 @@ SET_PER_RUNG = {"--config", "--run", "--resume", "--name", "--allow-changed-data
 """Options of train.py that the ladder sets."""
 DESCRIPTION = f"""usage: {command("ladder")} [--rungs NAME …] [--folder FOLDER] [OPTIONS OF train]
 
-Train rung after rung of configs/ladder.py, each in a run of its own below the folder, with the same options: --steps,
---data.path, --train.batch-size and all others of train. A rung that has ended is not trained again, and one that was
-interrupted is resumed, so that the same command continues the ladder. A rung that diverges or becomes not finite has
-ended, too. The outcomes stand in one table beside the sources' figures: in the terminal, and in the folder as
-ladder.csv, ladder.html, a page that needs no network, and ladder.png (extra plots).
+Train the rungs of configs/ladder.py in order, each in its own run below the folder, with the same options: --steps,
+--data.path, --train.batch-size and all others of train. A rung that has ended is skipped, and an interrupted one is
+resumed, so that the same command continues the ladder. A rung that diverges or becomes non-finite has also ended. The
+results are shown in one table beside the sources' figures: in the terminal, and in the folder as ladder.csv,
+ladder.html, a page that needs no network, and ladder.png (extra plots).
 
 --rungs NAME …    rungs to train, in the order of the ladder (default: all but the candidates for a recipe)
 
@@ -43,7 +43,7 @@ def main(arguments: list[str]) -> int:
         return 0
     own, options = peek(arguments, {"--rungs": None, "--folder": 1})
     if conflicting := sorted(SET_PER_RUNG & options_given(arguments)):
-        raise UserError(f"{conflicting[0]} is set by the ladder for each rung; leave it out.")
+        raise UserError(f"{conflicting[0]} is set by the ladder for each rung; omit it.")
     module = load_module(RUNGS)
     sources: dict[str, str] = module.REPORTED
     rungs = [*sources, *module.RECIPE]
@@ -51,7 +51,7 @@ def main(arguments: list[str]) -> int:
         raise UserError(f"--rungs is empty; name some of {', '.join(rungs)}.")
     for name in own.get("--rungs", ()):
         if name not in rungs:
-            raise UserError(f"there is no rung {name}; there are {', '.join(rungs)}.")
+            raise UserError(f"there is no rung {name}; the rungs are {', '.join(rungs)}.")
     folder = folder_named("--folder", own.get("--folder", [str(RUNS / "ladder")])[0])
     # Check all options before hours of training.
     names = [name for name in rungs if name in own.get("--rungs", sources)]
@@ -64,10 +64,10 @@ def main(arguments: list[str]) -> int:
     for name, config in configs.items():
         run = folder / name
         if name in module.DIVERGING_RUNGS:
-            echo(f"{name} is meant to diverge; training stops where it does")
+            echo(f"{name} is expected to diverge; training stops when it does")
         if run.exists() and has_ended(run):
             _check_same(config, run)
-            echo(f"{name}: done before, in {run}")
+            echo(f"{name}: already trained, in {run}")
             continue
         status = _train(run, options)
         if status not in (0, 1):
@@ -77,7 +77,7 @@ def main(arguments: list[str]) -> int:
     results = [rung_result(folder / name, sources.get(name, "-")) for name in configs]
     echo(as_text(results))
     written = write_results(results, folder)
-    echo(f"the same in {folder}: {', '.join(written)}")
+    echo(f"also written to {folder}: {', '.join(written)}")
     return 0
 
 

@@ -12,8 +12,9 @@ from jaxformer.errors import UserError
 from jaxformer.invocation import command
 from jaxformer.terminal import echo
 
-DESCRIPTION = """Write a run whose parameters are those of another with its LoRA adapters merged. It needs no base, and
-holds no state of the optimizer: train it further with --init-from. Other commands merge adapters as they read a run."""
+DESCRIPTION = """Write a new run with the parameters of another run and its LoRA adapters merged into them. It needs no
+base run and has no optimizer state: train it further with --init-from. Other commands merge adapters when they load a
+run."""
 
 
 @dataclass(frozen=True)

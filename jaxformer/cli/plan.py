@@ -64,7 +64,7 @@ def main(arguments: list[str]) -> int:
 
     n = count_devices(options.topology)
     if not peek(arguments, {"--mesh": 1})[0] and (mesh := rescale_mesh(config.mesh, n)) != config.mesh:
-        echo(f"the config's mesh {config.mesh} is not of {n} devices: planning for --mesh {mesh}")
+        echo(f"the config's mesh {config.mesh} does not have {n} devices; planning for --mesh {mesh}")
         arguments, config = [*arguments, "--mesh", mesh], replace(config, mesh=mesh)
     check_topology(options.topology, config.mesh)
     compiler = compiler_of(options.topology)
@@ -77,7 +77,7 @@ def main(arguments: list[str]) -> int:
     lines = [line.strip() for line in result.stderr.splitlines() if line.strip()]
     if result.returncode not in (0, 1, 2, 130) or any(FAILURE.match(line) for line in lines):
         error = ([line for line in lines if ERROR.search(line)] or lines or ["nothing"])[-1].rstrip(".")
-        remedy = f"; take the version that goes with jax: {install}" if "INTERNAL" in error else ""
+        remedy = f"; install the version that matches jax: {install}" if "INTERNAL" in error else ""
         raise UserError(f"the {compiler.kind} compiler failed (status {result.returncode}): {error}{remedy}.")
     for line in lines:
         if line.startswith("error: "):

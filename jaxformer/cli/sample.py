@@ -44,17 +44,16 @@ T = TypeVar("T")
 Prompts = Sequence[Prompt | UserError]
 """Prompts, with an error in place of each invalid line of a file."""
 
-DESCRIPTION = """Continue texts with a trained model.
+DESCRIPTION = """Generate completions of prompts with a trained model.
 
-The completion of a prompt depends on the prompt, the options and the seed alone, and not on the other prompts of its
-batch, but for rounding: that can decide between two tokens that are about equally likely. A text ends with the
-document (the end-of-text token), at a stop token or stop string, which are not shown, or after
---max-new-tokens.
+The completion of a prompt depends only on the prompt, the options and the seed, and not on the other prompts of its
+batch, except for rounding, which can decide between two tokens that are about equally likely. Generation stops at the
+end-of-text token, at a stop token or stop string, which are not shown, or after --max-new-tokens.
 
 A masked language model fills masks instead, one token each: --prompt "The [MASK] of the people". A
-sequence-to-sequence model translates each prompt, greedily or with --num-beams. A classifier of texts gives the
-likeliest labels of each prompt. A model of images classifies those of --images, and one of images and texts ranks the
-texts of --prompt for each of them."""
+sequence-to-sequence model translates each prompt, greedily or by beam search with --num-beams. A text classifier prints
+the most likely labels of each prompt. An image classifier classifies the images of --images, and a model of images and
+texts ranks the texts of --prompt for each image."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +137,7 @@ def main(arguments: list[str]) -> int:
         return _classify(options, given, prompts)
     if options.images:
         kind = type(model).__name__
-        raise UserError(f"{run_folder(options.opening)} holds a {kind}, which has no image input; leave out --images.")
+        raise UserError(f"{run_folder(options.opening)} holds a {kind}, which has no image input; omit --images.")
     if task is Task.SEQUENCE_TO_SEQUENCE:
         return _translate(options, given, prompts)
     if task is Task.TEXT_CLASSIFICATION:
@@ -167,22 +166,22 @@ def _check(options: Arguments, given: set[str]) -> None:
         raise UserError(f"{' and '.join(used)} exclude each other; give one of them.")
     StopStrings(completion.stop)
     if completion.draft is None and "--draft-tokens" in given:
-        raise UserError("--draft-tokens has no effect without a draft; leave it out, or give --draft.")
+        raise UserError("--draft-tokens has no effect without a draft; omit it, or give --draft.")
     if completion.draft is not None and "--prefill-chunk" in given:
-        raise UserError("--prefill-chunk has no effect on a draft; leave out --prefill-chunk, or --draft.")
+        raise UserError("--prefill-chunk has no effect on a draft; omit --prefill-chunk, or --draft.")
     if options.opening.weights == "int8" and options.opening.mesh:
-        raise UserError("weights of int8 must be on one device; leave out --mesh, or use bfloat16.")
+        raise UserError("weights of int8 must be on one device; omit --mesh, or use bfloat16.")
     n_beams, n_tokens = completion.num_beams, completion.max_new_tokens
     if n_beams == 1:
         if "--length-penalty" in given:
-            raise UserError("--length-penalty has no effect without beam search; leave it out, or give --num-beams.")
+            raise UserError("--length-penalty has no effect without beam search; omit it, or give --num-beams.")
     elif not abs(exponent := completion.length_penalty) <= (steepest := MAX_EXPONENT / max(1.0, log2(n_tokens))):
-        problem = f"--length-penalty is {exponent}, and a float32 does not hold {n_tokens} tokens to that power"
+        problem = f"--length-penalty is {exponent}, and {n_tokens} tokens to that power exceed float32"
         raise UserError(f"{problem}; it must be from {-steepest:.1f} to {steepest:.1f}.")
     elif clash := sorted(given & {f"--{name.replace('_', '-')}" for name in NOT_WITH_BEAMS}):
-        raise UserError(f"{clash[0]} has no effect on beam search; leave it out, or --num-beams.")
+        raise UserError(f"{clash[0]} has no effect on beam search; omit it, or --num-beams.")
     elif completion.draft is not None:
-        raise UserError("--draft and --num-beams exclude each other; leave out one of them.")
+        raise UserError("--draft and --num-beams exclude each other; omit one of them.")
     elif completion.num_samples > n_beams:
         raise UserError(f"--num-samples is {completion.num_samples}; it must be at most --num-beams, {n_beams}.")
 
@@ -211,7 +210,7 @@ def _print_error(error: UserError) -> None:
 def _check_task(options: Arguments, given: set[str], known: set[str], task: str) -> None:
     if foreign := sorted(given - known):
         folder = run_folder(options.opening)
-        raise UserError(f"{foreign[0]} does not apply to {task}, the task of {folder}; leave it out.")
+        raise UserError(f"{foreign[0]} does not apply to {task}, the task of {folder}; omit it.")
 
 
 def _open_restored(options: Arguments) -> Run:
@@ -254,7 +253,7 @@ def _classify(options: Arguments, given: set[str], prompts: Prompts) -> int:
     if not options.images:
         raise UserError("there is no image to classify; give --images, such as --images photo.png.")
     if zero_shot and not given & TEXTS:
-        raise UserError("there is no text to classify by; give texts with --prompt or --prompts-file.")
+        raise UserError("there is no text to rank for an image; give texts with --prompt or --prompts-file.")
     n_valid = len(prompts)
     if zero_shot:
         fitting = _encode(options, prompts, lambda prompt: check_text(prompt, run))
@@ -324,9 +323,9 @@ def make_completer(options: Arguments, given: set[str]) -> Completer:
     needs_cache += ["--num-beams"] if completion.num_beams > 1 else []
     needs_cache += ["--explain"] if options.explain else []  # other models read left-padded windows
     if needs_cache and not contract_of(run.model).has_cache:
-        raise UserError(f"{run.path} has a model without a cache, which {needs_cache[0]} needs; leave it out.")
+        raise UserError(f"{run.path} has a model without a KV cache, which {needs_cache[0]} needs; omit it.")
     if "--prefill-chunk" in given and contract_of(run.model).has_prefix:
-        raise UserError(f"{run.path} attends to a prompt in both directions, in one pass; leave out --prefill-chunk.")
+        raise UserError(f"{run.path} reads a prompt with bidirectional attention, in one pass; omit --prefill-chunk.")
     _, tokenizer = run.text_model()
     sampling = options.sampling.with_tokens(
         tokenizer.ends_of_text, logit_bias=encode_logit_bias(completion.logit_bias, tokenizer),

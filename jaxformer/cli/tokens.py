@@ -15,7 +15,7 @@ from jaxformer.errors import UserError
 from jaxformer.invocation import command
 from jaxformer.terminal import echo
 
-DESCRIPTION = """Print the tokens of a text, a line each: position, id, and bytes, as JSON where they are whole
+DESCRIPTION = """Print the tokens of a text, one per line: position, id, and bytes, as a JSON string if they are whole
 characters. The text is an argument or, without one, standard input."""
 
 

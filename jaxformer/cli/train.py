@@ -54,8 +54,8 @@ if TYPE_CHECKING:
 DEFAULT_CONFIG = "quick"
 DESCRIPTION = f"""Train a model; sample from it with {command("sample")}.
 
-Ctrl-C, SIGTERM and closing the terminal (SIGHUP) save a checkpoint and stop. With nohup, and where only the reader of a
-pipe leaves (| head), training continues quietly."""
+Ctrl-C, SIGTERM and closing the terminal (SIGHUP) save a checkpoint and stop. With nohup, or if only the reader of a
+pipe exits (| head), training continues without output."""
 RUNS = Path("runs")
 TOO_EARLY = "interrupted before the first step; nothing to save"
 
@@ -83,11 +83,11 @@ class Arguments:
 
     def __post_init__(self) -> None:
         if self.allow_changed_data and not self.resume:
-            raise UserError("--allow-changed-data goes with --resume; a new run learns from the data as it is.")
+            raise UserError("--allow-changed-data needs --resume; a new run uses the data as it is.")
         if self.from_step is not None and not self.resume:
-            raise UserError("--from-step goes with --resume; name the run to roll back with --run.")
+            raise UserError("--from-step needs --resume; name the run to roll back with --run.")
         if self.skip_batches and self.from_step is None:
-            raise UserError("--skip-batches goes with --resume and --from-step; name the checkpoint to roll back to.")
+            raise UserError("--skip-batches needs --resume and --from-step; name the checkpoint to roll back to.")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -163,7 +163,7 @@ def _start(arguments: list[str], stack: contextlib.ExitStack) -> Prepared | None
     options = parse(arguments, defaults, command("train"), DESCRIPTION)
     config = options.fields
     if pretrained is not None and pretrained.tokenizer is not None and "--data.tokenizer" in given:
-        raise UserError(f"--data.tokenizer has no effect on {pretrained.path}, which has its own; leave it out.")
+        raise UserError(f"--data.tokenizer has no effect on {pretrained.path}, which has its own; omit it.")
     changes = ""
     if options.run is not None and staged is None:
         folder_named("--run", options.run)
@@ -185,7 +185,7 @@ def _start(arguments: list[str], stack: contextlib.ExitStack) -> Prepared | None
     from jaxformer.run_lock import hold_run_lock
     from jaxformer.runs import check_writable_parent
 
-    stack.enter_context(exit_on_lost_process("training has not begun."))
+    stack.enter_context(exit_on_lost_process("training has not started."))
     early = stack.enter_context(contextlib.ExitStack())
     early.enter_context(raise_on_signals(*STOPPING, message=TOO_EARLY))
     if staged is not None:

@@ -25,11 +25,11 @@ from jaxformer.terminal import echo
 if TYPE_CHECKING:
     from jaxformer.runs import Run
 
-DESCRIPTION = """Check a trained model's invariants: no logit depends on a later token; padding and the rest of the
-batch change nothing; decoding with a cache gives the logits of a full pass; evaluation has no dropout; gradients are
-those of finite differences in float64; several devices give what one gives. The inputs are random tokens and pixels, so
-no data is needed; each line has the largest deviation and the limit that rounding allows. The exit status is 1 where a
-check fails."""
+DESCRIPTION = """Check a trained model's invariants: logits do not depend on later tokens; outputs depend neither on
+padding nor on the rest of the batch; decoding with a KV cache reproduces the logits of a full pass; evaluation has no
+dropout; gradients match finite differences in float64; several devices give the results of one. The inputs are random
+tokens and pixels, so no data is needed; each line shows the largest deviation and the tolerance for rounding. The exit
+status is 1 if a check fails."""
 
 
 @dataclass(frozen=True)

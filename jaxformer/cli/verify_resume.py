@@ -21,7 +21,7 @@ from jaxformer.invocation import command
 from jaxformer.terminal import echo
 
 DETERMINISTIC = "--compute.deterministic"
-DESCRIPTION = f"Kill a run, resume it, and compare. {DETERMINISTIC} is on unless it is given."
+DESCRIPTION = f"Kill a run, resume it, and compare it with an uninterrupted run. {DETERMINISTIC} is added unless given."
 EVERY = "--train.checkpoint-every"
 MAX_LINES = 12
 """Maximum differences shown."""
@@ -55,8 +55,8 @@ def main(arguments: list[str]) -> int:
     every = config.train.checkpoint_every
     if not 0 < every <= kill_at:
         if EVERY in options_given(fields):
-            problem = f"{EVERY} is {every}, so that there is no checkpoint to resume from at step {kill_at}"
-            raise UserError(f"{problem}; leave it out, or set it to at most --kill-at.")
+            problem = f"{EVERY} is {every}, so there is no checkpoint to resume from at step {kill_at}"
+            raise UserError(f"{problem}; omit it, or set it to at most --kill-at.")
         fields += [EVERY, str(kill_at)]
         echo(f"both runs save a checkpoint every {kill_at:,} steps, so that there is one to resume from")
     if DETERMINISTIC not in options_given(fields):
@@ -101,8 +101,8 @@ def _verify(options: list[str], kill_at: int, folder: Path) -> int:
         return 1
     arrays = ours.arrays(ours.step())
     echo(
-        f"identical to the last bit: {len(read_metrics(uninterrupted)):,} rows of metrics over "
-        f"{last_step(uninterrupted):,} steps, and {sum(a.size for a in arrays.values()):,} numbers in {len(arrays)} "
+        f"bit-identical: {len(read_metrics(uninterrupted)):,} rows of metrics over "
+        f"{last_step(uninterrupted):,} steps, and {sum(a.size for a in arrays.values()):,} values in {len(arrays)} "
         "arrays of parameters and optimizer state"
     )
     return 0

@@ -62,7 +62,7 @@ class CaptionsConfig(DataConfig):
         fixed: Container[str] | None = None,
     ) -> CaptionDataset:  # fmt: skip
         if not isinstance(model, ImageTextModelConfig):
-            problem = f"the data is images with captions, but {type(model).__name__} does not describe a model of both"
+            problem = f"the data is images with captions, but {type(model).__name__} does not configure a model of both"
             raise UserError(f"{problem}; change one.")
         return CaptionDataset(self, model, batch_size, seed, tokenizer, fixed)
 
@@ -120,7 +120,7 @@ class CaptionDataset(Dataset):
         original, model = model, replace(model, vision=vision)
         shape = model.example()[0].shape
         if config.shift >= max(shape[:2]):
-            remedy = "move them by fewer"
+            remedy = "lower it"
             raise UserError(f"data.shift is {config.shift}, but images have {shape[0]} x {shape[1]} pixels; {remedy}.")
         self.images = read_images(folder / IMAGES, files, shape)
         is_train = np.array([row.split == "train" for row in table])
@@ -189,12 +189,14 @@ def read_captions(path: Path) -> list[CaptionRow]:
         raise UserError(f"{path} does not exist; give a folder with {IMAGES} and {CAPTIONS} as data.path.")
     header, *lines = read_text(path).removesuffix("\n").split("\n")
     if tuple(header.split("\t")) != COLUMNS:
-        raise UserError(f"the first line of {path} is {header!r}; it must be the words {', '.join(COLUMNS)} with tabs.")
+        raise UserError(f"the first line of {path} is {header!r}; it must be {', '.join(COLUMNS)}, separated by tabs.")
     rows: dict[str, CaptionRow] = {}
     for number, line in enumerate(lines, 2):
         columns = line.split("\t")
         if len(columns) != len(COLUMNS) or not all(column.strip() for column in columns):
-            raise UserError(f"line {number} of {path} is {line!r}; it must have a {', a '.join(COLUMNS)} with tabs.")
+            raise UserError(
+                f"line {number} of {path} is {line!r}; it must be a {', a '.join(COLUMNS)}, separated by tabs."
+            )
         row = CaptionRow(*columns)
         if row.split not in SPLITS:
             raise UserError(f"line {number} of {path} has the split {row.split!r}; it must be {' or '.join(SPLITS)}.")
@@ -235,7 +237,7 @@ def _open_zip(path: Path, names: list[str]) -> Iterator[zipfile.ZipFile]:
         with zipfile.ZipFile(path) as file:
             members = {name for name in file.namelist() if not name.endswith("/")}
             if missing := [name for name in names if name not in members]:
-                raise UserError(f"{path} has no {missing[0]}, which a caption is for; add it, or remove its line.")
+                raise UserError(f"{path} has no {missing[0]}, which has a caption; add it, or remove its line.")
             if unknown := sorted(members.difference(names)):
                 raise UserError(f"{unknown[0]} in {path} has no caption; add a line to {CAPTIONS}, or remove it.")
             yield file

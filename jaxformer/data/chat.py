@@ -53,11 +53,11 @@ class ChatConfig(DataConfig):
     ) -> ChatDataset:  # fmt: skip
         if not isinstance(model, TokenModelConfig):
             kind = type(model).__name__
-            raise UserError(f"the data is conversations, but {kind} describes no model of tokens; change one.")
+            raise UserError(f"the data is conversations, but {kind} does not configure a model of tokens; change one.")
         inferred, notes = model, tuple[str, ...]()
         if tokenizer is None:
             if self.tokenizer is None:
-                remedy = "begin with a model by --init-from, or name one by --data.tokenizer"
+                remedy = "start from a model with --init-from, or name a tokenizer with --data.tokenizer"
                 raise UserError(f"conversations need a tokenizer; {remedy}.")
             tokenizer = Tokenizer.load(find_tokenizer(self.tokenizer))
             inferred = fit_vocab_size(model, tokenizer, 0, fixed)
@@ -112,17 +112,19 @@ def read_conversations(path: str, option: str, tokenizer: Tokenizer) -> list[Con
 def _parse(row: Any, label: str) -> tuple[list[dict[str, Any]], Any]:
     """Return the messages and tools of a line. Raises `UserError` if it is not a conversation."""
     if not isinstance(row, dict) or "messages" not in row:
-        names = f"has the fields {', '.join(row)}" if isinstance(row, dict) and row else "is no object with any"
+        names = f"has the fields {', '.join(row)}" if isinstance(row, dict) and row else "is not an object with fields"
         raise UserError(f'{label} {names}, but "messages" is missing; give an object such as {EXAMPLE}.')
     messages = row["messages"]
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-        raise UserError(f'{label} has "messages" that are no list of objects; give an object such as {EXAMPLE}.')
+        raise UserError(f'{label} has "messages" that are not a list of objects; give an object such as {EXAMPLE}.')
     for number, message in enumerate(messages, start=1):
         for field in ("role", "content"):
             if not isinstance(value := message.get(field), str):
                 raise UserError(f'{label} message {number}, has the "{field}" {abbreviate(value)}; it must be text.')
     if not any(message["role"] == ASSISTANT for message in messages):
-        raise UserError(f'{label} has no message with the role "{ASSISTANT}", so nothing to learn; leave the line out.')
+        raise UserError(
+            f'{label} has no message with the role "{ASSISTANT}", so there is nothing to train on; remove the line.'
+        )
     return messages, row.get("tools")
 
 
@@ -131,10 +133,10 @@ def check_texts(messages: Sequence[Any], label: str, special: Sequence[str]) -> 
     for number, message in enumerate(messages, start=1):
         strings = list(_strings(message))
         if any(lone_surrogate(text) is not None for text in strings):
-            raise UserError(f"{label} message {number}, holds half a character, a lone surrogate; remove it.")
+            raise UserError(f"{label} message {number}, holds a lone surrogate; remove it.")
         for text in (text for text in ("\0", *special) for value in strings if text in value):
-            problem = f"{label} message {number}, holds {text!r}, which the tokenizer would take for its special token"
-            raise UserError(f"{problem}; write it otherwise, or leave the line out.")
+            problem = f"{label} message {number}, holds {text!r}, which the tokenizer would encode as its special token"
+            raise UserError(f"{problem}; rephrase it, or remove the line.")
 
 
 def _strings(value: Any) -> Iterator[str]:
@@ -151,7 +153,7 @@ def hold_out(conversations: Sequence[Conversation], fraction: float) -> tuple[li
     Raises `UserError` if all are equal."""
     digests = sorted({conversation.digest for conversation in conversations})
     if len(digests) < 2:
-        raise UserError("there is one conversation alone, and none to hold out; give more, or data.val_path.")
+        raise UserError("there is only one conversation, so none can be held out; give more, or data.val_path.")
     held_out = set(digests[: min(len(digests) - 1, max(1, round(fraction * len(digests))))])
     train = [conversation for conversation in conversations if conversation.digest not in held_out]
     return train, [conversation for conversation in conversations if conversation.digest in held_out]
@@ -236,20 +238,20 @@ class ChatDataset(Dataset):
         self.token_lengths = tokenizer.token_lengths
         for split, encoded in (("training", train), ("validation", val)):
             if not len(encoded.lengths_N) and not encoded.n_cut:
-                problem = f"the chat template writes no token of the assistant in any {split} conversation"
-                raise UserError(f"{problem}; give another by --data.template, or conversations with answers.")
+                problem = f"the chat template renders no assistant token in any {split} conversation"
+                raise UserError(f"{problem}; give another with --data.template, or conversations with answers.")
             if not len(encoded.lengths_N):
                 first = f"its first {model.context_length + 1}; raise model.context_length, or give shorter ones"
                 raise UserError(f"no {split} conversation has a token of the assistant among {first}.")
             if encoded.n_cut:
                 note = f"{encoded.n_cut:,} {split} conversation(s) are longer than {model.context_length + 1:,} tokens"
-                note += " and cut there"
+                note += " and are truncated"
                 if encoded.n_without:
-                    note += f", and {encoded.n_without:,} left out as the assistant's part is after it"
+                    note += f", and {encoded.n_without:,} skipped because the assistant's part comes later"
                 self.notes = (*self.notes, note)
             if encoded.n_empty:
-                empty = f"{encoded.n_empty:,} {split} conversation(s) are left out"
-                self.notes = (*self.notes, f"{empty}: the chat template writes no token of the assistant in them")
+                empty = f"{encoded.n_empty:,} {split} conversation(s) are skipped"
+                self.notes = (*self.notes, f"{empty}: the chat template renders no assistant token in them")
         self._train, self._val = (
             PackedExamples(
                 split.tokens, np.cumsum(split.lengths_N) - split.lengths_N, split.lengths_N - 1, model.context_length,

@@ -52,7 +52,9 @@ class ChatTemplate:
         if isinstance(source, list):  # several, by name
             source = {e.get("name"): e.get("template") for e in source if isinstance(e, dict)}.get("default")
         if not isinstance(source, str):
-            raise UserError("the tokenizer has no chat template; name a file with one in training, by --data.template.")
+            raise UserError(
+                "the tokenizer has no chat template; name a file with one in training, with --data.template."
+            )
         return cls(source, tokenizer.special_tokens, "the tokenizer's chat template")
 
     def render(self, messages: Sequence[Message], tools: Any = None, add_generation_prompt: bool = False) -> Rendered:
@@ -92,9 +94,9 @@ class ChatTemplate:
             if not (through.startswith(before) and text.startswith(through)):
                 is_same = through.startswith(self.render(messages[:i], tools).text)
                 differs = is_same and not through.startswith(before)
-                when = "than it begins an answer" if differs else "once others follow"
-                problem = f"{self.name} writes message {i + 1} otherwise {when}"
-                remedy = "give a template with {% generation %} blocks by --data.template"
+                when = "after a generation prompt" if differs else "if other messages follow"
+                problem = f"{self.name} renders message {i + 1} differently {when}"
+                remedy = "set data.template to one with {% generation %} blocks"
                 raise UserError(f"{problem}, so that the assistant's part is unknown; {remedy}")
             # The model does not generate white space after a special token.
             end = through.rstrip()
@@ -119,8 +121,8 @@ class ChatTemplate:
         try:
             return environment.from_string(self.source)
         except jinja2.TemplateSyntaxError as error:
-            problem = f"{self.name}, line {error.lineno}, is no Jinja template: {error.message}"
-            raise UserError(f"{problem}; mend it.") from error
+            problem = f"{self.name}, line {error.lineno}, is not a valid Jinja template: {error.message}"
+            raise UserError(f"{problem}; fix it.") from error
         except (RecursionError, SyntaxError) as error:  # from Python, which Jinja compiles to
             raise UserError(f"{self.name} is nested too deeply ({error}); give another template.") from error
 
@@ -149,7 +151,7 @@ def _generation_extension() -> type:
 
 def _raise_exception(message: str) -> None:
     """Raise a template's own error."""
-    raise UserError(f"the chat template refuses it: {message}")
+    raise UserError(f"the chat template rejects it: {message}")
 
 
 def read_template(path: str, tokenizer: Tokenizer) -> ChatTemplate:
@@ -166,8 +168,8 @@ def read_template(path: str, tokenizer: Tokenizer) -> ChatTemplate:
     try:
         config = parse_json(text.encode())
     except ValueError as error:
-        raise UserError(f"data.template {path} is no JSON: {error}; give a tokenizer_config.json.") from error
+        raise UserError(f"data.template {path} is not JSON: {error}; give a tokenizer_config.json.") from error
     source = config.get("chat_template") if isinstance(config, dict) else None
     if not isinstance(source, str):
-        raise UserError(f"data.template {path} has no chat_template that is text, but {abbreviate(source)}.")
+        raise UserError(f"data.template {path} has a chat_template that is not text, but {abbreviate(source)}.")
     return ChatTemplate(source, tokenizer.special_tokens, path)

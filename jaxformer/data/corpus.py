@@ -83,9 +83,11 @@ def load_corpus(config: CorpusConfig, vocab_size: int, tokenizer: Tokenizer | No
         train = leave_out(documents, val)
         if not len(train):
             problem = f"every document of data.path {config.path} is in data.val_path {config.val_path}, too"
-            raise UserError(f"{problem}; give other text to train on, or leave data.val_path out.")
+            raise UserError(f"{problem}; give other text to train on, or omit data.val_path.")
         if n := len(documents) - len(train):
-            notes = (f"{n:,} document(s) of {config.path} are not trained on: {config.val_path} has the same text",)
+            notes = (
+                f"{n:,} document(s) of {config.path} are excluded from training: {config.val_path} has the same text",
+            )
     texts = hashlib.sha256(f"{FORMAT} ".encode() + train.digest() + b" split " + val.digest()).hexdigest()
     folder = _cache_folder(texts, vocab_size, tokenizer)
     train_tokens, val_tokens, tokenizer = cached(folder, train, val, vocab_size, tokenizer)
@@ -127,4 +129,6 @@ def tokenize(documents: Documents, tokenizer: Tokenizer) -> np.ndarray:
             return np.memmap(file, token_dtype(tokenizer), "r")
     except OSError as error:
         folder = tempfile.gettempdir()
-        raise UserError(f"cannot write tokens to {folder}: {error.strerror}; make room, or set TMPDIR.") from error
+        raise UserError(
+            f"cannot write tokens to {folder}: {error.strerror}; free some space, or set TMPDIR."
+        ) from error

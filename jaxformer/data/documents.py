@@ -99,7 +99,7 @@ class Documents:
         position = cuts["\n"] or cuts[" "] or (latest if latest - earliest > MAX_WORD_CHARACTERS else 0)
         if position == 0:
             name = ", ".join(file.path.name for file in self.files)
-            raise UserError(f"{name} is too short to hold a part of it out; give data.val_path.")
+            raise UserError(f"{name} is too short for a held-out split; give data.val_path.")
         begin, end = (replace(self, span=span) for span in ((0, position), (position, None)))
         return begin, end
 

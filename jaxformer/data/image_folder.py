@@ -103,9 +103,9 @@ def open_image_folder(path: str) -> ImageFolder:
     if not files:
         raise UserError(f"there are no images in {folder / 'train'}; put them into train/LABEL/ as PNG or JPEG files.")
     shapes = dict.fromkeys(read_image_shape(file, str(file)) for file, _ in [*files, *val_files])
-    source = "those in val" if val_files else "some of train; call it val to take them from there"
+    source = "those in val" if val_files else "some of train; name it val to evaluate on it"
     others = [name for name in _subfolders(folder) if name not in ("train", "val")]
-    notes = tuple(f"the folder {folder / name} is not read: images to measure on are {source}" for name in others)
+    notes = tuple(f"the folder {folder / name} is not read: evaluation images are {source}" for name in others)
     return ImageFolder(path, classes, tuple(shapes), files, val_files or None, notes)
 
 
@@ -115,7 +115,7 @@ def hold_out(images: LabelledImages, fraction: float) -> tuple[LabelledImages, L
     digests = [int.from_bytes(hashlib.sha256(image.tobytes()).digest()[:8], "big") for image in images.images]
     held_out = np.array(digests, np.uint64) < np.uint64(int(fraction * 2**64))
     if held_out.all() or not held_out.any():
-        purpose = "train" if held_out.all() else "measure"
+        purpose = "train" if held_out.all() else "evaluate"
         problem = f"data.val_fraction {fraction} of {len(held_out)} images leaves nothing to {purpose} on"
         raise UserError(f"{problem}; change it, or give a folder val.")
     train, val = (LabelledImages(images.images[rows], images.labels[rows]) for rows in (~held_out, held_out))
@@ -135,11 +135,11 @@ def _read_idx_split(folder: Path, split: str) -> LabelledImages | None:
         return None
     for file, content in zip(files, ("images", "labels"), strict=True):
         if file is None:
-            remedy = "put it beside the others"
+            remedy = "add it to the folder"
             raise UserError(f"{folder} has no {split}-{content}-idx*-ubyte, with .gz or without; {remedy}.")
     images, labels = (read_idx(file, axes) for file, axes in zip(files, (3, 1), strict=True) if file is not None)
     if len(images) != len(labels):
-        reason = "they are not of one set"
+        reason = "they belong to different data sets"
         raise UserError(f"{files[0]} has {len(images)} images, but {files[1]} has {len(labels)} labels; {reason}.")
     if not images.size:
         raise UserError(f"{files[0]} has no images; give a file with at least 1.")
@@ -157,7 +157,7 @@ def _list_images(folder: Path, classes: Sequence[str]) -> LabelledFiles:
         return []
     if unknown := [name for name in _subfolders(folder) if name not in classes]:
         remedy = "remove it, or give images to train on"
-        raise UserError(f"{folder} has a class {unknown[0]!r} that train has not; {remedy}.")
+        raise UserError(f"{folder} has a class {unknown[0]!r} that train lacks; {remedy}.")
     return [
         (file, label)
         for label, name in enumerate(classes)

@@ -102,8 +102,8 @@ def read_model_input(file: str, shape: tuple[int, ...]) -> np.ndarray:
             return _pixels(image, file, channels, (height, width))
         n_frames, needed = getattr(image, "n_frames", 1), frames[0]
         if n_frames < needed:
-            remedy = "give an animated GIF of more"
-            raise UserError(f"{file} has {n_frames} frame(s), but the model takes {needed}; {remedy}.")
+            remedy = "give an animated GIF with more"
+            raise UserError(f"{file} has {n_frames} frame(s), but the model needs {needed}; {remedy}.")
         pixels = np.empty(shape, np.uint8)
         for to, frame in zip(pixels, evenly_spaced(n_frames, needed), strict=True):
             image.seek(int(frame))
@@ -115,18 +115,18 @@ def read_model_input(file: str, shape: tuple[int, ...]) -> np.ndarray:
 def _open_image(file: str | Path | IO[bytes], name: str, channels: int) -> Iterator[Image.Image]:
     """Open an image. Raises `UserError` with its name for decoding errors."""
     if channels not in MODES:
-        raise UserError(f"model.channels is {channels}, but pictures can be read as 1 (grey) or 3 (colour); set one.")
+        raise UserError(f"model.channels is {channels}, but images are read with 1 (grey) or 3 (colour); set one.")
     pillow, Image = import_extra("PIL", READING), import_extra("PIL.Image", READING)
     try:
         with Image.open(file) as image:
             yield image
     except FileNotFoundError as error:
-        raise UserError(f"{name} does not exist; name a picture that does.") from error
+        raise UserError(f"{name} does not exist; name an image that does.") from error
     except DECODE_ERRORS as error:
         reason = "" if isinstance(error, pillow.UnidentifiedImageError) else f": {error}"  # its message adds nothing
-        raise UserError(f"{name} cannot be read as a picture{reason}; leave it out, or download it again.") from error
+        raise UserError(f"{name} cannot be read as an image{reason}; remove it, or download it again.") from error
     except Image.DecompressionBombError as error:
-        raise UserError(f"{name} is too large a picture: {error}; make it smaller.") from error
+        raise UserError(f"{name} is too large: {error}; make it smaller.") from error
 
 
 def _pixels(image: Image.Image, name: str, channels: int, size: tuple[int, ...] | None = None) -> np.ndarray:

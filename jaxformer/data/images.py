@@ -83,7 +83,9 @@ def model_input_shape(model: ModelConfig, axes: int = 3) -> tuple[int, ...]:
     shape = model.example()[0].shape if isinstance(model, ImageModelConfig) else ()
     if len(shape) != axes:
         kind = {3: "images", 4: "videos"}[axes]
-        raise UserError(f"the data is {kind}, but {type(model).__name__} describes no model of {kind}; change one.")
+        raise UserError(
+            f"the data is {kind}, but {type(model).__name__} does not configure a model of {kind}; change one."
+        )
     return shape
 
 

@@ -36,7 +36,7 @@ def fit_vocab_size(
         return replace(model, vocab_size=needed)
     if model.vocab_size < needed:
         problem = f"model.vocab_size is {model.vocab_size:,}, but the tokenizer of data.tokenizer needs {needed:,}"
-        raise UserError(f"{problem}; set it to as much, or leave it out.")
+        raise UserError(f"{problem}; set it to that, or omit it.")
     return model
 
 
@@ -109,7 +109,7 @@ def describe_tokenizer_sample(tokenizer: Tokenizer, name: str) -> tuple[str, ...
     """Return a note if a tokenizer was trained on a sample of the named text, or none."""
     if tokenizer.one_in == 1:
         return ()
-    return (f"the tokenizer was trained on about 1/{tokenizer.one_in} of {name}, taken from all parts of it",)
+    return (f"the tokenizer was trained on about 1/{tokenizer.one_in} of {name}, sampled from all parts of it",)
 
 
 def _format(value: object) -> str:

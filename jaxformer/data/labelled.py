@@ -36,7 +36,7 @@ class LabelledTextConfig(DataConfig):
         fixed: Container[str] | None = None,
     ) -> LabelledTextDataset:  # fmt: skip
         if not isinstance(model, TokenModelConfig) or model.contract.task is not Task.TEXT_CLASSIFICATION:
-            problem = f"the data is texts with labels, but {type(model).__name__} describes no classifier of texts"
+            problem = f"the data is texts with labels, but {type(model).__name__} does not configure a text classifier"
             raise UserError(f"{problem}; change one.")
         train, val = (read_pairs(file, ("text", "label")) for file in find_splits(self.path, self.val_path))
         classes = find_classes(self.path, train, val)
@@ -60,9 +60,11 @@ def find_classes(name: str, train: Sequence[Pair], val: Sequence[Pair]) -> tuple
     has an unknown label."""
     classes = sorted({label for _, label in train})
     if len(classes) < 2:
-        raise UserError(f"all training texts of {name} have the label {classes[0]!r}; give texts of two or more.")
+        raise UserError(
+            f"all training texts of {name} have the label {classes[0]!r}; give texts with two or more labels."
+        )
     if unknown := sorted({label for _, label in val} - {*classes}):
-        raise UserError(f"{name} has held-out texts of {unknown[0]!r}, which no training text has; leave them out.")
+        raise UserError(f"{name} has held-out texts of {unknown[0]!r}, which no training text has; remove them.")
     return tuple(classes)
 
 
@@ -129,5 +131,5 @@ class LabelledTextDataset(Dataset):
         return (
             f"{self.name}: {len(train):,} texts of {len(self.classes)} labels; held out: {len(val):,} texts, "
             f"{count / len(val):.1%} of them {self.classes[majority]!r}"
-            + (f"; {n_cut:,} are cut to {self.model.context_length} tokens" if n_cut else "")
+            + (f"; {n_cut:,} are truncated to {self.model.context_length} tokens" if n_cut else "")
         )

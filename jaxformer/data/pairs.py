@@ -72,14 +72,16 @@ def find_splits(folder: str, val_path: str | None) -> tuple[Path, Path]:
         raise UserError(f"there are no texts at {path}: neither it nor {train} is a file; give data.path.")
     val = val if val_path is None else Path(val_path).expanduser()
     if not val.is_file():
-        raise UserError(f"there are no held-out texts at {val}, which is no file; give data.val_path.")
+        raise UserError(f"there are no held-out texts at {val}, which is not a file; give data.val_path.")
     return train, val
 
 
 def check_seq2seq(model: ModelConfig) -> TokenModelConfig:
     """Return the config if it is for a sequence-to-sequence model; raise `UserError` for other models."""
     if not isinstance(model, TokenModelConfig) or model.contract.task is not Task.SEQUENCE_TO_SEQUENCE:
-        problem = f"the data is pairs of texts, but {type(model).__name__} describes no sequence-to-sequence model"
+        problem = (
+            f"the data is pairs of texts, but {type(model).__name__} does not configure a sequence-to-sequence model"
+        )
         raise UserError(f"{problem}; change one.")
     return model
 
@@ -95,7 +97,7 @@ def read_pairs(path: Path, names: tuple[str, str] = Pair._fields) -> list[Pair]:
         if len(sides) != 2:
             raise UserError(f"{path}, line {number}, has {len(sides) - 1} tabs; it must be {form}.")
         if empty := [name for name, side in zip(names, sides, strict=True) if not side.strip()]:
-            raise UserError(f"{path}, line {number}, has an empty {empty[0]}; leave the line out.")
+            raise UserError(f"{path}, line {number}, has an empty {empty[0]}; remove the line.")
         pairs.append(Pair(*sides))
     if not pairs:
         raise UserError(f"{path} holds no pairs; give it one per line, {form}.")
@@ -184,7 +186,7 @@ class PairDataset(Dataset):
             f"{self.name}: {self._n_train:,} pairs, {self.per_step / self._batch_size:.1f} tokens per target"
             + (f" ({self._n_left_out:,} more are longer than {self.context_length} tokens)" if self._n_left_out else "")
             + f"; held out: {len(self.val):,} pairs"
-            + (f", {n_cut:,} of them cut to {self.context_length} tokens" if n_cut else "")
+            + (f", {n_cut:,} of them truncated to {self.context_length} tokens" if n_cut else "")
         )
 
     def _epoch_batches(self, epoch: int) -> np.ndarray:

@@ -78,7 +78,7 @@ def locate(path: str) -> Path:
         location.exists()
     except (OSError, RuntimeError, ValueError) as error:
         reason = (os_error_reason(error) or str(error)).rstrip(".")
-        raise UserError(f"{abbreviate(path)} is no path that can be read ({reason}); give another one.") from error
+        raise UserError(f"{abbreviate(path)} is not a readable path ({reason}); give another one.") from error
     return location
 
 
@@ -105,11 +105,11 @@ def _saved_dataset(folder: Path) -> list[Path]:
             return []
         parts = [str(part["filename"]) for part in parse_json(state.read_bytes())["_data_files"]]
         if outside := next((name for name in parts if Path(name).name != name or "\\" in name), None):
-            raise UserError(f"{state} names {abbreviate(outside)}, which is no file of its folder; do not trust it.")
+            raise UserError(f"{state} names {abbreviate(outside)}, which is not a file of its folder; do not trust it.")
         return [folder / name for name in parts]
     except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
-        problem = f"{folder} is no dataset that can be read ({type(error).__name__}: {error})"
-        raise UserError(f"{problem}; save it once more, by save_to_disk of the package datasets.") from error
+        problem = f"{folder} is not a readable dataset ({type(error).__name__}: {error})"
+        raise UserError(f"{problem}; save it again with save_to_disk of the package datasets.") from error
 
 
 def _suffix(path: Path) -> str:
@@ -178,7 +178,7 @@ def open_decompressed(path: Path) -> Iterator[BinaryIO]:
             else:
                 yield raw
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise UserError(f"{path} is truncated or no gzip file ({error}); fetch or compress it again.") from error
+        raise UserError(f"{path} is truncated or not a gzip file ({error}); fetch or compress it again.") from error
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}.") from error
 
@@ -191,7 +191,7 @@ def _lines(path: Path) -> Iterator[str]:
         while line := file.readline(MAX_LINE_BYTES):
             number += 1
             if len(line) == MAX_LINE_BYTES:
-                raise UserError(f"{path}, line {number}, is longer than {MAX_LINE_BYTES:,} bytes; cut it, or its text.")
+                raise UserError(f"{path}, line {number}, is longer than {MAX_LINE_BYTES:,} bytes; shorten its text.")
             try:
                 yield line.decode("utf-8-sig" if number == 1 else "utf-8")
             except UnicodeDecodeError as error:
@@ -212,21 +212,23 @@ def read_json_lines(path: Path) -> Iterator[tuple[str, str, Any]]:
                 row = parse_json(line)
             except ValueError as error:
                 at = f"{error.msg} at column {error.colno}" if isinstance(error, JSONDecodeError) else error
-                raise UserError(f"{name} is no JSON ({at}); put it right, or leave it out.") from error
+                raise UserError(f"{name} is not JSON ({at}); fix it, or remove it.") from error
             yield name, line, row
 
 
 def _read_jsonl(path: Path, field: str) -> Iterator[list[str]]:
     for name, _, row in read_json_lines(path):
         if not isinstance(row, dict):
-            raise UserError(f"{name} is no JSON object with a field {field!r}; put it right, or leave it out.")
+            raise UserError(f"{name} is not a JSON object with the field {field!r}; fix it, or remove it.")
         if field not in row:
-            raise UserError(f"{name} has no field {field!r}, but {_names(row)}; name the text's with data.column.")
+            raise UserError(f"{name} has no field {field!r}, but {_names(row)}; name the text column with data.column.")
         text = row[field]
         if not isinstance(text, str | None):
-            raise UserError(f"{name} has {abbreviate(text)} in the field {field!r}, which is no text; see data.column.")
+            raise UserError(
+                f"{name} has {abbreviate(text)} in the field {field!r}, which is not text; see data.column."
+            )
         if text and lone_surrogate(text) is not None:  # possible in JSON
-            raise UserError(f"{name} has half a character, a lone surrogate, in the field {field!r}; remove it.")
+            raise UserError(f"{name} has a lone surrogate in the field {field!r}; remove it.")
         yield _as_document(text or "")
 
 
@@ -242,12 +244,12 @@ def _read_csv(path: Path, column: str, **form: Any) -> Iterator[list[str]]:
             if row and len(row) != len(header):
                 raise UserError(
                     f"{path}, line {rows.line_num}, has {len(row)} columns, but the first line names {len(header)}; "
-                    "put it right."
+                    "fix it."
                 )
             if row:
                 yield _as_document(row[index])
     except csv.Error as error:
-        raise UserError(f"{path}, line {rows.line_num}, is no row of a table ({error}); put it right.") from error
+        raise UserError(f"{path}, line {rows.line_num}, is not a row of a table ({error}); fix it.") from error
 
 
 def _read_parquet(path: Path, column: str) -> Iterator[list[str]]:
@@ -281,7 +283,7 @@ def _table_rows(path: Path, column: str, batch: Any) -> Iterator[list[str]]:
     types, values = import_extra("pyarrow.types", "a table"), batch.column(column)
     kind = values.type.value_type if types.is_dictionary(values.type) else values.type
     if not (types.is_string(kind) or types.is_large_string(kind)):
-        raise UserError(f"{path} has {values.type} in the column {column!r}, which is no text; see data.column.")
+        raise UserError(f"{path} has {values.type} in the column {column!r}, which is not text; see data.column.")
     values.validate(full=True)  # invalid UTF-8 or offsets outside the file would raise or crash later
     for start in range(0, len(values), ROWS_AT_ONCE):
         for text in values.slice(start, ROWS_AT_ONCE).to_pylist():
@@ -296,13 +298,15 @@ def _reading_table(path: Path) -> Iterator[None]:
         yield
     except (arrow.ArrowException, OSError) as error:
         reason = str(error).strip().splitlines()[0].rstrip(".")
-        raise UserError(f"{path} is truncated or no {path.suffix} file ({reason}); fetch or write it again.") from error
+        raise UserError(
+            f"{path} is truncated or not a valid {path.suffix} file ({reason}); fetch or write it again."
+        ) from error
 
 
 def _find_column(path: Path, column: str, names: list[str]) -> int:
     """Return the index of a column. Raises `UserError` if it is missing, or its name is not unique."""
     if column not in names:
-        raise UserError(f"{path} has no column {column!r}, but {_names(names)}; name the text's with data.column.")
+        raise UserError(f"{path} has no column {column!r}, but {_names(names)}; name the text column with data.column.")
     if names.count(column) > 1:
         raise UserError(f"{path} has {names.count(column)} columns {column!r}; rename all but the one with the text.")
     return names.index(column)

@@ -128,7 +128,7 @@ def read(folder: Path) -> tuple[Split, Split, Tokenizer]:
         values = json.loads((folder / MANIFEST).read_bytes())
         manifest = from_dict(_Manifest, values if isinstance(values, dict) else {}, MANIFEST)
         if manifest.key != folder.name:
-            raise Unverified("are those of another text")
+            raise Unverified("belong to another text")
         for name, checksum in zip((*SPLITS, *_tokenizer_files(folder)), manifest.checksums, strict=True):
             if sha256(folder / name) != checksum:
                 raise Unverified(f"do not match their checksum ({name})")

@@ -60,7 +60,7 @@ class Tokenizer:
         inner.encode_special_tokens = True  # "<|endoftext|>" in a user's text is text
         for key in ("eos_token", "bos_token"):
             if not isinstance(self._named(key), str | None):
-                raise UserError(f"has a {TOKENIZER_CONFIG} whose {key} is {abbreviate(self.config[key])}, no text")
+                raise UserError(f"has a {TOKENIZER_CONFIG} whose {key} is {abbreviate(self.config[key])}, not text")
         self.end_of_text = self._find_end()
         self.begin_of_text = self._find_begin()
         if self.vocab_size > MAX_BY_FIELD["vocab_size"]:  # libraries allocate a row per id
@@ -106,17 +106,17 @@ class Tokenizer:
             inner = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # tokenizers raises bare Exception
             if not path.exists():
-                raise UserError(f"{path} does not exist; {remedy}, or put back the run's own.") from error
-            raise UserError(f"{path} is no tokenizer that can be read: {error}; {remedy}.") from error
+                raise UserError(f"{path} does not exist; {remedy}, or restore the run's own.") from error
+            raise UserError(f"{path} is not a readable tokenizer: {error}; {remedy}.") from error
         beside, config = path.with_name(TOKENIZER_CONFIG), {}
         if beside.is_file():
             try:
                 config = parse_json(beside.read_bytes())
             except (OSError, ValueError) as error:
                 reason = os_error_reason(error) or error
-                raise UserError(f"{beside} cannot be read ({reason}); put it right.") from error
+                raise UserError(f"{beside} cannot be read ({reason}); fix it.") from error
             if not isinstance(config, dict):
-                raise UserError(f"{beside} is no JSON object; put back the one that was published with {path.name}.")
+                raise UserError(f"{beside} is not a JSON object; restore the one that was published with {path.name}.")
         if (template := path.with_name(CHAT_TEMPLATE)).is_file():  # takes precedence, as in transformers
             config["chat_template"] = template.read_text(encoding="utf-8", errors="replace")
         try:
@@ -126,7 +126,7 @@ class Tokenizer:
             raise UserError(f"{path} {error}; {remedy}.") from error
         if missing:
             byte = f"0x{min(missing):02x}"
-            raise UserError(f"{path} has no token for the byte {byte}, so some texts have none; {remedy}.")
+            raise UserError(f"{path} has no token for the byte {byte}, so it cannot encode every text; {remedy}.")
         return tokenizer
 
     def save(self, path: Path) -> None:
@@ -153,7 +153,7 @@ class Tokenizer:
         """Return the id of the end-of-text token: the config's, else the first of `ENDS_OF_TEXT` in the vocabulary."""
         ids = self.config.get(END_IDS, [])
         if not isinstance(ids, list):
-            raise UserError(f"has a {TOKENIZER_CONFIG} whose {END_IDS} is {abbreviate(ids)}, no list")
+            raise UserError(f"has a {TOKENIZER_CONFIG} whose {END_IDS} is {abbreviate(ids)}, not a list")
         for token in ids:
             if type(token) is not int or not 0 <= token < 2**32 or self._inner.id_to_token(token) is None:
                 raise UserError(f"has no token {abbreviate(token)}, which the model's config names as its eos_token_id")
@@ -164,7 +164,7 @@ class Tokenizer:
         if given:
             raise UserError(f"has no token {given!r}, which {TOKENIZER_CONFIG} names as eos_token")
         unnamed = f"no {TOKENIZER_CONFIG} names it"
-        raise UserError(f"has no end-of-text token that is known, such as {END_OF_TEXT}, and {unnamed}")
+        raise UserError(f"has no known end-of-text token, such as {END_OF_TEXT}, and {unnamed}")
 
     @cached_property
     def ends_of_text(self) -> tuple[int, ...]:
@@ -307,7 +307,7 @@ order, by the characters from U+0100 on."""
 
 def _byte_level_bytes(piece: str) -> bytes:
     if other := next((character for character in piece if character not in BYTE_OF), None):
-        raise UserError(f"has a byte-level decoder and a token with {other!r}, which is no byte")
+        raise UserError(f"has a byte-level decoder and a token with {other!r}, which is not a byte")
     return bytes(BYTE_OF[character] for character in piece)
 
 
@@ -337,7 +337,7 @@ def _fits(texts: Iterable[str]) -> bool:
 def _check_utf8(text: str) -> str:
     """Return the text. Raises `UserError` if it cannot be encoded as UTF-8."""
     if (start := lone_surrogate(text)) is not None:
-        reason = "half a character, which UTF-8 cannot write; remove it"
+        reason = "half a character, which UTF-8 cannot encode; remove it"
         raise UserError(f"the text has a lone surrogate, U+{ord(text[start]):04X}, at character {start}: {reason}.")
     return text
 

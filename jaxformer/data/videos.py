@@ -110,7 +110,7 @@ class MovingImageDataset(PixelDataset):
     def describe(self) -> str:
         n, (frames, height, width) = len(self.splits.train.images), self.size
         return (
-            f"{self.config.path}: videos made from {n:,} still images that move over black in "
+            f"{self.config.path}: videos made from {n:,} still images that move on black in "
             f"{len(self.directions)} directions, {frames} frames of {height} x {width} pixels; classes: "
             f"{self.config.label} {self.describe_classes()}"
         )

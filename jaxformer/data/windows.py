@@ -33,7 +33,7 @@ class TextConfig(CorpusConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.stride is not None and self.has_segments:
-            raise UserError(f"data.stride is {self.stride}, but packed documents have no windows; leave it out.")
+            raise UserError(f"data.stride is {self.stride}, but packed documents have no windows; omit it.")
 
     @property
     def has_segments(self) -> bool:
@@ -44,7 +44,9 @@ class TextConfig(CorpusConfig):
         fixed: Container[str] | None = None,
     ) -> TextDataset:  # fmt: skip
         if not isinstance(model, TokenModelConfig):
-            raise UserError(f"the data is text, but {type(model).__name__} describes no model of tokens; change one.")
+            raise UserError(
+                f"the data is text, but {type(model).__name__} does not configure a model of tokens; change one."
+            )
         self.check_model(model)
         inferred, extra = model, self.n_extra_tokens
         if tokenizer is None and self.tokenizer is not None:
@@ -170,8 +172,8 @@ class HeldOutText:
 
     def __post_init__(self) -> None:
         if (n := len(self.tokens)) <= (before := self.context_length + 1 - self.n_predicted):
-            problem = f"the held-out text has {n} tokens, too few to predict one, which takes {before} before it"
-            raise UserError(f"{problem}; give more text to measure on.")
+            problem = f"the held-out text has {n} tokens, too few to predict one, which needs {before} before it"
+            raise UserError(f"{problem}; give more text to evaluate on.")
 
     def held_out(self, batch_size: int, n: int | None = None) -> Iterator[Batch]:
         """Yield the batches as `Dataset.held_out` does."""

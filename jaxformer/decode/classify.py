@@ -52,7 +52,7 @@ def classify_images(run: Run, files: Sequence[str]) -> list[list[tuple[str, floa
 
 def encode_labelled(prompt: Prompt, run: Run) -> list[int]:
     """Return the tokens of a text to classify. Raises `UserError` if the prompt has a seed or too many tokens."""
-    prompt.check_no_seed("nothing is drawn")
+    prompt.check_no_seed("classification does not sample")
     model, tokenizer = run.text_model()
     tokens = tokenize_text(prompt.text, tokenizer)
     limit = model.context_length
@@ -70,7 +70,7 @@ def classify_text(run: Run, tokens: Sequence[int]) -> list[tuple[str, float]]:
 def _class_names(run: Run, n: int) -> Sequence[str]:
     """Return the names of n classes, or their numbers. Raises `UserError` if the run does not have n class names."""
     if run.classes and len(run.classes) != n:
-        remedy = "remove it for numbers"
+        remedy = "remove it to use class numbers"
         raise UserError(f"{run.path / CLASSES} has {len(run.classes)} names, but the model {n} classes; {remedy}.")
     return run.classes or [str(number) for number in range(n)]
 
@@ -87,7 +87,7 @@ def classify_images_by_texts(run: Run, files: Sequence[str], texts: list[str]) -
 def check_text(prompt: Prompt, run: Run) -> str:
     """Return the text of a prompt for the text encoder. Raises `UserError` if the prompt has a seed or too many
     tokens."""
-    prompt.check_no_seed("nothing is drawn")
+    prompt.check_no_seed("classification does not sample")
     assert run.tokenizer is not None
     limit = _max_text_tokens(run) - 2
     prompt.check_length(len(run.tokenizer.encode(prompt.text)), limit, f"{limit}, and one before and after them")

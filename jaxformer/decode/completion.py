@@ -136,7 +136,7 @@ class Completer:
         self._config, self._tokenizer = run.text_model()
         if not is_causal_lm(run.model):
             remedy = "name a run that does"
-            raise UserError(f"{run.path} holds a {type(run.model).__name__}, which writes no text; {remedy}.")
+            raise UserError(f"{run.path} holds a {type(run.model).__name__}, which does not generate text; {remedy}.")
         n_tokens = self._tokenizer.vocab_size
         sampling.check_vocabulary(n_tokens)
         self._sampling = sampling if n_tokens >= self._config.vocab_size else replace(sampling, n_tokens=n_tokens)
@@ -155,7 +155,7 @@ class Completer:
         config, tokenizer = draft.text_model()
         if tokenizer.as_json() != self._tokenizer.as_json():
             remedy = "use one trained on its text"
-            raise UserError(f"the draft {draft.path} has another tokenizer than {self._run.path}; {remedy}.")
+            raise UserError(f"the draft {draft.path} has a different tokenizer than {self._run.path}; {remedy}.")
         if not contract_of(draft.model).has_cache:
             raise UserError(f"the draft {draft.path} has a model without a cache; use another, or 'lookup'.")
         return DraftModel(draft.model, config.n_positions)
@@ -164,14 +164,14 @@ class Completer:
         """Return the tokens of a prompt. Raises `UserError` if there are too many, or the prompt has a seed for a beam
         search."""
         if self._options.num_beams > 1:
-            prompt.check_no_seed("beam search draws nothing")
+            prompt.check_no_seed("beam search does not sample")
         limit = self._config.n_positions
         name = f"the context's {limit}"
         for end in self._context_ends:
             room = max(0, end - (self._options.max_new_tokens - 1))  # the last one is never fed back
             if room < limit:
                 method = "a draft" if self._draft else "beam search"
-                limit, name = room, f"{room}, for {method} does not go past the context's {end}; lower --max-new-tokens"
+                limit, name = room, f"{room}, as {method} cannot exceed the context's {end}; lower --max-new-tokens"
         tokens = (self._encode_message if self._options.chat else self._tokenizer.encode_prompt)(prompt.text)
         prompt.check_length(len(tokens), limit, name)
         return tokens
@@ -184,7 +184,7 @@ class Completer:
         try:
             rendered = template.render(messages, add_generation_prompt=True)
         except UserError as error:
-            raise UserError(f"{error}; leave out --chat, or train with another template.") from error
+            raise UserError(f"{error}; omit --chat, or train with another template.") from error
         ((tokens, _),) = self._tokenizer.encode_with_special([rendered.text])
         return tokens
 
@@ -318,10 +318,10 @@ def check_stop_strings(strings: Sequence[str], tokenizer: Tokenizer, max_new_tok
         if (n := len(string.encode())) > limit:
             reason = f"it has {n} bytes, and {max_new_tokens} tokens of this run at most {limit}"
             problem = f"stop string {string!r} can never occur: {reason}"
-            raise UserError(f"{problem}; leave it out, or raise --max-new-tokens.")
+            raise UserError(f"{problem}; omit it, or raise --max-new-tokens.")
 
 
 def _encode(text: str, flag: str, tokenizer: Tokenizer) -> list[int]:
     if (start := lone_surrogate(text)) is not None:
-        raise UserError(f"{flag} {text!r} holds bytes that are not UTF-8, at character {start}.")
+        raise UserError(f"{flag} {text!r} contains bytes that are not UTF-8, at character {start}.")
     return tokenizer.encode(text)

@@ -33,7 +33,7 @@ class FilledMask(NamedTuple):
 def encode_masked(prompt: Prompt, run: Run) -> list[int]:
     """Return the tokens of a prompt, with the mask token for each `MASK`. Raises `UserError` if the prompt has a seed,
     no mask, or more tokens than the context."""
-    prompt.check_no_seed("what fills a mask is not drawn")
+    prompt.check_no_seed("fill-mask does not sample")
     config, tokenizer = run.text_model()
     *parts, last = prompt.text.split(MASK)
     if not parts:

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxformer.contract import Contract, Task, contract_of
 from jaxformer.decode.samplers import Drawn, History, Sampling, init_history, sample, update_history
-from jaxformer.decode.weights import for_products
+from jaxformer.decode.weights import for_matmul
 from jaxformer.models.objective import Params
 from jaxformer.ops.masks import EMPTY
 
@@ -272,4 +272,4 @@ def decode_step(
 
 def call(model: Any, params: Params, method: str, *args: Any) -> Any:
     """Call a method of a model with its parameters, which `decode.weights.lay_out` may have transposed."""
-    return model.apply({"params": for_products(params)}, *args, method=method)
+    return model.apply({"params": for_matmul(params)}, *args, method=method)

@@ -34,14 +34,14 @@ class Prompt:
         if not self.text:
             raise UserError(f"{self.label} is empty; give it at least one character.")
         if (start := lone_surrogate(self.text)) is not None:
-            raise UserError(f"{self.label} holds bytes that are not UTF-8, at character {start}.")
+            raise UserError(f"{self.label} contains bytes that are not UTF-8, at character {start}.")
         if self.seed is not None and not 0 <= self.seed <= MAX_SEED:
             raise UserError(f"{self.label} has the seed {self.seed}; it must be at least 0 and below 2**32.")
 
     def check_no_seed(self, reason: str) -> None:
         """Raise `UserError` if the prompt has a seed; for tasks without sampling."""
         if self.seed is not None:
-            raise UserError(f"{self.label} has a seed, but {reason}; leave it out.")
+            raise UserError(f"{self.label} has a seed, but {reason}; omit it.")
 
     def check_length(self, n_tokens: int, limit: int, name: str) -> None:
         """Raise `UserError` if the prompt has more tokens than the limit, which the message calls `name`."""
@@ -107,25 +107,25 @@ def _parse_line(line: bytes, label: str, number: int, is_json: bool) -> Prompt:
     try:
         values = json.loads(text, parse_constant=_parse_finite, parse_float=_parse_finite)
     except json.JSONDecodeError as error:
-        raise UserError(f"{label} is no JSON: {error.msg} at column {error.colno}.") from error
+        raise UserError(f"{label} is not JSON: {error.msg} at column {error.colno}.") from error
     except (ValueError, RecursionError) as error:  # NaN, a number of thousands of digits, or brackets nested too deep
-        raise UserError(f"{label} is no JSON that can be read: {error}.") from error
+        raise UserError(f"{label} is not valid JSON: {error}.") from error
     if not isinstance(values, dict):
-        raise UserError(f'{label} is no object; give one such as {{"prompt": "The"}}.')
+        raise UserError(f'{label} is not an object; give one such as {{"prompt": "The"}}.')
     if unknown := [name for name in values if name not in FIELDS]:
-        raise UserError(f"{label} has a field {unknown[0]!r}; known are {', '.join(FIELDS)}.")
+        raise UserError(f"{label} has a field {unknown[0]!r}; the known ones are {', '.join(FIELDS)}.")
     if "prompt" not in values:
         raise UserError(f'{label} has no "prompt".')
     prompt, seed = values["prompt"], values.get("seed")
     if not isinstance(prompt, str):
-        raise UserError(f'{label} has a "prompt" that is no text: {json.dumps(prompt):.40}.')
+        raise UserError(f'{label} has a "prompt" that is not text: {json.dumps(prompt):.40}.')
     if seed is not None and type(seed) is not int:
-        raise UserError(f'{label} has a "seed" that is no whole number: {json.dumps(seed):.40}.')
+        raise UserError(f'{label} has a "seed" that is not a whole number: {json.dumps(seed):.40}.')
     return Prompt(prompt, label, seed, values.get("id"), number)
 
 
 def _parse_finite(number: str) -> float:
     """Return a float that can be written to JSON again."""
     if not isfinite(value := float(number)):
-        raise ValueError(f"{number} is no finite number")
+        raise ValueError(f"{number} is not a finite number")
     return value

@@ -71,9 +71,9 @@ class Sampling:
                 limit = "it must be finite, from -1e6 to 1e6: to rule a token out, make it a bad word"
                 raise UserError(f"the logit bias of token {token} is {bias}; {limit}.")
         if not all(self.bad_words):
-            raise UserError("a bad word has no tokens; it must have at least 1: leave it out.")
+            raise UserError("a bad word has no tokens; it must have at least 1; omit it.")
         if self.min_new_tokens and not self.stop_tokens:
-            problem = f"min-new-tokens is {self.min_new_tokens}, but there is no stop token to hold back"
+            problem = f"min-new-tokens is {self.min_new_tokens}, but there is no stop token to suppress"
             raise UserError(f"{problem}; give stop tokens.")
 
     def _require(self, name: str, valid: bool, limit: str) -> None:
@@ -303,10 +303,10 @@ def _invert(weights_N: jax.Array, u: jax.Array) -> jax.Array:
 
 
 FILTERS: dict[str, tuple[Callable[[jax.Array, Any], jax.Array], float, float, str]] = {
-    "top_k": (filter_top_k, 1, inf, "at least 1; leave it out to keep all"),
-    "top_p": (filter_top_p, ABOVE_ZERO, 1, "above 0 and at most 1; leave it out to keep all"),
-    "min_p": (filter_min_p, 0, 1, "from 0 to 1; leave it out to keep all"),
-    "typical_p": (filter_typical, ABOVE_ZERO, 1, "above 0 and at most 1; leave it out to keep all"),
+    "top_k": (filter_top_k, 1, inf, "at least 1; omit it to keep all"),
+    "top_p": (filter_top_p, ABOVE_ZERO, 1, "above 0 and at most 1; omit it to keep all"),
+    "min_p": (filter_min_p, 0, 1, "from 0 to 1; omit it to keep all"),
+    "typical_p": (filter_typical, ABOVE_ZERO, 1, "above 0 and at most 1; omit it to keep all"),
 }
 """Filters in order of application, by the field of `Sampling` that is their second argument, with its limits as in
 `LIMITS`; None and 0 disable a filter."""
@@ -316,7 +316,7 @@ LIMITS: dict[str, tuple[float, float, str]] = {
     "presence_penalty": (-2, 2, "from -2 to 2; 0 changes nothing"),
     "frequency_penalty": (-2, 2, "from -2 to 2; 0 changes nothing"),
     "min_new_tokens": (0, 2**31 - 1, "at least 0 and below 2**31"),
-    "n_tokens": (1, inf, "at least 1; leave it out for all"),
+    "n_tokens": (1, inf, "at least 1; omit it for all"),
     "top_logprobs": (0, inf, "at least 0"),
     **{name: (least, most, limit) for name, (_, least, most, limit) in FILTERS.items()},
 }

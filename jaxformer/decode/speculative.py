@@ -201,18 +201,20 @@ def speculate(
         or the draft, the model's contract has `has_prefix`, or a cache is a state.
     """
     if not 1 <= n_proposed <= MAX_DRAFT_TOKENS:
-        raise UserError(f"the draft would propose {n_proposed} tokens at a time; it can be 1 to {MAX_DRAFT_TOKENS}.")
+        raise UserError(f"the draft would propose {n_proposed} tokens at a time; it must be 1 to {MAX_DRAFT_TOKENS}.")
     check_prompts(model, prompts, context_length, max_new_tokens=max_new_tokens, n_samples=n_samples)
     check_seeds(seeds, len(prompts), n_samples)
     if draft.vocab_size != vocab_size(model):
         problem = f"the draft has a vocabulary of {draft.vocab_size} tokens and the model one of {vocab_size(model)}"
         raise UserError(f"{problem}; use a draft with the model's vocabulary.")
     if contract_of(model).has_prefix:
-        raise UserError("the model attends to its prompt in both directions, which a draft cannot; leave it out.")
+        raise UserError(
+            "the model reads its prompt with bidirectional attention, which a draft does not support; omit it."
+        )
     for name, m in (("model", model), *([("draft", draft.model)] if isinstance(draft, DraftModel) else [])):
         if not _holds_slots(m, cache_dtype):
-            problem = f"the {name} keeps a state, from which tokens that are not accepted cannot be taken back"
-            raise UserError(f"{problem}; leave the draft out.")
+            problem = f"the {name} keeps a state, which cannot be rolled back past rejected tokens"
+            raise UserError(f"{problem}; omit the draft.")
     contexts = [(model, context_length)]
     if isinstance(draft, DraftModel):
         contexts.append((draft.model, draft.context_length or context_length))
@@ -220,8 +222,8 @@ def speculate(
     longest = max(map(len, prompts))
     if end is not None and longest + max_new_tokens - 1 > end:
         problem = f"{longest} tokens and {max_new_tokens} new ones are more than the context of {end}"
-        remedy = f"ask for at most {max(0, end - longest + 1)} new ones, or leave out the draft"
-        raise UserError(f"{problem}, past which a draft cannot go; {remedy}.")
+        remedy = f"ask for at most {max(0, end - longest + 1)} new ones, or omit the draft"
+        raise UserError(f"{problem}, which a draft cannot exceed; {remedy}.")
     decoder = _Decoder(model, draft, sampling, n_proposed, jnp.dtype(cache_dtype))
     both_params = params, draft_params
 

@@ -128,7 +128,7 @@ class Throughput:
         if self.verify_passes:
             parts.append(f"{self.verified_tokens / self.verify_passes:.2f} tokens per pass")
         if self.compile_seconds >= MIN_COMPILE_SECONDS:
-            parts.append(f"{self.compile_seconds:.1f} s of compiling not counted")
+            parts.append(f"{self.compile_seconds:.1f} s of compilation excluded")
         return "; ".join(parts)
 
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 def encode_source(prompt: Prompt, run: Run) -> list[int]:
     """Return the tokens of a prompt to translate. Raises `UserError` if the prompt has a seed, or more tokens than the
     context."""
-    prompt.check_no_seed("a translation draws nothing")
+    prompt.check_no_seed("translation does not sample")
     model, tokenizer = run.text_model()
     tokens = tokenizer.encode(prompt.text)
     prompt.check_length(len(tokens), model.context_length, f"the context's {model.context_length}")

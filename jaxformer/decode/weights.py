@@ -109,7 +109,7 @@ def as_declared(params: Params) -> Params:
     return _map_transposed(lambda matrix, _: matrix, params)
 
 
-def for_products(params: Params) -> Params:
+def for_matmul(params: Params) -> Params:
     """Return parameters from `lay_out` in the form that the model multiplies with."""
     return _map_transposed(lambda matrix, platform: FirstFactor(matrix) if platform == "cpu" else matrix, params)
 

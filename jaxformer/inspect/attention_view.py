@@ -31,7 +31,7 @@ class Prediction:
 
     heading: str
     """Subject of the prediction, such as 'Next token after “the”'."""
-    chances: Sequence[tuple[str, float]]
+    probabilities: Sequence[tuple[str, float]]
     """Most likely tokens and their probabilities."""
     actual: tuple[str, float] | None = None
     """The actual token and its probability; None if there is none."""
@@ -67,13 +67,13 @@ class AttentionSection(Section):
 
 
 def _as_json(prediction: Prediction | None) -> list | None:
-    return None if prediction is None else [prediction.heading, as_bars(prediction.chances, prediction.actual)]
+    return None if prediction is None else [prediction.heading, as_bars(prediction.probabilities, prediction.actual)]
 
 
-def as_bars(chances: Sequence[tuple[str, float]], actual: tuple[str, float] | None) -> list:
+def as_bars(probabilities: Sequence[tuple[str, float]], actual: tuple[str, float] | None) -> list:
     """Return `[label, probability, is_actual]` for each bar of a prediction; the actual token is appended if missing.
     Tokens may have equal labels, such as parts of characters."""
-    bars = [[label, rounded(p, 4), (label, p) == actual] for label, p in chances]
+    bars = [[label, rounded(p, 4), (label, p) == actual] for label, p in probabilities]
     if actual is not None and not any(is_actual for *_, is_actual in bars):
         bars.append([actual[0], rounded(actual[1], 4), True])
     return bars

@@ -150,11 +150,11 @@ def save_autopsy(
     parent = folder / "autopsy"
     parent.mkdir(exist_ok=True)
     path = parent / f"step-{step}"
-    result = "all was finite when computed again" if report is None else str(report)
+    result = "all values were finite when recomputed" if report is None else str(report)
     text = (
-        f"Step {step} gave a loss or a gradient that is not finite. First: {result}\n\n"
-        f"Computed again with the step's {execution}. "
-        f"Largest magnitudes and root mean squares leave out what is not finite. The parameters before the step are "
+        f"Step {step} had a non-finite loss or gradient. First non-finite value: {result}\n\n"
+        f"Recomputed with the step's {execution}. "
+        f"Largest magnitudes and root mean squares ignore non-finite values. The parameters before the step are "
         f"checkpoint {step - 1}, in checkpoints/{step - 1}. batch.npz holds the batch"
         + (".\n" if key_data is None else "; key.npy the data of the dropout keys, one per example.\n")
     )

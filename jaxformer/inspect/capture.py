@@ -149,8 +149,8 @@ def intervene(names: Names, edit: Edit, *, missing_ok: bool = False) -> Iterator
 
     def replaced(module: nn.Module, part: str, value: jax.Array) -> jax.Array:
         if not hasattr(value, "dtype"):
-            problem = f"capture point {part!r} of {type(module).__name__} offers a {type(value).__name__}"
-            raise UserError(f"{problem}; offer each array by a point of its own.")
+            problem = f"capture point {part!r} of {type(module).__name__} is given a {type(value).__name__}"
+            raise UserError(f"{problem}; pass each array to a capture point of its own.")
         path = module.path if part == OUTPUT and module.path else (*module.path, part)
         call = (module.scope.root if module.scope else None, dotted(path))  # each `apply` has its own root
         calls[call] += 1
@@ -176,11 +176,11 @@ def _keep(captured: Activations, edit: Edit = lambda _, value: value) -> Edit:
 
     def keep(name: str, value: jax.Array) -> jax.Array:
         if name in captured:
-            raise UserError(f"{name} is computed in two calls of a model; capture each call by itself.")
+            raise UserError(f"{name} is computed in two calls of a model; capture each call separately.")
         if get_opaque_trace_state(convention="flax") != trace:
             transformation = "a transformation, such as jax.vmap, jax.checkpoint or jax.lax.scan"
             problem = f"{name} is computed within {transformation}, which its value cannot leave"
-            raise UserError(f"{problem}; capture within the transformation, or leave this name out.")
+            raise UserError(f"{problem}; capture within the transformation, or omit this name.")
         captured[name] = edit(name, value)
         return captured[name]
 
@@ -191,7 +191,7 @@ def _check_edit(name: str, value: jax.Array, edited: Any) -> None:
     """Raise `UserError` if a replacement has another shape or dtype than the activation."""
     expected, got = (f"{getattr(x, 'dtype', type(x).__name__)} {jnp.shape(x)}" for x in (value, edited))
     if expected != got:
-        problem = f"an edit must keep shape and dtype: {name} is {expected}, and its replacement is {got}"
+        problem = f"an intervention must preserve shape and dtype: {name} is {expected}, and its replacement is {got}"
         raise UserError(f"{problem}; return an array like the value.")
 
 
@@ -200,8 +200,8 @@ def _check_matched(patterns: Collection[str], names: Collection[str]) -> None:
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             near = ", ".join(get_close_matches(pattern, names, 3, cutoff=0.0))
-            hint = f"; near it are {near}; capture_shapes lists all"
+            hint = f"; similar names are {near}; capture_shapes lists all"
             if not names:
                 remedy = "call it within intervene, without a jitted function from outside"
                 hint = f": no model was called, or only one compiled before; {remedy}"
-            raise UserError(f"no activation is called {pattern!r}{hint}.")
+            raise UserError(f"no activation is named {pattern!r}{hint}.")

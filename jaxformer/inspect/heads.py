@@ -30,7 +30,7 @@ class HeadStatistics:
 
     entropy: Any
     """Entropy of a row in nats; see `ops.attention.row_entropy`."""
-    share: Any
+    normalized_entropy: Any
     """Entropy as a fraction of its maximum, log t for t visible positions; over rows with more than one."""
     distance: Any
     """Distance between a query and its keys in positions, weighted by attention."""
@@ -80,7 +80,7 @@ def layer_statistics(
     same_TS = jnp.zeros((T, S), bool) if tokens_T is None else (tokens_T[:, None] == tokens_T) & (key_S < query_T1)
     return HeadStatistics(
         entropy=mean(entropy_HT, valid_T),
-        share=mean(entropy_HT / jnp.log(jnp.maximum(n_visible_T, 2)), valid_T & (n_visible_T > 1)),
+        normalized_entropy=mean(entropy_HT / jnp.log(jnp.maximum(n_visible_T, 2)), valid_T & (n_visible_T > 1)),
         distance=mean(jnp.sum(weights_HTS * jnp.abs(query_T1 - key_S), axis=-1), valid_T),
         first=weight_on(jnp.broadcast_to(key_S == 0, (T, S)), later_T),
         previous=weight_on(key_S == query_T1 - 1, later_T),

@@ -60,12 +60,12 @@ def describe_head(statistics: HeadStatistics, head: int, unit: str = "token") ->
     }
     scores = {name: score(name) for name in targets}
     strongest = max(scores, key=lambda name: -1.0 if math.isnan(scores[name]) else scores[name])
-    weight, share, entropy = scores[strongest], score("share"), score("entropy")
+    weight, spread, entropy = scores[strongest], score("normalized_entropy"), score("entropy")
     if not math.isfinite(entropy):
         return "has weights that are not finite"
     if weight >= CLEAR:
         return f"looks at {targets[strongest]} ({weight:.0%})"
-    if share >= SPREAD:
+    if spread >= SPREAD:
         return "spreads its attention evenly"
     if weight >= WEAK:
         return f"looks partly at {targets[strongest]} ({weight:.0%})"

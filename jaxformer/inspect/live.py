@@ -80,14 +80,14 @@ def live_section(
     """
     config, n_parameters = getattr(model, "config", None), sum(x.size for x in jax.tree.leaves(params))
     if type(config) is not DecoderConfig:  # a subclass may change the computation
-        raise UserError(f"{SCRIPT} runs decoders, and it is a {type(model).__name__}.")
+        raise UserError(f"{SCRIPT} supports decoders only, and this is a {type(model).__name__}.")
     if config.n_experts is not None:
-        raise UserError(f"{SCRIPT} has no mixture of experts.")
+        raise UserError(f"{SCRIPT} does not support a mixture of experts.")
     if config.prefix:
-        raise UserError(f"{SCRIPT} has causal attention alone, and no prefix.")
+        raise UserError(f"{SCRIPT} supports causal attention only, without a prefix.")
     size = f"{BYTES_PER_PARAMETER * n_parameters / 1e6:.1f} MB"
     if n_parameters > max_parameters:
-        problem = f"it has {n_parameters:,} parameters, which take {size}, and the limit is {max_parameters:,}"
+        problem = f"it has {n_parameters:,} parameters, which take {size}, but the limit is {max_parameters:,}"
         raise UserError(f"{problem}; raise it with --max-live-parameters.")
     pack_tokenizer(tokenizer)  # raises if the script does not support it
     rounded_params = round_params(params)
@@ -97,7 +97,7 @@ def live_section(
     difference = float(jnp.abs(logits_TV(params) - logits_TV(rounded_params)).max())
     about = (
         f"The model itself, with its {n_parameters:,} parameters, runs in this page, offline: type a text, point at "
-        "its tokens, switch heads off, or let the model continue it token by token. The parameters are stored as "
+        "its tokens, switch heads off, or generate token by token. The parameters are stored as "
         f"float16 ({size}), which changes the logits of the text below by at most {difference:.2g}."
     )
     return LiveSection("Your own text", config, rounded_params, tokenizer, text, about=about)
@@ -108,7 +108,7 @@ def round_params(params: Params) -> Params:
     with np.errstate(over="ignore"):
         rounded = jax.tree.map(lambda x: np.asarray(x, np.float16).astype(np.float32), params)
     if not all(np.isfinite(x).all() for x in jax.tree.leaves(rounded)):
-        raise UserError("a parameter is not finite, or beyond 65,504, the largest number of float16.")
+        raise UserError("a parameter is not finite, or above 65,504, the largest float16 value.")
     return rounded
 
 
@@ -162,9 +162,9 @@ def pack_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
     if model["type"] != "BPE":
         unknown = [model["type"], *unknown]
     if unknown:
-        raise UserError(f"{SCRIPT} has no {' or '.join(unknown)} of tokenizers.")
+        raise UserError(f"{SCRIPT} does not support {' or '.join(unknown)} of tokenizers.")
     if any(not token["special"] for token in form["added_tokens"]):
-        raise UserError(f"{SCRIPT} has no added tokens of tokenizers that are not special.")
+        raise UserError(f"{SCRIPT} does not support added tokens that are not special.")
     vocab, is_byte_level = model["vocab"], {"kind": "bytes"} in splits
     if is_byte_level:
         symbols: Any = [vocab[character] for _, character in sorted((byte, c) for c, byte in BYTE_OF.items())]
@@ -172,7 +172,7 @@ def pack_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
         symbols = {piece: i for piece, i in vocab.items() if len(piece) == 1}
     fallback = [vocab.get(f"<0x{byte:02X}>") for byte in range(256)]
     if not is_byte_level and (None in fallback or not model.get("byte_fallback")):
-        raise UserError(f"{SCRIPT} has no tokenizers of characters without a fallback to bytes.")
+        raise UserError(f"{SCRIPT} does not support character-level tokenizers without byte fallback.")
     pieces = tokenizer.token_bytes
     return {
         "normalizers": list(_normalizers(form["normalizer"])), "splits": [s for s in splits if s["kind"] != "bytes"],
@@ -211,7 +211,7 @@ def _normalizers(step: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
         elif s["type"] == "Replace" and "String" in s["pattern"]:
             yield {"kind": "replace", "pattern": s["pattern"]["String"], "by": s["content"]}
         else:
-            raise UserError(f"{SCRIPT} has no normaliser {s['type']} of tokenizers.")
+            raise UserError(f"{SCRIPT} does not support the normaliser {s['type']}.")
 
 
 def _splits(step: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
@@ -230,7 +230,7 @@ def _splits(step: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
         elif s["type"] == "Split" and s["pattern"].get("Regex") in KNOWN_SPLITS and s["behavior"] == "Isolated":
             yield {"kind": "regex", "pattern": _javascript(s["pattern"]["Regex"])}
         else:
-            raise UserError(f"{SCRIPT} has no pre-tokenizer {s['type']} such as that of the run's tokenizer.")
+            raise UserError(f"{SCRIPT} does not support the pre-tokenizer {s['type']} of the run's tokenizer.")
 
 
 def _javascript(pattern: str) -> str:

@@ -30,25 +30,25 @@ MAPS = ("*attention.weights", "reader.weights")
 """Names of attention maps."""
 N_ALTERNATIVES = 3
 """Most likely tokens per cell of the logit lens."""
-N_CHANCES = 6
+N_TOP_TOKENS = 6
 """Most likely tokens per prediction."""
 TEMPERATURES = tuple(2.0**power for power in range(3, -9, -1))
 N_PREVIEW_TOKENS = 8
 """Tokens in the label of an example."""
 HEAD_COLUMNS = (
-    "head", "in words", "entropy", "of its maximum", "distance", "first", "previous", "duplicate", "induction",
+    "head", "description", "entropy", "normalized entropy", "distance", "first", "previous", "duplicate", "induction",
     "mean ablation", "estimate", "zero ablation", "estimate",
 )  # fmt: skip
 ABOUT_HEADS = (
-    "Means over rows: entropy in nats and as a share of its maximum; distance to the attended positions; weight on the "
-    "first position, on the previous one, on earlier ones with the same token, and on those that followed them "
-    "(induction). Then the rise of the loss under mean and zero ablation of the head, each with its estimate from one "
-    "gradient."
+    "Means over rows: entropy in nats and as a fraction of its maximum; distance to the attended positions; weight on "
+    "the first position, on the previous one, on earlier ones with the same token, and on those that followed them "
+    "(induction). Then the increase in loss under mean and zero ablation of the head, each with its first-order "
+    "estimate from one gradient."
 )
 ABOUT_SATURATION = (
-    "The attention scores of layer 0 are divided by ever lower temperatures. Where attention is one-hot, no gradient "
-    "reaches the scores: ∂L/∂z = w (u - Σ w u) is 0, whatever u is. That of W_Q is the scores' times the keys over the "
-    "temperature, and so can rise until rows are one-hot to rounding."
+    "The attention scores of layer 0 are divided by decreasing temperatures. Where attention is one-hot, no gradient "
+    "reaches the scores: ∂L/∂z = w (u - Σ w u) is 0, whatever u is. The gradient of W_Q is that of the scores times "
+    "the keys over the temperature, so it can increase until rows are one-hot up to rounding."
 )
 
 TokenText = Callable[[int], str]
@@ -78,15 +78,15 @@ def attention_section(
         all_predictions = _predictions(np.asarray(logits_TV, np.float64), tokens[-1], token_text, mask_token)
         predictions = {names[-1]: [None if i < prefix - 1 else p for i, p in enumerate(all_predictions)]}
     about = (
-        "Point at a token, or tap it to pin it: the stronger the colour of another token, the larger the weight of the "
-        "chosen head on it from there. Each thumbnail is the attention map of a head, a row per query."
+        "Point at a token, or tap it to pin it: the stronger the colour of another token, the larger the selected "
+        "head's attention weight on it. Each thumbnail is the attention map of a head, a row per query."
     )
     if prefix:
         about += f" The first {prefix} tokens are the prefix, which is visible to all and not predicted."
     if not layers:
-        about = "Point at a token, or tap it to pin it, for the likeliest tokens after it."
+        about = "Point at a token, or tap it to pin it, for the most likely tokens after it."
     elif mask_token is not None:
-        about += " A mask shows the likeliest tokens in its place."
+        about += " A mask shows the most likely tokens in its place."
     return AttentionSection("Attention maps" if layers else "Next tokens", texts, layers, predictions, about=about)
 
 
@@ -116,13 +116,13 @@ def _predictions(
     p_TV = _softmax(logits_TV)
     for position, token in enumerate(tokens_T):
         p_V = p_TV[position]
-        chances = [(token_text(int(other)), float(p_V[other])) for other in np.argsort(-p_V)[:N_CHANCES]]
+        probabilities = [(token_text(int(other)), float(p_V[other])) for other in np.argsort(-p_V)[:N_TOP_TOKENS]]
         if mask_token is not None:
-            yield Prediction("In place of the mask", chances) if token == mask_token else None
+            yield Prediction("In place of the mask", probabilities) if token == mask_token else None
             continue
         next_token = int(tokens_T[position + 1]) if position + 1 < len(tokens_T) else None
         actual = None if next_token is None else (token_text(next_token), float(p_V[next_token]))
-        yield Prediction(f"Next token after “{token_text(int(token))}”", chances, actual)
+        yield Prediction(f"Next token after “{token_text(int(token))}”", probabilities, actual)
 
 
 def residual_stream_sections(model: nn.Module, params: Params, inputs: tuple, token_text: TokenText) -> list[Section]:
@@ -160,7 +160,7 @@ def _lens_heatmap(lens: Mapping[str, np.ndarray], labels: Sequence[str], token_t
             for row, p_V, label in zip(likeliest_TN, p_TV, labels, strict=True)
         ])  # fmt: skip
     about = (
-        "The likeliest next token per position, were the residual stream unembedded after the embedding or a layer; "
+        "The most likely next token per position, were the residual stream unembedded after the embedding or a layer; "
         "the stronger the colour, the larger its probability. The last row is the model's prediction."
     )
     return Heatmap(
@@ -181,8 +181,8 @@ def _attribution_heatmap(
             rows[_part_label(name)] = np.asarray(values, np.float64)
     after = [f"for “{token_text(int(token))}”" for token in next_T]
     about = (
-        "Logit that each head, MLP and the embedding adds for the token that follows (at the last position, for the "
-        "likeliest one): orange is for it, green against it."
+        "Contribution of each head, each MLP and the embedding to the logit of the next token (at the last position, "
+        "of the most likely one): orange is positive, green negative."
     )
     logits_RT = np.stack(list(rows.values()))
     return Heatmap(
@@ -216,7 +216,8 @@ def head_sections(model: nn.Module, params: Params, batch: Batch) -> list[Sectio
     heatmap = Heatmap(
         "Head ablation", np.stack(rises), [layer_label(layer) for layer in statistics],
         [f"head {head}" for head in range(n_heads)], "diverging", texts=texts, cell=(72, 34),
-        about=f"Rise of the loss, {ablation.loss:.4f} nats, where a head's output is replaced by its mean everywhere.",
+        about=f"Increase in loss, from {ablation.loss:.4f} nats, when a head's output is replaced by its mean "
+        "everywhere.",
     )  # fmt: skip
     effects = (ablation.mean, ablation.mean_estimate, ablation.zero, ablation.zero_estimate)
     rows: list[list[str | float]] = [
@@ -267,10 +268,10 @@ def gradient_sections(model: nn.Module, params: Params, batch: Batch, token_text
     columns = (gradients.loss_B.tolist(), gradients.norm_B.tolist(), gradients.cosine_B.tolist())
     rows = [[example_name(b), *numbers] for b, numbers in enumerate(zip(*columns, strict=True))]
     scale = gradients.noise_scale
-    noise = f"is {scale:.3g} examples" if np.isfinite(scale) else "is too large for so few examples to show"
+    noise = f"is {scale:.3g} examples" if np.isfinite(scale) else "is too large to estimate from so few examples"
     about = (
-        "The gradient of each example's own loss: its norm, and its cosine with the mean of all, whose norm is "
-        f"{gradients.mean_norm:.3g}. The gradient noise scale, the batch size with as much signal as noise, {noise} "
+        "Gradient of each example's loss: its norm, and its cosine similarity with the mean gradient, whose norm is "
+        f"{gradients.mean_norm:.3g}. The gradient noise scale, the batch size at which signal equals noise, {noise} "
         "(McCandlish et al. 2018)."
     )
     return [Table("Per-example gradients", ("example", "loss", "gradient norm", "cosine"), rows, about=about)]

@@ -14,7 +14,7 @@ from jaxformer.errors import UserError
 from jaxformer.inspect.capture import Activations, capture, intervene, value_and_capture_gradients
 from jaxformer.models.inputs import check_example
 from jaxformer.models.objective import Params
-from jaxformer.ops.precision import widened
+from jaxformer.ops.precision import upcast
 
 HEADS_FIRST = (".queries", ".keys", ".values", ".scores", ".weights", ".heads")
 """Name endings of activations whose position axis comes after a head axis."""
@@ -91,7 +91,7 @@ def _estimate(
     value, values, grads = value_and_capture_gradients(lambda: metric(model.apply({"params": params}, *inputs)), names)
 
     def estimate_each_position(name: str, grad: jax.Array) -> jax.Array:
-        effect = widened(grad) * (widened(replacements[name]) - widened(values[name]))
+        effect = upcast(grad) * (upcast(replacements[name]) - upcast(values[name]))
         return value + effect.sum(axis=[a for a in range(effect.ndim) if a != _position_axis(name)])
 
     return OrderedDict((name, estimate_each_position(name, grad)) for name, grad in grads.items())

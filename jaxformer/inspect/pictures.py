@@ -34,7 +34,7 @@ class Picture:
     image_HWC: np.ndarray
     """Pixels, uint8."""
     name: str
-    chances: Sequence[tuple[str, float]]
+    probabilities: Sequence[tuple[str, float]]
     """Most likely classes or captions, and their probabilities."""
     actual: tuple[str, float] | None = None
     """True class or caption and its probability; None if there is none."""
@@ -60,7 +60,7 @@ class PictureSection(Section):
         """Return the HTML element. Attention is stored as base64 bytes, the square roots of weights divided by each
         map's largest; non-finite weights are 0."""
         pictures = [
-            {"source": png_uri(p.image_HWC), "name": p.name, "bars": as_bars(p.chances, p.actual)}
+            {"source": png_uri(p.image_HWC), "name": p.name, "bars": as_bars(p.probabilities, p.actual)}
             for p in self.pictures
         ]
         layers = []

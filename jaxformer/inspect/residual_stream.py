@@ -18,7 +18,7 @@ from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.inputs import check_example
 from jaxformer.models.objective import Params
 from jaxformer.nn.norms import epsilon
-from jaxformer.ops.precision import widened
+from jaxformer.ops.precision import upcast
 
 STREAM = ("embedding", "blocks.*.after")
 
@@ -109,10 +109,10 @@ def _through_norm(
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Map a direction after a norm of `x_TD` to the corresponding direction before it; also return the contribution of
     the norm's bias, by name."""
-    is_layernorm, wide_TD = c.norm == "layernorm", widened(x_TD)
+    is_layernorm, upcast_TD = c.norm == "layernorm", upcast(x_TD)
     if is_layernorm:
-        wide_TD -= wide_TD.mean(axis=-1, keepdims=True)
-    scale_T1 = jax.lax.rsqrt(jnp.mean(jnp.square(wide_TD), axis=-1, keepdims=True) + epsilon(c.norm, c.norm_eps))
+        upcast_TD -= upcast_TD.mean(axis=-1, keepdims=True)
+    scale_T1 = jax.lax.rsqrt(jnp.mean(jnp.square(upcast_TD), axis=-1, keepdims=True) + epsilon(c.norm, c.norm_eps))
     before_TD = direction_TD * norm["gamma"] * scale_T1
     if not is_layernorm:
         return before_TD, {}
@@ -126,4 +126,6 @@ def _check_stream(model: nn.Module) -> None:
         remedy = "use a decoder with model.residual true"
         raise UserError(f"this {type(model).__name__} has no residual stream that becomes logits; {remedy}.")
     if model.config.norm != "none" and model.config.norm_placement == "post":
-        raise UserError("norms of the stream after a block's parts change all of it; with pre-norm, parts add up.")
+        raise UserError(
+            "norm_placement 'post' normalises the whole residual stream, so it is no sum of parts; use pre-norm."
+        )

@@ -74,7 +74,7 @@ def _entropy(rows: Sequence[Row], config: ModelConfig) -> Iterator[Section]:
         if len(labels) != n_layers:  # the log belongs to another model
             labels = tuple(f"layer {i}" for i in range(n_layers))
         layers = [dict(zip(labels, row["entropy"], strict=True)) for row in rows]
-        about = "Mean entropy of a row of the attention map, a line per head: 0 where it attends to one position."
+        about = "Mean entropy of a row of the attention map, a line per head: 0 if it attends to one position."
         axis = Axis("nats", from_zero=True)
         yield Lines("Attention entropy", _lines_by_layer(rows, layers, "head"), STEP, axis, about=about)
 
@@ -114,8 +114,8 @@ def _experts(rows: Sequence[Row]) -> Iterator[Section]:
             {layer_label(layer.removesuffix(".mlp")): load["share"] for layer, load in row["router"].items()}
             for row in rows
         ]
-        axis = Axis("share", from_zero=True, percent=True)
-        about = "Share of the router's choices per expert of each layer."
+        axis = Axis("fraction", from_zero=True, percent=True)
+        about = "Fraction of the router's assignments per expert, by layer."
         yield Lines("Tokens per expert", _lines_by_layer(rows, layers, "expert"), STEP, axis, about=about)
 
 
@@ -130,14 +130,14 @@ def _init_check(rows: Sequence[Row]) -> Iterator[Section]:
     table: list[list[str | float]] = [
         [f"layer {i}", *(_number(side[key]) for key in names for side in pair)] for i, pair in enumerate(pairs)
     ]
-    about = "Statistics of the initialised model, beside those expected."
+    about = "Statistics of the initialised model, and their expected values."
     yield Table("Initialisation check", columns, table, about=about)
 
 
 def _samples(samples: Sequence[str]) -> Iterator[Section]:
     if samples:
         latest = [text.strip() for text in samples[: -N_SAMPLES - 1 : -1]]
-        yield Texts("Samples", latest, about="Generated during training, the latest first.")
+        yield Texts("Samples", latest, about="Generated during training, latest first.")
 
 
 def _number(value: float | None) -> float:

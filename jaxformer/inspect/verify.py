@@ -19,14 +19,14 @@ from jaxformer.inspect.capture import Activations, capture, capture_shapes, inte
 from jaxformer.models.clip import LARGEST_LOG_SCALE
 from jaxformer.models.objective import Params, is_causal_lm, objective_of
 from jaxformer.ops.masks import EMPTY
-from jaxformer.ops.precision import widened
+from jaxformer.ops.precision import upcast
 
 ROUNDING = 1e-5
 """Tolerance of float32 results whose sums are in another order, relative to the largest value or 1."""
 FINITE_DIFFERENCE = 1e-5
 """Relative tolerance between a float64 derivative and a difference quotient."""
 
-NOT_CAUSAL = "it has no logits of next tokens"
+NOT_CAUSAL = "it has no next-token logits"
 
 Inputs = tuple[jax.Array, ...]
 
@@ -58,7 +58,7 @@ def verify(model: nn.Module, params: Params, inputs_B: Inputs, targets_B: jax.Ar
       inputs_B: inputs of the model, for several examples; see `random_inputs`.
       targets_B: valid int32 training targets.
     """
-    params = jax.tree.map(widened, params)
+    params = jax.tree.map(upcast, params)
     first = jax.tree.map(lambda x: x[0], inputs_B)
     checks: tuple[tuple[Callable[..., Check], Any], ...] = (
         (finite, inputs_B), (causality, first), (attention_mask, first), (attention_rows, first), (padding, inputs_B),
@@ -104,7 +104,7 @@ def finite(model: nn.Module, params: Params, inputs_B: Inputs) -> Check:
     """Check that no output is infinite or NaN, a precondition of the other checks."""
     outputs = _batched(model, params, inputs_B)
     n_broken = sum(int(jnp.sum(~jnp.isfinite(x))) for x in outputs)
-    detail = f"infinite or NaN numbers of {sum(x.size for x in outputs):,} in the outputs"
+    detail = f"infinite or NaN values among {sum(x.size for x in outputs):,} outputs"
     return Check("finite", detail, float(n_broken), 0.0)
 
 
@@ -137,7 +137,7 @@ def causality(model: nn.Module, params: Params, inputs: Inputs) -> Check:
         allowed_TS |= jnp.arange(T) < inputs[1]
     is_finite = bool(jnp.isfinite(slope_TS).all())
     if is_finite and not bool((slope_TS > 0).any()):
-        return check("no logit depends on any token, as where W_out is 0", None)
+        return check("no logit depends on any token, as if W_out is 0", None)
     by_slope = jnp.max(jnp.where(allowed_TS, 0, slope_TS)) if is_finite else jnp.nan
     # Derivatives miss discrete choices, such as an expert's capacity, so also change all tokens of the second half.
     half, changed = T // 2, list(inputs)
@@ -169,7 +169,7 @@ def attention_mask(model: nn.Module, params: Params, inputs: Inputs) -> Check:
         return jnp.max(jnp.abs(weights_HTT - visible_TT / visible_TT.sum(-1, keepdims=True)))
 
     largest = largest_of(deviation(*layer) for layer in zip(windows, maps.values(), strict=True))
-    detail = f"weights where all scores are equal, {len(maps)} layers, {T} tokens"
+    detail = f"weights for equal scores, {len(maps)} layers, {T} tokens"
     untested = getattr(model.config, "window", None) is not None and min(windows) >= T
     return check(f"{detail}, a window of {min(windows)} untested" if untested else detail, largest)
 

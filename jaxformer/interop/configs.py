@@ -20,17 +20,17 @@ def family_of(theirs: Mapping[str, Any]) -> Family:
     model_type, architectures = theirs.get("model_type"), theirs.get("architectures") or []
     if (quantization := theirs.get("quantization_config")) is not None:
         method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
-        problem = f"the checkpoint is quantised ({abbreviate(method)}), and rounded weights are not read"
-        raise UserError(f"{problem}; take the one in bfloat16 or float32 that it was made from.")
+        problem = f"the checkpoint is quantised ({abbreviate(method)}), and quantised weights are not supported"
+        raise UserError(f"{problem}; use the bfloat16 or float32 checkpoint that it was made from.")
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None:
-        limit = f"those are {known}"
-        raise UserError(f"the model_type is {abbreviate(model_type)}, which is no family known here; {limit}.")
+        limit = f"supported are {known}"
+        raise UserError(f"the model_type is {abbreviate(model_type)}, which is not supported; {limit}.")
     if not isinstance(architectures, list):
-        raise UserError(f"architectures is {abbreviate(architectures)}, which is no list; put back the config.json.")
+        raise UserError(f"architectures is {abbreviate(architectures)}, which is not a list; restore the config.json.")
     if architectures and family.architecture not in architectures:
         problem = f"the architecture is {abbreviate(architectures[0])}, not the family's language model"
-        raise UserError(f"{problem} {family.architecture}; take a checkpoint of that.")
+        raise UserError(f"{problem} {family.architecture}; use a checkpoint of that.")
     return family
 
 
@@ -41,8 +41,8 @@ def read_config(theirs: Mapping[str, Any], context_length: int | None = None) ->
     family = family_of(theirs)
     for name, expected in family.required.items():
         if (value := theirs.get(name, expected)) != expected and (expected or value):
-            remedy = f"{family.model_type} is read with {expected} only"
-            raise UserError(f"{name} is {abbreviate(value)}, of which there is no equivalent; {remedy}.")
+            remedy = f"{family.model_type} supports {expected} only"
+            raise UserError(f"{name} is {abbreviate(value)}, which has no equivalent; {remedy}.")
     try:
         values = {**family.constants, **{field.ours: _read_field(field, theirs) for field in family.fields}}
         longest = values["max_context"]
@@ -54,8 +54,10 @@ def read_config(theirs: Mapping[str, Any], context_length: int | None = None) ->
         if family.rope is not None:
             values |= read_rope(family.rope, theirs, values.get("window"))
     except (TypeError, ValueError, ArithmeticError, KeyError) as error:
-        problem = f"config.json is no {family.model_type}'s: a value is missing, or of another type ({error})"
-        raise UserError(f"{problem}; put back the published one.") from error
+        problem = (
+            f"config.json is not a valid {family.model_type} config: a value is missing or has the wrong type ({error})"
+        )
+        raise UserError(f"{problem}; restore the published one.") from error
     return from_dict(DecoderConfig, values, "the model")
 
 
@@ -65,11 +67,11 @@ def _read_field(field: Field, theirs: Mapping[str, Any]) -> Any:
     if value is None:  # null also means the default
         value = field.default(theirs) if callable(field.default) else field.default
     if value is REQUIRED:
-        raise UserError(f"there is no {field.theirs}; put back the config.json that was published with the weights.")
+        raise UserError(f"there is no {field.theirs}; restore the config.json that was published with the weights.")
     if field.values is not None:
         if not isinstance(value, str | bool) or value not in field.values:
             known = ", ".join(map(repr, field.values))
-            raise UserError(f"{field.theirs} is {abbreviate(value)}, of which there is no equivalent; known: {known}.")
+            raise UserError(f"{field.theirs} is {abbreviate(value)}, which has no equivalent; known: {known}.")
         return field.values[value]
     return field.read(value)
 
@@ -104,12 +106,12 @@ def read_windows(family: Family, theirs: Mapping[str, Any], n_blocks: int) -> di
         raise UserError(f"layer_types is {abbreviate(kinds)}; it must have an entry for each of {n_blocks} blocks.")
     for i, kind in enumerate(kinds):
         if kind not in ("sliding_attention", "full_attention"):
-            remedy = "models are read whose layers are sliding_attention or full_attention"
-            raise UserError(f"layer {i} is {abbreviate(kind)}, of which there is no equivalent; {remedy}.")
+            remedy = "layers must be sliding_attention or full_attention"
+            raise UserError(f"layer {i} is {abbreviate(kind)}, which has no equivalent; {remedy}.")
     if "sliding_attention" not in kinds:
         return {}
     if theirs.get("sliding_window") is None:
-        raise UserError("layers have sliding_attention, but there is no sliding_window; put back the config.json.")
+        raise UserError("layers have sliding_attention, but there is no sliding_window; restore the config.json.")
     full = [i for i, kind in enumerate(kinds) if kind == "full_attention"]
     return {"window": theirs["sliding_window"], "global_blocks": full}
 
@@ -147,7 +149,7 @@ def read_rope(rope: Rope, theirs: Mapping[str, Any], window: int | None) -> dict
     kind = _check_rope_type(scaling, ROPE_FIELDS)
     for ours, name in ROPE_FIELDS[kind].items():
         if name not in scaling:
-            raise UserError(f"the scaling of RoPE, {kind}, has no {name}; put back the published config.json.")
+            raise UserError(f"the scaling of RoPE, {kind}, has no {name}; restore the published config.json.")
         values[ours] = scaling[name]
     return values if local_base is None or window is None else values | {"local_rope_base": local_base}
 
@@ -157,7 +159,7 @@ def _check_rope_type(scaling: Mapping[str, Any], known: Collection[str]) -> str:
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if not isinstance(kind, str) or kind not in known:
         limit = f"known: {', '.join(known)}"
-        raise UserError(f"the rope_type is {abbreviate(kind)}, of which there is no equivalent; {limit}.")
+        raise UserError(f"the rope_type is {abbreviate(kind)}, which has no equivalent; {limit}.")
     return kind
 
 

@@ -64,9 +64,9 @@ def read_object(file: Path) -> Mapping[str, Any]:
     except FileNotFoundError as error:
         raise UserError(f"{file.parent} has no {file.name}; name a folder with a published model.") from error
     except (ValueError, OSError) as error:
-        raise UserError(f"{file} cannot be read ({error}); put back the published one.") from error
+        raise UserError(f"{file} cannot be read ({error}); restore the published one.") from error
     if not isinstance(value, Mapping):
-        raise UserError(f"{file} holds {abbreviate(value)}, not an object; put back the published one.")
+        raise UserError(f"{file} holds {abbreviate(value)}, not an object; restore the published one.")
     return value
 
 
@@ -76,10 +76,10 @@ def _shards(path: Path) -> Mapping[str, list[str]]:
         names_by_file: dict[str, list[str]] = {}
         weight_map = read_object(path / INDEX).get("weight_map")
         if not isinstance(weight_map, Mapping) or not weight_map:
-            raise UserError(f"{path / INDEX} has no weight_map; put back the published one.")
+            raise UserError(f"{path / INDEX} has no weight_map; restore the published one.")
         for name, file in weight_map.items():
             if not isinstance(file, str) or Path(file).name != file:
-                raise UserError(f"{path / INDEX} names a shard {abbreviate(file)}, which is no file of the folder.")
+                raise UserError(f"{path / INDEX} names a shard {abbreviate(file)}, which is not a file of the folder.")
             names_by_file.setdefault(file, []).append(name)
         return names_by_file
     if (path / SINGLE).exists():
@@ -102,7 +102,7 @@ def _open_shards(path: Path, shards: Mapping[str, list[str]]) -> dict[str, Any]:
             file = safetensors.safe_open(path / shard, framework="numpy")
         except (safetensors.SafetensorError, OSError) as error:
             remedy = f"download it again: it has {(path / shard).stat().st_size:,} bytes"
-            raise UserError(f"{path / shard} is damaged or truncated ({error}); {remedy}.") from error
+            raise UserError(f"{path / shard} is corrupt or truncated ({error}); {remedy}.") from error
         names = set(file.keys())
         if absent := sorted({*expected} - names):
             raise UserError(f"{path / shard} lacks the tensor {absent[0]} that {INDEX} names; download both again.")

@@ -72,10 +72,12 @@ def write_gguf(
     theirs = published.config
     if (model_type := theirs["model_type"]) not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
-        raise UserError(f"the model is of the family {model_type}, which is not written as GGUF; those are {known}.")
+        raise UserError(
+            f"the model is of the family {model_type}, which cannot be exported to GGUF; supported are {known}."
+        )
     for part, field in {"attention windows": "sliding_window", "biases of attention": "attention_bias"}.items():
         if theirs.get(field):
-            raise UserError(f"the model has {part}, which are not written as GGUF; use --format hf.")
+            raise UserError(f"the model has {part}, which cannot be exported to GGUF; use --format hf.")
     architecture, adjacent = ARCHITECTURES[model_type]
     writer = gguf.GGUFWriter(file, architecture)
     try:
@@ -141,7 +143,7 @@ def _add_tokenizer(
     llama.cpp does not know the tokenizer."""
     model = tokenizer["model"]
     if model["type"] != "BPE":
-        raise UserError(f"the tokenizer is a {model['type']} model, which is not written as GGUF; only BPE is.")
+        raise UserError(f"the tokenizer is a {model['type']} model, which cannot be exported to GGUF; only BPE can.")
     tokens = [f"[PAD{i}]" for i in range(vocab_size)]
     types = [gguf.TokenType.UNUSED] * vocab_size
     for token, index in model["vocab"].items():

@@ -45,9 +45,9 @@ def complete_path(target: Path) -> Iterator[Path]:
 
 def _check_new(target: Path) -> None:
     if target.name == "..":
-        raise UserError(f"{target} is no name of a new file or folder; choose another --out.")
+        raise UserError(f"{target} is not a valid name of a new file or folder; choose another --out.")
     if target.exists() or target.is_symlink():
-        raise UserError(f"{target} exists, and an export replaces nothing; remove it, or choose another --out.")
+        raise UserError(f"{target} exists, and an export overwrites nothing; remove it, or choose another --out.")
 
 
 def flat_params(params: Params, dtype: Dtype) -> dict[str, np.ndarray]:
@@ -64,7 +64,9 @@ def cast(name: str, array: Any, dtype: Dtype) -> np.ndarray:
         converted = np.ascontiguousarray(array.astype(jnp.dtype(dtype)))
     if dtype == "float16" and not np.isfinite(converted).all() and np.isfinite(array).all():
         remedy = "use --dtype bfloat16"
-        raise UserError(f"{name} has numbers up to {np.abs(array).max():.3g}, and float16 ends at 65504; {remedy}.")
+        raise UserError(
+            f"{name} has values up to {np.abs(array).max():.3g}, above float16's maximum of 65504; {remedy}."
+        )
     return converted
 
 

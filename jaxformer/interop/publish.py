@@ -48,7 +48,7 @@ def publish(run: Run) -> Published:
     `UserError` with the parts that the nearest family lacks."""
     config = run.config.model
     if not isinstance(config, DecoderConfig):
-        problem = f"{run.path} holds a {type(run.model).__name__}, and published families are decoders"
+        problem = f"{run.path} holds a {type(run.model).__name__}, but published families are decoders"
         raise UserError(f"{problem}; use --format safetensors.")
     config = resolved(config)
     lacking = {name: unmatched(config, family) for name, family in FAMILIES.items()}

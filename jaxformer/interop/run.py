@@ -29,14 +29,14 @@ def load_published_tokenizer(folder: ModelFolder, config: DecoderConfig) -> Toke
     `UserError` if there is no tokenizer, or it has other tokens that the model has no embedding for."""
     file = folder.path / TOKENIZER
     if not file.exists():
-        remedy = "put the published one there, or let save_pretrained of transformers' AutoTokenizer write it"
+        remedy = "add the published one, or write it with save_pretrained of transformers' AutoTokenizer"
         raise UserError(f"{folder.path} has no {TOKENIZER}; {remedy}.")
     tokenizer = Tokenizer.load(file, eos_token_ids(folder))
     if tokenizer.vocab_size > config.vocab_size:  # such as the image token of Gemma 3's text-only models
         tokenizer = tokenizer.without_special_from(config.vocab_size)
     if tokenizer.vocab_size > config.vocab_size:
         problem = f"{file} has {tokenizer.vocab_size:,} tokens, but the model embeds {config.vocab_size:,}"
-        raise UserError(f"{problem}; put the model's own tokenizer there.")
+        raise UserError(f"{problem}; use the model's own tokenizer.")
     return tokenizer
 
 

@@ -57,7 +57,7 @@ def export_stablehlo(run: Run, folder: Path, dtype: Dtype = "float32", n_slots: 
     elif n_slots is None:
         programs, readme = {"forward": forward_program(run.model, shapes)}, "forward.md"
     else:
-        raise UserError(f"--cache-length is {n_slots}, but {run.path} holds a {kind} without a cache; leave it out.")
+        raise UserError(f"--cache-length is {n_slots}, but {run.path} holds a {kind} without a cache; omit it.")
     n_tokens = contract.vocab_size if run.tokenizer is None else run.tokenizer.vocab_size
     with complete_path(folder) as scratch:
         scratch.mkdir()

@@ -67,11 +67,11 @@ def _check_tensor(folder: ModelFolder, name: str, shape: tuple[int, ...]) -> Non
     if name not in folder.files:
         raise UserError(f"{folder.path} has no tensor {name}, which its config.json implies; download it again.")
     if (actual := folder.shape(name)) != shape:
-        remedy = "put back the files that belong together"
+        remedy = "restore the files that belong together"
         raise UserError(f"{name} in {folder.path} has shape {actual}, but config.json implies {shape}; {remedy}.")
     if (dtype := folder.dtype(name)) not in FLOATS:
-        remedy = "take the checkpoint in bfloat16 or float32 that it was made from"
-        raise UserError(f"{name} in {folder.path} is {dtype}, and rounded weights are not read; {remedy}.")
+        remedy = "use the bfloat16 or float32 checkpoint that it was made from"
+        raise UserError(f"{name} in {folder.path} is {dtype}, and quantised weights are not supported; {remedy}.")
 
 
 def _check_rest(folder: ModelFolder, family: Family, config: DecoderConfig, used: set[str]) -> None:
@@ -86,7 +86,7 @@ def _check_rest(folder: ModelFolder, family: Family, config: DecoderConfig, used
                 raise UserError(f"{problem}; set tie_word_embeddings to false.")
         elif not any(re.search(pattern, name) for pattern in family.ignored):
             problem = f"{folder.path} has a tensor {name}, which {family.architecture} of this config does not have"
-            raise UserError(f"{problem}; take the checkpoint of the model alone.")
+            raise UserError(f"{problem}; use the checkpoint of the model only.")
 
 
 def load_params(folder: ModelFolder, sources: Mapping[str, Source], abstract: Params) -> Params:

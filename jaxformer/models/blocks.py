@@ -41,7 +41,7 @@ def check_local_heads(config: Any) -> None:
         if n > config.n_heads:
             raise UserError(f"{name} is {n}, but n_heads is {config.n_heads}; set at most that.")
         if not (config.positions == "rope" and config.attention_bias):
-            problem = f"{name} is {n}, but heads find a distance with RoPE and biases alone"
+            problem = f"{name} is {n}, but heads at a fixed distance need RoPE and attention biases"
             raise UserError(f"{problem}; set positions to rope and attention_bias to true.")
         query_and_key_at(0, config.width_of_head, config.rope_base, *frequencies)
 

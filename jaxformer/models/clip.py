@@ -25,7 +25,7 @@ from jaxformer.ops.masks import Causal, Mask, zero_padding
 from jaxformer.ops.norms import l2_normalize
 from jaxformer.ops.patches import patchify, standardize
 from jaxformer.ops.positions import sinusoidal
-from jaxformer.ops.precision import widened
+from jaxformer.ops.precision import upcast
 
 LARGEST_LOG_SCALE = log(100)
 """Log of the largest logit scale, 100 (section 2.5)."""
@@ -203,7 +203,7 @@ class CLIP(nn.Module):
 
     def log_scale(self) -> jax.Array:
         """Return the log of the logit scale, a float32 scalar, at most log 100."""
-        t = widened(self.t)
+        t = upcast(self.t)
         # Straight-through gradient: otherwise `t` could never return from beyond the limit.
         return t + jax.lax.stop_gradient(jnp.minimum(t, LARGEST_LOG_SCALE) - t)
 
@@ -214,4 +214,4 @@ class CLIP(nn.Module):
 
 
 def _joint(x_D: jax.Array, W_DE: jax.Array) -> jax.Array:
-    return l2_normalize(widened(x_D @ W_DE))
+    return l2_normalize(upcast(x_D @ W_DE))

@@ -143,7 +143,7 @@ class DecoderConfig(TokenModelConfig):
             raise UserError(f"{problem}; {remedy}.")
         check_local_heads(self)
         if self.prefix and self.window is not None:
-            remedy = "leave one of them out"
+            remedy = "omit one of them"
             raise UserError(f"window is {self.window}, but a prefix is attended to from every position; {remedy}.")
         if self.unembedding == "mlp" and self.residual:
             raise UserError(
@@ -155,7 +155,7 @@ class DecoderConfig(TokenModelConfig):
             raise UserError(f"final_norm is one more norm of the kind that norm names; {remedy}.")
         if self.max_context is not None and self.max_context < self.context_length:
             problem = f"max_context is {self.max_context}, but context_length is {self.context_length}"
-            raise UserError(f"{problem}; make it at least that, or leave it out.")
+            raise UserError(f"{problem}; set it to at least that, or omit it.")
         if not self.rope_low_periods < self.rope_high_periods:
             limit = f"it must be below rope_high_periods {self.rope_high_periods}"
             raise UserError(f"rope_low_periods is {self.rope_low_periods}; {limit}.")
@@ -163,12 +163,12 @@ class DecoderConfig(TokenModelConfig):
         self._check_global_blocks()
         if self.unembedding_std is not None and self.unembedding != "linear":
             problem = f"unembedding_std is {self.unembedding_std}, but unembedding {self.unembedding!r} has no W_out"
-            raise UserError(f"{problem}; leave it out.")
+            raise UserError(f"{problem}; omit it.")
 
     def _check_global_blocks(self) -> None:
         for name in ("global_blocks", "local_rope_base"):
             if getattr(self, name) and self.window is None:
-                remedy = "set window, or leave it out"
+                remedy = "set window, or omit it"
                 raise UserError(f"{name} is {getattr(self, name)}, but without a window no block is local; {remedy}.")
         if any(not 0 <= i < self.n_blocks for i in self.global_blocks):
             limit = f"the indices of {self.n_blocks} blocks are 0 to {self.n_blocks - 1}"
@@ -177,13 +177,13 @@ class DecoderConfig(TokenModelConfig):
     def _check_experts(self) -> None:
         if self.n_experts is None:
             if self.capacity_factor is not None or self.shared_expert:
-                raise UserError("capacity_factor and shared_expert are for experts; set n_experts to their number.")
+                raise UserError("capacity_factor and shared_expert need experts; set n_experts to their number.")
             return
         if self.experts_per_token > self.n_experts:
             problem = f"experts_per_token is {self.experts_per_token}, but n_experts is {self.n_experts}"
             raise UserError(f"{problem}; use at most n_experts.")
         if self.unembedding == "mlp":
-            raise UserError(f"unembedding 'mlp' takes one MLP a block, not n_experts {self.n_experts}; use 'linear'.")
+            raise UserError(f"unembedding 'mlp' needs one MLP per block, not n_experts {self.n_experts}; use 'linear'.")
 
     @property
     def kv_heads(self) -> int:

@@ -37,7 +37,7 @@ def check_next_tokens(contract: Contract, tokens_T: jax.Array) -> None:
     assert contract.vocab_size is not None
     check_shape(tokens_T, contract.inputs[0])
     if len(tokens_T) < 2:
-        raise UserError(f"expected 2 tokens or more, got {len(tokens_T)}; the first is predicted from nothing.")
+        raise UserError(f"expected 2 tokens or more, got {len(tokens_T)}; the first token is not predicted.")
     check_length(contract, len(tokens_T) - 1)
     check_tokens(tokens_T, contract.vocab_size)
 
@@ -57,6 +57,6 @@ def check_length(contract: Contract, n_tokens: int) -> None:
     if limit is None:
         return
     if contract.fixed_length and n_tokens != limit:
-        raise UserError(f"{n_tokens} tokens, but this model reads a window of exactly {limit}; give it as many.")
+        raise UserError(f"{n_tokens} tokens, but this model needs a window of exactly {limit}; give it as many.")
     if n_tokens > limit:
         raise UserError(f"{n_tokens} tokens, but the model has {limit} learned positions; give it the last {limit}.")

@@ -38,7 +38,7 @@ class MLPConfig(TokenModelConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.causal and self.mixing in ("none", "concatenate"):
-            raise UserError(f"causal is False, but mixing {self.mixing!r} has no mask; leave it out.")
+            raise UserError(f"causal is False, but mixing {self.mixing!r} has no mask; omit it.")
 
     @property
     def n_predicted(self) -> int:

@@ -48,7 +48,7 @@ class ViTConfig(BlocksConfig, ImageModelConfig):
         expand_patches(self)
         for name in ("mean", "std"):
             if len(getattr(self, name)) not in (1, self.channels):
-                raise UserError(f"{name} is {getattr(self, name)}; give 1 number, or {self.channels}, one a channel.")
+                raise UserError(f"{name} is {getattr(self, name)}; give 1 number, or {self.channels}, one per channel.")
 
     @property
     def contract(self) -> Contract:

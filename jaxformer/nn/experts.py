@@ -22,7 +22,7 @@ from jaxformer.ops.experts import (
     route,
     router_statistics,
 )
-from jaxformer.ops.precision import widened
+from jaxformer.ops.precision import upcast
 
 AXIS = "expert"
 """Mesh axis that splits experts."""
@@ -61,7 +61,7 @@ class Experts(nn.Module):
         T, D = x_TD.shape
         W_DE = parameter(self, "W_router", uniform_fan_in(D), (D, self.n_experts), "embed -> choices")
         # In float32, because rounding may change a token's experts (Fedus et al. 2022, section 2.4).
-        logits_TE = widened(x_TD) @ widened(W_DE)
+        logits_TE = upcast(x_TD) @ upcast(W_DE)
         experts_TJ, weights_TJ = route(logits_TE, self.per_token, self.renormalize)
         room = capacity(T, self.n_experts, self.per_token, self.capacity_factor if self.has_rng("dropout") else None)
         slots_TJ = assign(experts_TJ, self.n_experts, room)

@@ -68,18 +68,18 @@ class MLP(nn.Module):
     def _hidden_layer(self, x: jax.Array, i: int) -> jax.Array:
         """Return the activations of the i-th hidden layer, counted from 1, `(…, hidden[i - 1])`."""
         width = self.hidden[i - 1]
-        y, b = self._product(x, f"W_{i}", i, width), self._bias(x, i, width)
+        y, b = self._matmul(x, f"W_{i}", i, width), self._bias(x, i, width)
         if self.activation in GATED:
-            return activate(self.activation, self._product(x, f"W_gate_{i}", i, width)) * _add(y, b)
+            return activate(self.activation, self._matmul(x, f"W_gate_{i}", i, width)) * _add(y, b)
         return activate(self.activation, y, b)
 
     def _linear(self, x: jax.Array, i: int, width: int) -> jax.Array:
-        return _add(self._product(x, f"W_{i}", i, width), self._bias(x, i, width))
+        return _add(self._matmul(x, f"W_{i}", i, width), self._bias(x, i, width))
 
     def _bias(self, x: jax.Array, i: int, width: int) -> jax.Array | None:
         return parameter(self, f"b_{i}", uniform_fan_in(x.shape[-1]), (width,), _AXES[i % 2]) if self.bias else None
 
-    def _product(self, x: jax.Array, name: str, i: int, width: int) -> jax.Array:
+    def _matmul(self, x: jax.Array, name: str, i: int, width: int) -> jax.Array:
         axes = f"{_AXES[(i - 1) % 2]} -> {_AXES[i % 2]}"
         return x @ parameter(self, name, uniform_fan_in(x.shape[-1]), (x.shape[-1], width), axes)
 

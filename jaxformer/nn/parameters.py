@@ -70,7 +70,7 @@ def trace_init(model: nn.Module) -> InitTrace:
     for name, leaf in flatten_dict(variables["params"], sep=".").items():
         if name not in declared or len(declared[name].names) != leaf.ndim:
             names = f"the axes {', '.join(declared[name].names)}" if name in declared else "no axes"
-            remedy = "make it with nn.parameters.parameter and name each axis"
+            remedy = "create it with nn.parameters.parameter and name each axis"
             raise UserError(f"parameter {name} of shape {leaf.shape} declares {names}; {remedy}.")
     return InitTrace(output, variables["params"], declared)
 

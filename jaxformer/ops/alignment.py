@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxformer.ops.attention import MASKED
-from jaxformer.ops.precision import widened
+from jaxformer.ops.precision import upcast
 
 
 def additive_scores(q_A: jax.Array, k_SA: jax.Array, v_A: jax.Array) -> jax.Array:
@@ -33,5 +33,5 @@ def dot_scores(q_A: jax.Array, k_SA: jax.Array) -> jax.Array:
 def alignment_weights(scores_S: jax.Array, valid_S: jax.Array) -> jax.Array:
     """Return the softmax over valid positions, `(S,)` float32 (Bahdanau et al. 2015, equation 6); zeros if none is
     valid."""
-    scores_S = jnp.where(valid_S, widened(scores_S), MASKED)
+    scores_S = jnp.where(valid_S, upcast(scores_S), MASKED)
     return jnp.where(valid_S, jax.nn.softmax(scores_S), 0.0)

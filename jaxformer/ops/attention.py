@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxformer.ops.masks import Causal, Mask, Packed, as_array
-from jaxformer.ops.precision import wide
+from jaxformer.ops.precision import accumulation_dtype
 from jaxformer.ops.quantized import Quantized
 
 MASKED = float(jnp.finfo(jnp.float32).min)
@@ -52,7 +52,7 @@ def attention_scores(q_HTK: jax.Array, k_GSK: jax.Array, scale: float = 1.0) -> 
     H, T, K = q_HTK.shape
     G, S, _ = k_GSK.shape
     q_GRTK = q_HTK.reshape(G, H // G, T, K) * scale
-    scores = jnp.einsum("grtk,gsk->grts", q_GRTK, k_GSK, preferred_element_type=wide(q_HTK.dtype))
+    scores = jnp.einsum("grtk,gsk->grts", q_GRTK, k_GSK, preferred_element_type=accumulation_dtype(q_HTK.dtype))
     return scores.reshape(H, T, S)
 
 

@@ -20,7 +20,7 @@ from jax.lax import dynamic_index_in_dim, dynamic_update_index_in_dim
 
 from jaxformer.ops.attention import MASKED, zero_hidden
 from jaxformer.ops.masks import Causal, Mask, Packed, causal_part, segment
-from jaxformer.ops.precision import wide, widened
+from jaxformer.ops.precision import accumulation_dtype, upcast
 
 SAVED = "attention"
 """Name of the saved activations, for `jax.checkpoint_policies.save_only_these_names`, with which a rematerialised block
@@ -29,7 +29,7 @@ does not recompute attention."""
 
 def blockwise_attention(
     q_HTK: jax.Array, k_GSK: jax.Array, v_GSK: jax.Array, mask: Mask = None, scale: float = 1.0, *, block: int = 512,
-    one_by_one: bool = False,
+    sequential: bool = False,
 ) -> jax.Array:  # fmt: skip
     """Return the output of `ops.attention.attention`, with memory linear in T and S in both passes.
 
@@ -39,12 +39,12 @@ def blockwise_attention(
     Args:
       q_HTK, k_GSK, v_GSK, mask, scale: as in `attention`.
       block: maximum number of queries, and of keys, per block.
-      one_by_one: compute the groups of heads of all examples one after another, also under `jax.vmap`, instead of all
+      sequential: compute the groups of heads of all examples one after another, also under `jax.vmap`, instead of all
         at once.
     """
     H, T, K = q_HTK.shape
     G, S, _ = k_GSK.shape
-    tiles = Tiles(T, S, block, causal_part(mask), H // G, one_by_one)
+    tiles = Tiles(T, S, block, causal_part(mask), H // G, sequential)
     rest: jax.Array | None = None
     if isinstance(mask, Packed):
         rest = jnp.pad(mask.segments_T, (0, tiles.n_q * tiles.b_q - T))[None]
@@ -53,7 +53,7 @@ def blockwise_attention(
     q_HNbK = split(q_HTK * scale, tiles.n_q, tiles.b_q)
     q_GNrK = q_HNbK.reshape(G, -1, tiles.n_q, tiles.b_q, K).swapaxes(1, 2).reshape(G, tiles.n_q, -1, K)
     k_GMcK, v_GMcK = (split(zero_hidden(x, mask, T), tiles.n_k, tiles.b_k) for x in (k_GSK, v_GSK))
-    if one_by_one:
+    if sequential:
         y_GNrK = tiled_attention(tiles, q_GNrK, k_GMcK, v_GMcK, rest)
     else:
         y_GNrK = tiled_attention(tiles, *(x.swapaxes(0, 1) for x in (q_GNrK, k_GMcK, v_GMcK)), rest).swapaxes(0, 1)
@@ -77,7 +77,7 @@ class Tiles:
     causal: Causal | None
     heads: int = 1
     """Query heads per group; a block of queries stacks their rows, r = heads · b_q in all."""
-    one_by_one: bool = False
+    sequential: bool = False
 
     @property
     def n_q(self) -> int:
@@ -130,13 +130,13 @@ class Tiles:
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def tiled_attention(tiles: Tiles, q: jax.Array, k: jax.Array, v: jax.Array, rest: jax.Array | None) -> jax.Array:
     """Return the attention output for blocks, from `(N, G, r, K)`, `(M, G, c, K)`, `(M, G, c, K)` to `(N, G, r, K)`;
-    with `one_by_one`, G is the first axis."""
+    with `sequential`, G is the first axis."""
     return forward(tiles, q, k, v, rest)[0]
 
 
 def forward(tiles: Tiles, q: jax.Array, k: jax.Array, v: jax.Array, rest: jax.Array | None) -> tuple:
     """Return the output, and the residuals for `backward`."""
-    attend = over_examples(attend_one_by_one, tiles) if tiles.one_by_one else partial(attend_at_once, tiles)
+    attend = over_examples(attend_sequentially, tiles) if tiles.sequential else partial(attend_at_once, tiles)
     y, log_total = (checkpoint_name(x, SAVED) for x in attend(rest, q, k, v))
     return y, (q, k, v, rest, y, log_total)
 
@@ -145,9 +145,9 @@ def backward(tiles: Tiles, saved: tuple, dy: jax.Array) -> tuple:
     """Return the gradients with respect to q, k and v (Dao et al. 2022, algorithm 4)."""
     q, k, v, rest, y, log_total = saved
     differentiate = (
-        over_examples(gradients_one_by_one, tiles) if tiles.one_by_one else partial(gradients_at_once, tiles)
+        over_examples(gradients_sequentially, tiles) if tiles.sequential else partial(gradients_at_once, tiles)
     )
-    dot = jnp.sum(widened(dy) * y, -1)  # Σ over keys of weight · its gradient
+    dot = jnp.sum(upcast(dy) * y, -1)  # Σ over keys of weight · its gradient
     gradients = differentiate(rest, q, k, v, dy, log_total, dot)
     return *(x.astype(like.dtype) for x, like in zip(gradients, (q, k, v), strict=True)), None
 
@@ -157,13 +157,13 @@ tiled_attention.defvjp(forward, backward)
 
 def scores(q_rK: jax.Array, k_cK: jax.Array, mask_rc: jax.Array) -> jax.Array:
     """Return the scores of one tile, `(…, r, c)` float32 or wider, with minus infinity where masked."""
-    scores_rc = jnp.einsum("...rk,...ck->...rc", q_rK, k_cK, preferred_element_type=wide(q_rK.dtype))
+    scores_rc = jnp.einsum("...rk,...ck->...rc", q_rK, k_cK, preferred_element_type=accumulation_dtype(q_rK.dtype))
     return jnp.where(mask_rc, scores_rc, -jnp.inf)
 
 
 def initial_sums(rows: tuple[int, ...], v: jax.Array) -> tuple[jax.Array, ...]:
     """Return the weighted sum of values `(…, K)`, the sum of weights and the maximum score before the first tile."""
-    dtype = wide(v.dtype)
+    dtype = accumulation_dtype(v.dtype)
     # The maximum starts finite, so that a row without a visible key yields zeros instead of NaN.
     return jnp.zeros((*rows, v.shape[-1]), dtype), jnp.zeros(rows, dtype), jnp.full(rows, MASKED, dtype)
 
@@ -193,14 +193,14 @@ def tile_gradients(
     dot_r: jax.Array,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
     """Return one tile's contributions to the gradients of its queries, keys and values."""
-    product = partial(jnp.einsum, preferred_element_type=wide(q_rK.dtype))
+    einsum = partial(jnp.einsum, preferred_element_type=accumulation_dtype(q_rK.dtype))
     weights_rc = jnp.exp(scores(q_rK, k_cK, mask_rc) - log_total_r[..., None])
-    to_weights = product("...rk,...ck->...rc", dy_rK, v_cK)
+    to_weights = einsum("...rk,...ck->...rc", dy_rK, v_cK)
     to_scores = (weights_rc * (to_weights - dot_r[..., None])).astype(q_rK.dtype)
     return (
-        product("...rc,...ck->...rk", to_scores, k_cK),
-        product("...rc,...rk->...ck", to_scores, q_rK),
-        product("...rc,...rk->...ck", weights_rc.astype(dy_rK.dtype), dy_rK),
+        einsum("...rc,...ck->...rk", to_scores, k_cK),
+        einsum("...rc,...rk->...ck", to_scores, q_rK),
+        einsum("...rc,...rk->...ck", weights_rc.astype(dy_rK.dtype), dy_rK),
     )
 
 
@@ -227,7 +227,7 @@ def gradients_at_once(tiles: Tiles, rest: jax.Array | None, *arrays: jax.Array) 
         parts = tile_gradients(mask_rc, at(q, i), at(k, j), at(v, j), *(at(x, i) for x in others))
         return tuple(put(x, n, at(x, n) + part) for x, n, part in zip(sums, (i, j, j), parts, strict=True)), None
 
-    start = tuple(jnp.zeros(x.shape, wide(x.dtype)) for x in (q, k, v))
+    start = tuple(jnp.zeros(x.shape, accumulation_dtype(x.dtype)) for x in (q, k, v))
     gradients: tuple[jax.Array, ...] = jax.lax.scan(step, start, np.nonzero(tiles.is_visible()))[0]
     return gradients
 
@@ -261,7 +261,7 @@ def over_examples(function: Callable[..., Any], tiles: Tiles) -> Callable[..., A
     return mapped
 
 
-def attend_one_by_one(
+def attend_sequentially(
     tiles: Tiles, rest: jax.Array | None, q: jax.Array, k: jax.Array, v: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Return the output and the log-sums, from a loop over blocks of queries and an inner loop over their keys."""
@@ -280,7 +280,7 @@ def attend_one_by_one(
     return y, log_total
 
 
-def gradients_one_by_one(tiles: Tiles, rest: jax.Array | None, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+def gradients_sequentially(tiles: Tiles, rest: jax.Array | None, *arrays: jax.Array) -> tuple[jax.Array, ...]:
     """Return the gradients from q, k, v, dy, log-sums and dots, from a loop over blocks of keys and an inner loop over
     the queries that see them."""
     q, k, v, *others = arrays
@@ -296,12 +296,12 @@ def gradients_one_by_one(tiles: Tiles, rest: jax.Array | None, *arrays: jax.Arra
             dq = jax.lax.dynamic_update_slice(dq, (block_of(dq, g, i) + part)[None, None], (g, i, 0, 0))
             return dq, dk_cK + to_k, dv_cK + to_v
 
-        start = (dq, *(jnp.zeros(x.shape, wide(x.dtype)) for x in (k_cK, v_cK)))
+        start = (dq, *(jnp.zeros(x.shape, accumulation_dtype(x.dtype)) for x in (k_cK, v_cK)))
         dq, *sums = jax.lax.fori_loop(first, end, step, start)
         return dq, sums
 
     indices = loops(len(q), tiles.is_visible().T)
-    sums: Any = jax.lax.scan(column, jnp.zeros(q.shape, wide(q.dtype)), indices)
+    sums: Any = jax.lax.scan(column, jnp.zeros(q.shape, accumulation_dtype(q.dtype)), indices)
     dq, (dk, dv) = sums
     return dq, dk.reshape(k.shape), dv.reshape(v.shape)
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxformer.errors import UserError
 from jaxformer.ops.attention import MASKED
 from jaxformer.ops.masks import EMPTY
-from jaxformer.ops.precision import wide, widened
+from jaxformer.ops.precision import accumulation_dtype, upcast
 from jaxformer.ops.workarounds import update_slice, zero_after
 
 
@@ -88,7 +88,7 @@ def decode_step(
     Values in the cache must be finite even at masked slots, because 0 times NaN is NaN.
     """
     (H, _, K), G, dtype = q_H1K.shape, k_G1K.shape[0], q_H1K.dtype
-    einsum = partial(jnp.einsum, preferred_element_type=wide(dtype))
+    einsum = partial(jnp.einsum, preferred_element_type=accumulation_dtype(dtype))
     q_GRK = q_H1K.reshape(G, H // G, K) * scale
     own_S = jnp.arange(mask_1S.shape[1]) == slot
     scores_GRS = einsum("grk,gks->grs", q_GRK, layer.k_GKS.values.astype(dtype))
@@ -102,7 +102,7 @@ def decode_step(
     if layer.v_GSK.scale_GS is not None:
         weights_GRS *= layer.v_GSK.scale_GS[:, None, :]
     mixed_GRK = einsum("grs,gsk->grk", weights_GRS.astype(dtype), layer.v_GSK.values.astype(dtype))
-    mixed_GRK += own_weight_GR1.astype(dtype) * widened(_rounded(v_G1K, layer.v_GSK.values.dtype))
+    mixed_GRK += own_weight_GR1.astype(dtype) * upcast(_rounded(v_G1K, layer.v_GSK.values.dtype))
     y_H1K = mixed_GRK.reshape(H, 1, -1).astype(dtype)
     after = zero_after(y_H1K[:1, :, :1])
     return y_H1K, write_layer(layer, k_G1K + after, v_G1K + after, slot)

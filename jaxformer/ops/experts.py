@@ -14,7 +14,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxformer.ops.precision import widened
+from jaxformer.ops.precision import upcast
 
 
 class RouterStatistics(NamedTuple):
@@ -84,7 +84,7 @@ def router_statistics(
     """Return the statistics of one example. Average them over the batch before calling `balance_loss`, which is not a
     mean over examples."""
     E = logits_TE.shape[-1]
-    logits_TE = widened(logits_TE)
+    logits_TE = upcast(logits_TE)
     return RouterStatistics(
         jnp.mean(jax.nn.one_hot(experts_TJ, E, dtype=logits_TE.dtype), axis=(0, 1)),
         jnp.mean(jax.nn.softmax(logits_TE), axis=0),

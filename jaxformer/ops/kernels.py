@@ -18,7 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxformer.ops.blockwise import SAVED
 from jaxformer.ops.masks import Causal, Mask, Packed, causal_part
-from jaxformer.ops.precision import widened
+from jaxformer.ops.precision import upcast
 
 LANES = 128
 """Width of a TPU's vector registers; blocks of splash attention are multiples of it."""
@@ -46,8 +46,8 @@ def order_refuses(q_HTK: Shaped, k_GSK: Shaped, mask: Mask) -> str | None:
     """Return the reason why no kernel in this file supports these positions or this mask, or None."""
     T, S = q_HTK.shape[1], k_GSK.shape[1]
     if isinstance(mask, Causal | Packed):
-        return None if T == S else f"{T} queries and {S} keys do not stand at the same positions"
-    return None if mask is None else "the mask is an array, of which a kernel would need a copy for every head"
+        return None if T == S else f"it needs queries and keys at the same positions, not {T} queries and {S} keys"
+    return None if mask is None else "the mask is an array, which a kernel would copy for every head"
 
 
 def symbolic(mask: Mask) -> tuple[Causal | None, jax.Array | None]:
@@ -57,14 +57,14 @@ def symbolic(mask: Mask) -> tuple[Causal | None, jax.Array | None]:
       ValueError: the mask is an array.
     """
     if not isinstance(mask, Causal | Packed | None):
-        raise ValueError("a fused kernel takes no array as a mask; see ops.kernels")
+        raise ValueError("fused kernels do not support array masks; see ops.kernels")
     return causal_part(mask), mask.segments_T if isinstance(mask, Packed) else None
 
 
 def _cudnn_refuses_segments(mask: Mask) -> str | None:
     """Return the reason why `cudnn_attention` does not support this mask, or None."""
     if isinstance(mask, Packed):
-        return "cuDNN takes packed documents only in a fixed number, not by the segment of each position"
+        return "cuDNN supports packed documents only in a fixed number, not by the segment of each position"
     return None
 
 
@@ -73,9 +73,9 @@ def cudnn_refuses(q_HTK: Shaped, k_GSK: Shaped, mask: Mask) -> str | None:
     heads wider than 128."""
     K = q_HTK.shape[-1]
     if q_HTK.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"cuDNN attends in bfloat16 or float16, not in {q_HTK.dtype}"
+        return f"cuDNN attention needs bfloat16 or float16, not {q_HTK.dtype}"
     if K % 8 or K > 256:
-        return f"cuDNN takes heads whose width is a multiple of 8 up to 256, not {K}"
+        return f"cuDNN attention needs a head width that is a multiple of 8 up to 256, not {K}"
     return order_refuses(q_HTK, k_GSK, mask) or _cudnn_refuses_segments(mask)
 
 
@@ -118,19 +118,19 @@ def triton_refuses(q_HTK: Shaped, k_GSK: Shaped, mask: Mask) -> str | None:
     """Return the reason why `triton_attention` does not support these inputs, or None."""
     K = q_HTK.shape[-1]
     if q_HTK.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"Triton's kernel attends in bfloat16 or float16, not in {q_HTK.dtype}"
+        return f"Triton's kernel needs bfloat16 or float16, not {q_HTK.dtype}"
     if not 8 < K <= 256:
-        return f"Triton's kernel takes heads of a width from 9 to 256, not {K}"
+        return f"Triton's kernel needs a head width from 9 to 256, not {K}"
     return order_refuses(q_HTK, k_GSK, mask) or _triton_positions_refuse(q_HTK.shape[1], k_GSK.shape[1], mask)
 
 
 def _triton_positions_refuse(T: int, S: int, mask: Mask) -> str | None:
     """Return the reason why `triton_attention` does not support T queries and S keys under a mask, or None."""
     if T != S:
-        return f"Triton's kernel takes as many queries as keys, not {T} and {S}"
+        return f"Triton's kernel needs as many queries as keys, not {T} and {S}"
     causal = causal_part(mask)
     if causal is not None and causal.window is not None and causal.window < T:
-        return f"Triton's kernel has no attention window, and the mask has one of {causal.window} positions"
+        return f"Triton's kernel does not support attention windows, and the mask has one of {causal.window} positions"
     return None
 
 
@@ -228,7 +228,7 @@ def _triton_backward(call: TritonCall, saved: tuple[Any, ...], dy_1THK: jax.Arra
         False, (*_repeat_heads(*qkv), segments_1T, y_1THK, log_total_1HT), dy_1THK,
     )  # fmt: skip
     _, T, G, K = qkv[1].shape
-    dk, dv = (widened(x.reshape(1, T, G, -1, K)).sum(3).astype(x.dtype) for x in (dk, dv))
+    dk, dv = (upcast(x.reshape(1, T, G, -1, K)).sum(3).astype(x.dtype) for x in (dk, dv))
     return dq, dk, dv, None
 
 
@@ -239,7 +239,7 @@ def splash_refuses(q_HTK: Shaped, k_GSK: Shaped, mask: Mask) -> str | None:
     """Return the reason why `splash_attention` does not support these inputs, or None."""
     T, S = q_HTK.shape[1], k_GSK.shape[1]
     if min(T, S) < LANES:
-        return f"splash attention needs at least {LANES} positions, and there are {min(T, S)}"
+        return f"splash attention needs at least {LANES} positions, but there are {min(T, S)}"
     if mask is None and (T % unit(T) or S % unit(S)):
         return f"{T} queries and {S} keys are not multiples of {unit(max(T, S))}, and no causal mask hides the padding"
     return order_refuses(q_HTK, k_GSK, mask)

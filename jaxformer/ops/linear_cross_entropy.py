@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
-from jaxformer.ops.precision import wide, widened
+from jaxformer.ops.precision import accumulation_dtype, upcast
 from jaxformer.ops.quantized import Quantized
 
 ALIGNMENT = 128
@@ -121,7 +121,7 @@ def _weighted_sums_jvp(shape: _Shape, primals: tuple, tangents: tuple) -> tuple:
     results = _all_chunks(shape, needed, *primals)
     grads = (results.to_x_CD, results.to_W_DV, results.to_b_V, results.smoothed_C)
     derivatives = [
-        jnp.sum(widened(grad) * widened(tangent))
+        jnp.sum(upcast(grad) * upcast(tangent))
         for grad, tangent, constant in zip(grads, tangents, is_constant, strict=False)
         if grad is not None and not constant
     ]
@@ -155,7 +155,7 @@ def _all_chunks(
             total = jax.tree.map(jnp.add, total, (result.to_W_DV, result.to_b_V))
             return total, result._replace(to_W_DV=None, to_b_V=None)
 
-        zeros = lambda a, is_needed: jnp.zeros(a.shape, wide(a.dtype)) if is_needed else None  # noqa: E731
+        zeros = lambda a, is_needed: jnp.zeros(a.shape, accumulation_dtype(a.dtype)) if is_needed else None  # noqa: E731
         # JAX would hoist the loop-invariant one-hot rows, as large as the logits, out of the loop, so each iteration
         # gets its own copy of the class indices.
         classes = jnp.broadcast_to(class_V, (n, *class_V.shape))
@@ -182,31 +182,31 @@ def _chunk(
     """
     V, ε = shape.n_classes, shape.smoothing
     logits_CV = Unembedding(W_DV, b_V, shape.soft_cap).logits(x_CD)
-    wide_CV = widened(logits_CV)
-    among_CV = wide_CV
+    upcast_CV = upcast(logits_CV)
+    among_CV = upcast_CV
     if len(class_V) > V:
-        among_CV += jnp.where(class_V < V, 0, -jnp.inf).astype(wide_CV.dtype)
+        among_CV += jnp.where(class_V < V, 0, -jnp.inf).astype(upcast_CV.dtype)
     largest_C, total_C = _largest_and_total(among_CV)
     # The maximum is subtracted first: added to a large logit, the logarithm would lose its digits.
     of_target_C = jnp.take_along_axis(logits_CV, targets_C[:, None], axis=1, mode="clip")[:, 0]
     # Padding classes have logits as well, which must not yield a valid loss.
     is_class_C = (targets_C >= 0) & (targets_C < V) | (weights_C == 0)
-    of_target_C = jnp.where(is_class_C, widened(of_target_C), jnp.nan) - largest_C
+    of_target_C = jnp.where(is_class_C, upcast(of_target_C), jnp.nan) - largest_C
     nll_C = smoothed_C = jnp.log(total_C) - of_target_C
-    share_V = jnp.where(class_V < V, ε / V, 0).astype(wide_CV.dtype)
+    share_V = jnp.where(class_V < V, ε / V, 0).astype(upcast_CV.dtype)
     if ε:
-        smoothed_C = nll_C + ε * of_target_C - jnp.sum(share_V * (wide_CV - largest_C[:, None]), axis=1)
+        smoothed_C = nll_C + ε * of_target_C - jnp.sum(share_V * (upcast_CV - largest_C[:, None]), axis=1)
     if not any(needed):
         return _Chunk(smoothed_C, nll_C)
-    one_hot_CV = (class_V == targets_C[:, None]).astype(wide_CV.dtype)
+    one_hot_CV = (class_V == targets_C[:, None]).astype(upcast_CV.dtype)
     grad_CV = jnp.exp(among_CV - largest_C[:, None]) / total_C[:, None] - (1 - ε) * one_hot_CV
     if ε:
         grad_CV -= share_V
     grad_CV *= weights_C[:, None]
     if shape.soft_cap is not None:
-        grad_CV *= 1 - jnp.square(wide_CV / shape.soft_cap)
+        grad_CV *= 1 - jnp.square(upcast_CV / shape.soft_cap)
     grad_CV = grad_CV.astype(logits_CV.dtype)
-    sums = wide(grad_CV.dtype)
+    sums = accumulation_dtype(grad_CV.dtype)
     return _Chunk(
         smoothed_C,
         nll_C,

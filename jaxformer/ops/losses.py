@@ -5,7 +5,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from jaxformer.ops.precision import wide, widened
+from jaxformer.ops.precision import accumulation_dtype, upcast
 
 
 def negative_log_likelihood(logits_TV: jax.Array, targets_T: jax.Array) -> jax.Array:
@@ -28,7 +28,7 @@ def uniform_cross_entropy(logits_TV: jax.Array) -> jax.Array:
 def shifted(logits_TV: jax.Array) -> jax.Array:
     """Return logits less the largest logit of each position, in float32: a logarithm added to a large logit would lose
     its digits."""
-    logits_TV = widened(logits_TV)
+    logits_TV = upcast(logits_TV)
     return logits_TV - jax.lax.stop_gradient(jnp.max(logits_TV, axis=-1, keepdims=True))
 
 
@@ -53,8 +53,10 @@ def pair_nll(
     """
     # Cosines are scaled by up to 100 and then exponentiated, so TF32 or bfloat16 rounding would cause errors of a
     # tenth.
-    dot = partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST, preferred_element_type=wide(image_E.dtype))
-    scale = jnp.exp(widened(log_scale))
+    dot = partial(
+        jnp.matmul, precision=jax.lax.Precision.HIGHEST, preferred_element_type=accumulation_dtype(image_E.dtype)
+    )
+    scale = jnp.exp(upcast(log_scale))
     own = scale * dot(image_E, text_E)
     among = lambda all_NE, one_E: jax.nn.logsumexp(scale * dot(all_NE, one_E), where=counts_N) - own  # noqa: E731
     return (among(texts_NE, image_E) + among(images_NE, text_E)) / 2

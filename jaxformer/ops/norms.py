@@ -10,23 +10,23 @@ import jax
 import jax.numpy as jnp
 
 from jaxformer.ops import workarounds
-from jaxformer.ops.precision import widened
+from jaxformer.ops.precision import upcast
 
 
 def rms_norm(x: jax.Array, gamma: jax.Array, eps: float = 1e-6) -> jax.Array:
     """Return γ · x / √(mean(x²) + ε) (Zhang and Sennrich 2019, equation 4). `x` is `(…, D)`, `gamma` `(D,)`."""
-    return (divide_by_rms(widened(x), eps) * gamma).astype(x.dtype)
+    return (divide_by_rms(upcast(x), eps) * gamma).astype(x.dtype)
 
 
 def layer_norm(x: jax.Array, gamma: jax.Array, beta: jax.Array, eps: float = 1e-5) -> jax.Array:
     """Return γ · (x - mean) / √(var + ε) + β (Ba et al. 2016). `x` is `(…, D)`, `gamma` and `beta` `(D,)`."""
-    return (divide_by_rms(center(widened(x)), eps) * gamma + beta).astype(x.dtype)
+    return (divide_by_rms(center(upcast(x)), eps) * gamma + beta).astype(x.dtype)
 
 
 def l2_normalize(x: jax.Array, eps: float = 1e-12) -> jax.Array:
     """Return x / √(Σ x² + ε), which has unit norm. `x` is `(…, D)`."""
     D = x.shape[-1]
-    return (divide_by_rms(widened(x), eps / D) * D**-0.5).astype(x.dtype)
+    return (divide_by_rms(upcast(x), eps / D) * D**-0.5).astype(x.dtype)
 
 
 @jax.custom_jvp
@@ -38,7 +38,7 @@ def center(x: jax.Array) -> jax.Array:
 @center.defjvp
 def _center_jvp(primals: tuple, tangents: tuple) -> tuple:
     (x,), (dx,) = primals, tangents
-    return x - workarounds.stored(_mean(x)), dx - _mean(dx)
+    return x - workarounds.materialized(_mean(x)), dx - _mean(dx)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(1,))
@@ -54,7 +54,7 @@ def divide_by_rms(x: jax.Array, eps: float) -> jax.Array:
 @divide_by_rms.defjvp
 def _divide_by_rms_jvp(eps: float, primals: tuple, tangents: tuple) -> tuple:
     (x,), (dx,) = primals, tangents
-    scale = workarounds.stored(_inverse_rms(x, eps))
+    scale = workarounds.materialized(_inverse_rms(x, eps))
     y = x * scale
     return y, scale * (dx - y * _mean(y * dx))
 

@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 
 
-def wide(dtype: Any) -> Any:
+def accumulation_dtype(dtype: Any) -> Any:
     """Return float32, or float64 for float64."""
     return jnp.promote_types(dtype, jnp.float32)
 
 
-def widened(x: jax.Array) -> jax.Array:
-    """Return the array converted to `wide` of its dtype."""
-    return x.astype(wide(x.dtype))
+def upcast(x: jax.Array) -> jax.Array:
+    """Return the array converted to `accumulation_dtype` of its dtype."""
+    return x.astype(accumulation_dtype(x.dtype))

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxformer.ops.precision import wide
+from jaxformer.ops.precision import accumulation_dtype
 
 LARGEST = 127
 """Largest int8 value; the range is symmetric about 0."""
@@ -63,7 +63,7 @@ class Quantized:
 
     def __rmatmul__(self, x: jax.Array) -> jax.Array:
         """Return the matmul of `(…, D)` and `(D, F)` or `(D, H, K)`, in the dtype of x."""
-        return jax.lax.platform_dependent(x, self.values, self.scale, cpu=_product_of_integers, default=_product)
+        return jax.lax.platform_dependent(x, self.values, self.scale, cpu=_integer_matmul, default=_matmul)
 
 
 def quantize(matrix: jax.Array, summed: tuple[int, ...], dtype: Any = jnp.float32) -> Quantized:
@@ -83,13 +83,13 @@ def rows(matrix: jax.Array | Quantized, index: jax.Array) -> jax.Array:
     return matrix[index] if isinstance(matrix, Quantized) else jnp.asarray(matrix)[index]
 
 
-def _product(x: jax.Array, values: jax.Array, scale: jax.Array) -> jax.Array:
+def _matmul(x: jax.Array, values: jax.Array, scale: jax.Array) -> jax.Array:
     """Return the matmul; the compiler converts a weight where it reads it. Sums are float32 until they are scaled."""
-    sums = jnp.tensordot(x, values.astype(x.dtype), 1, preferred_element_type=wide(x.dtype))
+    sums = jnp.tensordot(x, values.astype(x.dtype), 1, preferred_element_type=accumulation_dtype(x.dtype))
     return (sums * scale.reshape(values.shape[1:])).astype(x.dtype)
 
 
-def _product_of_integers(x: jax.Array, values: jax.Array, scale: jax.Array) -> jax.Array:
+def _integer_matmul(x: jax.Array, values: jax.Array, scale: jax.Array) -> jax.Array:
     """Return the matmul, computed with integers: XLA's CPU compiler would write converted weights to memory, which
     takes longer than reading float32.
 
@@ -102,5 +102,5 @@ def _product_of_integers(x: jax.Array, values: jax.Array, scale: jax.Array) -> j
     parts = jnp.stack([coarse, jnp.round((y - coarse) * (2 * LARGEST))]).astype(jnp.int8)
     columns = values.reshape(len(values), -1)
     both = jnp.matmul(parts, columns, preferred_element_type=jnp.int32).astype(jnp.float32)
-    product = ((both[0] + both[1] / (2 * LARGEST)) * size * scale.reshape(-1)).astype(x.dtype)
-    return product.reshape(*x.shape[:-1], *values.shape[1:])
+    y = ((both[0] + both[1] / (2 * LARGEST)) * size * scale.reshape(-1)).astype(x.dtype)
+    return y.reshape(*x.shape[:-1], *values.shape[1:])

@@ -98,7 +98,7 @@ def _advance(
     return after, (after[0], record)
 
 
-def _product(h_D: jax.Array, weights: Any) -> Any:
+def _matmul(h_D: jax.Array, weights: Any) -> Any:
     """Return h times each matrix, for one step `(D,)` or all steps `(T, D)`."""
     return jax.tree.map(lambda W: jnp.tensordot(h_D, W, 1), weights)
 
@@ -107,7 +107,7 @@ def _product(h_D: jax.Array, weights: Any) -> Any:
 def _recur(step: Step, state: State, x_T: jax.Array, valid_T: jax.Array, weights: Any, fixed: Any) -> Any:
     def advance(state: State, now: tuple) -> tuple[State, Any]:
         x, valid = now
-        return _advance(step, valid, state, x, _product(state[0], weights), fixed)
+        return _advance(step, valid, state, x, _matmul(state[0], weights), fixed)
 
     last, (h_TD, record_T) = jax.lax.scan(advance, state, (x_T, valid_T))
     return last, h_TD, record_T
@@ -120,16 +120,16 @@ def _recur_jvp(step: Step, primals: tuple, tangents: tuple) -> tuple:
 
     def advance(state: State, now: tuple) -> tuple[State, Any]:
         x, valid = now
-        u = _product(state[0], weights)
+        u = _matmul(state[0], weights)
         after, out = _advance(step, valid, state, x, u, fixed)
         return after, (out, state, u)
 
     last, ((h_TD, record_T), state_T, u_T) = jax.lax.scan(advance, state, (x_T, valid_T))
-    d_u_T = _product(state_T[0], d_weights)
+    d_u_T = _matmul(state_T[0], d_weights)
 
     def advance_tangent(d_state: State, now: tuple) -> tuple[State, Any]:
         state, x, u, valid, d_x, d_u = now
-        d_u = jax.tree.map(jnp.add, d_u, _product(d_state[0], weights))
+        d_u = jax.tree.map(jnp.add, d_u, _matmul(d_state[0], weights))
         return jax.jvp(partial(_advance, step, valid), (state, x, u, fixed), (d_state, d_x, d_u, d_fixed))[1]
 
     d_last, (d_h_TD, d_record_T) = jax.lax.scan(advance_tangent, d_state, (state_T, x_T, u_T, valid_T, d_x_T, d_u_T))

@@ -163,7 +163,7 @@ def kth_largest(x: jax.Array, k: int) -> jax.Array:
     return jax.lax.top_k(x, k)[0].min()
 
 
-def stored(x: jax.Array) -> jax.Array:
+def materialized(x: jax.Array) -> jax.Array:
     """Return the array behind an optimisation barrier, so that it is read from memory instead of recomputed.
 
     XLA's GPU compiler would compute parameter updates a second time to sum their squares, and keep a copy of the

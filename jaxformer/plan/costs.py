@@ -86,7 +86,7 @@ def _part_of_scope(scope: str, modules: Mapping[str, str]) -> str:
 def describe_parts(parts: Sequence[Part]) -> list[str]:
     """Return a table of parts as lines of text."""
     all_flops = sum(part.flops for part in parts) or 1  # a lookup-table model has no matmuls
-    lines = ["parameters, and shares of the model FLOPs:"]
+    lines = ["parameters, and fractions of the model FLOPs:"]
     for p in parts:
         active = f", {p.n_active:,} active per token" if p.n_active < p.n_parameters else ""
         lines.append(f"  {p.name:<18} {p.n_parameters:>15,}{p.flops / all_flops:>8.1%}{active}")

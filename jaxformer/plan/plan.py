@@ -177,16 +177,16 @@ def describe(plan: Plan, setup: TrainSetup) -> list[str]:
         lines.append(f"attention scores: {plan.scores / 1e9:,.3g} GB per device, if they were stored for all layers")
     if e := plan.estimate:
         lines += [
-            f"estimate, from published rates ({e.chip.source}):",
+            f"estimate from published peak rates ({e.chip.source}):",
             f"  compute {e.compute:.3g} s, memory {e.memory:.3g} s, network {e.network:.3g} s per step",
             f"  step time {e.seconds:.3g} s, bound by {e.bound}; "
             f"{prod(plan.shape) / e.seconds:,.0f} {plan.unit} per second",
             f"  MFU {e.mfu:.2f} if these overlap, {e.mfu_without_overlap:.2f} if not",
         ]
     elif plan.flops:
-        lines.append(f"no estimate of the time: the rates of {plan.device} are not known")
+        lines.append(f"no time estimate: the peak rates of {plan.device} are not known")
     if is_absent_gpu:
-        lines.append("not seen without a GPU: the workspace of cuDNN's attention, and tuned matrix products")
+        lines.append("not included without a GPU: cuDNN's attention workspace and autotuned matmuls")
     if plan.capacity is not None:
         lines.append(
             f"fits: {1 - plan.memory / plan.capacity:.0%} of the memory stays free"

@@ -150,7 +150,7 @@ class Estimate:
         return self.model_flops / self.chip.flops / (self.compute + self.memory + self.network)
 
 
-KERNEL_PRODUCTS = {
+KERNEL_MATMULS = {
     "dot_product_attention_fwd_wrapper": 2,
     "dot_product_attention_bwd_wrapper": 5,
     "mha_forward": 2,
@@ -180,9 +180,9 @@ def flops_by_scope(jaxpr: Any, visible: float = 1.0) -> dict[str, float]:
             K = prod(eqn.invars[0].aval.shape[axis] for axis in contracted)
             total[scope] += 2 * K * prod(eqn.outvars[0].aval.shape)
             continue
-        if products := KERNEL_PRODUCTS.get(p.get("name", "") if name == "pallas_call" else name):
+        if n_matmuls := KERNEL_MATMULS.get(p.get("name", "") if name == "pallas_call" else name):
             (*B, T, H, K), (*_, S, _, _) = (x.aval.shape for x in eqn.invars[:2])
-            total[scope] += products * 2 * prod(B) * H * T * S * K * visible
+            total[scope] += n_matmuls * 2 * prod(B) * H * T * S * K * visible
             continue
         inner, times = [flops_by_scope(j, visible) for j in _jaxprs(p)], 1.0
         if name == "cond":

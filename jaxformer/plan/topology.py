@@ -75,7 +75,7 @@ def count_devices(topology: str) -> int:
     if generation not in SLICES or not re.fullmatch(pattern, shape):
         known = [f"{name}:{slice_}" for name, slices in SLICES.items() for slice_ in slices]
         near = get_close_matches(topology, known, 3, 0) if generation not in SLICES else _nearest(generation, shape)
-        raise UserError(f"there is no topology {topology!r}; near it are {', '.join(near)}.")
+        raise UserError(f"there is no topology {topology!r}; similar names are {', '.join(near)}.")
     return prod(map(int, shape.split("x")))
 
 
@@ -85,7 +85,7 @@ def check_topology(topology: str, mesh: str) -> None:
     if not _fits(axes, n):
         devices = "chips" if compiler_of(topology) is TPU else "GPUs"
         raise UserError(
-            f"the mesh {mesh} is of {prod(axes.values())} devices, but {topology} has {n} {devices}; change --mesh."
+            f"the mesh {mesh} has {prod(axes.values())} devices, but {topology} has {n} {devices}; change --mesh."
         )
 
 
@@ -124,8 +124,8 @@ def topology_devices(topology: str) -> Sequence[jax.Device]:
         except NotImplementedError as error:
             version = jax.lib.__version__
             raise UserError(
-                f"jaxlib {version} cannot use the GPU compiler that is installed; take the one of the same version: "
-                f"pip install jax-cuda13-plugin=={version}."
+                f"jaxlib {version} cannot use the installed GPU compiler; install the same version: pip install "
+                f"jax-cuda13-plugin=={version}."
             ) from error
         gpus: Any = described.devices
         assume_gpu(gpus[0].compute_capability)
@@ -134,7 +134,9 @@ def topology_devices(topology: str) -> Sequence[jax.Device]:
         devices: Sequence[jax.Device] = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
     except Exception as error:  # jax wraps the errors of libtpu in several types
         near = _nearest(generation, shape)
-        raise UserError(f"the TPU compiler knows no topology {topology!r}; near it are {', '.join(near)}.") from error
+        raise UserError(
+            f"the TPU compiler knows no topology {topology!r}; similar names are {', '.join(near)}."
+        ) from error
     return devices
 
 

@@ -160,18 +160,18 @@ class DivergenceMonitor:
         lost, mean_lost = ((x - self.minimum) / learned if enough else 0.0 for x in (loss, mean))
         high, sunk = loss > self.minimum + MARGIN_NATS, mean > self.minimum + MARGIN_NATS
         enormous = max(self.ceiling, MARGIN_NATS)
-        of_guessing = "the larger of its first value and that of guessing,"
-        of_learned = "of what was learned has been lost"
+        of_chance = "the larger of its first value and the chance loss,"
+        of_learned = "of the loss reduction has been lost"
         return {
             "high": (high, inf, ""),
             "flat": (grad_norm == 0 and loss > 0, FLAT_STEPS, "its gradient has been exactly 0"),
             "enormous": (
                 high and loss > ENORMOUS_FACTOR * enormous, ENORMOUS_STEPS,
-                f"it has been more than {ENORMOUS_FACTOR:g} times {enormous:.3g}, {of_guessing}",
+                f"it has been more than {ENORMOUS_FACTOR:g} times {enormous:.3g}, {of_chance}",
             ),
             "above": (
                 high and loss > self.ceiling + MARGIN_NATS, ABOVE_STEPS,
-                f"it has been more than {MARGIN_NATS:g} above {self.ceiling:.3g}, {of_guessing}",
+                f"it has been more than {MARGIN_NATS:g} above {self.ceiling:.3g}, {of_chance}",
             ),
             "lost": (high and lost > LOST_SHARE, LOST_STEPS, f"more than {LOST_SHARE:.0%} {of_learned}"),
             "half_lost": (
@@ -208,7 +208,7 @@ class Mover:
         usual = (
             "the largest update, with no earlier ones to compare"
             if self.factor is None
-            else f"{self.factor:.3g} times what was usual"
+            else f"{self.factor:.3g} times the usual"
         )
         return (
             f"{self.name} at step {self.step:,}, by an update of {self.update:.2g} of its norm, {usual}; "

@@ -38,7 +38,7 @@ MIN_CPU_BLOCKWISE_POSITIONS = 256
 
 CPU_BLOCK = 128
 """Positions per block on a CPU: the scores of a tile take 64 KiB, a fraction of a core's cache. Measured forward and
-backward (4 heads of width 64, causal): a batch of 4 at 512 positions takes 39 ms of processor time, with 64 or 256 per
+backward (4 heads of width 64, causal): a batch of 4 at 512 positions takes 39 ms of CPU time, with 64 or 256 per
 block 43 and 46, and with all heads at once, 512 per block, 72; one of 2 at 2,048 positions 241 against 385."""
 
 MAX_TRIAL_POSITIONS = 1024
@@ -82,7 +82,7 @@ def unfused_attention(
     return (blockwise if is_long else attention)(q_HTK, k_GSK, v_GSK, mask, scale)
 
 
-cpu_blockwise_attention = partial(blockwise_attention, block=CPU_BLOCK, one_by_one=True)
+cpu_blockwise_attention = partial(blockwise_attention, block=CPU_BLOCK, sequential=True)
 cpu_attention = partial(unfused_attention, blockwise=cpu_blockwise_attention, min_positions=MIN_CPU_BLOCKWISE_POSITIONS)
 """Attention on a CPU, unless heads are split over several devices."""
 
@@ -102,7 +102,7 @@ class FusedAttention:
     def refuses(self, q_HTK: Shaped, k_GSK: Shaped, mask: Mask, value_dim: int) -> str | None:
         """Return the reason why the kernel does not support these shapes and dtypes; None if it does."""
         if value_dim != (K := k_GSK.shape[-1]):
-            return f"it takes values as wide as keys, {K}, not {value_dim}"
+            return f"it needs values as wide as keys, {K}, not {value_dim}"
         return KERNELS[self.kernel].refuses(q_HTK, k_GSK, mask)
 
     def __call__(

@@ -245,7 +245,7 @@ class TrainLoop:
             return self._failed("diverged", done, divergence)
         if policy == "warn" and self.monitor.noticed != was_noticed:
             warning = {"warning": f"{divergence}; what usually helps: {remedies(self.config)}"}
-            recovery = {"note": "the loss has come back near its minimum"}
+            recovery = {"note": "the loss has recovered to near its minimum"}
             self.log.row({"step": done.step, **(warning if divergence else recovery)})
         return None
 
@@ -256,7 +256,7 @@ class TrainLoop:
             self._save_state(done.step - 1, None)
             return self._failed("non_finite", done)
         self.n_skipped += 1
-        print_line(f"step {done.step:,} is not finite and was left out, {self.failures} in a row")
+        print_line(f"step {done.step:,} was skipped: loss or gradient is not finite ({self.failures} in a row)")
         return None
 
     def _failed(

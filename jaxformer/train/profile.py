@@ -45,7 +45,7 @@ class Profiler:
 
     def __enter__(self) -> Profiler:
         if self._steps and self._start >= self._steps[-1]:
-            self._print_line(f"no trace: training begins after step {self._start:,}, past {_words(self._steps)}")
+            self._print_line(f"no trace: training starts after step {self._start:,}, past {_words(self._steps)}")
         return self
 
     def __exit__(self, *_: object) -> None:

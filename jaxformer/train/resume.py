@@ -84,10 +84,10 @@ def find_start(
     if data_changed:
         if not allow_changed_data:
             raise UserError(
-                f"the data is not what this run was trained on: its content or split has changed since, it is "
+                "the data differs from what this run was trained on: its content or split has changed, and it is now "
                 f"{data.describe()}; restore it, start a new run, or resume regardless with --allow-changed-data."
             )
-        notes.append(f"the data is not what it was before; now it is {data.describe()}")
+        notes.append(f"the data has changed; it is now {data.describe()}")
     if rollback is not None:
         skip_batches = position.get("skip_batches", t.skip_batches) + rollback.skip_batches
         config = replace(config, train=replace(t, skip_batches=skip_batches))
@@ -123,7 +123,7 @@ def restore_state(
     """
     step, steps = checkpoints.step(which), setup.config.steps
     if step > steps:
-        raise UserError(f"the run has taken {step} steps already; steps is {steps}, and must be at least that.")
+        raise UserError(f"steps is {steps}; it must be at least {step}, the steps that the run has already taken.")
     like = setup.abstract_state
     params, opt_state, position = checkpoints.restore(step, like.params, like.opt_state)
     if missing := POSITION_FIELDS - position.keys():
@@ -136,7 +136,7 @@ def restore_state(
 def _describe(rollback: Rollback, skip_batches: int, removed: Sequence[int]) -> str:
     parts = [f"rolled back to step {rollback.step:,}", rollback.changes]
     if rollback.skip_batches:
-        parts.append(f"{rollback.skip_batches:,} batches left out, {skip_batches:,} in all")
+        parts.append(f"{rollback.skip_batches:,} batches skipped, {skip_batches:,} in all")
     if removed:
         parts.append(f"checkpoints removed: {', '.join(map(str, removed))}")
     return "; ".join(filter(None, parts))
@@ -159,7 +159,7 @@ def check_resumable(folder: Path, stored: Config, config: Config, rolls_back: bo
             if name == "train.skip_batches":
                 hint = ", skip batches with --from-step and --skip-batches"
             raise UserError(
-                f"{folder} was trained with {name} {old}, not {new}; leave --config and that option out to resume "
+                f"{folder} was trained with {name} {old}, not {new}; omit --config and that option to resume "
                 f"it{hint}, or start a new run."
             )
         changes.append(f"{name} {new} instead of {old}")

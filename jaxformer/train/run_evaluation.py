@@ -74,7 +74,7 @@ def check_causal_lm(run: Run, option: str) -> None:
     """Raise `UserError` if a run's model is not a causal language model, which `option` requires."""
     if not is_causal_lm(run.model):
         kind = type(run.model).__name__
-        raise UserError(f"{run.path} holds a {kind}, which predicts no next token; leave {option} out.")
+        raise UserError(f"{run.path} holds a {kind}, which predicts no next token; omit {option}.")
 
 
 def load_held_out_text(
@@ -104,7 +104,7 @@ def load_held_out_text(
     size = f"{path}: {len(documents):,} documents, {len(tokens):,} tokens; "
     if run.config.data.has_segments:
         if stride is not None:
-            raise UserError(f"stride is {stride}, but this run has packed documents, not windows; leave it out.")
+            raise UserError(f"stride is {stride}, but this run has packed documents, not windows; omit it.")
         packed = replace(pack_documents(tokens, tokenizer, length), token_lengths=lengths)
         return packed, f"{size}packed into {len(packed.rows):,} rows of {length}"
     text = HeldOutText(tokens, lengths, length, limit, stride)

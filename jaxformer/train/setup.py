@@ -38,7 +38,7 @@ from jaxformer.train.optimizer import make_optimizer, make_schedule
 BLOCK = re.compile(r"blocks_\d+$")
 """Pattern of block names; blocks gather their own parameters when they begin."""
 
-ADAPTER_DRAW = 2**32 - 1
+ADAPTER_KEY_ID = 2**32 - 1
 """Value folded into the seed's key to initialise adapters; it is no step number, with which dropout keys are
 derived."""
 
@@ -87,7 +87,7 @@ class TrainSetup:
             kind = type(self.config.model).__name__
             raise UserError(
                 f"the data packs its examples, but this {kind} does not attend within segments; set data.packing to "
-                "windows, or take a decoder without a prefix."
+                "windows, or use a decoder without a prefix."
             )
 
     @property
@@ -209,7 +209,7 @@ class TrainSetup:
 
     def _load(self) -> Params:
         if self.pretrained is None:
-            raise UserError(f"init_from is {self.config.init_from}, and nothing was read from there; leave it out.")
+            raise UserError(f"init_from is {self.config.init_from}, but no parameters were loaded from it; omit it.")
         return self.pretrained.load(self.abstract_params)
 
     def _init(self) -> TrainState:
@@ -219,7 +219,7 @@ class TrainSetup:
         """Return the initial state for a model's parameters, with adapters if `lora` is set."""
         if not self.config.lora.rank:
             return TrainState(params, self.optimizer.init(params), jnp.int32(0))
-        key = jax.random.fold_in(jax.random.key(self.config.seed), ADAPTER_DRAW)
+        key = jax.random.fold_in(jax.random.key(self.config.seed), ADAPTER_KEY_ID)
         adapters = init_adapters(key, params, self.parameter_axes, self.config.lora)
         return TrainState(adapters, self.optimizer.init(adapters), jnp.int32(0), params)
 
@@ -329,14 +329,12 @@ class TrainSetup:
         expected, actual = (jax.tree.leaves(b.inputs) for b in (self.abstract_batch, batch))
         if [(x.dtype, x.ndim) for x in expected] != [(x.dtype, x.ndim) for x in actual]:
             texts = [", ".join(f"{x.dtype} {x.shape[1:]}" for x in xs) for xs in (expected, actual)]
-            raise UserError(
-                f"{model} takes {texts[0]} for an example, but the data gives {texts[1]}; change one of them."
-            )
+            raise UserError(f"{model} expects {texts[0]} per example, but the data has {texts[1]}; change one of them.")
         targets = self.abstract_targets
         if targets is not None and targets.ndim + 1 != batch.targets.ndim:
             raise UserError(
-                f"{model} predicts classes of shape {targets.shape} for an example, but the data gives "
-                f"{batch.targets.shape[1:]} to predict; change one of them."
+                f"{model} predicts classes of shape {targets.shape} per example, but the data has targets of shape "
+                f"{batch.targets.shape[1:]}; change one of them."
             )
 
 

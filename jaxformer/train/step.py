@@ -161,7 +161,7 @@ class CompiledStep:
         """Apply `make_train_step`."""
         if _shapes(batch) not in self._compiled:
             sizes = " and ".join(dict.fromkeys(str(x.shape) for x in jax.tree.leaves(batch)))
-            self._print_line(f"step {step + 1:,} is compiled again, for a batch of {sizes}")
+            self._print_line(f"step {step + 1:,} is recompiled for a batch of {sizes}")
             self.compile(batch)
         return self._compiled[_shapes(batch)](state, batch, np.int32(step))
 

@@ -141,12 +141,12 @@ def test_valid_texts_of_a_file_are_ranked(runs: dict[str, str], tmp_path: Path, 
         (
             "images",
             ["--images", "broken.png"],
-            "broken.png cannot be read as a picture; leave it out, or download",
+            "broken.png cannot be read as an image; remove it, or download",
         ),
-        ("videos", ["--images", "fits.png"], "fits.png has 1 frame(s), but the model takes 2"),
+        ("videos", ["--images", "fits.png"], "fits.png has 1 frame(s), but the model needs 2"),
         ("captions", ["--images", "small.png"], "give texts with --prompt"),
         ("captions", ["--images", "small.png", "--prompt", "x" * 11], "the prompt has 11 tokens"),
-        ("text", ["--images", "fits.png"], "which has no image input; leave out --images"),
+        ("text", ["--images", "fits.png"], "which has no image input; omit --images"),
     ],
 )
 def test_invalid_options_are_one_sentence_errors(runs, name: str, options: list[str], message: str, capsys) -> None:
@@ -176,7 +176,9 @@ def replace_classes(run: Path, text: str) -> None:
 
 def test_changed_class_names_are_refused_and_may_be_removed(copied: Path) -> None:
     (copied / "classes.json").write_text('["owl", "cat", "dog"]')
-    with pytest.raises(UserError, match=r"classes\.json is not the one .* put that back, or remove it to have numbers"):
+    with pytest.raises(
+        UserError, match=r"classes\.json is not the one .* restore that, or remove it to use class numbers"
+    ):
         load_run(copied)
     (copied / "classes.json").unlink()
     assert load_run(copied).classes == ()

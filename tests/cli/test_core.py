@@ -32,7 +32,7 @@ def test_without_extras_a_run_trains_and_samples_and_one_note_names_them(tmp_pat
     )
     assert result.returncode == 0, result.stderr
     trained, sampled, _, end = result.stdout.split("----\n")
-    note = "note: what needs the extras plots is left out; pip install 'jaxformer[plots]' adds it"
+    note = "note: features that need the extras plots are disabled; enable them with pip install 'jaxformer[plots]'"
     assert trained.splitlines().count(note) == 1
     run = tmp_path / "runs/quick"
     assert (run / "report.html").exists() and not (run / "plots").exists()

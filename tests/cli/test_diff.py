@@ -143,7 +143,8 @@ def test_a_corrupt_checkpoint_is_an_error(one: str, tmp_path: Path, capsys) -> N
 def test_runs_without_logs_and_checkpoints_are_not_the_same(tmp_path: Path, capsys) -> None:
     runs = [create_run(tmp_path / name, CONFIG, Tokenizer.train([], 257), allow_suffix=False) for name in "ab"]
     assert diff.main([str(run) for run in runs]) == 1
-    assert capsys.readouterr().out == "configs: the same\nlogs:\n  neither has any\ncheckpoints:\n  neither has any\n"
+    expected = "logs:\n  neither run has logged a step\ncheckpoints:\n  neither run has a checkpoint\n"
+    assert capsys.readouterr().out == f"configs: the same\n{expected}"
 
 
 @pytest.mark.parametrize(

@@ -239,7 +239,7 @@ def test_a_removed_run_folder_is_one_sentence(here):
     (here / "gone").rename(here / "moved")
     _, err = process.communicate(timeout=300)
     assert process.returncode == 2
-    assert re.fullmatch(r"error: .* cannot be written: gone has vanished; put it back .*\n", err)
+    assert re.fullmatch(r"error: .* cannot be written: gone no longer exists; restore it .*\n", err)
     assert all(
         find_corruption(here / f"moved/checkpoints/{step}") is None for step in CheckpointReader(here / "moved").steps()
     )
@@ -310,8 +310,8 @@ def test_resuming_with_another_config_or_data_is_refused(here, finished, monkeyp
     assert train.main(["--resume", "--run", "runs/quick", "--model.n-blocks", "3"]) == 2
     assert "model.n_blocks 1, not 3" in capsys.readouterr().err
     write_books(here / "others", words=800)
-    for options, said in ((["--data.path", "others"], "not what this run was trained on"),
-                          (["--steps", "5"], "has taken 20 steps already")):  # fmt: skip
+    for options, said in ((["--data.path", "others"], "differs from what this run was trained on"),
+                          (["--steps", "5"], "it must be at least 20, the steps that")):  # fmt: skip
         on_eight = ("--mesh", "data=4,tensor=2")  # the devices of this process
         assert train.main(["--resume", "--run", "runs/quick", *on_eight, *options]) == 2
         assert said in capsys.readouterr().err
@@ -328,7 +328,7 @@ def test_allowed_changed_data_keeps_the_tokenizer_of_the_run(here, plain):
     assert result.returncode == 0, result.stderr
     notes = [row for row in read_metrics(here / "allowed") if "note" in row]
     assert [row["step"] for row in notes] == [20]
-    assert notes[0]["note"].startswith("the data is not what it was before; now it is other: 5 documents, ")
+    assert notes[0]["note"].startswith("the data has changed; it is now other: 5 documents, ")
     assert "step 20  note: the data" in result.stdout
     result = run("train.py", *options, "--steps", "24", cwd=here)  # from here on it is the run's text
     assert result.returncode == 0, result.stderr
@@ -341,10 +341,10 @@ def test_a_non_finite_loss_stops_and_names_step_and_module(here):
     result = run("train.py", *options, cwd=here)
     assert result.returncode == 1, result.stdout + result.stderr
     last = result.stdout.splitlines()[-3:]
-    way_back = f"begin again with: python {ROOT}/train.py --resume --run broken"
-    assert last[2].startswith(f"No checkpoint is from before the divergence; {way_back}")
+    way_back = f"start again with: python {ROOT}/train.py --resume --run broken"
+    assert last[2].startswith(f"No checkpoint precedes the divergence; {way_back}")
     assert last[2].endswith("--from-step 0 --optimizer.learning-rate 1")
-    assert last[0].startswith("step ") and "is not finite: first " in last[0]
+    assert last[0].startswith("step ") and "is not finite; first non-finite value: " in last[0]
     step = int(last[0].split()[1])
     assert f"Everything up to step {step - 1} is saved" in last[1] and "(--optimizer.learning-rate 1)" in last[1]
     assert load_run(here / "broken").step == step - 1
@@ -358,7 +358,7 @@ def test_a_non_finite_loss_stops_and_names_step_and_module(here):
     stored = np.load(evidence / "batch.npz")
     batch = Batch((stored["inputs.0"],), stored["targets"])
     found = first_non_finite(broken.model, broken.params, batch, keys)
-    assert f"first {found.origin};" in last[0]
+    assert f"first non-finite value: {found.origin};" in last[0]
     report = (evidence / "report.txt").read_text()
     assert found.origin in report and "with the step's attention: xla" in report and "float32" in report
 
@@ -371,7 +371,7 @@ def test_a_divergence_stops_and_its_rollback_command_trains(here):
     what, mover, helps, back = result.stdout.splitlines()[-4:]
     stopped = r"stopped at step (\d+): the loss has been diverging since step \d+: [\d.e+]+ at step \1, after"
     assert re.match(stopped, what), what
-    assert mover.startswith("First to move: ") and "--optimizer.learning-rate 0.003" in helps
+    assert mover.startswith("First unusual update: ") and "--optimizer.learning-rate 0.003" in helps
     command = back.partition(" with: python ")[2]
     result = run(*shlex.split(command), cwd=here)
     assert result.returncode == 0, result.stdout + result.stderr
@@ -412,5 +412,5 @@ def test_four_blocks_without_a_norm_diverge_and_name_the_module(tmp_path):
     result = run("train.py", *options, *small, cwd=tmp_path)
     assert result.returncode == 1, result.stdout + result.stderr
     assert "warning: 4 blocks without a norm" in " ".join(result.stdout.split())  # before it happens
-    assert "is not finite: first the output of " in result.stdout
+    assert "is not finite; first non-finite value: the output of " in result.stdout
     assert load_run(tmp_path / "four").step < 100

@@ -182,5 +182,5 @@ def test_help_defines_the_predicted_tokens(capsys):
     with pytest.raises(SystemExit):
         command.main(["--help"])
     printed = " ".join(capsys.readouterr().out.split())
-    for text in ("every token but the first is predicted once", "at least context_length - N tokens before it"):
+    for text in ("Every token but the first is predicted once", "at least context_length - N tokens before it"):
         assert text in printed

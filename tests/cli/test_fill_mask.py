@@ -56,7 +56,7 @@ def test_json_rows_have_the_filled_text_and_candidates(run: str, tmp_path: Path,
         "line": 1, "id": 7, "prompt": "a[MASK]", "text": "a ", "masks": [[[" ", 0.7146], ["e", 0.2629]]],
     }  # fmt: skip
     wrong = printed.err.splitlines()
-    assert "line 2, has no [MASK]" in wrong[0] and "line 3, has a seed, but what fills a mask is not drawn" in wrong[1]
+    assert "line 2, has no [MASK]" in wrong[0] and "line 3, has a seed, but fill-mask does not sample" in wrong[1]
 
 
 @pytest.mark.parametrize(

@@ -99,13 +99,13 @@ def test_page_without_data_needs_a_prompt(run: Path, tmp_path: Path, capsys: pyt
     config["data"]["path"] = "nowhere"
     (moved / "config.json").write_text(json.dumps(config))
     assert inspect.main([str(moved)]) == 2
-    assert "the run's data is not here to take a text from; give one with --prompt." in capsys.readouterr().err
+    assert "the run's data is not available; give a text with --prompt." in capsys.readouterr().err
     assert not (moved / "inspect.html").exists()
     assert inspect.main([str(moved), "--prompt", "The cat sees the dog.", "--max-live-parameters", "0"]) == 0
     text = (moved / "inspect.html").read_text()
     assert "<h2>Your own text</h2>" not in text
     assert (
-        "Heads and gradients are measured on the prompt alone." in text
+        "Heads and gradients are measured on the prompt only." in text
         and "The data of the run cannot be read: " in text
     )
 
@@ -133,7 +133,8 @@ def test_prefix_has_no_predictions(tmp_path: Path):
     assert inspect.main([str(path), "--prompt", "ai bj ck dl"]) == 0
     text = (path / "inspect.html").read_text()
     assert (
-        "The model does not run in this page: the page&#x27;s script has causal attention alone, and no prefix." in text
+        "The model does not run in this page: the page&#x27;s script supports causal attention only, without a prefix."
+        in text
     )
     [shown] = embedded(text, "Attention maps")
     predictions = shown["predictions"]["text"]
@@ -177,7 +178,7 @@ def test_model_of_full_windows_shows_no_text(tmp_path: Path, capsys: pytest.Capt
     model = MLPConfig(vocab_size=280, context_length=4, d_model=4, d_ff=(8,), mixing="concatenate")
     path = untrained(tmp_path, model)
     assert inspect.main([str(path), "--prompt", "abcd"]) == 2
-    assert "reads full windows only, of which a page shows nothing; leave --prompt out." in capsys.readouterr().err
+    assert "supports full windows only, which a page does not show; omit --prompt." in capsys.readouterr().err
     assert inspect.main([str(path)]) == 0 and "<h1>other: inspection</h1>" in (path / "inspect.html").read_text()
 
 

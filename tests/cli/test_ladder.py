@@ -46,7 +46,7 @@ def test_rungs_are_trained_once_and_outcomes_are_written(tmp_path, monkeypatch, 
 
     assert ladder.main(options) == 0
     again = capfd.readouterr().out
-    assert "residual: done before" in again and "training in" not in again
+    assert "residual: already trained" in again and "training in" not in again
     assert again.splitlines()[-8:] == said.splitlines()[-8:]
 
     more = [*options[: -len(SMALL)], *SMALL, "--optimizer.learning-rate", "0.5"]
@@ -61,7 +61,7 @@ def test_rungs_are_trained_once_and_outcomes_are_written(tmp_path, monkeypatch, 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--rungs", "residul"], "there is no rung residul; there are mlp_rowwise"),
+        (["--rungs", "residul"], "there is no rung residul; the rungs are mlp_rowwise"),
         (["--config", "configs/quick.py"], "--config is set by the ladder for each rung"),
         (["--folder", "configs/quick.py"], "--folder configs/quick.py is a file; name a folder."),
         (["--folder="], "--folder is empty; name a folder"),

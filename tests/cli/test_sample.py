@@ -119,7 +119,7 @@ def test_prompts_of_a_file_are_completed_and_invalid_lines_named(here, rows, cap
     assert re.fullmatch(r"error: p\.jsonl, line 5, has \d+ tokens; it may have at most the context's 16\.", second)
     assert re.fullmatch(
         r"time to first token [\d.]+ s \(the mean of 2 batches\); [\d,]+ tokens/s \(4 in [\d.]+ s\)"
-        r"(; [\d.]+ s of compiling not counted)?",
+        r"(; [\d.]+ s of compilation excluded)?",
         speed,
     )
 
@@ -264,7 +264,7 @@ def test_rounded_weights_move_a_logprob_by_less_than_a_twentieth(rows):
         (["--prompt", "A", "many words " * 9], "prompt 2 has"),
         (
             ["--num-beams", "2", "--max-new-tokens", "17"],
-            "at most 0, for beam search does not go past",
+            "at most 0, as beam search cannot exceed",
         ),
     ],
 )
@@ -284,13 +284,13 @@ def test_options_that_need_a_cache_are_refused_without_one(monkeypatch, capsys, 
     monkeypatch.setattr(sample, "model_of", lambda _: config.model.build())
     monkeypatch.setattr(sample, "open_run", lambda *_: Run(Path("it"), config, config.model.build(), {}, BYTES, 0))
     assert sample.main(["--prompt", "a", *options]) == 2
-    assert f"it has a model without a cache, which {options[0]} needs; leave it out." in capsys.readouterr().err
+    assert f"it has a model without a KV cache, which {options[0]} needs; omit it." in capsys.readouterr().err
 
 
 def test_a_seed_of_a_prompt_is_refused_with_beams():
     options = CompletionOptions(num_beams=2, max_new_tokens=2)
     completer = sample.make_completer(sample.Arguments(completion=options), set())
-    with pytest.raises(UserError, match="p, line 2, has a seed, but beam search draws nothing"):
+    with pytest.raises(UserError, match="p, line 2, has a seed, but beam search does not sample"):
         completer.encode(Prompt("a", "p, line 2,", seed=3))
 
 
@@ -397,7 +397,7 @@ def test_a_piped_session_reads_all_lines_and_writes_only_completions(interact):
     assert err.count("time to first token") == 2
     status, out, err = interact(b"The cat\ncaf\xe9\nThe dog\n", "--max-new-tokens", "2", "--jsonl")
     assert [json.loads(line)["prompt"] for line in out.splitlines()] == ["The cat", "The dog"]
-    assert status == 2 and "error: the prompt holds bytes that are not UTF-8, at character 3.\n" in err
+    assert status == 2 and "error: the prompt contains bytes that are not UTF-8, at character 3.\n" in err
 
 
 @pytest.mark.slow

@@ -21,8 +21,8 @@ from tests.helpers import ROOT
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--from-step", "100"], "--from-step goes with --resume"),
-        (["--skip-batches", "5"], "--skip-batches goes with --resume and --from-step"),
+        (["--from-step", "100"], "--from-step needs --resume"),
+        (["--skip-batches", "5"], "--skip-batches needs --resume and --from-step"),
     ],
 )
 def test_rollback_options_need_resume(options, said):

@@ -109,7 +109,7 @@ def test_an_invalid_line_of_a_file_is_named_and_the_others_translated(
         (["--prompt", "x" * 41], "the prompt has 41 tokens"),
         (["--prompt", "a", "--max-new-tokens", "41"], "max_new_tokens is 41; it must be at least 1 and at most"),
         (["--prompt", "a", "--cache-dtype", "int8"], "dtype is int8; use float32 or bfloat16 for a recurrent model"),
-        (["--prompts-file", "seeds.jsonl"], "has a seed, but a translation draws nothing"),
+        (["--prompts-file", "seeds.jsonl"], "has a seed, but translation does not sample"),
     ],
     ids=str,
 )

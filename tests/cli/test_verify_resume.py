@@ -27,7 +27,7 @@ def as_a_user(monkeypatch):
     ("options", "said"),
     [
         ("--kill-at 20 --steps 20", "kill-at is 20; it must be at least 1 and below the 20 steps"),
-        ("--kill-at 5 --train.checkpoint-every 9", "there is no checkpoint to resume from at step 5; leave it out"),
+        ("--kill-at 5 --train.checkpoint-every 9", "there is no checkpoint to resume from at step 5; omit it"),
         ("--kill-at 0", "kill-at is 0; it must be at least 1"),
         ("--kil-at 5", "unknown option --kil-at; did you mean --kill-at?"),
         ("--kill-at many", "--kill-at"),
@@ -54,7 +54,7 @@ def test_a_killed_and_resumed_run_is_bit_identical_and_a_tampered_one_is_not(tmp
     told = r"killed after step (\d+); resuming from the checkpoint of step (\d+)"
     killed, resumed = map(int, re.fullmatch(told, lines[2]).groups())
     assert 5 <= resumed <= killed and killed >= 11
-    assert lines[-1].startswith("identical to the last bit: 10 rows of metrics over 20 steps, and ")
+    assert lines[-1].startswith("bit-identical: 10 rows of metrics over 20 steps, and ")
 
     # The same run again from its checkpoint at step 15, of which one number is another.
     kept = tmp_path / "kept/resumed"

@@ -85,12 +85,12 @@ def test_goal_is_the_loss_of_the_first_rung_after_more_tokens() -> None:
     rungs = {"a": rung("first", (800, 6.0)), "b": rung("second", (800, 4.0)), recipe._long("a"): rung("", *long)}
     times = {"a": [2.0, 4.0, 2.0], "b": [1.0, 2.0, 3.0]}
     assert recipe.goal({"rungs": rungs, "ms_per_1000_targets": times}) == (
-        "After 800 targets, the held-out loss of `b` is 4.000. That of `a` is 2.500 after 8,000, and was that of `b` "
-        "after about 4,000, 5.0 times as many. A target takes `b` 0.50 times as long as `a`.\n"
+        "After 800 targets, the held-out loss of `b` is 4.000. That of `a` is 2.500 after 8,000, and equalled that of "
+        "`b` after about 4,000, 5.0 times as many. The time per target of `b` is 0.50 times that of `a`.\n"
     )
     assert recipe.targets_at([*long], 2.0) is None
     never = rungs | {"b": rung("second", (800, 2.0))}
-    assert "is 2.500 after 8,000, 10.0 times as many, and still higher. A" in recipe.goal(
+    assert "is 2.500 after 8,000, 10.0 times as many, and still higher. The" in recipe.goal(
         {"rungs": never, "ms_per_1000_targets": times}
     )
     diverged = rungs | {recipe._long("a"): rungs["a"] | {"seeds": {}}}

@@ -79,7 +79,8 @@ def test_table_has_the_best_of_each_seed_and_the_largest_ratio() -> None:
         "| scaled | 64 | 9 | 0.0080 | 0.0080 | 4.000 |",
         "| scaled | 128 | 9 | 0.0050, 0.0200 | 0.0100 | 4.000 |",
         "",
-        "The largest of the means over the smallest: 2.00 (fixed) and 1.25 (scaled); 14 trainings of 61,440 targets.",
+        "Ratio of the largest to the smallest mean: 2.00 (fixed) and 1.25 (scaled); "
+        "14 training runs of 61,440 targets each.",
     ]
 
 

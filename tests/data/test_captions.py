@@ -244,13 +244,13 @@ def test_batch_equals_augmentation_by_hand(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"lines": [*LINES, "5.png\tpink\ttrain"]}, r"images\.zip has no 5\.png, which a caption is for"),
+        ({"lines": [*LINES, "5.png\tpink\ttrain"]}, r"images\.zip has no 5\.png, which has a caption"),
         ({"images": {**IMAGES, "x.png": b""}}, r"x\.png in .*images\.zip has no caption; add a line to captions\.tsv"),
-        ({"images": {**IMAGES, "1.png": b"no image"}}, r"1\.png in .* cannot be read as a picture"),
-        ({"images": {**IMAGES, "1.png": IMAGES["1.png"][:40]}}, r"1\.png in .* cannot be read as a picture"),
+        ({"images": {**IMAGES, "1.png": b"no image"}}, r"1\.png in .* cannot be read as an image"),
+        ({"images": {**IMAGES, "1.png": IMAGES["1.png"][:40]}}, r"1\.png in .* cannot be read as an image"),
         ({"header": "image\ttext"}, r"the first line of .*captions\.tsv is 'image\\ttext'"),
-        ({"lines": [*LINES, "5.png\tpink"]}, r"line 7 of .* is '5\.png\\tpink'; it must have a file"),
-        ({"lines": [*LINES, "5.png\t \ttrain"]}, "line 7 of .* must have a file, a caption, a split with tabs"),
+        ({"lines": [*LINES, "5.png\tpink"]}, r"line 7 of .* is '5\.png\\tpink'; it must be a file"),
+        ({"lines": [*LINES, "5.png\t \ttrain"]}, "line 7 of .* must be a file, a caption, a split, separated by tabs"),
         ({"lines": [*LINES, "5.png\tpink\ttest"]}, "line 7 of .* has the split 'test'; it must be train or val"),
         ({"lines": [*LINES, "0.png\tpink\ttrain"]}, r"line 7 of .* is a second caption for 0\.png"),
         ({"lines": LINES[:4]}, "has no line of the split val"),
@@ -301,7 +301,7 @@ def test_too_large_image_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """Check 16 pixels: Pillow refuses more than twice its maximum, here 7."""
     path = write(tmp_path)
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 7)
-    with pytest.raises(UserError, match=r"0\.png in .* is too large a picture: Image size \(16 pixels\)"):
+    with pytest.raises(UserError, match=r"0\.png in .* is too large: Image size \(16 pixels\)"):
         load(path)
 
 
@@ -311,13 +311,13 @@ def test_data_that_does_not_match_the_model_is_refused(tmp_path: Path) -> None:
         load("")
     with pytest.raises(UserError, match=r"has 4 pair\(s\) for training, fewer than train\.batch_size 5"):
         load(path, batch_size=5)
-    with pytest.raises(UserError, match="MLPConfig does not describe a model of both"):
+    with pytest.raises(UserError, match="MLPConfig does not configure a model of both"):
         CaptionsConfig(path).load(MLPConfig(), 2, 0)
     with pytest.raises(UserError, match="context_length is 2; a token between"):
         load(path, model=replace(MODEL, text=replace(MODEL.text, context_length=2)))
     with pytest.raises(UserError, match="images of 2 channels"):
         load(path, model=replace(MODEL, vision=replace(MODEL.vision, mean=(0.5, 0.5), std=(0.2, 0.2))))
-    with pytest.raises(UserError, match=r"data\.shift is 4, but images have 4 x 4 pixels; move them by fewer"):
+    with pytest.raises(UserError, match=r"data\.shift is 4, but images have 4 x 4 pixels; lower it"):
         load(path, shift=SIDE)
     with pytest.raises(UserError, match="shift is -1"):
         CaptionsConfig(path, shift=-1)

@@ -138,8 +138,8 @@ def test_a_template_sees_the_names_that_published_ones_expect(tokenizer):
 @pytest.mark.parametrize(
     ("source", "said"),
     [
-        ("{% for m in messages %}", "it, line 1, is no Jinja template"),
-        ("a\n{{ messages | nothing }}", "it, line 2, is no Jinja template: No filter named 'nothing'"),
+        ("{% for m in messages %}", "it, line 1, is not a valid Jinja template"),
+        ("a\n{{ messages | nothing }}", "it, line 2, is not a valid Jinja template: No filter named 'nothing'"),
         pytest.param("{% for m in messages %}" * 40 + "{% endfor %}" * 40, "it is nested too deeply", id="loops"),
         pytest.param("{{ " + "(" * 5000 + ")" * 5000 + " }}", "it is nested too deeply", id="parentheses"),
     ],
@@ -152,17 +152,17 @@ def test_a_template_that_is_none_is_refused_with_its_line(tokenizer, source, sai
 @pytest.mark.parametrize(
     ("source", "said"),
     [
-        (MARKED, "the chat template refuses it: no role system"),
+        (MARKED, "the chat template rejects it: no role system"),
         ("{{ messages[9].content.x }}", "it raises UndefinedError: "),
         ("{{ messages.__class__.__mro__ }}", "it raises SecurityError: access to attribute '__class__'"),
         ("{{ messages.append(1) }}", "it raises SecurityError: "),
         (
             LAST_ONLY,
-            r"it writes message 2 otherwise once others follow, .* give a template with {% generation %} blocks",
+            r"it renders message 2 differently if other messages follow, .* set data.template to one with {% gen",
         ),
         (
             CHATML.replace("assistant\n' }}{% endif", "assistant\n<think>' }}{% endif"),
-            r"it writes message 2 otherwise than it begins an answer, so that the assistant's part is unknown",
+            r"it renders message 2 differently after a generation prompt, so that the assistant's part is unknown",
         ),
     ],
 )
@@ -224,11 +224,11 @@ def test_whole_conversations_are_held_out_and_equal_ones_on_one_side(published, 
     assert held_out(1) == held_out(-1) and len(held_out(1)) == 8 and len(set(held_out(1))) == 2
 
 
-def test_long_conversations_are_cut_and_those_without_a_target_left_out(published, tmp_path):
+def test_long_conversations_are_truncated_and_those_without_a_target_skipped(published, tmp_path):
     late = [{"role": "user", "content": "yes " * 60}, {"role": "assistant", "content": "yes"}]
     path, val = written(tmp_path / "c.jsonl", CHAT, late), written(tmp_path / "v.jsonl", CHAT[:2])
     data = load(path, published, context_length=64, val_path=str(val))
-    note = "2 training conversation(s) are longer than 65 tokens and cut there, and 1 left out as the assistant's part"
+    note = "2 training conversation(s) are longer than 65 tokens and are truncated, and 1 skipped because the assistant"
     assert [note in line for line in data.notes] == [True]
     assert len(data._train.lengths_N) == 1 and data._train.lengths_N[0] == 64
     with pytest.raises(
@@ -237,18 +237,20 @@ def test_long_conversations_are_cut_and_those_without_a_target_left_out(publishe
         load(path, published, context_length=8, val_path=str(val))
 
 
-def test_conversations_without_an_answer_are_left_out_with_a_note(published, tmp_path):
+def test_conversations_without_an_answer_are_skipped_with_a_note(published, tmp_path):
     (tmp_path / "t.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
     silent = [{"role": "user", "content": "yes"}, {"role": "assistant", "content": ""}]
     path, val = written(tmp_path / "c.jsonl", CHAT, silent), written(tmp_path / "v.jsonl", CHAT[:2])
     data = load(path, published, template=str(tmp_path / "t.jinja"), val_path=str(val))
-    assert data.notes[-1].startswith("1 training conversation(s) are left out: the chat template writes no token of")
-    with pytest.raises(UserError, match=r"writes no token of the assistant in any training conversation; give another"):
+    assert data.notes[-1].startswith("1 training conversation(s) are skipped: the chat template renders no assistant")
+    with pytest.raises(UserError, match=r"renders no assistant token in any training conversation; give another"):
         load(written(path, silent), published, template=str(tmp_path / "t.jinja"), val_path=str(val))
 
 
 def test_a_single_conversation_cannot_be_held_out(published, tmp_path):
-    with pytest.raises(UserError, match=r"one conversation alone, and none to hold out; give more, or data\.val_path"):
+    with pytest.raises(
+        UserError, match=r"only one conversation, so none can be held out; give more, or data\.val_path"
+    ):
         load(written(tmp_path / "c.jsonl", CHAT, CHAT), published)
     path = str(written(tmp_path / "d.jsonl", CHAT))
     with pytest.raises(UserError, match=r"every conversation of .* is held out"):
@@ -269,22 +271,22 @@ def test_special_tokens_are_named_as_text_or_as_objects(published, tmp_path):
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("{", "line 2, is no JSON (Expecting property name"),
-        ("[1]", 'line 2, is no object with any, but "messages" is missing; give an object such as {"messages"'),
+        ("{", "line 2, is not JSON (Expecting property name"),
+        ("[1]", 'line 2, is not an object with fields, but "messages" is missing; give an object such as {"messages"'),
         ('{"text": "a"}', 'line 2, has the fields text, but "messages" is missing'),
-        ('{"messages": "a"}', 'line 2, has "messages" that are no list of objects'),
+        ('{"messages": "a"}', 'line 2, has "messages" that are not a list of objects'),
         ('{"messages": [{"role": "user"}]}', 'line 2, message 1, has the "content" None; it must be text'),
         ('{"messages": [{"role": 3, "content": ""}]}', 'line 2, message 1, has the "role" 3; it must be text'),
         ('{"messages": [{"role": "user", "content": ""}]}', 'line 2, has no message with the role "assistant"'),
         ('{"messages": []}', 'line 2, has no message with the role "assistant"'),
         (
             '{"messages": [{"role": "assistant", "content": "a<|im_end|>b"}]}',
-            "line 2, message 1, holds '<|im_end|>', which the tokenizer would take for its special token",
+            "line 2, message 1, holds '<|im_end|>', which the tokenizer would encode as its special token",
         ),
         ('{"messages": [{"role": "assistant", "content": "a\\u0000<b"}]}', r"message 1, holds '\x00'"),
         ('{"messages": [{"role": "assistant", "content": "a", "x": ["<s>"]}]}', "message 1, holds '<s>'"),
         ('{"messages": [{"role": "assistant", "content": "a", "x": [{"<s>": 1}]}]}', "message 1, holds '<s>'"),
-        ('{"messages": [{"role": "assistant", "content": "a\\ud800"}]}', "message 1, holds half a character"),
+        ('{"messages": [{"role": "assistant", "content": "a\\ud800"}]}', "message 1, holds a lone surrogate"),
     ],
 )
 def test_a_line_that_is_no_conversation_is_named(tokenizer, tmp_path, line, said):
@@ -301,7 +303,7 @@ def test_a_line_that_is_no_conversation_is_named(tokenizer, tmp_path, line, said
         ("", "data.path is ''; give a .jsonl file, a folder or a glob"),
         ("nowhere.jsonl", "there are no conversations at data.path nowhere.jsonl"),
         ("**where", "there are no conversations at data.path **where"),
-        ("a" * 5000, "is no path that can be read (File name too long)"),
+        ("a" * 5000, "is not a readable path (File name too long)"),
         ("empty.jsonl", r"data.path empty.jsonl holds no conversation; give it one per line, such as"),
         ("latin.jsonl", "latin.jsonl, line 1, is not UTF-8 (invalid continuation byte)"),
     ],
@@ -331,18 +333,18 @@ def test_a_folder_and_a_glob_are_all_their_files(tokenizer, tmp_path, monkeypatc
 
 def test_a_truncated_gzip_file_is_one_sentence(tokenizer, tmp_path):
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(written(tmp_path / "a", CHAT).read_bytes())[:-9])
-    with pytest.raises(UserError, match=r"a\.jsonl\.gz is truncated or no gzip file"):
+    with pytest.raises(UserError, match=r"a\.jsonl\.gz is truncated or not a gzip file"):
         read_conversations(str(tmp_path / "a.jsonl.gz"), "data.path", tokenizer)
 
 
 def test_a_tokenizer_without_template_and_data_without_tokenizer_are_refused(tmp_path):
     path = written(tmp_path / "c.jsonl", CHAT, CHAT[:2])
     with pytest.raises(
-        UserError, match=r"need a tokenizer; begin with a model by --init-from, or .* --data\.tokenizer"
+        UserError, match=r"need a tokenizer; start from a model with --init-from, or .* --data\.tokenizer"
     ):
         ChatConfig(str(path)).load(TokenModelConfig(), 1, 0)
     trained = Tokenizer.train([WORDS], 270)
-    with pytest.raises(UserError, match=r"the tokenizer has no chat template; name a file with one in training, by"):
+    with pytest.raises(UserError, match=r"the tokenizer has no chat template; name a file with one in training, with"):
         ChatConfig(str(path)).load(TokenModelConfig(270), 1, 0, trained)
     (tmp_path / "t.jinja").write_text("{% for m in messages %}{{ m.content + eos_token }}{% endfor %}")
     config = ChatConfig(str(path), template=str(tmp_path / "t.jinja"))
@@ -356,8 +358,8 @@ def test_a_tokenizer_without_template_and_data_without_tokenizer_are_refused(tmp
     ("name", "content", "said"),
     [
         ("none.jinja", None, "cannot be read .No such file"),
-        ("t.json", "{", "is no JSON"),
-        ("t.json", "{}", "has no chat_template that is text, but None"),
+        ("t.json", "{", "is not JSON"),
+        ("t.json", "{}", "has a chat_template that is not text, but None"),
         ("t.jinja", b"\xff", "it is not UTF-8"),
     ],
 )

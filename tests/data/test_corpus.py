@@ -129,7 +129,7 @@ def test_validation_documents_are_left_out_of_training(config, tmp_path):
     for kind in (TextConfig, MaskedTextConfig, PrefixTextConfig):
         data = kind(held_out.path, held_out.val_path).load(DecoderConfig(context_length=8, vocab_size=300), 2, 0)
         assert data.corpus.train.documents == 4
-        note = f"2 document(s) of {texts} are not trained on: {tmp_path / 'val.txt'} has the same text"
+        note = f"2 document(s) of {texts} are excluded from training: {tmp_path / 'val.txt'} has the same text"
         assert data.notes[0] == note
     with pytest.raises(UserError, match=r"every document of data.path .* is in data.val_path"):
         load_corpus(replace(config, val_path=config.path), 270)
@@ -138,7 +138,9 @@ def test_validation_documents_are_left_out_of_training(config, tmp_path):
 def test_note_about_a_tokenizer_sample_survives_the_cache(config, monkeypatch):
     monkeypatch.setattr(tokenizer_module, "MAX_LEARNED_CHARACTERS", 120)
     notes = [config.load(DecoderConfig(context_length=8, vocab_size=300), 2, 0).notes[-1] for _ in range(2)]
-    assert notes[0] == notes[1] and re.search(r"the tokenizer was trained on about 1/[248] of .*texts, taken", notes[0])
+    assert notes[0] == notes[1] and re.search(
+        r"the tokenizer was trained on about 1/[248] of .*texts, sampled", notes[0]
+    )
 
 
 def test_one_of_several_processes_rebuilds_a_corrupt_cache(config, tmp_path, monkeypatch, caplog):
@@ -247,7 +249,7 @@ def test_tokenized_documents_are_memory_mapped_and_equal_the_cache(config, monke
     np.testing.assert_array_equal(tokens, corpus.val.tokens)
     monkeypatch.setattr(corpus_module.tempfile, "TemporaryFile", partial(Path("/dev/full").open, "wb"))
     with pytest.raises(
-        UserError, match=r"cannot write tokens to .*: No space left on device; make room, or set TMPDIR"
+        UserError, match=r"cannot write tokens to .*: No space left on device; free some space, or set TMPDIR"
     ):
         tokenize(read_documents(config.path, True), corpus.tokenizer)
 

@@ -120,7 +120,7 @@ def test_two_documents_are_split_and_one_is_cut(documents):
     assert train.digest() != val.digest()
     title = documents("Title\n" + "word " * 1000)
     assert 0.1 <= len(whole(hold_out(title, 0.1)[1])[0]) / title.n_bytes <= 0.2
-    with pytest.raises(UserError, match="too short to hold a part of it out; give"):
+    with pytest.raises(UserError, match="too short for a held-out split; give"):
         hold_out(documents("oneword"), 0.1)
 
 

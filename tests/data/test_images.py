@@ -247,7 +247,7 @@ def test_corrupt_idx_file_is_named(tmp_path: Path, content: bytes, message: str)
 def test_corrupt_gzip_file_is_named(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "train-images-idx3-ubyte.gz"
     file.write_bytes(content)
-    with pytest.raises(UserError, match=f"{file} is truncated or no gzip file"):
+    with pytest.raises(UserError, match=f"{file} is truncated or not a gzip file"):
         read_idx(file, 3)
 
 
@@ -299,8 +299,8 @@ def test_model_config_is_inferred_from_images(tmp_path: Path) -> None:
     assert data.notes == (
         f"{tmp_path} has images of 10 x 9 pixels with 3 channels: model.image_size 10 9 (not 4 6), model.channels 3 "
         "(not 1), model.n_classes 3 (not 10), model.patch_size 5 3 (not 2 2)",
-        f"the folder {tmp_path / 'test'} is not read: images to measure on are some of train; call it val to take them "
-        "from there",
+        f"the folder {tmp_path / 'test'} is not read: evaluation images are some of train; name it val to evaluate on "
+        "it",
     )
 
 
@@ -342,7 +342,7 @@ def test_image_and_patch_sizes_are_inferred(images: tuple | None, fixed: str, si
 def test_class_without_training_images_is_refused(tmp_path: Path) -> None:
     write_pictures(tmp_path / "train", images(2))
     write_pictures(tmp_path / "val", images(3))
-    with pytest.raises(UserError, match="val has a class 'c' that train has not"):
+    with pytest.raises(UserError, match="val has a class 'c' that train lacks"):
         read_splits(str(tmp_path), 0.1, 1)
 
 
@@ -351,7 +351,7 @@ def test_corrupt_image_is_named(tmp_path: Path, content: bytes | None) -> None:
     write_pictures(tmp_path / "train", images(N))
     file = tmp_path / "train" / "a" / "00.png"
     file.write_bytes(file.read_bytes()[:60] if content is None else content)
-    with pytest.raises(UserError, match=f"{file} cannot be read as a picture"):
+    with pytest.raises(UserError, match=f"{file} cannot be read as an image"):
         read_splits(str(tmp_path), 0.1, 1)
 
 
@@ -394,8 +394,8 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
     ("model", "message"),
     [
         (replace(MODEL, n_classes=4), "3 classes, but model.n_classes is 4; set --model.n-classes 3"),
-        (DecoderConfig(), "the data is images, but DecoderConfig describes no model of images"),
-        (ViViTConfig(), "the data is images, but ViViTConfig describes no model of images"),
+        (DecoderConfig(), "the data is images, but DecoderConfig does not configure a model of images"),
+        (ViViTConfig(), "the data is images, but ViViTConfig does not configure a model of images"),
     ],
 )
 def test_unsuitable_model_is_refused(idx_folder: Path, model: object, message: str) -> None:
@@ -411,7 +411,7 @@ def test_invalid_numbers_are_refused(idx_folder: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="shift is -1"):
         ImagesConfig(shift=-1)
     write_pictures(tmp_path / "train", images(2))
-    with pytest.raises(UserError, match=r"data.val_fraction 1e-09 of 2 images leaves nothing to measure on"):
+    with pytest.raises(UserError, match=r"data.val_fraction 1e-09 of 2 images leaves nothing to evaluate on"):
         read_splits(str(tmp_path), 1e-9, 1)
-    with pytest.raises(UserError, match=r"model\.channels is 2, but pictures can be read as 1"):
+    with pytest.raises(UserError, match=r"model\.channels is 2, but images are read with 1"):
         read_splits(str(tmp_path), 0.5, 2)

@@ -46,7 +46,7 @@ def test_held_out_texts_come_once_and_the_last_batch_is_padded_with_weight_0(tmp
     batches = list(data.held_out(2))
     assert [batch.weights.tolist() for batch in batches] == [[1, 1], [1, 0]]
     assert [data.classes[t] for batch in batches for t in batch.targets][:3] == ["yes", "no", "no"]
-    assert "held out: 3 texts, 66.7% of them 'no'; 1 are cut to 12 tokens" in data.describe()
+    assert "held out: 3 texts, 66.7% of them 'no'; 1 are truncated to 12 tokens" in data.describe()
 
 
 def test_the_fingerprint_is_that_of_texts_and_labels(tmp_path: Path) -> None:
@@ -59,10 +59,10 @@ def test_the_fingerprint_is_that_of_texts_and_labels(tmp_path: Path) -> None:
     ("train", "val", "said"),
     [
         ("good yes\n", "a\tb\n", r"x\.train\.tsv, line 1, has 0 tabs; it must be TEXT<TAB>LABEL\.$"),
-        ("good\t\n", "a\tb\n", r"line 1, has an empty label; leave the line out\.$"),
+        ("good\t\n", "a\tb\n", r"line 1, has an empty label; remove the line\.$"),
         ("\n", "a\tb\n", r"holds no pairs; give it one per line, TEXT<TAB>LABEL\.$"),
-        ("a\tno\nb\tno\n", "a\tno\n", r"all training texts of .*x have the label 'no'; give texts of two or more\.$"),
-        (TRAIN, "a\tmaybe\n", r"held-out texts of 'maybe', which no training text has; leave them out\.$"),
+        ("a\tno\nb\tno\n", "a\tno\n", r"texts of .*x have the label 'no'; give texts with two or more labels\.$"),
+        (TRAIN, "a\tmaybe\n", r"held-out texts of 'maybe', which no training text has; remove them\.$"),
         ("a\tno\n", "a\tno\n", "all training texts"),
     ],
 )  # fmt: skip
@@ -76,7 +76,7 @@ def test_models_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     config = LabelledTextConfig(str(tmp_path / "x"))
     with pytest.raises(UserError, match=r"has 2 labels, but model\.n_classes is 9; set --model\.n-classes 2\.$"):
         config.load(MODEL, 2, 0)
-    with pytest.raises(UserError, match="DecoderConfig describes no classifier of texts; change one"):
+    with pytest.raises(UserError, match="DecoderConfig does not configure a text classifier; change one"):
         config.load(DecoderConfig(), 2, 0)
     with pytest.raises(UserError, match=r"4 training texts, fewer than train\.batch_size 5; lower it\.$"):
         config.load(data.model, 5, 0, data.tokenizer)

@@ -190,7 +190,7 @@ def test_setup_expects_the_shapes_of_packed_batches():
         lambda x: (x.shape[1:], x.dtype), (setup.abstract_batch.inputs, setup.abstract_batch.targets)
     ) == (jax.tree.map(lambda x: (x.shape[1:], x.dtype), (batch.inputs, batch.targets)))
     setup.check_fit(batch)
-    with pytest.raises(UserError, match=r"takes int32 \(16,\), int32 \(16,\) for an example, but the data gives int32"):
+    with pytest.raises(UserError, match=r"expects int32 \(16,\), int32 \(16,\) per example, but the data has int32"):
         setup.check_fit(batch._replace(inputs=batch.inputs[:1]))
 
 

@@ -146,7 +146,7 @@ def test_too_long_pairs_are_left_out_and_reported() -> None:
     data = pairs([*TRAIN, Pair("x" * 17, "y"), Pair("x", "y" * 16)])
     assert len(data.describe().splitlines()) == 1
     assert "50 pairs" in data.describe() and "2 more are longer than 16 tokens" in data.describe()
-    assert "5 pairs, 2 of them cut to 16 tokens" in data.describe()
+    assert "5 pairs, 2 of them truncated to 16 tokens" in data.describe()
     actual = {pair for k in range(2 * data.steps_per_epoch) for pair in read_back(data.batch(k))}
     assert actual <= set(TRAIN)
     assert "longer" not in pairs().describe()
@@ -237,7 +237,7 @@ def test_missing_files_are_named(folder: Path, monkeypatch: pytest.MonkeyPatch, 
 
 def test_missing_validation_pairs_are_named(folder: Path) -> None:
     (folder / "val.tsv").unlink()
-    with pytest.raises(UserError, match=r"no held-out texts at .*val\.tsv, which is no file; give data\.val_path"):
+    with pytest.raises(UserError, match=r"no held-out texts at .*val\.tsv, which is not a file; give data\.val_path"):
         PairsConfig(str(folder)).load(MODEL, 4, 0)
 
 

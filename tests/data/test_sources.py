@@ -174,7 +174,7 @@ def test_saved_dataset_of_several_splits_names_them(tmp_path):
 @pytest.mark.parametrize("state", ["", "[]", "{}", '{"_data_files": [{}]}', '{"_data_files": 3}'])
 def test_unreadable_saved_dataset_is_refused(tmp_path, state):
     (tmp_path / "state.json").write_text(state)
-    with pytest.raises(UserError, match="is no dataset that can be read"):
+    with pytest.raises(UserError, match="is not a readable dataset"):
         find_files(str(tmp_path))
 
 
@@ -201,21 +201,21 @@ GOOD = b'{"text": "a"}\n'
 
 
 @pytest.mark.parametrize(("name", "content", "message"), [
-    ("a.jsonl", GOOD + b"{'text': 3}\n", r"a\.jsonl, line 2, is no JSON \(Expecting property name .*\); put it right"),
-    ("a.jsonl", GOOD + b'{"text": "cut', r"line 2, is no JSON \(Unterminated string starting at at column 10\)"),
-    ("a.jsonl", GOOD + b"[" * 100_000, r"line 2, is no JSON \(it is nested too deeply\)"),
-    ("a.jsonl", b'["text"]\n', r"line 1, is no JSON object with a field 'text'; put it right"),
+    ("a.jsonl", GOOD + b"{'text': 3}\n", r"a\.jsonl, line 2, is not JSON \(Expecting property name .*\); fix it"),
+    ("a.jsonl", GOOD + b'{"text": "cut', r"line 2, is not JSON \(Unterminated string starting at at column 10\)"),
+    ("a.jsonl", GOOD + b"[" * 100_000, r"line 2, is not JSON \(it is nested too deeply\)"),
+    ("a.jsonl", b'["text"]\n', r"line 1, is not a JSON object with the field 'text'; fix it"),
     ("a.jsonl", GOOD + b'\n{"body": "b", "id": 3}', r"line 3, has no field 'text', but body, id; name .* data\.column"),
     ("a.jsonl", GOOD + b"{}", r"line 2, has no field 'text', but none; name"),
-    ("a.jsonl", b'{"text": ["a"]}', r"line 1, has \['a'\] in the field 'text', which is no text; see data\.column"),
-    ("a.jsonl", b'{"text": "\\ud800"}', r"line 1, has half a character, a lone surrogate, in the field 'text'; remove"),
+    ("a.jsonl", b'{"text": ["a"]}', r"line 1, has \['a'\] in the field 'text', which is not text; see data\.column"),
+    ("a.jsonl", b'{"text": "\\ud800"}', r"line 1, has a lone surrogate in the field 'text'; remove"),
     ("a.jsonl", GOOD + b'{"text": "\xff"}', r"a\.jsonl, line 2, is not UTF-8 \(invalid start byte\); convert it"),
-    ("a.jsonl.gz", gzip.compress(GOOD * 99, mtime=0)[:-12], r"a\.jsonl\.gz is truncated or no gzip file \(Compressed"),
-    ("a.jsonl.gz", GOOD, r"a\.jsonl\.gz is truncated or no gzip file \(Not a gzipped file"),
-    ("a.txt.gz", gzip.compress(bytes(999), mtime=0)[:-30] + bytes(30), r"a\.txt\.gz is truncated or no gzip file"),
-    ("a.csv", b"id,body\n1,x\n", r"a\.csv has no column 'text', but id, body; name the text's with data\.column"),
-    ("a.csv", b"id,text\n1,x\n2\n", r"a\.csv, line 3, has 1 columns, but the first line names 2; put it right"),
-    ("a.csv", b'id,text\n1,x\n2,"cut\n', r"a\.csv, line 3, is no row of a table \(unexpected end of data\)"),
+    ("a.jsonl.gz", gzip.compress(GOOD * 99, mtime=0)[:-12], r"gz is truncated or not a gzip file \(Compressed"),
+    ("a.jsonl.gz", GOOD, r"a\.jsonl\.gz is truncated or not a gzip file \(Not a gzipped file"),
+    ("a.txt.gz", gzip.compress(bytes(999), mtime=0)[:-30] + bytes(30), r"a\.txt\.gz is truncated or not a gzip file"),
+    ("a.csv", b"id,body\n1,x\n", r"a\.csv has no column 'text', but id, body; name the text column with data\.column"),
+    ("a.csv", b"id,text\n1,x\n2\n", r"a\.csv, line 3, has 1 columns, but the first line names 2; fix it"),
+    ("a.csv", b'id,text\n1,x\n2,"cut\n', r"a\.csv, line 3, is not a row of a table \(unexpected end of data\)"),
     ("a.tsv", b"id\ttext\n1\ta\tb\n", r"a\.tsv, line 2, has 3 columns, but the first line names 2"),
 ])  # fmt: skip
 def test_wrong_rows_are_named_with_file_and_line(tmp_path, name, content, message):
@@ -227,14 +227,14 @@ def test_wrong_rows_are_named_with_file_and_line(tmp_path, name, content, messag
 def test_line_that_is_too_long_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "MAX_LINE_BYTES", 50)
     path = write_jsonl(tmp_path, ["a", "b" * 50])
-    with pytest.raises(UserError, match=r"a\.jsonl, line 2, is longer than 50 bytes; cut it, or its text"):
+    with pytest.raises(UserError, match=r"a\.jsonl, line 2, is longer than 50 bytes; shorten its text"):
         texts_of(path)
 
 
 @pytest.mark.parametrize("name", ["../b.txt", "/etc/hosts", "a/../../b.arrow", "..\\\\b.arrow"])
 def test_saved_dataset_names_no_file_outside_of_its_folder(tmp_path, name):
     (tmp_path / "state.json").write_text(json.dumps({"_data_files": [{"filename": name}]}))
-    with pytest.raises(UserError, match=r"state\.json names .*, which is no file of its folder"):
+    with pytest.raises(UserError, match=r"state\.json names .*, which is not a file of its folder"):
         find_files(str(tmp_path))
 
 
@@ -245,7 +245,7 @@ def test_empty_lines_before_the_header_of_a_table_are_skipped(tmp_path):
 
 @pytest.mark.parametrize("path", ["~nobody-of-this-name/a.txt", "a" * 5000])
 def test_text_that_is_no_path_is_refused(path):
-    with pytest.raises(UserError, match="is no path that can be read"):
+    with pytest.raises(UserError, match="is not a readable path"):
         find_files(path)
 
 
@@ -256,7 +256,7 @@ def test_tables_with_two_columns_of_a_name_or_invalid_utf8_are_refused(tmp_path,
     bad = pa.StringArray.from_buffers(2, *raw.buffers()[1:])
     for columns, names, message in (
         ([pa.array(["a"]), pa.array(["b"])], ["text", "text"], r"has 2 columns 'text'; rename all but"),
-        ([bad], ["text"], rf"is truncated or no \.{suffix} file \(.*UTF8"),
+        ([bad], ["text"], rf"is truncated or not a valid \.{suffix} file \(.*UTF8"),
     ):
         content, path = pa.Table.from_arrays(columns, names), tmp_path / f"a.{suffix}"
         if suffix == "parquet":
@@ -271,14 +271,16 @@ def test_tables_with_two_columns_of_a_name_or_invalid_utf8_are_refused(tmp_path,
 @pytest.mark.parametrize("write", [write_parquet, write_saved_dataset, write_feather])
 def test_wrong_tables_are_refused(tmp_path, write):
     path = find_files(str(write(tmp_path, TEXTS)))[-1]
-    with pytest.raises(UserError, match=r"has no column 'body', but id, text; name the text's with data\.column"):
+    with pytest.raises(UserError, match=r"has no column 'body', but id, text; name the text column with data\.column"):
         texts_of(path, "body")
-    with pytest.raises(UserError, match=r"has int64 in the column 'id', which is no text; see data\.column"):
+    with pytest.raises(UserError, match=r"has int64 in the column 'id', which is not text; see data\.column"):
         texts_of(path, "id")
     content = path.read_bytes()
     for n in (len(content) // 2, len(content) - 20, 3):
         path.write_bytes(content[:n])
-        with pytest.raises(UserError, match=rf"{path.name} is truncated or no \{path.suffix} file \(.*\); fetch"):
+        with pytest.raises(
+            UserError, match=rf"{path.name} is truncated or not a valid \{path.suffix} file \(.*\); fetch"
+        ):
             texts_of(path)
 
 

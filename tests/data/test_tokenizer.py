@@ -65,7 +65,7 @@ def test_saved_tokenizer_round_trips(tokenizer, tmp_path):
 def test_invalid_tokenizer_file_is_refused(tmp_path, content):
     (tmp_path / "t.json").write_text(content)
     with pytest.raises(
-        UserError, match=r"t\.json is no tokenizer .*; give the tokenizer\.json of a run or .* model\.$"
+        UserError, match=r"t\.json is not a readable tokenizer.*; give the tokenizer\.json of a run or .* model\.$"
     ):
         Tokenizer.load(tmp_path / "t.json")
 
@@ -260,11 +260,11 @@ def without(inner, *removed):
 
 @pytest.mark.parametrize(("make", "config", "message"), [
     (word_piece, None, r"is a WordPiece whose decoder has WordPiece, neither byte-level nor with a fallback to bytes"),
-    (lambda: without(byte_level(), "<|end_of_text|>"), None, "has no end-of-text token that is known"),
+    (lambda: without(byte_level(), "<|end_of_text|>"), None, "has no known end-of-text token"),
     (byte_level, {"eos_token": "<eot>"}, "has no token '<eot>', which tokenizer_config.json names as eos_token"),
-    (lambda: without(byte_level(), "Ġ"), None, "has no token for the byte 0x20, so some texts have none"),
+    (lambda: without(byte_level(), "Ġ"), None, "has no token for the byte 0x20, so it cannot encode every text"),
     (lambda: without(sentencepiece_bpe(), "<0xE2>"), None, "has no token for the byte 0xe2"),
-    (byte_level, [], "tokenizer_config.json is no JSON object"),
+    (byte_level, [], "tokenizer_config.json is not a JSON object"),
 ])  # fmt: skip
 def test_published_tokenizer_of_another_kind_is_refused(tmp_path, make, config, message):
     with pytest.raises(UserError, match=rf"{re.escape(str(tmp_path))}.* ?{message}"):
@@ -274,7 +274,7 @@ def test_published_tokenizer_of_another_kind_is_refused(tmp_path, make, config, 
 def test_unreadable_config_beside_a_tokenizer_is_refused(tmp_path):
     path = publish(tmp_path, byte_level)
     path.with_name(TOKENIZER_CONFIG).write_text('{"eos_token": ')
-    with pytest.raises(UserError, match=r"tokenizer_config\.json cannot be read \(Expecting value.*\); put it right"):
+    with pytest.raises(UserError, match=r"tokenizer_config\.json cannot be read \(Expecting value.*\); fix it"):
         Tokenizer.load(path)
 
 
@@ -282,7 +282,7 @@ def test_byte_level_token_that_is_no_byte_is_refused(tmp_path):
     content = json.loads(byte_level().to_str())
     content["model"]["vocab"]["日"] = 400
     (tmp_path / "t.json").write_text(json.dumps(content))
-    with pytest.raises(UserError, match="has a byte-level decoder and a token with '日', which is no byte"):
+    with pytest.raises(UserError, match="has a byte-level decoder and a token with '日', which is not a byte"):
         Tokenizer.load(tmp_path / "t.json")
 
 

@@ -107,7 +107,7 @@ def test_held_out_videos_do_not_depend_on_the_seed(config: MovingImagesConfig) -
 
 def test_description_states_how_videos_are_made(config: MovingImagesConfig) -> None:
     described = config.load(MODEL, 2, 0).describe()
-    assert "videos made from 11 still images that move over black in 8 directions, 4 frames of 14 x 12" in described
+    assert "videos made from 11 still images that move on black in 8 directions, 4 frames of 14 x 12" in described
     assert "classes: direction (up, up right, " in described
 
 
@@ -135,7 +135,7 @@ def test_fingerprint_covers_all_settings_of_a_batch(config: MovingImagesConfig) 
         ({}, replace(MODEL, n_classes=4), "8 classes, but model.n_classes is 4"),
         ({"label": "class"}, MODEL, "3 classes, but model.n_classes is 8"),
         ({}, replace(MODEL, n_frames=1, tubelet_frames=1), "n_frames is 1, but a direction needs at least 2"),
-        ({}, ViTConfig(), "the data is videos, but ViTConfig describes no model of videos"),
+        ({}, ViTConfig(), "the data is videos, but ViTConfig does not configure a model of videos"),
     ],
 )
 def test_unsuitable_model_is_refused(config: MovingImagesConfig, change: dict, model: ViTConfig, message: str) -> None:

@@ -96,5 +96,5 @@ def test_targets_are_the_next_tokens():
 
 
 def test_held_out_text_of_one_token_is_refused():
-    with pytest.raises(UserError, match="the held-out text has 1 tokens, too few to predict one, which takes 1 before"):
+    with pytest.raises(UserError, match="the held-out text has 1 tokens, too few to predict one, which needs 1 before"):
         HeldOutText(TOKENS[:1], np.ones(103), 4, 4)

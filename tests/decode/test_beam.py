@@ -138,9 +138,9 @@ def test_one_beam_is_greedy() -> None:
 
 def test_beam_search_scores_above_greedy() -> None:
     # From 0: 1 has 0.6 and 2 has 0.4; but 1 goes on evenly to four, and 2 surely to 3.
-    chances = np.full((4, 4), 0.25)
-    chances[0], chances[2] = [1e-9, 0.6, 0.4, 1e-9], [1e-9, 1e-9, 1e-9, 1]
-    tokens, scores = markov(jnp.log(chances), [0], n_beams=2, max_new_tokens=2)
+    probabilities = np.full((4, 4), 0.25)
+    probabilities[0], probabilities[2] = [1e-9, 0.6, 0.4, 1e-9], [1e-9, 1e-9, 1e-9, 1]
+    tokens, scores = markov(jnp.log(probabilities), [0], n_beams=2, max_new_tokens=2)
     assert tokens[0][0] == [2, 3]
     assert_close(scores[0][0], np.log(0.4) / 2)
     assert tokens[0][1][0] == 1

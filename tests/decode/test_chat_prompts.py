@@ -43,9 +43,9 @@ def test_a_message_is_encoded_with_special_tokens_up_to_the_beginning_of_the_ans
         (
             TEMPLATE,
             "a<|endoftext|>",
-            r"message 1, holds '<\|endoftext\|>', which the tokenizer would take for its special",
+            r"message 1, holds '<\|endoftext\|>', which the tokenizer would encode as its special",
         ),
-        ("{{ raise_exception('no') }}", "Hi", "the chat template refuses it: no; leave out --chat"),
+        ("{{ raise_exception('no') }}", "Hi", "the chat template rejects it: no; omit --chat"),
         (TEMPLATE, "Hi you me " * 9, "the prompt has .* tokens; it may have at most the context's 16"),
     ],
 )
@@ -57,4 +57,6 @@ def test_a_message_that_cannot_be_written_is_refused(run, template, text, said):
 def test_a_run_without_a_template_says_so(run, capsys):
     assert main(["--run", str(run), "--chat", "--prompt", "Hi"]) == 2
     error = capsys.readouterr().err.strip()
-    assert error == ("error: the tokenizer has no chat template; name a file with one in training, by --data.template.")
+    assert error == (
+        "error: the tokenizer has no chat template; name a file with one in training, with --data.template."
+    )

@@ -154,7 +154,7 @@ def test_a_stop_token_is_the_last():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"n_proposed": 0}, "would propose 0 tokens at a time; it can be 1 to 64"),
+        ({"n_proposed": 0}, "would propose 0 tokens at a time; it must be 1 to 64"),
         ({"n_proposed": 65}, "would propose 65 tokens"),
         ({"max_new_tokens": 0}, "max_new_tokens is 0; it must be at least 1"),
         ({"max_new_tokens": 2**31}, "max_new_tokens is 2147483648"),
@@ -181,7 +181,7 @@ def test_invalid_arguments_are_refused(changes, message):
 def test_a_prefix_model_is_refused():
     model = replace(SHAPE, prefix=True).build()
     options = {"max_new_tokens": 5, "context_length": CONTEXT}
-    with pytest.raises(UserError, match="attends to its prompt in both directions"):
+    with pytest.raises(UserError, match="reads its prompt with bidirectional attention"):
         speculate(model, PARAMS, *DRAFTS["look-up"], [PROMPT], Sampling(), [0], **options)
 
 
@@ -190,7 +190,9 @@ def test_a_state_is_refused_as_it_cannot_be_taken_back(role):
     model = RecurrentLMConfig(VOCABULARY, CONTEXT, d_model=8).build()
     options = {"max_new_tokens": 5, "context_length": CONTEXT}
     both = (model, None, *DRAFTS["look-up"]) if role == "model" else (MODEL, PARAMS, DraftModel(model), None)
-    with pytest.raises(UserError, match=f"the {role} keeps a state, .* cannot be taken back; leave the draft out"):
+    with pytest.raises(
+        UserError, match=f"the {role} keeps a state, which cannot be rolled back past rejected tokens; omit the draft"
+    ):
         speculate(*both, [PROMPT], Sampling(), [0], **options)
 
 
@@ -205,7 +207,7 @@ def test_a_text_past_the_context_of_the_draft_is_refused():
         run(drafts[0], max_new_tokens=8)
     run(drafts[0], max_new_tokens=7)
     run(drafts[1], max_new_tokens=100)  # its positions do not end
-    with pytest.raises(UserError, match="at most 0 new ones, or leave out the draft"):
+    with pytest.raises(UserError, match="at most 0 new ones, or omit the draft"):
         run(drafts[0], max_new_tokens=1, prompts=[[1] * 18])
 
 

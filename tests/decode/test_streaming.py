@@ -159,7 +159,7 @@ def test_compile_time_of_nested_functions_counts_once():
         (Throughput([0.2, 0.4], 3000, 1.0), "0.300 s (the mean of 2 batches); 3,000 tokens/s (3,000 in 1.00 s)"),
         (
             Throughput([], 100, 0.5, compile_seconds=2.25),
-            "200 tokens/s (100 in 0.50 s); 2.2 s of compiling not counted",
+            "200 tokens/s (100 in 0.50 s); 2.2 s of compilation excluded",
         ),
     ],
 )

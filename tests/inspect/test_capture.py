@@ -150,7 +150,7 @@ def test_names_select_by_pattern():
 @pytest.mark.parametrize("probe", [capture, capture_shapes])
 def test_name_that_matches_nothing_is_an_error_with_the_nearest(probe):
     model, params, inputs = random_model(DECODER)
-    near = r"is called 'blocks\.0\.atention\.\*'; near it are blocks\.0\.attention.*; capture_shapes lists all"
+    near = r"is named 'blocks\.0\.atention\.\*'; similar names are blocks\.0\.attention.*; capture_shapes lists all"
     with pytest.raises(UserError, match=near):
         probe(model, params, *inputs, names=["logits", "blocks.0.atention.*"])
     assert list(probe(model, params, *inputs, names=["logits", "block"], missing_ok=True)) == ["logits"]
@@ -159,7 +159,7 @@ def test_name_that_matches_nothing_is_an_error_with_the_nearest(probe):
 def test_intervention_that_matches_nothing_is_an_error():
     model, params, (tokens,) = random_model(DECODER)
     apply = jax.jit(lambda tokens: model.apply({"params": params}, tokens))
-    with pytest.raises(UserError, match=r"called 'blocks\.7\.mlp'; near it are blocks\.\d\.mlp"):  # noqa: SIM117
+    with pytest.raises(UserError, match=r"named 'blocks\.7\.mlp'; similar names are blocks\.\d\.mlp"):  # noqa: SIM117
         with intervene("blocks.7.mlp", lambda _, x: 0 * x):
             apply(tokens)
     with pytest.raises(UserError, match=r"no model was called, or only one compiled before"):  # noqa: SIM117
@@ -177,7 +177,9 @@ def test_intervention_that_matches_nothing_is_an_error():
 )
 def test_edit_must_keep_shape_and_dtype(edit, got):
     model, params, (tokens,) = random_model(DECODER)
-    wrong = rf"keep shape and dtype: blocks\.0\.attention\.weights is float32 \(3, 7, 7\), and its replacement is {got}"
+    wrong = (
+        rf"preserve shape and dtype: blocks\.0\.attention\.weights is float32 \(3, 7, 7\), and its replacement is {got}"
+    )
     with (
         pytest.raises(UserError, match=wrong),
         intervene("blocks.0.attention.weights", lambda _, x: edit(x)),
@@ -371,7 +373,9 @@ class PointedPair(nn.Module):
 
 def test_point_that_offers_no_array_is_an_error():
     assert (PointedPair().apply({}, jnp.ones(3)) == 1).all()
-    with pytest.raises(UserError, match=r"point 'pair' of PointedPair offers a tuple; offer each array by a point of"):
+    with pytest.raises(
+        UserError, match=r"point 'pair' of PointedPair is given a tuple; pass each array to a capture point of"
+    ):
         capture(PointedPair(), {}, jnp.ones(3))
 
 

@@ -24,7 +24,7 @@ def test_layer_statistics_by_hand():
     induction = jnp.array([[1.0, 0, 0, 0], [1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0]])  # after 5 came 7 (position 1)
     result = layer_statistics(jnp.stack([uniform, previous, induction]), jnp.tril(jnp.ones((4, 4), bool)), tokens_T)
     np.testing.assert_allclose(result.entropy, [np.log([1, 2, 3, 4]).mean(), 0, 0], rtol=1e-6)
-    np.testing.assert_allclose(result.share, [1, 0, 0], rtol=1e-6)
+    np.testing.assert_allclose(result.normalized_entropy, [1, 0, 0], rtol=1e-6)
     np.testing.assert_allclose(result.distance, [(0 + 0.5 + 1 + 1.5) / 4, 0.75, (0 + 1 + 1 + 1) / 4], rtol=1e-6)
     np.testing.assert_allclose(result.first, [(1 / 2 + 1 / 3 + 1 / 4) / 3, 1 / 3, 1 / 3], rtol=1e-6)
     np.testing.assert_allclose(result.previous, [(1 / 2 + 1 / 3 + 1 / 4) / 3, 1, 1], rtol=1e-6)
@@ -51,7 +51,7 @@ def test_head_statistics_are_means_over_examples():
 
     visible = jnp.tril(jnp.ones((T, T), bool))
     one = [layer_statistics(attention_maps(model, params, tokens_T)[1], visible, tokens_T) for tokens_T in tokens_BT]
-    for name in ("entropy", "share", "distance", "previous", "duplicate"):
+    for name in ("entropy", "normalized_entropy", "distance", "previous", "duplicate"):
         expected = np.nanmean([getattr(x, name) for x in one], axis=0)
         np.testing.assert_allclose(getattr(result["blocks.1.attention"], name), expected, rtol=1e-4, atol=1e-6)
 

@@ -40,14 +40,17 @@ def test_only_layers_of_images_have_patches():
         ({"previous": 0.83, "induction": 0.1}, "looks at the previous patch (83%)"),
         ({"induction": 0.6}, "looks at the patch that followed the same one before: induction (60%)"),
         ({"first": 0.3}, "looks partly at the first position (30%)"),
-        ({"share": 0.9, "first": 0.3}, "spreads its attention evenly"),
+        ({"normalized_entropy": 0.9, "first": 0.3}, "spreads its attention evenly"),
         ({"distance": 1.84}, "looks at patches nearby (1.8 positions away)"),
         ({"entropy": math.log(5), "distance": math.nan}, "attends to some 5 positions"),
-        ({"entropy": math.nan, "share": math.nan, "distance": math.nan}, "has weights that are not finite"),
+        (
+            {"entropy": math.nan, "normalized_entropy": math.nan, "distance": math.nan},
+            "has weights that are not finite",
+        ),
     ],
 )
 def test_heads_are_described_by_their_largest_score(changes: dict[str, float], words: str):
-    values = {"entropy": 1.0, "share": 0.4, "distance": 9.0, "first": 0.1, "previous": 0.1, "duplicate": math.nan,
-              "induction": math.nan} | changes  # fmt: skip
+    values = {"entropy": 1.0, "normalized_entropy": 0.4, "distance": 9.0, "first": 0.1, "previous": 0.1,
+              "duplicate": math.nan, "induction": math.nan} | changes  # fmt: skip
     statistics = HeadStatistics(**{name: np.array([0.0, value]) for name, value in values.items()})
     assert describe_head(statistics, 1, "patch") == words

@@ -274,7 +274,7 @@ def test_typing_switching_and_decoding_change_what_is_shown(page, browser):
 
     [box] = find('input[aria-label="head 1 of layer 1"]')
     box.click()
-    assert "without the head switched off" in status.text
+    assert "with the head ablated" in status.text
     before_V, after_V = p_V(text), p_V(text, off=True)
     likeliest = int(before_V.argmax())
     assert shown()[0] == f"{percent(before_V[likeliest])} → {percent(after_V[likeliest])}"
@@ -300,7 +300,7 @@ def test_typing_switching_and_decoding_change_what_is_shown(page, browser):
     area.send_keys("x" * 40)
     next_frame()
     tokens = case.tokenizer.encode("x" * 40)
-    assert f"{len(tokens)} tokens, of which the model reads the first 24" in status.text
+    assert f"{len(tokens)} tokens, of which the model uses the first 24" in status.text
     assert not find(".controls button")[0].is_enabled()
     browser.execute_cdp_cmd("Input.insertText", {"text": "\n" * 50_000})  # as pasted: a second, if all were laid out
     next_frame()
@@ -361,11 +361,11 @@ def test_section_says_how_weights_are_stored(page):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"n_experts": 2}, "no mixture of experts"),
-        ({"prefix": True}, "causal attention alone"),
+        ({"n_experts": 2}, "does not support a mixture of experts"),
+        ({"prefix": True}, "causal attention only"),
         (
             {"d_ff": (4096,)},
-            "it has 291,728 parameters, which take 0.8 MB, and the limit is 100,000; raise it with --max",
+            "it has 291,728 parameters, which take 0.8 MB, but the limit is 100,000; raise it with --max",
         ),
     ],
 )
@@ -383,9 +383,9 @@ def test_parameter_beyond_float16_is_a_reason():
 @pytest.mark.parametrize(
     ("part", "value", "reason"),
     [
-        ("pre_tokenizer", {"type": "Whitespace"}, "no pre-tokenizer Whitespace"),
-        ("normalizer", {"type": "Lowercase"}, "no normaliser Lowercase"),
-        ("model", {"dropout": 0.1}, "script has no dropout of"),
+        ("pre_tokenizer", {"type": "Whitespace"}, "not support the pre-tokenizer Whitespace"),
+        ("normalizer", {"type": "Lowercase"}, "not support the normaliser Lowercase"),
+        ("model", {"dropout": 0.1}, "script does not support dropout of"),
         ("added_tokens", True, "not special"),
     ],
 )
@@ -403,5 +403,5 @@ def test_tokenizer_that_the_script_does_not_run_is_a_reason(part: str, value: An
 
 
 def test_tokenizer_that_has_tokens_of_bytes_but_does_not_use_them_is_a_reason():
-    with pytest.raises(UserError, match="without a fallback to bytes"):
+    with pytest.raises(UserError, match="without byte fallback"):
         pack_tokenizer(character_level(PREPENDED, None, byte_fallback=False))

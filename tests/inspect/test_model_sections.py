@@ -21,7 +21,7 @@ from jaxformer.inspect import (
 from jaxformer.inspect.charts import Heatmap, Lines
 from jaxformer.inspect.labels import describe_head
 from jaxformer.inspect.model_sections import (
-    N_CHANCES,
+    N_TOP_TOKENS,
     TEMPERATURES,
     attention_section,
     head_sections,
@@ -42,7 +42,7 @@ DECODER = DecoderConfig(
     norm="rmsnorm", residual=True, scaled=True,
 )  # fmt: skip
 ENCODER = EncoderConfig(vocab_size=11, context_length=8, d_model=8, n_heads=2, n_blocks=1, d_ff=(8,))
-HEAD_FIELDS = ("entropy", "share", "distance", "first", "previous", "duplicate", "induction")
+HEAD_FIELDS = ("entropy", "normalized_entropy", "distance", "first", "previous", "duplicate", "induction")
 TOKENS_T = np.array([3, 1, 4, 1, 5, 9], np.int32)
 WORDS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
 
@@ -75,10 +75,10 @@ def test_attention_section_has_maps_and_token_probabilities(decoder):
         assert prediction is not None and prediction.actual is not None
         assert prediction.heading == f"Next token after “{WORDS[before]}”"
         assert prediction.actual == (WORDS[token.token], pytest.approx(token.probability, rel=1e-4))
-        others = [(word, p) for word, p in prediction.chances if word != prediction.actual[0]]
+        others = [(word, p) for word, p in prediction.probabilities if word != prediction.actual[0]]
         expected_others = [(WORDS[other], pytest.approx(p, rel=1e-4)) for other, p in token.alternatives]
         assert others[: len(expected_others)] == expected_others
-    assert last is not None and last.actual is None and len(last.chances) == N_CHANCES
+    assert last is not None and last.actual is None and len(last.probabilities) == N_TOP_TOKENS
 
 
 def test_attention_section_has_cross_attention():
@@ -126,7 +126,7 @@ def test_masked_tokens_have_likeliest_tokens():
     first, *_ = np.argsort(-np.asarray(p_V))
     before, masked, after = result.predictions["text"]
     assert before is after is None and masked is not None and masked.actual is None
-    assert masked.chances[0] == (WORDS[first], pytest.approx(float(p_V[first]), rel=1e-4))
+    assert masked.probabilities[0] == (WORDS[first], pytest.approx(float(p_V[first]), rel=1e-4))
 
 
 def test_logit_lens_and_attribution_agree_with_the_probes(decoder):
@@ -136,9 +136,9 @@ def test_logit_lens_and_attribution_agree_with_the_probes(decoder):
     assert isinstance(lens, Heatmap) and isinstance(spoke, Heatmap) and lens.texts
     logits = logit_lens(model, params, *inputs)
     assert lens.rows == ["embedding", "after layer 0", "after layer 1"]
-    for chances, words, logits_TV in zip(lens.values, lens.texts, logits.values(), strict=True):
+    for probabilities, words, logits_TV in zip(lens.values, lens.texts, logits.values(), strict=True):
         p_TV = jax.nn.softmax(logits_TV)
-        np.testing.assert_allclose(chances, p_TV.max(-1), atol=1e-5)
+        np.testing.assert_allclose(probabilities, p_TV.max(-1), atol=1e-5)
         assert words == [WORDS[token] for token in p_TV.argmax(-1)]
     last_TV = np.asarray(list(logits.values())[-1])
     next_T = np.append(TOKENS_T[1:], last_TV[-1].argmax())

@@ -80,9 +80,9 @@ def test_data_hold_texts_weights_and_lines():
 
 
 def test_bar_of_another_token_with_the_same_label_is_not_marked():
-    part, chances = "\ufffd", [("\ufffd", 0.5), ("a", 0.25), ("\ufffd", 0.125)]
-    assert [marked for *_, marked in as_bars(chances, (part, 0.125))] == [False, False, True]
-    assert as_bars(chances, (part, 0.01))[-1] == [part, 0.01, True] and len(as_bars(chances, None)) == 3
+    part, probabilities = "\ufffd", [("\ufffd", 0.5), ("a", 0.25), ("\ufffd", 0.125)]
+    assert [marked for *_, marked in as_bars(probabilities, (part, 0.125))] == [False, False, True]
+    assert as_bars(probabilities, (part, 0.01))[-1] == [part, 0.01, True] and len(as_bars(probabilities, None)) == 3
 
 
 def test_png_has_the_pixels_of_the_image():

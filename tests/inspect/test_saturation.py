@@ -64,5 +64,5 @@ def test_temperature_one_gives_the_training_gradient():
 
 
 def test_unknown_layer_is_an_error():
-    with pytest.raises(UserError, match=r"no activation is called 'blocks\.1\.attention\.scores'"):
+    with pytest.raises(UserError, match=r"no activation is named 'blocks\.1\.attention\.scores'"):
         saturation(*untrained(attention_scaled, n=1), [1.0], "blocks.1.attention")

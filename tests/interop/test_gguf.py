@@ -206,9 +206,12 @@ def test_normalizer_that_llama_cpp_lacks_is_refused():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"window": 8}, "the family mistral, which is not written as GGUF; those are llama, qwen3"),
-        ({"qk_norm": True, "window": 8}, "the model has attention windows, which are not written as GGUF; use --form"),
-        ({"attention_bias": True}, "the model has biases of attention, which are not written as GGUF; use --format"),
+        ({"window": 8}, "the family mistral, which cannot be exported to GGUF; supported are llama, qwen3"),
+        (
+            {"qk_norm": True, "window": 8},
+            "the model has attention windows, which cannot be exported to GGUF; use --form",
+        ),
+        ({"attention_bias": True}, "the model has biases of attention, which cannot be exported to GGUF; use --format"),
     ],
 )
 def test_part_that_llama_cpp_lacks_is_refused(small, tmp_path, changes, message):

@@ -152,7 +152,7 @@ def test_base_models_without_prefix_are_read(tmp_path: Path):
 BAD_CONFIGS = {
     "model_type is 'mamba'": {"model_type": "mamba"},
     "architecture is 'LlamaForSequenceClassification'": {"architectures": ["LlamaForSequenceClassification"]},
-    "architectures is 5, which is no list": {"architectures": 5},
+    "architectures is 5, which is not a list": {"architectures": 5},
     "quantised .'gptq'": {"quantization_config": {"quant_method": "gptq"}},
     "rope_type is 'yarn'": {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
     "hidden_act is 'relu'": {"hidden_act": "relu"},
@@ -165,9 +165,9 @@ BAD_CONFIGS = {
     "config.json implies .283, 16": {"hidden_size": 16, "head_dim": 4},
     "n_blocks is 1000000000000": {"num_hidden_layers": 10**12},
     "n_blocks is 1e.30, which is not int": {"num_hidden_layers": 1e30},
-    "is no llama's: .*not supported between": {"max_position_embeddings": "32"},
+    "is not a valid llama config: .*not supported between": {"max_position_embeddings": "32"},
     "there is no n_embd": {"model_type": "gpt2", "architectures": None},
-    "is no gemma3_text's: .*modulo by zero": {
+    "is not a valid gemma3_text config: .*modulo by zero": {
         "model_type": "gemma3_text",
         "architectures": [],
         "sliding_window_pattern": 0,
@@ -202,7 +202,7 @@ def pickle(folder: Path) -> None:
 
 
 BROKEN = {
-    "damaged or truncated": break_shard,
+    "corrupt or truncated": break_shard,
     "lacks model-00002-of-00003.safetensors, shard 2 of 3": lambda folder: (
         folder / "model-00002-of-00003.safetensors"
     ).unlink(),
@@ -212,12 +212,12 @@ BROKEN = {
     "config.json cannot be read": lambda folder: (folder / "config.json").write_text("{"),
     "config.json holds .*, not an object": lambda folder: (folder / "config.json").write_text("[1]"),
     "has no tokenizer.json": lambda folder: (folder / "tokenizer.json").unlink(),
-    "tokenizer.json is no tokenizer": lambda folder: (folder / "tokenizer.json").write_text("{}"),
+    "tokenizer.json is not a readable tokenizer": lambda folder: (folder / "tokenizer.json").write_text("{}"),
     "has a token 4,000,000,000; ids must be below 16,777,216": lambda folder: (folder / "tokenizer.json").write_text(
         (folder / "tokenizer.json").read_text().replace('"vocab":{', '"vocab":{"zzq":4000000000,')
     ),
     "has no weight_map": lambda folder: (folder / "model.safetensors.index.json").write_text("{}"),
-    "which is no file of the folder": lambda folder: (folder / "model.safetensors.index.json").write_text(
+    "which is not a file of the folder": lambda folder: (folder / "model.safetensors.index.json").write_text(
         json.dumps({"weight_map": {"lm_head.weight": "../x.safetensors"}})
     ),
     "lacks the tensor lm_head2": lambda folder: (folder / "model.safetensors.index.json").write_text(
@@ -240,7 +240,7 @@ def test_tensors_that_do_not_fit_are_refused(tmp_path: Path):
     for number, (changes, message) in enumerate(
         [
             ({query: np.zeros((H * K, D + 1), np.float32)}, rf"shape \({H * K}, {D + 1}\), but config.json implies"),
-            ({query: np.zeros((H * K, D), np.int8)}, "is I8, and rounded weights are not read"),
+            ({query: np.zeros((H * K, D), np.int8)}, "is I8, and quantised weights are not supported"),
             ({"model.layers.0.mamba.A_log": np.zeros(3, np.float32)}, "has a tensor model.layers.0.mamba.A_log"),
         ]
     ):
@@ -276,9 +276,9 @@ def test_special_tokens_without_a_row_are_left_out(tmp_path: Path):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"eos_token": 5}, "whose eos_token is 5, no text"),
-        ({"bos_token": {"content": ["a"]}}, "whose bos_token is .'content': .'a'.., no text"),
-        ({"eos_token_ids": "abc"}, "whose eos_token_ids is 'abc', no list"),
+        ({"eos_token": 5}, "whose eos_token is 5, not text"),
+        ({"bos_token": {"content": ["a"]}}, "whose bos_token is .'content': .'a'.., not text"),
+        ({"eos_token_ids": "abc"}, "whose eos_token_ids is 'abc', not a list"),
         ({"eos_token_ids": [2**40]}, "has no token 1099511627776"),
     ],
 )
@@ -355,7 +355,7 @@ def test_train_begins_with_a_published_model_or_its_run(tmp_path: Path, monkeypa
     assert main(["eval", "--run", "imported", "--data.path", "books"]) == 0
     assert "loss=" in capsys.readouterr().out
     assert main(["train", "--resume", "--run", "imported", "--data.path", "books"]) == 2
-    assert "has parameters only, which no training is resumed from" in capsys.readouterr().err
+    assert "has parameters only, so training cannot resume from it" in capsys.readouterr().err
 
 
 def test_init_from_refuses_pickled_weights_before_anything_is_written(tmp_path: Path, monkeypatch: Any, capsys: Any):

@@ -53,7 +53,7 @@ def opened(config: ModelConfig) -> Run:
         (
             MLPConfig(**SHAPE, mixing="concatenate"),
             range(CONTEXT),
-            "5 tokens, but this model reads a window of exactly 6",
+            "5 tokens, but this model needs a window of exactly 6",
         ),
     ],
 )

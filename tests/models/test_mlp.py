@@ -82,12 +82,12 @@ def test_more_tokens_than_positions_are_refused(kind: str) -> None:
 
 def test_another_length_than_the_window_is_refused() -> None:
     model, params = build(CONCAT)
-    with pytest.raises(UserError, match=r"6 tokens, but this model reads a window of exactly 7; give it as many\."):
+    with pytest.raises(UserError, match=r"6 tokens, but this model needs a window of exactly 7; give it as many\."):
         model.apply({"params": params}, random_tokens(V, T - 1))
 
 
 def test_a_mask_is_refused_where_nothing_is_mixed() -> None:
-    with pytest.raises(UserError, match=r"causal is False, but mixing 'concatenate' has no mask; leave it out\.$"):
+    with pytest.raises(UserError, match=r"causal is False, but mixing 'concatenate' has no mask; omit it\.$"):
         replace(CONCAT, causal=False)
 
 

@@ -69,5 +69,5 @@ def test_declaring_axes_changes_no_parameter() -> None:
 
 @pytest.mark.parametrize(("axes", "named"), [(None, "no axes"), ("embed", "the axes embed")])
 def test_a_parameter_without_a_name_for_each_axis_is_an_error(axes: str | None, named: str) -> None:
-    with pytest.raises(UserError, match=rf"parameter W_new of shape \(3, 4\) declares {named}; make it with"):
+    with pytest.raises(UserError, match=rf"parameter W_new of shape \(3, 4\) declares {named}; create it with"):
         parameter_axes(Layer(axes))

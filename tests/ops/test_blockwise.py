@@ -15,7 +15,7 @@ from jaxformer.ops.masks import Causal, Mask, Packed
 from tests.arrays import normal
 from tests.ops.attending import SCALE, assert_all_close, qkv, value_and_gradients
 
-ORDERS = pytest.mark.parametrize("one_by_one", [False, True], ids=["at_once", "one_by_one"])
+ORDERS = pytest.mark.parametrize("sequential", [False, True], ids=["at_once", "sequential"])
 
 
 def random_mask(T: int, S: int) -> jax.Array:
@@ -46,11 +46,11 @@ def random_mask(T: int, S: int) -> jax.Array:
     ],
     ids=lambda x: type(x).__name__ if isinstance(x, jax.Array | Packed) else str(x),
 )
-def test_agrees_with_the_reference_forward_and_backward(H, G, T, S, K, block, mask, one_by_one) -> None:
+def test_agrees_with_the_reference_forward_and_backward(H, G, T, S, K, block, mask, sequential) -> None:
     q, k, v = qkv(H, G, T, S, K)
     arrays = q, k, jnp.concatenate((v, v[..., :2]), -1)  # values wider than keys
     wanted = value_and_gradients(attention, *arrays, mask)
-    blockwise = partial(blockwise_attention, block=block, one_by_one=one_by_one)
+    blockwise = partial(blockwise_attention, block=block, sequential=sequential)
     assert_all_close(value_and_gradients(blockwise, *arrays, mask), wanted)
 
 
@@ -71,7 +71,7 @@ def test_agrees_with_jax_nn_at_any_shape(data) -> None:
         return length_first(y)
 
     arrays = qkv(G * R, G, T, T, K)
-    blockwise = partial(blockwise_attention, block=block, one_by_one=data.draw(st.booleans()))
+    blockwise = partial(blockwise_attention, block=block, sequential=data.draw(st.booleans()))
     assert_all_close(*(value_and_gradients(f, *arrays, Causal(window)) for f in (blockwise, wanted)))
 
 
@@ -89,11 +89,11 @@ def test_exactly_the_tiles_with_something_visible_are_looked_at(T: int, S: int, 
 
 @pytest.mark.slow
 @ORDERS
-def test_a_fully_masked_row_is_zero_and_passes_no_gradient(one_by_one: bool) -> None:
+def test_a_fully_masked_row_is_zero_and_passes_no_gradient(sequential: bool) -> None:
     q, k, v = qkv(4, 2, 9, 9, 8)
     blind = 5
     mask = jnp.asarray(np.arange(9)[:, None].repeat(9, 1) != blind)
-    blockwise = partial(blockwise_attention, block=4, one_by_one=one_by_one)
+    blockwise = partial(blockwise_attention, block=4, sequential=sequential)
     y, dq, *others = map(np.asarray, value_and_gradients(blockwise, q, k, v, mask))
     assert not y[:, blind].any() and not dq[:, blind].any()
     assert y[:, blind - 1].all() and all(np.isfinite(g).all() and g.any() for g in others)
@@ -112,10 +112,10 @@ def test_huge_scores_stay_finite(size: float) -> None:
 
 @pytest.mark.slow
 @ORDERS
-def test_bfloat16_keeps_its_dtype_and_sums_in_float32(one_by_one: bool) -> None:
+def test_bfloat16_keeps_its_dtype_and_sums_in_float32(sequential: bool) -> None:
     arrays = [x.astype(jnp.bfloat16) for x in qkv(4, 2, 67, 67, 16)]
     exact = value_and_gradients(attention, *(x.astype(jnp.float32) for x in arrays), Causal())
-    blockwise = partial(blockwise_attention, block=16, one_by_one=one_by_one)
+    blockwise = partial(blockwise_attention, block=16, sequential=sequential)
     rounded = value_and_gradients(blockwise, *arrays, Causal())
     for got, want in zip(rounded, exact, strict=True):
         assert got.dtype == jnp.bfloat16
@@ -126,7 +126,7 @@ def test_bfloat16_keeps_its_dtype_and_sums_in_float32(one_by_one: bool) -> None:
 @pytest.mark.slow
 @ORDERS
 @pytest.mark.parametrize("axes", [(0, 0, 0, 0), (0, 0, 0, None), (None, 0, None, 0), (0, 0, 0, "packed")], ids=str)
-def test_vmap_maps_over_examples_and_their_masks(axes: tuple, one_by_one: bool) -> None:
+def test_vmap_maps_over_examples_and_their_masks(axes: tuple, sequential: bool) -> None:
     arrays: list[Any] = [normal(3, 4, 9, 8), normal(3, 2, 9, 8, seed=1), normal(3, 2, 9, 8, seed=2)]
     mask: Any = np.stack([np.tri(9, dtype=bool), random_mask(9, 9), np.ones((9, 9), bool)])
     if axes[3] == "packed":
@@ -134,7 +134,7 @@ def test_vmap_maps_over_examples_and_their_masks(axes: tuple, one_by_one: bool) 
     of_example = [
         x if axis == 0 else jax.tree.map(lambda x: x[1], x) for x, axis in zip((*arrays, mask), axes, strict=True)
     ]
-    attend = partial(blockwise_attention, scale=SCALE, block=4, one_by_one=one_by_one)
+    attend = partial(blockwise_attention, scale=SCALE, block=4, sequential=sequential)
 
     def gradients(attend: Any) -> Any:
         squared = lambda *qkvm: (attend(*qkvm) ** 2).sum()  # noqa: E731
@@ -144,12 +144,12 @@ def test_vmap_maps_over_examples_and_their_masks(axes: tuple, one_by_one: bool) 
 
 
 @ORDERS
-def test_a_rematerialised_block_attends_once_if_it_may_save_the_result(one_by_one: bool) -> None:
+def test_a_rematerialised_block_attends_once_if_it_may_save_the_result(sequential: bool) -> None:
     def passes(policy) -> int:
-        attend = partial(blockwise_attention, mask=Causal(), block=4, one_by_one=one_by_one)
+        attend = partial(blockwise_attention, mask=Causal(), block=4, sequential=sequential)
         block = jax.checkpoint(lambda x: attend(x, x, x), policy=policy)
         gradient = jax.grad(lambda x: (block(x) ** 2).sum())
-        return str(jax.make_jaxpr(gradient)(normal(2, 9, 8))).count("custom_vmap_call[" if one_by_one else "scan[")
+        return str(jax.make_jaxpr(gradient)(normal(2, 9, 8))).count("custom_vmap_call[" if sequential else "scan[")
 
     assert passes(checkpoint_policies.save_only_these_names(SAVED)) == 2  # forward and backward
     assert passes(checkpoint_policies.nothing_saveable) == 3  # forward, once more, and backward

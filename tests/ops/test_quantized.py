@@ -1,4 +1,4 @@
-"""Matrices of 8 bits, against the same products in float64."""
+"""Matrices of 8 bits, against the same matmuls in float64."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxformer.ops import quantized
-from jaxformer.ops.quantized import Quantized, _product, _product_of_integers, rows
+from jaxformer.ops.quantized import Quantized, _integer_matmul, _matmul, rows
 
 quantize = jax.jit(quantized.quantize, static_argnums=(1, 2))  # one program in place of one per primitive
 DRAW = np.random.default_rng(0)
@@ -29,11 +29,11 @@ def test_no_number_is_off_by_more_than_half_a_step_of_its_channel():
 def test_a_channel_of_zeros_stays_zero():
     q = quantize(np.zeros((4, 3), np.float32), (0,))
     assert (whole(q) == 0).all()
-    product = jax.jit(lambda x: x @ q)
-    assert not any(np.any(product(np.full((2, 4), value, np.float32))) for value in (0, 1))
+    matmul = jax.jit(lambda x: x @ q)
+    assert not any(np.any(matmul(np.full((2, 4), value, np.float32))) for value in (0, 1))
 
 
-@pytest.mark.parametrize("multiply", [_product, _product_of_integers])
+@pytest.mark.parametrize("multiply", [_matmul, _integer_matmul])
 @pytest.mark.parametrize("shape", [(17,), (1, 17), (5, 17), (2, 3, 17)])
 def test_the_other_factor_has_15_bits(shape, multiply):
     """Also as other devices than a CPU multiply."""
@@ -48,14 +48,14 @@ def test_the_other_factor_has_15_bits(shape, multiply):
 @pytest.mark.slow
 def test_a_cpu_multiplies_integers_also_under_vmap():
     q, x = quantize(jnp.asarray(MATRIX), (0,)), jnp.asarray(DRAW.normal(size=(2, 3, 17)), jnp.float32)
-    wanted = jax.jit(_product_of_integers)(x, q.values, q.scale)
-    product = lambda x: x @ q  # noqa: E731
-    np.testing.assert_array_equal(jax.jit(product)(x), wanted)
-    np.testing.assert_array_equal(jax.jit(jax.vmap(product))(x), wanted)
+    wanted = jax.jit(_integer_matmul)(x, q.values, q.scale)
+    matmul = lambda x: x @ q  # noqa: E731
+    np.testing.assert_array_equal(jax.jit(matmul)(x), wanted)
+    np.testing.assert_array_equal(jax.jit(jax.vmap(matmul))(x), wanted)
 
 
-@pytest.mark.parametrize("multiply", [_product, _product_of_integers])
-def test_a_product_with_heads_is_that_with_all_columns(multiply):
+@pytest.mark.parametrize("multiply", [_matmul, _integer_matmul])
+def test_a_matmul_with_heads_equals_that_with_all_columns(multiply):
     cube, x = jnp.asarray(MATRIX[:, :22].reshape(17, 2, 11)), jnp.asarray(DRAW.normal(size=(3, 17)), jnp.float32)
     multiply = jax.jit(multiply)
     q = quantize(cube, (0,))
@@ -88,7 +88,7 @@ def test_rows_are_those_of_the_matrix():
     np.testing.assert_array_equal(jax.jit(lambda i: rows(MATRIX, i))(index), MATRIX[np.array(index)])
 
 
-@pytest.mark.parametrize("multiply", [_product, _product_of_integers])
+@pytest.mark.parametrize("multiply", [_matmul, _integer_matmul])
 def test_nan_in_a_row_or_a_column_stays_nan_and_changes_no_other(multiply):
     """No integer is NaN: those of a diverged model would become zeros, and its tokens look drawn from a model."""
     matrix, x = jnp.asarray(MATRIX), jnp.asarray(DRAW.normal(size=(3, 17)), jnp.float32)

@@ -56,10 +56,10 @@ def test_a_gradient_that_is_transposed_separately_is_the_gradient():
 
 
 @pytest.mark.parametrize("n_rows", [1, 5, 17])
-def test_a_product_with_the_matrix_first_is_the_product(n_rows):
+def test_a_matmul_with_the_matrix_first_equals_the_matmul(n_rows):
     x_BTD, W_DF = (jax.random.normal(jax.random.key(n), shape) for n, shape in enumerate([(2, n_rows, 11), (11, 7)]))
-    product_BTF = jax.vmap(lambda x_TD: x_TD @ FirstFactor(W_DF))(x_BTD)
-    np.testing.assert_allclose(product_BTF, x_BTD @ W_DF, atol=1e-5)
+    y_BTF = jax.vmap(lambda x_TD: x_TD @ FirstFactor(W_DF))(x_BTD)
+    np.testing.assert_allclose(y_BTF, x_BTD @ W_DF, atol=1e-5)
 
 
 def test_the_kth_largest_counts_equal_numbers():

@@ -35,7 +35,7 @@ def test_plan_for_absent_gpus():
     assert float(values["sent in all"].split(", ")[1].split()[0]) < 1.25
     assert number(values["all-reduce"]) < 0.1 * number(values["reduce-scatter"])
     *_, estimate, unseen, last = done.stdout.splitlines()
-    assert "MFU" in estimate and unseen.startswith("not seen without a GPU: ") and last.startswith("fits: ")
+    assert "MFU" in estimate and unseen.startswith("not included without a GPU: ") and last.startswith("fits: ")
 
 
 def test_plugin_without_a_gpu_is_one_line():

@@ -97,9 +97,15 @@ def test_each_block_attends_once_forward_and_once_backward(remat, scan):
         ({"window": 32}, {}, {}, "attention: cudnn", 2),
         ({"n_kv_heads": 2}, {}, {}, "attention: cudnn", 2),
         ({"n_heads": 1}, {}, {}, "attention: cudnn", 2),  # a head of width 256
-        ({"head_dim": 20}, {}, {}, "attention: triton (not cudnn: cuDNN takes heads whose width is a multiple of 8", 0),
+        (
+            {"head_dim": 20},
+            {},
+            {},
+            "attention: triton (not cudnn: cuDNN attention needs a head width that is a multiple of 8",
+            0,
+        ),
         ({"prefix": True}, {}, {}, "attention: xla (not cudnn: the mask is an array", 0),
-        ({}, {}, {"precision": "float32"}, "attention: xla (not cudnn: cuDNN attends in bfloat16", 0),
+        ({}, {}, {"precision": "float32"}, "attention: xla (not cudnn: cuDNN attention needs bfloat16", 0),
         ({}, {}, {"attention": "xla"}, "attention: xla, as configured", 0),
         ({}, {}, {"attention": "blockwise"}, "attention: blockwise, as configured", 0),
     ],
@@ -118,7 +124,7 @@ def test_triton_attends_to_packed_documents_once_forward_and_once_backward(remat
     config = replace(CONFIG, data=replace(CONFIG.data, packing="documents"))
     line, module = lower(replace(config, compute=replace(CONFIG.compute, remat=remat)))
     assert line == (
-        "attention: triton (not cudnn: cuDNN takes packed documents only in a fixed number, not by the segment of each "
-        "position)"
+        "attention: triton (not cudnn: cuDNN supports packed documents only in a fixed number, not by the segment of "
+        "each position)"
     )
     assert (count_calls(module, TRITON), count_calls(module, FORWARD)) == (2 * 3, 0)

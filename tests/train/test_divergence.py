@@ -56,11 +56,11 @@ def falling_to(end: float, steps: int, first: float = 8.13) -> list[float]:
 @pytest.mark.parametrize(
     ("after", "steps", "reason"),
     [
-        (100.0, ENORMOUS_STEPS, "more than 10 times 7.72, the larger of its first value and that of guessing, for 3"),
-        (1e11, ENORMOUS_STEPS, "more than 10 times 7.72, the larger of its first value and that of guessing, for 3"),
-        (CHANCE + 0.8, ABOVE_STEPS, "more than 0.5 above 7.72, the larger of its first value and that of guessing"),
-        (CHANCE - 0.05, LOST_STEPS, "more than 80% of what was learned has been lost for 16 steps"),
-        (6.8, HALF_LOST_STEPS, "more than 50% of what was learned has been lost for 100 steps"),
+        (100.0, ENORMOUS_STEPS, "more than 10 times 7.72, the larger of its first value and the chance loss, for 3"),
+        (1e11, ENORMOUS_STEPS, "more than 10 times 7.72, the larger of its first value and the chance loss, for 3"),
+        (CHANCE + 0.8, ABOVE_STEPS, "more than 0.5 above 7.72, the larger of its first value and the chance loss"),
+        (CHANCE - 0.05, LOST_STEPS, "more than 80% of the loss reduction has been lost for 16 steps"),
+        (6.8, HALF_LOST_STEPS, "more than 50% of the loss reduction has been lost for 100 steps"),
     ],
 )
 def test_larger_losses_are_noticed_sooner(after, steps, reason):
@@ -191,11 +191,11 @@ def test_recorded_runs_are_classified_correctly(name):
 @pytest.mark.parametrize(
     ("diverges", "losses", "noticed", "outcome"),
     [
-        (True, [5.0, 9.0, 9.0], 3, "noticed in time"),
+        (True, [5.0, 9.0, 9.0], 3, "detected in time"),
         (True, [5.0, *[9.0] * 30], 30, "WRONG"),
         (True, [5.0, 9.0, 9.0], None, "WRONG"),
         (True, [5.0, 5.1, 4.9], None, "did not diverge"),
-        (False, [5.0, 5.1, 4.9], None, "left alone"),
+        (False, [5.0, 5.1, 4.9], None, "not stopped"),
         (False, [5.0, 9.0, 4.9], 2, "WRONG"),
     ],
 )
@@ -230,7 +230,7 @@ def test_first_parameter_with_unusual_updates_is_named():
     updates_SR[58:] = nan, inf, 1.0
     mover = first_to_move(["a", "b", "c"], steps_of(updates_SR), 57, lambda step: 1.0)
     assert str(mover) == (
-        "c at step 53, by an update of 0.05 of its norm, 50 times what was usual; its gradient's norm was 3"
+        "c at step 53, by an update of 0.05 of its norm, 50 times the usual; its gradient's norm was 3"
     )
 
 

@@ -64,11 +64,11 @@ def like(T: int, dtype: jnp.dtype = jnp.bfloat16) -> jax.ShapeDtypeStruct:
         ("cudnn", "gpu", like(128), Causal(3), FusedAttention("cudnn"), "attention: cudnn"),
         ("splash", "tpu", like(128), None, FusedAttention("splash"), "attention: splash"),
         ("auto", "gpu", like(128, jnp.float32), Causal(), unfused_attention,
-         "attention: xla (not cudnn: cuDNN attends in bfloat16 or float16, not in float32; not triton: Triton's kernel "
-         "attends in bfloat16 or float16, not in float32)"),
+         "attention: xla (not cudnn: cuDNN attention needs bfloat16 or float16, not float32; not triton: "
+         "Triton's kernel needs bfloat16 or float16, not float32)"),
         ("triton", "gpu", like(128), Causal(), FusedAttention("triton"), "attention: triton"),
         ("auto", "tpu", like(64), Causal(), unfused_attention,
-         "attention: xla (not splash: splash attention needs at least 128 positions, and there are 64)"),
+         "attention: xla (not splash: splash attention needs at least 128 positions, but there are 64)"),
         ("xla", "tpu", like(128), Causal(), attention, "attention: xla, as configured"),
         ("blockwise", "gpu", like(128), Causal(), blockwise_attention, "attention: blockwise, as configured"),
         ("blockwise", "cpu", like(128), Causal(), cpu_blockwise_attention, "attention: blockwise, as configured"),
@@ -84,7 +84,7 @@ def test_values_wider_than_keys_are_for_attention_without_a_kernel() -> None:
     q, v = jnp.ones((2, 128, 16), jnp.bfloat16), jnp.ones((2, 128, 24), jnp.bfloat16)
     chosen = make_attention("auto", "tpu", like(128), like(128), Causal(), value_dim=24)
     assert chosen == (
-        unfused_attention, "attention: xla (not splash: it takes values as wide as keys, 16, not 24)",
+        unfused_attention, "attention: xla (not splash: it needs values as wide as keys, 16, not 24)",
     )  # fmt: skip
     assert (FusedAttention("splash")(q, q, v) == unfused_attention(q, q, v)).all()
 
@@ -96,7 +96,7 @@ def test_values_wider_than_keys_are_for_attention_without_a_kernel() -> None:
         ("cudnn", "tpu", jnp.bfloat16, "'cudnn' does not run on tpu; use 'auto'"),
         ("triton", "tpu", jnp.bfloat16, "'triton' does not run on tpu; use 'auto'"),
         ("triton", "gpu", jnp.bfloat16, "'triton' cannot be used: ValueError: Only interpret mode .* use 'auto'"),
-        ("cudnn", "gpu", jnp.float32, "'cudnn' cannot be used: cuDNN attends in bfloat16 .* use 'auto'"),
+        ("cudnn", "gpu", jnp.float32, "'cudnn' cannot be used: cuDNN attention needs bfloat16 .* use 'auto'"),
         ("cudnn", "gpu", jnp.bfloat16, "'cudnn' cannot be used: RuntimeError: .* use 'auto'"),  # there is no GPU here
     ],
 )
@@ -122,7 +122,9 @@ def test_triton_is_chosen_where_cudnn_fails_its_trial(kernels_run_here, monkeypa
     assert make_attention("auto", "gpu", like(32), like(32), Causal()) == (FusedAttention("triton"), line)
     unfused, line = make_attention("auto", "gpu", like(32), like(32), Causal(7))
     assert unfused is unfused_attention
-    assert line.endswith("; not triton: Triton's kernel has no attention window, and the mask has one of 7 positions)")
+    assert line.endswith(
+        "; not triton: Triton's kernel does not support attention windows, and the mask has one of 7 positions)"
+    )
 
 
 def kernel_calls(jaxpr: Any, forward: str) -> int:

@@ -129,7 +129,7 @@ def test_vanished_folder_is_a_user_error(tmp_path):
     with Log(tmp_path / "run", 0, 3) as log:
         log.row(ROW)
         shutil.rmtree(tmp_path / "run")
-        with pytest.raises(UserError, match=r"metrics.jsonl cannot be written: .*run has vanished; put it back"):
+        with pytest.raises(UserError, match=r"metrics.jsonl cannot be written: .*run no longer exists; restore it"):
             log.row(ROW)
 
 

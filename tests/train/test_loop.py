@@ -240,7 +240,7 @@ def test_rollback_with_other_options_survives_a_resume(monkeypatch, tmp_path, ca
     (note,) = [row for row in rows if "note" in row]
     assert note == {
         "step": 10,
-        "note": "rolled back to step 10; optimizer.clip_norm 0.5 instead of None; 3 batches left out, 3 in all; "
+        "note": "rolled back to step 10; optimizer.clip_norm 0.5 instead of None; 3 batches skipped, 3 in all; "
         "checkpoints removed: 15, 20",
     }
     assert not any("diverged" in row for row in rows)
@@ -299,7 +299,7 @@ def test_divergence_policies_warn_or_continue(monkeypatch, tmp_path, policy):
         ((step, text),) = warned
         assert step == 23 and text.startswith("the loss has been diverging since step 12: 20 at step 23")
         assert text.endswith("(--optimizer.warmup-steps 100)")
-        assert back == [(26, "the loss has come back near its minimum")]
+        assert back == [(26, "the loss has recovered to near its minimum")]
 
 
 @pytest.mark.slow

@@ -104,7 +104,7 @@ def test_resumed_run_traces_the_remaining_steps(profiled, tmp_path, capsys):
     assert session == "steps-4-5" and markers(files[0]) == [4, 5]
     capsys.readouterr()
     profiled("run", "2:6", resume=True)
-    assert "no trace: training begins after step 8, past steps 2 to 5" in capsys.readouterr().out
+    assert "no trace: training starts after step 8, past steps 2 to 5" in capsys.readouterr().out
     assert list(traces(tmp_path / "run")) == ["steps-4-5"]
 
 
@@ -205,5 +205,5 @@ def test_invalid_windows_are_refused(window):
 
 def test_window_beyond_the_last_step_is_refused():
     assert replace(CONFIG, train=replace(CONFIG.train, profile="8:9")).train.profiled_steps == range(8, 9)
-    with pytest.raises(UserError, match=r"train\.profile is 8:10, but the last step is 8; name others, or none"):
+    with pytest.raises(UserError, match=r"train\.profile is 8:10, but the last step is 8; name earlier steps, or none"):
         replace(CONFIG, train=replace(CONFIG.train, profile="8:10"))

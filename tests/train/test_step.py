@@ -384,8 +384,11 @@ def test_logits_of_a_sequence_classifier_are_not_chunked(monkeypatch):
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (DecoderConfig(V, T), r"DecoderConfig takes int32 \(12,\) for an example, but .* int32 \(12,\), bool \(12,\)"),
-        (ClassifierConfig(V, T), r"ClassifierConfig predicts classes of shape \(\) for .* gives \(12,\) to predict"),
+        (DecoderConfig(V, T), r"DecoderConfig expects int32 \(12,\) per example, but .* int32 \(12,\), bool \(12,\)"),
+        (
+            ClassifierConfig(V, T),
+            r"ClassifierConfig predicts classes of shape \(\) per example, but the data has targets of shape \(12,\)",
+        ),
     ],
     ids=["inputs", "targets"],
 )
@@ -475,7 +478,7 @@ def test_recompilation_for_another_batch_shape_is_reported():
         state, _ = step(state, global_device_put(BATCHES[k], split), k)
     assert not messages
     state, metrics = step(state, global_device_put(next_token_batch(TOKENS[2][:, :8]), split), 2)
-    assert messages == ["step 3 is compiled again, for a batch of (16, 7)"]
+    assert messages == ["step 3 is recompiled for a batch of (16, 7)"]
     assert metrics.finite and np.isfinite(metrics.loss)
     state, _ = step(state, global_device_put(next_token_batch(TOKENS[3][:, :8]), split), 3)
     step(state, global_device_put(BATCHES[4], split), 4)  # both programs are kept
@@ -485,7 +488,7 @@ def test_recompilation_for_another_batch_shape_is_reported():
 @pytest.mark.slow
 def test_step_beyond_memory_is_refused_before_it_runs(monkeypatch):
     monkeypatch.setattr(memory, "memory_capacity", lambda device: 10_000)
-    with pytest.raises(UserError, match=r"a step needs [\d.]+ KiB of memory per device, and there are 9.77 KiB; lower"):
+    with pytest.raises(UserError, match=r"a step needs [\d.]+ KiB of memory per device, but there are 9.77 KiB; lower"):
         CompiledStep(setup_of("data=1"), print).compile(BATCHES[0])
 
 

@@ -496,8 +496,8 @@ function live(container, data) {
     return button;
   };
   const steps = [
-    add("Add the likeliest token", "one greedy decode step", (logits) => largest(logits, 1)[0]),
-    add("Draw a token", "one decode step that samples", (logits) => sample(softmax(logits.map((x) => x / temperature.value)))),
+    add("Append the most likely token", "one greedy decode step", (logits) => largest(logits, 1)[0]),
+    add("Sample a token", "one decode step that samples", (logits) => sample(softmax(logits.map((x) => x / temperature.value)))),
   ];
   const temperature = make("input", make("label", controls, "at temperature "));
   Object.assign(temperature, { type: "number", min: 0.1, max: 5, step: 0.1, value: 0.8 });
@@ -565,10 +565,10 @@ function live(container, data) {
   function showAll(n, time) {
     ink = colour("--look").split(",").map(Number);
     const counts = [`${tokens.length} of at most ${model.maxTokens} tokens`];
-    if (n > tokens.length) counts[0] = `${format(n)} tokens, of which the model reads the first ${model.maxTokens}`;
+    if (n > tokens.length) counts[0] = `${format(n)} tokens, of which the model uses the first ${model.maxTokens}`;
     if (tokens.length) counts.push(`${computed} computed in ${time.toFixed(1)} ms, ${tokens.length - computed} read from the cache`);
     if (tokens.length > 1) counts.push(`loss ${full.loss().toFixed(3)} nats per token`);
-    if (tokens.length > 1 && off.size) counts[counts.length - 1] += `, ${ablated.loss().toFixed(3)} without ${off.size === 1 ? "the head" : `the ${off.size} heads`} switched off`;
+    if (tokens.length > 1 && off.size) counts[counts.length - 1] += `, ${ablated.loss().toFixed(3)} with ${off.size === 1 ? "the head" : `the ${off.size} heads`} ablated`;
     status.textContent = `${counts.join("; ")}.`;
     for (const button of steps) button.disabled = !tokens.length || n >= model.maxTokens;
     strip.replaceChildren();
@@ -606,7 +606,7 @@ function live(container, data) {
     const named = largest(row.subarray(0, at + 1), NAMED_KEYS).filter((key) => row[key] >= 0.0005);
     const keys = named.map((key) => `${quoted(tokens[key])} ${percent(row[key])}`).join(", ");
     note.setAttribute("aria-live", document.activeElement === area ? "off" : "polite");
-    const switched = off.has(chosen.join(".")) ? ", which is switched off," : "";
+    const switched = off.has(chosen.join(".")) ? ", which is ablated," : "";
     note.textContent = `Position ${at}, ${quoted(tokens[at])}: head ${head} of layer ${block}${switched} attends to ${keys}.`;
     drawNext();
     if (lens) drawLens();
@@ -624,7 +624,7 @@ function live(container, data) {
       const line = make("li", list, "", token === actual ? "marked" : "");
       const name = make("button", line, label(token), "label");
       name.disabled = !isLast || steps[0].disabled;
-      name.title = name.disabled ? "" : "add this token";
+      name.title = name.disabled ? "" : "append this token";
       name.addEventListener("click", () => append(token));
       const tracks = make("span", line, "", "tracks");
       const values = after ? [before[token], after[token]] : [before[token]];
@@ -632,8 +632,8 @@ function live(container, data) {
       make("span", line, values.map(percent).join(" → "), "value");
       if (token === actual) make("span", line, "in the text", "mark");
     }
-    if (after) make("p", next, "Above with all heads, below without those switched off.", "name");
-    else if (isLast) make("p", next, "A click adds the token.", "name");
+    if (after) make("p", next, "Above: all heads; below: with the selected heads ablated.", "name");
+    else if (isLast) make("p", next, "Click to append the token.", "name");
   }
 
   function drawLens() {
@@ -650,13 +650,13 @@ function live(container, data) {
         make("span", cell, percent(p[token]), "share");
       }
     }
-    make("p", lens, "The likeliest next tokens, were the residual stream unembedded after each layer.", "name");
+    make("p", lens, "The most likely next tokens, were the residual stream unembedded after each layer.", "name");
   }
 
   // A tile per head: its attention map to choose it by, and its switch.
   function makeTiles() {
     make("h3", heads, "Heads");
-    make("p", heads, "Choose one to see its attention; clear its box to switch it off (zero ablation).", "name");
+    make("p", heads, "Select a head to see its attention; clear its box to ablate it (zero ablation).", "name");
     const made = [];
     for (let block = 0; block < L; block++) {
       make("span", heads, `layer ${block}`, "name");
@@ -753,8 +753,8 @@ function live(container, data) {
     const perPosition = Object.entries(model.parameters)
       .filter(([name]) => /W_(Q|K|V|O|out|gate|\d)/.test(name)).reduce((sum, [, array]) => sum + array.length, 0);
     const heads = `${G} ${G === 1 ? "head" : "heads"}${G < H ? ` (each serves ${H / G} heads of queries)` : ""}`;
-    const products = (n) => `${((n * perPosition) / 1e6).toPrecision(3)} million`;
-    const saved = computed < T ? `, ${products(computed)} products with weights in place of ${products(T)}` : "";
+    const multiplications = (n) => `${((n * perPosition) / 1e6).toPrecision(3)} million`;
+    const saved = computed < T ? `, ${multiplications(computed)} multiplications with weights instead of ${multiplications(T)}` : "";
     make("p", cache, `${T} of ${N} slots hold a token, each with ${format(numbers)} numbers: keys ${K === J ? "" : `of width ${K} `}and values of width ${J} for ${heads} of ${L} ${L === 1 ? "layer" : "layers"}. The last update computed ${computed === 1 ? "one position" : `${computed} positions`}, marked by the line below the columns${saved}.`);
     const canvas = make("canvas", cache);
     canvas.setAttribute("role", "img");

@@ -10,14 +10,14 @@ function pictures(container, { pictures: all, layers, grid: [rows, columns], mar
   note?.setAttribute("aria-live", "polite");
   const place = make("div", container);
   const cards = make("div", container, "", "cards");
-  const drawn = all.map(({ source, name, bars: chances }, index) => {
+  const drawn = all.map(({ source, name, bars: items }, index) => {
     const card = make("figure", cards);
     const frame = make("div", card, "", "picture");
     const image = make("img", frame);
     [image.src, image.alt] = [source, name];
     const canvas = make("canvas", frame);
     make("figcaption", card, name);
-    bars(card, chances, mark);
+    bars(card, items, mark);
     const tip = makeTip(card);
     frame.addEventListener("pointermove", (event) => {
       if (!chosen) return;
@@ -44,7 +44,7 @@ function pictures(container, { pictures: all, layers, grid: [rows, columns], mar
     },
     choose(layer, head) {
       chosen = layer ? { layer, head } : null;
-      note.textContent = layer ? `Patches are the brighter the more head ${head} of ${layer.name} attends to them.` : "The images as they are.";
+      note.textContent = layer ? `The more head ${head} of ${layer.name} attends to a patch, the brighter it is.` : "The unmodified images.";
       drawn.forEach((again) => again());
     },
   });
