@@ -187,6 +187,11 @@ class OptimizerConfig:
         """
         return None
 
+    def make_schedule(self, steps: int) -> Any:
+        """Return the learning-rate schedule of a subclass for `steps` optimizer steps, a function of the step counted
+        from 0; None for the one selected by `schedule`."""
+        return None
+
     def decay_steps(self, steps: int) -> int:
         """Return the number of steps over which 'wsd' decays, out of `steps` in all."""
         return max(1, round((self.decay_fraction or 0.2) * steps))

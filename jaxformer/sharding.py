@@ -94,8 +94,11 @@ def spec(axes: ParameterAxes, shape: Sequence[int], mesh: Mesh) -> PartitionSpec
     on_mesh = [MESH_AXES.get(name) for name in names]
     if not any(on_mesh):
         return REPLICATED
-    fits = [a and mesh.shape[a] > 1 and n % mesh.shape[a] == 0 for a, n in zip(on_mesh, shape, strict=True)]
-    return PartitionSpec(*(a if fit else None for a, fit in zip(on_mesh, fits, strict=True)))
+    split: list[str | None] = []
+    for axis, n in zip(on_mesh, shape, strict=True):
+        fits = axis and axis not in split and mesh.shape[axis] > 1 and n % mesh.shape[axis] == 0
+        split.append(axis if fits else None)
+    return PartitionSpec(*split)
 
 
 def shardings(tree: Any, axes: Mapping[str, ParameterAxes], mesh: Mesh) -> Any:

@@ -67,7 +67,7 @@ def _import_foreign(where: str, name: str, folder: Path) -> ModuleType:
     """Import the module that defines a class of a run's config, after a note on stderr. Raises `UserError`; see
     `find_class`."""
     resume = f"{command('train')} --resume --config {Path(where).name}:NAME"
-    remedy = f"restore it, or import a file of that name first ({resume})"
+    remedy = f"restore it, or import a file of that name first ({resume} and the run's other options)"
     is_file = where.endswith(".py")
     if any(_is_in_run(file, folder) for file in ([Path(where)] if is_file else _module_files(where))):
         raise UserError(f"{folder} names code in its own folder, {where}, which is not executed; put it elsewhere.")
@@ -80,7 +80,7 @@ def _import_foreign(where: str, name: str, folder: Path) -> ModuleType:
         return importlib.import_module(where)
     except Exception as error:  # including errors raised by the module's code
         problem = f"{name} of the module {abbreviate(where)}, which cannot be imported ({error})"
-        raise UserError(f"{folder} was trained with {problem}; install it, or import it first.") from error
+        raise UserError(f"{folder} was trained with {problem}; install it, or add its folder to PYTHONPATH.") from error
 
 
 def _is_in_run(file: Path, folder: Path) -> bool:

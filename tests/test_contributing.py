@@ -39,12 +39,16 @@ def package(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_there_are_four_examples():
-    assert set(EXAMPLES) == {"bigram", "top_a", "signum", "stripes"}
+def test_there_are_five_examples():
+    assert set(EXAMPLES) == {"bigram", "top_a", "signum", "one_cycle", "stripes"}
 
 
 def losses(run) -> list[float]:
     return [row["val_loss"] for row in read_metrics(run) if "val_loss" in row]
+
+
+def learning_rates(run) -> list[float]:
+    return [row["lr"] for row in read_metrics(run) if "lr" in row]
 
 
 @pytest.mark.slow
@@ -100,6 +104,19 @@ def test_an_optimizer_is_one_file(package):
     rule = make_optimizer(optimizer, lambda count: 0.25, {})
     updates, _ = rule.update({"W": np.float32([3.0, -4.0])}, rule.init(params), params)
     np.testing.assert_array_equal(updates["W"], [-0.25, 0.25])
+
+
+@pytest.mark.slow
+def test_a_schedule_is_one_class_that_resuming_keeps(package):
+    every_step = [*FAST[: FAST.index("--train.log-every") + 1], "1", *FAST[FAST.index("--train.log-every") + 2 :]]
+    options = ["--config", "one_cycle.py:one_cycle", "--data.path", "books", "--model.vocab-size", "280", *every_step]
+    options += ["--optimizer.learning-rate", "0.1"]
+    assert command.main([*options, "--steps", "8"]) == 0
+    whole = learning_rates(package / "runs/one_cycle")
+    assert whole[0] < max(whole) == pytest.approx(0.1) and whole[-1] < max(whole)
+    assert command.main(["--resume", "--run", "runs/one_cycle", "--steps", "12"]) == 0
+    schedule = read_config(package / "runs/one_cycle").optimizer.make_schedule(12)
+    assert learning_rates(package / "runs/one_cycle")[8:] == pytest.approx([float(schedule(i)) for i in range(8, 12)])
 
 
 @pytest.mark.slow

@@ -299,7 +299,7 @@ def test_config_of_another_package_is_read_after_its_import(tmp_path):
     text = (run / "config.json").read_text()
     (run / "config.json").write_text(text.replace("tests.test_runs:Elsewhere", "no_such_package:Elsewhere"))
     with pytest.raises(
-        UserError, match=r"Elsewhere of the module 'no_such_package', .* install it, or import it first"
+        UserError, match=r"Elsewhere of the module 'no_such_package', .* install it, or add its folder to PYTHONPATH"
     ):
         read_config(run)
 

@@ -255,6 +255,12 @@ def test_axes_that_do_not_divide_are_not_split():
     assert spec(OUT, (8, 12), make_mesh("fsdp=8")) == P("fsdp", None)
 
 
+def test_a_mesh_axis_splits_one_axis_of_a_parameter():
+    table = ParameterAxes.parse("vocab -> vocab")
+    assert spec(table, (8, 8), make_mesh("data=2,tensor=4")) == P("tensor", None)
+    assert spec(table, (7, 8), make_mesh("data=2,tensor=4")) == P(None, "tensor")
+
+
 @pytest.mark.parametrize("name", ["nesterov_sgd", "adamw", "muon", "lion", "schedule_free"])
 def test_optimizer_state_is_sharded_as_its_parameters(name):
     model = DecoderConfig(16, 4, 8, n_heads=2, output_projection=True, d_ff=(16,), norm="rmsnorm")

@@ -119,6 +119,8 @@ def train(
         stack.enter_context(watch_preemption(signals))
         checkpoints = stack.enter_context(CheckpointManager(folder))
         start = find_start(setup, data, folder, checkpoints, resume, allow_changed_data, rollback)
+        if resume:
+            print_line(f"resumed from step {start.step:,}")
         t, written = start.config.train, folder if is_main_process() else None
         sinks = [*stack.enter_context(open_sinks(written, start.config)), *sinks]
         show_every = 0 if t.eval_every else 10 * t.log_every

@@ -28,8 +28,10 @@ def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
     along a straight line. 'wsd', warm-up stable decay, stays at the peak and then decays linearly to `final_fraction`
     (Hu et al. 2024; the linear decay over a fifth of all steps is from Hägele et al. 2024). These three would reach
     their final value one step after the last, so that the last step still learns. 'inverse_sqrt' is peak · √(warmup /
-    (step + 1)) (Vaswani et al. 2017, equation 3).
+    (step + 1)) (Vaswani et al. 2017, equation 3). A schedule that the config's class makes itself comes first.
     """
+    if (own := config.make_schedule(steps)) is not None:
+        return own
     peak, warmup = config.learning_rate, config.warmup_steps
     parts: list[optax.Schedule] = [optax.constant_schedule(peak)]
     joints: list[int] = []

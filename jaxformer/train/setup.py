@@ -65,7 +65,7 @@ class TrainState(NamedTuple):
 class TrainSetup:
     """A config on a device mesh, passed to steps, evaluation, callbacks, plans and autopsies.
 
-    Each part is derived once, on first use; a subclass may override `optimizer` or `schedule`.
+    Each part is derived once, on first use.
 
     Raises:
       UserError: the batch does not split evenly over the devices, or the model cannot read packed examples.

@@ -74,9 +74,10 @@ def make_gradient(setup: TrainSetup) -> Callable[..., tuple[jax.Array, Params]]:
         else:
             microbatches = jax.tree.map(lambda x: x.reshape(n_microbatches, -1, *x.shape[1:]), (batch, keys_B))
             zeros = jax.tree.map(jnp.zeros_like, (params, jnp.float32(0)))
-            add_microbatch = lambda total, microbatch: (  # noqa: E731
-                jax.tree.map(jnp.add, total, microbatch_grads(params, *microbatch, frozen)), None
-            )  # fmt: skip
+
+            def add_microbatch(total: tuple[Params, jax.Array], microbatch: tuple[Batch, jax.Array]) -> tuple:
+                return jax.tree.map(jnp.add, total, microbatch_grads(params, *microbatch, frozen)), None
+
             (grads, loss), _ = jax.lax.scan(add_microbatch, zeros, microbatches)
         return sum_over_batch(loss), sum_over_batch(grads, specs)
 
