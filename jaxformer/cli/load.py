@@ -30,7 +30,8 @@ class RunOptions:
     weights: Literal["float32", "bfloat16", "int8"] = "float32"
     """Format of weight matrices. A decode step reads all of them, so a smaller format is faster, but less exact."""
     mesh: str = ""
-    """Device mesh, such as 'data=2' or 'tensor=2'; by default, eval uses all devices, sample the first."""
+    """Device mesh, such as 'data=2' or 'tensor=2'; by default, eval uses all devices, and sample the first,
+    or all of a CPU for large batches."""
 
 
 def with_run(options: RunOptions) -> RunOptions:

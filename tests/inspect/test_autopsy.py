@@ -353,7 +353,7 @@ def test_save_autopsy_writes_batch_keys_and_report(tmp_path):
     np.testing.assert_array_equal(stored["targets"], batch.targets)
     np.testing.assert_array_equal(np.load(path / "key.npy"), keys)
     text = (path / "report.txt").read_text()
-    assert "First: the loss, forward" in text and "checkpoint 6" in text and str(REPORT) in text
+    assert "First non-finite value: the loss, forward" in text and "checkpoint 6" in text and str(REPORT) in text
     assert "with the step's attention: xla." in text
     stored = json.loads((path / "report.json").read_text())
     assert stored == {"step": 7, "execution": "attention: xla", "autopsy": json.loads(json.dumps(asdict(REPORT)))}
