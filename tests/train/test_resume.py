@@ -34,7 +34,7 @@ def test_a_rollback_may_change_the_optimizer_but_not_its_name():
     with pytest.raises(UserError, match=r"learning_rate 0\.003, not 0\.001; omit .*, roll back with --from-step, or"):
         check_resumable(Path("run"), config, other, False)
     named = replace(config, optimizer=replace(config.optimizer, name="lion"))
-    with pytest.raises(UserError, match=r"optimizer\.name 'adamw', not 'lion'; leave .* to resume it, or start a new"):
+    with pytest.raises(UserError, match=r"optimizer\.name 'adamw', not 'lion'; omit .* to resume it, or start a new"):
         check_resumable(Path("run"), config, named, True)
     with pytest.raises(UserError, match=r"train\.batch_size 8, not 16"):
         check_resumable(Path("run"), config, replace(other, train=replace(config.train, batch_size=16)), True)
