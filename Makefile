@@ -1,6 +1,6 @@
 .PHONY: install test test-fast lint format docs check
 
-install:  ## Install the package with what tests and linters need
+install:  ## Install the package with test and lint dependencies
 	pip install -e '.[dev]'
 
 test:  ## Run the tests of the README
@@ -14,7 +14,7 @@ lint:  ## Check lint, format and types
 	ruff format --check .
 	mypy
 
-format:  ## Mend lint and format in place
+format:  ## Fix lint and format in place
 	ruff check --fix .
 	ruff format .
 

@@ -289,9 +289,9 @@ class ComputeConfig:
     """Attention implementation; auto is a fused kernel of the device if one supports the model and passes a trial:
     cudnn or else triton on GPUs, splash on TPUs."""
     remat: Literal["none", "dots", "block"] = "none"
-    """Activation checkpointing. Saved for the backward pass: all activations (none), outputs of matmuls with weights
-    (dots), or only the input of each block (block); dots and block also save the output of fused or blockwise attention
-    and one value per query and head."""
+    """Activation checkpointing (gradient checkpointing). Saved for the backward pass: all activations (none), outputs
+    of matmuls with weights (dots), or only the input of each block (block); dots and block also save the output of
+    fused or blockwise attention and one value per query and head."""
     scan_blocks: bool = False
     """Scan over the blocks, so that only one is compiled, which speeds up compilation of deep models."""
     grad_accumulation_steps: int = 1

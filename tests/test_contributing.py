@@ -14,6 +14,7 @@ from jaxformer import load_run
 from jaxformer.cli import train as command
 from jaxformer.contract import Role
 from jaxformer.decode import Sampling, generate
+from jaxformer.errors import UserError
 from jaxformer.nn.parameters import parameter_axes
 from jaxformer.runs import read_config
 from jaxformer.train.log import read_metrics
@@ -84,6 +85,8 @@ def test_a_sampler_is_one_class(package):
     logits_V = np.log(np.float32([0.5, 0.3, 0.15, 0.05]))
     kept_V = np.isfinite(sampler.filter_logits(logits_V))
     assert kept_V.tolist() == [True, True, False, False]  # at least 0.25
+    with pytest.raises(UserError, match=r"top-a is 1\.5; it must be from 0 to 1"):  # could exclude all tokens
+        replace(sampler, top_a=1.5)
     run = load_run(small_run(package / "small", ["The cat sees."]))
     arguments = {"seeds": [0], "max_new_tokens": 3, "context_length": 16}
     pieces = generate(run.model, run.params, [[5, 6]], replace(sampler, top_a=0.0), **arguments)

@@ -137,7 +137,7 @@ class PairDataset(Dataset):
     All batches of a bucket have the same shape, as wide on either side as its longest pair.
 
     Inputs are `(source_BS, valid_BS, target_BT)`. The target input starts with the end-of-text token, and the target
-    ends with it. Padding, on the right, has weight 0.
+    ends with it (teacher forcing). Padding, on the right, has weight 0.
     """
 
     unit = "tokens"

@@ -37,7 +37,7 @@ class Sampling:
     top_k: int | None = None
     """Number of likeliest tokens to draw among."""
     top_p: float | None = None
-    """Probability mass to sample from: the smallest set of most likely tokens that has it."""
+    """Probability mass to sample from: the smallest set of most likely tokens that has it (nucleus sampling)."""
     min_p: float | None = None
     """Minimum probability of a token, as a fraction of the most likely token's."""
     typical_p: float | None = None

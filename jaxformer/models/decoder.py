@@ -121,7 +121,8 @@ class DecoderConfig(TokenModelConfig):
     carry the token's identity (after Zhou et al. 2024, who share the values of the first block). Zero at
     initialisation."""
     unembedding: Literal["mlp", "linear", "tied"] = "linear"
-    """Logits from W_out (linear), from the transposed embedding (tied), or directly from the last block's MLP (mlp)."""
+    """Logits from W_out (linear), from the transposed embedding (tied: weight tying), or directly from the last block's
+    MLP (mlp)."""
     unembedding_std: float | None = None
     """Standard deviation of W_out at initialisation; by default, 1/sqrt(d_model). With small values the initial loss is
     log(vocab_size)."""

@@ -89,7 +89,7 @@ class EncoderDecoder(nn.Module):
             self.encoder_norm, self.decoder_norm = c.make_norm(), c.make_norm()
 
     def __call__(self, source_S: jax.Array, valid_S: jax.Array | None, target_T: jax.Array) -> jax.Array:
-        """Return logits `(T, V)` for the token after each token of the target.
+        """Return logits `(T, V)` for the token after each token of the target (teacher forcing).
 
         Args:
           source_S: int32 tokens.

@@ -43,7 +43,7 @@ class RecurrentConfig(TokenModelConfig):
     d_attention: int | None = None
     """Width of additive or linear attention; by default, d_model."""
     tied: bool = False
-    """One embedding for source, target and logits, as in Vaswani et al. 2017, section 3.4."""
+    """One embedding for source, target and logits (weight tying), as in Vaswani et al. 2017, section 3.4."""
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
@@ -124,7 +124,8 @@ class Recurrent(nn.Module):
         self.drop = nn.Dropout(c.dropout)
 
     def __call__(self, source_S: jax.Array, valid_S: jax.Array, target_T: jax.Array) -> jax.Array:
-        """Return logits `(T, V)` for the token after each token of the target, which begins with a start token.
+        """Return logits `(T, V)` for the token after each token of the target, which begins with a start token (teacher
+        forcing).
 
         Args:
           source_S: int32 tokens.
