@@ -170,6 +170,9 @@ class OptimizerConfig:
         if self.schedule == "inverse_sqrt" and not self.warmup_steps:
             raise UserError("optimizer.warmup_steps is 0, but 'inverse_sqrt' decays from there on; set at least 1.")
         if self.name == "schedule_free":
+            if type(self).make_schedule is not OptimizerConfig.make_schedule:
+                conflict = "but schedule_free averages instead of following a schedule"
+                raise UserError(f"{type(self).__name__} makes a schedule, {conflict}; choose another optimizer.name.")
             if self.schedule != "constant":
                 conflict = "but schedule_free averages instead"
                 raise UserError(f"optimizer.schedule is {self.schedule!r}, {conflict}; set it to constant.")
@@ -189,7 +192,11 @@ class OptimizerConfig:
 
     def make_schedule(self, steps: int) -> Any:
         """Return the learning-rate schedule of a subclass for `steps` optimizer steps, a function of the step counted
-        from 0; None for the one selected by `schedule`."""
+        from 0, which `jax.jit` can trace; None for the one selected by `schedule`.
+
+        With a schedule of its own, a subclass has no use for `schedule`, `warmup_steps`, `decay_fraction` and
+        `final_fraction` except as it reads them.
+        """
         return None
 
     def decay_steps(self, steps: int) -> int:

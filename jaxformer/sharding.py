@@ -37,7 +37,8 @@ MESH_AXES: dict[str, str] = {
         ("vocab", "pixels", "patches", "classes", "joint", "heads", "hidden", "alignment", "maxout"), "tensor"
     ),
 }
-"""Mesh axis that splits each named parameter axis if its size divides the axis; other axes are not split."""
+"""Mesh axis that splits each named parameter axis if its size divides the axis, but only the first such axis of a
+parameter; other axes are not split."""
 SPLIT_VECTORS = ("experts", "heads", "hidden")
 """Axes that are also split in vectors. Other vectors are replicated, because they are small."""
 

@@ -182,7 +182,7 @@ def parse(arguments: Sequence[str], default: T, program: str, description: str) 
             values[option.path] = items if option.max_values is None else next(iter(items), group.flag == option.flag)
         for word in words:
             if not positional:
-                raise UserError(f"{word!r} belongs to no option; omit it, or name its option; --help lists all.")
+                raise UserError(f"{word!r} belongs to no option; omit it, or name its option; see --help.")
             option = positional.pop(0)
             values[option.path] = read_value(option.flag, option.hint, word)
     parsed = _replaced(default, values)
@@ -243,7 +243,7 @@ def options_given(arguments: Sequence[str]) -> set[str]:
     `UserError` if one is given twice, as only the last would count."""
     given = [re.sub(r"(^--|\.)no-", r"\1", group.flag) for group in split_flags(arguments) if group.flag]
     if repeated := [flag for flag in given if given.count(flag) > 1]:
-        raise UserError(f"{repeated[0]} is given twice; give it once, with all of its values.")
+        raise UserError(f"{repeated[0]} is given twice; give it once, with all values if it takes several.")
     return set(given)
 
 

@@ -47,8 +47,9 @@ Prompts = Sequence[Prompt | UserError]
 DESCRIPTION = """Generate completions of prompts with a trained model.
 
 The completion of a prompt depends only on the prompt, the options and the seed, and not on the other prompts of its
-batch, except for rounding, which can decide between two tokens that are about equally likely. Generation stops at the
-end-of-text token, at a stop token or stop string, which are not shown, or after --max-new-tokens.
+batch, except for rounding, which depends on the batch size and the number of devices and can decide between two
+tokens that are about equally likely. Generation stops at the end-of-text token, at a stop token or stop string, which
+are not shown, or after --max-new-tokens.
 
 A masked language model fills masks instead, one token each: --prompt "The [MASK] of the people". A
 sequence-to-sequence model translates each prompt, greedily or by beam search with --num-beams. A text classifier prints
@@ -170,7 +171,7 @@ def _check(options: Arguments, given: set[str]) -> None:
     if completion.draft is not None and "--prefill-chunk" in given:
         raise UserError("--prefill-chunk has no effect on a draft; omit --prefill-chunk, or --draft.")
     if options.opening.weights == "int8" and options.opening.mesh:
-        raise UserError("weights of int8 must be on one device; omit --mesh, or use bfloat16.")
+        raise UserError("int8 weights cannot be sharded with --mesh; omit it, or use bfloat16.")
     n_beams, n_tokens = completion.num_beams, completion.max_new_tokens
     if n_beams == 1:
         if "--length-penalty" in given:
@@ -323,7 +324,8 @@ def make_completer(options: Arguments, given: set[str]) -> Completer:
     needs_cache += ["--num-beams"] if completion.num_beams > 1 else []
     needs_cache += ["--explain"] if options.explain else []  # other models read left-padded windows
     if needs_cache and not contract_of(run.model).has_cache:
-        raise UserError(f"{run.path} has a model without a KV cache, which {needs_cache[0]} needs; omit it.")
+        flag = needs_cache[0]
+        raise UserError(f"{run.path} has a model without a KV cache, which {flag} needs; omit {flag}.")
     if "--prefill-chunk" in given and contract_of(run.model).has_prefix:
         raise UserError(f"{run.path} reads a prompt with bidirectional attention, in one pass; omit --prefill-chunk.")
     _, tokenizer = run.text_model()

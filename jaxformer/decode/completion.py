@@ -74,7 +74,7 @@ class CompletionOptions:
 
     def prompts_per_batch(self, n_prompts: int) -> int:
         """Return the number of prompts per batch, of n in all."""
-        return min(n_prompts, max(1, self.batch_size // max(self.num_samples, self.num_beams)))
+        return max(1, min(n_prompts, self.batch_size // max(self.num_samples, self.num_beams)))
 
     def rows_per_batch(self, n_prompts: int) -> int:
         """Return the number of rows that are decoded together for n prompts; 1 with beam search or a draft, which
@@ -132,7 +132,7 @@ class Completer:
             another tokenizer or no cache.
         """
         self._run, self._options, self._explain = run, options, explain
-        self._params = run.params
+        self._params, self._spread_for = run.params, 1
         self._config, self._tokenizer = run.text_model()
         if not is_causal_lm(run.model):
             remedy = "name a run that does"
@@ -206,7 +206,10 @@ class Completer:
           UserError: a batch does not fit into memory.
         """
         n, size = self._options.num_samples, self._options.prompts_per_batch(len(prompts))
-        self._params = spread_rows(self._run.params, self._options.rows_per_batch(len(prompts)))
+        n_rows = self._options.rows_per_batch(len(prompts))
+        if n_rows != self._spread_for:
+            with fitting_memory(n_rows):
+                self._params, self._spread_for = spread_rows(self._run.params, n_rows), n_rows
         for batch in batch_by_length([len(tokens) for _, tokens in prompts], size):
             with fitting_memory(len(batch) * n):
                 completions = self._complete_batch([prompts[i] for i in batch], size, interrupted, show)

@@ -55,7 +55,7 @@ class Piece(NamedTuple):
 
     Attributes:
       tokens_BN: int32, `masks.EMPTY` after a row's end.
-      logprobs_BN: log-probability of each token; float32.
+      logprobs_BN: log-probability of each token; float32, undefined after a row's end.
       top_tokens_BNn: the `top_logprobs` most likely tokens; int32.
       top_logprobs_BNn: their log-probabilities; float32.
     """
@@ -261,7 +261,8 @@ class Generation(PieceIterator):
         return start(
             self.model, self.sampling, self.params, *inputs, np.int32(longest - 1 - starts[-1]),
             (self.put(prompts_BP), self.put(lengths_B)), self.history, self.put(self.seeds_R),
-            self.put(self.ended_B.copy()), np.int32(self.n_new), n_samples=n_samples, **sizes,
+            self.put(self.ended_B.copy()), np.int32(self.n_new), n_samples=n_samples,
+            mesh=self.mesh, **sizes,
         )  # fmt: skip
 
     def _with_slots(self, cache: Any, n_slots: int) -> Any:
@@ -320,7 +321,8 @@ def placement(params: Params) -> Callable[[np.ndarray], Any]:
 
 
 def row_mesh(params: Params, n_rows: int) -> Mesh | None:
-    """Return the mesh of the parameters if it has a data axis alone, which the rows divide evenly; else None."""
+    """Return the mesh of the parameters if only its `data` axis has several devices and the rows divide evenly among
+    them; None otherwise."""
     sharding = getattr(jax.tree.leaves(params)[0], "sharding", None)
     if not isinstance(sharding, NamedSharding) or not isinstance(mesh := sharding.mesh, Mesh):
         return None
@@ -329,8 +331,8 @@ def row_mesh(params: Params, n_rows: int) -> Mesh | None:
 
 
 def spread_rows(params: Params, n_rows: int) -> Params:
-    """Return parameters that are on one device of a CPU on all of its devices, so that each decodes its share of the
-    rows; unchanged if there would be fewer than `MIN_ROWS_PER_DEVICE` each, or a rest.
+    """Return parameters replicated from one CPU device to all, each of which then decodes its share of the rows;
+    unchanged if the rows do not divide evenly, or into fewer than `MIN_ROWS_PER_DEVICE`.
 
     XLA runs attention and narrow matmuls of a decode step on one thread: two devices with one core each decode 64 rows
     in 0.65 of the time that one device with both cores takes.

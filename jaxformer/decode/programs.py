@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxformer.contract import Contract, Task, contract_of
 from jaxformer.decode.samplers import Drawn, History, Sampling, init_history, sample, update_history
@@ -127,7 +127,7 @@ def _start(
     model: Any, sampling: Sampling, params: Params, cache: Any, tokens_BT: jax.Array, positions_BT: jax.Array,
     slot: jax.Array, last: jax.Array, prompts: tuple[jax.Array, jax.Array], history: History | None,
     seeds_R: jax.Array, done_R: jax.Array, n_new: jax.Array, *,
-    n_samples: int, n_slots: int, dtype: Any,
+    n_samples: int, n_slots: int, dtype: Any, mesh: Mesh | None = None,
 ) -> tuple[DecodeState, DecodeOutput]:  # fmt: skip
     """Prefill the last chunk of B prompts and sample the first new token of each of their R = B · n_samples rows.
 
@@ -147,12 +147,22 @@ def _start(
         cache, history, logits_BV = jax.tree.map(
             lambda x: jnp.repeat(x, n_samples, axis=0), (cache, history, logits_BV)
         )
+    cache, history, logits_BV = split_rows((cache, history, logits_BV), mesh)
     drawn_B, history, done_R = _draw(logits_BV, history, seeds_R, done_R, n_new, sampling)
     output = DecodeOutput(jnp.int32(1), jax.tree.map(lambda x: x[None], drawn_B), done_R)
-    return DecodeState(cache, history, drawn_B.token, done_R), output
+    return split_rows(DecodeState(cache, history, drawn_B.token, done_R), mesh), output
 
 
-_SIZES = ("model", "sampling", "n_samples", "n_slots", "dtype")
+def split_rows(tree: Any, mesh: Mesh | None) -> Any:
+    """Return arrays whose first axis is split over the data-parallel devices of a mesh; unchanged without a mesh. Empty
+    arrays are replicated, as XLA returns them from `decode`."""
+    if mesh is None:
+        return tree
+    spec = lambda x: PartitionSpec("data") if x.size else PartitionSpec()  # noqa: E731
+    return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec(x))), tree)
+
+
+_SIZES = ("model", "sampling", "n_samples", "n_slots", "dtype", "mesh")
 start = jax.jit(_start, static_argnames=_SIZES, donate_argnames=("cache", "history"))
 start_samples = jax.jit(_start, static_argnames=_SIZES)  # n_samples > 1: a larger cache cannot reuse donated memory
 
@@ -172,8 +182,8 @@ def decode(
       counter: index of the next token in the longest row; modulo n_slots it is the slot.
       n_new: new tokens that the rows already have.
       limit: decode steps, at most `MAX_TOKENS_PER_CALL`.
-      mesh: mesh of data-parallel devices, each of which decodes its rows without communication, and stops once these
-        are done; None leaves the sharding to the partitioner.
+      mesh: mesh of data-parallel devices, each of which decodes its own rows, and stops once these are done; only the
+        number of steps is reduced over the devices, once per call. None leaves the sharding to the partitioner.
     """
 
     def decode_rows(*args: Any) -> tuple[DecodeState, DecodeOutput]:
@@ -193,7 +203,7 @@ def _decode(
     model: Any, sampling: Sampling, params: Params, state: DecodeState, offset_B: jax.Array, seeds_B: jax.Array,
     ended_B: jax.Array, counter: jax.Array, n_new: jax.Array, limit: jax.Array, n_slots: jax.Array,
 ) -> tuple[DecodeState, DecodeOutput]:  # fmt: skip
-    """See `decode`, on one device."""
+    """See `decode`; the rows are all rows, or those of one device."""
 
     def unfinished(carry: tuple[jax.Array, DecodeState, Drawn]) -> jax.Array:
         i, state, _ = carry

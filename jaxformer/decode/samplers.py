@@ -35,7 +35,7 @@ class Sampling:
     temperature: float = 1.0
     """Divisor of the logits; 0 is greedy, without filters."""
     top_k: int | None = None
-    """Number of likeliest tokens to draw among."""
+    """Number of most likely tokens to sample from."""
     top_p: float | None = None
     """Probability mass to sample from: the smallest set of most likely tokens that has it (nucleus sampling)."""
     min_p: float | None = None
@@ -71,7 +71,7 @@ class Sampling:
                 limit = "it must be finite, from -1e6 to 1e6: to rule a token out, make it a bad word"
                 raise UserError(f"the logit bias of token {token} is {bias}; {limit}.")
         if not all(self.bad_words):
-            raise UserError("a bad word has no tokens; it must have at least 1; omit it.")
+            raise UserError("a bad word has no tokens; give it at least 1, or omit it.")
         if self.min_new_tokens and not self.stop_tokens:
             problem = f"min-new-tokens is {self.min_new_tokens}, but there is no stop token to suppress"
             raise UserError(f"{problem}; give stop tokens.")

@@ -208,9 +208,7 @@ def speculate(
         problem = f"the draft has a vocabulary of {draft.vocab_size} tokens and the model one of {vocab_size(model)}"
         raise UserError(f"{problem}; use a draft with the model's vocabulary.")
     if contract_of(model).has_prefix:
-        raise UserError(
-            "the model reads its prompt with bidirectional attention, which a draft does not support; omit it."
-        )
+        raise UserError("the model reads its prompt with bidirectional attention, which excludes a draft; omit it.")
     for name, m in (("model", model), *([("draft", draft.model)] if isinstance(draft, DraftModel) else [])):
         if not _holds_slots(m, cache_dtype):
             problem = f"the {name} keeps a state, which cannot be rolled back past rejected tokens"

@@ -21,7 +21,7 @@ class StopStrings:
         """Raise `UserError` for a string that is empty or can never occur."""
         for string in strings:
             if not string:
-                raise UserError("a stop string is empty; it must have at least 1 character; omit it.")
+                raise UserError("a stop string is empty; give it at least 1 character, or omit it.")
             if (start := lone_surrogate(string)) is not None:
                 reason = f"character {start} is not valid Unicode"
                 raise UserError(f"stop string {string!r} can never occur: {reason}; omit it.")

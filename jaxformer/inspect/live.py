@@ -97,7 +97,7 @@ def live_section(
     difference = float(jnp.abs(logits_TV(params) - logits_TV(rounded_params)).max())
     about = (
         f"The model itself, with its {n_parameters:,} parameters, runs in this page, offline: type a text, point at "
-        "its tokens, switch heads off, or generate token by token. The parameters are stored as "
+        "its tokens, ablate heads, or generate token by token. The parameters are stored as "
         f"float16 ({size}), which changes the logits of the text below by at most {difference:.2g}."
     )
     return LiveSection("Your own text", config, rounded_params, tokenizer, text, about=about)

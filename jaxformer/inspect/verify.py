@@ -137,7 +137,7 @@ def causality(model: nn.Module, params: Params, inputs: Inputs) -> Check:
         allowed_TS |= jnp.arange(T) < inputs[1]
     is_finite = bool(jnp.isfinite(slope_TS).all())
     if is_finite and not bool((slope_TS > 0).any()):
-        return check("no logit depends on any token, as if W_out is 0", None)
+        return check("no logit depends on any token, as if W_out were 0", None)
     by_slope = jnp.max(jnp.where(allowed_TS, 0, slope_TS)) if is_finite else jnp.nan
     # Derivatives miss discrete choices, such as an expert's capacity, so also change all tokens of the second half.
     half, changed = T // 2, list(inputs)

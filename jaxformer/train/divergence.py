@@ -42,8 +42,9 @@ FLAT_STEPS = 5
 HISTORY_STEPS = PART_LOST_STEPS + 50
 """Steps whose norms are stored to find the parameter that moved first: those of the slowest rule and 50 before."""
 MOVED_FACTOR, MOVING_STEPS = 5.0, 25
-"""A parameter counts as moved when its update norm exceeds `MOVED_FACTOR` times its median over the `MOVING_STEPS`
-steps before. The move is sought within `MOVING_STEPS` steps before the loss leaves its minimum."""
+"""A parameter counts as moved when its update norm per unit of learning rate exceeds `MOVED_FACTOR` times its median
+over the `MOVING_STEPS` recorded steps before those that are searched. The move is sought within `MOVING_STEPS` steps
+before the loss leaves its minimum."""
 
 
 @dataclass(frozen=True)

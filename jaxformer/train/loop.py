@@ -119,7 +119,7 @@ def train(
         stack.enter_context(watch_preemption(signals))
         checkpoints = stack.enter_context(CheckpointManager(folder))
         start = find_start(setup, data, folder, checkpoints, resume, allow_changed_data, rollback)
-        if resume:
+        if start.resumed and rollback is None:
             print_line(f"resumed from step {start.step:,}")
         t, written = start.config.train, folder if is_main_process() else None
         sinks = [*stack.enter_context(open_sinks(written, start.config)), *sinks]

@@ -155,7 +155,7 @@ def check_resumable(folder: Path, stored: Config, config: Config, rolls_back: bo
         of_optimizer = name.startswith("optimizer.") and name != "optimizer.name"
         old, new = (type(x).__name__ if is_dataclass(x) else repr(x) for x in (old, new))
         if not (rolls_back and of_optimizer):
-            hint = ", roll back with --from-step" if of_optimizer else ""
+            hint = ", keep it and roll back with --from-step" if of_optimizer else ""
             if name == "train.skip_batches":
                 hint = ", skip batches with --from-step and --skip-batches"
             raise UserError(

@@ -134,7 +134,7 @@ SAMPLE = [
     ("--prefill-chunk 3000000000", "prefill_chunk is 3000000000; it must be at most 2147483647"),
     ("--draft lookup --draft-tokens 0", "draft_tokens is 0; it must be at least 1 and at most 64"),
     ("--draft lookup --prefill-chunk 8", "omit --prefill-chunk, or --draft"),
-    ("--weights int8 --mesh data=2", "weights of int8 must be on one device; omit --mesh"),
+    ("--weights int8 --mesh data=2", "int8 weights cannot be sharded with --mesh; omit it"),
     ("--num-beams 2 --length-penalty -200", "200 tokens to that power exceed float32; it must be from -13.1 to 13.1"),
     ("--batch-size 0", "batch_size is 0"),
     ("--prefill-chunk 0", "prefill_chunk is 0"),
@@ -147,7 +147,7 @@ SAMPLE = [
     ("--num-beams 2 --temperature 0.8", "--temperature has no effect on beam search; omit it"),
     ("--num-beams 2 --bad-words a", "--bad-words has no effect on beam search"),
     ("--num-beams 2 --num-samples 3", "--num-samples is 3; it must be at most --num-beams, 2"),
-    ("--prompt a --prompt b", "--prompt is given twice; give it once, with all of its values"),
+    ("--prompt a --prompt b", "--prompt is given twice; give it once, with all values"),
     ("--stop=a --stop b", "--stop is given twice"),
     ("--bad_words a --bad-words b", "--bad-words is given twice"),
     ("--prompt a --prompts-file b", "--prompt and --prompts-file exclude each other; give one of them"),
@@ -257,7 +257,7 @@ def test_help_shows_type_text_and_default_of_an_option():
     assert shown.startswith("usage: sample.py [OPTIONS]\n\nContinue texts.\n\noptions:\n  -h, --help\n")
     assert "  --cache-dtype {float32,bfloat16,int8}\n" in shown and "  --explain, --no-explain\n" in shown
     assert "  --num-beams INT\n      Beams of a beam search" in shown and "(default: 1)" in shown
-    assert "  --top-k INT|none\n      Number of likeliest tokens to draw among.\n" in shown
+    assert "  --top-k INT|none\n      Number of most likely tokens to sample from.\n" in shown
     assert shown.count("--logit-bias") == 1  # what `Sampling` calls so is given as text
 
 

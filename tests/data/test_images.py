@@ -413,5 +413,5 @@ def test_invalid_numbers_are_refused(idx_folder: Path, tmp_path: Path) -> None:
     write_pictures(tmp_path / "train", images(2))
     with pytest.raises(UserError, match=r"data.val_fraction 1e-09 of 2 images leaves nothing to evaluate on"):
         read_splits(str(tmp_path), 1e-9, 1)
-    with pytest.raises(UserError, match=r"model\.channels is 2, but images are read with 1"):
+    with pytest.raises(UserError, match=r"model\.channels is 2; set it to 1"):
         read_splits(str(tmp_path), 0.5, 2)

@@ -216,22 +216,46 @@ def test_eight_devices_equal_one(mesh: str) -> None:
     assert_close(distributions(eight), distributions(one))
 
 
-@pytest.mark.slow
-def test_data_parallel_devices_stop_on_their_own_and_equal_one(decoder: Model) -> None:
-    """Each has two of the rows, and those of the first stop earlier. Nothing but the count of steps is reduced."""
+@pytest.fixture(scope="module")
+def two_devices(decoder: Model) -> Model:
+    """The decoder with its parameters on two data-parallel devices."""
     model, params = decoder
-    two = jax.device_put(params, replicated(make_mesh("data=2", jax.devices("cpu")[:2])))
+    return model, jax.device_put(params, replicated(make_mesh("data=2", jax.devices("cpu")[:2])))
+
+
+@pytest.mark.slow
+def test_data_parallel_devices_stop_on_their_own_and_equal_one(decoder: Model, two_devices: Model) -> None:
+    """Each has two of the rows, and those of the first stop earlier."""
     free = run(decoder, PROMPTS, CONTEXT, RANDOM)
     sampling = replace(RANDOM, stop_tokens=(free[0][1], free[1][2]))
     expected = concatenate(list(begin(decoder, PROMPTS, CONTEXT, sampling)))
-    lengths = (expected.tokens_BN != EMPTY).sum(1)
-    assert lengths[:2].max() < lengths[2:].max()
-    generation = begin((model, two), PROMPTS, CONTEXT, sampling)
-    assert generation.mesh is not None
-    split = concatenate(list(generation))
-    np.testing.assert_array_equal(split.tokens_BN, expected.tokens_BN)
     drawn = expected.tokens_BN != EMPTY
+    assert drawn[:2].sum(1).max() < drawn[2:].sum(1).max()
+    split = concatenate(list(begin(two_devices, PROMPTS, CONTEXT, sampling)))
+    np.testing.assert_array_equal(split.tokens_BN, expected.tokens_BN)
     assert_close(split.logprobs_BN[drawn], expected.logprobs_BN[drawn])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("prompts", "options"),
+    [
+        (PROMPTS[1:2], {"n_samples": 4}),
+        (PROMPTS, {"sampling": replace(RANDOM, repetition_penalty=1.3), "cache_dtype": jnp.int8, "prefill_chunk": 4}),
+    ],
+    ids=["samples", "history, int8 cache, chunks"],
+)
+def test_data_parallel_decoding_compiles_once_and_equals_one_device(
+    decoder: Model, two_devices: Model, monkeypatch: pytest.MonkeyPatch, prompts: list[list[int]], options: dict
+) -> None:
+    monkeypatch.setattr("jaxformer.decode.generation.MAX_TOKENS_PER_CALL", 4)  # several calls
+    sampling = options.pop("sampling", RANDOM)
+    expected = run(decoder, prompts, CONTEXT, sampling, **options)
+    before = programs.decode._cache_size()
+    generation = begin(two_devices, prompts, CONTEXT, sampling, **options)
+    assert generation.mesh is not None
+    assert concatenate(list(generation)).tokens_BN.tolist() == expected
+    assert programs.decode._cache_size() == before + 1
 
 
 def test_rows_that_divide_evenly_are_spread_over_the_devices_of_a_cpu(decoder: Model) -> None:

@@ -31,7 +31,7 @@ def test_a_rollback_may_change_the_optimizer_but_not_its_name():
     other = replace(config, optimizer=replace(config.optimizer, clip_norm=0.5, learning_rate=0.001))
     changes = "optimizer.learning_rate 0.001 instead of 0.003, optimizer.clip_norm 0.5 instead of 1.0"
     assert check_resumable(Path("run"), config, other, True) == changes
-    with pytest.raises(UserError, match=r"learning_rate 0\.003, not 0\.001; omit .*, roll back with --from-step, or"):
+    with pytest.raises(UserError, match=r"learning_rate 0\.003, not 0\.001; omit .*, keep it and roll back with --fr"):
         check_resumable(Path("run"), config, other, False)
     named = replace(config, optimizer=replace(config.optimizer, name="lion"))
     with pytest.raises(UserError, match=r"optimizer\.name 'adamw', not 'lion'; omit .* to resume it, or start a new"):
