@@ -284,7 +284,7 @@ def test_options_that_need_a_cache_are_refused_without_one(monkeypatch, capsys, 
     monkeypatch.setattr(sample, "model_of", lambda _: config.model.build())
     monkeypatch.setattr(sample, "open_run", lambda *_: Run(Path("it"), config, config.model.build(), {}, BYTES, 0))
     assert sample.main(["--prompt", "a", *options]) == 2
-    assert f"it has a model without a KV cache, which {options[0]} needs; omit it." in capsys.readouterr().err
+    assert f"it has a model without a KV cache, which {options[0]} needs; omit {options[0]}." in capsys.readouterr().err
 
 
 def test_a_seed_of_a_prompt_is_refused_with_beams():

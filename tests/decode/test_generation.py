@@ -251,11 +251,12 @@ def test_data_parallel_decoding_compiles_once_and_equals_one_device(
     monkeypatch.setattr("jaxformer.decode.generation.MAX_TOKENS_PER_CALL", 4)  # several calls
     sampling = options.pop("sampling", RANDOM)
     expected = run(decoder, prompts, CONTEXT, sampling, **options)
-    before = programs.decode._cache_size()
+    decode: Any = programs.decode
+    before = decode._cache_size()
     generation = begin(two_devices, prompts, CONTEXT, sampling, **options)
     assert generation.mesh is not None
     assert concatenate(list(generation)).tokens_BN.tolist() == expected
-    assert programs.decode._cache_size() == before + 1
+    assert decode._cache_size() == before + 1
 
 
 def test_rows_that_divide_evenly_are_spread_over_the_devices_of_a_cpu(decoder: Model) -> None:
