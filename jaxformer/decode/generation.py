@@ -311,11 +311,8 @@ class Generation(PieceIterator):
 def placement(params: Params) -> Callable[[np.ndarray], Any]:
     """Return a function that puts an array of rows on the parameters' devices, sharded if the rows divide evenly, else
     replicated."""
-    sharding = getattr(jax.tree.leaves(params)[0], "sharding", None)
-    if not isinstance(sharding, NamedSharding):
+    if (mesh := _mesh_of(params)) is None:
         return lambda rows: rows
-    mesh = sharding.mesh
-    assert isinstance(mesh, Mesh)
     even = lambda rows: len(rows) % batch_shards(mesh) == 0  # noqa: E731
     return lambda rows: jax.device_put(rows, batch_sharding(mesh) if even(rows) else replicated(mesh))
 
@@ -323,11 +320,16 @@ def placement(params: Params) -> Callable[[np.ndarray], Any]:
 def row_mesh(params: Params, n_rows: int) -> Mesh | None:
     """Return the mesh of the parameters if only its `data` axis has several devices and the rows divide evenly among
     them; None otherwise."""
-    sharding = getattr(jax.tree.leaves(params)[0], "sharding", None)
-    if not isinstance(sharding, NamedSharding) or not isinstance(mesh := sharding.mesh, Mesh):
+    mesh = _mesh_of(params)
+    if mesh is None or not 1 < mesh.size == mesh.shape.get("data"):
         return None
-    is_data_parallel = 1 < mesh.size == mesh.shape.get("data")
-    return mesh if is_data_parallel and n_rows % mesh.size == 0 else None
+    return mesh if n_rows % mesh.size == 0 else None
+
+
+def _mesh_of(params: Params) -> Mesh | None:
+    """Return the mesh that the parameters are on; None for a single device."""
+    sharding = getattr(jax.tree.leaves(params)[0], "sharding", None)
+    return sharding.mesh if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh) else None
 
 
 def spread_rows(params: Params, n_rows: int) -> Params:
