@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxformer.contract import contract_of
-from jaxformer.decode.generation import check_prompts, prompt_bucket
+from jaxformer.decode.generation import check_prompts, length_bucket
 from jaxformer.decode.programs import call, decode_step, extend_empty
 from jaxformer.decode.samplers import Sampling
 from jaxformer.errors import UserError
@@ -61,7 +61,7 @@ def beam_search(
             rest = f"leaves {room} of the {max_new_tokens} new ones room in the context of {context_length}"
             raise UserError(f"prompt {number} has {len(prompt)} tokens, which {rest}; ask for at most {room}.")
     lengths_P = np.array([len(prompt) for prompt in prompts], np.int32)
-    T = prompt_bucket(int(lengths_P.max()))
+    T = length_bucket(int(lengths_P.max()))
     tokens_PT = np.array([[0] * (T - len(prompt)) + list(prompt) for prompt in prompts], np.int32)
     return _beam_search(
         model, params, tokens_PT, lengths_P, np.float32(length_penalty), n_beams=n_beams,

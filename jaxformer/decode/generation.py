@@ -91,7 +91,7 @@ def generate(
     counts = {"max_new_tokens": max_new_tokens, "n_samples": n_samples, "prefill_chunk": prefill_chunk}
     check_prompts(model, prompts, context_length, **counts)
     check_seeds(seeds, len(prompts), n_samples)
-    contract, longest = contract_of(model), prompt_bucket(context_length)
+    contract, longest = contract_of(model), length_bucket(context_length)
     at_once = contract.has_prefix or not contract.has_cache
     return Generation(
         model if contract.has_cache else SlidingWindow(model, context_length, fill_token), params,
@@ -211,7 +211,7 @@ class Generation(PieceIterator):
         # A prompt chunk is written before it is read, so in a ring buffer it must not overwrite the attention window of
         # its first token. Chunks begin at multiples of their size, so that none wraps around the end of the ring.
         in_ring = max(attention_window, min(longest, attention_window + self.chunk - 1))
-        smallest = self.chunk if longest > self.chunk else prompt_bucket(1)
+        smallest = self.chunk if longest > self.chunk else length_bucket(1)
         usual = min(self.context_length, attention_window, MIN_SLOTS)
         n_slots = doubled(smallest, max(usual, min(longest + steps, in_ring)))
         state, output = self._prefill(lengths_B, n_samples, n_slots)
@@ -241,7 +241,7 @@ class Generation(PieceIterator):
         """Prefill the rows, chunk by chunk, and sample the first new tokens."""
         longest = int(lengths_B.max())
         starts = range(0, longest, self.chunk)
-        width = starts[-1] + min(prompt_bucket(longest - starts[-1]), self.chunk)
+        width = starts[-1] + min(length_bucket(longest - starts[-1]), self.chunk)
         tokens_BT = np.full((len(self.rows), width), self.fill_token, np.int32)
         positions_BT = np.full((len(self.rows), width), EMPTY, np.int32)
         for i, (row, length) in enumerate(zip(self.rows, lengths_B.tolist(), strict=True)):
@@ -355,15 +355,18 @@ def left_aligned(rows: list[list[int]], width: int) -> np.ndarray:
     return tokens_BP
 
 
-def prompt_bucket(n: int) -> int:
-    """Return the padded length for n tokens: a power of two from 8 on, or from 192 on three quarters of one."""
+def length_bucket(n: int) -> int:
+    """Return the padded length for n tokens: a power of two from 8 on, or from 192 on three quarters of one.
+
+    A prompt is padded to it, and attention reads as many slots. Finer steps save work, but compile more programs.
+    """
     size = doubled(8, n)
     return size * 3 // 4 if size >= 256 and n <= size * 3 // 4 else size
 
 
 def read_slots(n: int, n_slots: int) -> int:
     """Return the number of slots that attention reads when n are in use."""
-    return min(doubled(MIN_SLOTS_READ, n), n_slots)
+    return min(max(MIN_SLOTS_READ, length_bucket(n)), n_slots)
 
 
 def doubled(size: int, n: int) -> int:

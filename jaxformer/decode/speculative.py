@@ -27,7 +27,7 @@ from jaxformer.decode.generation import (
     check_seeds,
     doubled,
     left_aligned,
-    prompt_bucket,
+    length_bucket,
     read_slots,
     vocab_size,
 )
@@ -228,7 +228,7 @@ def speculate(
     def rows() -> Iterator[Iterator[tuple[int, Piece]]]:
         for number, prompt in enumerate(prompts):
             n_slots = doubled(512, len(prompt) + max_new_tokens + n_proposed)
-            tokens_P = left_aligned([list(prompt)], prompt_bucket(len(prompt)))[0]
+            tokens_P = left_aligned([list(prompt)], length_bucket(len(prompt)))[0]
             init = cache(partial(_init, decoder, both_params, tokens_P, np.int32(len(prompt)), n_slots))
             for seed in seeds[number * n_samples : (number + 1) * n_samples]:
                 # Samples share the state, and `_decode` donates its buffers: copy it.

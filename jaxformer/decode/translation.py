@@ -19,7 +19,7 @@ import numpy as np
 from jaxformer.data.pairs import PairDataset
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.decode.beam import check_length_penalty, search
-from jaxformer.decode.generation import left_aligned, placement, prompt_bucket
+from jaxformer.decode.generation import left_aligned, length_bucket, placement
 from jaxformer.decode.programs import call, decode_step
 from jaxformer.decode.prompts import Prompt
 from jaxformer.decode.streaming import batch_by_length
@@ -110,7 +110,7 @@ def translate_tokens(
         # Pad the last batch, so that no program is compiled just for it.
         rows = [list(sources[i]) for i in np.resize(batch, size)]
         lengths_B = np.array([len(row) for row in rows])
-        S = min(prompt_bucket(int(lengths_B.max())), context_length)
+        S = min(length_bucket(int(lengths_B.max())), context_length)
         targets_BT = decode(put(left_aligned(rows, S)), put(np.arange(S) < lengths_B[:, None]))
         for i, target_T in zip(batch, np.asarray(targets_BT), strict=False):
             ended_T = np.isin(target_T, (end_of_text, EMPTY))
