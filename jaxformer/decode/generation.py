@@ -356,10 +356,8 @@ def left_aligned(rows: list[list[int]], width: int) -> np.ndarray:
 
 
 def length_bucket(n: int) -> int:
-    """Return the padded length for n tokens: a power of two from 8 on, or from 192 on three quarters of one.
-
-    A prompt is padded to it, and attention reads as many slots. Finer steps save work, but compile more programs.
-    """
+    """Return n rounded up to a power of two from 8 on, or from 192 on three quarters of one: the padded length of a
+    prompt, and the slots that attention reads. Finer steps would save work, but compile more programs."""
     size = doubled(8, n)
     return size * 3 // 4 if size >= 256 and n <= size * 3 // 4 else size
 
