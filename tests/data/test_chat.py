@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+from collections import Counter
 from pathlib import Path
 
 import flax.linen as nn
@@ -16,7 +17,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from jaxformer.config import Config, OptimizerConfig, TokenModelConfig, TrainConfig
 from jaxformer.contract import Contract, Task
 from jaxformer.data.chat import ChatConfig, assistant_tokens, read_conversations
-from jaxformer.data.chat_template import ChatTemplate, read_template
+from jaxformer.data.chat_template import MARK, ChatTemplate, read_template
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError
 from jaxformer.models.decoder import DecoderConfig
@@ -81,6 +82,11 @@ def tokenizer(published) -> Tokenizer:
     return Tokenizer.load(published / "tokenizer.json")
 
 
+@pytest.fixture(scope="module")
+def template(tokenizer) -> ChatTemplate:
+    return ChatTemplate.of_tokenizer(tokenizer)
+
+
 def written(path: Path, *conversations: object) -> Path:
     path.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in conversations))
     return path
@@ -88,10 +94,12 @@ def written(path: Path, *conversations: object) -> Path:
 
 @pytest.mark.parametrize("source", [CHATML, MARKED], ids=["prefixes", "blocks"])
 def test_the_assistants_part_is_its_text_and_the_end_of_its_turn(tokenizer, source):
-    text, spans = ChatTemplate(source, tokenizer.special_tokens, "it").render_conversation(CHAT)
+    text, spans, special, ends = ChatTemplate(source, tokenizer, "it").render_conversation(CHAT)
     assert "".join(text[start:stop] for start, stop in spans) == TARGETS
     assert text.count("<|im_start|>user\nHow are you?<|im_end|>\n<|im_start|>assistant\nI am") == 1
-    assert text.startswith("<s>" if source is MARKED else "<|im_start|>") and "\0" not in text
+    assert text.startswith("<s>" if source is MARKED else "<|im_start|>") and MARK not in text
+    assert special == Counter({"<|im_start|>": 4, "<|im_end|>": 4} | ({"<s>": 1} if source is MARKED else {}))
+    assert ends == ("<|im_end|>", "<|im_end|>")
     ((ids, offsets),) = tokenizer.encode_with_special([text])
     counts = assistant_tokens(offsets, spans)
     end = tokenizer.end_of_text
@@ -112,7 +120,7 @@ def test_tokens_and_masks_are_those_of_transformers(published, tokenizer, chat):
     transformers = pytest.importorskip("transformers")
     theirs = transformers.AutoTokenizer.from_pretrained(published)
     for source in (CHATML, MARKED):
-        text, spans = ChatTemplate(source, tokenizer.special_tokens, "it").render_conversation(chat)
+        text, spans, *_ = ChatTemplate(source, tokenizer, "it").render_conversation(chat)
         expected = theirs.apply_chat_template(
             chat, chat_template=source, tokenize=True, return_dict=True, return_assistant_tokens_mask=source is MARKED
         )
@@ -120,7 +128,7 @@ def test_tokens_and_masks_are_those_of_transformers(published, tokenizer, chat):
         assert ids == expected["input_ids"]
         if source is MARKED:
             assert assistant_tokens(offsets, spans) == expected["assistant_masks"]
-        prompt = ChatTemplate(source, tokenizer.special_tokens, "it").render(chat[:1], add_generation_prompt=True).text
+        prompt = ChatTemplate(source, tokenizer, "it").render(chat[:1], add_generation_prompt=True).text
         assert prompt == theirs.apply_chat_template(
             chat[:1], chat_template=source, tokenize=False, add_generation_prompt=True
         )
@@ -131,7 +139,7 @@ def test_a_template_sees_the_names_that_published_ones_expect(tokenizer):
         "{{ eos_token }} {{ tools | tojson }} {{ strftime_now('%d %b %Y') }}"
         "{% for m in messages %}{% if loop.index == 2 %}{% break %}{% endif %} {{ m.content | tojson }}{% endfor %}"
     )
-    rendered = ChatTemplate(source, tokenizer.special_tokens, "it").render(CHAT, tools=[{"name": "<ä>"}])
+    rendered = ChatTemplate(source, tokenizer, "it").render(CHAT, tools=[{"name": "<ä>"}])
     assert rendered.text == '<|im_end|> [{"name": "<ä>"}] 26 Jul 2024 "How are you?"'
 
 
@@ -146,7 +154,7 @@ def test_a_template_sees_the_names_that_published_ones_expect(tokenizer):
 )
 def test_a_template_that_is_none_is_refused_with_its_line(tokenizer, source, said):
     with pytest.raises(UserError, match=said):
-        ChatTemplate(source, tokenizer.special_tokens, "it")
+        ChatTemplate(source, tokenizer, "it")
 
 
 @pytest.mark.parametrize(
@@ -228,8 +236,9 @@ def test_long_conversations_are_truncated_and_those_without_a_target_skipped(pub
     late = [{"role": "user", "content": "yes " * 60}, {"role": "assistant", "content": "yes"}]
     path, val = written(tmp_path / "c.jsonl", CHAT, late), written(tmp_path / "v.jsonl", CHAT[:2])
     data = load(path, published, context_length=64, val_path=str(val))
-    note = "2 training conversation(s) are longer than 65 tokens and are truncated, and 1 skipped because the assistant"
-    assert [note in line for line in data.notes] == [True]
+    note = "2 training conversation(s) are longer than 65 tokens and are truncated, "
+    note += "1 of them within an answer, so that its end is not learned, and 1 skipped because the assistant"
+    assert [line.startswith(note) for line in data.notes] == [False, True]
     assert len(data._train.lengths_N) == 1 and data._train.lengths_N[0] == 64
     with pytest.raises(
         UserError, match=r"no training conversation has a token of the assistant among its first 9; raise"
@@ -242,7 +251,7 @@ def test_conversations_without_an_answer_are_skipped_with_a_note(published, tmp_
     silent = [{"role": "user", "content": "yes"}, {"role": "assistant", "content": ""}]
     path, val = written(tmp_path / "c.jsonl", CHAT, silent), written(tmp_path / "v.jsonl", CHAT[:2])
     data = load(path, published, template=str(tmp_path / "t.jinja"), val_path=str(val))
-    assert data.notes[-1].startswith("1 training conversation(s) are skipped: the chat template renders no assistant")
+    assert data.notes[-2].startswith("1 training conversation(s) are skipped: the chat template renders no assistant")
     with pytest.raises(UserError, match=r"renders no assistant token in any training conversation; give another"):
         load(written(path, silent), published, template=str(tmp_path / "t.jinja"), val_path=str(val))
 
@@ -265,7 +274,7 @@ def test_special_tokens_are_named_as_text_or_as_objects(published, tmp_path):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | named))
     loaded = Tokenizer.load(tmp_path / "tokenizer.json")
     assert loaded.special_tokens == {"bos_token": "<s>", "eos_token": "<|im_end|>"}
-    assert set(loaded.special_texts) == {"<s>", "<|im_start|>", "<|im_end|>"}
+    assert set(loaded.special_texts.values()) == {"<s>", "<|im_start|>", "<|im_end|>"}
 
 
 @pytest.mark.parametrize(
@@ -283,17 +292,17 @@ def test_special_tokens_are_named_as_text_or_as_objects(published, tmp_path):
             '{"messages": [{"role": "assistant", "content": "a<|im_end|>b"}]}',
             "line 2, message 1, holds '<|im_end|>', which the tokenizer would encode as its special token",
         ),
-        ('{"messages": [{"role": "assistant", "content": "a\\u0000<b"}]}', r"message 1, holds '\x00'"),
+        ('{"messages": [{"role": "assistant", "content": "a\\ufdd0b"}]}', "message 1, holds a lone surrogate or U+FDD0"),
         ('{"messages": [{"role": "assistant", "content": "a", "x": ["<s>"]}]}', "message 1, holds '<s>'"),
         ('{"messages": [{"role": "assistant", "content": "a", "x": [{"<s>": 1}]}]}', "message 1, holds '<s>'"),
         ('{"messages": [{"role": "assistant", "content": "a\\ud800"}]}', "message 1, holds a lone surrogate"),
     ],
 )
-def test_a_line_that_is_no_conversation_is_named(tokenizer, tmp_path, line, said):
+def test_a_line_that_is_no_conversation_is_named(template, tmp_path, line, said):
     file = written(tmp_path / "chats.jsonl", CHAT)
     file.write_text(file.read_text() + line + "\n")
     with pytest.raises(UserError) as caught:
-        read_conversations(str(file), "data.path", tokenizer)
+        read_conversations(str(file), "data.path", template)
     assert said in str(caught.value) and str(file) in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -308,33 +317,33 @@ def test_a_line_that_is_no_conversation_is_named(tokenizer, tmp_path, line, said
         ("latin.jsonl", "latin.jsonl, line 1, is not UTF-8 (invalid continuation byte)"),
     ],
 )
-def test_files_without_conversations_are_refused(tokenizer, tmp_path, monkeypatch, path, said):
+def test_files_without_conversations_are_refused(template, tmp_path, monkeypatch, path, said):
     monkeypatch.chdir(tmp_path)
     Path("empty.jsonl").write_text("\n \n")
     Path("latin.jsonl").write_bytes('{"messages": "ä"}'.encode("latin-1"))
     with pytest.raises(UserError) as caught:
-        read_conversations(path, "data.path", tokenizer)
+        read_conversations(path, "data.path", template)
     assert said in str(caught.value)
 
 
-def test_a_folder_and_a_glob_are_all_their_files(tokenizer, tmp_path, monkeypatch):
+def test_a_folder_and_a_glob_are_all_their_files(template, tmp_path, monkeypatch):
     written(tmp_path / "a.jsonl", CHAT)
     written(tmp_path / "b.jsonl", CHAT[:2], CHAT[2:])
     monkeypatch.chdir(tmp_path)
     for path in (str(tmp_path), str(tmp_path / "*.jsonl"), "[ab].jsonl"):
-        assert len(read_conversations(path, "data.path", tokenizer)) == 3
+        assert len(read_conversations(path, "data.path", template)) == 3
     (tmp_path / "more").mkdir()
     packed = tmp_path / "more/c.jsonl.gz"
     packed.write_bytes(gzip.compress((tmp_path / "b.jsonl").read_bytes()))
-    digests = [{c.digest for c in read_conversations(file, "", tokenizer)} for file in (str(packed), "b.jsonl")]
+    digests = [{c.digest for c in read_conversations(file, "", template)} for file in (str(packed), "b.jsonl")]
     assert digests[0] == digests[1]
-    assert len(read_conversations(".", "data.path", tokenizer)) == 5
+    assert len(read_conversations(".", "data.path", template)) == 5
 
 
-def test_a_truncated_gzip_file_is_one_sentence(tokenizer, tmp_path):
+def test_a_truncated_gzip_file_is_one_sentence(template, tmp_path):
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(written(tmp_path / "a", CHAT).read_bytes())[:-9])
     with pytest.raises(UserError, match=r"a\.jsonl\.gz is truncated or not a gzip file"):
-        read_conversations(str(tmp_path / "a.jsonl.gz"), "data.path", tokenizer)
+        read_conversations(str(tmp_path / "a.jsonl.gz"), "data.path", template)
 
 
 def test_a_tokenizer_without_template_and_data_without_tokenizer_are_refused(tmp_path):
