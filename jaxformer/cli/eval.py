@@ -94,8 +94,8 @@ def main(arguments: list[str]) -> int:
         data = load_data(run.path, run.config)  # its training split, with another batch size, is not used
         description = data.describe()
         if CheckpointReader(run.path).fingerprint(run.step) not in (None, data.fingerprint):
-            problem = "the data differs from what this run was trained on: its content or split has changed"
-            echo_error(f"note: {problem}, so the run may have been trained on some of what is held out now")
+            problem = "the data, or its split in this version, differs from what this run was trained on"
+            echo_error(f"note: {problem}; it may have been trained on some of what is held out now")
     else:
         data, description = load_held_out_text(run, path, options.stride, options.data.unwrap, options.data.column)
     evaluation = evaluate_run(run, params, data, mesh, options.batch_size, options.precision)

@@ -107,7 +107,7 @@ def read_conversations(path: str, option: str, template: ChatTemplate) -> list[C
     conversations = []
     for label, row in (line for file in files for line in read_json_lines(file)):
         messages, tools = _parse(row, label)
-        check_texts([*messages, tools], label, template.tokenizer.special_texts.values())
+        check_texts(messages, label, template.tokenizer.special_texts.values(), tools)
         try:
             rendered = template.render_conversation(messages, tools)
         except UserError as error:
@@ -138,15 +138,16 @@ def _parse(row: Any, label: str) -> tuple[list[dict[str, Any]], Any]:
     return messages, row.get("tools")
 
 
-def check_texts(messages: Sequence[Any], label: str, special: Collection[str]) -> None:
-    """Raise `UserError` if a message's texts contain a special token, which could end a turn."""
-    for number, message in enumerate(messages, start=1):
-        strings = list(_strings(message))
+def check_texts(messages: Sequence[Any], label: str, special: Collection[str], tools: Any = None) -> None:
+    """Raise `UserError` if a text of the messages or tools contains a special token, which could end a turn."""
+    parts = {f"message {number}": message for number, message in enumerate(messages, start=1)} | {"tools": tools}
+    for name, part in parts.items():
+        strings = list(_strings(part))
         if any(lone_surrogate(text) is not None or MARK in text for text in strings):
-            problem = f"{label} message {number}, holds a lone surrogate or U+{ord(MARK):X}"
-            raise UserError(f"{problem}, which are not characters; remove it.")
+            problem = f"{label} {name}, holds a lone surrogate or U+{ord(MARK):X}, which are not characters"
+            raise UserError(f"{problem}; remove it.")
         for text in (text for text in special for value in strings if text in value):
-            problem = f"{label} message {number}, holds {text!r}, which the tokenizer would encode as its special token"
+            problem = f"{label} {name}, holds {text!r}, which the tokenizer would encode as its special token"
             raise UserError(f"{problem}; rephrase it, or remove the line.")
 
 
@@ -263,7 +264,9 @@ class ChatDataset(Dataset):
                 empty = f"{encoded.n_empty:,} {split} conversation(s) are skipped"
                 self.notes = (*self.notes, f"{empty}: the chat template renders no assistant token in them")
         if train.n_endless:
-            note = f"{train.n_endless:,} training conversation(s) have an answer that no special token ends, so that the"
+            note = (
+                f"{train.n_endless:,} training conversation(s) have an answer that no special token ends, so that the"
+            )
             note += " model does not learn to stop; end answers with {{ eos_token }} in the chat template"
             self.notes = (*self.notes, note)
         self._train, self._val = (

@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -16,8 +17,9 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from jaxformer.config import Config, OptimizerConfig, TokenModelConfig, TrainConfig
 from jaxformer.contract import Contract, Task
-from jaxformer.data.chat import ChatConfig, assistant_tokens, read_conversations
-from jaxformer.data.chat_template import MARK, ChatTemplate, read_template
+from jaxformer.data.chat import ChatConfig, assistant_tokens, encode_conversations, read_conversations
+from jaxformer.data.chat_template import MARK, ChatTemplate, encode_rendered, read_template
+from jaxformer.data.packing import PackedExamples
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError
 from jaxformer.models.decoder import DecoderConfig
@@ -106,6 +108,68 @@ def test_the_assistants_part_is_its_text_and_the_end_of_its_turn(tokenizer, sour
     learned = [token for token, counted in zip(ids, counts, strict=True) if counted]
     assert tokenizer.decode(learned) == TARGETS.replace("<|im_end|>", "") and learned.count(end) == 2
     assert ids.count(end) == 4  # and not those of the user
+
+
+NEXT_ROLE = (
+    "{% for m in messages %}{% if m.role == 'user' %}<|im_start|>{{ m.content }}{% else %}"
+    "<s>{% generation %}{{ m.content }}{% endgeneration %}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<s>{% endif %}"
+)
+"""A template in which only the marker of the next role ends an answer."""
+
+
+@pytest.mark.parametrize(
+    ("source", "end"),
+    [
+        (NEXT_ROLE.replace("{% generation %}", "").replace("{% endgeneration %}", ""), "<|im_start|>"),
+        (NEXT_ROLE, "<|im_start|>"),
+        (MARKED.replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}{{ '\\n<|im_end|>' }}"), "\n<|im_end|>"),
+        (MARKED.replace("<|im_end|>{% endgeneration %}{{ '\n' }}", "<|im_end|>\n{% endgeneration %}"), "<|im_end|>"),
+        (CHATML.replace("'<|im_end|>\n'", "('<|im_end|>' if message.role == 'user' or not loop.last)"), "<|im_end|>"),
+        (CHATML.replace("<|im_end|>", "<s>"), "<s>"),
+        (MARKED.replace("{{ message.content }}", "{{ message.content[:2] }}{% endgeneration %}"
+                        "{% generation %}{{ message.content[2:] }}"), "<|im_end|>"),
+    ],
+)  # fmt: skip
+def test_every_answer_is_trained_up_to_a_special_token(tokenizer, source, end):
+    template = ChatTemplate(source, tokenizer, "it")
+    for chat, targets in ((CHAT, TARGETS), (CHAT[:2], "I am fine 👋🏽.<|im_end|>")):
+        text, spans, special, ends = template.render_conversation(chat)
+        assert "".join(text[start:stop] for start, stop in spans) == targets.replace("<|im_end|>", end)
+        assert {*ends} == {end.strip()} and text.rstrip().endswith(end.strip())
+        assert special == Counter(re.findall(r"<s>|<\|im_\w+\|>", text))
+
+
+@pytest.mark.parametrize(("end", "n"), [("", 2), ("{{ eos_token }}", 1)])
+def test_an_answer_without_an_end_is_noted(published, tmp_path, end, n):
+    source = NEXT_ROLE.replace("<|im_start|>", "user: ").replace("<s>", "assistant: ") + end
+    (tmp_path / "t.jinja").write_text(source)
+    path, val = written(tmp_path / "c.jsonl", CHAT, CHAT[2:]), written(tmp_path / "v.jsonl", CHAT[:2])
+    data = load(path, published, 1, 128, template=str(tmp_path / "t.jinja"), val_path=str(val))
+    assert data.notes[-1] == (
+        f"{n} training conversation(s) have an answer that no special token ends, so that the model does not learn to "
+        "stop; end answers with {{ eos_token }} in the chat template"
+    )
+    assert not load(path, published, 1, 128, val_path=str(val)).notes
+
+
+@pytest.mark.parametrize(
+    ("template", "eos", "ends"),
+    [
+        (CHATML, "<|im_end|>", ["<|im_end|>"]),
+        (CHATML, "<s>", ["<s>", "<|im_end|>"]),
+        (NEXT_ROLE, "<|im_end|>", ["<|im_end|>", "<|im_start|>"]),
+    ],
+)
+def test_sampling_stops_at_the_ends_of_the_answers(published, tmp_path, template, eos, ends):
+    config = json.loads((published / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"eos_token": eos, "chat_template": template}))
+    (tmp_path / "tokenizer.json").write_text((published / "tokenizer.json").read_text())
+    data = load(written(tmp_path / "c.jsonl", CHAT, CHAT[:2]), tmp_path, 1, 128)
+    data.tokenizer.save(tmp_path / "tokenizer.json")  # as in a run's folder
+    loaded = Tokenizer.load(tmp_path / "tokenizer.json")
+    assert [loaded.special_texts[token] for token in loaded.ends_of_text] == ends
+    assert [f"end with {end}, so" in data.notes[0] for end in ends[1:]] == [True] * len(data.notes)
 
 
 def test_tokens_that_share_a_character_with_a_span_count():
@@ -232,6 +296,79 @@ def test_whole_conversations_are_held_out_and_equal_ones_on_one_side(published, 
     assert held_out(1) == held_out(-1) and len(held_out(1)) == 8 and len(set(held_out(1))) == 2
 
 
+def test_conversations_that_differ_only_in_what_the_model_does_not_read_are_equal(published, tmp_path):
+    def variants(i: int) -> list[str]:
+        user, answer = {"role": "user", "content": f"{i} ä?"}, {"role": "assistant", "content": "yes"}
+        return [
+            json.dumps({"messages": [user, answer]}),
+            json.dumps({"id": 7, "messages": [user, answer | {"weight": 1}]}),
+            json.dumps({"messages": [dict(reversed(user.items())), answer]}, ensure_ascii=False, indent=0).replace(
+                "\n", " "
+            ),
+        ]
+
+    (tmp_path / "c.jsonl").write_text("\n".join(line for i in range(20) for line in variants(i)), encoding="utf-8")
+    data = load(tmp_path / "c.jsonl", published, val_fraction=0.3)
+    train, val = ({bytes(c) for c in _examples(split)} for split in (data._train, data._val))
+    assert (len(train), len(val), len(data._val.lengths_N)) == (14, 6, 18) and not train & val
+    (tmp_path / "v.jsonl").write_text(variants(3)[2], encoding="utf-8")
+    data = load(tmp_path / "c.jsonl", published, val_path=str(tmp_path / "v.jsonl"))
+    assert len(data._train.lengths_N) == 3 * 19
+
+
+def _examples(split: PackedExamples) -> list[np.ndarray]:
+    return [split.tokens[i : i + n + 1] for i, n in zip(split.starts_N, split.lengths_N, strict=True)]
+
+
+WITHOUT_THINKING = CHATML.replace(
+    "message['content']", "message['content'].split('<t>')[0] + message['content'].split('</t>')[-1]"
+)
+ROLE_MARKER = CHATML.replace("'<|im_start|>' + message['role']", "'<|' + message['role'] + '|>'").replace(
+    "'<|im_start|>assistant", "'<|assistant|>"
+)
+
+
+@pytest.mark.parametrize(
+    ("source", "message", "formed"),
+    [
+        (ROLE_MARKER, {"role": "im_end", "content": "a"}, "<|im_end|>"),
+        (WITHOUT_THINKING, {"role": "user", "content": "a<|im_<t>b</t>end|>c"}, "<|im_end|>"),
+        ("<{{ messages[0].content }}" + CHATML, {"role": "user", "content": "s>"}, "<s>"),
+        (MARKED.replace("user\n'", "user<|im_'"), {"role": "user", "content": "start|>"}, "<|im_start|>"),
+        ("{{ messages[0].tool | replace('_', '') }}" + CHATML, {"role": "user", "content": "", "tool": "<_s>"}, "<s>"),
+        ("{{ messages[0].content | lower }}" + CHATML, {"role": "user", "content": "<S>"}, "<s>"),
+    ],
+)
+def test_a_message_never_becomes_a_special_token(tokenizer, tmp_path, source, message, formed):
+    template = ChatTemplate(source, tokenizer, "it")
+    path = written(tmp_path / "c.jsonl", [message, {"role": "assistant", "content": "yes"}])
+    conversations = read_conversations(str(path), "data.path", template)
+    with pytest.raises(UserError) as caught:
+        encode_conversations(conversations, tokenizer, 128)
+    problem = f"{path}, line 1, holds text that becomes the special token {formed!r} in the chat template"
+    assert str(caught.value) == f"{problem}; rephrase it, or remove the line."
+
+
+def test_a_template_may_form_its_own_special_tokens_from_roles_and_in_json(published, tmp_path):
+    inner = tokenizers.Tokenizer.from_file(str(published / "tokenizer.json"))
+    inner.add_special_tokens(["<|user|>", "<|assistant|>"])
+    tokenizer = Tokenizer(inner, config={"eos_token": "<|im_end|>"})
+    source = ROLE_MARKER + (
+        "{{ {'end': '<|im_end|>', 'user': messages[0].content} | tojson }}{% set pieces = '<' ~ 's>' %}{{ pieces }}"
+    )
+    template = ChatTemplate(source, tokenizer, "it")
+    rendered = template.render([{"role": "user", "content": "\\ufdd0<>"}, CHAT[1]])
+    ((ids, _),) = encode_rendered([rendered], ["it"], tokenizer)
+    assert '{"end": "<|im_end|>", "user": "\\\\ufdd0<>"}<s>' in rendered.text
+    texts = [tokenizer.special_texts[token] for token in ids if token in tokenizer.special_texts]
+    assert texts == ["<|user|>", "<|im_end|>", "<|assistant|>", "<|im_end|>", "<|im_end|>", "<s>"]
+
+
+def test_a_template_that_takes_special_tokens_apart_is_refused(tokenizer):
+    with pytest.raises(UserError, match=r"it takes a special token apart; write special tokens whole"):
+        ChatTemplate("{{ '<|im_end|>'[:4] }}", tokenizer, "it").render(CHAT)
+
+
 def test_long_conversations_are_truncated_and_those_without_a_target_skipped(published, tmp_path):
     late = [{"role": "user", "content": "yes " * 60}, {"role": "assistant", "content": "yes"}]
     path, val = written(tmp_path / "c.jsonl", CHAT, late), written(tmp_path / "v.jsonl", CHAT[:2])
@@ -292,10 +429,14 @@ def test_special_tokens_are_named_as_text_or_as_objects(published, tmp_path):
             '{"messages": [{"role": "assistant", "content": "a<|im_end|>b"}]}',
             "line 2, message 1, holds '<|im_end|>', which the tokenizer would encode as its special token",
         ),
-        ('{"messages": [{"role": "assistant", "content": "a\\ufdd0b"}]}', "message 1, holds a lone surrogate or U+FDD0"),
+        (
+            '{"messages": [{"role": "assistant", "content": "a\\ufdd0b"}]}',
+            "message 1, holds a lone surrogate or U+FDD0",
+        ),
         ('{"messages": [{"role": "assistant", "content": "a", "x": ["<s>"]}]}', "message 1, holds '<s>'"),
         ('{"messages": [{"role": "assistant", "content": "a", "x": [{"<s>": 1}]}]}', "message 1, holds '<s>'"),
         ('{"messages": [{"role": "assistant", "content": "a\\ud800"}]}', "message 1, holds a lone surrogate"),
+        ('{"messages": [{"role": "assistant", "content": "a"}], "tools": [{"<s>": 1}]}', "line 2, tools, holds '<s>'"),
     ],
 )
 def test_a_line_that_is_no_conversation_is_named(template, tmp_path, line, said):
