@@ -82,7 +82,7 @@ class ChatTemplate:
             return rendered
         # Some are formed from pieces. Those of a role's name, such as <|user|>, are the template's own.
         try:
-            plain = self._render(_plain(messages), _plain(tools), add_generation_prompt)
+            plain = self._render(self._plain(messages), self._plain(tools), add_generation_prompt)
         except UserError:  # the template rejects the replaced texts
             return rendered
         formed = Counter(re.findall(self._special, plain.text)) - plain.special
@@ -102,9 +102,12 @@ class ChatTemplate:
             special.update(re.findall(self._special, self._next_turn))
         n_answers = sum(message["role"] == ASSISTANT for message in messages)
         first = 0 if len(spans) <= n_answers else len(spans) - 1  # blocks may be parts of one answer
-        found = [self._find_end(text, *span) for span in spans[first:]]
-        spans[first:] = [(start, stop) for (start, _), (stop, _) in zip(spans[first:], found, strict=True)]
-        return Rendered(text, spans, special, tuple(end for _, end in found))
+        ends = []
+        for i, (start, stop) in enumerate(spans[first:], start=first):
+            stop, end = self._find_end(text, start, stop)
+            spans[i] = start, stop
+            ends.append(end)
+        return Rendered(text, spans, special, tuple(ends))
 
     def _render(self, messages: Any, tools: Any, add_generation_prompt: bool = False) -> Rendered:
         """Return what `render` does, with the special tokens that the template writes whole."""
@@ -132,9 +135,21 @@ class ChatTemplate:
             raise UserError(f"{self.name} takes a special token apart; write special tokens whole")
         return Rendered(text, spans, special)
 
+    def _plain(self, value: Any) -> Any:
+        """Return a JSON value with each text in it replaced by "x", except known roles and the names of fields that the
+        template reads."""
+        if isinstance(value, dict):
+            return {
+                key if key in self._fields else "x": v if key == "role" and v in ROLES else self._plain(v)
+                for key, v in value.items()
+            }
+        if isinstance(value, list | tuple):
+            return [self._plain(part) for part in value]
+        return "x" if isinstance(value, str) and value else value
+
     def _find_answers(self, messages: Sequence[Message], tools: Any, text: str) -> list[tuple[int, int]]:
         """Return the span of each assistant message in the text of a conversation."""
-        spans = []
+        spans, special = [], tuple(self.tokenizer.special_texts.values())
         for i, message in enumerate(messages):
             if message["role"] != ASSISTANT:
                 continue
@@ -147,7 +162,9 @@ class ChatTemplate:
                 problem = f"{self.name} renders message {i + 1} differently {when}"
                 remedy = "set data.template to one with {% generation %} blocks"
                 raise UserError(f"{problem}, so that the assistant's part is unknown; {remedy}")
-            spans.append((len(before), len(through)))
+            # The model does not generate white space after a special token.
+            end = through.rstrip()
+            spans.append((len(before), len(end if end.endswith(special) else through)))
         return spans
 
     def _find_end(self, text: str, start: int, stop: int) -> tuple[int, str]:
@@ -156,7 +173,7 @@ class ChatTemplate:
         own = re.search(rf"{self._special}\s*\Z", text[start:stop])
         after = re.compile(rf"\s*{self._special}").match(text, stop)
         if own and (own[1] in self._stops or not (after and after[1] in self._stops)):
-            return start + own.end(1), own[1]  # the model does not generate white space after it
+            return stop, own[1]
         return (after.end(), after[1]) if after else (stop, "")
 
     @cached_property
@@ -191,6 +208,8 @@ class ChatTemplate:
         environment.globals["strftime_now"] = date.fromisoformat(DATE).strftime
         try:
             parsed = environment.parse(self.source)
+            self._fields = {node.attr for node in parsed.find_all(jinja2.nodes.Getattr)}
+            self._fields |= {node.value for node in parsed.find_all(jinja2.nodes.Const)}
             for constant in parsed.find_all(jinja2.nodes.TemplateData):
                 constant.data = self._mark(constant.data)
             for constant in parsed.find_all(jinja2.nodes.Const):
@@ -224,15 +243,6 @@ def _generation_extension() -> type:
             return f"{MARK}{BEGIN}{MARK}{caller()}{MARK}{END}{MARK}"
 
     return Generation
-
-
-def _plain(value: Any) -> Any:
-    """Return a JSON value with each text in it replaced by "x", except the names of known roles."""
-    if isinstance(value, dict):
-        return {key: v if key == "role" and v in ROLES else _plain(v) for key, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(part) for part in value]
-    return "x" if isinstance(value, str) and value else value
 
 
 def encode_rendered(

@@ -124,8 +124,8 @@ NEXT_ROLE = (
         (NEXT_ROLE.replace("{% generation %}", "").replace("{% endgeneration %}", ""), "<|im_start|>"),
         (NEXT_ROLE, "<|im_start|>"),
         (MARKED.replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}{{ '\\n<|im_end|>' }}"), "\n<|im_end|>"),
-        (MARKED.replace("<|im_end|>{% endgeneration %}{{ '\n' }}", "<|im_end|>\n{% endgeneration %}"), "<|im_end|>"),
-        (CHATML.replace("'<|im_end|>\n'", "('<|im_end|>' if message.role == 'user' or not loop.last)"), "<|im_end|>"),
+        (MARKED.replace("<|im_end|>{% endgeneration %}{{ '\n' }}", "<|im_end|>\n{% endgeneration %}"), "<|im_end|>\n"),
+        (CHATML.replace("'<|im_end|>\n'", "('' if loop.last and loop.index is even else '<|im_end|>')"), "<|im_end|>"),
         (CHATML.replace("<|im_end|>", "<s>"), "<s>"),
         (MARKED.replace("{{ message.content }}", "{{ message.content[:2] }}{% endgeneration %}"
                         "{% generation %}{{ message.content[2:] }}"), "<|im_end|>"),
@@ -336,6 +336,11 @@ ROLE_MARKER = CHATML.replace("'<|im_start|>' + message['role']", "'<|' + message
         ("<{{ messages[0].content }}" + CHATML, {"role": "user", "content": "s>"}, "<s>"),
         (MARKED.replace("user\n'", "user<|im_'"), {"role": "user", "content": "start|>"}, "<|im_start|>"),
         ("{{ messages[0].tool | replace('_', '') }}" + CHATML, {"role": "user", "content": "", "tool": "<_s>"}, "<s>"),
+        (
+            "<|{{ messages[0].tool.keys() | join }}|>" + CHATML,
+            {"role": "user", "content": "", "tool": {"im_end": 1}},
+            "<|im_end|>",
+        ),
         ("{{ messages[0].content | lower }}" + CHATML, {"role": "user", "content": "<S>"}, "<s>"),
     ],
 )
