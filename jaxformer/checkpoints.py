@@ -114,6 +114,13 @@ class CheckpointReader:
         except (OSError, ValueError, AttributeError):
             return False
 
+    def fingerprint(self, step: int) -> str | None:
+        """Return the fingerprint of the data that a checkpoint was trained on; None if it stores none."""
+        try:
+            return dict(self._read_position(step)).get("fingerprint")
+        except (OSError, ValueError, TypeError):
+            return None
+
     def restore_params(self, step: int, abstract: Any) -> Any:
         """Return the parameters, with the shapes, dtypes and shardings of `abstract`.
 

@@ -73,6 +73,7 @@ def main(arguments: list[str]) -> int:
         raise UserError("--stride, --data.unwrap and --data.column are for a text; name one with --data.path.")
     machine.set_up(options.batch_size, options.opening.mesh)
 
+    from jaxformer.checkpoints import CheckpointReader
     from jaxformer.data.pairs import PairDataset
     from jaxformer.data.sources import find_files
     from jaxformer.decode.weights import restored
@@ -92,6 +93,9 @@ def main(arguments: list[str]) -> int:
     if path is None:
         data = load_data(run.path, run.config)  # its training split, with another batch size, is not used
         description = data.describe()
+        if CheckpointReader(run.path).fingerprint(run.step) not in (None, data.fingerprint):
+            problem = "the data, or its split in this version, differs from what this run was trained on"
+            echo_error(f"note: {problem}; it may have been trained on some of what is held out now")
     else:
         data, description = load_held_out_text(run, path, options.stride, options.data.unwrap, options.data.column)
     evaluation = evaluate_run(run, params, data, mesh, options.batch_size, options.precision)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Collection, Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxformer.config import DataConfig, ModelConfig, TokenModelConfig
-from jaxformer.data.chat_template import ASSISTANT, ChatTemplate, read_template
+from jaxformer.data.chat_template import ASSISTANT, MARK, ChatTemplate, Rendered, encode_rendered, read_template
 from jaxformer.data.dataset import Batch, Dataset
 from jaxformer.data.infer_config import describe_changes, fit_vocab_size
 from jaxformer.data.packing import PackedExamples
@@ -21,7 +21,7 @@ from jaxformer.errors import UserError, abbreviate, lone_surrogate
 
 FORMAT = 1
 """Version of the tokens; increase it when the same conversations and template yield other tokens."""
-RENDERED_AT_ONCE = 1000
+ENCODED_AT_ONCE = 1000
 """Number of conversations that are tokenized together, in parallel."""
 EXAMPLE = '{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}'
 
@@ -67,32 +67,37 @@ class ChatConfig(DataConfig):
         else:
             template = read_template(self.template, tokenizer)
             tokenizer = tokenizer.with_chat_template(template.source)
-        train = read_conversations(self.path, "data.path", tokenizer)
+        train = read_conversations(self.path, "data.path", template)
         if self.val_path is not None:
-            val = read_conversations(self.val_path, "data.val_path", tokenizer)
+            val = read_conversations(self.val_path, "data.val_path", template)
             held_out = {conversation.digest for conversation in val}
             train = [conversation for conversation in train if conversation.digest not in held_out]
         else:
             train, val = hold_out(train, self.val_fraction)
         if not train:
             raise UserError(f"every conversation of {self.path} is held out; give other ones to train on.")
-        splits = [encode_conversations(split, template, tokenizer, model.context_length) for split in (train, val)]
+        splits = [encode_conversations(split, tokenizer, model.context_length) for split in (train, val)]
+        ends = {conversation.rendered.ends[-1] for conversation in train if conversation.rendered.ends} - {""}
+        stops = {tokenizer.special_texts.get(token) for token in tokenizer.ends_of_text}
+        if ends and not ends & stops:
+            tokenizer = tokenizer.with_ends(ends)
+            notes += (f"answers end with {' or '.join(sorted(ends))}, so sampling will stop there, too",)
         return ChatDataset(self.path, inferred, tokenizer, splits[0], splits[1], batch_size, seed, notes)
 
 
 class Conversation(NamedTuple):
-    """A line of a file: messages, objects with `role` and `content`; tools in the form that the template expects, None
-    for none; a label with file and line, for error messages; and the SHA-256 of the line."""
+    """A line of a file: the conversation as the model reads it, a label with file and line, for error messages, and
+    the SHA-256 of its text."""
 
-    messages: list[dict[str, Any]]
-    tools: Any
+    rendered: Rendered
     label: str
     digest: bytes
 
 
-def read_conversations(path: str, option: str, tokenizer: Tokenizer) -> list[Conversation]:
+def read_conversations(path: str, option: str, template: ChatTemplate) -> list[Conversation]:
     """Return the conversations of a file, a folder or a glob, without empty lines. Raises `UserError` if there are
-    none, a file cannot be read, or a line is not a conversation with the assistant."""
+    none, a file cannot be read, or, with file and line, if a line is not a conversation with the assistant, or the
+    template raises an error or leaves unclear where an answer begins."""
     if not path.strip():
         raise UserError(f"{option} is {path!r}; give a .jsonl file, a folder or a glob.")
     location = locate(path)
@@ -100,10 +105,15 @@ def read_conversations(path: str, option: str, tokenizer: Tokenizer) -> list[Con
     if not (files := [location] if is_file else expand_path(location, [".jsonl"])):
         raise UserError(f"there are no conversations at {option} {path}; give a .jsonl file, a folder or a glob.")
     conversations = []
-    for label, line, row in (line for file in files for line in read_json_lines(file)):
+    for label, row in (line for file in files for line in read_json_lines(file)):
         messages, tools = _parse(row, label)
-        check_texts([*messages, tools], label, tokenizer.special_texts)
-        conversations.append(Conversation(messages, tools, label, hashlib.sha256(line.encode()).digest()))
+        check_texts(messages, label, template.tokenizer.special_texts.values(), tools)
+        try:
+            rendered = template.render_conversation(messages, tools)
+        except UserError as error:
+            raise UserError(f"{label} {error}.") from error
+        digest = hashlib.sha256(rendered.text.encode(errors="surrogatepass")).digest()
+        conversations.append(Conversation(rendered, label, digest))
     if not conversations:
         raise UserError(f"{option} {path} holds no conversation; give it one per line, such as {EXAMPLE}.")
     return conversations
@@ -128,14 +138,16 @@ def _parse(row: Any, label: str) -> tuple[list[dict[str, Any]], Any]:
     return messages, row.get("tools")
 
 
-def check_texts(messages: Sequence[Any], label: str, special: Sequence[str]) -> None:
-    """Raise `UserError` if a message's texts contain a special token, which could end a turn."""
-    for number, message in enumerate(messages, start=1):
-        strings = list(_strings(message))
-        if any(lone_surrogate(text) is not None for text in strings):
-            raise UserError(f"{label} message {number}, holds a lone surrogate; remove it.")
-        for text in (text for text in ("\0", *special) for value in strings if text in value):
-            problem = f"{label} message {number}, holds {text!r}, which the tokenizer would encode as its special token"
+def check_texts(messages: Sequence[Any], label: str, special: Collection[str], tools: Any = None) -> None:
+    """Raise `UserError` if a text of the messages or tools contains a special token, which could end a turn."""
+    parts = {f"message {number}": message for number, message in enumerate(messages, start=1)} | {"tools": tools}
+    for name, part in parts.items():
+        strings = list(_strings(part))
+        if any(lone_surrogate(text) is not None or MARK in text for text in strings):
+            problem = f"{label} {name}, holds a lone surrogate or U+{ord(MARK):X}, which are not characters"
+            raise UserError(f"{problem}; remove it.")
+        for text in (text for text in special for value in strings if text in value):
+            problem = f"{label} {name}, holds {text!r}, which the tokenizer would encode as its special token"
             raise UserError(f"{problem}; rephrase it, or remove the line.")
 
 
@@ -170,27 +182,30 @@ class EncodedConversations(NamedTuple):
     """Tokens per conversation."""
     n_cut: int
     """Number of conversations that are longer than the context and truncated to it."""
+    n_cut_answers: int
+    """Number of truncated conversations that end within an answer, so without its end."""
     n_without: int
     """Number of truncated conversations without a remaining assistant token; they are left out."""
     n_empty: int
     """Number of other conversations without an assistant token; they are also left out."""
+    n_endless: int
+    """Number of conversations with an answer that the template does not end with a special token."""
 
 
 def encode_conversations(
-    conversations: Sequence[Conversation], template: ChatTemplate, tokenizer: Tokenizer, context_length: int
+    conversations: Sequence[Conversation], tokenizer: Tokenizer, context_length: int
 ) -> EncodedConversations:
-    """Return conversations as tokens, truncated to `context_length` + 1. Raises `UserError`, with file and line, if the
-    template raises an error or leaves unclear where an answer begins."""
+    """Return conversations as tokens, truncated to `context_length` + 1. Raises as `encode_rendered` does."""
     tokens, weights, lengths = array("i"), array("f"), list[int]()
-    n_cut = n_without = n_empty = 0
-    for start in range(0, len(conversations), RENDERED_AT_ONCE):
-        part = conversations[start : start + RENDERED_AT_ONCE]
-        rendered = [_render(conversation, template) for conversation in part]
-        encoded = tokenizer.encode_with_special([text for text, _ in rendered])
-        for (_, spans), (ids, offsets) in zip(rendered, encoded, strict=True):
+    n_cut = n_cut_answers = n_without = n_empty = n_endless = 0
+    for first in range(0, len(conversations), ENCODED_AT_ONCE):
+        rendered, labels, _ = zip(*conversations[first : first + ENCODED_AT_ONCE], strict=True)
+        encoded = encode_rendered(rendered, labels, tokenizer)
+        for (_, spans, _, ends), (ids, offsets) in zip(rendered, encoded, strict=True):
             counts = assistant_tokens(offsets, spans)[: context_length + 1]
             is_cut = len(ids) > context_length + 1
             n_cut += is_cut
+            n_cut_answers += is_cut and any(start < offsets[context_length][1] < stop for start, stop in spans)
             if not any(counts[1:]):  # the first token is never a target
                 n_without += is_cut
                 n_empty += not is_cut
@@ -198,17 +213,11 @@ def encode_conversations(
             tokens.extend(ids[: context_length + 1])
             weights.extend(counts)
             lengths.append(len(counts))
+            n_endless += "" in ends
     return EncodedConversations(
-        np.array(tokens, np.int32), np.array(weights, np.float32), np.array(lengths, np.int64), n_cut, n_without,
-        n_empty,
+        np.array(tokens, np.int32), np.array(weights, np.float32), np.array(lengths, np.int64), n_cut, n_cut_answers,
+        n_without, n_empty, n_endless,
     )  # fmt: skip
-
-
-def _render(conversation: Conversation, template: ChatTemplate) -> tuple[str, list[tuple[int, int]]]:
-    try:
-        return template.render_conversation(conversation.messages, conversation.tools)
-    except UserError as error:
-        raise UserError(f"{conversation.label} {error}.") from error
 
 
 def assistant_tokens(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> list[int]:
@@ -246,12 +255,20 @@ class ChatDataset(Dataset):
             if encoded.n_cut:
                 note = f"{encoded.n_cut:,} {split} conversation(s) are longer than {model.context_length + 1:,} tokens"
                 note += " and are truncated"
+                if encoded.n_cut_answers:
+                    note += f", {encoded.n_cut_answers:,} of them within an answer, so that its end is not learned"
                 if encoded.n_without:
                     note += f", and {encoded.n_without:,} skipped because the assistant's part comes later"
                 self.notes = (*self.notes, note)
             if encoded.n_empty:
                 empty = f"{encoded.n_empty:,} {split} conversation(s) are skipped"
                 self.notes = (*self.notes, f"{empty}: the chat template renders no assistant token in them")
+        if train.n_endless:
+            note = (
+                f"{train.n_endless:,} training conversation(s) have an answer that no special token ends, so that the"
+            )
+            note += " model does not learn to stop; end answers with {{ eos_token }} in the chat template"
+            self.notes = (*self.notes, note)
         self._train, self._val = (
             PackedExamples(
                 split.tokens, np.cumsum(split.lengths_N) - split.lengths_N, split.lengths_N - 1, model.context_length,

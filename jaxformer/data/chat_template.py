@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import date
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 from jaxformer.data.sources import locate
@@ -21,8 +22,13 @@ from jaxformer.extras import import_extra
 
 ASSISTANT = "assistant"
 """Role whose text the model is trained on."""
-BEGIN, END = "\0<", "\0>"
-"""Markers of a generation block in a rendered text; no message may contain the character 0."""
+ROLES = ("assistant", "developer", "environment", "function", "ipython", "observation", "system", "tool", "user")
+"""Roles from whose names a template may form special tokens, such as `<|user|>`."""
+MARK = "\ufdd0"
+"""Around each special token that the template itself writes, and around `BEGIN` and `END` in a rendered text; Unicode
+reserves this code point for such internal use, and no message may contain it."""
+BEGIN, END = "{% generation %}", "{% endgeneration %}"
+"""Names of the marks around a generation block."""
 DATE = "2024-07-26"
 """Date that templates get as today's, the default of Llama 3.1's template: the tokens must not depend on the day."""
 
@@ -30,19 +36,28 @@ Message = Mapping[str, Any]
 
 
 class Rendered(NamedTuple):
-    """A conversation as one text, and the character ranges `[start, stop)` that the assistant writes."""
+    """A conversation as one text."""
 
     text: str
     spans: list[tuple[int, int]]
+    """Character ranges `[start, stop)` that the assistant writes."""
+    special: Counter[str]
+    """Special tokens that the template has written, rather than a message, and how often."""
+    ends: tuple[str, ...] = ()
+    """Special token that ends each answer; "" for an answer without one."""
 
 
 class ChatTemplate:
-    """A chat template and the special tokens that it writes."""
+    """A chat template for a tokenizer."""
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str], name: str) -> None:
-        """Compile a template with special tokens by name, such as `eos_token`; error messages call it `name`, such as
-        its path. Raises `UserError` if it is not a template, or Jinja is not installed."""
-        self.source, self.special_tokens, self.name = source, special_tokens, name
+    def __init__(self, source: str, tokenizer: Tokenizer, name: str) -> None:
+        """Compile a template; error messages call it `name`, such as its path. Raises `UserError` if it is not a
+        template, or Jinja is not installed."""
+        self.source, self.tokenizer, self.name = source, tokenizer, name
+        longest_first = sorted(tokenizer.special_texts.values(), key=len, reverse=True)
+        self._special = f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})"
+        self._stops = [tokenizer.special_texts.get(token) for token in tokenizer.ends_of_text]
+        self._names = {name: self._mark(text) for name, text in tokenizer.special_tokens.items()}
         self._compiled = self._compile()
 
     @classmethod
@@ -55,44 +70,93 @@ class ChatTemplate:
             raise UserError(
                 "the tokenizer has no chat template; name a file with one in training, with --data.template."
             )
-        return cls(source, tokenizer.special_tokens, "the tokenizer's chat template")
+        return cls(source, tokenizer, "the tokenizer's chat template")
 
     def render(self, messages: Sequence[Message], tools: Any = None, add_generation_prompt: bool = False) -> Rendered:
         """Return the text of messages, and the spans of its generation blocks. `tools` have the form that the template
         expects, None for none. With `add_generation_prompt`, the text ends with the start of an answer, such as the
         name of its role. Raises `UserError` if the template raises an error; callers complete the message with the
         location in the data."""
+        rendered = self._render(messages, tools, add_generation_prompt)
+        if len(re.findall(self._special, rendered.text)) == rendered.special.total():
+            return rendered
+        # Some are formed from pieces. Those of a role's name, such as <|user|>, are the template's own.
         try:
-            marked = self._compiled.render(
-                messages=messages, tools=tools, documents=None, add_generation_prompt=add_generation_prompt,
-                **self.special_tokens,
-            )  # fmt: skip
-        except UserError:
-            raise
-        except Exception as error:  # its expressions can raise anything
-            raise UserError(f"{self.name} raises {type(error).__name__}: {error}") from error
-        text, spans = "", list[tuple[int, int]]()
-        for number, part in enumerate(re.split(f"{BEGIN}|{END}", marked)):
-            if number % 2 and part:
-                spans.append((len(text), len(text) + len(part)))
-            text += part
-        return Rendered(text, spans)
+            plain = self._render(self._plain(messages), self._plain(tools), add_generation_prompt)
+        except UserError:  # the template rejects the replaced texts
+            return rendered
+        formed = Counter(re.findall(self._special, plain.text)) - plain.special
+        return rendered._replace(special=rendered.special + formed)
 
     def render_conversation(self, messages: Sequence[Message], tools: Any = None) -> Rendered:
         """Return the text of a conversation and the spans of the assistant: the generation blocks. A template without
         them is rendered up to each assistant message, with a generation prompt, and again including the message; the
-        difference is the assistant's. Raises `UserError` as `render` does, or if the text before a message depends on
-        later messages, so that its span is unknown."""
-        text, spans = self.render(messages, tools)
-        if self.has_generation_blocks:
-            return Rendered(text, spans)
+        difference is the assistant's. An answer includes the special token that ends it, even if that begins the next
+        turn; after the last answer, it is added. Raises `UserError` as `render` does, or if the text before a message
+        depends on later messages, so that its span is unknown."""
+        text, spans, special, _ = self.render(messages, tools)
+        if not self.has_generation_blocks:
+            spans = self._find_answers(messages, tools, text)
+        if spans and not text[spans[-1][1] :].strip() and not self._find_end(text, *spans[-1])[1]:
+            text += self._next_turn
+            special.update(re.findall(self._special, self._next_turn))
+        n_answers = sum(message["role"] == ASSISTANT for message in messages)
+        first = 0 if len(spans) <= n_answers else len(spans) - 1  # blocks may be parts of one answer
+        ends = []
+        for i, (start, stop) in enumerate(spans[first:], start=first):
+            stop, end = self._find_end(text, start, stop)
+            spans[i] = start, stop
+            ends.append(end)
+        return Rendered(text, spans, special, tuple(ends))
+
+    def _render(self, messages: Any, tools: Any, add_generation_prompt: bool = False) -> Rendered:
+        """Return what `render` does, with the special tokens that the template writes whole."""
+        try:
+            marked = self._compiled.render(
+                messages=messages, tools=tools, documents=None, add_generation_prompt=add_generation_prompt,
+                **self._names,
+            )  # fmt: skip
+        except UserError:
+            raise
+        except Exception as error:  # its expressions can raise anything
+            raise UserError(f"{self.name} raises {type(error).__name__}: {error}".replace(MARK, "")) from error
+        text, spans, special, start = "", list[tuple[int, int]](), Counter[str](), 0
+        for number, part in enumerate(re.split(f"{MARK}([^{MARK}]*){MARK}", marked)):
+            if number % 2 == 0:
+                text += part
+            elif part == BEGIN:
+                start = len(text)
+            elif part == END:
+                spans += [(start, len(text))] if len(text) > start else []
+            else:
+                text += part
+                special[part] += 1
+        if MARK in text or not special.keys() <= {*self.tokenizer.special_texts.values()}:
+            raise UserError(f"{self.name} takes a special token apart; write special tokens whole")
+        return Rendered(text, spans, special)
+
+    def _plain(self, value: Any) -> Any:
+        """Return a JSON value with each text in it replaced by "x", except known roles and the names of fields that the
+        template reads."""
+        if isinstance(value, dict):
+            return {
+                key if key in self._fields else "x": v if key == "role" and v in ROLES else self._plain(v)
+                for key, v in value.items()
+            }
+        if isinstance(value, list | tuple):
+            return [self._plain(part) for part in value]
+        return "x" if isinstance(value, str) and value else value
+
+    def _find_answers(self, messages: Sequence[Message], tools: Any, text: str) -> list[tuple[int, int]]:
+        """Return the span of each assistant message in the text of a conversation."""
+        spans, special = [], tuple(self.tokenizer.special_texts.values())
         for i, message in enumerate(messages):
             if message["role"] != ASSISTANT:
                 continue
-            before = self.render(messages[:i], tools, add_generation_prompt=True).text
-            through = self.render(messages[: i + 1], tools).text
+            before = self._render(messages[:i], tools, add_generation_prompt=True).text
+            through = self._render(messages[: i + 1], tools).text
             if not (through.startswith(before) and text.startswith(through)):
-                is_same = through.startswith(self.render(messages[:i], tools).text)
+                is_same = through.startswith(self._render(messages[:i], tools).text)
                 differs = is_same and not through.startswith(before)
                 when = "after a generation prompt" if differs else "if other messages follow"
                 problem = f"{self.name} renders message {i + 1} differently {when}"
@@ -100,8 +164,32 @@ class ChatTemplate:
                 raise UserError(f"{problem}, so that the assistant's part is unknown; {remedy}")
             # The model does not generate white space after a special token.
             end = through.rstrip()
-            spans.append((len(before), len(end if end.endswith(tuple(self.special_tokens.values())) else through)))
-        return Rendered(text, spans)
+            spans.append((len(before), len(end if end.endswith(special) else through)))
+        return spans
+
+    def _find_end(self, text: str, start: int, stop: int) -> tuple[int, str]:
+        """Return where an answer ends, and the special token that ends it: its own last one or, unless sampling stops
+        at that, the next one, which begins the next turn; "" if there is neither."""
+        own = re.search(rf"{self._special}\s*\Z", text[start:stop])
+        after = re.compile(rf"\s*{self._special}").match(text, stop)
+        if own and (own[1] in self._stops or not (after and after[1] in self._stops)):
+            return stop, own[1]
+        return (after.end(), after[1]) if after else (stop, "")
+
+    @cached_property
+    def _next_turn(self) -> str:
+        """Text with which the turn after an answer begins, up to its special token; "" if it begins with none."""
+        turns = [{"role": role, "content": "x"} for role in ("user", ASSISTANT, "user")]
+        try:
+            answered, continued = (self._render(turns[:n], None).text for n in (2, 3))
+        except UserError:  # the template expects other messages
+            return ""
+        after = re.compile(rf"\s*{self._special}").match(continued, len(answered))
+        return after[0] if after and continued.startswith(answered) else ""
+
+    def _mark(self, text: str) -> str:
+        """Return a text with marks around its special tokens."""
+        return re.sub(self._special, rf"{MARK}\1{MARK}", text)
 
     @property
     def has_generation_blocks(self) -> bool:
@@ -119,7 +207,15 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = date.fromisoformat(DATE).strftime
         try:
-            return environment.from_string(self.source)
+            parsed = environment.parse(self.source)
+            self._fields = {node.attr for node in parsed.find_all(jinja2.nodes.Getattr)}
+            self._fields |= {node.value for node in parsed.find_all(jinja2.nodes.Const)}
+            for constant in parsed.find_all(jinja2.nodes.TemplateData):
+                constant.data = self._mark(constant.data)
+            for constant in parsed.find_all(jinja2.nodes.Const):
+                if isinstance(constant.value, str):
+                    constant.value = self._mark(constant.value)
+            return environment.from_string(parsed)
         except jinja2.TemplateSyntaxError as error:
             problem = f"{self.name}, line {error.lineno}, is not a valid Jinja template: {error.message}"
             raise UserError(f"{problem}; fix it.") from error
@@ -144,14 +240,27 @@ def _generation_extension() -> type:
 
         def mark(self, caller: Any) -> str:
             """Return the block's text between markers."""
-            return f"{BEGIN}{caller()}{END}"
+            return f"{MARK}{BEGIN}{MARK}{caller()}{MARK}{END}{MARK}"
 
     return Generation
 
 
+def encode_rendered(
+    rendered: Sequence[Rendered], labels: Sequence[str], tokenizer: Tokenizer
+) -> list[tuple[list[int], list[tuple[int, int]]]]:
+    """Return the tokens of each text and their character ranges. Raises `UserError`, with the text's label, if a text
+    has more special tokens than the template has written, so that a message would control the conversation."""
+    encoded, special = tokenizer.encode_with_special([text for text, *_ in rendered]), tokenizer.special_texts
+    for written, label, (ids, _) in zip(rendered, labels, encoded, strict=True):
+        if formed := Counter(special[token] for token in ids if token in special) - written.special:
+            problem = f"{label} holds text that becomes the special token {next(iter(formed))!r} in the chat template"
+            raise UserError(f"{problem}; rephrase it, or remove the line.")
+    return encoded
+
+
 def _raise_exception(message: str) -> None:
     """Raise a template's own error."""
-    raise UserError(f"the chat template rejects it: {message}")
+    raise UserError(f"the chat template rejects it: {message}".replace(MARK, ""))
 
 
 def read_template(path: str, tokenizer: Tokenizer) -> ChatTemplate:
@@ -164,7 +273,7 @@ def read_template(path: str, tokenizer: Tokenizer) -> ChatTemplate:
         problem = f"data.template {path} cannot be read ({os_error_reason(error) or 'it is not UTF-8'})"
         raise UserError(f"{problem}; give a file with a Jinja template, or a tokenizer_config.json.") from error
     if file.suffix != ".json":
-        return ChatTemplate(text, tokenizer.special_tokens, path)
+        return ChatTemplate(text, tokenizer, path)
     try:
         config = parse_json(text.encode())
     except ValueError as error:
@@ -172,4 +281,4 @@ def read_template(path: str, tokenizer: Tokenizer) -> ChatTemplate:
     source = config.get("chat_template") if isinstance(config, dict) else None
     if not isinstance(source, str):
         raise UserError(f"data.template {path} has a chat_template that is not text, but {abbreviate(source)}.")
-    return ChatTemplate(source, tokenizer.special_tokens, path)
+    return ChatTemplate(source, tokenizer, path)

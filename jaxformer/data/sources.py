@@ -202,9 +202,9 @@ def _as_document(text: str) -> list[str]:
     return [text.replace("\r\n", "\n").replace("\r", "\n")] if "\r" in text else [text]
 
 
-def read_json_lines(path: Path) -> Iterator[tuple[str, str, Any]]:
-    """Yield, for each line that is not empty, a label with file and line number, its text, and its JSON value. Raises
-    `UserError` if a line is not JSON, and as `_lines` does."""
+def read_json_lines(path: Path) -> Iterator[tuple[str, Any]]:
+    """Yield, for each line that is not empty, a label with file and line number, and its JSON value. Raises `UserError`
+    if a line is not JSON, and as `_lines` does."""
     for number, line in enumerate(map(str.strip, _lines(path)), start=1):
         if line:
             name = f"{path}, line {number},"
@@ -213,11 +213,11 @@ def read_json_lines(path: Path) -> Iterator[tuple[str, str, Any]]:
             except ValueError as error:
                 at = f"{error.msg} at column {error.colno}" if isinstance(error, JSONDecodeError) else error
                 raise UserError(f"{name} is not JSON ({at}); fix it, or remove it.") from error
-            yield name, line, row
+            yield name, row
 
 
 def _read_jsonl(path: Path, field: str) -> Iterator[list[str]]:
-    for name, _, row in read_json_lines(path):
+    for name, row in read_json_lines(path):
         if not isinstance(row, dict):
             raise UserError(f"{name} is not a JSON object with the field {field!r}; fix it, or remove it.")
         if field not in row:

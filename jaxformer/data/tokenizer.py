@@ -200,9 +200,10 @@ class Tokenizer:
         return {name: text for name, text in texts.items() if text and isinstance(text, str)}
 
     @cached_property
-    def special_texts(self) -> list[str]:
-        """Texts of all special tokens, which a user's text may contain."""
-        return [token["content"] for token in json.loads(self.as_json())["added_tokens"] if token["special"]]
+    def special_texts(self) -> dict[int, str]:
+        """Texts of all special tokens by id, which a user's text may contain."""
+        ends, added = self.ends_of_text, json.loads(self.as_json())["added_tokens"]
+        return {token["id"]: token["content"] for token in added if token["special"] or token["id"] in ends}
 
     def encode_with_special(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
         """Return the tokens of each text, with special tokens encoded as such, and the character range `[start, stop)`
@@ -220,6 +221,11 @@ class Tokenizer:
     def with_chat_template(self, source: str) -> Tokenizer:
         """Return the tokenizer with a chat template in its config."""
         return Tokenizer(self._inner, self.one_in, {**self.config, "chat_template": source})
+
+    def with_ends(self, texts: Iterable[str]) -> Tokenizer:
+        """Return the tokenizer with more special tokens, given by their texts, that end a generated text."""
+        more = (token for token, text in self.special_texts.items() if text in texts)
+        return Tokenizer(self._inner, self.one_in, {**self.config, END_IDS: [*self.ends_of_text, *more]})
 
     def without_special_from(self, n: int) -> Tokenizer:
         """Return the tokenizer without special tokens whose ids are n or above."""

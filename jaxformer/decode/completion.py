@@ -13,7 +13,7 @@ import jax
 
 from jaxformer.contract import contract_of
 from jaxformer.data.chat import check_texts
-from jaxformer.data.chat_template import ChatTemplate
+from jaxformer.data.chat_template import ChatTemplate, encode_rendered
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.decode.beam import beam_search
 from jaxformer.decode.generation import Generation, generate, spread_rows
@@ -179,13 +179,14 @@ class Completer:
     def _encode_message(self, text: str) -> list[int]:
         """Return the tokens of a one-message conversation, up to the start of the answer."""
         messages = [{"role": "user", "content": text}]
-        check_texts(messages, "the conversation,", self._tokenizer.special_texts)
+        label = "the conversation,"
+        check_texts(messages, label, self._tokenizer.special_texts.values())
         template = self._template
         try:
             rendered = template.render(messages, add_generation_prompt=True)
         except UserError as error:
             raise UserError(f"{error}; omit --chat, or train with another template.") from error
-        ((tokens, _),) = self._tokenizer.encode_with_special([rendered.text])
+        ((tokens, _),) = encode_rendered([rendered], [label], self._tokenizer)
         return tokens
 
     @cached_property

@@ -83,9 +83,10 @@ def find_start(
     data_changed = resumed and position["fingerprint"] != data.fingerprint
     if data_changed:
         if not allow_changed_data:
+            reason = "its content has changed, or this version splits or tokenizes it differently"
             raise UserError(
-                "the data differs from what this run was trained on: its content or split has changed, and it is now "
-                f"{data.describe()}; restore it, start a new run, or resume regardless with --allow-changed-data."
+                f"the data differs from what this run was trained on: {reason}; it is now {data.describe()}; restore "
+                "it, start a new run, or resume regardless with --allow-changed-data."
             )
         notes.append(f"the data has changed; it is now {data.describe()}")
     if rollback is not None:

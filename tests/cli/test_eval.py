@@ -1,6 +1,7 @@
 """`python -m jaxformer eval`: the number, and what it refuses."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -8,12 +9,13 @@ import numpy as np
 import pytest
 
 from jaxformer import load_run
+from jaxformer.checkpoints import CheckpointManager
 from jaxformer.cli import eval as command
 from jaxformer.config import Config
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.data.windows import TextConfig
 from jaxformer.models.mlp import MLPConfig
-from jaxformer.runs import Run
+from jaxformer.runs import Run, load_data, read_config, write_config
 from jaxformer.sharding import make_mesh
 from jaxformer.train.evaluate import Evaluator
 from jaxformer.train.setup import TrainSetup
@@ -69,6 +71,23 @@ def test_the_default_equals_the_final_validation_of_training_on_any_batch_and_me
     for other in (["--batch-size", "1"], ["--batch-size", "3"], ["--mesh", "data=4,tensor=2"]):
         again = evaluate("--data.path", "books", *other)
         np.testing.assert_allclose([again[k] for k in results], [results[k] for k in results], rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_note_says_that_the_split_is_not_the_one_of_training(here, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(here)
+    folder = small_run(tmp_path / "run", ["a"])
+    config = replace(read_config(folder), data=TextConfig(path="books"))
+    write_config(folder, config)
+    for step, fingerprint in enumerate(["another", load_data(folder, config).fingerprint], start=1):
+        with CheckpointManager(folder) as checkpoints:
+            position = {"step": step, "fingerprint": fingerprint}
+            checkpoints.save(step, load_run(folder).params, {"none": jnp.zeros(1)}, position, None)
+    notes = []
+    for step in "1", "2":
+        assert command.main(["--run", str(folder), "--checkpoint", step]) == 0
+        notes.append("differs from what this run was trained on" in capsys.readouterr().err)
+    assert notes == [True, False]
 
 
 @pytest.mark.slow

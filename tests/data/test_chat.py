@@ -3,6 +3,8 @@
 import gzip
 import json
 import os
+import re
+from collections import Counter
 from pathlib import Path
 
 import flax.linen as nn
@@ -15,8 +17,9 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from jaxformer.config import Config, OptimizerConfig, TokenModelConfig, TrainConfig
 from jaxformer.contract import Contract, Task
-from jaxformer.data.chat import ChatConfig, assistant_tokens, read_conversations
-from jaxformer.data.chat_template import ChatTemplate, read_template
+from jaxformer.data.chat import ChatConfig, assistant_tokens, encode_conversations, read_conversations
+from jaxformer.data.chat_template import MARK, ChatTemplate, encode_rendered, read_template
+from jaxformer.data.packing import PackedExamples
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError
 from jaxformer.models.decoder import DecoderConfig
@@ -81,6 +84,11 @@ def tokenizer(published) -> Tokenizer:
     return Tokenizer.load(published / "tokenizer.json")
 
 
+@pytest.fixture(scope="module")
+def template(tokenizer) -> ChatTemplate:
+    return ChatTemplate.of_tokenizer(tokenizer)
+
+
 def written(path: Path, *conversations: object) -> Path:
     path.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in conversations))
     return path
@@ -88,16 +96,80 @@ def written(path: Path, *conversations: object) -> Path:
 
 @pytest.mark.parametrize("source", [CHATML, MARKED], ids=["prefixes", "blocks"])
 def test_the_assistants_part_is_its_text_and_the_end_of_its_turn(tokenizer, source):
-    text, spans = ChatTemplate(source, tokenizer.special_tokens, "it").render_conversation(CHAT)
+    text, spans, special, ends = ChatTemplate(source, tokenizer, "it").render_conversation(CHAT)
     assert "".join(text[start:stop] for start, stop in spans) == TARGETS
     assert text.count("<|im_start|>user\nHow are you?<|im_end|>\n<|im_start|>assistant\nI am") == 1
-    assert text.startswith("<s>" if source is MARKED else "<|im_start|>") and "\0" not in text
+    assert text.startswith("<s>" if source is MARKED else "<|im_start|>") and MARK not in text
+    assert special == Counter({"<|im_start|>": 4, "<|im_end|>": 4} | ({"<s>": 1} if source is MARKED else {}))
+    assert ends == ("<|im_end|>", "<|im_end|>")
     ((ids, offsets),) = tokenizer.encode_with_special([text])
     counts = assistant_tokens(offsets, spans)
     end = tokenizer.end_of_text
     learned = [token for token, counted in zip(ids, counts, strict=True) if counted]
     assert tokenizer.decode(learned) == TARGETS.replace("<|im_end|>", "") and learned.count(end) == 2
     assert ids.count(end) == 4  # and not those of the user
+
+
+NEXT_ROLE = (
+    "{% for m in messages %}{% if m.role == 'user' %}<|im_start|>{{ m.content }}{% else %}"
+    "<s>{% generation %}{{ m.content }}{% endgeneration %}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<s>{% endif %}"
+)
+"""A template in which only the marker of the next role ends an answer."""
+
+
+@pytest.mark.parametrize(
+    ("source", "end"),
+    [
+        (NEXT_ROLE.replace("{% generation %}", "").replace("{% endgeneration %}", ""), "<|im_start|>"),
+        (NEXT_ROLE, "<|im_start|>"),
+        (MARKED.replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}{{ '\\n<|im_end|>' }}"), "\n<|im_end|>"),
+        (MARKED.replace("<|im_end|>{% endgeneration %}{{ '\n' }}", "<|im_end|>\n{% endgeneration %}"), "<|im_end|>\n"),
+        (CHATML.replace("'<|im_end|>\n'", "('' if loop.last and loop.index is even else '<|im_end|>')"), "<|im_end|>"),
+        (CHATML.replace("<|im_end|>", "<s>"), "<s>"),
+        (MARKED.replace("{{ message.content }}", "{{ message.content[:2] }}{% endgeneration %}"
+                        "{% generation %}{{ message.content[2:] }}"), "<|im_end|>"),
+    ],
+)  # fmt: skip
+def test_every_answer_is_trained_up_to_a_special_token(tokenizer, source, end):
+    template = ChatTemplate(source, tokenizer, "it")
+    for chat, targets in ((CHAT, TARGETS), (CHAT[:2], "I am fine 👋🏽.<|im_end|>")):
+        text, spans, special, ends = template.render_conversation(chat)
+        assert "".join(text[start:stop] for start, stop in spans) == targets.replace("<|im_end|>", end)
+        assert {*ends} == {end.strip()} and text.rstrip().endswith(end.strip())
+        assert special == Counter(re.findall(r"<s>|<\|im_\w+\|>", text))
+
+
+@pytest.mark.parametrize(("end", "n"), [("", 2), ("{{ eos_token }}", 1)])
+def test_an_answer_without_an_end_is_noted(published, tmp_path, end, n):
+    source = NEXT_ROLE.replace("<|im_start|>", "user: ").replace("<s>", "assistant: ") + end
+    (tmp_path / "t.jinja").write_text(source)
+    path, val = written(tmp_path / "c.jsonl", CHAT, CHAT[2:]), written(tmp_path / "v.jsonl", CHAT[:2])
+    data = load(path, published, 1, 128, template=str(tmp_path / "t.jinja"), val_path=str(val))
+    assert data.notes[-1] == (
+        f"{n} training conversation(s) have an answer that no special token ends, so that the model does not learn to "
+        "stop; end answers with {{ eos_token }} in the chat template"
+    )
+    assert not load(path, published, 1, 128, val_path=str(val)).notes
+
+
+@pytest.mark.parametrize(
+    ("template", "eos", "ends"),
+    [
+        (CHATML, "<|im_end|>", ["<|im_end|>"]),
+        (CHATML, "<s>", ["<s>", "<|im_end|>"]),
+        (NEXT_ROLE, "<|im_end|>", ["<|im_end|>", "<|im_start|>"]),
+    ],
+)
+def test_sampling_stops_at_the_ends_of_the_answers(published, tmp_path, template, eos, ends):
+    config = json.loads((published / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"eos_token": eos, "chat_template": template}))
+    (tmp_path / "tokenizer.json").write_text((published / "tokenizer.json").read_text())
+    data = load(written(tmp_path / "c.jsonl", CHAT, CHAT[:2]), tmp_path, 1, 128)
+    data.tokenizer.save(tmp_path / "tokenizer.json")  # as in a run's folder
+    loaded = Tokenizer.load(tmp_path / "tokenizer.json")
+    assert [loaded.special_texts[token] for token in loaded.ends_of_text] == ends
+    assert [f"end with {end}, so" in data.notes[0] for end in ends[1:]] == [True] * len(data.notes)
 
 
 def test_tokens_that_share_a_character_with_a_span_count():
@@ -112,7 +184,7 @@ def test_tokens_and_masks_are_those_of_transformers(published, tokenizer, chat):
     transformers = pytest.importorskip("transformers")
     theirs = transformers.AutoTokenizer.from_pretrained(published)
     for source in (CHATML, MARKED):
-        text, spans = ChatTemplate(source, tokenizer.special_tokens, "it").render_conversation(chat)
+        text, spans, *_ = ChatTemplate(source, tokenizer, "it").render_conversation(chat)
         expected = theirs.apply_chat_template(
             chat, chat_template=source, tokenize=True, return_dict=True, return_assistant_tokens_mask=source is MARKED
         )
@@ -120,7 +192,7 @@ def test_tokens_and_masks_are_those_of_transformers(published, tokenizer, chat):
         assert ids == expected["input_ids"]
         if source is MARKED:
             assert assistant_tokens(offsets, spans) == expected["assistant_masks"]
-        prompt = ChatTemplate(source, tokenizer.special_tokens, "it").render(chat[:1], add_generation_prompt=True).text
+        prompt = ChatTemplate(source, tokenizer, "it").render(chat[:1], add_generation_prompt=True).text
         assert prompt == theirs.apply_chat_template(
             chat[:1], chat_template=source, tokenize=False, add_generation_prompt=True
         )
@@ -131,7 +203,7 @@ def test_a_template_sees_the_names_that_published_ones_expect(tokenizer):
         "{{ eos_token }} {{ tools | tojson }} {{ strftime_now('%d %b %Y') }}"
         "{% for m in messages %}{% if loop.index == 2 %}{% break %}{% endif %} {{ m.content | tojson }}{% endfor %}"
     )
-    rendered = ChatTemplate(source, tokenizer.special_tokens, "it").render(CHAT, tools=[{"name": "<ä>"}])
+    rendered = ChatTemplate(source, tokenizer, "it").render(CHAT, tools=[{"name": "<ä>"}])
     assert rendered.text == '<|im_end|> [{"name": "<ä>"}] 26 Jul 2024 "How are you?"'
 
 
@@ -146,7 +218,7 @@ def test_a_template_sees_the_names_that_published_ones_expect(tokenizer):
 )
 def test_a_template_that_is_none_is_refused_with_its_line(tokenizer, source, said):
     with pytest.raises(UserError, match=said):
-        ChatTemplate(source, tokenizer.special_tokens, "it")
+        ChatTemplate(source, tokenizer, "it")
 
 
 @pytest.mark.parametrize(
@@ -224,12 +296,91 @@ def test_whole_conversations_are_held_out_and_equal_ones_on_one_side(published, 
     assert held_out(1) == held_out(-1) and len(held_out(1)) == 8 and len(set(held_out(1))) == 2
 
 
+def test_conversations_that_differ_only_in_what_the_model_does_not_read_are_equal(published, tmp_path):
+    def variants(i: int) -> list[str]:
+        user, answer = {"role": "user", "content": f"{i} ä?"}, {"role": "assistant", "content": "yes"}
+        return [
+            json.dumps({"messages": [user, answer]}),
+            json.dumps({"id": 7, "messages": [user, answer | {"weight": 1}]}),
+            json.dumps({"messages": [dict(reversed(user.items())), answer]}, ensure_ascii=False, indent=0).replace(
+                "\n", " "
+            ),
+        ]
+
+    (tmp_path / "c.jsonl").write_text("\n".join(line for i in range(20) for line in variants(i)), encoding="utf-8")
+    data = load(tmp_path / "c.jsonl", published, val_fraction=0.3)
+    train, val = ({bytes(c) for c in _examples(split)} for split in (data._train, data._val))
+    assert (len(train), len(val), len(data._val.lengths_N)) == (14, 6, 18) and not train & val
+    (tmp_path / "v.jsonl").write_text(variants(3)[2], encoding="utf-8")
+    data = load(tmp_path / "c.jsonl", published, val_path=str(tmp_path / "v.jsonl"))
+    assert len(data._train.lengths_N) == 3 * 19
+
+
+def _examples(split: PackedExamples) -> list[np.ndarray]:
+    return [split.tokens[i : i + n + 1] for i, n in zip(split.starts_N, split.lengths_N, strict=True)]
+
+
+WITHOUT_THINKING = CHATML.replace(
+    "message['content']", "message['content'].split('<t>')[0] + message['content'].split('</t>')[-1]"
+)
+ROLE_MARKER = CHATML.replace("'<|im_start|>' + message['role']", "'<|' + message['role'] + '|>'").replace(
+    "'<|im_start|>assistant", "'<|assistant|>"
+)
+
+
+@pytest.mark.parametrize(
+    ("source", "message", "formed"),
+    [
+        (ROLE_MARKER, {"role": "im_end", "content": "a"}, "<|im_end|>"),
+        (WITHOUT_THINKING, {"role": "user", "content": "a<|im_<t>b</t>end|>c"}, "<|im_end|>"),
+        ("<{{ messages[0].content }}" + CHATML, {"role": "user", "content": "s>"}, "<s>"),
+        (MARKED.replace("user\n'", "user<|im_'"), {"role": "user", "content": "start|>"}, "<|im_start|>"),
+        ("{{ messages[0].tool | replace('_', '') }}" + CHATML, {"role": "user", "content": "", "tool": "<_s>"}, "<s>"),
+        (
+            "<|{{ messages[0].tool.keys() | join }}|>" + CHATML,
+            {"role": "user", "content": "", "tool": {"im_end": 1}},
+            "<|im_end|>",
+        ),
+        ("{{ messages[0].content | lower }}" + CHATML, {"role": "user", "content": "<S>"}, "<s>"),
+    ],
+)
+def test_a_message_never_becomes_a_special_token(tokenizer, tmp_path, source, message, formed):
+    template = ChatTemplate(source, tokenizer, "it")
+    path = written(tmp_path / "c.jsonl", [message, {"role": "assistant", "content": "yes"}])
+    conversations = read_conversations(str(path), "data.path", template)
+    with pytest.raises(UserError) as caught:
+        encode_conversations(conversations, tokenizer, 128)
+    problem = f"{path}, line 1, holds text that becomes the special token {formed!r} in the chat template"
+    assert str(caught.value) == f"{problem}; rephrase it, or remove the line."
+
+
+def test_a_template_may_form_its_own_special_tokens_from_roles_and_in_json(published, tmp_path):
+    inner = tokenizers.Tokenizer.from_file(str(published / "tokenizer.json"))
+    inner.add_special_tokens(["<|user|>", "<|assistant|>"])
+    tokenizer = Tokenizer(inner, config={"eos_token": "<|im_end|>"})
+    source = ROLE_MARKER + (
+        "{{ {'end': '<|im_end|>', 'user': messages[0].content} | tojson }}{% set pieces = '<' ~ 's>' %}{{ pieces }}"
+    )
+    template = ChatTemplate(source, tokenizer, "it")
+    rendered = template.render([{"role": "user", "content": "\\ufdd0<>"}, CHAT[1]])
+    ((ids, _),) = encode_rendered([rendered], ["it"], tokenizer)
+    assert '{"end": "<|im_end|>", "user": "\\\\ufdd0<>"}<s>' in rendered.text
+    texts = [tokenizer.special_texts[token] for token in ids if token in tokenizer.special_texts]
+    assert texts == ["<|user|>", "<|im_end|>", "<|assistant|>", "<|im_end|>", "<|im_end|>", "<s>"]
+
+
+def test_a_template_that_takes_special_tokens_apart_is_refused(tokenizer):
+    with pytest.raises(UserError, match=r"it takes a special token apart; write special tokens whole"):
+        ChatTemplate("{{ '<|im_end|>'[:4] }}", tokenizer, "it").render(CHAT)
+
+
 def test_long_conversations_are_truncated_and_those_without_a_target_skipped(published, tmp_path):
     late = [{"role": "user", "content": "yes " * 60}, {"role": "assistant", "content": "yes"}]
     path, val = written(tmp_path / "c.jsonl", CHAT, late), written(tmp_path / "v.jsonl", CHAT[:2])
     data = load(path, published, context_length=64, val_path=str(val))
-    note = "2 training conversation(s) are longer than 65 tokens and are truncated, and 1 skipped because the assistant"
-    assert [note in line for line in data.notes] == [True]
+    note = "2 training conversation(s) are longer than 65 tokens and are truncated, "
+    note += "1 of them within an answer, so that its end is not learned, and 1 skipped because the assistant"
+    assert [line.startswith(note) for line in data.notes] == [True]
     assert len(data._train.lengths_N) == 1 and data._train.lengths_N[0] == 64
     with pytest.raises(
         UserError, match=r"no training conversation has a token of the assistant among its first 9; raise"
@@ -242,7 +393,7 @@ def test_conversations_without_an_answer_are_skipped_with_a_note(published, tmp_
     silent = [{"role": "user", "content": "yes"}, {"role": "assistant", "content": ""}]
     path, val = written(tmp_path / "c.jsonl", CHAT, silent), written(tmp_path / "v.jsonl", CHAT[:2])
     data = load(path, published, template=str(tmp_path / "t.jinja"), val_path=str(val))
-    assert data.notes[-1].startswith("1 training conversation(s) are skipped: the chat template renders no assistant")
+    assert data.notes[-2].startswith("1 training conversation(s) are skipped: the chat template renders no assistant")
     with pytest.raises(UserError, match=r"renders no assistant token in any training conversation; give another"):
         load(written(path, silent), published, template=str(tmp_path / "t.jinja"), val_path=str(val))
 
@@ -265,7 +416,7 @@ def test_special_tokens_are_named_as_text_or_as_objects(published, tmp_path):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | named))
     loaded = Tokenizer.load(tmp_path / "tokenizer.json")
     assert loaded.special_tokens == {"bos_token": "<s>", "eos_token": "<|im_end|>"}
-    assert set(loaded.special_texts) == {"<s>", "<|im_start|>", "<|im_end|>"}
+    assert set(loaded.special_texts.values()) == {"<s>", "<|im_start|>", "<|im_end|>"}
 
 
 @pytest.mark.parametrize(
@@ -283,17 +434,21 @@ def test_special_tokens_are_named_as_text_or_as_objects(published, tmp_path):
             '{"messages": [{"role": "assistant", "content": "a<|im_end|>b"}]}',
             "line 2, message 1, holds '<|im_end|>', which the tokenizer would encode as its special token",
         ),
-        ('{"messages": [{"role": "assistant", "content": "a\\u0000<b"}]}', r"message 1, holds '\x00'"),
+        (
+            '{"messages": [{"role": "assistant", "content": "a\\ufdd0b"}]}',
+            "message 1, holds a lone surrogate or U+FDD0",
+        ),
         ('{"messages": [{"role": "assistant", "content": "a", "x": ["<s>"]}]}', "message 1, holds '<s>'"),
         ('{"messages": [{"role": "assistant", "content": "a", "x": [{"<s>": 1}]}]}', "message 1, holds '<s>'"),
         ('{"messages": [{"role": "assistant", "content": "a\\ud800"}]}', "message 1, holds a lone surrogate"),
+        ('{"messages": [{"role": "assistant", "content": "a"}], "tools": [{"<s>": 1}]}', "line 2, tools, holds '<s>'"),
     ],
 )
-def test_a_line_that_is_no_conversation_is_named(tokenizer, tmp_path, line, said):
+def test_a_line_that_is_no_conversation_is_named(template, tmp_path, line, said):
     file = written(tmp_path / "chats.jsonl", CHAT)
     file.write_text(file.read_text() + line + "\n")
     with pytest.raises(UserError) as caught:
-        read_conversations(str(file), "data.path", tokenizer)
+        read_conversations(str(file), "data.path", template)
     assert said in str(caught.value) and str(file) in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -308,33 +463,33 @@ def test_a_line_that_is_no_conversation_is_named(tokenizer, tmp_path, line, said
         ("latin.jsonl", "latin.jsonl, line 1, is not UTF-8 (invalid continuation byte)"),
     ],
 )
-def test_files_without_conversations_are_refused(tokenizer, tmp_path, monkeypatch, path, said):
+def test_files_without_conversations_are_refused(template, tmp_path, monkeypatch, path, said):
     monkeypatch.chdir(tmp_path)
     Path("empty.jsonl").write_text("\n \n")
     Path("latin.jsonl").write_bytes('{"messages": "ä"}'.encode("latin-1"))
     with pytest.raises(UserError) as caught:
-        read_conversations(path, "data.path", tokenizer)
+        read_conversations(path, "data.path", template)
     assert said in str(caught.value)
 
 
-def test_a_folder_and_a_glob_are_all_their_files(tokenizer, tmp_path, monkeypatch):
+def test_a_folder_and_a_glob_are_all_their_files(template, tmp_path, monkeypatch):
     written(tmp_path / "a.jsonl", CHAT)
     written(tmp_path / "b.jsonl", CHAT[:2], CHAT[2:])
     monkeypatch.chdir(tmp_path)
     for path in (str(tmp_path), str(tmp_path / "*.jsonl"), "[ab].jsonl"):
-        assert len(read_conversations(path, "data.path", tokenizer)) == 3
+        assert len(read_conversations(path, "data.path", template)) == 3
     (tmp_path / "more").mkdir()
     packed = tmp_path / "more/c.jsonl.gz"
     packed.write_bytes(gzip.compress((tmp_path / "b.jsonl").read_bytes()))
-    digests = [{c.digest for c in read_conversations(file, "", tokenizer)} for file in (str(packed), "b.jsonl")]
+    digests = [{c.digest for c in read_conversations(file, "", template)} for file in (str(packed), "b.jsonl")]
     assert digests[0] == digests[1]
-    assert len(read_conversations(".", "data.path", tokenizer)) == 5
+    assert len(read_conversations(".", "data.path", template)) == 5
 
 
-def test_a_truncated_gzip_file_is_one_sentence(tokenizer, tmp_path):
+def test_a_truncated_gzip_file_is_one_sentence(template, tmp_path):
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(written(tmp_path / "a", CHAT).read_bytes())[:-9])
     with pytest.raises(UserError, match=r"a\.jsonl\.gz is truncated or not a gzip file"):
-        read_conversations(str(tmp_path / "a.jsonl.gz"), "data.path", tokenizer)
+        read_conversations(str(tmp_path / "a.jsonl.gz"), "data.path", template)
 
 
 def test_a_tokenizer_without_template_and_data_without_tokenizer_are_refused(tmp_path):
