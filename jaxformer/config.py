@@ -292,9 +292,9 @@ class ComputeConfig:
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     """Compute dtype of matmuls (mixed precision); auto is bfloat16 on GPU and TPU, float32 on CPU. Parameters,
     optimizer state, softmax, norm statistics and the loss are always float32."""
-    attention: Literal["auto", "xla", "blockwise", "cudnn", "triton", "splash"] = "auto"
-    """Attention implementation; auto is a fused kernel of the device if one supports the model and passes a trial:
-    cudnn or else triton on GPUs, splash on TPUs."""
+    attention: Literal["auto", "xla", "blockwise", "cudnn", "splash"] = "auto"
+    """Attention implementation; auto is the device's fused kernel (cudnn on GPUs, splash on TPUs) if it supports the
+    model and passes a trial, and otherwise xla or, for long sequences, blockwise."""
     remat: Literal["none", "dots", "block"] = "none"
     """Activation checkpointing (gradient checkpointing). Saved for the backward pass: all activations (none), outputs
     of matmuls with weights (dots), or only the input of each block (block); dots and block also save the output of

@@ -1,24 +1,21 @@
 """Device-specific attention kernels with the signature of `ops.attention.attention`.
 
-Each supports only some shapes and masks, which is known at trace time; see `cudnn_refuses`, `triton_refuses` and
-`splash_refuses`.
+Each supports only some shapes and masks, which is known at trace time; see `cudnn_refuses` and `splash_refuses`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.ad_checkpoint import checkpoint_name
 
 from jaxformer.ops.blockwise import SAVED
 from jaxformer.ops.masks import Causal, Mask, Packed, causal_part
-from jaxformer.ops.precision import upcast
+from jaxformer.ops.workarounds import batched_together
 
 LANES = 128
 """Width of a TPU's vector registers; blocks of splash attention are multiples of it."""
@@ -28,10 +25,6 @@ BLOCK = 4 * LANES
 
 CUDNN_FORWARD = "dot_product_attention_fwd_wrapper"
 """Name of the primitive of cuDNN's forward pass."""
-
-TRITON_BLOCKS = 128, 64, 32
-"""Positions per block of Triton's kernels: in the forward pass, in the forward pass of heads wider than 128, whose
-blocks would not fit into shared memory otherwise, and in the backward pass."""
 
 Shaped = jax.Array | jax.ShapeDtypeStruct
 
@@ -101,6 +94,7 @@ def cudnn_attention(
     if reason := _cudnn_refuses_segments(mask):
         raise ValueError(reason)
     causal, _ = symbolic(mask)
+    q_HTK, k_GSK, v_GSK = batched_together(q_HTK, k_GSK, v_GSK)
     window = None if causal is None or causal.window is None else (causal.window - 1, 0)  # positions before and after
     y_THK = jax.nn.dot_product_attention(
         length_first(q_HTK),
@@ -111,128 +105,8 @@ def cudnn_attention(
         local_window_size=window,
         implementation=implementation,
     )
+    (y_THK,) = batched_together(y_THK)  # for its cotangent
     return length_first(y_THK)
-
-
-def triton_refuses(q_HTK: Shaped, k_GSK: Shaped, mask: Mask) -> str | None:
-    """Return the reason why `triton_attention` does not support these inputs, or None."""
-    K = q_HTK.shape[-1]
-    if q_HTK.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"Triton's kernel needs bfloat16 or float16, not {q_HTK.dtype}"
-    if not 8 < K <= 256:
-        return f"Triton's kernel needs a head width from 9 to 256, not {K}"
-    return order_refuses(q_HTK, k_GSK, mask) or _triton_positions_refuse(q_HTK.shape[1], k_GSK.shape[1], mask)
-
-
-def _triton_positions_refuse(T: int, S: int, mask: Mask) -> str | None:
-    """Return the reason why `triton_attention` does not support T queries and S keys under a mask, or None."""
-    if T != S:
-        return f"Triton's kernel needs as many queries as keys, not {T} and {S}"
-    causal = causal_part(mask)
-    if causal is not None and causal.window is not None and causal.window < T:
-        return f"Triton's kernel does not support attention windows, and the mask has one of {causal.window} positions"
-    return None
-
-
-def triton_attention(
-    q_HTK: jax.Array,
-    k_GSK: jax.Array,
-    v_GSK: jax.Array,
-    mask: Mask = None,
-    scale: float = 1.0,
-    *,
-    interpret: bool = False,
-) -> jax.Array:
-    """Return `attention`, computed by a Pallas kernel that Triton compiles (Dao 2023) on NVIDIA GPUs; memory linear in
-    T.
-
-    Heads that share keys and values read copies of them. XLA cannot partition the kernel: on several devices, call it
-    inside `jax.shard_map`.
-
-    Args:
-      q_HTK, k_GSK, v_GSK, mask, scale: as in `attention`, within the limits of `triton_refuses`.
-      interpret: run the kernel's program step by step, slowly, on any device.
-
-    Raises:
-      ValueError: the kernel does not support the mask or the number of positions.
-    """
-    causal, segments_T = symbolic(mask)
-    _, T, K = q_HTK.shape
-    if reason := _triton_positions_refuse(T, k_GSK.shape[1], mask):
-        raise ValueError(reason)
-    widest, wide_heads, _ = TRITON_BLOCKS
-    block = min(widest if K <= LANES else wide_heads, max(16, 1 << (T - 1).bit_length()))
-    pad = partial(jnp.pad, pad_width=((0, 0), (0, -T % block), (0, 0)))
-    call = TritonCall(block, scale, causal is not None, interpret)
-    if segments_T is None and causal is None and T % block:
-        segments_T = jnp.zeros(T, jnp.int32)
-    # The padding follows all positions: a causal mask hides it, and without one it is a separate segment.
-    segments_1T = None if segments_T is None else jnp.pad(segments_T, (0, -T % block), constant_values=-1)[None]
-    qkv = (pad(x).swapaxes(0, 1)[None] for x in (q_HTK, k_GSK, v_GSK))
-    return triton_mha(call, *qkv, segments_1T)[0, :T].swapaxes(0, 1)
-
-
-@dataclass(frozen=True)
-class TritonCall:
-    """Static arguments of Triton's kernels."""
-
-    block: int
-    """Positions per block in the forward pass, a power of two that divides the padded length."""
-    scale: float
-    is_causal: bool
-    interpret: bool
-
-    def blocks(self, block_sizes: Any) -> Any:
-        """Return an instance of the kernel's `BlockSizes` class."""
-        return block_sizes(self.block, self.block, *4 * (min(self.block, TRITON_BLOCKS[2]),))
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def triton_mha(
-    call: TritonCall, q_1THK: jax.Array, k_1TGK: jax.Array, v_1TGK: jax.Array, segments_1T: jax.Array | None
-) -> jax.Array:
-    """Return `triton_attention` of padded positions, `(1, T, H, K)`."""
-    return _triton_forward(call, q_1THK, k_1TGK, v_1TGK, segments_1T)[0]
-
-
-def _repeat_heads(q_1THK: jax.Array, k_1TGK: jax.Array, v_1TGK: jax.Array) -> tuple[jax.Array, ...]:
-    """Return queries, keys and values, with keys and values repeated for every query head."""
-    return q_1THK, *(jnp.repeat(x, q_1THK.shape[2] // x.shape[2], axis=2) for x in (k_1TGK, v_1TGK))
-
-
-def _triton_forward(
-    call: TritonCall, q_1THK: jax.Array, k_1TGK: jax.Array, v_1TGK: jax.Array, segments_1T: jax.Array | None
-) -> tuple[jax.Array, tuple[jax.Array | None, ...]]:
-    """Return the output, and the residuals for `_triton_backward`."""
-    from jax.experimental.pallas.ops.gpu import attention as pallas  # slow to import, and only GPUs need it
-
-    y_1THK, log_total_1HT = pallas.mha(
-        *_repeat_heads(q_1THK, k_1TGK, v_1TGK), segments_1T, call.scale, call.is_causal,
-        call.blocks(pallas.BlockSizes), interpret=call.interpret, return_residuals=True,
-    )  # fmt: skip
-    y_1THK, log_total_1HT = (checkpoint_name(x, SAVED) for x in (y_1THK, log_total_1HT))
-    return y_1THK, (q_1THK, k_1TGK, v_1TGK, segments_1T, y_1THK, log_total_1HT)
-
-
-def _triton_backward(call: TritonCall, saved: tuple[Any, ...], dy_1THK: jax.Array) -> tuple[jax.Array | None, ...]:
-    """Return the gradients with respect to queries, keys and values, and None for the segments.
-
-    The library's own differentiation rule is bypassed so that output and log-sums carry a name, by which a
-    rematerialised block saves them.
-    """
-    from jax.experimental.pallas.ops.gpu import attention as pallas
-
-    *qkv, segments_1T, y_1THK, log_total_1HT = saved
-    dq, dk, dv, _ = pallas._mha_backward(
-        call.scale, call.is_causal, call.blocks(pallas.BlockSizes), "triton", None, 2, None, call.interpret, False,
-        False, (*_repeat_heads(*qkv), segments_1T, y_1THK, log_total_1HT), dy_1THK,
-    )  # fmt: skip
-    _, T, G, K = qkv[1].shape
-    dk, dv = (upcast(x.reshape(1, T, G, -1, K)).sum(3).astype(x.dtype) for x in (dk, dv))
-    return dq, dk, dv, None
-
-
-triton_mha.defvjp(_triton_forward, _triton_backward)
 
 
 def splash_refuses(q_HTK: Shaped, k_GSK: Shaped, mask: Mask) -> str | None:

@@ -127,6 +127,28 @@ def update_slice(array: jax.Array, part: jax.Array, start: jax.Array | int, axis
     return put(array, part, jnp.asarray(start))
 
 
+@jax.custom_vjp
+def batched_together(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """Return the arrays unchanged; under `vmap`, all of them are batched if any is, and so are their cotangents.
+
+    cuDNN's attention in `jax.nn` raises if only some of queries, keys, values and the output's cotangent are batched,
+    as in per-example gradients, `vmap(grad)`. XLA removes the selects. Seen with jax 0.10; mended in jax 0.11.1.
+    """
+    return _select_by(arrays, arrays)
+
+
+def _select_by(given: Sequence[jax.Array], arrays: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+    """Return arrays, each a select between it and itself by a condition that depends on all of `given`."""
+    condition = sum(x[(0,) * x.ndim].astype(jnp.float32) for x in given) > 0
+    return tuple(jnp.where(condition, x, x) for x in arrays)
+
+
+batched_together.defvjp(
+    lambda *arrays: (_select_by(arrays, arrays), arrays),
+    lambda arrays, cotangents: _select_by(arrays, cotangents),
+)
+
+
 @partial(jax.tree_util.register_dataclass, data_fields=["matrix"], meta_fields=[])
 @dataclass(frozen=True)
 class FirstFactor:

@@ -153,11 +153,8 @@ class Estimate:
 KERNEL_MATMULS = {
     "dot_product_attention_fwd_wrapper": 2,
     "dot_product_attention_bwd_wrapper": 5,
-    "mha_forward": 2,
-    "mha_backward": 7,
 }
-"""Number of matmuls over all pairs of queries and keys in cuDNN's primitives, which hide them, and in Triton's kernels,
-whose loops end at a causal mask."""
+"""Number of matmuls over all pairs of queries and keys in cuDNN's primitives, which hide them."""
 
 
 def matmul_flops(jaxpr: Any, visible: float = 1.0) -> float:
@@ -180,7 +177,7 @@ def flops_by_scope(jaxpr: Any, visible: float = 1.0) -> dict[str, float]:
             K = prod(eqn.invars[0].aval.shape[axis] for axis in contracted)
             total[scope] += 2 * K * prod(eqn.outvars[0].aval.shape)
             continue
-        if n_matmuls := KERNEL_MATMULS.get(p.get("name", "") if name == "pallas_call" else name):
+        if n_matmuls := KERNEL_MATMULS.get(name):
             (*B, T, H, K), (*_, S, _, _) = (x.aval.shape for x in eqn.invars[:2])
             total[scope] += n_matmuls * 2 * prod(B) * H * T * S * K * visible
             continue

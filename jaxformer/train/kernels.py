@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from math import lcm
@@ -22,8 +22,6 @@ from jaxformer.ops.kernels import (
     cudnn_refuses,
     splash_attention,
     splash_refuses,
-    triton_attention,
-    triton_refuses,
 )
 from jaxformer.ops.masks import Mask, Packed
 
@@ -44,7 +42,7 @@ block 43 and 46, and with all heads at once, 512 per block, 72; one of 2 at 2,04
 MAX_TRIAL_POSITIONS = 1024
 """Maximum positions in a trial: more than one block of any kernel, with scores that still fit on any device."""
 
-Name = Literal["auto", "xla", "blockwise", "cudnn", "triton", "splash"]
+Name = Literal["auto", "xla", "blockwise", "cudnn", "splash"]
 
 
 class Attention(Protocol):
@@ -65,11 +63,10 @@ class Kernel(NamedTuple):
 
 KERNELS = {
     "cudnn": Kernel(cudnn_attention, cudnn_refuses),
-    "triton": Kernel(triton_attention, triton_refuses),
     "splash": Kernel(splash_attention, splash_refuses),
 }
-PLATFORM_KERNELS = {"gpu": ("cudnn", "triton"), "tpu": ("splash",)}
-"""Kernels by platform, in the order in which they are tried."""
+PLATFORM_KERNELS = {"gpu": "cudnn", "tpu": "splash"}
+"""Kernel of each platform that has one."""
 
 
 def unfused_attention(
@@ -141,8 +138,7 @@ def make_attention(
     """Return the attention for these queries and keys, and a line for the log that names it and the reason.
 
     Args:
-      name: "auto" for the first of the platform's kernels that supports them, and `unfused_attention` if none does; or
-        the name of one.
+      name: "auto" for the platform's kernel if it supports them, and `unfused_attention` if not; or the name of one.
       platform: platform of the devices: cpu, gpu or tpu.
       q_HTK, k_GSK: shapes and dtype of queries and keys of most calls, for one example.
       mask: mask of most calls; `contract.ARRAY` for an array; the segments of a `Packed` as shape and dtype.
@@ -160,29 +156,23 @@ def make_attention(
     if name == "blockwise":
         chosen = cpu_blockwise_attention if is_cpu else blockwise_attention
         return chosen, "attention: blockwise, as configured"
-    kernels = PLATFORM_KERNELS.get(platform, ())
+    kernel = PLATFORM_KERNELS.get(platform)
+    if name not in ("auto", kernel):
+        raise UserError(f"Attention {name!r} does not run on {platform}; use 'auto'.")
+    reason = f"{platform} has no fused kernel"
+    if kernel:
+        fused = FusedAttention(kernel, tensor)
+        refused = fused.refuses(q_HTK, k_GSK, mask, value_dim or k_GSK.shape[-1])
+        if refused is None and try_first:
+            refused = trial(replace(fused, tensor=1), q_HTK, k_GSK, mask)
+        if refused is None:
+            return fused, f"attention: {kernel}"
+        if name != "auto":
+            raise UserError(f"Attention {name!r} cannot be used: {refused}; use 'auto'.")
+        reason = f"not {kernel}: {refused}"
     min_positions = MIN_CPU_BLOCKWISE_POSITIONS if is_cpu else MIN_BLOCKWISE_POSITIONS
     unfused = "blockwise" if min(q_HTK.shape[1], k_GSK.shape[1]) >= min_positions else "xla"
-    if name != "auto" and name not in kernels:
-        raise UserError(f"Attention {name!r} does not run on {platform}; use 'auto'.")
-    reasons = list[str]()
-    for kernel in kernels if name == "auto" else (name,):
-        fused = FusedAttention(kernel, tensor)
-        reason = fused.refuses(q_HTK, k_GSK, mask, value_dim or k_GSK.shape[-1])
-        if reason is None and try_first:
-            reason = trial(replace(fused, tensor=1), q_HTK, k_GSK, mask)
-        if reason is None:
-            return fused, _line(kernel, reasons)
-        if name != "auto":
-            raise UserError(f"Attention {name!r} cannot be used: {reason}; use 'auto'.")
-        reasons.append(f"not {kernel}: {reason}")
-    line = _line(unfused, reasons or [f"{platform} has no fused kernel"])
-    return cpu_attention if is_cpu else unfused_attention, line
-
-
-def _line(name: str, reasons: Sequence[str]) -> str:
-    """Return the line for the log."""
-    return f"attention: {name}" + (f" ({'; '.join(reasons)})" if reasons else "")
+    return cpu_attention if is_cpu else unfused_attention, f"attention: {unfused} ({reason})"
 
 
 def trial(attend: Attention, q_HTK: jax.ShapeDtypeStruct, k_GSK: jax.ShapeDtypeStruct, mask: Mask = None) -> str | None:

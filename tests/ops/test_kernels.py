@@ -16,8 +16,6 @@ from jaxformer.ops.kernels import (
     splash_attention,
     splash_kernel,
     splash_refuses,
-    triton_attention,
-    triton_refuses,
 )
 from jaxformer.ops.masks import Causal, Mask, Packed
 from tests.arrays import assert_close
@@ -27,14 +25,11 @@ from tests.ops.attending import SCALE, assert_all_close, qkv, value_and_gradient
 HERE = {
     "splash": partial(splash_attention, interpret=True),
     "cudnn": partial(cudnn_attention, implementation="xla"),
-    "triton": partial(triton_attention, interpret=True),
 }
-WITH_WINDOWS = ["splash", "cudnn"]
-"""Those that have attention windows, and may have more keys than queries."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", WITH_WINDOWS)
+@pytest.mark.parametrize("name", HERE)
 @pytest.mark.parametrize(
     ("H", "G", "T", "K", "mask"),
     [
@@ -53,37 +48,13 @@ def test_agrees_with_the_reference_forward_and_backward(name, H, G, T, K, mask) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("H", "G", "T", "K", "mask"),
-    [
-        (2, 1, 131, 16, Causal()),  # a prime: padded to two blocks of 128; the backward pass has blocks of 32
-        (2, 2, 45, 11, None),  # the padding to 64 is hidden as a segment of its own; heads are padded to 16
-        (1, 1, 100, 130, Causal(1000)),  # wide heads have blocks of 64; a window longer than the sequence
-    ],
-    ids=str,
-)
-def test_triton_agrees_with_the_reference_forward_and_backward(H, G, T, K, mask) -> None:
-    arrays = qkv(H, G, T, T, K)
-    wanted = value_and_gradients(attention, *arrays, mask)
-    assert_all_close(value_and_gradients(HERE["triton"], *arrays, mask), wanted)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "window"), [("splash", None), ("splash", 70), ("triton", None)])
-def test_packed_documents_are_attended_to_apart_in_each_example_of_a_batch(name: str, window: int | None) -> None:
+@pytest.mark.parametrize("window", [None, 70])
+def test_packed_documents_are_attended_to_apart_in_each_example_of_a_batch(window: int | None) -> None:
     T = 131  # a prime: padded
     segments_BT = jnp.stack([jnp.arange(T) // 50, jnp.where(jnp.arange(T) < 129, 1, 0)])  # numbers need no order
     arrays = [jnp.stack([x, 2 * x]) for x in qkv(2, 1, T, T, 16)]
     each = lambda f: jax.vmap(lambda *of_one: value_and_gradients(f, *of_one[:3], Packed(of_one[3], Causal(window))))  # noqa: E731
-    assert_all_close(*(each(f)(*arrays, segments_BT) for f in (HERE[name], attention)))
-
-
-@pytest.mark.parametrize(
-    ("S", "mask", "message"), [(128, Causal(63), "does not support attention windows"), (256, None, "not 128 and 256")]
-)
-def test_triton_refuses_windows_and_more_keys_instead_of_ignoring_them(S, mask, message) -> None:
-    with pytest.raises(ValueError, match=message):
-        HERE["triton"](*qkv(2, 1, 128, S, 16), mask)
+    assert_all_close(*(each(f)(*arrays, segments_BT) for f in (HERE["splash"], attention)))
 
 
 @pytest.mark.slow
@@ -94,7 +65,7 @@ def test_splash_agrees_with_jax_nn() -> None:
     assert_close(HERE["splash"](q, k, v, Causal(), SCALE), length_first(wanted))
 
 
-@pytest.mark.parametrize("name", WITH_WINDOWS)
+@pytest.mark.parametrize("name", HERE)
 def test_more_keys_than_queries_and_no_mask(name: str) -> None:
     arrays = qkv(2, 1, 128, 256, 8)
     assert_all_close(*(value_and_gradients(f, *arrays) for f in (HERE[name], attention)))
@@ -112,7 +83,7 @@ def test_bfloat16(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*WITH_WINDOWS, pytest.param("triton", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("name", HERE)
 def test_vmap_of_the_gradient_and_gradient_of_the_vmap(name: str) -> None:
     q, k, v = (jnp.stack([x, 2 * x]) for x in qkv(2, 1, 128, 128, 8))
     loss = lambda f: lambda q, k, v: (f(q, k, v, Causal(), SCALE) ** 2).sum()  # noqa: E731
@@ -155,16 +126,6 @@ PACKED = Packed(jnp.zeros(256, jnp.int32))
         (cudnn_refuses, like(4, 256, 64), like(2, 256, 64), FULL, "array"),
         (cudnn_refuses, like(4, 256, 64), like(2, 256, 64), PACKED, "packed documents only in a fixed number"),
         (cudnn_refuses, like(4, 1, 64), like(2, 256, 64), Causal(), "1 queries and 256 keys"),
-        (triton_refuses, like(4, 255, 64), like(2, 255, 64), Causal(255), None),
-        (triton_refuses, like(4, 7, 24), like(2, 7, 24), None, None),
-        (triton_refuses, like(4, 256, 64, jnp.float32), like(2, 256, 64, jnp.float32), None, "float32"),
-        (triton_refuses, like(4, 256, 8), like(2, 256, 8), None, "from 9 to 256, not 8"),
-        (triton_refuses, like(4, 256, 264), like(2, 256, 264), None, "not 264"),
-        (triton_refuses, like(4, 256, 64), like(2, 7, 64), None, "not 256 and 7"),
-        (triton_refuses, like(4, 256, 64), like(2, 256, 64), Causal(255), "the mask has one of 255"),
-        (triton_refuses, like(4, 256, 64), like(2, 256, 64), FULL, "array"),
-        (triton_refuses, like(4, 256, 64), like(2, 256, 64), PACKED, None),
-        (triton_refuses, like(4, 256, 64), like(2, 256, 64), replace(PACKED, causal=Causal(9)), "has one of 9"),
         (splash_refuses, like(4, 256, 64), like(2, 256, 64), Causal(), None),
         (splash_refuses, like(4, 257, 11, jnp.float32), like(2, 257, 11, jnp.float32), Causal(3), None),
         (splash_refuses, like(4, 256, 64), like(2, 384, 64), None, None),

@@ -12,6 +12,8 @@ from jax._src.cudnn import fused_attention_stablehlo as cudnn
 from jaxformer.config import ComputeConfig, Config, OptimizerConfig, TrainConfig
 from jaxformer.data.windows import TextConfig
 from jaxformer.models.decoder import DecoderConfig
+from jaxformer.ops.kernels import cudnn_attention
+from jaxformer.ops.masks import Causal
 from jaxformer.plan.topology import assume_gpu
 from jaxformer.sharding import make_mesh
 from jaxformer.train import setup as train_setup
@@ -26,7 +28,7 @@ CONFIG = Config(
     "t", MODEL, data=TextConfig(), steps=2, optimizer=OptimizerConfig(), train=TrainConfig(batch_size=8),
     compute=ComputeConfig(precision="bfloat16"),
 )  # fmt: skip
-FORWARD, BACKWARD, TRITON = "__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward", "__gpu$xla.gpu.triton"
+FORWARD, BACKWARD = "__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"
 
 
 @pytest.fixture(autouse=True)
@@ -101,10 +103,18 @@ def test_each_block_attends_once_forward_and_once_backward(remat, scan):
             {"head_dim": 20},
             {},
             {},
-            "attention: triton (not cudnn: cuDNN attention needs a head width that is a multiple of 8",
+            "attention: xla (not cudnn: cuDNN attention needs a head width that is a multiple of 8",
             0,
         ),
         ({"prefix": True}, {}, {}, "attention: xla (not cudnn: the mask is an array", 0),
+        ({}, {"packing": "documents"}, {}, "attention: xla (not cudnn: cuDNN supports packed documents only in a", 0),
+        (
+            {"context_length": 512},
+            {"packing": "documents"},
+            {},
+            "attention: blockwise (not cudnn: cuDNN supports packed documents only in a",
+            0,
+        ),
         ({}, {}, {"precision": "float32"}, "attention: xla (not cudnn: cuDNN attention needs bfloat16", 0),
         ({}, {}, {"attention": "xla"}, "attention: xla, as configured", 0),
         ({}, {}, {"attention": "blockwise"}, "attention: blockwise, as configured", 0),
@@ -117,14 +127,12 @@ def test_cudnn_is_called_where_it_can_attend(model, data, compute, line, calls):
     assert (count_calls(module, FORWARD), count_calls(module, BACKWARD)) == (calls, calls)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("remat", ["none", "dots", "block"])
-def test_triton_attends_to_packed_documents_once_forward_and_once_backward(remat):
-    """Each block has one kernel forward and two backward."""
-    config = replace(CONFIG, data=replace(CONFIG.data, packing="documents"))
-    line, module = lower(replace(config, compute=replace(CONFIG.compute, remat=remat)))
-    assert line == (
-        "attention: triton (not cudnn: cuDNN supports packed documents only in a fixed number, not by the segment of "
-        "each position)"
-    )
-    assert (count_calls(module, TRITON), count_calls(module, FORWARD)) == (2 * 3, 0)
+@pytest.mark.parametrize("axes", [(0, 0, 0), (0, None, None), (None, 0, 0), (None, None, 0)], ids=str)
+def test_gradients_of_each_example_call_the_kernel_once(axes):
+    """Also if the examples share queries, keys or values, and the gradient of the output, here 1."""
+    arrays = [jax.ShapeDtypeStruct((3,) * (axis == 0) + (2, 128, 64), jnp.bfloat16) for axis in axes]
+    loss = lambda q, k, v: cudnn_attention(q, k, v, Causal()).astype(jnp.float32).sum()  # noqa: E731
+    gradient = jax.jit(jax.vmap(jax.grad(loss, argnums=(0, 1, 2)), axes)).trace(*arrays)
+    module = gradient.lower(lowering_platforms=("cuda",)).as_text()
+    assert (count_calls(module, FORWARD), count_calls(module, BACKWARD)) == (1, 1)
+    assert [x.shape for x in jax.tree.leaves(gradient.out_info)] == 3 * [(3, 2, 128, 64)]

@@ -20,7 +20,6 @@ from jaxformer.ops.kernels import (
     CUDNN_FORWARD,
     cudnn_attention,
     splash_attention,
-    triton_attention,
 )
 from jaxformer.ops.masks import Causal, Mask
 from jaxformer.plan.roofline import _jaxprs, without_dead_code
@@ -45,7 +44,6 @@ def kernels_run_here(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, attend in (
         ("splash", partial(splash_attention, interpret=True)),
         ("cudnn", partial(cudnn_attention, implementation="xla")),
-        ("triton", partial(triton_attention, interpret=True)),
     ):
         monkeypatch.setitem(kernels.KERNELS, name, kernels.KERNELS[name]._replace(attend=attend))
 
@@ -64,9 +62,7 @@ def like(T: int, dtype: jnp.dtype = jnp.bfloat16) -> jax.ShapeDtypeStruct:
         ("cudnn", "gpu", like(128), Causal(3), FusedAttention("cudnn"), "attention: cudnn"),
         ("splash", "tpu", like(128), None, FusedAttention("splash"), "attention: splash"),
         ("auto", "gpu", like(128, jnp.float32), Causal(), unfused_attention,
-         "attention: xla (not cudnn: cuDNN attention needs bfloat16 or float16, not float32; not triton: "
-         "Triton's kernel needs bfloat16 or float16, not float32)"),
-        ("triton", "gpu", like(128), Causal(), FusedAttention("triton"), "attention: triton"),
+         "attention: xla (not cudnn: cuDNN attention needs bfloat16 or float16, not float32)"),
         ("auto", "tpu", like(64), Causal(), unfused_attention,
          "attention: xla (not splash: splash attention needs at least 128 positions, but there are 64)"),
         ("xla", "tpu", like(128), Causal(), attention, "attention: xla, as configured"),
@@ -94,8 +90,6 @@ def test_values_wider_than_keys_are_for_attention_without_a_kernel() -> None:
     [
         ("splash", "cpu", jnp.bfloat16, "'splash' does not run on cpu; use 'auto'"),
         ("cudnn", "tpu", jnp.bfloat16, "'cudnn' does not run on tpu; use 'auto'"),
-        ("triton", "tpu", jnp.bfloat16, "'triton' does not run on tpu; use 'auto'"),
-        ("triton", "gpu", jnp.bfloat16, "'triton' cannot be used: ValueError: Only interpret mode .* use 'auto'"),
         ("cudnn", "gpu", jnp.float32, "'cudnn' cannot be used: cuDNN attention needs bfloat16 .* use 'auto'"),
         ("cudnn", "gpu", jnp.bfloat16, "'cudnn' cannot be used: RuntimeError: .* use 'auto'"),  # there is no GPU here
     ],
@@ -109,22 +103,8 @@ def test_kernel_that_fails_its_trial_is_not_chosen() -> None:
     function, line = make_attention("auto", "gpu", like(128), like(128), Causal())
     assert function is unfused_attention
     assert line.startswith("attention: xla (not cudnn: RuntimeError: ")
-    assert "; not triton: ValueError: Only interpret mode" in line
     untried = make_attention("auto", "gpu", like(128), like(128), Causal(), try_first=False)
     assert untried == (FusedAttention("cudnn"), "attention: cudnn")
-
-
-@pytest.mark.slow
-def test_triton_is_chosen_where_cudnn_fails_its_trial(kernels_run_here, monkeypatch) -> None:
-    failing = kernels.KERNELS["cudnn"]._replace(attend=lambda *_: 1 / 0)
-    monkeypatch.setitem(kernels.KERNELS, "cudnn", failing)
-    line = "attention: triton (not cudnn: ZeroDivisionError: division by zero)"
-    assert make_attention("auto", "gpu", like(32), like(32), Causal()) == (FusedAttention("triton"), line)
-    unfused, line = make_attention("auto", "gpu", like(32), like(32), Causal(7))
-    assert unfused is unfused_attention
-    assert line.endswith(
-        "; not triton: Triton's kernel does not support attention windows, and the mask has one of 7 positions)"
-    )
 
 
 def kernel_calls(jaxpr: Any, forward: str) -> int:
@@ -138,9 +118,7 @@ def kernel_calls(jaxpr: Any, forward: str) -> int:
     return found
 
 
-@pytest.mark.parametrize(
-    ("kernel", "forward"), [("cudnn", CUDNN_FORWARD), ("triton", "mha_forward"), ("splash", "splash_mha_fwd")]
-)
+@pytest.mark.parametrize(("kernel", "forward"), [("cudnn", CUDNN_FORWARD), ("splash", "splash_mha_fwd")])
 @pytest.mark.parametrize("scan", [False, True])
 @pytest.mark.parametrize("remat", ["none", "dots", "block"])
 def test_rematerialised_blocks_attend_once(monkeypatch, kernel: str, forward: str, scan: bool, remat: Remat) -> None:
@@ -201,7 +179,7 @@ def test_unsupported_calls_use_unfused_attention() -> None:
 
 @pytest.mark.parametrize(
     "kernel",
-    [exhaustive("splash"), "cudnn", exhaustive("triton")],
+    [exhaustive("splash"), "cudnn"],
 )
 @pytest.mark.parametrize(
     ("H", "G"),
