@@ -335,8 +335,8 @@ class Decoder(nn.Module):
             document. None for a single document. Cannot be combined with a prefix.
 
         Raises:
-          ValueError: positions are learned and T exceeds their number. Other positions continue: a token then attends
-            to the last `attention_window`.
+          ValueError: positions are learned and T exceeds their number (other positions continue, and a token attends to
+            the last `attention_window`); or there is not one segment per token, or a prefix as well.
           TypeError: the prefix is not an integer.
         """
         return capture_point(self, "logits", self.unembed(self.features(tokens_T, prefix, segments_T)))
@@ -348,9 +348,10 @@ class Decoder(nn.Module):
         c = self.config
         if c.positions == "learned" and len(tokens_T) > c.n_positions:
             raise ValueError(f"{len(tokens_T)} tokens, but there are {c.n_positions} learned positions")
-        if segments_T is not None and (prefix is not None or np.shape(segments_T) != (len(tokens_T),)):
-            problem = f"segments of shape {np.shape(segments_T)} for {len(tokens_T)} tokens and a prefix of {prefix}"
-            raise ValueError(f"{problem}; give one segment per token, and no prefix")
+        if segments_T is not None and np.shape(segments_T) != (len(tokens_T),):
+            raise ValueError(f"segments of shape {np.shape(segments_T)} for {len(tokens_T)} tokens; give one per token")
+        if segments_T is not None and prefix is not None:
+            raise ValueError("segments and a prefix cannot be combined; give one of them")
         positions_T = jnp.arange(len(tokens_T))
         mask_by_window = {
             window: self._mask(positions_T, prefix, segments_T, window) for window in set(c.block_windows)

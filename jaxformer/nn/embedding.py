@@ -41,8 +41,10 @@ def check_rows(positions_T: jax.Array, n_positions: int) -> None:
     positions are not known."""
     if isinstance(positions_T, jax.core.Tracer) or not len(positions_T):
         return
-    if (last := int(positions_T.max())) >= n_positions:
-        raise UserError(f"position {last} is beyond the {n_positions} learned positions; give at most that many tokens.")
+    if (last := np.asarray(positions_T).max()) >= n_positions:
+        raise UserError(
+            f"position {last} is beyond the {n_positions} learned positions; give at most that many tokens."
+        )
 
 
 class Embedding(nn.Module):

@@ -16,9 +16,7 @@ MASKED = float(jnp.finfo(jnp.float32).min)
 """Value of a masked score. It is finite, so that a row with no visible key does not become NaN."""
 
 
-def attention_weights(
-    q_HTK: jax.Array, k_GSK: jax.Array, mask: Mask = None, scale: float | None = None
-) -> jax.Array:
+def attention_weights(q_HTK: jax.Array, k_GSK: jax.Array, mask: Mask = None, scale: float | None = None) -> jax.Array:
     """Return softmax(scale · q kᵀ) over the visible keys.
 
     Args:
@@ -39,12 +37,14 @@ def attention_weights(
     return softmax(attention_scores(q_HTK, zero_hidden(k_GSK, mask, q_HTK.shape[1]), scale), mask)
 
 
-def check_inputs(
-    q_HTK: jax.Array, k_GSK: jax.Array, v_GSK: jax.Array | None, mask: Mask, scale: float | None
-) -> float:
+def check_inputs(q_HTK: jax.Array, k_GSK: jax.Array, v_GSK: jax.Array | None, mask: Mask, scale: float | None) -> float:
     """Return the scale, 1/√K for None, after a check of types and shapes, which leaves no trace in a jaxpr. Raises as
     `attention_weights` does."""
-    for name, axes, x in (("queries", "(H, T, K)", q_HTK), ("keys", "(G, S, K)", k_GSK), ("values", "(G, S, K)", v_GSK)):
+    for name, axes, x in (
+        ("queries", "(H, T, K)", q_HTK),
+        ("keys", "(G, S, K)", k_GSK),
+        ("values", "(G, S, K)", v_GSK),
+    ):
         if x is None:
             continue
         if x.ndim != 3:

@@ -129,9 +129,9 @@ def write_positions(position_S: jax.Array, positions_T: jax.Array, slot: jax.Arr
 def _check_slots(n_slots: int, n_tokens: int, slot: jax.Array | int) -> None:
     """Raise `ValueError` for slots that are not in the cache, where an update would overwrite others; a traced slot is
     not known."""
-    if not isinstance(slot, jax.core.Tracer) and not 0 <= slot <= n_slots - n_tokens:
-        last = int(slot) + n_tokens - 1
-        raise ValueError(f"the cache has slots 0 to {n_slots - 1}, not {slot} to {last}; make it larger")
+    if not isinstance(slot, jax.core.Tracer) and not 0 <= (first := int(slot)) <= n_slots - n_tokens:
+        last = first + n_tokens - 1
+        raise ValueError(f"the cache has slots 0 to {n_slots - 1}, not {first} to {last}; make it larger")
 
 
 def _store(x_GTK: jax.Array, dtype: Any) -> Stored:

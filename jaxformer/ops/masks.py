@@ -42,8 +42,7 @@ def prefix(query_T: jax.Array, key_S: jax.Array, length: int | jax.Array) -> jax
 
 
 def padding(query_T: jax.Array, key_S: jax.Array) -> jax.Array:
-    """Return the mask of keys that hold a token (position not `EMPTY`), the same for all queries; `tokens` makes it from
-    booleans."""
+    """Return the mask of keys that hold a token (position not `EMPTY`), the same for all queries; see also `tokens`."""
     _pairs(query_T, key_S)
     if key_S.dtype == bool:
         raise TypeError("padding reads positions, not booleans; use masks.tokens")
@@ -87,8 +86,8 @@ class Causal:
     """Static causal mask: a query attends to its own position and those before it, at most `window` positions in all.
 
     It is a rule like the others, and also a mask without an array, for queries and keys at positions 0, 1, 2, ... in
-    order: fewer queries than keys are the first positions, not the last. Kernels skip masked blocks, and no array of size T·S is allocated. Hashable, so it can be a static argument
-    of a jitted function.
+    order: fewer queries than keys are the first positions, not the last. Kernels skip masked blocks, and no array of
+    size T·S is allocated. Hashable, so it can be a static argument of a jitted function.
     """
 
     window: int | None = None
@@ -157,7 +156,7 @@ def check_mask(mask: Any, n_heads: int, n_queries: int, n_keys: int) -> None:
     if isinstance(mask, type):
         raise TypeError(f"the mask is the class {mask.__name__}; give an instance, such as Causal()")
     dtype = getattr(mask, "dtype", type(mask).__name__)
-    if dtype != bool:
+    if dtype != jnp.bool_:
         remedy = "mask == 0 if it is added to scores (0 and -inf), mask == 1 if it is 1 and 0"
         raise TypeError(f"the mask is {dtype}; give a bool array, True where a query may attend: {remedy}")
     shapes = (n_queries, n_keys), (n_heads, n_queries, n_keys)
@@ -168,7 +167,7 @@ def check_mask(mask: Any, n_heads: int, n_queries: int, n_keys: int) -> None:
 def check_valid(valid_T: Any, n_tokens: int) -> None:
     """Raise `TypeError` unless `valid_T` has booleans, `ValueError` unless it has one per token."""
     dtype = getattr(valid_T, "dtype", type(valid_T).__name__)
-    if dtype != bool:
+    if dtype != jnp.bool_:
         raise TypeError(f"valid is {dtype}; give a bool array, True for tokens, such as attention_mask == 1")
     if valid_T.shape != (n_tokens,):
         batch = "; use jax.vmap for a batch" if valid_T.ndim == 2 else ""
