@@ -103,6 +103,9 @@ class Contract:
     """True if all blocks add to one residual stream, which `unembed` reads, as in `models.decoder.Decoder`; the logit
     lens and direct logit attribution also read its config."""
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "task", Task(self.task))  # a string equals a member, but is not it
+
 
 UNDECLARED = Contract()
 """Contract of a module that declares none."""

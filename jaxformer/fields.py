@@ -225,6 +225,7 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
     elif origin is Literal:
         if value in args:
             return value
+        raise UserError(f"{path} is {abbreviate(value)}; it must be one of {', '.join(map(str, args))}.")
     elif origin is tuple:
         if isinstance(value, list | tuple):
             return tuple(_convert(args[0], v, path) for v in value)

@@ -50,6 +50,11 @@ def test_unknown_names_and_wrong_types_are_refused(values, message):
         from_dict(TextConfig, values)
 
 
+def test_an_unknown_choice_in_a_file_is_refused_with_the_known_ones():
+    with pytest.raises(UserError, match=r"config\.activation is 'silu'; it must be one of relu, squared_relu, "):
+        from_dict(DecoderConfig, {"activation": "silu"})
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

@@ -114,3 +114,9 @@ def test_the_scaled_width_is_that_of_models_with_one_and_an_unembedding_of_their
     assert widths == {name: models[name].d_model if name in scaled else None for name in models}
     assert DecoderConfig(d_model=48).contract.scaled_width == 48
     assert DecoderConfig(unembedding="tied").contract.scaled_width is None
+
+
+def test_a_task_named_by_a_string_is_that_task():
+    assert Contract("causal_lm").task is Task.CAUSAL_LM  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="'causal' is not a valid Task"):
+        Contract("causal")  # type: ignore[arg-type]

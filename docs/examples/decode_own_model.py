@@ -31,7 +31,7 @@ class Model(nn.Module):
         layer = write_layer(cache.layers[0], rope(k_HTK, positions_T), v_HTK, slot)
         position_S = write_positions(cache.position_S, positions_T, slot)
         mask_TS = masks.causal(positions_T, position_S) & masks.padding(positions_T, position_S)
-        y_HTK = attention(rope(q_HTK, positions_T), *read_layer(layer, x_TD.dtype), mask_TS, K**-0.5)
+        y_HTK = attention(rope(q_HTK, positions_T), *read_layer(layer, x_TD.dtype), mask_TS)
         return x_TD + y_HTK.swapaxes(0, 1).reshape(x_TD.shape), KVCache((layer,), position_S)
 
     def unembed(self, x_TD):

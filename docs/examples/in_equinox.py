@@ -27,7 +27,7 @@ class Layer(eqx.Module):
         q_HTK, k_HTK, v_HTK = jnp.moveaxis(qkv_T3HK, (1, 2), (0, 1))
         position_T = jnp.arange(T)
         q_HTK, k_HTK = rope(q_HTK, position_T), rope(k_HTK, position_T)
-        y_HTK = attention(q_HTK, k_HTK, v_HTK, Causal(), scale=q_HTK.shape[-1] ** -0.5)
+        y_HTK = attention(q_HTK, k_HTK, v_HTK, Causal())
         return x_TD + jax.vmap(self.out)(y_HTK.swapaxes(0, 1).reshape(T, D))
 
 

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
+from operator import index
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -30,7 +31,7 @@ from jaxformer.contract import contract_of
 from jaxformer.decode import programs
 from jaxformer.decode.programs import MAX_TOKENS_PER_CALL, DecodeOutput, SlidingWindow
 from jaxformer.decode.samplers import Sampling
-from jaxformer.errors import UserError
+from jaxformer.errors import UserError, abbreviate
 from jaxformer.models.objective import Params
 from jaxformer.ops.masks import EMPTY
 from jaxformer.sharding import batch_sharding, batch_shards, make_mesh, replicated
@@ -101,22 +102,39 @@ def generate(
 
 
 def check_prompts(model: nn.Module, prompts: Sequence[Sequence[int]], context_length: int, **counts: int) -> None:
-    """Raise `UserError` if there is no prompt, a prompt is empty, too long or has a token outside the vocabulary, or
-    one of the named counts is out of range."""
+    """Raise `UserError` if there is no prompt, `check_rows` does, or one of the named counts is out of range."""
     for name, value in counts.items():
-        if not 1 <= value < 2**31:
-            raise UserError(f"{name} is {value}; it must be at least 1 and below 2**31.")
-    if not prompts:
+        if not isinstance(value, int | np.integer) or not 1 <= value < 2**31:
+            raise UserError(f"{name} is {value}; it must be at least 1 and below 2**31, a whole number.")
+    if len(prompts) == 0:
         raise UserError("there is no prompt to continue; give at least 1.")
+    check_context(model, context_length)
+    check_rows(model, prompts, context_length, "prompt")
+
+
+def check_context(model: nn.Module, context_length: int) -> None:
+    """Raise `UserError` for a context longer than the model's learned positions: JAX would repeat the last one."""
+    limit = contract_of(model).max_tokens
+    if limit is not None and context_length > limit:
+        problem = f"context_length is {context_length}, but the model has {limit} learned positions"
+        raise UserError(f"{problem}; give at most {limit}.")
+
+
+def check_rows(model: nn.Module, rows: Sequence[Sequence[int]], context_length: int, name: str) -> None:
+    """Raise `UserError` if a row, which messages call `name`, is not a sequence of 1 to `context_length` token ids, or
+    has one outside the vocabulary."""
     last = vocab_size(model) - 1
-    for number, prompt in enumerate(prompts, start=1):
-        label = f"prompt {number}" if len(prompts) > 1 else "the prompt"
-        if not 1 <= len(prompt) <= context_length:
+    for number, row in enumerate(rows, start=1):
+        label = f"{name} {number}" if len(rows) > 1 else f"the {name}"
+        tokens_T = np.asarray(row)
+        if tokens_T.ndim != 1 or (tokens_T.size and not np.issubdtype(tokens_T.dtype, np.integer)):
+            remedy = f"give the token ids of each {name}, such as [[1, 2, 3]]"
+            raise UserError(f"{label} is {abbreviate(row)}; {remedy}.")
+        if not 1 <= len(tokens_T) <= context_length:
             limit = f"it must have at least 1 and at most the context's {context_length}"
-            raise UserError(f"{label} has {len(prompt)} tokens; {limit}.")
-        if min(prompt) < 0 or max(prompt) > last:
-            token = next(token for token in prompt if not 0 <= token <= last)
-            raise UserError(f"{label} has a token {token}; it must be from 0 to {last}, the vocabulary's last.")
+            raise UserError(f"{label} has {len(tokens_T)} tokens; {limit}.")
+        if len(outside := tokens_T[(tokens_T < 0) | (tokens_T > last)]):
+            raise UserError(f"{label} has a token {outside[0]}; it must be from 0 to {last}, the vocabulary's last.")
 
 
 def vocab_size(model: nn.Module) -> int:
@@ -128,7 +146,13 @@ def vocab_size(model: nn.Module) -> int:
 
 
 def check_seeds(seeds: Sequence[int], n_prompts: int, n_samples: int) -> None:
-    """Raise `UserError` if a seed does not fit 32 bits, `ValueError` if there is not one seed per row."""
+    """Raise `UserError` if a seed is not a whole number or does not fit 32 bits, `ValueError` if there is not one seed
+    per row."""
+    try:
+        seeds = [index(seed) for seed in seeds]
+    except TypeError as error:
+        remedy = "give one whole number per row, such as [0]"
+        raise UserError(f"seeds is {abbreviate(seeds)}; {remedy}.") from error
     if len(seeds) != n_prompts * n_samples:
         raise ValueError(f"{len(seeds)} seeds for {n_prompts} prompts of {n_samples} rows each")
     for seed in seeds:

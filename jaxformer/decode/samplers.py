@@ -65,7 +65,8 @@ class Sampling:
     def __post_init__(self) -> None:
         for name, (least, most, limit) in LIMITS.items():
             value = getattr(self, name)
-            self._require(name, value is None or least <= value <= most, limit)
+            is_off = value is None and getattr(Sampling, name) is None
+            self._require(name, is_off or (value is not None and least <= value <= most), limit)
         for token, bias in self.logit_bias:
             if not -1e6 <= bias <= 1e6:
                 limit = "it must be finite, from -1e6 to 1e6: to rule a token out, make it a bad word"
@@ -181,7 +182,10 @@ def with_logprobs(logits_V: jax.Array, token: jax.Array, sampling: Sampling) -> 
 
 
 def apply_penalties(logits_V: jax.Array, history: History, sampling: Sampling) -> jax.Array:
-    """Apply the logits processors, which read the text so far."""
+    """Apply the logits processors, which read the text so far. Raises `ValueError` for a batch."""
+    if logits_V.ndim != 1:
+        batch = "; use jax.vmap for a batch" if logits_V.ndim == 2 else ""
+        raise ValueError(f"expected logits of shape (V,), got {logits_V.shape}{batch}")
     s = sampling
     if s.n_tokens is not None:
         logits_V = jnp.where(jnp.arange(len(logits_V)) < s.n_tokens, logits_V, -jnp.inf)

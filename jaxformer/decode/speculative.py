@@ -23,6 +23,7 @@ from jaxformer.contract import contract_of
 from jaxformer.decode.generation import (
     Piece,
     PieceIterator,
+    check_context,
     check_prompts,
     check_seeds,
     doubled,
@@ -216,6 +217,8 @@ def speculate(
     contexts = [(model, context_length)]
     if isinstance(draft, DraftModel):
         contexts.append((draft.model, draft.context_length or context_length))
+    for m, length in contexts:
+        check_context(m, length)
     end = min((length for m, length in contexts if not contract_of(m).extrapolates), default=None)
     longest = max(map(len, prompts))
     if end is not None and longest + max_new_tokens - 1 > end:

@@ -19,7 +19,7 @@ import numpy as np
 from jaxformer.data.pairs import PairDataset
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.decode.beam import check_length_penalty, search
-from jaxformer.decode.generation import left_aligned, length_bucket, placement
+from jaxformer.decode.generation import check_context, check_rows, left_aligned, length_bucket, placement
 from jaxformer.decode.programs import call, decode_step
 from jaxformer.decode.prompts import Prompt
 from jaxformer.decode.streaming import batch_by_length
@@ -91,7 +91,7 @@ def translate_tokens(
       cache_dtype: dtype of the cache of sources and targets.
 
     Raises:
-      UserError: an argument is out of range.
+      UserError: an argument is out of range, or as for `check_rows`.
     """
     limit = context_length if max_new_tokens is None else max_new_tokens
     for name, value in (("max_new_tokens", limit), ("n_beams", n_beams), ("batch_size", batch_size)):
@@ -100,6 +100,8 @@ def translate_tokens(
             at_most = f" and at most the context's {largest}" if name == "max_new_tokens" else ""
             raise UserError(f"{name} is {value}; it must be at least 1{at_most}.")
     check_length_penalty(length_penalty)
+    check_context(model, context_length)
+    check_rows(model, sources, context_length, "source")
     decode = partial(
         _greedy if n_beams == 1 else partial(_beam, length_penalty=np.float32(length_penalty), n_beams=n_beams),
         model, params, end=end_of_text, limit=limit, dtype=jnp.dtype(cache_dtype),

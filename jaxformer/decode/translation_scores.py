@@ -34,6 +34,8 @@ def scores(hypotheses: Sequence[str], references: Sequence[str]) -> dict[str, fl
 
 
 def _check(hypotheses: Sequence[str], references: Sequence[str]) -> None:
+    if isinstance(hypotheses, str) or isinstance(references, str):
+        raise UserError("the texts or references are a single string; give a list of strings.")
     if not hypotheses or len(hypotheses) != len(references):
         remedy = "give at least 1, and as many of each"
         raise UserError(f"there are {len(hypotheses)} texts and {len(references)} references; {remedy}.")

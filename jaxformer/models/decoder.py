@@ -9,6 +9,7 @@ from typing import Any, Literal
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxformer.config import TokenModelConfig
 from jaxformer.contract import ARRAY, AttentionShape, Contract, Input
@@ -334,7 +335,9 @@ class Decoder(nn.Module):
             document. None for a single document. Cannot be combined with a prefix.
 
         Raises:
-          ValueError: positions are learned and T exceeds their number.
+          ValueError: positions are learned and T exceeds their number (other positions continue, and a token attends to
+            the last `attention_window`); or there is not one segment per token, or a prefix as well.
+          TypeError: the prefix is not an integer.
         """
         return capture_point(self, "logits", self.unembed(self.features(tokens_T, prefix, segments_T)))
 
@@ -345,6 +348,10 @@ class Decoder(nn.Module):
         c = self.config
         if c.positions == "learned" and len(tokens_T) > c.n_positions:
             raise ValueError(f"{len(tokens_T)} tokens, but there are {c.n_positions} learned positions")
+        if segments_T is not None and np.shape(segments_T) != (len(tokens_T),):
+            raise ValueError(f"segments of shape {np.shape(segments_T)} for {len(tokens_T)} tokens; give one per token")
+        if segments_T is not None and prefix is not None:
+            raise ValueError("segments and a prefix cannot be combined; give one of them")
         positions_T = jnp.arange(len(tokens_T))
         mask_by_window = {
             window: self._mask(positions_T, prefix, segments_T, window) for window in set(c.block_windows)
@@ -427,6 +434,7 @@ class Decoder(nn.Module):
         window = self.config.attention_window if window is None else window
         mask_TS = Causal(window)(query_T, key_S)
         if prefix is not None:
+            masks.check_prefix(prefix)
             mask_TS |= (key_S < prefix) & (query_T[:, None] - key_S < window)
         return mask_TS & masks.padding(query_T, key_S)
 

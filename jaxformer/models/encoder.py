@@ -94,7 +94,7 @@ class Encoder(nn.Module):
 
         Args:
           tokens_T: int32.
-          valid_T: True for tokens, False for padding; None if all are tokens.
+          valid_T: bool, True for tokens, False for padding; None if all are tokens.
           segments_T: int32, segment of each token; None if all are in the first.
 
         Raises:
@@ -105,7 +105,7 @@ class Encoder(nn.Module):
         positions_T = jnp.arange(len(tokens_T))
         x_TD = masks.zero_padding(self.embedding(tokens_T, positions_T), valid_T)
         if c.n_segments:
-            x_TD += rows(self.W_segment, jnp.zeros_like(tokens_T) if segments_T is None else segments_T)
+            x_TD += rows(self.W_segment, jnp.zeros(len(tokens_T), jnp.int32) if segments_T is None else segments_T)
         elif segments_T is not None:
             raise ValueError("segments for a model whose n_segments is 0")
         if c.embedding_norm:

@@ -123,27 +123,29 @@ class Recurrent(nn.Module):
             )
         self.drop = nn.Dropout(c.dropout)
 
-    def __call__(self, source_S: jax.Array, valid_S: jax.Array, target_T: jax.Array) -> jax.Array:
+    def __call__(self, source_S: jax.Array, valid_S: jax.Array | None, target_T: jax.Array) -> jax.Array:
         """Return logits `(T, V)` for the token after each token of the target, which begins with a start token (teacher
         forcing).
 
         Args:
           source_S: int32 tokens.
           target_T: int32 tokens.
-          valid_S: True for tokens, False for padding, which is on the right.
+          valid_S: True for tokens, False for padding, which is on the right; None if all are tokens.
         """
         return capture_point(self, "logits", self.unembed(self.features(source_S, valid_S, target_T)))
 
-    def features(self, source_S: jax.Array, valid_S: jax.Array, target_T: jax.Array) -> jax.Array:
+    def features(self, source_S: jax.Array, valid_S: jax.Array | None, target_T: jax.Array) -> jax.Array:
         """Return the input of `unembed`, `(T, d_embedding)`."""
         return self._decode(target_T, None, self._encode(source_S, valid_S))[0]
 
-    def start(self, source_S: jax.Array, valid_S: jax.Array, n_slots: int, dtype: Any = jnp.float32) -> RecurrentCache:
+    def start(
+        self, source_S: jax.Array, valid_S: jax.Array | None, n_slots: int, dtype: Any = jnp.float32
+    ) -> RecurrentCache:
         """Return the cache of a source: its annotations and the decoder's initial state.
 
         Args:
           source_S: int32 tokens.
-          valid_S: True for tokens, False for padding, which is on the right.
+          valid_S: True for tokens, False for padding, which is on the right; None if all are tokens.
           n_slots: unused; the state has a fixed size.
           dtype: dtype of the source's annotations, keys and values.
 
@@ -178,9 +180,10 @@ class Recurrent(nn.Module):
         """Return the layer from readout to logits."""
         return Unembedding(self.embedding.W_E.T if self.config.tied else self.W_out)
 
-    def _encode(self, source_S: jax.Array, valid_S: jax.Array) -> RecurrentCache:
+    def _encode(self, source_S: jax.Array, valid_S: jax.Array | None) -> RecurrentCache:
         """Return the annotations of the source and the decoder's initial state."""
         c = self.config
+        valid_S = jnp.ones(len(source_S), bool) if valid_S is None else valid_S
         x_SE = zero_padding(self._embed(self.embedding, source_S), valid_S)
         states: list[State] = []
         for i, forward in enumerate(self.encoder):

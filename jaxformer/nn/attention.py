@@ -17,7 +17,7 @@ from jaxformer.ops.attention import attention, attention_scores, from_heads, mix
 from jaxformer.ops.cache import LayerCache, decode_step, read_layer, write_layer
 from jaxformer.ops.masks import Mask, as_array
 from jaxformer.ops.norms import rms_norm
-from jaxformer.ops.positions import Llama3Scaling, query_and_key_at, rope
+from jaxformer.ops.positions import Llama3Scaling, check_positions, query_and_key_at, rope
 
 NARROW, WIDE = (7.0, (0.4, 1.0)), (3.0, (0.05, 0.35))
 """At initialisation, the attention score of the key at a head's distance, where other scores have a magnitude of about
@@ -109,19 +109,21 @@ class MultiHeadAttention(nn.Module):
 
         Args:
           positions_T: int32 positions for RoPE; by default 0, 1, 2, …
-          mask: keys that a query may attend to; by default all.
+          mask: keys that a query may attend to, True for visible, as in `ops.attention.attention`; by default all.
           source: sequence `(S, D)` to attend to instead of x_TD, or a cache that holds its `keys_values`; `cache` must
             then be None.
           token_values: additional values `(G, T, K)` for self-attention, added to those of x_TD before they are cached.
 
         Raises:
           UserError: `x_TD` does not have 2 axes.
+          ValueError: positions or mask do not have the shape that `x_TD` requires.
+          TypeError: the mask is not boolean.
         """
         if x_TD.ndim != 2:
             raise UserError(f"expected an input of shape (T, D), got {x_TD.shape}; use jax.vmap for a batch.")
         T, D = x_TD.shape
         H = self.n_heads
-        positions_T = jnp.arange(T) if positions_T is None else positions_T
+        positions_T = jnp.arange(T) if positions_T is None else check_positions(positions_T, T)
         q_HTK = self._add_bias(to_heads(x_TD, self._projection("Q", D, H)), "Q")
         if isinstance(source, LayerCache):
             k_GTK, v_GTK = read_layer(source, x_TD.dtype)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxformer.nn.capture import capture_point
+from jaxformer.nn.parameters import check_name
 from jaxformer.ops.cache import LayerCache
 from jaxformer.ops.masks import Mask
 
@@ -39,6 +40,7 @@ class Block(nn.Module):
     make_cross_attention: Make | None = None
 
     def setup(self) -> None:
+        check_name("norm_placement", self.norm_placement, ("pre", "post", "both"))
         parts = {"attention": self.make_attention, "cross_attention": self.make_cross_attention, "mlp": self.make_mlp}
         for part, make in parts.items():
             if make is None:

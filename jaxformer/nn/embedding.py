@@ -1,6 +1,6 @@
 """Embedding and unembedding of tokens, with positions."""
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import flax.linen as nn
 import jax
@@ -9,8 +9,8 @@ import numpy as np
 
 from jaxformer.errors import UserError
 from jaxformer.nn.capture import OUTPUT, capture_point
-from jaxformer.nn.parameters import parameter
-from jaxformer.ops.positions import sinusoidal
+from jaxformer.nn.parameters import check_name, parameter
+from jaxformer.ops.positions import check_positions, sinusoidal
 from jaxformer.ops.quantized import rows
 
 Positions = Literal["none", "learned", "sinusoidal", "rope"]
@@ -36,6 +36,17 @@ def check_tokens(tokens_T: Any, vocab_size: int) -> None:
         raise UserError(f"{problem}; give ids from 0 to {vocab_size - 1}.")
 
 
+def check_rows(positions_T: jax.Array, n_positions: int) -> None:
+    """Raise `UserError` for a position beyond the last row of `W_pos`, whose row JAX would take instead; under tracing,
+    positions are not known."""
+    if isinstance(positions_T, jax.core.Tracer) or not len(positions_T):
+        return
+    if (last := np.asarray(positions_T).max()) >= n_positions:
+        raise UserError(
+            f"position {last} is beyond the {n_positions} learned positions; give at most that many tokens."
+        )
+
+
 class Embedding(nn.Module):
     """Row of `W_E` per token, plus a position encoding: a row of `W_pos` ('learned'), or 'sinusoidal'.
 
@@ -54,6 +65,7 @@ class Embedding(nn.Module):
     scale: float = 1.0
 
     def setup(self) -> None:
+        check_name("positions", self.positions, get_args(Positions))
         init = nn.initializers.normal(self.init_std)
         self.W_E = parameter(self, "W_E", init, (self.vocab_size, self.d_model), "vocab -> embed")
         if self.positions == "learned":
@@ -61,10 +73,12 @@ class Embedding(nn.Module):
 
     def __call__(self, tokens_T: jax.Array, positions_T: jax.Array) -> jax.Array:
         """Map token ids `(T,)` int32 to `(T, D)`. Raises `UserError` for another number of axes or, unless traced, ids
-        outside the vocabulary."""
+        outside the vocabulary or positions without a row."""
         check_tokens(tokens_T, self.vocab_size)
+        positions_T = check_positions(positions_T, len(tokens_T))
         x_TD = self.scale * rows(self.W_E, tokens_T)
         if self.positions == "learned":
+            check_rows(positions_T, self.n_positions)
             x_TD = x_TD + rows(self.W_pos, positions_T)
         elif self.positions == "sinusoidal":
             x_TD = x_TD + sinusoidal(positions_T, self.d_model).astype(x_TD.dtype)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxformer.nn.capture import OUTPUT, capture_point
-from jaxformer.nn.parameters import parameter
+from jaxformer.nn.parameters import check_name, parameter
 
 Activation = Literal["relu", "squared_relu", "gelu", "gelu_exact", "quick_gelu", "swiglu", "geglu"]
 """Names of MLP activations in configs."""
@@ -61,6 +61,7 @@ class MLP(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
+        check_name("activation", self.activation, ACTIVATIONS)
         for i in range(1, len(self.hidden) + 1):
             x = capture_point(self, f"hidden.{i}", self._hidden_layer(x, i))
         return capture_point(self, OUTPUT, self._linear(x, len(self.hidden) + 1, self.d_out))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
@@ -31,6 +31,12 @@ def parameter(
     if (declared := _declared.get()) is not None:
         declared[".".join((*module.path, name))] = ParameterAxes.parse(axes, _stack.get())
     return module.param(name, init, shape)
+
+
+def check_name(field: str, name: str, known: Iterable[str]) -> None:
+    """Raise `UserError` for a name that a module does not know."""
+    if name not in known:
+        raise UserError(f"{field} is {name!r}; it must be one of {', '.join(known)}.")
 
 
 @contextmanager

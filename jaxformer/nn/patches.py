@@ -40,6 +40,8 @@ class LearnedPositions(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
+        if x.shape[-2] != self.length:
+            raise ValueError(f"expected a sequence of {self.length} positions, got shape {x.shape}")
         shape = (self.length + self.class_token, x.shape[-1])
         W_pos = parameter(self, "W_pos", nn.initializers.normal(self.init_std), shape, "positions -> embed")
         before = [(0, 0)] * (x.ndim - 2) + [(int(self.class_token), 0), (0, 0)]

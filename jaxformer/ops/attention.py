@@ -8,7 +8,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from jaxformer.ops.masks import Causal, Mask, Packed, as_array
+from jaxformer.ops.masks import Causal, Mask, Packed, as_array, check_mask
 from jaxformer.ops.precision import accumulation_dtype
 from jaxformer.ops.quantized import Quantized
 
@@ -16,20 +16,50 @@ MASKED = float(jnp.finfo(jnp.float32).min)
 """Value of a masked score. It is finite, so that a row with no visible key does not become NaN."""
 
 
-def attention_weights(q_HTK: jax.Array, k_GSK: jax.Array, mask: Mask = None, scale: float = 1.0) -> jax.Array:
+def attention_weights(q_HTK: jax.Array, k_GSK: jax.Array, mask: Mask = None, scale: float | None = None) -> jax.Array:
     """Return softmax(scale · q kᵀ) over the visible keys.
 
     Args:
-      q_HTK: queries; H must be a multiple of G.
+      q_HTK: queries, heads first; `jax.nn.dot_product_attention` has positions first. H must be a multiple of G.
       k_GSK: keys.
       mask: bool `(T, S)`, or `(H, T, S)` for a mask per head, True where a query may attend; or a `Causal` or `Packed`;
-        None for no mask.
-      scale: factor applied to the scores, 1/√K in the paper.
+        None for no mask. In `torch.nn.MultiheadAttention`, True means the opposite.
+      scale: factor applied to the scores; None for 1/√K, as in the paper.
 
     Returns:
       `(H, T, S)` float32. A row sums to one, or to zero where no key is visible.
+
+    Raises:
+      TypeError: an input is not floating-point, or the mask is neither boolean nor a `Causal` or `Packed`.
+      ValueError: the shapes do not fit together, or the inputs are a batch.
     """
+    scale = check_inputs(q_HTK, k_GSK, None, mask, scale)
     return softmax(attention_scores(q_HTK, zero_hidden(k_GSK, mask, q_HTK.shape[1]), scale), mask)
+
+
+def check_inputs(q_HTK: jax.Array, k_GSK: jax.Array, v_GSK: jax.Array | None, mask: Mask, scale: float | None) -> float:
+    """Return the scale, 1/√K for None, after a check of types and shapes, which leaves no trace in a jaxpr. Raises as
+    `attention_weights` does."""
+    for name, axes, x in (
+        ("queries", "(H, T, K)", q_HTK),
+        ("keys", "(G, S, K)", k_GSK),
+        ("values", "(G, S, K)", v_GSK),
+    ):
+        if x is None:
+            continue
+        if x.ndim != 3:
+            batch = "; use jax.vmap for a batch" if x.ndim == 4 else ""
+            raise ValueError(f"expected {name} of shape {axes}, got {x.shape}{batch}")
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise TypeError(f"{name} are {x.dtype}; give floating-point numbers")
+    (H, T, K), (G, S, _) = q_HTK.shape, k_GSK.shape
+    if H % G or k_GSK.shape[2] != K:
+        problem = f"queries of shape {q_HTK.shape} do not fit keys of shape {k_GSK.shape}"
+        raise ValueError(f"{problem}: both are heads first, H is a multiple of G, and both have the same width")
+    if v_GSK is not None and v_GSK.shape[:2] != (G, S):
+        raise ValueError(f"expected values for {G} heads and {S} keys, got shape {v_GSK.shape}")
+    check_mask(mask, H, T, S)
+    return K**-0.5 if scale is None else scale
 
 
 def zero_hidden(x_GSK: jax.Array, mask: Mask, n_queries: int) -> jax.Array:
@@ -47,8 +77,9 @@ def zero_hidden(x_GSK: jax.Array, mask: Mask, n_queries: int) -> jax.Array:
     return jnp.where(visible_S[:, None], x_GSK, 0)
 
 
-def attention_scores(q_HTK: jax.Array, k_GSK: jax.Array, scale: float = 1.0) -> jax.Array:
+def attention_scores(q_HTK: jax.Array, k_GSK: jax.Array, scale: float | None = None) -> jax.Array:
     """Return scale · q kᵀ, `(H, T, S)` in float32 or wider; see `attention_weights`."""
+    scale = check_inputs(q_HTK, k_GSK, None, None, scale)
     H, T, K = q_HTK.shape
     G, S, _ = k_GSK.shape
     q_GRTK = q_HTK.reshape(G, H // G, T, K) * scale
@@ -69,7 +100,7 @@ def attention(
     k_GSK: jax.Array,
     v_GSK: jax.Array,
     mask: Mask = None,
-    scale: float = 1.0,
+    scale: float | None = None,
 ) -> jax.Array:
     """Return weighted sums of the values, `(H, T, K)` in their dtype and width, which may differ from those of queries
     and keys; see `attention_weights`.
@@ -80,6 +111,7 @@ def attention(
     is masked for some queries only, as by a causal mask, must be finite: a NaN there reaches the output of every
     query. Checking every key would take 4 % of the time of a causal pass; fused kernels (`ops.kernels`) do not check
     either."""
+    scale = check_inputs(q_HTK, k_GSK, v_GSK, mask, scale)
     weights_HTS = attention_weights(q_HTK, k_GSK, mask, scale)
     return mix(weights_HTS, zero_hidden(v_GSK, mask, q_HTK.shape[1]))
 
@@ -100,7 +132,7 @@ def in_segments(n: int, attention: Callable[..., jax.Array] = attention) -> Call
     """
 
     def attend(
-        q_HTK: jax.Array, k_GTK: jax.Array, v_GTK: jax.Array, mask: Mask = None, scale: float = 1.0
+        q_HTK: jax.Array, k_GTK: jax.Array, v_GTK: jax.Array, mask: Mask = None, scale: float | None = None
     ) -> jax.Array:
         segments = (x.reshape(x.shape[0], n, -1, x.shape[-1]) for x in (q_HTK, k_GTK, v_GTK))
         each = jax.vmap(lambda q, k, v: attention(q, k, v, None, scale), in_axes=1, out_axes=1)
@@ -111,7 +143,10 @@ def in_segments(n: int, attention: Callable[..., jax.Array] = attention) -> Call
 
 def to_heads(x_TD: jax.Array, W_DHK: jax.Array | Quantized) -> jax.Array:
     """Return queries, keys or values, `(H, T, K)`: attention is fastest with heads first."""
-    D, H, K = W_DHK.shape
+    if x_TD.ndim != 2:
+        batch = "; use jax.vmap for a batch" if x_TD.ndim == 3 else ""
+        raise ValueError(f"expected a sequence of shape (T, D), got {x_TD.shape}{batch}")
+    D, H, K = _projection_shape(W_DHK, "(D, H, K)")
     if isinstance(W_DHK, Quantized):
         return (x_TD @ W_DHK).swapaxes(0, 1)
     if len(x_TD) == 1:
@@ -122,15 +157,22 @@ def to_heads(x_TD: jax.Array, W_DHK: jax.Array | Quantized) -> jax.Array:
 
 def from_heads(y_HTK: jax.Array, W_HKD: jax.Array | Quantized) -> jax.Array:
     """Return the concatenated heads times the output projection, `(T, D)`."""
-    H, K, D = W_HKD.shape
+    H, K, D = _projection_shape(W_HKD, "(H, K, D)")
     if isinstance(W_HKD, Quantized):
         return y_HTK.swapaxes(0, 1).reshape(-1, H * K) @ W_HKD.reshape(H * K, D)
     return jnp.einsum("htk,hkd->td", y_HTK, W_HKD)
 
 
+def _projection_shape(W: jax.Array | Quantized, axes: str) -> tuple[int, ...]:
+    if len(W.shape) != 3:
+        raise ValueError(f"expected a projection of shape {axes}, got {W.shape}; reshape it")
+    return W.shape
+
+
 def cross_attention(
-    q_HTK: jax.Array, x_SD: jax.Array, W_K_DGK: jax.Array, W_V_DGK: jax.Array, mask: Mask = None, scale: float = 1.0
-) -> jax.Array:
+    q_HTK: jax.Array, x_SD: jax.Array, W_K_DGK: jax.Array, W_V_DGK: jax.Array, mask: Mask = None,
+    scale: float | None = None,
+) -> jax.Array:  # fmt: skip
     """Return softmax(scale · Q (X W_K)ᵀ) X W_V for each head, `(H, T, K)`.
 
     Self-attention is the case Q = X W_Q.
@@ -153,8 +195,7 @@ def multi_head_attention(
       x_TD: source of the queries.
       source_SD: source of keys and values; x_TD itself in self-attention.
     """
-    scale = W_Q_DHK.shape[-1] ** -0.5
-    return from_heads(cross_attention(to_heads(x_TD, W_Q_DHK), source_SD, W_K_DGK, W_V_DGK, mask, scale), W_O_HKD)
+    return from_heads(cross_attention(to_heads(x_TD, W_Q_DHK), source_SD, W_K_DGK, W_V_DGK, mask), W_O_HKD)
 
 
 def row_entropy(weights: jax.Array) -> jax.Array:

@@ -18,7 +18,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.lax import dynamic_index_in_dim, dynamic_update_index_in_dim
 
-from jaxformer.ops.attention import MASKED, zero_hidden
+from jaxformer.ops.attention import MASKED, check_inputs, zero_hidden
 from jaxformer.ops.masks import Causal, Mask, Packed, causal_part, segment
 from jaxformer.ops.precision import accumulation_dtype, upcast
 
@@ -28,8 +28,8 @@ does not recompute attention."""
 
 
 def blockwise_attention(
-    q_HTK: jax.Array, k_GSK: jax.Array, v_GSK: jax.Array, mask: Mask = None, scale: float = 1.0, *, block: int = 512,
-    sequential: bool = False,
+    q_HTK: jax.Array, k_GSK: jax.Array, v_GSK: jax.Array, mask: Mask = None, scale: float | None = None, *,
+    block: int = 512, sequential: bool = False,
 ) -> jax.Array:  # fmt: skip
     """Return the output of `ops.attention.attention`, with memory linear in T and S in both passes.
 
@@ -37,11 +37,12 @@ def blockwise_attention(
     mode. Masked keys are treated as in `attention`.
 
     Args:
-      q_HTK, k_GSK, v_GSK, mask, scale: as in `attention`.
+      q_HTK, k_GSK, v_GSK, mask, scale: as in `attention`, but a mask array is the same for all heads.
       block: maximum number of queries, and of keys, per block.
       sequential: compute the groups of heads of all examples one after another, also under `jax.vmap`, instead of all
         at once.
     """
+    scale = check_inputs(q_HTK, k_GSK, v_GSK, mask, scale)
     H, T, K = q_HTK.shape
     G, S, _ = k_GSK.shape
     tiles = Tiles(T, S, block, causal_part(mask), H // G, sequential)
@@ -49,6 +50,8 @@ def blockwise_attention(
     if isinstance(mask, Packed):
         rest = jnp.pad(mask.segments_T, (0, tiles.n_q * tiles.b_q - T))[None]
     elif not isinstance(mask, Causal | None):
+        if mask.ndim == 3:
+            raise ValueError("blockwise attention has no mask per head; give one of shape (T, S), or use attention")
         rest = jnp.pad(mask, ((0, tiles.n_q * tiles.b_q - T), (0, tiles.n_k * tiles.b_k - S)))[None]
     q_HNbK = split(q_HTK * scale, tiles.n_q, tiles.b_q)
     q_GNrK = q_HNbK.reshape(G, -1, tiles.n_q, tiles.b_q, K).swapaxes(1, 2).reshape(G, tiles.n_q, -1, K)

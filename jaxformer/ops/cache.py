@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jaxformer.errors import UserError
 from jaxformer.ops.attention import MASKED
 from jaxformer.ops.masks import EMPTY
+from jaxformer.ops.positions import check_positions
 from jaxformer.ops.precision import accumulation_dtype, upcast
 from jaxformer.ops.workarounds import update_slice, zero_after
 
@@ -60,7 +61,17 @@ def init_cache(
 
 
 def write_layer(layer: LayerCache, k_GTK: jax.Array, v_GTK: jax.Array, slot: jax.Array | int) -> LayerCache:
-    """Return the cache with T keys and values written at slots slot, …, slot + T - 1."""
+    """Return the cache with T keys and values written at slots slot, …, slot + T - 1.
+
+    Raises:
+      ValueError: the shapes are not those of the cache, or, unless traced, the slots are not in it.
+    """
+    for name, x, (G, n_slots, K) in (
+        ("keys", k_GTK, layer.k_GKS.values.swapaxes(1, 2).shape), ("values", v_GTK, layer.v_GSK.values.shape),
+    ):  # fmt: skip
+        if x.ndim != 3 or (x.shape[0], x.shape[2]) != (G, K):
+            raise ValueError(f"expected {name} of shape ({G}, T, {K}), as in the cache, got {x.shape}")
+        _check_slots(n_slots, x.shape[1], slot)
     k, v = (_store(x_GTK, stored.values.dtype) for x_GTK, stored in ((k_GTK, layer.k_GKS), (v_GTK, layer.v_GSK)))
     k = k._replace(values=k.values.swapaxes(1, 2))
     return LayerCache(_write_stored(layer.k_GKS, k, slot, 2), _write_stored(layer.v_GSK, v, slot, 1))
@@ -110,7 +121,17 @@ def decode_step(
 
 def write_positions(position_S: jax.Array, positions_T: jax.Array, slot: jax.Array | int) -> jax.Array:
     """Return the array of positions with T positions written at slots slot, …, slot + T - 1."""
+    positions_T = check_positions(positions_T)
+    _check_slots(len(position_S), len(positions_T), slot)
     return update_slice(position_S, positions_T.astype(position_S.dtype), slot, 0)
+
+
+def _check_slots(n_slots: int, n_tokens: int, slot: jax.Array | int) -> None:
+    """Raise `ValueError` for slots that are not in the cache, where an update would overwrite others; a traced slot is
+    not known."""
+    if not isinstance(slot, jax.core.Tracer) and not 0 <= (first := int(slot)) <= n_slots - n_tokens:
+        last = first + n_tokens - 1
+        raise ValueError(f"the cache has slots 0 to {n_slots - 1}, not {first} to {last}; make it larger")
 
 
 def _store(x_GTK: jax.Array, dtype: Any) -> Stored:

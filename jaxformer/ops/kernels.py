@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxformer.ops.attention import check_inputs
 from jaxformer.ops.blockwise import SAVED
 from jaxformer.ops.masks import Causal, Mask, Packed, causal_part
 from jaxformer.ops.workarounds import batched_together
@@ -77,7 +78,7 @@ def cudnn_attention(
     k_GSK: jax.Array,
     v_GSK: jax.Array,
     mask: Mask = None,
-    scale: float = 1.0,
+    scale: float | None = None,
     *,
     implementation: Literal["cudnn", "xla"] = "cudnn",
 ) -> jax.Array:
@@ -124,7 +125,7 @@ def splash_attention(
     k_GSK: jax.Array,
     v_GSK: jax.Array,
     mask: Mask = None,
-    scale: float = 1.0,
+    scale: float | None = None,
     *,
     interpret: bool = False,
 ) -> jax.Array:
@@ -147,6 +148,7 @@ def splash_attention(
         from jax.experimental.pallas.ops.tpu.splash_attention import SegmentIds
 
         segments = SegmentIds(*2 * (jnp.pad(segments_T, (0, padded(T) - T)),))
+    scale = check_inputs(q_HTK, k_GSK, v_GSK, mask, scale)
     return kernel(inputs[0] * scale, *inputs[1:], segments)[:, :T]
 
 

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
+from jaxformer.ops.losses import check_targets
 from jaxformer.ops.precision import accumulation_dtype, upcast
 from jaxformer.ops.quantized import Quantized
 
@@ -72,6 +73,7 @@ def linear_cross_entropy(
       max_logits: maximum number of logits computed at once.
       smoothing: ε of label smoothing (Szegedy et al. 2016, section 7).
     """
+    targets_N = check_targets(x_ND.shape[:1], targets_N, weights_N)
     W_DV, b_V, soft_cap = unembedding
     if isinstance(W_DV, Quantized):
         W_DV = (W_DV.values * W_DV.scale).astype(x_ND.dtype)

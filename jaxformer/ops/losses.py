@@ -1,6 +1,7 @@
 """Losses of one example. The leading axes of logits are those of the targets: T, or none for a single class."""
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,10 +10,29 @@ from jaxformer.ops.precision import accumulation_dtype, upcast
 
 
 def negative_log_likelihood(logits_TV: jax.Array, targets_T: jax.Array) -> jax.Array:
-    """Return -log softmax(logits)[target] in nats, `(T,)` float32, for integer targets."""
+    """Return -log softmax(logits)[target] in nats, `(T,)` float32.
+
+    Targets are integers from 0 to V - 1; any other yields NaN, also a negative one, such as torch's -100. Raises as
+    `check_targets` does.
+    """
+    targets_T = check_targets(logits_TV.shape[:-1], targets_T)
     shifted_TV = shifted(logits_TV)
-    chosen_T = jnp.take_along_axis(shifted_TV, targets_T[..., None], axis=-1)[..., 0]
+    # JAX would count a negative index from the end.
+    index_T = jnp.where(targets_T < 0, logits_TV.shape[-1], targets_T.astype(jnp.int32))
+    chosen_T = jnp.take_along_axis(shifted_TV, index_T[..., None], axis=-1)[..., 0]
     return jnp.log(jnp.sum(jnp.exp(shifted_TV), axis=-1)) - chosen_T
+
+
+def check_targets(shape: tuple[int, ...], targets_T: Any, weights_T: Any = None) -> jax.Array:
+    """Return targets as an array. Raises `TypeError` for targets that are not integers, `ValueError` for targets or
+    weights of another shape, which would broadcast."""
+    targets_T = jnp.asarray(targets_T)
+    if not jnp.issubdtype(targets_T.dtype, jnp.integer):
+        raise TypeError(f"targets are {targets_T.dtype}; give integer classes, after the logits")
+    for name, x in (("targets", targets_T), ("weights", targets_T if weights_T is None else weights_T)):
+        if jnp.shape(x) != shape:
+            raise ValueError(f"expected {name} of shape {shape}, one per row of logits, got {jnp.shape(x)}")
+    return targets_T
 
 
 def uniform_cross_entropy(logits_TV: jax.Array) -> jax.Array:
@@ -66,10 +86,13 @@ def cross_entropy(logits_TV: jax.Array, targets_T: jax.Array, weights_T: jax.Arr
     """Return the weighted mean of `negative_log_likelihood`, Σ w·nll / Σ w, a float32 scalar; 0 where all weights are
     0.
 
-    Logits of weight 0 change neither the loss nor its gradient, even if they are NaN.
+    Logits and targets of weight 0 change neither the loss nor its gradient, even if they are NaN or no class: the mask
+    `targets_T != -100` as weights is torch's `ignore_index`.
     """
     if weights_T is None:
         return jnp.mean(negative_log_likelihood(logits_TV, targets_T))
-    loss_T = negative_log_likelihood(jnp.where(weights_T[..., None] == 0, 0, logits_TV), targets_T)
+    targets_T, weights_T = check_targets(logits_TV.shape[:-1], targets_T, weights_T), jnp.asarray(weights_T)
+    logits_TV, targets_T = jnp.where(weights_T[..., None] == 0, 0, logits_TV), jnp.where(weights_T == 0, 0, targets_T)
+    loss_T = negative_log_likelihood(logits_TV, targets_T)
     total = jnp.sum(weights_T)
     return jnp.sum(loss_T * weights_T) / jnp.where(total == 0, 1.0, total)

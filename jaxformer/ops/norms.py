@@ -8,6 +8,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxformer.ops import workarounds
 from jaxformer.ops.precision import upcast
@@ -15,18 +16,33 @@ from jaxformer.ops.precision import upcast
 
 def rms_norm(x: jax.Array, gamma: jax.Array, eps: float = 1e-6) -> jax.Array:
     """Return γ · x / √(mean(x²) + ε) (Zhang and Sennrich 2019, equation 4). `x` is `(…, D)`, `gamma` `(D,)`."""
+    _check(x, eps, gamma)
     return (divide_by_rms(upcast(x), eps) * gamma).astype(x.dtype)
 
 
 def layer_norm(x: jax.Array, gamma: jax.Array, beta: jax.Array, eps: float = 1e-5) -> jax.Array:
     """Return γ · (x - mean) / √(var + ε) + β (Ba et al. 2016). `x` is `(…, D)`, `gamma` and `beta` `(D,)`."""
+    _check(x, eps, gamma, beta)
     return (divide_by_rms(center(upcast(x)), eps) * gamma + beta).astype(x.dtype)
 
 
 def l2_normalize(x: jax.Array, eps: float = 1e-12) -> jax.Array:
     """Return x / √(Σ x² + ε), which has unit norm. `x` is `(…, D)`."""
+    _check(x, eps)
     D = x.shape[-1]
     return (divide_by_rms(upcast(x), eps / D) * D**-0.5).astype(x.dtype)
+
+
+def _check(x: jax.Array, eps: float, *vectors: jax.Array) -> None:
+    """Raise `TypeError` for an `x` that is not floating-point, `ValueError` for an ε of 1 or more, which is a width
+    given in its place, or for a gain or shift that is not `(D,)`."""
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"the features are {x.dtype}; give floating-point numbers")
+    if not 0 <= eps < 1:
+        raise ValueError(f"eps is {eps}; it must be at least 0 and below 1: the width is that of the features")
+    for vector in vectors:
+        if np.shape(vector) != x.shape[-1:]:
+            raise ValueError(f"expected a gain or shift of shape {x.shape[-1:]}, got {np.shape(vector)}")
 
 
 @jax.custom_jvp

@@ -13,7 +13,12 @@ def standardize(pixels: jax.Array, mean: Sequence[float], std: Sequence[float]) 
     Args:
       pixels: `(…, C)`.
       mean, std: statistics of the training set, with white at 1; one value for all channels, or one per channel.
+
+    Raises:
+      TypeError: the pixels are other integers.
     """
+    if pixels.dtype != jnp.uint8 and not jnp.issubdtype(pixels.dtype, jnp.floating):
+        raise TypeError(f"pixels are {pixels.dtype}; give uint8, or floating-point numbers with white at 1")
     x = pixels / 255 if pixels.dtype == jnp.uint8 else pixels
     return (x.astype(jnp.float32) - jnp.asarray(mean, jnp.float32)) / jnp.asarray(std, jnp.float32)
 
@@ -26,10 +31,16 @@ def patchify(pixels: jax.Array, size: Sequence[int]) -> jax.Array:
       size: patch size along each axis but the channels; it must divide the axis.
 
     Returns:
-      `(N, P)`, one patch per row; patches, and the P pixels of each, are in row-major order.
+      `(N, P)`, one patch per row; patches, and the P pixels of each, are in row-major order, channels last.
+
+    Raises:
+      ValueError: the pixels have another number of axes, or the size does not divide an axis.
     """
     *lengths, channels = pixels.shape
     n = len(size)
+    if len(lengths) != n or any(length % s for length, s in zip(lengths, size, strict=True)):
+        batch = "; use jax.vmap for a batch" if len(lengths) == n + 1 else ", channels last"
+        raise ValueError(f"pixels of shape {pixels.shape} cannot be split into patches of size {tuple(size)}{batch}")
     # Each axis becomes a patch index and an index within the patch; then all patch indices go first.
     split = [part for length, s in zip(lengths, size, strict=True) for part in (length // s, s)]
     blocks = pixels.reshape(*split, channels).transpose(*range(0, 2 * n, 2), *range(1, 2 * n, 2), 2 * n)

@@ -1,7 +1,7 @@
 """Position encodings without parameters."""
 
 from math import pi
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +10,29 @@ import numpy as np
 from jaxformer.errors import UserError
 
 
+def check_positions(positions_T: Any, n_tokens: int | None = None) -> jax.Array:
+    """Return positions as an array, `(T,)`.
+
+    Args:
+      n_tokens: T; None for any.
+
+    Raises:
+      ValueError: another shape.
+      TypeError: booleans, or floating-point numbers of 16 bits, which do not hold every position.
+    """
+    positions_T = jnp.asarray(positions_T)
+    wanted = "(T,)" if n_tokens is None else (n_tokens,)
+    if positions_T.ndim != 1 or n_tokens not in (None, len(positions_T)):
+        raise ValueError(f"expected positions of shape {wanted}, one per token, got {positions_T.shape}")
+    if positions_T.dtype == bool or positions_T.dtype in (jnp.bfloat16, jnp.float16):
+        raise TypeError(f"positions are {positions_T.dtype}; give integers")
+    return positions_T
+
+
 def sinusoidal(positions_T: jax.Array, d_model: int) -> jax.Array:
     """Return the encoding of Vaswani et al. 2017, section 3.5, `(T, D)` float32:
     PE(pos, 2i) = sin(pos / 10000^(2i/D)), PE(pos, 2i+1) = cos of the same angle."""
+    positions_T = check_positions(positions_T)
     rates = 10_000.0 ** (-jnp.arange(0, d_model, 2, dtype=jnp.float32) / d_model)
     angles = positions_T[:, None] * rates[None, :]
     both = jnp.stack([jnp.sin(angles), jnp.cos(angles)], axis=-1)
@@ -52,9 +72,14 @@ def rope(
     """Return rotary-embedded vectors (Su et al. 2021, equation 34), `(H, T, K)`: features i and i + K/2 are rotated by
     the angle position · base^(-2i/K), so that scores depend on distances only. K must be even.
 
-    Features are paired across halves, as in Hugging Face's GPT-NeoX and Llama checkpoints. Positions are divided by
+    Features are paired across halves, as in Hugging Face's GPT-NeoX and Llama checkpoints; GPT-J and Meta's own Llama
+    files pair neighbours, so that their weights need reordering. Positions are divided by
     `scaling`, for length extrapolation (Chen et al. 2023, equation 4), or frequencies are scaled by `Llama3Scaling`.
     """
+    if x_HTK.ndim != 3 or x_HTK.shape[-1] % 2:
+        batch = "; use jax.vmap for a batch" if x_HTK.ndim == 4 else ""
+        raise ValueError(f"expected vectors of shape (H, T, K) with even K, got {x_HTK.shape}{batch}")
+    positions_T = check_positions(positions_T, x_HTK.shape[1])
     half = x_HTK.shape[-1] // 2
     if isinstance(scaling, Llama3Scaling):
         angles_TK = positions_T[:, None] * jnp.asarray(scaling.frequencies(half, base), jnp.float32)

@@ -79,8 +79,8 @@ def quantize(matrix: jax.Array, summed: tuple[int, ...], dtype: Any = jnp.float3
 
 
 def rows(matrix: jax.Array | Quantized, index: jax.Array) -> jax.Array:
-    """Return `matrix[index]`, also for a NumPy array."""
-    return matrix[index] if isinstance(matrix, Quantized) else jnp.asarray(matrix)[index]
+    """Return `matrix[index]`, also for a NumPy array, and for a list of indices."""
+    return (matrix if isinstance(matrix, Quantized) else jnp.asarray(matrix))[jnp.asarray(index)]
 
 
 def _matmul(x: jax.Array, values: jax.Array, scale: jax.Array) -> jax.Array:

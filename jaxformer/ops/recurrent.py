@@ -10,6 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxformer.ops.masks import check_valid
+
 State = tuple[jax.Array, ...]
 """State between steps: `(h_D,)` for a plain cell or a GRU, `(h_D, c_D)` for an LSTM. h is also the step's output."""
 
@@ -86,6 +88,7 @@ def recur(
     if valid_T is None:
         valid_T = jnp.ones(len(x_T), bool)
     else:  # NaN would not reach the state, but the derivative, as 0 times NaN
+        check_valid(valid_T, len(x_T))
         x_T = jnp.where(valid_T.reshape(-1, *(1,) * (x_T.ndim - 1)), x_T, 0)
     return _recur(step, state, x_T, valid_T, weights, fixed)
 

@@ -49,7 +49,7 @@ class Attention(Protocol):
     """Signature of `ops.attention.attention`."""
 
     def __call__(
-        self, q_HTK: jax.Array, k_GSK: jax.Array, v_GSK: jax.Array, mask: Mask = None, scale: float = 1.0
+        self, q_HTK: jax.Array, k_GSK: jax.Array, v_GSK: jax.Array, mask: Mask = None, scale: float | None = None
     ) -> jax.Array: ...
 
 
@@ -70,7 +70,7 @@ PLATFORM_KERNELS = {"gpu": "cudnn", "tpu": "splash"}
 
 
 def unfused_attention(
-    q_HTK: jax.Array, k_GSK: jax.Array, v_GSK: jax.Array, mask: Mask = None, scale: float = 1.0,
+    q_HTK: jax.Array, k_GSK: jax.Array, v_GSK: jax.Array, mask: Mask = None, scale: float | None = None,
     blockwise: Attention = blockwise_attention, min_positions: int = MIN_BLOCKWISE_POSITIONS,
 ) -> jax.Array:  # fmt: skip
     """Return `attention` for short sequences, and `blockwise` for those with at least `min_positions` queries and
@@ -103,7 +103,7 @@ class FusedAttention:
         return KERNELS[self.kernel].refuses(q_HTK, k_GSK, mask)
 
     def __call__(
-        self, q_HTK: jax.Array, k_GSK: jax.Array, v_GSK: jax.Array, mask: Mask = None, scale: float = 1.0
+        self, q_HTK: jax.Array, k_GSK: jax.Array, v_GSK: jax.Array, mask: Mask = None, scale: float | None = None
     ) -> jax.Array:
         """Return the same as `ops.attention.attention`."""
         if self.refuses(q_HTK, k_GSK, mask, v_GSK.shape[-1]):

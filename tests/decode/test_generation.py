@@ -467,6 +467,12 @@ def test_a_foreign_recurrent_model_equals_full_passes() -> None:
         ([], {}, "there is no prompt"),
         ([[1], [2, V]], {}, "prompt 2 has a token 23; it must be from 0 to 22"),
         ([[-1]], {}, "the prompt has a token -1"),
+        ([1, 2], {}, r"prompt 1 is 1; give the token ids of each prompt, such as \[\[1, 2, 3\]\]"),
+        ([[1.7]], {}, r"the prompt is \[1.7\]; give the token ids"),
+        (["ab"], {}, "the prompt is 'ab'; give the token ids"),
+        ([[1]], {"max_new_tokens": 2.5}, "max_new_tokens is 2.5; .* a whole number"),
+        ([[1]], {"seeds": [0.7]}, r"seeds is \[0.7\]; give one whole number per row"),
+        ([[1]], {"seeds": jax.random.key(0)}, "seeds is .*; give one whole number per row"),
         ([[1]], {"max_new_tokens": 2**31}, "max_new_tokens is 2147483648; .* below 2..31"),
     ],
     ids=str,
@@ -500,6 +506,14 @@ def test_the_cache_has_no_unused_slots(
     monkeypatch.setattr(programs, "start", start)
     with pytest.raises(Started):
         next(begin(build(config), prompts, n, context_length=config.context_length, prefill_chunk=chunk))
+
+
+def test_a_context_beyond_the_learned_positions_is_refused() -> None:
+    """JAX would repeat the last position."""
+    with pytest.raises(
+        UserError, match="context_length is 12, but the model has 11 learned positions; give at most 11"
+    ):
+        begin(build(LEARNED), PROMPTS, 3, context_length=12)
 
 
 def test_every_row_needs_a_seed(decoder: Model) -> None:

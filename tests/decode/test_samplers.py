@@ -476,3 +476,16 @@ def test_only_the_first_tokens_are_drawn_where_a_number_is_given() -> None:
         assert {int(first(logits_V, jax.random.key(i), sampling).token) for i in range(9)} <= {0, 1, 2}
     with pytest.raises(UserError, match="n-tokens is 0; it must be at least 1"):
         Sampling(n_tokens=0)
+
+
+def test_a_batch_of_logits_and_no_temperature_are_refused() -> None:
+    """A batch would give one token."""
+    past, key = init_history(Sampling(), 5, jnp.array([1]), 1), jax.random.key(0)
+    logits_BV = np.zeros((2, 5), np.float32)
+    for sampling in (Sampling(), Sampling(temperature=0)):
+        with pytest.raises(ValueError, match=r"of shape \(V,\), got \(2, 5\); use jax.vmap for a batch"):
+            sample(logits_BV, past, key, sampling)
+        with pytest.raises(ValueError, match=r"use jax.vmap for a batch"):
+            samplers.distribution(logits_BV, past, sampling)
+    with pytest.raises(UserError, match="temperature is None; it must be at least 0"):
+        Sampling(temperature=None)  # type: ignore[arg-type]

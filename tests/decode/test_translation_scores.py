@@ -1,5 +1,6 @@
 """BLEU, chrF and the share of exact matches."""
 
+from collections.abc import Callable
 from math import exp
 
 import pytest
@@ -42,3 +43,9 @@ def test_without_sacrebleu_it_is_named(monkeypatch) -> None:
     with pytest.raises(UserError, match=r"jaxformer\[translation\]"):
         scores(["a"], ["a"])
     assert exact_match(["a"], ["a"]) == 1
+
+
+@pytest.mark.parametrize("measure", [exact_match, scores])
+def test_a_string_is_no_list_of_texts(measure: Callable) -> None:
+    with pytest.raises(UserError, match="a single string; give a list of strings"):
+        measure("a dog", "a cat")

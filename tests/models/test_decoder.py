@@ -439,3 +439,16 @@ def test_soft_caps_and_scales_act_as_their_formulas_say() -> None:
     tripled = {**params, "embedding": {"W_E": 3 * params["embedding"]["W_E"]}}
     scaled = replace(untied, embedding_scale=3.0).build()
     assert_close(apply(scaled, params, TOKENS_T), apply(untied.build(), tripled, TOKENS_T))
+
+
+def test_a_mask_in_the_place_of_the_prefix_and_segments_that_would_broadcast_are_refused() -> None:
+    """Hugging Face's second argument is a mask."""
+    model, tokens_T = PLAIN.build(), random_tokens(V, T)
+    given = (
+        ((jnp.ones(T, bool),), TypeError, r"the prefix is bool of shape \(7,\); give its length in tokens"),
+        ((None, jnp.zeros(1, int)), ValueError, r"segments of shape \(1,\) for 7 tokens; give one per token"),
+        ((2, jnp.zeros(T, int)), ValueError, "segments and a prefix cannot be combined"),
+    )
+    for arguments, error, message in given:
+        with pytest.raises(error, match=message):
+            jax.eval_shape(model.init, jax.random.key(0), tokens_T, *arguments)

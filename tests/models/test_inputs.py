@@ -23,14 +23,27 @@ from jaxformer.inspect import (
     patch_activations,
 )
 from jaxformer.models.decoder import DecoderConfig
+from jaxformer.models.encoder import EncoderConfig
+from jaxformer.models.encoder_decoder import EncoderDecoderConfig
 from jaxformer.models.inputs import check_example
 from jaxformer.models.mlp import MLPConfig
+from jaxformer.models.recurrent import RecurrentConfig
+from jaxformer.models.recurrent_lm import RecurrentLMConfig
 from jaxformer.runs import Run
-from tests.arrays import build
+from tests.arrays import build, random_params
 from tests.test_x64 import MODELS
 
 V, CONTEXT = 13, 6
 SHAPE: dict[str, Any] = {"vocab_size": V, "context_length": CONTEXT, "d_model": 8, "d_ff": (12,)}
+BLOCKS: dict[str, Any] = SHAPE | {"n_heads": 2}
+TOKEN_MODELS: dict[str, Any] = {
+    "decoder": DecoderConfig(**SHAPE),
+    "encoder": EncoderConfig(**BLOCKS, n_blocks=1, n_segments=2),
+    "encoder-decoder": EncoderDecoderConfig(**BLOCKS, n_encoder_blocks=1, n_decoder_blocks=1),
+    "mlp": MLPConfig(**SHAPE),
+    "recurrent": RecurrentConfig(V, CONTEXT, d_embedding=4, d_model=4),
+    "recurrent lm": RecurrentLMConfig(V, CONTEXT, d_model=4),
+}
 LEARNED, ROTARY = DecoderConfig(**SHAPE), DecoderConfig(**SHAPE, positions="rope")
 
 
@@ -69,6 +82,20 @@ def test_token_ids_that_are_no_integers_are_refused(tokens: Any, dtype: str) -> 
     for call in (lambda: run.loss(run.params, tokens), lambda: check_example(run.model, jnp.array(tokens))):
         with pytest.raises(UserError, match=rf"^token ids are {dtype}; give integers, such as int32\.$"):
             call()
+
+
+@pytest.mark.parametrize("name", ["decoder", "encoder", "encoder-decoder", "mlp", "recurrent", "recurrent lm"])
+def test_a_list_of_tokens_is_an_example_and_a_mask_of_integers_is_not(name: str) -> None:
+    """As a tokenizer gives them; 1 and 0 could also be added to scores."""
+    config = TOKEN_MODELS[name]
+    model, declared = config.build(), config.contract.inputs
+    arrays = [np.array([True, True, False]) if x.dtype == "bool" else np.array([3, 1, 2]) for x in declared]
+    params = {"params": random_params(model, *arrays)}
+    lists = [x if x.dtype == bool else x.tolist() for x in arrays]
+    np.testing.assert_array_equal(model.apply(params, *lists), model.apply(params, *arrays))
+    if any(x.dtype == bool for x in arrays):
+        with pytest.raises(TypeError, match="valid is int64; give a bool array, True for tokens"):
+            model.apply(params, *(x.astype(int) for x in arrays))
 
 
 @pytest.mark.slow

@@ -226,3 +226,18 @@ def test_defaults_attend_everywhere_and_a_batch_is_refused():
     np.testing.assert_array_equal(apply(module, params, x_TD)[0], wanted)
     with pytest.raises(UserError, match=r"expected an input of shape \(T, D\), got \(8, 5, 4\); use jax.vmap"):
         apply(module, params, normal(8, 5, 4))
+
+
+@pytest.mark.parametrize(
+    ("inputs", "error", "message"),
+    [
+        ((X_TD, X_TD), ValueError, r"expected positions of shape \(7,\), one per token, got \(7, 13\)"),  # Flax's order
+        ((X_TD, CAUSAL_TT), ValueError, r"expected positions of shape \(7,\), one per token, got \(7, 7\)"),
+        ((X_TD, np.ones(T, bool)), TypeError, "positions are bool"),
+        ((X_TD, None, np.zeros((T, T))), TypeError, "the mask is float64; give a bool array"),
+        ((X_TD, None, None, None, 0, X_TD[None]), ValueError, "use jax.vmap for a batch"),
+    ],
+)
+def test_inputs_in_another_librarys_order_are_refused(inputs: tuple, error: type, message: str) -> None:
+    with pytest.raises(error, match=message):
+        MultiHeadAttention(H, K).init(jax.random.key(0), *inputs)

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxformer.errors import UserError
 from jaxformer.nn.attention import MultiHeadAttention
 from jaxformer.nn.block import Block
 from jaxformer.nn.mlp import MLP
@@ -109,3 +110,10 @@ def test_the_same_key_drops_the_same_features() -> None:
     first, again, other = (dropped(residual=True, key=jax.random.key(seed)) for seed in (2, 2, 3))
     np.testing.assert_array_equal(first, again)
     assert (first != other).any()
+
+
+def test_a_placement_that_is_none_is_refused() -> None:
+    """It would be a block without norms."""
+    block = Block(partial(MultiHeadAttention, 1, D), partial(MLP, (D,), D), RMSNorm, "prenorm")
+    with pytest.raises(UserError, match="norm_placement is 'prenorm'; it must be one of pre, post, both"):
+        block.init(jax.random.key(0), *INPUTS)

@@ -59,3 +59,21 @@ def test_a_batch_and_ids_outside_the_vocabulary_are_refused():
     with pytest.raises(UserError, match="token 7 at position 1 is not in the vocabulary of 7; give ids from 0 to 6"):
         module.apply(params, jnp.array([0, 7, 0, 0, 0]), positions_T)
     assert jax.vmap(module.apply, (None, 0, None))(params, jnp.zeros((8, 5), int), positions_T).shape == (8, 5, 3)
+
+
+def test_positions_that_have_no_row_or_would_broadcast_are_refused() -> None:
+    module = Embedding(V, N, D)
+    params = {"params": random_params(module, TOKENS_T, POSITIONS_T)}
+    with pytest.raises(UserError, match="position 11 is beyond the 11 learned positions"):
+        module.apply(params, TOKENS_T, POSITIONS_T + 1)
+    with pytest.raises(ValueError, match=r"expected positions of shape \(4,\), one per token, got \(1,\)"):
+        module.apply(params, TOKENS_T, POSITIONS_T[:1])
+    with pytest.raises(UserError, match="positions is 'sine'; it must be one of none, learned, sinusoidal, rope"):
+        Embedding(V, N, D, "sine").init(jax.random.key(0), TOKENS_T, POSITIONS_T)
+
+
+def test_lists_of_tokens_and_positions_are_arrays() -> None:
+    module = Embedding(V, N, D)
+    params = {"params": random_params(module, TOKENS_T, POSITIONS_T)}
+    wanted = module.apply(params, TOKENS_T, POSITIONS_T)
+    np.testing.assert_array_equal(module.apply(params, TOKENS_T.tolist(), POSITIONS_T.tolist()), wanted)

@@ -37,3 +37,9 @@ def test_every_norm_of_a_model_has_the_epsilon_of_its_config(name: str) -> None:
     towers = ("vision", "text") if name == "clip" else ()
     given = {tower: replace(getattr(config, tower), norm_eps=1e-12) for tower in towers} or {"norm_eps": 1e-12}
     assert {eps for _, eps in epsilons(replace(config, **given))} == {1e-12}
+
+
+@pytest.mark.parametrize("norm", [LayerNorm, RMSNorm])
+def test_a_width_in_the_place_of_epsilon_is_refused(norm: type) -> None:
+    with pytest.raises(ValueError, match=r"eps is 16; .* the width is that of the features"):
+        norm(16).init(jax.random.key(0), jax.numpy.ones((5, 16)))

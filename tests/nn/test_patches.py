@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jaxformer.nn.patches import LearnedPositions, PatchEmbedding
 from tests.arrays import apply, assert_close, first_params, normal, random_params
@@ -42,3 +43,9 @@ def test_rows_are_drawn_as_asked() -> None:
     """Of 6,400 numbers the spread is known to 1%."""
     W_pos = first_params(LearnedPositions(100, class_token=False, init_std=0.5), normal(100, 64))["W_pos"]
     assert abs(W_pos.std() - 0.5) < 0.02
+
+
+def test_a_sequence_of_another_length_is_refused() -> None:
+    """One row would broadcast."""
+    with pytest.raises(ValueError, match=r"expected a sequence of 5 positions, got shape \(1, 3\)"):
+        LearnedPositions(N, class_token=False).init(jax.random.key(0), normal(1, D))

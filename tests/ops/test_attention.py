@@ -1,7 +1,9 @@
 import importlib
+import inspect
 from collections.abc import Callable
 from functools import partial
 from math import log
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -11,6 +13,8 @@ import pytest
 
 from jaxformer.ops import masks
 from jaxformer.ops.blockwise import blockwise_attention
+from jaxformer.ops.kernels import cudnn_attention, splash_attention
+from jaxformer.train.kernels import FusedAttention
 from tests.arrays import assert_close, normal
 
 ops = importlib.import_module("jaxformer.ops.attention")  # in the package, its name is the function's
@@ -80,7 +84,7 @@ def test_layers_by_name_are_their_formulas() -> None:
     cross_attention, multi_head_attention = map(jax.jit, (ops.cross_attention, ops.multi_head_attention))
     assert_close(cross_attention(given_HTK, source_SD, W_K, W_V, mask, 0.2), wanted)
     wanted = [head(x @ to_q[:, h], x, h, np.ones((T, T), bool), 1.0) for h in range(H)]
-    assert_close(cross_attention(jax.jit(ops.to_heads)(x_TD, W_Q), x_TD, W_K, W_V), wanted)
+    assert_close(cross_attention(jax.jit(ops.to_heads)(x_TD, W_Q), x_TD, W_K, W_V, None, 1.0), wanted)
     wanted = sum(head(x @ to_q[:, h], source, h, np.asarray(mask), K**-0.5) @ out[h] for h in range(H))
     assert_close(multi_head_attention(x_TD, source_SD, W_Q, W_K, W_V, W_O, mask), wanted)
 
@@ -102,6 +106,79 @@ def test_a_symbolic_mask_is_its_array(window: int | None) -> None:
     q, k, v = qkv(2)
     mask = masks.Causal(window)
     np.testing.assert_array_equal(ops.attention(q, k, v, mask), ops.attention(q, k, v, mask.array(T, S)))
+
+
+def test_scores_are_divided_by_the_root_of_the_width_by_default() -> None:
+    q, k, v = qkv(3)
+    for function in (ops.attention_scores, ops.attention_weights):
+        np.testing.assert_array_equal(function(q, k), function(q, k, scale=K**-0.5))
+    attends = (
+        ops.attention,
+        blockwise_attention,
+        ops.in_segments(1),
+        cudnn_attention,
+        splash_attention,
+        FusedAttention("x"),
+    )
+    assert all(inspect.signature(attend).parameters["scale"].default is None for attend in attends)
+    for attend in (ops.attention, partial(blockwise_attention, block=4)):
+        np.testing.assert_array_equal(attend(q, k, v), attend(q, k, v, scale=K**-0.5))
+
+
+ADDED_TS = np.where(np.arange(S) < 3, 0, -np.inf) * np.ones((T, 1))
+WRONG_MASKS: dict[str, tuple[Any, type, str]] = {
+    "added": (ADDED_TS, TypeError, "the mask is float64; give a bool array, True where a query may attend: mask == 0"),
+    "ones and zeros": (np.ones((T, S), int), TypeError, "the mask is int64; .* mask == 1 if it is 1 and 0"),
+    "a class": (masks.Causal, TypeError, r"the mask is the class Causal; give an instance, such as Causal\(\)"),
+    "a flag": (True, TypeError, "the mask is bool; give a bool array"),
+    "of keys": (np.ones(S, bool), ValueError, r"expected a mask of shape \(5, 7\) or \(6, 5, 7\), got \(7,\)"),
+    "of a batch": (np.ones((1, T, S), bool), ValueError, r"got \(1, 5, 7\)"),
+    "of other segments": (masks.Packed(jnp.zeros(T, int)), ValueError, "expected one segment per position"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_MASKS)
+@pytest.mark.parametrize("attend", [ops.attention, blockwise_attention], ids=["whole", "tiled"])
+def test_a_mask_that_would_be_misread_is_refused(name: str, attend: Callable) -> None:
+    mask, error, message = WRONG_MASKS[name]
+    with pytest.raises(error, match=message):
+        attend(*qkv(), mask)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        (
+            ((1, H, T, K), (1, H, S, K), (1, H, S, K)),
+            r"expected queries of shape \(H, T, K\), .*; use jax.vmap for a batch",
+        ),
+        (((T, K), (S, K), (S, K)), r"expected queries of shape \(H, T, K\), got \(5, 11\)$"),
+        (((T, H, K), (S, H, K), (S, H, K)), "both are heads first"),
+        (((H, T, K), (4, S, K), (4, S, K)), "H is a multiple of G"),
+        (((H, T, K), (3, S, K), (2, S, K)), "expected values for 3 heads and 7 keys"),
+        (((H, T, K), (3, S, K), (3, T, K)), "expected values for 3 heads and 7 keys"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused(shapes: tuple, message: str) -> None:
+    for attend in (ops.attention, blockwise_attention):
+        with pytest.raises(ValueError, match=message):
+            attend(*(np.zeros(shape, np.float32) for shape in shapes))
+    with pytest.raises(TypeError, match="queries are int64"):
+        ops.attention(*[np.ones((H, T, K), int)] * 3)
+    with pytest.raises(ValueError, match="a projection of shape"):
+        ops.multi_head_attention(np.ones((T, K)), np.ones((T, K)), *[np.ones((K, K))] * 4)
+    with pytest.raises(ValueError, match=r"use jax.vmap for a batch"):
+        ops.cross_attention(np.ones((H, T, K)), np.ones((1, S, K)), *[np.ones((K, H, K))] * 2)
+
+
+def test_checks_leave_no_trace_in_a_compiled_program() -> None:
+    """The program is that of the functions without checks."""
+    q, k, _ = qkv()
+    unchecked = lambda q, k: jnp.einsum(  # noqa: E731
+        "grtk,gsk->grts", q.reshape(H, 1, T, K) * 0.3, k, preferred_element_type=jnp.float32
+    ).reshape(H, T, S)
+    checked = lambda q, k: ops.attention_scores(q, k, 0.3)  # noqa: E731
+    assert str(jax.make_jaxpr(checked)(q, k)) == str(jax.make_jaxpr(unchecked)(q, k))
 
 
 @pytest.mark.parametrize("mask", [None, CAUSAL_TT], ids=["all", "causal"])

@@ -144,3 +144,16 @@ def test_a_loop_of_steps_copies_no_cache(n_rows: int) -> None:
     copied = [line for line in hlo.splitlines() if " copy(" in line and ",64," in line.split(" copy(")[0]]
     copied += [line for line in hlo.splitlines() if " copy(" in line and ",64]" in line.split(" copy(")[0]]
     assert not copied
+
+
+def test_what_would_overwrite_other_slots_is_refused() -> None:
+    """An update beyond the end is moved back to fit, and a smaller one leaves the rest."""
+    layer, position_S = cache().layers[0], cache().position_S
+    for slot in (S - 1, np.int32(S - 1), jnp.int32(S - 1), -1):
+        with pytest.raises(ValueError, match=r"the cache has slots 0 to 10, not .*; make it larger"):
+            write_layer(layer, normal(G, 2, K), normal(G, 2, K), slot)
+        with pytest.raises(ValueError, match="the cache has slots 0 to 10"):
+            write_positions(position_S, jnp.arange(2), slot)
+    for shape in ((1, 2, K), (G, 2, 1), (2, G, K), (1, G, 2, K)):
+        with pytest.raises(ValueError, match=r"expected values of shape \(3, T, 5\), as in the cache"):
+            write_layer(layer, normal(G, 2, K), normal(*shape), 0)

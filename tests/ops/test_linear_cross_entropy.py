@@ -195,3 +195,11 @@ def test_chunks_are_the_fewest_of_aligned_rows() -> None:
     assert rows_per_chunk(4096, 2**14, 2**26) == 4096  # as many logits as may be
     assert rows_per_chunk(7, 2**26, 2**26) == 1  # too few to align
     assert rows_per_chunk(3, 2**28, 2**26) == 1  # one row alone is too much, and there is nothing smaller
+
+
+def test_targets_and_weights_that_would_broadcast_are_refused() -> None:
+    x, unembedding, targets, weights = jnp.ones((3, 4)), Unembedding(jnp.ones((4, 5))), jnp.zeros(3, int), jnp.ones(3)
+    with pytest.raises(TypeError, match="targets are float32; give integer classes"):
+        linear_cross_entropy(x, unembedding, weights, targets, 100)
+    with pytest.raises(ValueError, match=r"expected weights of shape \(3,\), one per row of logits, got \(1,\)"):
+        linear_cross_entropy(x, unembedding, targets, weights[:1], 100)

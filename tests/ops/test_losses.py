@@ -88,3 +88,33 @@ def test_logits_of_weight_0_change_no_bit_also_where_they_are_nan() -> None:
     )
     assert got == wanted and np.isfinite(got)
     np.testing.assert_array_equal(to_got, to_wanted)
+
+
+def test_a_target_that_is_no_class_gives_nan_unless_its_weight_is_0() -> None:
+    """torch's `ignore_index`; JAX counts negative indices from the end."""
+    targets_T = TARGETS.at[2].set(-1).at[3].set(-100).at[4].set(V)
+    np.testing.assert_array_equal(
+        np.isnan(negative_log_likelihood(LOGITS, targets_T)), np.isin(np.arange(T), [2, 3, 4])
+    )
+    is_class_T = (targets_T >= 0) & (targets_T < V)
+    kept = cross_entropy(LOGITS[is_class_T], targets_T[is_class_T])
+    assert_close(cross_entropy(LOGITS, targets_T, is_class_T), kept)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((TARGETS, LOGITS), TypeError, "targets are float32; give integer classes, after the logits"),
+        ((LOGITS, TARGETS[:1]), ValueError, r"expected targets of shape \(7,\), one per row of logits, got \(1,\)"),
+        ((LOGITS, TARGETS, jnp.ones(1)), ValueError, r"expected weights of shape \(7,\).* got \(1,\)"),
+        ((LOGITS, TARGETS, jnp.ones(V)), ValueError, r"expected weights .* got \(11,\)"),  # torch's, one per class
+        ((LOGITS[None], TARGETS[None], jnp.ones(T)), ValueError, r"expected weights of shape \(1, 7\)"),
+    ],
+)
+def test_targets_and_weights_that_would_broadcast_are_refused(arguments: tuple, error: type, message: str) -> None:
+    with pytest.raises(error, match=message):
+        cross_entropy(*arguments)
+
+
+def test_targets_may_be_a_list() -> None:
+    assert cross_entropy(LOGITS, TARGETS.tolist()) == cross_entropy(LOGITS, TARGETS)

@@ -84,3 +84,27 @@ def test_symbolic_masks_are_equal_by_value_and_can_be_static_arguments() -> None
 def test_a_window_that_hides_the_query_itself_is_refused() -> None:
     with pytest.raises(ValueError, match="window is 0"):
         masks.Causal(0)
+
+
+def test_a_window_that_is_no_number_of_positions_is_refused() -> None:
+    for window in (True, 2.5):  # True for "causal", which would be a window of 1
+        with pytest.raises(TypeError, match=f"window is {window}; give a number of positions"):
+            masks.Causal(window)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("rule", "error", "message"),
+    [
+        (lambda: masks.causal(5, 5), ValueError, r"\(T,\) and \(S,\), got \(\) and \(\)"),
+        (lambda: masks.segment(KEYS[None], KEYS[None]), ValueError, r"got \(1, 5\) and \(1, 5\)"),
+        (lambda: masks.padding(QUERIES, KEYS > 0), TypeError, "reads positions, not booleans; use masks.tokens"),
+        (lambda: masks.prefix(QUERIES, KEYS, KEYS > 0), TypeError, r"the prefix is bool of shape \(5,\)"),
+        (lambda: masks.tokens(2, jnp.array([1, 1, 0])), TypeError, "valid is int32; .* such as attention_mask == 1"),
+        (lambda: masks.tokens(2, [True, False]), TypeError, "valid is list"),
+        (lambda: masks.zero_padding(np.ones((5, 2)), np.ones(1, bool)), ValueError, r"of shape \(5,\), one per token"),
+        (lambda: masks.zero_padding(np.ones((5, 2)), np.ones((2, 5), bool)), ValueError, "use jax.vmap for a batch"),
+    ],
+)
+def test_what_a_rule_would_misread_is_refused(rule: Callable, error: type, message: str) -> None:
+    with pytest.raises(error, match=message):
+        rule()

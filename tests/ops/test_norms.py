@@ -1,3 +1,5 @@
+from collections.abc import Callable
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -122,3 +124,19 @@ def test_a_row_whose_squares_overflow_is_not_finite_and_the_others_are(
     for y in map(np.asarray, jax.jit(lambda x: (norm(x), jax.grad(lambda x: norm(x).sum())(x)))(x)):
         np.testing.assert_array_equal(np.isnan(y).all(-1), [False, True, False, True, False])
         assert np.isfinite(y[[0, 2, 4]]).all()
+
+
+@pytest.mark.parametrize(
+    ("norm", "error", "message"),
+    [
+        (lambda x: rms_norm(x, jnp.ones(1)), ValueError, "expected a gain or shift of shape"),
+        (lambda x: rms_norm(x, 1e-6), ValueError, "expected a gain or shift of shape"),  # ε in its place
+        (lambda x: layer_norm(x, GAMMA, 1e-5), ValueError, "expected a gain or shift of shape"),
+        (lambda x: rms_norm(x, GAMMA, 16), ValueError, "eps is 16; it must be at least 0 and below 1"),  # the width
+        (lambda x: l2_normalize(x, -1.0), ValueError, "eps is -1"),
+        (lambda x: l2_normalize(x.astype(int)), TypeError, "the features are int"),  # would be rounded to 0
+    ],
+)
+def test_what_a_norm_would_misread_is_refused(norm: Callable, error: type, message: str) -> None:
+    with pytest.raises(error, match=message):
+        norm(normal(T, D))

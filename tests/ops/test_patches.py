@@ -23,7 +23,7 @@ def test_patches_are_those_of_a_loop(shape: tuple[int, ...], size: tuple[int, ..
 
 
 def test_a_size_that_does_not_divide_is_an_error() -> None:
-    with pytest.raises((TypeError, ValueError)):
+    with pytest.raises(ValueError, match=r"of shape \(5, 4, 1\) cannot be split into patches of size \(2, 2\)"):
         patchify(np.zeros((5, 4, 1)), (2, 2))
 
 
@@ -32,3 +32,12 @@ def test_bytes_are_parts_of_white_and_floats_are_as_they_are() -> None:
     assert_close(standardize(np.uint8([[0], [255]]), (0.5,), (0.25,)), [[-2], [2]])
     assert_close(standardize(np.float32([[0], [1]]), (0.5,), (0.25,)), [[-2], [2]])
     assert_close(standardize(np.float32([[1, 1]]), (0.0, 0.5), (1.0, 0.1)), [[1, 5]])
+
+
+def test_pixels_of_another_layout_or_type_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"\(3, 8, 8\) cannot be split into patches of size \(4, 4\), channels last"):
+        patchify(np.zeros((3, 8, 8)), (4, 4))
+    with pytest.raises(ValueError, match=r"use jax.vmap for a batch"):
+        patchify(np.zeros((2, 8, 8, 3)), (4, 4))
+    with pytest.raises(TypeError, match="pixels are int32; give uint8, or floating-point numbers with white at 1"):
+        standardize(np.zeros((8, 8, 3), np.int32), (0.5,), (0.5,))

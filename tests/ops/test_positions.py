@@ -1,3 +1,5 @@
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -101,3 +103,23 @@ def test_query_and_key_match_at_their_distance_alone(distance: int, K: int, base
     wanted_TT = np.mean([np.cos((back_TT - distance) * x) for x in frequencies], axis=0)
     np.testing.assert_allclose(turned[0] @ turned[1].T, wanted_TT, atol=1e-5)
     assert np.diagonal(wanted_TT, -distance).min() == 1
+
+
+@pytest.mark.parametrize(
+    ("x", "positions", "error", "message"),
+    [
+        ((1, H, T, K), range(T), ValueError, r"of shape \(H, T, K\) .*; use jax.vmap for a batch"),
+        ((T, H, K), range(T), ValueError, "expected positions of shape"),  # positions first, as in Flax
+        ((H, T, 3), range(T), ValueError, "even K"),
+        ((H, T, K), [3], ValueError, r"expected positions of shape \(7,\), one per token, got \(1,\)"),
+        ((H, T, K), np.ones(T, bool), TypeError, "positions are bool; give integers"),
+        ((H, T, K), jnp.zeros(T, jnp.bfloat16), TypeError, "positions are bfloat16; give integers"),
+    ],
+)
+def test_positions_that_would_broadcast_or_be_rounded_are_refused(
+    x: tuple, positions: Any, error: type, message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        rope(normal(*x), positions)
+    with pytest.raises(ValueError, match="expected positions of shape"):
+        sinusoidal(T, K)  # type: ignore[arg-type]
