@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxformer.config import TokenModelConfig
+from jaxformer.contract import Contract
 from jaxformer.data.dataset import Batch, Dataset, evenly_spaced
 from jaxformer.data.pairs import PairDataset
 from jaxformer.decode import Sampling, generate
@@ -26,6 +27,7 @@ from jaxformer.inspect.gradients import update_grid
 from jaxformer.inspect.heads import target_mask
 from jaxformer.memory import memory_capacity
 from jaxformer.models.decoder import Decoder
+from jaxformer.models.inputs import valid_tokens
 from jaxformer.models.objective import Params, is_causal_lm
 from jaxformer.parameters import Row
 from jaxformer.runs import PLOTS, SAMPLES, count_parameters
@@ -80,7 +82,8 @@ def _probe(setup: TrainSetup, data: Dataset) -> Any:
     """Return a callback that logs attention entropy and router load on held-out examples."""
     model, batch = setup.model, next(data.held_out(PROBE_EXAMPLES, PROBE_EXAMPLES))
     has_experts = any("experts" in axes.names for axes in setup.parameter_axes.values())
-    inputs_B, mask_BT = jax.tree.map(lambda x: x[_unpadded_examples(batch)], (batch.inputs, target_mask(batch)))
+    unpadded_B = _unpadded_examples(setup.config.model.contract, batch)
+    inputs_B, mask_BT = jax.tree.map(lambda x: x[unpadded_B], (batch.inputs, target_mask(batch)))
 
     def call(step: int, state: TrainState, batch: Batch, row: dict[str, Any]) -> dict[str, Any] | None:
         params = local_copy(setup.model_params(state), setup.mesh)
@@ -92,13 +95,24 @@ def _probe(setup: TrainSetup, data: Dataset) -> Any:
     return call
 
 
-def _unpadded_examples(batch: Batch) -> np.ndarray:
+def _unpadded_examples(contract: Contract, batch: Batch) -> np.ndarray:
     """Return a mask `(B,)` of real examples, leaving out those whose padding the model does not mask, such as a window
     at the end of the data; if all have such padding, they are included."""
     weights_BN = batch.weights.reshape(len(batch.weights), -1)
-    if any(x.dtype == bool for x in jax.tree.leaves(batch.inputs)):
+    is_packed = valid_tokens(contract, batch.inputs) is not None
+    if is_packed or any(x.dtype == bool for x in jax.tree.leaves(batch.inputs)):
         return weights_BN.any(axis=1)
     return weights_BN[:, -1] > 0 if weights_BN[:, -1].any() else weights_BN.any(axis=1)
+
+
+def _full_rows(contract: Contract, batch: Batch) -> np.ndarray:
+    """Return the tokens of a decoder's batch in rows without padding, `(B, T)`; packed rows are cut anew."""
+    tokens_BT, valid_BT = batch.inputs[0], valid_tokens(contract, batch.inputs)
+    if valid_BT is None:
+        return tokens_BT[_unpadded_examples(contract, batch)]
+    tokens_N = tokens_BT[valid_BT]
+    T = min(tokens_BT.shape[1], len(tokens_N))
+    return tokens_N[: len(tokens_N) // T * T].reshape(-1, T)
 
 
 def _init_check(
@@ -109,7 +123,8 @@ def _init_check(
         return None
     model, probe = setup.model, next(data.held_out(INIT_CHECK_EXAMPLES, INIT_CHECK_EXAMPLES))
     assert isinstance(model, Decoder)
-    report = check_init(model, local_copy(setup.model_params(state), setup.mesh), *probe.inputs[:1])
+    tokens_BT = _full_rows(setup.config.model.contract, probe)
+    report = check_init(model, local_copy(setup.model_params(state), setup.mesh), tokens_BT)
     print_line(str(report))
     return {"init_check": {side: [asdict(m) for m in getattr(report, side)] for side in ("expected", "observed")}}
 

@@ -88,8 +88,8 @@ class Contract:
     """True if a prompt is attended to in both directions; it must be passed in a single call, and its length is the
     last argument of the call and of `extend`."""
     has_segments: bool = False
-    """True if the third argument of the call is `segments_T`, the index of each token's packed example; attention is
-    confined to each example, and positions restart in it."""
+    """True if the third argument of the call is `segments_T`, the index of each token's packed example, 0 for padding;
+    attention is confined to each example, and positions restart in it."""
     attention: AttentionShape | None = None
     """Shape of the multi-head self-attention, from which the trainer selects the implementation; None for a model
     without it."""

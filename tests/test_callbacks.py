@@ -4,13 +4,15 @@ import jax
 import numpy as np
 import pytest
 
-from jaxformer.callbacks import _unpadded_examples, make_callbacks
+from jaxformer.callbacks import _full_rows, _unpadded_examples, make_callbacks
 from jaxformer.config import Config, TrainConfig
 from jaxformer.data.dataset import Batch
 from jaxformer.data.windows import TextConfig
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.sharding import make_mesh
 from jaxformer.train.setup import TrainSetup
+
+CONTRACT = DecoderConfig(24, 7, 8, n_blocks=1, n_heads=2).contract
 
 
 def test_disabled_reports_and_evaluations_have_no_callbacks(tmp_path):
@@ -50,4 +52,17 @@ def test_update_ratios_are_printed_with_the_first_samples(tmp_path, monkeypatch)
 def test_padding_is_not_probed(has_mask, weights_BN, expected):
     weights_BN = np.array(weights_BN, np.float32)
     inputs = (weights_BN.astype(np.int32), *([weights_BN > 0] if has_mask else []))
-    assert _unpadded_examples(Batch(inputs, weights_BN.astype(np.int32), weights_BN)).tolist() == expected
+    batch = Batch(inputs, weights_BN.astype(np.int32), weights_BN)
+    assert _unpadded_examples(CONTRACT, batch).tolist() == expected
+
+
+def test_packed_rows_are_probed_without_their_padding():
+    """Their segments say where it is; a row of only padding fills the batch."""
+    segments_BT = np.array([[1, 1, 2, 0], [1, 0, 0, 0], [1, 1, 1, 1]], np.int32)
+    tokens_BT, weights_BT = 10 * segments_BT + np.arange(4, dtype=np.int32), np.zeros((3, 4), np.float32)
+    weights_BT[[0, 1], 0] = 1
+    batch = Batch((tokens_BT, None, segments_BT), tokens_BT, weights_BT)
+    assert _unpadded_examples(CONTRACT, batch).tolist() == [True, True, False]
+    assert _full_rows(CONTRACT, batch).tolist() == [[10, 11, 22, 10], [10, 11, 12, 13]]
+    short = jax.tree.map(lambda x: x[1:2], batch)
+    assert _full_rows(CONTRACT, short).tolist() == [[10]]

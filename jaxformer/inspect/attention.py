@@ -10,7 +10,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from jaxformer.contract import contract_of
 from jaxformer.inspect.capture import Activations, capture
+from jaxformer.models.inputs import valid_tokens
 from jaxformer.models.objective import Params
 from jaxformer.ops.attention import row_entropy
 
@@ -35,7 +37,7 @@ def named_attention_maps(model: nn.Module, params: Params, *inputs: jax.Array | 
 
 
 def row_tokens_and_mask(
-    layer: str, inputs: tuple[Any, ...], target_mask_T: jax.Array | None = None
+    model: nn.Module, layer: str, inputs: tuple[Any, ...], target_mask_T: jax.Array | None = None
 ) -> tuple[jax.Array | None, jax.Array | None]:
     """Return the tokens `(T,)` of the rows of a layer's attention map, and a mask `(T,)` that is False for padding, for
     the inputs of one example. The tokens are None for cross-attention and images; the mask is None without padding.
@@ -47,7 +49,8 @@ def row_tokens_and_mask(
     tokens, *rest = inputs[int(layer.startswith("text_blocks")) :]
     if tokens.ndim != 1 or tokens.dtype == jnp.uint8:
         return None, None
-    return tokens, rest[0] if rest and rest[0] is not None and rest[0].dtype == bool else None
+    has_mask = rest and rest[0] is not None and rest[0].dtype == bool
+    return tokens, rest[0] if has_mask else valid_tokens(contract_of(model), inputs)
 
 
 @partial(jax.jit, static_argnums=0)
@@ -66,7 +69,7 @@ def attention_entropy(model: nn.Module, params: Params, *inputs_B: Any, target_m
     def example_entropy(example: tuple[tuple[Any, ...], Any]) -> list[jax.Array]:
         inputs, mask_T = example
         return [
-            row_entropy(weights_HTS).mean(axis=-1, where=row_tokens_and_mask(layer, inputs, mask_T)[1])
+            row_entropy(weights_HTS).mean(axis=-1, where=row_tokens_and_mask(model, layer, inputs, mask_T)[1])
             for layer, weights_HTS in named_attention_maps(model, params, *inputs).items()
         ]
 

@@ -111,7 +111,7 @@ def _head_statistics(model: nn.Module, params: Params, inputs_B: tuple[Any, ...]
         captured = capture(model, params, *inputs, names=names, missing_ok=True)
         statistics = OrderedDict[str, HeadStatistics]()
         for layer in (name.removesuffix(".weights") for name in captured if name.endswith(".weights")):
-            tokens_T, valid_T = row_tokens_and_mask(layer, inputs, mask_T)
+            tokens_T, valid_T = row_tokens_and_mask(model, layer, inputs, mask_T)
             heads = layer_statistics(captured[f"{layer}.weights"], captured[f"{layer}.visible"], tokens_T, valid_T)
             statistics[layer] = heads.without_positions() if CROSS in layer else heads
         return statistics
@@ -192,7 +192,7 @@ def _mean_outputs(model: nn.Module, params: Params, inputs_B: tuple[Any, ...], t
         inputs, mask_T = example
         sums = OrderedDict[str, tuple[jax.Array, jax.Array]]()
         for name, x_HTK in capture(model, params, *inputs, names="*attention.heads", missing_ok=True).items():
-            valid_T = row_tokens_and_mask(name, inputs, mask_T)[1]
+            valid_T = row_tokens_and_mask(model, name, inputs, mask_T)[1]
             valid_T = jnp.ones(x_HTK.shape[1]) if valid_T is None else valid_T.astype(jnp.float32)
             sums[name.removesuffix(".heads")] = jnp.einsum("htk,t->hk", x_HTK, valid_T), valid_T.sum()
         return sums

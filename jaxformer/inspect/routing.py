@@ -8,12 +8,11 @@ from typing import Any
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 
 from jaxformer.models.objective import Params
 from jaxformer.nn.execution import ROUTER
 from jaxformer.nn.experts import routers
-from jaxformer.ops.experts import RouterStatistics
+from jaxformer.ops.experts import RouterStatistics, average_statistics
 from jaxformer.parameters import dotted
 
 
@@ -33,12 +32,12 @@ def router_report(model: nn.Module, params: Params, inputs: tuple[Any, ...]) -> 
 
 @partial(jax.jit, static_argnums=0)
 def _statistics(model: nn.Module, params: Params, inputs: tuple[Any, ...]) -> dict[str, RouterStatistics]:
-    """Return router statistics by layer, averaged over the batch."""
+    """Return router statistics of the batch by layer."""
 
     def example_statistics(inputs: tuple[Any, ...]) -> Mapping[str, Any]:
         # A dropout key selects training mode, in which the capacity of experts is limited.
         _, sown = model.apply({"params": params}, *inputs, mutable=[ROUTER], rngs={"dropout": jax.random.key(0)})
         return sown.get(ROUTER, {})
 
-    means = jax.tree.map(lambda x_B: jnp.mean(x_B, axis=0), jax.vmap(example_statistics)(inputs))
-    return {dotted(name.split(".")): statistics for name, statistics in routers(means).items()}
+    by_layer = routers(jax.vmap(example_statistics)(inputs))
+    return {dotted(name.split(".")): average_statistics(statistics_B) for name, statistics_B in by_layer.items()}

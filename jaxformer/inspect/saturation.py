@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxformer.data.dataset import Batch
+from jaxformer.inspect.attention import row_tokens_and_mask
 from jaxformer.inspect.capture import Activations, capture_shapes, intervene
 from jaxformer.models.objective import Params, objective_of
 from jaxformer.ops.attention import row_entropy
@@ -36,13 +37,13 @@ class Saturation:
     temperature: float
     """Divisor of the layer's scores, in addition to their own scale."""
     entropy: float
-    """Mean entropy of the attention map's rows, in nats."""
+    """Mean entropy of the attention map's rows, without padding, in nats."""
     scores: float
     """Norm of the gradient with respect to the scores after the temperature, by automatic differentiation."""
     scores_by_hand: float
     """The same norm from the formula above, given the weights and the gradient with respect to them."""
     median_row: float
-    """Median norm of the rows of the scores' gradient."""
+    """Median norm of the rows of the scores' gradient, without padding."""
     W_Q: float
     """Norm of the gradient of `W_Q`."""
     W_K: float
@@ -90,13 +91,18 @@ def _measure(model: nn.Module, layer: str, params: Params, batch: Batch, tempera
         zeros = OrderedDict((name, jnp.zeros(x.shape)) for name, x in shapes.items())
         (_, w_HTS), (grads, g) = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(params, zeros, example)
         by_name = {dotted(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(grads)}
-        return w_HTS, g[scores], g[weights], [by_name[f"{layer}.{name}"] for name in ("W_Q", "W_K")]
+        valid_T = row_tokens_and_mask(model, layer, example.inputs)[1]
+        return w_HTS, g[scores], g[weights], [by_name[f"{layer}.{name}"] for name in ("W_Q", "W_K")], valid_T
 
-    w_BHTS, g_scores, g_weights, grads_B = jax.lax.map(measure_example, batch)
+    w_BHTS, g_scores, g_weights, grads_B, valid_BT = jax.lax.map(measure_example, batch)
     n = len(w_BHTS) if batch.weights is None else jnp.sum(batch.weights)  # the loss is a mean
     by_hand = w_BHTS * (g_weights - jnp.sum(w_BHTS * g_weights, axis=-1, keepdims=True))
     row_norms_BHT = jnp.linalg.norm(g_scores, axis=-1)
+    counts_BHT = None
+    if valid_BT is not None:
+        counts_BHT = jnp.broadcast_to(valid_BT[:, None], row_norms_BHT.shape)
+        row_norms_BHT = jnp.where(counts_BHT, row_norms_BHT, jnp.nan)
     return (
-        jnp.mean(row_entropy(w_BHTS)), *(jnp.sqrt(jnp.sum(x * x)) / n for x in (g_scores, by_hand)),
-        jnp.median(row_norms_BHT) / n, *(jnp.linalg.norm(g_B.sum(axis=0) / n) for g_B in grads_B),
+        jnp.mean(row_entropy(w_BHTS), where=counts_BHT), *(jnp.sqrt(jnp.sum(x * x)) / n for x in (g_scores, by_hand)),
+        jnp.nanmedian(row_norms_BHT) / n, *(jnp.linalg.norm(g_B.sum(axis=0) / n) for g_B in grads_B),
     )  # fmt: skip

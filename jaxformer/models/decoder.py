@@ -331,8 +331,8 @@ class Decoder(nn.Module):
         Args:
           prefix: number of initial tokens that every token attends to (Raffel et al. 2020, figure 3); None for causal
             attention.
-          segments_T: packed-document index of each token, int32: attention and positions are separate for each
-            document. None for a single document. Cannot be combined with a prefix.
+          segments_T: packed-document index of each token, int32, 0 for padding: attention and positions are separate
+            for each document. None for a single document. Cannot be combined with a prefix.
 
         Raises:
           ValueError: positions are learned and T exceeds their number (other positions continue, and a token attends to
@@ -356,15 +356,17 @@ class Decoder(nn.Module):
         mask_by_window = {
             window: self._mask(positions_T, prefix, segments_T, window) for window in set(c.block_windows)
         }
+        valid_T = None
         if segments_T is not None:
             positions_T = positions_in_segments(segments_T)
+            valid_T = None if c.n_experts is None else segments_T != 0
         x_TD, values_GTK = self.embedding(tokens_T, positions_T), self._token_values(tokens_T, positions_T)
         keys = jax.random.split(self.make_rng("dropout"), c.n_blocks) if self.has_rng("dropout") else None
         for window, part in c.block_groups:
             part_keys = None if keys is None else keys if len(c.block_groups) == 1 else keys[part]
             x_TD = run_blocks(
                 self.blocks[part], self.execution, x_TD, positions_T, mask_by_window[window],
-                keys=part_keys, token_values=values_GTK,
+                keys=part_keys, token_values=values_GTK, valid_T=valid_T,
             )  # fmt: skip
         return x_TD
 

@@ -31,6 +31,13 @@ def check_example(model: nn.Module, *inputs: Any) -> None:
             check_tokens(x, contract.vocab_size)
 
 
+def valid_tokens(contract: Contract, inputs: tuple[Any, ...]) -> Any:
+    """Return a mask of packed inputs, `(T,)` bool or `(B, T)` for a batch, that is False for padding; None for inputs
+    that are not packed."""
+    is_packed = contract.has_segments and len(inputs) > 2 and inputs[2] is not None
+    return inputs[2] != 0 if is_packed else None
+
+
 def check_next_tokens(contract: Contract, tokens_T: jax.Array) -> None:
     """Check one sequence of tokens `(T,)` for next-token prediction. Raises `UserError` for another number of axes,
     fewer than 2 tokens or too many, or ids outside the vocabulary."""

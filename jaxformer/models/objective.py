@@ -14,9 +14,10 @@ import numpy as np
 from jaxformer.contract import Task, contract_of
 from jaxformer.data.dataset import Batch
 from jaxformer.errors import UserError
+from jaxformer.models.inputs import valid_tokens
 from jaxformer.nn.execution import ROUTER
 from jaxformer.nn.experts import routers
-from jaxformer.ops.experts import balance_loss
+from jaxformer.ops.experts import average_statistics, balance_loss
 from jaxformer.ops.linear_cross_entropy import Unembedding, linear_cross_entropy, rows_per_chunk
 from jaxformer.ops.losses import negative_log_likelihood, pair_nll, top1_correct, uniform_cross_entropy
 
@@ -36,11 +37,14 @@ class BatchReduction(NamedTuple):
       n: number of microbatches, over all devices and accumulation steps.
       mean: function that averages a tree over the microbatches computed at once.
       gather: function that concatenates rows over the microbatches computed at once.
+      n_tokens: tokens of the batch without padding, float32; None without packed examples, or for one microbatch per
+        device.
     """
 
     n: int = 1
     mean: Callable[[Any], Any] = lambda tree: tree
     gather: Callable[[jax.Array], jax.Array] = lambda rows: rows
+    n_tokens: jax.Array | None = None
 
 
 NO_REDUCTION = BatchReduction()
@@ -86,13 +90,12 @@ class CrossEntropy:
     ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
         """Return the weighted mean in nats per target; the first value includes the auxiliary losses of routers.
 
-        The load-balancing loss covers all tokens computed at once: the batch of all devices, or a microbatch with
-        `compute.grad_accumulation_steps`.
+        The auxiliary losses cover all tokens computed at once, without padding: the batch of all devices, or a
+        microbatch with `compute.grad_accumulation_steps`, weighted by its share of the tokens.
         """
 
         outputs_B, sown = batched_apply(model, params)(*batch.inputs, rngs=_rngs(keys_B))
         x_B, layer = _last_layer(model, params, outputs_B)
-        routing = across.mean(jax.tree.map(lambda x: jnp.mean(x, axis=0), sown.get(ROUTER, {})))
         targets_B, weights_B = jnp.asarray(batch.targets), batch.weights
         if weights_B is None:
             weights_B = jnp.full(targets_B.shape, 1 / (targets_B.size * across.n), jnp.float32)
@@ -107,7 +110,7 @@ class CrossEntropy:
             if smoothing:
                 uniform = jnp.sum(uniform_cross_entropy(x_B) * weights_B)
                 smoothed = (1 - smoothing) * nll + smoothing * uniform
-        return smoothed + auxiliary_loss(model, routing) / across.n, nll
+        return smoothed + auxiliary_loss(model, sown.get(ROUTER, {}), across), nll
 
     def example_loss(self, model: nn.Module, params: Params, example: Batch, key: jax.Array | None = None) -> jax.Array:
         """Return the weighted sum in nats, or the mean without weights."""
@@ -273,12 +276,22 @@ def _max_logits(x_ND: jax.Array) -> int:
     return MAX_LOGITS_BYTES // x_ND.dtype.itemsize
 
 
-def auxiliary_loss(model: nn.Module, routing: Any) -> jax.Array:
-    """Return the weighted auxiliary losses of routers, from statistics averaged over the batch."""
+def auxiliary_loss(model: nn.Module, sown_B: Any, across: BatchReduction = NO_REDUCTION) -> jax.Array:
+    """Return a microbatch's contribution to the weighted auxiliary losses, from the statistics of each example's
+    routers."""
     total = jnp.float32(0)
-    for router in routers(routing).values():
-        total += model.config.balance_weight * balance_loss(router) + model.config.router_z_weight * router.z
+    for statistics_B in routers(sown_B).values():
+        router = average_statistics(statistics_B, across.mean)
+        loss = model.config.balance_weight * balance_loss(router) + model.config.router_z_weight * router.z
+        # `router.n_tokens` is a mean over devices, each of which adds this to the loss.
+        total += loss / across.n if across.n_tokens is None else loss * router.n_tokens / across.n_tokens
     return total
+
+
+def count_tokens(model: nn.Module, batch: Batch) -> jax.Array | None:
+    """Return the number of tokens of packed examples without padding, a float32 scalar; None for other batches."""
+    valid_BT = valid_tokens(contract_of(model), batch.inputs)
+    return None if valid_BT is None else jnp.sum(valid_BT, dtype=jnp.float32)
 
 
 def is_causal_lm(model: nn.Module) -> bool:

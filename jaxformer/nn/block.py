@@ -64,6 +64,7 @@ class Block(nn.Module):
         source_mask: Mask = None,
         key: jax.Array | None = None,
         token_values: jax.Array | None = None,
+        valid_T: jax.Array | None = None,
     ) -> tuple[jax.Array, LayerCache | None]:
         """Map `(T, D)` to `(T, D)`, and the layer's cache, if given, to the cache with the new keys and values.
 
@@ -72,6 +73,7 @@ class Block(nn.Module):
           source_mask: mask of cross-attention.
           key: dropout key; None for no dropout.
           token_values: additional values of self-attention, `(G, T, K)`; see `MultiHeadAttention`.
+          valid_T: False for padding, for an MLP whose tokens depend on each other; see `Experts`.
         """
         cross = self.make_cross_attention is not None
         x_TD = capture_point(self, "before", x_TD)
@@ -84,7 +86,7 @@ class Block(nn.Module):
             normed_TD = self._before(x_TD, "cross_attention")
             y_TD, _ = self.cross_attention(normed_TD, positions_T, source_mask, source=source)
             x_TD = self._after(x_TD, y_TD, "cross_attention", keys[1])
-        y_TD = self.mlp(self._before(x_TD, "mlp"))
+        y_TD = self.mlp(self._before(x_TD, "mlp"), *(() if valid_T is None else (valid_T,)))
         return capture_point(self, "after", self._after(x_TD, y_TD, "mlp", keys[-1])), cache
 
     def keys_values(self, source_SD: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -17,6 +17,7 @@ from jaxformer.ops.experts import (
     RouterStatistics,
     assign,
     capacity,
+    capacity_without_padding,
     combine,
     dispatch,
     route,
@@ -35,8 +36,8 @@ class Experts(nn.Module):
     `(E, …)`.
 
     Tokens beyond the capacity are dropped in training only, that is, if there is an rng named "dropout". In evaluation
-    and sampling, the output for a token is independent of other tokens. `RouterStatistics` are sown as "statistics"
-    into the collection `ROUTER`, if that is mutable.
+    and sampling, the output for a token is independent of other tokens. Padding is sent to no expert.
+    `RouterStatistics` are sown as "statistics" into the collection `ROUTER`, if that is mutable.
 
     Attributes:
       make_expert: function that constructs one expert.
@@ -57,16 +58,19 @@ class Experts(nn.Module):
     renormalize: bool | None = None
 
     @nn.compact
-    def __call__(self, x_TD: jax.Array) -> jax.Array:
+    def __call__(self, x_TD: jax.Array, valid_T: jax.Array | None = None) -> jax.Array:
+        """Map `(T, D)` to `(T, d_out)`; `valid_T` is False for padding, None without."""
         T, D = x_TD.shape
         W_DE = parameter(self, "W_router", uniform_fan_in(D), (D, self.n_experts), "embed -> choices")
         # In float32, because rounding may change a token's experts (Fedus et al. 2022, section 2.4).
         logits_TE = upcast(x_TD) @ upcast(W_DE)
         experts_TJ, weights_TJ = route(logits_TE, self.per_token, self.renormalize)
-        room = capacity(T, self.n_experts, self.per_token, self.capacity_factor if self.has_rng("dropout") else None)
-        slots_TJ = assign(experts_TJ, self.n_experts, room)
+        share = self.n_experts, self.per_token, self.capacity_factor if self.has_rng("dropout") else None
+        room = capacity(T, *share)
+        limit = None if valid_T is None else capacity_without_padding(valid_T, *share)
+        slots_TJ = assign(experts_TJ, self.n_experts, room, valid_T, limit)
         if not self.is_initializing():
-            statistics = router_statistics(logits_TE, experts_TJ, slots_TJ, room)
+            statistics = router_statistics(logits_TE, experts_TJ, slots_TJ, room, valid_T)
             self.sow(ROUTER, "statistics", statistics, reduce_fn=lambda _, new: new, init_fn=lambda: None)
         with handled_by(None):  # values under `vmap` cannot be captured
             y_ECD = self._through_experts(dispatch(x_TD, slots_TJ, self.n_experts, room))
@@ -87,7 +91,8 @@ class Experts(nn.Module):
 
 
 def routers(sown: Mapping[str, Any]) -> dict[str, RouterStatistics]:
-    """Return the statistics sown into `ROUTER`, by dotted layer name, such as 'blocks_0.mlp'."""
+    """Return the statistics sown into `ROUTER`, by dotted layer name, such as 'blocks_0.mlp'; for a batch, those of
+    each example."""
     is_leaf = lambda x: isinstance(x, RouterStatistics)  # noqa: E731
     leaves = jax.tree_util.tree_leaves_with_path(sown, is_leaf=is_leaf)
     return {".".join(key.key for key in path[:-1]): statistics for path, statistics in leaves}

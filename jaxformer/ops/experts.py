@@ -3,23 +3,28 @@
 Every expert has a capacity in tokens, so that shapes are static and all experts run as one batched matmul. Tokens are
 moved by gathers, which JAX can differentiate and map in any order.
 
+Padding is routed nowhere: it takes no slot, and no share of the capacity, the statistics or the auxiliary losses. A
+token that only the loss leaves out, such as one of a prompt, is routed like any other.
+
 J is the number of experts per token, C the capacity.
 """
 
 from __future__ import annotations
 
-from math import ceil
-from typing import NamedTuple
+from collections.abc import Callable
+from math import ceil, prod
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxformer.ops.precision import upcast
 
 
 class RouterStatistics(NamedTuple):
-    """Statistics of a router, all float32 or wider. Each is a mean over tokens, so for examples of equal length the
-    mean over examples is the mean over the batch."""
+    """Statistics of a router, all float32 or wider: means over the tokens of an example or, after
+    `average_statistics`, of a batch, without padding."""
 
     share_E: jax.Array
     """Fraction of the choices that fall on each expert, `(E,)`; the fractions sum to 1 and pass no gradient."""
@@ -29,6 +34,8 @@ class RouterStatistics(NamedTuple):
     """Square of the logsumexp of the logits."""
     dropped: jax.Array
     """Fraction of the choices that were dropped."""
+    n_tokens: jax.Array | None = None
+    """Number of tokens, 0 for an example of only padding; None if the examples have no padding."""
 
 
 def route(logits_TE: jax.Array, n_chosen: int, renormalize: bool | None = None) -> tuple[jax.Array, jax.Array]:
@@ -51,15 +58,33 @@ def capacity(n_tokens: int, n_experts: int, n_chosen: int, factor: float | None)
     return n_tokens if factor is None else min(n_tokens, ceil(factor * n_chosen * n_tokens / n_experts))
 
 
-def assign(experts_TJ: jax.Array, n_experts: int, capacity: int) -> jax.Array:
-    """Return the slot of each choice among the E · C slots, `(T, J)` int32; E · C where its expert is full.
+def capacity_without_padding(valid_T: jax.Array, n_experts: int, n_chosen: int, factor: float | None) -> jax.Array:
+    """Return the `capacity` for the tokens of an example that are not padding, an int32 scalar."""
+    # From a table, since float32 arithmetic could round it up once more.
+    rooms = [capacity(n, n_experts, n_chosen, factor) for n in range(len(valid_T) + 1)]
+    return jnp.asarray(np.array(rooms, np.int32))[jnp.sum(valid_T)]
+
+
+def assign(
+    experts_TJ: jax.Array, n_experts: int, capacity: int, valid_T: jax.Array | None = None,
+    limit: jax.Array | None = None,
+) -> jax.Array:  # fmt: skip
+    """Return the slot of each choice among the E · C slots, `(T, J)` int32; E · C for padding, and where its expert is
+    full.
 
     Earlier tokens are assigned first, with all their choices, so no token's slot depends on a later token.
+
+    Args:
+      valid_T: False for padding; None without padding.
+      limit: number of each expert's slots to fill; None for all.
     """
+    if valid_T is not None:  # padding chooses an expert after the last, which has no slots
+        experts_TJ = jnp.where(valid_T[:, None], experts_TJ, n_experts)
     chosen_N = experts_TJ.reshape(-1)
     chosen_NE = jax.nn.one_hot(chosen_N, n_experts, dtype=jnp.int32)
     rank_N = jnp.sum((jnp.cumsum(chosen_NE, axis=0) - 1) * chosen_NE, axis=-1, dtype=jnp.int32)
-    slots_N = jnp.where(rank_N < capacity, chosen_N * capacity + rank_N, n_experts * capacity)
+    has_slot_N = rank_N < (capacity if limit is None else limit)
+    slots_N = jnp.where(has_slot_N, chosen_N * capacity + rank_N, n_experts * capacity)
     return slots_N.reshape(experts_TJ.shape)
 
 
@@ -79,26 +104,59 @@ def combine(y_ECD: jax.Array, slots_TJ: jax.Array, weights_TJ: jax.Array) -> jax
 
 
 def router_statistics(
-    logits_TE: jax.Array, experts_TJ: jax.Array, slots_TJ: jax.Array, capacity: int
+    logits_TE: jax.Array, experts_TJ: jax.Array, slots_TJ: jax.Array, capacity: int, valid_T: jax.Array | None = None
 ) -> RouterStatistics:
-    """Return the statistics of one example. Average them over the batch before calling `balance_loss`, which is not a
-    mean over examples."""
+    """Return the statistics of one example; of a batch, by `average_statistics`.
+
+    Args:
+      valid_T: False for padding, which does not count; None without padding.
+    """
     E = logits_TE.shape[-1]
     logits_TE = upcast(logits_TE)
+    n_tokens = None if valid_T is None else jnp.sum(valid_T, dtype=logits_TE.dtype)
+
+    def mean(x: jax.Array, n_axes: int = 1) -> jax.Array:
+        """Average over tokens and, with two axes, over their choices."""
+        axes = tuple(range(n_axes))
+        if valid_T is None:
+            return jnp.mean(x, axis=axes, dtype=logits_TE.dtype)
+        counted = jnp.where(valid_T.reshape(-1, *(1,) * (x.ndim - 1)), x, 0)
+        n = jnp.maximum(n_tokens, 1) * prod(x.shape[1:n_axes])
+        return jnp.sum(counted, axis=axes, dtype=logits_TE.dtype) / n
+
     return RouterStatistics(
-        jnp.mean(jax.nn.one_hot(experts_TJ, E, dtype=logits_TE.dtype), axis=(0, 1)),
-        jnp.mean(jax.nn.softmax(logits_TE), axis=0),
-        jnp.mean(jnp.square(jax.nn.logsumexp(logits_TE, axis=-1))),
-        jnp.mean(slots_TJ == E * capacity, dtype=logits_TE.dtype),
+        mean(jax.nn.one_hot(experts_TJ, E, dtype=logits_TE.dtype), n_axes=2),
+        mean(jax.nn.softmax(logits_TE)),
+        mean(jnp.square(jax.nn.logsumexp(logits_TE, axis=-1))),
+        mean(slots_TJ == E * capacity, n_axes=2),
+        n_tokens,
     )
+
+
+def average_statistics(
+    statistics_B: RouterStatistics, mean_over_shards: Callable[[Any], Any] = lambda tree: tree
+) -> RouterStatistics:
+    """Return the statistics of a batch from those of its examples, stacked along a leading axis B: each is the mean
+    over all tokens, so that an example counts by its tokens without padding.
+
+    Args:
+      mean_over_shards: function that averages a tree over the shards of the batch; `n_tokens` becomes its mean.
+    """
+    if (n_B := statistics_B.n_tokens) is None:
+        return mean_over_shards(jax.tree.map(lambda x_B: jnp.mean(x_B, axis=0), statistics_B))
+    sums = [jnp.sum(jax.vmap(jnp.multiply)(n_B, x_B), axis=0) for x_B in statistics_B[:-1]]
+    *means, n = mean_over_shards((*sums, jnp.sum(n_B)))
+    return RouterStatistics(*(x / jnp.where(n == 0, 1, n) for x in means), n)
 
 
 def balance_loss(statistics: RouterStatistics) -> jax.Array:
     """Return the load-balancing loss E · Σ share · probability, a scalar: 1 for an even load, E if all tokens go to one
     expert.
 
-    This is equation 4 of Fedus et al. 2022 without its factor α; the aim is that of Shazeer et al. 2017, section 4.
-    With several experts per token, shares are fractions of the choices. The router z-loss (Zoph et al. 2022, equation
-    5) is `statistics.z`.
+    This is equation 4 of Fedus et al. 2022 without its factor α, with the shares of their equation 5 and the
+    probabilities of their equation 6: means over the tokens of a batch, without padding. It is not a mean over
+    examples, so `statistics` must be those of the batch. The aim is that of Shazeer et al. 2017, section 4. With
+    several experts per token, shares are fractions of the choices. The router z-loss (Zoph et al. 2022, equation 5) is
+    `statistics.z`, a mean over the same tokens.
     """
     return statistics.share_E.size * jnp.sum(statistics.share_E * statistics.probability_E)

@@ -15,7 +15,7 @@ from jaxformer.config import Config
 from jaxformer.data.dataset import Batch
 from jaxformer.errors import UserError
 from jaxformer.memory import REMEDY, check_memory
-from jaxformer.models.objective import BatchReduction, Params, objective_of
+from jaxformer.models.objective import BatchReduction, Params, count_tokens, objective_of
 from jaxformer.ops import workarounds
 from jaxformer.parameters import global_norm, row_norms
 from jaxformer.sharding import (
@@ -60,10 +60,12 @@ def make_gradient(setup: TrainSetup) -> Callable[..., tuple[jax.Array, Params]]:
     model, reduction = setup.sharded_model, batch_reduction(setup.mesh, n_microbatches)
     objective, smoothing = objective_of(model), setup.config.train.label_smoothing
 
-    def microbatch_loss(params: Params, batch: Batch, keys_B: jax.Array, frozen: Params) -> tuple[jax.Array, jax.Array]:
+    def microbatch_loss(
+        params: Params, batch: Batch, keys_B: jax.Array, frozen: Params, n_tokens: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array]:
         """Return the contributions of one device's microbatch to the objective and to the mean loss."""
         params = setup.compute_params(setup.merge(params, frozen))
-        return objective.loss(model, params, batch, keys_B, smoothing, reduction)
+        return objective.loss(model, params, batch, keys_B, smoothing, reduction._replace(n_tokens=n_tokens))
 
     microbatch_grads = jax.grad(microbatch_loss, has_aux=True)
 
@@ -74,9 +76,10 @@ def make_gradient(setup: TrainSetup) -> Callable[..., tuple[jax.Array, Params]]:
         else:
             microbatches = jax.tree.map(lambda x: x.reshape(n_microbatches, -1, *x.shape[1:]), (batch, keys_B))
             zeros = jax.tree.map(jnp.zeros_like, (params, jnp.float32(0)))
+            n_tokens = sum_over_batch(count_tokens(model, batch))
 
             def add_microbatch(total: tuple[Params, jax.Array], microbatch: tuple[Batch, jax.Array]) -> tuple:
-                return jax.tree.map(jnp.add, total, microbatch_grads(params, *microbatch, frozen)), None
+                return jax.tree.map(jnp.add, total, microbatch_grads(params, *microbatch, frozen, n_tokens)), None
 
             (grads, loss), _ = jax.lax.scan(add_microbatch, zeros, microbatches)
         return sum_over_batch(loss), sum_over_batch(grads, specs)

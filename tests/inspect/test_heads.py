@@ -1,6 +1,6 @@
 """Head statistics by hand, and head ablation by changed weights."""
 
-from dataclasses import replace
+from dataclasses import astuple, replace
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ from jaxformer.data.dataset import Batch
 from jaxformer.inspect.attention import attention_entropy
 from jaxformer.inspect.capture import capture, intervene
 from jaxformer.inspect.heads import ablate_heads, ablation_loss, head_statistics, layer_statistics, target_mask
+from jaxformer.inspect.saturation import saturation
 from jaxformer.models.objective import objective_of
 from tests.inspect.test_capture import MODELS, T, V, random_model
 
@@ -73,6 +74,23 @@ def test_padding_of_the_target_changes_neither_statistics_nor_ablation():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), result[0][0], result[1][0])
     for name in result[0][1].mean:
         np.testing.assert_allclose(result[0][1].mean[name], result[1][1].mean[name], rtol=1e-4, atol=1e-5)
+
+
+def test_padding_of_packed_rows_changes_no_measurement():
+    """Statistics, ablation, saturation and the logged entropy of a row are those of its tokens alone."""
+    model, params, (tokens_T,) = random_model(replace(MODELS["decoder"], n_blocks=1, positions="rope", head_dim=4))
+    n, result = T - 3, []
+    for stop in (n, T):
+        is_real = np.arange(stop) < n
+        tokens_BT = jnp.where(is_real, tokens_T[:stop], 0)[None]
+        inputs = tokens_BT, None, jnp.asarray(is_real, jnp.int32)[None]
+        batch = Batch(inputs, tokens_BT, jnp.asarray(is_real, jnp.float32)[None])
+        result.append((
+            head_statistics(model, params, *inputs), ablate_heads(model, params, batch).mean,
+            attention_entropy(model, params, *inputs),
+            [astuple(row) for row in saturation(model, params, batch, [0.3])],
+        ))  # fmt: skip
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), *result)
 
 
 @pytest.mark.parametrize("name", ["encoder-decoder", "masked", "clip", "vit"])

@@ -8,9 +8,11 @@ import optax
 import pytest
 
 from jaxformer.data.dataset import Batch
+from jaxformer.inspect import capture
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.objective import BatchReduction, CrossEntropy, objective_of
 from tests.arrays import random_params
+from tests.helpers import exhaustive
 
 OBJECTIVE = CrossEntropy()
 B, T, D, V = 6, 5, 3, 11
@@ -46,6 +48,44 @@ def test_the_reported_loss_is_weighted_and_lacks_smoothing(batch):
     plain = np.sum(optax.softmax_cross_entropy_with_integer_labels(logits, batch.targets) * batch.weights)
     np.testing.assert_allclose(told, plain, rtol=1e-6)
     assert abs(wanted - plain) > 0.01
+
+
+def padded(batch: Batch, n: int) -> Batch:
+    """A batch of rows, as packed ones with n places of padding on the right."""
+    (tokens_BT,), pad = batch.inputs, lambda x: np.pad(x, ((0, 0), (0, n)))
+    return Batch((pad(tokens_BT), None, pad(np.ones_like(tokens_BT))), pad(batch.targets), pad(batch.weights))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capacity_factor", [None, exhaustive(0.75)])
+def test_auxiliary_losses_and_gradients_do_not_depend_on_padding(capacity_factor):
+    """Rows of which 0, 50 and 75 % are padding, against the equations of the losses in NumPy. Tokens without a target
+    of weight count like others: they are no padding."""
+    config = DecoderConfig(
+        V, 4 * T, 8, n_heads=2, output_projection=True, d_ff=(12,), norm="rmsnorm", positions="rope", n_experts=4,
+        capacity_factor=capacity_factor, balance_weight=2.0, router_z_weight=0.5,
+    )  # fmt: skip
+    model, (tokens_BT, targets_BT) = config.build(), np.random.default_rng(0).integers(0, V, (2, B, T), np.int32)
+    params, weights_BT = random_params(model, tokens_BT[0]), np.full((B, T), 1 / (B * (T - 2)), np.float32)
+    weights_BT[:, :2] = 0  # a prompt
+    rows, keys_B = Batch((tokens_BT,), targets_BT, weights_BT), jax.random.split(jax.random.key(0), B)
+
+    def auxiliary(params, batch):
+        minimised, told = OBJECTIVE.loss(model, params, batch, keys_B)
+        return minimised - told, (minimised, told)
+
+    run = jax.jit(jax.value_and_grad(auxiliary, has_aux=True))
+    wanted = run(params, rows)
+    for n in (0, T, 3 * T):
+        jax.tree.map(
+            lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), run(params, padded(rows, n)), wanted
+        )
+    x_BTD = jax.jit(jax.vmap(lambda tokens_T: capture(model, params, tokens_T, names="blocks.0.mlp_norm")))(tokens_BT)
+    logits_NE = np.float64(x_BTD["blocks.0.mlp_norm"]).reshape(B * T, -1) @ params["blocks_0"]["mlp"]["W_router"]
+    share_E = np.bincount(np.argsort(-logits_NE, axis=1)[:, :2].ravel(), minlength=4) / (2 * B * T)
+    probability_NE = np.exp(logits_NE) / np.exp(logits_NE).sum(axis=1, keepdims=True)
+    z = np.square(np.log(np.exp(logits_NE).sum(axis=1))).mean()
+    np.testing.assert_allclose(wanted[0][0], 2.0 * 4 * share_E @ probability_NE.mean(axis=0) + 0.5 * z, rtol=1e-5)
 
 
 @pytest.mark.slow

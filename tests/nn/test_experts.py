@@ -98,6 +98,34 @@ def test_gradients_of_every_order_of_mapping_agree_with_a_loop(module: Experts) 
     assert all(jnp.abs(leaf).max() > 0 for leaf in jax.tree.leaves(whole))  # the router's, too
 
 
+VALID_BT = np.array([[1] * T, [1] * 6 + [0] * 7, [0] * 4 + [1] * 9], bool)
+
+
+@pytest.mark.slow
+def test_padding_changes_neither_tokens_nor_gradients(module: Experts) -> None:
+    """By vmap of grad, against a loop over the examples without their padding."""
+    params = params_of(module)
+
+    def padded_loss(params: Params, x_TD: jax.Array, valid_T: jax.Array) -> jax.Array:
+        y = module.apply({"params": params}, x_TD, valid_T, rngs=RNGS)
+        return jnp.sum(jnp.where(valid_T[:, None], jnp.sin(y), 0))
+
+    each = jax.jit(jax.vmap(jax.value_and_grad(padded_loss, argnums=(0, 1)), (None, 0, 0)))(params, X_BTD, VALID_BT)
+    whole = jax.jit(jax.grad(lambda p: jax.vmap(partial(padded_loss, p))(X_BTD, VALID_BT).sum()))(params)
+    total = jax.tree.map(jnp.zeros_like, whole)
+    for b, valid_T in enumerate(VALID_BT):
+        wanted, (of_params, of_x) = jax.jit(jax.value_and_grad(partial(loss, module), argnums=(0, 1)))(
+            params, X_BTD[b][valid_T]
+        )
+        got, (got_params, got_x) = jax.tree.map(lambda leaf, b=b: leaf[b], each)
+        assert_close(got, wanted)
+        jax.tree.map(assert_close, got_params, of_params)
+        assert_close(got_x[valid_T], of_x)
+        assert not got_x[~valid_T].any()
+        total = jax.tree.map(jnp.add, total, of_params)
+    jax.tree.map(assert_close, whole, total)
+
+
 @pytest.mark.slow
 def test_forward_mode_is_the_transpose_of_reverse_mode(module: Experts) -> None:
     """⟨J u, v⟩ = ⟨u, Jᵀ v⟩, alone and under vmap; and the derivative is that of small steps."""

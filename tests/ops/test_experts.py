@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 
 from jaxformer.ops import experts
-from jaxformer.ops.experts import RouterStatistics, balance_loss, capacity, combine, dispatch
+from jaxformer.ops.experts import (
+    RouterStatistics,
+    average_statistics,
+    balance_loss,
+    capacity,
+    capacity_without_padding,
+    combine,
+    dispatch,
+)
 from tests.arrays import assert_close, normal
 
 # One compiled program a call instead of one a primitive.
@@ -133,6 +141,62 @@ def test_balance_of_a_batch_is_that_of_its_tokens_in_one_row() -> None:
     chosen = np.argsort(-logits, axis=1)[:, :J].ravel()
     assert_close(batch, E * (np.bincount(chosen, minlength=E) / chosen.size) @ softmax(logits).mean(0))
     assert float(jax.vmap(balance_loss)(of_each).mean()) > 1.05 * float(batch)
+
+
+VALID_BT = np.array([[1] * T, [1] * 4 + [0] * 7, [0, 1, 1, 0, 0, 1, 1, 1, 0, 1, 0], [0] * T], bool)
+"""An example without padding, one with it on the right, one with it anywhere, and one of nothing else."""
+
+
+@pytest.mark.slow
+def test_padding_counts_in_no_statistic() -> None:
+    """Against the equations of the losses, in NumPy, over the tokens that are left."""
+    logits_BTE, room = 2 * normal(len(VALID_BT), T, E, seed=3), 3
+
+    def statistics(logits_TE: jax.Array, valid_T: jax.Array) -> RouterStatistics:
+        experts_TJ, _ = experts.route(logits_TE, J)
+        slots_TJ = experts.assign(experts_TJ, E, room, valid_T)
+        return experts.router_statistics(logits_TE, experts_TJ, slots_TJ, room, valid_T)
+
+    @jax.jit
+    @jax.value_and_grad
+    def losses(logits_BTE: jax.Array) -> jax.Array:
+        batch = average_statistics(jax.vmap(statistics)(logits_BTE, VALID_BT))
+        return balance_loss(batch) + batch.z
+
+    found = jax.jit(lambda logits: average_statistics(jax.vmap(statistics)(logits, VALID_BT)))(logits_BTE)
+    logits_NE = np.float64(logits_BTE)[VALID_BT]
+    chosen = np.argsort(-logits_NE, axis=1)[:, :J]
+    dropped = sum(
+        np.maximum(np.bincount(np.argsort(-logits_TE[valid_T], axis=1)[:, :J].ravel(), minlength=E) - room, 0).sum()
+        for logits_TE, valid_T in zip(np.asarray(logits_BTE), VALID_BT, strict=True)
+    )
+    share_E, probability_E = np.bincount(chosen.ravel()) / chosen.size, softmax(logits_NE).mean(0)
+    z = np.square(np.log(np.exp(logits_NE).sum(-1))).mean()
+    for got, wanted in zip(found, (share_E, probability_E, z, dropped / chosen.size, len(logits_NE)), strict=True):
+        assert_close(got, wanted)
+    loss, gradient_BTE = losses(logits_BTE)
+    assert_close(loss, E * share_E @ probability_E + z)
+    assert dropped > 0 and not gradient_BTE[~VALID_BT].any() and gradient_BTE[VALID_BT].all()
+
+
+@pytest.mark.parametrize("factor", [None, 0.75, 1.1])
+def test_capacity_is_that_of_the_tokens_without_padding(factor: float | None) -> None:
+    of_each = jax.vmap(lambda valid_T: capacity_without_padding(valid_T, E, J, factor))
+    lengths = np.arange(T + 1)
+    limits = of_each(np.arange(T) < lengths[:, None])
+    assert limits.tolist() == [capacity(int(n), E, J, factor) for n in lengths]
+
+
+@pytest.mark.slow
+def test_padding_takes_no_slot() -> None:
+    """The tokens that are left have the slots that they have without it."""
+    experts_TJ, _ = route(LOGITS_TE, J)
+    room = capacity(T, E, J, 0.75)
+    for valid_T in VALID_BT[1:3]:
+        own = capacity(int(valid_T.sum()), E, J, 0.75)
+        slots_TJ = np.asarray(assign(experts_TJ, E, room, valid_T, own))
+        np.testing.assert_array_equal(slots_TJ[valid_T], assign(experts_TJ[valid_T], E, room, None, own))
+        assert own < room and (slots_TJ[~valid_T] == E * room).all()
 
 
 @pytest.mark.slow

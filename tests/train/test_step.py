@@ -180,6 +180,40 @@ def test_gradients_of_experts_are_the_same_on_every_mesh(mesh, fields):
     jax.tree.map(assert_close, gradient_of_experts(mesh, **fields), gradient_of_experts("data=1"))
 
 
+LENGTHS_B = np.array([T, 1, 3, T, 5, 2, 2, 7, 1, 1, T, 4, 9, T, 1, 6])
+REAL_BT = np.arange(T) < LENGTHS_B[:, None]
+PADDED = Batch(
+    (TOKENS[0, :, :-1] * REAL_BT, None, REAL_BT.astype(np.int32)), TOKENS[0, :, 1:] * REAL_BT,
+    (REAL_BT / REAL_BT.sum()).astype(np.float32),
+)  # fmt: skip
+"""Rows with padding, more on some devices and in some microbatches than in others."""
+
+
+@lru_cache
+def gradient_of_padded_rows(mesh: str, config: Config) -> tuple[jax.Array, Params]:
+    setup = setup_of(mesh, config)
+    return jax.device_get(gradient_at(setup, first_params(config.model), PADDED))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mesh", "fields"),
+    [
+        exhaustive("data=8", {}),
+        ("fsdp=2,expert=2", {"remat": "block", "scan_blocks": True}),
+        exhaustive("expert=2", {"grad_accumulation_steps": 4}),
+        ("data=2", {"grad_accumulation_steps": 2}),
+    ],
+    ids=str,
+)
+def test_routers_weigh_devices_and_microbatches_by_their_tokens(mesh, fields):
+    """With accumulation, only the z-loss, a mean over tokens, is that of the batch; balancing is a microbatch's own."""
+    model = replace(EXPERTS.model, balance_weight=0.0 if "grad_accumulation_steps" in fields else 2.0)
+    config = replace(EXPERTS, model=model)
+    expected = gradient_of_padded_rows("data=1", config)
+    jax.tree.map(assert_close, gradient_of_padded_rows(mesh, computed(config, **fields)), expected)
+
+
 @pytest.mark.slow
 def test_the_load_balancing_loss_is_minimised_and_not_reported():
     """The loss is that of the batch without it, and the gradient is that with it, of the whole batch at once."""
