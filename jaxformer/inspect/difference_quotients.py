@@ -64,24 +64,29 @@ class Slope(NamedTuple):
         return self.deviation <= ACCURACY
 
 
-def compare_slopes(loss: Callable[[Params], jax.Array], params: Params) -> dict[str, Slope]:
+@np.errstate(over="ignore", invalid="ignore")  # infinite gradients are reported as NaN
+def compare_slopes(
+    loss: Callable[[Params], jax.Array], gradient: Callable[[Params], Params], params: Params
+) -> dict[str, Slope]:
     """Return the comparison of each parameter's gradient with difference quotients, by dotted name.
 
     Args:
       loss: function of the parameters, a float64 scalar.
+      gradient: function of the parameters that should return the loss's gradient.
       params: float64 parameters.
     """
     slopes: dict[int, Slope] = {}
     values, tree = jax.tree.flatten(params)
-    value_and_grad = jax.jit(jax.value_and_grad(loss))
-    shifted = lambda params, directions, amounts: loss(  # noqa: E731
-        tree.unflatten(p + a * d for p, d, a in zip(params, directions, amounts, strict=True))
-    )
-    along = jax.jit(shifted)
+    gradient = jax.jit(gradient)
+
+    @jax.jit
+    def along(values: list[jax.Array], directions: list[jax.Array], amounts: jax.Array) -> jax.Array:
+        return loss(tree.unflatten(x + a * d for x, d, a in zip(values, directions, amounts, strict=True)))
+
     for seed in range(ATTEMPTS):
         left = [i for i in range(len(values)) if i not in slopes or not slopes[i].holds]
         if left:
-            point = _Point(value_and_grad, along, params, seed)
+            point = _Point(gradient, along, params, seed)
             for i, slope in point.compare(left):
                 slopes[i] = min(slope, slopes.get(i, slope), key=_rank)
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(params)]
@@ -96,37 +101,34 @@ def _rank(slope: Slope) -> tuple[bool, float]:
 class _Point:
     """A point close to the parameters, with a gradient and a direction for each of them."""
 
-    def __init__(self, value_and_grad: Callable, along: Callable, params: Params, seed: int) -> None:
-        rng = np.random.default_rng(seed)
+    def __init__(self, gradient: Callable, along: Callable, params: Params, seed: int) -> None:
+        self._along, rng = along, np.random.default_rng(seed)
         leaves, tree = jax.tree.flatten(params)
-        values, size = [], np.zeros(len(leaves))
+        self.values, self.directions = [], []
+        self.sizes, self.slopes, self.expected = np.zeros((3, len(leaves)))
         for i, leaf in enumerate(leaves):
             value = np.asarray(leaf, np.float64)
-            scale = _rms(value) or 1.0
-            values.append(value + LARGEST_STEP * scale * rng.standard_normal(value.shape, np.float32))
-            size[i] = _rms(values[-1])
-        self.values = [jnp.asarray(x) for x in values]
-        self.loss, grads = value_and_grad(tree.unflatten(self.values))
-        self.directions, self.slopes, self.expected = [], np.zeros(len(leaves)), np.zeros(len(leaves))
-        for i, grad in enumerate(map(np.asarray, jax.tree.leaves(grads))):
-            norm = float(np.linalg.norm(grad))
+            value = value + LARGEST_STEP * (_rms(value) or 1) * rng.standard_normal(value.shape, np.float32)
+            self.sizes[i] = _rms(value)
+            self.values.append(jnp.asarray(value))
+        for i, grad in enumerate(map(np.asarray, jax.tree.leaves(gradient(tree.unflatten(self.values))))):
+            norm = np.linalg.norm(grad)
             direction = rng.standard_normal(grad.shape, np.float32)
-            if norm > 0:
+            if 0 < norm < np.inf:  # replace the component along the gradient by 1 to 2
                 unit = grad / norm
                 direction += ((1 + rng.random() - np.vdot(unit, direction)) * unit).astype(np.float32)
             self.directions.append(jnp.asarray(direction))
-            self.slopes[i] = size[i] * np.vdot(grad, direction)
-            self.expected[i] = size[i] * norm
-        self.size = size
-        self._along = along
-        last_bits = [self.at(k * np.finfo(np.float64).eps * np.ones(len(leaves))) for k in range(-3, 4)]
-        self.rounding = 2 * (float(np.ptp(last_bits)) + np.finfo(np.float64).eps * abs(last_bits[3]))
-        # Of a parameter that hardly matters, the largest step must still exceed rounding.
+            self.slopes[i] = self.sizes[i] * np.vdot(grad, direction)
+            self.expected[i] = self.sizes[i] * norm
+        eps = np.finfo(np.float64).eps
+        last_bits = [self.at(np.full(len(leaves), k * eps)) for k in range(-3, 4)]
+        self.rounding = 2 * (np.ptp(last_bits) + eps * abs(last_bits[3]))
+        # The largest step of a parameter that hardly matters exceeds rounding only for a larger contribution.
         self.expected = np.maximum(self.expected, 2 * self.rounding / (ACCURACY * LARGEST_STEP))
 
     def at(self, amounts: np.ndarray) -> float:
         """Return the loss at amounts of each direction, relative to the parameter's size."""
-        return float(self._along(self.values, self.directions, list(amounts * self.size)))
+        return float(self._along(self.values, self.directions, amounts * self.sizes))
 
     def compare(self, group: Sequence[int]) -> Iterator[tuple[int, Slope]]:
         """Yield the index of each parameter of a group and the comparison of the smallest group that holds, or of its
@@ -145,7 +147,7 @@ class _Point:
         amounts = np.zeros(len(self.values))
         unit = self.expected[group].max()
         amounts[group] = unit / self.expected[group]
-        slope = float(amounts @ self.slopes)
+        slope = amounts[group] @ self.slopes[group]
         if not np.isfinite(slope):
             return Slope(np.nan, 0.0)
         best, center = Slope(np.inf, np.inf), self.at(0 * amounts)
@@ -156,10 +158,10 @@ class _Point:
             uncertainty = bend / 2 + self.rounding / step
             if not uncertainty < best.uncertainty * unit:
                 break
-            best = Slope(abs((right + left) / 2 - slope) / unit, uncertainty / unit)
+            best = Slope(float(abs((right + left) / 2 - slope) / unit), float(uncertainty / unit))
             if best.is_measured:
                 break
-            step = (2 * self.rounding * step / bend) ** 0.5 if bend else step  # where the two are equal
+            step = (2 * self.rounding * step / bend) ** 0.5 if bend else step  # where both halves are equal
         return best
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
+from itertools import count
 from typing import Any
 
 import flax.linen as nn
@@ -59,7 +60,7 @@ class Check:
 def verify(model: nn.Module, params: Params, inputs_B: Inputs, targets_B: jax.Array) -> Iterator[Check]:
     """Yield a check of each property of one model; stop after the first, finite outputs, if it fails.
 
-    The model runs in float32, and again in float64 for a check that fails by more than rounding errors may explain.
+    The model runs in float32 or, where that deviates by more than `ROUNDING`, in float64.
 
     Args:
       model: model without scanned blocks.
@@ -74,21 +75,23 @@ def verify(model: nn.Module, params: Params, inputs_B: Inputs, targets_B: jax.Ar
         (gradients, jax.tree.map(lambda x: x[:2], Batch(inputs_B, targets_B))),
     )  # fmt: skip
     for check, argument in checks:
-        result = _without_rounding(check, model, params, argument)
+        result = without_rounding(check, model, params, argument)
         yield result
         if result.name == "finite" and not result.holds:
             return
 
 
-def _without_rounding(check: Callable[..., Check], model: nn.Module, params: Params, argument: Any) -> Check:
-    """Return a check in float32 or, if it fails by a finite deviation that rounding errors could cause, in float64."""
+def without_rounding(check: Callable[..., Check], model: nn.Module, params: Params, argument: Any) -> Check:
+    """Return a check in float32 or, if it fails by what turn out to be rounding errors, in float64."""
     with jax.default_matmul_precision("highest"):  # accelerators round float32 matmuls by default
         result = check(model, params, argument)
         if result.holds or result.limit != ROUNDING or not np.isfinite(float(result.deviation or 0)):
             return result
         with jax.enable_x64(True):
             exact = check(model, jax.tree.map(lambda p: jnp.asarray(p, jnp.float64), params), argument)
-    return replace(exact, detail=f"{exact.detail}; in float64, after {result.deviation:.1e} in float32")
+    if not exact.holds:
+        return result
+    return replace(exact, detail=f"{exact.detail}, in float64; in float32 it rounds to {result.deviation:.1e}")
 
 
 def random_inputs(config: ModelConfig, n: int, seed: int = 0, max_tokens: int = 64) -> Inputs:
@@ -360,21 +363,28 @@ def dropout_keys(model: nn.Module, params: Params, inputs: Inputs) -> Check:
 def gradients(model: nn.Module, params: Params, batch: Batch) -> Check:
     """Check the gradient of the training loss against differences in float64, for each parameter.
 
-    Half of the attention is computed in blocks, whose gradient is written by hand.
+    The gradient is that of the plain attention formula and, by half in the first layer, of blockwise attention.
     """
+    layers = count()
 
     def attend(q_HTK: jax.Array, k_GSK: jax.Array, v_GSK: jax.Array, *rest: Any, **named: Any) -> jax.Array:
+        y_HTK = attention(q_HTK, k_GSK, v_GSK, *rest, **named)
+        if next(layers):
+            return y_HTK
         block = -(-max(q_HTK.shape[1], k_GSK.shape[1]) // BLOCKS)
-        blockwise = partial(blockwise_attention, block=block, sequential=True)
-        return sum(f(q_HTK, k_GSK, v_GSK, *rest, **named) for f in (attention, blockwise)) / 2
+        tiled_HTK = blockwise_attention(q_HTK, k_GSK, v_GSK, *rest, **named, block=block, sequential=True)
+        return (y_HTK + tiled_HTK) / 2
+
+    def loss(model: nn.Module, params: Params) -> jax.Array:
+        return objective_of(model).loss(model, params, batch)[0]
 
     with jax.enable_x64(True):
         exact = jax.tree.map(lambda p: np.asarray(p, np.float64), params)
         if contract_of(model).task is Task.CONTRASTIVE:
             # Beyond the largest scale, the gradient deliberately differs from the loss's.
             exact = exact | {"t": np.minimum(exact["t"], LARGEST_LOG_SCALE - 0.1)}
-        mixed = model.config.build(Execution(attention=attend))
-        slopes = compare_slopes(lambda p: objective_of(mixed).loss(mixed, p, batch)[0], exact)
+        plain, mixed = model.config.build(), model.config.build(Execution(attention=attend))
+        slopes = compare_slopes(partial(loss, plain), jax.grad(partial(loss, mixed)), exact)
     wrong = [name for name, slope in slopes.items() if not slope.holds]
     rough = [name for name, slope in slopes.items() if slope.holds and slope.uncertainty > MEASURED]
     detail = f"{len(slopes)} parameters, against differences in float64"
@@ -389,12 +399,12 @@ def largest_of(deviations: Iterable[Any]) -> float:
     return float(np.max([float(x) for x in deviations]))
 
 
-def relative_error(values: jax.Array, expected: jax.Array) -> float:
-    """Return the largest difference divided by the largest expected magnitude, or by 1 if that is 0; NaN if a value is
-    not finite."""
+def relative_error(values: jax.Array, expected: jax.Array, least: float = 0.0) -> float:
+    """Return the largest difference divided by the largest expected magnitude, at least `least`, or by 1 if that is 0;
+    NaN if a value is not finite."""
     got, want = np.asarray(values), np.asarray(expected)
     with np.errstate(invalid="ignore", over="ignore"):
-        scale = np.max(np.abs(want), initial=0.0)
+        scale = np.max(np.abs(want), initial=least)
         return float(np.max(np.abs(got - want), initial=0.0) / np.where(scale == 0, 1, scale))
 
 
