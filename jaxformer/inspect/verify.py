@@ -5,26 +5,35 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
+from itertools import count
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import get_opaque_trace_state
 
 from jaxformer.config import ModelConfig
 from jaxformer.contract import Task, contract_of
 from jaxformer.data.dataset import Batch
 from jaxformer.inspect.capture import Activations, capture, capture_shapes, intervene
+from jaxformer.inspect.difference_quotients import ACCURACY, compare_slopes
 from jaxformer.models.clip import LARGEST_LOG_SCALE
 from jaxformer.models.objective import Params, is_causal_lm, objective_of
+from jaxformer.nn.execution import Execution
+from jaxformer.ops.attention import attention
+from jaxformer.ops.blockwise import blockwise_attention
 from jaxformer.ops.masks import EMPTY
 from jaxformer.ops.precision import upcast
 
 ROUNDING = 1e-5
-"""Tolerance of float32 results whose sums are in another order, relative to the largest value or 1."""
-FINITE_DIFFERENCE = 1e-5
-"""Relative tolerance between a float64 derivative and a difference quotient."""
+"""Tolerance of results whose sums are in another order, relative to the largest value. Float32 may exceed it in deep or
+badly scaled models; what exceeds it is computed again in float64, where only a fault does."""
+MEASURED = 1e-3
+"""Uncertainty of a slope, relative to the gradient, above which difference quotients say little about it."""
+BLOCKS = 4
+"""Blocks of positions in blockwise attention, whose gradient is checked."""
 
 NOT_CAUSAL = "it has no next-token logits"
 
@@ -51,7 +60,7 @@ class Check:
 def verify(model: nn.Module, params: Params, inputs_B: Inputs, targets_B: jax.Array) -> Iterator[Check]:
     """Yield a check of each property of one model; stop after the first, finite outputs, if it fails.
 
-    The model runs in float32 without dropout; gradients are those of the plain attention formula.
+    The model runs in float32 or, where that deviates by more than `ROUNDING`, in float64.
 
     Args:
       model: model without scanned blocks.
@@ -62,14 +71,27 @@ def verify(model: nn.Module, params: Params, inputs_B: Inputs, targets_B: jax.Ar
     first = jax.tree.map(lambda x: x[0], inputs_B)
     checks: tuple[tuple[Callable[..., Check], Any], ...] = (
         (finite, inputs_B), (causality, first), (attention_mask, first), (attention_rows, first), (padding, inputs_B),
-        (decoding, first), (batching, inputs_B), (no_dropout, first), (gradients, Batch(first, targets_B[0])),
+        (decoding, first), (batching, inputs_B), (no_dropout, first), (dropout_keys, first),
+        (gradients, jax.tree.map(lambda x: x[:2], Batch(inputs_B, targets_B))),
     )  # fmt: skip
     for check, argument in checks:
-        with jax.default_matmul_precision("highest"):  # accelerators round float32 matmuls by default
-            result = check(model, params, argument)
+        result = without_rounding(check, model, params, argument)
         yield result
         if result.name == "finite" and not result.holds:
             return
+
+
+def without_rounding(check: Callable[..., Check], model: nn.Module, params: Params, argument: Any) -> Check:
+    """Return a check in float32 or, if it fails by what turn out to be rounding errors, in float64."""
+    with jax.default_matmul_precision("highest"):  # accelerators round float32 matmuls by default
+        result = check(model, params, argument)
+        if result.holds or result.limit != ROUNDING or not np.isfinite(float(result.deviation or 0)):
+            return result
+        with jax.enable_x64(True):
+            exact = check(model, jax.tree.map(lambda p: jnp.asarray(p, jnp.float64), params), argument)
+    if not exact.holds:
+        return result
+    return replace(exact, detail=f"{exact.detail}, in float64; in float32 it rounds to {result.deviation:.1e}")
 
 
 def random_inputs(config: ModelConfig, n: int, seed: int = 0, max_tokens: int = 64) -> Inputs:
@@ -238,7 +260,7 @@ def _padded_prompt(model: nn.Module, params: Params, inputs_B: Inputs) -> float:
     def padded(params: Params, tokens_T: jax.Array) -> jax.Array:
         """Return the logits of a token in the slot after a prompt of n tokens in T slots."""
         positions_T = jnp.where(jnp.arange(T) < n, jnp.arange(T), EMPTY)
-        cache = _call(model, params, T + 1, method="init_cache")
+        cache = _call(model, params, T + 1, _dtype(params), method="init_cache")
         _, cache = _extend(model, params, tokens_T, positions_T, cache, 0, **prefix)
         return _extend(model, params, tokens_T[n - 1 : n], jnp.array([n]), cache, T, **prefix)[0]
 
@@ -265,9 +287,9 @@ def decoding(model: nn.Module, params: Params, inputs: Inputs) -> Check:
     @jax.jit
     def prefill(params: Params, *inputs: jax.Array) -> tuple[jax.Array, Any]:
         if contract_of(model).task is Task.SEQUENCE_TO_SEQUENCE:
-            cache = _call(model, params, *inputs[:2], T, method="start")
+            cache = _call(model, params, *inputs[:2], T, _dtype(params), method="start")
         else:
-            cache = _call(model, params, T, method="init_cache")
+            cache = _call(model, params, T, _dtype(params), method="init_cache")
         prompt = inputs[_text_index(model)][:n]
         return _extend(model, params, prompt, jnp.arange(n), cache, jnp.int32(0), **prefix)
 
@@ -278,7 +300,7 @@ def decoding(model: nn.Module, params: Params, inputs: Inputs) -> Check:
         logits_1V, cache = decode_step(params, tokens_T[i : i + 1], jnp.array([i]), cache, jnp.int32(i))
         rows.append(logits_1V)
     cached_TV = jnp.concatenate(rows)
-    limit = ROUNDING * jnp.maximum(1.0, jnp.abs(full_TV).max())
+    limit = ROUNDING * jnp.abs(full_TV).max()
     differs_T = np.asarray((jnp.abs(cached_TV - full_TV).max(-1) > limit) | ~jnp.isfinite(cached_TV).all(-1))
     first = f"; they differ from token {differs_T.argmax()} on" if differs_T.any() else ""
     detail = f"prefill of {n} tokens and {T - n} decode steps{first}"
@@ -306,36 +328,70 @@ def no_dropout(model: nn.Module, params: Params, inputs: Inputs) -> Check:
     return check("without a key, and built without dropout", largest_of(map(relative_error, outputs, expected)))
 
 
-def gradients(model: nn.Module, params: Params, example: Batch) -> Check:
-    """Check the loss's gradient against finite differences in float64, along itself and a random direction."""
+def dropout_keys(model: nn.Module, params: Params, inputs: Inputs) -> Check:
+    """Check that every dropout layer draws its own mask, and another one with another key."""
+    check = partial(Check, "dropout keys", limit=0.0)
+    if _without_dropout(model.config) == model.config:
+        return check("it has no dropout", None)
+
+    @jax.jit
+    def kept(params: Params, key: jax.Array) -> list[jax.Array]:
+        """Return the mask of each call of a dropout layer."""
+        masks, trace = [], get_opaque_trace_state(convention="flax")
+
+        def record(call: Callable[..., Any], arguments: Any, named: Any, context: Any) -> Any:
+            if not isinstance(context.module, nn.Dropout) or context.method_name != "__call__":
+                return call(*arguments, **named)
+            scale = call(jnp.ones_like(arguments[0]), *arguments[1:], **named)
+            if get_opaque_trace_state(convention="flax") == trace:  # a mask could not leave a scan
+                masks.append(scale != 0)
+            return scale * arguments[0]
+
+        with nn.intercept_methods(record):
+            model.apply({"params": params}, *inputs, rngs={"dropout": key})
+        return masks
+
+    drawn = [np.asarray(mask) for seed in range(2) for mask in kept(params, jax.random.key(seed))]
+    # Masks with fewer entries of one kind may be equal by chance.
+    drawn = [mask for mask in drawn if 8 <= mask.sum() <= mask.size - 8]
+    if not drawn:
+        return check("no mask is large enough to compare", None)
+    equal = [np.array_equal(a, b) for i, a in enumerate(drawn) for b in drawn[:i]]
+    return check(f"equal pairs among {len(drawn)} masks", float(sum(equal)))
+
+
+def gradients(model: nn.Module, params: Params, batch: Batch) -> Check:
+    """Check the gradient of the training loss against differences in float64, for each parameter.
+
+    The gradient is that of the plain attention formula and, by half in the first layer, of blockwise attention.
+    """
+    layers = count()
+
+    def attend(q_HTK: jax.Array, k_GSK: jax.Array, v_GSK: jax.Array, *rest: Any, **named: Any) -> jax.Array:
+        y_HTK = attention(q_HTK, k_GSK, v_GSK, *rest, **named)
+        if next(layers):
+            return y_HTK
+        block = -(-max(q_HTK.shape[1], k_GSK.shape[1]) // BLOCKS)
+        tiled_HTK = blockwise_attention(q_HTK, k_GSK, v_GSK, *rest, **named, block=block, sequential=True)
+        return (y_HTK + tiled_HTK) / 2
+
+    def loss(model: nn.Module, params: Params) -> jax.Array:
+        return objective_of(model).loss(model, params, batch)[0]
+
     with jax.enable_x64(True):
         exact = jax.tree.map(lambda p: np.asarray(p, np.float64), params)
         if contract_of(model).task is Task.CONTRASTIVE:
             # Beyond the largest scale, the gradient deliberately differs from the loss's.
-            exact = exact | {"t": np.minimum(exact["t"], LARGEST_LOG_SCALE - 1e-3)}
-        plain = model.config.build()
-        loss: Callable[[Params], jax.Array] = jax.jit(lambda p: objective_of(plain).example_loss(plain, p, example))
-        grads = jax.device_get(jax.jit(jax.grad(loss))(exact))
-        rng = np.random.default_rng(0)
-        random = jax.tree.map(lambda p: rng.normal(size=p.shape), exact)
-        deviation = largest_of(_slope_error(loss, exact, grads, direction) for direction in (random, grads))
-    return Check("gradients", "along two directions, against differences in float64", deviation, FINITE_DIFFERENCE)
-
-
-def _slope_error(loss: Callable[[Params], jax.Array], params: Params, grads: Params, direction: Params) -> float:
-    """Return the relative error of a directional derivative, against the closest of several difference quotients: a
-    large step may cross a kink of a ReLU, a small one drowns in rounding."""
-    norm = lambda tree: sum(float(np.vdot(x, x)) for x in jax.tree.leaves(tree)) ** 0.5  # noqa: E731
-    slope = sum(float(np.vdot(g, d)) for g, d in zip(*map(jax.tree.leaves, (grads, direction)), strict=True))
-    loss_at = lambda t: float(loss(jax.tree.map(lambda p, d: p + t * d, params, direction)))  # noqa: E731
-    errors, magnitude = [], abs(loss_at(0))
-    if not np.isfinite(slope):
-        return float("nan")
-    for relative in (1e-5, 1e-6, 1e-7):
-        step = relative * norm(params) / max(norm(direction), 1e-300)
-        resolution = 1e-8 * magnitude / step  # smaller slopes are rounding errors
-        errors.append(abs((loss_at(step) - loss_at(-step)) / (2 * step) - slope) / max(abs(slope), resolution))
-    return float(np.nanmin(errors)) if np.isfinite(errors).any() else float("nan")
+            exact = exact | {"t": np.minimum(exact["t"], LARGEST_LOG_SCALE - 0.1)}
+        plain, mixed = model.config.build(), model.config.build(Execution(attention=attend))
+        slopes = compare_slopes(partial(loss, plain), jax.grad(partial(loss, mixed)), exact)
+    wrong = [name for name, slope in slopes.items() if not slope.holds]
+    rough = [name for name, slope in slopes.items() if slope.holds and slope.uncertainty > MEASURED]
+    detail = f"{len(slopes)} parameters, against differences in float64"
+    for names, problem in ((wrong, "wrong"), (rough, "too rough to measure")):
+        if names:
+            detail += f"; {problem}: {', '.join(names[:3])}" + f" and {len(names) - 3} more" * (len(names) > 3)
+    return Check("gradients", detail, largest_of(slope.deviation for slope in slopes.values()), ACCURACY)
 
 
 def largest_of(deviations: Iterable[Any]) -> float:
@@ -343,12 +399,17 @@ def largest_of(deviations: Iterable[Any]) -> float:
     return float(np.max([float(x) for x in deviations]))
 
 
-def relative_error(values: jax.Array, expected: jax.Array) -> float:
-    """Return the largest difference divided by the largest expected magnitude or 1; NaN if a value is not finite."""
-    got, want = np.asarray(values, np.float32), np.asarray(expected, np.float32)
+def relative_error(values: jax.Array, expected: jax.Array, least: float = 0.0) -> float:
+    """Return the largest difference divided by the largest expected magnitude, at least `least`, or by 1 if that is 0;
+    NaN if a value is not finite."""
+    got, want = np.asarray(values), np.asarray(expected)
     with np.errstate(invalid="ignore", over="ignore"):
-        scale = np.maximum(1.0, np.max(np.abs(want), initial=0.0))
-        return float(np.max(np.abs(got - want), initial=0.0) / scale)
+        scale = np.max(np.abs(want), initial=least)
+        return float(np.max(np.abs(got - want), initial=0.0) / np.where(scale == 0, 1, scale))
+
+
+def _dtype(params: Params) -> Any:
+    return jax.tree.leaves(params)[0].dtype
 
 
 def _vocab_size(config: Any) -> int:

@@ -49,10 +49,12 @@ def init_cache(
 ) -> KVCache:
     """Return an empty cache for keys and values in float32, bfloat16 or int8. `value_dim` defaults to `head_dim`.
 
+    With `jax_enable_x64`, it may also be in float64.
+
     Raises:
       UserError: the dtype is another one.
     """
-    if (name := jnp.dtype(dtype).name) not in ("float32", "bfloat16", "int8"):
+    if (name := jnp.dtype(dtype).name) not in ("float64", "float32", "bfloat16", "int8"):
         raise UserError(f"the cache's dtype is {name}; it must be float32, bfloat16 or int8.")
     scale_GS = jnp.zeros((n_kv_heads, n_slots), jnp.float32) if dtype == jnp.int8 else None
     k_GKS = Stored(jnp.zeros((n_kv_heads, head_dim, n_slots), dtype), scale_GS)

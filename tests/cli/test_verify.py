@@ -8,6 +8,9 @@ import pytest
 
 from jaxformer.cli import verify
 from jaxformer.nn import attention as nn_attention
+from jaxformer.sharding import sum_over_batch
+from jaxformer.train import step
+from jaxformer.train.setup import TrainSetup
 from tests.helpers import small_run
 
 WORDS = " ".join(f"{a}{b}" for a in "abcdefgh" for b in "ijklmnop")
@@ -24,8 +27,36 @@ def test_all_invariants_hold_also_on_several_devices(run: str, capsys: pytest.Ca
     first, _, *rows, last = capsys.readouterr().out.splitlines()
     assert first == f"run {run}, step 0: Decoder, on 2 random examples"
     assert last == "all invariants hold"
-    assert [row.split()[0] for row in rows] == ["ok"] * 7 + ["-"] + ["ok"] * 2  # it has no dropout
+    assert [row.split()[0] for row in rows] == ["ok"] * 7 + ["-"] * 2 + ["ok"] * 3  # it has no dropout
     assert f"on {jax.local_device_count()} devices and on one" in rows[-1]
+
+
+@pytest.mark.slow
+def test_shard_that_is_summed_twice_is_found_in_a_parameter_with_a_small_gradient(run, monkeypatch) -> None:
+    options, opened = verify.Arguments(tokens=8), verify.open_run(verify.RunOptions(run))
+    opened.params["blocks_0"]["mlp"]["W_2"] *= 1e-6
+    assert verify._several_devices(opened, options).deviation < 1e-9
+
+    def sum_gamma_twice(tree, *specs):
+        total = sum_over_batch(tree, *specs)
+        if specs:
+            norm = total["blocks_0"]["mlp_norm"]
+            norm["gamma"] = sum_over_batch(norm["gamma"])
+        return total
+
+    monkeypatch.setattr(step, "sum_over_batch", sum_gamma_twice)
+    assert verify._several_devices(opened, options).deviation > 1e-2
+
+
+@pytest.mark.slow
+def test_examples_that_share_a_dropout_key_are_found(run: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened, options = verify.open_run(verify.RunOptions(run)), verify.Arguments(examples=3)
+    assert verify._example_keys(opened, options).deviation == 0
+    keys = TrainSetup.example_keys
+    monkeypatch.setattr(TrainSetup, "example_keys", lambda self, step: keys(self, 0))
+    assert verify._example_keys(opened, options).deviation == 3
+    monkeypatch.setattr(TrainSetup, "example_keys", lambda self, step: keys(self, step)[jnp.array([0, 0, 1])])
+    assert verify._example_keys(opened, options).deviation == 2
 
 
 @pytest.mark.slow

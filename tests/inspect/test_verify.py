@@ -10,18 +10,34 @@ import numpy as np
 import pytest
 
 from jaxformer.data.dataset import Batch
-from jaxformer.inspect.verify import attention_mask, causality, gradients, padding, random_inputs, verify
+from jaxformer.inspect.verify import (
+    attention_mask,
+    attention_rows,
+    batching,
+    causality,
+    decoding,
+    dropout_keys,
+    gradients,
+    padding,
+    random_inputs,
+    relative_error,
+    verify,
+    without_rounding,
+)
+from jaxformer.models import encoder
 from jaxformer.nn import attention as nn_attention
+from jaxformer.nn import experts as nn_experts
 from jaxformer.nn.block import Block
-from jaxformer.ops import masks
+from jaxformer.ops import blockwise, masks, norms
 from tests.helpers import exhaustive
-from tests.inspect.test_capture import MODELS, T, random_model
+from tests.inspect.test_capture import DECODER, MODELS, T, random_model
 
+linear = importlib.import_module("jaxformer.ops.linear_cross_entropy")
 ops_attention = importlib.import_module("jaxformer.ops.attention")  # in the package, its name is the function's
 
 NAMES = [
     "finite", "causality", "attention mask", "attention rows", "padding", "decoding", "batching", "no dropout",
-    "gradients",
+    "dropout keys", "gradients",
 ]  # fmt: skip
 
 
@@ -105,21 +121,66 @@ def test_planted_fault_fails_its_check(plant, broken, monkeypatch):
         assert result["decoding"].detail.endswith("differ from token 3 on")  # the first that comes alone
 
 
-@pytest.mark.slow
-def test_wrong_derivative_fails_the_gradient_check():
-    """Of a loss whose gradient is doubled on its way through one op."""
-
-    @jax.custom_vjp
-    def doubled(x):
-        return x
-
+def double_the_gradient_of_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    mix = ops_attention.mix
+    doubled = jax.custom_vjp(lambda x: x)
     doubled.defvjp(lambda x: (x, None), lambda _, g: (2 * g,))
-    with pytest.MonkeyPatch.context() as patch:
-        mix = ops_attention.mix
-        patch.setattr(ops_attention, "mix", lambda weights, v: doubled(mix(weights, v)))
-        result = checks("decoder", n_blocks=1)
-    assert not result["gradients"].holds and result["gradients"].deviation > 1e-2
-    assert all(check.holds for name, check in result.items() if name != "gradients")
+    monkeypatch.setattr(ops_attention, "mix", lambda weights, v: doubled(mix(weights, v)))
+
+
+def omit_a_term_of_the_norm(monkeypatch: pytest.MonkeyPatch) -> None:
+    divide = norms.divide_by_rms
+    monkeypatch.setattr(norms, "divide_by_rms", lambda x, eps: x * jax.lax.stop_gradient(divide(x, eps) / x))
+
+
+def scale_the_gradient_of_the_unembedding(monkeypatch: pytest.MonkeyPatch) -> None:
+    chunk = linear._chunk
+    monkeypatch.setattr(linear, "_chunk", lambda shape, needed, *rest: (result := chunk(shape, needed, *rest))._replace(
+        to_W_DV=1.001 * result.to_W_DV if needed[1] else None
+    ))  # fmt: skip
+
+
+def flip_a_sign_in_blockwise_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    tile = blockwise.tile_gradients
+
+    def flipped(*args: jax.Array) -> tuple[jax.Array, ...]:
+        dq, dk, dv = tile(*args)
+        return dq, -dk, dv
+
+    monkeypatch.setattr(blockwise, "tile_gradients", flipped)
+
+
+def hold_the_weights_of_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    combine = nn_experts.combine
+    monkeypatch.setattr(
+        nn_experts, "combine", lambda y, slots, weights: combine(y, slots, jax.lax.stop_gradient(weights))
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("plant", "wrong"),
+    [
+        (None, ""),
+        exhaustive(double_the_gradient_of_attention, "W_V"),
+        exhaustive(omit_a_term_of_the_norm, "W_O"),
+        (scale_the_gradient_of_the_unembedding, "W_out"),
+        (flip_a_sign_in_blockwise_attention, "W_K"),
+        exhaustive(hold_the_weights_of_experts, "mlp.W_router"),
+    ],
+    ids=lambda x: getattr(x, "__name__", None),
+)
+def test_wrong_derivative_fails_the_gradient_check(plant, wrong, monkeypatch) -> None:
+    """Also one of a single parameter that is wrong by a thousandth."""
+    if plant is not None:
+        plant(monkeypatch)
+    config = replace(DECODER, n_blocks=1, n_experts=2, balance_weight=0.1)
+    model, params, inputs = random_model(config)
+    result = gradients(model, params, Batch((inputs[0][None],), jnp.zeros((1, T), jnp.int32)))
+    assert result.holds == (plant is None), result
+    assert plant is None or result.deviation > 1e-4 and "wrong: " in result.detail
+    if wrong == "W_out":
+        assert result.detail.endswith("wrong: W_out")
 
 
 @pytest.mark.slow
@@ -154,17 +215,102 @@ def test_attention_mask_check_covers_the_window_of_each_block(monkeypatch):
 @pytest.mark.slow
 def test_clip_scale_at_its_limit_passes_the_gradient_check():
     model, params, _ = random_model(MODELS["clip"])
-    inputs = [x[0] for x in random_inputs(MODELS["clip"], 2)]
-    result = gradients(model, params | {"t": jnp.float32(5)}, Batch(tuple(inputs), jnp.int32(0)))
+    batch = Batch(random_inputs(MODELS["clip"], 2), jnp.arange(2))
+    result = gradients(model, params | {"t": jnp.float32(5)}, batch)
     assert result.holds, result
 
 
 @pytest.mark.slow
 def test_infinite_slope_fails_the_gradient_check():
-    model, params, inputs = random_model(MODELS["decoder"])
+    model, params, inputs = random_model(replace(DECODER, n_blocks=1))
     steep = params | {"W_out": np.full(params["W_out"].shape, 1e300)}
-    result = gradients(model, steep, Batch(inputs, jnp.zeros(T, jnp.int32)))
+    result = gradients(model, steep, Batch((inputs[0][None],), jnp.zeros((1, T), jnp.int32)))
     assert not result.holds and np.isnan(result.deviation)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["input", "block", exhaustive("sublayer")])
+def test_reused_dropout_key_fails_its_check(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = replace(MODELS["masked"], dropout=0.3)
+    model, params, inputs = random_model(config)
+    result = dropout_keys(model, params, inputs)
+    assert result.holds and result.deviation == 0 and result.detail == "equal pairs among 10 masks"
+    if part == "sublayer":
+        after: Callable = Block._after
+        reused = jax.random.key(0)
+        monkeypatch.setattr(Block, "_after", lambda self, x, y, name, key: after(self, x, y, name, key and reused))
+    else:
+        draw: Callable = encoder.input_dropout
+
+        def draw_once(module, dropout, x, n_blocks):
+            x_TD, keys = draw(module, dropout, x, n_blocks)
+            return x_TD, keys if part == "input" and keys is None else jnp.broadcast_to(keys[:1], keys.shape)
+
+        monkeypatch.setattr(encoder, "input_dropout", draw_once)
+    assert not dropout_keys(model, params, inputs).holds
+
+
+@pytest.mark.slow
+def test_rounding_errors_do_not_fail_a_check_but_a_fault_beside_them_does(monkeypatch) -> None:
+    """A norm that subtracts a mean of 10,000 leaves about a thousandth of float32's digits."""
+    config = replace(DECODER, n_blocks=1, norm="layernorm", final_norm=True)
+    model, params, inputs = random_model(config)
+    params["embedding"]["W_E"] += 1e4
+    assert not decoding(model, params, inputs).holds
+    result = without_rounding(decoding, model, params, inputs)
+    assert result.holds and result.deviation < 1e-9 and "in float64; in float32 " in result.detail
+    write_the_cache_late(monkeypatch)
+    result = without_rounding(decoding, model, params, inputs)
+    assert not result.holds and result.detail.endswith("differ from token 3 on")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name if name == "encoder-decoder" else exhaustive(name) for name in MODELS])
+def test_float64_leaves_no_rounding_errors(name: str) -> None:
+    model, params, _ = random_model(MODELS[name])
+    inputs = random_inputs(MODELS[name], 2)
+    first = tuple(x[0] for x in inputs)
+    with jax.enable_x64(True):
+        exact = jax.tree.map(jnp.float64, params)
+        for check, argument in (
+            (attention_mask, first), (attention_rows, first), (padding, inputs), (decoding, first), (batching, inputs),
+        ):  # fmt: skip
+            result = check(model, exact, argument)
+            assert result.deviation is None or result.deviation < 1e-12, result
+
+
+def test_error_is_relative_to_small_values_too() -> None:
+    """Logits of a new model may be small, and an error in them must not be less of one."""
+    small = jnp.array([1e-4, -2e-4])
+    assert relative_error(small * 1.001, small) == pytest.approx(1e-3, rel=1e-2)
+    assert relative_error(small, small * 0) == pytest.approx(2e-4)
+    assert relative_error(small * 1.001, small, least=1.0) == pytest.approx(2e-7, rel=1e-2)
+    assert np.isnan(relative_error(small * jnp.nan, small))
+
+
+@pytest.mark.slow
+def test_padding_that_leaks_fails_its_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, params, _ = random_model(replace(MODELS["masked"], n_blocks=1))
+    inputs = random_inputs(MODELS["masked"], 3)
+    assert padding(model, params, inputs).holds
+    monkeypatch.setattr(ops_attention, "softmax", lambda scores, mask=None: jax.nn.softmax(scores))
+    monkeypatch.setattr(ops_attention, "zero_hidden", lambda x, *_: x)
+    result = padding(model, params, inputs)
+    assert not result.holds and result.detail == "the content of padding changes an output"
+
+
+@pytest.mark.slow
+def test_example_that_sees_its_batch_fails_the_batching_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, params, _ = random_model(replace(DECODER, n_blocks=1))
+    rms_norm = norms.rms_norm
+
+    @jax.custom_batching.custom_vmap
+    def mixed(x_TD: jax.Array) -> jax.Array:
+        return x_TD
+
+    mixed.def_vmap(lambda n, is_batched, x_BTD: (x_BTD + 1e-3 * x_BTD.mean(0), True))
+    monkeypatch.setattr(norms, "rms_norm", lambda x, *rest: rms_norm(mixed(x), *rest))
+    assert not batching(model, params, random_inputs(DECODER, 3)).holds
 
 
 @pytest.mark.slow
