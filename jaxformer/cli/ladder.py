@@ -35,7 +35,7 @@ ladder.html, a page that needs no network, and ladder.png (extra plots).
 --folder FOLDER   folder of the runs (default: runs/ladder)"""
 
 
-@as_command(ignore_closed=True)
+@as_command(output_optional=True)
 def main(arguments: list[str]) -> int:
     """Train the ladder; return the exit status: 0 done, 2 wrong input, 128 + signal if interrupted."""
     if {"-h", "--help"} & {*arguments}:

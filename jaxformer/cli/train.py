@@ -54,8 +54,8 @@ if TYPE_CHECKING:
 DEFAULT_CONFIG = "quick"
 DESCRIPTION = f"""Train a model; sample from it with {command("sample")}.
 
-Ctrl-C, SIGTERM and closing the terminal (SIGHUP) save a checkpoint and stop. With nohup, or if only the reader of a
-pipe exits (| head), training continues without output."""
+Ctrl-C, SIGTERM and closing the terminal (SIGHUP) save a checkpoint and stop. With nohup, or if only its output can no
+longer be written (| head, a full disk), training continues without output."""
 RUNS = Path("runs")
 TOO_EARLY = "interrupted before the first step; nothing to save"
 
@@ -93,7 +93,7 @@ class Arguments:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train; return the exit status: 0 done, 1 diverged or not finite, 2 wrong input, 128 + signal if interrupted."""
     try:
-        with command_call(arguments, ignore_closed=True) as call, contextlib.ExitStack() as stack:
+        with command_call(arguments, output_optional=True) as call, contextlib.ExitStack() as stack:
             if (prepared := _start(call.arguments, stack)) is not None:
                 from jaxformer.train.loop import train
 
