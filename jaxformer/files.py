@@ -6,6 +6,8 @@ import errno
 import hashlib
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from jaxformer.errors import UserError, abbreviate, os_error_reason
@@ -28,6 +30,18 @@ def write_atomically(file: Path, content: str | bytes) -> None:
         raise
     finally:
         scratch.unlink(missing_ok=True)
+
+
+@contextmanager
+def no_empty_parents(path: Path) -> Iterator[None]:
+    """Remove, at the end, the parents of a path that were missing at the start and are empty, as after an error."""
+    missing = [folder for folder in path.absolute().parents if not folder.exists()]
+    try:
+        yield
+    finally:
+        for folder in missing:
+            with suppress(OSError):  # it is not empty
+                folder.rmdir()
 
 
 def sha256(file: Path) -> str:

@@ -40,6 +40,7 @@ from jaxformer.distributed import (
     shutdown,
 )
 from jaxformer.errors import UserError, resume_command, run_name, user_error_on_write
+from jaxformer.files import no_empty_parents
 from jaxformer.invocation import command
 from jaxformer.object_store import is_url
 from jaxformer.signals import STOPPING, raise_on_signals
@@ -192,6 +193,7 @@ def _start(arguments: list[str], stack: contextlib.ExitStack) -> Prepared | None
         stack.enter_context(mirrored(staged))
     if is_main_process() and stored is None:  # before the data is read and the step is compiled
         check_writable_parent(folder)
+        stack.enter_context(no_empty_parents(folder))
     elif is_main_process():
         stack.enter_context(hold_run_lock(folder))
     if stored is not None and is_finished(folder, config, config.data == stored.data, options.from_step):
