@@ -54,7 +54,7 @@ OF_NO_EFFECT = re.compile(r"name|mesh|compute\..*|data\.(path|val_path)|train\.(
 
 def train(options: Sequence[str], folder: Path, seconds: float) -> int:
     """Train the ladder for at most `seconds`; return its exit status, or `TIME_OVER`."""
-    command = [sys.executable, "-m", "jaxformer", "ladder", "--folder", str(folder), *options]
+    command = [sys.executable, "-m", "jaxformer", "ladder", "--size", "sources", "--folder", str(folder), *options]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(record.ROOT), os.environ.get("PYTHONPATH", "")])}
     # A new session, so that the rung gets a signal only once, from the ladder: a second one would kill it.
     with subprocess.Popen(command, env=environment, start_new_session=True) as process:

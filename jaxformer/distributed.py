@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import SupportsInt
 
 import jax
 import numpy as np
@@ -266,9 +267,10 @@ class AsyncMax:
         self._max = jax.jit(lambda numbers: numbers.max(), out_shardings=NamedSharding(mesh, PartitionSpec()))
         self._n_processes, self._n_devices = jax.process_count(), mesh.size
 
-    def reduce(self, number: int) -> jax.Array | int:
-        """Return the maximum over all processes; converting it to `int` waits for their calls."""
+    def reduce(self, number: SupportsInt) -> SupportsInt:
+        """Return the maximum over all processes, for a single one `number` itself; converting it to `int` waits for
+        their calls."""
         if self._n_processes == 1:
             return number
-        shard = lambda index: np.full(len(range(self._n_devices)[index[0]]), number, np.int32)  # noqa: E731
+        shard = lambda index: np.full(len(range(self._n_devices)[index[0]]), int(number), np.int32)  # noqa: E731
         return self._max(jax.make_array_from_callback((self._n_devices,), self._sharded, shard))

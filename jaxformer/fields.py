@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 import types
 import typing
 from collections.abc import Iterator, Mapping
@@ -12,12 +11,16 @@ from math import inf, isfinite
 from numbers import Integral, Real
 from typing import Any, Literal, TypeVar
 
+import numpy as np
+
 from jaxformer.config_files import kind_of
 from jaxformer.errors import UserError, abbreviate
 
 T = TypeVar("T")
 MAX_INTEGER = 2**31 - 1
 """Largest int32, the integer type on devices."""
+LARGEST, SMALLEST = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
+"""Largest and smallest positive float32, the type of real numbers on devices, which treat smaller ones as 0."""
 MAX_SIZE = 2**20
 """Default maximum of integers in a model's config, such as its width or its number of heads, classes or experts."""
 MAX_BY_FIELD: Mapping[str, int] = {
@@ -69,10 +72,10 @@ BOUNDS: Mapping[str, Mapping[str, Any]] = {
 
 
 def check_fields(config: object, max_integer: int = MAX_INTEGER, prefix: str = "") -> None:
-    """Check choices, finiteness, maxima of integers (`max_integer` for fields not in `MAX_BY_FIELD`) and `BOUNDS` of a
-    config, a dataclass; NumPy scalars count as numbers. Raises `UserError`, with the prefix, such as `data.`, before
-    the field's name, if a value is not a choice of its `Literal`, not finite, above its maximum or out of its
-    bounds."""
+    """Check choices, finiteness in float32, maxima of integers (`max_integer` for fields not in `MAX_BY_FIELD`) and
+    `BOUNDS` of a config, a dataclass; NumPy scalars count as numbers. Raises `UserError`, with the prefix, such as
+    `data.`, before the field's name, if a value is not a choice of its `Literal`, not finite, above its maximum or out
+    of its bounds."""
     hints = typing.get_type_hints(type(config))
     for f in dataclasses.fields(config):  # type: ignore[arg-type]
         value, hint, maximum = getattr(config, f.name), hints[f.name], MAX_BY_FIELD.get(f.name, max_integer)
@@ -84,8 +87,8 @@ def check_fields(config: object, max_integer: int = MAX_INTEGER, prefix: str = "
         for number in _numbers(value):
             if isinstance(number, int) and _has_integers(hint) and number > maximum:
                 raise UserError(f"{f.name} is {abbreviate(number)}; it must be at most {maximum}.")
-            if not -sys.float_info.max <= number <= sys.float_info.max:
-                raise UserError(f"{f.name} is {abbreviate(number)}; it must be a finite number.")
+            if not abs(number) <= LARGEST:
+                raise UserError(f"{f.name} is {abbreviate(number)}; it must be a finite number, at most 3.4e38.")
         # Python 3.14 has no `__annotations__` in the `vars` of a class; a subclass has the same object for a field.
         *_, owner = (cls for cls in type(config).__mro__ if vars(cls).get("__dataclass_fields__", {}).get(f.name) is f)
         if f.name in BOUNDS and owner.__module__.startswith("jaxformer."):
@@ -111,15 +114,26 @@ def check_range(
     hint: str = "",
 ) -> None:  # fmt: skip
     """Raise `UserError` for the first of the named fields with a number outside the closed bounds `least` and `most` or
-    the open bounds `above` and `below`; None is not checked. A prefix of a name, such as `data.`, appears only in the
-    message, which ends with the hint, such as ", such as 0.1"."""
+    the open bounds `above` and `below`, or whose float32, which devices compute with, is outside; None is not checked.
+    A prefix of a name, such as `data.`, appears only in the message, which ends with the hint, such as ", such as
+    0.1"."""
     bounds = {"at least": least, "above": above, "at most": most, "below": below}
     limits = " and ".join(f"{words} {bound}" for words, bound in bounds.items() if isfinite(bound))
     for name in names:
         value = getattr(config, name.rpartition(".")[2])
         inside = lambda x: least <= x <= most and (x > above or above == -inf) and (x < below or below == inf)  # noqa: E731
-        if not all(map(inside, _numbers(value))):
-            raise UserError(f"{name} is {value}; it must be {limits}{hint}.")
+        for number in _numbers(value):
+            rounded = as_float32(number)
+            if not (inside(number) and inside(rounded)):
+                outside = f", which is {rounded:g} in float32" if inside(number) else ""
+                raise UserError(f"{name} is {value}{outside}; it must be {limits}{hint}.")
+
+
+def as_float32(number: int | float) -> int | float:
+    """Return a number as devices compute with it; integers are unchanged."""
+    if isinstance(number, int) or abs(number) > LARGEST:
+        return number
+    return float(np.float32(number)) if abs(number) >= SMALLEST else 0.0
 
 
 def expand_sides(config: object, *names: str) -> None:

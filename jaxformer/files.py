@@ -6,7 +6,11 @@ import errno
 import hashlib
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from jaxformer.errors import UserError, abbreviate, os_error_reason
 
 try:
     import fcntl
@@ -26,6 +30,18 @@ def write_atomically(file: Path, content: str | bytes) -> None:
         raise
     finally:
         scratch.unlink(missing_ok=True)
+
+
+@contextmanager
+def no_empty_parents(path: Path) -> Iterator[None]:
+    """Remove, at the end, the parents of a path that were missing at the start and are empty, as after an error."""
+    missing = [folder for folder in path.absolute().parents if not folder.exists()]
+    try:
+        yield
+    finally:
+        for folder in missing:
+            with suppress(OSError):  # it is not empty
+                folder.rmdir()
 
 
 def sha256(file: Path) -> str:
@@ -50,8 +66,23 @@ def try_lock(descriptor: int, timeout_seconds: float = 0.0, shared: bool = False
         time.sleep(0.03)
 
 
+def expand_home(path: str) -> Path:
+    """Return the `Path` for a string, with `~` expanded. Raises `UserError` if it is invalid, such as too long."""
+    try:
+        location = Path(path).expanduser()
+        location.exists()
+    except (OSError, RuntimeError, ValueError) as error:
+        reason = (os_error_reason(error) or str(error)).rstrip(".")
+        raise UserError(f"{abbreviate(path)} is not a readable path ({reason}); give another one.") from error
+    return location
+
+
 def cache_root() -> Path:
-    """Return the folder for all caches: `$JAXFORMER_CACHE`, else jaxformer/ in `$XDG_CACHE_HOME` or ~/.cache."""
+    """Return the folder for all caches: `$JAXFORMER_CACHE`, else jaxformer/ in `$XDG_CACHE_HOME` or ~/.cache. Raises
+    `UserError` if the user has no home folder, as in a container with an unknown user id."""
     if root := os.environ.get("JAXFORMER_CACHE"):
         return Path(root)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxformer"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxformer"
+    except RuntimeError as error:
+        raise UserError("the cache has no home folder; set JAXFORMER_CACHE to a folder of your own.") from error

@@ -24,6 +24,9 @@ class ReceivedSignal:
     number: int = 0
     """Number of the signal; 0 for none."""
 
+    def __int__(self) -> int:
+        return self.number
+
     def is_set(self) -> bool:
         """Return True if a signal was received."""
         return bool(self.number)

@@ -69,45 +69,55 @@ def echo_error(message: str) -> None:
     echo(escape_line(message), sys.stderr)
 
 
-def prepare_streams(ignore_closed: bool = False) -> None:
-    """Make stdin, stdout and stderr usable: closed streams become /dev/null, and characters that the encoding lacks are
-    escaped. With `ignore_closed`, output is discarded once its reader is gone (a closed terminal, `| head`)."""
+def prepare_streams(output_optional: bool = False) -> None:
+    """Make stdin, stdout and stderr usable: closed streams become /dev/null, as does one that can no longer be written,
+    and characters that the encoding lacks are escaped.
+
+    Args:
+      output_optional: continue if stdout can no longer be written, silently if its reader is gone (a closed terminal,
+        `| head`) and otherwise with a note, instead of raising `OSError`.
+    """
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
         except OSError:  # otherwise the next opened file would become a standard stream
             _redirect_to_null(descriptor)
     sys.stdin = sys.stdin or open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
-    for name, descriptor in (("stdout", 1), ("stderr", 2)):
+    for name, descriptor, is_required in (("stdout", 1, not output_optional), ("stderr", 2, False)):
         stream = getattr(sys, name)
         if stream is None:
             stream = open(descriptor, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
         elif stream is not getattr(sys, f"__{name}__"):  # replaced by the caller
             continue
-        if ignore_closed:
+        if os.name != "nt" or not stream.isatty():  # a console of Windows has an encoding of its own
             stream.flush()
-            raw = io.BufferedWriter(_ClosableOutput(descriptor))
+            raw = io.BufferedWriter(_Output(descriptor, is_required))
             stream = io.TextIOWrapper(raw, stream.encoding, stream.errors, line_buffering=True)
         if stream.errors == "strict":
             stream.reconfigure(errors="backslashreplace")
         setattr(sys, name, stream)
 
 
-class _ClosableOutput(io.FileIO):
-    """Output that is redirected to /dev/null once its reader is gone."""
+class _Output(io.FileIO):
+    """Output that is redirected to /dev/null once it cannot be written, so that the flush at exit does not fail again;
+    the failure is raised if the output is required, and otherwise noted unless the reader is gone."""
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, descriptor: int, is_required: bool) -> None:
         super().__init__(descriptor, "w", closefd=False)
         hung_up = (errno.EIO,) if os.isatty(descriptor) else ()  # for a file, EIO is a disk failure
         self._closed_errors = (errno.EPIPE, *hung_up)
+        self._is_required = is_required
 
     def write(self, data: object) -> int:
         try:
             return super().write(data)  # type: ignore[arg-type]
         except OSError as error:
-            if error.errno not in self._closed_errors:
-                raise
             _redirect_to_null(self.fileno())
+            error.filename = "standard output"
+            if self._is_required:
+                raise
+            if self.fileno() != 2 and error.errno not in self._closed_errors:
+                echo_error(f"note: {error.filename}: {error.strerror}; continuing without it")
             return len(memoryview(data).cast("B"))  # type: ignore[arg-type]
 
 

@@ -9,7 +9,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 FLOORS = [
     {"invocation", "lazy"},
-    {"contract", "errors", "files", "signals", "terminal"},
+    {"contract", "errors", "signals", "terminal"},
+    {"files"},
     {"config_files", "determinism", "extras", "integrity", "preemption", "run_lock"},
     {"fields", "object_store"},
     {"config"},

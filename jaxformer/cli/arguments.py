@@ -44,11 +44,11 @@ class CommandCall:
 
 
 @contextlib.contextmanager
-def command_call(arguments: Sequence[str] | None, ignore_closed: bool = False) -> Iterator[CommandCall]:
+def command_call(arguments: Sequence[str] | None, output_optional: bool = False) -> Iterator[CommandCall]:
     """Run the body as a command with these arguments, or the program's for None. An error that the user can fix becomes
-    one sentence and exit status 2; with `--debug` anywhere, the traceback is shown instead. With `ignore_closed`, the
-    command continues quietly after the reader of its output has gone."""
-    prepare_streams(ignore_closed)
+    one sentence and exit status 2; with `--debug` anywhere, the traceback is shown instead. `output_optional` is as in
+    `prepare_streams`."""
+    prepare_streams(output_optional)
     warnings = logging.StreamHandler()
     warnings.setFormatter(_OneLine("%(levelname)s: %(message)s"))
     logging.basicConfig(handlers=[warnings])  # before a library configures it
@@ -73,8 +73,6 @@ def command_call(arguments: Sequence[str] | None, ignore_closed: bool = False) -
         echo_error(message)
         call.status = 128 + number
     except BrokenPipeError:  # the reader has closed the pipe, as `| head` does
-        with contextlib.suppress(OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the exit
         call.status = 128 + SIGPIPE
     except OSError as error:
         path = f"{error.filename}: " if error.filename else ""
@@ -83,14 +81,14 @@ def command_call(arguments: Sequence[str] | None, ignore_closed: bool = False) -
         call.status = 2
 
 
-def as_command(ignore_closed: bool = False) -> Callable[[Callable[[list[str]], int]], Callable[..., int]]:
+def as_command(output_optional: bool = False) -> Callable[[Callable[[list[str]], int]], Callable[..., int]]:
     """Return a decorator that turns a function of arguments into a command, run within `command_call`, that returns the
     exit status and by default takes the program's arguments."""
 
     def decorate(function: Callable[[list[str]], int]) -> Callable[..., int]:
         @functools.wraps(function)
         def run(arguments: Sequence[str] | None = None) -> int:
-            with command_call(arguments, ignore_closed) as call:
+            with command_call(arguments, output_optional) as call:
                 options_given(call.arguments)
                 call.status = function(call.arguments)
             return call.status

@@ -11,6 +11,7 @@ from jaxformer.cli.arguments import as_command, parse
 from jaxformer.cli.load import RunOptions, open_run, with_run
 from jaxformer.cli.options import POSITIONAL
 from jaxformer.errors import UserError
+from jaxformer.files import no_empty_parents
 from jaxformer.interop.formats import Dtype, Format
 from jaxformer.invocation import command
 from jaxformer.terminal import echo
@@ -62,6 +63,7 @@ def main(arguments: list[str]) -> int:
     run = open_run(with_run(RunOptions(run=options.run, checkpoint=options.checkpoint)))
     suffix = ".gguf" if options.format == "gguf" else f"-{options.format}"
     path = Path(f"exports/{run.path.resolve().name}{suffix}" if options.out is None else options.out)
-    export_run(run, options.format, path, options.dtype, options.cache_length)
+    with no_empty_parents(path):
+        export_run(run, options.format, path, options.dtype, options.cache_length)
     echo(f"run {run.path}, step {run.step:,}: {type(run.model).__name__} as {options.format} in {path}")
     return 0

@@ -12,6 +12,7 @@ from jaxformer.cli.arguments import as_command, folder_named, parse
 from jaxformer.cli.options import POSITIONAL
 from jaxformer.cli.train import RUNS
 from jaxformer.errors import UserError
+from jaxformer.files import no_empty_parents
 from jaxformer.invocation import command
 from jaxformer.terminal import echo, echo_status
 
@@ -52,7 +53,8 @@ def main(arguments: list[str]) -> int:
     from jaxformer.runs import abstract_params, count_parameters
 
     echo_status(f"reading {source} ...")
-    folder, config = import_run(source, run, context_length=options.context_length, dtype=options.dtype)
+    with no_empty_parents(run):
+        folder, config = import_run(source, run, context_length=options.context_length, dtype=options.dtype)
     n = count_parameters(abstract_params(config.model.build()))
     sample = f"{command('sample')} --run {shlex.quote(str(folder))}"
     echo(f"run {folder}: {n:,} parameters from {source}; sample with: {sample}")

@@ -9,6 +9,7 @@ from jaxformer.cli import machine
 from jaxformer.cli.arguments import as_command, folder_named, parse, run_named
 from jaxformer.cli.options import POSITIONAL
 from jaxformer.errors import UserError
+from jaxformer.files import no_empty_parents
 from jaxformer.invocation import command
 from jaxformer.terminal import echo
 
@@ -46,6 +47,7 @@ def main(arguments: list[str]) -> int:
     if not read_config(folder).lora.rank:
         raise UserError(f"{folder} was trained without --lora.rank; it has no adapters to merge.")
     run = load_run(folder, options.checkpoint)
-    create_run(out, run.config, run.tokenizer, False, run.classes, run.params, run.step)
+    with no_empty_parents(out):
+        create_run(out, run.config, run.tokenizer, False, run.classes, run.params, run.step)
     echo(f"{out}: step {run.step:,} of {folder}, adapters merged")
     return 0

@@ -40,6 +40,7 @@ from jaxformer.distributed import (
     shutdown,
 )
 from jaxformer.errors import UserError, resume_command, run_name, user_error_on_write
+from jaxformer.files import no_empty_parents
 from jaxformer.invocation import command
 from jaxformer.object_store import is_url
 from jaxformer.signals import STOPPING, raise_on_signals
@@ -54,8 +55,8 @@ if TYPE_CHECKING:
 DEFAULT_CONFIG = "quick"
 DESCRIPTION = f"""Train a model; sample from it with {command("sample")}.
 
-Ctrl-C, SIGTERM and closing the terminal (SIGHUP) save a checkpoint and stop. With nohup, or if only the reader of a
-pipe exits (| head), training continues without output."""
+Ctrl-C, SIGTERM and closing the terminal (SIGHUP) save a checkpoint and stop. With nohup, or if only its output can no
+longer be written (| head, a full disk), training continues without output."""
 RUNS = Path("runs")
 TOO_EARLY = "interrupted before the first step; nothing to save"
 
@@ -93,7 +94,7 @@ class Arguments:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train; return the exit status: 0 done, 1 diverged or not finite, 2 wrong input, 128 + signal if interrupted."""
     try:
-        with command_call(arguments, ignore_closed=True) as call, contextlib.ExitStack() as stack:
+        with command_call(arguments, output_optional=True) as call, contextlib.ExitStack() as stack:
             if (prepared := _start(call.arguments, stack)) is not None:
                 from jaxformer.train.loop import train
 
@@ -192,6 +193,7 @@ def _start(arguments: list[str], stack: contextlib.ExitStack) -> Prepared | None
         stack.enter_context(mirrored(staged))
     if is_main_process() and stored is None:  # before the data is read and the step is compiled
         check_writable_parent(folder)
+        stack.enter_context(no_empty_parents(folder))
     elif is_main_process():
         stack.enter_context(hold_run_lock(folder))
     if stored is not None and is_finished(folder, config, config.data == stored.data, options.from_step):

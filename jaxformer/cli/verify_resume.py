@@ -42,7 +42,7 @@ class Arguments:
     """Folder in which both runs are kept; by default, they are removed at the end."""
 
 
-@as_command(ignore_closed=True)
+@as_command(output_optional=True)
 def main(arguments: list[str]) -> int:
     """Verify that resuming is exact; return the exit status: 0 identical, 1 not, 2 wrong input."""
     known, fields = peek(arguments, {"--config": 1, "--folder": 1, "--kill-at": 1})

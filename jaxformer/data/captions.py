@@ -23,6 +23,7 @@ from jaxformer.data.infer_config import describe_changes, infer_image_size, infe
 from jaxformer.data.sources import read_text
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError
+from jaxformer.files import expand_home
 
 IMAGES, CAPTIONS = "images.zip", "captions.tsv"
 COLUMNS, SPLITS = ("file", "caption", "split"), ("train", "val")
@@ -112,7 +113,7 @@ class CaptionDataset(Dataset):
             raise UserError(f"model.text.context_length is {length}; a token between start and end needs at least 3.")
         if not config.path.strip():
             raise UserError(f"data.path is empty; give a folder with {IMAGES} and {CAPTIONS}.")
-        folder = Path(config.path).expanduser()
+        folder = expand_home(config.path)
         table = read_captions(folder / CAPTIONS)
         files = [row.file for row in table]
         sizes = sorted(read_image_sizes(folder / IMAGES, files))

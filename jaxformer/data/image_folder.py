@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxformer.data.image_io import IMAGE_SUFFIXES, read_idx, read_image, read_image_shape, resize_images
 from jaxformer.errors import UserError
+from jaxformer.files import expand_home
 
 IDX_SPLITS = ("train", "t10k")
 """Prefixes of the IDX files of the training split and of the optional validation split."""
@@ -86,7 +87,7 @@ def open_image_folder(path: str) -> ImageFolder:
             "data.path is empty; give a folder of images with --data.path, such as one with the four files of "
             "Fashion-MNIST or with train/LABEL/*.png in it."
         )
-    folder = Path(path).expanduser()
+    folder = expand_home(path)
     if not folder.is_dir():
         raise UserError(f"data.path is {path}, but there is no such folder; give one with images.")
     if _idx_file(folder, IDX_SPLITS[0], "images"):

@@ -18,6 +18,7 @@ from jaxformer.data.infer_config import describe_changes, describe_tokenizer_sam
 from jaxformer.data.sources import read_text
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError
+from jaxformer.files import expand_home
 
 FORMAT = 1
 """Version of the batches; increase it when the same pairs and settings yield other batches."""
@@ -61,7 +62,7 @@ def find_splits(folder: str, val_path: str | None) -> tuple[Path, Path]:
     missing."""
     if not folder:
         raise UserError("data.path is empty; give a folder with train.tsv and val.tsv, or see --help.")
-    path = Path(folder).expanduser()
+    path = expand_home(folder)
     names = ("train.tsv", "val.tsv")
     train, val = (path / x if path.is_dir() else path.with_name(f"{path.name}.{x}") for x in names)
     if path.is_file():
@@ -70,7 +71,7 @@ def find_splits(folder: str, val_path: str | None) -> tuple[Path, Path]:
         train = path
     elif not train.is_file():
         raise UserError(f"there are no texts at {path}: neither it nor {train} is a file; give data.path.")
-    val = val if val_path is None else Path(val_path).expanduser()
+    val = val if val_path is None else expand_home(val_path)
     if not val.is_file():
         raise UserError(f"there are no held-out texts at {val}, which is not a file; give data.val_path.")
     return train, val

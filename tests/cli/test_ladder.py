@@ -52,7 +52,7 @@ def test_rungs_are_trained_once_and_outcomes_are_written(tmp_path, monkeypatch, 
     more = [*options[: -len(SMALL)], *SMALL, "--optimizer.learning-rate", "0.5"]
     assert ladder.main(more) == 2
     said = capfd.readouterr().err
-    assert "mlp_rowwise was trained with optimizer.learning_rate 0.05, not 0.5" in said
+    assert "mlp_rowwise was trained with optimizer.learning_rate 0.1, not 0.5" in said
     shutil.rmtree("runs/ladder/residual/checkpoints/4")  # as if it had been killed before its last save
     assert ladder.main(options) == 0
     assert "residual: resuming runs/ladder/residual" in capfd.readouterr().out
@@ -69,6 +69,7 @@ def test_rungs_are_trained_once_and_outcomes_are_written(tmp_path, monkeypatch, 
         (["--name", "x"], "--name is set by the ladder for each rung"),
         (["--rungs", "residual", "--rungs", "rmsnorm"], "--rungs is given twice"),
         (["--rungs"], "--rungs"),
+        (["--size", "large"], "--size is 'large'; it must be one of small, sources."),
         (["--stepps", "3"], "unknown option --stepps; did you mean --steps?"),
         (["--rungs", "residual", "--steps", "0"], "steps is 0"),
         (["--rungs", "squared_relu", "--model.n-heads", "3"], "n_heads 3"),
@@ -112,4 +113,4 @@ def test_a_signal_ends_the_ladder_though_the_rung_has_reached_its_last_step(tmp_
     ends_well += "os.kill(os.getppid(), signal.SIGTERM); time.sleep(60)"
     start = subprocess.Popen
     monkeypatch.setattr(subprocess, "Popen", lambda _: start([sys.executable, "-c", ends_well]))
-    assert ladder._train(tmp_path / "rung", []) == 128 + signal.SIGTERM
+    assert ladder._train(tmp_path / "rung", "", []) == 128 + signal.SIGTERM

@@ -15,7 +15,7 @@ from jaxformer.runs import write_config
 from jaxformer.sharding import make_mesh
 from jaxformer.train.loop import Outcome
 from jaxformer.train.setup import TrainSetup
-from tests.helpers import ROOT
+from tests.helpers import ROOT, tiny, write_books
 
 
 @pytest.mark.parametrize(
@@ -87,3 +87,17 @@ def test_an_interruption_before_the_first_step_leaves_no_run(tmp_path, monkeypat
     assert main(options) == 128 + number
     assert capsys.readouterr().err.splitlines()[-1] == "interrupted before the first step; nothing to save"
     assert signal.getsignal(number) is before and not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_a_run_that_is_refused_before_its_first_step_leaves_nothing(tmp_path, monkeypatch, capsys):
+    def refuse(*_: object) -> None:
+        assert (tmp_path / "runs/quick/config.json").exists()
+        raise UserError("a step needs more memory than a device has.")
+
+    monkeypatch.chdir(tmp_path)
+    write_books(tmp_path / "books")
+    monkeypatch.setattr("jaxformer.train.loop.CompiledStep", refuse)
+    assert main(tiny(tmp_path / "books", 4, "--train.batch-size", "8")) == 2
+    assert "needs more memory" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["books"]

@@ -152,6 +152,19 @@ def test_show_every_prints_the_loss_between_evaluations_and_at_the_last_step(tmp
     ]
 
 
+def test_time_left_is_printed_once_as_soon_as_it_is_known(tmp_path, capsys):
+    with Log(tmp_path, 0, 2000) as log:
+        for step in range(10, 2000, 10):
+            log.row({"step": step, "loss": 1.0, "step_ms": 100.0})
+    assert capsys.readouterr().out == "step      20  0.1 s per step, about 3 min left\n"
+    with Log(tmp_path, 0, 200) as log:  # little is left
+        for step in range(10, 200, 10):
+            log.row({"step": step, "loss": 1.0, "step_ms": 100.0})
+        log.estimate(100, 75_000)  # of slow steps, one suffices
+        log.estimate(101, 75_000)
+    assert capsys.readouterr().out == "step     100  1 min per step, about 2 h 05 min left\n"
+
+
 def test_final_line_shows_all_validation_metrics():
     evaluated = {"val_loss": 5.1712, "val_ppl": 176.13, "val_bpb": 2.063, "val_accuracy": 0.146, "val_targets": 9}
     assert final_line(1500, evaluated) == (

@@ -1,5 +1,6 @@
 """The training loop."""
 
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ from jaxformer.models.decoder import DecoderConfig
 from jaxformer.runs import read_config
 from jaxformer.sharding import make_mesh
 from jaxformer.signals import ReceivedSignal
-from jaxformer.train import loop
+from jaxformer.train import log, loop
 from jaxformer.train.log import read_metrics, without_timings
 from jaxformer.train.loop import Callback, Outcome, is_doubled, is_due, train
 from jaxformer.train.optimizer import make_schedule
@@ -118,10 +119,11 @@ def skipping(data: Path, **fields: object) -> Config:
 
 def breaking(monkeypatch, steps: set[int], caught: ReceivedSignal, interrupted: int | None = None) -> None:
     """Let some steps meet a parameter that is not finite, and one a signal."""
+    caught.number = 0
 
     class Breaking(CompiledStep):
         def __call__(self, state: TrainState, batch: Batch, step: int) -> tuple[TrainState, StepMetrics]:
-            caught.number = 2 if step + 1 == interrupted else 0
+            caught.number = 2 if step + 1 == interrupted else caught.number
             if step + 1 not in steps:
                 return super().__call__(state, batch, step)
             params = jax.tree.map(jnp.copy, state.params)
@@ -150,6 +152,18 @@ def test_skipped_step_leaves_its_learning_rate_to_the_next(monkeypatch, tmp_path
     assert len({float(schedule(count)) for count in used}) == 7
     np.testing.assert_allclose([row["lr"] for row in rows], [schedule(count) for count in used], rtol=1e-6)
     assert [row.get("skipped", 0) for row in rows] == [0, 0, 1, 1, 0, 0, 1, 0, 0, 0]
+
+
+@pytest.mark.slow
+def test_a_signal_during_a_slow_step_ends_training_after_it(monkeypatch, tmp_path, caught, capsys):
+    monkeypatch.setattr(loop, "SLOW_STEP_MS", 0)
+    monkeypatch.setattr(log, "LITTLE_SECONDS", 0)
+    breaking(monkeypatch, set(), caught, interrupted=5)
+    interrupted = run_on_one(skipping(tmp_path / "books"), tmp_path / "run")
+    assert (interrupted.status, interrupted.step) == ("interrupted", 5)
+    assert CheckpointReader(tmp_path / "run").steps() == [5]
+    (estimate,) = [line for line in capsys.readouterr().out.splitlines() if "per step" in line]
+    assert re.fullmatch(r"step       1  \S+ s per step, about .+ left", estimate)
 
 
 @pytest.mark.slow
