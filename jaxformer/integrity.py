@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import stat
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,8 @@ METADATA = "_CHECKPOINT_METADATA"
 """Orbax's metadata file, written after the checksums."""
 ARRAYS = ("params/", "opt_state/")
 """Items that contain nearly all bytes of a checkpoint."""
+INDEX = re.compile(r"(params|opt_state)/(?:manifest\.ocdbt|[^/]+/\.zarray)")
+"""Pattern of a file without which no array of its item can be read."""
 ALL_ARRAYS, NO_ARRAYS = slice(None), slice(0)
 MISSING = " is missing"
 HASHING_THREADS = 4
@@ -36,6 +39,9 @@ def find_corruption(checkpoint: Path, arrays: slice = ALL_ARRAYS) -> str | None:
             if not stat.S_ISREG((checkpoint / name).stat().st_mode):  # reading a device might never end
                 return f"{name} is not a file"
         array_files = [name for name in expected if name.startswith(ARRAYS)]
+        indexed = {match[1] for name in array_files if (match := INDEX.fullmatch(name))}
+        if unindexed := sorted({name.partition("/")[0] for name in array_files} - indexed):
+            return f"{unindexed[0]} has no index of its arrays"
         actual = hash_files(checkpoint, sorted({*expected} - {*array_files} | {*array_files[arrays]}))
     except FileNotFoundError as error:
         return f"{Path(error.filename).relative_to(checkpoint)}{MISSING}"
