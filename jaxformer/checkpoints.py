@@ -38,7 +38,7 @@ from jaxformer.errors import (
     user_error_on_write,
     write_error,
 )
-from jaxformer.integrity import ALL_ARRAYS, MISSING, NO_ARRAYS, find_corruption, write_checksums
+from jaxformer.integrity import ALL_ARRAYS, MISSING, NO_ARRAYS, find_corruption, find_unindexed, write_checksums
 from jaxformer.run_lock import LOCK, run_lock
 from jaxformer.staging import is_split, mirror_of, staged_run
 
@@ -58,8 +58,12 @@ warn = logging.getLogger(__name__).warning
 
 
 def _is_relevant(record: logging.LogRecord) -> bool:
-    """Return False for Orbax's warning about a save without a validation loss, which is not a fault."""
-    return not record.getMessage().startswith("Requested `tracked_metric`; did not provide metrics")
+    """Return False for Orbax's warnings about what is intended: a save without a validation loss, and processes that
+    each have their own folder, with one file per shard."""
+    message = record.getMessage()
+    of_split = ("Global object size logging disabled for `primary_host=None`", "Skipping merge of OCDBT checkpoints")
+    is_of_split = is_split() and any(text in message for text in of_split)
+    return not is_of_split and not message.startswith("Requested `tracked_metric`; did not provide metrics")
 
 
 logging.getLogger("absl").setLevel(logging.WARNING)  # Orbax logs every file at a lower level
@@ -225,6 +229,8 @@ class CheckpointReader:
                 reason = self._verify(step)
                 if reason is not None and self._staged.fetch(self._name(step), anew=True):
                     reason = self._verify(step)
+            if reason is None and not is_split():  # otherwise process 0 has the index
+                reason = find_unindexed(self._path / str(step))
             self._corruption[step] = reason
         return self._corruption[step]
 
@@ -549,7 +555,8 @@ class CheckpointManager(CheckpointReader):
         """Read the checkpoint back and write its checksums. Orbax calls this in a thread of each process that writes
         files, after all files are written, and before the rename and the removal of older checkpoints."""
         checkpoint = next(self._path.glob(f"{self._saving}{TEMPORARY}*"), self._path / str(self._saving))
-        self._read_back(checkpoint.name)
+        if is_main_process():  # which has the index of all processes' shards
+            self._read_back(checkpoint.name)
         write_checksums(checkpoint)
 
     def _read_back(self, checkpoint: str) -> None:

@@ -39,9 +39,6 @@ def find_corruption(checkpoint: Path, arrays: slice = ALL_ARRAYS) -> str | None:
             if not stat.S_ISREG((checkpoint / name).stat().st_mode):  # reading a device might never end
                 return f"{name} is not a file"
         array_files = [name for name in expected if name.startswith(ARRAYS)]
-        indexed = {match[1] for name in array_files if (match := INDEX.fullmatch(name))}
-        if unindexed := sorted({name.partition("/")[0] for name in array_files} - indexed):
-            return f"{unindexed[0]} has no index of its arrays"
         actual = hash_files(checkpoint, sorted({*expected} - {*array_files} | {*array_files[arrays]}))
     except FileNotFoundError as error:
         return f"{Path(error.filename).relative_to(checkpoint)}{MISSING}"
@@ -50,6 +47,18 @@ def find_corruption(checkpoint: Path, arrays: slice = ALL_ARRAYS) -> str | None:
     except ValueError:
         return f"{CHECKSUMS} or {METADATA} is invalid"
     return next((f"{name} does not match its checksum" for name in actual if actual[name] != expected[name]), None)
+
+
+def find_unindexed(checkpoint: Path) -> str | None:
+    """Return a description of an item of a checkpoint's folder whose arrays cannot be read, or None. Files that were
+    never merged match their checksums."""
+    try:
+        names = parse_json((checkpoint / CHECKSUMS).read_bytes())
+    except FileNotFoundError:
+        return f"{CHECKSUMS}{MISSING}"
+    indexed = {match[1] for name in names if (match := INDEX.fullmatch(name))}
+    unindexed = sorted({name.partition("/")[0] for name in names if name.startswith(ARRAYS)} - indexed)
+    return f"{unindexed[0]} has no index of its arrays" if unindexed else None
 
 
 def hash_files(folder: Path, names: Sequence[str]) -> dict[str, str]:
