@@ -11,11 +11,12 @@ import re
 import shlex
 import shutil
 import sys
+import tempfile
 import threading
 import time
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,11 +33,12 @@ from jaxformer.errors import (
     folder_vanished_error,
     os_error_reason,
     parse_json,
+    resume_command,
     run_name,
     user_error_on_write,
     write_error,
 )
-from jaxformer.integrity import ALL_ARRAYS, MISSING, NO_ARRAYS, find_corruption, write_checksums
+from jaxformer.integrity import ALL_ARRAYS, MISSING, NO_ARRAYS, find_corruption, find_unindexed, write_checksums
 from jaxformer.run_lock import LOCK, run_lock
 from jaxformer.staging import is_split, mirror_of, staged_run
 
@@ -48,8 +50,28 @@ SAVE_TIMEOUT_SECONDS = 6 * 3600
 QUIET_SECONDS, MAX_WAIT_SECONDS = 0.5, 20
 """Seconds without activity after which the writers of a failed save count as finished, and the maximum wait."""
 
+PLAIN_PATH = re.compile(r"(?:[A-Za-z]:)?(?!/(?:gs|s3|az|hf)/)[\w ./,;+=@#%~-]*")
+"""Pattern of a path in which nothing is special to Orbax or to its libraries, which expand `[…]`, read a backslash as a
+separator, and take `/s3/` for a bucket."""
+
 warn = logging.getLogger(__name__).warning
-logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs every file, and every error that it raises
+
+
+def _is_relevant(record: logging.LogRecord) -> bool:
+    """Return False for Orbax's warnings about what is intended: a save without a validation loss, and processes that
+    each have their own folder, with one file per shard."""
+    message = record.getMessage()
+    of_split = ("Global object size logging disabled for `primary_host=None`", "Skipping merge of OCDBT checkpoints")
+    is_of_split = is_split() and any(text in message for text in of_split)
+    return not is_of_split and not message.startswith("Requested `tracked_metric`; did not provide metrics")
+
+
+logging.getLogger("absl").setLevel(logging.WARNING)  # Orbax logs every file at a lower level
+logging.getLogger("absl").addFilter(_is_relevant)
+
+
+READ_ERRORS = (ValueError, TypeError, OSError, KeyError)
+"""Errors that Orbax raises for files that it cannot read."""
 
 
 class CheckpointReader:
@@ -152,8 +174,10 @@ class CheckpointReader:
         for item in ("params", "opt_state"):
             if not (self._path / str(step) / item).exists():  # parameters only
                 continue
-            as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), self._metadata(step, item))
-            restored = ocp.PyTreeCheckpointer().restore(self._path / str(step) / item, restore_args=as_numpy)
+            metadata = self._metadata(f"{step}/{item}")
+            as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), metadata)
+            with _plain_path(self._path) as path:
+                restored = ocp.PyTreeCheckpointer().restore(path / str(step) / item, restore_args=as_numpy)
             arrays |= {f"{item}/{name}": array for name, array in _leaves_by_path(restored).items()}
         return arrays
 
@@ -166,22 +190,22 @@ class CheckpointReader:
         args = ocp.args.StandardRestore(target)
         try:
             self._check_shapes(step, item, abstract)
-            return ocp.Checkpointer(_arrays_handler()).restore(self._path / str(step) / item, args=args)
-        except (ValueError, TypeError, OSError, KeyError) as error:
-            with _suppress_late_errors():
+            with _plain_path(self._path) as path:
+                return ocp.Checkpointer(_arrays_handler()).restore(path / str(step) / item, args=args)
+        except READ_ERRORS as error:
+            with _suppress_late_errors(lambda: True):
                 traceback.clear_frames(error.__traceback__)
             raise self._unreadable(step, error) from error
 
     def _unreadable(self, step: int, error: Exception) -> UserError:
-        reason = f"{type(error).__name__} {error}".strip().splitlines()[0][:200]
         return UserError(
-            f"checkpoint {step} of {self._title} cannot be read: {reason}; restore a copy, or choose another with "
-            "--checkpoint (in training: --from-step)."
+            f"checkpoint {step} of {self._title} cannot be read: {_first_line(error)}; restore a copy, or choose "
+            "another with --checkpoint (in training: --from-step)."
         )
 
     def _check_shapes(self, step: int, item: str, abstract: Any) -> None:
         """Raise `UserError` for the first array of a checkpoint that does not match the config."""
-        expected, stored = _shapes(abstract), _shapes(self._metadata(step, item))
+        expected, stored = _shapes(abstract), _shapes(self._metadata(f"{step}/{item}"))
         for name in sorted({**expected, **stored}):
             if stored.get(name) != expected.get(name):
                 saved, given = (f"of shape {x[name]}" if name in x else "absent" for x in (stored, expected))
@@ -190,13 +214,17 @@ class CheckpointReader:
                     f"checkpoint and {given} in the config; restore the config.json that was written with the run."
                 )
 
-    def _metadata(self, step: int, item: str) -> Any:
-        """Return Orbax's tree of the metadata of an item's arrays."""
-        reader = ocp.PyTreeCheckpointer(primary_host=_primary_host().primary_host)
-        metadata = reader.metadata(self._path / str(step) / item).item_metadata
-        if metadata is None:
-            raise FileNotFoundError(f"{item} is missing; a run still training there may have removed it")
-        return metadata.tree
+    def _metadata(self, item: str) -> Any:
+        """Return Orbax's tree of the metadata of an item's arrays, which is read from the arrays themselves.
+
+        Args:
+          item: name of the item, such as `100/params`.
+        """
+        if not (self._path / item).is_dir():
+            name = item.rpartition("/")[2]
+            raise FileNotFoundError(f"{name} is missing; a run still training there may have removed it")
+        with _plain_path(self._path) as path:
+            return _arrays_handler().metadata(path / item).tree
 
     def _find_corruption(self, step: int) -> str | None:
         """Return a description of a checkpoint's corruption, or None; the result is cached."""
@@ -208,6 +236,8 @@ class CheckpointReader:
                 reason = self._verify(step)
                 if reason is not None and self._staged.fetch(self._name(step), anew=True):
                     reason = self._verify(step)
+            if reason is None and not is_split():  # otherwise process 0 has the index
+                reason = find_unindexed(self._path / str(step))
             self._corruption[step] = reason
         return self._corruption[step]
 
@@ -278,6 +308,30 @@ def _arrays_handler() -> ocp.StandardCheckpointHandler:
     return ocp.StandardCheckpointHandler(multiprocessing_options=_primary_host(), use_ocdbt=not is_split())
 
 
+@contextlib.contextmanager
+def _plain_path(path: Path) -> Iterator[Path]:
+    """Yield a path to a folder for Orbax: its own, or if that is not plain, one through a temporary link.
+
+    Raises:
+      UserError: no link with a plain path can be created.
+    """
+    if PLAIN_PATH.fullmatch(path.as_posix()):
+        yield path
+        return
+    with contextlib.ExitStack() as stack:
+        try:
+            link = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="jaxformer-"))) / "run"
+            if not PLAIN_PATH.fullmatch(link.as_posix()):
+                raise ValueError(f"{link.parent.parent} has some, too")
+            link.symlink_to(path.parent, target_is_directory=True)
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"{path.parent} has special characters in its path, and cannot be reached through a link instead "
+                f"({error}); rename it, or set TMPDIR to a folder in which links can be created."
+            ) from error
+        yield link / path.name
+
+
 def _leaves_by_path(tree: Any) -> dict[str, Any]:
     """Return the leaves of a tree by their path, such as `blocks_0/attention/W_Q`."""
     return {
@@ -290,15 +344,29 @@ def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
     return {name: tuple(leaf.shape) for name, leaf in _leaves_by_path(tree).items()}
 
 
+def _describe(item: str, tree: Any) -> dict[str, str]:
+    """Return dtype and shape of the arrays of an item, such as `float32[8, 4]`, by name."""
+    return {f"{item}/{name}": f"{x.dtype}{list(x.shape)}" for name, x in _leaves_by_path(tree).items()}
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__} {error}".strip().splitlines()[0][:200]
+
+
+class _ReadBackError(OSError):
+    """A checkpoint that was saved without an error, but cannot be read."""
+
+
 class CheckpointManager(CheckpointReader):
     """Access to the checkpoints of a run in training, for reading and writing by one process or job at a time.
 
     It preserves the last two checkpoints, the one with the lowest validation loss, and the last two that were saved
     while the loss was not diverging: a loss reflects the parameters of the previous step, so the last of them may
-    already have diverged. Saving runs in the background; a rename publishes a checkpoint once it is complete with its
-    checksums. Every process of a `jax.distributed` job creates a manager and calls it in the same order. If the folder
-    stages a run on object storage, each process has its own folder with its own shards, which together form the
-    checkpoint.
+    already have diverged. Saving runs in the background. Once all files of a checkpoint are written, the names, shapes
+    and dtypes of its arrays are read back and compared with the state's; only then are its checksums written, a rename
+    publishes it, and older ones are removed. Every process of a `jax.distributed` job creates a manager and calls it in
+    the same order. If the folder stages a run on object storage, each process has its own folder with its own shards,
+    which together form the checkpoint.
 
     On entering, the last checkpoint is verified, its files divided among the processes. If it is corrupt, it is
     quarantined with a warning, so that its step can be saved again, and the previous one is verified. Older checkpoints
@@ -312,11 +380,14 @@ class CheckpointManager(CheckpointReader):
         super().__init__(folder)
         self._is_split = is_split()
         self._saving: int | None = None
+        self._saved: dict[str, str] = {}
+        self._has_failed = False
         self._healthy: set[int] = set()
 
     def __enter__(self) -> CheckpointManager:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(_suppress_late_errors())
+            stack.enter_context(_suppress_late_errors(lambda: self._has_failed))
+            path = stack.enter_context(_plain_path(self._path))
             if self._writes_files():
                 stack.enter_context(run_lock(self._folder))
             if self._is_split:  # Orbax does not do this for one of several processes
@@ -339,7 +410,7 @@ class CheckpointManager(CheckpointReader):
                 create=not self._is_split, cleanup_tmp_directories=not self._is_split, preservation_policy=policy,
                 best_fn=score, multiprocessing_options=_primary_host(),
                 async_options=ocp.AsyncOptions(
-                    timeout_secs=SAVE_TIMEOUT_SECONDS, post_finalization_callback=self._write_checksums,
+                    timeout_secs=SAVE_TIMEOUT_SECONDS, post_finalization_callback=self._complete,
                     # Processes that each create folders would mistake each other's signals for their own.
                     create_directories_asynchronously=not self._is_split,
                 ),
@@ -347,13 +418,14 @@ class CheckpointManager(CheckpointReader):
             with user_error_on_write(self._folder, CHECKPOINTS):
                 position = ocp.JsonCheckpointHandler(multiprocessing_options=_primary_host())
                 handlers = {"params": _arrays_handler(), "opt_state": _arrays_handler(), "position": position}
-                self._manager = ocp.CheckpointManager(self._path, options=options, item_handlers=handlers)
+                self._manager = ocp.CheckpointManager(path, options=options, item_handlers=handlers)
             self._stack = stack.pop_all()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Wait for the save in progress. An error that is already being raised takes precedence over an error of the
         save; in that case a multi-process job does not wait, because the other processes may never finish the save."""
+        self._has_failed |= kind is not None
         with self._stack:
             if kind is not None and jax.process_count() > 1:
                 return
@@ -394,6 +466,7 @@ class CheckpointManager(CheckpointReader):
         if step in self._manager.all_steps():
             return
         self._saving = step
+        self._saved = _describe("params", params) | _describe("opt_state", opt_state)
         if position.get("healthy", True):
             self._healthy.add(step)
         else:
@@ -464,6 +537,7 @@ class CheckpointManager(CheckpointReader):
 
     def _explain(self, error: Exception) -> Exception:
         """Return the `UserError` for a file-system failure, or any other error unchanged."""
+        self._has_failed = True
         # Releases the other parts of the save while their late errors are suppressed.
         traceback.clear_frames(error.__traceback__)
         gc.collect()
@@ -477,13 +551,33 @@ class CheckpointManager(CheckpointReader):
         steps = reversed(super().steps())
         intact = next((n for n in steps if not self._find_missing(n)), None)
         previous = "there is none before it" if intact is None else f"{intact} is intact"
+        if isinstance(error, _ReadBackError):
+            return UserError(
+                f"{name} ({previous}) was written to {self._folder}, but {reason}; move the run to another disk, "
+                f"then resume with: {resume_command(self._folder)}"
+            )
         return write_error(self._folder, f"{name} ({previous})", reason)
 
-    def _write_checksums(self) -> None:
-        """Write checksums. Orbax calls this in a thread of each process that writes files, after all files are written
-        and before the rename."""
-        temporary = self._path.glob(f"{self._saving}{TEMPORARY}*")
-        write_checksums(next(temporary, self._path / str(self._saving)))
+    def _complete(self) -> None:
+        """Read the checkpoint back and write its checksums. Orbax calls this in a thread of each process that writes
+        files, after all files are written, and before the rename and the removal of older checkpoints."""
+        checkpoint = next(self._path.glob(f"{self._saving}{TEMPORARY}*"), self._path / str(self._saving))
+        if is_main_process():  # which has the index of all processes' shards
+            self._read_back(checkpoint.name)
+        write_checksums(checkpoint)
+
+    def _read_back(self, checkpoint: str) -> None:
+        """Raise `_ReadBackError` unless a checkpoint's folder has the arrays that were saved: names, dtypes, shapes."""
+        stored: dict[str, str] = {}
+        try:
+            for item in sorted({name.partition("/")[0] for name in self._saved}):
+                stored |= _describe(item, self._metadata(f"{checkpoint}/{item}"))
+        except READ_ERRORS as error:
+            raise _ReadBackError(f"it cannot be read back: {_first_line(error)}") from error
+        for name in sorted({**self._saved, **stored}):
+            saved, read = self._saved.get(name, "absent"), stored.get(name, "absent")
+            if saved != read:
+                raise _ReadBackError(f"{name} is {saved} in memory and {read} when it is read back")
 
     def _verify(self, step: int) -> str | None:
         """Return a description of a checkpoint's corruption, or None; each process verifies its share of the files, or
@@ -550,26 +644,33 @@ class _LatestOf:
 
 
 @contextlib.contextmanager
-def _suppress_late_errors() -> Iterator[None]:
-    """Suppress errors that the other parts of a failed save report late: to asyncio's log, to the interpreter, or
-    because their event loop is closed by then."""
-    hook, log = sys.unraisablehook, logging.getLogger("asyncio")
+def _suppress_late_errors(is_reported: Callable[[], bool]) -> Iterator[None]:
+    """Hold back what the parts of a failed save report in addition to its error: to a log, to the interpreter, or
+    because their event loop is closed by then. What was logged becomes a warning at the end unless `is_reported()`."""
+    hook, logs, held = sys.unraisablehook, (logging.getLogger("absl"), logging.getLogger("asyncio")), list[str]()
 
     def report(unraisable: sys.UnraisableHookArgs) -> None:
         if str(unraisable.exc_value) != "Event loop is closed":
             hook(unraisable)
 
+    def is_other(record: logging.LogRecord) -> bool:
+        is_error = record.levelno >= logging.ERROR and record.exc_info
+        if not is_error or not (record.name == "absl" or "exception was never retrieved" in record.getMessage()):
+            return True
+        held.append(f"{record.getMessage()}: {record.exc_info[1]}")
+        return False
+
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
-        log.addFilter(_is_first_report)
+        for log in logs:
+            log.addFilter(is_other)
         sys.unraisablehook = report
         try:
             yield
         finally:
             gc.collect()  # raises the late errors now
             sys.unraisablehook = hook
-            log.removeFilter(_is_first_report)
-
-
-def _is_first_report(record: logging.LogRecord) -> bool:
-    return "exception was never retrieved" not in record.getMessage()
+            for log in logs:
+                log.removeFilter(is_other)
+            for message in () if is_reported() else held:
+                warn(message)

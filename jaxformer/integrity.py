@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import stat
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,8 @@ METADATA = "_CHECKPOINT_METADATA"
 """Orbax's metadata file, written after the checksums."""
 ARRAYS = ("params/", "opt_state/")
 """Items that contain nearly all bytes of a checkpoint."""
+INDEX = re.compile(r"(params|opt_state)/(?:manifest\.ocdbt|[^/]+/\.zarray)")
+"""Pattern of a file without which no array of its item can be read."""
 ALL_ARRAYS, NO_ARRAYS = slice(None), slice(0)
 MISSING = " is missing"
 HASHING_THREADS = 4
@@ -44,6 +47,18 @@ def find_corruption(checkpoint: Path, arrays: slice = ALL_ARRAYS) -> str | None:
     except ValueError:
         return f"{CHECKSUMS} or {METADATA} is invalid"
     return next((f"{name} does not match its checksum" for name in actual if actual[name] != expected[name]), None)
+
+
+def find_unindexed(checkpoint: Path) -> str | None:
+    """Return a description of an item of a checkpoint's folder whose arrays cannot be read, or None. Files that were
+    never merged match their checksums."""
+    try:
+        names = parse_json((checkpoint / CHECKSUMS).read_bytes())
+    except FileNotFoundError:
+        return f"{CHECKSUMS}{MISSING}"
+    indexed = {match[1] for name in names if (match := INDEX.fullmatch(name))}
+    unindexed = sorted({name.partition("/")[0] for name in names if name.startswith(ARRAYS)} - indexed)
+    return f"{unindexed[0]} has no index of its arrays" if unindexed else None
 
 
 def hash_files(folder: Path, names: Sequence[str]) -> dict[str, str]:

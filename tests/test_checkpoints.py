@@ -7,9 +7,11 @@ import json
 import logging
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import warnings
@@ -22,7 +24,7 @@ import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from jaxformer import integrity, run_lock
+from jaxformer import checkpoints, integrity, run_lock
 from jaxformer.checkpoints import (
     CheckpointManager,
     CheckpointReader,
@@ -30,7 +32,7 @@ from jaxformer.checkpoints import (
 from jaxformer.errors import UserError
 from jaxformer.integrity import CHECKSUMS, find_corruption
 from jaxformer.run_lock import hold_run_lock, is_run_locked
-from tests.helpers import exhaustive, fill, flip_a_bit, mounted
+from tests.helpers import exhaustive, fill, flip_a_bit, mounted, slow
 
 PARAMS = {"W": np.arange(64.0, dtype=np.float32).reshape(8, 8), "b": {"c": np.float32([1.5, -2.0])}}
 SHAPES = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), PARAMS)
@@ -65,6 +67,13 @@ def exchange(file: Path, target: str) -> None:
     file.symlink_to(target)
 
 
+def unmerge(checkpoint: Path) -> None:
+    """Leave what Orbax wrote at a path that it could not read, with the checksums of that."""
+    shutil.rmtree(checkpoint / "params/d")
+    (checkpoint / "params/manifest.ocdbt").unlink()
+    integrity.write_checksums(checkpoint)
+
+
 CORRUPTIONS = {
     "truncated": lambda folder: array_file(folder).write_bytes(array_file(folder).read_bytes()[:-7]),
     "a bit flipped": lambda folder: flip_a_bit(array_file(folder)),
@@ -78,6 +87,7 @@ CORRUPTIONS = {
     "checksums mistyped": lambda folder: (folder / CHECKSUMS).write_text('[["params"]]'),
     "checksums of a device": lambda folder: (folder / CHECKSUMS).write_text('{"/dev/zero": ""}'),
     "checksums of another's": lambda folder: (folder / CHECKSUMS).write_text('{"params/../../10/sha256.json": ""}'),
+    "arrays never merged": lambda folder: unmerge(folder),
     "a device in it": lambda folder: exchange(array_file(folder), "/dev/zero"),
     "metrics cut off": lambda folder: (folder / "metrics/metrics").write_text('{"val'),
     "metadata missing": lambda folder: (folder / "_CHECKPOINT_METADATA").unlink(),
@@ -139,6 +149,98 @@ def test_orbax_reads_a_checkpoint(folder):
         restored = manager.restore(15)
     jax.tree.map(np.testing.assert_array_equal, restored["params"], state(15))
     assert restored["position"] == {"step": 15}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "proj [v2]",
+        slow("a\\b"),
+        slow("**"),
+        slow("*?"),
+        slow("gs:"),
+        slow("caf\udce9"),
+        slow("{a}%20#~ \n-é"),
+        slow("-"),
+    ],
+)
+def test_checkpoints_are_read_at_any_path(tmp_path, name):
+    folder = tmp_path / name / "run"
+    folder.mkdir(parents=True)
+    write(folder, 5, 10)
+    write(folder, 15)
+    assert CheckpointReader(folder).steps() == [10, 15]
+    assert_step(folder, 15)
+    np.testing.assert_array_equal(CheckpointReader(folder).arrays(10)["opt_state/0/W"], PARAMS["W"] - 10)
+    assert list(tmp_path.iterdir()) == [tmp_path / name]  # nothing beside it
+    with CheckpointManager(folder) as checkpoints:
+        assert checkpoints.remove_after(10) == [15]
+
+
+def test_special_path_without_a_plain_temporary_folder_is_refused(tmp_path, monkeypatch):
+    folder = tmp_path / "[v2]"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    with pytest.raises(
+        UserError, match=r"v2\] has special characters .* \(.*v2\] has some, too\); rename it, or set TMPDIR"
+    ):
+        write(folder, 5)
+    assert not CheckpointReader(folder)
+
+
+def as_bfloat16(tree):
+    return jax.tree.map(lambda x: x.astype(jnp.bfloat16), tree)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        pytest.param("PLAIN_PATH", re.compile("(?s).*"), r"it cannot be read back: \w+Error .*", id="not merged"),
+        pytest.param(
+            "_from_one_device", as_bfloat16,
+            r"opt_state/0/W is float32\[8, 8\] in memory and bfloat16\[8, 8\] when it is read back", id="another dtype",
+        ),
+        slow(
+            "_from_one_device", lambda tree: {"W": tree["W"]} if "W" in tree else tree,
+            r"params/b/c is float32\[2\] in memory and absent when it is read back", id="array missing",
+        ),
+    ],
+)  # fmt: skip
+def test_save_that_cannot_be_read_back_removes_no_checkpoint(saved, tmp_path, monkeypatch, caplog, name, value, reason):
+    folder = shutil.copytree(saved, tmp_path / "[v2]")
+    monkeypatch.setattr(checkpoints, name, value)
+    with pytest.raises(UserError) as caught:
+        write(folder, 20, 25)
+    message = rf"checkpoint 25 \(15 is intact\) was written to .*, but {reason}; move the run to another disk, then"
+    assert re.match(message, str(caught.value))
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["10", "15", "5"]
+    assert ("Skipping merge of OCDBT checkpoints" in caplog.text) == (name == "PLAIN_PATH")
+
+
+@pytest.mark.slow
+def test_save_after_one_that_could_not_be_read_back_succeeds_with_a_warning(tmp_path, caplog, monkeypatch):
+    with CheckpointManager(tmp_path) as opened:
+        monkeypatch.setattr(checkpoints, "_from_one_device", as_bfloat16)
+        opened.save(5, state(5), state(-5), {}, None)
+        monkeypatch.undo()
+        opened.save(10, state(10), state(-10), {}, None)
+        assert CheckpointReader(tmp_path).steps() == [10]
+    (record,) = caplog.records
+    message = r"checkpoint 5 of .* could not be written: .* when it is read back; 10 is saved instead"
+    assert re.fullmatch(message, record.getMessage())
+
+
+def test_warnings_and_unreported_errors_of_orbax_are_logged(tmp_path, caplog):
+    log = logging.getLogger("absl")
+    with CheckpointManager(tmp_path) as opened:
+        opened.save(5, state(5), state(-5), {}, None)
+        log.warning("the disk is slow")
+        try:
+            raise ValueError("no such file")
+        except ValueError:
+            log.exception("a thread has failed")
+        assert [record.getMessage() for record in caplog.records] == ["the disk is slow"]
+    assert [record.getMessage() for record in caplog.records[1:]] == ["a thread has failed: no such file"]
 
 
 @pytest.mark.slow

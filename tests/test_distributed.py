@@ -370,11 +370,11 @@ def test_failed_process_does_not_wait_for_a_save(tmp_path):
         )
         from jaxformer.sharding import global_device_put, make_mesh, replicated
         folder, moment, _, coordinator, _, processes, _, process = sys.argv[1:]
-        write_sums = CheckpointManager._write_checksums
+        complete = CheckpointManager._complete
 
         def slow(checkpoints):
             time.sleep(600 if checkpoints._saving == 10 else 0)  # far longer than anyone should wait
-            write_sums(checkpoints)
+            complete(checkpoints)
 
         def job(*_):
             connect(DistributedOptions(coordinator, int(processes), int(process), 10))
@@ -390,7 +390,7 @@ def test_failed_process_does_not_wait_for_a_save(tmp_path):
                     1 / 0
                 barrier()
 
-        CheckpointManager._write_checksums, train._start = slow, job
+        CheckpointManager._complete, train._start = slow, job
         sys.exit(train.main([]))
     """
     moments = ("before the save", "during the save")
