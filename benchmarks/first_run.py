@@ -1,6 +1,6 @@
 """Run the first two commands of the README, and store their output.
 
-    python -m benchmarks.first_run
+    python -m benchmarks.first_run [--run FOLDER]
 
 The log lines that the README shows, the sampled text, and the curves of loss and attention entropy are written to
 benchmarks/results/first_run.json. `python -m docs.scripts.story README.md` inserts them into the README, and `python -m
@@ -64,12 +64,13 @@ def main() -> None:
     """Train, sample and store."""
     parser = argparse.ArgumentParser(description="The first two commands of the README.", allow_abbrev=False)
     parser.add_argument("--results", type=Path, default=record.RESULTS, help="folder of first_run.json")
+    parser.add_argument("--run", type=Path, help="new folder to keep the run in, such as for the picture of its page")
     options = parser.parse_args()
     train, sample = commands(README.read_text(encoding="utf-8"))
     with tempfile.TemporaryDirectory() as folder:
-        figures: dict[str, Any] = {"log": shown(output(train, Path(folder) / "quick"))}
-        figures["sample"] = output(sample, Path(folder) / "quick")
-        figures |= curves(read_metrics(Path(folder) / "quick"))
+        run = options.run or Path(folder) / "run"
+        figures: dict[str, Any] = {"log": shown(output(train, run)), "sample": output(sample, run)}
+        figures |= curves(read_metrics(run))
     print(f"written: {record.write('first_run', figures, record.versions('jax', 'jaxlib', 'flax'), options.results)}")
 
 
