@@ -12,32 +12,39 @@ from typing import Any
 
 from PIL import Image
 from selenium.webdriver.common.action_chains import ActionChains
+from selenium.webdriver.common.keys import Keys
 
 from tests.browser import browsing, wait_for
 
 PICTURE = Path(__file__).resolve().parents[1] / "page.webp"
-WIDTH, HEIGHT = 880, 700
-"""Pixels of the window, and of the picture's height."""
-TEXT, CONTINUATION = "We, the people of the United", " and the Government of the"
-HEADS = ((0, 0), (1, 2), (2, 1), (3, 2))
-"""Layers and heads whose attention is shown one after the other."""
-LETTER_MS, LOOK_MS, END_MS = 110, 1000, 2500
+WIDTH, HEIGHT, COLOURS = 880, 716, 256
+"""Pixels of the picture, and colours of all its frames."""
+TEXT, CONTINUATION = "The President of the United", " and the Secretary of the"
+HEADS = ((2, 2), (0, 1))
+"""Layers and heads whose attention is shown after the text; the last of them is then ablated."""
+LETTER_MS, LOOK_MS, END_MS = 110, 1200, 3500
 """Durations of a frame: after a letter, after a click, and at the end."""
 STYLE = """
 html { overflow: hidden }
 body { padding: 0 }
-section { border: 0; margin: 0; min-height: 50rem; padding: 0 .75rem }
-section > :is(h2, p), .live > :is(.controls, .status, .cache) { display: none }
-.live :is(.columns > div:has(> table), h3 + p.name, .bars + p) { display: none }
-.live { grid-template-columns: 25rem minmax(0, 1fr); position: relative }
-.live > * { grid-column: 1 / -1 }
+section { border: 0; margin: 0; padding: .5rem .75rem }
+header, section:not(:has(.live)), section > :is(h2, p), .live > :is(.controls, .status, .cache) { display: none }
+.live :is(.columns > div:has(> table), h3 + p.name, .bars:not(.compared) + p) { display: none }
+.live { grid-template: repeat(4, max-content) auto / 25.5rem minmax(0, 1fr) }
+.live > *, .live .columns > div { grid-column: 1 / -1 }
 .live > .columns { display: contents }
 .live .columns > div { grid-column: 1 }
-.live .columns > .heads { grid-column: 2; grid-row: 4 / span 2 }
-.live textarea { min-height: 0 }
-.live .note { min-height: 1.5em }
-.pointer { background: #d2603ab0; border-radius: 50%; height: 20px; margin: -10px; pointer-events: none;
-  position: fixed; width: 20px; z-index: 9 }
+.live .columns > .heads { grid-area: 4 / 2 / span 2 }
+.live textarea { height: 2.6rem; min-height: 0; resize: none }
+.live .bars li { grid-template-columns: 6rem minmax(0, 1fr) 6.5rem !important }
+.live .bars + p { white-space: nowrap }
+.live .note { min-height: 1.5em; overflow: hidden; text-overflow: ellipsis; white-space: nowrap }
+.live .bars li:nth-child(n + 8) { display: none }
+.live .columns > .map { width: 22rem }
+.heads .layer { flex-wrap: nowrap }
+.heads .tile { min-width: 0 }
+.pointer { background: #d2603a; clip-path: polygon(0 0, 0 82%, 26% 62%, 44% 100%, 62% 92%, 44% 56%, 74% 56%); height: 24px;
+  pointer-events: none; position: fixed; width: 20px; z-index: 9 }
 """
 """Rules by which the text, the next tokens and the heads stand side by side, and the rest of the page is left out."""
 
@@ -87,18 +94,23 @@ def record(page: Path) -> tuple[list[Image.Image], list[int]]:
         wait_for(browser, "return document.querySelector('.live .tile')")
         recorder = Recorder(browser)
         area = browser.find_element("css selector", ".live textarea")
-        area.clear()
+        area.send_keys(Keys.CONTROL, "a")
+        area.send_keys(Keys.DELETE)
         recorder.type(TEXT)
         recorder.click(".live .bars button")  # appends the most likely token
-        area.click()
+        ActionChains(browser, duration=0).move_to_element(area).perform()
+        area.send_keys(Keys.CONTROL, Keys.END)
         recorder.type(CONTINUATION)
         for layer, head in HEADS:
             recorder.click(f'.live [aria-label="attention of head {head} of layer {layer}"]')
+        recorder.click(f'.live [aria-label="head {head} of layer {layer}"]')
         recorder.durations[-1] = END_MS
         return recorder.frames, recorder.durations
 
 
 if __name__ == "__main__":
-    (first, *others), durations = record(Path(sys.argv[1]).resolve())
-    first.save(PICTURE, append_images=others, duration=durations, loop=0, quality=80, method=6, minimize_size=True)
+    frames, durations = record(Path(sys.argv[1]).resolve())
+    palette = frames[-1].quantize(COLOURS, method=Image.Quantize.FASTOCTREE)  # the last frame has all colours
+    first, *others = (f.quantize(palette=palette, dither=Image.Dither.NONE).convert("RGB") for f in frames)
+    first.save(PICTURE, append_images=others, duration=durations, loop=0, lossless=True, method=4)
     print(f"{PICTURE}: {len(durations)} frames, {sum(durations) / 1000:.1f} s, {PICTURE.stat().st_size / 1000:.0f} kB")
