@@ -1,10 +1,9 @@
 """Run the first two commands of the README, and store their output.
 
-    python -m benchmarks.first_run
+    python -m benchmarks.first_run [--run FOLDER]
 
-The log lines that the README shows, the sampled text, and the curves of loss and attention entropy are written to
-benchmarks/results/first_run.json. `python -m docs.scripts.story README.md` inserts them into the README, and `python -m
-docs.scripts.pictures` draws the curves.
+The log lines that the README shows and the sampled text are written to benchmarks/results/first_run.json, and
+`python -m docs.scripts.story README.md` inserts them into the README.
 """
 
 from __future__ import annotations
@@ -18,10 +17,8 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from benchmarks import record
-from jaxformer.train.log import read_metrics
 
 README = record.ROOT / "README.md"
 
@@ -48,28 +45,16 @@ def shown(log: str) -> list[str]:
     return [line for line in lines if line.startswith(("data:", "model:"))] + [*steps[:2], steps[-1]]
 
 
-def rounded(x: Any) -> Any:
-    """Return a number, or the numbers in nested lists, rounded to three decimals."""
-    return [rounded(y) for y in x] if isinstance(x, list) else round(x, 3)
-
-
-def curves(rows: Sequence[dict[str, Any]]) -> dict[str, list[list[Any]]]:
-    """Return the steps and values of a log's training and held-out loss in nats per token, and of the attention entropy
-    in nats per block and head."""
-    names = {"loss": "loss", "val_loss": "held_out", "entropy": "entropy"}
-    return {ours: [[row["step"], rounded(row[key])] for row in rows if key in row] for key, ours in names.items()}
-
-
 def main() -> None:
     """Train, sample and store."""
     parser = argparse.ArgumentParser(description="The first two commands of the README.", allow_abbrev=False)
     parser.add_argument("--results", type=Path, default=record.RESULTS, help="folder of first_run.json")
+    parser.add_argument("--run", type=Path, help="new folder to keep the run in, such as for the picture of its page")
     options = parser.parse_args()
     train, sample = commands(README.read_text(encoding="utf-8"))
     with tempfile.TemporaryDirectory() as folder:
-        figures: dict[str, Any] = {"log": shown(output(train, Path(folder) / "quick"))}
-        figures["sample"] = output(sample, Path(folder) / "quick")
-        figures |= curves(read_metrics(Path(folder) / "quick"))
+        run = options.run or Path(folder) / "run"
+        figures = {"log": shown(output(train, run)), "sample": output(sample, run)}
     print(f"written: {record.write('first_run', figures, record.versions('jax', 'jaxlib', 'flax'), options.results)}")
 
 

@@ -52,7 +52,7 @@ SNIPPETS = {
 LINES = "".join(text for kind, text in BLOCKS if kind == "bash").replace("\\\n", "").splitlines()
 COMMANDS = list(dict.fromkeys(line for line in LINES if line))
 INLINE = sorted({code for page in PAGES.values() for code in re.findall(r"`([^`\n]+)`", page)})
-MAX_README_WORDS = 900
+MAX_README_WORDS = 700
 ON_ALL_DEVICES = ("--train.batch-size", f"{jax.device_count()}")
 NOT_OF_AN_MLP = {"--model.n-blocks", "--model.n-heads"}
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
@@ -82,7 +82,8 @@ def here(tmp_path_factory):
     create_untrained_run(folder, "quick.py:llama", small, {"path": str(folder / "books"), "val_path": None})
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        assert train.main(tiny(folder / "books", 2, *ON_ALL_DEVICES)) == 0  # the newest run is the default of --run
+        options = tiny(folder / "books", 2, "--config", str(ROOT / "configs/quick.py:modern"), *ON_ALL_DEVICES)
+        assert train.main(options) == 0  # the newest run is the default of --run
     (folder / "prompts.jsonl").write_text('{"prompt": "The war", "seed": 3, "id": "a"}\n')
     example, template = (
         re.search(rf"^```{kind}\n(.*?)^```", PAGES[Path("docs/finetuning.md")], re.M | re.S)[1]
@@ -103,7 +104,7 @@ def test_the_readme_is_short():
     assert len(shown.split()) <= MAX_README_WORDS
 
 
-@pytest.mark.parametrize("page", [*PAGES, Path("CHANGELOG.md"), Path("CONTRIBUTING.md")], ids=str)
+@pytest.mark.parametrize("page", [*PAGES, *map(Path, ("AGENTS.md", "CHANGELOG.md", "CONTRIBUTING.md"))], ids=str)
 def test_links_lead_to_files_and_headings(page):
     for link, anchor in re.findall(r"\]\((?!http)([^)#]+)#?([^)]*)\)", (ROOT / page).read_text()):
         file = ROOT / page.parent / link
@@ -210,8 +211,9 @@ def test_commands_run(here, monkeypatch, capsys, command):
             folder = words[words.index("--folder") + 1] if "--folder" in words else "runs/ladder"
             assert (here / folder / "ladder.html").exists()
         elif words[:4] == ["python", "-m", "jaxformer", "inspect"]:
-            assert inspect.main([*words[4:-1], "The people"]) == 0  # the small model's context is short
-            assert (here / "runs/quick/inspect.html").exists()
+            prompt = ["--prompt", "The people"] if "--prompt" in words else []  # the small model's context is short
+            assert inspect.main([*words[4:5], *prompt]) == 0
+            assert (here / "runs/modern/inspect.html").exists()
         elif words[:4] == ["python", "-m", "jaxformer", "merge"]:
             assert (here / words[4] / "base").exists()  # of the command before
             assert merge.main(words[4:]) == 0
@@ -233,8 +235,8 @@ def test_commands_run(here, monkeypatch, capsys, command):
         elif words[:2] == ["python", "sample.py"]:
             assert sample.main(words[2:]) == 0
             assert capsys.readouterr().out
-        elif words == ["python", "train.py"]:
-            assert (here / "runs/quick/samples.txt").exists()  # that is how the folder was made
+        elif words == ["python", "train.py", "--config", "quick:modern"]:
+            assert (here / "runs/modern/samples.txt").exists()  # that is how the folder was made
         elif words[:2] == ["python", "train.py"] and "--resume" not in words:
             small = tiny(here / "books", steps=2)
             if "--data.template" in words:  # conversations

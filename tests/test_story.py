@@ -67,7 +67,7 @@ def test_first_run_has_its_log_and_its_text(monkeypatch):
     figures = {"log": ["data: a", "step 0"], "sample": "A\nman said. " + "Yes. " * 80, "pieces": pieces}
     monkeypatch.setattr(story, "stored_figures", lambda name: figures)
     page = "".join(f"<!-- first_run {part} -->\nold\n<!-- end -->\n" for part in ("log", "sample"))
-    page += "In <!-- margins/quick minutes -->9<!-- --> minutes, <!-- margins/quick seeds -->9<!-- -->: "
+    page += "In <!-- margins/quick seconds -->9<!-- --> seconds, <!-- margins/quick seeds -->9<!-- -->: "
     page += "<!-- margins/quick bits -->9<!-- -->\n"
     filled = story.fill_figures(page)
     assert "-->\n\n```text\ndata: a\nstep 0\n```\n\n<!-- end -->\n" in filled
@@ -75,7 +75,7 @@ def test_first_run_has_its_log_and_its_text(monkeypatch):
         "-->\n\n> A man said. Yes. " in filled and filled.count("\n> ") == 4 and " Yes. …\n\n<!-- end -->\n" in filled
     )
     assert (
-        "minutes -->2<!-- -->" in filled
+        "seconds -->96<!-- -->" in filled
         and "seeds -->2<!-- -->" in filled
         and "bits -->1.625 ± 0.177<!-- -->" in filled
     )
@@ -83,12 +83,20 @@ def test_first_run_has_its_log_and_its_text(monkeypatch):
 
 def test_pictures_are_those_that_the_script_draws():
     used = set(re.findall(r"\((\w+\.svg)\)", "".join(path.read_text() for path in story.STORY.glob("*.md"))))
-    assert "(docs/quick.svg)" in story.README.read_text()
-    assert used | {"../quick.svg"} == pictures.PICTURES.keys()
+    assert used == pictures.PICTURES.keys()
     for name, draw in pictures.PICTURES.items():
         shown = (story.STORY / name).read_text()
         assert_same_but_for_rounding(shown, draw())
         assert len(shown) < 20_000
+
+
+def test_picture_of_the_page_is_an_animation_below_500_kilobytes():
+    image = pytest.importorskip("PIL.Image")
+    picture = story.ROOT / "docs/page.webp"
+    assert "(docs/page.webp)" in story.README.read_text()
+    assert picture.stat().st_size < 500_000
+    with image.open(picture) as frames:
+        assert frames.n_frames > 20 and frames.width <= 900
 
 
 def test_perplexity_and_loss_of_each_rung_agree():

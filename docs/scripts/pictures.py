@@ -1,4 +1,4 @@
-"""Draw the pictures of docs/story and the curves of the README as SVG.
+"""Draw the pictures of docs/story as SVG.
 
 python -m docs.scripts.pictures
 """
@@ -148,48 +148,10 @@ def cache() -> str:
     return svg(620, 230, [*parts, text(left, 222, note)])
 
 
-def quick() -> str:
-    """Return the loss and the attention entropy of each head of the README's run over its steps."""
-    figures = stored_figures("first_run")
-    n_blocks = len(figures["entropy"][0][1])
-    shades = [f"hsl({220 - 190 * i / max(1, n_blocks - 1):.0f} 60% 50%)" for i in range(n_blocks)]
-    losses = [("training batch", BLUE, 1.0, figures["loss"]), ("held out", RED, 2.5, figures["held_out"])]
-    heads = [
-        (f"block {i}" if h == 0 else "", shades[i], 1.5, [[step, blocks[i][h]] for step, blocks in figures["entropy"]])
-        for i in range(n_blocks)
-        for h in range(len(figures["entropy"][0][1][i]))
-    ]
-    return svg(900, 270, [*curves(40, "loss, nats per token", losses), *curves(490, "attention entropy, nats", heads)])
-
-
-def curves(left: float, title: str, lines: Sequence[tuple[str, str, float, Sequence[Sequence[float]]]]) -> list[str]:
-    """Return lines of a name, a colour, a width and points over the steps, with axes and names."""
-    top, width, height = 30, 370, 190
-    last = max(step for *_, points in lines for step, _ in points)
-    values = [value for *_, points in lines for _, value in points]
-    low, high = math.floor(min(values)), math.ceil(max(values))
-    y = lambda value: top + height * (high - value) / (high - low)  # noqa: E731
-    parts = [text(left, top - 14, title)]
-    for value in range(low, high + 1):
-        parts.append(f'<path d="M{left} {y(value):.1f}h{width}" stroke="{INK}" stroke-opacity="0.3"/>')
-        parts.append(text(left - 8, y(value) + 4, str(value), "end"))
-    parts += [text(left + width * i / 4, top + height + 20, f"{last * i / 4:,.0f}", "middle") for i in range(5)]
-    at = left + 140.0  # names stand beside the title
-    for name, colour, thickness, points in lines:
-        line = " ".join(f"{left + width * step / last:.1f},{y(value):.1f}" for step, value in points)
-        parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="{thickness}"/>')
-        if name:
-            parts.append(f'<path d="M{at:.0f} {top - 18}h12" stroke="{colour}" stroke-width="3"/>')
-            parts.append(text(at + 16, top - 14, name))
-            at += 24 + 6.5 * len(name)
-    return [*parts, text(left + width / 2, top + height + 40, "step", "middle")]
-
-
 PICTURES: dict[str, Callable[[], str]] = {
-    "mixing.svg": mixing, "scale.svg": scale, "ladder.svg": ladder, "cache.svg": cache,
-    "context.svg": context, "../quick.svg": quick,
+    "mixing.svg": mixing, "scale.svg": scale, "ladder.svg": ladder, "cache.svg": cache, "context.svg": context,
 }  # fmt: skip
-"""Functions that draw, by the file that they draw, from docs/story."""
+"""Functions that draw, by the file that they draw in docs/story."""
 
 if __name__ == "__main__":
     for name, draw in PICTURES.items():

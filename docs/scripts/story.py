@@ -10,7 +10,7 @@ names: those of `TABLES`, `<!-- seeds -->` of the perplexity of each rung with e
 held-out prompt by each rung, `<!-- positions STUDIES -->` of the loss by position, and `<!-- case NAME -->` of a case
 of `benchmarks/cases.py`.
 
-The README, whose Python is not run, has figures of `margins.json` (`<!-- margins/CONFIG seeds -->`, `bits`, `minutes`)
+The README, whose Python is not run, has figures of `margins.json` (`<!-- margins/CONFIG seeds -->`, `bits`, `seconds`)
 and the blocks `<!-- first_run log -->` and `<!-- first_run sample -->` of `first_run.json`.
 """
 
@@ -90,11 +90,11 @@ def figure(study: str, row: str, field: str) -> str:
 
 def margin(config: str, field: str) -> str:
     """Return the number of `seeds` of a config of quick.py on two devices, mean and standard deviation of their `bits`
-    per byte, or the `minutes` of all steps, by the median step of the median seed."""
+    per byte, or the `seconds` of all steps, by the median step of the median seed."""
     which = {"config": f"quick.py:{config}", "devices": 2, "factor": 1}
     pieces = [piece for piece in stored_figures("margins")["pieces"] if which.items() <= piece.items()]
-    if field == "minutes":
-        return f"{median(piece['step_ms'] * piece['steps'] for piece in pieces) / 60_000:.0f}"
+    if field == "seconds":
+        return f"{median(piece['step_ms'] * piece['steps'] for piece in pieces) / 1000:.0f}"
     bits = [piece["val_bpb"] for piece in pieces]
     return str(len(bits)) if field == "seeds" else f"{mean(bits):.3f} ± {stdev(bits):.3f}"
 

@@ -1,0 +1,116 @@
+"""Record the page of a run while a text is typed in it, as docs/page.webp.
+
+python -m jaxformer inspect runs/modern
+python -m docs.scripts.recording runs/modern/inspect.html
+"""
+
+import base64
+import io
+import sys
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+from selenium.webdriver.common.action_chains import ActionChains
+from selenium.webdriver.common.keys import Keys
+
+from tests.browser import browsing, wait_for
+
+PICTURE = Path(__file__).resolve().parents[1] / "page.webp"
+WIDTH, HEIGHT, COLOURS = 880, 716, 256
+"""Pixels of the picture, and colours of all its frames."""
+TEXT, CONTINUATION = "The President of the United", " and the Secretary of the"
+HEADS = ((2, 2), (0, 1))
+"""Layers and heads whose attention is shown after the text; the last of them is then ablated."""
+LETTER_MS, LOOK_MS, END_MS = 110, 1200, 3500
+"""Durations of a frame: after a letter, after a click, and at the end."""
+STYLE = """
+html { overflow: hidden }
+body { padding: 0 }
+section { border: 0; margin: 0; padding: .5rem .75rem }
+header, section:not(:has(.live)), section > :is(h2, p), .live > :is(.controls, .status, .cache) { display: none }
+.live :is(.columns > div:has(> table), h3 + p.name, .bars:not(.compared) + p) { display: none }
+.live { grid-template: repeat(4, max-content) auto / 25.5rem minmax(0, 1fr) }
+.live > *, .live .columns > div { grid-column: 1 / -1 }
+.live > .columns { display: contents }
+.live .columns > div { grid-column: 1 }
+.live .columns > .heads { grid-area: 4 / 2 / span 2 }
+.live textarea { height: 2.6rem; min-height: 0; resize: none }
+.live .bars li { grid-template-columns: 6rem minmax(0, 1fr) 6.5rem !important }
+.live .bars + p { white-space: nowrap }
+.live .note { min-height: 1.5em; overflow: hidden; text-overflow: ellipsis; white-space: nowrap }
+.live .bars li:nth-child(n + 8) { display: none }
+.live .columns > .map { width: 22rem }
+.heads .layer { flex-wrap: nowrap }
+.heads .tile { min-width: 0 }
+.pointer { background: #d2603a; clip-path: polygon(0 0, 0 82%, 26% 62%, 44% 100%, 62% 92%, 44% 56%, 74% 56%); height: 24px;
+  pointer-events: none; position: fixed; width: 20px; z-index: 9 }
+"""
+"""Rules by which the text, the next tokens and the heads stand side by side, and the rest of the page is left out."""
+
+
+class Recorder:
+    """Frames of a page, with their durations in milliseconds."""
+
+    def __init__(self, browser: Any) -> None:
+        self.browser, self.frames, self.durations = browser, [], []
+        script = """
+            document.head.append(Object.assign(document.createElement("style"), { textContent: arguments[0] }));
+            const pointer = Object.assign(document.createElement("div"), { className: "pointer" });
+            document.body.append(pointer);
+            document.addEventListener("pointermove", ({ clientX, clientY }) => {
+              [pointer.style.left, pointer.style.top] = [`${clientX}px`, `${clientY}px`];
+            });
+        """
+        browser.execute_script(script, STYLE)
+
+    def shoot(self, duration: int) -> None:
+        """Add a frame of what the page shows when its model has read the text."""
+        wait_for(self.browser, "return document.querySelector('.live').ariaBusy !== 'true'")
+        self.browser.execute_async_script("requestAnimationFrame(() => requestAnimationFrame(arguments[0]))")
+        shot = base64.b64decode(self.browser.get_screenshot_as_base64())
+        self.frames.append(Image.open(io.BytesIO(shot)).convert("RGB").crop((0, 0, WIDTH, HEIGHT)))
+        self.durations.append(duration)
+
+    def type(self, text: str) -> None:
+        """Type a text, with a frame per letter."""
+        for letter in text:
+            self.browser.switch_to.active_element.send_keys(letter)
+            self.shoot(LETTER_MS)
+        self.durations[-1] = LOOK_MS
+
+    def click(self, selector: str) -> None:
+        """Click an element, with a frame before and after it."""
+        element = self.browser.find_element("css selector", selector)
+        ActionChains(self.browser, duration=0).move_to_element(element).perform()
+        self.shoot(LOOK_MS // 2)
+        element.click()
+        self.shoot(LOOK_MS)
+
+
+def record(page: Path) -> tuple[list[Image.Image], list[int]]:
+    """Return frames of a page, and their durations."""
+    with browsing(page, WIDTH) as browser:
+        wait_for(browser, "return document.querySelector('.live .tile')")
+        recorder = Recorder(browser)
+        area = browser.find_element("css selector", ".live textarea")
+        area.send_keys(Keys.CONTROL, "a")
+        area.send_keys(Keys.DELETE)
+        recorder.type(TEXT)
+        recorder.click(".live .bars button")  # appends the most likely token
+        ActionChains(browser, duration=0).move_to_element(area).perform()
+        area.send_keys(Keys.CONTROL, Keys.END)
+        recorder.type(CONTINUATION)
+        for layer, head in HEADS:
+            recorder.click(f'.live [aria-label="attention of head {head} of layer {layer}"]')
+        recorder.click(f'.live [aria-label="head {head} of layer {layer}"]')
+        recorder.durations[-1] = END_MS
+        return recorder.frames, recorder.durations
+
+
+if __name__ == "__main__":
+    frames, durations = record(Path(sys.argv[1]).resolve())
+    palette = frames[-1].quantize(COLOURS, method=Image.Quantize.FASTOCTREE)  # the last frame has all colours
+    first, *others = (f.quantize(palette=palette, dither=Image.Dither.NONE).convert("RGB") for f in frames)
+    first.save(PICTURE, append_images=others, duration=durations, loop=0, lossless=True, method=4)
+    print(f"{PICTURE}: {len(durations)} frames, {sum(durations) / 1000:.1f} s, {PICTURE.stat().st_size / 1000:.0f} kB")
