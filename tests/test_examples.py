@@ -23,6 +23,13 @@ def test_example_is_short_checks_itself_and_is_on_the_page(path):
     assert f"examples/{path.name}" in (ROOT / "docs/reuse.md").read_text()
 
 
+def test_an_example_without_its_package_says_how_to_install_it(monkeypatch):
+    for name, package in NEEDED.items():
+        monkeypatch.setitem(sys.modules, package, None)
+        with pytest.raises(SystemExit, match=f"install it with: pip install {package}"):
+            runpy.run_path(str(ROOT / f"docs/examples/{name}.py"))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "path", [exhaustive(path) if path.stem in NEEDED else path for path in EXAMPLES], ids=lambda path: path.stem

@@ -1,9 +1,10 @@
-"""Attention in bare JAX: parameters in a dict, `jax.grad`, a batch by `jax.vmap`."""
+"""Bare JAX: attention with parameters in a dict, and a whole model as two pure functions, trained by `jax.grad`."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxformer.models import DecoderConfig
 from jaxformer.ops import Causal, cross_entropy, multi_head_attention, rms_norm
 
 V, T, D, H, K = 8, 12, 32, 2, 16  # vocabulary, positions, width, heads, width of a head
@@ -25,23 +26,29 @@ def logits(params, tokens_T):
     return (x_TD + attended_TD) @ params["W_out"]
 
 
-@jax.jit
-def step(params, tokens_BT):
-    """Return parameters after a step of gradient descent, and the loss before it."""
+def train(logits, params):
+    """Return the losses of 30 steps of gradient descent."""
 
-    def loss(params):
-        nats = jax.vmap(lambda tokens_T: cross_entropy(logits(params, tokens_T[:-1]), tokens_T[1:]))
-        return nats(tokens_BT).mean()
+    @jax.jit
+    def step(params, tokens_BT):
+        def loss(params):
+            nats = jax.vmap(lambda tokens_T: cross_entropy(logits(params, tokens_T[:-1]), tokens_T[1:]))
+            return nats(tokens_BT).mean()
 
-    value, grads = jax.value_and_grad(loss)(params)
-    return jax.tree.map(lambda p, g: p - 0.3 * g, params, grads), value
+        value, grads = jax.value_and_grad(loss)(params)
+        return jax.tree.map(lambda p, g: p - 0.3 * g, params, grads), value
+
+    rng, losses = np.random.default_rng(0), []
+    for _ in range(30):
+        period_B3 = rng.integers(V, size=(64, 3))
+        params, loss = step(params, np.tile(period_B3, T // 3 + 1)[:, : T + 1])  # each token follows the one 3 before
+        losses.append(float(loss))
+    return losses
 
 
-params, rng = init(jax.random.key(0)), np.random.default_rng(0)
-losses = []
-for _ in range(30):
-    period_B3 = rng.integers(V, size=(64, 3))
-    params, loss = step(params, np.tile(period_B3, T // 3 + 1)[:, : T + 1])  # each token follows the one 3 before
-    losses.append(float(loss))
-print(f"loss {losses[0]:.2f} -> {losses[-1]:.2f} nats per token")
-assert losses[-1] < losses[0]
+# `init` and `apply` of a model keep no state: its parameters are a nested dict of arrays.
+model = DecoderConfig(V, T, d_model=D, n_heads=H, d_ff=(64,), norm="rmsnorm", embedding_std=0.2).build()
+variables = jax.jit(model.init)(jax.random.key(0), jnp.zeros(T, int))
+for name, losses in (("own", train(logits, init(jax.random.key(0)))), ("model", train(model.apply, variables))):
+    print(f"{name}: loss {losses[0]:.2f} -> {losses[-1]:.2f} nats per token")
+    assert losses[-1] < losses[0]

@@ -1,10 +1,14 @@
 """Functions of `jaxformer.ops` in an Equinox module."""
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 
 from jaxformer.ops import Causal, attention, rms_norm, rope
+
+try:
+    import equinox as eqx
+except ModuleNotFoundError as error:
+    raise SystemExit("This example needs Equinox; install it with: pip install equinox") from error
 
 
 class Layer(eqx.Module):

@@ -1,9 +1,10 @@
-"""A module of jaxformer in a Flax NNX model, by `flax.nnx.bridge`."""
+"""A module of jaxformer in a Flax NNX model, and a whole model as one of NNX, by `flax.nnx.bridge`."""
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxformer.models import DecoderConfig
 from jaxformer.nn import MultiHeadAttention
 from jaxformer.ops import Causal
 
@@ -38,3 +39,8 @@ assert float(jnp.abs(nnx.to_pure_dict(grads)["attention"]["W_Q"]).max()) > 0
 
 early = model(x_BTI[0])[:3]
 assert bool(jnp.allclose(early, model(x_BTI[0].at[3:].set(0))[:3], atol=1e-5))  # the mask hides later positions
+
+decoder = nnx.bridge.ToNNX(DecoderConfig(11, 6, d_model=16, n_heads=2, d_ff=(32,)).build(), rngs=nnx.Rngs(0))
+decoder.lazy_init(jnp.zeros(6, int))
+print("parameters of a decoder:", sum(x.size for x in jax.tree.leaves(nnx.state(decoder, nnx.Param))))
+assert decoder(jnp.array([3, 1, 4])).shape == (3, 11)
