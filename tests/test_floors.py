@@ -33,7 +33,8 @@ FLOORS = [
 FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names}
 TOP_LEVEL = {
     "pyproject.toml", "constraints.txt", "mkdocs.yml", "Makefile", "README.md", "AGENTS.md", "CHANGELOG.md",
-    "CITATION.cff", "CONTRIBUTING.md", "LICENSE", "train.py", "sample.py", "jaxformer", "configs", "tests", "benchmarks", "docs",
+    "CITATION.cff", "CONTRIBUTING.md", "LICENSE", "train.py", "sample.py", "jaxformer", "configs", "tests",
+    "benchmarks", "docs",
 }  # fmt: skip
 FILES = sorted((ROOT / "jaxformer").rglob("*.py"))
 MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}

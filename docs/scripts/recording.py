@@ -21,7 +21,7 @@ WIDTH, HEIGHT, COLOURS = 880, 716, 256
 """Pixels of the picture, and colours of all its frames."""
 TEXT, CONTINUATION = "The President of the United", " and the Secretary of the"
 HEADS = ((2, 2), (0, 1))
-"""Layers and heads whose attention is shown after the text; the last of them is then ablated."""
+"""Layers and heads of the README's run whose attention is shown after the text; the last one is then ablated."""
 LETTER_MS, LOOK_MS, END_MS = 110, 1200, 3500
 """Durations of a frame: after a letter, after a click, and at the end."""
 STYLE = """
@@ -43,8 +43,8 @@ header, section:not(:has(.live)), section > :is(h2, p), .live > :is(.controls, .
 .live .columns > .map { width: 22rem }
 .heads .layer { flex-wrap: nowrap }
 .heads .tile { min-width: 0 }
-.pointer { background: #d2603a; clip-path: polygon(0 0, 0 82%, 26% 62%, 44% 100%, 62% 92%, 44% 56%, 74% 56%); height: 24px;
-  pointer-events: none; position: fixed; width: 20px; z-index: 9 }
+.pointer { background: #d2603a; clip-path: polygon(0 0, 0 82%, 26% 62%, 44% 100%, 62% 92%, 44% 56%, 74% 56%);
+  height: 24px; pointer-events: none; position: fixed; width: 20px; z-index: 9 }
 """
 """Rules by which the text, the next tokens and the heads stand side by side, and the rest of the page is left out."""
 
@@ -53,7 +53,9 @@ class Recorder:
     """Frames of a page, with their durations in milliseconds."""
 
     def __init__(self, browser: Any) -> None:
-        self.browser, self.frames, self.durations = browser, [], []
+        self.browser = browser
+        self.frames: list[Image.Image] = []
+        self.durations: list[int] = []
         script = """
             document.head.append(Object.assign(document.createElement("style"), { textContent: arguments[0] }));
             const pointer = Object.assign(document.createElement("div"), { className: "pointer" });
