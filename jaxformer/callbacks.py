@@ -84,6 +84,7 @@ def _probe(setup: TrainSetup, data: Dataset) -> Any:
     has_experts = any("experts" in axes.names for axes in setup.parameter_axes.values())
     unpadded_B = _unpadded_examples(setup.config.model.contract, batch)
     inputs_B, mask_BT = jax.tree.map(lambda x: x[unpadded_B], (batch.inputs, target_mask(batch)))
+    mask_BT = None if mask_BT is None or mask_BT.all() else mask_BT
 
     def call(step: int, state: TrainState, batch: Batch, row: dict[str, Any]) -> dict[str, Any] | None:
         params = local_copy(setup.model_params(state), setup.mesh)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxformer.contract import contract_of
 from jaxformer.inspect.capture import Activations, capture
 from jaxformer.models.inputs import valid_tokens
-from jaxformer.models.objective import Params
+from jaxformer.models.objective import Params, is_causal_lm
 from jaxformer.ops.attention import row_entropy
 
 CROSS = "cross_attention"
@@ -41,7 +41,10 @@ def row_tokens_and_mask(
 ) -> tuple[jax.Array | None, jax.Array | None]:
     """Return the tokens `(T,)` of the rows of a layer's attention map, and a mask `(T,)` that is False for padding, for
     the inputs of one example. The tokens are None for cross-attention and images; the mask is None without padding.
-    `target_mask_T` is the mask of layers that read the target."""
+
+    `target_mask_T` is the mask of layers that read the target. In a causal language model without segments, what
+    follows the last target is padding; what precedes it, such as a prefix, is not, target or no.
+    """
     if CROSS in layer:
         return None, target_mask_T
     if layer.startswith("decoder_blocks"):
@@ -49,8 +52,12 @@ def row_tokens_and_mask(
     tokens, *rest = inputs[int(layer.startswith("text_blocks")) :]
     if tokens.ndim != 1 or tokens.dtype == jnp.uint8:
         return None, None
-    has_mask = rest and rest[0] is not None and rest[0].dtype == bool
-    return tokens, rest[0] if has_mask else valid_tokens(contract_of(model), inputs)
+    if rest and rest[0] is not None and rest[0].dtype == bool:
+        return tokens, rest[0]
+    valid_T = valid_tokens(contract_of(model), inputs)
+    if valid_T is None and target_mask_T is not None and is_causal_lm(model) and len(target_mask_T) == len(tokens):
+        valid_T = jax.lax.cummax(jnp.asarray(target_mask_T, jnp.int32), reverse=True) > 0
+    return tokens, valid_T
 
 
 @partial(jax.jit, static_argnums=0)

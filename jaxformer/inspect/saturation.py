@@ -91,7 +91,8 @@ def _measure(model: nn.Module, layer: str, params: Params, batch: Batch, tempera
         zeros = OrderedDict((name, jnp.zeros(x.shape)) for name, x in shapes.items())
         (_, w_HTS), (grads, g) = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(params, zeros, example)
         by_name = {dotted(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(grads)}
-        valid_T = row_tokens_and_mask(model, layer, example.inputs)[1]
+        target_mask_T = None if example.weights is None else example.weights > 0
+        valid_T = row_tokens_and_mask(model, layer, example.inputs, target_mask_T)[1]
         return w_HTS, g[scores], g[weights], [by_name[f"{layer}.{name}"] for name in ("W_Q", "W_K")], valid_T
 
     w_BHTS, g_scores, g_weights, grads_B, valid_BT = jax.lax.map(measure_example, batch)

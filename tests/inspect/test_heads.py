@@ -13,6 +13,7 @@ from jaxformer.inspect.capture import capture, intervene
 from jaxformer.inspect.heads import ablate_heads, ablation_loss, head_statistics, layer_statistics, target_mask
 from jaxformer.inspect.saturation import saturation
 from jaxformer.models.objective import objective_of
+from tests.helpers import exhaustive
 from tests.inspect.test_capture import MODELS, T, V, random_model
 
 pytestmark = pytest.mark.slow
@@ -76,18 +77,21 @@ def test_padding_of_the_target_changes_neither_statistics_nor_ablation():
         np.testing.assert_allclose(result[0][1].mean[name], result[1][1].mean[name], rtol=1e-4, atol=1e-5)
 
 
-def test_padding_of_packed_rows_changes_no_measurement():
-    """Statistics, ablation, saturation and the logged entropy of a row are those of its tokens alone."""
+@pytest.mark.parametrize("is_packed", [True, exhaustive(False)])
+def test_padding_of_a_row_of_text_changes_no_measurement(is_packed):
+    """Statistics, ablation, saturation and entropy are those of its tokens alone, whether segments tell its padding or,
+    in a window at the end of a text, the targets. The first tokens are no targets, but count."""
     model, params, (tokens_T,) = random_model(replace(MODELS["decoder"], n_blocks=1, positions="rope", head_dim=4))
     n, result = T - 3, []
     for stop in (n, T):
         is_real = np.arange(stop) < n
         tokens_BT = jnp.where(is_real, tokens_T[:stop], 0)[None]
-        inputs = tokens_BT, None, jnp.asarray(is_real, jnp.int32)[None]
-        batch = Batch(inputs, tokens_BT, jnp.asarray(is_real, jnp.float32)[None])
+        inputs = (tokens_BT, None, jnp.asarray(is_real, jnp.int32)[None]) if is_packed else (tokens_BT,)
+        batch = Batch(inputs, tokens_BT, jnp.asarray(is_real & (np.arange(stop) > 1), jnp.float32)[None])
+        mask_BT = target_mask(batch)
         result.append((
-            head_statistics(model, params, *inputs), ablate_heads(model, params, batch).mean,
-            attention_entropy(model, params, *inputs),
+            head_statistics(model, params, *inputs, target_mask_BT=mask_BT), ablate_heads(model, params, batch).mean,
+            attention_entropy(model, params, *inputs, target_mask_BT=mask_BT),
             [astuple(row) for row in saturation(model, params, batch, [0.3])],
         ))  # fmt: skip
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), *result)
