@@ -152,7 +152,8 @@ def check_seeds(seeds: Sequence[int], n_prompts: int, n_samples: int) -> None:
         seeds = [index(seed) for seed in seeds]
     except TypeError as error:
         remedy = "give one whole number per row, such as [0]"
-        raise UserError(f"seeds is {abbreviate(seeds)}; {remedy}.") from error
+        given = " ".join(abbreviate(seeds).split())  # the repr of a key has two lines
+        raise UserError(f"seeds is {given}; {remedy}.") from error
     if len(seeds) != n_prompts * n_samples:
         raise ValueError(f"{len(seeds)} seeds for {n_prompts} prompts of {n_samples} rows each")
     for seed in seeds:

@@ -109,20 +109,20 @@ def test_a_symbolic_mask_is_its_array(window: int | None) -> None:
 
 
 def test_scores_are_divided_by_the_root_of_the_width_by_default() -> None:
-    q, k, v = qkv(3)
-    for function in (ops.attention_scores, ops.attention_weights):
-        np.testing.assert_array_equal(function(q, k), function(q, k, scale=K**-0.5))
+    q, k, v = qkv(3, T)
     attends = (
         ops.attention,
-        blockwise_attention,
+        partial(blockwise_attention, block=4),
         ops.in_segments(1),
-        cudnn_attention,
-        splash_attention,
-        FusedAttention("x"),
+        lambda q, k, v, **scale: cudnn_attention(q, k, v, implementation="xla", **scale),
+        lambda q, k, v, **scale: FusedAttention("cudnn")(q, k, v, **scale),
+        lambda q, k, v, **scale: ops.attention_scores(q, k, **scale),
+        lambda q, k, v, **scale: ops.attention_weights(q, k, **scale),
     )
-    assert all(inspect.signature(attend).parameters["scale"].default is None for attend in attends)
-    for attend in (ops.attention, partial(blockwise_attention, block=4)):
-        np.testing.assert_array_equal(attend(q, k, v), attend(q, k, v, scale=K**-0.5))
+    for attend in attends:
+        by_default, divided = (jax.make_jaxpr(partial(attend, **scale))(q, k, v) for scale in ({}, {"scale": K**-0.5}))
+        assert str(by_default) == str(divided)
+    assert inspect.signature(splash_attention).parameters["scale"].default is None
 
 
 ADDED_TS = np.where(np.arange(S) < 3, 0, -np.inf) * np.ones((T, 1))

@@ -90,6 +90,7 @@ def test_logits_of_weight_0_change_no_bit_also_where_they_are_nan() -> None:
     np.testing.assert_array_equal(to_got, to_wanted)
 
 
+@pytest.mark.slow
 def test_a_target_that_is_no_class_gives_nan_unless_its_weight_is_0() -> None:
     """torch's `ignore_index`; JAX counts negative indices from the end."""
     targets_T = TARGETS.at[2].set(-1).at[3].set(-100).at[4].set(V)
