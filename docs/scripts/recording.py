@@ -44,7 +44,7 @@ header, section:not(:has(.live)), section > :is(h2, p), .live > :is(.controls, .
 .heads .layer { flex-wrap: nowrap }
 .heads .tile { min-width: 0 }
 .pointer { background: #d2603a; clip-path: polygon(0 0, 0 82%, 26% 62%, 44% 100%, 62% 92%, 44% 56%, 74% 56%);
-  height: 24px; pointer-events: none; position: fixed; width: 20px; z-index: 9 }
+  height: 24px; left: -99px; pointer-events: none; position: fixed; width: 20px; z-index: 9 }
 """
 """Rules by which the text, the next tokens and the heads stand side by side, and the rest of the page is left out."""
 
