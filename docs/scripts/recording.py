@@ -30,7 +30,7 @@ body { padding: 0 }
 section { border: 0; margin: 0; padding: .5rem .75rem }
 header, section:not(:has(.live)), section > :is(h2, p), .live > :is(.controls, .status, .cache) { display: none }
 .live :is(.columns > div:has(> table), h3 + p.name, .bars:not(.compared) + p) { display: none }
-.live { grid-template: repeat(4, max-content) auto / 25.5rem minmax(0, 1fr) }
+.live { grid-template: repeat(4, max-content) 1fr / 25.5rem minmax(0, 1fr) }
 .live > *, .live .columns > div { grid-column: 1 / -1 }
 .live > .columns { display: contents }
 .live .columns > div { grid-column: 1 }
