@@ -30,7 +30,7 @@ body { padding: 0 }
 section { border: 0; margin: 0; padding: .5rem .75rem }
 header, section:not(:has(.live)), section > :is(h2, p), .live > :is(.controls, .status, .cache) { display: none }
 .live :is(.columns > div:has(> table), h3 + p.name, .bars:not(.compared) + p) { display: none }
-.live { grid-template: repeat(4, max-content) auto / 25.5rem minmax(0, 1fr) }
+.live { grid-template: repeat(4, max-content) 1fr / 25.5rem minmax(0, 1fr) }
 .live > *, .live .columns > div { grid-column: 1 / -1 }
 .live > .columns { display: contents }
 .live .columns > div { grid-column: 1 }
@@ -44,7 +44,7 @@ header, section:not(:has(.live)), section > :is(h2, p), .live > :is(.controls, .
 .heads .layer { flex-wrap: nowrap }
 .heads .tile { min-width: 0 }
 .pointer { background: #d2603a; clip-path: polygon(0 0, 0 82%, 26% 62%, 44% 100%, 62% 92%, 44% 56%, 74% 56%);
-  height: 24px; pointer-events: none; position: fixed; width: 20px; z-index: 9 }
+  height: 24px; left: -99px; pointer-events: none; position: fixed; width: 20px; z-index: 9 }
 """
 """Rules by which the text, the next tokens and the heads stand side by side, and the rest of the page is left out."""
 
