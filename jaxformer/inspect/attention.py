@@ -10,7 +10,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jaxformer.inspect.capture import Activations, capture
+from jaxformer.inspect.activations import Activations, capture
 from jaxformer.models.objective import Params
 from jaxformer.ops.attention import row_entropy
 

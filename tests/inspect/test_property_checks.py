@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxformer.data.dataset import Batch
-from jaxformer.inspect.verify import (
+from jaxformer.inspect.property_checks import (
     attention_mask,
     attention_rows,
     batching,
@@ -30,7 +30,7 @@ from jaxformer.nn import experts as nn_experts
 from jaxformer.nn.block import Block
 from jaxformer.ops import blockwise, masks, norms
 from tests.helpers import exhaustive
-from tests.inspect.test_capture import DECODER, MODELS, T, random_model
+from tests.inspect.test_activations import DECODER, MODELS, T, random_model
 
 linear = importlib.import_module("jaxformer.ops.linear_cross_entropy")
 ops_attention = importlib.import_module("jaxformer.ops.attention")  # in the package, its name is the function's
@@ -179,7 +179,7 @@ def test_wrong_derivative_fails_the_gradient_check(plant, wrong, monkeypatch) ->
     model, params, inputs = random_model(config)
     result = gradients(model, params, Batch((inputs[0][None],), jnp.zeros((1, T), jnp.int32)))
     assert result.holds == (plant is None), result
-    assert plant is None or result.deviation > 1e-4 and "wrong: " in result.detail
+    assert plant is None or (result.deviation > 1e-4 and "wrong: " in result.detail)
     if wrong == "W_out":
         assert result.detail.endswith("wrong: W_out")
 

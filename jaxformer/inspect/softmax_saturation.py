@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxformer.data.dataset import Batch
-from jaxformer.inspect.capture import Activations, capture_shapes, intervene
+from jaxformer.inspect.activations import Activations, capture_shapes, intervene
 from jaxformer.models.objective import Params, objective_of
 from jaxformer.ops.attention import row_entropy
 from jaxformer.parameters import dotted

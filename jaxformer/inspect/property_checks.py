@@ -17,7 +17,7 @@ from jax.extend.core import get_opaque_trace_state
 from jaxformer.config import ModelConfig
 from jaxformer.contract import Task, contract_of
 from jaxformer.data.dataset import Batch
-from jaxformer.inspect.capture import Activations, capture, capture_shapes, intervene
+from jaxformer.inspect.activations import Activations, capture, capture_shapes, intervene
 from jaxformer.inspect.difference_quotients import ACCURACY, compare_slopes
 from jaxformer.models.clip import LARGEST_LOG_SCALE
 from jaxformer.models.objective import Params, is_causal_lm, objective_of
@@ -335,7 +335,7 @@ def dropout_keys(model: nn.Module, params: Params, inputs: Inputs) -> Check:
         return check("it has no dropout", None)
 
     @jax.jit
-    def kept(params: Params, key: jax.Array) -> list[jax.Array]:
+    def dropout_masks(params: Params, key: jax.Array) -> list[jax.Array]:
         """Return the mask of each call of a dropout layer."""
         masks, trace = [], get_opaque_trace_state(convention="flax")
 
@@ -351,7 +351,7 @@ def dropout_keys(model: nn.Module, params: Params, inputs: Inputs) -> Check:
             model.apply({"params": params}, *inputs, rngs={"dropout": key})
         return masks
 
-    drawn = [np.asarray(mask) for seed in range(2) for mask in kept(params, jax.random.key(seed))]
+    drawn = [np.asarray(mask) for seed in range(2) for mask in dropout_masks(params, jax.random.key(seed))]
     # Masks with fewer entries of one kind may be equal by chance.
     drawn = [mask for mask in drawn if 8 <= mask.sum() <= mask.size - 8]
     if not drawn:
