@@ -36,10 +36,12 @@ from jaxformer.parameters import dotted
 
 ACCURACY = 1e-5
 """Error of a slope, relative to the expected contribution of one parameter, that the step aims at and that passes."""
+ROUGH = 1e-3
+"""Uncertainty of a slope above which its comparison says little."""
 LARGEST_STEP = 1e-3
 """Largest step, relative to the parameters, and distance of the points from the parameters."""
 ATTEMPTS = 3
-"""Points at which a parameter may fail before its gradient is wrong."""
+"""Points at which a parameter may fail before its gradient is wrong, or be uncertain."""
 
 
 class Slope(NamedTuple):
@@ -52,6 +54,11 @@ class Slope(NamedTuple):
     def is_measured(self) -> bool:
         """True if the quotients are as accurate as intended."""
         return self.uncertainty <= ACCURACY
+
+    @property
+    def is_rough(self) -> bool:
+        """True if the comparison says little."""
+        return self.uncertainty > ROUGH
 
     @property
     def deviation(self) -> float:
@@ -84,7 +91,7 @@ def compare_slopes(
         return loss(tree.unflatten(x + a * d for x, d, a in zip(values, directions, amounts, strict=True)))
 
     for seed in range(ATTEMPTS):
-        left = [i for i in range(len(values)) if i not in slopes or not slopes[i].holds]
+        left = [i for i in range(len(values)) if i not in slopes or slopes[i].is_rough or not slopes[i].holds]
         if left:
             point = _Point(gradient, shifted_loss, params, seed)
             for i, slope in point.compare(left):

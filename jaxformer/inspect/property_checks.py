@@ -30,8 +30,6 @@ from jaxformer.ops.precision import upcast
 ROUNDING = 1e-5
 """Tolerance of results whose sums are in another order, relative to the largest value. Float32 may exceed it in deep or
 badly scaled models; what exceeds it is computed again in float64, where only a fault does."""
-MEASURED = 1e-3
-"""Uncertainty of a slope, relative to the gradient, above which difference quotients say little about it."""
 BLOCKS = 4
 """Blocks of positions in blockwise attention, whose gradient is checked."""
 
@@ -386,7 +384,7 @@ def gradients(model: nn.Module, params: Params, batch: Batch) -> Check:
         plain, mixed = model.config.build(), model.config.build(Execution(attention=attend))
         slopes = compare_slopes(partial(loss, plain), jax.grad(partial(loss, mixed)), exact)
     wrong = [name for name, slope in slopes.items() if not slope.holds]
-    rough = [name for name, slope in slopes.items() if slope.holds and slope.uncertainty > MEASURED]
+    rough = [name for name, slope in slopes.items() if slope.holds and slope.is_rough]
     detail = f"{len(slopes)} parameters, against differences in float64"
     for names, problem in ((wrong, "wrong"), (rough, "too rough to measure")):
         if names:
