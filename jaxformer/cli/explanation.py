@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from jaxformer.contract import contract_of
 from jaxformer.decode.completion import Completion, json_float
 from jaxformer.decode.weights import restored
-from jaxformer.inspect.explain import explain
+from jaxformer.inspect.explanations import explain
 from jaxformer.terminal import align
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from jaxformer.cli.options import POSITIONAL
 from jaxformer.config import ComputeConfig
 from jaxformer.contract import Task
 from jaxformer.fields import check_range
-from jaxformer.inspect.verify import ROUNDING, Check, largest_of, random_inputs, relative_error, verify
+from jaxformer.inspect.property_checks import ROUNDING, Check, largest_of, random_inputs, relative_error, verify
 from jaxformer.invocation import command
 from jaxformer.terminal import echo
 
@@ -32,9 +32,9 @@ SMALLEST_GRADIENT = 1e-5
 
 DESCRIPTION = """Check a trained model's invariants: logits do not depend on later tokens; outputs depend neither on
 padding nor on the rest of the batch; decoding with a KV cache reproduces the logits of a full pass; evaluation has no
-dropout; gradients match finite differences in float64; several devices give the results of one. The inputs are random
-tokens and pixels, so no data is needed; each line shows the largest deviation and the tolerance for rounding. The exit
-status is 1 if a check fails."""
+dropout, and in training no dropout key is used twice; gradients match finite differences in float64; several devices
+give the results of one. The inputs are random tokens and pixels, so no data is needed; each line shows the largest
+deviation and the tolerance for rounding. The exit status is 1 if a check fails."""
 
 
 @dataclass(frozen=True)

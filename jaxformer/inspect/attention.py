@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxformer.contract import contract_of
-from jaxformer.inspect.capture import Activations, capture
+from jaxformer.inspect.activations import Activations, capture
 from jaxformer.models.inputs import valid_tokens
 from jaxformer.models.objective import Params, is_causal_lm
 from jaxformer.ops.attention import row_entropy

@@ -25,7 +25,7 @@ on their own, down to single ones.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,10 +36,12 @@ from jaxformer.parameters import dotted
 
 ACCURACY = 1e-5
 """Error of a slope, relative to the expected contribution of one parameter, that the step aims at and that passes."""
+ROUGH = 1e-3
+"""Uncertainty of a slope above which its comparison says little."""
 LARGEST_STEP = 1e-3
 """Largest step, relative to the parameters, and distance of the points from the parameters."""
 ATTEMPTS = 3
-"""Points at which a parameter may fail before its gradient is wrong."""
+"""Points at which a parameter may fail before its gradient is wrong, or be uncertain."""
 
 
 class Slope(NamedTuple):
@@ -52,6 +54,11 @@ class Slope(NamedTuple):
     def is_measured(self) -> bool:
         """True if the quotients are as accurate as intended."""
         return self.uncertainty <= ACCURACY
+
+    @property
+    def is_rough(self) -> bool:
+        """True if the comparison says little."""
+        return self.uncertainty > ROUGH
 
     @property
     def deviation(self) -> float:
@@ -80,13 +87,13 @@ def compare_slopes(
     gradient = jax.jit(gradient)
 
     @jax.jit
-    def along(values: list[jax.Array], directions: list[jax.Array], amounts: jax.Array) -> jax.Array:
+    def shifted_loss(values: list[jax.Array], directions: list[jax.Array], amounts: jax.Array) -> jax.Array:
         return loss(tree.unflatten(x + a * d for x, d, a in zip(values, directions, amounts, strict=True)))
 
     for seed in range(ATTEMPTS):
-        left = [i for i in range(len(values)) if i not in slopes or not slopes[i].holds]
+        left = [i for i in range(len(values)) if i not in slopes or slopes[i].is_rough or not slopes[i].holds]
         if left:
-            point = _Point(gradient, along, params, seed)
+            point = _Point(gradient, shifted_loss, params, seed)
             for i, slope in point.compare(left):
                 slopes[i] = min(slope, slopes.get(i, slope), key=_rank)
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(params)]
@@ -101,8 +108,8 @@ def _rank(slope: Slope) -> tuple[bool, float]:
 class _Point:
     """A point close to the parameters, with a gradient and a direction for each of them."""
 
-    def __init__(self, gradient: Callable, along: Callable, params: Params, seed: int) -> None:
-        self._along, rng = along, np.random.default_rng(seed)
+    def __init__(self, gradient: Callable, shifted_loss: Callable, params: Params, seed: int) -> None:
+        self._loss, rng = shifted_loss, np.random.default_rng(seed)
         leaves, tree = jax.tree.flatten(params)
         self.values, self.directions = [], []
         self.sizes, self.slopes, self.expected = np.zeros((3, len(leaves)))
@@ -128,14 +135,14 @@ class _Point:
 
     def at(self, amounts: np.ndarray) -> float:
         """Return the loss at amounts of each direction, relative to the parameter's size."""
-        return float(self._along(self.values, self.directions, amounts * self.sizes))
+        return float(self._loss(self.values, self.directions, amounts * self.sizes))
 
     def compare(self, group: Sequence[int]) -> Iterator[tuple[int, Slope]]:
         """Yield the index of each parameter of a group and the comparison of the smallest group that holds, or of its
         own."""
         group = sorted(group, key=lambda i: self.expected[i])
         slope = self._slope(group)
-        if len(group) == 1 or slope.is_measured and slope.holds:
+        if len(group) == 1 or (slope.is_measured and slope.holds):
             yield from ((i, slope) for i in group)
             return
         half = len(group) // 2

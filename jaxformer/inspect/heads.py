@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxformer.data.dataset import Batch
+from jaxformer.inspect.activations import Activations, capture, intervene
 from jaxformer.inspect.attention import CROSS, row_tokens_and_mask
-from jaxformer.inspect.capture import Activations, capture, intervene
 from jaxformer.models.objective import Params, mean_loss
 from jaxformer.ops.attention import row_entropy
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxformer.errors import UserError
-from jaxformer.inspect.capture import Activations, capture, intervene, value_and_capture_gradients
+from jaxformer.inspect.activations import Activations, capture, intervene, value_and_capture_gradients
 from jaxformer.models.inputs import check_example
 from jaxformer.models.objective import Params
 from jaxformer.ops.precision import upcast

@@ -17,8 +17,8 @@ import jax
 import numpy as np
 
 from jaxformer.contract import contract_of
+from jaxformer.inspect.activations import capture
 from jaxformer.inspect.attention_view import as_bars
-from jaxformer.inspect.capture import capture
 from jaxformer.inspect.labels import layer_label
 from jaxformer.inspect.page import Section, embed
 from jaxformer.models.objective import Params

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jaxformer.contract import contract_of
 from jaxformer.errors import UserError
-from jaxformer.inspect.capture import Activations, capture
+from jaxformer.inspect.activations import Activations, capture
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.inputs import check_example
 from jaxformer.models.objective import Params

@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxformer.config import ModelConfig
 from jaxformer.data.dataset import evenly_spaced
-from jaxformer.inspect.capture import capture_shapes
+from jaxformer.inspect.activations import capture_shapes
 from jaxformer.inspect.charts import STEP, Axis, Line, Lines
 from jaxformer.inspect.labels import layer_label
 from jaxformer.inspect.page import Section, Table, Texts

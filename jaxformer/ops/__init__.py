@@ -1,7 +1,7 @@
 """Pure functions on one example: no Flax, no state, no batch axis (`jax.vmap` adds one).
 
-`jaxformer.ops.attention` is the function; import the other functions of its file with `from jaxformer.ops.attention
-import …`.
+`jaxformer.ops.attention` and `jaxformer.ops.linear_cross_entropy` are functions; import the other names of their files
+with `from jaxformer.ops.attention import …`.
 """
 
 from jaxformer.ops import masks

@@ -71,6 +71,7 @@ def test_a_wrong_gradient_where_there_is_none_is_found() -> None:
     assert {key for key, slope in slopes.items() if not slope.holds} == {"unused"}
 
 
+@pytest.mark.slow
 def test_an_infinite_gradient_does_not_hold() -> None:
     slopes = compare(lambda p: jax.grad(network)(p) | {"b": jnp.full(F, jnp.inf)})
     assert not slopes["b"].holds and slopes["W"].holds

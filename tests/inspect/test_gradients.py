@@ -15,7 +15,7 @@ from jaxformer.parameters import in_order
 from jaxformer.runs import parameter_order
 from tests.arrays import build, normal, random_tokens
 from tests.helpers import exhaustive
-from tests.inspect.test_capture import MODELS, T, V, random_model
+from tests.inspect.test_activations import MODELS, T, V, random_model
 
 CONFIG = DecoderConfig(
     23, 7, 13, n_blocks=2, n_heads=3, n_kv_heads=1, head_dim=5, output_projection=True, d_ff=(17,), norm="rmsnorm"

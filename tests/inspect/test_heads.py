@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from jaxformer.data.dataset import Batch
+from jaxformer.inspect.activations import capture, intervene
 from jaxformer.inspect.attention import attention_entropy
-from jaxformer.inspect.capture import capture, intervene
 from jaxformer.inspect.heads import ablate_heads, ablation_loss, head_statistics, layer_statistics, target_mask
-from jaxformer.inspect.saturation import saturation
+from jaxformer.inspect.softmax_saturation import saturation
 from jaxformer.models.objective import objective_of
 from tests.helpers import exhaustive
-from tests.inspect.test_capture import MODELS, T, V, random_model
+from tests.inspect.test_activations import MODELS, T, V, random_model
 
 pytestmark = pytest.mark.slow
 

@@ -7,7 +7,7 @@ import pytest
 
 from jaxformer.inspect.heads import HeadStatistics
 from jaxformer.inspect.labels import describe_head, head_label, layer_label, position_unit
-from tests.inspect.test_capture import MODELS
+from tests.inspect.test_activations import MODELS
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from jaxformer.errors import UserError
 from jaxformer.inspect import attribution_patching, capture, intervene, patch_activations
 from jaxformer.models.decoder import DecoderConfig
 from tests.arrays import apply, first_params
-from tests.inspect.test_capture import DECODER, MODELS, T, V, random_model
+from tests.inspect.test_activations import DECODER, MODELS, T, V, random_model
 
 TOKENS = jnp.arange(T)[::-1]
 OTHER = (TOKENS + 5) % V

@@ -10,7 +10,7 @@ from jaxformer.errors import UserError
 from jaxformer.inspect import logit_attribution, logit_lens
 from jaxformer.models.decoder import DecoderConfig
 from tests.arrays import apply
-from tests.inspect.test_capture import DECODER, MODELS, T, V, random_model
+from tests.inspect.test_activations import DECODER, MODELS, T, V, random_model
 
 pytestmark = pytest.mark.slow
 

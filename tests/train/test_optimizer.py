@@ -33,7 +33,7 @@ from jaxformer.train.optimizer import (
 from jaxformer.train.setup import TrainSetup
 from tests.arrays import first_params, normal, random_tokens
 from tests.helpers import exhaustive, slow
-from tests.inspect.test_capture import MODELS
+from tests.inspect.test_activations import MODELS
 
 TORCH = Path(__file__).parents[1] / "fixtures/optimizers_torch.npz"
 CONFIGS = {

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxformer.extras import import_extra
+from jaxformer.inspect.activations import Activations, capture
 from jaxformer.inspect.attention import CROSS
-from jaxformer.inspect.capture import Activations, capture
 from jaxformer.models.inputs import check_example
 from jaxformer.models.objective import Params
 

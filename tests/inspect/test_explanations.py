@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from jaxformer.inspect import attention_maps
-from jaxformer.inspect.explain import explain
+from jaxformer.inspect.explanations import explain
 from tests.arrays import apply
-from tests.inspect.test_capture import MODELS, T, V, random_model
+from tests.inspect.test_activations import MODELS, T, V, random_model
 
 pytestmark = pytest.mark.slow
 

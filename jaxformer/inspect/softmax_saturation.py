@@ -23,8 +23,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxformer.data.dataset import Batch
+from jaxformer.inspect.activations import Activations, capture_shapes, intervene
 from jaxformer.inspect.attention import row_tokens_and_mask
-from jaxformer.inspect.capture import Activations, capture_shapes, intervene
 from jaxformer.models.objective import Params, objective_of
 from jaxformer.ops.attention import row_entropy
 from jaxformer.parameters import dotted

@@ -17,7 +17,7 @@ from jax.extend.core import get_opaque_trace_state
 from jaxformer.config import ModelConfig
 from jaxformer.contract import Task, contract_of
 from jaxformer.data.dataset import Batch
-from jaxformer.inspect.capture import Activations, capture, capture_shapes, intervene
+from jaxformer.inspect.activations import Activations, capture, capture_shapes, intervene
 from jaxformer.inspect.difference_quotients import ACCURACY, compare_slopes
 from jaxformer.models.clip import LARGEST_LOG_SCALE
 from jaxformer.models.objective import Params, is_causal_lm, objective_of
@@ -30,8 +30,6 @@ from jaxformer.ops.precision import upcast
 ROUNDING = 1e-5
 """Tolerance of results whose sums are in another order, relative to the largest value. Float32 may exceed it in deep or
 badly scaled models; what exceeds it is computed again in float64, where only a fault does."""
-MEASURED = 1e-3
-"""Uncertainty of a slope, relative to the gradient, above which difference quotients say little about it."""
 BLOCKS = 4
 """Blocks of positions in blockwise attention, whose gradient is checked."""
 
@@ -335,7 +333,7 @@ def dropout_keys(model: nn.Module, params: Params, inputs: Inputs) -> Check:
         return check("it has no dropout", None)
 
     @jax.jit
-    def kept(params: Params, key: jax.Array) -> list[jax.Array]:
+    def dropout_masks(params: Params, key: jax.Array) -> list[jax.Array]:
         """Return the mask of each call of a dropout layer."""
         masks, trace = [], get_opaque_trace_state(convention="flax")
 
@@ -351,7 +349,7 @@ def dropout_keys(model: nn.Module, params: Params, inputs: Inputs) -> Check:
             model.apply({"params": params}, *inputs, rngs={"dropout": key})
         return masks
 
-    drawn = [np.asarray(mask) for seed in range(2) for mask in kept(params, jax.random.key(seed))]
+    drawn = [np.asarray(mask) for seed in range(2) for mask in dropout_masks(params, jax.random.key(seed))]
     # Masks with fewer entries of one kind may be equal by chance.
     drawn = [mask for mask in drawn if 8 <= mask.sum() <= mask.size - 8]
     if not drawn:
@@ -386,7 +384,7 @@ def gradients(model: nn.Module, params: Params, batch: Batch) -> Check:
         plain, mixed = model.config.build(), model.config.build(Execution(attention=attend))
         slopes = compare_slopes(partial(loss, plain), jax.grad(partial(loss, mixed)), exact)
     wrong = [name for name, slope in slopes.items() if not slope.holds]
-    rough = [name for name, slope in slopes.items() if slope.holds and slope.uncertainty > MEASURED]
+    rough = [name for name, slope in slopes.items() if slope.holds and slope.is_rough]
     detail = f"{len(slopes)} parameters, against differences in float64"
     for names, problem in ((wrong, "wrong"), (rough, "too rough to measure")):
         if names:

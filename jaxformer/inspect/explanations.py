@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxformer.contract import contract_of
-from jaxformer.inspect.capture import apply_and_capture
+from jaxformer.inspect.activations import apply_and_capture
 from jaxformer.models.objective import Params
 from jaxformer.nn.embedding import check_tokens
 from jaxformer.ops.attention import row_entropy
