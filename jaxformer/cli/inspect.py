@@ -9,7 +9,7 @@ from typing import Annotated
 from jaxformer.cli import machine
 from jaxformer.cli.arguments import as_command, parse
 from jaxformer.cli.load import RunOptions, open_run, with_run
-from jaxformer.cli.options import POSITIONAL
+from jaxformer.cli.options import POSITIONAL_TOO
 from jaxformer.errors import UserError
 from jaxformer.fields import check_range
 from jaxformer.invocation import command
@@ -26,7 +26,7 @@ log: losses, attention entropy, update ratios, samples."""
 class Arguments:
     """Options of inspect."""
 
-    run: Annotated[str | None, POSITIONAL] = None
+    run: Annotated[str | None, POSITIONAL_TOO] = None
     """Folder of the run; by default the newest below runs/ that has a checkpoint."""
     prompt: str | None = None
     """Text to show; by default a held-out one. It contains [MASK] for a masked language model, and is the source for a
