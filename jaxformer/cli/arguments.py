@@ -22,7 +22,7 @@ from jaxformer.config import Config, ModelConfig
 from jaxformer.config_files import load_module
 from jaxformer.data.infer_config import fit_patches
 from jaxformer.errors import DISK_FULL_ERRORS, UserError
-from jaxformer.fields import check_fields
+from jaxformer.fields import check_fields, not_a_choice
 from jaxformer.object_store import is_url
 from jaxformer.terminal import echo, echo_error, escape_control, escape_line, prepare_streams
 
@@ -228,9 +228,7 @@ def read_value(flag: str, hint: Any, word: str) -> Any:
         values = {"true": True, "false": False} if hint is bool else {str(choice): choice for choice in choices}
         if (value := word.lower() if hint is bool else word) in values:
             return values[value]
-        near = get_close_matches(word, values, 1)
-        remedy = f"; did you mean {near[0]}?" if near else "."
-        raise UserError(f"{flag} is {word!r}; it must be one of {', '.join(values)}{remedy}")
+        raise not_a_choice(flag, word, values)
     if hint not in VALUE_KINDS:
         raise UserError(f"{flag} cannot be given as an option; set it in the config file.")
     try:
