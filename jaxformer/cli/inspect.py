@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -57,6 +58,7 @@ def main(arguments: list[str]) -> int:
 
     from jaxformer.model_page import write_model_page
 
-    write_model_page(run, path, options.prompt, options.examples, options.max_live_parameters)
+    progress = lambda part: echo(f"{part} ...", sys.stderr)  # noqa: E731
+    write_model_page(run, path, options.prompt, options.examples, options.max_live_parameters, progress)
     echo(f"{path}: {path.stat().st_size / 1e6:.2f} MB; open it in a browser")
     return 0
