@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from math import inf, isfinite
 from numbers import Integral, Real
@@ -82,8 +82,7 @@ def check_fields(config: object, max_integer: int = MAX_INTEGER, prefix: str = "
         values, hint = (value, typing.get_args(hint)[0]) if typing.get_origin(hint) is tuple else ((value,), hint)
         if typing.get_origin(hint) is Literal:
             for wrong in (v for v in values if v not in typing.get_args(hint)):
-                choices = ", ".join(map(str, typing.get_args(hint)))
-                raise UserError(f"{f.name} is {wrong!r}; it must be one of {choices}.")
+                raise not_a_choice(f.name, wrong, typing.get_args(hint))
         for number in _numbers(value):
             if isinstance(number, int) and _has_integers(hint) and number > maximum:
                 raise UserError(f"{f.name} is {abbreviate(number)}; it must be at most {maximum}.")
@@ -93,6 +92,14 @@ def check_fields(config: object, max_integer: int = MAX_INTEGER, prefix: str = "
         *_, owner = (cls for cls in type(config).__mro__ if vars(cls).get("__dataclass_fields__", {}).get(f.name) is f)
         if f.name in BOUNDS and owner.__module__.startswith("jaxformer."):
             check_range(config, f"{prefix}{f.name}", **BOUNDS[f.name])
+
+
+def not_a_choice(name: str, value: object, choices: Iterable[object]) -> UserError:
+    """Return the error for a value that is not one of its choices, with a similar one."""
+    words = [*map(str, choices)]
+    near = get_close_matches(str(value), words, 1)
+    remedy = f"; did you mean {near[0]}?" if near else "."
+    return UserError(f"{name} is {abbreviate(value)}; it must be one of {', '.join(words)}{remedy}")
 
 
 def _numbers(value: Any) -> Iterator[int | float]:
@@ -237,9 +244,9 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
             return None
         return _convert(next(a for a in args if a is not type(None)), value, path)
     elif origin is Literal:
-        if value in args:
-            return value
-        raise UserError(f"{path} is {abbreviate(value)}; it must be one of {', '.join(map(str, args))}.")
+        if value not in args:
+            raise not_a_choice(path, value, args)
+        return value
     elif origin is tuple:
         if isinstance(value, list | tuple):
             return tuple(_convert(args[0], v, path) for v in value)

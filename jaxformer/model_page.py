@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,12 +51,14 @@ DEFAULT_TARGETS, MAX_DEFAULT_EXAMPLES = 1000, 256
 
 
 def write_model_page(
-    run: Run, path: Path, prompt: str | None = None, n_examples: int | None = None, max_live_parameters: int = 0
-) -> None:
+    run: Run, path: Path, prompt: str | None = None, n_examples: int | None = None, max_live_parameters: int = 0,
+    progress: Callable[[str], object] = lambda _: None,
+) -> None:  # fmt: skip
     """Write the page about a run with a checkpoint to an HTML file. A prompt replaces the held-out text, and heads and
     gradients are measured on `n_examples` held-out examples. A causal decoder with at most `max_live_parameters`
-    parameters runs live in the page; 0 omits that section. Raises `UserError` if the prompt does not suit the model or
-    the page, or there is neither data nor a prompt."""
+    parameters runs live in the page; 0 omits that section. `progress` is called with the name of each part before it is
+    made. Raises `UserError` if the prompt does not suit the model or the page, or there is neither data nor a
+    prompt."""
     batch, reason = _held_out(run, n_examples)
     example = _example(run, prompt, batch)
     facts = [f"{type(run.model).__name__} of {count_parameters(run.params):,} parameters, at step {run.step:,}."]
@@ -64,6 +66,7 @@ def write_model_page(
     token_text = lambda token: _token_text(run, token)  # noqa: E731
     if example is not None:
         if max_live_parameters and is_causal_lm(run.model):
+            progress("the model on your own text")
             tokenizer = run.text_model()[1]
             text_T = example[0] if prompt else first_words(tokenizer, example[0], N_LIVE_TOKENS)
             try:
@@ -71,16 +74,22 @@ def write_model_page(
             except UserError as error:
                 facts.append(f"The model does not run in this page: {error}")
         mask = run.text_model()[0].vocab_size - 1 if contract_of(run.model).task is Task.MASKED_LM else None
+        progress("attention maps")
         sections.append(model_sections.attention_section(run.model, run.params, example, token_text, mask))
+        progress("logit lens and logit attribution")
         sections += model_sections.residual_stream_sections(run.model, run.params, example, token_text)
     if batch is not None:
+        progress("held-out examples")
         sections += _task_sections(run, batch)
     elif example is not None:
         batch = _as_batch(run, example)
     if batch is not None:
+        progress("statistics and ablation of heads")
         heads = model_sections.head_sections(run.model, run.params, batch)
+        progress("attention saturation")
         measured = heads + model_sections.saturation_sections(run.model, run.params, batch)
         names = token_text if run.tokenizer else None
+        progress("per-example gradients")
         measured += model_sections.gradient_sections(run.model, run.params, batch, names)
         if measured:
             data = "the prompt only" if reason else f"held-out data: {len(batch.inputs[0]):,} examples"
@@ -88,6 +97,7 @@ def write_model_page(
         sections += measured
     if reason:
         facts.append(f"The data of the run cannot be read: {reason}")
+    progress("the training log")
     sections += training_sections(read_metrics(run.path), run.config.model, read_samples(run.path))
     write_page(path.resolve(), f"{run.path.resolve().name}: inspection", facts, sections)
 

@@ -59,6 +59,10 @@ class Run:
     classes: tuple[str, ...] = ()
     """Names of the target classes; empty if targets are tokens or have no names."""
 
+    def __repr__(self) -> str:
+        n, kind = count_parameters(self.params), type(self.model).__name__
+        return f"<Run {self.config.name}: {kind} with {n:,} parameters, at step {self.step:,}, in {self.path}>"
+
     def text_model(self) -> tuple[TokenModelConfig, Tokenizer]:
         """Return the config and the tokenizer of a text model.
 

@@ -56,6 +56,28 @@ def test_an_unknown_choice_in_a_file_is_refused_with_the_known_ones():
 
 
 @pytest.mark.parametrize(
+    ("cls", "values", "message"),
+    [
+        (
+            DecoderConfig,
+            {"activation": "geIu"},
+            "activation is 'geIu'; it must be one of relu, .*did you mean gelu",
+        ),
+        (DecoderConfig, {"activation": ["relu"]}, r"activation is \['relu'\]; it must be one of relu, "),
+        (
+            TrainConfig,
+            {"log_to": ["wandbb"]},
+            "log_to is 'wandbb'; it must be one of tensorboard, .*did you mean wandb",
+        ),
+        (OptimizerConfig, {"name": 3}, "name is 3; it must be one of nesterov_sgd, "),
+    ],
+)
+def test_a_value_that_is_no_choice_is_answered_with_the_choices(cls, values, message):
+    with pytest.raises(UserError, match=message):
+        from_dict(cls, values)
+
+
+@pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({"n_blocks": np.int64(10**12)}, "n_blocks is 1000000000000; it must be at most 1024"),

@@ -4,6 +4,7 @@ import json
 import os
 import sys
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -272,6 +273,15 @@ def test_unwritable_parent_is_refused(tmp_path):
         check_writable_parent(tmp_path / "file/a/run")
     check_writable_parent(tmp_path / "a/run")
     assert [folder_path.name for folder_path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_run_is_shown_on_one_line():
+    tokenizer = Tokenizer.train(["a"], 257)
+    config = Config("mine", EncoderConfig(9, 8, 4, n_heads=1, n_blocks=1), TextConfig(), steps=1)
+    params = {"W": np.zeros((10, 250)), "b": np.zeros(7)}
+    run = Run(Path("runs/mine"), config, config.model.build(), params, tokenizer, step=1200)
+    assert repr(run) == "<Run mine: MaskedLanguageModel with 2,507 parameters, at step 1,200, in runs/mine>"
+    assert repr(tokenizer) == "<Tokenizer of 257 tokens>"
 
 
 def test_text_model_refuses_other_models(tmp_path):

@@ -17,18 +17,25 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from jaxformer.cli.options import help_text, option_groups
+from jaxformer.cli.options import Option, help_text, option_groups
 from jaxformer.config import Config, ModelConfig
 from jaxformer.config_files import load_module
 from jaxformer.data.infer_config import fit_patches
 from jaxformer.errors import DISK_FULL_ERRORS, UserError
-from jaxformer.fields import check_fields
+from jaxformer.fields import check_fields, not_a_choice
 from jaxformer.object_store import is_url
 from jaxformer.terminal import echo, echo_error, escape_control, escape_line, prepare_streams
 
 T = TypeVar("T")
 FLAG = re.compile(r"--[\w.-]*\w")
 """Pattern of a flag."""
+OTHER_NAMES = {
+    "lr": "learning-rate", "epochs": "steps", "max-steps": "steps", "max-iters": "steps", "grad-clip": "clip-norm",
+    "n-layer": "n-blocks", "n-layers": "n-blocks", "n-embd": "d-model", "hidden-size": "d-model",
+    "block-size": "context-length", "seq-len": "context-length", "max-tokens": "max-new-tokens", "dtype": "precision",
+    "data": "path", "dataset": "path", "out-dir": "run", "output-dir": "run",
+}  # fmt: skip
+"""Names of options in other programs, and the names here."""
 SIGPIPE = 13
 """Number of the signal for a pipe without a reader; Windows does not define its name."""
 VALUE_KINDS = {int: "a whole number, such as 1000", float: "a number, such as 0.5", str: "text"}
@@ -163,17 +170,18 @@ def parse(arguments: Sequence[str], default: T, program: str, description: str) 
         echo(help_text(default, program, description))
         sys.exit(0)
     options = [option for group in option_groups(default) for option in group.options]
-    by_flag = {flag: option for option in options if not option.positional for flag in option.flags}
+    by_flag = {flag: option for option in options for flag in option.flags if flag.startswith("--")}
     positional = [option for option in options if option.positional]
     values: dict[tuple[str, ...], Any] = {}
     for group in split_flags(arguments):
         words = group.words
         if group.flag:
             if group.flag not in by_flag:
-                near = get_close_matches(group.flag, by_flag, 1)
-                hint = f"did you mean {near[0]}?" if near else "--help lists all options."
+                near = nearest_flag(group.flag, [*by_flag])
+                hint = f"did you mean {near}?" if near else "--help lists all options."
                 raise UserError(f"unknown option {group.flag}; {hint}")
             option = by_flag[group.flag]
+            check_single(option, values)
             given, words = group.values(option.max_values)
             hint = typing.get_args(option.hint)[0] if option.max_values is None else option.hint
             items = tuple(read_value(group.flag, hint, word) for word in given)
@@ -182,10 +190,31 @@ def parse(arguments: Sequence[str], default: T, program: str, description: str) 
             if not positional:
                 raise UserError(f"{word!r} belongs to no option; omit it, or name its option; see --help.")
             option = positional.pop(0)
+            check_single(option, values)
             values[option.path] = read_value(option.flag, option.hint, word)
     parsed = _replaced(default, values)
     check_fields(parsed)  # nested configs have checked themselves
     return parsed
+
+
+def nearest_flag(flag: str, known: Sequence[str]) -> str | None:
+    """Return the known flag that is probably meant: one with the same name in another group, or a similar one."""
+    by_name = {_name(other): other for other in reversed(known)}
+    name = OTHER_NAMES.get(_name(flag), _name(flag))
+    near = [by_name[other] for other in (name, *sorted(by_name)) if other in by_name and other.startswith(name)]
+    near += get_close_matches(flag, known, 1) + [by_name[other] for other in get_close_matches(name, by_name, 1)]
+    return near[0] if near else None
+
+
+def _name(flag: str) -> str:
+    """Return a flag without its group, such as `batch-size` for `--train.batch-size`."""
+    return flag.removeprefix("--").rpartition(".")[2]
+
+
+def check_single(option: Option, values: Mapping[tuple[str, ...], Any]) -> None:
+    """Raise `UserError` if an option that can be given without its flag already has a value."""
+    if option.path in values:
+        raise UserError(f"{option.flag} is given twice, with and without its flag; give it once.")
 
 
 def read_value(flag: str, hint: Any, word: str) -> Any:
@@ -199,9 +228,7 @@ def read_value(flag: str, hint: Any, word: str) -> Any:
         values = {"true": True, "false": False} if hint is bool else {str(choice): choice for choice in choices}
         if (value := word.lower() if hint is bool else word) in values:
             return values[value]
-        near = get_close_matches(word, values, 1)
-        remedy = f"; did you mean {near[0]}?" if near else "."
-        raise UserError(f"{flag} is {word!r}; it must be one of {', '.join(values)}{remedy}")
+        raise not_a_choice(flag, word, values)
     if hint not in VALUE_KINDS:
         raise UserError(f"{flag} cannot be given as an option; set it in the config file.")
     try:

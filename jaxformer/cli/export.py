@@ -9,7 +9,7 @@ from typing import Annotated, get_args
 from jaxformer.cli import machine
 from jaxformer.cli.arguments import as_command, parse
 from jaxformer.cli.load import RunOptions, open_run, with_run
-from jaxformer.cli.options import POSITIONAL
+from jaxformer.cli.options import POSITIONAL_TOO
 from jaxformer.errors import UserError
 from jaxformer.files import no_empty_parents
 from jaxformer.interop.formats import Dtype, Format
@@ -32,7 +32,7 @@ stablehlo: any model, as a folder with programs that jax runs without this packa
 class Arguments:
     """Options of export."""
 
-    run: Annotated[str | None, POSITIONAL] = None
+    run: Annotated[str | None, POSITIONAL_TOO] = None
     """Folder of the run; by default the newest below runs/ that has a checkpoint."""
     format: Format | None = None
     """Format to write."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -9,7 +10,7 @@ from typing import Annotated
 from jaxformer.cli import machine
 from jaxformer.cli.arguments import as_command, parse
 from jaxformer.cli.load import RunOptions, open_run, with_run
-from jaxformer.cli.options import POSITIONAL
+from jaxformer.cli.options import POSITIONAL_TOO
 from jaxformer.errors import UserError
 from jaxformer.fields import check_range
 from jaxformer.invocation import command
@@ -26,7 +27,7 @@ log: losses, attention entropy, update ratios, samples."""
 class Arguments:
     """Options of inspect."""
 
-    run: Annotated[str | None, POSITIONAL] = None
+    run: Annotated[str | None, POSITIONAL_TOO] = None
     """Folder of the run; by default the newest below runs/ that has a checkpoint."""
     prompt: str | None = None
     """Text to show; by default a held-out one. It contains [MASK] for a masked language model, and is the source for a
@@ -57,6 +58,7 @@ def main(arguments: list[str]) -> int:
 
     from jaxformer.model_page import write_model_page
 
-    write_model_page(run, path, options.prompt, options.examples, options.max_live_parameters)
+    progress = lambda part: echo(f"{part} ...", sys.stderr)  # noqa: E731
+    write_model_page(run, path, options.prompt, options.examples, options.max_live_parameters, progress)
     echo(f"{path}: {path.stat().st_size / 1e6:.2f} MB; open it in a browser")
     return 0

@@ -6,9 +6,10 @@ import dataclasses
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from jaxformer.cli.arguments import run_named
+from jaxformer.cli.options import POSITIONAL_TOO
 from jaxformer.cli.train import RUNS
 from jaxformer.terminal import echo
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 class RunOptions:
     """A checkpoint of a run, and the format and mesh of its parameters."""
 
-    run: str | None = None
+    run: Annotated[str | None, POSITIONAL_TOO] = None
     """Folder of the run, or its URL, s3://bucket/run; by default the newest below runs/ that has a checkpoint."""
     checkpoint: str = "last"
     """'last', 'best', or a step."""

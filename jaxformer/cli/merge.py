@@ -7,7 +7,7 @@ from typing import Annotated
 
 from jaxformer.cli import machine
 from jaxformer.cli.arguments import as_command, folder_named, parse, run_named
-from jaxformer.cli.options import POSITIONAL
+from jaxformer.cli.options import POSITIONAL_TOO
 from jaxformer.errors import UserError
 from jaxformer.files import no_empty_parents
 from jaxformer.invocation import command
@@ -22,7 +22,7 @@ run."""
 class Arguments:
     """Options of merge."""
 
-    run: Annotated[str, POSITIONAL] = ""
+    run: Annotated[str, POSITIONAL_TOO] = ""
     """Folder of a run that was trained with --lora.rank."""
     out: str = ""
     """Folder of the run to write."""

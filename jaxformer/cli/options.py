@@ -19,6 +19,8 @@ MERGED = "merged"
 """Marker for a nested dataclass whose fields become options without its name as a prefix."""
 POSITIONAL = "positional"
 """Marker for a field that is given without a flag."""
+POSITIONAL_TOO = "positional too"
+"""Marker for a field that is given with or without its flag."""
 HIDDEN = "hidden"
 """Marker for a field that is not an option."""
 MAX_LINE_COLUMNS = 100
@@ -33,13 +35,14 @@ class Option:
     path: tuple[str, ...]
     """Names of the fields that lead to it."""
     flag: str
-    """Flag, such as `--model.n-heads`; for a positional option, the field's name."""
+    """Flag, such as `--model.n-heads`; for an option without one, the field's name."""
     hint: Any
     """The field's type."""
     default: Any
     owner: type
     """The dataclass of the field."""
     positional: bool
+    """True if it can be given without a flag."""
 
     @property
     def flags(self) -> tuple[str, ...]:
@@ -54,9 +57,15 @@ class Option:
 
     def usage(self) -> str:
         """Return the option and the form of its value, as --help shows them."""
-        if self.positional:
-            return f"[{self.flag.upper()}]"
-        return ", ".join(self.flags) if self.hint is bool else f"{self.flag} {_metavar(self.hint)}"
+        if not self.flag.startswith("--"):
+            return self.placeholder
+        with_flag = ", ".join(self.flags) if self.hint is bool else f"{self.flag} {_metavar(self.hint)}"
+        return f"{self.placeholder}, {with_flag}" if self.positional else with_flag
+
+    @property
+    def placeholder(self) -> str:
+        """Name of a positional option in --help, such as `[RUN]`."""
+        return f"[{self.path[-1].upper()}]"
 
     def help(self) -> str:
         """Return the field's docstring and its default."""
@@ -95,8 +104,8 @@ def option_groups(default: Any, prefix: str = "", path: tuple[str, ...] = ()) ->
         elif dataclasses.is_dataclass(value):
             inner += option_groups(value, f"{prefix}{f.name}.", field_path)
         elif HIDDEN not in marks:
-            positional = POSITIONAL in marks
-            flag = f.name if positional else f"--{prefix}{f.name}".replace("_", "-")
+            flag = f.name if POSITIONAL in marks else f"--{prefix}{f.name}".replace("_", "-")
+            positional = bool({POSITIONAL, POSITIONAL_TOO} & {*marks})
             group.options.append(Option(field_path, flag, hint, value, type(default), positional))
     return [group, *inner]
 
@@ -105,7 +114,7 @@ def help_text(default: Any, program: str, description: str) -> str:
     """Return the text of --help for a dataclass, with the values in `default` as defaults. Lines are wrapped, but flags
     are never broken."""
     groups = option_groups(default)
-    arguments = [option.usage() for group in groups for option in group.options if option.positional]
+    arguments = [option.placeholder for group in groups for option in group.options if option.positional]
     parts = [paragraphs(" ".join(["usage:", program, "[OPTIONS]", *arguments])), paragraphs(description)]
     for number, group in enumerate(groups):
         lines = [f"{group.title}:", *([paragraphs(group.about, 2)] if group.about else [])]

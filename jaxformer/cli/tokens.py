@@ -9,7 +9,7 @@ from typing import Annotated
 
 from jaxformer.cli.arguments import as_command, parse
 from jaxformer.cli.load import RunOptions, run_folder
-from jaxformer.cli.options import POSITIONAL
+from jaxformer.cli.options import POSITIONAL, POSITIONAL_TOO
 from jaxformer.data.tokenizer import Tokenizer, find_tokenizer
 from jaxformer.errors import UserError
 from jaxformer.invocation import command
@@ -25,7 +25,7 @@ class Arguments:
 
     text: Annotated[str, POSITIONAL] = ""
     """Text, in quotation marks."""
-    run: str | None = None
+    run: Annotated[str | None, POSITIONAL_TOO] = None
     """Folder or URL of the run whose tokenizer is used; by default the newest below runs/ that has a checkpoint."""
     tokenizer: str | None = None
     """File or folder of a published tokenizer.json, instead of a run's tokenizer."""

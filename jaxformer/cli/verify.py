@@ -15,7 +15,7 @@ import numpy as np
 from jaxformer.cli import machine
 from jaxformer.cli.arguments import as_command, parse
 from jaxformer.cli.load import RunOptions, open_run, with_run
-from jaxformer.cli.options import POSITIONAL
+from jaxformer.cli.options import POSITIONAL_TOO
 from jaxformer.config import ComputeConfig
 from jaxformer.contract import Task
 from jaxformer.fields import check_range
@@ -41,7 +41,7 @@ deviation and the tolerance for rounding. The exit status is 1 if a check fails.
 class Arguments:
     """Options of verify."""
 
-    run: Annotated[str | None, POSITIONAL] = None
+    run: Annotated[str | None, POSITIONAL_TOO] = None
     """Folder of the run; by default the newest below runs/ that has a checkpoint."""
     checkpoint: str = "last"
     """'last', 'best', or a step."""

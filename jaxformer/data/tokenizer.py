@@ -66,6 +66,9 @@ class Tokenizer:
         if self.vocab_size > MAX_BY_FIELD["vocab_size"]:  # libraries allocate a row per id
             raise UserError(f"has a token {self.vocab_size - 1:,}; ids must be below {MAX_BY_FIELD['vocab_size']:,}")
 
+    def __repr__(self) -> str:
+        return f"<Tokenizer of {self.vocab_size:,} tokens>"
+
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> Tokenizer:
         """Train on the texts, or on a sample of 1 in 2, 4, 8, … (`one_in`) within `MAX_LEARNED_CHARACTERS` and

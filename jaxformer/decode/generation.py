@@ -179,7 +179,7 @@ class PieceIterator:
         self.ended_B[row] = True
 
 
-@dataclass
+@dataclass(repr=False)
 class Generation(PieceIterator):
     """An iterator over the pieces of a batch; the first piece has the first token of each row.
 

@@ -52,7 +52,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Autopsy:
-    """The first non-finite value of a step; `str()` gives a table of the values around it."""
+    """The first non-finite value of a step, shown as a table of the values around it."""
 
     origin: str
     """'the output of blocks.1.mlp', 'the gradient that blocks.1.mlp passes back to blocks.1.mlp_norm', 'the gradient of
@@ -64,7 +64,7 @@ class Autopsy:
     """Outputs in order of computation: a module follows its submodules, and the loss is last."""
     parameters: tuple[Row, ...]
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         first, last = max(0, self.index - CONTEXT_ROWS), self.index + CONTEXT_ROWS + 1
         own = [p for p in self.parameters if _module_index(p.name, self.modules) == self.index]
         lines = [f"{self.origin}, {self.direction}"]

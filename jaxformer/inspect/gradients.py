@@ -28,11 +28,11 @@ IN_BLOCK = re.compile(r"(?P<stack>(?:.+\.)?\w*blocks)\.(?P<block>\d+)\.(?P<part>
 
 @dataclass(frozen=True)
 class GradientReport:
-    """Norms per parameter; `str()` gives a table."""
+    """Norms per parameter, shown as a table."""
 
     rows: tuple[Row, ...]
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         table = [("parameter", "g", "w", "u = lr·g/w", "update/w")]
         for row in self.rows:
             update = "" if row.update is None else f"{row.update:9.2e}"

@@ -16,10 +16,12 @@ from flax.traverse_util import flatten_dict
 
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError
+from jaxformer.extras import missing_extras
 from jaxformer.interop.configs import ROPE_FIELDS, read_config, write_config
 from jaxformer.interop.families import FAMILIES, Family, Weight, always, never
 from jaxformer.interop.layout import Layout, axis_sizes
 from jaxformer.interop.weights import rows
+from jaxformer.invocation import command
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.objective import Params
 from jaxformer.nn.norms import NORMS, epsilon
@@ -55,9 +57,12 @@ def publish(run: Run) -> Published:
     nearest = min(lacking, key=lambda name: len(lacking[name]))  # the first of equals
     if lacking[nearest]:
         parts = [f"{name} {value!r}" for name, value in lacking[nearest].items()]
+        extra = missing_extras("safetensors")
+        install = f" (install it with pip install 'jaxformer[{extra}]')" if extra else ""
         raise UserError(
             f"{' and '.join(parts)} {'have' if parts[1:] else 'has'} no equivalent in {nearest}, the nearest of the "
-            f"published families {', '.join(FAMILIES)}; use --format safetensors, or train one of these."
+            f"published families {', '.join(FAMILIES)}; use --format safetensors{install}, or train one of these, "
+            f"such as {command('train')} --config quick:llama."
         )
     family = FAMILIES[nearest]
     return Published(write_config(config, family), config.n_positions, published_tensors(run.params, config, family))

@@ -44,6 +44,13 @@ TRAIN = [
     ("--stepz 4", "unknown option --stepz; did you mean --steps?"),
     ("--model.n-head 3", "unknown option --model.n-head; did you mean --model.n-heads?"),
     ("--optimiser.learning-rate=3", "did you mean --optimizer.learning-rate?"),
+    ("--lr 3", "unknown option --lr; did you mean --optimizer.learning-rate?"),
+    ("--optimizer.lr 3", "did you mean --optimizer.learning-rate?"),
+    ("--batch-size 3", "did you mean --train.batch-size?"),
+    ("--epochs 3", "did you mean --steps?"),
+    ("--n-layer 3", "did you mean --model.n-blocks?"),
+    ("--learnig-rate 3", "did you mean --optimizer.learning-rate?"),
+    ("--unheard-of 3", "unknown option --unheard-of; --help lists all options."),
     ("--steps many", "--steps"),
     ("--train.sample-prompt \udcff", "train.sample_prompt contains bytes that are not UTF-8; encode it as UTF-8."),
     ("--steps 2.5", "--steps"),
@@ -119,7 +126,20 @@ def test_wrong_training_options_are_one_sentence(here, capsys, options, message)
     assert sorted(p.name for p in here.iterdir()) == before
 
 
+@pytest.mark.parametrize("name", ["inspect", "verify", "export", "eval", "sample", "tokens", "merge"])
+def test_a_run_is_named_with_or_without_the_flag(here, capsys, name):
+    """In each command that reads one run."""
+    others = {"export": ["--format", "gguf"], "merge": ["--out", "merged"], "tokens": ["a text"]}.get(name, [])
+    messages = []
+    for given in (["file"], ["--run", "file"], ["file", "--run", "file"], ["--run", "taken", "file"]):
+        assert everything.main([name, *others, *given]) == 2
+        messages.append(capsys.readouterr().err)
+    assert messages[:2] == ["error: --run file is a file; name a folder.\n"] * 2
+    assert messages[2:] == ["error: --run is given twice, with and without its flag; give it once.\n"] * 2
+
+
 SAMPLE = [
+    ("--temp 1", "unknown option --temp; did you mean --temperature?"),
     ("--temprature 1", "unknown option --temprature; did you mean --temperature?"),
     ("--temperature -0.1", "temperature is -0.1"),
     ("--temperature warm", "--temperature"),
@@ -254,7 +274,8 @@ def test_help_wraps_lines_once_and_breaks_no_flag(capsys, monkeypatch, command, 
 
 def test_help_shows_type_text_and_default_of_an_option():
     shown = help_text(sample.Arguments(), "sample.py", "Continue texts.")
-    assert shown.startswith("usage: sample.py [OPTIONS]\n\nContinue texts.\n\noptions:\n  -h, --help\n")
+    assert shown.startswith("usage: sample.py [OPTIONS] [RUN]\n\nContinue texts.\n\noptions:\n  -h, --help\n")
+    assert "  [RUN], --run STR|none\n      Folder of the run" in shown
     assert "  --cache-dtype {float32,bfloat16,int8}\n" in shown and "  --explain, --no-explain\n" in shown
     assert "  --num-beams INT\n      Beams of a beam search" in shown and "(default: 1)" in shown
     assert "  --top-k INT|none\n      Number of most likely tokens to sample from.\n" in shown

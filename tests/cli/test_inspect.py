@@ -47,7 +47,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_page_of_a_prompt_in_a_browser(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
     page = tmp_path / "page.html"
     assert inspect.main([str(run), "--prompt", EVIL, "--out", str(page), "--examples", "2"]) == 0
-    assert capsys.readouterr().out.startswith(f"{page}: ") and page.stat().st_size < 1e6
+    printed = capsys.readouterr()
+    assert printed.out.startswith(f"{page}: ") and page.stat().st_size < 1e6
+    parts = printed.err.splitlines()
+    assert parts[:2] == ["the model on your own text ...", "attention maps ..."] and parts[-1] == "the training log ..."
     text, rows = page.read_text(encoding="utf-8"), read_metrics(run)
 
     def lines(title: str) -> list[tuple[str, list, list]]:
@@ -201,7 +204,7 @@ def test_full_disk_is_a_user_error_and_leaves_the_old_page(
 
     monkeypatch.setattr(Path, "write_bytes", full)
     assert inspect.main([str(path), "--prompt", EVIL]) == 2
-    error = capsys.readouterr().err
+    error = capsys.readouterr().err.splitlines(keepends=True)[-1]
     assert error == f"error: {path}/inspect.html: No space left on device; free some space.\n"
     assert (path / "inspect.html").read_text() == "old" and not list(path.glob("*.new"))
 

@@ -317,7 +317,7 @@ def test_replay_uses_the_dropout_keys():
 
 def test_table_shows_rows_around_the_origin_and_its_parameters():
     result = first_non_finite(*damaged(3e38, "blocks_1", "mlp", "W_1"), BATCH)
-    lines = str(result).splitlines()
+    lines = repr(result).splitlines()
     assert lines[0] == "the output of blocks.1.mlp, forward"
     marked = [line for line in lines if line.startswith(">")]
     assert len(marked) == 1 and marked[0].split()[1] == "blocks.1.mlp"

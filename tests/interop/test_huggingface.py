@@ -110,6 +110,16 @@ def test_part_without_an_equivalent_is_named(run, tmp_path, changes, message):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_model_without_an_equivalent_is_answered_with_one_and_the_extra_to_install(run, tmp_path, monkeypatch):
+    monkeypatch.setattr("jaxformer.extras.importlib.util.find_spec", lambda _: None)  # a plain installation
+    with pytest.raises(UserError) as error:
+        export_huggingface(replace(run, config=load_config("quick")), tmp_path / "out")
+    message = str(error.value)
+    assert message.startswith("activation 'relu' and bias True have no equivalent in qwen3")
+    assert "use --format safetensors (install it with pip install 'jaxformer[hf]'), or train" in message
+    assert message.endswith("train --config quick:llama.")
+
+
 @pytest.mark.parametrize("name", ["quick.py:llama", "gpt.py:llama_1b", "gpt.py:llama_7b", "gpt.py:llama_70b"])
 def test_committed_llamas_have_an_equivalent(name):
     config = load_config(f"{ROOT}/configs/{name}").model
