@@ -291,7 +291,7 @@ def mirror_of(folder: Path) -> Mirror | None:
 
 def is_split() -> bool:
     """Return True while several processes train a run on object storage, each with its own folder of shards."""
-    return jax.process_count() > 1 and bool(_mirrors)
+    return bool(_mirrors) and jax.process_count() > 1  # in this order: a reader does not start JAX's devices
 
 
 def share_run(folder: Path) -> Path:
