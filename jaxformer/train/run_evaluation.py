@@ -102,10 +102,11 @@ def load_held_out_text(
     tokens = tokenize(documents, tokenizer)
     lengths = text_lengths(tokens, documents.n_bytes, tokenizer)
     size = f"{path}: {len(documents):,} documents, {len(tokens):,} tokens; "
+    notes = "".join(f"; {note}" for note in documents.notes)
     if run.config.data.has_segments:
         if stride is not None:
             raise UserError(f"stride is {stride}, but this run has packed documents, not windows; omit it.")
         packed = replace(pack_documents(tokens, tokenizer, length), token_lengths=lengths)
-        return packed, f"{size}packed into {len(packed.rows):,} rows of {length}"
+        return packed, f"{size}packed into {len(packed.rows):,} rows of {length}{notes}"
     text = HeldOutText(tokens, lengths, length, limit, stride)
-    return text, f"{size}windows of {length} tokens, {stride or limit} apart"
+    return text, f"{size}windows of {length} tokens, {stride or limit} apart{notes}"

@@ -1,0 +1,129 @@
+"""Listing of the files of folders and globs, by one rule: hidden ones are left out, and none is read twice."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import NamedTuple
+
+from jaxformer.errors import UserError
+
+MAGIC = re.compile(r"[*?[]")
+"""Pattern of the characters that make a name a glob."""
+HIDDEN = "hidden"
+LeftOut = defaultdict[str, set[Path]]
+"""Paths that are left out, by reason."""
+
+
+class Listing(NamedTuple):
+    """Files to read, and how many are left out."""
+
+    files: list[Path]
+    """Sorted."""
+    left_out: Counter[str] = Counter()
+    """Number of paths by reason, such as `HIDDEN` or a suffix."""
+
+    @property
+    def reasons(self) -> str:
+        """Why files are left out, such as "2 hidden, 1 .md"; empty if none are."""
+        return ", ".join(f"{n:,} {reason}" for reason, n in self.left_out.most_common())
+
+    def notes(self, name: str) -> tuple[str, ...]:
+        """Return a note about what is left out of the named folder or glob, or none."""
+        read = f"{len(self.files):,} file(s) of {name} are read"
+        return (f"{read}; left out: {self.reasons}",) if self.left_out else ()
+
+
+def list_files(location: Path, is_wanted: Callable[[Path], bool]) -> Listing:
+    """Return the files of a location: the file itself, the wanted ones below a folder, or the matches of a glob.
+
+    What exists is taken literally, also as the beginning of a glob. Hidden names, which begin with a dot, are left out
+    unless the location spells them. Links are followed, but nothing is read twice. Raises `UserError` for a folder or a
+    link that cannot be read, as what it holds would be missing from the data.
+    """
+    base, parts = location, list[str]()
+    while not base.exists() and base != base.parent:
+        base, parts = base.parent, [base.name, *parts]
+    is_folder = not parts and base.is_dir()
+    parts = ["**", "*"] if is_folder else parts
+    left_out: LeftOut = defaultdict(set)
+    files: dict[str, Path] = {}
+    for path in sorted({*_match(base, parts, left_out)}):
+        try:
+            mode, failure = path.stat().st_mode, None
+        except OSError as error:
+            mode, failure = 0, error
+        if stat.S_ISDIR(mode):
+            if "**" not in parts:
+                left_out["folder(s), which ** would search"].add(path)
+        elif is_folder and not is_wanted(path):
+            left_out[path.suffix.lower() or "without a suffix"].add(path)
+        elif stat.S_ISREG(mode):
+            if files.setdefault(os.path.realpath(path), path) is not path:
+                left_out["repeated by a link"].add(path)
+        elif failure and (os.path.islink(path) or not isinstance(failure, FileNotFoundError | NotADirectoryError)):
+            raise _unreadable(path, failure)
+    return Listing([*files.values()], Counter({reason: len(paths) for reason, paths in left_out.items()}))
+
+
+def _match(folder: Path, parts: Sequence[str], left_out: LeftOut) -> Iterator[Path]:
+    """Yield the paths below a folder that match the parts of a glob, and those that may not exist if its last parts
+    have no pattern."""
+    if not parts:
+        yield folder
+    elif parts[0] == "**":
+        for below in _folders(folder, left_out):
+            yield from _match(below, parts[1:] or ["*"], left_out)
+    elif not MAGIC.search(parts[0]):
+        yield from _match(folder / parts[0], parts[1:], left_out)
+    else:
+        for path, _ in _entries(folder):
+            if fnmatch(path.name, parts[0]):
+                if is_hidden(path) and not parts[0].startswith("."):
+                    left_out[HIDDEN].add(path)
+                else:
+                    yield from _match(path, parts[1:], left_out)
+
+
+def _folders(top: Path, left_out: LeftOut) -> Iterator[Path]:
+    """Yield a folder and those below it, each once, and by a link only what is not there otherwise."""
+    folders, links, seen = [top], list[Path](), set[str]()
+    while folders or links:
+        folder = (folders or links).pop(0)
+        if (real := os.path.realpath(folder)) in seen:
+            left_out["repeated by a link"].add(folder)
+            continue
+        seen.add(real)
+        yield folder
+        for path, is_folder in _entries(folder):
+            if is_folder and is_hidden(path):
+                left_out[HIDDEN].add(path)
+            elif is_folder:
+                (links if path.is_symlink() else folders).append(path)
+
+
+def _entries(folder: Path) -> list[tuple[Path, bool]]:
+    """Return the paths in a folder, sorted, each with True for a folder; none if there is no such folder."""
+    try:
+        with os.scandir(folder) as entries:
+            return sorted((folder / entry.name, entry.is_dir()) for entry in entries)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise _unreadable(Path(error.filename or folder), error) from error
+
+
+def _unreadable(path: Path, error: OSError) -> UserError:
+    link = f", a link to {os.readlink(path)}," if os.path.islink(path) else ""
+    remedy = "make it readable, remove it, or name what to read with a glob"
+    return UserError(f"{path}{link} cannot be read: {error.strerror}; {remedy}.")
+
+
+def is_hidden(path: Path) -> bool:
+    """Return True for a name that begins with a dot."""
+    return path.name.startswith(".")
