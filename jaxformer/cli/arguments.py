@@ -174,6 +174,8 @@ def parse(arguments: Sequence[str], default: T, program: str, description: str) 
                 hint = f"did you mean {near[0]}?" if near else "--help lists all options."
                 raise UserError(f"unknown option {group.flag}; {hint}")
             option = by_flag[group.flag]
+            if option.is_bool and words and (group.has_equals or not positional):
+                raise UserError(f"{group.flag} is {words[0]!r}, but it has no value; give {' or '.join(option.flags)}.")
             given, words = group.values(option.max_values)
             hint = typing.get_args(option.hint)[0] if option.max_values is None else option.hint
             items = tuple(read_value(group.flag, hint, word) for word in given)
@@ -195,10 +197,10 @@ def read_value(flag: str, hint: Any, word: str) -> Any:
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         (hint,) = (choice for choice in choices if choice is not type(None))
         return None if word.lower() == "none" else read_value(flag, hint, word)
-    if hint is bool or typing.get_origin(hint) is typing.Literal:
-        values = {"true": True, "false": False} if hint is bool else {str(choice): choice for choice in choices}
-        if (value := word.lower() if hint is bool else word) in values:
-            return values[value]
+    if typing.get_origin(hint) is typing.Literal:
+        values = {str(choice): choice for choice in choices}
+        if word in values:
+            return values[word]
         near = get_close_matches(word, values, 1)
         remedy = f"; did you mean {near[0]}?" if near else "."
         raise UserError(f"{flag} is {word!r}; it must be one of {', '.join(values)}{remedy}")
