@@ -7,36 +7,36 @@ import re
 import stat
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import NamedTuple
 
 from jaxformer.errors import UserError
 
 MAGIC = re.compile(r"[*?[]")
 """Pattern of the characters that make a name a glob."""
-HIDDEN = "hidden"
 LeftOut = defaultdict[str, set[Path]]
 """Paths that are left out, by reason."""
 
 
-class Listing(NamedTuple):
+@dataclass(frozen=True)
+class Listing:
     """Files to read, and how many are left out."""
 
     files: list[Path]
     """Sorted."""
-    left_out: Counter[str] = Counter()
-    """Number of paths by reason, such as `HIDDEN` or a suffix."""
+    left_out: Counter[str] = field(default_factory=Counter)
+    """Number of paths by reason, such as a suffix."""
 
     @property
-    def reasons(self) -> str:
-        """Why files are left out, such as "2 hidden, 1 .md"; empty if none are."""
-        return ", ".join(f"{n:,} {reason}" for reason, n in self.left_out.most_common())
+    def omission(self) -> str:
+        """What is left out, in brackets, such as " (left out: 2 hidden, 1 .md)"; empty if nothing is."""
+        reasons = ", ".join(f"{n:,} {reason}" for reason, n in self.left_out.most_common())
+        return f" (left out: {reasons})" if reasons else ""
 
     def notes(self, name: str) -> tuple[str, ...]:
         """Return a note about what is left out of the named folder or glob, or none."""
-        read = f"{len(self.files):,} file(s) of {name} are read"
-        return (f"{read}; left out: {self.reasons}",) if self.left_out else ()
+        return (f"{len(self.files):,} file(s) of {name} are read{self.omission}",) if self.left_out else ()
 
 
 def list_files(location: Path, is_wanted: Callable[[Path], bool]) -> Listing:
@@ -54,20 +54,21 @@ def list_files(location: Path, is_wanted: Callable[[Path], bool]) -> Listing:
     left_out: LeftOut = defaultdict(set)
     files: dict[str, Path] = {}
     for path in sorted({*_match(base, parts, left_out)}):
+        is_unwanted = is_folder and not is_wanted(path)
         try:
-            mode, failure = path.stat().st_mode, None
+            mode = path.stat().st_mode
         except OSError as error:
-            mode, failure = 0, error
+            is_missing = isinstance(error, FileNotFoundError | NotADirectoryError) and not path.is_symlink()
+            if is_missing or is_unwanted:
+                continue
+            raise _unreadable(path, error) from error
         if stat.S_ISDIR(mode):
             if "**" not in parts:
                 left_out["folder(s), which ** would search"].add(path)
-        elif is_folder and not is_wanted(path):
+        elif is_unwanted:
             left_out[path.suffix.lower() or "without a suffix"].add(path)
-        elif stat.S_ISREG(mode):
-            if files.setdefault(os.path.realpath(path), path) is not path:
-                left_out["repeated by a link"].add(path)
-        elif failure and (os.path.islink(path) or not isinstance(failure, FileNotFoundError | NotADirectoryError)):
-            raise _unreadable(path, failure)
+        elif stat.S_ISREG(mode) and files.setdefault(os.path.realpath(path), path) is not path:
+            left_out["repeated by a link"].add(path)
     return Listing([*files.values()], Counter({reason: len(paths) for reason, paths in left_out.items()}))
 
 
@@ -85,7 +86,7 @@ def _match(folder: Path, parts: Sequence[str], left_out: LeftOut) -> Iterator[Pa
         for path, _ in _entries(folder):
             if fnmatch(path.name, parts[0]):
                 if is_hidden(path) and not parts[0].startswith("."):
-                    left_out[HIDDEN].add(path)
+                    left_out["hidden"].add(path)
                 else:
                     yield from _match(path, parts[1:], left_out)
 
@@ -102,7 +103,7 @@ def _folders(top: Path, left_out: LeftOut) -> Iterator[Path]:
         yield folder
         for path, is_folder in _entries(folder):
             if is_folder and is_hidden(path):
-                left_out[HIDDEN].add(path)
+                left_out["hidden"].add(path)
             elif is_folder:
                 (links if path.is_symlink() else folders).append(path)
 
@@ -119,7 +120,7 @@ def _entries(folder: Path) -> list[tuple[Path, bool]]:
 
 
 def _unreadable(path: Path, error: OSError) -> UserError:
-    link = f", a link to {os.readlink(path)}," if os.path.islink(path) else ""
+    link = f", a link to {path.readlink()}," if isinstance(error, FileNotFoundError) else ""
     remedy = "make it readable, remove it, or name what to read with a glob"
     return UserError(f"{path}{link} cannot be read: {error.strerror}; {remedy}.")
 

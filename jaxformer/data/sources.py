@@ -38,7 +38,8 @@ ROWS_AT_ONCE = 64
 """Number of rows of a binary file that are in memory at once."""
 GZIP = ".gz"
 CODE = {
-    ".c", ".cpp", ".css", ".go", ".h", ".html", ".java", ".js", ".md", ".py", ".rs", ".rst", ".sh", ".tex", ".ts", ".xml",
+    ".c", ".cpp", ".css", ".go", ".h", ".html", ".java", ".js", ".md", ".py", ".rs", ".rst", ".sh", ".tex", ".ts",
+    ".xml",
 }  # fmt: skip
 """Suffixes of source code and markup. Like .txt and a file without a suffix, each file is one document, but its lines
 are never joined; folders are searched only for .txt."""
@@ -56,12 +57,11 @@ def find_files(path: str) -> Listing:
     location = locate(path)
     saved = _saved_dataset(location)
     listing = Listing(saved) if saved else list_files(location, lambda file: suffix_of(file) in READERS)
-    left_out = f" (left out: {listing.reasons})" if listing.left_out else ""
     if not listing.files and location.is_dir():
-        problem = f"the folder {path} holds no file of {', '.join(READERS)}{left_out}"
+        problem = f"the folder {path} holds no file of {', '.join(READERS)}{listing.omission}"
         raise UserError(f"{problem}; name a file or a glob such as '{path}/*'.")
     if not listing.files:
-        raise UserError(f"no data at {path}{left_out}; give {FORMS}.")
+        raise UserError(f"no data at {path}{listing.omission}; give {FORMS}.")
     counts = Counter(_kind(file) for file in listing.files)
     if len(counts) > 1:
         listed = ", ".join(f"{n:,} {kind}" for kind, n in counts.most_common())
