@@ -30,7 +30,7 @@ class Listing:
 
     @property
     def omission(self) -> str:
-        """What is left out, in brackets, such as " (left out: 2 hidden, 1 .md)"; empty if nothing is."""
+        """Return what is left out, in brackets, such as " (left out: 2 hidden, 1 .md)"; empty if nothing is."""
         reasons = ", ".join(f"{n:,} {reason}" for reason, n in self.left_out.most_common())
         return f" (left out: {reasons})" if reasons else ""
 
@@ -39,8 +39,8 @@ class Listing:
         return (f"{len(self.files):,} file(s) of {name} are read{self.omission}",) if self.left_out else ()
 
 
-def list_files(location: Path, is_wanted: Callable[[Path], bool]) -> Listing:
-    """Return the files of a location: the file itself, the wanted ones below a folder, or the matches of a glob.
+def list_files(location: Path, is_known_kind: Callable[[Path], bool]) -> Listing:
+    """Return the files of a location: the file itself, those of a known kind below a folder, or the matches of a glob.
 
     What exists is taken literally, also as the beginning of a glob. Hidden names, which begin with a dot, are left out
     unless the location spells them. Links are followed, but nothing is read twice. Raises `UserError` for a folder or a
@@ -54,18 +54,18 @@ def list_files(location: Path, is_wanted: Callable[[Path], bool]) -> Listing:
     left_out: LeftOut = defaultdict(set)
     files: dict[str, Path] = {}
     for path in sorted({*_match(base, parts, left_out)}):
-        is_unwanted = is_folder and not is_wanted(path)
+        is_unknown = is_folder and not is_known_kind(path)
         try:
             mode = path.stat().st_mode
         except OSError as error:
             is_missing = isinstance(error, FileNotFoundError | NotADirectoryError) and not path.is_symlink()
-            if is_missing or is_unwanted:
+            if is_missing or is_unknown:
                 continue
             raise _unreadable(path, error) from error
         if stat.S_ISDIR(mode):
             if "**" not in parts:
                 left_out["folder(s), which ** would search"].add(path)
-        elif is_unwanted:
+        elif is_unknown:
             left_out[path.suffix.lower() or "without a suffix"].add(path)
         elif stat.S_ISREG(mode) and files.setdefault(os.path.realpath(path), path) is not path:
             left_out["repeated by a link"].add(path)
@@ -93,13 +93,13 @@ def _match(folder: Path, parts: Sequence[str], left_out: LeftOut) -> Iterator[Pa
 
 def _folders(top: Path, left_out: LeftOut) -> Iterator[Path]:
     """Yield a folder and those below it, each once, and by a link only what is not there otherwise."""
-    folders, links, seen = [top], list[Path](), set[str]()
+    folders, links, visited = [top], list[Path](), set[str]()
     while folders or links:
         folder = (folders or links).pop(0)
-        if (real := os.path.realpath(folder)) in seen:
+        if (real := os.path.realpath(folder)) in visited:
             left_out["repeated by a link"].add(folder)
             continue
-        seen.add(real)
+        visited.add(real)
         yield folder
         for path, is_folder in _entries(folder):
             if is_folder and is_hidden(path):
