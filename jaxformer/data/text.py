@@ -20,6 +20,7 @@ MIN_WRAPPED_LINES, MIN_WRAPPED_FRACTION = 3, 0.6
 MID_SENTENCE = re.compile(r"[^\W\d_]\S{0,18}( \S|$)")
 """Beginning of a line of prose: a word. It is longer in encoded data and in scripts without spaces, and followed by
 several spaces in tables."""
+FIRST_LETTER = re.compile(r"\w")
 MARKUP = re.compile(r"[-*+>] |[#|]|```")
 """Beginning of a line of a list, quotation, heading, table or code block in Markdown."""
 WORD_END, WORD_END_BEFORE_SPACE = re.compile(r"\S(?=[ \n\t])"), re.compile(r"\S(?= )")
@@ -29,16 +30,16 @@ def page_width(pieces: Iterable[str]) -> int:
     """Return the page width that a text is wrapped to, in characters per line: the 99th percentile of its line lengths.
 
     It is 0 for a text that is not wrapped: if the width is below `MIN_PAGE_WIDTH` or above `MAX_PAGE_WIDTH`; or if, of
-    the lines without a capital at their beginning, too few are wrapped, as in code, tables, logs and verse. A line is
-    wrapped if it begins with a word that would not have fitted on the line before it. Lines that begin with a capital
-    may be sentences or verses of their own, and do not count.
+    the lines whose first letter is not a capital, too few are wrapped, as in code, tables, logs and verse. A line is
+    wrapped if it begins with a word that would not have fitted on the line before it. Lines whose first letter is a
+    capital may be sentences or verses of their own, and do not count.
     """
     counts = [0] * (MAX_PAGE_WIDTH + 2)
     needed = [0] * (MAX_PAGE_WIDTH + 2)  # number of lines by the width that the line before needs for their first word
     length = n_lines = 0
     for part, begins, ends in _lines(pieces):
         line = part.rstrip() if ends else part
-        if begins and length and line and not line[0].isupper():
+        if begins and length and line and not ((first := FIRST_LETTER.search(line)) and first[0].isupper()):
             n_lines += 1
             if MID_SENTENCE.match(line):
                 needed[min(length + 1 + len(_first_word(line)), MAX_PAGE_WIDTH + 1)] += 1

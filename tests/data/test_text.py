@@ -99,6 +99,12 @@ def test_prose_is_unwrapped_in_languages_with_many_capitals_and_without_any():
         assert unwrap(textwrap.fill(text, 70)) == text
 
 
+def test_indented_paragraphs_and_dialogue_without_empty_lines_are_unwrapped():
+    lines = [f"Then they spoke {'and so they went on ' * (n % 7)}to the end." for n in LENGTHS]
+    paragraphs = [f"  “{line}”" if i % 2 else f"    {line}" for i, line in enumerate(lines)]
+    assert unwrap("\n".join(textwrap.fill(line, 50) for line in paragraphs)) == "\n".join(paragraphs)
+
+
 def test_lists_tables_and_code_in_wrapped_prose_keep_their_lines():
     prose = textwrap.fill("the words of a paragraph run on from one line to the next, as long as it lasts. " * 9, 70)
     markdown = "\n".join([
@@ -120,7 +126,7 @@ def cleaned_whole(text: str, unwrap_lines: bool) -> str:
     if unwrap_lines:
         pairs = [(before, line, line.split(" ", 1)[0]) for before, line in pairwise(lines)]
         fits = [not a or not first or len(a) + 1 + len(first) <= width for a, _, first in pairs]
-        shown = [i for i, (a, b, _) in enumerate(pairs) if a and b and not b[0].isupper()]
+        shown = [i for i, (a, b, _) in enumerate(pairs) if a and b and not re.search(r"\w|$", b)[0].isupper()]
         wrapped = [i for i in shown if not fits[i] and re.match(r"[^\W\d_]\S{0,18}( \S|$)", pairs[i][1])]
         joins = 40 <= width <= 120 and len(wrapped) >= 3 and len(wrapped) >= 0.6 * len(shown)
         text = lines[0] + "".join(
