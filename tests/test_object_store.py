@@ -61,7 +61,7 @@ def test_data_is_downloaded_once_per_content(monkeypatch, tmp_path):
     store.write("a.txt", b"one")
     store.write("sub/b.txt", b"two")
     store.write("sub", b"")  # as consoles mark folders
-    files = find_files("s3://bucket/run")
+    files = find_files("s3://bucket/run").files
     assert [file.read_bytes() for file in files] == [b"one", b"two"]
     calls, download = [], ObjectStore.download
 
@@ -72,8 +72,8 @@ def test_data_is_downloaded_once_per_content(monkeypatch, tmp_path):
     monkeypatch.setattr(ObjectStore, "download", counted)
     store.write("a.txt", b"three")
     store.delete(["sub/b.txt", "sub"])
-    assert [file.read_bytes() for file in find_files("s3://bucket/run/")] == [b"three"]
-    assert [file.read_bytes() for file in find_files("s3://bucket/run")] == [b"three"]
+    assert [file.read_bytes() for file in find_files("s3://bucket/run/").files] == [b"three"]
+    assert [file.read_bytes() for file in find_files("s3://bucket/run").files] == [b"three"]
     assert calls == [["a.txt"]]
     store.delete(["a.txt"])
     with pytest.raises(UserError, match="no data at s3://bucket/run; give the URL of an object"):

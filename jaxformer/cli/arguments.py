@@ -182,6 +182,8 @@ def parse(arguments: Sequence[str], default: T, program: str, description: str) 
                 raise UserError(f"unknown option {group.flag}; {hint}")
             option = by_flag[group.flag]
             check_single(option, values)
+            if option.is_bool and words and (group.has_equals or not positional):
+                raise UserError(f"{group.flag} is {words[0]!r}, but it has no value; give {' or '.join(option.flags)}.")
             given, words = group.values(option.max_values)
             hint = typing.get_args(option.hint)[0] if option.max_values is None else option.hint
             items = tuple(read_value(group.flag, hint, word) for word in given)
@@ -224,10 +226,10 @@ def read_value(flag: str, hint: Any, word: str) -> Any:
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         (hint,) = (choice for choice in choices if choice is not type(None))
         return None if word.lower() == "none" else read_value(flag, hint, word)
-    if hint is bool or typing.get_origin(hint) is typing.Literal:
-        values = {"true": True, "false": False} if hint is bool else {str(choice): choice for choice in choices}
-        if (value := word.lower() if hint is bool else word) in values:
-            return values[value]
+    if typing.get_origin(hint) is typing.Literal:
+        values = {str(choice): choice for choice in choices}
+        if word in values:
+            return values[word]
         raise not_a_choice(flag, word, values)
     if hint not in VALUE_KINDS:
         raise UserError(f"{flag} cannot be given as an option; set it in the config file.")

@@ -43,7 +43,7 @@ class TextOptions:
     path: str | None = None
     """File, folder, glob, or 'sotu', as for training; UTF-8. By default, the run's own held-out data."""
     unwrap: bool | None = None
-    """Removal of line breaks that only wrap the text to a page's width; by default, as for the run's training text."""
+    """Removal of line breaks that only wrap prose to a page's width; by default, as for the run's training text."""
     column: str | None = None
     """Field or column with the text in files of rows; by default, as for the run's training text."""
 
@@ -97,7 +97,10 @@ def main(arguments: list[str]) -> int:
             problem = "the data, or its split in this version, differs from what this run was trained on"
             echo_error(f"note: {problem}; it may have been trained on some of what is held out now")
     else:
-        data, description = load_held_out_text(run, path, options.stride, options.data.unwrap, options.data.column)
+        text = options.data
+        data, description, notes = load_held_out_text(run, path, options.stride, text.unwrap, text.column)
+        for note in notes:
+            echo_error(f"note: {note}")
     evaluation = evaluate_run(run, params, data, mesh, options.batch_size, options.precision)
     rounded = "" if weights == "float32" else f"; weights rounded to {weights}"
     echo(f"run {run.path}, step {run.step:,}; {description}{rounded}")

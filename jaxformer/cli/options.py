@@ -25,7 +25,7 @@ HIDDEN = "hidden"
 """Marker for a field that is not an option."""
 MAX_LINE_COLUMNS = 100
 """Maximum columns of a line of --help, however wide the terminal is."""
-METAVARS = {int: "INT", float: "FLOAT", str: "STR", bool: "{true,false}"}
+METAVARS = {int: "INT", float: "FLOAT", str: "STR"}
 
 
 @dataclass(frozen=True)
@@ -45,21 +45,26 @@ class Option:
     """True if it can be given without a flag."""
 
     @property
+    def is_bool(self) -> bool:
+        """True for a bool, also one that is None if it is not given."""
+        return self.hint in (bool, bool | None)
+
+    @property
     def flags(self) -> tuple[str, ...]:
         """The flag; for a bool, also the one that sets it to False, such as `--data.no-unwrap`."""
         group, dot, name = self.flag.removeprefix("--").rpartition(".")
-        return (self.flag, f"--{group}{dot}no-{name}") if self.hint is bool else (self.flag,)
+        return (self.flag, f"--{group}{dot}no-{name}") if self.is_bool else (self.flag,)
 
     @property
     def max_values(self) -> int | None:
         """Maximum number of words in its value: 0 for a bool, None (any number) for a tuple, else 1."""
-        return 0 if self.hint is bool else None if typing.get_origin(self.hint) is tuple else 1
+        return 0 if self.is_bool else None if typing.get_origin(self.hint) is tuple else 1
 
     def usage(self) -> str:
         """Return the option and the form of its value, as --help shows them."""
         if not self.flag.startswith("--"):
             return self.placeholder
-        with_flag = ", ".join(self.flags) if self.hint is bool else f"{self.flag} {_metavar(self.hint)}"
+        with_flag = ", ".join(self.flags) if self.is_bool else f"{self.flag} {_metavar(self.hint)}"
         return f"{self.placeholder}, {with_flag}" if self.positional else with_flag
 
     @property

@@ -237,9 +237,10 @@ def _open_zip(path: Path, names: list[str]) -> Iterator[zipfile.ZipFile]:
     try:
         with zipfile.ZipFile(path) as file:
             members = {name for name in file.namelist() if not name.endswith("/")}
+            hidden = {name for name in members if any(part.startswith(".") for part in name.split("/"))}
             if missing := [name for name in names if name not in members]:
                 raise UserError(f"{path} has no {missing[0]}, which has a caption; add it, or remove its line.")
-            if unknown := sorted(members.difference(names)):
+            if unknown := sorted(members.difference(names, hidden)):
                 raise UserError(f"{unknown[0]} in {path} has no caption; add a line to {CAPTIONS}, or remove it.")
             yield file
     except (zipfile.BadZipFile, zlib.error, OSError, EOFError, RuntimeError, NotImplementedError) as error:

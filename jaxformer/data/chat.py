@@ -14,8 +14,9 @@ from jaxformer.config import DataConfig, ModelConfig, TokenModelConfig
 from jaxformer.data.chat_template import ASSISTANT, MARK, ChatTemplate, Rendered, encode_rendered, read_template
 from jaxformer.data.dataset import Batch, Dataset
 from jaxformer.data.infer_config import describe_changes, fit_vocab_size
+from jaxformer.data.listing import Listing, list_files
 from jaxformer.data.packing import PackedExamples
-from jaxformer.data.sources import expand_path, locate, read_json_lines
+from jaxformer.data.sources import locate, read_json_lines, suffix_of
 from jaxformer.data.tokenizer import Tokenizer, find_tokenizer
 from jaxformer.errors import UserError, abbreviate, lone_surrogate
 
@@ -54,14 +55,14 @@ class ChatConfig(DataConfig):
         if not isinstance(model, TokenModelConfig):
             kind = type(model).__name__
             raise UserError(f"the data is conversations, but {kind} does not configure a model of tokens; change one.")
-        inferred, notes = model, tuple[str, ...]()
+        inferred, notes = model, self._listing_notes()
         if tokenizer is None:
             if self.tokenizer is None:
                 remedy = "start from a model with --init-from, or name a tokenizer with --data.tokenizer"
                 raise UserError(f"conversations need a tokenizer; {remedy}.")
             tokenizer = Tokenizer.load(find_tokenizer(self.tokenizer))
             inferred = fit_vocab_size(model, tokenizer, 0, fixed)
-            notes = describe_changes(model, inferred, f"{self.tokenizer} has {tokenizer.vocab_size:,} tokens")
+            notes += describe_changes(model, inferred, f"{self.tokenizer} has {tokenizer.vocab_size:,} tokens")
         if self.template is None:
             template = ChatTemplate.of_tokenizer(tokenizer)
         else:
@@ -84,6 +85,14 @@ class ChatConfig(DataConfig):
             notes += (f"answers end with {' or '.join(sorted(ends))}, so sampling will stop there, too",)
         return ChatDataset(self.path, inferred, tokenizer, splits[0], splits[1], batch_size, seed, notes)
 
+    def _listing_notes(self) -> tuple[str, ...]:
+        """Return notes about files that are left out."""
+        paths = {"data.path": self.path, "data.val_path": self.val_path}
+        return tuple(
+            note for option, path in paths.items() if path is not None
+            for note in find_conversations(path, option).notes(path)
+        )  # fmt: skip
+
 
 class Conversation(NamedTuple):
     """A line of a file: the conversation as the model reads it, a label with file and line, for error messages, and
@@ -94,16 +103,26 @@ class Conversation(NamedTuple):
     digest: bytes
 
 
+def find_conversations(path: str, option: str) -> Listing:
+    """Return the files of a path: a file, a folder, of which .jsonl files are read, or a glob. Raises `UserError` if
+    there are none."""
+    if not path.strip():
+        raise UserError(f"{option} is {path!r}; give a .jsonl file, a folder or a glob.")
+    location = locate(path)
+    if location.exists() and not location.is_dir():  # may be a pipe, since it is read only once
+        return Listing([location])
+    listing = list_files(location, lambda file: suffix_of(file) == ".jsonl")
+    if not listing.files:
+        problem = f"there are no conversations at {option} {path}{listing.omission}"
+        raise UserError(f"{problem}; give a .jsonl file, a folder or a glob.")
+    return listing
+
+
 def read_conversations(path: str, option: str, template: ChatTemplate) -> list[Conversation]:
     """Return the conversations of a file, a folder or a glob, without empty lines. Raises `UserError` if there are
     none, a file cannot be read, or, with file and line, if a line is not a conversation with the assistant, or the
     template raises an error or leaves unclear where an answer begins."""
-    if not path.strip():
-        raise UserError(f"{option} is {path!r}; give a .jsonl file, a folder or a glob.")
-    location = locate(path)
-    is_file = location.exists() and not location.is_dir()  # may be a pipe, since it is read only once
-    if not (files := [location] if is_file else expand_path(location, [".jsonl"])):
-        raise UserError(f"there are no conversations at {option} {path}; give a .jsonl file, a folder or a glob.")
+    files = find_conversations(path, option).files
     conversations = []
     for label, row in (line for file in files for line in read_json_lines(file)):
         messages, tools = _parse(row, label)

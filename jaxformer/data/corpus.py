@@ -38,7 +38,7 @@ class CorpusConfig(DataConfig):
     val_fraction: float = 0.05
     """Fraction of the bytes to hold out if there is no val_path."""
     unwrap: bool = True
-    """Removal of line breaks that only wrap the text to a page's width."""
+    """Removal of line breaks that only wrap prose to a page's width. Other texts keep them: code, tables, verse."""
     tokenizer: str | None = None
     """Published tokenizer, a tokenizer.json or its folder; by default, one is trained on the training text. A resumed
     run keeps its own."""
@@ -60,7 +60,7 @@ class Corpus:
     fingerprint: str
     """SHA-256 of the texts and of all settings that affect the tokens."""
     notes: tuple[str, ...] = ()
-    """Notes about omitted text."""
+    """Notes about omitted and joined text."""
 
     @cached_property
     def token_lengths(self) -> np.ndarray:
@@ -74,20 +74,20 @@ def load_corpus(config: CorpusConfig, vocab_size: int, tokenizer: Tokenizer | No
     the training split. A resumed run passes its own, which its model depends on, even if the text has changed since;
     the fingerprint depends only on the tokenizer's vocabulary size. Raises `UserError` as `read_documents` and
     `Tokenizer.train` do, or if all documents are held out."""
-    notes: tuple[str, ...] = ()
     documents = read_documents(config.path, config.unwrap, config.column)
+    notes = documents.notes
     if config.val_path is None:
         train, val = hold_out(documents, config.val_fraction)
     else:
         val = read_documents(config.val_path, config.unwrap, config.column)
+        notes += val.notes
         train = leave_out(documents, val)
         if not len(train):
             problem = f"every document of data.path {config.path} is in data.val_path {config.val_path}, too"
             raise UserError(f"{problem}; give other text to train on, or omit data.val_path.")
         if n := len(documents) - len(train):
-            notes = (
-                f"{n:,} document(s) of {config.path} are excluded from training: {config.val_path} has the same text",
-            )
+            reason = f"{config.val_path} has the same text"
+            notes += (f"{n:,} document(s) of {config.path} are excluded from training: {reason}",)
     texts = hashlib.sha256(f"{FORMAT} ".encode() + train.digest() + b" split " + val.digest()).hexdigest()
     folder = _cache_folder(texts, vocab_size, tokenizer)
     train_tokens, val_tokens, tokenizer = cached(folder, train, val, vocab_size, tokenizer)

@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 
 from jaxformer.data.progress import Progress
-from jaxformer.data.sources import find_files, read_documents_of
+from jaxformer.data.sources import CODE, find_files, read_documents_of, suffix_of
 from jaxformer.data.text import MAX_WORD_CHARACTERS, clean, cut, page_width
 from jaxformer.errors import UserError
 
 NO_UNWRAP = -1
-"""Page width that stands for keeping a document's line breaks."""
+"""Page width that stands for a document whose lines are not even examined."""
 DIGEST = np.dtype("V32")
 """Dtype of a SHA-256, which sorts like bytes."""
 
@@ -43,11 +43,14 @@ class Documents:
     """Index of each document among all documents of the files, ascending; documents of only white space are left
     out."""
     widths_N: np.ndarray
-    """Page width in characters at which each document's lines are unwrapped; `NO_UNWRAP` to keep all line breaks."""
+    """Page width in characters at which each document's lines are unwrapped, 0 for one that is not wrapped; or
+    `NO_UNWRAP`."""
     bytes_N: np.ndarray
     """Size of each document in UTF-8."""
     digests_N: np.ndarray
     """SHA-256 of each text, of dtype `DIGEST`."""
+    notes: tuple[str, ...] = ()
+    """Notes about files that are left out and lines that are joined."""
     span: tuple[int, int | None] = (0, None)
     """Character range `[start, stop)` of a single document; None for its end."""
 
@@ -123,14 +126,15 @@ def read_documents(path: str, unwrap_lines: bool, column: str = "text") -> Docum
     """Return the documents at a path, without those of only white space. All files are read once, or twice to determine
     the page width of plain text: 0.8 s for 49 MB of books. Raises `UserError` if there are no files or no text in them,
     and as `read_documents_of` does."""
-    paths = find_files(path)
+    listing = find_files(path)
     files, digests = [], bytearray()
     index, widths, sizes = array("q"), array("h"), array("q")
     progress, n = Progress(f"reading {path}"), 0
-    for file in paths:
+    for file in listing.files:
         stamp, first = _stamp(file), n
+        may_unwrap = unwrap_lines and suffix_of(file) not in CODE
         for pieces in read_documents_of(file, column):
-            width = page_width(pieces) if unwrap_lines else None
+            width = page_width(pieces) if may_unwrap else None
             digest, n_bytes = hashlib.sha256(), 0
             for piece in clean(pieces, width):
                 raw = piece.encode()
@@ -145,9 +149,13 @@ def read_documents(path: str, unwrap_lines: bool, column: str = "text") -> Docum
             n += 1
         files.append(DocumentFile(file, n - first, stamp))
     if not index:
-        raise UserError(f"the {len(paths)} file(s) at {path} hold no text.")
+        raise UserError(f"the {len(files)} file(s) at {path} hold no text.")
     index_N, widths_N, bytes_N = (np.array(values) for values in (index, widths, sizes))
-    return Documents(tuple(files), column, index_N, widths_N, bytes_N, np.frombuffer(bytes(digests), DIGEST))
+    notes = listing.notes(path)
+    if n_wrapped := int((widths_N > 0).sum()):
+        joined = f"{n_wrapped:,} of {len(index):,} document(s) of {path} are wrapped to a page's width"
+        notes = (*notes, f"{joined}; their lines are joined into paragraphs, unless --data.no-unwrap is given")
+    return Documents(tuple(files), column, index_N, widths_N, bytes_N, np.frombuffer(bytes(digests), DIGEST), notes)
 
 
 def hold_out(documents: Documents, fraction: float) -> tuple[Documents, Documents]:

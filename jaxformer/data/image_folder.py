@@ -1,9 +1,8 @@
-"""Folders of labelled images: IDX files (MNIST) or one folder of PNG and JPEG files per class."""
+"""Folders of labelled images: IDX files (MNIST) or one folder of image files per class."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -11,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxformer.data.image_io import IMAGE_SUFFIXES, read_idx, read_image, read_image_shape, resize_images
+from jaxformer.data.listing import Listing, is_hidden, list_files
 from jaxformer.errors import UserError
 from jaxformer.files import expand_home
 
@@ -40,7 +40,7 @@ class ImageSplits:
 
 @dataclass(frozen=True, eq=False)
 class ImageFolder:
-    """A folder of images, with PNG and JPEG files not yet decoded."""
+    """A folder of images, with image files not yet decoded."""
 
     path: str
     classes: tuple[str, ...]
@@ -52,7 +52,7 @@ class ImageFolder:
     val: LabelledImages | LabelledFiles | None
     """The validation split; None if it is to be held out from `train`."""
     notes: tuple[str, ...] = ()
-    """Notes about folders that are not read."""
+    """Notes about files and folders that are not read."""
 
     @property
     def sizes(self) -> set[tuple[int, int]]:
@@ -99,14 +99,25 @@ def open_image_folder(path: str) -> ImageFolder:
     if not (folder / "train").is_dir():
         remedy = "give a folder with one"
         raise UserError(f"{path} has neither {IDX_SPLITS[0]}-images-idx3-ubyte nor a folder train; {remedy}.")
-    classes = tuple(_subfolders(folder / "train"))
-    files, val_files = (_list_images(folder / split, classes) for split in ("train", "val"))
-    if not files:
-        raise UserError(f"there are no images in {folder / 'train'}; put them into train/LABEL/ as PNG or JPEG files.")
+    (images, listing), (val_images, val_listing) = (_list_classes(folder / split) for split in ("train", "val"))
+    classes = tuple(sorted(images))
+    if not classes:
+        problem = f"there are no images in {folder / 'train'}{listing.omission}"
+        raise UserError(f"{problem}; put them into train/LABEL/ as PNG or JPEG files, for instance.")
+    if unknown := sorted(val_images.keys() - images.keys()):
+        remedy = "remove it, or give images to train on"
+        raise UserError(f"{folder / 'val'} has a class {unknown[0]!r} that train lacks; {remedy}.")
+    files, val_files = (
+        [(file, label) for label, name in enumerate(classes) for file in split.get(name, [])]
+        for split in (images, val_images)
+    )
     shapes = dict.fromkeys(read_image_shape(file, str(file)) for file, _ in [*files, *val_files])
     source = "those in val" if val_files else "some of train; name it val to evaluate on it"
-    others = [name for name in _subfolders(folder) if name not in ("train", "val")]
-    notes = tuple(f"the folder {folder / name} is not read: evaluation images are {source}" for name in others)
+    others = [folder / name for name in _subfolders(folder) if name not in ("train", "val")]
+    notes = (
+        *listing.notes(str(folder / "train")), *val_listing.notes(str(folder / "val")),
+        *(f"the folder {other} is not read: evaluation images are {source}" for other in others),
+    )  # fmt: skip
     return ImageFolder(path, classes, tuple(shapes), files, val_files or None, notes)
 
 
@@ -148,24 +159,24 @@ def _read_idx_split(folder: Path, split: str) -> LabelledImages | None:
 
 
 def _subfolders(folder: Path) -> list[str]:
-    """Return the sorted names of a folder's subfolders."""
-    return sorted(path.name for path in folder.iterdir() if path.is_dir())
+    """Return the sorted names of a folder's subfolders that are not hidden."""
+    return sorted(path.name for path in folder.iterdir() if path.is_dir() and not is_hidden(path))
 
 
-def _list_images(folder: Path, classes: Sequence[str]) -> LabelledFiles:
-    """Return the image files of each class's folder, with their labels."""
+def _list_classes(folder: Path) -> tuple[dict[str, list[Path]], Listing]:
+    """Return the images of a split by class, the name of the folder that holds them at any depth, and their listing."""
     if not folder.is_dir():
-        return []
-    if unknown := [name for name in _subfolders(folder) if name not in classes]:
-        remedy = "remove it, or give images to train on"
-        raise UserError(f"{folder} has a class {unknown[0]!r} that train lacks; {remedy}.")
-    return [
-        (file, label)
-        for label, name in enumerate(classes)
-        if (folder / name).is_dir()
-        for file in sorted((folder / name).iterdir())
-        if file.suffix.lower() in IMAGE_SUFFIXES
-    ]
+        return {}, Listing([])
+    listing = list_files(folder, lambda file: file.suffix.lower() in IMAGE_SUFFIXES)
+    left_out, classes = listing.left_out, dict[str, list[Path]]()
+    for file in listing.files:
+        name, *below = file.relative_to(folder).parts
+        if below:
+            classes.setdefault(name, []).append(file)
+        else:
+            left_out["in no folder of a class"] += 1
+    left_out["folder(s) without images"] = len({*_subfolders(folder)} - classes.keys())
+    return classes, Listing([file for name in classes for file in classes[name]], +left_out)
 
 
 def _read_images(split: LabelledImages | LabelledFiles, size: tuple[int, ...], channels: int) -> LabelledImages:

@@ -1,4 +1,4 @@
-"""Decoding of PNG, JPEG, GIF and IDX files."""
+"""Decoding of images and IDX files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ if TYPE_CHECKING:
     from PIL import Image
 
 READING = "reading images"
-IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg")
+IMAGE_SUFFIXES = (
+    ".png", ".jpg", ".jpeg", ".jpe", ".jfif", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".pbm", ".pgm", ".ppm",
+)  # fmt: skip
+"""Suffixes of images, which do not depend on the formats that the installed version of Pillow knows."""
 MODES = {1: "L", 3: "RGB"}
 """Pillow's mode by number of channels."""
 GRAYSCALE_MODES = ("1", "L", "LA", "La")
@@ -51,7 +54,7 @@ def read_idx(file: Path, axes: int) -> np.ndarray:
 
 
 def read_image(file: Path | IO[bytes], name: str, channels: int, size: tuple[int, ...] | None = None) -> np.ndarray:
-    """Return a PNG or JPEG file as `(height, width, C)` uint8, converted to grayscale (C = 1) or RGB (C = 3) on white,
+    """Return an image file as `(height, width, C)` uint8, converted to grayscale (C = 1) or RGB (C = 3) on white,
     and resized to `size`, (height, width), unless it is None. Raises `UserError` with its name if it cannot be read,
     has more than 8 bits per channel, or C is neither 1 nor 3."""
     with _open_image(file, name, channels) as image:
@@ -59,7 +62,7 @@ def read_image(file: Path | IO[bytes], name: str, channels: int, size: tuple[int
 
 
 def read_image_shape(file: Path | IO[bytes], name: str) -> tuple[int, int, int]:
-    """Return the height, width and channels (1 or 3) of a PNG or JPEG file, without decoding its pixels. Raises
+    """Return the height, width and channels (1 or 3) of an image file, without decoding its pixels. Raises
     `UserError` if it cannot be read."""
     with _open_image(file, name, 3) as image:
         width, height = image.size

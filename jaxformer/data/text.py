@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator
+from itertools import accumulate
 from typing import TypeVar
 
 from jaxformer.data.sources import PIECE_CHARACTERS
@@ -14,40 +15,60 @@ MAX_WORD_CHARACTERS = 2**10
 MIN_PAGE_WIDTH, MAX_PAGE_WIDTH = 40, 120
 """Limits of a page's width in characters. Longer lines are paragraphs of their own; if lines are shorter, as in verse,
 lists and short documents, their breaks are meaningful."""
+MIN_WRAPPED_LINES, MIN_WRAPPED_FRACTION = 3, 0.6
+"""Minima of wrapped lines in a text whose lines are joined, see `page_width`."""
+MID_SENTENCE = re.compile(r"[^\W\d_]\S{0,18}( \S|$)")
+"""Beginning of a line of prose: a word. It is longer in encoded data and in scripts without spaces, and followed by
+several spaces in tables."""
+FIRST_LETTER = re.compile(r"\w")
+MARKUP = re.compile(r"[-*+>] |[#|]|```")
+"""Beginning of a line of a list, quotation, heading, table or code block in Markdown."""
 WORD_END, WORD_END_BEFORE_SPACE = re.compile(r"\S(?=[ \n\t])"), re.compile(r"\S(?= )")
 
 
 def page_width(pieces: Iterable[str]) -> int:
-    """Return the page width of a text in characters per line: the 99th percentile of its line lengths, or
-    `MAX_PAGE_WIDTH` + 1 if that is below `MIN_PAGE_WIDTH` or above `MAX_PAGE_WIDTH`."""
+    """Return the page width that a text is wrapped to, in characters per line: the 99th percentile of its line lengths.
+
+    It is 0 for a text that is not wrapped: if the width is below `MIN_PAGE_WIDTH` or above `MAX_PAGE_WIDTH`; or if, of
+    the lines whose first letter is not a capital, too few are wrapped, as in code, tables, logs and verse. A line is
+    wrapped if it begins with a word that would not have fitted on the line before it. Lines whose first letter is a
+    capital may be sentences or verses of their own, and do not count.
+    """
     counts = [0] * (MAX_PAGE_WIDTH + 2)
-    length = 0
+    needed = [0] * (MAX_PAGE_WIDTH + 2)  # number of lines by the width that the line before needs for their first word
+    length = n_lines = 0
     for part, begins, ends in _lines(pieces):
-        length = (0 if begins else length) + len(part.rstrip() if ends else part)
+        line = part.rstrip() if ends else part
+        if begins and length and line and not ((first := FIRST_LETTER.search(line)) and first[0].isupper()):
+            n_lines += 1
+            if MID_SENTENCE.match(line):
+                needed[min(length + 1 + len(_first_word(line)), MAX_PAGE_WIDTH + 1)] += 1
+        length = (0 if begins else length) + len(line)
         if ends:
             counts[min(length, MAX_PAGE_WIDTH + 1)] += 1
     counts[0] = 0  # empty lines
     rank = (sum(counts) - 1) * 99 // 100
-    for width, count in enumerate(counts):
-        rank -= count
-        if rank < 0 and count:
-            return width if width >= MIN_PAGE_WIDTH else MAX_PAGE_WIDTH + 1
-    return MAX_PAGE_WIDTH + 1
+    width = next((i for i, total in enumerate(accumulate(counts)) if total > rank), 0)
+    n_wrapped = sum(needed[width + 1 :])
+    is_wrapped = n_wrapped >= max(MIN_WRAPPED_LINES, MIN_WRAPPED_FRACTION * n_lines)
+    return width if is_wrapped and MIN_PAGE_WIDTH <= width <= MAX_PAGE_WIDTH else 0
 
 
 def unwrap(pieces: Iterable[str], width: int) -> Iterator[str]:
-    """Yield a text without the line breaks that only wrap it to a page's width. A newline is such a break if the next
-    line's first word would not have fitted on the line before it. Verse, lists, headings, and texts with one paragraph
-    per line therefore stay unchanged."""
+    """Yield a text without white space at the ends of its lines and, unless the width is 0, without the line breaks
+    that only wrap it to a page's width. A newline is such a break if the next line's first word would not have fitted
+    on the line before it. Verse, headings, and the lists, tables and code of Markdown therefore stay unchanged."""
     length, before = 0, -1  # lengths of this line and the previous one
+    is_code = False
     for part, begins, ends in _lines(pieces):
         line = part.rstrip() if ends else part
         if begins:
             if before >= 0:
-                first_word = line[: MAX_PAGE_WIDTH + 2].split(" ", 1)[0]
-                fits = width > MAX_PAGE_WIDTH or before + 1 + len(first_word) <= width
-                yield "\n" if fits or not before or not first_word else " "
+                first_word = _first_word(line)
+                fits = not width or before + 1 + len(first_word) <= width
+                yield "\n" if fits or is_code or not before or not first_word or MARKUP.match(line) else " "
             length = 0
+            is_code ^= line.startswith("```")
         yield line
         length += len(line)
         if ends:
@@ -100,6 +121,10 @@ def _lines(pieces: Iterable[str]) -> Iterator[tuple[str, bool, bool]]:
             yield rest, begins, False
             rest, begins = "", False
     yield rest, begins, True
+
+
+def _first_word(line: str) -> str:
+    return line[: MAX_PAGE_WIDTH + 2].split(" ", 1)[0]
 
 
 def batches(items: Iterable[T], length: Callable[[T], int], least: int) -> Iterator[list[T]]:

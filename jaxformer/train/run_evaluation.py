@@ -79,8 +79,8 @@ def check_causal_lm(run: Run, option: str) -> None:
 
 def load_held_out_text(
     run: Run, path: str, stride: int | None = None, unwrap: bool | None = None, column: str | None = None
-) -> tuple[HeldOut, str]:
-    """Return a text to evaluate a run's language model on, and its description.
+) -> tuple[HeldOut, str, tuple[str, ...]]:
+    """Return a text to evaluate a run's language model on, its description, and the notes of `Documents`.
 
     Args:
       stride: tokens between the starts of two windows; None for the number of tokens that a window predicts.
@@ -106,6 +106,6 @@ def load_held_out_text(
         if stride is not None:
             raise UserError(f"stride is {stride}, but this run has packed documents, not windows; omit it.")
         packed = replace(pack_documents(tokens, tokenizer, length), token_lengths=lengths)
-        return packed, f"{size}packed into {len(packed.rows):,} rows of {length}"
+        return packed, f"{size}packed into {len(packed.rows):,} rows of {length}", documents.notes
     text = HeldOutText(tokens, lengths, length, limit, stride)
-    return text, f"{size}windows of {length} tokens, {stride or limit} apart"
+    return text, f"{size}windows of {length} tokens, {stride or limit} apart", documents.notes

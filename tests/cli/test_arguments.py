@@ -13,9 +13,10 @@ import pytest
 
 from jaxformer import __main__ as everything
 from jaxformer.__main__ import COMMANDS
+from jaxformer.cli import eval as eval_command
 from jaxformer.cli import sample, train
 from jaxformer.cli.arguments import _OneLine, as_command, load_config, parse, with_fitting_patches
-from jaxformer.cli.options import MERGED, POSITIONAL, help_text
+from jaxformer.cli.options import MERGED, POSITIONAL, help_text, option_groups
 from jaxformer.config import Config
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.data.windows import TextConfig
@@ -410,8 +411,8 @@ class Outer:
             Outer("runs/a", stop=("--", "-x", "--->", "- a --b")),
         ),
         (["--stop=--rate=3"], Outer(stop=("--rate=3",))),
-        (["--resize", "True"], Outer(merged=Inner(resize=True))),
-        (["--kind", "b", "--resize", "none"], Outer(kind="b")),
+        (["--resize", "--inner.no-resize"], Outer(inner=Inner(resize=False), merged=Inner(resize=True))),
+        (["--kind", "b"], Outer(kind="b")),
     ],
 )
 def test_words_become_values_of_fields(words, parsed):
@@ -422,13 +423,30 @@ def test_words_become_values_of_fields(words, parsed):
     ("words", "message"),
     [
         (["--rate"], "--rate has no value; give one."),
-        (["--fast=1"], "--fast is '1', but it has no value; omit it."),
+        (["--fast=1"], "--fast is '1', but it has no value; give --fast or --no-fast."),
+        (
+            ["a", "--inner.resize", "false"],
+            "is 'false', but it has no value; give --inner.resize or --inner.no-resize.",
+        ),
         (["a", "b"], "'b' belongs to no option"),
         (["--rate", "1", "2", "3"], "'3' belongs to no option"),
         (["--kind", "c"], "--kind is 'c'; it must be one of none, a, b."),
-        (["--resize", "maybe"], "--resize is 'maybe'; it must be one of true, false."),
     ],
 )
 def test_words_that_fit_no_field_are_refused(words, message):
     with pytest.raises(UserError, match=re.escape(message)):
         parse(words, Outer(), "", "")
+
+
+def test_options_of_evaluation_have_the_same_form_as_in_training():
+    trained, evaluated = (
+        {
+            option.flag: option.usage().removesuffix("|none")
+            for group in option_groups(options)
+            for option in group.options
+        }
+        for options in (load_config("quick"), eval_command.Arguments())
+    )
+    shared = trained.keys() & evaluated.keys()
+    assert shared >= {"--data.path", "--data.unwrap", "--data.column"}
+    assert {flag: trained[flag] for flag in shared} == {flag: evaluated[flag] for flag in shared}

@@ -352,3 +352,9 @@ def test_word_dropout_applies_in_training_only(tmp_path: Path) -> None:
     (held,) = data.held_out(1)
     assert strip(held.inputs[1][0], held.inputs[2][0]) == "a b c"
     assert equal(data.batch(2), load(str(tmp_path), batch_size=4, model=model, drop_words=0.5).batch(2))
+
+
+def test_hidden_files_in_the_zip_are_ignored(tmp_path: Path) -> None:
+    plain = load(write(tmp_path)).fingerprint
+    hidden = {"__MACOSX/._0.png": b"attributes", ".DS_Store": b"", ".git/HEAD": b""}
+    assert load(write(tmp_path, images={**IMAGES, **hidden})).fingerprint == plain

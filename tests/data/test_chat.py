@@ -486,6 +486,14 @@ def test_a_folder_and_a_glob_are_all_their_files(template, tmp_path, monkeypatch
     assert len(read_conversations(".", "data.path", template)) == 5
 
 
+def test_files_that_are_left_out_of_a_folder_are_noted(published, tmp_path):
+    written(tmp_path / "a.jsonl", CHAT, CHAT[:2])
+    written(tmp_path / "._a.jsonl", CHAT)
+    (tmp_path / "README.md").write_text("about them")
+    note = f"1 file(s) of {tmp_path} are read (left out: 1 hidden, 1 .md)"
+    assert note in load(tmp_path, published, val_fraction=0.5).notes
+
+
 def test_a_truncated_gzip_file_is_one_sentence(template, tmp_path):
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(written(tmp_path / "a", CHAT).read_bytes())[:-9])
     with pytest.raises(UserError, match=r"a\.jsonl\.gz is truncated or not a gzip file"):

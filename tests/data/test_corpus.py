@@ -135,6 +135,19 @@ def test_validation_documents_are_left_out_of_training(config, tmp_path):
         load_corpus(replace(config, val_path=config.path), 270)
 
 
+def test_notes_of_both_texts_are_those_of_the_data(config, tmp_path):
+    val = tmp_path / "val"
+    val.mkdir()
+    (val / "a.txt").write_text("another text of the and of")
+    for folder in (tmp_path / "texts", val):
+        (folder / ".b.txt").write_text("hidden")
+    data = replace(config, val_path=str(val)).load(DecoderConfig(context_length=8, vocab_size=300), 2, 0)
+    assert [note for note in data.notes if "are read" in note] == [
+        f"5 file(s) of {tmp_path / 'texts'} are read (left out: 1 hidden)",
+        f"1 file(s) of {val} are read (left out: 1 hidden)",
+    ]
+
+
 def test_note_about_a_tokenizer_sample_survives_the_cache(config, monkeypatch):
     monkeypatch.setattr(tokenizer_module, "MAX_LEARNED_CHARACTERS", 120)
     notes = [config.load(DecoderConfig(context_length=8, vocab_size=300), 2, 0).notes[-1] for _ in range(2)]

@@ -147,3 +147,23 @@ def test_progress_is_shown_at_intervals_with_the_time_left(capsys):
         shown.add(50_000_000)
     lines = capsys.readouterr().err.splitlines()
     assert lines == ["tokenizing: 100 of 400 MB, 9.1 MB/s, 33 s left", "tokenizing: 200 of 400 MB, 6.7 MB/s, 30 s left"]
+
+
+WRAPPED = (
+    "the words of a paragraph run on from one line to the\nnext line, as they do in a book that is set to some\n" * 9
+)
+
+
+def test_only_prose_is_unwrapped_which_is_noted_with_counts(tmp_path):
+    for name, text in (("a.txt", WRAPPED), ("b.txt", "one line\nanother"), ("._a.txt", WRAPPED), ("c.py", WRAPPED)):
+        (tmp_path / name).write_text(text)
+    read = read_documents(str(tmp_path), True)
+    assert [text.count("\n") for text in whole(read)] == [1, 2]
+    assert read.notes == (
+        f"2 file(s) of {tmp_path} are read (left out: 1 hidden, 1 .py)",
+        f"1 of 2 document(s) of {tmp_path} are wrapped to a page's width; their lines are joined into paragraphs, "
+        "unless --data.no-unwrap is given",
+    )
+    for path, unwrap in ((tmp_path / "c.py", True), (tmp_path / "a.txt", False)):
+        read = read_documents(str(path), unwrap)
+        assert whole(read) == [WRAPPED] and read.notes == ()

@@ -415,3 +415,47 @@ def test_invalid_numbers_are_refused(idx_folder: Path, tmp_path: Path) -> None:
         read_splits(str(tmp_path), 1e-9, 1)
     with pytest.raises(UserError, match=r"model\.channels is 2; set it to 1"):
         read_splits(str(tmp_path), 0.5, 2)
+
+
+def test_hidden_and_empty_folders_are_no_classes_and_what_is_not_read_is_counted(tmp_path: Path) -> None:
+    write_pictures(tmp_path / "train", images(N, 3))
+    write_pictures(tmp_path / "val", images(4, 3))
+    for folder in (
+        "train/empty",
+        "train/.ipynb_checkpoints",
+        "val/.ipynb_checkpoints",
+        "val/only",
+        ".git",
+        "val/empty",
+    ):
+        (tmp_path / folder).mkdir()
+    for name in ("train/.ipynb_checkpoints/a.png", "train/a/._00.png", "train/a/b.heic", "train/a/notes.txt"):
+        (tmp_path / name).write_bytes(b"none of them is an image")
+    (tmp_path / "train/loose.png").write_bytes((tmp_path / "train/a/00.png").read_bytes())
+    opened = open_image_folder(str(tmp_path))
+    assert opened.classes == ("a", "b", "c") and len(opened.train) == N
+    left_out = "2 hidden, 1 .heic, 1 .txt, 1 in no folder of a class, 1 folder(s) without images"
+    assert opened.notes == (
+        f"11 file(s) of {tmp_path / 'train'} are read (left out: {left_out})",
+        f"4 file(s) of {tmp_path / 'val'} are read (left out: 2 folder(s) without images, 1 hidden)",
+    )
+
+
+def test_images_of_all_formats_and_depths_are_read(tmp_path: Path) -> None:
+    pixels = np.full((HEIGHT, WIDTH, 3), 77, np.uint8)
+    suffixes = (".png", ".PNG", ".jpg", ".jfif", ".webp", ".bmp", ".Gif", ".tif", ".ppm")
+    for i, suffix in enumerate(suffixes):
+        file = tmp_path / "train/a" / ("deep/er" * (i % 2)) / f"{i}{suffix}"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels).save(file, "JPEG" if suffix == ".jfif" else None)
+    write_pictures(tmp_path / "val", np.full((1, HEIGHT, WIDTH), 77, np.uint8))
+    splits = read_splits(str(tmp_path), 0.1, 1)
+    assert len(splits.train.images) == len(suffixes) and np.abs(splits.train.images.astype(int) - 77).max() <= 2
+
+
+def test_folder_without_images_is_refused_with_what_it_holds(tmp_path: Path) -> None:
+    (tmp_path / "train/a").mkdir(parents=True)
+    (tmp_path / "train/a/b.heic").write_bytes(b"")
+    message = r"no images in .*train \(left out: 1 \.heic, 1 folder\(s\) without images\); put them into train/LABEL/"
+    with pytest.raises(UserError, match=message):
+        open_image_folder(str(tmp_path))
