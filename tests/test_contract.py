@@ -117,6 +117,6 @@ def test_the_scaled_width_is_that_of_models_with_one_and_an_unembedding_of_their
 
 
 def test_a_task_named_by_a_string_is_that_task():
-    assert Contract("causal_lm").task is Task.CAUSAL_LM  # type: ignore[arg-type]
+    assert Contract("causal_lm").task is Task.CAUSAL_LM
     with pytest.raises(ValueError, match="'causal' is not a valid Task"):
-        Contract("causal")  # type: ignore[arg-type]
+        Contract("causal")

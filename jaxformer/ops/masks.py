@@ -159,9 +159,9 @@ def check_mask(mask: Any, n_heads: int, n_queries: int, n_keys: int) -> None:
     if dtype != jnp.bool_:
         remedy = "mask == 0 if it is added to scores (0 and -inf), mask == 1 if it is 1 and 0"
         raise TypeError(f"the mask is {dtype}; give a bool array, True where a query may attend: {remedy}")
-    shapes = (n_queries, n_keys), (n_heads, n_queries, n_keys)
-    if mask.shape not in shapes:
-        raise ValueError(f"expected a mask of shape {shapes[0]} or {shapes[1]}, got {mask.shape}")
+    shared, per_head = (n_queries, n_keys), (n_heads, n_queries, n_keys)
+    if mask.shape not in (shared, per_head):
+        raise ValueError(f"expected a mask of shape {shared} or {per_head}, got {mask.shape}")
 
 
 def check_valid(valid_T: Any, n_tokens: int) -> None:

@@ -21,9 +21,9 @@ def check_positions(positions_T: Any, n_tokens: int | None = None) -> jax.Array:
       TypeError: booleans, or floating-point numbers of 16 bits, which do not hold every position.
     """
     positions_T = jnp.asarray(positions_T)
-    wanted = "(T,)" if n_tokens is None else (n_tokens,)
+    shape = "(T,)" if n_tokens is None else (n_tokens,)
     if positions_T.ndim != 1 or n_tokens not in (None, len(positions_T)):
-        raise ValueError(f"expected positions of shape {wanted}, one per token, got {positions_T.shape}")
+        raise ValueError(f"expected positions of shape {shape}, one per token, got {positions_T.shape}")
     if positions_T.dtype == bool or positions_T.dtype in (jnp.bfloat16, jnp.float16):
         raise TypeError(f"positions are {positions_T.dtype}; give integers")
     return positions_T

@@ -488,4 +488,4 @@ def test_a_batch_of_logits_and_no_temperature_are_refused() -> None:
         with pytest.raises(ValueError, match=r"use jax.vmap for a batch"):
             samplers.distribution(logits_BV, past, sampling)
     with pytest.raises(UserError, match="temperature is None; it must be at least 0"):
-        Sampling(temperature=None)  # type: ignore[arg-type]
+        Sampling(temperature=None)

@@ -89,7 +89,7 @@ def test_a_window_that_hides_the_query_itself_is_refused() -> None:
 def test_a_window_that_is_no_number_of_positions_is_refused() -> None:
     for window in (True, 2.5):  # True for "causal", which would be a window of 1
         with pytest.raises(TypeError, match=f"window is {window}; give a number of positions"):
-            masks.Causal(window)  # type: ignore[arg-type]
+            masks.Causal(window)
 
 
 @pytest.mark.parametrize(

@@ -122,4 +122,4 @@ def test_positions_that_would_broadcast_or_be_rounded_are_refused(
     with pytest.raises(error, match=message):
         rope(normal(*x), positions)
     with pytest.raises(ValueError, match="expected positions of shape"):
-        sinusoidal(T, K)  # type: ignore[arg-type]
+        sinusoidal(T, K)
