@@ -654,10 +654,11 @@ def _suppress_late_errors(is_reported: Callable[[], bool]) -> Iterator[None]:
             hook(unraisable)
 
     def is_other(record: logging.LogRecord) -> bool:
-        is_error = record.levelno >= logging.ERROR and record.exc_info
-        if not is_error or not (record.name == "absl" or "exception was never retrieved" in record.getMessage()):
+        message = record.getMessage()
+        is_late = record.name == "absl" or "exception was never retrieved" in message
+        if not (is_late and record.exc_info and record.levelno >= logging.ERROR):
             return True
-        held.append(f"{record.getMessage()}: {record.exc_info[1]}")
+        held.append(f"{message}: {record.exc_info[1]}")
         return False
 
     with warnings.catch_warnings():
