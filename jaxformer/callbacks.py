@@ -125,7 +125,7 @@ def _init_check(
     model, probe = setup.model, next(data.held_out(INIT_CHECK_EXAMPLES, INIT_CHECK_EXAMPLES))
     assert isinstance(model, Decoder)
     tokens_BT = _full_rows(setup.config.model.contract, probe)
-    report = check_init(model, local_copy(setup.model_params(state), setup.mesh), tokens_BT)
+    report = check_init(model, local_copy(setup.model_params(state), setup.mesh), jnp.asarray(tokens_BT))
     print_line(str(report))
     return {"init_check": {side: [asdict(m) for m in getattr(report, side)] for side in ("expected", "observed")}}
 

@@ -118,7 +118,7 @@ def router_statistics(
     def mean(x: jax.Array, n_axes: int = 1) -> jax.Array:
         """Average over tokens and, with two axes, over their choices."""
         axes = tuple(range(n_axes))
-        if valid_T is None:
+        if valid_T is None or n_tokens is None:
             return jnp.mean(x, axis=axes, dtype=logits_TE.dtype)
         counted = jnp.where(valid_T.reshape(-1, *(1,) * (x.ndim - 1)), x, 0)
         n = jnp.maximum(n_tokens, 1) * prod(x.shape[1:n_axes])
@@ -146,7 +146,8 @@ def average_statistics(
         return mean_over_shards(jax.tree.map(lambda x_B: jnp.mean(x_B, axis=0), statistics_B))
     sums = [jnp.sum(jax.vmap(jnp.multiply)(n_B, x_B), axis=0) for x_B in statistics_B[:-1]]
     *means, n = mean_over_shards((*sums, jnp.sum(n_B)))
-    return RouterStatistics(*(x / jnp.where(n == 0, 1, n) for x in means), n)
+    share_E, probability_E, z, dropped = (x / jnp.where(n == 0, 1, n) for x in means)
+    return RouterStatistics(share_E, probability_E, z, dropped, n)
 
 
 def balance_loss(statistics: RouterStatistics) -> jax.Array:
