@@ -234,7 +234,7 @@ def test_inferred_vocabulary_is_stable_on_resume(tmp_path, monkeypatch, data, mo
     assert new.model == replace(model, vocab_size=new.model.vocab_size) and least <= new.model.vocab_size < 400
     there = new.model.vocab_size - new.config.n_extra_tokens
     assert new.tokenizer.vocab_size == there
-    assert f"supports {there} tokens: model.vocab_size {new.model.vocab_size} (not 5000)" in new.notes[0]
+    assert f"supports {there} tokens: model.vocab_size {new.model.vocab_size} (not 5000)" in "; ".join(new.notes)
     config = replace(config, model=new.model)
     again = load_data(create_run(tmp_path / "x", config, new.tokenizer, allow_suffix=False), config)
     assert (again.model, again.fingerprint, again.notes) == (new.model, new.fingerprint, ())

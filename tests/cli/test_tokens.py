@@ -62,7 +62,7 @@ def test_standard_input_is_read_without_a_text(folder, capsys, monkeypatch):
         (b"", [], "the text is empty"),
         (b"a\xff", [], "standard input is not UTF-8 at byte 1"),
         (b"", ["a", "--tokenizer", "b"], "--run and --tokenizer both name a tokenizer"),
-        (b"", ["a", "b"], "'b' belongs to no option"),
+        (b"", ["a", "b"], "--run is given twice, with and without its flag; give it once"),
     ],
 )
 def test_bad_input_is_one_sentence(folder, capsys, monkeypatch, stdin, arguments, message):
