@@ -227,14 +227,14 @@ def test_run_data_uses_its_own_tokenizer(tmp_path):
 )
 def test_inferred_vocabulary_is_stable_on_resume(tmp_path, monkeypatch, data, model, least):
     monkeypatch.setenv("JAXFORMER_CACHE", str(tmp_path / "cache"))
-    (tmp_path / "a.txt").write_text("the cat sat on the mat and the rat sat on it\n" * 20)
+    (tmp_path / "a.txt").write_text("The cat sat on the mat and the rat sat on it.\n" * 20)
     config = Config("x", model, data(path=str(tmp_path / "a.txt"), val_fraction=0.3), steps=1)
     config = replace(config, train=replace(config.train, batch_size=2))
     new: Any = load_data(None, config)
     assert new.model == replace(model, vocab_size=new.model.vocab_size) and least <= new.model.vocab_size < 400
     there = new.model.vocab_size - new.config.n_extra_tokens
     assert new.tokenizer.vocab_size == there
-    assert f"supports {there} tokens: model.vocab_size {new.model.vocab_size} (not 5000)" in "; ".join(new.notes)
+    assert f"supports {there} tokens: model.vocab_size {new.model.vocab_size} (not 5000)" in new.notes[0]
     config = replace(config, model=new.model)
     again = load_data(create_run(tmp_path / "x", config, new.tokenizer, allow_suffix=False), config)
     assert (again.model, again.fingerprint, again.notes) == (new.model, new.fingerprint, ())
