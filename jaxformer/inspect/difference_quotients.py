@@ -88,7 +88,7 @@ def compare_slopes(
 
     @jax.jit
     def shifted_loss(values: list[jax.Array], directions: list[jax.Array], amounts: jax.Array) -> jax.Array:
-        return loss(tree.unflatten(x + a * d for x, d, a in zip(values, directions, amounts, strict=True)))
+        return loss(jax.tree.unflatten(tree, [x + a * d for x, d, a in zip(values, directions, amounts, strict=True)]))
 
     for seed in range(ATTEMPTS):
         left = [i for i in range(len(values)) if i not in slopes or slopes[i].is_rough or not slopes[i].holds]
@@ -118,7 +118,7 @@ class _Point:
             value = value + LARGEST_STEP * (_rms(value) or 1) * rng.standard_normal(value.shape, np.float32)
             self.sizes[i] = _rms(value)
             self.values.append(jnp.asarray(value))
-        for i, grad in enumerate(map(np.asarray, jax.tree.leaves(gradient(tree.unflatten(self.values))))):
+        for i, grad in enumerate(map(np.asarray, jax.tree.leaves(gradient(jax.tree.unflatten(tree, self.values))))):
             norm = np.linalg.norm(grad)
             direction = rng.standard_normal(grad.shape, np.float32)
             if 0 < norm < np.inf:  # replace the component along the gradient by 1 to 2
