@@ -160,18 +160,17 @@ def hold_the_weights_of_experts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("plant", "wrong"),
+    "plant",
     [
-        (None, ""),
-        exhaustive(double_the_gradient_of_attention, "W_V"),
-        exhaustive(omit_a_term_of_the_norm, "W_O"),
-        (scale_the_gradient_of_the_unembedding, "W_out"),
-        (flip_a_sign_in_blockwise_attention, "W_K"),
-        exhaustive(hold_the_weights_of_experts, "mlp.W_router"),
+        None,
+        scale_the_gradient_of_the_unembedding,
+        flip_a_sign_in_blockwise_attention,
+        exhaustive(double_the_gradient_of_attention),
+        exhaustive(omit_a_term_of_the_norm),
+        exhaustive(hold_the_weights_of_experts),
     ],
-    ids=lambda x: getattr(x, "__name__", None),
 )
-def test_wrong_derivative_fails_the_gradient_check(plant, wrong, monkeypatch) -> None:
+def test_wrong_derivative_fails_the_gradient_check(plant, monkeypatch) -> None:
     """Also one of a single parameter that is wrong by a thousandth."""
     if plant is not None:
         plant(monkeypatch)
@@ -180,7 +179,7 @@ def test_wrong_derivative_fails_the_gradient_check(plant, wrong, monkeypatch) ->
     result = gradients(model, params, Batch((inputs[0][None],), jnp.zeros((1, T), jnp.int32)))
     assert result.holds == (plant is None), result
     assert plant is None or (result.deviation > 1e-4 and "wrong: " in result.detail)
-    if wrong == "W_out":
+    if plant is scale_the_gradient_of_the_unembedding:
         assert result.detail.endswith("wrong: W_out")
 
 
@@ -230,7 +229,7 @@ def test_infinite_slope_fails_the_gradient_check():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", ["input", "block", exhaustive("sublayer")])
+@pytest.mark.parametrize("part", ["block", exhaustive("sublayer")])
 def test_reused_dropout_key_fails_its_check(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = replace(MODELS["masked"], dropout=0.3)
     model, params, inputs = random_model(config)
@@ -239,13 +238,13 @@ def test_reused_dropout_key_fails_its_check(part: str, monkeypatch: pytest.Monke
     if part == "sublayer":
         after: Callable = Block._after
         reused = jax.random.key(0)
-        monkeypatch.setattr(Block, "_after", lambda self, x, y, name, key: after(self, x, y, name, key and reused))
+        monkeypatch.setattr(Block, "_after", lambda self, x, y, name, _: after(self, x, y, name, reused))
     else:
         draw: Callable = encoder.input_dropout
 
         def draw_once(module, dropout, x, n_blocks):
             x_TD, keys = draw(module, dropout, x, n_blocks)
-            return x_TD, keys if part == "input" and keys is None else jnp.broadcast_to(keys[:1], keys.shape)
+            return x_TD, jnp.broadcast_to(keys[:1], keys.shape)
 
         monkeypatch.setattr(encoder, "input_dropout", draw_once)
     assert not dropout_keys(model, params, inputs).holds
