@@ -387,7 +387,7 @@ class CheckpointManager(CheckpointReader):
     def __enter__(self) -> CheckpointManager:
         with contextlib.ExitStack() as stack:
             stack.enter_context(_suppress_late_errors(lambda: self._has_failed))
-            path = stack.enter_context(_plain_path(self._path))
+            self._plain = path = stack.enter_context(_plain_path(self._path))
             if self._writes_files():
                 stack.enter_context(run_lock(self._folder))
             if self._is_split:  # Orbax does not do this for one of several processes
@@ -474,6 +474,9 @@ class CheckpointManager(CheckpointReader):
         try:
             if not self._path.is_dir():  # otherwise Orbax would create it
                 raise FileNotFoundError
+            if not self._plain.exists():  # the temporary folder was cleaned
+                self._plain.parent.parent.mkdir(mode=0o700, exist_ok=True)
+                self._plain.parent.symlink_to(self._path.parent, target_is_directory=True)
             items: dict[str, Any] = {"params": ocp.args.StandardSave(_from_one_device(params))}
             if opt_state is not None:
                 items["opt_state"] = ocp.args.StandardSave(_from_one_device(opt_state))

@@ -57,7 +57,8 @@ def find_unindexed(checkpoint: Path) -> str | None:
     except FileNotFoundError:
         return f"{CHECKSUMS}{MISSING}"
     indexed = {match[1] for name in names if (match := INDEX.fullmatch(name))}
-    unindexed = sorted({name.partition("/")[0] for name in names if name.startswith(ARRAYS)} - indexed)
+    with_data = {name.partition("/")[0] for name in names if name.startswith(ARRAYS) and "/d/" in name}
+    unindexed = sorted(with_data - indexed)  # an optimizer's state may be empty
     return f"{unindexed[0]} has no index of its arrays" if unindexed else None
 
 

@@ -13,8 +13,8 @@ os.environ["XLA_FLAGS"] = " ".join([
     "--xla_cpu_parallel_codegen_split_count=1",
     # Only these versions have two ways to generate code, of which this compiles in half the time.
     *(["--xla_cpu_use_fusion_emitters=false"] if version("jaxlib").startswith("0.10.") else []),
-    # The version in constraints.txt knows this, which saves a sixth of the compiling; others may refuse to start.
-    *(["--xla_cpu_opt_preset=CPU_OPT_PRESET_FAST_COMPILE"] if version("jaxlib") == "0.10.2" else []),
+    # These versions know this, which saves a sixth of the compiling; others may refuse to start.
+    *(["--xla_cpu_opt_preset=CPU_OPT_PRESET_FAST_COMPILE"] if version("jaxlib") in ("0.10.2", "0.12.0.1") else []),
     os.environ.get("XLA_FLAGS", ""),
 ])  # fmt: skip
 

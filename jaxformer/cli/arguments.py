@@ -30,7 +30,7 @@ T = TypeVar("T")
 FLAG = re.compile(r"--[\w.-]*\w")
 """Pattern of a flag."""
 OTHER_NAMES = {
-    "lr": "learning-rate", "epochs": "steps", "max-steps": "steps", "max-iters": "steps", "grad-clip": "clip-norm",
+    "lr": "learning-rate", "max-steps": "steps", "max-iters": "steps", "grad-clip": "clip-norm",
     "n-layer": "n-blocks", "n-layers": "n-blocks", "n-embd": "d-model", "hidden-size": "d-model",
     "block-size": "context-length", "seq-len": "context-length", "max-tokens": "max-new-tokens", "dtype": "precision",
     "data": "path", "dataset": "path", "out-dir": "run", "output-dir": "run",
@@ -182,7 +182,8 @@ def parse(arguments: Sequence[str], default: T, program: str, description: str) 
                 raise UserError(f"unknown option {group.flag}; {hint}")
             option = by_flag[group.flag]
             check_single(option, values)
-            if option.is_bool and words and (group.has_equals or not positional):
+            is_value = bool(words) and words[0].lower() in ("true", "false", "none")
+            if option.is_bool and words and (group.has_equals or not positional or is_value):
                 raise UserError(f"{group.flag} is {words[0]!r}, but it has no value; give {' or '.join(option.flags)}.")
             given, words = group.values(option.max_values)
             hint = typing.get_args(option.hint)[0] if option.max_values is None else option.hint
@@ -203,6 +204,8 @@ def nearest_flag(flag: str, known: Sequence[str]) -> str | None:
     """Return the known flag that is probably meant: one with the same name in another group, or a similar one."""
     by_name = {_name(other): other for other in reversed(known)}
     name = OTHER_NAMES.get(_name(flag), _name(flag))
+    if name == "run" and "out" in by_name:  # the command reads a run and writes elsewhere
+        name = "out"
     near = [by_name[other] for other in (name, *sorted(by_name)) if other in by_name and other.startswith(name)]
     near += get_close_matches(flag, known, 1) + [by_name[other] for other in get_close_matches(name, by_name, 1)]
     return near[0] if near else None

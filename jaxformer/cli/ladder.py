@@ -74,8 +74,9 @@ def main(arguments: list[str]) -> int:
         run = folder / name
         if name in module.DIVERGING_RUNGS:
             echo(f"{name} is expected to diverge; training stops when it does")
-        if run.exists() and has_ended(run):
+        if run.exists():
             _check_same(config, run)
+        if run.exists() and has_ended(run):
             echo(f"{name}: already trained, in {run}")
             continue
         status = _train(run, specs[name], options)

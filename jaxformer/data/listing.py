@@ -15,6 +15,8 @@ from jaxformer.errors import UserError
 
 MAGIC = re.compile(r"[*?[]")
 """Pattern of the characters that make a name a glob."""
+MAX_REASONS = 8
+"""Maximum number of reasons that a note names, such as suffixes."""
 LeftOut = defaultdict[str, set[Path]]
 """Paths that are left out, by reason."""
 
@@ -31,8 +33,10 @@ class Listing:
     @property
     def omission(self) -> str:
         """Return what is left out, in brackets, such as " (left out: 2 hidden, 1 .md)"; empty if nothing is."""
-        reasons = ", ".join(f"{n:,} {reason}" for reason, n in self.left_out.most_common())
-        return f" (left out: {reasons})" if reasons else ""
+        common = self.left_out.most_common(MAX_REASONS)
+        n_others = self.left_out.total() - sum(n for _, n in common)
+        reasons = [f"{n:,} {reason}" for reason, n in common] + [f"{n_others:,} other(s)"] * bool(n_others)
+        return f" (left out: {', '.join(reasons)})" if reasons else ""
 
     def notes(self, name: str) -> tuple[str, ...]:
         """Return a note about what is left out of the named folder or glob, or none."""
@@ -59,7 +63,7 @@ def list_files(location: Path, is_known_kind: Callable[[Path], bool]) -> Listing
             mode = path.stat().st_mode
         except OSError as error:
             is_missing = isinstance(error, FileNotFoundError | NotADirectoryError) and not path.is_symlink()
-            if is_missing or is_unknown:
+            if is_missing or (is_unknown and path.suffix):  # without a suffix, it may have led to a folder
                 continue
             raise _unreadable(path, error) from error
         if stat.S_ISDIR(mode):

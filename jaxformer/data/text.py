@@ -17,11 +17,15 @@ MIN_PAGE_WIDTH, MAX_PAGE_WIDTH = 40, 120
 lists and short documents, their breaks are meaningful."""
 MIN_WRAPPED_LINES, MIN_WRAPPED_FRACTION = 3, 0.6
 """Minima of wrapped lines in a text whose lines are joined, see `page_width`."""
+MIN_SENTENCE_FRACTION = 0.02
+"""Minimum fraction of lines in which a sentence ends, in a text whose lines are joined."""
 MID_SENTENCE = re.compile(r"[^\W\d_]\S{0,18}( \S|$)")
 """Beginning of a line of prose: a word. It is longer in encoded data and in scripts without spaces, and followed by
 several spaces in tables."""
+SENTENCE_END = re.compile(r"[.!?…।؟][^\w\s]*(\s|$)")
+"""End of a sentence in a line."""
 FIRST_LETTER = re.compile(r"\w")
-MARKUP = re.compile(r"[-*+>] |[#|]|```")
+MARKUP = re.compile(r"[-*+>•] |\d{1,3}[.)] |[#|]|```")
 """Beginning of a line of a list, quotation, heading, table or code block in Markdown."""
 WORD_END, WORD_END_BEFORE_SPACE = re.compile(r"\S(?=[ \n\t])"), re.compile(r"\S(?= )")
 
@@ -29,20 +33,22 @@ WORD_END, WORD_END_BEFORE_SPACE = re.compile(r"\S(?=[ \n\t])"), re.compile(r"\S(
 def page_width(pieces: Iterable[str]) -> int:
     """Return the page width that a text is wrapped to, in characters per line: the 99th percentile of its line lengths.
 
-    It is 0 for a text that is not wrapped: if the width is below `MIN_PAGE_WIDTH` or above `MAX_PAGE_WIDTH`; or if, of
-    the lines whose first letter is not a capital, too few are wrapped, as in code, tables, logs and verse. A line is
-    wrapped if it begins with a word that would not have fitted on the line before it. Lines whose first letter is a
-    capital may be sentences or verses of their own, and do not count.
+    It is 0 for a text that is not wrapped: if the width is below `MIN_PAGE_WIDTH` or above `MAX_PAGE_WIDTH`; if hardly
+    any sentence ends in it, as in records of equal length; or if, of the lines whose first letter is not a capital, too
+    few are wrapped, as in code, tables, logs and verse. A line is wrapped if it begins with a word that would not have
+    fitted on the line before it. Lines whose first letter is a capital may be sentences or verses of their own, and do
+    not count.
     """
     counts = [0] * (MAX_PAGE_WIDTH + 2)
     needed = [0] * (MAX_PAGE_WIDTH + 2)  # number of lines by the width that the line before needs for their first word
-    length = n_lines = 0
+    length = n_lines = n_sentences = 0
     for part, begins, ends in _lines(pieces):
         line = part.rstrip() if ends else part
         if begins and length and line and not ((first := FIRST_LETTER.search(line)) and first[0].isupper()):
             n_lines += 1
             if MID_SENTENCE.match(line):
                 needed[min(length + 1 + len(_first_word(line)), MAX_PAGE_WIDTH + 1)] += 1
+        n_sentences += bool(SENTENCE_END.search(line))
         length = (0 if begins else length) + len(line)
         if ends:
             counts[min(length, MAX_PAGE_WIDTH + 1)] += 1
@@ -51,6 +57,7 @@ def page_width(pieces: Iterable[str]) -> int:
     width = next((i for i, total in enumerate(accumulate(counts)) if total > rank), 0)
     n_wrapped = sum(needed[width + 1 :])
     is_wrapped = n_wrapped >= max(MIN_WRAPPED_LINES, MIN_WRAPPED_FRACTION * n_lines)
+    is_wrapped &= n_sentences > MIN_SENTENCE_FRACTION * n_lines
     return width if is_wrapped and MIN_PAGE_WIDTH <= width <= MAX_PAGE_WIDTH else 0
 
 

@@ -104,8 +104,8 @@ def generate(
 def check_prompts(model: nn.Module, prompts: Sequence[Sequence[int]], context_length: int, **counts: int) -> None:
     """Raise `UserError` if there is no prompt, `check_rows` does, or one of the named counts is out of range."""
     for name, value in counts.items():
-        if not isinstance(value, int | np.integer) or not 1 <= value < 2**31:
-            raise UserError(f"{name} is {value}; it must be at least 1 and below 2**31, a whole number.")
+        if np.ndim(value) or not np.issubdtype(np.asarray(value).dtype, np.integer) or not 1 <= value < 2**31:
+            raise UserError(f"{name} is {value}; it must be a whole number, at least 1 and below 2**31.")
     if len(prompts) == 0:
         raise UserError("there is no prompt to continue; give at least 1.")
     check_context(model, context_length)
@@ -126,7 +126,10 @@ def check_rows(model: nn.Module, rows: Sequence[Sequence[int]], context_length: 
     last = vocab_size(model) - 1
     for number, row in enumerate(rows, start=1):
         label = f"{name} {number}" if len(rows) > 1 else f"the {name}"
-        tokens_T = np.asarray(row)
+        try:
+            tokens_T = np.asarray(row)
+        except ValueError:  # rows of different lengths
+            tokens_T = np.array(None)
         if tokens_T.ndim != 1 or (tokens_T.size and not np.issubdtype(tokens_T.dtype, np.integer)):
             remedy = f"give the token ids of each {name}, such as [[1, 2, 3]]"
             raise UserError(f"{label} is {abbreviate(row)}; {remedy}.")

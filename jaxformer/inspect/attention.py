@@ -82,4 +82,4 @@ def attention_entropy(model: nn.Module, params: Params, *inputs_B: Any, target_m
 
     # One example at a time: the size of attention maps is quadratic in the sequence length.
     entropies = jax.lax.map(example_entropy, jax.tree.map(jnp.asarray, (inputs_B, target_mask_BT)))
-    return [entropy_BH.mean(axis=0) for entropy_BH in entropies]
+    return [jnp.nanmean(entropy_BH, axis=0) for entropy_BH in entropies]  # NaN for an example of only padding

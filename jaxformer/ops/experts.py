@@ -72,7 +72,7 @@ def assign(
     """Return the slot of each choice among the E · C slots, `(T, J)` int32; E · C for padding, and where its expert is
     full.
 
-    Earlier tokens are assigned first, with all their choices, so no token's slot depends on a later token.
+    Earlier tokens are assigned first, with all their choices, so no token's slot depends on what a later token chooses.
 
     Args:
       valid_T: False for padding; None without padding.

@@ -157,11 +157,13 @@ def check_mask(mask: Any, n_heads: int, n_queries: int, n_keys: int) -> None:
         raise TypeError(f"the mask is the class {mask.__name__}; give an instance, such as Causal()")
     dtype = getattr(mask, "dtype", type(mask).__name__)
     if dtype != jnp.bool_:
-        remedy = "mask == 0 if it is added to scores (0 and -inf), mask == 1 if it is 1 and 0"
-        raise TypeError(f"the mask is {dtype}; give a bool array, True where a query may attend: {remedy}")
+        remedy = ": mask == 0 if it is added to scores (0 and -inf), mask == 1 if it is 1 and 0"
+        example = remedy if hasattr(mask, "dtype") else ""
+        raise TypeError(f"the mask is {dtype}; give a bool array, True where a query may attend{example}")
     shared, per_head = (n_queries, n_keys), (n_heads, n_queries, n_keys)
     if mask.shape not in (shared, per_head):
-        raise ValueError(f"expected a mask of shape {shared} or {per_head}, got {mask.shape}")
+        remedy = "; see jnp.broadcast_to" if mask.size and mask.ndim == 2 else ""
+        raise ValueError(f"expected a mask of shape {shared} or {per_head}, got {mask.shape}{remedy}")
 
 
 def check_valid(valid_T: Any, n_tokens: int) -> None:

@@ -33,12 +33,12 @@ def l2_normalize(x: jax.Array, eps: float = 1e-12) -> jax.Array:
     return (divide_by_rms(upcast(x), eps / D) * D**-0.5).astype(x.dtype)
 
 
-def _check(x: jax.Array, eps: float, *vectors: jax.Array) -> None:
+def _check(x: jax.Array, eps: float | jax.Array, *vectors: jax.Array) -> None:
     """Raise `TypeError` for an `x` that is not floating-point, `ValueError` for an ε of 1 or more, which is a width
     given in its place, or for a gain or shift that is not `(D,)`."""
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"the features are {x.dtype}; give floating-point numbers")
-    if not 0 <= eps < 1:
+    if not isinstance(eps, jax.core.Tracer) and not 0 <= eps < 1:
         raise ValueError(f"eps is {eps}; it must be at least 0 and below 1: the width is that of the features")
     for vector in vectors:
         if np.shape(vector) != x.shape[-1:]:

@@ -173,7 +173,7 @@ class TrainLoop:
         self.unchecked = deque[Unchecked]()
         self.norms = deque[tuple[int, jax.Array]](maxlen=HISTORY_STEPS)
         self.failures, self.signal = int(start.state.failures), 0
-        self.is_slow = False
+        self.is_slow, self.checked_at = False, time.perf_counter()
         self.evaluation: Evaluation | None = None
         self.val_loss: float | None = None
 
@@ -229,17 +229,19 @@ class TrainLoop:
         Checking one step late keeps the device busy with the last one and is safe: once too many steps have failed, the
         state no longer changes. Slow steps are checked at once, so that a signal ends training after the current one.
         """
-        while len(self.unchecked) > (0 if all_steps or self.signal or self.is_slow else 1):
+        at_once = self.is_slow and jax.process_count() == 1  # several processes could disagree
+        while len(self.unchecked) > (0 if all_steps or self.signal or at_once else 1):
             done = self.unchecked.popleft()
             self.norms.append((done.step, done.metrics.norms_3R))
             outcome = self._check_loss(done) if done.metrics.finite else self._count_failure(done)
             self.signal = self.signal or int(done.signal)
             if outcome is not None:
                 return outcome
-            step_ms = self.throughput.since_restart(done.step)["step_ms"]
-            if step_ms >= SLOW_STEP_MS:
+            now, before, was_slow = time.perf_counter(), self.checked_at, self.is_slow
+            step_ms, self.checked_at = 1e3 * (now - before), now
+            self.is_slow = step_ms >= SLOW_STEP_MS
+            if self.is_slow and was_slow:  # a single one may have waited for data
                 self.log.estimate(done.step, step_ms)
-                self.is_slow = jax.process_count() == 1  # otherwise, processes could disagree
         return None
 
     def _check_loss(self, done: Unchecked) -> Outcome | None:

@@ -48,7 +48,7 @@ TRAIN = [
     ("--lr 3", "unknown option --lr; did you mean --optimizer.learning-rate?"),
     ("--optimizer.lr 3", "did you mean --optimizer.learning-rate?"),
     ("--batch-size 3", "did you mean --train.batch-size?"),
-    ("--epochs 3", "did you mean --steps?"),
+    ("--out-dir a", "did you mean --run?"),
     ("--n-layer 3", "did you mean --model.n-blocks?"),
     ("--learnig-rate 3", "did you mean --optimizer.learning-rate?"),
     ("--unheard-of 3", "unknown option --unheard-of; --help lists all options."),
@@ -137,6 +137,11 @@ def test_a_run_is_named_with_or_without_the_flag(here, capsys, name):
         messages.append(capsys.readouterr().err)
     assert messages[:2] == ["error: --run file is a file; name a folder.\n"] * 2
     assert messages[2:] == ["error: --run is given twice, with and without its flag; give it once.\n"] * 2
+
+
+def test_a_value_of_a_flag_is_not_taken_for_the_run(here, capsys):
+    assert everything.main(["eval", "--data.path", "a", "--data.unwrap", "false"]) == 2
+    assert "give --data.unwrap or --data.no-unwrap" in capsys.readouterr().err
 
 
 SAMPLE = [

@@ -150,7 +150,7 @@ def test_progress_is_shown_at_intervals_with_the_time_left(capsys):
 
 
 WRAPPED = (
-    "the words of a paragraph run on from one line to the\nnext line, as they do in a book that is set to some\n" * 9
+    "a sentence ends. its paragraph goes on from one line\nto the next, as they do in a book that is set to some\n" * 9
 )
 
 

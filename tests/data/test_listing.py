@@ -74,6 +74,19 @@ def test_what_exists_is_taken_literally(here: Path) -> None:
     assert names("nowhere.txt") == names("*/nowhere.txt") == names("data v/a1.txt/*") == []
 
 
+def test_a_link_that_may_have_led_to_a_folder_is_refused_if_it_leads_nowhere(here: Path) -> None:
+    write("d/a.txt")
+    Path("d/part2").symlink_to("/nowhere/books")
+    for location in ("d", "d/*"):
+        with pytest.raises(UserError, match="d/part2, a link to /nowhere/books, cannot be read"):
+            listed(location)
+
+
+def test_notes_name_few_reasons(here: Path) -> None:
+    write("d/a.txt", *(f"d/part.{i:05}" for i in range(30)))
+    assert listed("d").omission.count(",") == 8 and listed("d").omission.endswith(", 22 other(s))")
+
+
 def test_other_kinds_and_folders_are_counted(here: Path) -> None:
     write("d/a.txt", "d/b.md", "d/c.md", "d/README", "d/deep/e.PDF")
     assert names("d") == ["d/a.txt"]

@@ -69,6 +69,8 @@ KEEPING = {
     "csv": "\n".join(f"{RNG.choice(['alice', 'bob'])},2024-01-02,{RNG.random():.9f},{i},a remark" for i in range(90)),
     "columns": "\n".join(f"{RNG.choice(['alpha', 'beta']):12}{RNG.random():14.5f}{i:14}{i:9}" for i in range(90)),
     "log": "\n".join(f"2024-01-02T12:00:{i:02} server: a request of user {i:02} is served" for i in range(60)),
+    "log of equal lines": "\n".join(f"info request {i:05} is served by worker 3 in 27 ms" for i in range(60)),
+    "records": "\n".join(f"name {i:03}, 27, london, united kingdom, engineer, a" for i in range(60)),
     "chat": "\n".join(f"{RNG.choice(['alice', 'bob'])}: {'so it goes ' * n}" for n in LENGTHS),
     "verse": "\n".join(" ".join(RNG.choices(("arma", "virumque", "cano", "troiae", "qui"), k=8)) for _ in range(90)),
     "drama": "\n\n".join(f"FIRST CITIZEN.\nBefore we go further, {'hear ' * (n % 7)}me\nspeak of it." for n in LENGTHS),
@@ -136,7 +138,7 @@ def cleaned_whole(text: str, unwrap_lines: bool) -> str:
     return text + "\n" if text else ""
 
 
-FULL = "words that fill a line up to its very end\n"
+FULL = "words. that fill a line up to its very end\n"
 
 
 @settings(max_examples=200, deadline=None)

@@ -88,7 +88,7 @@ def test_a_step_in_bfloat16_adds_up_in_float32() -> None:
     whole = [3 * normal(1, 128, 64, seed=seed).astype(jnp.bfloat16) for seed in (4, 5)]
     layer = write_layer(init_cache(1, 1, 128, 64, jnp.float32).layers[0], *whole, 0)
     y, got = jax.jit(decode_step)(q, k, v, layer, 7, jnp.ones((1, 128), bool), 1.0)
-    assert_close(y, attention(q.astype(jnp.float32), *read_layer(got, jnp.float32)), 2 * 2**-9)
+    assert_close(y, attention(q.astype(jnp.float32), *read_layer(got, jnp.float32), scale=1.0), 2 * 2**-9)
 
 
 @pytest.mark.parametrize("dtype", ["int32", "float16"])

@@ -163,7 +163,7 @@ def test_a_signal_during_a_slow_step_ends_training_after_it(monkeypatch, tmp_pat
     assert (interrupted.status, interrupted.step) == ("interrupted", 5)
     assert CheckpointReader(tmp_path / "run").steps() == [5]
     (estimate,) = [line for line in capsys.readouterr().out.splitlines() if "per step" in line]
-    assert re.fullmatch(r"step       1  \S+ s per step, about .+ left", estimate)
+    assert re.fullmatch(r"step       2  \S+ s per step, about .+ left", estimate)
 
 
 @pytest.mark.slow
