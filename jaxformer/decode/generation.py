@@ -105,7 +105,7 @@ def check_prompts(model: nn.Module, prompts: Sequence[Sequence[int]], context_le
     """Raise `UserError` if there is no prompt, `check_rows` does, or one of the named counts is out of range."""
     for name, value in counts.items():
         if np.ndim(value) or not np.issubdtype(np.asarray(value).dtype, np.integer) or not 1 <= value < 2**31:
-            raise UserError(f"{name} is {value}; it must be a whole number, at least 1 and below 2**31.")
+            raise UserError(f"{name} is {value}; it must be at least 1 and below 2**31, a whole number.")
     if len(prompts) == 0:
         raise UserError("there is no prompt to continue; give at least 1.")
     check_context(model, context_length)
