@@ -76,9 +76,9 @@ def main(arguments: list[str]) -> int:
             echo(f"{name} is expected to diverge; training stops when it does")
         if run.exists():
             _check_same(config, run)
-        if run.exists() and has_ended(run):
-            echo(f"{name}: already trained, in {run}")
-            continue
+            if has_ended(run):
+                echo(f"{name}: already trained, in {run}")
+                continue
         status = _train(run, specs[name], options)
         if status not in (0, 1):
             return status if status > 0 else 128 - status

@@ -237,8 +237,8 @@ class TrainLoop:
             self.signal = self.signal or int(done.signal)
             if outcome is not None:
                 return outcome
-            now, before, was_slow = time.perf_counter(), self.checked_at, self.is_slow
-            step_ms, self.checked_at = 1e3 * (now - before), now
+            now, was_slow = time.perf_counter(), self.is_slow
+            step_ms, self.checked_at = 1e3 * (now - self.checked_at), now
             self.is_slow = step_ms >= SLOW_STEP_MS
             if self.is_slow and was_slow:  # a single one may have waited for data
                 self.log.estimate(done.step, step_ms)
