@@ -12,10 +12,8 @@ from typing import Any
 from jaxformer.cli.arguments import as_command, folder_named, load_config, options_given, parse, peek
 from jaxformer.cli.options import paragraphs
 from jaxformer.cli.train import RUNS, Arguments
-from jaxformer.config import Config
 from jaxformer.config_files import load_module
 from jaxformer.errors import UserError
-from jaxformer.fields import flatten, to_dict
 from jaxformer.invocation import command
 from jaxformer.terminal import echo
 
@@ -69,14 +67,17 @@ def main(arguments: list[str]) -> int:
 
     from jaxformer.ladder import as_text, has_ended, rung_result
     from jaxformer.ladder_page import write_results
+    from jaxformer.runs import read_config
+    from jaxformer.train.resume import check_resumable
 
     for name, config in configs.items():
         run = folder / name
         if name in module.DIVERGING_RUNGS:
             echo(f"{name} is expected to diverge; training stops when it does")
         if run.exists():
-            _check_same(config, run)
-            if has_ended(run):
+            stored = read_config(run)
+            check_resumable(run, stored, config, rolls_back=False)
+            if has_ended(run) and config.steps == stored.steps:
                 echo(f"{name}: already trained, in {run}")
                 continue
         status = _train(run, specs[name], options)
@@ -116,14 +117,3 @@ def _train(run: Path, spec: str, options: Sequence[str]) -> int:
             for number, handler in before.items():
                 signal.signal(number, handler)
     return 128 + stopped if stopped else status  # even if the rung finished its last step
-
-
-def _check_same(config: Config, run: Path) -> None:
-    """Raise `UserError` if a run was trained with another config."""
-    from jaxformer.runs import read_config
-
-    given, stored = (flatten(to_dict(c)) for c in (config, read_config(run)))
-    for field in {**given, **stored}:
-        if given.get(field) != stored.get(field):
-            remedy = "choose another --folder, or remove it"
-            raise UserError(f"{run} was trained with {field} {stored.get(field)}, not {given.get(field)}; {remedy}.")
