@@ -18,8 +18,9 @@ zeros, such as biases before training, could put many units at their kinks.
 
 A direction moves all parameters by amounts that make each contribute as much to the slope, so none drowns in the
 others. Along its gradient, the amount is fixed, which detects every wrong factor; other errors meet random directions.
-If the quotients do not confirm a slope to the accuracy of a single contribution, halves of the parameters are measured
-on their own, down to single ones.
+If the quotients of a group differ from its slope by more than the accuracy of a single contribution, or say little,
+halves of the group are measured on their own, down to single parameters. Quotients that agree this closely although
+they are less certain do not agree by chance: their uncertainty is a bound, which a smooth loss is far from.
 """
 
 from __future__ import annotations
@@ -62,8 +63,9 @@ class Slope(NamedTuple):
 
     @property
     def deviation(self) -> float:
-        """The error or, for inaccurate quotients, what of it exceeds their uncertainty; NaN for NaN."""
-        return self.error if self.is_measured else float(np.maximum(0.0, self.error - self.uncertainty))
+        """The error or, for inaccurate quotients that differ, what of it exceeds their uncertainty; NaN for NaN."""
+        agrees = self.is_measured or self.error <= ACCURACY
+        return self.error if agrees else float(np.maximum(0.0, self.error - self.uncertainty))
 
     @property
     def holds(self) -> bool:
@@ -142,7 +144,7 @@ class _Point:
         own."""
         group = sorted(group, key=lambda i: self.expected[i])
         slope = self._slope(group)
-        if len(group) == 1 or (slope.is_measured and slope.holds):
+        if len(group) == 1 or (slope.error <= ACCURACY and not slope.is_rough):
             yield from ((i, slope) for i in group)
             return
         half = len(group) // 2
