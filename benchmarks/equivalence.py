@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import inspect
 import json
 import os
-import platform
 import random
 import shutil
 import statistics
@@ -23,9 +23,11 @@ import tempfile
 import time
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
+from tokenizers import ByteLevelBPETokenizer
 
 from benchmarks import record
 from benchmarks.equivalence_side import DEVICES, Results
@@ -44,13 +46,15 @@ class Side:
     """A checkout and the process that measures it, started when it is needed."""
 
     def __init__(self, checkout: Path, scratch: Path, store: Path | None) -> None:
-        self.checkout, self.scratch, self._process = checkout.resolve(), scratch, None
+        self.checkout, self.scratch = checkout.resolve(), scratch
+        self._process: subprocess.Popen[str] | None = None
+        self.cache = (store.resolve() if store else scratch) / "cache"
         commit = git(self.checkout, "rev-parse", "HEAD") if not git(self.checkout, "status", "--porcelain") else ""
         self.store = store.resolve() / f"{commit[:12]}-{environment()}" if store and commit else None
 
     def measure(self, name: str, mesh: str) -> Results | str:
         """Return the results of one config, stored ones if there are; or what went wrong."""
-        file = (self.store or self.scratch) / f"{name.replace(':', '-')}-{mesh}.npz"
+        file = (self.store or self.scratch) / f"{name.replace(':', '-').replace(' ', '')}-{mesh}.npz"
         if not (self.store and file.exists()):
             file.parent.mkdir(parents=True, exist_ok=True)
             unfinished = self.scratch / "unfinished.npz"
@@ -60,7 +64,7 @@ class Side:
         with np.load(file) as stored:
             return dict(stored.items())
 
-    def ask(self, request: list[str]) -> object:
+    def ask(self, request: list[str]) -> Any:
         """Return the answer to a request."""
         if self._process is None:
             flags = QUICK_TO_COMPILE if "jaxlib 0.10." in versions() else ""
@@ -68,7 +72,7 @@ class Side:
                 [sys.executable, "-P", str(SIDE), str(self.checkout)], cwd=self.scratch, text=True,
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=(self.scratch / "log").open("a"),
                 env=os.environ | {
-                    "PYTHONPATH": str(self.checkout), "JAXFORMER_CACHE": str(self.scratch / "cache"),
+                    "PYTHONPATH": str(self.checkout), "JAXFORMER_CACHE": str(self.cache),
                     "JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"{flags} {os.environ.get('XLA_FLAGS', '')}",
                 },
             )  # fmt: skip
@@ -99,9 +103,8 @@ def versions() -> str:
 
 def environment() -> str:
     """Return a digest of everything besides the commit that results depend on."""
-    what = (versions(), sys.version, platform.processor(), record.cpu(), os.environ.get("XLA_FLAGS", ""))
-    programs = [file.read_bytes() for file in (SIDE, Path(__file__))]
-    return hashlib.sha256(b"\n".join([repr(what).encode(), *programs])).hexdigest()[:8]
+    what = (versions(), sys.version, QUICK_TO_COMPILE, record.cpu(), os.environ.get("XLA_FLAGS", ""))
+    return hashlib.sha256(repr((what, SIDE.read_bytes(), inspect.getsource(write_data))).encode()).hexdigest()[:8]
 
 
 def difference(base: np.ndarray, ours: np.ndarray) -> float:
@@ -109,18 +112,13 @@ def difference(base: np.ndarray, ours: np.ndarray) -> float:
     texts, whole numbers, shapes or dtypes differ."""
     if (base.shape, base.dtype.kind) != (ours.shape, ours.dtype.kind):
         return np.inf
-    if base.dtype.kind in "fc" and base.dtype == ours.dtype:
+    if base.dtype.kind == "f" and base.dtype == ours.dtype:
         if base.tobytes() == ours.tobytes():
             return 0.0
         with np.errstate(all="ignore"):
             gap = np.abs(np.float64(ours) - np.float64(base)) / np.maximum(1, np.abs(np.float64(base)))
         return float(np.max(np.where(np.isnan(gap), np.inf, gap), initial=0)) or np.finfo(float).tiny
-    return 0.0 if base.dtype.kind == "U" and base.tolist() == ours.tolist() or same(base, ours) else np.inf
-
-
-def same(base: np.ndarray, ours: np.ndarray) -> bool:
-    """Return whether two arrays have one dtype and the same bytes."""
-    return base.dtype == ours.dtype and base.tobytes() == ours.tobytes()
+    return 0.0 if np.array_equal(base, ours) and "f" not in base.dtype.kind + ours.dtype.kind else np.inf
 
 
 def compare(base: Results, ours: Results) -> dict[str, tuple[str, str]]:
@@ -167,11 +165,15 @@ def write_data(folder: Path) -> None:
             archive.write(folder / "picture.png", f"{i}.png")
             lines.append(f"{i}.png\t{draw.choice(nouns)} {i}\t{'train' if i < 16 else 'val'}")
     (folder / "captions/captions.tsv").write_text("\n".join(lines) + "\n")
-    Image.fromarray(rng.integers(0, 256, (28, 28), np.uint8)).save(folder / "picture.png")
-    with (folder / "chat.jsonl").open("w") as file:
-        for ask, say in zip(sentences[:40], sentences[40:80], strict=True):
-            talk = [{"role": "user", "content": ask}, {"role": "assistant", "content": say}]
-            print(json.dumps({"messages": talk}), file=file)
+    pictures = [Image.fromarray(rng.integers(0, 256, (42, 42), np.uint8)) for _ in range(8)]
+    pictures[0].save(folder / "picture.png")
+    pictures[0].save(folder / "video.gif", save_all=True, append_images=pictures[1:])
+    turns = [[{"role": "user", "content": s}, {"role": "assistant", "content": s[4:8]}] for s in sentences[:40]]
+    (folder / "chat.jsonl").write_text("".join(json.dumps({"messages": turn}) + "\n" for turn in turns))
+    (folder / "chat.jinja").write_text("{% for m in messages %}{{ m.role + m.content + '<|endoftext|>' }}{% endfor %}")
+    tokenizer = ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator(sentences, 280, special_tokens=["<|endoftext|>"], show_progress=False)
+    tokenizer.save(str(folder / "tokenizer.json"))
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -208,7 +210,7 @@ def run(sides: list[Side], only: list[str] | None) -> int:
                 failed = True
                 for which, side in (("the base", base), ("this checkout", here)):
                     if isinstance(side, str):
-                        print(f"{name:<34}{mesh:<8}FAILED in {which}: {side}", flush=True)
+                        print(f"{name:<34} {mesh:<8}FAILED in {which}: {side.strip()[-600:]}", flush=True)
                 continue
             before, after = (float(side.pop("step time|")) for side in (base, here))
             ratios.append(after / before)
@@ -217,7 +219,7 @@ def run(sides: list[Side], only: list[str] | None) -> int:
                 counts.setdefault(quantity, dict.fromkeys(VERDICTS, 0))[verdict] += 1
             worst = max((verdict for verdict, _ in verdicts.values()), key=VERDICTS.index)
             failed |= worst == DIFFERENT
-            print(f"{name:<34}{mesh:<8}{worst:<14}step {before:.1f} and {after:.1f} ms", flush=True)
+            print(f"{name:<34} {mesh:<8}{worst:<14}step {before:.1f} and {after:.1f} ms", flush=True)
             for quantity, (verdict, detail) in verdicts.items():
                 if verdict != EQUAL:
                     print(f"    {quantity}: {verdict}; {detail}", flush=True)
