@@ -49,7 +49,9 @@ class Side:
         self.checkout, self.scratch = checkout.resolve(), scratch
         self._process: subprocess.Popen[str] | None = None
         self.cache = (store.resolve() if store else scratch) / "cache"
-        commit = git(self.checkout, "rev-parse", "HEAD") if not git(self.checkout, "status", "--porcelain") else ""
+        is_clean = not git(self.checkout, "status", "--porcelain")
+        is_own = git(self.checkout, "rev-parse", "--show-toplevel") == str(self.checkout)  # no copy inside another
+        commit = git(self.checkout, "rev-parse", "HEAD") if is_clean and is_own else ""
         self.store = store.resolve() / f"{commit[:12]}-{environment()}" if store and commit else None
 
     def measure(self, name: str, mesh: str) -> Results | str:
@@ -223,11 +225,12 @@ def run(sides: list[Side], only: list[str] | None) -> int:
             for quantity, (verdict, detail) in verdicts.items():
                 if verdict != EQUAL:
                     print(f"    {quantity}: {verdict}; {detail}", flush=True)
-    print(f"\n{'configs and meshes':<24}{EQUAL:>12}{CLOSE:>14}{DIFFERENT:>12}")
+    width = max(map(len, counts), default=0)
+    print(f"\n{'':<{width}}{EQUAL:>10}{CLOSE:>14}{DIFFERENT:>12}")
     for quantity, count in counts.items():
-        print(f"{quantity:<24}{count[EQUAL]:>12}{count[CLOSE]:>14}{count[DIFFERENT]:>12}")
+        print(f"{quantity:<{width}}{count[EQUAL]:>10}{count[CLOSE]:>14}{count[DIFFERENT]:>12}")
     pace = f"; step time over the base's, median {statistics.median(ratios):.2f}" if ratios else ""
-    print(f"{len(chosen)} configs in {time.monotonic() - began:.0f} s{pace}")
+    print(f"{len(chosen)} configs and variants in {time.monotonic() - began:.0f} s{pace}")
     return int(failed or not chosen)
 
 
