@@ -23,8 +23,11 @@ from typing import Any
 
 import jax
 import numpy as np
+import orbax.checkpoint  # noqa: F401  # imported once, before the forks
 
 import jaxformer
+import jaxformer.decode
+import jaxformer.inspect
 
 STEPS = 20
 DEVICES = {"data=1": 1, "fsdp=2": 2}
@@ -140,8 +143,8 @@ def measure(checkout: Path, name: str, config: Any, mesh: str, folder: Path) -> 
     for path, array in jax.tree_util.tree_leaves_with_path(jaxformer.load_run(folder).params):
         results[f"parameters|{jax.tree_util.keystr(path)}"] = np.asarray(array)
     is_first, is_thorough = mesh == next(iter(DEVICES)), name in THOROUGH
-    samples = [SAMPLE.get(kind, GREEDY)]
-    if is_first and is_thorough and samples == [GREEDY]:
+    samples = [SAMPLE.get(kind, GREEDY)] if is_first else []  # sampling does not depend on the mesh of the training
+    if is_thorough and samples == [GREEDY]:
         samples += [(*TEXT, *options.split()) for options in DECODING]
     for words in samples:
         results |= sample(checkout, folder, *words)

@@ -528,7 +528,9 @@ def test_models_to_compare_are_small_and_of_the_same_kind():
 
 
 def test_files_to_compare_are_read_as_tensors_and_values(tmp_path):
-    pytest.importorskip("safetensors.numpy").save_file({"W": np.float32([[1, 2]])}, tmp_path / "a.safetensors", {"format": "pt"})
+    pytest.importorskip("safetensors.numpy").save_file(
+        {"W": np.float32([[1, 2]])}, tmp_path / "a.safetensors", {"format": "pt"}
+    )
     np.savez(tmp_path / "b.npz", W=np.float32([3]))
     (tmp_path / "c.json").write_text('{"model": {"n": 1, "d_ff": [2, 3]}, "name": "x"}')
     (tmp_path / "d.md").write_text("text")
