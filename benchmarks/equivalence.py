@@ -16,6 +16,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -188,6 +189,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if not (options.base / "train.py").exists():
         parser.error(f"BASE is {options.base}, which is no checkout; make one with git worktree add.")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # exit normally, so that nothing is left behind
     with tempfile.TemporaryDirectory() as scratch:
         write_data(Path(scratch) / "data")
         sides = [Side(checkout, Path(scratch), options.store) for checkout in (options.base, record.ROOT)]

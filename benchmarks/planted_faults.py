@@ -10,6 +10,7 @@ import argparse
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -159,6 +160,7 @@ def main(arguments: list[str] | None = None) -> int:
     names = parser.parse_args(arguments).faults or [*FAULTS]
     if unknown := {*names} - {*FAULTS}:
         parser.error(f"there is no fault {unknown.pop()!r}; see --help.")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # exit normally, so that nothing is left behind
     with tempfile.TemporaryDirectory() as scratch:
         checkout = Path(scratch) / "checkout"
         shutil.copytree(record.ROOT, checkout, ignore=shutil.ignore_patterns(".git", "__pycache__", "runs", ".*cache"))
