@@ -181,7 +181,7 @@ def write_data(folder: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Compare; return the exit status: 0 if nothing is different, else 1."""
+    """Compare; return the exit status: 0 if nothing is different, 1 if something is, 2 for wrong input."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.equivalence", description=__doc__.partition("\n\n")[0])
     parser.add_argument("base", type=Path, metavar="BASE", help="folder of the other checkout")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="configs, such as quick:llama, or files, such as moe")
@@ -206,6 +206,9 @@ def run(sides: list[Side], only: list[str] | None) -> int:
     if names != ours:
         print(f"{DIFFERENT}: the configs are {names} and {ours}")
     chosen = [name for name in names if only is None or {name, name.partition(":")[0]} & {*only}]
+    if not chosen:
+        print(f"error: there is no {' or '.join(only or ())}; there are {', '.join(names)}.", file=sys.stderr)
+        return 2
     counts: dict[str, dict[str, int]] = {}
     ratios, failed, began = [], names != ours, time.monotonic()
     for name in chosen:
@@ -234,7 +237,7 @@ def run(sides: list[Side], only: list[str] | None) -> int:
         print(f"{quantity:<{width}}{count[EQUAL]:>10}{count[CLOSE]:>14}{count[DIFFERENT]:>12}")
     pace = f"; step time over the base's, median {statistics.median(ratios):.2f}" if ratios else ""
     print(f"{len(chosen)} configs and variants in {time.monotonic() - began:.0f} s{pace}")
-    return int(failed or not chosen)
+    return int(failed)
 
 
 if __name__ == "__main__":
