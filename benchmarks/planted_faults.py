@@ -22,8 +22,8 @@ from benchmarks import record
 
 
 class Fault(NamedTuple):
-    """A text of the package, which must be there exactly once, and the one that replaces it; and tests of which one must
-    fail then: of a file its fast ones, and single tests even if they are slow."""
+    """A text of the package, which must be there exactly once, the one that replaces it, and tests of which one must
+    fail then: the fast ones of a file, or single tests, which may be slow."""
 
     old: str
     new: str
