@@ -441,6 +441,12 @@ def test_soft_caps_and_scales_act_as_their_formulas_say() -> None:
     assert_close(apply(scaled, params, TOKENS_T), apply(untied.build(), tripled, TOKENS_T))
 
 
+def test_the_gradient_of_tied_weights_includes_that_of_the_unembedding() -> None:
+    model, x_TD = replace(PLAIN, norm="none", positions="none", unembedding="tied").build(), normal(T, D)
+    logit = lambda W_E: model.apply({"params": {"embedding": {"W_E": W_E}}}, x_TD, method="unembed")[2, 5]  # noqa: E731
+    assert_close(jax.grad(logit)(jnp.zeros((V, D))), jnp.zeros((V, D)).at[5].set(x_TD[2]))
+
+
 def test_a_mask_in_the_place_of_the_prefix_and_segments_that_would_broadcast_are_refused() -> None:
     """Hugging Face's second argument is a mask."""
     model, tokens_T = PLAIN.build(), random_tokens(V, T)
