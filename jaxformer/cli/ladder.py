@@ -68,7 +68,7 @@ def main(arguments: list[str]) -> int:
     from jaxformer.ladder import as_text, has_ended, rung_result
     from jaxformer.ladder_page import write_results
     from jaxformer.runs import read_config
-    from jaxformer.train.resume import check_resumable
+    from jaxformer.train.resume import fixed_differences
 
     for name, config in configs.items():
         run = folder / name
@@ -76,8 +76,10 @@ def main(arguments: list[str]) -> int:
             echo(f"{name} is expected to diverge; training stops when it does")
         if run.exists():
             stored = read_config(run)
-            check_resumable(run, stored, config, rolls_back=False)
-            if has_ended(run) and config.steps == stored.steps:
+            for field, old, new in fixed_differences(stored, config):
+                remedy = "choose another --folder, or remove it"
+                raise UserError(f"{run} was trained with {field} {old}, not {new}; {remedy}.")
+            if has_ended(run) and (config.steps, config.data) == (stored.steps, stored.data):
                 echo(f"{name}: already trained, in {run}")
                 continue
         status = _train(run, specs[name], options)

@@ -20,7 +20,7 @@ A direction moves all parameters by amounts that make each contribute as much to
 others. Along its gradient, the amount is fixed, which detects every wrong factor; other errors meet random directions.
 If the quotients of a group differ from its slope by more than the accuracy of a single contribution, or say little,
 halves of the group are measured on their own, down to single parameters. Quotients that agree this closely although
-they are less certain do not agree by chance: their uncertainty is a bound, which a smooth loss is far from.
+they are less certain hardly agree by chance: their uncertainty is a bound, which a smooth loss is far from.
 """
 
 from __future__ import annotations

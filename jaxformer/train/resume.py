@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -143,6 +143,15 @@ def _describe(rollback: Rollback, skip_batches: int, removed: Sequence[int]) -> 
     return "; ".join(filter(None, parts))
 
 
+def fixed_differences(stored: Config, config: Config) -> Iterator[tuple[str, str, str]]:
+    """Yield name, old and new value of each field that differs although resuming must not change it."""
+    for name, *values in differences(stored, config):
+        if name in RESUMABLE_FIELDS or (name.startswith(("compute.", "train.")) and name not in LEARNING_FIELDS):
+            continue
+        old, new = (type(x).__name__ if is_dataclass(x) else repr(x) for x in values)
+        yield name, old, new
+
+
 def check_resumable(folder: Path, stored: Config, config: Config, rolls_back: bool) -> str:
     """Return the optimizer options that differ from those of a run, as text; they may differ only when rolling back.
 
@@ -150,11 +159,8 @@ def check_resumable(folder: Path, stored: Config, config: Config, rolls_back: bo
       UserError: an option differs that must not.
     """
     changes = []
-    for name, old, new in differences(stored, config):
-        if name in RESUMABLE_FIELDS or (name.startswith(("compute.", "train.")) and name not in LEARNING_FIELDS):
-            continue
+    for name, old, new in fixed_differences(stored, config):
         of_optimizer = name.startswith("optimizer.") and name != "optimizer.name"
-        old, new = (type(x).__name__ if is_dataclass(x) else repr(x) for x in (old, new))
         if not (rolls_back and of_optimizer):
             hint = ", keep it and roll back with --from-step" if of_optimizer else ""
             if name == "train.skip_batches":

@@ -52,7 +52,10 @@ def test_rungs_are_trained_once_and_outcomes_are_written(tmp_path, monkeypatch, 
     more = [*options[: -len(SMALL)], *SMALL, "--optimizer.learning-rate", "0.5"]
     assert ladder.main(more) == 2
     said = capfd.readouterr().err
-    assert "mlp_rowwise was trained with optimizer.learning_rate 0.1, not 0.5" in said
+    assert "mlp_rowwise was trained with optimizer.learning_rate 0.1, not 0.5; choose another --folder" in said
+    write_books(tmp_path / "others").joinpath("another.txt").write_text("The end. " * 50)
+    assert ladder.main([word.replace("books", "others") for word in options]) == 2
+    assert "the data differs from what this run was trained on" in capfd.readouterr().err
     shutil.rmtree("runs/ladder/residual/checkpoints/4")  # as if it had been killed before its last save
     assert ladder.main(options) == 0
     assert "residual: resuming runs/ladder/residual" in capfd.readouterr().out
