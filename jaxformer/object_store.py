@@ -23,8 +23,8 @@ CREDENTIALS = {
 }
 """Description of the credentials for each URL scheme."""
 DENIED = re.compile(
-    r"\b40[13]\b|AccessDenied|InvalidAccessKeyId|SignatureDoesNotMatch|169\.254\.|metadata\.google|[Cc]redential"
-    r"|api/token"
+    r"\b40[13] (?:Unauthorized|Forbidden)|AccessDenied|InvalidAccessKeyId|SignatureDoesNotMatch|169\.254\."
+    r"|metadata\.google|[Cc]redential|api/token"
 )
 """Pattern of errors due to missing or wrong credentials; without any, the machine's metadata server is tried."""
 NO_BUCKET = re.compile("NoSuchBucket|bucket does not exist")

@@ -105,3 +105,5 @@ def test_missing_credentials_and_silent_server_are_one_sentence(monkeypatch, tmp
     with pytest.raises(StoreError, match=r"^s3://b/x: it does not answer as expected \(.*\); check.*\.$") as error:
         ObjectStore("s3://b/x").read("checkpoints/401/tokenizer.json")  # a name that resembles a reason
     assert "\n" not in str(error.value)
+    assert not object_store.DENIED.search("Error performing GET http://127.0.0.1:1/b/x in 401.92µs - HTTP error")
+    assert object_store.DENIED.search("Server returned non-2xx status code: 403 Forbidden: ")
