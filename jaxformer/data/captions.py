@@ -20,7 +20,7 @@ from jaxformer.data.augmentation import augment, draw_augmentations
 from jaxformer.data.dataset import Batch, Dataset, batch_indices, evenly_spaced, padded_batches
 from jaxformer.data.image_io import MODES, describe_resizing, describe_sizes, read_image, read_image_shape
 from jaxformer.data.infer_config import describe_changes, infer_image_size, infer_vocab_size
-from jaxformer.data.sources import read_text
+from jaxformer.data.text import read_text
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError
 from jaxformer.files import expand_home

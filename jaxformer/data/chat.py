@@ -16,7 +16,7 @@ from jaxformer.data.dataset import Batch, Dataset
 from jaxformer.data.infer_config import describe_changes, fit_vocab_size
 from jaxformer.data.listing import Listing, list_files
 from jaxformer.data.packing import PackedExamples
-from jaxformer.data.sources import locate, read_json_lines, suffix_of
+from jaxformer.data.text import locate, read_json_lines, suffix_of
 from jaxformer.data.tokenizer import Tokenizer, find_tokenizer
 from jaxformer.errors import UserError, abbreviate, lone_surrogate
 

@@ -15,7 +15,7 @@ from jaxformer.config import DataConfig, ModelConfig, TokenModelConfig
 from jaxformer.contract import Task
 from jaxformer.data.dataset import Batch, Dataset, epoch_permutation, evenly_spaced
 from jaxformer.data.infer_config import describe_changes, describe_tokenizer_sample, infer_vocab_size
-from jaxformer.data.sources import read_text
+from jaxformer.data.text import read_text
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError
 from jaxformer.files import expand_home
