@@ -217,22 +217,25 @@ def cached(
     documents. Raises `UserError` as `Tokenizer.train` does, and if the folder cannot be written or read back."""
     with suppress(FileNotFoundError, Unverified):
         return read(folder)
-    with _lock(folder):
-        try:
-            return read(folder)  # another process may have written it meanwhile
-        except FileNotFoundError:
-            pass
-        except Unverified as error:
-            warn("cached tokens in %s %s; tokenizing again.", folder, error)
-            # Rename it first, so that no process reads a partial folder.
-            with _scratch(folder, "remove", folder) as scratch, suppress(FileNotFoundError):  # another was faster
-                folder.rename(scratch / folder.name)
-        _build(folder, train, val, vocab_size, tokenizer)
-        try:
-            return read(folder)
-        except (FileNotFoundError, Unverified) as error:
-            remedy = "set JAXFORMER_CACHE"
-            raise UserError(f"cached tokens in {folder} {error}, although just written; {remedy}.") from error
+    try:
+        with _lock(folder):
+            try:
+                return read(folder)  # another process may have written it meanwhile
+            except FileNotFoundError:
+                pass
+            except Unverified as error:
+                warn("cached tokens in %s %s; tokenizing again.", folder, error)
+                # Rename it first, so that no process reads a partial folder.
+                with _scratch(folder) as scratch, suppress(FileNotFoundError):  # another was faster
+                    folder.rename(Path(scratch) / folder.name)
+            _build(folder, train, val, vocab_size, tokenizer)
+            try:
+                return read(folder)
+            except (FileNotFoundError, Unverified) as error:
+                remedy = "set JAXFORMER_CACHE"
+                raise UserError(f"cached tokens in {folder} {error}, although just written; {remedy}.") from error
+    except OSError as error:
+        raise UserError(f"cannot write to {folder.parent}: {error.strerror or error}; set JAXFORMER_CACHE.") from error
 
 
 def read(folder: Path) -> tuple[Split, Split, Tokenizer]:
@@ -260,12 +263,13 @@ def read(folder: Path) -> tuple[Split, Split, Tokenizer]:
 
 def _build(folder: Path, train: Documents, val: Documents, vocab_size: int, tokenizer: Tokenizer | None) -> None:
     """Write a cache folder atomically: write a scratch folder, then rename it."""
-    with _scratch(folder, "write to", folder.parent) as scratch:
+    with _scratch(folder) as name:
+        scratch = Path(name)
         tokenizer = tokenizer or Tokenizer.train(train, vocab_size)
         tokenizer.save(scratch / TOKENIZER)
         n_bytes = []
-        for name, documents in zip(SPLITS, (train, val), strict=True):
-            with (scratch / name).open("wb") as file:
+        for split, documents in zip(SPLITS, (train, val), strict=True):
+            with (scratch / split).open("wb") as file:
                 n_bytes.append(write_tokens(file, documents, tokenizer))
         manifest = {
             "key": folder.name, "dtype": token_dtype(tokenizer).name, "learned_one_in": tokenizer.one_in,
@@ -281,28 +285,17 @@ def _build(folder: Path, train: Documents, val: Documents, vocab_size: int, toke
                 raise
 
 
-@contextmanager
-def _scratch(folder: Path, action: str, target: Path) -> Iterator[Path]:
-    """Create a scratch folder and remove it afterwards. Converts file-system errors to `UserError`."""
-    try:
-        scratch = Path(tempfile.mkdtemp(prefix=f"{SCRATCH}{folder.name}-", dir=folder.parent))
-        try:
-            yield scratch
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
-    except OSError as error:
-        raise UserError(f"cannot {action} {target}: {error.strerror or error}; set JAXFORMER_CACHE.") from error
+def _scratch(folder: Path) -> tempfile.TemporaryDirectory[str]:
+    """Create a scratch folder for a cache folder, which is removed at the end unless it is renamed."""
+    return tempfile.TemporaryDirectory(prefix=f"{SCRATCH}{folder.name}-", dir=folder.parent, ignore_cleanup_errors=True)
 
 
 @contextmanager
 def _lock(folder: Path) -> Iterator[None]:
     """Wait for and hold the lock of a cache folder against other processes, also on other hosts, and remove what killed
     ones have left. The lock file stays: if it were removed, two processes could lock two files with the same name."""
-    try:
-        make_private(folder.parent)
-        descriptor = os.open(folder.parent / f"{folder.name}.lock", os.O_RDWR | os.O_CREAT, 0o644)
-    except OSError as error:
-        raise UserError(f"cannot write to {folder.parent}: {error.strerror}; set JAXFORMER_CACHE.") from error
+    make_private(folder.parent)
+    descriptor = os.open(folder.parent / f"{folder.name}.lock", os.O_RDWR | os.O_CREAT, 0o644)
     try:
         is_locked = False
         with suppress(OSError):  # the file system has no locks
