@@ -17,7 +17,7 @@ import re
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, chain
@@ -466,8 +466,10 @@ def hold_out(documents: Documents, fraction: float) -> tuple[Documents, Document
 
 
 def _stamp(path: Path) -> tuple[int, int]:
-    status = path.stat()
-    return status.st_size, status.st_mtime_ns
+    """Return the size and modification time of a file, (0, 0) if it is gone."""
+    with suppress(OSError):
+        return (status := path.stat()).st_size, status.st_mtime_ns
+    return 0, 0
 
 
 def _between(pieces: Iterable[str], start: int, stop: int | None) -> Iterator[str]:
