@@ -17,9 +17,7 @@ import numpy as np
 
 from jaxformer.config import DataConfig, ModelConfig, TokenModelConfig
 from jaxformer.data.augmentation import augment, draw_augmentations
-from jaxformer.data.dataset import (
-    Batch, Dataset, batch_indices, batch_size_error, evenly_spaced, model_error, padded_batches,
-)  # fmt: skip
+from jaxformer.data.dataset import Batch, Dataset, batch_error, batch_indices, evenly_spaced, padded_batches, task_error
 from jaxformer.data.image_io import MODES, describe_resizing, describe_sizes, read_image, read_image_shape
 from jaxformer.data.infer_config import describe_changes, infer_image_size, infer_vocab_size
 from jaxformer.data.text import read_text
@@ -65,7 +63,7 @@ class CaptionsConfig(DataConfig):
         fixed: Container[str] | None = None,
     ) -> CaptionDataset:  # fmt: skip
         if not isinstance(model, ImageTextModelConfig):
-            raise model_error(model, "images with captions", "a model of both")
+            raise task_error(model, "images with captions", "a model of both")
         return CaptionDataset(self, model, batch_size, seed, tokenizer, fixed)
 
 
@@ -128,7 +126,7 @@ class CaptionDataset(Dataset):
         is_train = np.array([row.split == "train" for row in table])
         self.train, self.val = np.flatnonzero(is_train), np.flatnonzero(~is_train)
         if (n := len(self.train)) < batch_size:
-            raise batch_size_error(str(folder / CAPTIONS), n, "pair(s) for training", batch_size)
+            raise batch_error(str(folder / CAPTIONS), n, "pair(s) for training", batch_size)
         self.captions = captions = [row.caption for row in table]
         if tokenizer is None:
             tokenizer = Tokenizer.train([captions[i] for i in self.train], model.text.vocab_size)

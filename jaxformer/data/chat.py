@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxformer.config import DataConfig, ModelConfig, TokenModelConfig
 from jaxformer.data.chat_template import ASSISTANT, MARK, ChatTemplate, Rendered, encode_rendered, read_template
-from jaxformer.data.dataset import Batch, Dataset, model_error
+from jaxformer.data.dataset import Batch, Dataset, task_error
 from jaxformer.data.infer_config import describe_changes, fit_vocab_size
 from jaxformer.data.listing import Listing, list_files
 from jaxformer.data.packing import PackedExamples
@@ -54,7 +54,7 @@ class ChatConfig(DataConfig):
         fixed: Container[str] | None = None,
     ) -> ChatDataset:  # fmt: skip
         if not isinstance(model, TokenModelConfig):
-            raise model_error(model, "conversations", "a model of tokens")
+            raise task_error(model, "conversations", "a model of tokens")
         inferred, notes = model, find_conversations(self.path, "data.path").notes(self.path)
         if self.val_path is not None:
             notes += find_conversations(self.val_path, "data.val_path").notes(self.val_path)

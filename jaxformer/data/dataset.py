@@ -79,12 +79,12 @@ class Dataset(ABC):
         return iter(batches.to_iter_dataset(ahead))
 
 
-def model_error(model: ModelConfig, data: str, needed: str) -> UserError:
+def task_error(model: ModelConfig, data: str, needed: str) -> UserError:
     """Return the error for data of one kind, such as "pairs of texts", and a model that is not the needed one."""
     return UserError(f"the data is {data}, but {type(model).__name__} does not configure {needed}; change one.")
 
 
-def batch_size_error(name: str, n: int, examples: str, batch_size: int) -> UserError:
+def batch_error(name: str, n: int, examples: str, batch_size: int) -> UserError:
     """Return the error for a training split with fewer examples than a batch needs."""
     return UserError(f"{name} has {n} {examples}, fewer than train.batch_size {batch_size}; lower it.")
 

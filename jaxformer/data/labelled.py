@@ -11,9 +11,7 @@ import numpy as np
 
 from jaxformer.config import DataConfig, ModelConfig, TokenModelConfig
 from jaxformer.contract import Task
-from jaxformer.data.dataset import (
-    Batch, Dataset, batch_indices, batch_size_error, evenly_spaced, model_error, padded_batches,
-)  # fmt: skip
+from jaxformer.data.dataset import Batch, Dataset, batch_error, batch_indices, evenly_spaced, padded_batches, task_error
 from jaxformer.data.infer_config import describe_changes, describe_tokenizer_sample, infer_vocab_size, is_fixed
 from jaxformer.data.pairs import Pair, find_splits, fingerprint, read_pairs
 from jaxformer.data.tokenizer import Tokenizer
@@ -38,7 +36,7 @@ class LabelledTextConfig(DataConfig):
         fixed: Container[str] | None = None,
     ) -> LabelledTextDataset:  # fmt: skip
         if not isinstance(model, TokenModelConfig) or model.contract.task is not Task.TEXT_CLASSIFICATION:
-            raise model_error(model, "texts with labels", "a text classifier")
+            raise task_error(model, "texts with labels", "a text classifier")
         train, val = (read_pairs(file, ("text", "label")) for file in find_splits(self.path, self.val_path))
         classes = find_classes(self.path, train, val)
         inferred: Any = model
@@ -97,7 +95,7 @@ class LabelledTextDataset(Dataset):
     ) -> None:  # fmt: skip
         """Tokenize the texts. Raises `UserError` if there are fewer than a batch needs."""
         if len(train) < batch_size:
-            raise batch_size_error(name, len(train), "training texts", batch_size)
+            raise batch_error(name, len(train), "training texts", batch_size)
         self.name, self.model, self.tokenizer, self.classes = name, model, tokenizer, classes
         self.per_step, self.steps_per_epoch = batch_size, len(train) // batch_size
         self._batch_size, self._seed = batch_size, seed

@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxformer.config import DataConfig, ModelConfig, TokenModelConfig
 from jaxformer.contract import Task
-from jaxformer.data.dataset import Batch, Dataset, epoch_permutation, evenly_spaced, model_error
+from jaxformer.data.dataset import Batch, Dataset, epoch_permutation, evenly_spaced, task_error
 from jaxformer.data.infer_config import describe_changes, describe_tokenizer_sample, infer_vocab_size
 from jaxformer.data.text import read_text
 from jaxformer.data.tokenizer import Tokenizer
@@ -80,7 +80,7 @@ def find_splits(folder: str, val_path: str | None) -> tuple[Path, Path]:
 def check_seq2seq(model: ModelConfig) -> TokenModelConfig:
     """Return the config if it is for a sequence-to-sequence model; raise `UserError` for other models."""
     if not isinstance(model, TokenModelConfig) or model.contract.task is not Task.SEQUENCE_TO_SEQUENCE:
-        raise model_error(model, "pairs of texts", "a sequence-to-sequence model")
+        raise task_error(model, "pairs of texts", "a sequence-to-sequence model")
     return model
 
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from jaxformer.config import ModelConfig, TokenModelConfig
-from jaxformer.data.dataset import Batch, Dataset, batch_indices, evenly_spaced, model_error
+from jaxformer.data.dataset import Batch, Dataset, batch_indices, evenly_spaced, task_error
 from jaxformer.data.infer_config import describe_changes, describe_tokenizer_sample, fit_vocab_size, infer_vocab_size
 from jaxformer.data.packing import PackedExamples, split_long
 from jaxformer.data.tokenizer import Tokenizer, find_tokenizer
@@ -44,7 +44,7 @@ class TextConfig(CorpusConfig):
         fixed: Container[str] | None = None,
     ) -> TextDataset:  # fmt: skip
         if not isinstance(model, TokenModelConfig):
-            raise model_error(model, "text", "a model of tokens")
+            raise task_error(model, "text", "a model of tokens")
         self.check_model(model)
         inferred, extra = model, self.n_extra_tokens
         if tokenizer is None and self.tokenizer is not None:
