@@ -21,7 +21,7 @@ from pathlib import Path
 
 from benchmarks import record
 from jaxformer.data.pairs import Pair, read_pairs
-from jaxformer.data.sources import SOTU, find_files
+from jaxformer.data.text import SOTU, find_files
 from jaxformer.files import write_atomically
 
 MIN_ADDRESSES, HELD_OUT, PASSAGE_WORDS = 7, 6, 60

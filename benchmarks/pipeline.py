@@ -11,8 +11,8 @@ from benchmarks.harness import Figures
 def jaxformer(folder: Path, n_tokens: int, length: int, batch_size: int) -> tuple[Any, Figures]:
     """Build each batch with one gather, in the background."""
     from jaxformer.config import TokenModelConfig
-    from jaxformer.data.corpus import Corpus, Split
     from jaxformer.data.tokenizer import Tokenizer
+    from jaxformer.data.tokens import Corpus, Split
     from jaxformer.data.windows import TextConfig, TextDataset
 
     split = Split(tokens(n_tokens), 1, n_tokens)

@@ -86,3 +86,9 @@ def cache_root() -> Path:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxformer"
     except RuntimeError as error:
         raise UserError("the cache has no home folder; set JAXFORMER_CACHE to a folder of your own.") from error
+
+
+def make_private(folder: Path) -> None:
+    """Create a folder and its missing parents with permissions for this user only, whatever the umask."""
+    for missing in reversed([path for path in (folder, *folder.parents) if not path.exists()]):
+        missing.mkdir(mode=0o700, exist_ok=True)

@@ -12,7 +12,7 @@ import pytest
 import jaxformer
 from jaxformer.data.image_folder import open_image_folder
 from jaxformer.data.pairs import find_splits
-from jaxformer.data.sources import find_files
+from jaxformer.data.text import find_files
 from jaxformer.errors import UserError
 from jaxformer.files import cache_root, expand_home
 

@@ -3,7 +3,7 @@
 import pytest
 
 from jaxformer import object_store
-from jaxformer.data.sources import find_files
+from jaxformer.data.text import find_files
 from jaxformer.errors import UserError
 from jaxformer.object_store import ObjectStore, StoreError, download_data, is_url
 from tests.helpers import in_memory

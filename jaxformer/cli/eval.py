@@ -75,7 +75,7 @@ def main(arguments: list[str]) -> int:
 
     from jaxformer.checkpoints import CheckpointReader
     from jaxformer.data.pairs import PairDataset
-    from jaxformer.data.sources import find_files
+    from jaxformer.data.text import find_files
     from jaxformer.decode.weights import restored
     from jaxformer.runs import load_data
     from jaxformer.sharding import make_mesh

@@ -15,9 +15,8 @@ from pathlib import Path
 
 import jax
 
-from jaxformer.data.token_cache import make_private
 from jaxformer.errors import UserError
-from jaxformer.files import cache_root
+from jaxformer.files import cache_root, make_private
 from jaxformer.sharding import parse_mesh
 
 MAX_DEFAULT_DEVICES = 16

@@ -17,10 +17,10 @@ import numpy as np
 
 from jaxformer.config import DataConfig, ModelConfig, TokenModelConfig
 from jaxformer.data.augmentation import augment, draw_augmentations
-from jaxformer.data.dataset import Batch, Dataset, batch_indices, evenly_spaced, padded_batches
+from jaxformer.data.dataset import Batch, Dataset, batch_error, batch_indices, evenly_spaced, padded_batches, task_error
 from jaxformer.data.image_io import MODES, describe_resizing, describe_sizes, read_image, read_image_shape
 from jaxformer.data.infer_config import describe_changes, infer_image_size, infer_vocab_size
-from jaxformer.data.sources import read_text
+from jaxformer.data.text import read_text
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError
 from jaxformer.files import expand_home
@@ -63,8 +63,7 @@ class CaptionsConfig(DataConfig):
         fixed: Container[str] | None = None,
     ) -> CaptionDataset:  # fmt: skip
         if not isinstance(model, ImageTextModelConfig):
-            problem = f"the data is images with captions, but {type(model).__name__} does not configure a model of both"
-            raise UserError(f"{problem}; change one.")
+            raise task_error(model, "images with captions", "a model of both")
         return CaptionDataset(self, model, batch_size, seed, tokenizer, fixed)
 
 
@@ -121,21 +120,19 @@ class CaptionDataset(Dataset):
         original, model = model, replace(model, vision=vision)
         shape = model.example()[0].shape
         if config.shift >= max(shape[:2]):
-            remedy = "lower it"
-            raise UserError(f"data.shift is {config.shift}, but images have {shape[0]} x {shape[1]} pixels; {remedy}.")
+            size = describe_sizes([shape[:2]])
+            raise UserError(f"data.shift is {config.shift}, but images have {size}; lower it.")
         self.images = read_images(folder / IMAGES, files, shape)
         is_train = np.array([row.split == "train" for row in table])
         self.train, self.val = np.flatnonzero(is_train), np.flatnonzero(~is_train)
         if (n := len(self.train)) < batch_size:
-            problem = f"{folder / CAPTIONS} has {n} pair(s) for training, fewer than train.batch_size {batch_size}"
-            raise UserError(f"{problem}; lower it.")
+            raise batch_error(str(folder / CAPTIONS), n, "pair(s) for training", batch_size)
         self.captions = captions = [row.caption for row in table]
-        self.tokenizer = tokenizer or Tokenizer.train([captions[i] for i in self.train], model.text.vocab_size)
         if tokenizer is None:
-            model = replace(model, text=infer_vocab_size(model.text, self.tokenizer))
-        self.model = model
-        n_tokens = self.tokenizer.vocab_size
-        reason = f"{config.path} has images of {describe_sizes(sizes)} and supports {n_tokens:,} tokens"
+            tokenizer = Tokenizer.train([captions[i] for i in self.train], model.text.vocab_size)
+            model = replace(model, text=infer_vocab_size(model.text, tokenizer))
+        self.model, self.tokenizer = model, tokenizer
+        reason = f"{config.path} has images of {describe_sizes(sizes)} and supports {tokenizer.vocab_size:,} tokens"
         resizing = describe_resizing(config.path, sizes, vision.image_size)
         self.notes = (*describe_changes(original, model, reason), *resizing)
         self.tokens, self.valid, self.n_shortened = tokenize_captions(captions, self.tokenizer, length)

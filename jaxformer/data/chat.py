@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from collections import Counter
 from collections.abc import Collection, Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -12,11 +13,11 @@ import numpy as np
 
 from jaxformer.config import DataConfig, ModelConfig, TokenModelConfig
 from jaxformer.data.chat_template import ASSISTANT, MARK, ChatTemplate, Rendered, encode_rendered, read_template
-from jaxformer.data.dataset import Batch, Dataset
+from jaxformer.data.dataset import Batch, Dataset, task_error
 from jaxformer.data.infer_config import describe_changes, fit_vocab_size
 from jaxformer.data.listing import Listing, list_files
 from jaxformer.data.packing import PackedExamples
-from jaxformer.data.sources import locate, read_json_lines, suffix_of
+from jaxformer.data.text import locate, read_json_lines, suffix_of
 from jaxformer.data.tokenizer import Tokenizer, find_tokenizer
 from jaxformer.errors import UserError, abbreviate, lone_surrogate
 
@@ -53,9 +54,10 @@ class ChatConfig(DataConfig):
         fixed: Container[str] | None = None,
     ) -> ChatDataset:  # fmt: skip
         if not isinstance(model, TokenModelConfig):
-            kind = type(model).__name__
-            raise UserError(f"the data is conversations, but {kind} does not configure a model of tokens; change one.")
-        inferred, notes = model, self._listing_notes()
+            raise task_error(model, "conversations", "a model of tokens")
+        inferred, notes = model, find_conversations(self.path, "data.path").notes(self.path)
+        if self.val_path is not None:
+            notes += find_conversations(self.val_path, "data.val_path").notes(self.val_path)
         if tokenizer is None:
             if self.tokenizer is None:
                 remedy = "start from a model with --init-from, or name a tokenizer with --data.tokenizer"
@@ -84,14 +86,6 @@ class ChatConfig(DataConfig):
             tokenizer = tokenizer.with_ends(ends)
             notes += (f"answers end with {' or '.join(sorted(ends))}, so sampling will stop there, too",)
         return ChatDataset(self.path, inferred, tokenizer, splits[0], splits[1], batch_size, seed, notes)
-
-    def _listing_notes(self) -> tuple[str, ...]:
-        """Return notes about files that are left out."""
-        paths = {"data.path": self.path, "data.val_path": self.val_path}
-        return tuple(
-            note for option, path in paths.items() if path is not None
-            for note in find_conversations(path, option).notes(path)
-        )  # fmt: skip
 
 
 class Conversation(NamedTuple):
@@ -199,44 +193,39 @@ class EncodedConversations(NamedTuple):
     """Loss weight of each token as a target, `(n,)` float32: 1 for assistant tokens, else 0."""
     lengths_N: np.ndarray
     """Tokens per conversation."""
-    n_cut: int
-    """Number of conversations that are longer than the context and truncated to it."""
-    n_cut_answers: int
-    """Number of truncated conversations that end within an answer, so without its end."""
-    n_without: int
-    """Number of truncated conversations without a remaining assistant token; they are left out."""
-    n_empty: int
-    """Number of other conversations without an assistant token; they are also left out."""
-    n_endless: int
-    """Number of conversations with an answer that the template does not end with a special token."""
+    counts: Counter[str]
+    """Numbers of conversations that are
+
+    - `cut`: longer than the context, and truncated to it;
+    - `cut answer`: of those, ending within an answer, so without its end;
+    - `cut before`: of those, without a remaining assistant token; they are left out;
+    - `empty`: otherwise without an assistant token; they are also left out;
+    - `endless`: with an answer that the template does not end with a special token.
+    """
 
 
 def encode_conversations(
     conversations: Sequence[Conversation], tokenizer: Tokenizer, context_length: int
 ) -> EncodedConversations:
     """Return conversations as tokens, truncated to `context_length` + 1. Raises as `encode_rendered` does."""
-    tokens, weights, lengths = array("i"), array("f"), list[int]()
-    n_cut = n_cut_answers = n_without = n_empty = n_endless = 0
+    tokens, weights, lengths, counts = array("i"), array("f"), list[int](), Counter[str]()
     for first in range(0, len(conversations), ENCODED_AT_ONCE):
         rendered, labels, _ = zip(*conversations[first : first + ENCODED_AT_ONCE], strict=True)
         encoded = encode_rendered(rendered, labels, tokenizer)
         for (_, spans, _, ends), (ids, offsets) in zip(rendered, encoded, strict=True):
-            counts = assistant_tokens(offsets, spans)[: context_length + 1]
-            is_cut = len(ids) > context_length + 1
-            n_cut += is_cut
-            n_cut_answers += is_cut and any(start < offsets[context_length][1] < stop for start, stop in spans)
-            if not any(counts[1:]):  # the first token is never a target
-                n_without += is_cut
-                n_empty += not is_cut
+            learned = assistant_tokens(offsets, spans)[: context_length + 1]
+            if is_cut := len(ids) > context_length + 1:
+                counts["cut"] += 1
+                counts["cut answer"] += any(start < offsets[context_length][1] < stop for start, stop in spans)
+            if not any(learned[1:]):  # the first token is never a target
+                counts["cut before" if is_cut else "empty"] += 1
                 continue
             tokens.extend(ids[: context_length + 1])
-            weights.extend(counts)
-            lengths.append(len(counts))
-            n_endless += "" in ends
-    return EncodedConversations(
-        np.array(tokens, np.int32), np.array(weights, np.float32), np.array(lengths, np.int64), n_cut, n_cut_answers,
-        n_without, n_empty, n_endless,
-    )  # fmt: skip
+            weights.extend(learned)
+            lengths.append(len(learned))
+            counts["endless"] += "" in ends
+    arrays = np.array(tokens, np.int32), np.array(weights, np.float32), np.array(lengths, np.int64)
+    return EncodedConversations(*arrays, counts)
 
 
 def assistant_tokens(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> list[int]:
@@ -265,28 +254,29 @@ class ChatDataset(Dataset):
         self.name, self.model, self.tokenizer, self.notes = name, model, tokenizer, notes
         self.token_lengths = tokenizer.token_lengths
         for split, encoded in (("training", train), ("validation", val)):
-            if not len(encoded.lengths_N) and not encoded.n_cut:
+            counts = encoded.counts
+            if not len(encoded.lengths_N) and not counts["cut"]:
                 problem = f"the chat template renders no assistant token in any {split} conversation"
                 raise UserError(f"{problem}; give another with --data.template, or conversations with answers.")
             if not len(encoded.lengths_N):
                 first = f"its first {model.context_length + 1}; raise model.context_length, or give shorter ones"
                 raise UserError(f"no {split} conversation has a token of the assistant among {first}.")
-            if encoded.n_cut:
-                note = f"{encoded.n_cut:,} {split} conversation(s) are longer than {model.context_length + 1:,} tokens"
+            if n := counts["cut"]:
+                note = f"{n:,} {split} conversation(s) are longer than {model.context_length + 1:,} tokens"
                 note += " and are truncated"
-                if encoded.n_cut_answers:
-                    note += f", {encoded.n_cut_answers:,} of them within an answer, so that its end is not learned"
-                if encoded.n_without:
-                    note += f", and {encoded.n_without:,} skipped because the assistant's part comes later"
+                if n := counts["cut answer"]:
+                    note += f", {n:,} of them within an answer, so that its end is not learned"
+                if n := counts["cut before"]:
+                    note += f", and {n:,} skipped because the assistant's part comes later"
                 self.notes = (*self.notes, note)
-            if encoded.n_empty:
-                empty = f"{encoded.n_empty:,} {split} conversation(s) are skipped"
-                self.notes = (*self.notes, f"{empty}: the chat template renders no assistant token in them")
-        if train.n_endless:
-            note = (
-                f"{train.n_endless:,} training conversation(s) have an answer that no special token ends, so that the"
-            )
-            note += " model does not learn to stop; end answers with {{ eos_token }} in the chat template"
+            if n := counts["empty"]:
+                note = (
+                    f"{n:,} {split} conversation(s) are skipped: the chat template renders no assistant token in them"
+                )
+                self.notes = (*self.notes, note)
+        if n := train.counts["endless"]:
+            note = f"{n:,} training conversation(s) have an answer that no special token ends, so that the model does"
+            note += " not learn to stop; end answers with {{ eos_token }} in the chat template"
             self.notes = (*self.notes, note)
         self._train, self._val = (
             PackedExamples(

@@ -15,7 +15,7 @@ from datetime import date
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
-from jaxformer.data.sources import locate
+from jaxformer.data.text import locate
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError, abbreviate, os_error_reason, parse_json
 from jaxformer.extras import import_extra

@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxformer.config import ModelConfig
 from jaxformer.data.tokenizer import Tokenizer
+from jaxformer.errors import UserError
 
 HELD_OUT_SEED = 2**32
 """Seed for held-out batches, above any run's seed, so that all runs are evaluated on the same batches."""
@@ -76,6 +77,16 @@ class Dataset(ABC):
         ahead = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
         batches = grain.MapDataset.range(start, stop).map(lambda step: self.batch(step, rows))
         return iter(batches.to_iter_dataset(ahead))
+
+
+def task_error(model: ModelConfig, data: str, needed: str) -> UserError:
+    """Return the error for data of one kind, such as "pairs of texts", and a model that is not the needed one."""
+    return UserError(f"the data is {data}, but {type(model).__name__} does not configure {needed}; change one.")
+
+
+def batch_error(name: str, n: int, examples: str, batch_size: int) -> UserError:
+    """Return the error for a training split with fewer examples than a batch needs."""
+    return UserError(f"{name} has {n} {examples}, fewer than train.batch_size {batch_size}; lower it.")
 
 
 @lru_cache(maxsize=2)

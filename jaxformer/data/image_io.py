@@ -12,7 +12,7 @@ from typing import IO, TYPE_CHECKING
 import numpy as np
 
 from jaxformer.data.dataset import evenly_spaced
-from jaxformer.data.sources import open_decompressed
+from jaxformer.data.text import open_decompressed
 from jaxformer.errors import UserError
 from jaxformer.extras import import_extra
 

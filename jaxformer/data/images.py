@@ -11,7 +11,16 @@ from typing import Any, ClassVar
 import numpy as np
 
 from jaxformer.config import DataConfig, ImageModelConfig, ModelConfig
-from jaxformer.data.dataset import Batch, Dataset, batch_indices, epoch_uniforms, evenly_spaced, padded_batches
+from jaxformer.data.dataset import (
+    Batch,
+    Dataset,
+    batch_error,
+    batch_indices,
+    epoch_uniforms,
+    evenly_spaced,
+    padded_batches,
+    task_error,
+)  # fmt: skip
 from jaxformer.data.image_folder import ImageFolder, ImageSplits, open_image_folder
 from jaxformer.data.image_io import describe_resizing, describe_sizes
 from jaxformer.data.infer_config import describe_changes, infer_image_size, is_fixed
@@ -84,9 +93,7 @@ def model_input_shape(model: ModelConfig, axes: int = 3) -> tuple[int, ...]:
     shape = model.example()[0].shape if isinstance(model, ImageModelConfig) else ()
     if len(shape) != axes:
         kind = {3: "images", 4: "videos"}[axes]
-        raise UserError(
-            f"the data is {kind}, but {type(model).__name__} does not configure a model of {kind}; change one."
-        )
+        raise task_error(model, kind, f"a model of {kind}")
     return shape
 
 
@@ -110,8 +117,7 @@ class PixelDataset(Dataset):
         `ImageFolderConfig`. Raises `UserError` if there are fewer training images than a batch needs."""
         n = len(splits.train.images)
         if n < batch_size:
-            problem = f"{config.path} has {n} training images, fewer than train.batch_size {batch_size}"
-            raise UserError(f"{problem}; lower it.")
+            raise batch_error(config.path, n, "training images", batch_size)
         self.config, self.model, self.splits, self.batch_size, self.seed = config, model, splits, batch_size, seed
         self.classes = splits.classes
         self.per_step, self.steps_per_epoch = batch_size, n // batch_size

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxformer.config import DataConfig, ModelConfig, TokenModelConfig
 from jaxformer.contract import Task
-from jaxformer.data.dataset import Batch, Dataset, batch_indices, evenly_spaced, padded_batches
+from jaxformer.data.dataset import Batch, Dataset, batch_error, batch_indices, evenly_spaced, padded_batches, task_error
 from jaxformer.data.infer_config import describe_changes, describe_tokenizer_sample, infer_vocab_size, is_fixed
 from jaxformer.data.pairs import Pair, find_splits, fingerprint, read_pairs
 from jaxformer.data.tokenizer import Tokenizer
@@ -36,8 +36,7 @@ class LabelledTextConfig(DataConfig):
         fixed: Container[str] | None = None,
     ) -> LabelledTextDataset:  # fmt: skip
         if not isinstance(model, TokenModelConfig) or model.contract.task is not Task.TEXT_CLASSIFICATION:
-            problem = f"the data is texts with labels, but {type(model).__name__} does not configure a text classifier"
-            raise UserError(f"{problem}; change one.")
+            raise task_error(model, "texts with labels", "a text classifier")
         train, val = (read_pairs(file, ("text", "label")) for file in find_splits(self.path, self.val_path))
         classes = find_classes(self.path, train, val)
         inferred: Any = model
@@ -46,9 +45,9 @@ class LabelledTextConfig(DataConfig):
         if (n := inferred.contract.n_classes) != len(classes):
             problem = f"{self.path} has {len(classes)} labels, but model.n_classes is {n}"
             raise UserError(f"{problem}; set --model.n-classes {len(classes)}.")
-        given = tokenizer is not None
-        tokenizer = tokenizer or Tokenizer.train((text for text, _ in train), model.vocab_size)
-        inferred = inferred if given else infer_vocab_size(inferred, tokenizer)
+        if tokenizer is None:
+            tokenizer = Tokenizer.train((text for text, _ in train), model.vocab_size)
+            inferred = infer_vocab_size(inferred, tokenizer)
         data = LabelledTextDataset(self.path, train, val, classes, tokenizer, inferred, batch_size, seed)
         reason = f"{self.path} has {len(classes)} labels and supports {tokenizer.vocab_size:,} tokens"
         data.notes = (*describe_changes(model, inferred, reason), *describe_tokenizer_sample(tokenizer, self.path))
@@ -96,8 +95,7 @@ class LabelledTextDataset(Dataset):
     ) -> None:  # fmt: skip
         """Tokenize the texts. Raises `UserError` if there are fewer than a batch needs."""
         if len(train) < batch_size:
-            problem = f"{name} has {len(train)} training texts, fewer than train.batch_size {batch_size}"
-            raise UserError(f"{problem}; lower it.")
+            raise batch_error(name, len(train), "training texts", batch_size)
         self.name, self.model, self.tokenizer, self.classes = name, model, tokenizer, classes
         self.per_step, self.steps_per_epoch = batch_size, len(train) // batch_size
         self._batch_size, self._seed = batch_size, seed

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxformer.config import TokenModelConfig
-from jaxformer.data.corpus import Corpus
 from jaxformer.data.dataset import HELD_OUT_SEED, Batch, step_rng
+from jaxformer.data.tokens import Corpus
 from jaxformer.data.windows import TextConfig, TextDataset, eval_batches
 from jaxformer.errors import UserError
 

@@ -13,9 +13,9 @@ import numpy as np
 
 from jaxformer.config import DataConfig, ModelConfig, TokenModelConfig
 from jaxformer.contract import Task
-from jaxformer.data.dataset import Batch, Dataset, epoch_permutation, evenly_spaced
+from jaxformer.data.dataset import Batch, Dataset, epoch_permutation, evenly_spaced, task_error
 from jaxformer.data.infer_config import describe_changes, describe_tokenizer_sample, infer_vocab_size
-from jaxformer.data.sources import read_text
+from jaxformer.data.text import read_text
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError
 from jaxformer.files import expand_home
@@ -80,10 +80,7 @@ def find_splits(folder: str, val_path: str | None) -> tuple[Path, Path]:
 def check_seq2seq(model: ModelConfig) -> TokenModelConfig:
     """Return the config if it is for a sequence-to-sequence model; raise `UserError` for other models."""
     if not isinstance(model, TokenModelConfig) or model.contract.task is not Task.SEQUENCE_TO_SEQUENCE:
-        problem = (
-            f"the data is pairs of texts, but {type(model).__name__} does not configure a sequence-to-sequence model"
-        )
-        raise UserError(f"{problem}; change one.")
+        raise task_error(model, "pairs of texts", "a sequence-to-sequence model")
     return model
 
 
@@ -110,10 +107,10 @@ def build_pair_dataset(
     model: TokenModelConfig, batch_size: int, seed: int,
 ) -> PairDataset:  # fmt: skip
     """Return a dataset of pairs. Unless given, a tokenizer is trained on `texts`, and limits the model's vocabulary."""
-    if tokenizer is not None:
-        return PairDataset(name, train, val, tokenizer, model, batch_size, seed)
-    tokenizer = Tokenizer.train(texts, model.vocab_size)
-    inferred = infer_vocab_size(model, tokenizer)
+    inferred = model
+    if tokenizer is None:
+        tokenizer = Tokenizer.train(texts, model.vocab_size)
+        inferred = infer_vocab_size(model, tokenizer)
     data = PairDataset(name, train, val, tokenizer, inferred, batch_size, seed)
     changes = describe_changes(model, inferred, f"{name} supports {tokenizer.vocab_size:,} tokens")
     data.notes = (*changes, *describe_tokenizer_sample(tokenizer, name))

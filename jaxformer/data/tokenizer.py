@@ -21,7 +21,7 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from jaxformer.data.sources import locate
+from jaxformer.data.text import locate
 from jaxformer.errors import UserError, abbreviate, lone_surrogate, os_error_reason, parse_json
 from jaxformer.fields import MAX_BY_FIELD
 

@@ -9,11 +9,11 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from jaxformer.config import ModelConfig, TokenModelConfig
-from jaxformer.data.corpus import Corpus, CorpusConfig, load_corpus
-from jaxformer.data.dataset import Batch, Dataset, batch_indices, evenly_spaced
+from jaxformer.data.dataset import Batch, Dataset, batch_indices, evenly_spaced, task_error
 from jaxformer.data.infer_config import describe_changes, describe_tokenizer_sample, fit_vocab_size, infer_vocab_size
 from jaxformer.data.packing import PackedExamples, split_long
 from jaxformer.data.tokenizer import Tokenizer, find_tokenizer
+from jaxformer.data.tokens import Corpus, CorpusConfig, load_corpus
 from jaxformer.errors import UserError
 
 
@@ -44,9 +44,7 @@ class TextConfig(CorpusConfig):
         fixed: Container[str] | None = None,
     ) -> TextDataset:  # fmt: skip
         if not isinstance(model, TokenModelConfig):
-            raise UserError(
-                f"the data is text, but {type(model).__name__} does not configure a model of tokens; change one."
-            )
+            raise task_error(model, "text", "a model of tokens")
         self.check_model(model)
         inferred, extra = model, self.n_extra_tokens
         if tokenizer is None and self.tokenizer is not None:

@@ -13,9 +13,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxformer.config import ComputeConfig
-from jaxformer.data.corpus import text_lengths, tokenize
 from jaxformer.data.dataset import Batch
-from jaxformer.data.documents import read_documents
+from jaxformer.data.text import read_documents
+from jaxformer.data.tokens import text_lengths, tokenize
 from jaxformer.data.windows import HeldOutText, TextConfig, pack_documents
 from jaxformer.errors import UserError
 from jaxformer.models.objective import Params, batched_apply, is_causal_lm, per_target

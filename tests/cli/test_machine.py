@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from jaxformer.cli import machine
-from jaxformer.data.token_cache import make_private
 from jaxformer.errors import UserError
+from jaxformer.files import make_private
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxformer.config import Config
-from jaxformer.data.corpus import Corpus, Split
 from jaxformer.data.dataset import Batch
 from jaxformer.data.masked import MaskedTextConfig
 from jaxformer.data.packing import PackedExamples, pack, split_long
 from jaxformer.data.prefix import PrefixTextConfig
 from jaxformer.data.tokenizer import Tokenizer
+from jaxformer.data.tokens import Corpus, Split
 from jaxformer.data.windows import PackedTextDataset, TextConfig, pack_documents
 from jaxformer.errors import UserError
 from jaxformer.models.decoder import DecoderConfig

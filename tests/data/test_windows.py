@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from jaxformer.config import TokenModelConfig
-from jaxformer.data.corpus import Corpus, Split
 from jaxformer.data.tokenizer import Tokenizer
+from jaxformer.data.tokens import Corpus, Split
 from jaxformer.data.windows import HeldOutText, TextConfig, TextDataset, Windows, eval_batches, next_token_batch
 from jaxformer.errors import UserError
 

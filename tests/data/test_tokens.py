@@ -1,9 +1,8 @@
-"""Corpus and token cache."""
+"""Tokens of a text and their cache."""
 
 import os
 import re
-import socket
-import subprocess
+import shutil
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -14,15 +13,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxformer.data import corpus as corpus_module
 from jaxformer.data import text as text_module
-from jaxformer.data import token_cache
 from jaxformer.data import tokenizer as tokenizer_module
-from jaxformer.data.corpus import load_corpus, tokenize
-from jaxformer.data.documents import read_documents
+from jaxformer.data import tokens as module
 from jaxformer.data.masked import MaskedTextConfig
 from jaxformer.data.prefix import PrefixTextConfig
+from jaxformer.data.text import read_documents
 from jaxformer.data.tokenizer import Tokenizer
+from jaxformer.data.tokens import load_corpus, tokenize
 from jaxformer.data.windows import TextConfig, pack_documents
 from jaxformer.errors import UserError
 from jaxformer.models.decoder import DecoderConfig
@@ -59,7 +57,7 @@ def test_tokenizer_is_trained_on_the_training_split_only(config, tmp_path):
 
 def test_second_load_reads_the_cache(config, monkeypatch):
     first = load_corpus(config, 270)
-    monkeypatch.setattr(token_cache, "_build", lambda *_: pytest.fail("built again"))
+    monkeypatch.setattr(module, "_build", lambda *_: pytest.fail("built again"))
     second = load_corpus(config, 270)
     assert second.fingerprint == first.fingerprint
     np.testing.assert_array_equal(second.train.tokens, first.train.tokens)
@@ -85,24 +83,19 @@ def test_given_tokenizer_is_used_and_keeps_the_fingerprint(config, tmp_path):
     assert not np.array_equal(given.train.tokens, learned.train.tokens)
 
 
-def test_scratch_folders_of_dead_processes_are_removed(config, tmp_path):
-    folder_path = tmp_path / "cache" / "tokens"
-    folder_path.mkdir(parents=True)
-    child = subprocess.Popen(["true"])
-    child.wait()
-    here = socket.gethostname()
-    names = {
-        "dead": f".building-{here}-{child.pid}-abc", "alive": f".building-{here}-{os.getpid()}-abc",
-        "elsewhere": f".building-far-away-{child.pid}-abc", "unknown": ".building-abc", "old": ".building-xyz",
-    }  # fmt: skip
-    for name in names.values():
-        (folder_path / name).mkdir()
-        (folder_path / name / "train.npy").write_text("half")
-    yesterday = time.time() - 25 * 60 * 60
-    os.utime(folder_path / names["old"], (yesterday, yesterday))
+def test_scratch_folders_of_killed_processes_are_removed(config, tmp_path):
+    root = tmp_path / "cache" / "tokens"
     load_corpus(config, 270)
-    left = {name for name in names if (folder_path / names[name]).exists()}
-    assert left == {"alive", "elsewhere", "unknown"}
+    (name,) = (path.name for path in root.iterdir() if path.is_dir())
+    shutil.rmtree(root / name)
+    names = {"of the same text": f".building-{name}-abc", "of another": ".building-abc", "old": ".building-xyz"}
+    for folder in names.values():
+        (root / folder).mkdir()
+        (root / folder / "train.tokens").write_text("half")
+    yesterday = time.time() - 25 * 60 * 60
+    os.utime(root / names["old"], (yesterday, yesterday))
+    load_corpus(config, 270)
+    assert {name for name, folder in names.items() if (root / folder).exists()} == {"of another"}
 
 
 def test_failed_tokenization_leaves_no_folder(config, tmp_path):
@@ -114,7 +107,7 @@ def test_failed_tokenization_leaves_no_folder(config, tmp_path):
 def test_fingerprint_uses_the_inferred_vocabulary(config, monkeypatch):
     """Check that a resumed run, which stores the smaller vocabulary, has the same fingerprint."""
     first = load_corpus(config, 50_000)
-    monkeypatch.setattr(token_cache, "_build", lambda *_: pytest.fail("built again"))
+    monkeypatch.setattr(module, "_build", lambda *_: pytest.fail("built again"))
     stored = load_corpus(config, first.tokenizer.vocab_size, first.tokenizer)
     assert 257 < first.tokenizer.vocab_size < 50_000
     assert stored.fingerprint == first.fingerprint
@@ -161,7 +154,7 @@ def test_one_of_several_processes_rebuilds_a_corrupt_cache(config, tmp_path, mon
     expected = np.array(load_corpus(config, 270).train.tokens)
     zero(next((tmp_path / "cache" / "tokens").glob("*/train.tokens")))
     builds, started, everyone = [], set(), threading.Barrier(4)
-    build, read = token_cache._build, token_cache.read
+    build, read = module._build, module.read
 
     def messages(part):
         return [record for record in caplog.records if part in record.getMessage()]
@@ -181,9 +174,9 @@ def test_one_of_several_processes_rebuilds_a_corrupt_cache(config, tmp_path, mon
                 started.add(thread)
                 everyone.wait(10)
 
-    monkeypatch.setattr(token_cache, "WARN_AFTER_SECONDS", 0.0)
-    monkeypatch.setattr(token_cache, "_build", build_while_others_wait)
-    monkeypatch.setattr(token_cache, "read", read_at_once)
+    monkeypatch.setattr(module, "WARN_AFTER_SECONDS", 0.0)
+    monkeypatch.setattr(module, "_build", build_while_others_wait)
+    monkeypatch.setattr(module, "read", read_at_once)
     with ThreadPoolExecutor(4) as pool:
         for corpus in pool.map(lambda _: load_corpus(config, 270), range(4)):
             np.testing.assert_array_equal(corpus.train.tokens, expected)
@@ -243,7 +236,7 @@ def test_corrupt_cache_is_rebuilt_with_one_warning(config, tmp_path, caplog, nam
 
 
 def test_cache_that_cannot_be_read_back_is_refused(config, monkeypatch):
-    monkeypatch.setattr(token_cache, "_write_tokens", lambda file, *_: file.write_bytes(b""))
+    monkeypatch.setattr(module, "write_tokens", lambda *_: 0)
     with pytest.raises(UserError, match="although just written; set JAXFORMER_CACHE"):
         load_corpus(config, 270)
 
@@ -260,7 +253,7 @@ def test_tokenized_documents_are_memory_mapped_and_equal_the_cache(config, monke
     tokens = tokenize(read_documents(config.path + "/0.txt", True), corpus.tokenizer)
     assert isinstance(tokens, np.memmap) and tokens.dtype == np.uint16
     np.testing.assert_array_equal(tokens, corpus.val.tokens)
-    monkeypatch.setattr(corpus_module.tempfile, "TemporaryFile", partial(Path("/dev/full").open, "wb"))
+    monkeypatch.setattr(module.tempfile, "TemporaryFile", partial(Path("/dev/full").open, "wb"))
     with pytest.raises(
         UserError, match=r"cannot write tokens to .*: No space left on device; free some space, or set TMPDIR"
     ):
