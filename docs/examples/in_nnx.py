@@ -6,7 +6,7 @@ from flax import nnx
 
 from jaxformer.models import DecoderConfig
 from jaxformer.nn import MultiHeadAttention
-from jaxformer.ops import Causal
+from jaxformer.ops import Causal, RoPE
 
 
 class Model(nnx.Module):
@@ -14,7 +14,7 @@ class Model(nnx.Module):
 
     def __init__(self, d_in: int, d_model: int, rngs: nnx.Rngs) -> None:
         self.before = nnx.Linear(d_in, d_model, rngs=rngs)
-        attention = MultiHeadAttention(n_heads=2, head_dim=8, rope_base=10_000.0)
+        attention = MultiHeadAttention(n_heads=2, head_dim=8, rope=RoPE(10_000.0))
         self.attention = nnx.bridge.ToNNX(attention, rngs=rngs)
         self.attention.lazy_init(jnp.ones((1, d_model)))  # creates its parameters
         self.after = nnx.Linear(d_model, d_in, rngs=rngs)

@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxformer.nn import MultiHeadAttention
-from jaxformer.ops import Causal
+from jaxformer.ops import Causal, RoPE
 
 T, D, H, G, K = 7, 12, 4, 2, 6  # positions, width, query heads, key/value heads, width of a head
-module = MultiHeadAttention(H, K, n_kv_heads=G, bias=True, qk_norm=True, rope_base=10_000.0)
+module = MultiHeadAttention(H, K, n_kv_heads=G, bias=True, qk_norm=True, rope=RoPE(10_000.0))
 x_TD = jax.random.normal(jax.random.key(0), (T, D))
 shapes = jax.eval_shape(module.init, jax.random.key(1), x_TD)["params"]
 rng = np.random.default_rng(2)

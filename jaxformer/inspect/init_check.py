@@ -15,7 +15,7 @@ import numpy as np
 from jaxformer.inspect.activations import capture
 from jaxformer.models.decoder import Decoder, DecoderConfig
 from jaxformer.models.objective import Params
-from jaxformer.nn.attention import biases_at
+from jaxformer.nn.local_heads import biases_at
 from jaxformer.nn.mlp import ACTIVATIONS, GATED
 from jaxformer.nn.norms import epsilon
 from jaxformer.ops.attention import row_entropy

@@ -11,13 +11,13 @@ import flax.linen as nn
 from jaxformer.config import ModelConfig, TokenModelConfig
 from jaxformer.contract import AttentionShape, Contract
 from jaxformer.errors import UserError
-from jaxformer.nn.attention import NARROW, WIDE, MultiHeadAttention
 from jaxformer.nn.block import Block
 from jaxformer.nn.embedding import Positions
 from jaxformer.nn.execution import Execution
+from jaxformer.nn.local_heads import NARROW, WIDE, LocalHeads
 from jaxformer.nn.mlp import MLP, Activation
 from jaxformer.nn.norms import Norm, norm_maker
-from jaxformer.ops.positions import query_and_key_at
+from jaxformer.ops.positions import RoPE, query_and_key_at
 
 
 def check_heads(config: Any) -> None:
@@ -105,19 +105,18 @@ class BlocksConfig(ModelConfig):
           cross: add cross-attention; RoPE is applied to its queries and keys only with `n_diagonal`.
           n_diagonal: cross-attention heads that attend around the query's own position in the source at initialisation.
         """
-        attention = partial(
-            MultiHeadAttention, self.n_heads, self.width_of_head, bias=self.attention_bias,
-            attention=execution.attention,
-        )  # fmt: skip
-        rotated = partial(attention, rope_base=self.rope_base if self.positions == "rope" else None)
-        diagonal = partial(rotated, distances=(0,) * n_diagonal, is_wide=True)
+        rope = RoPE(self.rope_base) if self.positions == "rope" else None
+        heads = partial(
+            LocalHeads, self.n_heads, self.width_of_head, bias=self.attention_bias, attention=execution.attention
+        )
+        cross_heads = partial(heads, rope=rope, distances=(0,) * n_diagonal, is_wide=True) if n_diagonal else heads
         return Block(
-            partial(rotated, distances=distances),
+            partial(heads, rope=rope, distances=distances),
             partial(MLP, self.d_ff, self.d_model, self.activation, self.bias),
             norm_maker(self.norm, self.norm_eps),
             self.norm_placement,
             dropout=self.dropout,
-            make_cross_attention=(diagonal if n_diagonal else attention) if cross else None,
+            make_cross_attention=cross_heads if cross else None,
         )
 
 

@@ -15,12 +15,13 @@ from jaxformer.config import TokenModelConfig
 from jaxformer.contract import ARRAY, AttentionShape, Contract, Input
 from jaxformer.errors import UserError
 from jaxformer.models.blocks import check_heads, check_local_heads
-from jaxformer.nn.attention import MultiHeadAttention
+from jaxformer.models.rungs import ConcatenatedHeads, PlainBlock, SummedHeads
 from jaxformer.nn.block import Block, Make
 from jaxformer.nn.capture import capture_point
 from jaxformer.nn.embedding import Embedding, Positions
 from jaxformer.nn.execution import PLAIN, Execution, run_blocks
 from jaxformer.nn.experts import Experts
+from jaxformer.nn.local_heads import LocalHeads
 from jaxformer.nn.mlp import MLP, Activation
 from jaxformer.nn.norms import Norm, epsilon, norm_maker
 from jaxformer.nn.parameters import parameter
@@ -28,7 +29,7 @@ from jaxformer.ops import masks
 from jaxformer.ops.cache import KVCache, LayerCache, init_cache, write_positions
 from jaxformer.ops.linear_cross_entropy import Unembedding
 from jaxformer.ops.masks import Causal, Mask, Packed
-from jaxformer.ops.positions import Llama3Scaling, positions_in_segments
+from jaxformer.ops.positions import Llama3Scaling, RoPE, positions_in_segments
 
 
 @dataclass(frozen=True)
@@ -144,6 +145,8 @@ class DecoderConfig(TokenModelConfig):
             problem = f"{self.n_heads} heads of width {self.width_of_values} make {total}, not d_model {self.d_model}"
             raise UserError(f"{problem}; {remedy}.")
         check_local_heads(self)
+        if self.local_heads and not self.output_projection:
+            raise UserError(f"local_heads is {self.local_heads}, which needs output_projection; set it, or omit both.")
         if self.prefix and self.window is not None:
             remedy = "omit one of them"
             raise UserError(f"window is {self.window}, but a prefix is attended to from every position; {remedy}.")
@@ -282,15 +285,27 @@ class Decoder(nn.Module):
         c = self.config
 
         def make_attention(i: int) -> Make:
-            base, scaling = (c.rope_base, c.rope_scale) if c.positions == "rope" else (None, 1.0)
-            if base is not None and c.local_rope_base is not None and i not in c.global_blocks:
-                base, scaling = c.local_rope_base, 1.0
+            rope = RoPE(c.rope_base, c.rope_scale)
+            if c.local_rope_base is not None and i not in c.global_blocks:
+                rope = RoPE(c.local_rope_base)
+            heads: Make = partial(LocalHeads, distances=tuple(range(1, c.local_heads + 1)))
+            if not c.output_projection:
+                heads = SummedHeads if c.sums_heads else ConcatenatedHeads
             return partial(
-                MultiHeadAttention, c.n_heads, c.width_of_head, c.kv_heads, c.scaled, c.projection_std,
-                c.output_projection, c.attention_bias, c.qk_norm, base, self.execution.attention, scaling,
-                epsilon("rmsnorm", c.norm_eps), c.output_bias, c.score_scale, c.sums_heads, c.value_dim,
-                tuple(range(1, c.local_heads + 1)),
-            )  # fmt: skip
+                heads,
+                n_heads=c.n_heads,
+                head_dim=c.width_of_head,
+                n_kv_heads=c.kv_heads,
+                value_dim=c.value_dim,
+                scale=c.score_scale if c.scaled or c.score_scale is not None else 1.0,
+                init_std=c.projection_std,
+                bias=c.attention_bias,
+                output_bias=c.output_bias,
+                qk_norm=c.qk_norm,
+                norm_eps=epsilon("rmsnorm", c.norm_eps),
+                rope=rope if c.positions == "rope" else None,
+                attention=self.execution.attention,
+            )
 
         norm = None if c.norm == "none" else norm_maker(c.norm, c.norm_eps)
         widths = [c.d_model] * c.n_blocks
@@ -302,9 +317,15 @@ class Decoder(nn.Module):
             if c.n_experts is None:
                 return mlp
             return partial(
-                Experts, mlp, c.n_experts, c.experts_per_token, c.capacity_factor, c.shared_expert,
-                self.execution.expert_shards, c.renormalize_experts,
-            )  # fmt: skip
+                Experts,
+                make_expert=mlp,
+                n_experts=c.n_experts,
+                per_token=c.experts_per_token,
+                capacity_factor=c.capacity_factor,
+                shared_expert=c.shared_expert,
+                shards=self.execution.expert_shards,
+                renormalize=c.renormalize_experts,
+            )
 
         self.embedding = Embedding(
             c.vocab_size, c.n_positions, c.d_model, c.positions, c.embedding_std, c.embedding_scale
@@ -312,8 +333,9 @@ class Decoder(nn.Module):
         if c.value_embedding:
             width = c.kv_heads * c.width_of_values
             self.value_embedding = Embedding(c.vocab_size, c.n_positions, width, "none", 0.0, c.embedding_scale)
+        block = Block if c.residual else PlainBlock
         self.blocks = [
-            Block(make_attention(i), make_mlp(width), norm, c.norm_placement, c.residual, c.dropout)
+            block(make_attention(i), make_mlp(width), norm, c.norm_placement, c.dropout)
             for i, width in enumerate(widths)
         ]
         if norm is not None and c.final_norm:

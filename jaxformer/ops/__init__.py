@@ -19,12 +19,12 @@ from jaxformer.ops.losses import cross_entropy, negative_log_likelihood
 from jaxformer.ops.masks import Causal, Packed
 from jaxformer.ops.norms import l2_normalize, layer_norm, rms_norm
 from jaxformer.ops.patches import patchify
-from jaxformer.ops.positions import rope, sinusoidal
+from jaxformer.ops.positions import RoPE, rope, sinusoidal
 from jaxformer.ops.recurrent import gru_step, lstm_step
 
 __all__ = [
-    "Causal", "KVCache", "LayerCache", "Packed", "Unembedding", "attention", "attention_scores", "attention_weights",
-    "cross_attention", "cross_entropy", "gru_step", "init_cache", "l2_normalize", "layer_norm",
+    "Causal", "KVCache", "LayerCache", "Packed", "RoPE", "Unembedding", "attention", "attention_scores",
+    "attention_weights", "cross_attention", "cross_entropy", "gru_step", "init_cache", "l2_normalize", "layer_norm",
     "linear_cross_entropy", "lstm_step", "masks", "multi_head_attention", "negative_log_likelihood", "patchify",
     "read_layer", "rms_norm", "rope", "row_entropy", "sinusoidal", "write_layer", "write_positions",
 ]  # fmt: skip

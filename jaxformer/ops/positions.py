@@ -91,6 +91,17 @@ def rope(
     return x_HTK * cos_TK + jnp.roll(x_HTK, half, axis=-1) * sin_TK
 
 
+class RoPE(NamedTuple):
+    """The arguments of `rope` beside vectors and positions: `RoPE(base)(x_HTK, positions_T)`."""
+
+    base: float = 10_000.0
+    scaling: float | Llama3Scaling = 1.0
+
+    def __call__(self, x_HTK: jax.Array, positions_T: jax.Array) -> jax.Array:
+        """Return rotary-embedded vectors, `(H, T, K)`."""
+        return rope(x_HTK, positions_T, self.base, self.scaling)
+
+
 def query_and_key_at(
     distance: int, head_dim: int, base: float = 10_000.0, low: float = 0.4, high: float = 1.0
 ) -> tuple[np.ndarray, np.ndarray]:

@@ -21,7 +21,7 @@ def test_weights_agree_with_torch(name):
     T = len(x_TD)
     params = {key: jnp.asarray(FIXTURE[key], jnp.float32) for key in FIXTURE.files if key[:2] in ("W_", "b_")}
     H, K, _ = params["W_O"].shape
-    module = MultiHeadAttention(H, K, H, output_projection=True, bias=True)
+    module = MultiHeadAttention(H, K, H, bias=True)
     mask = masks.Causal() if name == "causal" else masks.tokens(T, jnp.arange(T) < FIXTURE["n_valid"])
     result = capture(module, params, x_TD, jnp.arange(T), mask)
     np.testing.assert_allclose(result["weights"], FIXTURE[f"{name}.weights"], atol=1e-5)
@@ -49,7 +49,7 @@ def test_weights_agree_with_flax(causal):
     kernels = {name: layer["kernel"] for name, layer in variables["params"].items()}
     names = {"W_Q": "query", "W_K": "key", "W_V": "value", "W_O": "out"}
     params = {name: kernels[of].reshape(*((H, K, D) if name == "W_O" else (D, H, K))) for name, of in names.items()}
-    module = MultiHeadAttention(H, K, H, output_projection=True)
+    module = MultiHeadAttention(H, K, H)
     result = capture(module, params, x_TD, jnp.arange(T), mask_TT)
     (weights,) = sown["intermediates"]["attention_weights"]
     np.testing.assert_allclose(result["weights"], weights, atol=1e-5)

@@ -93,9 +93,9 @@ def drop_the_scale(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def always_drop_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    after: Callable = Block._after
+    drop: Callable = Block._drop
     key = jax.random.key(0)
-    monkeypatch.setattr(Block, "_after", lambda self, x, y, part, _: after(self, x, y, part, key))
+    monkeypatch.setattr(Block, "_drop", lambda self, name, _, y: drop(self, name, key, y))
 
 
 @pytest.mark.parametrize(
@@ -236,9 +236,9 @@ def test_reused_dropout_key_fails_its_check(part: str, monkeypatch: pytest.Monke
     result = dropout_keys(model, params, inputs)
     assert result.holds and result.deviation == 0 and result.detail == "equal pairs among 10 masks"
     if part == "sublayer":
-        after: Callable = Block._after
+        drop: Callable = Block._drop
         reused = jax.random.key(0)
-        monkeypatch.setattr(Block, "_after", lambda self, x, y, name, _: after(self, x, y, name, reused))
+        monkeypatch.setattr(Block, "_drop", lambda self, name, _, y: drop(self, name, reused, y))
     else:
         draw: Callable = encoder.input_dropout
 

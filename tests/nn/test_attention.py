@@ -8,13 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxformer.errors import UserError
+from jaxformer.models.rungs import ConcatenatedHeads, SummedHeads
 from jaxformer.nn.attention import MultiHeadAttention
+from jaxformer.nn.local_heads import LocalHeads
 from jaxformer.ops import masks
 from jaxformer.ops.attention import attention, multi_head_attention
 from jaxformer.ops.cache import init_cache, write_layer
 from jaxformer.ops.norms import rms_norm
-from jaxformer.ops.positions import rope
+from jaxformer.ops.positions import RoPE, rope
 from tests.arrays import apply, assert_close, first_params, normal, random_params
 
 T, D, H, K = 7, 13, 6, 10
@@ -66,14 +67,14 @@ def test_the_output_may_lack_the_bias_that_queries_keys_and_values_have() -> Non
 
 
 def test_a_factor_of_the_scores_replaces_the_root_of_the_width() -> None:
-    module, scaled = MultiHeadAttention(H, K, H), MultiHeadAttention(H, K, H, score_scale=0.2)
+    module, scaled = MultiHeadAttention(H, K, H), MultiHeadAttention(H, K, H, scale=0.2)
     params = random_params(module, *INPUTS)
     larger = {**params, "W_Q": params["W_Q"] * 0.2 * K**0.5}
     assert_close(apply(scaled, params, *INPUTS)[0], apply(module, larger, *INPUTS)[0])
 
 
 def test_without_output_projection_there_is_no_bias_of_the_output() -> None:
-    module = MultiHeadAttention(H, K, H, output_projection=False, bias=True)
+    module = ConcatenatedHeads(H, K, H, bias=True)
     assert set(first_params(module, *INPUTS)) == {f"{kind}_{name}" for kind in "Wb" for name in "QKV"}
 
 
@@ -87,20 +88,20 @@ def test_shared_key_value_heads_equal_repeated_ones(G: int) -> None:
 
 
 def test_without_output_projection_the_output_is_the_heads_side_by_side() -> None:
-    module = MultiHeadAttention(H, K, H, output_projection=False)
+    module = ConcatenatedHeads(H, K, H)
     params = random_params(module, *INPUTS)
     assert "W_O" not in params
     assert_close(apply(module, params, *INPUTS)[0], explicit(params, 1 / sqrt(K)).reshape(T, H * K))
 
 
 def test_heads_may_be_summed() -> None:
-    params = random_params(MultiHeadAttention(H, K, H, output_projection=False), *INPUTS)
-    module = MultiHeadAttention(H, K, H, output_projection=False, sum_heads=True)
+    params = random_params(ConcatenatedHeads(H, K, H), *INPUTS)
+    module = SummedHeads(H, K, H)
     assert_close(apply(module, params, *INPUTS)[0], explicit(params, 1 / sqrt(K)).sum(axis=1))
 
 
 def test_values_may_be_of_another_width_than_keys() -> None:
-    module = MultiHeadAttention(H, K, H, output_projection=False, bias=True, value_dim=3)
+    module = ConcatenatedHeads(H, K, H, bias=True, value_dim=3)
     params = random_params(module, *INPUTS)
     assert {name: leaf.shape for name, leaf in params.items() if name.endswith("V")} == {
         "W_V": (D, H, 3), "b_V": (H, 1, 3),
@@ -110,7 +111,7 @@ def test_values_may_be_of_another_width_than_keys() -> None:
 
 
 def test_values_of_tokens_are_added_to_those_of_the_input_as_a_bias_of_each_position() -> None:
-    module, added_GTK = MultiHeadAttention(H, K, 2, output_projection=False), normal(2, T, K, seed=1)
+    module, added_GTK = ConcatenatedHeads(H, K, 2), normal(2, T, K, seed=1)
     params = random_params(module, *INPUTS)
     q, k, v = (jnp.einsum("td,dhk->thk", X_TD, params[name]) for name in ("W_Q", "W_K", "W_V"))
     wanted = jax.nn.dot_product_attention(q, k, v + added_GTK.swapaxes(0, 1), is_causal=True)
@@ -118,14 +119,14 @@ def test_values_of_tokens_are_added_to_those_of_the_input_as_a_bias_of_each_posi
 
 
 def test_unscaled_scores_are_not_divided() -> None:
-    module = MultiHeadAttention(H, K, H, scaled=False, output_projection=False)
+    module = ConcatenatedHeads(H, K, H, scale=1.0)
     params = random_params(module, *INPUTS)
     assert_close(apply(module, params, *INPUTS)[0], explicit(params, 1.0).reshape(T, H * K))
 
 
 @pytest.mark.slow
 def test_qk_norm_then_rotation() -> None:
-    module = MultiHeadAttention(H, K, 2, qk_norm=True, rope_base=100.0, output_projection=False)
+    module = ConcatenatedHeads(H, K, 2, qk_norm=True, rope=RoPE(100.0))
     params = random_params(module, *INPUTS)
 
     def heads(matrix: str, gain: str) -> jax.Array:
@@ -140,7 +141,7 @@ def test_qk_norm_then_rotation() -> None:
 def test_heads_with_distances_begin_by_attending_there(G: int) -> None:
     """The first three attend to the positions one and two before, and one after; the last, to no distance."""
     n, width = 24, 128
-    module = MultiHeadAttention(4, 64, G, bias=True, rope_base=10_000.0, distances=(1, 2, -1))
+    module = LocalHeads(4, 64, G, bias=True, rope=RoPE(), distances=(1, 2, -1))
     x_TD, positions_T = normal(n, width), jnp.arange(n)
     params = first_params(module, x_TD, positions_T, None)
     assert not params["b_V"].any() and not params["b_Q"][3].any() and params["b_K"][: -1 if G == 4 else None].any()
@@ -160,7 +161,7 @@ def test_heads_with_distances_begin_by_attending_there(G: int) -> None:
 def test_wide_heads_begin_by_attending_around_their_own_position() -> None:
     """More to every position within 4 than to any that is 8 away or more."""
     n, width = 24, 64
-    module = MultiHeadAttention(1, 64, bias=True, rope_base=10_000.0, distances=(0,), is_wide=True)
+    module = LocalHeads(1, 64, bias=True, rope=RoPE(), distances=(0,), is_wide=True)
     params = first_params(module, normal(n, width), jnp.arange(n), None)
     b_Q, b_K = (rope(jnp.tile(params[f"b_{name}"], (1, n, 1)), jnp.arange(n), 10_000.0)[0] for name in "QK")
     scores = np.asarray(b_Q @ b_K.T)[12] / sqrt(64)
@@ -186,7 +187,7 @@ def test_with_a_cache_it_reads_what_it_wrote(attend: Callable[..., jax.Array]) -
     assert_close(jnp.concatenate(out), apply(module, params, *INPUTS)[0])
 
 
-@pytest.mark.parametrize("options", [{}, {"bias": True, "qk_norm": True, "rope_base": 100.0}], ids=["plain", "all"])
+@pytest.mark.parametrize("options", [{}, {"bias": True, "qk_norm": True, "rope": RoPE(100.0)}], ids=["plain", "all"])
 def test_a_source_that_is_the_sequence_itself_is_self_attention(options: dict) -> None:
     module = MultiHeadAttention(H, K, 2, **options)
     params = random_params(module, *INPUTS)
@@ -224,7 +225,7 @@ def test_defaults_attend_everywhere_and_a_batch_is_refused():
     params = first_params(module, x_TD)
     wanted = apply(MultiHeadAttention(2, 3, 2), params, x_TD, jnp.arange(5), None)[0]
     np.testing.assert_array_equal(apply(module, params, x_TD)[0], wanted)
-    with pytest.raises(UserError, match=r"expected an input of shape \(T, D\), got \(8, 5, 4\); use jax.vmap"):
+    with pytest.raises(ValueError, match=r"expected a sequence of shape \(T, D\), got \(8, 5, 4\); use jax.vmap"):
         apply(module, params, normal(8, 5, 4))
 
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from jaxformer.errors import UserError
+from jaxformer.models.rungs import PlainBlock
 from jaxformer.nn.attention import MultiHeadAttention
 from jaxformer.nn.block import Block
 from jaxformer.nn.mlp import MLP
@@ -26,7 +27,7 @@ ATTENTION, FEED_FORWARD = partial(MultiHeadAttention, 3, 5, 1), partial(MLP, (11
     [(None, "pre"), (RMSNorm, "pre"), (RMSNorm, "post"), (LayerNorm, "pre"), (LayerNorm, "post"), (RMSNorm, "both")],
 )
 def test_a_block_is_its_parts_by_hand(norm: type | None, placement: str, residual: bool) -> None:
-    block = Block(ATTENTION, FEED_FORWARD, norm, placement, residual)
+    block = (Block if residual else PlainBlock)(ATTENTION, FEED_FORWARD, norm, placement)
     params = random_params(block, *INPUTS)
     x, positions, mask = INPUTS
 
@@ -84,7 +85,7 @@ class Ones(nn.Module):
 
 def dropped(residual: bool, rate: float = 0.3, key: jax.Array | None = None) -> np.ndarray:
     x = jnp.zeros((101, 211))
-    block = Block(partial(Ones, pair=True), Ones, residual=residual, dropout=rate)
+    block = (Block if residual else PlainBlock)(partial(Ones, pair=True), Ones, dropout=rate)
     return np.asarray(block.apply({}, x, jnp.arange(101), None, key=key)[0])
 
 
