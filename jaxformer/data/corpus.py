@@ -17,6 +17,7 @@ from jaxformer.data.sources import FORMS
 from jaxformer.data.token_cache import Split, cached, encode, has_tokenizer, token_dtype
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError
+from jaxformer.fields import ValFraction
 from jaxformer.files import cache_root
 
 FORMAT = 3
@@ -35,7 +36,7 @@ class CorpusConfig(DataConfig):
     """Validation text, in the same forms as path; by default, whole documents of path are held out."""
     column: str = "text"
     """Field or column with the text in .jsonl, .csv, .tsv, .parquet and Arrow files."""
-    val_fraction: float = 0.05
+    val_fraction: ValFraction = 0.05
     """Fraction of the bytes to hold out if there is no val_path."""
     unwrap: bool = True
     """Removal of line breaks that only wrap prose to a page's width. Other texts keep them: code, tables, verse."""
