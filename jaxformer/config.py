@@ -9,13 +9,26 @@ from __future__ import annotations
 import re
 from collections.abc import Container
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 
 from jaxformer.contract import Contract, Input, Task, token_inputs
 from jaxformer.errors import UserError, abbreviate, lone_surrogate
-from jaxformer.fields import MAX_SIZE, check_fields, expand_sides
+from jaxformer.fields import (
+    Fraction,
+    Length,
+    NonNegative,
+    NonNegativeFloat,
+    Positive,
+    PositiveFloat,
+    Range,
+    Seed,
+    Side,
+    Size,
+    check_fields,
+    expand_sides,
+)
 
 if TYPE_CHECKING:
     import flax.linen as nn
@@ -29,7 +42,7 @@ class ModelConfig:
     """Base of all model configs."""
 
     def __post_init__(self) -> None:
-        check_fields(self, MAX_SIZE)
+        check_fields(self)
 
     def build(self, execution: Any = None) -> nn.Module:
         """Return the Linen module for one example; `execution` is a `jaxformer.nn.execution.Execution`, None for the
@@ -50,9 +63,9 @@ class ModelConfig:
 class TokenModelConfig(ModelConfig):
     """Base of the configs of token models; the default contract is that of a causal language model."""
 
-    vocab_size: int = 2048
+    vocab_size: Length = 2048
     """Vocabulary size in tokens, including end-of-text."""
-    context_length: int = 32
+    context_length: Length = 32
     """Longest training sequence, in tokens."""
 
     @property
@@ -75,11 +88,11 @@ class TokenModelConfig(ModelConfig):
 class ImageModelConfig(ModelConfig):
     """Base of the configs of image and video classifiers."""
 
-    image_size: tuple[int, ...] = (224, 224)
+    image_size: tuple[Side, ...] = (224, 224)
     """Height and width in pixels; one value sets both."""
-    channels: int = 3
+    channels: Size = 3
     """Colour channels: 1 (grayscale) or 3 (RGB)."""
-    n_classes: int = 1000
+    n_classes: Size = 1000
     """Number of classes."""
 
     def __post_init__(self) -> None:
@@ -102,7 +115,7 @@ class DataConfig:
         return False
 
     def __post_init__(self) -> None:
-        check_fields(self, prefix="data.")
+        check_fields(self, "data.")
 
     def load(
         self, model: ModelConfig, batch_size: int, seed: int, tokenizer: Any = None,
@@ -128,35 +141,35 @@ class OptimizerConfig:
     name: Literal["nesterov_sgd", "adamw", "muon", "lion", "schedule_free"] = "nesterov_sgd"
     """Optimizer. muon updates matrices, and leaves token embeddings, the unembedding and vectors to adamw;
     schedule_free averages the iterates of adamw."""
-    learning_rate: float = 0.05
+    learning_rate: PositiveFloat = 0.05
     """Peak learning rate, reached at the end of the warm-up."""
     schedule: Literal["constant", "cosine", "linear", "wsd", "inverse_sqrt"] = "constant"
     """Learning-rate schedule after the warm-up: constant, half a cosine, linear decay, constant and then linear decay
     (wsd: warmup-stable-decay), or proportional to 1/sqrt(step)."""
-    warmup_steps: int = 0
+    warmup_steps: NonNegative = 0
     """Steps of linear warm-up; the first step has a learning rate of learning_rate/warmup_steps."""
-    decay_fraction: float | None = None
+    decay_fraction: Annotated[float, Range(above=0, most=1, hint=", such as 0.2")] | None = None
     """Fraction of all steps, at the end, over which 'wsd' decays; 0.2 by default."""
-    final_fraction: float = 0.0
+    final_fraction: NonNegativeFloat = 0.0
     """Final learning rate of 'cosine', 'linear' and 'wsd', as a fraction of the peak."""
-    momentum: float = 0.9
+    momentum: Fraction = 0.9
     """Momentum of nesterov_sgd, and of muon for matrices (0.95 in its paper)."""
-    b1: float = 0.9
+    b1: Fraction = 0.9
     """Momentum of adamw, of muon's other parameters and of lion's update; interpolation factor of schedule_free."""
-    b2: float = 0.95
+    b2: Fraction = 0.95
     """Decay rate of the squared gradients in adamw, muon's other parameters and schedule_free, and of lion's momentum
     (0.99 in its paper)."""
-    weight_decay: float = 0.0
+    weight_decay: NonNegativeFloat = 0.0
     """Decoupled weight decay, on matrices and embeddings, never on gains, biases or positions; not for nesterov_sgd."""
-    clip_norm: float | None = None
+    clip_norm: Annotated[float, Range(above=0, hint=", or none to disable it")] | None = None
     """Maximum global norm of the gradient (gradient clipping); none for no clipping."""
-    base_width: int | None = None
+    base_width: Positive | None = None
     """Model width at which learning_rate was tuned. At width d_model, the learning rate of matrices that sum over the
     width is multiplied by base_width / d_model (Yang et al. 2022, table 3, Adam), or by its square root if muon updates
     them."""
 
     def __post_init__(self) -> None:
-        check_fields(self, prefix="optimizer.")
+        check_fields(self, "optimizer.")
         if self.base_width is not None and (self.name == "nesterov_sgd" or type(self).rule is not OptimizerConfig.rule):
             conflict = f"but {self.name} does not scale learning rates by width"
             raise UserError(f"optimizer.base_width is {self.base_width}, {conflict}; omit it.")
@@ -208,32 +221,32 @@ class OptimizerConfig:
 class TrainConfig:
     """Batch size, intervals in optimizer steps, and responses to failures of training."""
 
-    batch_size: int = 32
+    batch_size: Size = 32
     """Examples per batch, over all devices."""
-    log_every: int = 10
+    log_every: Positive = 10
     """Steps between log lines."""
-    eval_every: int = 100
+    eval_every: NonNegative = 100
     """Steps between evaluations (validation loss, attention entropy); 0: none, not even at the end."""
-    eval_examples: int = 256
+    eval_examples: Positive = 256
     """Validation examples per evaluation; the last evaluation uses all."""
-    report_every: int = 500
+    report_every: NonNegative = 500
     """Steps between tables of update ratios and between sample generations, both also at step 100; 0: none, and no
     plots, report.html or initialisation check."""
-    gradients_every: int = 50
+    gradients_every: NonNegative = 50
     """Steps between rows of the log with the norms of gradient, weights and update of each parameter; earlier rows come
     after 1, 2, 4, ... times log_every steps; 0: none."""
-    checkpoint_every: int = 100
+    checkpoint_every: NonNegative = 100
     """Steps between checkpoints; 0: only at the end and when training is interrupted."""
     non_finite: Literal["stop", "skip"] = "stop"
     """Response to a non-finite loss or gradient: stop and report its origin, or skip the step."""
-    max_skips: int = 10
+    max_skips: Positive = 10
     """Maximum number of consecutive steps that 'skip' may skip."""
     divergence: Literal["stop", "warn", "continue"] = "stop"
     """Response to a finite training loss that stays far above its minimum: stop, warn once, or ignore it."""
-    skip_batches: int = 0
+    skip_batches: NonNegative = 0
     """Batches of data to skip: step k trains on batch k + skip_batches. Rolling back with --skip-batches increases
     it."""
-    label_smoothing: float = 0.0
+    label_smoothing: Fraction = 0.0
     """Fraction of each target's probability spread over all classes (Szegedy et al. 2016); the logged loss excludes
     it."""
     log_to: tuple[Literal["tensorboard", "wandb"], ...] = ()
@@ -244,7 +257,7 @@ class TrainConfig:
     """Print the attention entropy of each head, in nats, at every evaluation; `metrics.jsonl` always has it."""
     sample_prompt: str = "The"
     """Prompt of the samples generated during training."""
-    sample_tokens: int = 48
+    sample_tokens: Annotated[Positive, Range(most=2**16)] = 48
     """Tokens per sample."""
 
     def __post_init__(self) -> None:
@@ -271,16 +284,16 @@ class TrainConfig:
 class LoraConfig:
     """Low-rank adaptation (Hu et al. 2021): if rank is set, only adapters of some matrices are trained."""
 
-    rank: int = 0
+    rank: NonNegative = 0
     """Rank of the adapters; 0 trains all parameters."""
-    alpha: float = 16.0
+    alpha: PositiveFloat = 16.0
     """Scale of the adapters: a matrix W becomes W + (alpha / rank) A B."""
     matrices: tuple[str, ...] = ("matrix",)
     """Matrices with adapters. Each entry is a name such as W_Q, a pattern such as 'blocks.*.mlp.*', or a role: matrix
     (all between the embedding and the logits) or embedding."""
 
     def __post_init__(self) -> None:
-        check_fields(self, MAX_SIZE, "lora.")
+        check_fields(self, "lora.")
         if not self.matrices:
             raise UserError("lora.matrices is empty; name at least one matrix, such as W_Q.")
 
@@ -301,7 +314,7 @@ class ComputeConfig:
     fused or blockwise attention and one value per query and head."""
     scan_blocks: bool = False
     """Scan over the blocks, so that only one is compiled, which speeds up compilation of deep models."""
-    grad_accumulation_steps: int = 1
+    grad_accumulation_steps: Size = 1
     """Microbatches per batch (gradient accumulation). Losses over the whole batch (load balancing of experts, CLIP's
     contrastive loss) are computed per microbatch; everything else is unchanged."""
     deterministic: bool = False
@@ -320,9 +333,9 @@ class Config:
     """Name of the run's folder."""
     model: ModelConfig
     data: DataConfig
-    steps: int
+    steps: Positive
     """Optimizer steps."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of the initialisation, the order of the data and dropout."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)

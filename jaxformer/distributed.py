@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import SupportsInt
+from typing import Annotated, SupportsInt
 
 import jax
 import numpy as np
@@ -22,7 +22,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxformer.errors import UserError
-from jaxformer.fields import check_fields
+from jaxformer.fields import Positive, Range, check_fields
 
 CONNECT_SECONDS = 60
 """Timeout for all processes to start and connect."""
@@ -45,15 +45,15 @@ class DistributedOptions:
 
     coordinator: str | None = None
     """Address HOST:PORT on which process 0 listens."""
-    processes: int | None = None
+    processes: Annotated[int, Range(most=2**20)] | None = None
     """Number of processes."""
     process: int | None = None
     """Index of this process, from 0."""
-    heartbeat_seconds: int = 30
+    heartbeat_seconds: Annotated[Positive, Range(most=86_400)] = 30
     """Seconds without a heartbeat after which a process counts as lost, and the run ends."""
 
     def __post_init__(self) -> None:
-        check_fields(self, prefix="distributed.")
+        check_fields(self, "distributed.")
         given = [self.coordinator, self.processes, self.process]
         if any(x is not None for x in given) and any(x is None for x in given):
             raise UserError(

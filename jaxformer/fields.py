@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import cache, partial
 from math import inf, isfinite
 from numbers import Integral, Real
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
 
@@ -21,77 +23,89 @@ MAX_INTEGER = 2**31 - 1
 """Largest int32, the integer type on devices."""
 LARGEST, SMALLEST = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
 """Largest and smallest positive float32, the type of real numbers on devices, which treat smaller ones as 0."""
-MAX_SIZE = 2**20
-"""Default maximum of integers in a model's config, such as its width or its number of heads, classes or experts."""
-MAX_BY_FIELD: Mapping[str, int] = {
-    **dict.fromkeys(("n_blocks", "n_encoder_blocks", "n_decoder_blocks", "n_temporal_blocks", "n_layers"), 2**10),
-    **dict.fromkeys(("image_size", "patch_size", "n_frames", "tubelet_frames", "shift", "max_speed"), 2**14),
-    **dict.fromkeys(("vocab_size", "context_length", "max_context", "window", "n_pairs", "n_held_out"), 2**24),
-    "rope_original_context": 2**24,
-    **dict.fromkeys(("sample_tokens",), 2**16),
-    **dict.fromkeys(("batch_size", "grad_accumulation_steps", "processes"), 2**20),
-    "seed": 2**32 - 1,
-    "heartbeat_seconds": 86_400,
-}
-"""Maximum of integer fields by name, in every config: far beyond existing models, but small enough to fail at once
-instead of exhausting memory."""
-BOUNDS: Mapping[str, Mapping[str, Any]] = {
-    name: bounds
-    for names, bounds in (
-        (
-            """vocab_size context_length channels n_classes d_model n_heads n_kv_heads head_dim value_dim d_ff
-            d_attention d_joint d_embedding n_blocks n_encoder_blocks n_decoder_blocks n_temporal_blocks n_layers
-            n_frames tubelet_frames window n_experts experts_per_token rope_base local_rope_base rope_scaling
-            rope_original_context
-            n_pairs n_held_out stride shortest_prefix max_speed base_width
-            steps batch_size grad_accumulation_steps log_every eval_examples max_skips sample_tokens
-            max_new_tokens num_samples num_beams prefill_chunk heartbeat_seconds""",
-            {"least": 1},
-        ),
-        (
-            """projection_std embedding_std unembedding_std balance_weight router_z_weight n_segments rank shift
-            local_heads diagonal_heads
-            seed warmup_steps weight_decay final_fraction eval_every report_every gradients_every checkpoint_every
-            skip_batches from_step""",
-            {"least": 0},
-        ),
-        ("momentum b1 b2 label_smoothing dropout drop_words tolerance", {"least": 0, "below": 1}),
-        ("scale jitter", {"least": 0, "most": 1}),
-        ("rotate", {"least": 0, "most": 180}),
-        ("learning_rate std alpha score_scale logit_soft_cap", {"above": 0}),
-        ("clip_norm", {"above": 0, "hint": ", or none to disable it"}),
-        ("norm_eps", {"above": 0, "hint": ", such as 1e-6, or none for that of the norm"}),
-        ("capacity_factor", {"above": 0, "hint": ", such as 1.25, or none to drop nothing"}),
-        ("val_fraction", {"above": 0, "below": 1, "hint": ", such as 0.05"}),
-        ("masked_fraction", {"above": 0, "most": 1, "hint": ", such as 0.15"}),
-        ("decay_fraction", {"above": 0, "most": 1, "hint": ", such as 0.2"}),
-    )
-    for name in names.split()
-}
-"""Range of numeric fields by name, in every config of this package; see `check_range`."""
+MAX_LENGTH, MAX_SIDE = 2**24, 2**14
+"""Maximum number of tokens, and of pixels along a side of an image: far beyond existing models, but small enough to
+fail at once instead of exhausting memory."""
 
 
-def check_fields(config: object, max_integer: int = MAX_INTEGER, prefix: str = "") -> None:
-    """Check choices, finiteness in float32, maxima of integers (`max_integer` for fields not in `MAX_BY_FIELD`) and
-    `BOUNDS` of a config, a dataclass; NumPy scalars count as numbers. Raises `UserError`, with the prefix, such as
-    `data.`, before the field's name, if a value is not a choice of its `Literal`, not finite, above its maximum or out
-    of its bounds."""
-    hints = typing.get_type_hints(type(config))
+@dataclass(frozen=True)
+class Range:
+    """Range of a number, as an annotation of a field: `Annotated[int, Range(least=1)]`; `check_fields` checks it."""
+
+    least: float = -inf
+    above: float = -inf
+    most: float = inf
+    below: float = inf
+    hint: str = ""
+    """End of the message, such as ", such as 0.1"."""
+
+    def check(self, name: str, number: int | float) -> None:
+        """Raise `UserError` if a number, or its float32, which devices compute with, is outside."""
+        rounded = as_float32(number)
+        if self._contains(number) and self._contains(rounded):
+            return
+        bounds = {"at least": self.least, "above": self.above, "at most": self.most, "below": self.below}
+        limits = " and ".join(f"{words} {bound}" for words, bound in bounds.items() if isfinite(bound))
+        outside = f", which is {rounded:g} in float32" if self._contains(number) else ""
+        raise UserError(f"{name} is {abbreviate(number)}{outside}; it must be {limits}{self.hint}.")
+
+    def _contains(self, number: int | float) -> bool:
+        is_open_below, is_open_above = self.above != -inf, self.below != inf
+        return self.least <= number <= self.most and not (
+            (is_open_below and number <= self.above) or (is_open_above and number >= self.below)
+        )
+
+
+Positive = Annotated[int, Range(least=1)]
+NonNegative = Annotated[int, Range(least=0)]
+Size = Annotated[Positive, Range(most=2**20)]
+"""Width, or number of heads, classes, experts or examples in a batch."""
+Depth = Annotated[Positive, Range(most=2**10)]
+"""Number of blocks or layers."""
+Length = Annotated[Positive, Range(most=MAX_LENGTH)]
+"""Number of tokens or texts."""
+Side = Annotated[Positive, Range(most=MAX_SIDE)]
+"""Pixels along a side of an image, or frames of a video."""
+Seed = Annotated[NonNegative, Range(most=2**32 - 1)]
+PositiveFloat = Annotated[float, Range(above=0)]
+NonNegativeFloat = Annotated[float, Range(least=0)]
+Fraction = Annotated[float, Range(least=0, below=1)]
+ValFraction = Annotated[float, Range(above=0, below=1, hint=", such as 0.05")]
+NormEps = Annotated[float, Range(above=0, hint=", such as 1e-6, or none for that of the norm")]
+
+
+type_hints: Callable[[type], dict[str, Any]] = cache(partial(typing.get_type_hints, include_extras=True))
+"""Return the resolved annotations of a class, with the metadata of `Annotated`."""
+
+
+def check_fields(config: object, prefix: str = "") -> None:
+    """Check the numbers and choices of a config, a dataclass; NumPy scalars count as numbers. Raises `UserError`, with
+    the prefix, such as `data.`, before the field's name, if a value is not a choice of its `Literal`, not finite in
+    float32, not an int32, or outside the `Range` of its annotation."""
     for f in dataclasses.fields(config):  # type: ignore[arg-type]
-        value, hint, maximum = getattr(config, f.name), hints[f.name], MAX_BY_FIELD.get(f.name, max_integer)
-        values, hint = (value, typing.get_args(hint)[0]) if typing.get_origin(hint) is tuple else ((value,), hint)
-        if typing.get_origin(hint) is Literal:
-            for wrong in (v for v in values if v not in typing.get_args(hint)):
-                raise not_a_choice(f.name, wrong, typing.get_args(hint))
-        for number in _numbers(value):
-            if isinstance(number, int) and _has_integers(hint) and number > maximum:
-                raise UserError(f"{f.name} is {abbreviate(number)}; it must be at most {maximum}.")
-            if not abs(number) <= LARGEST:
-                raise UserError(f"{f.name} is {abbreviate(number)}; it must be a finite number, at most 3.4e38.")
-        # Python 3.14 has no `__annotations__` in the `vars` of a class; a subclass has the same object for a field.
-        *_, owner = (cls for cls in type(config).__mro__ if vars(cls).get("__dataclass_fields__", {}).get(f.name) is f)
-        if f.name in BOUNDS and owner.__module__.startswith("jaxformer."):
-            check_range(config, f"{prefix}{f.name}", **BOUNDS[f.name])
+        _check(f"{prefix}{f.name}", type_hints(type(config))[f.name], getattr(config, f.name))
+
+
+def _check(name: str, hint: Any, value: Any) -> None:
+    """Check a value against the annotation of its field; see `check_fields`."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is tuple:
+        for item in value if isinstance(value, tuple | list) else (value,):
+            _check(name, args[0], item)
+    elif origin in (types.UnionType, typing.Union):
+        if value is not None:
+            _check(name, next(arg for arg in args if arg is not type(None)), value)
+    elif origin is Literal:
+        if value not in args:
+            raise not_a_choice(name, value, args)
+    elif not isinstance(value, bool) and isinstance(value, Real):
+        plain, *ranges = args if origin is Annotated else (hint,)
+        number = int(value) if isinstance(value, Integral) else float(value)
+        if not abs(number) <= LARGEST:
+            raise UserError(f"{name} is {abbreviate(number)}; it must be a finite number, at most 3.4e38.")
+        for limits in [*ranges, *([Range(most=MAX_INTEGER)] if plain is int else [])]:
+            if isinstance(limits, Range):
+                limits.check(name, number)
 
 
 def not_a_choice(name: str, value: object, choices: Iterable[object]) -> UserError:
@@ -100,40 +114,6 @@ def not_a_choice(name: str, value: object, choices: Iterable[object]) -> UserErr
     near = get_close_matches(str(value), words, 1)
     remedy = f"; did you mean {near[0]}?" if near else "."
     return UserError(f"{name} is {abbreviate(value)}; it must be one of {', '.join(words)}{remedy}")
-
-
-def _numbers(value: Any) -> Iterator[int | float]:
-    """Yield the numbers in a value and its nested tuples, as Python numbers."""
-    if isinstance(value, tuple | list):
-        for item in value:
-            yield from _numbers(item)
-    elif not isinstance(value, bool) and isinstance(value, Real):
-        yield int(value) if isinstance(value, Integral) else float(value)
-
-
-def _has_integers(hint: Any) -> bool:
-    """Return True for `int`, and for tuples or optional values of `int`."""
-    return hint is int or any(map(_has_integers, typing.get_args(hint)))
-
-
-def check_range(
-    config: object, *names: str, least: float = -inf, above: float = -inf, most: float = inf, below: float = inf,
-    hint: str = "",
-) -> None:  # fmt: skip
-    """Raise `UserError` for the first of the named fields with a number outside the closed bounds `least` and `most` or
-    the open bounds `above` and `below`, or whose float32, which devices compute with, is outside; None is not checked.
-    A prefix of a name, such as `data.`, appears only in the message, which ends with the hint, such as ", such as
-    0.1"."""
-    bounds = {"at least": least, "above": above, "at most": most, "below": below}
-    limits = " and ".join(f"{words} {bound}" for words, bound in bounds.items() if isfinite(bound))
-    for name in names:
-        value = getattr(config, name.rpartition(".")[2])
-        inside = lambda x: least <= x <= most and (x > above or above == -inf) and (x < below or below == inf)  # noqa: E731
-        for number in _numbers(value):
-            rounded = as_float32(number)
-            if not (inside(number) and inside(rounded)):
-                outside = f", which is {rounded:g} in float32" if inside(number) else ""
-                raise UserError(f"{name} is {value}{outside}; it must be {limits}{hint}.")
 
 
 def as_float32(number: int | float) -> int | float:
@@ -150,8 +130,8 @@ def expand_sides(config: object, *names: str) -> None:
         value = getattr(config, name)
         sides = value if isinstance(value, tuple) else (value,)
         sides = sides * 2 if len(sides) == 1 else sides
-        if len(sides) != 2 or min(sides) < 1:
-            raise UserError(f"{name} is {value}; it must be a height and a width of at least 1 pixel, or one for both.")
+        if len(sides) != 2:
+            raise UserError(f"{name} is {value}; it must be a height and a width in pixels, or one for both.")
         object.__setattr__(config, name, sides)
 
 
@@ -203,14 +183,11 @@ def nonfinite_to_none(value: Any) -> Any:
 def to_dict(config: object) -> dict[str, Any]:
     """Return a config as plain JSON types. A subclass of a field's declared class is named in `kind`; see
     `config_files.kind_of`."""
-    assert dataclasses.is_dataclass(config)
-    hints = typing.get_type_hints(type(config))
-    values: dict[str, Any] = {}
-    for f in dataclasses.fields(config):
-        value = values[f.name] = getattr(config, f.name)
+    values = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}  # type: ignore[arg-type]
+    for name, value in values.items():
         if dataclasses.is_dataclass(value):
-            kind = {} if type(value) is hints[f.name] else {"kind": kind_of(type(value))}
-            values[f.name] = kind | to_dict(value)
+            kind = {} if type(value) is type_hints(type(config))[name] else {"kind": kind_of(type(value))}
+            values[name] = kind | to_dict(value)
     return values
 
 
@@ -218,15 +195,13 @@ def from_dict(cls: type[T], values: Mapping[str, Any], path: str = "config") -> 
     """Return the config that `to_dict` converted, a dataclass whose fields are plain types or dataclasses. `kind` is
     not handled, and missing fields have their default. Raises `UserError`, with `path` as the prefix of field names, if
     a field is unknown, has the wrong type, or is missing and has no default."""
-    hints = typing.get_type_hints(cls)
     names = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
-    for name in values:
-        if name not in names:
-            near = get_close_matches(name, names, 1)
-            hint = f"did you mean {near[0]!r}?" if near else f"the known ones are {', '.join(names)}."
-            raise UserError(f"{path} has a field {abbreviate(name)} that {cls.__name__} does not know; {hint}")
+    for name in (name for name in values if name not in names):
+        near = get_close_matches(name, names, 1)
+        hint = f"did you mean {near[0]!r}?" if near else f"the known ones are {', '.join(names)}."
+        raise UserError(f"{path} has a field {abbreviate(name)} that {cls.__name__} does not know; {hint}")
     try:
-        return cls(**{name: _convert(hints[name], value, f"{path}.{name}") for name, value in values.items()})
+        return cls(**{name: _convert(type_hints(cls)[name], x, f"{path}.{name}") for name, x in values.items()})
     except TypeError as error:
         raise UserError(f"{path} is incomplete: {error}.") from error
 
@@ -234,25 +209,21 @@ def from_dict(cls: type[T], values: Mapping[str, Any], path: str = "config") -> 
 def _convert(hint: Any, value: Any, path: str) -> Any:
     """Return a JSON value as the annotated type, lists as tuples. Raises `UserError` if it has another type."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
-        if isinstance(value, hint):
-            return value
-        if isinstance(value, Mapping):
-            return from_dict(hint, value, path)
-    elif origin in (types.UnionType, typing.Union):
-        if value is None and type(None) in args:
-            return None
-        return _convert(next(a for a in args if a is not type(None)), value, path)
-    elif origin is Literal:
+    if origin is Annotated:
+        return _convert(args[0], value, path)
+    if origin in (types.UnionType, typing.Union):
+        plain = next(arg for arg in args if arg is not type(None))
+        return None if value is None and type(None) in args else _convert(plain, value, path)
+    if origin is Literal:
         if value not in args:
             raise not_a_choice(path, value, args)
         return value
-    elif origin is tuple:
-        if isinstance(value, list | tuple):
-            return tuple(_convert(args[0], v, path) for v in value)
-    elif hint is float:
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            return float(value) if isinstance(value, float) or value.bit_length() < 1024 else inf
-    elif type(value) is hint:
+    if origin is tuple and isinstance(value, list | tuple):
+        return tuple(_convert(args[0], item, path) for item in value)
+    if dataclasses.is_dataclass(hint) and isinstance(value, Mapping):
+        return from_dict(typing.cast("type", hint), value, path)
+    if hint is float and type(value) in (int, float):
+        return float(value) if isinstance(value, float) or value.bit_length() < 1024 else inf
+    if type(value) is hint or (dataclasses.is_dataclass(hint) and isinstance(value, typing.cast("type", hint))):
         return value
     raise UserError(f"{path} is {abbreviate(value)}, which is not {getattr(hint, '__name__', None) or hint}.")

@@ -8,6 +8,7 @@ from typing import Annotated
 from jaxformer.cli.arguments import as_command, parse
 from jaxformer.cli.options import POSITIONAL
 from jaxformer.errors import UserError
+from jaxformer.fields import Fraction
 from jaxformer.invocation import command
 from jaxformer.terminal import echo
 
@@ -27,7 +28,7 @@ class Arguments:
     """Folder of a run."""
     other: Annotated[str, POSITIONAL] = ""
     """Folder of another run."""
-    tolerance: float = 0.0
+    tolerance: Fraction = 0.0
     """Relative difference up to which two numbers count as equal."""
 
 

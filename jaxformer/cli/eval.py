@@ -10,6 +10,7 @@ from jaxformer.cli.arguments import as_command, parse
 from jaxformer.cli.load import RunOptions, open_run, with_run
 from jaxformer.cli.options import MERGED
 from jaxformer.errors import UserError
+from jaxformer.fields import Positive, Size
 from jaxformer.invocation import command
 from jaxformer.terminal import echo, echo_error
 
@@ -54,11 +55,11 @@ class Arguments:
 
     opening: Annotated[RunOptions, MERGED] = field(default_factory=RunOptions)
     data: TextOptions = field(default_factory=TextOptions)
-    stride: int | None = None
+    stride: Positive | None = None
     """Tokens between the starts of consecutive windows; at most, and by default, the number that a window predicts."""
     by_position: bool = False
     """Also report the loss at each position of the windows, which shows how a language model benefits from context."""
-    batch_size: int = 16
+    batch_size: Size = 16
     """Examples per batch, over all devices; affects the speed, not the result."""
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     """Compute dtype of matmuls; auto is bfloat16 on GPU and TPU, float32 on CPU."""

@@ -12,6 +12,7 @@ from jaxformer.cli.arguments import as_command, folder_named, parse
 from jaxformer.cli.options import POSITIONAL
 from jaxformer.cli.train import RUNS
 from jaxformer.errors import UserError
+from jaxformer.fields import Length
 from jaxformer.files import no_empty_parents
 from jaxformer.invocation import command
 from jaxformer.terminal import echo, echo_status
@@ -32,7 +33,7 @@ class Arguments:
     """Folder of the published model."""
     run: str | None = None
     """Folder of the run; by default, the source's name below runs/."""
-    context_length: int | None = None
+    context_length: Length | None = None
     """Length of training sequences in tokens, for later training; by default the model's, at most 2048. The model can
     still read longer texts."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"

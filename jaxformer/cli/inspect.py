@@ -12,7 +12,7 @@ from jaxformer.cli.arguments import as_command, parse
 from jaxformer.cli.load import RunOptions, open_run, with_run
 from jaxformer.cli.options import POSITIONAL_TOO
 from jaxformer.errors import UserError
-from jaxformer.fields import check_range
+from jaxformer.fields import Positive, Range
 from jaxformer.invocation import command
 from jaxformer.terminal import echo
 
@@ -36,10 +36,10 @@ class Arguments:
     """File to write the page to; by default inspect.html in the run's folder."""
     checkpoint: str = "last"
     """'last', 'best', or a step."""
-    examples: int | None = None
+    examples: Positive | None = None
     """Number of held-out examples for the measurements of heads and gradients; by default enough for some 1,000
     targets, at most 256. Without the run's data, only the prompt is used."""
-    max_live_parameters: int = 5_000_000
+    max_live_parameters: Annotated[int, Range(least=0, most=150_000_000)] = 5_000_000
     """Maximum parameters of a decoder that runs in the page on your own text, at 2.7 bytes each; at most 150 million,
     as browsers read no text of more than 0.5 GB; 0 to omit it."""
 
@@ -48,8 +48,6 @@ class Arguments:
 def main(arguments: list[str]) -> int:
     """Write the page; return the exit status."""
     options = parse(arguments, Arguments(), command("inspect"), DESCRIPTION)
-    check_range(options, "examples", least=1)
-    check_range(options, "max_live_parameters", least=0, most=150_000_000)
     machine.set_up()
     run = open_run(with_run(RunOptions(run=options.run, checkpoint=options.checkpoint)))
     path = run.path / "inspect.html" if options.out is None else Path(options.out)

@@ -15,6 +15,8 @@ from functools import cache
 from itertools import pairwise
 from typing import Any, Literal
 
+from jaxformer.fields import type_hints
+
 MERGED = "merged"
 """Marker for a nested dataclass whose fields become options without its name as a prefix."""
 POSITIONAL = "positional"
@@ -98,10 +100,10 @@ def option_groups(default: Any, prefix: str = "", path: tuple[str, ...] = ()) ->
     about = (inspect.getdoc(type(default)) or "").split("\n\n")[0] if prefix else ""
     group = Group(f"{prefix.rstrip('.')} options".strip(), about, [])
     inner: list[Group] = []
-    hints = typing.get_type_hints(type(default), include_extras=True)
+    hints, marked = typing.get_type_hints(type(default)), type_hints(type(default))
     for f in dataclasses.fields(default):
         value, hint, field_path = getattr(default, f.name), hints[f.name], (*path, f.name)
-        hint, *marks = typing.get_args(hint) if typing.get_origin(hint) is typing.Annotated else (hint,)
+        marks = getattr(marked[f.name], "__metadata__", ())
         if MERGED in marks:
             merged, *below = option_groups(value, prefix, field_path)
             group.options.extend(merged.options)

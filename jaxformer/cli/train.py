@@ -40,6 +40,7 @@ from jaxformer.distributed import (
     shutdown,
 )
 from jaxformer.errors import UserError, resume_command, run_name, user_error_on_write
+from jaxformer.fields import NonNegative
 from jaxformer.files import no_empty_parents
 from jaxformer.invocation import command
 from jaxformer.object_store import is_url
@@ -75,10 +76,10 @@ class Arguments:
     """Resume from the last checkpoint of --run, or of the newest run below runs/."""
     allow_changed_data: bool = False
     """With --resume: accept changed data, with the run's own tokenizer. The change is logged."""
-    from_step: int | None = None
+    from_step: NonNegative | None = None
     """With --resume: step of the checkpoint to roll back to, or 0 for the start; the optimizer's options, but not its
     name, may change. Later checkpoints and log rows are removed. The rollback is logged."""
-    skip_batches: int = 0
+    skip_batches: NonNegative = 0
     """With --from-step: number of data batches to skip, which is logged."""
     distributed: DistributedOptions = field(default_factory=DistributedOptions)
 

@@ -18,7 +18,7 @@ from jaxformer.cli.load import RunOptions, open_run, with_run
 from jaxformer.cli.options import POSITIONAL_TOO
 from jaxformer.config import ComputeConfig
 from jaxformer.contract import Task
-from jaxformer.fields import check_range
+from jaxformer.fields import Range, Seed
 from jaxformer.inspect.property_checks import ROUNDING, Check, largest_of, random_inputs, relative_error, verify
 from jaxformer.invocation import command
 from jaxformer.terminal import echo
@@ -45,12 +45,12 @@ class Arguments:
     """Folder of the run; by default the newest below runs/ that has a checkpoint."""
     checkpoint: str = "last"
     """'last', 'best', or a step."""
-    examples: int = 4
+    examples: Annotated[int, Range(least=2)] = 4
     """Number of random examples to check; the last text is shorter."""
-    tokens: int = 64
+    tokens: Annotated[int, Range(least=2)] = 64
     """Maximum text length in tokens. A model with fixed-length inputs always gets its full length; a model with an
     attention window gets at least 8 more tokens than the window."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of the random inputs."""
 
 
@@ -58,7 +58,6 @@ class Arguments:
 def main(arguments: list[str]) -> int:
     """Verify a run; return the exit status: 0 all invariants hold, 1 a check failed, 2 wrong input."""
     options = parse(arguments, Arguments(), command("verify"), DESCRIPTION)
-    check_range(options, "examples", "tokens", least=2)
     machine.set_up(machine.cores())
     run = open_run(with_run(RunOptions(run=options.run, checkpoint=options.checkpoint)))
     echo(f"run {run.path}, step {run.step:,}: {type(run.model).__name__}, on {options.examples} random examples")

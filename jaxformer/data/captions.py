@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Annotated, Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from jaxformer.data.infer_config import describe_changes, infer_image_size, infe
 from jaxformer.data.text import read_text
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError
+from jaxformer.fields import MAX_SIDE, Fraction, NonNegative, Range
 from jaxformer.files import expand_home
 
 IMAGES, CAPTIONS = "images.zip", "captions.tsv"
@@ -38,19 +39,19 @@ class CaptionsConfig(DataConfig):
     path: str = ""
     """A folder with images.zip and captions.tsv, whose columns file, caption and split (train or val) are named in its
     first line."""
-    shift: int = 0
+    shift: Annotated[NonNegative, Range(most=MAX_SIDE)] = 0
     """Maximum random shift in whole pixels, vertical and horizontal, sampled anew in each epoch, with edge padding. It
     is followed by rotation and scaling about the centre, and by a flip."""
-    scale: float = 0.0
+    scale: Annotated[float, Range(least=0, most=1)] = 0.0
     """Maximum random scaling: 0.25 scales by 0.8 to 1.25."""
-    rotate: float = 0.0
+    rotate: Annotated[float, Range(least=0, most=180)] = 0.0
     """Maximum random rotation in degrees, in both directions."""
     flip: bool = False
     """Random horizontal flip of half of the images in each epoch; not for captions that tell left from right."""
-    jitter: float = 0.0
+    jitter: Annotated[float, Range(least=0, most=1)] = 0.0
     """Colour jitter: maximum change of each channel's brightness, as a fraction of half the pixel range, and of its
     contrast, as a factor like that of `scale`."""
-    drop_words: float = 0.0
+    drop_words: Fraction = 0.0
     """Fraction of the words randomly dropped from training captions in each epoch; at least one stays."""
 
     @property

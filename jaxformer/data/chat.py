@@ -20,6 +20,7 @@ from jaxformer.data.packing import PackedExamples
 from jaxformer.data.text import locate, read_json_lines, suffix_of
 from jaxformer.data.tokenizer import Tokenizer, find_tokenizer
 from jaxformer.errors import UserError, abbreviate, lone_surrogate
+from jaxformer.fields import ValFraction
 
 FORMAT = 1
 """Version of the tokens; increase it when the same conversations and template yield other tokens."""
@@ -38,7 +39,7 @@ class ChatConfig(DataConfig):
     a list of objects with "role" and "content", and optionally "tools". A .jsonl.gz is decompressed."""
     val_path: str | None = None
     """Validation conversations, in the same forms as path; by default, some of path are held out."""
-    val_fraction: float = 0.05
+    val_fraction: ValFraction = 0.05
     """Fraction of the conversations to hold out if there is no val_path."""
     template: str | None = None
     """Chat template: a Jinja file or a tokenizer_config.json; by default, the one published with the tokenizer."""

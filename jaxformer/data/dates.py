@@ -19,6 +19,7 @@ from jaxformer.data.pairs import Pair, PairDataset, build_pair_dataset, check_se
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError
 from jaxformer.extras import import_extra
+from jaxformer.fields import Length
 
 if TYPE_CHECKING:
     from babel import Locale
@@ -43,9 +44,9 @@ HELD_OUT_FRACTION = 0.1
 class DatesConfig(DataConfig):
     """Dates to convert to ISO 8601, the same for every seed; training and validation share no day."""
 
-    n_pairs: int = 20_000
+    n_pairs: Length = 20_000
     """Number of training pairs."""
-    n_held_out: int = 1000
+    n_held_out: Length = 1000
     """Number of validation pairs."""
     locales: tuple[str, ...] = LOCALES
     """Babel's names of locales, sampled uniformly."""

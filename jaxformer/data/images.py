@@ -6,7 +6,7 @@ import hashlib
 from abc import abstractmethod
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from jaxformer.data.image_folder import ImageFolder, ImageSplits, open_image_fol
 from jaxformer.data.image_io import describe_resizing, describe_sizes
 from jaxformer.data.infer_config import describe_changes, infer_image_size, is_fixed
 from jaxformer.errors import UserError
+from jaxformer.fields import MAX_SIDE, NonNegative, Range, ValFraction
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class ImageFolderConfig(DataConfig):
     """A folder with IDX files like those of MNIST and Fashion-MNIST (train-images-idx3-ubyte, train-labels-idx1-ubyte,
     and t10k files for validation; .gz or not), or with images (.png, .jpg, .webp and others) in train/LABEL/ and
     val/LABEL/."""
-    val_fraction: float = 0.1
+    val_fraction: ValFraction = 0.1
     """Approximate fraction of the images to hold out, chosen by their content, if there is no validation split."""
 
 
@@ -45,7 +46,7 @@ class ImagesConfig(ImageFolderConfig):
 
     flip: bool = False
     """Random horizontal flip of half of the images in each epoch; not for images such as text."""
-    shift: int = 0
+    shift: Annotated[NonNegative, Range(most=MAX_SIDE)] = 0
     """Maximum random shift in pixels, vertical and horizontal, sampled anew in each epoch; the border is black."""
 
     def load(

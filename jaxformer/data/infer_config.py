@@ -10,7 +10,7 @@ from typing import Any
 from jaxformer.config import ModelConfig, TokenModelConfig
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError
-from jaxformer.fields import MAX_BY_FIELD, differences
+from jaxformer.fields import MAX_SIDE, differences
 
 MAX_INFERRED_SIDE_PIXELS = 256
 """Largest image side, in pixels, that a model's config adopts; larger images are resized to the model's own size."""
@@ -68,7 +68,7 @@ def fit_patches(model: Any, given: str, size: tuple[int, ...]) -> Any:
       size: height and width in pixels, or one number for both.
     """
     sides = size * 2 if len(size) == 1 else size
-    if len(sides) != 2 or min(sides) < 1 or max(sides) > MAX_BY_FIELD[given]:
+    if len(sides) != 2 or min(sides) < 1 or max(sides) > MAX_SIDE:
         return model
     if given == "image_size":
         fitted = [

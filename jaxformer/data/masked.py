@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 
@@ -12,6 +13,7 @@ from jaxformer.data.dataset import HELD_OUT_SEED, Batch, step_rng
 from jaxformer.data.tokens import Corpus
 from jaxformer.data.windows import TextConfig, TextDataset, eval_batches
 from jaxformer.errors import UserError
+from jaxformer.fields import Range
 
 MASKED_BELOW, REPLACED_BELOW = 0.8, 0.9
 """Upper bounds of a uniform sample for masking and replacing a chosen token: 80% become the mask token, 10% a random
@@ -24,7 +26,7 @@ class MaskedTextConfig(TextConfig):
     the mask."""
 
     n_extra_tokens = 1
-    masked_fraction: float = 0.15
+    masked_fraction: Annotated[float, Range(above=0, most=1, hint=", such as 0.15")] = 0.15
     """Fraction of the tokens to predict."""
 
     def check_model(self, model: TokenModelConfig) -> None:

@@ -12,7 +12,7 @@ from jaxformer.data.dataset import HELD_OUT_SEED, Batch, step_rng
 from jaxformer.data.tokens import Corpus
 from jaxformer.data.windows import TextConfig, TextDataset
 from jaxformer.errors import UserError
-from jaxformer.fields import check_range
+from jaxformer.fields import Positive, Range
 
 
 @dataclass(frozen=True)
@@ -20,14 +20,15 @@ class PrefixTextConfig(TextConfig):
     """Text, cut into windows with a prefix of random length, within which attention is bidirectional; each token after
     it is predicted from all tokens before."""
 
-    shortest_prefix: int = 1
+    shortest_prefix: Positive = 1
     """Minimum prefix length in tokens."""
     longest_prefix: int | None = None
     """Maximum prefix length in tokens; by default the context length, which leaves one token to predict."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_range(self, "data.longest_prefix", least=self.shortest_prefix)
+        if self.longest_prefix is not None:
+            Range(least=self.shortest_prefix).check("data.longest_prefix", self.longest_prefix)
 
     def check_model(self, model: TokenModelConfig) -> None:
         for name in ("shortest_prefix", "longest_prefix"):

@@ -23,7 +23,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from jaxformer.data.text import locate
 from jaxformer.errors import UserError, abbreviate, lone_surrogate, os_error_reason, parse_json
-from jaxformer.fields import MAX_BY_FIELD
+from jaxformer.fields import MAX_LENGTH
 
 END_OF_TEXT = "<|endoftext|>"
 ENDS_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "<|eot_id|>")
@@ -63,8 +63,8 @@ class Tokenizer:
                 raise UserError(f"has a {TOKENIZER_CONFIG} whose {key} is {abbreviate(self.config[key])}, not text")
         self.end_of_text = self._find_end()
         self.begin_of_text = self._find_begin()
-        if self.vocab_size > MAX_BY_FIELD["vocab_size"]:  # libraries allocate a row per id
-            raise UserError(f"has a token {self.vocab_size - 1:,}; ids must be below {MAX_BY_FIELD['vocab_size']:,}")
+        if self.vocab_size > MAX_LENGTH:  # libraries allocate a row per id
+            raise UserError(f"has a token {self.vocab_size - 1:,}; ids must be below {MAX_LENGTH:,}")
 
     def __repr__(self) -> str:
         return f"<Tokenizer of {self.vocab_size:,} tokens>"

@@ -57,7 +57,7 @@ class CorpusConfig(DataConfig):
     """Validation text, in the same forms as path; by default, whole documents of path are held out."""
     column: str = "text"
     """Field or column with the text in .jsonl, .csv, .tsv, .parquet and Arrow files."""
-    val_fraction: float = 0.05
+    val_fraction: ValFraction = 0.05
     """Fraction of the bytes to hold out if there is no val_path."""
     unwrap: bool = True
     """Removal of line breaks that only wrap prose to a page's width. Other texts keep them: code, tables, verse."""

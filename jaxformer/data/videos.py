@@ -15,6 +15,7 @@ from jaxformer.data.image_io import describe_resizing
 from jaxformer.data.images import ImageFolderConfig, PixelDataset, class_count_error, infer_channels, model_input_shape
 from jaxformer.data.infer_config import MAX_INFERRED_SIDE_PIXELS, describe_changes, is_fixed
 from jaxformer.errors import UserError
+from jaxformer.fields import Side
 
 DIRECTIONS = {
     "up": (-1, 0), "up right": (-1, 1), "right": (0, 1), "down right": (1, 1), "down": (1, 0), "down left": (1, -1),
@@ -32,7 +33,7 @@ class MovingImagesConfig(ImageFolderConfig):
     """Target class: the direction of the motion, or the image's label."""
     n_directions: Literal[4, 8] = 8
     """Number of directions: up, right, down and left, or these and the diagonals."""
-    max_speed: int = 1
+    max_speed: Side = 1
     """Maximum speed in pixels per frame, in rows and in columns; each video has a constant speed from 1 to this."""
 
     def load(

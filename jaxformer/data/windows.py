@@ -15,6 +15,7 @@ from jaxformer.data.packing import PackedExamples, split_long
 from jaxformer.data.tokenizer import Tokenizer, find_tokenizer
 from jaxformer.data.tokens import Corpus, CorpusConfig, load_corpus
 from jaxformer.errors import UserError
+from jaxformer.fields import Positive
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class TextConfig(CorpusConfig):
 
     n_extra_tokens: ClassVar[int] = 0
     """Number of tokens in the model's vocabulary but not in the text's."""
-    stride: int | None = None
+    stride: Positive | None = None
     """Tokens between the starts of consecutive windows; the context length by default."""
     packing: Literal["windows", "documents"] = "windows"
     """Form of the examples: windows of the text, in which tokens also attend to earlier documents; or whole documents,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from math import isfinite
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import jax
 
@@ -22,7 +22,7 @@ from jaxformer.decode.samplers import Sampling
 from jaxformer.decode.speculative import MAX_DRAFT_TOKENS, Draft, DraftModel, PromptLookup, Speculation, speculate
 from jaxformer.decode.streaming import BeamGeneration, GeneratedText, Throughput, batch_by_length, stream_texts
 from jaxformer.errors import UserError, lone_surrogate
-from jaxformer.fields import check_fields, check_range
+from jaxformer.fields import Positive, Range, Seed, Size, check_fields
 from jaxformer.models.objective import Params, is_causal_lm
 
 if TYPE_CHECKING:
@@ -36,15 +36,15 @@ Explain = Callable[[list[int], list[int]], list[dict[str, Any]]]
 class CompletionOptions:
     """Number, length and search of completions; `Sampling` has the options for a single token."""
 
-    max_new_tokens: int = 200
+    max_new_tokens: Positive = 200
     """Maximum new tokens per completion."""
     chat: bool = False
     """Chat mode: each prompt is a user message, formatted with the chat template of the run's tokenizer."""
-    num_samples: int = 1
+    num_samples: Positive = 1
     """Completions per prompt; completion k, from 0, uses the seed --seed + k, or is the k-th best beam."""
-    seed: int = 0
+    seed: Seed = 0
     """Random seed for sampling; equal seeds give equal texts."""
-    batch_size: int = 16
+    batch_size: Size = 16
     """Completions per batch; those of one prompt stay together."""
     bad_words: tuple[str, ...] = ()
     """Texts never to generate, as the run's tokenizer encodes them with and without a leading space."""
@@ -52,7 +52,7 @@ class CompletionOptions:
     """TEXT=BIAS, where the text is one token; the bias is added to its logit."""
     stop: tuple[str, ...] = ()
     """Stop strings, which end a text and are not shown."""
-    num_beams: int = 1
+    num_beams: Positive = 1
     """Beams of a beam search for the most likely text; 1 samples instead. Ctrl-C takes effect when the search is
     done."""
     length_penalty: float = 1.0
@@ -61,16 +61,15 @@ class CompletionOptions:
     """Draft for speculative decoding: a smaller run with the same tokenizer, or 'lookup' for prompt lookup. It proposes
     several tokens, which the model verifies in one pass. The distribution of the text does not change; greedy decoding
     gives the same text. Decodes one text at a time."""
-    draft_tokens: int = 4
+    draft_tokens: Annotated[int, Range(least=1, most=MAX_DRAFT_TOKENS)] = 4
     """Tokens that --draft proposes at a time."""
     cache_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
     """Dtype of the model's KV cache; a draft's is float32."""
-    prefill_chunk: int = 512
+    prefill_chunk: Positive = 512
     """Prompt tokens per prefill pass."""
 
     def __post_init__(self) -> None:
         check_fields(self)
-        check_range(self, "draft_tokens", least=1, most=MAX_DRAFT_TOKENS)
 
     def prompts_per_batch(self, n_prompts: int) -> int:
         """Return the number of prompts per batch, of n in all."""

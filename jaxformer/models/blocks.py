@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import flax.linen as nn
 
 from jaxformer.config import ModelConfig, TokenModelConfig
 from jaxformer.contract import AttentionShape, Contract
 from jaxformer.errors import UserError
+from jaxformer.fields import Fraction, NormEps, Range, Size
 from jaxformer.nn.block import Block
 from jaxformer.nn.embedding import Positions
 from jaxformer.nn.execution import Execution
@@ -50,25 +51,25 @@ def check_local_heads(config: Any) -> None:
 class BlocksConfig(ModelConfig):
     """Shape of a block, its dropout and positions. The defaults are those of `base` in Vaswani et al. 2017, table 3."""
 
-    d_model: int = 512
-    n_heads: int = 8
-    head_dim: int | None = None
+    d_model: Size = 512
+    n_heads: Size = 8
+    head_dim: Size | None = None
     """Width of a head; by default, d_model / n_heads."""
     attention_bias: bool = False
     """Biases in the attention projections."""
-    d_ff: tuple[int, ...] = (2048,)
+    d_ff: tuple[Size, ...] = (2048,)
     """Widths of the MLP's hidden layers."""
     activation: Activation = "relu"
     bias: bool = True
     """Biases in the MLP."""
     norm: Norm = "layernorm"
-    norm_eps: float | None = None
+    norm_eps: NormEps | None = None
     """ε added to the mean square or variance in norms; by default, 1e-6 for rmsnorm and 1e-5 for layernorm."""
     norm_placement: Literal["pre", "post"] = "post"
     """Norms after each residual connection (post), or before each sublayer and after the last block (pre)."""
     positions: Positions = "sinusoidal"
-    rope_base: float = 10_000.0
-    dropout: float = 0.1
+    rope_base: Annotated[float, Range(least=1)] = 10_000.0
+    dropout: Fraction = 0.1
     """Dropout probability, in training, of features of the embedding and of each sublayer's output."""
 
     def __post_init__(self) -> None:

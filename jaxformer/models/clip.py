@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import log, prod
-from typing import Literal
+from typing import Annotated, Literal
 
 import flax.linen as nn
 import jax
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxformer.config import ModelConfig
 from jaxformer.contract import Contract, Input, Task, token_inputs
 from jaxformer.errors import UserError
-from jaxformer.fields import check_range, expand_patches
+from jaxformer.fields import Depth, Fraction, Length, NonNegativeFloat, PositiveFloat, Range, Side, Size, expand_patches
 from jaxformer.models.blocks import BlocksConfig, TokenBlocksConfig
 from jaxformer.nn.capture import OUTPUT, capture_point
 from jaxformer.nn.embedding import Embedding, Positions
@@ -35,29 +35,29 @@ LARGEST_LOG_SCALE = log(100)
 class TowerConfig(BlocksConfig):
     """Base of both towers' configs, with blocks as in GPT-2 (section 2.4)."""
 
-    n_blocks: int = 12
+    n_blocks: Depth = 12
     attention_bias: bool = True
     activation: Activation = "quick_gelu"
     norm_placement: Literal["pre", "post"] = "pre"
     positions: Positions = "learned"
-    dropout: float = 0.0
+    dropout: Fraction = 0.0
 
 
 @dataclass(frozen=True)
 class ImageTowerConfig(TowerConfig):
     """Shape of the image tower. The defaults are those of ViT-B/32."""
 
-    image_size: tuple[int, ...] = (224, 224)
+    image_size: tuple[Side, ...] = (224, 224)
     """Height and width in pixels; one value sets both."""
-    patch_size: tuple[int, ...] = (32, 32)
+    patch_size: tuple[Side, ...] = (32, 32)
     """Height and width of a patch in pixels, which must divide those of the image; one value sets both."""
     mean: tuple[float, ...] = (0.48145466, 0.4578275, 0.40821073)
     """Mean per channel of pixels from 0 to 1, which is subtracted; the default is that of CLIP's training images."""
-    std: tuple[float, ...] = (0.26862954, 0.26130258, 0.27577711)
+    std: tuple[PositiveFloat, ...] = (0.26862954, 0.26130258, 0.27577711)
     """Standard deviation per channel, by which pixels are divided after that."""
-    d_model: int = 768
-    n_heads: int = 12
-    d_ff: tuple[int, ...] = (3072,)
+    d_model: Size = 768
+    n_heads: Size = 12
+    d_ff: tuple[Size, ...] = (3072,)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -75,10 +75,10 @@ class ImageTowerConfig(TowerConfig):
 class TextTowerConfig(TowerConfig, TokenBlocksConfig):
     """Shape of the text tower. The defaults are those paired with ViT-B/32."""
 
-    vocab_size: int = 49_408
-    context_length: int = 77
+    vocab_size: Length = 49_408
+    context_length: Length = 77
     """Maximum length of a caption in tokens, including its start and end tokens."""
-    embedding_std: float = 0.02
+    embedding_std: NonNegativeFloat = 0.02
 
 
 @dataclass(frozen=True)
@@ -89,14 +89,10 @@ class CLIPConfig(ModelConfig):
     """Image tower."""
     text: TextTowerConfig = field(default_factory=TextTowerConfig)
     """Text tower."""
-    d_joint: int = 512
+    d_joint: Size = 512
     """Width of the joint embedding space."""
-    temperature: float = 0.07
+    temperature: Annotated[float, Range(least=0.01)] = 0.07
     """Divisor of cosine similarities in the logits at initialisation."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range(self, "temperature", least=0.01)
 
     @property
     def contract(self) -> Contract:

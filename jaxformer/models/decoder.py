@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import flax.linen as nn
 import jax
@@ -14,6 +14,7 @@ import numpy as np
 from jaxformer.config import TokenModelConfig
 from jaxformer.contract import ARRAY, AttentionShape, Contract, Input
 from jaxformer.errors import UserError
+from jaxformer.fields import Depth, Fraction, Length, NonNegative, NonNegativeFloat, NormEps, PositiveFloat, Range, Size
 from jaxformer.models.blocks import check_heads, check_local_heads
 from jaxformer.models.rungs import ConcatenatedHeads, PlainBlock, SummedHeads
 from jaxformer.nn.block import Block, Make
@@ -36,18 +37,18 @@ from jaxformer.ops.positions import Llama3Scaling, RoPE, positions_in_segments
 class DecoderConfig(TokenModelConfig):
     """Shape of a `Decoder`. The defaults are those of the `residual` rung."""
 
-    d_model: int = 256
-    n_blocks: int = 1
-    n_heads: int = 1
-    n_kv_heads: int | None = None
+    d_model: Size = 256
+    n_blocks: Depth = 1
+    n_heads: Size = 1
+    n_kv_heads: Size | None = None
     """Key/value heads, shared by the query heads; by default, n_heads."""
-    head_dim: int | None = None
+    head_dim: Size | None = None
     """Width of a head; by default, d_model / n_heads."""
-    value_dim: int | None = None
+    value_dim: Size | None = None
     """Width of a head's values and output; by default, that of its queries and keys."""
     scaled: bool = True
     """Divide the scores by the square root of the head's width."""
-    projection_std: float | None = None
+    projection_std: NonNegativeFloat | None = None
     """Standard deviation of W_Q, W_K, W_V, W_O at initialisation; by default, 1/sqrt(d_model)."""
     output_projection: bool = False
     """Multiply the concatenated heads by W_O. If false, heads that split the model's width are concatenated, and heads
@@ -56,46 +57,46 @@ class DecoderConfig(TokenModelConfig):
     """Biases in the attention projections."""
     output_bias: bool | None = None
     """Bias of W_O; by default, as attention_bias."""
-    local_heads: int = 0
+    local_heads: NonNegative = 0
     """Heads of each block that attend to a fixed distance at initialisation: the first one position back, the second
     two back, and so on. Needs RoPE and attention_bias, whose b_Q and b_K are initialised accordingly."""
-    score_scale: float | None = None
+    score_scale: PositiveFloat | None = None
     """Factor applied to the attention scores; by default, set by scaled."""
     qk_norm: bool = False
     """RMS-normalise queries and keys."""
-    window: int | None = None
+    window: Length | None = None
     """Positions that a query attends to, counting back from and including itself; by default, all."""
     global_blocks: tuple[int, ...] = ()
     """Indices, from 0, of the blocks without an attention window."""
-    max_context: int | None = None
+    max_context: Length | None = None
     """Longest sequence, in tokens, over which attention is full, and the number of learned positions if there are any;
     by default context_length, which sets the length of training sequences."""
     prefix: bool = False
     """Attend in both directions within a prefix of each sequence (prefix language model, Raffel et al. 2020). Its
     length is an input; in generation, the prefix is the prompt."""
-    d_ff: tuple[int, ...] = (2048, 2048)
+    d_ff: tuple[Size, ...] = (2048, 2048)
     """Widths of the MLP's hidden layers."""
     activation: Activation = "relu"
     bias: bool = True
     """Biases in the MLP."""
-    n_experts: int | None = None
+    n_experts: Size | None = None
     """Experts per block, MLPs with hidden layers as wide as d_ff; by default, one MLP for all tokens."""
-    experts_per_token: int = 2
+    experts_per_token: Size = 2
     """Experts that process each token."""
     renormalize_experts: bool | None = None
     """Normalise the weights of a token's experts to sum to 1; by default, true unless experts_per_token is 1."""
-    capacity_factor: float | None = None
+    capacity_factor: Annotated[float, Range(above=0, hint=", such as 1.25, or none to drop nothing")] | None = None
     """Capacity of an expert in training, as a multiple of its even share of tokens; by default no token is dropped,
     which is slower but exact."""
     shared_expert: bool = False
     """Additional expert in each block that processes all tokens."""
-    balance_weight: float = 0.01
+    balance_weight: NonNegativeFloat = 0.01
     """Weight of the load-balancing loss of each block."""
-    router_z_weight: float = 0.001
+    router_z_weight: NonNegativeFloat = 0.001
     """Weight of the router z-loss of each block."""
     residual: bool = True
     norm: Literal["none", Norm] = "none"
-    norm_eps: float | None = None
+    norm_eps: NormEps | None = None
     """ε added to the mean square or variance in norms; by default, 1e-6 for rmsnorm and 1e-5 for layernorm."""
     norm_placement: Literal["pre", "post", "both"] = "pre"
     """Norms before each sublayer (pre), after each residual connection (post), or before and after each sublayer
@@ -103,19 +104,19 @@ class DecoderConfig(TokenModelConfig):
     final_norm: bool = False
     """Additional norm before the unembedding."""
     positions: Positions = "learned"
-    rope_base: float = 10_000.0
-    local_rope_base: float | None = None
+    rope_base: Annotated[float, Range(least=1)] = 10_000.0
+    local_rope_base: Annotated[float, Range(least=1)] | None = None
     """Base of RoPE, without scaling, in the blocks with a window; by default, rope_base with the scaling."""
-    rope_scaling: float = 1.0
+    rope_scaling: Annotated[float, Range(least=1)] = 1.0
     """Divisor of positions in RoPE; above 1 for sequences longer than the training context."""
-    rope_original_context: int | None = None
+    rope_original_context: Length | None = None
     """Training context in tokens of a model whose RoPE is scaled by frequency (Llama 3.1): rope_scaling then divides
     only frequencies with few periods in it. By default, rope_scaling divides all."""
     rope_low_periods: float = 1.0
     """Periods per rope_original_context below which a frequency is divided."""
     rope_high_periods: float = 4.0
     """Periods per rope_original_context above which a frequency is not divided."""
-    embedding_std: float = 1.0
+    embedding_std: NonNegativeFloat = 1.0
     embedding_scale: float = 1.0
     """Factor applied to a token's row of the embedding."""
     value_embedding: bool = False
@@ -125,12 +126,12 @@ class DecoderConfig(TokenModelConfig):
     unembedding: Literal["mlp", "linear", "tied"] = "linear"
     """Logits from W_out (linear), from the transposed embedding (tied: weight tying), or directly from the last block's
     MLP (mlp)."""
-    unembedding_std: float | None = None
+    unembedding_std: NonNegativeFloat | None = None
     """Standard deviation of W_out at initialisation; by default, 1/sqrt(d_model). With small values the initial loss is
     log(vocab_size)."""
-    logit_soft_cap: float | None = None
+    logit_soft_cap: PositiveFloat | None = None
     """Bound c of the logits, c · tanh(logits / c) (Gemma 2); none for no bound."""
-    dropout: float = 0.0
+    dropout: Fraction = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxformer.contract import ARRAY, Contract, Task, token_inputs
+from jaxformer.fields import Depth, NonNegative, NonNegativeFloat, Size
 from jaxformer.models.blocks import TokenBlocksConfig
 from jaxformer.nn.capture import capture_point
 from jaxformer.nn.embedding import Embedding, Positions
@@ -25,17 +26,17 @@ from jaxformer.ops.quantized import rows
 class EncoderConfig(TokenBlocksConfig):
     """Shape of a `MaskedLanguageModel`. The defaults are those of BERT-mini in Turc et al. 2019, without segments."""
 
-    d_model: int = 256
-    n_blocks: int = 4
-    n_heads: int = 4
+    d_model: Size = 256
+    n_blocks: Depth = 4
+    n_heads: Size = 4
     attention_bias: bool = True
-    d_ff: tuple[int, ...] = (1024,)
+    d_ff: tuple[Size, ...] = (1024,)
     activation: Activation = "gelu"
     positions: Positions = "learned"
-    embedding_std: float = 0.02
+    embedding_std: NonNegativeFloat = 0.02
     embedding_norm: bool = True
     """A norm before the first block."""
-    n_segments: int = 0
+    n_segments: NonNegative = 0
     """Number of segments, such as BERT's first and second sentence; 0 for no segment embedding."""
 
     @property
@@ -53,7 +54,7 @@ class EncoderConfig(TokenBlocksConfig):
 class ClassifierConfig(EncoderConfig):
     """Shape of a `Classifier`, an encoder that predicts one class per sequence."""
 
-    n_classes: int = 2
+    n_classes: Size = 2
     pooling: Literal["first", "mean"] = "first"
     """Features of the sequence: those of its first token, or their mean over all tokens."""
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxformer.contract import Contract, Task, token_inputs
+from jaxformer.fields import Depth, NonNegative
 from jaxformer.models.blocks import TokenBlocksConfig, check_local_heads
 from jaxformer.nn.capture import capture_point
 from jaxformer.nn.embedding import Embedding
@@ -26,13 +27,13 @@ class EncoderDecoderConfig(TokenBlocksConfig):
     """Shape of an `EncoderDecoder`. Source and target share one vocabulary, and each has at most `context_length`
     tokens. The defaults are those of the paper's `base`."""
 
-    n_encoder_blocks: int = 6
-    n_decoder_blocks: int = 6
-    local_heads: int = 0
+    n_encoder_blocks: Depth = 6
+    n_decoder_blocks: Depth = 6
+    local_heads: NonNegative = 0
     """Heads of each self-attention that attend to a fixed distance at initialisation. In the decoder, the first attends
     one position back, the second two back, and so on; in the encoder, one back, one ahead, two back, and so on. Needs
     RoPE and attention_bias, whose b_Q and b_K are initialised accordingly."""
-    diagonal_heads: int = 0
+    diagonal_heads: NonNegative = 0
     """Heads of each cross-attention that, at initialisation, attend to some 10 positions around the token's own
     position in the source. RoPE is then also applied in cross-attention. Needs RoPE and attention_bias."""
 

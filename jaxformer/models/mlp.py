@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxformer.config import TokenModelConfig
 from jaxformer.contract import Contract
 from jaxformer.errors import UserError
+from jaxformer.fields import Size
 from jaxformer.models.inputs import check_length
 from jaxformer.nn.capture import capture_point
 from jaxformer.nn.embedding import Embedding
@@ -25,8 +26,8 @@ from jaxformer.nn.mlp import MLP
 class MLPConfig(TokenModelConfig):
     """Shape of an `MLPLanguageModel`."""
 
-    d_model: int = 256
-    d_ff: tuple[int, ...] = (2048, 2048)
+    d_model: Size = 256
+    d_ff: tuple[Size, ...] = (2048, 2048)
     """Widths of the hidden layers."""
     mixing: Literal["none", "concatenate", "static", "dynamic", "gram", "qkv"] = "none"
     """Input of the MLP: each position separately (none), all positions concatenated, or weighted sums over positions,

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxformer.config import TokenModelConfig
 from jaxformer.contract import Contract, Task, token_inputs
 from jaxformer.errors import UserError
+from jaxformer.fields import Depth, Fraction, Size
 from jaxformer.nn.capture import capture_point
 from jaxformer.nn.embedding import Embedding
 from jaxformer.nn.execution import PLAIN, Execution
@@ -29,22 +30,22 @@ class RecurrentConfig(TokenModelConfig):
     """Shape of a `Recurrent`. Source and target share one vocabulary."""
 
     cell: Literal["tanh", "gru", "lstm"] = "gru"
-    d_embedding: int = 256
+    d_embedding: Size = 256
     """Width of the token embedding, and of the features before the logits."""
-    d_model: int = 256
+    d_model: Size = 256
     """Width of the decoder's state, and of the encoder's state in each direction."""
-    n_layers: int = 1
+    n_layers: Depth = 1
     """Number of encoder layers, and of decoder layers."""
     bidirectional: bool = True
     """Encode the source in both directions."""
     attention: Literal["none", "additive", "linear", "dot"] = "additive"
     """Attention scores of the decoder's state with the source; none for one fixed context. With linear, which is
     additive without its tanh, the state cancels in the softmax, and all steps read the same average of the source."""
-    d_attention: int | None = None
+    d_attention: Size | None = None
     """Width of additive or linear attention; by default, d_model."""
     tied: bool = False
     """One embedding for source, target and logits (weight tying), as in Vaswani et al. 2017, section 3.4."""
-    dropout: float = 0.0
+    dropout: Fraction = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()

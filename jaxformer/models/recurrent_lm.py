@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from jaxformer.config import TokenModelConfig
 from jaxformer.contract import Contract
+from jaxformer.fields import Depth, Fraction, Size
 from jaxformer.models.recurrent import check_floating
 from jaxformer.nn.capture import capture_point
 from jaxformer.nn.embedding import Embedding
@@ -27,10 +28,10 @@ class RecurrentLMConfig(TokenModelConfig):
     """Shape of a `RecurrentLM`."""
 
     cell: Literal["tanh", "gru", "lstm"] = "gru"
-    d_model: int = 256
+    d_model: Size = 256
     """Width of the token embedding, and of the state of each layer."""
-    n_layers: int = 1
-    dropout: float = 0.0
+    n_layers: Depth = 1
+    dropout: Fraction = 0.0
 
     @property
     def contract(self) -> Contract:

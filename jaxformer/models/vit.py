@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxformer.config import ImageModelConfig
 from jaxformer.contract import Contract
 from jaxformer.errors import UserError
-from jaxformer.fields import expand_patches
+from jaxformer.fields import Depth, PositiveFloat, Side, Size, expand_patches
 from jaxformer.models.blocks import BlocksConfig
 from jaxformer.nn.capture import capture_point
 from jaxformer.nn.execution import PLAIN, Execution, input_dropout, run_blocks
@@ -27,18 +27,18 @@ from jaxformer.ops.patches import patchify, standardize
 class ViTConfig(BlocksConfig, ImageModelConfig):
     """Shape of a `ViT`. The defaults are those of the paper's ViT-B/16, table 1."""
 
-    patch_size: tuple[int, ...] = (16, 16)
+    patch_size: tuple[Side, ...] = (16, 16)
     """Height and width of a patch in pixels, which must divide those of the image; one value sets both."""
     pooling: Literal["class", "mean"] = "class"
     """Features of the image: those of an added class token, or their mean over all patches."""
     mean: tuple[float, ...] = (0.5,)
     """Mean of pixels from 0 to 1, for all channels or per channel. The model reads (pixel - mean) / std."""
-    std: tuple[float, ...] = (0.5,)
-    d_model: int = 768
-    n_blocks: int = 12
-    n_heads: int = 12
+    std: tuple[PositiveFloat, ...] = (0.5,)
+    d_model: Size = 768
+    n_blocks: Depth = 12
+    n_heads: Size = 12
     attention_bias: bool = True
-    d_ff: tuple[int, ...] = (3072,)
+    d_ff: tuple[Size, ...] = (3072,)
     activation: Activation = "gelu"
     norm_placement: Literal["pre", "post"] = "pre"
     positions: Literal["learned"] = "learned"

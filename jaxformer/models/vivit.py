@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from jaxformer.contract import Contract, Input, Task
 from jaxformer.errors import UserError
+from jaxformer.fields import Depth, Side, Size
 from jaxformer.models.vit import ViT, ViTConfig
 from jaxformer.nn.execution import PLAIN, Execution, input_dropout, run_blocks
 from jaxformer.nn.patches import PatchEmbedding
@@ -24,14 +25,14 @@ from jaxformer.ops.patches import patchify, standardize
 class ViViTConfig(ViTConfig):
     """Shape of a `ViViT` or `FactorisedViViT`. The defaults are those of the paper's ViViT-B/16x2."""
 
-    n_frames: int = 32
-    tubelet_frames: int = 2
+    n_frames: Side = 32
+    tubelet_frames: Side = 2
     """Frames per tubelet, whose height and width are `patch_size`; it must divide n_frames."""
     attention: Literal["joint", "factorised"] = "joint"
     """Attention among all tubelets (model 1), or first within and then across time steps (model 2)."""
-    n_temporal_blocks: int = 4
+    n_temporal_blocks: Depth = 4
     """Blocks of attention across time steps, if attention is factorised."""
-    n_classes: int = 400
+    n_classes: Size = 400
 
     def __post_init__(self) -> None:
         super().__post_init__()

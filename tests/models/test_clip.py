@@ -236,7 +236,7 @@ def test_more_tokens_than_positions_are_refused() -> None:
     [
         (lambda: replace(VISION, patch_size=3), r"patch_size \(3, 3\) does not divide image_size \(8, 8\)"),
         (lambda: replace(VISION, patch_size=0), "patch_size is 0"),
-        (lambda: replace(VISION, std=(0.0,)), r"std is \(0.0,\); it must be above 0"),
+        (lambda: replace(VISION, std=(0.0,)), r"std is 0\.0; it must be above 0"),
         (lambda: replace(VISION, mean=(0.5, 0.5)), r"mean is \(0.5, 0.5\)"),
         (lambda: replace(VISION, n_blocks=0), "n_blocks is 0"),
         (lambda: replace(TEXT, embedding_std=-1.0), "embedding_std is -1.0"),

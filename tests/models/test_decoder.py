@@ -353,7 +353,7 @@ def test_published_shapes_have_the_published_number_of_parameters(name: str, cou
         ({"rope_original_context": 0}, ["rope_original_context", "0"]),
         ({"rope_low_periods": 4.0}, ["rope_low_periods", "4.0", "rope_high_periods"]),
         ({"window": 5, "prefix": True}, ["window", "5", "prefix"]),
-        ({"d_ff": (17, 0)}, ["d_ff", "(17, 0)"]),
+        ({"d_ff": (17, 0)}, ["d_ff is 0; it must be at least 1"]),
         ({"n_experts": 0}, ["n_experts", "0"]),
         ({"n_experts": 4, "experts_per_token": 5}, ["experts_per_token", "5", "4"]),
         ({"n_experts": 4, "experts_per_token": 0}, ["experts_per_token", "0"]),

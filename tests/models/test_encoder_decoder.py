@@ -277,7 +277,7 @@ def test_more_tokens_than_learned_positions_are_refused() -> None:
     [
         ({"d_model": 13, "n_heads": 5, "head_dim": None}, ["13", "5", "head_dim"]),
         ({"head_dim": 0}, ["head_dim", "0"]),
-        ({"d_ff": (17, 0)}, ["d_ff", "(17, 0)"]),
+        ({"d_ff": (17, 0)}, ["d_ff is 0; it must be at least 1"]),
         ({"dropout": 1.0}, ["dropout", "1.0"]),
         ({"positions": "rope", "head_dim": 5}, ["5", "even"]),
         ({"n_decoder_blocks": 0}, ["n_decoder_blocks", "0"]),

@@ -112,10 +112,10 @@ def test_loss_has_a_term_for_each_row_of_logits(config: MLPConfig, terms: int) -
     assert_close(next_token_nll(model, params, tokens_T), wanted)
 
 
-@pytest.mark.parametrize("fields", [{"d_model": 0}, {"d_ff": (11, -1)}, {"vocab_size": -2}], ids=str)
-def test_an_invalid_config_is_refused_with_its_value(fields: dict) -> None:
-    with pytest.raises(UserError) as error:
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [({"d_model": 0}, "d_model is 0"), ({"d_ff": (11, -1)}, "d_ff is -1"), ({"vocab_size": -2}, "vocab_size is -2")],
+)
+def test_an_invalid_config_is_refused_with_its_value(fields: dict, said: str) -> None:
+    with pytest.raises(UserError, match=f"^{said}; it must be at least 1"):
         replace(ROWWISE, **fields)
-    ((name, value),) = fields.items()
-    assert name in str(error.value)
-    assert str(value) in str(error.value)

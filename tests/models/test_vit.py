@@ -172,7 +172,7 @@ def test_weights_of_8_bits_say_nearly_the_same(case: tuple) -> None:
         ({"pooling": "max"}, "pooling is 'max'"),
         ({"positions": "rope"}, "positions is 'rope'; it must be one of learned"),
         ({"mean": (0.1, 0.2)}, r"mean is \(0.1, 0.2\); give 1 number"),
-        ({"std": (0.0,)}, r"std is \(0.0,\); it must be above 0"),
+        ({"std": (0.0,)}, r"std is 0\.0; it must be above 0"),
         ({"std": (float("nan"),)}, r"std is nan; it must be a finite number"),
     ],
 )
