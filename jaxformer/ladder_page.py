@@ -1,4 +1,4 @@
-"""Files with the ladder's results: a table, a plot, and a page with each rung's change, losses, attention entropies and
+"""Files with the ladder's results: a table, and a page with each rung's change, losses, attention entropies and
 continuations."""
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import numpy as np
 
 from jaxformer.config import Config
 from jaxformer.data.dataset import evenly_spaced
-from jaxformer.extras import import_extra, missing_extras
 from jaxformer.fields import flatten, to_dict
 from jaxformer.files import write_atomically
 from jaxformer.inspect.charts import STEP, Axis, Grid, Heatmap, Line, Lines
@@ -188,32 +187,13 @@ def _continuations(continuations: Sequence[Continuation]) -> list[Section]:
 
 
 def write_results(results: Sequence[RungResult], folder: Path) -> list[str]:
-    """Write ladder.csv, ladder.html and, if its extra is installed, ladder.png to the folder that contains the runs,
-    and `CONTINUATIONS` to each run's folder; return the names of the files."""
+    """Write ladder.csv and ladder.html to the folder that contains the runs, and `CONTINUATIONS` to each run's folder;
+    return the names of the files."""
     text = io.StringIO()
     rows = csv.writer(text, lineterminator="\n")
     rows.writerow([field.name for field in fields(RungResult)])
     rows.writerows(["" if isinstance(x, float) and math.isnan(x) else x for x in astuple(r)] for r in results)
     write_atomically(folder / "ladder.csv", text.getvalue())
     sections = ladder_sections(results, folder, continue_held_out([folder / r.rung for r in results]))
-    written = ["ladder.csv"]
-    if not missing_extras("matplotlib"):
-        [losses] = [section for section in sections if isinstance(section, Lines)]
-        write_atomically(folder / "ladder.png", _picture(losses.lines))
-        written.append("ladder.png")
     write_page(folder / "ladder.html", "The ladder", [ABOUT], sections)
-    return [*written, "ladder.html"]
-
-
-def _picture(lines: Sequence[Line]) -> bytes:
-    """Return a plot of held-out losses over steps, one line per rung, as PNG."""
-    picture = import_extra("matplotlib.figure", "drawing curves").Figure(figsize=(9, 5), layout="constrained")
-    axes = picture.subplots()
-    for line in lines:
-        axes.plot(line.x, line.y, "o-", markersize=3, label=line.name)
-    axes.set(xlabel="step", ylabel=LOSS_AXIS, yscale="log")
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize="small")
-    with io.BytesIO() as file:
-        picture.savefig(file, dpi=120)
-        return file.getvalue()
+    return ["ladder.csv", "ladder.html"]

@@ -39,7 +39,7 @@ from jaxformer.distributed import (
     is_main_process,
     shutdown,
 )
-from jaxformer.errors import UserError, resume_command, run_name, user_error_on_write
+from jaxformer.errors import UserError, resume_command, run_name
 from jaxformer.files import no_empty_parents
 from jaxformer.invocation import command
 from jaxformer.object_store import is_url
@@ -299,20 +299,15 @@ def _discard_if_not_begun(folder: Path, resume: bool) -> Iterator[None]:
 
 
 def _conclude(setup: TrainSetup, data: Dataset, folder: Path, outcome: Outcome) -> int:
-    """Write plots and report, print the outcome, and return the exit status, even if the terminal closes."""
-    from jaxformer.extras import missing_extras
-    from jaxformer.runs import PLOTS
+    """Write the page, print the outcome, and return the exit status, even if the terminal closes."""
     from jaxformer.signals import HANGUP, record_signals
-    from jaxformer.train.log import plot_metrics, print_line, read_metrics
+    from jaxformer.train.log import print_line, read_metrics
     from jaxformer.training_page import write_training_page
     from jaxformer.training_report import footer
 
     with record_signals(*HANGUP):
         rows = read_metrics(folder)
         if is_main_process() and setup.config.train.report_every:
-            if not missing_extras("matplotlib"):
-                with user_error_on_write(folder, PLOTS):
-                    plot_metrics(folder)
             write_training_page(folder, rows)
         barrier()
         for line in footer(setup, data, folder, outcome, rows):
