@@ -64,8 +64,8 @@ def main(arguments: list[str]) -> int:
     arguments_of = {name: Arguments(load_config(spec)) for name, spec in specs.items()}
     configs = {name: parse(options, arguments_of[name], command("ladder"), DESCRIPTION).fields for name in names}
 
-    from jaxformer.ladder import as_text, has_ended, rung_result
-    from jaxformer.ladder_page import write_results
+    from jaxformer.inspect.ladder import as_text, has_ended, rung_result
+    from jaxformer.inspect.pages.ladder import write_results
     from jaxformer.runs import read_config
     from jaxformer.train.resume import check_resumable
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxformer.inspect.page import write_page
-from jaxformer.inspect.training_sections import Row, training_sections
+from jaxformer.inspect.pages.page import write_page
+from jaxformer.inspect.pages.training_sections import Row, training_sections
 from jaxformer.runs import read_config
 from jaxformer.train.log import Sink, print_line, read_metrics, read_samples
 

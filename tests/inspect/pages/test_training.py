@@ -6,19 +6,19 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxformer import training_page
 from jaxformer.config import Config
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.data.windows import TextConfig
+from jaxformer.inspect.pages import training
+from jaxformer.inspect.pages.training import page_sink, write_training_page
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.runs import create_run
-from jaxformer.training_page import page_sink, write_training_page
 from tests.browser import embedded
 
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(training_page, "MAX_TIME_SHARE", float("inf"))
+    monkeypatch.setattr(training, "MAX_TIME_SHARE", float("inf"))
     model = DecoderConfig(vocab_size=257, context_length=8, d_model=8, n_blocks=1, n_heads=2, d_ff=(8,))
     config = Config("small", model, data=TextConfig(), steps=30)
     return create_run(tmp_path / "small", config, Tokenizer.train([], 257), allow_suffix=False)
@@ -63,7 +63,7 @@ def test_failed_write_does_not_end_training(run: Path, monkeypatch: pytest.Monke
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(training_page, "write_page", full)
+    monkeypatch.setattr(training, "write_page", full)
     feed(run, [{"step": 0, "val_loss": 6.0}, {"step": 1, "val_loss": 6.0}])
     message = "report.html cannot be written: No space left on device; training continues\n"
     assert capsys.readouterr().out == message  # once
@@ -79,9 +79,9 @@ def test_page_is_updated_within_its_share_of_the_time(run: Path, monkeypatch: py
         now += 1
         return True
 
-    monkeypatch.setattr(training_page, "write_training_page", write)
-    monkeypatch.setattr(training_page, "time", SimpleNamespace(perf_counter=lambda: now))
-    monkeypatch.setattr(training_page, "MAX_TIME_SHARE", 0.01)
+    monkeypatch.setattr(training, "write_training_page", write)
+    monkeypatch.setattr(training, "time", SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr(training, "MAX_TIME_SHARE", 0.01)
     sink = page_sink(run)
     for step in range(30):
         (run / "metrics.jsonl").write_text(json.dumps({"step": step}) + "\n")

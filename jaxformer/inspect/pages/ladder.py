@@ -18,9 +18,9 @@ from jaxformer.config import Config
 from jaxformer.data.dataset import evenly_spaced
 from jaxformer.fields import flatten, to_dict
 from jaxformer.files import write_atomically
-from jaxformer.inspect.charts import STEP, Axis, Grid, Heatmap, Line, Lines
-from jaxformer.inspect.page import Section, Table, as_preformatted, write_page
-from jaxformer.ladder import RungResult, continue_held_out
+from jaxformer.inspect.ladder import RungResult, continue_held_out
+from jaxformer.inspect.pages.charts import STEP, Axis, Grid, Heatmap, Line, Lines
+from jaxformer.inspect.pages.page import Section, Table, as_preformatted, write_page
 from jaxformer.runs import read_config
 from jaxformer.train.log import read_metrics
 

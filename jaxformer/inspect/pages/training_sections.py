@@ -9,9 +9,9 @@ from typing import Any
 from jaxformer.config import ModelConfig
 from jaxformer.data.dataset import evenly_spaced
 from jaxformer.inspect.activations import capture_shapes
-from jaxformer.inspect.charts import STEP, Axis, Line, Lines
-from jaxformer.inspect.labels import layer_label
-from jaxformer.inspect.page import Section, Table, Texts
+from jaxformer.inspect.pages.charts import STEP, Axis, Line, Lines
+from jaxformer.inspect.pages.labels import layer_label
+from jaxformer.inspect.pages.page import Section, Table, Texts
 from jaxformer.runs import abstract_params
 
 Row = Mapping[str, Any]

@@ -18,8 +18,8 @@ from configs.ladder import RECIPE, REPORTED
 from jaxformer.cli.arguments import load_config
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.data.windows import next_token_batch
-from jaxformer.ladder import as_text, has_ended, held_out_prompts, rung_result
-from jaxformer.ladder_page import describe_change, write_results
+from jaxformer.inspect.ladder import as_text, has_ended, held_out_prompts, rung_result
+from jaxformer.inspect.pages.ladder import describe_change, write_results
 from jaxformer.runs import create_run
 from jaxformer.sharding import make_mesh
 from jaxformer.train.setup import TrainSetup

@@ -4,9 +4,9 @@ import math
 
 import pytest
 
-from jaxformer.inspect.charts import Line, Lines
-from jaxformer.inspect.page import Section, Table, Texts
-from jaxformer.inspect.training_sections import MAX_CHART_POINTS, MAX_POINTS, N_SAMPLES, training_sections
+from jaxformer.inspect.pages.charts import Line, Lines
+from jaxformer.inspect.pages.page import Section, Table, Texts
+from jaxformer.inspect.pages.training_sections import MAX_CHART_POINTS, MAX_POINTS, N_SAMPLES, training_sections
 from jaxformer.models.clip import CLIPConfig, ImageTowerConfig, TextTowerConfig
 from jaxformer.models.decoder import DecoderConfig
 

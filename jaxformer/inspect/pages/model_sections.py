@@ -16,12 +16,12 @@ from jaxformer.data.dataset import Batch
 from jaxformer.errors import UserError
 from jaxformer.inspect.activations import apply_and_capture, capture_shapes
 from jaxformer.inspect.attention import CROSS
-from jaxformer.inspect.attention_view import AttentionLayer, AttentionSection, Prediction
-from jaxformer.inspect.charts import Axis, Heatmap, Line, Lines
 from jaxformer.inspect.gradients import per_example_gradients
 from jaxformer.inspect.heads import ablate_heads, head_statistics, target_mask
-from jaxformer.inspect.labels import describe_head, head_label, layer_label, position_unit
-from jaxformer.inspect.page import Section, Table
+from jaxformer.inspect.pages.attention import AttentionLayer, AttentionSection, Prediction
+from jaxformer.inspect.pages.charts import Axis, Heatmap, Line, Lines
+from jaxformer.inspect.pages.labels import describe_head, head_label, layer_label, position_unit
+from jaxformer.inspect.pages.page import Section, Table
 from jaxformer.inspect.residual_stream import logit_attribution, logit_lens
 from jaxformer.inspect.softmax_saturation import saturation
 from jaxformer.models.objective import Params
