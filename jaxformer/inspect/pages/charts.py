@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Literal
 
@@ -118,6 +118,21 @@ class Heatmap(Chart):
             "images": list(self.images),
         }  # fmt: skip
         return embed("chart heatmap", data)
+
+
+def heads_heatmap(title: str, rows: Mapping[str, Sequence[float]], text: str, **options: Any) -> Heatmap:
+    """Return a heatmap with a column per head, whose rows may have different numbers of heads.
+
+    Args:
+      title: title of the heatmap.
+      rows: values of each row's heads; NaN for an empty cell.
+      text: format of a value in its cell, such as "{:.3g}".
+      options: further fields of `Heatmap`.
+    """
+    n_heads = max(map(len, rows.values()))
+    values = np.array([[*row, *[np.nan] * (n_heads - len(row))] for row in rows.values()])
+    texts = [["" if np.isnan(x) else text.format(x) for x in row] for row in values]
+    return Heatmap(title, values, list(rows), [f"head {head}" for head in range(n_heads)], texts=texts, **options)
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from jaxformer.inspect.pages.charts import Heatmap
 from jaxformer.inspect.pages.live import live_section
 from jaxformer.inspect.pages.page import Section, Table, write_page
 from jaxformer.inspect.pages.pictures import Picture, PictureSection, patch_attention, patch_grid, png_uri
-from jaxformer.inspect.pages.training_sections import training_sections
+from jaxformer.inspect.pages.training import training_sections
 from jaxformer.models.objective import is_causal_lm
 from jaxformer.runs import Run, count_parameters, load_data
 from jaxformer.train.log import read_metrics, read_samples

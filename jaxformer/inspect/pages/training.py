@@ -4,18 +4,31 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from jaxformer.inspect.pages.page import write_page
-from jaxformer.inspect.pages.training_sections import Row, training_sections
-from jaxformer.runs import read_config
+from jaxformer.config import ModelConfig
+from jaxformer.data.dataset import evenly_spaced
+from jaxformer.inspect.activations import capture_shapes
+from jaxformer.inspect.pages.charts import STEP, Axis, Line, Lines
+from jaxformer.inspect.pages.labels import layer_label
+from jaxformer.inspect.pages.page import Section, Table, Texts, write_page
+from jaxformer.runs import abstract_params, read_config
 from jaxformer.train.log import Sink, print_line, read_metrics, read_samples
 
 REPORT = "report.html"
 MAX_TIME_SHARE = 0.01
 """Maximum fraction of the training time spent on the page."""
+Row = Mapping[str, Any]
+"""Row of `metrics.jsonl`."""
+N_SAMPLES = 6
+"""Number of most recent samples to show."""
+MAX_POINTS = 2000
+"""Maximum points per line; a longer log is subsampled evenly."""
+MAX_CHART_POINTS = 20_000
+"""Maximum points in all lines of a chart, at about 6 bytes each."""
 
 
 def page_sink(folder: Path) -> Sink:
@@ -49,3 +62,125 @@ def write_training_page(folder: Path, rows: Sequence[Row]) -> bool:
         print_line(f"{REPORT} cannot be written: {error.strerror or error}; training continues")
         return False
     return True
+
+
+def training_sections(rows: Sequence[Row], config: ModelConfig, samples: Sequence[str] = ()) -> list[Section]:
+    """Return sections for whatever the log, rows in step order, contains of losses, attention entropy, update ratios,
+    learning rate, tokens per expert and the initialisation check; and for the samples, given oldest first."""
+    return [*_losses(rows), *_entropy(rows, config), *_updates(rows), *_learning_rate(rows), *_experts(rows),
+            *_init_check(rows), *_samples(samples)]  # fmt: skip
+
+
+@cache
+def attention_layers(config: ModelConfig) -> tuple[str, ...]:
+    """Return the labels of a model's attention layers, in the order of the log."""
+    model = config.build()
+    params, example = abstract_params(model), config.example()
+    maps = capture_shapes(model, params, *example, names="*attention.weights", missing_ok=True)
+    return tuple(layer_label(name.removesuffix(".weights")) for name in maps)
+
+
+def _lines_by_layer(rows: Sequence[Row], layers: Sequence[Mapping[str, Sequence[Any]]], member: str) -> list[Line]:
+    """Return one line per layer and member, such as a head; `layers` has, per row, the members' values by layer."""
+    steps = [row["step"] for row in rows]
+    return [
+        Line(steps, [numbers[layer][i] for numbers in layers], layer, f"{member} {i}")
+        for layer, first in layers[0].items()
+        for i in range(len(first))
+    ]
+
+
+def _with(rows: Sequence[Row], key: str, n_lines: Callable[[Any], int] = lambda _: 1) -> Sequence[Row]:
+    """Return the rows with a non-empty value for `key`, of which a chart draws `n_lines(value)` lines. If there are
+    more rows than the chart may have points, return evenly spaced ones, including the first and the last."""
+    rows = [row for row in rows if key in row and row[key] not in ([], {})]
+    n_points = MAX_CHART_POINTS // max((n_lines(row[key]) for row in rows), default=1)
+    return [rows[i] for i in evenly_spaced(len(rows), max(2, min(MAX_POINTS, n_points)))]
+
+
+def _curve(rows: Sequence[Row], key: str, name: str, max_markers: int = 0) -> list[Line]:
+    """Return the line of a number in the log, with markers if it has few points; `[]` if the log lacks it."""
+    rows = _with(rows, key)
+    points = len(rows) <= max_markers
+    return [Line([row["step"] for row in rows], [row[key] for row in rows], name, points=points)] if rows else []
+
+
+def _losses(rows: Sequence[Row]) -> Iterator[Section]:
+    if lines := _curve(rows, "loss", "training batch") + _curve(rows, "val_loss", "held-out", 100):
+        yield Lines("Loss", lines, STEP, Axis("loss, nats"))
+
+
+def _entropy(rows: Sequence[Row], config: ModelConfig) -> Iterator[Section]:
+    if len(rows := _with(rows, "entropy", lambda layers: sum(map(len, layers)))) > 1:  # one step gives no line
+        labels, n_layers = attention_layers(config), len(rows[0]["entropy"])
+        if len(labels) != n_layers:  # the log belongs to another model
+            labels = tuple(f"layer {i}" for i in range(n_layers))
+        layers = [dict(zip(labels, row["entropy"], strict=True)) for row in rows]
+        about = "Mean entropy of a row of the attention map, a line per head: 0 if it attends to one position."
+        axis = Axis("nats", from_zero=True)
+        yield Lines("Attention entropy", _lines_by_layer(rows, layers, "head"), STEP, axis, about=about)
+
+
+def _updates(rows: Sequence[Row]) -> Iterator[Section]:
+    if not (rows := _with(rows, "gradients", len)):
+        return
+    ratios: dict[str, tuple[list[int], list[float | None]]] = {}
+    for row in rows:
+        for parameter in row["gradients"]:
+            steps, y = ratios.setdefault(parameter["name"], ([], []))
+            steps.append(row["step"])
+            y.append(parameter["update"])
+    lines = [
+        Line(steps, y, name.rpartition(".")[2], name, points=len(steps) == 1) for name, (steps, y) in ratios.items()
+    ]
+    about = (
+        "Norm of a step's update over that of the weights, a line per parameter (or head's part of one). One far above "
+        "the others is unstable; one far below hardly learns."
+    )
+    if len(rows) > 1:  # for a single step, the table suffices
+        yield Lines("Update ratios", lines, STEP, Axis("update / weight", log=True), 380, about=about)
+    table = [[p["name"], *(_number(p[key]) for key in ("g", "w", "u", "update"))] for p in rows[-1]["gradients"]]
+    columns = ["parameter", "‖gradient‖", "‖weights‖", "lr·g/w", "update/w"]
+    yield Table(f"Gradients at step {rows[-1]['step']:,}", columns, table)
+
+
+def _learning_rate(rows: Sequence[Row]) -> Iterator[Section]:
+    if lines := _curve(rows, "lr", "learning rate"):
+        yield Lines("Learning rate", lines, STEP, Axis("learning rate", from_zero=True), 220)
+
+
+def _experts(rows: Sequence[Row]) -> Iterator[Section]:
+    if rows := _with(rows, "router"):
+        layers = [
+            {layer_label(layer.removesuffix(".mlp")): load["share"] for layer, load in row["router"].items()}
+            for row in rows
+        ]
+        axis = Axis("fraction", from_zero=True, percent=True)
+        about = "Fraction of the router's assignments per expert, by layer."
+        yield Lines("Tokens per expert", _lines_by_layer(rows, layers, "expert"), STEP, axis, about=about)
+
+
+def _init_check(rows: Sequence[Row]) -> Iterator[Section]:
+    check = next((row["init_check"] for row in rows if "init_check" in row), None)
+    if check is None:
+        return
+    names = {"stream": "residual stream, mean square", "scores": "attention scores, variance",
+             "entropy": "attention entropy, nats", "growth": "growth"}  # fmt: skip
+    columns = ["layer", *(f"{name}{kind}" for name in names.values() for kind in ("", " (expected)"))]
+    pairs = zip(check["observed"], check["expected"], strict=True)
+    table: list[list[str | float]] = [
+        [f"layer {i}", *(_number(side[key]) for key in names for side in pair)] for i, pair in enumerate(pairs)
+    ]
+    about = "Statistics of the initialised model, and their expected values."
+    yield Table("Initialisation check", columns, table, about=about)
+
+
+def _samples(samples: Sequence[str]) -> Iterator[Section]:
+    if samples:
+        latest = [text.strip() for text in samples[: -N_SAMPLES - 1 : -1]]
+        yield Texts("Samples", latest, about="Generated during training, latest first.")
+
+
+def _number(value: float | None) -> float:
+    """Return a value, NaN for None: the log has null in place of non-finite numbers."""
+    return float("nan") if value is None else value
