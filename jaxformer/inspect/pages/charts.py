@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Literal
 
@@ -120,19 +120,31 @@ class Heatmap(Chart):
         return embed("chart heatmap", data)
 
 
-def heads_heatmap(title: str, rows: Mapping[str, Sequence[float]], text: str, **options: Any) -> Heatmap:
+def heads_heatmap(
+    title: str,
+    rows: Mapping[str, Sequence[float]],
+    text: str,
+    note: Callable[[float], str] | None = None,
+    **options: Any,
+) -> Heatmap:
     """Return a heatmap with a column per head, whose rows may have different numbers of heads.
 
     Args:
       title: title of the heatmap.
       rows: values of each row's heads; NaN for an empty cell.
       text: format of a value in its cell, such as "{:.3g}".
+      note: text about a value for its tooltip, which begins with the row and the head; None for the value alone.
       options: further fields of `Heatmap`.
     """
     n_heads = max(map(len, rows.values()))
     values = np.array([[*row, *[np.nan] * (n_heads - len(row))] for row in rows.values()])
     texts = [["" if np.isnan(x) else text.format(x) for x in row] for row in values]
-    return Heatmap(title, values, list(rows), [f"head {head}" for head in range(n_heads)], texts=texts, **options)
+    heads = [f"head {head}" for head in range(n_heads)]
+    notes = note and [
+        [f"{name}, {head}: {note(x)}" for head, x in zip(heads, row, strict=True)]
+        for name, row in zip(rows, values, strict=True)
+    ]
+    return Heatmap(title, values, list(rows), heads, texts=texts, notes=notes, **options)
 
 
 @dataclass(frozen=True)

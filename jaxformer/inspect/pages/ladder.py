@@ -139,15 +139,12 @@ def _entropies(results: Sequence[RungResult], logs: dict[str, list[dict[str, Any
             rows[f"{r.rung}, layer {i}"] = [math.nan if x is None else x for x in heads]
     if not rows:
         return []
-    notes = [
-        [f"{name}, head {head}: {x:.3g} nats, as if {math.exp(x):.1f} positions" for head, x in enumerate(row)]
-        for name, row in rows.items()
-    ]
     about = (
         "Mean entropy in nats of a row of each head's attention map at the last evaluation: 0 if it attends to one "
         "position. e to that power is the number of positions in a uniform row of the same entropy."
     )
-    return [heads_heatmap("Attention entropy", rows, "{:.3g}", notes=notes, cell=(64, 26), about=about)]
+    note = lambda x: f"{x:.3g} nats, as if {math.exp(x):.1f} positions"  # noqa: E731
+    return [heads_heatmap("Attention entropy", rows, "{:.3g}", note, cell=(64, 26), about=about)]
 
 
 def _continuations(continuations: Sequence[Continuation]) -> list[Section]:
