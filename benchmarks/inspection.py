@@ -14,8 +14,9 @@ from typing import Any
 import jax
 
 from benchmarks.harness import Figures
-from jaxformer import callbacks, training_page
 from jaxformer.cli import train
+from jaxformer.inspect import callbacks
+from jaxformer.inspect.pages import training as training_page
 from jaxformer.train import loop
 
 

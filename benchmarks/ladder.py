@@ -28,7 +28,7 @@ import numpy as np
 from benchmarks import record
 from jaxformer.config_files import load_module
 from jaxformer.fields import nonfinite_to_none
-from jaxformer.ladder import continue_held_out, has_ended, rung_result
+from jaxformer.inspect.ladder import continue_held_out, has_ended, rung_result
 from jaxformer.runs import load_data, load_run
 from jaxformer.sharding import make_mesh
 from jaxformer.train.run_evaluation import loss_by_position

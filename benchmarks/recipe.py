@@ -41,7 +41,7 @@ from jaxformer.config_files import load_module
 from jaxformer.data.windows import next_token_batch
 from jaxformer.errors import UserError
 from jaxformer.fields import flatten, to_dict
-from jaxformer.ladder import ended_early, has_ended
+from jaxformer.inspect.ladder import ended_early, has_ended
 from jaxformer.runs import abstract_params, count_parameters, read_config
 from jaxformer.sharding import batch_sharding, global_device_put, make_mesh
 from jaxformer.train.log import read_metrics

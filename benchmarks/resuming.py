@@ -16,7 +16,7 @@ from pathlib import Path
 from benchmarks import record
 from benchmarks.harness import Figures
 from jaxformer.checkpoints import CHECKPOINTS, TEMPORARY, CheckpointReader
-from jaxformer.comparison import exact_differences
+from jaxformer.inspect.comparison import exact_differences
 from jaxformer.runs import SAMPLES
 from jaxformer.train.log import read_metrics
 

@@ -36,7 +36,7 @@ from jaxformer.config_files import load_module
 from jaxformer.errors import UserError
 from jaxformer.fields import differences, nonfinite_to_none
 from jaxformer.files import write_atomically
-from jaxformer.ladder import has_ended, rung_result
+from jaxformer.inspect.ladder import has_ended, rung_result
 from jaxformer.runs import read_config
 from jaxformer.sharding import make_mesh
 from jaxformer.train.log import read_metrics

@@ -24,9 +24,8 @@ FLOORS = [
     {"lora"},
     {"runs"},
     {"pretrained"},
-    {"train", "decode", "inspect", "interop"},
-    {"callbacks", "comparison", "ladder", "model_page", "plan", "training_page", "training_report"},
-    {"ladder_page"},
+    {"train", "decode", "interop"},
+    {"inspect", "plan"},
     {"cli"},
     {"__main__"},
 ]

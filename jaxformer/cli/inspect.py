@@ -54,7 +54,7 @@ def main(arguments: list[str]) -> int:
     if not path.parent.is_dir() or (path.exists() and not path.is_file()):
         raise UserError(f"--out is {path}; it must be a file in a folder that exists.")
 
-    from jaxformer.model_page import write_model_page
+    from jaxformer.inspect.pages.model import write_model_page
 
     progress = lambda part: echo(f"{part} ...", sys.stderr)  # noqa: E731
     write_model_page(run, path, options.prompt, options.examples, options.max_live_parameters, progress)

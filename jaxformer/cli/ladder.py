@@ -29,8 +29,7 @@ Train the rungs of configs/ladder.py in order, each in its own run below the fol
 --data.path, --train.batch-size and all others of train. On two cores, the small size takes about two minutes per rung.
 A rung that has ended is skipped, and an interrupted one is resumed, so that the same command continues the ladder. A
 rung that diverges or becomes non-finite has also ended. The results are shown in one table beside the sources' figures:
-in the terminal, and in the folder as ladder.csv, ladder.html, a page that needs no network, and ladder.png (extra
-plots).
+in the terminal, and in the folder as ladder.csv and ladder.html, a page that needs no network.
 
 --rungs NAME …    rungs to train, in the order of the ladder (default: all but the candidates for a recipe)
 
@@ -65,8 +64,8 @@ def main(arguments: list[str]) -> int:
     arguments_of = {name: Arguments(load_config(spec)) for name, spec in specs.items()}
     configs = {name: parse(options, arguments_of[name], command("ladder"), DESCRIPTION).fields for name in names}
 
-    from jaxformer.ladder import as_text, has_ended, rung_result
-    from jaxformer.ladder_page import write_results
+    from jaxformer.inspect.ladder import as_text, has_ended, rung_result
+    from jaxformer.inspect.pages.ladder import write_results
     from jaxformer.runs import read_config
     from jaxformer.train.resume import fixed_differences
 

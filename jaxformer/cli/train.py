@@ -39,8 +39,12 @@ from jaxformer.distributed import (
     is_main_process,
     shutdown,
 )
+<<<<<<< HEAD
 from jaxformer.errors import UserError, resume_command, run_name, user_error_on_write
 from jaxformer.fields import NonNegative
+=======
+from jaxformer.errors import UserError, resume_command, run_name
+>>>>>>> outlets
 from jaxformer.files import no_empty_parents
 from jaxformer.invocation import command
 from jaxformer.object_store import is_url
@@ -233,7 +237,9 @@ def _prepare(
     pretrained: Pretrained | None, early: contextlib.ExitStack,
 ) -> Prepared:  # fmt: skip
     """Read the data, create the folder of a new run, and print the header."""
-    from jaxformer.callbacks import make_callbacks
+    from jaxformer.inspect.callbacks import make_callbacks
+    from jaxformer.inspect.pages.training import page_sink
+    from jaxformer.inspect.training_report import header
     from jaxformer.runs import create_run, load_data
     from jaxformer.sharding import make_mesh
     from jaxformer.staging import share_run
@@ -241,8 +247,6 @@ def _prepare(
     from jaxformer.train.resume import Rollback
     from jaxformer.train.setup import TrainSetup
     from jaxformer.train.sinks import prepare_sinks
-    from jaxformer.training_page import page_sink
-    from jaxformer.training_report import header
 
     console.quiet = not is_main_process()
     mesh = make_mesh(config.mesh)
@@ -300,20 +304,15 @@ def _discard_if_not_begun(folder: Path, resume: bool) -> Iterator[None]:
 
 
 def _conclude(setup: TrainSetup, data: Dataset, folder: Path, outcome: Outcome) -> int:
-    """Write plots and report, print the outcome, and return the exit status, even if the terminal closes."""
-    from jaxformer.extras import missing_extras
-    from jaxformer.runs import PLOTS
+    """Write the page, print the outcome, and return the exit status, even if the terminal closes."""
+    from jaxformer.inspect.pages.training import write_training_page
+    from jaxformer.inspect.training_report import footer
     from jaxformer.signals import HANGUP, record_signals
-    from jaxformer.train.log import plot_metrics, print_line, read_metrics
-    from jaxformer.training_page import write_training_page
-    from jaxformer.training_report import footer
+    from jaxformer.train.log import print_line, read_metrics
 
     with record_signals(*HANGUP):
         rows = read_metrics(folder)
         if is_main_process() and setup.config.train.report_every:
-            if not missing_extras("matplotlib"):
-                with user_error_on_write(folder, PLOTS):
-                    plot_metrics(folder)
             write_training_page(folder, rows)
         barrier()
         for line in footer(setup, data, folder, outcome, rows):

@@ -74,7 +74,7 @@ def main(arguments: list[str]) -> int:
 
 def _verify(options: list[str], kill_at: int, folder: Path) -> int:
     from jaxformer.checkpoints import CheckpointReader
-    from jaxformer.comparison import exact_differences
+    from jaxformer.inspect.comparison import exact_differences
     from jaxformer.train.log import read_metrics
 
     def last_step(run: Path) -> int:

@@ -1,4 +1,4 @@
-"""Training log: lines in the terminal, `metrics.jsonl`, samples, and plots."""
+"""Training log: lines in the terminal, `metrics.jsonl`, and samples."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from jaxformer.errors import UserError, folder_vanished_error, parse_json, user_error_on_write
-from jaxformer.extras import import_extra
 from jaxformer.fields import nonfinite_to_none
 from jaxformer.files import write_atomically
-from jaxformer.runs import METRICS, PLOTS, SAMPLES
+from jaxformer.runs import METRICS, SAMPLES
 from jaxformer.terminal import escape_control, wrap_columns
 
 UNITS = ("tokens", "examples")
@@ -44,7 +43,7 @@ ROW: dict[str, Any] = {
     "gradients": [{"name": "", "g": 0.0, "w": 0.0, "u": 0.0, "update": 0.0}],
     "init_check": {"expected": [{ANY: 0.0}], "observed": [{ANY: 0.0}]},
 }
-"""Structure of the optional fields of a row that pages and plots read."""
+"""Structure of the optional fields of a row that pages read."""
 
 Sink = Callable[[dict[str, Any]], None]
 """Receiver of each row, in the form stored in `metrics.jsonl`."""
@@ -265,36 +264,3 @@ def read_samples(folder: Path) -> list[str]:
     file = folder / SAMPLES
     samples = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
     return re.split(r"^(?=\[step \d[\d,]*, temperature )", samples, flags=re.MULTILINE)[1:]
-
-
-def plot_metrics(folder: Path) -> None:
-    """Plot losses and attention entropies over steps as PNG files in the run's plots/.
-
-    Raises:
-      UserError: matplotlib is not installed.
-    """
-    Figure = import_extra("matplotlib.figure", "drawing plots").Figure
-    rows = read_metrics(folder)
-    (folder / PLOTS).mkdir(exist_ok=True)
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.subplots()
-    for key, label in (("loss", "training batch"), ("val_loss", "held-out")):
-        points = [(r["step"], r[key]) for r in rows if r.get(key) is not None]
-        axes.plot(*zip(*points, strict=True), label=label, linewidth=1 if key == "loss" else 2)
-    axes.set(xlabel="step", ylabel="loss (nats)")
-    axes.legend()
-    figure.savefig(folder / PLOTS / "loss.png", dpi=120)
-    probed = [r for r in rows if r.get("entropy")]
-    if not probed:
-        return
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.subplots()
-    for layer, heads in enumerate(probed[0]["entropy"]):
-        for head in range(len(heads)):
-            axes.plot(
-                [r["step"] for r in probed], [r["entropy"][layer][head] for r in probed],
-                color=f"C{layer % 10}", label=f"layer {layer}" if head == 0 else None,
-            )  # fmt: skip
-    axes.set(xlabel="step", ylabel="mean attention entropy (nats), one line per head")
-    axes.legend()
-    figure.savefig(folder / PLOTS / "entropy.png", dpi=120)

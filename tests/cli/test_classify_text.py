@@ -7,7 +7,7 @@ import pytest
 
 from jaxformer.cli import eval as evaluate
 from jaxformer.cli import sample, train
-from jaxformer.model_page import _example
+from jaxformer.inspect.pages.model import _example
 from jaxformer.runs import load_data, load_run, read_config
 
 SMALL = [

@@ -12,10 +12,10 @@ import pytest
 
 from jaxformer.checkpoints import CheckpointManager
 from jaxformer.cli import diff
-from jaxformer.comparison import exact_differences
 from jaxformer.config import Config
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.data.windows import TextConfig
+from jaxformer.inspect.comparison import exact_differences
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.runs import create_run
 

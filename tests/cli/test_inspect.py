@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxformer import model_page
 from jaxformer.checkpoints import CheckpointManager
 from jaxformer.cli import inspect, train
 from jaxformer.config import Config, ModelConfig
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.data.windows import TextConfig
-from jaxformer.inspect.page import rounded
+from jaxformer.inspect.pages import model
+from jaxformer.inspect.pages.page import rounded
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.encoder import EncoderConfig
 from jaxformer.models.encoder_decoder import EncoderDecoderConfig
@@ -171,7 +171,7 @@ def test_source_is_shown_with_its_translation(tmp_path: Path):
     path = untrained(tmp_path, EncoderDecoderConfig(**SMALL, n_encoder_blocks=1, n_decoder_blocks=1))
     assert inspect.main([str(path), "--prompt", "ai bj"]) == 0
     [shown] = embedded((path / "inspect.html").read_text(), "Attention maps")
-    assert "".join(shown["texts"]["source"]) == "ai bj" and shown["texts"]["target"][0] == model_page.END
+    assert "".join(shown["texts"]["source"]) == "ai bj" and shown["texts"]["target"][0] == model.END
     assert [layer["name"] for layer in shown["layers"]] == [
         "decoder layer 0, cross-attention", "encoder layer 0", "decoder layer 0"
     ]  # fmt: skip
@@ -195,7 +195,7 @@ def test_out_that_is_not_a_file_is_refused(small: Path, tmp_path: Path, capsys: 
 def test_full_disk_is_a_user_error_and_leaves_the_old_page(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(model_page, "_held_out", lambda run, n: (None, "it is not here."))
+    monkeypatch.setattr(model, "_held_out", lambda run, n: (None, "it is not here."))
     path = shutil.copytree(run, tmp_path / "full")
     (path / "inspect.html").write_text("old")
 
@@ -225,7 +225,7 @@ def test_full_disk_is_a_user_error_and_leaves_the_old_page(
 def test_wrong_input_is_a_user_error(
     options: list[str], message: str, small: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(model_page, "_held_out", lambda run, n: (None, "it is not here."))
+    monkeypatch.setattr(model, "_held_out", lambda run, n: (None, "it is not here."))
     assert inspect.main([str(small), *options]) == 2
     printed = capsys.readouterr()
     assert message in printed.err and printed.err.count("\n") == 1 and not printed.out
@@ -233,8 +233,8 @@ def test_wrong_input_is_a_user_error(
 
 
 def test_prompt_with_too_many_attention_weights_is_refused(small: Path, capsys, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(model_page, "_held_out", lambda run, n: (None, "it is not here."))
-    monkeypatch.setattr(model_page, "MAX_ATTENTION_WEIGHTS", 50)
+    monkeypatch.setattr(model, "_held_out", lambda run, n: (None, "it is not here."))
+    monkeypatch.setattr(model, "MAX_ATTENTION_WEIGHTS", 50)
     assert inspect.main([str(small), "--prompt", "0123456789"]) == 2
     assert "--prompt has 10 tokens, and so the model 200 attention weights" in (error := capsys.readouterr().err)
     assert error.endswith("a page holds at most 50: shorten it to about 5 tokens.\n")

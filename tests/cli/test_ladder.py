@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from jaxformer.cli import ladder
-from jaxformer.inspect.page import as_preformatted
+from jaxformer.inspect.pages.page import as_preformatted
 from tests.helpers import ROOT, exhaustive, write_books
 
 SMALL = [

@@ -64,7 +64,9 @@ def test_resuming_imports_the_named_config_before_it_reads_that_of_the_run(tmp_p
 
 def test_closing_the_terminal_at_the_end_stops_no_report(monkeypatch, tmp_path, capfd):
     closed = []
-    monkeypatch.setattr("jaxformer.train.log.plot_metrics", lambda folder: os.kill(os.getpid(), signal.SIGHUP))
+    monkeypatch.setattr(
+        "jaxformer.inspect.pages.training.write_training_page", lambda *_: os.kill(os.getpid(), signal.SIGHUP)
+    )
     before = signal.signal(signal.SIGHUP, lambda *given: closed.append(given))
     try:
         outcome = Outcome("interrupted", 20, None, None, signal=signal.SIGINT)

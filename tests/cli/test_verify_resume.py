@@ -12,7 +12,7 @@ import pytest
 
 from jaxformer.checkpoints import CheckpointManager
 from jaxformer.cli import verify_resume
-from jaxformer.comparison import checkpoint_differences, log_differences
+from jaxformer.inspect.comparison import checkpoint_differences, log_differences
 from tests.helpers import ROOT, run, tiny, write_books
 
 

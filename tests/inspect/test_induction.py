@@ -11,8 +11,8 @@ import pytest
 
 from jaxformer.data.dataset import Batch
 from jaxformer.inspect import ablate_heads, ablation_loss, head_statistics, model_sections
-from jaxformer.inspect.labels import head_label
-from jaxformer.inspect.page import Table
+from jaxformer.inspect.pages.labels import head_label
+from jaxformer.inspect.pages.page import Table
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.objective import next_token_nll
 

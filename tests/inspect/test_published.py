@@ -12,9 +12,9 @@ import pytest
 from jaxformer import inspect
 from jaxformer.cli.explanation import explained_rows
 from jaxformer.data import next_token_batch
+from jaxformer.inspect.pages.model import write_model_page
 from jaxformer.inspect.property_checks import random_inputs
 from jaxformer.interop.run import import_run
-from jaxformer.model_page import write_model_page
 from jaxformer.runs import Run, load_run
 from tests.arrays import apply
 from tests.interop.published import publish

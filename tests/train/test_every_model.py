@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxformer.callbacks import make_callbacks
 from jaxformer.cli.arguments import load_config
 from jaxformer.config import Config, OptimizerConfig, TrainConfig
 from jaxformer.inspect import first_non_finite
+from jaxformer.inspect.callbacks import make_callbacks
 from jaxformer.models.objective import objective_of
 from jaxformer.models.recurrent import RecurrentConfig
 from jaxformer.plan.plan import make_plan

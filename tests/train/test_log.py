@@ -1,4 +1,4 @@
-"""The log: rows on disk, lines in the terminal, plots."""
+"""The log: rows on disk, lines in the terminal."""
 
 import json
 import shutil
@@ -16,7 +16,6 @@ from jaxformer.train.log import (
     entropy_lines,
     final_line,
     format_row,
-    plot_metrics,
     read_metrics,
     truncate_log,
 )
@@ -38,8 +37,6 @@ def test_read_metrics_returns_the_perplexities_of_large_losses(tmp_path):
         for row in rows:
             log.row(row)
     assert read_metrics(tmp_path) == rows
-    plot_metrics(tmp_path)
-    assert (tmp_path / "plots" / "loss.png").is_file()
 
 
 def test_sinks_receive_the_rows_of_the_file(tmp_path):
@@ -174,15 +171,6 @@ def test_final_line_shows_all_validation_metrics():
     assert final_line(3, {}) == "final: step 3"
     pairs = {"val_loss": 0.5, "val_image_to_text_recall_at_1": 0.25}
     assert final_line(3, pairs) == "final: step 3  held-out 0.500 (image to text recall at 1 0.25)"
-
-
-def test_plots_are_png_files(tmp_path):
-    with Log(tmp_path, 0, 2) as log:
-        log.row(ROW)
-        log.row(ROW | {"step": 1, "loss": 1.5, "ppl": 4.48})
-    plot_metrics(tmp_path)
-    for name in ("loss", "entropy"):
-        assert (tmp_path / "plots" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,10 @@ import jax
 import numpy as np
 import pytest
 
-from jaxformer.callbacks import make_callbacks
 from jaxformer.config import Config, TrainConfig
 from jaxformer.data.windows import TextConfig
 from jaxformer.errors import UserError
+from jaxformer.inspect.callbacks import make_callbacks
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.sharding import make_mesh
 from jaxformer.train.log import read_metrics

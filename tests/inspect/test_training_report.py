@@ -6,15 +6,18 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import pytest
 
 from jaxformer.cli.arguments import load_config
 from jaxformer.data.dates import DatesConfig
+from jaxformer.extras import EXTRAS
+from jaxformer.inspect import training_report
+from jaxformer.inspect.training_report import example_prompt, header, no_improvement, rollback_line
 from jaxformer.sharding import make_mesh
 from jaxformer.train.evaluate import Evaluation
 from jaxformer.train.loop import Outcome
 from jaxformer.train.setup import TrainSetup
-from jaxformer.training_report import example_prompt, header, no_improvement, rollback_line
 from tests.helpers import ROOT
 
 
@@ -25,6 +28,16 @@ def test_the_header_warns_of_unfused_attention(monkeypatch, tmp_path, warning):
     setup = TrainSetup(load_config(f"{ROOT}/configs/quick.py"), make_mesh())
     data: Any = SimpleNamespace(unit="tokens", per_step=8, steps_per_epoch=9, notes=(), describe=lambda: "books")
     assert [line for line in header(setup, data, tmp_path, False) if "not fused" in line] == [warning] * bool(warning)
+
+
+@pytest.mark.parametrize(("spec", "noted"), [("quick.py", False), ("dates.py:bahdanau", True)])
+def test_the_header_notes_a_missing_extra_only_if_it_is_of_use(monkeypatch, tmp_path, spec, noted):
+    monkeypatch.setattr(training_report, "missing_extras", lambda package: EXTRAS[package])
+    setup = TrainSetup(load_config(f"{ROOT}/configs/{spec}"), make_mesh("", jax.devices()[:1]))
+    pairs = DatesConfig(n_pairs=2, n_held_out=1, locales=("sv",), forms=("short",))
+    text: Any = SimpleNamespace(unit="tokens", per_step=8, steps_per_epoch=9, notes=(), describe=lambda: "books")
+    data = pairs.load(setup.config.model, 2, seed=0) if noted else text
+    assert any("pip install 'jaxformer[plots]'" in line for line in header(setup, data, tmp_path, False)) == noted
 
 
 @pytest.mark.parametrize(

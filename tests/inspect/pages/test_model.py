@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from jaxformer.data.dataset import Batch
-from jaxformer.inspect.page import render_page
-from jaxformer.model_page import N_PICTURES, _classified_images
+from jaxformer.inspect.pages.model import N_PICTURES, _classified_images
+from jaxformer.inspect.pages.page import render_page
 from jaxformer.models.vit import ViTConfig
 from tests.arrays import random_params
 from tests.browser import embedded

@@ -18,9 +18,9 @@ import numpy as np
 
 from jaxformer.contract import contract_of
 from jaxformer.inspect.activations import capture
-from jaxformer.inspect.attention_view import as_bars
-from jaxformer.inspect.labels import layer_label
-from jaxformer.inspect.page import Section, embed
+from jaxformer.inspect.pages.attention import as_bars
+from jaxformer.inspect.pages.labels import layer_label
+from jaxformer.inspect.pages.page import Section, embed
 from jaxformer.models.objective import Params
 
 COLOUR_TYPES = {1: 0, 3: 2, 4: 6}

@@ -18,9 +18,9 @@ from jaxformer.inspect import (
     logit_lens,
     saturation,
 )
-from jaxformer.inspect.charts import Heatmap, Lines
-from jaxformer.inspect.labels import describe_head
-from jaxformer.inspect.model_sections import (
+from jaxformer.inspect.pages.charts import Heatmap, Lines
+from jaxformer.inspect.pages.labels import describe_head
+from jaxformer.inspect.pages.model_sections import (
     N_TOP_TOKENS,
     TEMPERATURES,
     attention_section,
@@ -28,7 +28,7 @@ from jaxformer.inspect.model_sections import (
     residual_stream_sections,
     saturation_sections,
 )
-from jaxformer.inspect.page import Table
+from jaxformer.inspect.pages.page import Table
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.encoder import EncoderConfig
 from jaxformer.models.encoder_decoder import EncoderDecoderConfig

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from jaxformer.inspect.page import Section, embed, rounded
+from jaxformer.inspect.pages.page import Section, embed, rounded
 
 
 @dataclass(frozen=True)

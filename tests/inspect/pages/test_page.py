@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from jaxformer.contract import Contract, Task
-from jaxformer.inspect.attention_view import AttentionLayer, AttentionSection, Prediction, as_bars
-from jaxformer.inspect.charts import STEP, Axis, Grid, Heatmap, Line, Lines
-from jaxformer.inspect.page import Table, Texts, render_page, write_page
-from jaxformer.inspect.pictures import Picture, PictureSection, patch_attention, patch_grid, png_uri
+from jaxformer.inspect.pages.attention import AttentionLayer, AttentionSection, Prediction, as_bars
+from jaxformer.inspect.pages.charts import STEP, Axis, Grid, Heatmap, Line, Lines
+from jaxformer.inspect.pages.page import Table, Texts, render_page, write_page
+from jaxformer.inspect.pages.pictures import Picture, PictureSection, patch_attention, patch_grid, png_uri
 from tests.browser import browsing, complaints, embedded, told
 
 EVIL = "<script>alert(1)</script>"

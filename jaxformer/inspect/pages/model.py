@@ -20,12 +20,13 @@ from jaxformer.decode.fill_mask import MASK, encode_masked
 from jaxformer.decode.prompts import Prompt
 from jaxformer.decode.translation import encode_source
 from jaxformer.errors import UserError
-from jaxformer.inspect import capture_shapes, model_sections
-from jaxformer.inspect.charts import Heatmap
-from jaxformer.inspect.live import live_section
-from jaxformer.inspect.page import Section, Table, write_page
-from jaxformer.inspect.pictures import Picture, PictureSection, patch_attention, patch_grid, png_uri
-from jaxformer.inspect.training_sections import training_sections
+from jaxformer.inspect import capture_shapes
+from jaxformer.inspect.pages import model_sections
+from jaxformer.inspect.pages.charts import Heatmap
+from jaxformer.inspect.pages.live import live_section
+from jaxformer.inspect.pages.page import Section, Table, write_page
+from jaxformer.inspect.pages.pictures import Picture, PictureSection, patch_attention, patch_grid, png_uri
+from jaxformer.inspect.pages.training import training_sections
 from jaxformer.models.objective import is_causal_lm
 from jaxformer.runs import Run, count_parameters, load_data
 from jaxformer.train.log import read_metrics, read_samples

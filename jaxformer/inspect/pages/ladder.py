@@ -1,4 +1,4 @@
-"""Files with the ladder's results: a table, a plot, and a page with each rung's change, losses, attention entropies and
+"""Files with the ladder's results: a table, and a page with each rung's change, losses, attention entropies and
 continuations."""
 
 from __future__ import annotations
@@ -9,19 +9,18 @@ import io
 import math
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields
+from itertools import pairwise
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from jaxformer.config import Config
 from jaxformer.data.dataset import evenly_spaced
-from jaxformer.extras import import_extra, missing_extras
 from jaxformer.fields import flatten, to_dict
 from jaxformer.files import write_atomically
-from jaxformer.inspect.charts import STEP, Axis, Grid, Heatmap, Line, Lines
-from jaxformer.inspect.page import Section, Table, as_preformatted, write_page
-from jaxformer.ladder import RungResult, continue_held_out
+from jaxformer.inspect.ladder import RungResult, continue_held_out
+from jaxformer.inspect.pages.charts import STEP, Axis, Grid, Line, Lines, heads_heatmap
+from jaxformer.inspect.pages.page import Section, Table, as_preformatted, write_page
 from jaxformer.runs import read_config
 from jaxformer.train.log import read_metrics
 
@@ -35,6 +34,10 @@ HEAD = (
     "rung", "change", "perplexity", "loss", "bits per byte", "ended early", "the sources", "parameters", "targets",
     "minutes",
 )  # fmt: skip
+OUTCOME = attrgetter(
+    "perplexity", "loss", "bits_per_byte", "ended_early", "sources", "parameters", "targets", "minutes"
+)
+"""Fields of a `RungResult` in the columns of `HEAD` after the first two."""
 
 
 @dataclass(frozen=True)
@@ -61,36 +64,14 @@ def ladder_sections(
 ) -> list[Section]:
     """Return the sections of the page for some rungs, whose runs are in `folder`."""
     configs = [read_config(folder / r.rung) for r in results]
-    changes = [
-        describe_change(before, after) if before else ""
-        for before, after in zip([None, *configs], configs, strict=False)
-    ]
-    rows: list[list[str | float]] = [
-        [
-            r.rung,
-            change,
-            r.perplexity,
-            r.loss,
-            r.bits_per_byte,
-            r.ended_early,
-            r.sources,
-            r.parameters,
-            r.targets,
-            r.minutes,
-        ]
-        for r, change in zip(results, changes, strict=True)
-    ]
+    changes = ["", *(describe_change(before, after) for before, after in pairwise(configs))]
     logs = {r.rung: read_metrics(folder / r.rung) for r in results}
-    sections: list[Section] = [
-        Table(
-            "Outcomes", HEAD, rows, about="Each rung is the one before with one change. Losses are on held-out text."
-        ),
-        _held_out_losses(results, configs, logs),
-        _small_multiples(results, changes, logs),
-        *_entropies(results, logs),
-        *_continuations(continuations),
-    ]
-    return sections
+    rows = [[r.rung, change, *OUTCOME(r)] for r, change in zip(results, changes, strict=True)]
+    about = "Each rung is the one before with one change. Losses are on held-out text."
+    return [
+        Table("Outcomes", HEAD, rows, about=about), _held_out_losses(results, configs, logs),
+        _small_multiples(results, changes, logs), *_entropies(results, logs), *_continuations(continuations),
+    ]  # fmt: skip
 
 
 DESCRIBED = ("model.", "data.", "optimizer.", "train.batch_size")
@@ -108,10 +89,6 @@ def describe_change(before: Config, after: Config) -> str:
     return ", ".join(f"{name.removeprefix('model.')} {fields[0].get(name)} → {fields[1].get(name)}" for name in changed)
 
 
-def _label(result: RungResult) -> str:
-    return f"{result.rung} ({result.ended_early})" if result.ended_early else result.rung
-
-
 def _losses(log: Sequence[dict[str, Any]], key: str) -> tuple[list[int], list[float]]:
     rows = [row for row in log if row.get(key) is not None]
     rows = [rows[i] for i in evenly_spaced(len(rows), MAX_POINTS)]
@@ -127,7 +104,8 @@ def _held_out_losses(
     shown = [r for r, config in pairs if flatten(to_dict(config)).get("model.causal", True)] or results
     left_out = " and ".join(r.rung for r in results if r not in shown)
     about = f"Without {left_out}: the loss of a rung that reads its own targets is near 0." if left_out else ""
-    lines = [Line(*_losses(logs[r.rung], "val_loss"), _label(r), points=True) for r in shown]
+    names = [f"{r.rung} ({r.ended_early})" if r.ended_early else r.rung for r in shown]
+    lines = [Line(*_losses(logs[r.rung], "val_loss"), name, points=True) for r, name in zip(shown, names, strict=True)]
     return Lines("Held-out loss", lines, STEP, Axis(LOSS_AXIS, log=True), 420, about=about)
 
 
@@ -161,21 +139,12 @@ def _entropies(results: Sequence[RungResult], logs: dict[str, list[dict[str, Any
             rows[f"{r.rung}, layer {i}"] = [math.nan if x is None else x for x in heads]
     if not rows:
         return []
-    n_heads = max(map(len, rows.values()))
-    values = np.array([row + [math.nan] * (n_heads - len(row)) for row in rows.values()])
-    texts = [["" if math.isnan(x) else f"{x:.3g}" for x in row] for row in values]
-    notes = [
-        [f"{name}, head {head}: {x:.3g} nats, as if {math.exp(x):.1f} positions" for head, x in enumerate(row)]
-        for name, row in zip(rows, values, strict=True)
-    ]
     about = (
         "Mean entropy in nats of a row of each head's attention map at the last evaluation: 0 if it attends to one "
         "position. e to that power is the number of positions in a uniform row of the same entropy."
     )
-    columns = [f"head {head}" for head in range(n_heads)]
-    return [
-        Heatmap("Attention entropy", values, list(rows), columns, texts=texts, notes=notes, cell=(64, 26), about=about)
-    ]
+    note = lambda x: f"{x:.3g} nats, as if {math.exp(x):.1f} positions"  # noqa: E731
+    return [heads_heatmap("Attention entropy", rows, "{:.3g}", note, cell=(64, 26), about=about)]
 
 
 def _continuations(continuations: Sequence[Continuation]) -> list[Section]:
@@ -188,32 +157,13 @@ def _continuations(continuations: Sequence[Continuation]) -> list[Section]:
 
 
 def write_results(results: Sequence[RungResult], folder: Path) -> list[str]:
-    """Write ladder.csv, ladder.html and, if its extra is installed, ladder.png to the folder that contains the runs,
-    and `CONTINUATIONS` to each run's folder; return the names of the files."""
+    """Write ladder.csv and ladder.html to the folder that contains the runs, and `CONTINUATIONS` to each run's folder;
+    return the names of the files."""
     text = io.StringIO()
     rows = csv.writer(text, lineterminator="\n")
     rows.writerow([field.name for field in fields(RungResult)])
     rows.writerows(["" if isinstance(x, float) and math.isnan(x) else x for x in astuple(r)] for r in results)
     write_atomically(folder / "ladder.csv", text.getvalue())
     sections = ladder_sections(results, folder, continue_held_out([folder / r.rung for r in results]))
-    written = ["ladder.csv"]
-    if not missing_extras("matplotlib"):
-        [losses] = [section for section in sections if isinstance(section, Lines)]
-        write_atomically(folder / "ladder.png", _picture(losses.lines))
-        written.append("ladder.png")
     write_page(folder / "ladder.html", "The ladder", [ABOUT], sections)
-    return [*written, "ladder.html"]
-
-
-def _picture(lines: Sequence[Line]) -> bytes:
-    """Return a plot of held-out losses over steps, one line per rung, as PNG."""
-    picture = import_extra("matplotlib.figure", "drawing curves").Figure(figsize=(9, 5), layout="constrained")
-    axes = picture.subplots()
-    for line in lines:
-        axes.plot(line.x, line.y, "o-", markersize=3, label=line.name)
-    axes.set(xlabel="step", ylabel=LOSS_AXIS, yscale="log")
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize="small")
-    with io.BytesIO() as file:
-        picture.savefig(file, dpi=120)
-        return file.getvalue()
+    return ["ladder.csv", "ladder.html"]

@@ -1,6 +1,6 @@
 "use strict";
 
-// A decoder in the page: its tokenizer, its forward pass with a KV cache, and what is shown of them. `inspect/live.py`
+// A decoder in the page: its tokenizer, its forward pass with a KV cache, and what is shown of them. `live.py`
 // packs the run. Axes as in Python: T positions, D model width, H query heads, G key/value heads, K width of a head's
 // queries and keys, J of its values, F width of the MLP, V vocabulary. A matrix holds a row per output, and arrays of
 // several axes are flat.

@@ -16,12 +16,12 @@ from jaxformer.data.dataset import Batch
 from jaxformer.errors import UserError
 from jaxformer.inspect.activations import apply_and_capture, capture_shapes
 from jaxformer.inspect.attention import CROSS
-from jaxformer.inspect.attention_view import AttentionLayer, AttentionSection, Prediction
-from jaxformer.inspect.charts import Axis, Heatmap, Line, Lines
 from jaxformer.inspect.gradients import per_example_gradients
 from jaxformer.inspect.heads import ablate_heads, head_statistics, target_mask
-from jaxformer.inspect.labels import describe_head, head_label, layer_label, position_unit
-from jaxformer.inspect.page import Section, Table
+from jaxformer.inspect.pages.attention import AttentionLayer, AttentionSection, Prediction
+from jaxformer.inspect.pages.charts import Axis, Heatmap, Line, Lines, heads_heatmap
+from jaxformer.inspect.pages.labels import describe_head, head_label, layer_label, position_unit
+from jaxformer.inspect.pages.page import Section, Table
 from jaxformer.inspect.residual_stream import logit_attribution, logit_lens
 from jaxformer.inspect.softmax_saturation import saturation
 from jaxformer.models.objective import Params
@@ -209,16 +209,9 @@ def head_sections(model: nn.Module, params: Params, batch: Batch) -> list[Sectio
     if not statistics:
         return []
     ablation = ablate_heads(model, params, batch)
-    n_heads = max(len(layer.entropy) for layer in statistics.values())
-    rises = [np.pad(np.asarray(rise_H, np.float64), (0, n_heads - len(rise_H)), constant_values=np.nan)
-             for rise_H in ablation.mean.values()]  # fmt: skip
-    texts = [["" if np.isnan(rise) else f"{rise:+z.3f}" for rise in row] for row in rises]
-    heatmap = Heatmap(
-        "Head ablation", np.stack(rises), [layer_label(layer) for layer in statistics],
-        [f"head {head}" for head in range(n_heads)], "diverging", texts=texts, cell=(72, 34),
-        about=f"Increase in loss, from {ablation.loss:.4f} nats, when a head's output is replaced by its mean "
-        "everywhere.",
-    )  # fmt: skip
+    rises = {layer_label(layer): np.asarray(ablation.mean[layer]).tolist() for layer in statistics}
+    about = f"Increase in loss, from {ablation.loss:.4f} nats, when a head's output is replaced by its mean everywhere."
+    heatmap = heads_heatmap("Head ablation", rises, "{:+z.3f}", scale="diverging", cell=(72, 34), about=about)
     effects = (ablation.mean, ablation.mean_estimate, ablation.zero, ablation.zero_estimate)
     rows: list[list[str | float]] = [
         [

@@ -18,8 +18,8 @@ from configs.ladder import RECIPE, REPORTED
 from jaxformer.cli.arguments import load_config
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.data.windows import next_token_batch
-from jaxformer.ladder import as_text, has_ended, held_out_prompts, rung_result
-from jaxformer.ladder_page import describe_change, write_results
+from jaxformer.inspect.ladder import as_text, has_ended, held_out_prompts, rung_result
+from jaxformer.inspect.pages.ladder import describe_change, write_results
 from jaxformer.runs import create_run
 from jaxformer.sharding import make_mesh
 from jaxformer.train.setup import TrainSetup
@@ -130,7 +130,6 @@ def test_results_are_those_of_the_logs(tmp_path):
     assert entropy["values"] == [[1.2345, 0.5], [0.25, None], [None, 1.0]]
     assert entropy["notes"][0][0].endswith("1.23 nats, as if 3.4 positions")
     assert "<b>residual</b>  <mark>Call me</mark> &lt;b&gt;</pre>" in page
-    assert (tmp_path / "ladder.png").read_bytes().startswith(b"\x89PNG")
     text = as_text(results).splitlines()
     assert max(map(len, text)) <= 100 and [line.split()[0] for line in text[:3]] == ["rung", "residual", "four_blocks"]
     assert text[-2] == f"residual     1.23 0.5; 0.25 | {REPORTED['residual']}"

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxformer.inspect.heads import HeadStatistics
-from jaxformer.inspect.labels import describe_head, head_label, layer_label, position_unit
+from jaxformer.inspect.pages.labels import describe_head, head_label, layer_label, position_unit
 from tests.inspect.test_activations import MODELS
 
 

@@ -4,10 +4,10 @@ import jax
 import numpy as np
 import pytest
 
-from jaxformer.callbacks import _full_rows, _unpadded_examples, make_callbacks
 from jaxformer.config import Config, TrainConfig
 from jaxformer.data.dataset import Batch
 from jaxformer.data.windows import TextConfig
+from jaxformer.inspect.callbacks import _full_rows, _unpadded_examples, make_callbacks
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.sharding import make_mesh
 from jaxformer.train.setup import TrainSetup
@@ -27,8 +27,8 @@ def test_disabled_reports_and_evaluations_have_no_callbacks(tmp_path):
 
 
 def test_update_ratios_are_printed_with_the_first_samples(tmp_path, monkeypatch):
-    monkeypatch.setattr("jaxformer.callbacks._print_samples", lambda *_: "samples")
-    monkeypatch.setattr("jaxformer.callbacks._print_update_ratios", lambda *_: "update ratios")
+    monkeypatch.setattr("jaxformer.inspect.callbacks._print_samples", lambda *_: "samples")
+    monkeypatch.setattr("jaxformer.inspect.callbacks._print_update_ratios", lambda *_: "update ratios")
     config = Config(
         "test", DecoderConfig(24, 7, 8, n_blocks=1, n_heads=2), TextConfig(), 150, train=TrainConfig(eval_every=0)
     )

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from jaxformer.inspect.page import Section, embed, rounded
+from jaxformer.inspect.pages.page import Section, embed, rounded
 
 
 @dataclass(frozen=True)
@@ -118,6 +118,33 @@ class Heatmap(Chart):
             "images": list(self.images),
         }  # fmt: skip
         return embed("chart heatmap", data)
+
+
+def heads_heatmap(
+    title: str,
+    rows: Mapping[str, Sequence[float]],
+    text: str,
+    note: Callable[[float], str] | None = None,
+    **options: Any,
+) -> Heatmap:
+    """Return a heatmap with a column per head, whose rows may have different numbers of heads.
+
+    Args:
+      title: title of the heatmap.
+      rows: values of each row's heads; NaN for an empty cell.
+      text: format of a value in its cell, such as "{:.3g}".
+      note: text about a value for its tooltip, which begins with the row and the head; None for the value alone.
+      options: further fields of `Heatmap`.
+    """
+    n_heads = max(map(len, rows.values()))
+    values = np.array([[*row, *[np.nan] * (n_heads - len(row))] for row in rows.values()])
+    texts = [["" if np.isnan(x) else text.format(x) for x in row] for row in values]
+    heads = [f"head {head}" for head in range(n_heads)]
+    notes = note and [
+        [f"{name}, {head}: {note(x)}" for head, x in zip(heads, row, strict=True)]
+        for name, row in zip(rows, values, strict=True)
+    ]
+    return Heatmap(title, values, list(rows), heads, texts=texts, notes=notes, **options)
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 from jaxformer.data.tokenizer import END_OF_TEXT, Tokenizer
 from jaxformer.errors import UserError
 from jaxformer.inspect import intervene
-from jaxformer.inspect.live import KNOWN_SPLITS, live_section, pack_tokenizer, round_params
-from jaxformer.inspect.page import write_page
+from jaxformer.inspect.pages.live import KNOWN_SPLITS, live_section, pack_tokenizer, round_params
+from jaxformer.inspect.pages.page import write_page
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.objective import Params
 from jaxformer.nn.mlp import ACTIVATIONS

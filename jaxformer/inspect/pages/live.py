@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxformer.data.tokenizer import BYTE_OF, Tokenizer
 from jaxformer.errors import UserError
-from jaxformer.inspect.page import Section, embed
+from jaxformer.inspect.pages.page import Section, embed
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.objective import Params
 from jaxformer.nn.norms import epsilon

@@ -60,11 +60,8 @@ def header(setup: TrainSetup, data: Dataset, folder: Path, resumed: bool) -> lis
             f"warning: the warm-up of {warmup:,} steps is longer than the run of {config.steps:,}, which never "
             f"reaches the peak learning rate; shorten it, such as --optimizer.warmup-steps {config.steps // 10}"
         )
-    if config.train.report_every and (extras := missing_extras("matplotlib")):
-        lines.append(
-            f"note: features that need the extras {extras} are disabled; enable them with pip install "
-            f"'jaxformer[{extras}]'"
-        )
+    if config.train.report_every and isinstance(data, PairDataset) and missing_extras("matplotlib"):
+        lines.append("note: the alignment is not drawn; enable it with pip install 'jaxformer[plots]'")
     return lines
 
 

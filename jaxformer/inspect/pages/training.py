@@ -1,19 +1,26 @@
-"""Page sections about the log of a training run."""
+"""`report.html` in a run's folder: a page with its log, updated during training."""
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from jaxformer.config import ModelConfig
 from jaxformer.data.dataset import evenly_spaced
 from jaxformer.inspect.activations import capture_shapes
-from jaxformer.inspect.charts import STEP, Axis, Line, Lines
-from jaxformer.inspect.labels import layer_label
-from jaxformer.inspect.page import Section, Table, Texts
-from jaxformer.runs import abstract_params
+from jaxformer.inspect.pages.charts import STEP, Axis, Line, Lines
+from jaxformer.inspect.pages.labels import layer_label
+from jaxformer.inspect.pages.page import Section, Table, Texts, write_page
+from jaxformer.runs import abstract_params, read_config
+from jaxformer.train.log import Sink, print_line, read_metrics, read_samples
 
+REPORT = "report.html"
+MAX_TIME_SHARE = 0.01
+"""Maximum fraction of the training time spent on the page."""
 Row = Mapping[str, Any]
 """Row of `metrics.jsonl`."""
 N_SAMPLES = 6
@@ -22,6 +29,39 @@ MAX_POINTS = 2000
 """Maximum points per line; a longer log is subsampled evenly."""
 MAX_CHART_POINTS = 20_000
 """Maximum points in all lines of a chart, at about 6 bytes each."""
+
+
+def page_sink(folder: Path) -> Sink:
+    """Return a sink that updates the page at evaluations, within `MAX_TIME_SHARE`, until a write fails."""
+    rows: list[dict[str, Any]] = []
+    next_update = 0.0
+
+    def sink(row: dict[str, Any]) -> None:
+        nonlocal next_update
+        rows.extend([row] if rows else read_metrics(folder))  # initially including rows from before a resumption
+        start = time.perf_counter()
+        if "val_loss" in row and start >= next_update:
+            is_written = write_training_page(folder, rows)
+            next_update = start + (time.perf_counter() - start) / MAX_TIME_SHARE if is_written else math.inf
+
+    return sink
+
+
+def write_training_page(folder: Path, rows: Sequence[Row]) -> bool:
+    """Write the page from rows of the log; if it cannot be written, print the reason and return False. A failure is not
+    an error, because the page can be written again later. Without rows, nothing is written."""
+    if not rows:
+        return True
+    config, last = read_config(folder), rows[-1]
+    loss = "" if last.get("val_loss") is None else f": held-out loss {last['val_loss']:.4f} nats"
+    fact = f"{type(config.model.build()).__name__}, step {last['step']:,} of {config.steps:,}{loss}."
+    title = f"{folder.resolve().name}: training"
+    try:
+        write_page(folder / REPORT, title, [fact], training_sections(rows, config.model, read_samples(folder)))
+    except OSError as error:
+        print_line(f"{REPORT} cannot be written: {error.strerror or error}; training continues")
+        return False
+    return True
 
 
 def training_sections(rows: Sequence[Row], config: ModelConfig, samples: Sequence[str] = ()) -> list[Section]:
@@ -58,14 +98,16 @@ def _with(rows: Sequence[Row], key: str, n_lines: Callable[[Any], int] = lambda 
     return [rows[i] for i in evenly_spaced(len(rows), max(2, min(MAX_POINTS, n_points)))]
 
 
+def _curve(rows: Sequence[Row], key: str, name: str, max_markers: int = 0) -> list[Line]:
+    """Return the line of a number in the log, with markers if it has few points; `[]` if the log lacks it."""
+    rows = _with(rows, key)
+    points = len(rows) <= max_markers
+    return [Line([row["step"] for row in rows], [row[key] for row in rows], name, points=points)] if rows else []
+
+
 def _losses(rows: Sequence[Row]) -> Iterator[Section]:
-    train, val = _with(rows, "loss"), _with(rows, "val_loss")
-    lines = [
-        Line([row["step"] for row in train], [row["loss"] for row in train], "training batch"),
-        Line([row["step"] for row in val], [row["val_loss"] for row in val], "held-out", points=len(val) <= 100),
-    ]
-    if train or val:
-        yield Lines("Loss", [line for line in lines if line.x], STEP, Axis("loss, nats"))
+    if lines := _curve(rows, "loss", "training batch") + _curve(rows, "val_loss", "held-out", 100):
+        yield Lines("Loss", lines, STEP, Axis("loss, nats"))
 
 
 def _entropy(rows: Sequence[Row], config: ModelConfig) -> Iterator[Section]:
@@ -103,9 +145,8 @@ def _updates(rows: Sequence[Row]) -> Iterator[Section]:
 
 
 def _learning_rate(rows: Sequence[Row]) -> Iterator[Section]:
-    if rows := _with(rows, "lr"):
-        line = Line([row["step"] for row in rows], [row["lr"] for row in rows], "learning rate")
-        yield Lines("Learning rate", [line], STEP, Axis("learning rate", from_zero=True), 220)
+    if lines := _curve(rows, "lr", "learning rate"):
+        yield Lines("Learning rate", lines, STEP, Axis("learning rate", from_zero=True), 220)
 
 
 def _experts(rows: Sequence[Row]) -> Iterator[Section]:
