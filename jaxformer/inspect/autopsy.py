@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from jaxformer.models import objective
 from jaxformer.models.objective import Params, objective_of
 from jaxformer.ops.linear_cross_entropy import rows_per_chunk
 from jaxformer.parameters import dotted
+from jaxformer.terminal import align
 
 MODEL, LOSS = "the model (logits)", "the loss"
 EXAMPLES_PER_CHUNK = 8
@@ -158,22 +159,20 @@ def save_autopsy(
         f"checkpoint {step - 1}, in checkpoints/{step - 1}. batch.npz holds the batch"
         + (".\n" if key_data is None else "; key.npy the data of the dropout keys, one per example.\n")
     )
-    scratch = Path(tempfile.mkdtemp(prefix=".new-", dir=parent))
-    try:
-        scratch.chmod(0o755)
-        leaves = jax.tree_util.tree_leaves_with_path(batch)
-        arrays = {jax.tree_util.keystr(key, simple=True, separator="."): leaf for key, leaf in leaves}
-        np.savez(scratch / "batch.npz", **arrays)
+    leaves = jax.tree_util.tree_leaves_with_path(batch)
+    arrays = {jax.tree_util.keystr(key, simple=True, separator="."): leaf for key, leaf in leaves}
+    values = {"step": step, "execution": execution, "autopsy": None if report is None else asdict(report)}
+    with tempfile.TemporaryDirectory(prefix=".new-", dir=parent) as scratch:
+        new = Path(scratch) / path.name
+        new.mkdir()
+        np.savez(new / "batch.npz", **arrays)
         if key_data is not None:
-            np.save(scratch / "key.npy", key_data, allow_pickle=False)
-        (scratch / "report.txt").write_text(text, encoding="utf-8")
-        values = {"step": step, "execution": execution, "autopsy": None if report is None else asdict(report)}
-        (scratch / "report.json").write_text(json.dumps(values, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+            np.save(new / "key.npy", key_data, allow_pickle=False)
+        (new / "report.txt").write_text(text, encoding="utf-8")
+        (new / "report.json").write_text(json.dumps(values, indent=2, allow_nan=False) + "\n", encoding="utf-8")
         if path.exists():
             shutil.rmtree(path)
-        scratch.rename(path)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        new.rename(path)
     return path
 
 
@@ -274,11 +273,10 @@ def _module_index(parameter: str, modules: tuple[Row, ...]) -> int:
     return names.index(path or MODEL)
 
 
-def _table(title: str, rows: Any, marked: str = "") -> list[str]:
-    width = max(len(title), *(len(row.name) for row in rows))
-    columns = f"{'largest':>9}  {'rms':>9}  {'not finite':>10}"
-    lines = [f"  {'':<{width}}  {'value':^32}  {'gradient':^32}", f"  {title:<{width}}  {columns}  {columns}"]
+def _table(title: str, rows: Iterable[Row], marked: str = "") -> list[str]:
+    columns = ["largest", "rms", "not finite"]
+    table = [["", title, *columns, *(f"gradient: {column}" for column in columns)]]
     for row in rows:
-        numbers = "  ".join(f"{m.largest:9.2e}  {m.rms:9.2e}  {m.non_finite:10,}" for m in (row.value, row.gradient))
-        lines.append(f"{'>' if row.name == marked else ' '} {row.name:<{width}}  {numbers}")
-    return lines
+        cells = [(f"{m.largest:.2e}", f"{m.rms:.2e}", f"{m.non_finite:,}") for m in (row.value, row.gradient)]
+        table.append([">" if row.name == marked else "", row.name, *cells[0], *cells[1]])
+    return align(table, "<<>>>>>>")

@@ -62,9 +62,10 @@ class InitReport:
 def check_init(model: Decoder, params: Params, tokens_BT: jax.Array) -> InitReport:
     """Compare a decoder's statistics at initialisation with the expected ones, and warn of unstable configurations."""
     n_tokens = tokens_BT.shape[1]
-    observed = tuple(Moments(*map(float, block)) for block in jax.device_get(_observe(model, params, tokens_BT)))
-    warnings = _warnings(model.config, observed, n_tokens)
-    return InitReport(expected_moments(model.config, n_tokens), observed, tuple(warnings))
+    observed = tuple(Moments(*map(float, block)) for block in _observe(model, params, tokens_BT))
+    return InitReport(
+        expected_moments(model.config, n_tokens), observed, tuple(_warnings(model.config, observed, n_tokens))
+    )
 
 
 def expected_moments(config: DecoderConfig, n_tokens: int) -> tuple[Moments, ...]:
@@ -81,8 +82,7 @@ def expected_moments(config: DecoderConfig, n_tokens: int) -> tuple[Moments, ...
     stream += {"learned": c.embedding_std**2, "sinusoidal": 0.5}.get(c.positions, 0.0)
     for window in c.block_windows:
         before = stream
-        read = _normed(c, before) if c.norm != "none" and c.norm_placement != "post" else before
-        projected = c.d_model * std**2 * read
+        projected = c.d_model * std**2 * _read(c, before)
         scores = c.width_of_head * (1.0 if c.qk_norm else projected**2) * scaled
         visible = min(n_tokens, window)
         heads = [(scores, *_softmax_of_normal(scores, n_tokens, visible))] * (c.n_heads - c.local_heads)
@@ -92,7 +92,7 @@ def expected_moments(config: DecoderConfig, n_tokens: int) -> tuple[Moments, ...
         if c.output_projection:
             attended *= c.n_heads * c.width_of_values * std**2
         stream = _after(c, before, attended)
-        read = _normed(c, stream) if c.norm != "none" and c.norm_placement != "post" else stream
+        read = _read(c, stream)
         mlp = _mlp(c, read)
         if c.n_experts is not None:
             mlp *= _router_weights(read / 3, c.n_experts, c.experts_per_token, c.renormalize_experts) + c.shared_expert
@@ -101,9 +101,10 @@ def expected_moments(config: DecoderConfig, n_tokens: int) -> tuple[Moments, ...
     return tuple(moments)
 
 
-def _normed(c: DecoderConfig, mean_square: float) -> float:
-    """Return the mean square after a norm with its ε."""
-    return mean_square / (mean_square + epsilon(c.norm, c.norm_eps))
+def _read(c: DecoderConfig, stream: float) -> float:
+    """Return the mean square of what attention or an MLP reads from the stream: after a norm, with its ε, if there is
+    one before it."""
+    return stream if c.norm == "none" or c.norm_placement == "post" else stream / (stream + epsilon(c.norm, c.norm_eps))
 
 
 def _router_weights(variance: float, n_experts: int, per_token: int, renormalize: bool | None) -> float:
@@ -122,38 +123,34 @@ def _after(c: DecoderConfig, stream: float, part: float) -> float:
 def _mlp(c: DecoderConfig, mean_square: float) -> float:
     """Return the mean square of an MLP's output; weights and biases are uniform with variance 1/(3·fan-in)."""
     nodes, weights = np.polynomial.hermite_e.hermegauss(64)
-    weights = weights / weights.sum()
-    width = c.d_model
-    for hidden in c.d_ff:
-        bias = 1 / (3 * width) if c.bias else 0.0
-        linear = mean_square / 3 + bias
-        gated = c.activation in GATED
+    weights, gated = weights / weights.sum(), c.activation in GATED
+    for fan_in in (c.d_model, *c.d_ff[:-1]):
+        linear = mean_square / 3 + c.bias / (3 * fan_in)
         before = mean_square / 3 if gated else linear  # a gate has no bias
         activated = float(weights @ np.square(ACTIVATIONS[c.activation](jnp.asarray(sqrt(before) * nodes))))
-        mean_square, width = activated * (linear if gated else 1), hidden
-    return mean_square / 3 + (1 / (3 * width) if c.bias else 0.0)
+        mean_square = activated * (linear if gated else 1)
+    return mean_square / 3 + c.bias / (3 * c.d_ff[-1])
 
 
 @lru_cache
-def _softmax_of_normal(variance: float, n_tokens: int, attention_window: int, draws: int = 128) -> tuple[float, float]:
+def _softmax_of_normal(variance: float, n_tokens: int, attention_window: int) -> tuple[float, float]:
     """Return the entropy and the sum of squares of the softmax of independent normal scores: means over the rows of
     causal attention, where row t has min(t, attention_window) scores."""
     rng = np.random.default_rng(0)
     rows = np.minimum(_rows(n_tokens), attention_window)
-    return _softmax_moments([sqrt(variance) * rng.normal(size=(draws, t)) for t in rows])
+    return _softmax_moments([sqrt(variance) * rng.normal(size=(128, t)) for t in rows])
 
 
 @lru_cache
 def _local_head(
-    c: DecoderConfig, distance: int, projected: float, scale: float, n_tokens: int, attention_window: int,
-    draws: int = 8,
-) -> tuple[float, float, float]:  # fmt: skip
+    c: DecoderConfig, distance: int, projected: float, scale: float, n_tokens: int, attention_window: int
+) -> tuple[float, float, float]:
     """Return the variance, entropy and sum of squares for the scores of a head initialised to attend at a distance,
     with random queries and keys."""
     K = c.width_of_head
     biases = np.stack(biases_at(distance, K, c.rope_base, scale))
-    shape = (2, draws, n_tokens, K)
-    queries_keys = biases[:, None, None] + sqrt(projected) * np.random.default_rng(0).normal(size=shape)
+    draws = np.random.default_rng(0).normal(size=(2, 8, n_tokens, K))
+    queries_keys = biases[:, None, None] + sqrt(projected) * draws
     if c.qk_norm:
         queries_keys /= np.sqrt(np.square(queries_keys).mean(axis=-1, keepdims=True))
     # RoPE in NumPy: `rope` would have to be compiled at the start of each training run.
@@ -192,11 +189,10 @@ def _observe(model: Decoder, params: Params, tokens_BT: jax.Array) -> list[tuple
         blocks: list[Any] = []
         for i in range(model.config.n_blocks):
             before, after = (jnp.mean(jnp.square(values[f"blocks.{i}.{name}"])) for name in ("before", "after"))
-            names = (f"blocks.{i}.attention.{name}" for name in ("scores", "visible", "weights"))
-            scores, visible, weights = map(values.__getitem__, names)
-            rows = jnp.var(scores, axis=-1, where=visible, ddof=1)
-            variance = jnp.mean(rows, where=jnp.broadcast_to(visible.sum(-1) > 1, rows.shape))
-            blocks.append((before, variance, jnp.mean(row_entropy(weights)), after))
+            visible = values[f"blocks.{i}.attention.visible"]
+            rows = jnp.var(values[f"blocks.{i}.attention.scores"], axis=-1, where=visible, ddof=1)
+            variance = jnp.mean(rows, where=visible.sum(-1) > 1)
+            blocks.append((before, variance, jnp.mean(row_entropy(values[f"blocks.{i}.attention.weights"])), after))
         return blocks
 
     means = jax.tree.map(jnp.mean, jax.lax.map(observe_example, tokens_BT))

@@ -63,11 +63,10 @@ def saturation(
       UserError: the model has no such layer.
     """
     batch = jax.tree.map(jnp.asarray, batch)
-    rows = []
-    for temperature in temperatures:
-        measured = jax.device_get(_measure(model, layer, params, batch, jnp.float32(temperature)))
-        rows.append(Saturation(float(temperature), *map(float, measured)))
-    return rows
+    return [
+        Saturation(float(temperature), *map(float, _measure(model, layer, params, batch, jnp.float32(temperature))))
+        for temperature in temperatures
+    ]
 
 
 @partial(jax.jit, static_argnames=("model", "layer"))
@@ -92,18 +91,15 @@ def _measure(model: nn.Module, layer: str, params: Params, batch: Batch, tempera
         (_, w_HTS), (grads, g) = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(params, zeros, example)
         by_name = {dotted(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(grads)}
         target_mask_T = None if example.weights is None else example.weights > 0
-        valid_T = row_tokens_and_mask(model, layer, example.inputs, target_mask_T)[1]
-        return w_HTS, g[scores], g[weights], [by_name[f"{layer}.{name}"] for name in ("W_Q", "W_K")], valid_T
+        _, valid_T = row_tokens_and_mask(model, layer, example.inputs, target_mask_T)
+        valid_HT = jnp.broadcast_to(True if valid_T is None else valid_T, w_HTS.shape[:2])
+        return w_HTS, g[scores], g[weights], [by_name[f"{layer}.{name}"] for name in ("W_Q", "W_K")], valid_HT
 
-    w_BHTS, g_scores, g_weights, grads_B, valid_BT = jax.lax.map(measure_example, batch)
+    w_BHTS, g_scores, g_weights, grads_B, valid_BHT = jax.lax.map(measure_example, batch)
     n = len(w_BHTS) if batch.weights is None else jnp.sum(batch.weights)  # the loss is a mean
     by_hand = w_BHTS * (g_weights - jnp.sum(w_BHTS * g_weights, axis=-1, keepdims=True))
-    row_norms_BHT = jnp.linalg.norm(g_scores, axis=-1)
-    counts_BHT = None
-    if valid_BT is not None:
-        counts_BHT = jnp.broadcast_to(valid_BT[:, None], row_norms_BHT.shape)
-        row_norms_BHT = jnp.where(counts_BHT, row_norms_BHT, jnp.nan)
+    row_norms_BHT = jnp.where(valid_BHT, jnp.linalg.norm(g_scores, axis=-1), jnp.nan)
     return (
-        jnp.mean(row_entropy(w_BHTS), where=counts_BHT), *(jnp.sqrt(jnp.sum(x * x)) / n for x in (g_scores, by_hand)),
+        jnp.mean(row_entropy(w_BHTS), where=valid_BHT), *(jnp.sqrt(jnp.sum(x * x)) / n for x in (g_scores, by_hand)),
         jnp.nanmedian(row_norms_BHT) / n, *(jnp.linalg.norm(g_B.sum(axis=0) / n) for g_B in grads_B),
     )  # fmt: skip

@@ -29,7 +29,7 @@ from jaxformer.train.kernels import FusedAttention
 from jaxformer.train.log import final_line
 from jaxformer.train.loop import Outcome
 from jaxformer.train.optimizer import gradient_point
-from jaxformer.train.remedies import optimizer_remedies, remedies
+from jaxformer.train.remedies import hints, remedies
 from jaxformer.train.setup import TrainSetup
 
 
@@ -131,7 +131,9 @@ def example_prompt(config: Config, data: Dataset) -> str | None:
 
 def rollback_line(config: Config, outcome: Outcome, folder: Path) -> str:
     """Return a line with the checkpoint from before a divergence and the command to roll back to it."""
-    roll_back = f"{resume_command(folder)} --from-step {outcome.healthy} {optimizer_remedies(config)[0][1]}"
+    # A change of the optimizer fits the checkpoints; one of the model does not.
+    remedy = next(option for _, option in hints(config) if option.startswith("--optimizer."))
+    roll_back = f"{resume_command(folder)} --from-step {outcome.healthy} {remedy}"
     if not outcome.healthy:
         return f"No checkpoint precedes the divergence; start again with: {roll_back}"
     retained = f"Checkpoint {outcome.healthy:,} precedes the divergence and is retained"

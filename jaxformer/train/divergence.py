@@ -17,30 +17,14 @@ MEAN_STEPS = 10
 run."""
 MARGIN_NATS = 0.5
 """Nats above the lowest mean loss beyond which a batch's loss counts as high."""
-MAX_SPIKE_STEPS = 3
-"""Consecutive steps with a high loss that still count as noise or a recovering spike: the run is healthy."""
-ENORMOUS_FACTOR, ENORMOUS_STEPS = 10.0, 3
-"""Multiple of the ceiling at which a loss is orders of magnitude too high, and consecutive steps of it: a single batch
-may be corrupt, but not three."""
-ABOVE_STEPS = 12
-"""Consecutive steps more than `MARGIN_NATS` above the ceiling, worse than chance. Overshoots during the initial warm-up
-last only a few steps."""
-LOST_SHARE, LOST_STEPS = 0.8, 16
-"""Fraction of the learned nats that is lost, and consecutive steps of it. Spikes that recovered lost up to 0.7."""
-HALF_LOST_SHARE, HALF_LOST_STEPS = 0.5, 100
-"""Fraction and steps of a persistent collapse, for example to predicting token frequencies. Spikes recovered within
-tens of steps."""
-PART_LOST_SHARE, PART_LOST_STEPS = 0.25, 200
-"""Fraction and steps of a smaller persistent collapse, measured on the mean loss, which single batches hardly affect.
-Random label noise and a learning rate that stays high slow the loss's descent or make it rise a little, but not by a
-quarter of the learned nats and by `MARGIN_NATS` for 200 steps."""
-MIN_LEARNED_NATS, MIN_LEARNED_SHARE = 1.0, 0.3
-"""Nats below the chance loss from which fractions of the learned nats are meaningful, or this fraction of the chance
-loss if that is smaller, as with two classes."""
-FLAT_STEPS = 5
-"""Consecutive steps with a gradient of exactly 0 but a non-zero loss: training is stuck."""
-HISTORY_STEPS = PART_LOST_STEPS + 50
-"""Steps whose norms are stored to find the parameter that moved first: those of the slowest rule and 50 before."""
+MAX_LOST = 2.0
+"""Largest fraction of the learned nats that one step counts as lost: a single batch may be corrupt, and the first steps
+of a warm-up may overshoot."""
+LOST_STEPS = 24
+"""Consecutive steps with everything that was learned lost that make a divergence; a fraction counts by its square.
+Spikes that recovered lost 0.7 for 30 steps."""
+HISTORY_STEPS = 250
+"""Steps whose norms are stored to find the parameter that moved first."""
 MOVED_FACTOR, MOVING_STEPS = 5.0, 25
 """A parameter counts as moved when its update norm per unit of learning rate exceeds `MOVED_FACTOR` times its median
 over the `MOVING_STEPS` recorded steps before those that are searched. The move is sought within `MOVING_STEPS` steps
@@ -60,7 +44,7 @@ class Divergence:
     """Lowest earlier mean of up to `MEAN_STEPS` losses, in nats."""
     minimum_step: int
     reason: str
-    """Rule that was broken, phrased as the end of a sentence about the loss."""
+    """Description of the rule that was broken, as the end of a sentence about the loss."""
 
     def __str__(self) -> str:
         return (
@@ -74,9 +58,12 @@ class Divergence:
 class DivergenceMonitor:
     """Monitor of loss and gradient norm per step, which distinguishes a divergence from a spike.
 
-    The larger the loss, the sooner a divergence is reported. It is pure Python on values that all processes share, so
-    that all reach the same decision; `as_dict` is stored with checkpoints, so that a resumed run decides like an
-    uninterrupted one.
+    While the loss is high, each step adds the square of the fraction of the learned nats that it has lost; at
+    `LOST_STEPS` the run has diverged. So the larger the loss, the sooner a divergence is reported. A gradient of
+    exactly 0 counts as the largest loss: training is stuck.
+
+    The monitor is pure Python on values that all processes share, so that all reach the same decision; `as_dict` is
+    stored with checkpoints, so that a resumed run decides like an uninterrupted one.
     """
 
     chance: float = -inf
@@ -90,32 +77,28 @@ class DivergenceMonitor:
     minimum_step: int = 0
     began: int = 0
     """First of the latest consecutive steps with a high loss or a zero gradient; 0 for none."""
-    sank: int = 0
-    """First of the latest consecutive steps whose mean loss shows a loss of learned nats; 0 for none."""
+    lost: float = 0.0
+    """Sum of the squared fractions of the learned nats that were lost at the steps since `began`."""
     noticed: bool = False
-    """True from when a divergence was returned until the loss recovers."""
-    in_a_row: dict[str, int] = field(default_factory=dict)
-    """Number of latest consecutive steps that broke each rule."""
+    """True from when a divergence was returned until the mean loss recovers."""
 
     @classmethod
     def restore(cls, stored: dict[str, Any] | None, chance: float, stops: bool) -> DivergenceMonitor:
-        """Return the monitor that `as_dict` stored, or a fresh one.
+        """Return the monitor that `as_dict` stored, or a fresh one; of an earlier version, the fields that it shares.
 
         Args:
           stops: True if a divergence ends the run. One that was noticed but did not end the run is then counted anew.
         """
-        if stored is None or stored.keys() != {each.name for each in fields(cls)} - {"chance"}:
-            return cls(chance)
-        monitor = cls(chance, **stored)
+        names = {each.name for each in fields(cls)} - {"chance"}
+        monitor = cls(chance, **{name: value for name, value in (stored or {}).items() if name in names})
         if stops and monitor.noticed:
-            monitor.noticed, monitor.in_a_row = False, {"high": monitor.in_a_row.get("high", 0)}
+            monitor.noticed, monitor.lost = False, LOST_STEPS / 4
         return monitor
 
     @property
     def healthy(self) -> bool:
-        """True unless more than `MAX_SPIKE_STEPS` consecutive losses were high, part of the learned nats is lost, or
-        the gradient is 0."""
-        return self.in_a_row.get("high", 0) <= MAX_SPIKE_STEPS and not {"flat", "part_lost"} & self.in_a_row.keys()
+        """True until a fourth of what makes a divergence has been seen; less is noise or a spike that recovers."""
+        return self.lost < LOST_STEPS / 4
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain JSON types for `restore`."""
@@ -137,52 +120,28 @@ class DivergenceMonitor:
         mean = sum(self.recent) / len(self.recent)
         if mean < self.minimum:
             self.minimum, self.minimum_step = mean, step
-        rules = self._rules(loss, mean, grad_norm)
-        self.in_a_row = {rule: self.in_a_row.get(rule, 0) + 1 for rule, (broken, *_) in rules.items() if broken}
-        self.began = (self.began or step) if {"high", "flat"} & self.in_a_row.keys() else 0
-        self.sank = (self.sank or self.began or step) if "part_lost" in self.in_a_row else 0
-        self.noticed = self.noticed and bool(self.began or self.sank)
+        stuck = grad_norm == 0 and loss > 0
+        if not stuck and (mean if self.noticed else loss) <= self.minimum + MARGIN_NATS:
+            self.began, self.lost, self.noticed = 0, 0.0, False
+            return None
+        self.began = self.began or step
         if self.noticed:
             return None
-        for rule, (_, limit, reason) in rules.items():
-            if self.in_a_row.get(rule, 0) >= limit:
-                self.noticed = True
-                began = self.sank if rule == "part_lost" else self.began
-                return Divergence(step, began, loss, self.minimum, self.minimum_step, f"{reason} for {limit} steps")
-        return None
+        self.lost += (MAX_LOST if stuck else min(self._fraction_lost(loss), MAX_LOST)) ** 2
+        if self.lost < LOST_STEPS:
+            return None
+        self.noticed = True
+        above = f"it is {loss - self.minimum:.3g} above that"
+        ceiling = f"the larger of its first value and the chance loss is {self.ceiling:.3g}"
+        reason = "its gradient is exactly 0" if stuck else f"{above}, and {ceiling}"
+        return Divergence(step, self.began, loss, self.minimum, self.minimum_step, reason)
 
-    def _rules(self, loss: float, mean: float, grad_norm: float) -> dict[str, tuple[bool, float, str]]:
-        """Return for each rule True if the step breaks it, the limit of consecutive steps, and its description; "high",
-        for a high loss, has no limit."""
+    def _fraction_lost(self, loss: float) -> float:
+        """Return how far the loss is above its minimum, as a fraction of the learned nats."""
         # The model did not learn its way up to a first loss above chance, so learned nats count from chance.
         top = self.chance if self.minimum < self.chance else self.ceiling
-        learned = top - self.minimum
-        enough = learned > min(MIN_LEARNED_NATS, MIN_LEARNED_SHARE * abs(top))
-        lost, mean_lost = ((x - self.minimum) / learned if enough else 0.0 for x in (loss, mean))
-        high, sunk = loss > self.minimum + MARGIN_NATS, mean > self.minimum + MARGIN_NATS
-        enormous = max(self.ceiling, MARGIN_NATS)
-        of_chance = "the larger of its first value and the chance loss,"
-        of_learned = "of the loss reduction has been lost"
-        return {
-            "high": (high, inf, ""),
-            "flat": (grad_norm == 0 and loss > 0, FLAT_STEPS, "its gradient has been exactly 0"),
-            "enormous": (
-                high and loss > ENORMOUS_FACTOR * enormous, ENORMOUS_STEPS,
-                f"it has been more than {ENORMOUS_FACTOR:g} times {enormous:.3g}, {of_chance}",
-            ),
-            "above": (
-                high and loss > self.ceiling + MARGIN_NATS, ABOVE_STEPS,
-                f"it has been more than {MARGIN_NATS:g} above {self.ceiling:.3g}, {of_chance}",
-            ),
-            "lost": (high and lost > LOST_SHARE, LOST_STEPS, f"more than {LOST_SHARE:.0%} {of_learned}"),
-            "half_lost": (
-                high and lost > HALF_LOST_SHARE, HALF_LOST_STEPS, f"more than {HALF_LOST_SHARE:.0%} {of_learned}"
-            ),
-            "part_lost": (
-                sunk and mean_lost > PART_LOST_SHARE, PART_LOST_STEPS,
-                f"in the mean of {MEAN_STEPS} steps, more than {PART_LOST_SHARE:.0%} {of_learned}",
-            ),
-        }  # fmt: skip
+        # While little has been learned, an overshoot is measured against a fourth of what there is to learn.
+        return (loss - self.minimum) / max(top - self.minimum, abs(top) / 4, MARGIN_NATS / 4)
 
 
 def chance_loss(model: ModelConfig) -> float:

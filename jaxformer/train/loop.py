@@ -348,7 +348,7 @@ class TrainLoop:
     def _finish(self) -> Outcome:
         if self.evaluation is None and self.config.train.eval_every:  # the run had already reached its last step
             self.evaluation = self.evaluate(self.setup.model_params(self.state))
-        diverging_since = (self.monitor.sank or self.monitor.began) if self.monitor.noticed else 0
+        diverging_since = self.monitor.began if self.monitor.noticed else 0
         return Outcome(
             "done", self.config.steps, self.state, self.batch, self.evaluation, self.val_loss,
             diverging_since=diverging_since,

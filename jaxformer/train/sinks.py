@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import struct
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -22,6 +21,9 @@ from jaxformer.train.log import Sink, read_metrics
 PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
 """Package of each sink."""
 TENSORBOARD = "tensorboard"
+FLUSH_SECONDS = 10.0
+"""Interval at which TensorBoard's events reach its file; each flush waits for the disk. What a kill loses is written
+again when the run is resumed."""
 WANDB_ID = "wandb/id"
 
 
@@ -70,26 +72,25 @@ def open_sinks(folder: Path | None, config: Config) -> Iterator[list[Sink]]:
 def _tensorboard(folder: Path, config: Config) -> Iterator[Sink]:
     """Write a new event file with all existing rows to the folder's tensorboard/.
 
-    Events are written synchronously: the thread of tensorboardX's SummaryWriter dies if the disk is full, and training
-    would then wait for it forever. They are framed here because its RecordWriter waits for the disk (fsync) after each
-    event.
+    Events are written by the training loop's own thread: that of tensorboardX's SummaryWriter dies if the disk is full,
+    and training would then wait for it forever.
     """
-    events, summaries, writer = (
+    events, summaries, records = (
         _package("tensorboard", part) for part in (".proto.event_pb2", ".proto.summary_pb2", ".record_writer")
     )
-
     name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"  # readers sort files by name
     with user_error_on_write(folder, TENSORBOARD):
         (folder / TENSORBOARD).mkdir(exist_ok=True)
-        file = (folder / TENSORBOARD / name).open("xb")
+        writer = records.RecordWriter(str(folder / TENSORBOARD / name))
+    flushed = 0.0
 
     def write(**event: Any) -> None:
-        content = events.Event(wall_time=time.time(), **event).SerializeToString()
-        length = struct.pack("<Q", len(content))
-        checksums = [struct.pack("<I", writer.masked_crc32c(part)) for part in (length, content)]
+        nonlocal flushed
         with user_error_on_write(folder, TENSORBOARD):
-            file.write(b"".join((length, checksums[0], content, checksums[1])))  # a TFRecord
-            file.flush()
+            writer.write(events.Event(wall_time=time.time(), **event).SerializeToString())
+            if time.monotonic() - flushed >= FLUSH_SECONDS:
+                writer.flush()
+                flushed = time.monotonic()
 
     def sink(row: dict[str, Any]) -> None:
         values = [summaries.Summary.Value(tag=name, simple_value=value) for name, value in scalars(row).items()]
@@ -101,10 +102,13 @@ def _tensorboard(folder: Path, config: Config) -> Iterator[Sink]:
         write(step=0, session_log=events.SessionLog(status=events.SessionLog.START))
         for row in read_metrics(folder):
             sink(row)
+        flushed = 0.0  # so that the first row of this run is seen at once
         yield sink
+        with user_error_on_write(folder, TENSORBOARD):
+            writer.flush()
     finally:
-        with suppress(OSError):  # every event was flushed, or its failure raised
-            file.close()
+        with suppress(OSError):  # only the first error is raised
+            writer.close()
 
 
 @contextmanager

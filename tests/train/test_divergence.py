@@ -15,25 +15,23 @@ from jaxformer.models.clip import CLIPConfig
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.vit import ViTConfig
 from jaxformer.train.divergence import (
-    ABOVE_STEPS,
-    ENORMOUS_STEPS,
-    FLAT_STEPS,
-    HALF_LOST_STEPS,
     LOST_STEPS,
+    MAX_LOST,
     MEAN_STEPS,
-    PART_LOST_STEPS,
     Divergence,
     DivergenceMonitor,
     chance_loss,
     first_to_move,
     head_entropy,
 )
-from jaxformer.train.remedies import optimizer_remedies, remedies
+from jaxformer.train.remedies import hints, remedies
 
 CHANCE = log(2048)
 FALLING = [CHANCE + 0.1 - 0.03 * step for step in range(80)]
 """To 5.35 nats, at step 80."""
 MINIMUM = FALLING[-1]
+FEWEST_STEPS = int(LOST_STEPS / MAX_LOST**2)
+"""Steps to notice the largest losses."""
 TRACES = json.loads((Path(__file__).parents[1] / "fixtures/divergence.json").read_text())
 """Loss and gradient norm of each step of runs that `benchmarks/divergence.py` trained, rounded."""
 
@@ -54,25 +52,19 @@ def falling_to(end: float, steps: int, first: float = 8.13) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("after", "steps", "reason"),
-    [
-        (100.0, ENORMOUS_STEPS, "more than 10 times 7.72, the larger of its first value and the chance loss, for 3"),
-        (1e11, ENORMOUS_STEPS, "more than 10 times 7.72, the larger of its first value and the chance loss, for 3"),
-        (CHANCE + 0.8, ABOVE_STEPS, "more than 0.5 above 7.72, the larger of its first value and the chance loss"),
-        (CHANCE - 0.05, LOST_STEPS, "more than 80% of the loss reduction has been lost for 16 steps"),
-        (6.8, HALF_LOST_STEPS, "more than 50% of the loss reduction has been lost for 100 steps"),
-    ],
+    ("after", "steps"),
+    [(100.0, FEWEST_STEPS), (1e11, FEWEST_STEPS), (CHANCE + 0.8, 13), (CHANCE - 0.05, 26), (6.8, 64)],
 )
-def test_larger_losses_are_noticed_sooner(after, steps, reason):
+def test_larger_losses_are_noticed_sooner(after, steps):
     (divergence,) = watch(FALLING + [after] * 150)
     assert (divergence.began, divergence.step) == (81, 80 + steps)
     assert (divergence.loss, divergence.minimum_step) == (after, 80)
     np.testing.assert_allclose(divergence.minimum, np.mean(FALLING[-MEAN_STEPS:]))
-    assert reason in divergence.reason
-    message = (
-        f"the loss has been diverging since step 81: {after:.4g} at step {80 + steps}, after a minimum of 5.49 (mean"
+    assert str(divergence) == (
+        f"the loss has been diverging since step 81: {after:.4g} at step {80 + steps}, after a minimum of 5.49 (mean "
+        f"of up to 10 steps) at step 80; it is {after - divergence.minimum:.3g} above that, and the larger of its "
+        "first value and the chance loss is 7.72"
     )
-    assert str(divergence).startswith(message)
     assert watch(FALLING + [after] * (steps - 1) + [MINIMUM] * 20) == []
 
 
@@ -80,7 +72,7 @@ def test_larger_losses_are_noticed_sooner(after, steps, reason):
 @pytest.mark.parametrize(("before", "after"), [(5.3, 6.65), (4.5, 6.0)])
 def test_persistent_collapse_is_noticed_despite_noise(before, after, deviation):
     (divergence, *_) = watch(noisy(falling_to(before, 600) + [after] * 250, deviation))
-    assert 598 <= divergence.began <= 601 and divergence.step <= 600 + PART_LOST_STEPS + MEAN_STEPS
+    assert 598 <= divergence.began <= 601 and divergence.step <= 600 + 210
     assert watch(noisy(falling_to(before, 600) + [after] * 60 + [before] * 300, deviation)) == []
 
 
@@ -101,15 +93,15 @@ def test_a_noisy_run_is_healthy(deviation):
 @pytest.mark.parametrize("first", [7.7, 8.13, 9.0])
 def test_return_to_chance_after_an_explosion_is_noticed(first):
     (divergence,) = watch([first, *FALLING[1:], 152.0, 1e6] + [CHANCE] * 40)
-    assert (divergence.began, divergence.step) == (81, 80 + LOST_STEPS)
+    assert (divergence.began, divergence.step) == (81, 98)  # the two of the explosion count 4 each
 
 
 def test_gradient_of_exactly_0_is_noticed_at_any_loss():
     dead = [0.0] * 40
     (divergence,) = watch(FALLING + [MINIMUM] * 40, [1.0] * 80 + dead)
-    assert (divergence.began, divergence.step) == (81, 80 + FLAT_STEPS) and "exactly 0 for 5" in divergence.reason
+    assert (divergence.began, divergence.step) == (81, 80 + FEWEST_STEPS) and "is exactly 0" in divergence.reason
     (divergence,) = watch([CHANCE] * 40, dead)  # from the first step on
-    assert divergence.step == FLAT_STEPS
+    assert divergence.step == FEWEST_STEPS
     assert watch(FALLING + [0.0] * 40, [1.0] * 80 + dead) == []  # nothing is left to learn
 
 
@@ -134,7 +126,7 @@ def test_spikes_that_recover_and_flat_losses_are_not_noticed(losses):
 
 def test_a_first_loss_far_above_chance_is_the_ceiling():
     assert watch([300.0, 250.0, 310.0] * 40) == []
-    assert watch([300.0] + [4000.0] * 10)[0].step == 4
+    assert watch([300.0] + [4000.0] * 10)[0].step == 1 + FEWEST_STEPS
 
 
 def test_a_divergence_is_returned_once_until_the_loss_returns():
@@ -150,10 +142,10 @@ def test_restored_monitor_decides_as_one_that_never_stopped():
         stopped = DivergenceMonitor.restore(json.loads(json.dumps(stopped.as_dict())), CHANCE, stops=True)
         divergence = uninterrupted.update(step, loss, 1.0)
         assert stopped.update(step, loss, 1.0) == divergence
-        assert uninterrupted.healthy == (step <= 81)  # the mean loss is high too from then on
+        assert uninterrupted.healthy == (step <= 82)
         if divergence:
             break
-    assert step == 80 + ABOVE_STEPS
+    assert step == divergence.step == 92
 
 
 def test_ignored_divergence_stops_a_run_resumed_with_stop():
@@ -167,12 +159,19 @@ def test_ignored_divergence_stops_a_run_resumed_with_stop():
         assert not restored.healthy
         return [step for step in range(111, 150) if restored.update(step, CHANCE + 1, 1.0)]
 
-    assert after(stops=True) == [110 + ABOVE_STEPS] and after(stops=False) == []
+    assert after(stops=True) == [119] and after(stops=False) == []
 
 
-def test_missing_or_unreadable_monitor_is_replaced_by_a_fresh_one():
-    for stored in (None, {"ceiling": 9.0, "minimum": 5.0}):
-        assert DivergenceMonitor.restore(stored, CHANCE, stops=True) == DivergenceMonitor(CHANCE)
+def test_monitor_of_an_earlier_version_keeps_its_minimum_and_a_missing_one_is_fresh():
+    assert DivergenceMonitor.restore(None, CHANCE, stops=True) == DivergenceMonitor(CHANCE)
+    stored = {
+        "ceiling": 8.1, "recent": [5.5], "minimum": 5.49, "minimum_step": 80, "began": 81, "sank": 0,
+        "noticed": False, "in_a_row": {"high": 1, "above": 1},
+    }  # fmt: skip
+    monitor = DivergenceMonitor.restore(stored, CHANCE, stops=True)
+    assert (monitor.minimum, monitor.ceiling, monitor.began, monitor.healthy) == (5.49, 8.1, 81, True)
+    updates = [monitor.update(step, 20.0, 1.0) for step in range(82, 82 + FEWEST_STEPS)]
+    assert updates[:-1] == [None] * (FEWEST_STEPS - 1) and updates[-1].began == 81
 
 
 @pytest.mark.parametrize("name", TRACES)
@@ -277,7 +276,7 @@ CONFIG = Config("test", DecoderConfig(norm="rmsnorm"), TextConfig(), 10, optimiz
 )
 def test_remedies_have_usable_values(optimizer, options):
     config = replace(CONFIG, optimizer=optimizer)
-    assert [option for _, option in optimizer_remedies(config)] == options
+    assert [option for _, option in hints(config)] == [*options, "--optimizer.warmup-steps 100"]
     assert all(option in remedies(config) for option in [*options, "--optimizer.warmup-steps 100"])
     assert "--model.norm" not in remedies(config)
     assert remedies(replace(config, model=DecoderConfig(norm="none"))).startswith("a norm before every layer")

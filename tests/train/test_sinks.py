@@ -134,14 +134,15 @@ def test_tensorboard_shows_each_step_of_a_resumed_run_once(tmp_path):
     assert {"loss", "val_loss", "lr", "entropy/0/1", "gradients/blocks.0.attention.heads.1.W_K/update"} <= names
 
 
-def test_tensorboard_does_not_wait_for_the_disk(tmp_path, monkeypatch):
+def test_tensorboard_seldom_waits_for_the_disk(tmp_path, monkeypatch):
     synced = []
     monkeypatch.setattr("os.fsync", synced.append)
     write_rows(tmp_path, range(3))
     with open_sinks(tmp_path, CONFIG) as (sink,):
-        sink({"step": 3, "loss": 2.0})
-        assert tensorboard_rows(tmp_path) == [(step, {"loss": 5.0 - step}) for step in range(4)]
-    assert synced == []
+        for step in range(3, 40):
+            sink({"step": step, "loss": 5.0 - step})
+    assert tensorboard_rows(tmp_path) == [(step, {"loss": 5.0 - step}) for step in range(40)]
+    assert len(synced) <= 3  # the header, the first row of this run, and the end
 
 
 def test_tensorboard_receives_the_rows_logged_before_it_was_enabled(tmp_path):
