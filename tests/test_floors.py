@@ -11,7 +11,7 @@ FLOORS = [
     {"invocation", "lazy"},
     {"contract", "errors", "signals", "terminal"},
     {"files"},
-    {"config_files", "determinism", "extras", "integrity", "preemption", "run_lock"},
+    {"config_files", "determinism", "extras", "integrity", "run_lock"},
     {"fields", "object_store"},
     {"config"},
     {"data"},
