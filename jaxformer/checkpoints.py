@@ -38,9 +38,8 @@ from jaxformer.errors import (
     user_error_on_write,
     write_error,
 )
-from jaxformer.integrity import ALL_ARRAYS, MISSING, NO_ARRAYS, find_corruption, find_unindexed, write_checksums
+from jaxformer.integrity import MISSING, NO_ARRAYS, find_corruption, find_unindexed, write_checksums
 from jaxformer.run_lock import LOCK, run_lock
-from jaxformer.staging import is_split, mirror_of, staged_run
 
 CHECKPOINTS = "checkpoints"
 TEMPORARY = ".orbax-checkpoint-tmp"
@@ -58,12 +57,8 @@ warn = logging.getLogger(__name__).warning
 
 
 def _is_relevant(record: logging.LogRecord) -> bool:
-    """Return False for Orbax's warnings about what is intended: a save without a validation loss, and processes that
-    each have their own folder, with one file per shard."""
-    message = record.getMessage()
-    of_split = ("Global object size logging disabled for `primary_host=None`", "Skipping merge of OCDBT checkpoints")
-    is_of_split = is_split() and any(text in message for text in of_split)
-    return not is_of_split and not message.startswith("Requested `tracked_metric`; did not provide metrics")
+    """Return False for Orbax's warning about what is intended: a save without a validation loss."""
+    return not record.getMessage().startswith("Requested `tracked_metric`; did not provide metrics")
 
 
 logging.getLogger("absl").setLevel(logging.WARNING)  # Orbax logs every file at a lower level
@@ -78,13 +73,12 @@ class CheckpointReader:
     """Read-only access to the checkpoints in a run's folder, which does not disturb a run that is training there.
 
     Each checkpoint is a folder in Orbax's format, named by its step. Parameters, optimizer state and position (such as
-    the step and the data's fingerprint) are separate items, so that sampling reads only the parameters. Checkpoints of
-    a run on object storage are downloaded when they are verified.
+    the step and the data's fingerprint) are separate items, so that sampling reads only the parameters.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._path = folder, (folder / CHECKPOINTS).absolute()
-        self._staged, self._title = staged_run(folder), run_name(folder)
+        self._title = run_name(folder)
         self._corruption: dict[int, str | None] = {}
 
     def steps(self) -> list[int]:
@@ -191,7 +185,7 @@ class CheckpointReader:
         try:
             self._check_shapes(step, item, abstract)
             with _plain_path(self._path) as path:
-                return ocp.Checkpointer(_arrays_handler()).restore(path / str(step) / item, args=args)
+                return ocp.Checkpointer(ocp.StandardCheckpointHandler()).restore(path / str(step) / item, args=args)
         except READ_ERRORS as error:
             with _suppress_late_errors(lambda: True):
                 traceback.clear_frames(error.__traceback__)
@@ -224,33 +218,17 @@ class CheckpointReader:
             name = item.rpartition("/")[2]
             raise FileNotFoundError(f"{name} is missing; a run still training there may have removed it")
         with _plain_path(self._path) as path:
-            return _arrays_handler().metadata(path / item).tree
+            return ocp.StandardCheckpointHandler().metadata(path / item).tree
 
     def _find_corruption(self, step: int) -> str | None:
         """Return a description of a checkpoint's corruption, or None; the result is cached."""
         if step not in self._corruption:
-            if self._staged is None:
-                reason = self._verify(step)
-            else:
-                self._staged.fetch(self._name(step))
-                reason = self._verify(step)
-                if reason is not None and self._staged.fetch(self._name(step), anew=True):
-                    reason = self._verify(step)
-            if reason is None and not is_split():  # otherwise process 0 has the index
-                reason = find_unindexed(self._path / str(step))
-            self._corruption[step] = reason
+            self._corruption[step] = self._verify(step) or find_unindexed(self._path / str(step))
         return self._corruption[step]
-
-    def _name(self, step: int) -> str:
-        """Return the name of a checkpoint in the store of a staged run."""
-        assert self._staged is not None
-        return (self._path / str(step)).relative_to(self._staged.folder).as_posix()
 
     def _find_missing(self, step: int) -> str | None:
         """Return a description of a checkpoint's corruption, or None, without reading the content of its arrays."""
-        reason = find_corruption(self._path / str(step), NO_ARRAYS)
-        is_in_store = self._staged is not None and reason is not None and reason.endswith(MISSING)
-        return None if is_in_store else reason
+        return find_corruption(self._path / str(step), NO_ARRAYS)
 
     def _verify(self, step: int) -> str | None:
         return find_corruption(self._path / str(step))
@@ -287,25 +265,11 @@ class CheckpointReader:
             return -math.inf, -step
 
 
-def _primary_host() -> ocp.options.MultiprocessingOptions:
-    """Return Orbax's options for the processes that write more than their shards: process 0, or all if each has its own
-    folder.
-
-    All of Orbax's readers and writers share these options.
-    """
-    return ocp.options.MultiprocessingOptions(primary_host=None if is_split() else 0)
-
-
 def _from_one_device(tree: Any) -> Any:
     """Return the tree with one copy of each array that is replicated on all devices of this process. Orbax would
     otherwise have each device write a slice, and compile a program per slice (google/orbax#2934)."""
     is_copied = lambda x: isinstance(x, jax.Array) and x.is_fully_replicated and x.is_fully_addressable  # noqa: E731
     return jax.tree.map(lambda x: x.addressable_data(0) if is_copied(x) else x, tree)
-
-
-def _arrays_handler() -> ocp.StandardCheckpointHandler:
-    """Return the handler that reads and writes arrays, with one file per shard if each process has its own folder."""
-    return ocp.StandardCheckpointHandler(multiprocessing_options=_primary_host(), use_ocdbt=not is_split())
 
 
 @contextlib.contextmanager
@@ -365,8 +329,7 @@ class CheckpointManager(CheckpointReader):
     already have diverged. Saving runs in the background. Once all files of a checkpoint are written, the names, shapes
     and dtypes of its arrays are read back and compared with the state's; only then are its checksums written, a rename
     publishes it, and older ones are removed. Every process of a `jax.distributed` job creates a manager and calls it in
-    the same order. If the folder stages a run on object storage, each process has its own folder with its own shards,
-    which together form the checkpoint.
+    the same order.
 
     On entering, the last checkpoint is verified, its files divided among the processes. If it is corrupt, it is
     quarantined with a warning, so that its step can be saved again, and the previous one is verified. Older checkpoints
@@ -378,7 +341,6 @@ class CheckpointManager(CheckpointReader):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        self._is_split = is_split()
         self._saving: int | None = None
         self._saved: dict[str, str] = {}
         self._has_failed = False
@@ -388,13 +350,8 @@ class CheckpointManager(CheckpointReader):
         with contextlib.ExitStack() as stack:
             stack.enter_context(_suppress_late_errors(lambda: self._has_failed))
             self._plain = path = stack.enter_context(_plain_path(self._path))
-            if self._writes_files():
+            if is_main_process():
                 stack.enter_context(run_lock(self._folder))
-            if self._is_split:  # Orbax does not do this for one of several processes
-                with user_error_on_write(self._folder, CHECKPOINTS):
-                    self._path.mkdir(exist_ok=True)
-                    for temporary in self._path.glob(f"*{TEMPORARY}*"):
-                        shutil.rmtree(temporary)
             self._quarantine()
             barrier()  # from here on, all processes see the same steps
             self._healthy = {step for step in self.steps() if self.is_healthy(step)}
@@ -407,17 +364,16 @@ class CheckpointManager(CheckpointReader):
                 ]
             )
             options = ocp.CheckpointManagerOptions(
-                create=not self._is_split, cleanup_tmp_directories=not self._is_split, preservation_policy=policy,
-                best_fn=score, multiprocessing_options=_primary_host(),
+                cleanup_tmp_directories=True,
+                preservation_policy=policy,
+                best_fn=score,
                 async_options=ocp.AsyncOptions(
-                    timeout_secs=SAVE_TIMEOUT_SECONDS, post_finalization_callback=self._complete,
-                    # Processes that each create folders would mistake each other's signals for their own.
-                    create_directories_asynchronously=not self._is_split,
+                    timeout_secs=SAVE_TIMEOUT_SECONDS, post_finalization_callback=self._complete
                 ),
-            )  # fmt: skip
+            )
             with user_error_on_write(self._folder, CHECKPOINTS):
-                position = ocp.JsonCheckpointHandler(multiprocessing_options=_primary_host())
-                handlers = {"params": _arrays_handler(), "opt_state": _arrays_handler(), "position": position}
+                arrays = ocp.StandardCheckpointHandler
+                handlers = {"params": arrays(), "opt_state": arrays(), "position": ocp.JsonCheckpointHandler()}
                 self._manager = ocp.CheckpointManager(path, options=options, item_handlers=handlers)
             self._stack = stack.pop_all()
         return self
@@ -461,8 +417,6 @@ class CheckpointManager(CheckpointReader):
           UserError: the checkpoint cannot be written.
         """
         previous, failure = self._saving, self._wait()
-        if (mirror := mirror_of(self._folder)) is not None:
-            mirror.wait()
         if step in self._manager.all_steps():
             return
         self._saving = step
@@ -512,18 +466,9 @@ class CheckpointManager(CheckpointReader):
         with user_error_on_write(self._folder, CHECKPOINTS):
             for number in reversed(later):
                 self._manager.delete(number)
-                self._remove_from_store(number)
         self._healthy.difference_update(later)
         barrier()
         return later
-
-    def _writes_files(self) -> bool:
-        """Return True for a process that writes files other than its shards."""
-        return is_main_process() or self._is_split
-
-    def _remove_from_store(self, step: int) -> None:
-        if (mirror := mirror_of(self._folder)) is not None:
-            mirror.remove(self._name(step))
 
     def _wait(self) -> str | None:
         """Wait for the save in progress; return the reason if the file system failed to write it."""
@@ -562,11 +507,10 @@ class CheckpointManager(CheckpointReader):
         return write_error(self._folder, f"{name} ({previous})", reason)
 
     def _complete(self) -> None:
-        """Read the checkpoint back and write its checksums. Orbax calls this in a thread of each process that writes
-        files, after all files are written, and before the rename and the removal of older checkpoints."""
+        """Read the checkpoint back and write its checksums. Orbax calls this in a thread of process 0, after all files
+        are written, and before the rename and the removal of older checkpoints."""
         checkpoint = next(self._path.glob(f"{self._saving}{TEMPORARY}*"), self._path / str(self._saving))
-        if is_main_process():  # which has the index of all processes' shards
-            self._read_back(checkpoint.name)
+        self._read_back(checkpoint.name)
         write_checksums(checkpoint)
 
     def _read_back(self, checkpoint: str) -> None:
@@ -583,9 +527,8 @@ class CheckpointManager(CheckpointReader):
                 raise _ReadBackError(f"{name} is {saved} in memory and {read} when it is read back")
 
     def _verify(self, step: int) -> str | None:
-        """Return a description of a checkpoint's corruption, or None; each process verifies its share of the files, or
-        its own copy."""
-        own_files = ALL_ARRAYS if self._is_split else slice(jax.process_index(), None, jax.process_count())
+        """Return a description of a checkpoint's corruption, or None; each process verifies its share of the files."""
+        own_files = slice(jax.process_index(), None, jax.process_count())
         return next(filter(None, all_gather(find_corruption(self._path / str(step), own_files) or "")), None)
 
     def _quarantine(self) -> None:
@@ -595,7 +538,7 @@ class CheckpointManager(CheckpointReader):
             return
         intact = self._require_intact(steps[::-1])
         preserved = {*steps[-2:], min(steps, key=self._rank)}
-        for step in steps if self._writes_files() else ():
+        for step in steps if is_main_process() else ():
             path, quarantine = self._path / str(step), self._path / f"{step}.corrupt"
             reason = self._find_corruption(step) if step >= intact else self._find_missing(step)
             if reason is None:
@@ -604,7 +547,6 @@ class CheckpointManager(CheckpointReader):
                 if step > intact:
                     shutil.rmtree(quarantine, ignore_errors=True)
                     path.rename(quarantine)
-                    self._remove_from_store(step)
                     action = f"quarantined as {quarantine.name}, {intact} is used instead"
                 else:
                     shutil.rmtree(path)

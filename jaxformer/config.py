@@ -231,13 +231,8 @@ class TrainConfig:
     """Validation examples per evaluation; the last evaluation uses all."""
     report_every: NonNegative = 500
     """Steps between tables of update ratios and between sample generations, both also at step 100; 0: none, and no
-<<<<<<< HEAD
-    plots, report.html or initialisation check."""
-    gradients_every: NonNegative = 50
-=======
     report.html or initialisation check."""
-    gradients_every: int = 50
->>>>>>> outlets
+    gradients_every: NonNegative = 50
     """Steps between rows of the log with the norms of gradient, weights and update of each parameter; earlier rows come
     after 1, 2, 4, ... times log_every steps; 0: none."""
     checkpoint_every: NonNegative = 100

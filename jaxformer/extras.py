@@ -9,7 +9,7 @@ from jaxformer.errors import UserError
 
 EXTRAS = {
     "PIL": "images", "babel": "dates", "flatbuffers": "stablehlo", "gguf": "gguf", "jinja2": "hf",
-    "matplotlib": "plots", "obstore": "store", "pyarrow": "data", "sacrebleu": "translation",
+    "matplotlib": "plots", "pyarrow": "data", "sacrebleu": "translation",
     "safetensors": "hf", "tensorboardX": "tensorboard", "wandb": "wandb",
 }  # fmt: skip
 """Extra that installs each package."""

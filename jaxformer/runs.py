@@ -32,7 +32,7 @@ from jaxformer.models.objective import Params, is_causal_lm, next_token_nll
 from jaxformer.nn.parameters import parameter_axes, trace_init
 from jaxformer.parameters import dotted
 from jaxformer.sharding import abstract, shardings
-from jaxformer.staging import local_folder
+from jaxformer.storage import local_folder
 from jaxformer.stored_classes import BASE, CONFIG, find_class
 
 TOKENIZER, CLASSES = "tokenizer.json", "classes.json"

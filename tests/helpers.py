@@ -21,7 +21,6 @@ from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.data.windows import TextConfig
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.objective import next_token_nll
-from jaxformer.object_store import ObjectStore
 from jaxformer.runs import create_run
 
 ROOT = Path(__file__).parents[1]
@@ -168,16 +167,3 @@ def fill(disk: Path, leave: int) -> Path:
         except OSError:
             out.truncate(max(0, out.tell() - leave))
     return file
-
-
-def in_memory(monkeypatch: pytest.MonkeyPatch) -> ObjectStore:
-    """Replace all stores by one in memory, whatever their URL; return it."""
-    objects = pytest.importorskip("obstore.store").MemoryStore()
-    connect = ObjectStore.__init__
-
-    def init(store: ObjectStore, url: str) -> None:
-        connect(store, url)
-        store._store = objects
-
-    monkeypatch.setattr(ObjectStore, "__init__", init)
-    return ObjectStore("s3://bucket/run")

@@ -180,7 +180,7 @@ def test_commands_run(here, monkeypatch, capsys, command):
         elif words[:3] == ["pip", "install", "-e"]:
             extras = re.fullmatch(r"\.(?:\[([\w,-]+)\])?", words[3])
             assert extras and set((extras[1] or "test").split(",")) <= set(EXTRAS)
-        elif "s3://" in part:  # as in tests/test_staging.py
+        elif "s3://" in part:  # as in tests/test_storage.py
             assert {word for word in words if word.startswith("--")} <= {"--run", "--resume", "--data.path"}
         elif words == ["pytest"]:
             assert "pytest" in " ".join(EXTRAS["test"])

@@ -23,7 +23,7 @@ from jaxformer.config_files import load_module
 from jaxformer.data.infer_config import fit_patches
 from jaxformer.errors import DISK_FULL_ERRORS, UserError
 from jaxformer.fields import check_fields, not_a_choice
-from jaxformer.object_store import is_url
+from jaxformer.storage import is_url, local_folder
 from jaxformer.terminal import echo, echo_error, escape_control, escape_line, prepare_streams
 
 T = TypeVar("T")
@@ -320,8 +320,6 @@ def run_named(flag: str, value: str) -> Path:
     `folder_named` and `local_folder` do."""
     if not is_url(value):
         return folder_named(flag, value)
-    from jaxformer.staging import local_folder
-
     return local_folder(value)
 
 

@@ -40,7 +40,7 @@ def main(arguments: list[str]) -> int:
         raise UserError(f"give two runs: {command('diff')} runs/one runs/other.")
 
     from jaxformer.inspect.comparison import checkpoint_differences, config_differences, log_differences
-    from jaxformer.staging import local_folder
+    from jaxformer.storage import local_folder
 
     a, b = local_folder(options.one), local_folder(options.other)
     sections = {

@@ -33,22 +33,19 @@ from jaxformer.determinism import set_deterministic
 from jaxformer.distributed import (
     DistributedOptions,
     barrier,
+    broadcast,
     connect,
     count_processes,
     exit_on_lost_process,
     is_main_process,
     shutdown,
 )
-<<<<<<< HEAD
-from jaxformer.errors import UserError, resume_command, run_name, user_error_on_write
-from jaxformer.fields import NonNegative
-=======
 from jaxformer.errors import UserError, resume_command, run_name
->>>>>>> outlets
+from jaxformer.fields import NonNegative
 from jaxformer.files import no_empty_parents
 from jaxformer.invocation import command
-from jaxformer.object_store import is_url
 from jaxformer.signals import STOPPING, raise_on_signals
+from jaxformer.storage import is_url, training_folder, uploading
 from jaxformer.terminal import echo, echo_status
 
 if TYPE_CHECKING:
@@ -135,15 +132,13 @@ def _start(arguments: list[str], stack: contextlib.ExitStack) -> Prepared | None
       stack: contexts to close at the end of the command.
     """
     given = options_given(arguments)
-    known, _ = peek(arguments, {"--config": 1, "--run": 1, "--resume": 0, "--init-from": 1, "--distributed.process": 1})
+    known, _ = peek(arguments, {"--config": 1, "--run": 1, "--resume": 0, "--init-from": 1})
     resume, (spec,), (run,) = "--resume" in known, known.get("--config", [None]), known.get("--run", [None])
-    staged = None
-    if run is not None and is_url(run):
-        from jaxformer.staging import mirrored, open_staged, process_index
-
-        staged = stack.enter_context(
-            open_staged(run, process_index(known.get("--distributed.process", [""])[0]), resume)
-        )
+    url = run if run is not None and is_url(run) else None
+    if url is not None:
+        if count_processes(os.environ) > 1 or "--distributed.processes" in given:
+            raise _several_processes_error(url)
+        copy = stack.enter_context(training_folder(url, resume))
 
     # orbax and grain are slow to import; report mistyped options before.
     named = None if spec is None else load_config(spec)  # first, as it may define classes that the stored config uses
@@ -151,10 +146,12 @@ def _start(arguments: list[str], stack: contextlib.ExitStack) -> Prepared | None
     if resume:
         from jaxformer.runs import latest_run, read_config
 
-        if staged is not None:
-            folder = staged.folder
+        if url is not None:
+            folder = copy
+        elif run is not None:
+            folder = folder_named("--run", run)
         else:
-            folder = latest_run(RUNS) if run is None else folder_named("--run", run)
+            folder = latest_run(RUNS)
         stored = read_config(folder)
     init_from, pretrained = None if named is None else named.init_from, None
     if "--init-from" in known:
@@ -171,14 +168,14 @@ def _start(arguments: list[str], stack: contextlib.ExitStack) -> Prepared | None
     if pretrained is not None and pretrained.tokenizer is not None and "--data.tokenizer" in given:
         raise UserError(f"--data.tokenizer has no effect on {pretrained.path}, which has its own; omit it.")
     changes = ""
-    if options.run is not None and staged is None:
+    if options.run is not None and url is None:
         folder_named("--run", options.run)
     if stored is not None:
         from jaxformer.train.resume import check_resumable, is_finished
 
         changes = check_resumable(folder, stored, config, options.from_step is not None)
-    elif staged is not None:
-        folder = staged.folder
+    elif url is not None:
+        folder = copy
     elif options.run is not None and Path(options.run).exists():
         raise UserError(f"{options.run} exists; add --resume to continue it, or choose another --run.")
     else:
@@ -188,14 +185,16 @@ def _start(arguments: list[str], stack: contextlib.ExitStack) -> Prepared | None
     if config.compute.deterministic:
         set_deterministic()
     connect(options.distributed)
+    if url is not None and jax.process_count() > 1:
+        raise _several_processes_error(url)
     from jaxformer.run_lock import hold_run_lock
     from jaxformer.runs import check_writable_parent
 
     stack.enter_context(exit_on_lost_process("training has not started."))
     early = stack.enter_context(contextlib.ExitStack())
     early.enter_context(raise_on_signals(*STOPPING, message=TOO_EARLY))
-    if staged is not None:
-        stack.enter_context(mirrored(staged))
+    if url is not None:
+        stack.enter_context(uploading(url, folder))
     if is_main_process() and stored is None:  # before the data is read and the step is compiled
         check_writable_parent(folder)
         stack.enter_context(no_empty_parents(folder))
@@ -207,6 +206,10 @@ def _start(arguments: list[str], stack: contextlib.ExitStack) -> Prepared | None
     if stored is not None and config.init_from is not None:
         pretrained = _open_start(config, folder, options.from_step)
     return _prepare(config, folder, stored is not None, options, changes, model_fields(arguments), pretrained, early)
+
+
+def _several_processes_error(url: str) -> UserError:
+    return UserError(f"{url} can be trained by one process only; mount the bucket, and name the folder with --run.")
 
 
 def _open_start(config: Config, folder: Path, from_step: int | None) -> Pretrained | None:
@@ -242,7 +245,6 @@ def _prepare(
     from jaxformer.inspect.training_report import header
     from jaxformer.runs import create_run, load_data
     from jaxformer.sharding import make_mesh
-    from jaxformer.staging import share_run
     from jaxformer.train.log import console, print_line
     from jaxformer.train.resume import Rollback
     from jaxformer.train.setup import TrainSetup
@@ -272,7 +274,7 @@ def _prepare(
     if not resume:
         if is_main_process():
             folder = create_run(folder, config, data.tokenizer, options.run is None, data.classes)
-        folder = share_run(folder)
+        folder = Path(broadcast(str(folder)))
 
     for line in header(setup, data, folder, resume):
         print_line(line)
@@ -290,15 +292,12 @@ def _prepare(
 def _discard_if_not_begun(folder: Path, resume: bool) -> Iterator[None]:
     """Remove the folder of a new run that fails before its first log row."""
     from jaxformer.runs import METRICS
-    from jaxformer.staging import mirror_of
 
     try:
         with exit_on_lost_process(f"resume from the last checkpoint with: {resume_command(folder)}"):
             yield
     except (UserError, KeyboardInterrupt):
         if is_main_process() and not resume and not (folder / METRICS).exists():
-            if (mirror := mirror_of(folder)) is not None:
-                mirror.abandon()
             shutil.rmtree(folder, ignore_errors=True)
         raise
 

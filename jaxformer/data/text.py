@@ -32,7 +32,7 @@ from jaxformer.data.progress import Progress
 from jaxformer.errors import UserError, abbreviate, lone_surrogate, parse_json
 from jaxformer.extras import import_extra
 from jaxformer.files import expand_home
-from jaxformer.object_store import download_data, is_url
+from jaxformer.storage import download_data, is_url
 
 T = TypeVar("T")
 SOTU = "sotu"

@@ -27,6 +27,7 @@ from jaxformer.data.text import FORMS, Documents, batches, hold_out, read_docume
 from jaxformer.data.tokenizer import TOKENIZER_CONFIG, Tokenizer
 from jaxformer.data.word_encoder import WordEncoder
 from jaxformer.errors import UserError, os_error_reason
+from jaxformer.fields import ValFraction
 from jaxformer.files import cache_root, make_private, sha256, try_lock
 
 FORMAT = 3

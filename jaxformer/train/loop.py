@@ -18,7 +18,6 @@ from jaxformer.data.dataset import Batch, Dataset
 from jaxformer.determinism import check_deterministic
 from jaxformer.distributed import AsyncMax, barrier, is_main_process
 from jaxformer.parameters import in_order, norm_rows, row_names
-from jaxformer.preemption import watch_preemption
 from jaxformer.sharding import assemble, batch_sharding, local_rows
 from jaxformer.signals import STOPPING, record_signals
 from jaxformer.train.divergence import HISTORY_STEPS, Divergence, Mover, first_to_move
@@ -118,7 +117,6 @@ def train(
     with ExitStack() as stack:
         # Signals are recorded until the last save is finished.
         signals = stack.enter_context(record_signals(*STOPPING))
-        stack.enter_context(watch_preemption(signals))
         checkpoints = stack.enter_context(CheckpointManager(folder))
         start = find_start(setup, data, folder, checkpoints, resume, allow_changed_data, rollback)
         if start.resumed and rollback is None:

@@ -1,0 +1,241 @@
+"""Runs and data at URLs: copied, uploaded while they change, and resumed."""
+
+import os
+import re
+import shutil
+import signal
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import tensorstore
+
+from jaxformer import storage
+from jaxformer.checkpoints import CheckpointReader
+from jaxformer.cli import eval as evaluate
+from jaxformer.cli import inspect, sample, train
+from jaxformer.data.text import find_files
+from jaxformer.errors import UserError, resume_command, run_name
+from jaxformer.integrity import CHECKSUMS
+from jaxformer.runs import load_run
+from jaxformer.storage import Storage, StorageError, Upload, download_data, is_url, local_folder, uploading
+from jaxformer.train.log import read_metrics
+from tests.helpers import run, start, tiny, write_books
+
+URL = "s3://bucket/run"
+
+
+@pytest.fixture
+def memory(monkeypatch, tmp_path) -> Storage:
+    """Replace the buckets by one in memory, and the cache by one of this test."""
+    monkeypatch.setenv("JAXFORMER_CACHE", str(tmp_path / "cache"))
+    context, connect = tensorstore.Context(), tensorstore.KvStore.open
+    in_memory = lambda spec, **_: connect({"driver": "memory", "path": spec["path"]}, context=context)  # noqa: E731
+    monkeypatch.setattr(tensorstore.KvStore, "open", in_memory)
+    return Storage(URL)
+
+
+def write(storage: Storage, name: str, content: bytes, folder: Path) -> None:
+    (folder / "content").write_bytes(content)
+    storage.upload({name: folder / "content"})
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("s3://bucket/run", True), ("gs://b/r", True), ("s3://", True), ("runs/s3", False), ("s3:/bucket/run", False),
+     ("http://host/x", False), ("C:\\runs", False)],
+)  # fmt: skip
+def test_urls_are_recognised(name, expected):
+    assert is_url(name) == expected
+
+
+@pytest.mark.parametrize(
+    "url", ["s3://", "s3://bucket", "s3://bucket/", "s3://b//x", "s3://b/../x", "s3://b/a b", "s3:///x"]
+)
+def test_malformed_urls_are_refused(url):
+    with pytest.raises(UserError, match="is not a URL of objects in a bucket; write it like s3://bucket/name"):
+        Storage(url)
+
+
+def test_data_is_downloaded_once_per_content(memory, monkeypatch, tmp_path):
+    write(memory, "a.txt", b"one", tmp_path)
+    write(memory, "sub/b.txt", b"two", tmp_path)
+    write(memory, "sub", b"", tmp_path)  # as consoles mark folders
+    write(Storage("s3://bucket/run-2"), "c.txt", b"another's", tmp_path)
+    assert [file.read_bytes() for file in find_files(URL).files] == [b"one", b"two"]
+    written, replace = [], storage.write_atomically
+    record = lambda file, content: written.append(file.name) or replace(file, content)  # noqa: E731
+    monkeypatch.setattr(storage, "write_atomically", record)
+    write(memory, "a.txt", b"three", tmp_path)
+    memory.remove(["sub/b.txt", "sub", "absent"])
+    for url in (f"{URL}/", URL):
+        assert [file.read_bytes() for file in find_files(url).files] == [b"three"]
+    assert [name for name in written if name.endswith(".txt")] == ["a.txt"]
+    assert download_data(f"{URL}/a.txt").read_bytes() == b"three"
+    memory.remove(["a.txt"])
+    with pytest.raises(UserError, match="no data at s3://bucket/run; give the URL of an object"):
+        download_data(URL)
+
+
+def write_checkpoint(folder: Path, step: int, content: str = "") -> None:
+    path = folder / f"checkpoints/{step}"
+    (path / "params").mkdir(parents=True, exist_ok=True)
+    (path / "params/d").write_text(content)
+    (path / CHECKSUMS).write_text(content)
+
+
+def test_checksums_are_uploaded_last_and_removed_first(memory, monkeypatch, tmp_path):
+    folder, order = tmp_path / "run", []
+    write_checkpoint(folder, 5)
+    upload = Upload(memory, folder)
+    upload()
+    assert not memory.names()  # it has no log yet
+    for name in ("metrics.jsonl", ".lock", "metrics.jsonl.1.new", "checkpoints/6.corrupt/x", "checkpoints/7/params/d"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("")
+    transfer = Storage._transfer
+    monkeypatch.setattr(Storage, "_transfer", lambda self, f, names: order.extend(names) or transfer(self, f, names))
+    upload()
+    checkpoint = ["checkpoints/5/params/d", f"checkpoints/5/{CHECKSUMS}"]
+    assert memory.names() == {"metrics.jsonl", *checkpoint}
+    assert order[-1] == checkpoint[1]
+    order.clear()
+    upload()
+    assert not order
+    write_checkpoint(folder, 5, "saved again")
+    upload()
+    assert order == [checkpoint[1], *checkpoint]
+    order.clear()
+    for name in checkpoint:
+        (folder / name).unlink()
+    upload()
+    assert order == checkpoint[::-1] and memory.names() == {"metrics.jsonl"}
+
+
+def test_interrupted_upload_is_no_checkpoint_and_is_cleaned_up(memory, tmp_path):
+    write_checkpoint(tmp_path / "run", 5)
+    (tmp_path / "run/metrics.jsonl").write_text("")
+    Upload(memory, tmp_path / "run")()
+    write(memory, "checkpoints/10/params/d", b"", tmp_path)
+    copy = local_folder(URL)
+    assert CheckpointReader(copy).steps() == [5] and run_name(copy) == URL
+    with storage.training_folder(URL, resume=True) as folder:
+        with uploading(URL, folder):
+            assert resume_command(folder).endswith(f" --resume --run {URL}")
+        with (
+            pytest.raises(UserError, match=r"process \d+ is training in"),
+            storage.training_folder(URL, resume=True),
+        ):
+            pass
+    assert not [name for name in memory.names() if name.startswith("checkpoints/10/")]
+
+
+def test_failing_storage_does_not_stop_training_and_gets_all_later(memory, monkeypatch, tmp_path, caplog):
+    monkeypatch.setattr(storage, "UPLOAD_SECONDS", 0.01)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/metrics.jsonl").write_text("")
+    upload = Storage.upload
+
+    def fail(self, files):
+        raise StorageError(f"{URL}: it does not answer.")
+
+    monkeypatch.setattr(Storage, "upload", fail)
+    expected = r"it does not answer; not all of .* is uploaded: copy it before you resume"
+    with pytest.raises(UserError, match=expected), uploading(URL, tmp_path / "run"):
+        time.sleep(0.1)
+    assert caplog.text.count("it does not answer; training continues and will try again") == 1
+    with uploading(URL, tmp_path / "run"):
+        monkeypatch.setattr(Storage, "upload", upload)
+    assert memory.names() == {"metrics.jsonl"}
+
+
+def test_absent_existing_and_split_runs_are_one_sentence(memory, tmp_path, capsys):
+    assert sample.main(["--run", URL]) == 2
+    assert f"error: {URL} does not exist; train one" in capsys.readouterr().err
+    write(memory, "x", b"", tmp_path)
+    assert train.main(["--run", URL]) == 2
+    assert f"error: {URL} exists, with 1 objects; add --resume" in capsys.readouterr().err
+    assert train.main(["--run", URL, "--distributed.processes", "2"]) == 2
+    assert f"error: {URL} can be trained by one process only; mount the bucket" in capsys.readouterr().err
+
+
+@pytest.fixture
+def s3(monkeypatch) -> Iterator[None]:
+    """Start an S3 server with a bucket on loopback, and set its environment variables."""
+    server = pytest.importorskip("moto.server").ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+    try:
+        urllib.request.urlopen(urllib.request.Request(f"http://{host}:{port}/bucket", method="PUT")).close()
+        yield
+    finally:
+        server.stop()
+
+
+ENDLESS = (
+    "--train.report-every", "0", "--train.eval-every", "0", "--train.gradients-every", "0", "--train.log-every", "1",
+    "--train.checkpoint-every", "100",
+)  # fmt: skip
+
+
+def incomplete(names: set[str]) -> set[str]:
+    """Return the checkpoints without checksums among the names of a run's objects."""
+    matches = [match for name in names if (match := storage.CHECKPOINT_FILE.fullmatch(name))]
+    return {match[1] for match in matches if f"{match[1]}/{CHECKSUMS}" not in names}
+
+
+@pytest.mark.slow
+def test_run_killed_during_an_upload_resumes_from_the_last_complete_checkpoint(s3, tmp_path, monkeypatch):
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", f"{os.environ['JAXFORMER_CACHE']}/compiled")
+    monkeypatch.setenv("JAXFORMER_CACHE", str(tmp_path / "cache"))
+    Storage("s3://bucket/books").upload({file.name: file for file in write_books(tmp_path / "books").iterdir()})
+    options = tiny(Path("-"), 10**6, *ENDLESS, "--data.path", "s3://bucket/books", "--mesh", "data=1")
+    process = start("train.py", *options, "--run", URL, cwd=tmp_path)
+    until, killed = time.monotonic() + 120, Storage(URL)
+    while True:
+        names = killed.names()
+        if incomplete(names) and any(re.fullmatch(rf"checkpoints/\d+/{CHECKSUMS}", name) for name in names):
+            break
+        assert time.monotonic() < until and process.poll() is None, process.communicate()
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+
+    step = CheckpointReader(local_folder(URL)).step()
+    assert incomplete(killed.names()) and f"checkpoints/{step}" not in incomplete(killed.names())
+    shutil.rmtree(tmp_path / "cache")  # as on another machine
+    last = str(step + 3)
+    resumed = run("train.py", "--resume", "--run", URL, "--steps", last, cwd=tmp_path)
+    assert resumed.returncode == 0, resumed.stderr
+    assert f"run {URL} (resumed)" in resumed.stdout and f"resumed from step {step:,}" in resumed.stdout
+    assert not incomplete(killed.names())
+    assert sample.main(["--run", URL, "--max-new-tokens", "3"]) == 0
+    assert evaluate.main([URL]) == 0
+    assert inspect.main([URL, "--out", str(tmp_path / "page.html")]) == 0
+    loaded = load_run(URL)
+    assert loaded.step == int(last) and run_name(loaded.path) == URL
+    rows = [row["step"] for row in read_metrics(loaded.path)]
+    assert rows == list(range(rows[0], int(last) + 1))
+
+
+@pytest.mark.slow
+def test_wrong_bucket_credentials_and_server_are_one_sentence(s3, monkeypatch, capsys):
+    monkeypatch.setattr(storage, "RETRIES", {"max_retries": 1})
+    assert train.main(["--run", "s3://absent/run"]) == 2
+    error = "error: s3://absent/run: there is no such bucket; create it, or correct the URL.\n"
+    assert error in capsys.readouterr().err
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    with pytest.raises(StorageError, match=r"^s3://bucket/x: access is denied; set AWS_ACCESS_KEY_ID .* write\.$"):
+        Storage("s3://bucket/x").names()
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+    with pytest.raises(
+        StorageError, match=r"^s3://bucket/x: .*connect.*; check the URL, the network and the endpoint\.$"
+    ):
+        Storage("s3://bucket/x").names()
