@@ -26,8 +26,8 @@ def with_jax(attend_BHTK: Any, dtype: Any, B: int, H: int, T: int, K: int) -> tu
     import jax.numpy as jnp
     from jax.sharding import PartitionSpec
 
-    from jaxformer.memory import memory_needed
-    from jaxformer.sharding import BATCH, batch_sharding, make_mesh, on_each_shard
+    from jaxformer.parallel.memory import memory_needed
+    from jaxformer.parallel.mesh import BATCH, batch_sharding, make_mesh, on_each_shard
 
     mesh = make_mesh()
     arrays = jax.device_put([jnp.asarray(x, dtype) for x in inputs(B, H, T, K)], batch_sharding(mesh))
@@ -48,7 +48,7 @@ def jaxformer(folder: Path, B: int, H: int, T: int, K: int) -> tuple[Any, Figure
     from jaxformer.cli import machine
     from jaxformer.config import ComputeConfig
     from jaxformer.ops.masks import Causal
-    from jaxformer.sharding import make_mesh
+    from jaxformer.parallel.mesh import make_mesh
     from jaxformer.train.kernels import FusedAttention, make_attention
     from jaxformer.train.setup import resolve_precision
 

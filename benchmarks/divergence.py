@@ -91,7 +91,7 @@ def trace(piece: Piece, steps: int) -> dict[str, Any]:
     import numpy as np
 
     from jaxformer.cli import machine
-    from jaxformer.sharding import batch_sharding, global_device_put, make_mesh
+    from jaxformer.parallel.mesh import batch_sharding, global_device_put, make_mesh
     from jaxformer.train.divergence import DivergenceMonitor, chance_loss
     from jaxformer.train.setup import TrainSetup
     from jaxformer.train.step import make_train_step

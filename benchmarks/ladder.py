@@ -26,11 +26,11 @@ import jax
 import numpy as np
 
 from benchmarks import record
-from jaxformer.config_files import load_module
-from jaxformer.fields import nonfinite_to_none
+from jaxformer.config.fields import nonfinite_to_none
+from jaxformer.config.files import load_module
 from jaxformer.inspect.ladder import continue_held_out, has_ended, rung_result
-from jaxformer.runs import load_data, load_run
-from jaxformer.sharding import make_mesh
+from jaxformer.parallel.mesh import make_mesh
+from jaxformer.runs.run import load_data, load_run
 from jaxformer.train.run_evaluation import loss_by_position
 
 FILE = "ladder"

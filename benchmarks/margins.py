@@ -125,7 +125,7 @@ def train_piece(piece: Piece, out: Path) -> None:
 
     from jaxformer.cli import machine
     from jaxformer.cli.arguments import load_config
-    from jaxformer.sharding import make_mesh
+    from jaxformer.parallel.mesh import make_mesh
     from jaxformer.train.log import console, read_metrics
     from jaxformer.train.loop import Callback, train
     from jaxformer.train.setup import TrainSetup

@@ -63,19 +63,19 @@ FAULTS = {
         ("tests/ops/test_cache.py", "tests/models/test_decoder.py"),
     ),
     "pre-norm applied for post-norm": Fault(
-        'if self.norm_placement in ("pre", "both")',
-        'if self.norm_placement in ("post", "both")',
+        "return norm(x_TD + drop(f(x_TD)))",
+        "return x_TD + drop(f(norm(x_TD)))",
         ("tests/nn/test_block.py",),
     ),
     "residual connection dropped": Fault(
-        "x_TD = x_TD + y_TD if self.residual else y_TD", "x_TD = y_TD", ("tests/nn/test_block.py",)
+        "return x_TD + drop(f(norm(x_TD)))", "return drop(f(norm(x_TD)))", ("tests/nn/test_block.py",)
     ),
     "one dropout key for all sublayers": Fault(
-        "list(jax.random.split(key, 3 if cross else 2))", "[key] * 3", ("tests/nn/test_block.py",)
+        "list(jax.random.split(key, 3 if crosses else 2))", "[key] * 3", ("tests/nn/test_block.py",)
     ),
     "dropout without a key": Fault(
-        "if self.dropout and key is not None:",
-        "key = jax.random.key(0) if key is None else key\n        if self.dropout:",
+        "if not self.dropout or key is None:",
+        "key = jax.random.key(0) if key is None else key\n        if not self.dropout:",
         ("tests/nn/test_block.py", "tests/models/test_decoder.py"),
     ),
     "no gradient through tied weights": Fault(

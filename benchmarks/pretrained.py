@@ -30,7 +30,7 @@ from jaxformer.interop.families import LLAMA
 from jaxformer.interop.layout import Layout, axis_sizes
 from jaxformer.interop.run import import_run, pretrained_model
 from jaxformer.interop.weights import rows
-from jaxformer.sharding import make_mesh
+from jaxformer.parallel.mesh import make_mesh
 from jaxformer.train.setup import TrainSetup
 from jaxformer.train.step import CompiledStep
 

@@ -37,13 +37,13 @@ from benchmarks.sources import insert
 from jaxformer.cli import machine
 from jaxformer.cli.arguments import as_command, load_config
 from jaxformer.config import Config
-from jaxformer.config_files import load_module
+from jaxformer.config.fields import flatten, to_dict
+from jaxformer.config.files import load_module
 from jaxformer.data.windows import next_token_batch
 from jaxformer.errors import UserError
-from jaxformer.fields import flatten, to_dict
 from jaxformer.inspect.ladder import ended_early, has_ended
-from jaxformer.runs import abstract_params, count_parameters, read_config
-from jaxformer.sharding import batch_sharding, global_device_put, make_mesh
+from jaxformer.parallel.mesh import batch_sharding, global_device_put, make_mesh
+from jaxformer.runs.run import abstract_params, count_parameters, read_config
 from jaxformer.train.log import read_metrics
 from jaxformer.train.setup import TrainSetup
 from jaxformer.train.step import CompiledStep

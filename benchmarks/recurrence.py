@@ -24,7 +24,7 @@ def jaxformer(folder: Path, layer: str, B: int, T: int, D: int, H: int) -> tuple
     from jaxformer.nn.attention import MultiHeadAttention
     from jaxformer.nn.recurrent import Recurrence
     from jaxformer.ops.masks import Causal
-    from jaxformer.sharding import BATCH, batch_sharding, make_mesh, on_each_shard, sum_over_batch
+    from jaxformer.parallel.mesh import BATCH, batch_sharding, make_mesh, on_each_shard, sum_over_batch
     from jaxformer.train.kernels import make_attention
 
     machine.set_up(B)

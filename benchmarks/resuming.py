@@ -15,9 +15,9 @@ from pathlib import Path
 
 from benchmarks import record
 from benchmarks.harness import Figures
-from jaxformer.checkpoints import CHECKPOINTS, TEMPORARY, CheckpointReader
 from jaxformer.inspect.comparison import exact_differences
-from jaxformer.runs import SAMPLES
+from jaxformer.runs.checkpoints import CHECKPOINTS, TEMPORARY, CheckpointReader
+from jaxformer.runs.run import SAMPLES
 from jaxformer.train.log import read_metrics
 
 LONGEST = 0.6

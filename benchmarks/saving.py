@@ -18,7 +18,7 @@ def jaxformer(folder: Path, parameters: int, action: str) -> tuple[Any, Figures]
     """Save with Orbax and SHA-256 checksums, and wait until the files are written; or verify and restore."""
     import jax
 
-    from jaxformer.checkpoints import CheckpointManager, CheckpointReader
+    from jaxformer.runs.checkpoints import CheckpointManager, CheckpointReader
 
     params, momentum = ({name: jax.device_put(x) for name, x in arrays(parameters).items()} for _ in range(2))
 

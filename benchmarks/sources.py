@@ -32,13 +32,13 @@ from benchmarks import record
 from jaxformer.cli.arguments import load_config, parse, peek
 from jaxformer.cli.train import Arguments
 from jaxformer.config import Config
-from jaxformer.config_files import load_module
+from jaxformer.config.fields import differences, nonfinite_to_none
+from jaxformer.config.files import load_module
 from jaxformer.errors import UserError
-from jaxformer.fields import differences, nonfinite_to_none
 from jaxformer.files import write_atomically
 from jaxformer.inspect.ladder import has_ended, rung_result
-from jaxformer.runs import read_config
-from jaxformer.sharding import make_mesh
+from jaxformer.parallel.mesh import make_mesh
+from jaxformer.runs.run import read_config
 from jaxformer.train.log import read_metrics
 from jaxformer.train.setup import resolve_precision
 

@@ -15,11 +15,11 @@ from flax.traverse_util import flatten_dict
 from benchmarks.harness import Figures
 from jaxformer.cli import machine
 from jaxformer.config import ComputeConfig, Config
+from jaxformer.config.fields import from_dict, to_dict
 from jaxformer.data.windows import next_token_batch
-from jaxformer.fields import from_dict, to_dict
-from jaxformer.memory import memory_needed
-from jaxformer.runs import count_parameters
-from jaxformer.sharding import batch_sharding, global_device_put, make_mesh
+from jaxformer.parallel.memory import memory_needed
+from jaxformer.parallel.mesh import batch_sharding, global_device_put, make_mesh
+from jaxformer.runs.run import count_parameters
 from jaxformer.train.setup import TrainSetup, resolve_precision
 from jaxformer.train.step import make_train_step
 

@@ -43,8 +43,8 @@ from jaxformer.data.dataset import Dataset
 from jaxformer.errors import UserError
 from jaxformer.files import write_atomically
 from jaxformer.models.objective import Params
-from jaxformer.runs import count_parameters
-from jaxformer.sharding import batch_sharding, global_device_put, make_mesh
+from jaxformer.parallel.mesh import batch_sharding, global_device_put, make_mesh
+from jaxformer.runs.run import count_parameters
 from jaxformer.train.evaluate import Evaluator
 from jaxformer.train.optimizer import make_optimizer, make_schedule
 from jaxformer.train.setup import TrainSetup

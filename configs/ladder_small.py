@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from jaxformer.config import ComputeConfig, Config
-from jaxformer.config_files import load_module
+from jaxformer.config.files import load_module
 
 LADDER = load_module("ladder")
 

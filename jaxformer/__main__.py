@@ -9,8 +9,7 @@ from difflib import get_close_matches
 
 from jaxformer.cli.arguments import as_command
 from jaxformer.cli.options import paragraphs
-from jaxformer.errors import UserError
-from jaxformer.invocation import command
+from jaxformer.errors import UserError, command
 from jaxformer.terminal import echo, echo_status
 
 COMMANDS = {

@@ -1,19 +1,28 @@
-"""`UserError`, and its creation from file-system failures."""
+"""`UserError`, and what its sentences name: commands to type, extras to install, file-system failures."""
 
 from __future__ import annotations
 
 import errno
+import importlib.util
 import json
 import os
 import re
 import shlex
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-from jaxformer.invocation import command
-
+ROOT = Path(__file__).resolve().parents[1]
+"""Folder of the checkout, or of the installed packages outside a checkout."""
+EXTRAS = {
+    "PIL": "images", "babel": "dates", "flatbuffers": "stablehlo", "gguf": "gguf", "jinja2": "hf",
+    "matplotlib": "plots", "pyarrow": "data", "sacrebleu": "translation",
+    "safetensors": "hf", "tensorboardX": "tensorboard", "wandb": "wandb",
+}  # fmt: skip
+"""Extra that installs each package."""
 SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -22,6 +31,16 @@ class UserError(Exception):
 
     The command line prints the message and exits with status 2.
     """
+
+
+def command(name: str) -> str:
+    """Return a command that works in the user's folder, such as `jaxformer train`, or a call of train.py or sample.py
+    if one of them was run."""
+    program = Path(sys.argv[0] if sys.argv else "")
+    script = program.with_name(f"{name}.py") if program.name else program
+    if program.name in ("train.py", "sample.py") and program.resolve().parent == ROOT and script.is_file():
+        return f"python {shlex.quote(str(script))}"
+    return f"jaxformer {name}" if program.stem == "jaxformer" else f"python -m jaxformer {name}"
 
 
 def abbreviate(value: object, length: int = 80) -> str:
@@ -96,3 +115,27 @@ def user_error_on_write(folder: Path, name: str) -> Iterator[None]:
         raise folder_vanished_error(folder, name) from error
     except OSError as error:
         raise write_error(folder, name, error.strerror or str(error)) from error
+
+
+def missing_extras(*packages: str) -> str:
+    """Return the extras of the packages that are not installed, such as "images,plots"; empty if all are installed."""
+    specs = {package: importlib.util.find_spec(package) for package in packages}
+    # A namespace package, which is any folder of that name, has no location.
+    return ",".join(sorted({EXTRAS[package] for package, spec in specs.items() if not (spec and spec.has_location)}))
+
+
+def import_extra(module: str, purpose: str) -> ModuleType:
+    """Return a module of an optional package, such as `PIL.Image`. Raises `UserError`, with the purpose, such as
+    "train.log_to wandb", as its subject, if the package is not installed or its import fails."""
+    package = module.partition(".")[0]
+    remedy = f"install it with pip install 'jaxformer[{EXTRAS[package]}]'"
+    try:
+        # Any folder with the package's name can be imported as a namespace package.
+        if getattr(importlib.import_module(package), "__file__", None):
+            return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != package:
+            raise UserError(f"{purpose} needs {package}, which lacks {error.name}; {remedy}.") from error
+    except ImportError as error:
+        raise UserError(f"{purpose} needs {package}, which cannot be imported: {error}; reinstall it.") from error
+    raise UserError(f"{purpose} needs {package}, which is not installed; {remedy}.")

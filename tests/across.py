@@ -7,12 +7,12 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from jaxformer.checkpoints import CheckpointManager
 from jaxformer.config import Config, OptimizerConfig, TrainConfig
 from jaxformer.data.windows import TextConfig, next_token_batch
-from jaxformer.distributed import AsyncMax, DistributedOptions, barrier, broadcast, connect, shutdown
 from jaxformer.models.decoder import DecoderConfig
-from jaxformer.sharding import assemble, batch_sharding, local_rows, make_mesh
+from jaxformer.parallel.mesh import assemble, batch_sharding, local_rows, make_mesh
+from jaxformer.parallel.processes import AsyncMax, DistributedOptions, barrier, broadcast, connect, shutdown
+from jaxformer.runs.checkpoints import CheckpointManager
 from jaxformer.train.setup import TrainSetup
 from jaxformer.train.step import make_train_step
 

@@ -15,13 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxformer.checkpoints import CheckpointManager
 from jaxformer.config import Config
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.data.windows import TextConfig
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.objective import next_token_nll
-from jaxformer.runs import create_run
+from jaxformer.runs.checkpoints import CheckpointManager
+from jaxformer.runs.run import create_run
 
 ROOT = Path(__file__).parents[1]
 exhaustive = partial(pytest.param, marks=pytest.mark.exhaustive)

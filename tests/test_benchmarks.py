@@ -29,7 +29,7 @@ from benchmarks.ladder import Row, Study, studies
 from jaxformer.cli.arguments import load_config, parse
 from jaxformer.cli.train import Arguments
 from jaxformer.config import TokenModelConfig
-from jaxformer.config_files import load_module
+from jaxformer.config.files import load_module
 from jaxformer.errors import UserError
 from jaxformer.train.log import read_metrics
 from tests.helpers import ROOT, write_books

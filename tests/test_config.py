@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from jaxformer.config import Config, ImageModelConfig, LoraConfig, OptimizerConfig, TokenModelConfig, TrainConfig
+from jaxformer.config.fields import Fraction, differences, from_dict, to_dict
 from jaxformer.data.windows import TextConfig
 from jaxformer.errors import UserError
-from jaxformer.fields import Fraction, differences, from_dict, to_dict
 from jaxformer.models.clip import CLIPConfig
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.encoder import EncoderConfig

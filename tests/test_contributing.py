@@ -16,7 +16,7 @@ from jaxformer.contract import Role
 from jaxformer.decode import Sampling, generate
 from jaxformer.errors import UserError
 from jaxformer.nn.parameters import parameter_axes
-from jaxformer.runs import read_config
+from jaxformer.runs.run import read_config
 from jaxformer.train.log import read_metrics
 from jaxformer.train.optimizer import make_optimizer
 from tests.helpers import ROOT, small_run, write_books

@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxformer.checkpoints import CheckpointManager
 from jaxformer.cli import (
     diff,
     export,
@@ -31,9 +30,10 @@ from jaxformer.cli import (
 from jaxformer.cli import eval as evaluate
 from jaxformer.cli.arguments import load_config
 from jaxformer.cli.options import option_groups
-from jaxformer.config_files import load_module
+from jaxformer.config.files import load_module
 from jaxformer.interop.export import export_run
-from jaxformer.runs import create_run, load_run
+from jaxformer.runs.checkpoints import CheckpointManager
+from jaxformer.runs.run import create_run, load_run
 from tests.arrays import random_params
 from tests.helpers import ROOT, changed, exhaustive, run, tiny, write_books
 
@@ -180,7 +180,7 @@ def test_commands_run(here, monkeypatch, capsys, command):
         elif words[:3] == ["pip", "install", "-e"]:
             extras = re.fullmatch(r"\.(?:\[([\w,-]+)\])?", words[3])
             assert extras and set((extras[1] or "test").split(",")) <= set(EXTRAS)
-        elif "s3://" in part:  # as in tests/test_storage.py
+        elif "s3://" in part:  # as in tests/runs/test_storage.py
             assert {word for word in words if word.startswith("--")} <= {"--run", "--resume", "--data.path"}
         elif words == ["pytest"]:
             assert "pytest" in " ".join(EXTRAS["test"])

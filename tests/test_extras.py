@@ -8,8 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from jaxformer.errors import UserError
-from jaxformer.extras import EXTRAS, import_extra
+from jaxformer.errors import EXTRAS, UserError, import_extra
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

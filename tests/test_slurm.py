@@ -10,7 +10,7 @@ import pytest
 
 from jaxformer.train.log import read_metrics
 from tests.helpers import ROOT, changed, tiny, write_books
-from tests.test_distributed import free_port
+from tests.parallel.test_processes import free_port
 
 SCRIPT = ROOT / "docs/examples/train.sbatch"
 SRUN = """#!{python}

@@ -11,8 +11,8 @@ import sys
 
 import pytest
 
-from jaxformer.signals import record_signals
 from jaxformer.terminal import _Output, echo, echo_status, escape_control
+from jaxformer.train.signals import record_signals
 from tests.helpers import ROOT
 
 HOSTILE = "a\x1b]0;title\x07\r\x9b2J\u202e\u2066\x7f\tb\n\udcff"

@@ -19,11 +19,12 @@ from typing import Any, NamedTuple, TypeVar
 
 from jaxformer.cli.options import Option, help_text, option_groups
 from jaxformer.config import Config, ModelConfig
-from jaxformer.config_files import load_module
+from jaxformer.config.fields import check_fields, not_a_choice
+from jaxformer.config.files import load_module
 from jaxformer.data.infer_config import fit_patches
+from jaxformer.data.storage import is_url
 from jaxformer.errors import DISK_FULL_ERRORS, UserError
-from jaxformer.fields import check_fields, not_a_choice
-from jaxformer.storage import is_url, local_folder
+from jaxformer.runs.storage import local_folder
 from jaxformer.terminal import echo, echo_error, escape_control, escape_line, prepare_streams
 
 T = TypeVar("T")

@@ -7,9 +7,8 @@ from typing import Annotated
 
 from jaxformer.cli.arguments import as_command, parse
 from jaxformer.cli.options import POSITIONAL
-from jaxformer.errors import UserError
-from jaxformer.fields import Fraction
-from jaxformer.invocation import command
+from jaxformer.config.fields import Fraction
+from jaxformer.errors import UserError, command
 from jaxformer.terminal import echo
 
 DESCRIPTION = """Compare two runs: the fields of their configs; the first logged step at which they differ, and the
@@ -40,7 +39,7 @@ def main(arguments: list[str]) -> int:
         raise UserError(f"give two runs: {command('diff')} runs/one runs/other.")
 
     from jaxformer.inspect.comparison import checkpoint_differences, config_differences, log_differences
-    from jaxformer.storage import local_folder
+    from jaxformer.runs.storage import local_folder
 
     a, b = local_folder(options.one), local_folder(options.other)
     sections = {

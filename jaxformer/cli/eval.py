@@ -9,9 +9,8 @@ from jaxformer.cli import machine
 from jaxformer.cli.arguments import as_command, parse
 from jaxformer.cli.load import RunOptions, open_run, with_run
 from jaxformer.cli.options import MERGED
-from jaxformer.errors import UserError
-from jaxformer.fields import Positive, Size
-from jaxformer.invocation import command
+from jaxformer.config.fields import Positive, Size
+from jaxformer.errors import UserError, command
 from jaxformer.terminal import echo, echo_error
 
 if TYPE_CHECKING:
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 
     from jaxformer.data.pairs import PairDataset
     from jaxformer.models.objective import Params
-    from jaxformer.runs import Run
+    from jaxformer.runs.run import Run
 
 DESCRIPTION = """Evaluate a run on the held-out split of its own data; or, with --data.path, a language model on a
 text: loss (cross-entropy, nats per token), perplexity, bits per byte, and top-1 accuracy. For pairs of texts, also BLEU
@@ -74,12 +73,12 @@ def main(arguments: list[str]) -> int:
         raise UserError("--stride, --data.unwrap and --data.column are for a text; name one with --data.path.")
     machine.set_up(options.batch_size, options.opening.mesh)
 
-    from jaxformer.checkpoints import CheckpointReader
     from jaxformer.data.pairs import PairDataset
     from jaxformer.data.text import find_files
     from jaxformer.decode.weights import restored
-    from jaxformer.runs import load_data
-    from jaxformer.sharding import make_mesh
+    from jaxformer.parallel.mesh import make_mesh
+    from jaxformer.runs.checkpoints import CheckpointReader
+    from jaxformer.runs.run import load_data
     from jaxformer.train.evaluate import HeldOut
     from jaxformer.train.run_evaluation import check_causal_lm, evaluate_run, load_held_out_text, loss_by_position
 

@@ -11,7 +11,7 @@ from jaxformer.inspect.explanations import explain
 from jaxformer.terminal import align
 
 if TYPE_CHECKING:
-    from jaxformer.runs import Run
+    from jaxformer.runs.run import Run
 
 
 def explained_rows(run: Run, prompt: list[int], completion: list[int]) -> list[dict[str, Any]]:

@@ -10,10 +10,9 @@ from jaxformer.cli import machine
 from jaxformer.cli.arguments import as_command, parse
 from jaxformer.cli.load import RunOptions, open_run, with_run
 from jaxformer.cli.options import POSITIONAL_TOO
-from jaxformer.errors import UserError
+from jaxformer.errors import UserError, command
 from jaxformer.files import no_empty_parents
 from jaxformer.interop.formats import Dtype, Format
-from jaxformer.invocation import command
 from jaxformer.terminal import echo
 
 DESCRIPTION = """Export a trained model to a format that other programs read. The target must not exist, and is written

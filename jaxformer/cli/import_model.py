@@ -11,10 +11,9 @@ from jaxformer.cli import machine
 from jaxformer.cli.arguments import as_command, folder_named, parse
 from jaxformer.cli.options import POSITIONAL
 from jaxformer.cli.train import RUNS
-from jaxformer.errors import UserError
-from jaxformer.fields import Length
+from jaxformer.config.fields import Length
+from jaxformer.errors import UserError, command
 from jaxformer.files import no_empty_parents
-from jaxformer.invocation import command
 from jaxformer.terminal import echo, echo_status
 
 DESCRIPTION = """Import a published model as a run, from a folder with config.json, weights in safetensors (one file, or
@@ -51,7 +50,7 @@ def main(arguments: list[str]) -> int:
     machine.set_up(1, "")
 
     from jaxformer.interop.run import import_run
-    from jaxformer.runs import abstract_params, count_parameters
+    from jaxformer.runs.run import abstract_params, count_parameters
 
     echo_status(f"reading {source} ...")
     with no_empty_parents(run):

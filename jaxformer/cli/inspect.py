@@ -11,9 +11,8 @@ from jaxformer.cli import machine
 from jaxformer.cli.arguments import as_command, parse
 from jaxformer.cli.load import RunOptions, open_run, with_run
 from jaxformer.cli.options import POSITIONAL_TOO
-from jaxformer.errors import UserError
-from jaxformer.fields import Positive, Range
-from jaxformer.invocation import command
+from jaxformer.config.fields import Positive, Range
+from jaxformer.errors import UserError, command
 from jaxformer.terminal import echo
 
 DESCRIPTION = """Inspect a trained model: write one HTML page that opens from disk and needs no network. In it, a

@@ -12,9 +12,8 @@ from typing import Any
 from jaxformer.cli.arguments import as_command, folder_named, load_config, options_given, parse, peek
 from jaxformer.cli.options import paragraphs
 from jaxformer.cli.train import RUNS, Arguments
-from jaxformer.config_files import load_module
-from jaxformer.errors import UserError
-from jaxformer.invocation import command
+from jaxformer.config.files import load_module
+from jaxformer.errors import UserError, command
 from jaxformer.terminal import echo
 
 RUNGS = "ladder"
@@ -66,7 +65,7 @@ def main(arguments: list[str]) -> int:
 
     from jaxformer.inspect.ladder import as_text, has_ended, rung_result
     from jaxformer.inspect.pages.ladder import write_results
-    from jaxformer.runs import read_config
+    from jaxformer.runs.run import read_config
     from jaxformer.train.resume import fixed_differences
 
     for name, config in configs.items():

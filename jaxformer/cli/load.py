@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import flax.linen as nn
     from jax.sharding import Mesh
 
-    from jaxformer.runs import Run
+    from jaxformer.runs.run import Run
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,9 @@ def with_run(options: RunOptions) -> RunOptions:
     Raises `UserError` if there is neither."""
     if options.run is not None:
         return options
-    from jaxformer.checkpoints import CheckpointReader
-    from jaxformer.run_lock import is_run_locked
-    from jaxformer.runs import read_config  # orbax takes a second to import
+    from jaxformer.runs.checkpoints import CheckpointReader
+    from jaxformer.runs.lock import is_run_locked
+    from jaxformer.runs.run import read_config  # orbax takes a second to import
 
     folder = run_folder(options)
     kind, steps = type(read_config(folder).model.build()).__name__, CheckpointReader(folder).steps()
@@ -55,14 +55,14 @@ def with_run(options: RunOptions) -> RunOptions:
 
 def run_folder(options: RunOptions) -> Path:
     """Return the folder of the given run, or of the newest with a checkpoint. Raises `UserError` if there is none."""
-    from jaxformer.runs import latest_run
+    from jaxformer.runs.run import latest_run
 
     return latest_run(RUNS, with_checkpoint=True) if options.run is None else run_named("--run", options.run)
 
 
 def model_of(options: RunOptions) -> nn.Module:
     """Return the model of a run, without its parameters. Raises `UserError` if there is no such run."""
-    from jaxformer.runs import read_config  # orbax takes a second to import
+    from jaxformer.runs.run import read_config  # orbax takes a second to import
 
     return read_config(run_folder(options)).model.build()
 
@@ -71,8 +71,8 @@ def open_run(options: RunOptions, mesh: Mesh | None = None) -> Run:
     """Return the run with its parameters on a mesh, by default the options' or the first device. Raises `UserError` as
     `load_run` does."""
     from jaxformer.decode.weights import store
-    from jaxformer.runs import load_run  # orbax takes a second to import
-    from jaxformer.sharding import make_mesh
+    from jaxformer.parallel.mesh import make_mesh
+    from jaxformer.runs.run import load_run  # orbax takes a second to import
 
     mesh = make_mesh(options.mesh) if mesh is None and options.mesh else mesh
     run = load_run(run_folder(options), options.checkpoint, mesh)

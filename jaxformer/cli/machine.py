@@ -17,7 +17,7 @@ import jax
 
 from jaxformer.errors import UserError
 from jaxformer.files import cache_root, make_private
-from jaxformer.sharding import parse_mesh
+from jaxformer.parallel.mesh import parse_mesh
 
 MAX_DEFAULT_DEVICES = 16
 """Maximum number of virtual devices without a mesh; each holds a copy of the parameters."""

@@ -8,9 +8,8 @@ from typing import Annotated
 from jaxformer.cli import machine
 from jaxformer.cli.arguments import as_command, folder_named, parse, run_named
 from jaxformer.cli.options import POSITIONAL_TOO
-from jaxformer.errors import UserError
+from jaxformer.errors import UserError, command
 from jaxformer.files import no_empty_parents
-from jaxformer.invocation import command
 from jaxformer.terminal import echo
 
 DESCRIPTION = """Write a new run with the parameters of another run and its LoRA adapters merged into them. It needs no
@@ -41,7 +40,7 @@ def main(arguments: list[str]) -> int:
         raise UserError(f"{out} exists; choose another --out.")
     machine.set_up()
 
-    from jaxformer.runs import create_run, load_run, read_config  # orbax takes a second to import
+    from jaxformer.runs.run import create_run, load_run, read_config  # orbax takes a second to import
 
     folder = run_named("--run", options.run)
     if not read_config(folder).lora.rank:

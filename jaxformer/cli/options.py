@@ -15,7 +15,7 @@ from functools import cache
 from itertools import pairwise
 from typing import Any, Literal
 
-from jaxformer.fields import type_hints
+from jaxformer.config.fields import type_hints
 
 MERGED = "merged"
 """Marker for a nested dataclass whose fields become options without its name as a prefix."""

@@ -15,9 +15,8 @@ from jaxformer.cli.arguments import as_command, load_config, parse, peek
 from jaxformer.cli.options import MERGED
 from jaxformer.cli.train import DEFAULT_CONFIG
 from jaxformer.config import Config
-from jaxformer.determinism import set_deterministic
-from jaxformer.errors import UserError
-from jaxformer.invocation import command
+from jaxformer.errors import UserError, command
+from jaxformer.parallel.determinism import set_deterministic
 from jaxformer.terminal import echo
 
 if TYPE_CHECKING:
@@ -101,8 +100,8 @@ def _plan_topology(arguments: list[str]) -> int:
 
 
 def _plan(config: Config, devices: Sequence[jax.Device]) -> int:
+    from jaxformer.parallel.mesh import make_mesh
     from jaxformer.plan import describe, make_plan
-    from jaxformer.sharding import make_mesh
     from jaxformer.train.setup import TrainSetup
 
     setup = TrainSetup(config, make_mesh(config.mesh, devices))

@@ -32,13 +32,12 @@ from jaxformer.decode.completion import (
 from jaxformer.decode.generation import MIN_ROWS_PER_DEVICE
 from jaxformer.decode.prompts import Prompt, encode_prompts, read_prompts
 from jaxformer.decode.weights import lay_out, restored
-from jaxformer.errors import UserError
-from jaxformer.invocation import command
-from jaxformer.signals import ReceivedSignal, record_signals
+from jaxformer.errors import UserError, command
 from jaxformer.terminal import echo, echo_error
+from jaxformer.train.signals import ReceivedSignal, record_signals
 
 if TYPE_CHECKING:
-    from jaxformer.runs import Run
+    from jaxformer.runs.run import Run
 
 T = TypeVar("T")
 Prompts = Sequence[Prompt | UserError]

@@ -11,8 +11,7 @@ from jaxformer.cli.arguments import as_command, parse
 from jaxformer.cli.load import RunOptions, run_folder
 from jaxformer.cli.options import POSITIONAL, POSITIONAL_TOO
 from jaxformer.data.tokenizer import Tokenizer, find_tokenizer
-from jaxformer.errors import UserError
-from jaxformer.invocation import command
+from jaxformer.errors import UserError, command
 from jaxformer.terminal import echo
 
 DESCRIPTION = """Print the tokens of a text, one per line: position, id, and bytes, as a JSON string if they are whole
@@ -54,7 +53,7 @@ def main(arguments: list[str]) -> int:
 def _load_tokenizer(options: Arguments) -> Tokenizer:
     if options.tokenizer is not None:
         return Tokenizer.load(find_tokenizer(options.tokenizer))
-    from jaxformer.runs import read_config, read_tokenizer
+    from jaxformer.runs.run import read_config, read_tokenizer
 
     folder = run_folder(RunOptions(options.run))
     read_config(folder)  # raises if the folder is not a run

@@ -29,8 +29,12 @@ from jaxformer.cli.arguments import (
 )
 from jaxformer.cli.options import MERGED
 from jaxformer.config import Config
-from jaxformer.determinism import set_deterministic
-from jaxformer.distributed import (
+from jaxformer.config.fields import NonNegative
+from jaxformer.data.storage import is_url
+from jaxformer.errors import UserError, command, resume_command, run_name
+from jaxformer.files import no_empty_parents
+from jaxformer.parallel.determinism import set_deterministic
+from jaxformer.parallel.processes import (
     DistributedOptions,
     barrier,
     broadcast,
@@ -40,17 +44,13 @@ from jaxformer.distributed import (
     is_main_process,
     shutdown,
 )
-from jaxformer.errors import UserError, resume_command, run_name
-from jaxformer.fields import NonNegative
-from jaxformer.files import no_empty_parents
-from jaxformer.invocation import command
-from jaxformer.signals import STOPPING, raise_on_signals
-from jaxformer.storage import is_url, training_folder, uploading
+from jaxformer.runs.storage import training_folder, uploading
 from jaxformer.terminal import echo, echo_status
+from jaxformer.train.signals import STOPPING, raise_on_signals
 
 if TYPE_CHECKING:
     from jaxformer.data.dataset import Dataset
-    from jaxformer.pretrained import Pretrained
+    from jaxformer.runs.pretrained import Pretrained
     from jaxformer.train.loop import Outcome
     from jaxformer.train.setup import TrainSetup
 
@@ -144,7 +144,7 @@ def _start(arguments: list[str], stack: contextlib.ExitStack) -> Prepared | None
     named = None if spec is None else load_config(spec)  # first, as it may define classes that the stored config uses
     stored = None
     if resume:
-        from jaxformer.runs import latest_run, read_config
+        from jaxformer.runs.run import latest_run, read_config
 
         if url is not None:
             folder = copy
@@ -187,8 +187,8 @@ def _start(arguments: list[str], stack: contextlib.ExitStack) -> Prepared | None
     connect(options.distributed)
     if url is not None and jax.process_count() > 1:
         raise _several_processes_error(url)
-    from jaxformer.run_lock import hold_run_lock
-    from jaxformer.runs import check_writable_parent
+    from jaxformer.runs.lock import hold_run_lock
+    from jaxformer.runs.run import check_writable_parent
 
     stack.enter_context(exit_on_lost_process("training has not started."))
     early = stack.enter_context(contextlib.ExitStack())
@@ -215,9 +215,9 @@ def _several_processes_error(url: str) -> UserError:
 def _open_start(config: Config, folder: Path, from_step: int | None) -> Pretrained | None:
     """Return the pretrained model that a resumed run needs besides its checkpoint: the base of its adapters, or the
     model that it starts over from; None if it needs neither."""
-    from jaxformer.checkpoints import CheckpointReader
-    from jaxformer.pretrained import pretrained_run
-    from jaxformer.runs import BASE
+    from jaxformer.runs.checkpoints import CheckpointReader
+    from jaxformer.runs.pretrained import pretrained_run
+    from jaxformer.runs.run import BASE
     from jaxformer.train.resume import begins_anew
 
     assert config.init_from is not None
@@ -229,7 +229,7 @@ def _open_start(config: Config, folder: Path, from_step: int | None) -> Pretrain
 def open_pretrained(path: str) -> Pretrained:
     """Return the model that --init-from names. Raises `UserError` if there is none."""
     from jaxformer.interop.run import is_published, pretrained_model
-    from jaxformer.pretrained import pretrained_run
+    from jaxformer.runs.pretrained import pretrained_run
 
     folder = run_named("--init-from", path)
     return pretrained_model(folder) if is_published(folder) else pretrained_run(folder)
@@ -243,8 +243,8 @@ def _prepare(
     from jaxformer.inspect.callbacks import make_callbacks
     from jaxformer.inspect.pages.training import page_sink
     from jaxformer.inspect.training_report import header
-    from jaxformer.runs import create_run, load_data
-    from jaxformer.sharding import make_mesh
+    from jaxformer.parallel.mesh import make_mesh
+    from jaxformer.runs.run import create_run, load_data
     from jaxformer.train.log import console, print_line
     from jaxformer.train.resume import Rollback
     from jaxformer.train.setup import TrainSetup
@@ -291,7 +291,7 @@ def _prepare(
 @contextlib.contextmanager
 def _discard_if_not_begun(folder: Path, resume: bool) -> Iterator[None]:
     """Remove the folder of a new run that fails before its first log row."""
-    from jaxformer.runs import METRICS
+    from jaxformer.runs.run import METRICS
 
     try:
         with exit_on_lost_process(f"resume from the last checkpoint with: {resume_command(folder)}"):
@@ -306,8 +306,8 @@ def _conclude(setup: TrainSetup, data: Dataset, folder: Path, outcome: Outcome) 
     """Write the page, print the outcome, and return the exit status, even if the terminal closes."""
     from jaxformer.inspect.pages.training import write_training_page
     from jaxformer.inspect.training_report import footer
-    from jaxformer.signals import HANGUP, record_signals
     from jaxformer.train.log import print_line, read_metrics
+    from jaxformer.train.signals import HANGUP, record_signals
 
     with record_signals(*HANGUP):
         rows = read_metrics(folder)

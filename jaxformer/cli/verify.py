@@ -17,14 +17,14 @@ from jaxformer.cli.arguments import as_command, parse
 from jaxformer.cli.load import RunOptions, open_run, with_run
 from jaxformer.cli.options import POSITIONAL_TOO
 from jaxformer.config import ComputeConfig
+from jaxformer.config.fields import Range, Seed
 from jaxformer.contract import Task
-from jaxformer.fields import Range, Seed
+from jaxformer.errors import command
 from jaxformer.inspect.property_checks import ROUNDING, Check, largest_of, random_inputs, relative_error, verify
-from jaxformer.invocation import command
 from jaxformer.terminal import echo
 
 if TYPE_CHECKING:
-    from jaxformer.runs import Run
+    from jaxformer.runs.run import Run
     from jaxformer.train.setup import TrainSetup
 
 SMALLEST_GRADIENT = 1e-5
@@ -100,7 +100,7 @@ def _targets(run: Run, inputs_B: tuple[jax.Array, ...], seed: int) -> jax.Array:
 
 def _setup(run: Run, n: int, devices: Sequence[jax.Device]) -> TrainSetup:
     """Return the run's training setup for `n` examples on some devices, in float32."""
-    from jaxformer.sharding import make_mesh
+    from jaxformer.parallel.mesh import make_mesh
     from jaxformer.train.setup import TrainSetup
 
     train = dataclasses.replace(run.config.train, batch_size=n)
@@ -119,7 +119,7 @@ def _example_keys(run: Run, options: Arguments) -> Check:
 def _several_devices(run: Run, options: Arguments) -> Check:
     """Check that a batch has the same training loss and gradient, including dropout, on one device and on all."""
     from jaxformer.data.dataset import Batch
-    from jaxformer.sharding import replicated
+    from jaxformer.parallel.mesh import replicated
     from jaxformer.train.step import make_gradient
 
     n, name = jax.local_device_count(), "several devices"

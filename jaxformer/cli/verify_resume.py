@@ -16,8 +16,7 @@ from jaxformer.cli.arguments import as_command, load_config, options_given, pars
 from jaxformer.cli.options import MERGED
 from jaxformer.cli.train import DEFAULT_CONFIG
 from jaxformer.config import Config
-from jaxformer.errors import UserError
-from jaxformer.invocation import command
+from jaxformer.errors import UserError, command
 from jaxformer.terminal import echo
 
 DETERMINISTIC = "--compute.deterministic"
@@ -73,8 +72,8 @@ def main(arguments: list[str]) -> int:
 
 
 def _verify(options: list[str], kill_at: int, folder: Path) -> int:
-    from jaxformer.checkpoints import CheckpointReader
     from jaxformer.inspect.comparison import exact_differences
+    from jaxformer.runs.checkpoints import CheckpointReader
     from jaxformer.train.log import read_metrics
 
     def last_step(run: Path) -> int:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxformer.data.dataset import epoch_uniforms
-from jaxformer.extras import import_extra
+from jaxformer.errors import import_extra
 
 HALF_RANGE = 127.5
 """Half the range of pixel values, which is also their midpoint."""

@@ -16,6 +16,7 @@ from typing import Annotated, Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 
 from jaxformer.config import DataConfig, ModelConfig, TokenModelConfig
+from jaxformer.config.fields import MAX_SIDE, Fraction, NonNegative, Range
 from jaxformer.data.augmentation import augment, draw_augmentations
 from jaxformer.data.dataset import Batch, Dataset, batch_error, batch_indices, evenly_spaced, padded_batches, task_error
 from jaxformer.data.image_io import MODES, describe_resizing, describe_sizes, read_image, read_image_shape
@@ -23,7 +24,6 @@ from jaxformer.data.infer_config import describe_changes, infer_image_size, infe
 from jaxformer.data.text import read_text
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError
-from jaxformer.fields import MAX_SIDE, Fraction, NonNegative, Range
 from jaxformer.files import expand_home
 
 IMAGES, CAPTIONS = "images.zip", "captions.tsv"

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxformer.config import DataConfig, ModelConfig, TokenModelConfig
+from jaxformer.config.fields import ValFraction
 from jaxformer.data.chat_template import ASSISTANT, MARK, ChatTemplate, Rendered, encode_rendered, read_template
 from jaxformer.data.dataset import Batch, Dataset, task_error
 from jaxformer.data.infer_config import describe_changes, fit_vocab_size
@@ -20,7 +21,6 @@ from jaxformer.data.packing import PackedExamples
 from jaxformer.data.text import locate, read_json_lines, suffix_of
 from jaxformer.data.tokenizer import Tokenizer, find_tokenizer
 from jaxformer.errors import UserError, abbreviate, lone_surrogate
-from jaxformer.fields import ValFraction
 
 FORMAT = 1
 """Version of the tokens; increase it when the same conversations and template yield other tokens."""

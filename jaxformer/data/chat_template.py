@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 
 from jaxformer.data.text import locate
 from jaxformer.data.tokenizer import Tokenizer
-from jaxformer.errors import UserError, abbreviate, os_error_reason, parse_json
-from jaxformer.extras import import_extra
+from jaxformer.errors import UserError, abbreviate, import_extra, os_error_reason, parse_json
 
 ASSISTANT = "assistant"
 """Role whose text the model is trained on."""

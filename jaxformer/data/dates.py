@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from jaxformer.config import DataConfig, ModelConfig
+from jaxformer.config.fields import Length
 from jaxformer.data.pairs import Pair, PairDataset, build_pair_dataset, check_seq2seq
 from jaxformer.data.tokenizer import Tokenizer
-from jaxformer.errors import UserError
-from jaxformer.extras import import_extra
-from jaxformer.fields import Length
+from jaxformer.errors import UserError, import_extra
 
 if TYPE_CHECKING:
     from babel import Locale

@@ -13,8 +13,7 @@ import numpy as np
 
 from jaxformer.data.dataset import evenly_spaced
 from jaxformer.data.text import open_decompressed
-from jaxformer.errors import UserError
-from jaxformer.extras import import_extra
+from jaxformer.errors import UserError, import_extra
 
 if TYPE_CHECKING:
     from PIL import Image

@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar
 import numpy as np
 
 from jaxformer.config import DataConfig, ImageModelConfig, ModelConfig
+from jaxformer.config.fields import MAX_SIDE, NonNegative, Range, ValFraction
 from jaxformer.data.dataset import (
     Batch,
     Dataset,
@@ -25,7 +26,6 @@ from jaxformer.data.image_folder import ImageFolder, ImageSplits, open_image_fol
 from jaxformer.data.image_io import describe_resizing, describe_sizes
 from jaxformer.data.infer_config import describe_changes, infer_image_size, is_fixed
 from jaxformer.errors import UserError
-from jaxformer.fields import MAX_SIDE, NonNegative, Range, ValFraction
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from math import log
 from typing import Any
 
 from jaxformer.config import ModelConfig, TokenModelConfig
+from jaxformer.config.fields import MAX_SIDE, differences
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError
-from jaxformer.fields import MAX_SIDE, differences
 
 MAX_INFERRED_SIDE_PIXELS = 256
 """Largest image side, in pixels, that a model's config adopts; larger images are resized to the model's own size."""

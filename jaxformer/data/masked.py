@@ -9,11 +9,11 @@ from typing import Annotated
 import numpy as np
 
 from jaxformer.config import TokenModelConfig
+from jaxformer.config.fields import Range
 from jaxformer.data.dataset import HELD_OUT_SEED, Batch, step_rng
 from jaxformer.data.tokens import Corpus
 from jaxformer.data.windows import TextConfig, TextDataset, eval_batches
 from jaxformer.errors import UserError
-from jaxformer.fields import Range
 
 MASKED_BELOW, REPLACED_BELOW = 0.8, 0.9
 """Upper bounds of a uniform sample for masking and replacing a chosen token: 80% become the mask token, 10% a random

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxformer.config import TokenModelConfig
+from jaxformer.config.fields import Positive, Range
 from jaxformer.data.dataset import HELD_OUT_SEED, Batch, step_rng
 from jaxformer.data.tokens import Corpus
 from jaxformer.data.windows import TextConfig, TextDataset
 from jaxformer.errors import UserError
-from jaxformer.fields import Positive, Range
 
 
 @dataclass(frozen=True)

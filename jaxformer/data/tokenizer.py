@@ -21,9 +21,9 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from jaxformer.config.fields import MAX_LENGTH
 from jaxformer.data.text import locate
 from jaxformer.errors import UserError, abbreviate, lone_surrogate, os_error_reason, parse_json
-from jaxformer.fields import MAX_LENGTH
 
 END_OF_TEXT = "<|endoftext|>"
 ENDS_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "<|eot_id|>")

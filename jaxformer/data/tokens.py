@@ -22,12 +22,12 @@ from typing import IO
 import numpy as np
 
 from jaxformer.config import DataConfig
+from jaxformer.config.fields import ValFraction
 from jaxformer.data.progress import Progress
 from jaxformer.data.text import FORMS, Documents, batches, hold_out, read_documents
 from jaxformer.data.tokenizer import TOKENIZER_CONFIG, Tokenizer
 from jaxformer.data.word_encoder import WordEncoder
 from jaxformer.errors import UserError, os_error_reason
-from jaxformer.fields import ValFraction
 from jaxformer.files import cache_root, make_private, sha256, try_lock
 
 FORMAT = 3

@@ -9,13 +9,13 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxformer.config import ImageModelConfig, ModelConfig
+from jaxformer.config.fields import Side
 from jaxformer.data.dataset import HELD_OUT_SEED, epoch_uniforms
 from jaxformer.data.image_folder import ImageSplits, open_image_folder
 from jaxformer.data.image_io import describe_resizing
 from jaxformer.data.images import ImageFolderConfig, PixelDataset, class_count_error, infer_channels, model_input_shape
 from jaxformer.data.infer_config import MAX_INFERRED_SIDE_PIXELS, describe_changes, is_fixed
 from jaxformer.errors import UserError
-from jaxformer.fields import Side
 
 DIRECTIONS = {
     "up": (-1, 0), "up right": (-1, 1), "right": (0, 1), "down right": (1, 1), "down": (1, 0), "down left": (1, -1),

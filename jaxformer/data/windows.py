@@ -9,13 +9,13 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from jaxformer.config import ModelConfig, TokenModelConfig
+from jaxformer.config.fields import Positive
 from jaxformer.data.dataset import Batch, Dataset, batch_indices, evenly_spaced, task_error
 from jaxformer.data.infer_config import describe_changes, describe_tokenizer_sample, fit_vocab_size, infer_vocab_size
 from jaxformer.data.packing import PackedExamples, split_long
 from jaxformer.data.tokenizer import Tokenizer, find_tokenizer
 from jaxformer.data.tokens import Corpus, CorpusConfig, load_corpus
 from jaxformer.errors import UserError
-from jaxformer.fields import Positive
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ Names are imported on first use, so `jaxformer.decode.samplers` needs JAX but no
 
 from typing import TYPE_CHECKING
 
-from jaxformer.lazy import lazy_names
+from jaxformer import lazy_names
 
 if TYPE_CHECKING:
     from jaxformer.decode.beam import Beams, beam_search

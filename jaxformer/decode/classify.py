@@ -17,7 +17,7 @@ from jaxformer.data.labelled import pad_texts, tokenize_text
 from jaxformer.decode.prompts import Prompt
 from jaxformer.errors import UserError
 from jaxformer.models.objective import Params
-from jaxformer.runs import CLASSES, Run
+from jaxformer.runs.run import CLASSES, Run
 
 
 @partial(jax.jit, static_argnames=("model",))

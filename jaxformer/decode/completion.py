@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import jax
 
+from jaxformer.config.fields import Positive, Range, Seed, Size, check_fields
 from jaxformer.contract import contract_of
 from jaxformer.data.chat import check_texts
 from jaxformer.data.chat_template import ChatTemplate, encode_rendered
@@ -22,11 +23,10 @@ from jaxformer.decode.samplers import Sampling
 from jaxformer.decode.speculative import MAX_DRAFT_TOKENS, Draft, DraftModel, PromptLookup, Speculation, speculate
 from jaxformer.decode.streaming import BeamGeneration, GeneratedText, Throughput, batch_by_length, stream_texts
 from jaxformer.errors import UserError, lone_surrogate
-from jaxformer.fields import Positive, Range, Seed, Size, check_fields
 from jaxformer.models.objective import Params, is_causal_lm
 
 if TYPE_CHECKING:
-    from jaxformer.runs import Run
+    from jaxformer.runs.run import Run
 
 Explain = Callable[[list[int], list[int]], list[dict[str, Any]]]
 """Function from the tokens of a prompt and of its completion to one row per token that can be explained."""

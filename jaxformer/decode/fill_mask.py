@@ -16,7 +16,7 @@ from jaxformer.errors import UserError
 from jaxformer.models.objective import Params
 
 if TYPE_CHECKING:
-    from jaxformer.runs import Run
+    from jaxformer.runs.run import Run
 
 MASK = "[MASK]"
 """Marker of one masked token in a prompt. A space before it belongs to the masked token: most tokens begin with one."""

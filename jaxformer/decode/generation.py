@@ -34,7 +34,7 @@ from jaxformer.decode.samplers import Sampling
 from jaxformer.errors import UserError, abbreviate
 from jaxformer.models.objective import Params
 from jaxformer.ops.masks import EMPTY
-from jaxformer.sharding import batch_sharding, batch_shards, make_mesh, replicated
+from jaxformer.parallel.mesh import batch_sharding, batch_shards, make_mesh, replicated
 
 MIN_TOKENS_PER_CALL = 8
 """Minimum decode steps per call, however slow: fewer calls are faster, but a user may be reading the output."""

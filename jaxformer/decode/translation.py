@@ -28,7 +28,7 @@ from jaxformer.models.objective import Params
 from jaxformer.ops.masks import EMPTY
 
 if TYPE_CHECKING:
-    from jaxformer.runs import Run
+    from jaxformer.runs.run import Run
 
 
 def encode_source(prompt: Prompt, run: Run) -> list[int]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jaxformer.errors import UserError
-from jaxformer.extras import import_extra
+from jaxformer.errors import UserError, import_extra
 
 
 def exact_match(hypotheses: Sequence[str], references: Sequence[str]) -> float:

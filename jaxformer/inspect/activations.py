@@ -19,7 +19,7 @@ from jaxformer.errors import UserError
 from jaxformer.models.inputs import check_example
 from jaxformer.models.objective import Params
 from jaxformer.nn.capture import OUTPUT, handled_by
-from jaxformer.parameters import dotted
+from jaxformer.nn.parameter_norms import dotted
 
 Names = str | Collection[str]
 """A pattern of names as for `fnmatch`, such as `blocks.*.attention.weights`, or several patterns."""

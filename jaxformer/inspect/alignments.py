@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxformer.extras import import_extra
+from jaxformer.errors import import_extra
 from jaxformer.inspect.activations import Activations, capture
 from jaxformer.inspect.attention import CROSS
 from jaxformer.models.inputs import check_example

@@ -19,8 +19,8 @@ import numpy as np
 from jaxformer.data.dataset import Batch
 from jaxformer.models import objective
 from jaxformer.models.objective import Params, objective_of
+from jaxformer.nn.parameter_norms import dotted
 from jaxformer.ops.linear_cross_entropy import rows_per_chunk
-from jaxformer.parameters import dotted
 from jaxformer.terminal import align
 
 MODEL, LOSS = "the model (logits)", "the loss"

@@ -19,19 +19,18 @@ from jaxformer.data.dataset import Batch, Dataset, evenly_spaced
 from jaxformer.data.pairs import PairDataset
 from jaxformer.decode import Sampling, generate
 from jaxformer.decode.translation import translate_tokens
-from jaxformer.distributed import is_main_process
-from jaxformer.errors import user_error_on_write
-from jaxformer.extras import missing_extras
+from jaxformer.errors import missing_extras, user_error_on_write
 from jaxformer.inspect import alignment, attention_entropy, check_init, draw_alignment, router_report
 from jaxformer.inspect.gradients import update_grid
 from jaxformer.inspect.heads import target_mask
-from jaxformer.memory import memory_capacity
 from jaxformer.models.decoder import Decoder
 from jaxformer.models.inputs import valid_tokens
 from jaxformer.models.objective import Params, is_causal_lm
-from jaxformer.parameters import Row
-from jaxformer.runs import PLOTS, SAMPLES, count_parameters
-from jaxformer.sharding import local_copy
+from jaxformer.nn.parameter_norms import Row
+from jaxformer.parallel.memory import memory_capacity
+from jaxformer.parallel.mesh import local_copy
+from jaxformer.parallel.processes import is_main_process
+from jaxformer.runs.run import PLOTS, SAMPLES, count_parameters
 from jaxformer.train.log import print_line
 from jaxformer.train.loop import FIRST_REPORT, Callback
 from jaxformer.train.setup import TrainSetup, TrainState

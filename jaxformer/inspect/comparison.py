@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxformer.checkpoints import CheckpointReader
-from jaxformer.fields import flatten, to_dict
-from jaxformer.runs import read_config
+from jaxformer.config.fields import flatten, to_dict
+from jaxformer.runs.checkpoints import CheckpointReader
+from jaxformer.runs.run import read_config
 from jaxformer.train.log import read_metrics, without_timings
 
 

@@ -33,7 +33,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxformer.models.objective import Params
-from jaxformer.parameters import dotted
+from jaxformer.nn.parameter_norms import dotted
 
 ACCURACY = 1e-5
 """Error of a slope, relative to the expected contribution of one parameter, that the step aims at and that passes."""

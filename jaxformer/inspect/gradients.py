@@ -17,7 +17,7 @@ import numpy as np
 from jaxformer.data.dataset import Batch
 from jaxformer.inspect.activations import Activations, capture_gradients
 from jaxformer.models.objective import Params, objective_of
-from jaxformer.parameters import Norms, Row, norm_rows, parameter_name, parameter_norms, row_names, row_norms
+from jaxformer.nn.parameter_norms import Norms, Row, norm_rows, parameter_name, parameter_norms, row_names, row_norms
 from jaxformer.terminal import WIDTH, align, wrap_columns
 
 EXAMPLES_PER_CHUNK = 8

@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from jaxformer.checkpoints import CheckpointReader
 from jaxformer.config import ModelConfig, TokenModelConfig
 from jaxformer.data.dataset import evenly_spaced
 from jaxformer.decode.generation import generate
 from jaxformer.decode.samplers import Sampling
 from jaxformer.files import write_atomically
-from jaxformer.runs import Run, abstract_params, count_parameters, load_run, read_config
+from jaxformer.runs.checkpoints import CheckpointReader
+from jaxformer.runs.run import Run, abstract_params, count_parameters, load_run, read_config
 from jaxformer.terminal import align
 from jaxformer.train.log import read_metrics
 

@@ -12,8 +12,8 @@ import jax
 from jaxformer.models.objective import Params
 from jaxformer.nn.execution import ROUTER
 from jaxformer.nn.experts import routers
+from jaxformer.nn.parameter_norms import dotted
 from jaxformer.ops.experts import RouterStatistics, average_statistics
-from jaxformer.parameters import dotted
 
 
 def router_report(model: nn.Module, params: Params, inputs: tuple[Any, ...]) -> dict[str, dict[str, Any]]:

@@ -26,8 +26,8 @@ from jaxformer.data.dataset import Batch
 from jaxformer.inspect.activations import Activations, capture_shapes, intervene
 from jaxformer.inspect.attention import row_tokens_and_mask
 from jaxformer.models.objective import Params, objective_of
+from jaxformer.nn.parameter_norms import dotted
 from jaxformer.ops.attention import row_entropy
-from jaxformer.parameters import dotted
 
 
 @dataclass(frozen=True)

@@ -16,14 +16,12 @@ from jaxformer.contract import Task
 from jaxformer.data.dataset import Dataset
 from jaxformer.data.pairs import PairDataset
 from jaxformer.decode.fill_mask import MASK
-from jaxformer.distributed import is_main_process
-from jaxformer.errors import resume_command, run_name
-from jaxformer.extras import missing_extras
+from jaxformer.errors import command, missing_extras, resume_command, run_name
 from jaxformer.inspect import first_non_finite, save_autopsy
-from jaxformer.invocation import command
 from jaxformer.nn.execution import Execution
-from jaxformer.runs import count_parameters
-from jaxformer.sharding import local_copy
+from jaxformer.parallel.mesh import local_copy
+from jaxformer.parallel.processes import is_main_process
+from jaxformer.runs.run import count_parameters
 from jaxformer.train.divergence import head_entropy
 from jaxformer.train.kernels import FusedAttention
 from jaxformer.train.log import final_line

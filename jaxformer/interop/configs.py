@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from jaxformer.config.fields import from_dict
 from jaxformer.errors import UserError, abbreviate
-from jaxformer.fields import from_dict
 from jaxformer.interop.families import FAMILIES, REQUIRED, Family, Field, Rope, always, never
 from jaxformer.models.decoder import DecoderConfig
 

@@ -9,7 +9,7 @@ from jaxformer.interop.gguf import export_gguf
 from jaxformer.interop.huggingface import export_huggingface
 from jaxformer.interop.output import complete_path, copy_files, flat_params, save_safetensors
 from jaxformer.interop.stablehlo import export_stablehlo
-from jaxformer.runs import CLASSES, TOKENIZER, Run, write_config
+from jaxformer.runs.run import CLASSES, TOKENIZER, Run, write_config
 
 
 def export_run(run: Run, file_format: Format, path: Path, dtype: Dtype = "float32", n_slots: int | None = None) -> None:

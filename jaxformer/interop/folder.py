@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxformer.errors import UserError, abbreviate, parse_json
-from jaxformer.extras import import_extra
+from jaxformer.errors import UserError, abbreviate, import_extra, parse_json
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"

@@ -14,12 +14,11 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxformer.errors import UserError, abbreviate
-from jaxformer.extras import import_extra
+from jaxformer.errors import UserError, abbreviate, import_extra
 from jaxformer.interop.formats import Dtype
 from jaxformer.interop.output import cast, complete_path
 from jaxformer.interop.publish import Published, SpecialTokens, publish, special_tokens
-from jaxformer.runs import Run
+from jaxformer.runs.run import Run
 
 ARCHITECTURES = {"llama": ("llama", True), "qwen3": ("qwen3", False)}
 """llama.cpp's architecture by `model_type`, and True if its RoPE rotates adjacent features (2i, 2i + 1), so that rows

@@ -10,7 +10,7 @@ from jaxformer.data.tokenizer import END_IDS
 from jaxformer.interop.formats import Dtype
 from jaxformer.interop.output import cast, complete_path, save_safetensors
 from jaxformer.interop.publish import publish, special_tokens
-from jaxformer.runs import TOKENIZER, Run
+from jaxformer.runs.run import TOKENIZER, Run
 
 
 def export_huggingface(run: Run, folder: Path, dtype: Dtype = "float32") -> None:

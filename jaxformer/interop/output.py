@@ -14,8 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict
 
-from jaxformer.errors import UserError, os_error_reason
-from jaxformer.extras import import_extra
+from jaxformer.errors import UserError, import_extra, os_error_reason
 from jaxformer.interop.formats import Dtype
 from jaxformer.models.objective import Params
 

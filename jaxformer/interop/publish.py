@@ -15,17 +15,15 @@ import numpy as np
 from flax.traverse_util import flatten_dict
 
 from jaxformer.data.tokenizer import Tokenizer
-from jaxformer.errors import UserError
-from jaxformer.extras import missing_extras
+from jaxformer.errors import UserError, command, missing_extras
 from jaxformer.interop.configs import ROPE_FIELDS, read_config, write_config
 from jaxformer.interop.families import FAMILIES, Family, Weight, always, never
 from jaxformer.interop.layout import Layout, axis_sizes
 from jaxformer.interop.weights import rows
-from jaxformer.invocation import command
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.objective import Params
 from jaxformer.nn.norms import NORMS, epsilon
-from jaxformer.runs import Run
+from jaxformer.runs.run import Run
 
 TRAINING_FIELDS = {
     "context_length", "embedding_std", "projection_std", "unembedding_std", "dropout", "capacity_factor",

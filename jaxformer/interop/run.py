@@ -18,8 +18,8 @@ from jaxformer.interop.folder import GENERATION, PICKLED, ModelFolder, read_obje
 from jaxformer.interop.weights import Source, find_sources, load_params, stored_dtype
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.objective import Params
-from jaxformer.pretrained import Pretrained
-from jaxformer.runs import TOKENIZER, abstract_params, check_writable_parent, create_run
+from jaxformer.runs.pretrained import Pretrained
+from jaxformer.runs.run import TOKENIZER, abstract_params, check_writable_parent, create_run
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 

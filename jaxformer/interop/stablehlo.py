@@ -19,12 +19,11 @@ import numpy as np
 from flax.traverse_util import unflatten_dict
 
 from jaxformer.contract import Task, contract_of
-from jaxformer.errors import UserError
-from jaxformer.extras import import_extra
+from jaxformer.errors import UserError, import_extra
 from jaxformer.interop.formats import Dtype
 from jaxformer.interop.output import complete_path, copy_files, flat_params
 from jaxformer.ops.masks import EMPTY
-from jaxformer.runs import CLASSES, TOKENIZER, Run
+from jaxformer.runs.run import CLASSES, TOKENIZER, Run
 
 PLATFORMS = ("cpu", "cuda", "tpu")
 WEIGHTS, SIGNATURE, README = "weights.npz", "signature.json", "README.md"

@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal
 import flax.linen as nn
 
 from jaxformer.config import ModelConfig, TokenModelConfig
+from jaxformer.config.fields import Fraction, NormEps, Range, Size
 from jaxformer.contract import AttentionShape, Contract
 from jaxformer.errors import UserError
-from jaxformer.fields import Fraction, NormEps, Range, Size
 from jaxformer.nn.block import Block
 from jaxformer.nn.embedding import Positions
 from jaxformer.nn.execution import Execution

@@ -12,9 +12,19 @@ import jax
 import jax.numpy as jnp
 
 from jaxformer.config import ModelConfig
+from jaxformer.config.fields import (
+    Depth,
+    Fraction,
+    Length,
+    NonNegativeFloat,
+    PositiveFloat,
+    Range,
+    Side,
+    Size,
+    expand_patches,
+)
 from jaxformer.contract import Contract, Input, Task, token_inputs
 from jaxformer.errors import UserError
-from jaxformer.fields import Depth, Fraction, Length, NonNegativeFloat, PositiveFloat, Range, Side, Size, expand_patches
 from jaxformer.models.blocks import BlocksConfig, TokenBlocksConfig
 from jaxformer.nn.capture import OUTPUT, capture_point
 from jaxformer.nn.embedding import Embedding, Positions

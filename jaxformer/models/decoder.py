@@ -12,9 +12,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxformer.config import TokenModelConfig
+from jaxformer.config.fields import (
+    Depth,
+    Fraction,
+    Length,
+    NonNegative,
+    NonNegativeFloat,
+    NormEps,
+    PositiveFloat,
+    Range,
+    Size,
+)
 from jaxformer.contract import ARRAY, AttentionShape, Contract, Input
 from jaxformer.errors import UserError
-from jaxformer.fields import Depth, Fraction, Length, NonNegative, NonNegativeFloat, NormEps, PositiveFloat, Range, Size
 from jaxformer.models.blocks import check_heads, check_local_heads
 from jaxformer.models.rungs import ConcatenatedHeads, PlainBlock, SummedHeads
 from jaxformer.nn.block import Block, Make

@@ -9,8 +9,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from jaxformer.config.fields import Depth, NonNegative, NonNegativeFloat, Size
 from jaxformer.contract import ARRAY, Contract, Task, token_inputs
-from jaxformer.fields import Depth, NonNegative, NonNegativeFloat, Size
 from jaxformer.models.blocks import TokenBlocksConfig
 from jaxformer.nn.capture import capture_point
 from jaxformer.nn.embedding import Embedding, Positions

@@ -10,8 +10,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from jaxformer.config.fields import Depth, NonNegative
 from jaxformer.contract import Contract, Task, token_inputs
-from jaxformer.fields import Depth, NonNegative
 from jaxformer.models.blocks import TokenBlocksConfig, check_local_heads
 from jaxformer.nn.capture import capture_point
 from jaxformer.nn.embedding import Embedding

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxformer.config import TokenModelConfig
+from jaxformer.config.fields import Size
 from jaxformer.contract import Contract
 from jaxformer.errors import UserError
-from jaxformer.fields import Size
 from jaxformer.models.inputs import check_length
 from jaxformer.nn.capture import capture_point
 from jaxformer.nn.embedding import Embedding

@@ -93,7 +93,6 @@ class CrossEntropy:
         The auxiliary losses cover all tokens computed at once, without padding: the batch of all devices, or a
         microbatch with `compute.grad_accumulation_steps`, weighted by its share of the tokens.
         """
-
         outputs_B, sown = batched_apply(model, params)(*batch.inputs, rngs=_rngs(keys_B))
         x_B, layer = _last_layer(model, params, outputs_B)
         targets_B, weights_B = jnp.asarray(batch.targets), batch.weights

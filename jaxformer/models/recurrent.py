@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxformer.config import TokenModelConfig
+from jaxformer.config.fields import Depth, Fraction, Size
 from jaxformer.contract import Contract, Task, token_inputs
 from jaxformer.errors import UserError
-from jaxformer.fields import Depth, Fraction, Size
 from jaxformer.nn.capture import capture_point
 from jaxformer.nn.embedding import Embedding
 from jaxformer.nn.execution import PLAIN, Execution

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxformer.config import TokenModelConfig
+from jaxformer.config.fields import Depth, Fraction, Size
 from jaxformer.contract import Contract
-from jaxformer.fields import Depth, Fraction, Size
 from jaxformer.models.recurrent import check_floating
 from jaxformer.nn.capture import capture_point
 from jaxformer.nn.embedding import Embedding

@@ -1,4 +1,4 @@
-"""What only the first rungs of the ladder have: blocks without residual connections, heads without `W_O`."""
+"""Parts that only the first rungs of the ladder have: blocks without residual connections, heads without `W_O`."""
 
 from functools import partial
 

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxformer.config import ImageModelConfig
+from jaxformer.config.fields import Depth, PositiveFloat, Side, Size, expand_patches
 from jaxformer.contract import Contract
 from jaxformer.errors import UserError
-from jaxformer.fields import Depth, PositiveFloat, Side, Size, expand_patches
 from jaxformer.models.blocks import BlocksConfig
 from jaxformer.nn.capture import capture_point
 from jaxformer.nn.execution import PLAIN, Execution, input_dropout, run_blocks

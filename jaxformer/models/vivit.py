@@ -10,9 +10,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from jaxformer.config.fields import Depth, Side, Size
 from jaxformer.contract import Contract, Input, Task
 from jaxformer.errors import UserError
-from jaxformer.fields import Depth, Side, Size
 from jaxformer.models.vit import ViT, ViTConfig
 from jaxformer.nn.execution import PLAIN, Execution, input_dropout, run_blocks
 from jaxformer.nn.patches import PatchEmbedding

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxformer.memory import gpu_pool_share, memory_capacity, memory_needed
+from jaxformer.parallel.memory import gpu_pool_share, memory_capacity, memory_needed
 from jaxformer.plan.costs import Part, cache_bytes, count_parts, describe_parts, examples_per_microbatch
 from jaxformer.plan.hlo import Collective, parse
 from jaxformer.plan.roofline import (
@@ -22,7 +22,7 @@ from jaxformer.plan.roofline import (
     model_flops,
     without_dead_code,
 )
-from jaxformer.runs import count_parameters
+from jaxformer.runs.run import count_parameters
 from jaxformer.train.setup import TrainSetup
 from jaxformer.train.step import make_train_step
 

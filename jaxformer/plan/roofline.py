@@ -24,7 +24,7 @@ from jaxformer.nn.execution import Execution
 from jaxformer.ops.kernels import BLOCK
 from jaxformer.ops.masks import Causal, Mask
 from jaxformer.plan.hlo import Collective
-from jaxformer.runs import abstract_params
+from jaxformer.runs.run import abstract_params
 from jaxformer.train.setup import BLOCK as BLOCK_NAME
 from jaxformer.train.setup import TrainSetup
 

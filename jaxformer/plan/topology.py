@@ -14,8 +14,8 @@ from typing import Any
 import jax
 
 from jaxformer.errors import UserError
-from jaxformer.memory import gpu_pool_share
-from jaxformer.sharding import parse_mesh
+from jaxformer.parallel.memory import gpu_pool_share
+from jaxformer.parallel.mesh import parse_mesh
 
 FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 CUBES = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8", "8x8x16", "8x16x16", "16x16x16")

@@ -14,7 +14,7 @@ import numpy as np
 from jaxformer.data.dataset import Batch
 from jaxformer.errors import UserError
 from jaxformer.models.objective import OBJECTIVES, Params
-from jaxformer.sharding import batch_sharding, global_device_put
+from jaxformer.parallel.mesh import batch_sharding, global_device_put
 from jaxformer.train.setup import TrainSetup
 from jaxformer.train.step import make_eval_step
 

@@ -13,10 +13,10 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+from jaxformer.config.fields import nonfinite_to_none
 from jaxformer.errors import UserError, folder_vanished_error, parse_json, user_error_on_write
-from jaxformer.fields import nonfinite_to_none
 from jaxformer.files import write_atomically
-from jaxformer.runs import METRICS, SAMPLES
+from jaxformer.runs.run import METRICS, SAMPLES
 from jaxformer.terminal import escape_control, wrap_columns
 
 UNITS = ("tokens", "examples")

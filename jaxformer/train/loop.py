@@ -13,13 +13,12 @@ from typing import Any, Literal, NamedTuple, SupportsInt
 import jax
 import numpy as np
 
-from jaxformer.checkpoints import CheckpointManager
 from jaxformer.data.dataset import Batch, Dataset
-from jaxformer.determinism import check_deterministic
-from jaxformer.distributed import AsyncMax, barrier, is_main_process
-from jaxformer.parameters import in_order, norm_rows, row_names
-from jaxformer.sharding import assemble, batch_sharding, local_rows
-from jaxformer.signals import STOPPING, record_signals
+from jaxformer.nn.parameter_norms import in_order, norm_rows, row_names
+from jaxformer.parallel.determinism import check_deterministic
+from jaxformer.parallel.mesh import assemble, batch_sharding, local_rows
+from jaxformer.parallel.processes import AsyncMax, barrier, is_main_process
+from jaxformer.runs.checkpoints import CheckpointManager
 from jaxformer.train.divergence import HISTORY_STEPS, Divergence, Mover, first_to_move
 from jaxformer.train.evaluate import Evaluation, Evaluator, perplexity
 from jaxformer.train.log import Log, Sink, print_line
@@ -27,6 +26,7 @@ from jaxformer.train.profile import Profiler
 from jaxformer.train.remedies import remedies
 from jaxformer.train.resume import Rollback, Start, find_start
 from jaxformer.train.setup import TrainSetup, TrainState
+from jaxformer.train.signals import STOPPING, record_signals
 from jaxformer.train.sinks import open_sinks
 from jaxformer.train.step import CompiledStep, StepMetrics, allowed_failures
 

@@ -12,7 +12,7 @@ import optax
 from jaxformer.config import OptimizerConfig
 from jaxformer.contract import ParameterAxes, Role
 from jaxformer.models.objective import Params
-from jaxformer.parameters import global_norm, row_norms
+from jaxformer.nn.parameter_norms import global_norm, row_norms
 
 Axes = Mapping[str, ParameterAxes]
 """Axes of each parameter by its dotted name; see `nn.parameters.parameter_axes`."""

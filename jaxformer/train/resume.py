@@ -10,15 +10,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxformer.checkpoints import CheckpointManager, CheckpointReader
 from jaxformer.config import Config, LoraConfig
+from jaxformer.config.fields import differences
 from jaxformer.data.dataset import Dataset
-from jaxformer.distributed import barrier, is_main_process
 from jaxformer.errors import UserError
-from jaxformer.fields import differences
 from jaxformer.models.objective import Params
-from jaxformer.runs import BASE, create_run, write_config
-from jaxformer.sharding import global_device_put, replicated
+from jaxformer.parallel.mesh import global_device_put, replicated
+from jaxformer.parallel.processes import barrier, is_main_process
+from jaxformer.runs.checkpoints import CheckpointManager, CheckpointReader
+from jaxformer.runs.run import BASE, create_run, write_config
 from jaxformer.train.divergence import DivergenceMonitor, chance_loss
 from jaxformer.train.log import truncate_log
 from jaxformer.train.setup import TrainSetup, TrainState

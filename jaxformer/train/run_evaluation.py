@@ -20,8 +20,8 @@ from jaxformer.data.windows import HeldOutText, TextConfig, pack_documents
 from jaxformer.errors import UserError
 from jaxformer.models.objective import Params, batched_apply, is_causal_lm, per_target
 from jaxformer.ops.losses import negative_log_likelihood
-from jaxformer.runs import Run
-from jaxformer.sharding import batch_sharding, batch_shards, global_device_put
+from jaxformer.parallel.mesh import batch_sharding, batch_shards, global_device_put
+from jaxformer.runs.run import Run
 from jaxformer.train.evaluate import Evaluation, Evaluator, HeldOut
 from jaxformer.train.setup import TrainSetup
 

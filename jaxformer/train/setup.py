@@ -18,20 +18,20 @@ from jax.sharding import Mesh
 from jaxformer.config import ComputeConfig, Config
 from jaxformer.contract import ARRAY, ParameterAxes, Task
 from jaxformer.data.dataset import Batch
-from jaxformer.distributed import all_gather
 from jaxformer.errors import UserError
-from jaxformer.lora import adapter_axes, init_adapters, merge
-from jaxformer.memory import check_parameters
 from jaxformer.models.objective import Params
 from jaxformer.nn.execution import PLAIN, Execution
+from jaxformer.nn.lora import adapter_axes, init_adapters, merge
+from jaxformer.nn.parameter_norms import parameter_name, row_names
 from jaxformer.nn.parameters import parameter_axes, trace_init
 from jaxformer.ops import workarounds
 from jaxformer.ops.attention import attention
 from jaxformer.ops.masks import Causal, Packed
-from jaxformer.parameters import parameter_name, row_names
-from jaxformer.pretrained import Pretrained
-from jaxformer.runs import abstract_params, parameter_order
-from jaxformer.sharding import abstract, batch_sharding, batch_shards, gather, shardings
+from jaxformer.parallel.memory import check_parameters
+from jaxformer.parallel.mesh import abstract, batch_sharding, batch_shards, gather, shardings
+from jaxformer.parallel.processes import all_gather
+from jaxformer.runs.pretrained import Pretrained
+from jaxformer.runs.run import abstract_params, parameter_order
 from jaxformer.train.kernels import FusedAttention, make_attention
 from jaxformer.train.optimizer import make_optimizer, make_schedule
 

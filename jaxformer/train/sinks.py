@@ -12,9 +12,8 @@ from types import ModuleType
 from typing import Any
 
 from jaxformer.config import Config
-from jaxformer.errors import UserError, resume_command, user_error_on_write
-from jaxformer.extras import import_extra
-from jaxformer.fields import flatten, to_dict
+from jaxformer.config.fields import flatten, to_dict
+from jaxformer.errors import UserError, import_extra, resume_command, user_error_on_write
 from jaxformer.files import write_atomically
 from jaxformer.train.log import Sink, read_metrics
 

@@ -14,11 +14,11 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxformer.config import Config
 from jaxformer.data.dataset import Batch
 from jaxformer.errors import UserError
-from jaxformer.memory import REMEDY, check_memory
 from jaxformer.models.objective import BatchReduction, Params, count_tokens, objective_of
+from jaxformer.nn.parameter_norms import global_norm, row_norms
 from jaxformer.ops import workarounds
-from jaxformer.parameters import global_norm, row_norms
-from jaxformer.sharding import (
+from jaxformer.parallel.memory import REMEDY, check_memory
+from jaxformer.parallel.mesh import (
     BATCH,
     REPLICATED,
     batch_sharding,

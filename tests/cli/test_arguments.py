@@ -24,8 +24,8 @@ from jaxformer.errors import UserError
 from jaxformer.models.clip import CLIPConfig, ImageTowerConfig
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.vit import ViTConfig
-from jaxformer.run_lock import LOCK
-from jaxformer.runs import create_run
+from jaxformer.runs.lock import LOCK
+from jaxformer.runs.run import create_run
 from tests.helpers import ROOT, changed, tiny, write_books
 
 
@@ -314,7 +314,7 @@ def test_a_config_file_that_fails_is_answered_with_its_line(tmp_path, monkeypatc
 
 
 def test_each_rung_changes_only_the_named_fields_of_the_one_before():
-    from jaxformer.fields import differences
+    from jaxformer.config.fields import differences
 
     names = ["mlp_rowwise", "mlp_concat", "mix_static", "mix_dynamic", "mix_gram", "mix_qkv", "mix_unmasked"]
     rungs = [load_config(f"{ROOT}/configs/ladder.py:{name}") for name in names]

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from jaxformer.checkpoints import CheckpointManager
 from jaxformer.cli import sample
 from jaxformer.config import Config, ModelConfig
 from jaxformer.data.captions import CaptionsConfig
@@ -23,7 +22,8 @@ from jaxformer.data.videos import MovingImagesConfig
 from jaxformer.errors import UserError
 from jaxformer.models.vit import ViTConfig
 from jaxformer.models.vivit import ViViTConfig
-from jaxformer.runs import create_run, load_run
+from jaxformer.runs.checkpoints import CheckpointManager
+from jaxformer.runs.run import create_run, load_run
 from tests.arrays import apply
 from tests.data.test_captions import MODEL as CLIP
 from tests.helpers import small_run

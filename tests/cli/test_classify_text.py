@@ -8,7 +8,7 @@ import pytest
 from jaxformer.cli import eval as evaluate
 from jaxformer.cli import sample, train
 from jaxformer.inspect.pages.model import _example
-from jaxformer.runs import load_data, load_run, read_config
+from jaxformer.runs.run import load_data, load_run, read_config
 
 SMALL = [
     "--config", "classify", "--data.path", "x", "--model.context-length", "16", "--model.d-model", "16",

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from jaxformer.extras import EXTRAS
+from jaxformer.errors import EXTRAS
 from tests.helpers import ROOT, tiny, write_books
 
 PROGRAM = f"""if True:

@@ -10,14 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxformer.checkpoints import CheckpointManager
 from jaxformer.cli import diff
 from jaxformer.config import Config
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.data.windows import TextConfig
 from jaxformer.inspect.comparison import exact_differences
 from jaxformer.models.decoder import DecoderConfig
-from jaxformer.runs import create_run
+from jaxformer.runs.checkpoints import CheckpointManager
+from jaxformer.runs.run import create_run
 
 CONFIG = Config("run", DecoderConfig(257, 8, 4, d_ff=(6,)), TextConfig("books"), steps=3)
 TABLE = [

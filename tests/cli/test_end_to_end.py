@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 
 from jaxformer import load_run
-from jaxformer.checkpoints import CheckpointReader
 from jaxformer.cli import sample, train
 from jaxformer.data.dataset import Batch
 from jaxformer.errors import UserError
 from jaxformer.inspect import first_non_finite
-from jaxformer.integrity import find_corruption
+from jaxformer.runs.checkpoints import CheckpointReader
+from jaxformer.runs.integrity import find_corruption
 from jaxformer.train.log import read_metrics, read_samples
 from tests.helpers import (
     ROOT,

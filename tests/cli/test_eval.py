@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 from jaxformer import load_run
-from jaxformer.checkpoints import CheckpointManager
 from jaxformer.cli import eval as command
 from jaxformer.config import Config
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.data.windows import TextConfig
 from jaxformer.models.mlp import MLPConfig
-from jaxformer.runs import Run, load_data, read_config, write_config
-from jaxformer.sharding import make_mesh
+from jaxformer.parallel.mesh import make_mesh
+from jaxformer.runs.checkpoints import CheckpointManager
+from jaxformer.runs.run import Run, load_data, read_config, write_config
 from jaxformer.train.evaluate import Evaluator
 from jaxformer.train.setup import TrainSetup
 from tests.arrays import first_params

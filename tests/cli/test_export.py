@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from jaxformer.cli import export
-from jaxformer.runs import read_config
+from jaxformer.runs.run import read_config
 from tests.helpers import small_run
 
 WORDS = " ".join(f"{a}{b}" for a in "abcdefgh" for b in "ijklmnop")

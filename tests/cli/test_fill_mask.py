@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxformer.checkpoints import CheckpointManager
 from jaxformer.cli import sample
 from jaxformer.config import Config
 from jaxformer.data.masked import MaskedTextConfig
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.models.encoder import EncoderConfig
-from jaxformer.runs import create_run
+from jaxformer.runs.checkpoints import CheckpointManager
+from jaxformer.runs.run import create_run
 
 MODEL = EncoderConfig(258, 16, 12, n_heads=3, d_ff=(17,), n_blocks=1)
 BYTES = Tokenizer.train(["a b"], 257)

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxformer.checkpoints import CheckpointManager
 from jaxformer.cli import inspect, train
 from jaxformer.config import Config, ModelConfig
 from jaxformer.data.tokenizer import Tokenizer
@@ -23,7 +22,8 @@ from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.encoder import EncoderConfig
 from jaxformer.models.encoder_decoder import EncoderDecoderConfig
 from jaxformer.models.mlp import MLPConfig
-from jaxformer.runs import create_run
+from jaxformer.runs.checkpoints import CheckpointManager
+from jaxformer.runs.run import create_run
 from jaxformer.train.log import read_metrics
 from tests.arrays import random_params
 from tests.browser import browsing, complaints, embedded, wait_for

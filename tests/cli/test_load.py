@@ -6,7 +6,7 @@ import pytest
 
 from jaxformer.cli.load import RunOptions, with_run
 from jaxformer.errors import UserError
-from jaxformer.run_lock import run_lock
+from jaxformer.runs.lock import run_lock
 from tests.helpers import small_run, write_books
 
 

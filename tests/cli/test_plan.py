@@ -17,10 +17,10 @@ from jax.experimental import topologies
 from jaxformer.__main__ import main
 from jaxformer.cli.arguments import load_config
 from jaxformer.errors import UserError
+from jaxformer.parallel.mesh import make_mesh
 from jaxformer.plan.plan import memory_in_error, remedies
 from jaxformer.plan.roofline import CHIPS
 from jaxformer.plan.topology import GPUS, SPECS, check_topology, rescale_mesh, topology_devices
-from jaxformer.sharding import make_mesh
 from jaxformer.train.setup import TrainSetup
 from tests.helpers import ROOT, changed
 

@@ -36,7 +36,7 @@ from jaxformer.decode.prompts import Prompt
 from jaxformer.errors import UserError
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.mlp import MLPConfig
-from jaxformer.runs import Run
+from jaxformer.runs.run import Run
 from tests.helpers import small_run, start_in_terminal, write_books
 
 BYTES = Tokenizer.train(["a b"], 257)

@@ -11,7 +11,7 @@ from jaxformer.config import Config
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.data.windows import TextConfig
 from jaxformer.models.decoder import DecoderConfig
-from jaxformer.runs import create_run
+from jaxformer.runs.run import create_run
 
 TEXT = "the cat, the caté 日\n"
 

@@ -11,8 +11,8 @@ from jaxformer.cli.train import Arguments, _conclude, _start, main
 from jaxformer.config import Config, TokenModelConfig
 from jaxformer.data.windows import TextConfig
 from jaxformer.errors import UserError
-from jaxformer.runs import write_config
-from jaxformer.sharding import make_mesh
+from jaxformer.parallel.mesh import make_mesh
+from jaxformer.runs.run import write_config
 from jaxformer.train.loop import Outcome
 from jaxformer.train.setup import TrainSetup
 from tests.helpers import ROOT, tiny, write_books
@@ -83,7 +83,7 @@ def test_an_interruption_before_the_first_step_leaves_no_run(tmp_path, monkeypat
     def load_data(*_: object) -> None:
         os.kill(os.getpid(), number)
 
-    monkeypatch.setattr("jaxformer.runs.load_data", load_data)
+    monkeypatch.setattr("jaxformer.runs.run.load_data", load_data)
     before = signal.getsignal(number)
     options = ["--config", f"{ROOT}/configs/quick.py", "--run", str(tmp_path / "run")]
     assert main(options) == 128 + number

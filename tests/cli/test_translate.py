@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import pytest
 
 from jaxformer import load_run
-from jaxformer.checkpoints import CheckpointManager
 from jaxformer.cli import eval as evaluation
 from jaxformer.cli import sample
 from jaxformer.config import Config
@@ -19,7 +18,8 @@ from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.decode.translation import translate, translate_tokens
 from jaxformer.decode.translation_scores import exact_match, scores
 from jaxformer.models.recurrent import RecurrentConfig
-from jaxformer.runs import create_run
+from jaxformer.runs.checkpoints import CheckpointManager
+from jaxformer.runs.run import create_run
 
 SOURCES = ["de 7.9.23", "é"]
 

@@ -8,7 +8,7 @@ import pytest
 
 from jaxformer.cli import verify
 from jaxformer.nn import attention as nn_attention
-from jaxformer.sharding import sum_over_batch
+from jaxformer.parallel.mesh import sum_over_batch
 from jaxformer.train import step
 from jaxformer.train.setup import TrainSetup
 from tests.helpers import small_run

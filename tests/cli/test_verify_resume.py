@@ -10,9 +10,9 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from jaxformer.checkpoints import CheckpointManager
 from jaxformer.cli import verify_resume
 from jaxformer.inspect.comparison import checkpoint_differences, log_differences
+from jaxformer.runs.checkpoints import CheckpointManager
 from tests.helpers import ROOT, run, tiny, write_books
 
 

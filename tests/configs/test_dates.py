@@ -3,9 +3,9 @@
 import pytest
 
 from jaxformer.cli.arguments import load_config
+from jaxformer.config.fields import differences
 from jaxformer.data.dates import DatesConfig
 from jaxformer.data.pairs import PairDataset
-from jaxformer.fields import differences
 from tests.helpers import ROOT
 
 

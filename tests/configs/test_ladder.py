@@ -18,8 +18,8 @@ from jaxformer.config import Config
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.data.windows import next_token_batch
 from jaxformer.errors import UserError
-from jaxformer.runs import abstract_params, create_run
-from jaxformer.sharding import make_mesh
+from jaxformer.parallel.mesh import make_mesh
+from jaxformer.runs.run import abstract_params, create_run
 from jaxformer.train.setup import TrainSetup
 from jaxformer.train.step import make_train_step
 from tests.helpers import ROOT, exhaustive

@@ -14,8 +14,8 @@ from jaxformer.data.windows import TextConfig
 from jaxformer.errors import UserError
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.encoder import EncoderConfig
-from jaxformer.runs import abstract_params, count_parameters, read_config, write_config
-from jaxformer.sharding import make_mesh
+from jaxformer.parallel.mesh import make_mesh
+from jaxformer.runs.run import abstract_params, count_parameters, read_config, write_config
 from jaxformer.train.setup import TrainSetup
 from tests.data.test_images import idx
 from tests.helpers import ROOT, write_books

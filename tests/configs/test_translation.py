@@ -4,9 +4,9 @@ import pytest
 
 from jaxformer.cli.arguments import load_config
 from jaxformer.config import Config
+from jaxformer.config.fields import differences
 from jaxformer.data.pairs import check_seq2seq
-from jaxformer.fields import differences
-from jaxformer.runs import abstract_params, count_parameters
+from jaxformer.runs.run import abstract_params, count_parameters
 from tests.helpers import ROOT
 
 COMPARED = ("gru", "bahdanau", "transformer")

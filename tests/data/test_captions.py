@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from jaxformer.config.fields import from_dict, to_dict
 from jaxformer.data.augmentation import augment, draw_augmentations
 from jaxformer.data.captions import CaptionDataset, CaptionsConfig, draw_word_masks, select_words, tokenize_captions
 from jaxformer.data.dataset import epoch_permutation
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError
-from jaxformer.fields import from_dict, to_dict
 from jaxformer.models.clip import CLIPConfig, ImageTowerConfig, TextTowerConfig
 from jaxformer.models.mlp import MLPConfig
 

@@ -24,7 +24,7 @@ from jaxformer.models.encoder import EncoderConfig
 from jaxformer.models.mlp import MLPConfig
 from jaxformer.models.objective import next_token_nll, objective_of
 from jaxformer.ops.positions import positions_in_segments
-from jaxformer.sharding import make_mesh
+from jaxformer.parallel.mesh import make_mesh
 from jaxformer.train.setup import TrainSetup
 
 TOKENIZER = Tokenizer.train(["a b"], 257)

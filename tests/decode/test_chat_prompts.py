@@ -10,7 +10,7 @@ from jaxformer.decode import Sampling
 from jaxformer.decode.completion import Completer, CompletionOptions
 from jaxformer.decode.prompts import Prompt
 from jaxformer.errors import UserError
-from jaxformer.runs import load_run
+from jaxformer.runs.run import load_run
 from tests.helpers import small_run
 
 pytest.importorskip("jinja2")

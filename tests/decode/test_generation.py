@@ -23,7 +23,7 @@ from jaxformer.models.mlp import MLPConfig
 from jaxformer.models.objective import Params
 from jaxformer.nn.parameters import parameter_axes
 from jaxformer.ops.masks import EMPTY
-from jaxformer.sharding import make_mesh, replicated, shardings
+from jaxformer.parallel.mesh import make_mesh, replicated, shardings
 from tests.arrays import apply, assert_close, build, random_params, random_tokens
 from tests.helpers import exhaustive
 

@@ -16,7 +16,7 @@ from jaxformer.inspect.autopsy import CONTEXT_ROWS, EXAMPLES_PER_CHUNK, Magnitud
 from jaxformer.models import objective
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.objective import Params, next_token_nll
-from jaxformer.parameters import dotted
+from jaxformer.nn.parameter_norms import dotted
 from tests.arrays import build, first_params, normal, random_tokens
 
 CONFIG = DecoderConfig(

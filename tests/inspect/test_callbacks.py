@@ -9,7 +9,7 @@ from jaxformer.data.dataset import Batch
 from jaxformer.data.windows import TextConfig
 from jaxformer.inspect.callbacks import _full_rows, _unpadded_examples, make_callbacks
 from jaxformer.models.decoder import DecoderConfig
-from jaxformer.sharding import make_mesh
+from jaxformer.parallel.mesh import make_mesh
 from jaxformer.train.setup import TrainSetup
 
 CONTRACT = DecoderConfig(24, 7, 8, n_blocks=1, n_heads=2).contract

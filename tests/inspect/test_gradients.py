@@ -11,8 +11,8 @@ from jaxformer.inspect.gradients import EXAMPLES_PER_CHUNK, Row, noise_scale, up
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.objective import Params, objective_of
 from jaxformer.models.recurrent_lm import RecurrentLMConfig
-from jaxformer.parameters import in_order
-from jaxformer.runs import parameter_order
+from jaxformer.nn.parameter_norms import in_order
+from jaxformer.runs.run import parameter_order
 from tests.arrays import build, normal, random_tokens
 from tests.helpers import exhaustive
 from tests.inspect.test_activations import MODELS, T, V, random_model

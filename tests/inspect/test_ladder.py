@@ -20,8 +20,8 @@ from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.data.windows import next_token_batch
 from jaxformer.inspect.ladder import as_text, has_ended, held_out_prompts, rung_result
 from jaxformer.inspect.pages.ladder import describe_change, write_results
-from jaxformer.runs import create_run
-from jaxformer.sharding import make_mesh
+from jaxformer.parallel.mesh import make_mesh
+from jaxformer.runs.run import create_run
 from jaxformer.train.setup import TrainSetup
 from jaxformer.train.step import make_train_step
 from tests.browser import embedded

@@ -15,7 +15,7 @@ from jaxformer.data import next_token_batch
 from jaxformer.inspect.pages.model import write_model_page
 from jaxformer.inspect.property_checks import random_inputs
 from jaxformer.interop.run import import_run
-from jaxformer.runs import Run, load_run
+from jaxformer.runs.run import Run, load_run
 from tests.arrays import apply
 from tests.interop.published import publish
 from tests.interop.test_parity import CASES

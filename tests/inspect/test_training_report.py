@@ -11,10 +11,10 @@ import pytest
 
 from jaxformer.cli.arguments import load_config
 from jaxformer.data.dates import DatesConfig
-from jaxformer.extras import EXTRAS
+from jaxformer.errors import EXTRAS
 from jaxformer.inspect import training_report
 from jaxformer.inspect.training_report import example_prompt, header, no_improvement, rollback_line
-from jaxformer.sharding import make_mesh
+from jaxformer.parallel.mesh import make_mesh
 from jaxformer.train.evaluate import Evaluation
 from jaxformer.train.loop import Outcome
 from jaxformer.train.setup import TrainSetup

@@ -12,7 +12,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxformer.errors import UserError
 from jaxformer.interop.export import export_run
 from jaxformer.interop.output import complete_path
-from jaxformer.runs import Run, load_run, read_config
+from jaxformer.runs.run import Run, load_run, read_config
 from tests.helpers import small_run
 
 WORDS = " ".join(f"{a}{b}" for a in "abcdefgh" for b in "ijklmnop")

@@ -13,7 +13,7 @@ from jaxformer.decode import Sampling, generate
 from jaxformer.errors import UserError
 from jaxformer.interop.gguf import export_gguf, pre_type
 from jaxformer.models.decoder import DecoderConfig
-from jaxformer.runs import Run, load_run
+from jaxformer.runs.run import Run, load_run
 from tests.arrays import apply, random_params
 from tests.helpers import small_run
 

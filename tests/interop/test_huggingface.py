@@ -17,7 +17,7 @@ from jaxformer.interop.families import FAMILIES
 from jaxformer.interop.huggingface import export_huggingface
 from jaxformer.interop.publish import resolved, unmatched
 from jaxformer.interop.run import import_run
-from jaxformer.runs import Run, load_run
+from jaxformer.runs.run import Run, load_run
 from tests.arrays import apply
 from tests.helpers import ROOT, small_run
 from tests.interop.published import publish, their_greedy, their_logits
@@ -111,7 +111,7 @@ def test_part_without_an_equivalent_is_named(run, tmp_path, changes, message):
 
 
 def test_a_model_without_an_equivalent_is_answered_with_one_and_the_extra_to_install(run, tmp_path, monkeypatch):
-    monkeypatch.setattr("jaxformer.extras.importlib.util.find_spec", lambda _: None)  # a plain installation
+    monkeypatch.setattr("jaxformer.errors.importlib.util.find_spec", lambda _: None)  # a plain installation
     with pytest.raises(UserError) as error:
         export_huggingface(replace(run, config=load_config("quick")), tmp_path / "out")
     message = str(error.value)

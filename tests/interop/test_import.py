@@ -17,8 +17,8 @@ from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError
 from jaxformer.interop.families import FAMILIES, REQUIRED
 from jaxformer.interop.run import import_run, pretrained_model
-from jaxformer.runs import load_run
-from jaxformer.sharding import make_mesh
+from jaxformer.parallel.mesh import make_mesh
+from jaxformer.runs.run import load_run
 from jaxformer.train.setup import TrainSetup
 from tests.arrays import apply
 from tests.helpers import write_books

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from jaxformer.__main__ import main
-from jaxformer.checkpoints import CheckpointReader
-from jaxformer.runs import BASE, load_run
+from jaxformer.runs.checkpoints import CheckpointReader
+from jaxformer.runs.run import BASE, load_run
 from jaxformer.train.log import read_metrics
 from tests.arrays import apply, assert_close
 from tests.helpers import write_books

@@ -12,7 +12,7 @@ import pytest
 from jaxformer.decode import Sampling, generate
 from jaxformer.interop.run import import_run
 from jaxformer.models.decoder import DecoderConfig
-from jaxformer.runs import Run, load_run
+from jaxformer.runs.run import Run, load_run
 from tests.interop.published import publish, their_greedy, their_logits
 
 pytestmark = pytest.mark.exhaustive

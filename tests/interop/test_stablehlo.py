@@ -15,7 +15,7 @@ from jaxformer.cli.arguments import load_config
 from jaxformer.decode import Sampling, generate
 from jaxformer.errors import UserError
 from jaxformer.interop.stablehlo import export_stablehlo
-from jaxformer.runs import Run, load_run
+from jaxformer.runs.run import Run, load_run
 from tests.arrays import apply, random_params
 from tests.helpers import ROOT, exhaustive, small_run
 

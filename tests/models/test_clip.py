@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from jaxformer.config.fields import from_dict, to_dict
 from jaxformer.data.dataset import Batch
 from jaxformer.errors import UserError
-from jaxformer.fields import from_dict, to_dict
 from jaxformer.models.clip import CLIPConfig, ImageTowerConfig, TextTowerConfig
 from jaxformer.models.objective import Contrastive
 from jaxformer.nn.execution import Execution
 from jaxformer.nn.parameters import parameter_axes
-from jaxformer.runs import abstract_params, count_parameters
-from jaxformer.sharding import make_mesh, shardings
+from jaxformer.parallel.mesh import make_mesh, shardings
+from jaxformer.runs.run import abstract_params, count_parameters
 from tests.arrays import apply, assert_close, random_params, random_tokens
 from tests.helpers import ROOT, slow
 

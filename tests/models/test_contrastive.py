@@ -15,7 +15,7 @@ from jaxformer.data.dataset import Batch
 from jaxformer.errors import UserError
 from jaxformer.models.clip import CLIPConfig, ImageTowerConfig, TextTowerConfig
 from jaxformer.models.objective import OBJECTIVES, BatchReduction, Contrastive, objective_of, recall
-from jaxformer.sharding import batch_sharding, global_device_put, make_mesh
+from jaxformer.parallel.mesh import batch_sharding, global_device_put, make_mesh
 from jaxformer.train.setup import TrainSetup
 from jaxformer.train.step import make_gradient
 from tests.arrays import assert_close, normal, random_params, random_tokens

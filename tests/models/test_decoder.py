@@ -17,8 +17,8 @@ from jaxformer.nn.embedding import Embedding
 from jaxformer.nn.execution import ROUTER, Execution
 from jaxformer.nn.experts import routers
 from jaxformer.ops.masks import EMPTY
-from jaxformer.runs import abstract_params, count_parameters
-from jaxformer.sharding import batch_sharding, make_mesh, replicated
+from jaxformer.parallel.mesh import batch_sharding, make_mesh, replicated
+from jaxformer.runs.run import abstract_params, count_parameters
 from tests.arrays import apply, assert_close, build, normal, random_tokens, rung
 from tests.helpers import ROOT, exhaustive, slow
 

@@ -17,8 +17,8 @@ from jaxformer.errors import UserError
 from jaxformer.models.encoder import ClassifierConfig, EncoderConfig
 from jaxformer.nn.embedding import Embedding
 from jaxformer.nn.parameters import parameter_axes
-from jaxformer.runs import abstract_params, count_parameters
-from jaxformer.sharding import make_mesh, shardings
+from jaxformer.parallel.mesh import make_mesh, shardings
+from jaxformer.runs.run import abstract_params, count_parameters
 from tests.arrays import apply, assert_close, assert_same_however_computed, build, normal, random_params, random_tokens
 from tests.helpers import ROOT
 

@@ -22,8 +22,8 @@ from jaxformer.models.objective import Params
 from jaxformer.nn.embedding import Embedding
 from jaxformer.nn.parameters import parameter_axes
 from jaxformer.ops.masks import EMPTY
-from jaxformer.runs import count_parameters
-from jaxformer.sharding import make_mesh, shardings
+from jaxformer.parallel.mesh import make_mesh, shardings
+from jaxformer.runs.run import count_parameters
 from tests.arrays import apply, assert_close, assert_same_however_computed, normal, random_params, random_tokens
 from tests.helpers import ROOT, exhaustive
 

@@ -29,7 +29,7 @@ from jaxformer.models.inputs import check_example
 from jaxformer.models.mlp import MLPConfig
 from jaxformer.models.recurrent import RecurrentConfig
 from jaxformer.models.recurrent_lm import RecurrentLMConfig
-from jaxformer.runs import Run
+from jaxformer.runs.run import Run
 from tests.arrays import build, random_params
 from tests.test_x64 import MODELS
 

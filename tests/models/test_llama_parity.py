@@ -11,7 +11,7 @@ import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxformer.models.decoder import DecoderConfig
-from jaxformer.runs import abstract_params
+from jaxformer.runs.run import abstract_params
 from tests.arrays import apply, assert_close
 from tests.helpers import ROOT
 

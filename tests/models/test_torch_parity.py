@@ -14,8 +14,8 @@ from numpy.testing import assert_allclose
 from jaxformer.cli.arguments import load_config
 from jaxformer.config import Config
 from jaxformer.data.windows import next_token_batch
-from jaxformer.runs import abstract_params, count_parameters
-from jaxformer.sharding import batch_sharding, global_device_put, make_mesh
+from jaxformer.parallel.mesh import batch_sharding, global_device_put, make_mesh
+from jaxformer.runs.run import abstract_params, count_parameters
 from jaxformer.train.setup import TrainSetup, TrainState
 from jaxformer.train.step import make_train_step
 from tests.fixtures import rmsnorm_weights as source

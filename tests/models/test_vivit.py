@@ -19,8 +19,8 @@ from jaxformer.models.objective import CrossEntropy
 from jaxformer.models.vivit import FactorisedViViT, ViViTConfig
 from jaxformer.nn.execution import Execution
 from jaxformer.nn.parameters import parameter_axes
-from jaxformer.runs import abstract_params
-from jaxformer.sharding import make_mesh, shardings
+from jaxformer.parallel.mesh import make_mesh, shardings
+from jaxformer.runs.run import abstract_params
 from tests.arrays import apply, assert_close, random_params
 from tests.helpers import ROOT
 

@@ -9,11 +9,11 @@ import pytest
 from jaxformer.cli.arguments import load_config
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.ops.kernels import cudnn_attention
+from jaxformer.parallel.mesh import make_mesh
 from jaxformer.plan.costs import Part, cache_bytes, count_parts, describe_parts, examples_per_microbatch
 from jaxformer.plan.roofline import matmul_flops, model_flops
 from jaxformer.plan.topology import assume_gpu
-from jaxformer.runs import count_parameters
-from jaxformer.sharding import make_mesh
+from jaxformer.runs.run import count_parameters
 from jaxformer.train.setup import TrainSetup
 from tests.helpers import ROOT
 from tests.plan.test_roofline import CONFIG, MODEL

@@ -8,7 +8,7 @@ pytestmark = needs_compiler
 
 SCATTER = """
 import json, re, sys
-from jaxformer.determinism import set_deterministic
+from jaxformer.parallel.determinism import set_deterministic
 if sys.argv[1] == "True":
     set_deterministic()
 import jax, jax.numpy as jnp

@@ -19,7 +19,7 @@ from jaxformer.data.windows import TextConfig
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.plan.hlo import FREE, parse
 from jaxformer.plan.topology import topology_devices
-from jaxformer.sharding import make_mesh
+from jaxformer.parallel.mesh import make_mesh
 from jaxformer.train.setup import TrainSetup
 from jaxformer.train.step import make_train_step
 

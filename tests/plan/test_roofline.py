@@ -12,6 +12,7 @@ from jaxformer.data.windows import TextConfig
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.ops.kernels import BLOCK, splash_attention
 from jaxformer.ops.masks import Causal
+from jaxformer.parallel.mesh import make_mesh
 from jaxformer.plan.hlo import Collective
 from jaxformer.plan.roofline import (
     CHIPS,
@@ -23,7 +24,6 @@ from jaxformer.plan.roofline import (
     visible_pairs,
     without_dead_code,
 )
-from jaxformer.sharding import make_mesh
 from jaxformer.train.setup import TrainSetup
 
 MODEL = DecoderConfig(

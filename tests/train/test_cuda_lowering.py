@@ -14,8 +14,8 @@ from jaxformer.data.windows import TextConfig
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.ops.kernels import cudnn_attention
 from jaxformer.ops.masks import Causal
+from jaxformer.parallel.mesh import make_mesh
 from jaxformer.plan.topology import assume_gpu
-from jaxformer.sharding import make_mesh
 from jaxformer.train import setup as train_setup
 from jaxformer.train.setup import TrainSetup
 from jaxformer.train.step import make_train_step

@@ -14,7 +14,7 @@ from jaxformer.errors import UserError
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.mlp import MLPConfig
 from jaxformer.models.objective import next_token_nll
-from jaxformer.sharding import make_mesh
+from jaxformer.parallel.mesh import make_mesh
 from jaxformer.train.evaluate import BATCHES_IN_FLIGHT, Evaluator, perplexity
 from jaxformer.train.setup import TrainSetup
 from tests.arrays import first_params

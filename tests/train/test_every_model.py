@@ -17,9 +17,9 @@ from jaxformer.inspect import first_non_finite
 from jaxformer.inspect.callbacks import make_callbacks
 from jaxformer.models.objective import objective_of
 from jaxformer.models.recurrent import RecurrentConfig
+from jaxformer.parallel.mesh import make_mesh
 from jaxformer.plan.plan import make_plan
-from jaxformer.runs import create_run, load_run
-from jaxformer.sharding import make_mesh
+from jaxformer.runs.run import create_run, load_run
 from jaxformer.train.log import read_metrics
 from jaxformer.train.loop import train
 from jaxformer.train.setup import TrainSetup

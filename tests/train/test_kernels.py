@@ -22,8 +22,8 @@ from jaxformer.ops.kernels import (
     splash_attention,
 )
 from jaxformer.ops.masks import Causal, Mask
+from jaxformer.parallel.mesh import BATCH, batch_sharding, make_mesh, on_each_shard
 from jaxformer.plan.roofline import _jaxprs, without_dead_code
-from jaxformer.sharding import BATCH, batch_sharding, make_mesh, on_each_shard
 from jaxformer.train import kernels
 from jaxformer.train.kernels import (
     FusedAttention,
@@ -217,7 +217,7 @@ import jax, jax.numpy as jnp, numpy as np
 from jax.experimental.topologies import get_topology_desc
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 from jaxformer.ops.masks import Causal
-from jaxformer.sharding import AXES, BATCH, on_each_shard, sum_over_batch
+from jaxformer.parallel.mesh import AXES, BATCH, on_each_shard, sum_over_batch
 from jaxformer.train.kernels import make_attention
 
 devices = np.array(get_topology_desc(platform="tpu", topology_name="v5e:16x16").devices)

@@ -13,21 +13,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxformer.checkpoints import CheckpointReader
 from jaxformer.config import Config, OptimizerConfig, TrainConfig
 from jaxformer.data.dataset import Batch
 from jaxformer.data.windows import TextConfig
 from jaxformer.errors import UserError
 from jaxformer.models.decoder import DecoderConfig
-from jaxformer.runs import read_config
-from jaxformer.sharding import make_mesh
-from jaxformer.signals import ReceivedSignal
+from jaxformer.parallel.mesh import make_mesh
+from jaxformer.runs.checkpoints import CheckpointReader
+from jaxformer.runs.run import read_config
 from jaxformer.train import log, loop
 from jaxformer.train.log import read_metrics, without_timings
 from jaxformer.train.loop import Callback, Outcome, is_doubled, is_due, train
 from jaxformer.train.optimizer import make_schedule
 from jaxformer.train.resume import Rollback
 from jaxformer.train.setup import TrainSetup, TrainState
+from jaxformer.train.signals import ReceivedSignal
 from jaxformer.train.sinks import WANDB_ID
 from jaxformer.train.step import CompiledStep, StepMetrics
 from tests.arrays import assert_close

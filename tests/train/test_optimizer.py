@@ -20,8 +20,8 @@ from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.mlp import MLPConfig
 from jaxformer.models.objective import next_token_nll
 from jaxformer.nn.parameters import parameter_axes
-from jaxformer.runs import abstract_params
-from jaxformer.sharding import make_mesh
+from jaxformer.parallel.mesh import make_mesh
+from jaxformer.runs.run import abstract_params
 from jaxformer.train.optimizer import (
     gradient_point,
     is_decayed,

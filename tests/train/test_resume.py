@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxformer.checkpoints import CheckpointManager
 from jaxformer.cli.arguments import load_config
 from jaxformer.errors import UserError
+from jaxformer.runs.checkpoints import CheckpointManager
 from jaxformer.train.resume import check_resumable, is_finished
 from tests.helpers import ROOT
 

@@ -19,7 +19,7 @@ from jaxformer.data.windows import TextConfig
 from jaxformer.errors import UserError
 from jaxformer.inspect.callbacks import make_callbacks
 from jaxformer.models.decoder import DecoderConfig
-from jaxformer.sharding import make_mesh
+from jaxformer.parallel.mesh import make_mesh
 from jaxformer.train.log import read_metrics
 from jaxformer.train.loop import Callback, train
 from jaxformer.train.setup import TrainSetup

@@ -16,7 +16,6 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from numpy.testing import assert_allclose
 
-from jaxformer import memory
 from jaxformer.config import ComputeConfig, Config, OptimizerConfig, TrainConfig
 from jaxformer.data.dataset import Batch
 from jaxformer.data.windows import TextConfig, next_token_batch
@@ -27,11 +26,12 @@ from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.encoder import ClassifierConfig, EncoderConfig
 from jaxformer.models.objective import CrossEntropy, Params, batched_apply, next_token_nll, per_target
 from jaxformer.nn.experts import routers
+from jaxformer.nn.parameter_norms import row_names
 from jaxformer.ops.linear_cross_entropy import rows_per_chunk
 from jaxformer.ops.losses import negative_log_likelihood
-from jaxformer.parameters import row_names
-from jaxformer.runs import abstract_params
-from jaxformer.sharding import AXES, batch_sharding, global_device_put, make_mesh, parse_mesh
+from jaxformer.parallel import memory
+from jaxformer.parallel.mesh import AXES, batch_sharding, global_device_put, make_mesh, parse_mesh
+from jaxformer.runs.run import abstract_params
 from jaxformer.train import setup
 from jaxformer.train.setup import TrainSetup, TrainState
 from jaxformer.train.step import CompiledStep, make_eval_step, make_gradient, make_train_step

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from jaxformer.config import Config
+from jaxformer.config.fields import flatten, to_dict
 from jaxformer.data.dataset import evenly_spaced
-from jaxformer.fields import flatten, to_dict
 from jaxformer.files import write_atomically
 from jaxformer.inspect.ladder import RungResult, continue_held_out
 from jaxformer.inspect.pages.charts import STEP, Axis, Grid, Line, Lines, heads_heatmap
 from jaxformer.inspect.pages.page import Section, Table, as_preformatted, write_page
-from jaxformer.runs import read_config
+from jaxformer.runs.run import read_config
 from jaxformer.train.log import read_metrics
 
 ABOUT = "Each rung is the one before with one idea changed, trained on the same text."

@@ -28,7 +28,7 @@ from jaxformer.inspect.pages.page import Section, Table, write_page
 from jaxformer.inspect.pages.pictures import Picture, PictureSection, patch_attention, patch_grid, png_uri
 from jaxformer.inspect.pages.training import training_sections
 from jaxformer.models.objective import is_causal_lm
-from jaxformer.runs import Run, count_parameters, load_data
+from jaxformer.runs.run import Run, count_parameters, load_data
 from jaxformer.train.log import read_metrics, read_samples
 
 MAX_ATTENTION_WEIGHTS = 600_000

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from jaxformer.fields import nonfinite_to_none
+from jaxformer.config.fields import nonfinite_to_none
 from jaxformer.files import write_atomically
 from jaxformer.terminal import SYMBOLS
 

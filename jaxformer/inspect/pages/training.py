@@ -15,7 +15,7 @@ from jaxformer.inspect.activations import capture_shapes
 from jaxformer.inspect.pages.charts import STEP, Axis, Line, Lines
 from jaxformer.inspect.pages.labels import layer_label
 from jaxformer.inspect.pages.page import Section, Table, Texts, write_page
-from jaxformer.runs import abstract_params, read_config
+from jaxformer.runs.run import abstract_params, read_config
 from jaxformer.train.log import Sink, print_line, read_metrics, read_samples
 
 REPORT = "report.html"

@@ -23,7 +23,7 @@ from jaxformer.inspect.pages.training import (
 )
 from jaxformer.models.clip import CLIPConfig, ImageTowerConfig, TextTowerConfig
 from jaxformer.models.decoder import DecoderConfig
-from jaxformer.runs import create_run
+from jaxformer.runs.run import create_run
 from tests.browser import embedded
 
 

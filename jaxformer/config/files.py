@@ -35,7 +35,7 @@ def file_of(cls: type) -> str:
 def config_file(path: str) -> Path:
     """Return the config file for a path, or for a name such as `quick`, which is inside the package in a wheel and
     beside it in a checkout. Raises `UserError` if there is none."""
-    package = Path(__file__).resolve().parent
+    package = Path(__file__).resolve().parents[1]
     inside = package / "configs"
     folder = inside if inside.is_dir() else package.parent / "configs"
     names = sorted(file.stem for file in folder.glob("*.py"))

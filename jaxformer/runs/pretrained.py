@@ -8,13 +8,13 @@ from pathlib import Path
 
 import jax
 
-from jaxformer.checkpoints import CheckpointReader
 from jaxformer.config import Config, LoraConfig, ModelConfig
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError
 from jaxformer.models.objective import Params
-from jaxformer.parameters import dotted
-from jaxformer.runs import abstract_params, read_config, read_tokenizer, restore_params
+from jaxformer.nn.parameter_norms import dotted
+from jaxformer.runs.checkpoints import CheckpointReader
+from jaxformer.runs.run import abstract_params, read_config, read_tokenizer, restore_params
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,6 @@ import orbax.checkpoint as ocp
 from jax.sharding import SingleDeviceSharding
 from orbax.checkpoint import checkpoint_managers
 
-from jaxformer.distributed import all_gather, barrier, broadcast, is_main_process
 from jaxformer.errors import (
     UserError,
     folder_vanished_error,
@@ -38,8 +37,9 @@ from jaxformer.errors import (
     user_error_on_write,
     write_error,
 )
-from jaxformer.integrity import MISSING, NO_ARRAYS, find_corruption, find_unindexed, write_checksums
-from jaxformer.run_lock import LOCK, run_lock
+from jaxformer.parallel.processes import all_gather, barrier, broadcast, is_main_process
+from jaxformer.runs.integrity import MISSING, NO_ARRAYS, find_corruption, find_unindexed, write_checksums
+from jaxformer.runs.lock import LOCK, run_lock
 
 CHECKPOINTS = "checkpoints"
 TEMPORARY = ".orbax-checkpoint-tmp"

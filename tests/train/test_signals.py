@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from jaxformer.checkpoints import CheckpointReader
+from jaxformer.runs.checkpoints import CheckpointReader
 from tests.helpers import run, start, tiny, write_books
 
 ENDLESS = (

@@ -13,9 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 
-from jaxformer.contract import Contract, Input, Task, token_inputs
-from jaxformer.errors import UserError, abbreviate, lone_surrogate
-from jaxformer.fields import (
+from jaxformer.config.fields import (
     Fraction,
     Length,
     NonNegative,
@@ -29,6 +27,8 @@ from jaxformer.fields import (
     check_fields,
     expand_sides,
 )
+from jaxformer.contract import Contract, Input, Task, token_inputs
+from jaxformer.errors import UserError, abbreviate, lone_surrogate
 
 if TYPE_CHECKING:
     import flax.linen as nn

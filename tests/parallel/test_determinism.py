@@ -9,12 +9,12 @@ import jax
 import numpy as np
 import pytest
 
-from jaxformer import determinism
 from jaxformer.cli import verify_resume
 from jaxformer.cli.arguments import load_config
-from jaxformer.determinism import check_deterministic, missing_flags, set_deterministic
 from jaxformer.errors import UserError
-from jaxformer.sharding import AXES
+from jaxformer.parallel import determinism
+from jaxformer.parallel.determinism import check_deterministic, missing_flags, set_deterministic
+from jaxformer.parallel.mesh import AXES
 from jaxformer.train.loop import train
 from jaxformer.train.setup import TrainSetup
 from tests.helpers import ROOT

@@ -13,19 +13,19 @@ import optax
 import pytest
 from flax.traverse_util import flatten_dict
 
-from jaxformer.checkpoints import CheckpointReader
 from jaxformer.cli import merge as merge_command
 from jaxformer.cli import sample
 from jaxformer.config import ComputeConfig, Config, LoraConfig, OptimizerConfig, TrainConfig
 from jaxformer.contract import ParameterAxes
 from jaxformer.data.windows import TextConfig, next_token_batch
 from jaxformer.errors import UserError
-from jaxformer.lora import adapted_matrices, init_adapters, merge
 from jaxformer.models.decoder import DecoderConfig
+from jaxformer.nn.lora import adapted_matrices, init_adapters, merge
 from jaxformer.nn.parameters import parameter_axes
-from jaxformer.pretrained import pretrained_run
-from jaxformer.runs import BASE, create_run, load_run, read_config
-from jaxformer.sharding import make_mesh
+from jaxformer.parallel.mesh import make_mesh
+from jaxformer.runs.checkpoints import CheckpointReader
+from jaxformer.runs.pretrained import pretrained_run
+from jaxformer.runs.run import BASE, create_run, load_run, read_config
 from jaxformer.train.log import read_metrics, without_timings
 from jaxformer.train.loop import Outcome, train
 from jaxformer.train.setup import TrainSetup

@@ -21,8 +21,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxformer.config.fields import Positive, Range, check_fields
 from jaxformer.errors import UserError
-from jaxformer.fields import Positive, Range, check_fields
 
 CONNECT_SECONDS = 60
 """Timeout for all processes to start and connect."""

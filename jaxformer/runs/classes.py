@@ -14,9 +14,8 @@ from typing import Any, TypeVar
 
 import jaxformer.data
 import jaxformer.models
-from jaxformer.config_files import file_of, kind_of, load_module
-from jaxformer.errors import UserError, abbreviate
-from jaxformer.invocation import command
+from jaxformer.config.files import file_of, kind_of, load_module
+from jaxformer.errors import UserError, abbreviate, command
 from jaxformer.terminal import echo_error
 
 T = TypeVar("T")

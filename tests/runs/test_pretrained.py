@@ -10,9 +10,9 @@ import pytest
 from jaxformer.cli.train import main
 from jaxformer.config import OptimizerConfig
 from jaxformer.errors import UserError
-from jaxformer.pretrained import pretrained_run
-from jaxformer.runs import TOKENIZER, load_run, read_config
-from jaxformer.sharding import make_mesh
+from jaxformer.parallel.mesh import make_mesh
+from jaxformer.runs.pretrained import pretrained_run
+from jaxformer.runs.run import TOKENIZER, load_run, read_config
 from jaxformer.train.log import read_metrics
 from jaxformer.train.setup import TrainSetup
 from tests.helpers import changed, flip_a_bit, small_run, tiny, write_books

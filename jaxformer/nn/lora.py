@@ -20,7 +20,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxformer.config import LoraConfig
 from jaxformer.contract import ParameterAxes
 from jaxformer.errors import UserError
-from jaxformer.parameters import dotted
+from jaxformer.nn.parameter_norms import dotted
 
 Params = Any
 """Tree of parameters, or of their shapes and dtypes."""

@@ -18,10 +18,11 @@ import jax
 import numpy as np
 import pytest
 
-from jaxformer import distributed
-from jaxformer.checkpoints import CheckpointManager, CheckpointReader
 from jaxformer.data.windows import next_token_batch
-from jaxformer.distributed import (
+from jaxformer.errors import UserError
+from jaxformer.parallel import processes as distributed
+from jaxformer.parallel.mesh import batch_sharding, global_device_put, make_mesh
+from jaxformer.parallel.processes import (
     AsyncMax,
     DistributedOptions,
     bind_address,
@@ -30,8 +31,7 @@ from jaxformer.distributed import (
     count_processes,
     shutdown,
 )
-from jaxformer.errors import UserError
-from jaxformer.sharding import batch_sharding, global_device_put, make_mesh
+from jaxformer.runs.checkpoints import CheckpointManager, CheckpointReader
 from jaxformer.train.setup import TrainSetup
 from jaxformer.train.step import make_train_step
 from tests.across import BATCHES, CONFIG, SAVED
@@ -148,7 +148,7 @@ ON_A_TPU = """if True:
 
     sys.modules["requests"] = SimpleNamespace(get=get)  # JAX asks through it; only jax[tpu] brings it
     del os.environ["TPU_SKIP_MDS_QUERY"]  # JAX has not seen a TPU
-    from jaxformer.distributed import DistributedOptions, all_gather, connect, shutdown
+    from jaxformer.parallel.processes import DistributedOptions, all_gather, connect, shutdown
     connect(DistributedOptions())
     told = all_gather(f"process {jax.process_index()}")
     print(f"\\n{jax.distributed.is_initialized()} {told}", flush=True)  # Gloo prints, too
@@ -206,7 +206,7 @@ def test_port_in_use_is_named():
 def test_exit_on_abort_applies_inside_only():
     program = """if True:
         import ctypes, sys, threading
-        from jaxformer.distributed import exit_on_abort
+        from jaxformer.parallel.processes import exit_on_abort
         abort = threading.Thread(target=ctypes.CDLL(None).abort)  # lets go of the lock of Python, as the runtime does
         with exit_on_abort("a sentence", 7):
             if sys.argv[1] == "inside":
@@ -340,10 +340,10 @@ def test_loss_of_one_process_ends_all_with_a_message(books, tmp_path, victim, nu
 def test_shutdown_does_not_wait_for_devices(tmp_path):
     program = """if True:
         import sys
-        from jaxformer.distributed import (
+        from jaxformer.parallel.processes import (
             AsyncMax, DistributedOptions, bind_address, connect, is_main_process, shutdown
         )
-        from jaxformer.sharding import make_mesh
+        from jaxformer.parallel.mesh import make_mesh
         _, coordinator, _, processes, _, process = sys.argv[1:]
         connect(DistributedOptions(coordinator, int(processes), int(process)))
         agreement = AsyncMax(make_mesh())
@@ -363,12 +363,12 @@ def test_failed_process_does_not_wait_for_a_save(tmp_path):
         import sys, time
         from pathlib import Path
         import numpy as np
-        from jaxformer.checkpoints import CheckpointManager, CheckpointReader
+        from jaxformer.runs.checkpoints import CheckpointManager, CheckpointReader
         from jaxformer.cli import train
-        from jaxformer.distributed import (
+        from jaxformer.parallel.processes import (
             DistributedOptions, barrier, connect, exit_on_lost_process, is_main_process
         )
-        from jaxformer.sharding import global_device_put, make_mesh, replicated
+        from jaxformer.parallel.mesh import global_device_put, make_mesh, replicated
         folder, moment, _, coordinator, _, processes, _, process = sys.argv[1:]
         complete = CheckpointManager._complete
 

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxformer import memory
 from jaxformer.errors import UserError
-from jaxformer.memory import check_memory, format_bytes, gpu_pool_share, memory_capacity, memory_needed
+from jaxformer.parallel import memory
+from jaxformer.parallel.memory import check_memory, format_bytes, gpu_pool_share, memory_capacity, memory_needed
 
 N = 2**20
 X = jax.ShapeDtypeStruct((N,), jnp.float32)

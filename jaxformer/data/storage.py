@@ -1,18 +1,11 @@
-"""Runs and data at URLs such as s3://bucket/run, read and written by TensorStore's drivers.
-
-A run at a URL is trained in a local copy, whose changes are uploaded in the background. A checkpoint at the URL is
-complete if it has checksums; they are uploaded last and removed first.
-"""
+"""Objects at URLs such as s3://bucket/name, read and written by TensorStore's drivers, and data at URLs."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
 import re
-import shutil
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -21,8 +14,6 @@ from typing import Any
 
 from jaxformer.errors import STAGED_URL, UserError, parse_json
 from jaxformer.files import cache_root, try_lock, write_atomically
-from jaxformer.integrity import CHECKSUMS
-from jaxformer.run_lock import run_lock
 
 CREDENTIALS = {
     "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a role of the machine",
@@ -32,20 +23,12 @@ CREDENTIALS = {
 DENIED = re.compile(
     "PERMISSION_DENIED|UNAUTHENTICATED|[Cc]redentials|AccessDenied|InvalidAccessKeyId|SignatureDoesNotMatch"
 )
-CHECKPOINT_FILE = re.compile(r"((?:base/)?checkpoints/(?:0|[1-9]\d*))/[^.].*")
-OTHER_FILE = re.compile(r"(?!(?:base/)?checkpoints/|.*\.new$)[^.].*")
-"""Patterns of the files that are stored. Hidden files and those that are being written are not."""
-LOG = "metrics.jsonl"
 RETRIES = {"max_retries": 5, "initial_delay": "500ms", "max_delay": "8s"}
 """TensorStore's options for the repetition of failed requests."""
 TRANSFERS = 8
 """Maximum number of concurrent transfers, each of which holds a file in memory."""
-UPLOAD_SECONDS = 5.0
-"""Interval at which to look for changed files."""
 LOCK_SECONDS = 24 * 3600
 """Maximum time to wait for another process that is downloading the same data."""
-
-warn = logging.getLogger(__name__).warning
 
 
 class StorageError(UserError):
@@ -167,7 +150,7 @@ def download_data(url: str) -> Path:
       UserError: there is no object at or below the URL, or it cannot be read.
     """
     storage = Storage(url)
-    target = _cache_folder("data", storage) / storage.url.rpartition("/")[2]
+    target = cache_folder("data", storage) / storage.url.rpartition("/")[2]
     with (target.parent / ".lock").open("w") as lock:
         with suppress(OSError):  # the file system has no locks
             try_lock(lock.fileno(), LOCK_SECONDS)
@@ -176,135 +159,10 @@ def download_data(url: str) -> Path:
     return target
 
 
-def local_folder(name: str) -> Path:
-    """Return the folder from which to read a run: the path itself, or the cached copy of a URL, made up to date.
-
-    Raises:
-      UserError: the URL is malformed or cannot be read.
-    """
-    if not is_url(name):
-        return Path(name)
-    storage = Storage(name)
-    folder = _cache_folder("runs", storage) / "read"
-    _download_run(storage, folder)
-    return folder
-
-
-@contextmanager
-def training_folder(url: str, resume: bool) -> Iterator[Path]:
-    """Yield the folder of this machine in which to train the run at a URL, locked; with `resume`, it is a copy.
-
-    Raises:
-      UserError: the run exists and is not resumed, another process of this machine trains it, or it cannot be read.
-    """
-    storage = Storage(url)
-    parent = _cache_folder("runs", storage)
-    folder = parent / "train"
-    with run_lock(parent):
-        if not resume and (names := storage.names()):
-            problem = f"{url} exists, with {len(names):,} objects"
-            raise UserError(f"{problem}; add --resume to continue it, or choose another --run.")
-        shutil.rmtree(folder, ignore_errors=True)
-        if resume:
-            _download_run(storage, folder)
-        yield folder
-
-
-def _download_run(storage: Storage, folder: Path) -> None:
-    """Make a folder a copy of the run at a URL, without incomplete checkpoints."""
-    names = storage.names()
-    storage.download(folder, (name for name in names if _is_stored(name, names)))
-
-
-def _is_stored(name: str, names: Iterable[str]) -> bool:
-    """Return True for a file of a run that is neither temporary nor in an incomplete checkpoint."""
-    match = CHECKPOINT_FILE.fullmatch(name)
-    return bool(OTHER_FILE.fullmatch(name)) if match is None else f"{match[1]}/{CHECKSUMS}" in names
-
-
-def _cache_folder(kind: str, storage: Storage) -> Path:
+def cache_folder(kind: str, storage: Storage) -> Path:
     """Return the cache folder for a URL and a kind of content, in which a file names the URL."""
     readable, digest = re.sub(r"[^\w.-]+", "-", storage.url)[-40:], hashlib.sha256(storage.url.encode()).hexdigest()
     folder = cache_root().absolute() / kind / f"{readable}-{digest[:12]}"
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / STAGED_URL, storage.url)
     return folder
-
-
-@contextmanager
-def uploading(url: str, folder: Path) -> Iterator[None]:
-    """Upload the changes of a run's folder to its URL in the background, and the last ones at the end.
-
-    Raises at the end:
-      UserError: the last changes could not be uploaded.
-    """
-    upload, stop = Upload(Storage(url), folder), threading.Event()
-
-    def watch() -> None:
-        has_failed = False
-        while not stop.wait(UPLOAD_SECONDS):
-            try:
-                upload()
-            except FileNotFoundError:  # removed meanwhile
-                continue
-            except StorageError as error:
-                if not has_failed:
-                    warn(f"{str(error).rstrip('.')}; training continues and will try again")
-                has_failed = True
-
-    thread = threading.Thread(target=watch, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join()
-        try:
-            upload()
-        except StorageError as error:
-            reason = str(error).rstrip(".")
-            raise UserError(f"{reason}; not all of {folder} is uploaded: copy it before you resume.") from error
-
-
-class Upload:
-    """The changes of a run's folder since the last upload."""
-
-    def __init__(self, storage: Storage, folder: Path) -> None:
-        """Note what is at the URL, which was downloaded to the folder."""
-        self._storage, self._folder = storage, folder
-        stored = (name for name in storage.names() if CHECKPOINT_FILE.fullmatch(name) or OTHER_FILE.fullmatch(name))
-        self._sent = {name: _state(folder / name) for name in stored}
-
-    def __call__(self) -> None:
-        """Upload changed files and remove the objects of removed ones, unless the run has not begun.
-
-        Raises:
-          StorageError: the storage fails.
-          FileNotFoundError: a file was removed meanwhile, such as one of an old checkpoint.
-        """
-        if not (self._folder / LOG).exists():  # it may be discarded, or its folder was removed
-            return
-        files = {file.relative_to(self._folder).as_posix(): file for file in self._folder.rglob("*") if file.is_file()}
-        present = {name: _state(file) for name, file in files.items() if _is_stored(name, files)}
-        changed = {name for name, state in present.items() if self._sent.get(name) != state}
-        last = {name for name in {*present, *self._sent} if PurePosixPath(name).name == CHECKSUMS}
-        removed = self._sent.keys() - present.keys()
-        self._remove(changed & last & self._sent.keys())  # a checkpoint that was saved again
-        for batch in (changed - last, changed & last):
-            self._sent |= dict.fromkeys(batch)  # also if the upload fails halfway
-            self._storage.upload({name: files[name] for name in batch})
-            self._sent |= {name: present[name] for name in batch}
-        self._remove(removed & last)
-        self._remove(removed - last)
-
-    def _remove(self, names: set[str]) -> None:
-        self._storage.remove(names)
-        self._sent = {name: state for name, state in self._sent.items() if name not in names}
-
-
-def _state(file: Path) -> tuple[int, int] | None:
-    """Return what changes with a file's content; None if there is no such file."""
-    try:
-        return file.stat().st_mtime_ns, file.stat().st_size
-    except FileNotFoundError:
-        return None

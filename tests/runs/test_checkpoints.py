@@ -24,14 +24,15 @@ import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from jaxformer import checkpoints, integrity, run_lock
-from jaxformer.checkpoints import (
+from jaxformer.errors import UserError
+from jaxformer.runs import checkpoints, integrity
+from jaxformer.runs import lock as run_lock
+from jaxformer.runs.checkpoints import (
     CheckpointManager,
     CheckpointReader,
 )
-from jaxformer.errors import UserError
-from jaxformer.integrity import CHECKSUMS, find_corruption
-from jaxformer.run_lock import hold_run_lock, is_run_locked
+from jaxformer.runs.integrity import CHECKSUMS, find_corruption
+from jaxformer.runs.lock import hold_run_lock, is_run_locked
 from tests.helpers import exhaustive, fill, flip_a_bit, mounted, slow
 
 PARAMS = {"W": np.arange(64.0, dtype=np.float32).reshape(8, 8), "b": {"c": np.float32([1.5, -2.0])}}

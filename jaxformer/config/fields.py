@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
 
-from jaxformer.config_files import kind_of
+from jaxformer.config.files import kind_of
 from jaxformer.errors import UserError, abbreviate
 
 T = TypeVar("T")

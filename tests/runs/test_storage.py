@@ -12,15 +12,17 @@ from pathlib import Path
 import pytest
 import tensorstore
 
-from jaxformer import storage
-from jaxformer.checkpoints import CheckpointReader
 from jaxformer.cli import eval as evaluate
 from jaxformer.cli import inspect, sample, train
+from jaxformer.data import storage as objects
+from jaxformer.data.storage import Storage, StorageError, download_data, is_url
 from jaxformer.data.text import find_files
 from jaxformer.errors import UserError, resume_command, run_name
-from jaxformer.integrity import CHECKSUMS
-from jaxformer.runs import load_run
-from jaxformer.storage import Storage, StorageError, Upload, download_data, is_url, local_folder, uploading
+from jaxformer.runs import storage
+from jaxformer.runs.checkpoints import CheckpointReader
+from jaxformer.runs.integrity import CHECKSUMS
+from jaxformer.runs.run import load_run
+from jaxformer.runs.storage import Upload, local_folder, uploading
 from jaxformer.train.log import read_metrics
 from tests.helpers import run, start, tiny, write_books
 
@@ -65,9 +67,9 @@ def test_data_is_downloaded_once_per_content(memory, monkeypatch, tmp_path):
     write(memory, "sub", b"", tmp_path)  # as consoles mark folders
     write(Storage("s3://bucket/run-2"), "c.txt", b"another's", tmp_path)
     assert [file.read_bytes() for file in find_files(URL).files] == [b"one", b"two"]
-    written, replace = [], storage.write_atomically
+    written, replace = [], objects.write_atomically
     record = lambda file, content: written.append(file.name) or replace(file, content)  # noqa: E731
-    monkeypatch.setattr(storage, "write_atomically", record)
+    monkeypatch.setattr(objects, "write_atomically", record)
     write(memory, "a.txt", b"three", tmp_path)
     memory.remove(["sub/b.txt", "sub", "absent"])
     for url in (f"{URL}/", URL):
@@ -226,7 +228,7 @@ def test_run_killed_during_an_upload_resumes_from_the_last_complete_checkpoint(s
 
 @pytest.mark.slow
 def test_wrong_bucket_credentials_and_server_are_one_sentence(s3, monkeypatch, capsys):
-    monkeypatch.setattr(storage, "RETRIES", {"max_retries": 1})
+    monkeypatch.setattr(objects, "RETRIES", {"max_retries": 1})
     assert train.main(["--run", "s3://absent/run"]) == 2
     error = "error: s3://absent/run: there is no such bucket; create it, or correct the URL.\n"
     assert error in capsys.readouterr().err

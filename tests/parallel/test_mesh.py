@@ -12,7 +12,6 @@ from flax.traverse_util import flatten_dict
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxformer import sharding
 from jaxformer.config import Config, ModelConfig, OptimizerConfig
 from jaxformer.contract import ParameterAxes, Role
 from jaxformer.data.windows import TextConfig
@@ -22,8 +21,8 @@ from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.recurrent import RecurrentConfig
 from jaxformer.nn.parameters import parameter_axes
 from jaxformer.ops import workarounds
-from jaxformer.runs import abstract_params
-from jaxformer.sharding import (
+from jaxformer.parallel import mesh as sharding
+from jaxformer.parallel.mesh import (
     assemble,
     batch_sharding,
     batch_shards,
@@ -39,6 +38,7 @@ from jaxformer.sharding import (
     spec,
     sum_over_batch,
 )
+from jaxformer.runs.run import abstract_params
 from jaxformer.train.setup import TrainSetup
 from tests.arrays import normal
 from tests.helpers import ROOT

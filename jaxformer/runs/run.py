@@ -15,25 +15,24 @@ import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh
 
-from jaxformer.checkpoints import CheckpointManager, CheckpointReader
 from jaxformer.config import Config, DataConfig, LoraConfig, ModelConfig, OptimizerConfig, TokenModelConfig
-from jaxformer.config_files import kind_of
+from jaxformer.config.fields import from_dict, to_dict
+from jaxformer.config.files import kind_of
 from jaxformer.contract import contract_of
 from jaxformer.data.dataset import Dataset
 from jaxformer.data.tokenizer import TOKENIZER_CONFIG, Tokenizer
-from jaxformer.errors import UserError, parse_json, run_name
-from jaxformer.fields import from_dict, to_dict
+from jaxformer.errors import UserError, command, parse_json, run_name
 from jaxformer.files import sha256, write_atomically
-from jaxformer.integrity import CHECKSUMS
-from jaxformer.invocation import command
-from jaxformer.lora import adapter_axes, init_adapters, merge
 from jaxformer.models.inputs import check_next_tokens
 from jaxformer.models.objective import Params, is_causal_lm, next_token_nll
+from jaxformer.nn.lora import adapter_axes, init_adapters, merge
+from jaxformer.nn.parameter_norms import dotted
 from jaxformer.nn.parameters import parameter_axes, trace_init
-from jaxformer.parameters import dotted
-from jaxformer.sharding import abstract, shardings
-from jaxformer.storage import local_folder
-from jaxformer.stored_classes import BASE, CONFIG, find_class
+from jaxformer.parallel.mesh import abstract, shardings
+from jaxformer.runs.checkpoints import CheckpointManager, CheckpointReader
+from jaxformer.runs.classes import BASE, CONFIG, find_class
+from jaxformer.runs.integrity import CHECKSUMS
+from jaxformer.runs.storage import local_folder
 
 TOKENIZER, CLASSES = "tokenizer.json", "classes.json"
 METRICS, SAMPLES = "metrics.jsonl", "samples.txt"

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxformer.config import Config, ModelConfig
-from jaxformer.config_files import load_module
+from jaxformer.config.files import load_module
 from jaxformer.data.dates import DatesConfig
 from jaxformer.data.masked import MaskedTextConfig
 from jaxformer.data.prefix import PrefixTextConfig
@@ -23,7 +23,7 @@ from jaxformer.models.encoder import EncoderConfig
 from jaxformer.models.mlp import MLPConfig
 from jaxformer.models.recurrent import RecurrentConfig
 from jaxformer.models.vit import ViTConfig
-from jaxformer.runs import (
+from jaxformer.runs.run import (
     Run,
     check_writable_parent,
     create_run,
@@ -307,7 +307,7 @@ def test_config_of_another_package_is_read_after_its_import(tmp_path):
     run = create_run(tmp_path / "x", config, Tokenizer.train(["a"], 257), False)
     assert read_config(run) == config
     text = (run / "config.json").read_text()
-    (run / "config.json").write_text(text.replace("tests.test_runs:Elsewhere", "no_such_package:Elsewhere"))
+    (run / "config.json").write_text(text.replace("tests.runs.test_run:Elsewhere", "no_such_package:Elsewhere"))
     with pytest.raises(
         UserError, match=r"Elsewhere of the module 'no_such_package', .* install it, or add its folder to PYTHONPATH"
     ):
@@ -323,7 +323,7 @@ def test_module_in_the_folder_of_a_run_is_not_imported(tmp_path, monkeypatch, mo
         (run / name).write_text("raise SystemExit('executed')")
     (tmp_path / "linked").symlink_to(run)
     (run / "base").mkdir()
-    text = (run / "config.json").read_text().replace("tests.test_runs:Elsewhere", f"{module}:Elsewhere_")
+    text = (run / "config.json").read_text().replace("tests.runs.test_run:Elsewhere", f"{module}:Elsewhere_")
     (run / part / "config.json").write_text(text)
     monkeypatch.syspath_prepend(run if module == "payload" else tmp_path)
     with pytest.raises(UserError, match=rf"names code in its own folder, {module}, which is not executed"):

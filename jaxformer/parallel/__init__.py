@@ -1,0 +1,1 @@
+"""Parallel training: the mesh, processes, memory and determinism."""
