@@ -48,7 +48,7 @@ SNIPPETS = {
     for path, page in PAGES.items()
     if path.parent.name != "story"
 }
-"""Python of each page, which is read from top to bottom; CONTRIBUTING.md and docs/story have tests of their own."""
+"""Python of each page, which is read from top to bottom; docs/extending.md and docs/story have tests of their own."""
 LINES = "".join(text for kind, text in BLOCKS if kind == "bash").replace("\\\n", "").splitlines()
 COMMANDS = list(dict.fromkeys(line for line in LINES if line))
 INLINE = sorted({code for page in PAGES.values() for code in re.findall(r"`([^`\n]+)`", page)})

@@ -1,4 +1,4 @@
-"""The worked examples of CONTRIBUTING.md, in a package outside the project."""
+"""The worked examples of docs/extending.md, in a package outside the project."""
 
 import importlib
 import os
@@ -21,7 +21,8 @@ from jaxformer.train.log import read_metrics
 from jaxformer.train.optimizer import make_optimizer
 from tests.helpers import ROOT, small_run, write_books
 
-EXAMPLES = dict(re.findall(r"^```python\n# (\w+)\.py\n(.*?)^```", (ROOT / "CONTRIBUTING.md").read_text(), re.M | re.S))
+PAGE = (ROOT / "docs/extending.md").read_text()
+EXAMPLES = dict(re.findall(r"^```python\n# (\w+)\.py\n(.*?)^```", PAGE, re.M | re.S))
 FAST = [
     "--train.report-every", "0", "--train.eval-every", "10", "--train.batch-size", "8", "--train.eval-examples", "8",
     "--train.log-every", "5", "--train.checkpoint-every", "10",
@@ -40,8 +41,8 @@ def package(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_there_are_five_examples():
-    assert set(EXAMPLES) == {"bigram", "top_a", "signum", "one_cycle", "stripes"}
+def test_there_are_six_examples():
+    assert set(EXAMPLES) == {"bigram", "mish", "top_a", "signum", "one_cycle", "stripes"}
 
 
 def losses(run) -> list[float]:
@@ -77,6 +78,20 @@ def test_a_model_is_one_file(package):
         run.model, run.params, [run.tokenizer.encode("The")], Sampling(), seeds=[0], max_new_tokens=4, context_length=64
     )
     assert np.concatenate([piece.tokens_BN for piece in pieces], axis=1).shape == (1, 4)
+
+
+@pytest.mark.slow
+def test_an_activation_is_one_line(package):
+    options = ["--data.path", "books", "--model.vocab-size", "280", *FAST, "--model.n-blocks", "1"]
+    assert command.main(["--config", "mish.py:mish", *options, "--steps", "20"]) == 0
+    first, *_, last = losses(package / "runs/mish")
+    assert last < first
+    run = load_run("runs/mish")
+    mlp = run.model.bind({"params": run.params}).blocks[0].mlp
+    x_D = np.linspace(-1, 1, 64, dtype=np.float32)
+    W_1, b_1, W_2, b_2 = (mlp.variables["params"][name] for name in ("W_1", "b_1", "W_2", "b_2"))
+    h = x_D @ W_1 + b_1
+    np.testing.assert_allclose(mlp(x_D), (h * np.tanh(np.log1p(np.exp(h)))) @ W_2 + b_2, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.slow
