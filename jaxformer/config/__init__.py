@@ -284,7 +284,7 @@ class TrainConfig:
 class LoraConfig:
     """Low-rank adaptation (Hu et al. 2021): if rank is set, only adapters of some matrices are trained."""
 
-    rank: NonNegative = 0
+    rank: Annotated[NonNegative, Range(most=2**20)] = 0
     """Rank of the adapters; 0 trains all parameters."""
     alpha: PositiveFloat = 16.0
     """Scale of the adapters: a matrix W becomes W + (alpha / rank) A B."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Annotated, Literal
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jaxformer.config.fields import Depth, NonNegative, NonNegativeFloat, Size
+from jaxformer.config.fields import Depth, NonNegative, NonNegativeFloat, Range, Size
 from jaxformer.contract import ARRAY, Contract, Task, token_inputs
 from jaxformer.models.blocks import TokenBlocksConfig
 from jaxformer.nn.capture import capture_point
@@ -36,7 +36,7 @@ class EncoderConfig(TokenBlocksConfig):
     embedding_std: NonNegativeFloat = 0.02
     embedding_norm: bool = True
     """A norm before the first block."""
-    n_segments: NonNegative = 0
+    n_segments: Annotated[NonNegative, Range(most=2**20)] = 0
     """Number of segments, such as BERT's first and second sentence; 0 for no segment embedding."""
 
     @property

@@ -1,7 +1,5 @@
 """Parts that only the first rungs of the ladder have: blocks without residual connections, heads without `W_O`."""
 
-from functools import partial
-
 import jax
 
 from jaxformer.nn.attention import MultiHeadAttention
@@ -11,10 +9,7 @@ from jaxformer.nn.block import Block, Function
 class PlainBlock(Block):
     """`Block` without residual connections: f(norm(x)) instead of x + f(norm(x))."""
 
-    def sublayer(
-        self, x_TD: jax.Array, name: str, f: Function, norm: Function, post_norm: Function, key: jax.Array | None
-    ) -> jax.Array:
-        drop = partial(self._drop, name, key)
+    def sublayer(self, x_TD: jax.Array, f: Function, norm: Function, post_norm: Function, drop: Function) -> jax.Array:
         if self.norm_placement == "post":
             return norm(drop(f(x_TD)))
         return drop(post_norm(f(norm(x_TD))))

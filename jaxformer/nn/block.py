@@ -44,12 +44,13 @@ class Block(nn.Module):
         check_name("norm_placement", self.norm_placement, ("pre", "post", "both"))
         norm: Callable[[], Function] = self.make_norm or (lambda: identity)
         post_norm = norm if self.norm_placement == "both" else (lambda: identity)
+        dropout = partial(nn.Dropout, self.dropout, deterministic=False)
         self.attention, self.attention_norm, self.attention_post_norm = self.make_attention(), norm(), post_norm()
-        self.mlp, self.mlp_norm, self.mlp_post_norm = self.make_mlp(), norm(), post_norm()
+        self.attention_dropout = dropout()
+        self.mlp, self.mlp_norm, self.mlp_post_norm, self.mlp_dropout = self.make_mlp(), norm(), post_norm(), dropout()
         if self.make_cross_attention is not None:
             self.cross_attention, self.cross_attention_norm = self.make_cross_attention(), norm()
-            self.cross_attention_post_norm = post_norm()
-        self.drop = nn.Dropout(self.dropout, deterministic=False)
+            self.cross_attention_post_norm, self.cross_attention_dropout = post_norm(), dropout()
 
     def __call__(
         self,
@@ -90,18 +91,17 @@ class Block(nn.Module):
         crosses = self.make_cross_attention is not None
         keys = [None] * 3 if key is None else list(jax.random.split(key, 3 if crosses else 2))
         x_TD = capture_point(self, "before", x_TD)
-        x_TD = self.sublayer(x_TD, "attention", attention, self.attention_norm, self.attention_post_norm, keys[0])
+        drop = partial(self._drop, self.attention_dropout, keys[0])
+        x_TD = self.sublayer(x_TD, attention, self.attention_norm, self.attention_post_norm, drop)
         if crosses:
-            norms = self.cross_attention_norm, self.cross_attention_post_norm
-            x_TD = self.sublayer(x_TD, "cross_attention", cross_attention, *norms, keys[1])
-        x_TD = self.sublayer(x_TD, "mlp", mlp, self.mlp_norm, self.mlp_post_norm, keys[-1])
+            drop = partial(self._drop, self.cross_attention_dropout, keys[1])
+            x_TD = self.sublayer(x_TD, cross_attention, self.cross_attention_norm, self.cross_attention_post_norm, drop)
+        drop = partial(self._drop, self.mlp_dropout, keys[-1])
+        x_TD = self.sublayer(x_TD, mlp, self.mlp_norm, self.mlp_post_norm, drop)
         return capture_point(self, "after", x_TD), cache
 
-    def sublayer(
-        self, x_TD: jax.Array, name: str, f: Function, norm: Function, post_norm: Function, key: jax.Array | None
-    ) -> jax.Array:
+    def sublayer(self, x_TD: jax.Array, f: Function, norm: Function, post_norm: Function, drop: Function) -> jax.Array:
         """Return x + f(norm(x)), or the same with norms elsewhere, `(T, D)`, with dropout of f's output."""
-        drop = partial(self._drop, name, key)
         if self.norm_placement == "post":  # Vaswani et al. 2017, section 3.1
             return norm(x_TD + drop(f(x_TD)))
         if self.norm_placement == "both":  # Gemma 2
@@ -112,7 +112,7 @@ class Block(nn.Module):
         """Return the keys and values of cross-attention from a source, each `(G, S, K)`."""
         return self.cross_attention.keys_values(source_SD, jnp.arange(len(source_SD)))
 
-    def _drop(self, name: str, key: jax.Array | None, y_TD: jax.Array) -> jax.Array:
+    def _drop(self, dropout: nn.Dropout, key: jax.Array | None, y_TD: jax.Array) -> jax.Array:
         if not self.dropout or key is None:
             return y_TD
-        return capture_point(self, f"{name}_dropout", self.drop(y_TD, rng=key))
+        return capture_point(self, str(dropout.name), dropout(y_TD, rng=key))
