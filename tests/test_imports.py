@@ -39,7 +39,11 @@ BELOW = {"jaxformer", "jaxformer.errors", "jaxformer.ops"}
     ("part", "base", "allowed"),
     [
         ("jaxformer.ops", ["jax", "jax.numpy"], set()),
-        ("jaxformer.nn", ["jax", "jax.numpy", "flax.linen"], {"jaxformer.nn", "jaxformer.contract"}),
+        (
+            "jaxformer.nn",
+            ["jax", "jax.numpy", "flax.linen"],
+            {"jaxformer.nn", "jaxformer.config", "jaxformer.contract"},
+        ),
         ("jaxformer.decode.samplers", ["jax", "jax.numpy"], {"jaxformer.decode"}),
     ],
 )
