@@ -11,7 +11,7 @@ import pytest
 
 from jaxformer.data.dataset import Batch
 from jaxformer.inspect import ablate_heads, ablation_loss, head_statistics
-from jaxformer.inspect.pages import model as model_page
+from jaxformer.inspect.pages import model_sections
 from jaxformer.inspect.pages.labels import head_label
 from jaxformer.inspect.pages.page import Table
 from jaxformer.models.decoder import DecoderConfig
@@ -81,7 +81,7 @@ def test_induction_heads_have_high_scores_and_their_ablation_raises_the_loss(tra
     assert ablation_loss(model, params, batch, heads) - without.loss >= 1
     assert all(without.mean[layer][h] < 0.1 for layer, h in others)
 
-    table = model_page.head_sections(model, params, batch)[1]  # of the page
+    table = model_sections.head_sections(model, params, batch)[1]  # of the page
     assert isinstance(table, Table)
     column = table.head.index("induction")
     assert max(table.rows, key=lambda row: row[column])[0] == head_label(*best)
