@@ -42,7 +42,7 @@ SMALL = {
     "d_ff": 48, "n_experts": 4, "n_frames": 4,
 }  # fmt: skip
 """Upper bounds of a model's fields."""
-LONGEST_WARM_UP = 5
+LONGEST_WARM_UP, LARGEST_DECAY = 5, 0.5
 DATA = {
     "CaptionsConfig": "--data.path data/captions",
     "ChatConfig": "--data.path data/chat.jsonl --data.tokenizer data/tokenizer.json --data.template data/chat.jinja",
@@ -135,6 +135,8 @@ def measure(checkout: Path, name: str, config: Any, mesh: str, folder: Path) -> 
     (spec, *more), kind = name.split(), type(config.data).__name__
     options = ["--config", spec, *TRAIN.split(), *DATA.get(kind, "--data.path data/books").split()]
     options += ["--optimizer.warmup-steps", str(min(config.optimizer.warmup_steps, LONGEST_WARM_UP))]
+    if (config.optimizer.decay_fraction or 0) > LARGEST_DECAY:
+        options += ["--optimizer.decay-fraction", str(LARGEST_DECAY)]
     options += [word for option in shrink(config.model) if option[0] not in more for word in option]
     status, _, errors = command(checkout, "train.py", *options, *more, "--run", str(folder), "--mesh", mesh)
     if status:
