@@ -107,13 +107,16 @@ def configs(checkout: Path) -> dict[str, Any]:
 
 def shrink(model: Any, prefix: str = "--model") -> Iterator[list[str]]:
     """Yield the options that make a model small, and leave it the same in kind."""
+    # Heads at a distance need a RoPE frequency of about that period.
+    is_narrow = getattr(model, "local_heads", 0) and not getattr(model, "head_dim", None)
+    bounds = SMALL | {"d_model": 2 * SMALL["d_model"]} if is_narrow else SMALL
     for field in dataclasses.fields(model):
         value, option = getattr(model, field.name), f"{prefix}.{field.name.replace('_', '-')}"
         if dataclasses.is_dataclass(value):
             yield from shrink(value, option)
-        elif field.name in SMALL and value:
+        elif field.name in bounds and value:
             widths = value if isinstance(value, tuple) else (value,)
-            yield [option, *(str(min(width, SMALL[field.name])) for width in widths)]
+            yield [option, *(str(min(width, bounds[field.name])) for width in widths)]
 
 
 def command(checkout: Path, *words: str) -> tuple[int, str, str]:
