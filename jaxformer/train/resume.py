@@ -78,8 +78,8 @@ def find_start(
         step, state, position = restore_state(setup, checkpoints, rollback.step if rollback else "last")
     else:
         state = setup.init_state()
-        if state.frozen is not None:
-            _save_base(folder / BASE, replace(config, lora=LoraConfig()), data, state.frozen)
+        if config.lora.rank:
+            _save_base(folder / BASE, replace(config, lora=LoraConfig()), data, *state.constants)
     data_changed = resumed and position["fingerprint"] != data.fingerprint
     if data_changed:
         if not allow_changed_data:
@@ -131,7 +131,7 @@ def restore_state(
         fields = ", ".join(sorted(missing))
         raise UserError(f"checkpoint {step} has no {fields}: an earlier version wrote it; start a new run.")
     failures = global_device_put(np.array(position["failures"], np.int32), replicated(setup.mesh))
-    return step, TrainState(params, opt_state, failures, setup.load_frozen()), position
+    return step, TrainState(params, opt_state, failures, setup.load_constants()), position
 
 
 def _describe(rollback: Rollback, skip_batches: int, removed: Sequence[int]) -> str:
