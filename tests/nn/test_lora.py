@@ -28,6 +28,7 @@ from jaxformer.runs.pretrained import pretrained_run
 from jaxformer.runs.run import BASE, create_run, load_run, read_config
 from jaxformer.train.log import read_metrics, without_timings
 from jaxformer.train.loop import Outcome, train
+from jaxformer.train.resume import Resume
 from jaxformer.train.setup import TrainSetup
 from jaxformer.train.step import make_gradient
 from tests.arrays import apply, assert_close, random_params
@@ -220,7 +221,7 @@ def tuned(
     data = config.data.load(config.model, 8, config.seed, tokenizer)
     on = make_mesh(mesh, jax.devices()[: 2 if mesh else 1])
     start = pretrained_run(folder / BASE if resume else base)
-    return train(TrainSetup(replace(config, mesh=mesh), on, start), data, folder, [], resume)
+    return train(TrainSetup(replace(config, mesh=mesh), on, start), data, folder, [], Resume() if resume else None)
 
 
 @pytest.fixture(scope="module")
