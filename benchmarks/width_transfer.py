@@ -101,7 +101,7 @@ class Training:
         @partial(jax.jit, donate_argnums=(0, 1))
         def step(params: Params, opt_state: Any, batch: Any, keys_B: jax.Array, rate: jax.Array) -> Any:
             optimizer = make_optimizer(config.optimizer, lambda count: rate * shape(count), axes, width)
-            _, grads = gradient(params, batch, keys_B, None)
+            _, grads = gradient(params, batch, keys_B)
             updates, opt_state = optimizer.update(grads, opt_state, params)
             return optax.apply_updates(params, updates), opt_state
 

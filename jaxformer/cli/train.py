@@ -246,7 +246,7 @@ def _prepare(
     from jaxformer.parallel.mesh import make_mesh
     from jaxformer.runs.run import create_run, load_data
     from jaxformer.train.log import console, print_line
-    from jaxformer.train.resume import Rollback
+    from jaxformer.train.resume import Resume, Rollback
     from jaxformer.train.setup import TrainSetup
     from jaxformer.train.sinks import prepare_sinks
 
@@ -281,10 +281,9 @@ def _prepare(
     callbacks = make_callbacks(setup, data, folder)
     sinks = [page_sink(folder)] if config.train.report_every else []
     step = options.from_step
-    arguments = {
-        "callbacks": callbacks, "resume": resume, "allow_changed_data": options.allow_changed_data, "sinks": sinks,
-        "rollback": None if step is None else Rollback(step, options.skip_batches, changes),
-    }  # fmt: skip
+    rollback = None if step is None else Rollback(step, options.skip_batches, changes)
+    start = Resume(options.allow_changed_data, rollback) if resume else None
+    arguments = {"callbacks": callbacks, "resume": start, "sinks": sinks}
     return Prepared(setup, data, folder, early, arguments)
 
 

@@ -135,7 +135,7 @@ def _several_devices(run: Run, options: Arguments) -> Check:
             vars(setup)["compute_dtype"] = jnp.dtype(jnp.float64)
             exact = jax.tree.map(lambda p: np.asarray(p, np.float64), run.params)
             params = jax.device_put(exact, replicated(setup.mesh))
-            results.append(jax.device_get(jax.jit(make_gradient(setup))(params, batch, setup.example_keys(0), None)))
+            results.append(jax.device_get(jax.jit(make_gradient(setup))(params, batch, setup.example_keys(0))))
     (loss, grads), (expected_loss, expected) = results
     least = SMALLEST_GRADIENT * largest_of(np.abs(g).max(initial=0) for g in jax.tree.leaves(expected))
     errors = jax.tree.leaves(jax.tree.map(partial(relative_error, least=least), grads, expected))

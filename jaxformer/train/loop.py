@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, SupportsInt
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -19,19 +18,17 @@ from jaxformer.parallel.determinism import check_deterministic
 from jaxformer.parallel.mesh import assemble, batch_sharding, local_rows
 from jaxformer.parallel.processes import AsyncMax, barrier, is_main_process
 from jaxformer.runs.checkpoints import CheckpointManager
-from jaxformer.train.divergence import HISTORY_STEPS, Divergence, Mover, first_to_move
+from jaxformer.train.divergence import Divergence, Mover
 from jaxformer.train.evaluate import Evaluation, Evaluator, perplexity
 from jaxformer.train.log import Log, Sink, print_line
+from jaxformer.train.pending import PendingStep, PendingSteps
 from jaxformer.train.profile import Profiler
-from jaxformer.train.remedies import remedies
-from jaxformer.train.resume import Rollback, Start, find_start
+from jaxformer.train.resume import Resume, Start, find_start
 from jaxformer.train.setup import TrainSetup, TrainState
 from jaxformer.train.signals import STOPPING, record_signals
 from jaxformer.train.sinks import open_sinks
-from jaxformer.train.step import CompiledStep, StepMetrics, allowed_failures
+from jaxformer.train.step import CompiledStep, StepMetrics
 
-SLOW_STEP_MS = 2000
-"""Time of a step from which on the pause of the device between two steps does not matter."""
 FIRST_REPORT = 100
 """Step of the first samples and update ratios, before those at the regular interval."""
 
@@ -84,273 +81,170 @@ class Outcome:
 
 
 def train(
-    setup: TrainSetup, data: Dataset, folder: Path, callbacks: Sequence[Callback] = (), resume: bool = False,
-    allow_changed_data: bool = False, sinks: Sequence[Sink] = (), rollback: Rollback | None = None,
+    setup: TrainSetup, data: Dataset, folder: Path, callbacks: Sequence[Callback] = (), resume: Resume | None = None,
+    sinks: Sequence[Sink] = (),
 ) -> Outcome:  # fmt: skip
     """Train until `config.steps`, an interruption, a non-finite loss, or a divergence; return the outcome.
 
-    The last state is saved, except after a divergence, where the earlier checkpoints remain.
-
-    With `resume`, training continues from the folder's last checkpoint, or from the start if there is none, and is
-    bit-identical to a run that was never interrupted. Data that has changed since is refused, or with
-    `allow_changed_data` noted in the log.
-
-    Every process must call this function. Only the first writes files, except checkpoints, which all write together.
+    The last state is saved, except after a divergence, where the earlier checkpoints remain. Every process must call
+    this function. Only the first writes files, except checkpoints, which all write together.
 
     Args:
-      rollback: with `resume`, continue from a checkpoint other than the last. Later checkpoints and rows of the log
-        are removed once that checkpoint, the config and the data are verified.
+      resume: None starts a new run. A resumed one continues from the folder's last checkpoint, or from the start if
+        there is none, and is bit-identical to a run that was never interrupted.
       sinks: receivers of the log's rows, in addition to its file and the sinks in `config.train.log_to`.
 
     Raises:
       UserError: data and config do not fit each other, the devices or, with `resume`, the run; the run's folder
         cannot be written; or another process is training in it.
     """
-    if setup.config.compute.deterministic:
-        check_deterministic(setup.mesh.devices.flat[0].platform)
-    rows = local_rows(batch_sharding(setup.mesh), setup.config.train.batch_size)
-    train_step = CompiledStep(setup, print_line)
-    print_line("compiling the training step ...")
-    print_line(train_step.compile(data.batch(0, rows)))
-    evaluate = Evaluator(setup, data)
-    barrier()  # processes that had the compiled step in their cache wait for the others
+    train_step, config, t = compile_step(setup, data), setup.config, setup.config.train
     with ExitStack() as stack:
         # Signals are recorded until the last save is finished.
-        signals = stack.enter_context(record_signals(*STOPPING))
+        signals, agreement = stack.enter_context(record_signals(*STOPPING)), AsyncMax(setup.mesh)
         checkpoints = stack.enter_context(CheckpointManager(folder))
-        start = find_start(setup, data, folder, checkpoints, resume, allow_changed_data, rollback)
-        if start.resumed and rollback is None:
-            print_line(f"resumed from step {start.step:,}")
-        t, written = start.config.train, folder if is_main_process() else None
-        sinks = [*stack.enter_context(open_sinks(written, start.config)), *sinks]
-        show_every = 0 if t.eval_every else 10 * t.log_every
-        log = stack.enter_context(Log(written, start.step, setup.config.steps, sinks, t.show_entropy, show_every))
+        start = find_start(setup, data, folder, checkpoints, resume)
+        log = stack.enter_context(open_log(start, folder, sinks))
         profiler = stack.enter_context(Profiler(folder, t.profiled_steps, start.step, print_line))
-        agreement = AsyncMax(setup.mesh)
-        loop = TrainLoop(
-            setup, data, start, train_step, evaluate, callbacks, checkpoints, log, profiler,
-            lambda: agreement.reduce(signals),
-        )  # fmt: skip
-        return loop.run()
+        pending, reports = PendingSteps(setup, data, start, log), Reports(setup, data, callbacks, log)
+        timer, state, evaluation, val_loss = Throughput(start.step, data), start.state, None, None
+        batch, batches = read_batches(setup, data, start, timer)
+        for note in start.notes:
+            log.row({"step": start.step, "note": note})
+        if not start.resumed:
+            reports.log({"step": 0, "epoch": 0.0, data.unit: 0}, state, batch)
+        timer.restart(start.step)
 
-
-class Unchecked(NamedTuple):
-    """A step that was started but not yet checked."""
-
-    step: int
-    batch: Batch
-    metrics: StepMetrics
-    signal: SupportsInt
-    """Number of a signal that any process had received by then, or by now for a single process; 0 for none."""
-
-
-class TrainLoop:
-    """Training loop and the objects it uses; `run` is the loop, and the other methods are its parts."""
-
-    def __init__(
-        self, setup: TrainSetup, data: Dataset, start: Start, train_step: CompiledStep, evaluate: Evaluator,
-        callbacks: Sequence[Callback], checkpoints: CheckpointManager, log: Log, profiler: Profiler,
-        received_signal: Callable[[], SupportsInt],
-    ) -> None:  # fmt: skip
-        """Start reading the data.
-
-        Args:
-          received_signal: returns the number of a signal that any process has received, or 0.
-        """
-        self.setup, self.config, self.data, self.start = setup, start.config, data, start
-        self.train_step, self.evaluate, self.callbacks = train_step, evaluate, callbacks
-        self.checkpoints, self.log, self.profiler, self.received_signal = checkpoints, log, profiler, received_signal
-        self.state, self.monitor, self.n_skipped = start.state, start.monitor, start.skipped
-        self.names = row_names(setup.abstract_state.params)
-        self.split = batch_sharding(setup.mesh)
-        self.rows = local_rows(self.split, self.config.train.batch_size)
-        shift = self.config.train.skip_batches
-        self.batch = self._assemble(data.batch(start.step + shift, self.rows))
-        self.stream = data.stream(start.step + shift, self.config.steps + shift, self.rows)
-        self.throughput = Throughput(start.step, data)
-        self.unchecked = deque[Unchecked]()
-        self.norms = deque[tuple[int, jax.Array]](maxlen=HISTORY_STEPS)
-        self.failures, self.signal = int(start.state.failures), 0
-        self.is_slow, self.checked_at = False, time.perf_counter()
-        self.evaluation: Evaluation | None = None
-        self.val_loss: float | None = None
-
-    def run(self) -> Outcome:
-        """Train to the last step, or until a signal, a failure or a divergence."""
-        self._log_start()
-        for step in range(self.start.step + 1, self.config.steps + 1):
-            self.throughput.exclude(self.profiler.begin(step, self.state))
+        for step in range(start.step + 1, config.steps + 1):
+            timer.exclude(profiler.begin(step, state))
             with jax.profiler.StepTraceAnnotation("train", step_num=step):
-                self.batch = self._next_batch()
-                self.state, metrics = self.train_step(self.state, self.batch, step - 1)
-            self.throughput.exclude(self.profiler.end(step, self.state))
-            self.log.advance(step)
-            due = self._is_due(step)
-            self.unchecked.append(Unchecked(step, self.batch, metrics, self.received_signal()))
-            if (failure := self._check(all_steps=due)) is not None:
-                return failure
-            row = self._log_step(step, metrics) if due else {}
-            if step == self.config.steps or self.signal or is_due(self.config.train.checkpoint_every, step):
-                self._save(step, row)
-            if self.signal and step < self.config.steps:
-                return Outcome("interrupted", step, self.state, self.batch, signal=self.signal)
+                batch = next(batches)
+                state, metrics = train_step(state, batch, step - 1)
+            timer.exclude(profiler.end(step, state))
+            log.advance(step)
+
+            due, is_last, evaluation = reports.are_due(step), step == config.steps, None
+            pending.add(step, batch, metrics, agreement.reduce(signals))
+            if (failed := pending.read(all_steps=due)) is not None:
+                return fail(failed, state, pending, checkpoints)
             if due:
-                self.throughput.restart(step)
-        return self._finish()
+                row = reports.row(step, metrics, {**pending.take_skipped(), **timer.since_restart(step)})
+                evaluation = reports.log(row, state, batch)
+            if is_last or pending.signal or is_due(t.checkpoint_every, step):
+                # The last evaluation is on all held-out examples, but checkpoints are ranked on the same ones.
+                ranked = reports.evaluate(state, t.eval_examples) if evaluation and is_last else evaluation
+                val_loss = ranked.loss if ranked else None
+                checkpoints.save(step, state.params, state.opt_state, pending.position(step, state), val_loss)
+            if pending.signal and not is_last:
+                return Outcome("interrupted", step, state, batch, signal=pending.signal)
+            if due:
+                timer.restart(step)
 
-    def _next_batch(self) -> Batch:
-        """Return the next batch on the devices, and count the time spent waiting for data."""
-        began = time.perf_counter()
-        with jax.profiler.TraceAnnotation("data wait"):
-            rows = next(self.stream)
-        self.throughput.data_wait += time.perf_counter() - began
-        return self._assemble(rows)
+        if evaluation is None and t.eval_every:  # the run had already reached its last step
+            evaluation = reports.evaluate(state)
+        since = pending.monitor.began if pending.monitor.noticed else 0
+        return Outcome("done", config.steps, state, batch, evaluation, val_loss, diverging_since=since)
 
-    def _assemble(self, rows: Batch) -> Batch:
-        batch: Batch = assemble(rows, self.rows, self.config.train.batch_size, self.split)
-        return batch
 
-    def _is_due(self, step: int) -> bool:
+def compile_step(setup: TrainSetup, data: Dataset) -> CompiledStep:
+    """Return the training step, compiled for batches of the first one's shapes."""
+    if setup.config.compute.deterministic:
+        check_deterministic(setup.mesh.devices.flat[0].platform)
+    train_step = CompiledStep(setup, print_line)
+    print_line("compiling the training step ...")
+    rows = local_rows(batch_sharding(setup.mesh), setup.config.train.batch_size)
+    print_line(train_step.compile(data.batch(0, rows)))
+    barrier()  # processes that had the compiled step in their cache wait for the others
+    return train_step
+
+
+@contextmanager
+def open_log(start: Start, folder: Path, sinks: Sequence[Sink]) -> Iterator[Log]:
+    """Open the log and the sinks in the run's config, which only the first process writes."""
+    config, t, written = start.config, start.config.train, folder if is_main_process() else None
+    show_every = 0 if t.eval_every else 10 * t.log_every
+    with (
+        open_sinks(written, config) as own,
+        Log(written, start.step, config.steps, [*own, *sinks], t.show_entropy, show_every) as log,
+    ):
+        yield log
+
+
+def read_batches(setup: TrainSetup, data: Dataset, start: Start, timer: Throughput) -> tuple[Batch, Iterator[Batch]]:
+    """Return the first batch on the devices, and an iterator over those of all steps, which are read ahead; `timer`
+    counts the time spent waiting for them."""
+    t, split = start.config.train, batch_sharding(setup.mesh)
+    rows, begin = local_rows(split, t.batch_size), start.step + t.skip_batches
+    stream = timer.waiting(data.stream(begin, start.config.steps + t.skip_batches, rows))
+    place = lambda batch: assemble(batch, rows, t.batch_size, split)  # noqa: E731
+    return place(data.batch(begin, rows)), map(place, stream)
+
+
+def fail(failed: PendingStep, state: TrainState, pending: PendingSteps, checkpoints: CheckpointManager) -> Outcome:
+    """Return the outcome of a failed step; if it is not finite, save the state, which it has not changed."""
+    if pending.divergence is None:
+        step = failed.step - 1
+        checkpoints.save(step, state.params, state.opt_state, pending.position(step, state), None)
+    return Outcome(
+        "diverged" if pending.divergence else "non_finite", failed.step, state, failed.batch,
+        divergence=pending.divergence, mover=pending.mover(failed),
+        healthy=checkpoints.last_healthy_step(pending.began(failed)),
+    )  # fmt: skip
+
+
+class Reports:
+    """Rows of the log, with the evaluations and callbacks that are due."""
+
+    def __init__(self, setup: TrainSetup, data: Dataset, callbacks: Sequence[Callback], log: Log) -> None:
+        self._setup, self._data, self._callbacks, self._log = setup, data, callbacks, log
+        self._steps, self._train, self._evaluator = setup.config.steps, setup.config.train, Evaluator(setup, data)
+
+    def are_due(self, step: int) -> bool:
         """Return True if a step has a row in the log, an evaluation, a checkpoint or a callback."""
-        t = self.config.train
+        t = self._train
         intervals = t.log_every, t.eval_every, t.checkpoint_every, t.gradients_every
-        return (
-            step == self.config.steps
-            or any(is_due(every, step) for every in intervals)
-            or any(callback.is_due(step) for callback in self.callbacks)
-        )
+        called = any(callback.is_due(step) for callback in self._callbacks)
+        return called or step == self._steps or any(is_due(every, step) for every in intervals)
 
-    def _check(self, all_steps: bool) -> Outcome | None:
-        """Check all steps but the last, or all, for signals, failures and divergences; return the outcome if training
-        ends.
-
-        Checking one step late keeps the device busy with the last one and is safe: once too many steps have failed, the
-        state no longer changes. Slow steps are checked at once, so that a signal ends training after the current one.
-        """
-        at_once = self.is_slow and jax.process_count() == 1  # several processes could disagree
-        while len(self.unchecked) > (0 if all_steps or self.signal or at_once else 1):
-            done = self.unchecked.popleft()
-            self.norms.append((done.step, done.metrics.norms_3R))
-            outcome = self._check_loss(done) if done.metrics.finite else self._count_failure(done)
-            self.signal = self.signal or int(done.signal)
-            if outcome is not None:
-                return outcome
-            now, was_slow = time.perf_counter(), self.is_slow
-            step_ms, self.checked_at = 1e3 * (now - self.checked_at), now
-            self.is_slow = step_ms >= SLOW_STEP_MS
-            if self.is_slow and was_slow:  # a single one may have waited for data
-                self.log.estimate(done.step, step_ms)
-        return None
-
-    def _check_loss(self, done: Unchecked) -> Outcome | None:
-        """Return the outcome of a divergence, or log a warning, as set by `train.divergence`."""
-        self.failures, was_noticed, policy = 0, self.monitor.noticed, self.config.train.divergence
-        loss, grad_norm = float(done.metrics.loss), float(done.metrics.grad_norm)
-        divergence = self.monitor.update(done.step, loss, grad_norm)
-        if divergence is not None and policy == "stop":
-            row: dict[str, Any] = {"step": done.step, "loss": loss, "grad_norm": grad_norm}
-            row |= {"update_norm": float(done.metrics.update_norm), "diverged": asdict(divergence)}
-            self.log.row(row)
-            return self._failed("diverged", done, divergence)
-        if policy == "warn" and self.monitor.noticed != was_noticed:
-            warning = {"warning": f"{divergence}; what usually helps: {remedies(self.config)}"}
-            recovery = {"note": "the loss has recovered to near its minimum"}
-            self.log.row({"step": done.step, **(warning if divergence else recovery)})
-        return None
-
-    def _count_failure(self, done: Unchecked) -> Outcome | None:
-        """Count a non-finite step; save the state and return the outcome after too many in a row."""
-        self.failures += 1
-        if self.failures > allowed_failures(self.config):
-            self._save_state(done.step - 1, None)
-            return self._failed("non_finite", done)
-        self.n_skipped += 1
-        print_line(f"step {done.step:,} was skipped: loss or gradient is not finite ({self.failures} in a row)")
-        return None
-
-    def _failed(
-        self, status: Literal["non_finite", "diverged"], done: Unchecked, divergence: Divergence | None = None
-    ) -> Outcome:
-        began = divergence.began if divergence else self.monitor.began or done.step
-        norms = [(step, np.asarray(norms_3R)) for step, norms_3R in self.norms]
-        mover = first_to_move(self.names, norms, began, self.setup.schedule)
-        healthy = self.checkpoints.last_healthy_step(began)
-        return Outcome(
-            status, done.step, self.state, done.batch, divergence=divergence, mover=mover, healthy=healthy
-        )  # fmt: skip
-
-    def _log_start(self) -> None:
-        """Log the notes and, for a fresh state, a row for step 0."""
-        for note in self.start.notes:
-            self.log.row({"step": self.start.step, "note": note})
-        if not self.start.resumed:
-            self.log.row(self._measure(0, {"step": 0, "epoch": 0.0, self.data.unit: 0}))
-        self.throughput.restart(self.start.step)
-
-    def _log_step(self, step: int, metrics: StepMetrics) -> dict[str, Any]:
-        """Log a row with the step's metrics, norms, evaluation and callbacks, and return it."""
-        t, loss, learning_rate = self.config.train, float(metrics.loss), float(metrics.learning_rate)
+    def row(self, step: int, metrics: StepMetrics, others: dict[str, float]) -> dict[str, Any]:
+        """Return a row with a step's metrics and, at the steps that report them, the norms of parameters."""
+        t, loss, learning_rate = self._train, float(metrics.loss), float(metrics.learning_rate)
         row: dict[str, Any] = {
             "step": step,
-            "epoch": round(step / self.data.steps_per_epoch, 4),
-            self.data.unit: round(step * self.data.per_step),
+            "epoch": round(step / self._data.steps_per_epoch, 4),
+            self._data.unit: round(step * self._data.per_step),
             "loss": loss,
-            **({} if self.data.token_lengths is None else {"ppl": perplexity(loss)}),
+            **({} if self._data.token_lengths is None else {"ppl": perplexity(loss)}),
             "lr": learning_rate,
             "grad_norm": float(metrics.grad_norm),
             "update_norm": float(metrics.update_norm),
-            **({"skipped": self.n_skipped} if self.n_skipped else {}),
-            **self.throughput.since_restart(step),
+            **others,
         }
         reported = is_due(t.report_every, step) or (t.report_every and step == FIRST_REPORT)
         is_early = step < t.gradients_every and is_doubled(t.log_every, step)
-        if metrics.finite and (step == self.config.steps or is_due(t.gradients_every, step) or reported or is_early):
+        if metrics.finite and (step == self._steps or is_due(t.gradients_every, step) or reported or is_early):
             g_R, update_R, w_R = np.asarray(metrics.norms_3R).tolist()
-            rows = norm_rows(self.names, learning_rate, g_R, w_R, update_R)
-            row["gradients"] = [asdict(each) for each in in_order(rows, self.setup.parameter_order)]
-        self.log.row(self._measure(step, row))
-        self.n_skipped = 0
+            rows = norm_rows(row_names(self._setup.abstract_state.params), learning_rate, g_R, w_R, update_R)
+            row["gradients"] = [asdict(each) for each in in_order(rows, self._setup.parameter_order)]
         return row
 
-    def _measure(self, step: int, row: dict[str, Any]) -> dict[str, Any]:
-        """Return the row with the results of the evaluation and the callbacks that are due."""
-        t, last = self.config.train, step == self.config.steps
-        if last and t.eval_every:
-            self.evaluation = self.evaluate(self.setup.model_params(self.state))
-            row |= self.evaluation.as_row()
-        elif is_due(t.eval_every, step):
-            row |= self.evaluate(self.setup.model_params(self.state), t.eval_examples).as_row()
-        for callback in self.callbacks:
-            if last or callback.is_due(step):
-                row |= callback.call(step, self.state, self.batch, row) or {}
-        return row
+    def log(self, row: dict[str, Any], state: TrainState, batch: Batch) -> Evaluation | None:
+        """Log a row with the results of the evaluation and the callbacks that are due; return the evaluation, which is
+        on the whole validation split after the last step."""
+        step, t, evaluation = row["step"], self._train, None
+        is_last = step == self._steps
+        if t.eval_every and (is_last or is_due(t.eval_every, step)):
+            evaluation = self.evaluate(state, None if is_last else t.eval_examples)
+            row |= evaluation.as_row()
+        for callback in self._callbacks:
+            if is_last or callback.is_due(step):
+                row |= callback.call(step, state, batch, row) or {}
+        self._log.row(row)
+        return evaluation
 
-    def _save(self, step: int, row: dict[str, Any]) -> None:
-        """Save a checkpoint, ranked by the loss on the examples of a periodic evaluation."""
-        if self.evaluation is None:
-            self.val_loss = row.get("val_loss")
-        else:  # the last row has the loss on the whole validation split
-            self.val_loss = self.evaluate(self.setup.model_params(self.state), self.config.train.eval_examples).loss
-        self._save_state(step, self.val_loss)
-
-    def _save_state(self, step: int, val_loss: float | None) -> None:
-        # A run that stopped at a non-finite step may retry it with other options.
-        failures = min(int(self.state.failures), allowed_failures(self.config))
-        position = {
-            "step": step, "fingerprint": self.data.fingerprint, "failures": failures, "skipped": self.n_skipped,
-            "skip_batches": self.config.train.skip_batches, "healthy": self.monitor.healthy,
-            "monitor": self.monitor.as_dict(),
-        }  # fmt: skip
-        self.checkpoints.save(step, self.state.params, self.state.opt_state, position, val_loss)
-
-    def _finish(self) -> Outcome:
-        if self.evaluation is None and self.config.train.eval_every:  # the run had already reached its last step
-            self.evaluation = self.evaluate(self.setup.model_params(self.state))
-        diverging_since = self.monitor.began if self.monitor.noticed else 0
-        return Outcome(
-            "done", self.config.steps, self.state, self.batch, self.evaluation, self.val_loss,
-            diverging_since=diverging_since,
-        )  # fmt: skip
+    def evaluate(self, state: TrainState, n: int | None = None) -> Evaluation:
+        """Return the evaluation on all held-out examples, or on `n` of them."""
+        return self._evaluator(self._setup.model_params(state), n)
 
 
 def is_due(every: int, step: int) -> bool:
@@ -373,12 +267,20 @@ class Throughput:
     def restart(self, step: int) -> None:
         """Restart the timer after a step."""
         self._began, self._step = time.perf_counter(), step
-        self.data_wait = 0.0
-        """Seconds spent waiting for data since the restart."""
+        self._data_wait = 0.0
 
     def exclude(self, seconds: float) -> None:
         """Exclude some of the time since the restart."""
         self._began += seconds
+
+    def waiting(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """Yield batches, and count the time spent waiting for them."""
+        while True:
+            began = time.perf_counter()
+            with jax.profiler.TraceAnnotation("data wait"):
+                batch = next(batches)
+            self._data_wait += time.perf_counter() - began
+            yield batch
 
     def since_restart(self, step: int) -> dict[str, float]:
         """Return means over the steps since the restart: milliseconds per step, throughput, and data wait in
@@ -387,5 +289,5 @@ class Throughput:
         return {
             "step_ms": 1e3 * elapsed / n,
             f"{self._data.unit}_per_s": self._data.per_step * n / elapsed,
-            "data_wait_ms": 1e3 * self.data_wait / n,
+            "data_wait_ms": 1e3 * self._data_wait / n,
         }

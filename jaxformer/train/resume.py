@@ -20,7 +20,7 @@ from jaxformer.parallel.processes import barrier, is_main_process
 from jaxformer.runs.checkpoints import CheckpointManager, CheckpointReader
 from jaxformer.runs.run import BASE, create_run, write_config
 from jaxformer.train.divergence import DivergenceMonitor, chance_loss
-from jaxformer.train.log import truncate_log
+from jaxformer.train.log import print_line, truncate_log
 from jaxformer.train.setup import TrainSetup, TrainState
 from jaxformer.train.sinks import discard_wandb_run
 
@@ -45,6 +45,17 @@ class Rollback:
 
 
 @dataclass(frozen=True)
+class Resume:
+    """How to continue a run: from its last checkpoint or, with a rollback, from another one."""
+
+    allow_changed_data: bool = False
+    """Accept data that has changed since, and note it in the log, instead of refusing it."""
+    rollback: Rollback | None = None
+    """Rollback; later checkpoints and rows of the log are removed once its checkpoint, the config and the data are
+    verified."""
+
+
+@dataclass(frozen=True)
 class Start:
     """State of a run before its first step."""
 
@@ -63,9 +74,8 @@ class Start:
 
 
 def find_start(
-    setup: TrainSetup, data: Dataset, folder: Path, checkpoints: CheckpointManager, resume: bool,
-    allow_changed_data: bool, rollback: Rollback | None,
-) -> Start:  # fmt: skip
+    setup: TrainSetup, data: Dataset, folder: Path, checkpoints: CheckpointManager, resume: Resume | None
+) -> Start:
     """Return the state in which a run begins. Once checkpoint, config and data are verified, remove later rows of the
     log if the run is resumed, and later checkpoints if it is rolled back.
 
@@ -73,16 +83,17 @@ def find_start(
       UserError: the checkpoint does not exist or does not fit the config, or the data has changed since.
     """
     config, t, position = setup.config, setup.config.train, dict[str, Any]()
-    resumed, step, notes = bool(resume and checkpoints if rollback is None else rollback.step), 0, list[str]()
+    step, notes, rollback = 0, list[str](), resume.rollback if resume else None
+    resumed = bool(resume and checkpoints if rollback is None else rollback.step)
     if resumed:
         step, state, position = restore_state(setup, checkpoints, rollback.step if rollback else "last")
     else:
         state = setup.init_state()
-        if state.frozen is not None:
-            _save_base(folder / BASE, replace(config, lora=LoraConfig()), data, state.frozen)
+        if config.lora.rank:
+            _save_base(folder / BASE, replace(config, lora=LoraConfig()), data, *state.constants)
     data_changed = resumed and position["fingerprint"] != data.fingerprint
     if data_changed:
-        if not allow_changed_data:
+        if not (resume and resume.allow_changed_data):
             reason = "its content has changed, or this version splits or tokenizes it differently"
             raise UserError(
                 f"the data differs from what this run was trained on: {reason}; it is now {data.describe()}; restore "
@@ -95,13 +106,15 @@ def find_start(
         notes.append(_describe(rollback, skip_batches, checkpoints.remove_after(step)))
         if is_main_process():
             discard_wandb_run(folder)
-    if resume and is_main_process():
+    if resume is not None and is_main_process():
         if resumed or rollback is not None:
             write_config(folder, config)
         truncate_log(folder, step if resumed else -1)
     stored = None if data_changed else position.get("monitor")
     skipped = position["skipped"] if resumed else 0
     monitor = DivergenceMonitor.restore(stored, chance_loss(config.model), stops=t.divergence == "stop")
+    if resumed and rollback is None:
+        print_line(f"resumed from step {step:,}")
     return Start(config, step, state, monitor, skipped, tuple(notes), resumed)
 
 
@@ -131,7 +144,7 @@ def restore_state(
         fields = ", ".join(sorted(missing))
         raise UserError(f"checkpoint {step} has no {fields}: an earlier version wrote it; start a new run.")
     failures = global_device_put(np.array(position["failures"], np.int32), replicated(setup.mesh))
-    return step, TrainState(params, opt_state, failures, setup.load_frozen()), position
+    return step, TrainState(params, opt_state, failures, setup.load_constants()), position
 
 
 def _describe(rollback: Rollback, skip_batches: int, removed: Sequence[int]) -> str:

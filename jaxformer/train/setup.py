@@ -57,8 +57,8 @@ class TrainState(NamedTuple):
     opt_state: Any
     failures: jax.Array
     """Number of latest consecutive steps that were not finite, int32."""
-    frozen: Params = None
-    """Parameters of the model that adapters are added to; None without `lora`."""
+    constants: tuple[Params, ...] = ()
+    """Arrays that the loss reads and no step changes: with `lora`, the parameters that adapters are added to."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,21 +162,21 @@ class TrainSetup:
         return jax.tree.map(lambda x: x.sharding.spec, self.abstract_params)
 
     @cached_property
-    def trained_specs(self) -> Params:
-        """`PartitionSpec` of each trained parameter."""
-        return jax.tree.map(lambda x: x.sharding.spec, self.abstract_state.params)
+    def state_specs(self) -> TrainState:
+        """`PartitionSpec` of each array of the state."""
+        return jax.tree.map(lambda x: x.spec, self.state_shardings)
 
-    def merge(self, params: Params, frozen: Params) -> Params:
-        """Return the model's parameters, or a device's shards of them, from those of a state: the trained parameters,
-        or the frozen ones merged with the adapters."""
+    def merge(self, params: Params, frozen: Params = None) -> Params:
+        """Return the model's parameters, or a device's shards of them, from the trained parameters and
+        `TrainState.constants`."""
         return params if frozen is None else merge(frozen, params, self.config.lora)
 
     def model_params(self, state: TrainState) -> Params:
         """Return the model's parameters in their shardings, for evaluation and sampling."""
-        return state.params if state.frozen is None else self._merge(state.params, state.frozen)
+        return self._merge(state.params, *state.constants) if state.constants else state.params
 
     @cached_property
-    def _merge(self) -> Callable[[Params, Params], Params]:
+    def _merge(self) -> Callable[..., Params]:
         return jax.jit(self.merge, out_shardings=jax.tree.map(lambda x: x.sharding, self.abstract_params))
 
     def check_devices(self) -> None:
@@ -196,16 +196,16 @@ class TrainSetup:
         if self.config.init_from is None:
             options = workarounds.run_once_options(self.mesh.devices.flat[0].platform)
             return jax.jit(self._init, out_shardings=self.state_shardings, compiler_options=options)()
-        name, params = "frozen" if self.config.lora.rank else "params", self._load()
-        without: dict[str, Any] = {name: None}
+        params = self._load()
+        loaded: dict[str, Any] = {"constants": (params,)} if self.config.lora.rank else {"params": params}
+        without: dict[str, Any] = dict.fromkeys(loaded)
         # Each array of the state needs its own buffer, because a step donates them all.
         begin = lambda params: self._begin(jax.tree.map(jnp.copy, params))._replace(**without)  # noqa: E731
-        others = jax.jit(begin, out_shardings=self.state_shardings._replace(**without))(params)
-        return others._replace(**{name: params})
+        return jax.jit(begin, out_shardings=self.state_shardings._replace(**without))(params)._replace(**loaded)
 
-    def load_frozen(self) -> Params:
-        """Return the parameters that adapters are added to; None without `lora`."""
-        return self._load() if self.config.lora.rank else None
+    def load_constants(self) -> tuple[Params, ...]:
+        """Return `TrainState.constants`, which a checkpoint does not hold."""
+        return (self._load(),) if self.config.lora.rank else ()
 
     def _load(self) -> Params:
         if self.pretrained is None:
@@ -221,7 +221,7 @@ class TrainSetup:
             return TrainState(params, self.optimizer.init(params), jnp.int32(0))
         key = jax.random.fold_in(jax.random.key(self.config.seed), ADAPTER_KEY_ID)
         adapters = init_adapters(key, params, self.parameter_axes, self.config.lora)
-        return TrainState(adapters, self.optimizer.init(adapters), jnp.int32(0), params)
+        return TrainState(adapters, self.optimizer.init(adapters), jnp.int32(0), (params,))
 
     @property
     def attention(self) -> Callable[..., jax.Array]:
@@ -292,10 +292,11 @@ class TrainSetup:
         )
         return self.build(execution)
 
-    def compute_params(self, params: Params) -> Params:
-        """Cast a device's shards to the compute dtype and gather those outside blocks, for `sharded_model`."""
+    def compute_params(self, params: Params, *constants: Params) -> Params:
+        """Merge a device's shards, cast them to the compute dtype and gather those outside blocks, for
+        `sharded_model`."""
         specs, mesh = self.param_specs, self.mesh
-        params = jax.tree.map(lambda w: w.astype(self.compute_dtype), params)
+        params = jax.tree.map(lambda w: w.astype(self.compute_dtype), self.merge(params, *constants))
         if mesh.devices.flat[0].platform == "cpu":
             params = jax.tree.map(lambda w: workarounds.separate_gradient_transpose(w) if w.ndim == 2 else w, params)
         return {name: p if BLOCK.search(name) else gather(p, specs[name], mesh) for name, p in params.items()}

@@ -50,43 +50,40 @@ class StepMetrics(NamedTuple):
 
 
 def make_gradient(setup: TrainSetup) -> Callable[..., tuple[jax.Array, Params]]:
-    """Return a function of `(params, batch, keys_B, frozen)` that returns the mean loss, a float32 scalar, and the
-    gradient, sharded like `params`; `frozen` is `TrainState.frozen`.
+    """Return a function of `(params, batch, keys_B, *constants)` that returns the mean loss, a float32 scalar, and the
+    gradient, sharded like `params`; `constants` are `TrainState.constants`, by default none.
 
     Both cover the whole batch, however it is split into devices and microbatches, each of which differentiates its
     contribution to the mean. (The gradient of a sum, divided at the end, would overflow sooner.)
     """
-    specs, n_microbatches = setup.trained_specs, setup.config.compute.grad_accumulation_steps
+    specs, n_microbatches = setup.state_specs, setup.config.compute.grad_accumulation_steps
     model, reduction = setup.sharded_model, batch_reduction(setup.mesh, n_microbatches)
     objective, smoothing = objective_of(model), setup.config.train.label_smoothing
 
-    def microbatch_loss(
-        params: Params, batch: Batch, keys_B: jax.Array, frozen: Params, n_tokens: jax.Array | None = None
-    ) -> tuple[jax.Array, jax.Array]:
-        """Return the contributions of one device's microbatch to the objective and to the mean loss."""
-        params = setup.compute_params(setup.merge(params, frozen))
-        return objective.loss(model, params, batch, keys_B, smoothing, reduction._replace(n_tokens=n_tokens))
-
-    microbatch_grads = jax.grad(microbatch_loss, has_aux=True)
-
-    def device_grads(params: Params, batch: Batch, keys_B: jax.Array, frozen: Params) -> tuple[jax.Array, Params]:
+    def device_grads(params: Params, batch: Batch, keys_B: jax.Array, *constants: Params) -> tuple[jax.Array, Params]:
         """Accumulate gradients over the microbatches of one device, and sum them over all devices."""
+        n_tokens = None if n_microbatches == 1 else sum_over_batch(count_tokens(model, batch))
+
+        def microbatch_loss(params: Params, batch: Batch, keys_B: jax.Array) -> tuple[jax.Array, jax.Array]:
+            """Return the contributions of one device's microbatch to the objective and to the mean loss."""
+            params = setup.compute_params(params, *constants)
+            return objective.loss(model, params, batch, keys_B, smoothing, reduction._replace(n_tokens=n_tokens))
+
+        microbatch_grads = jax.grad(microbatch_loss, has_aux=True)
         if n_microbatches == 1:
-            grads, loss = microbatch_grads(params, batch, keys_B, frozen)
+            grads, loss = microbatch_grads(params, batch, keys_B)
         else:
             microbatches = jax.tree.map(lambda x: x.reshape(n_microbatches, -1, *x.shape[1:]), (batch, keys_B))
             zeros = jax.tree.map(jnp.zeros_like, (params, jnp.float32(0)))
-            n_tokens = sum_over_batch(count_tokens(model, batch))
 
             def add_microbatch(total: tuple[Params, jax.Array], microbatch: tuple[Batch, jax.Array]) -> tuple:
-                return jax.tree.map(jnp.add, total, microbatch_grads(params, *microbatch, frozen, n_tokens)), None
+                return jax.tree.map(jnp.add, total, microbatch_grads(params, *microbatch)), None
 
             (grads, loss), _ = jax.lax.scan(add_microbatch, zeros, microbatches)
-        return sum_over_batch(loss), sum_over_batch(grads, specs)
+        return sum_over_batch(loss), sum_over_batch(grads, specs.params)
 
-    frozen_specs = setup.param_specs if setup.config.lora.rank else None
-    in_specs = (specs, *2 * [PartitionSpec(BATCH)], frozen_specs)
-    return on_each_shard(device_grads, setup.mesh, in_specs, (REPLICATED, specs))
+    in_specs = (specs.params, *2 * [PartitionSpec(BATCH)], *specs.constants)
+    return on_each_shard(device_grads, setup.mesh, in_specs, (REPLICATED, specs.params))
 
 
 def batch_reduction(mesh: Mesh, n_microbatches: int = 1) -> BatchReduction:
@@ -110,7 +107,7 @@ def make_train_step(setup: TrainSetup) -> Any:
 
     def train_step(state: TrainState, batch: Batch, step: jax.Array) -> tuple[TrainState, StepMetrics]:
         point = gradient_point(setup.config.optimizer, state.params, state.opt_state)
-        loss, grads = sharded_grads(point, batch, setup.example_keys(step), state.frozen)
+        loss, grads = sharded_grads(point, batch, setup.example_keys(step), *state.constants)
         learning_rate = jnp.float32(schedule(updates_taken(state.opt_state)))
         weights_R, params = workarounds.in_order(row_norms(state.params), state.params)
         state = state._replace(params=params)
@@ -120,14 +117,13 @@ def make_train_step(setup: TrainSetup) -> Any:
         # Updates overflow float32 only in a network that has already diverged, and checking each entry costs another
         # pass.
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm) & (state.failures <= allowed)
-        updated = TrainState(optax.apply_updates(state.params, updates), opt_state, jnp.int32(0))
-        skipped = state._replace(failures=state.failures + 1, frozen=None)
-        stepped = jax.tree.map(lambda new, old: jnp.where(finite, new, old), updated, skipped)
+        params = optax.apply_updates(state.params, updates)
+        updated = state._replace(params=params, opt_state=opt_state, failures=jnp.int32(0))
+        skipped = state._replace(failures=state.failures + 1)
+        state = jax.tree.map(lambda new, old: new if new is old else jnp.where(finite, new, old), updated, skipped)
         norms_3R = jnp.stack([grads_R, updates_R, weights_R])
         loss, update_norm = jnp.where(finite, loss, jnp.nan), jnp.where(finite, update_norm, 0.0)
-        return stepped._replace(frozen=state.frozen), StepMetrics(
-            loss, finite, learning_rate, grad_norm, update_norm, norms_3R
-        )
+        return state, StepMetrics(loss, finite, learning_rate, grad_norm, update_norm, norms_3R)
 
     return jax.jit(train_step, donate_argnums=0, out_shardings=(setup.state_shardings, replicated(setup.mesh)))
 

@@ -138,7 +138,7 @@ def test_the_trainer_has_the_same_gradient_on_a_mesh() -> None:
     setup = TrainSetup(config, mesh)
     params = jax.device_put(PARAMS, setup.state_shardings.params)
     loss, grads = jax.jit(make_gradient(setup))(
-        params, global_device_put(PAIRS, batch_sharding(mesh)), setup.example_keys(0), None
+        params, global_device_put(PAIRS, batch_sharding(mesh)), setup.example_keys(0)
     )
     wanted, wanted_grads = whole(PARAMS, PAIRS)
     assert_close(loss, wanted, 1e-6)
@@ -152,7 +152,7 @@ def test_accumulating_tells_each_pair_from_those_of_its_part() -> None:
     config = Config("test", CONFIG, data=CaptionsConfig(), steps=1, train=TrainConfig(batch_size=B), compute=compute)
     mesh = make_mesh("", jax.devices()[:1])
     setup = TrainSetup(config, mesh)
-    loss, _ = jax.jit(make_gradient(setup))(PARAMS, PAIRS, setup.example_keys(0), None)
+    loss, _ = jax.jit(make_gradient(setup))(PARAMS, PAIRS, setup.example_keys(0))
     halves = [jax.tree.map(lambda x, i=i: x[i : i + B // 2], PAIRS) for i in (0, B // 2)]
     assert_close(loss, sum(whole(PARAMS, half)[0] for half in halves) / 2, 1e-6)
 

@@ -28,6 +28,7 @@ from jaxformer.runs.pretrained import pretrained_run
 from jaxformer.runs.run import BASE, create_run, load_run, read_config
 from jaxformer.train.log import read_metrics, without_timings
 from jaxformer.train.loop import Outcome, train
+from jaxformer.train.resume import Resume
 from jaxformer.train.setup import TrainSetup
 from jaxformer.train.step import make_gradient
 from tests.arrays import apply, assert_close, random_params
@@ -147,7 +148,7 @@ BATCH = next_token_batch(TOKENS_BT)
 def dense_gradient():
     """Return loss and gradient at the merged parameters, of a training without adapters on one device."""
     setup = setup_of("", 1, LoraConfig())
-    return jax.jit(make_gradient(setup))(merge(*drawn(LORA), LORA), BATCH, setup.example_keys(0), None)
+    return jax.jit(make_gradient(setup))(merge(*drawn(LORA), LORA), BATCH, setup.example_keys(0))
 
 
 @pytest.mark.slow
@@ -161,8 +162,8 @@ def test_the_gradient_of_adapters_is_that_of_the_dense_matrix_by_the_chain_rule(
     setup = setup_of(mesh, n_devices, LORA)
     loss, gradient = dense_gradient()
     placed = jax.device_put(adapters, setup.state_shardings.params)
-    frozen = jax.device_put(params, setup.state_shardings.frozen)
-    loss_2, grads = jax.jit(make_gradient(setup))(placed, BATCH, setup.example_keys(0), frozen)
+    frozen = jax.device_put((params,), setup.state_shardings.constants)
+    loss_2, grads = jax.jit(make_gradient(setup))(placed, BATCH, setup.example_keys(0), *frozen)
     assert float(loss_2) == pytest.approx(float(loss), rel=1e-5)
     assert jax.tree.structure(grads) == jax.tree.structure(adapters)  # and nothing of the base
     dW, factors, actual = (flatten_dict(tree, sep=".") for tree in (gradient, adapters, grads))
@@ -179,7 +180,7 @@ def test_a_factor_is_sharded_like_its_side_of_the_matrix():
     shardings = setup_of("fsdp=2,tensor=2", 4, LORA).state_shardings
     factors = shardings.params["blocks_0"]["attention"]["W_Q"]
     assert tuple(factors["A"].spec) == ("fsdp", None) and tuple(factors["B"].spec) == (None, "tensor", None)
-    assert tuple(shardings.frozen["blocks_0"]["attention"]["W_Q"].spec) == ("fsdp", "tensor", None)
+    assert tuple(shardings.constants[0]["blocks_0"]["attention"]["W_Q"].spec) == ("fsdp", "tensor", None)
     assert optax.tree.get(shardings.opt_state, "mu")["blocks_0"]["attention"]["W_Q"]["A"] == factors["A"]
 
 
@@ -220,7 +221,7 @@ def tuned(
     data = config.data.load(config.model, 8, config.seed, tokenizer)
     on = make_mesh(mesh, jax.devices()[: 2 if mesh else 1])
     start = pretrained_run(folder / BASE if resume else base)
-    return train(TrainSetup(replace(config, mesh=mesh), on, start), data, folder, [], resume)
+    return train(TrainSetup(replace(config, mesh=mesh), on, start), data, folder, [], Resume() if resume else None)
 
 
 @pytest.fixture(scope="module")
@@ -229,7 +230,7 @@ def run(base, books, tmp_path_factory) -> Path:
     outcome = tuned(folder, base, books, 8)
     assert outcome.status == "done"
     for frozen, first in zip(
-        jax.tree.leaves(outcome.state.frozen), jax.tree.leaves(load_run(base).params), strict=True
+        jax.tree.leaves(outcome.state.constants), jax.tree.leaves(load_run(base).params), strict=True
     ):
         np.testing.assert_array_equal(frozen, first)
     return folder

@@ -22,6 +22,7 @@ from jaxformer.plan.plan import make_plan
 from jaxformer.runs.run import create_run, load_run
 from jaxformer.train.log import read_metrics
 from jaxformer.train.loop import train
+from jaxformer.train.resume import Resume
 from jaxformer.train.setup import TrainSetup
 from tests.data.test_captions import MODEL as CLIP
 from tests.data.test_captions import write as write_captions
@@ -106,7 +107,9 @@ def test_every_model_trains_resumes_and_is_inspected(spec, places, tmp_path):
         if not resume:
             create_run(folder, run_config, data.tokenizer, allow_suffix=False)
         setup = TrainSetup(run_config, mesh)
-        outcome = train(setup, data, folder, make_callbacks(setup, data, folder) if watched else [], resume)
+        outcome = train(
+            setup, data, folder, make_callbacks(setup, data, folder) if watched else [], Resume() if resume else None
+        )
         assert (outcome.status, outcome.step) == ("done", steps)
         return folder
 

@@ -21,11 +21,11 @@ from jaxformer.models.decoder import DecoderConfig
 from jaxformer.parallel.mesh import make_mesh
 from jaxformer.runs.checkpoints import CheckpointReader
 from jaxformer.runs.run import read_config
-from jaxformer.train import log, loop
+from jaxformer.train import log, loop, pending
 from jaxformer.train.log import read_metrics, without_timings
 from jaxformer.train.loop import Callback, Outcome, is_doubled, is_due, train
 from jaxformer.train.optimizer import make_schedule
-from jaxformer.train.resume import Rollback
+from jaxformer.train.resume import Resume, Rollback
 from jaxformer.train.setup import TrainSetup, TrainState
 from jaxformer.train.signals import ReceivedSignal
 from jaxformer.train.sinks import WANDB_ID
@@ -56,7 +56,8 @@ def test_resume_on_fewer_devices_is_the_same_training(tmp_path):
     def run(name: str, steps: int, mesh: str, n_devices: int, resume: bool = False) -> Outcome:
         folder, on = tmp_path / name, make_mesh(mesh, jax.devices()[:n_devices])
         folder.mkdir(exist_ok=True)
-        outcome = train(TrainSetup(replace(config, steps=steps, mesh=mesh), on), data, folder, [], resume)
+        setup = TrainSetup(replace(config, steps=steps, mesh=mesh), on)
+        outcome = train(setup, data, folder, resume=Resume() if resume else None)
         assert (outcome.status, outcome.step) == ("done", steps)
         return outcome
 
@@ -134,10 +135,10 @@ def breaking(monkeypatch, steps: set[int], caught: ReceivedSignal, interrupted: 
     monkeypatch.setattr(loop, "CompiledStep", Breaking)
 
 
-def run_on_one(config: Config, folder: Path, resume: bool = False, rollback: Rollback | None = None) -> Outcome:
+def run_on_one(config: Config, folder: Path, resume: Resume | None = None) -> Outcome:
     folder.mkdir(exist_ok=True)
     data = config.data.load(MODEL, config.train.batch_size, config.seed)
-    return train(TrainSetup(config, make_mesh("", jax.devices()[:1])), data, folder, [], resume, rollback=rollback)
+    return train(TrainSetup(config, make_mesh("", jax.devices()[:1])), data, folder, [], resume)
 
 
 @pytest.mark.slow
@@ -156,7 +157,7 @@ def test_skipped_step_leaves_its_learning_rate_to_the_next(monkeypatch, tmp_path
 
 @pytest.mark.slow
 def test_a_signal_during_a_slow_step_ends_training_after_it(monkeypatch, tmp_path, caught, capsys):
-    monkeypatch.setattr(loop, "SLOW_STEP_MS", 0)
+    monkeypatch.setattr(pending, "SLOW_STEP_MS", 0)
     monkeypatch.setattr(log, "LITTLE_SECONDS", 0)
     breaking(monkeypatch, set(), caught, interrupted=5)
     interrupted = run_on_one(skipping(tmp_path / "books"), tmp_path / "run")
@@ -187,9 +188,9 @@ def test_steps_skipped_before_an_interruption_are_logged_after_it(monkeypatch, t
     breaking(monkeypatch, {8}, caught)
     if not stored:
         with pytest.raises(UserError, match="has no skipped: an earlier version wrote it; start a new run"):
-            run_on_one(config, tmp_path / "run", resume=True)
+            run_on_one(config, tmp_path / "run", Resume())
         return
-    assert run_on_one(config, tmp_path / "run", resume=True).status == "done"
+    assert run_on_one(config, tmp_path / "run", Resume()).status == "done"
     rows = {row["step"]: row for row in read_metrics(tmp_path / "run")}
     assert rows[9]["skipped"] == 3
     assert "skipped" not in rows[10]
@@ -247,7 +248,7 @@ def test_rollback_with_other_options_survives_a_resume(monkeypatch, tmp_path, ca
     rollback = Rollback(10, skip_batches=3, changes="optimizer.clip_norm 0.5 instead of None")
 
     diverging(monkeypatch, {}, batches)
-    assert run_on_one(other, tmp_path / "run", resume=True, rollback=rollback).status == "done"
+    assert run_on_one(other, tmp_path / "run", Resume(rollback=rollback)).status == "done"
     data = config.data.load(MODEL, config.train.batch_size, config.seed)
     np.testing.assert_array_equal(batches[11], data.batch(13).inputs[0])  # the batch of step 14
     rows = read_metrics(tmp_path / "run")
@@ -262,12 +263,12 @@ def test_rollback_with_other_options_survives_a_resume(monkeypatch, tmp_path, ca
     # Stopped before its first checkpoint, and resumed without a word of the rollback.
     breaking(monkeypatch, set(), caught, interrupted=12)
     folder = tmp_path / "stopped"
-    assert run_on_one(other, folder, resume=True, rollback=rollback).status == "interrupted"
+    assert run_on_one(other, folder, Resume(rollback=rollback)).status == "interrupted"
     for step in (step for step in CheckpointReader(folder).steps() if step > 10):
         shutil.rmtree(folder / f"checkpoints/{step}")
     breaking(monkeypatch, set(), caught)
     assert read_config(folder).train.skip_batches == 3
-    assert run_on_one(read_config(folder), folder, resume=True).status == "done"
+    assert run_on_one(read_config(folder), folder, Resume()).status == "done"
     a, b = (CheckpointReader(tmp_path / name).arrays(30) for name in ("run", "stopped"))
     assert all(np.array_equal(a[name], b[name]) for name in {**a, **b})
 
@@ -277,13 +278,13 @@ def test_rollback_to_the_start_removes_all_checkpoints(monkeypatch, tmp_path):
     config = falling(tmp_path / "books", steps=10)
     run_on_one(config, tmp_path / "run")
     first = read_metrics(tmp_path / "run")
-    assert run_on_one(config, tmp_path / "run", resume=True, rollback=Rollback(0)).status == "done"
+    assert run_on_one(config, tmp_path / "run", Resume(rollback=Rollback(0))).status == "done"
     rows = read_metrics(tmp_path / "run")
     assert rows[0]["note"] == "rolled back to step 0; checkpoints removed: 5, 10"
     assert [without_timings(row) for row in rows[1:]] == [without_timings(row) for row in first]
     before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
     with pytest.raises(UserError, match=r"has no checkpoint 7; it has \[5, 10\]"):
-        run_on_one(config, tmp_path / "run", resume=True, rollback=Rollback(7))
+        run_on_one(config, tmp_path / "run", Resume(rollback=Rollback(7)))
     assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
 
 
@@ -294,7 +295,7 @@ def test_rollback_to_the_start_skips_the_batches_of_the_config_too(monkeypatch, 
     (tmp_path / "run/wandb").mkdir()
     (tmp_path / "run" / WANDB_ID).write_text("old\n")
     diverging(monkeypatch, {}, batches)
-    run_on_one(config, tmp_path / "run", resume=True, rollback=Rollback(0, skip_batches=3))
+    run_on_one(config, tmp_path / "run", Resume(rollback=Rollback(0, skip_batches=3)))
     data = config.data.load(MODEL, config.train.batch_size, config.seed)
     np.testing.assert_array_equal(batches[1], data.batch(7).inputs[0])
     assert not (tmp_path / "run" / WANDB_ID).exists()  # what follows is another run there

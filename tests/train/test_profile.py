@@ -22,6 +22,7 @@ from jaxformer.train import profile
 from jaxformer.train.log import read_metrics, without_timings
 from jaxformer.train.loop import Callback, Outcome, Throughput, train
 from jaxformer.train.profile import SESSIONS, Profiler
+from jaxformer.train.resume import Resume
 from jaxformer.train.setup import TrainSetup
 from tests.helpers import fill, mounted, write_books
 
@@ -99,11 +100,11 @@ def test_trace_holds_a_marker_per_step_and_losses_are_bit_identical(profiled, tm
 @pytest.mark.slow
 def test_resumed_run_traces_the_remaining_steps(profiled, tmp_path, capsys):
     profiled("run", None, steps=3)
-    profiled("run", "2:6", resume=True)
+    profiled("run", "2:6", resume=Resume())
     ((session, files),) = traces(tmp_path / "run").items()
     assert session == "steps-4-5" and markers(files[0]) == [4, 5]
     capsys.readouterr()
-    profiled("run", "2:6", resume=True)
+    profiled("run", "2:6", resume=Resume())
     assert "no trace: training starts after step 8, past steps 2 to 5" in capsys.readouterr().out
     assert list(traces(tmp_path / "run")) == ["steps-4-5"]
 

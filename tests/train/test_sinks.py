@@ -22,6 +22,7 @@ from jaxformer.models.decoder import DecoderConfig
 from jaxformer.parallel.mesh import make_mesh
 from jaxformer.train.log import read_metrics
 from jaxformer.train.loop import Callback, train
+from jaxformer.train.resume import Resume
 from jaxformer.train.setup import TrainSetup
 from jaxformer.train.sinks import open_sinks, prepare_sinks, scalars
 from tests.helpers import mounted, run, tiny, write_books
@@ -114,7 +115,7 @@ def train_in(folder: Path, config: Config, killed_at: int | None = None, resume:
             raise Killed
 
     setup = TrainSetup(config, mesh)
-    train(setup, data, folder, [*make_callbacks(setup, data, folder), Callback(1, kill)], resume)
+    train(setup, data, folder, [*make_callbacks(setup, data, folder), Callback(1, kill)], Resume() if resume else None)
 
 
 def test_scalars_are_named_by_their_path_in_the_row():

@@ -85,7 +85,7 @@ def state_on(setup: TrainSetup) -> TrainState:
 
 def gradient_at(setup: TrainSetup, params: Params, batch: Batch) -> tuple[jax.Array, Params]:
     """Loss and gradient of a batch, with the dropout of the first step."""
-    return jax.jit(make_gradient(setup))(params, batch, setup.example_keys(0), None)
+    return jax.jit(make_gradient(setup))(params, batch, setup.example_keys(0))
 
 
 @lru_cache
