@@ -135,6 +135,12 @@ def plant(checkout: Path, fault: Fault) -> tuple[Path, str] | None:
     return file, text
 
 
+def not_of_the_checkout(folder: str, names: list[str]) -> set[str]:
+    """Return the names in a folder that need no copy: caches, and the runs at the top."""
+    caches = shutil.ignore_patterns(".git", "__pycache__", ".*cache")(folder, names)
+    return caches | ({"runs", "build"} if Path(folder) == record.ROOT else set())
+
+
 def failure(checkout: Path, tests: list[str]) -> str:
     """Run tests until one fails; return its name, or what else went wrong, and an empty text if all pass."""
     single = [test for test in tests if "::" in test]
@@ -158,7 +164,7 @@ def main(arguments: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # exit normally, so that nothing is left behind
     with tempfile.TemporaryDirectory() as scratch:
         checkout = Path(scratch) / "checkout"
-        shutil.copytree(record.ROOT, checkout, ignore=shutil.ignore_patterns(".git", "__pycache__", "runs", ".*cache"))
+        shutil.copytree(record.ROOT, checkout, ignore=not_of_the_checkout)
         if problem := failure(checkout, sorted({test for name in names for test in FAULTS[name].tests})):
             print(f"without a fault, a test fails: {problem}", file=sys.stderr)
             return 1
