@@ -187,7 +187,7 @@ def _start(arguments: list[str], stack: contextlib.ExitStack) -> Prepared | None
     connect(options.distributed)
     if url is not None and jax.process_count() > 1:
         raise _several_processes_error(url)
-    from jaxformer.runs.lock import hold_run_lock
+    from jaxformer.runs.lock import check_not_locked
     from jaxformer.runs.run import check_writable_parent
 
     stack.enter_context(exit_on_lost_process("training has not started."))
@@ -199,7 +199,7 @@ def _start(arguments: list[str], stack: contextlib.ExitStack) -> Prepared | None
         check_writable_parent(folder)
         stack.enter_context(no_empty_parents(folder))
     elif is_main_process():
-        stack.enter_context(hold_run_lock(folder))
+        check_not_locked(folder)  # before the data is read
     if stored is not None and is_finished(folder, config, config.data == stored.data, options.from_step):
         echo(f"{run_name(folder)} finished at step {config.steps:,}; --steps N trains further, to step N.")
         return None
