@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Annotated, get_args
 
 from jaxformer.cli import machine
-from jaxformer.cli.arguments import as_command, parse
+from jaxformer.cli.command import as_command
 from jaxformer.cli.load import RunOptions, open_run, with_run
-from jaxformer.cli.options import POSITIONAL_TOO
+from jaxformer.cli.options import POSITIONAL_TOO, CommandLine
 from jaxformer.errors import UserError, command
 from jaxformer.files import no_empty_parents
 from jaxformer.interop.formats import Dtype, Format
@@ -46,9 +46,9 @@ class Arguments:
 
 
 @as_command()
-def main(arguments: list[str]) -> int:
+def main(line: CommandLine) -> int:
     """Export; return the exit status: 0 done, 2 wrong input."""
-    options = parse(arguments, Arguments(), command("export"), DESCRIPTION)
+    options = line.parse(Arguments(), command("export"), DESCRIPTION)
     if options.format is None:
         raise UserError(f"--format is missing; give one of {', '.join(get_args(Format))}.")
     if options.cache_length is not None:

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Annotated
 
 from jaxformer.cli import machine
-from jaxformer.cli.arguments import as_command, parse
+from jaxformer.cli.command import as_command
 from jaxformer.cli.load import RunOptions, open_run, with_run
-from jaxformer.cli.options import POSITIONAL_TOO
+from jaxformer.cli.options import POSITIONAL_TOO, CommandLine
 from jaxformer.config.fields import Positive, Range
 from jaxformer.errors import UserError, command
 from jaxformer.terminal import echo
@@ -44,9 +44,9 @@ class Arguments:
 
 
 @as_command()
-def main(arguments: list[str]) -> int:
+def main(line: CommandLine) -> int:
     """Write the page; return the exit status."""
-    options = parse(arguments, Arguments(), command("inspect"), DESCRIPTION)
+    options = line.parse(Arguments(), command("inspect"), DESCRIPTION)
     machine.set_up()
     run = open_run(with_run(RunOptions(run=options.run, checkpoint=options.checkpoint)))
     path = run.path / "inspect.html" if options.out is None else Path(options.out)

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxformer.cli import machine
-from jaxformer.cli.arguments import as_command, parse
+from jaxformer.cli.command import as_command
 from jaxformer.cli.load import RunOptions, open_run, with_run
-from jaxformer.cli.options import POSITIONAL_TOO
+from jaxformer.cli.options import POSITIONAL_TOO, CommandLine
 from jaxformer.config import ComputeConfig
 from jaxformer.config.fields import Range, Seed
 from jaxformer.contract import Task
@@ -55,9 +55,9 @@ class Arguments:
 
 
 @as_command()
-def main(arguments: list[str]) -> int:
+def main(line: CommandLine) -> int:
     """Verify a run; return the exit status: 0 all invariants hold, 1 a check failed, 2 wrong input."""
-    options = parse(arguments, Arguments(), command("verify"), DESCRIPTION)
+    options = line.parse(Arguments(), command("verify"), DESCRIPTION)
     machine.set_up(machine.cores())
     run = open_run(with_run(RunOptions(run=options.run, checkpoint=options.checkpoint)))
     echo(f"run {run.path}, step {run.step:,}: {type(run.model).__name__}, on {options.examples} random examples")

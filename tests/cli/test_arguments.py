@@ -15,8 +15,9 @@ from jaxformer import __main__ as everything
 from jaxformer.__main__ import COMMANDS
 from jaxformer.cli import eval as eval_command
 from jaxformer.cli import sample, train
-from jaxformer.cli.arguments import _OneLine, as_command, load_config, parse, with_fitting_patches
-from jaxformer.cli.options import MERGED, POSITIONAL, help_text, option_groups
+from jaxformer.cli.arguments import load_config, with_fitting_patches
+from jaxformer.cli.command import _OneLine, as_command
+from jaxformer.cli.options import MERGED, POSITIONAL, CommandLine, help_text, option_groups
 from jaxformer.config import Config
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.data.windows import TextConfig
@@ -353,10 +354,10 @@ def test_each_rung_changes_only_the_named_fields_of_the_one_before():
 )
 def test_patches_divide_images_where_one_of_their_sizes_is_given(options, size, patch):
     vit = ViTConfig(image_size=(28,), patch_size=(7,))
-    fitted = with_fitting_patches(vit, options.split())
+    fitted = with_fitting_patches(vit, CommandLine(options.split()))
     assert fitted == replace(vit, image_size=size, patch_size=patch)
     clip = CLIPConfig(ImageTowerConfig(image_size=(28,), patch_size=(7,)))
-    fitted = with_fitting_patches(clip, options.replace("model.", "model.vision.").split())
+    fitted = with_fitting_patches(clip, CommandLine(options.replace("model.", "model.vision.").split()))
     assert fitted == replace(clip, vision=replace(clip.vision, image_size=size, patch_size=patch))
 
 
@@ -421,7 +422,7 @@ class Outer:
     ],
 )
 def test_words_become_values_of_fields(words, parsed):
-    assert parse(words, Outer(), "", "") == parsed
+    assert CommandLine(words).parse(Outer(), "", "") == parsed
 
 
 @pytest.mark.parametrize(
@@ -440,7 +441,7 @@ def test_words_become_values_of_fields(words, parsed):
 )
 def test_words_that_fit_no_field_are_refused(words, message):
     with pytest.raises(UserError, match=re.escape(message)):
-        parse(words, Outer(), "", "")
+        CommandLine(words).parse(Outer(), "", "")
 
 
 def test_options_of_evaluation_have_the_same_form_as_in_training():
