@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from jaxformer.cli.command import as_command
-from jaxformer.cli.load import RunOptions, run_folder
+from jaxformer.cli.load import CheckpointOptions, run_folder
 from jaxformer.cli.options import POSITIONAL, POSITIONAL_TOO, CommandLine
 from jaxformer.data.tokenizer import Tokenizer, find_tokenizer
 from jaxformer.errors import UserError, command
@@ -55,7 +55,7 @@ def _load_tokenizer(options: Arguments) -> Tokenizer:
         return Tokenizer.load(find_tokenizer(options.tokenizer))
     from jaxformer.runs.run import read_config, read_tokenizer
 
-    folder = run_folder(RunOptions(options.run))
+    folder = run_folder(CheckpointOptions(options.run))
     read_config(folder)  # raises if the folder is not a run
     tokenizer = read_tokenizer(folder)
     if tokenizer is None:
