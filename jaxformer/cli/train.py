@@ -84,6 +84,12 @@ class Arguments(CommandOptions):
             raise UserError("--skip-batches needs --resume and --from-step; name the checkpoint to roll back to.")
 
     @property
+    def model_fields(self) -> set[str]:
+        """Names of the fields of the model that were given, such as `image_size`."""
+        prefix = "--model."
+        return {flag.removeprefix(prefix).replace("-", "_") for flag in self.given if flag.startswith(prefix)}
+
+    @property
     def url(self) -> str | None:
         """URL of the run; None for one in a folder."""
         return self.run if self.run is not None and is_url(self.run) else None
@@ -250,12 +256,11 @@ def _prepare(job: Job) -> tuple[TrainSetup, Dataset, Path]:
     if is_main_process():
         prepare_sinks(config.train.log_to)
     echo_status("reading the data ...")
-    given = {flag.removeprefix("--model.").replace("-", "_") for flag in options.given if flag.startswith("--model.")}
-    data = load_data(
-        None if job.stored is None else folder, config,
-        fixed=given if pretrained is None else None,
-        tokenizer=None if pretrained is None else pretrained.tokenizer,  # a new run keeps it
-    )  # fmt: skip
+    stored_in = None if job.stored is None else folder
+    if pretrained is None:
+        data = load_data(stored_in, config, options.model_fields)
+    else:  # a new run keeps the pretrained model's tokenizer
+        data = load_data(stored_in, config, None, pretrained.tokenizer)
     if data.model != config.model:
         config = dataclasses.replace(config, model=data.model)
         setup = TrainSetup(config, mesh, pretrained)
