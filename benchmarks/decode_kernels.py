@@ -23,7 +23,8 @@ from jax.sharding import SingleDeviceSharding
 
 from benchmarks import record
 from configs.gpt import gpt2_124m
-from jaxformer.cli.arguments import as_command
+from jaxformer.cli.command import as_command
+from jaxformer.cli.options import CommandLine
 from jaxformer.decode import programs
 from jaxformer.decode.samplers import Sampling, init_history
 from jaxformer.decode.weights import lay_out, store
@@ -63,14 +64,14 @@ def compiled_step(model: Any, weights: Any, batch_size: int, device: jax.Device)
 
 
 @as_command()
-def main(arguments: list[str]) -> int:
+def main(line: CommandLine) -> int:
     """Count kernels and bytes, print and store them; return the exit status."""
     parser = argparse.ArgumentParser(description="Kernels and memory traffic of one decode step on a GPU.")
     parser.add_argument("--topology", default="h100:1", help="one GPU that plan knows")
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--n-blocks", type=int, default=GPT2.n_blocks)
     parser.add_argument("--results", type=Path, default=record.RESULTS, help="where to write the result")
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(line.words())
     compiler, n_devices = compiler_of(options.topology), count_devices(options.topology)
     if compiler.kind != "GPU" or n_devices != 1 or not compiler.is_installed:
         raise UserError(

@@ -35,7 +35,9 @@ from benchmarks import record
 from benchmarks.report import row
 from benchmarks.sources import insert
 from jaxformer.cli import machine
-from jaxformer.cli.arguments import as_command, load_config
+from jaxformer.cli.arguments import load_config
+from jaxformer.cli.command import as_command
+from jaxformer.cli.options import CommandLine
 from jaxformer.config import Config
 from jaxformer.config.fields import flatten, to_dict
 from jaxformer.config.files import load_module
@@ -280,7 +282,7 @@ def read(name: str) -> Any:
 
 
 @as_command()
-def main(arguments: list[str]) -> int:
+def main(line: CommandLine) -> int:
     """Train, measure or write; return the exit status."""
     recipe: dict[str, str] = load_module("ladder").RECIPE
     parser = argparse.ArgumentParser(description="The recipe of the ladder.", allow_abbrev=False)
@@ -290,7 +292,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--seeds", type=int, default=3, help="seeds per rung (default: 3)")
     parser.add_argument("--rounds", type=int, default=5, help="rounds of time (default: 5)")
     parser.add_argument("--long", action="store_true", help=f"the first rung also with {LONG} times the tokens")
-    own, options = parser.parse_known_args(arguments)
+    own, options = parser.parse_known_args(line.words())
     for option, number in (("--seeds", own.seeds), ("--rounds", own.rounds)):
         if number < 1:
             parser.error(f"{option} is {number}; it must be 1 or more")

@@ -29,8 +29,9 @@ from typing import Any
 import jax
 
 from benchmarks import record
-from jaxformer.cli.arguments import load_config, parse, peek
-from jaxformer.cli.train import Arguments
+from jaxformer.cli.arguments import load_config
+from jaxformer.cli.ladder import Arguments
+from jaxformer.cli.options import CommandLine
 from jaxformer.config import Config
 from jaxformer.config.fields import differences, nonfinite_to_none
 from jaxformer.config.files import load_module
@@ -133,10 +134,10 @@ def insert(page: Path, begin: str, text: str, end: str) -> None:
 def chosen_configs(options: Sequence[str]) -> dict[str, Config]:
     """Return the config of each rung that the ladder's options select, with these options applied. Raises `UserError`
     for options that the ladder would reject."""
-    own, others = peek(list(options), {"--rungs": None})
-    rungs = own.get("--rungs") or list(load_module("ladder").REPORTED)
+    line = CommandLine(options)
+    rungs = line.value("--rungs", tuple[str, ...]) or list(load_module("ladder").REPORTED)
     configs = {name: load_config(f"ladder:{name}") for name in rungs}
-    return {name: parse(others, Arguments(config), "sources.sh", "").fields for name, config in configs.items()}
+    return {name: line.parse(Arguments(config), "sources.sh", "").fields for name, config in configs.items()}
 
 
 def check_size(configs: Mapping[str, Config]) -> None:

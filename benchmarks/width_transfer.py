@@ -37,7 +37,9 @@ from benchmarks import record
 from benchmarks.recipe import markdown
 from benchmarks.sources import insert
 from jaxformer.cli import machine
-from jaxformer.cli.arguments import as_command, load_config
+from jaxformer.cli.arguments import load_config
+from jaxformer.cli.command import as_command
+from jaxformer.cli.options import CommandLine
 from jaxformer.config import Config
 from jaxformer.data.dataset import Dataset
 from jaxformer.errors import UserError
@@ -231,7 +233,7 @@ def section(figures: Mapping[str, Any]) -> str:
 
 
 @as_command()
-def main(arguments: list[str]) -> int:
+def main(line: CommandLine) -> int:
     """Train or write; return the exit status."""
     parser = argparse.ArgumentParser(description="Best learning rate by width.", allow_abbrev=False)
     parser.add_argument("what", choices=("train", "write"))
@@ -240,7 +242,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--data.val-path", dest="val_path", help="text to evaluate (default: held out of the books)")
     parser.add_argument("--widths", type=int, nargs="+", default=[*WIDTHS], help="widths (default: 64 128 256)")
     parser.add_argument("--seeds", type=int, default=2, help="seeds per width (default: 2)")
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(line.words())
     for option, number in (("--seeds", options.seeds), ("--widths", min(options.widths))):
         if number < 1:
             parser.error(f"{option} is {number}; it must be 1 or more")

@@ -7,8 +7,8 @@ import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
 
-from jaxformer.cli.arguments import as_command
-from jaxformer.cli.options import paragraphs
+from jaxformer.cli.command import as_command
+from jaxformer.cli.options import CommandLine, paragraphs
 from jaxformer.errors import UserError, command
 from jaxformer.terminal import echo, echo_status
 
@@ -41,7 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 @as_command()
-def _help(arguments: list[str]) -> int:
+def _help(line: CommandLine) -> int:
+    arguments = line.words()
     if arguments and arguments[0] not in ("-h", "--help"):
         near = get_close_matches(arguments[0], COMMANDS, 1, 0.5)
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(COMMANDS)}."

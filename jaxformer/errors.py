@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from urllib.parse import unquote
 
 ROOT = Path(__file__).resolve().parents[1]
 """Folder of the checkout, or of the installed packages outside a checkout."""
@@ -75,16 +76,11 @@ def os_error_reason(error: Exception) -> str | None:
     return next((message for message in messages if message in str(error)), None)
 
 
-STAGED_URL = ".url"
-"""File with the URL of the run on object storage that is staged in the folders next to it."""
-
-
 def run_name(folder: Path) -> str:
-    """Return the name of a run: its folder, or the URL that the folder stages."""
-    try:
-        return (folder.parent / STAGED_URL).read_text(encoding="utf-8").strip()
-    except (OSError, ValueError):
-        return str(folder)
+    """Return the name of a run: its folder, or the URL of which the folder is a copy, in a folder named by the quoted
+    URL."""
+    url = unquote(folder.parent.name)
+    return url if "://" in url else str(folder)
 
 
 def resume_command(folder: Path) -> str:

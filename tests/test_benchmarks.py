@@ -26,7 +26,8 @@ from benchmarks.equivalence import CLOSE, DIFFERENT, EQUAL, compare
 from benchmarks.equivalence_side import contents, shrink
 from benchmarks.harness import Case, MeasurementError, Side, measure
 from benchmarks.ladder import Row, Study, studies
-from jaxformer.cli.arguments import load_config, parse
+from jaxformer.cli.arguments import load_config
+from jaxformer.cli.options import CommandLine
 from jaxformer.cli.train import Arguments
 from jaxformer.config import TokenModelConfig
 from jaxformer.config.files import load_module
@@ -448,7 +449,8 @@ def test_rows_of_the_studies_of_the_ladder_are_runs():
     for name, study in studies().items():
         for label, row in study.rows.items():
             arguments = Arguments(load_config(f"ladder:{row.config}"))
-            config = parse(shlex.split(f"{study.options} {row.options}"), arguments, "ladder", "").fields
+            words = shlex.split(f"{study.options} {row.options}")
+            config = CommandLine(words).parse(arguments, "ladder", "").fields
             assert isinstance(config.model, TokenModelConfig) and config.model.vocab_size == 512, (name, label)
             assert config != arguments.fields
             if name == "ladder":

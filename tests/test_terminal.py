@@ -122,10 +122,10 @@ def test_full_disk_does_not_end_training():
 def test_output_that_cannot_be_written_is_one_sentence(streams, status, message):
     """What is not yet flushed must not fail again as Python exits."""
     code = (
-        "import sys\nfrom jaxformer.cli.arguments import as_command\n"
+        "import sys\nfrom jaxformer.cli.command import as_command\n"
         "@as_command()\n"
-        "def main(arguments):\n"
-        "    echo_error('') if '2>' in arguments[0] else None\n"
+        "def main(line):\n"
+        "    echo_error('') if '2>' in line.words()[0] else None\n"
         "    for i in range(20_000): echo(str(i))\n"
         "    return 0\n"
         f"sys.exit(main([{streams!r}]))"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from jaxformer.cli.arguments import as_command, parse
-from jaxformer.cli.options import POSITIONAL
+from jaxformer.cli.command import as_command
+from jaxformer.cli.options import POSITIONAL, CommandLine
 from jaxformer.config.fields import Fraction
 from jaxformer.errors import UserError, command
 from jaxformer.terminal import echo
@@ -32,9 +32,9 @@ class Arguments:
 
 
 @as_command()
-def main(arguments: list[str]) -> int:
+def main(line: CommandLine) -> int:
     """Compare two runs; return the exit status: 0 equal, 1 different, 2 wrong input."""
-    options = parse(arguments, Arguments(), command("diff"), DESCRIPTION)
+    options = line.parse(Arguments(), command("diff"), DESCRIPTION)
     if not (options.one and options.other):
         raise UserError(f"give two runs: {command('diff')} runs/one runs/other.")
 
@@ -49,8 +49,8 @@ def main(arguments: list[str]) -> int:
     }
     for title, lines in sections.items():
         echo(f"{title}: {'' if lines else 'the same'}".rstrip())
-        for line in lines[:MAX_LINES]:
-            echo(f"  {line}")
+        for difference in lines[:MAX_LINES]:
+            echo(f"  {difference}")
         if len(lines) > MAX_LINES:
             echo(f"  … and {len(lines) - MAX_LINES} more")
     return 1 if any(sections.values()) else 0

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from jaxformer.cli import machine
-from jaxformer.cli.arguments import as_command, parse
+from jaxformer.cli.command import as_command
 from jaxformer.cli.load import RunOptions, open_run, with_run
-from jaxformer.cli.options import MERGED
+from jaxformer.cli.options import MERGED, CommandLine
 from jaxformer.config.fields import Positive, Size
 from jaxformer.errors import UserError, command
 from jaxformer.terminal import echo, echo_error
@@ -65,9 +65,9 @@ class Arguments:
 
 
 @as_command()
-def main(arguments: list[str]) -> int:
+def main(line: CommandLine) -> int:
     """Evaluate; return the exit status."""
-    options = parse(arguments, Arguments(), command("eval"), DESCRIPTION)
+    options = line.parse(Arguments(), command("eval"), DESCRIPTION)
     path, weights = options.data.path, options.opening.weights
     if path is None and {options.stride, options.data.unwrap, options.data.column} != {None}:
         raise UserError("--stride, --data.unwrap and --data.column are for a text; name one with --data.path.")

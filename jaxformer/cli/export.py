@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, get_args
+from typing import get_args
 
 from jaxformer.cli import machine
-from jaxformer.cli.arguments import as_command, parse
-from jaxformer.cli.load import RunOptions, open_run, with_run
-from jaxformer.cli.options import POSITIONAL_TOO
+from jaxformer.cli.command import as_command
+from jaxformer.cli.load import CheckpointOptions, open_run, with_run
+from jaxformer.cli.options import CommandLine
 from jaxformer.errors import UserError, command
 from jaxformer.files import no_empty_parents
 from jaxformer.interop.formats import Dtype, Format
@@ -28,17 +28,13 @@ stablehlo: any model, as a folder with programs that jax runs without this packa
 
 
 @dataclass(frozen=True)
-class Arguments:
+class Arguments(CheckpointOptions):
     """Options of export."""
 
-    run: Annotated[str | None, POSITIONAL_TOO] = None
-    """Folder of the run; by default the newest below runs/ that has a checkpoint."""
     format: Format | None = None
     """Format to write."""
     out: str | None = None
     """Folder or, for gguf, file to write; by default exports/RUN-FORMAT or exports/RUN.gguf."""
-    checkpoint: str = "last"
-    """'last', 'best', or a step."""
     dtype: Dtype = "float32"
     """Dtype of the exported weights. Training uses float32; the others take half the bytes and are rounded."""
     cache_length: int | None = None
@@ -46,9 +42,9 @@ class Arguments:
 
 
 @as_command()
-def main(arguments: list[str]) -> int:
+def main(line: CommandLine) -> int:
     """Export; return the exit status: 0 done, 2 wrong input."""
-    options = parse(arguments, Arguments(), command("export"), DESCRIPTION)
+    options = line.parse(Arguments(), command("export"), DESCRIPTION)
     if options.format is None:
         raise UserError(f"--format is missing; give one of {', '.join(get_args(Format))}.")
     if options.cache_length is not None:
@@ -59,7 +55,7 @@ def main(arguments: list[str]) -> int:
     machine.set_up()
     from jaxformer.interop.export import export_run
 
-    run = open_run(with_run(RunOptions(run=options.run, checkpoint=options.checkpoint)))
+    run = open_run(with_run(options))
     suffix = ".gguf" if options.format == "gguf" else f"-{options.format}"
     path = Path(f"exports/{run.path.resolve().name}{suffix}" if options.out is None else options.out)
     with no_empty_parents(path):

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from jaxformer.cli import machine
-from jaxformer.cli.arguments import as_command, folder_named, parse
-from jaxformer.cli.options import POSITIONAL
+from jaxformer.cli.arguments import folder_named
+from jaxformer.cli.command import as_command
+from jaxformer.cli.options import POSITIONAL, CommandLine
 from jaxformer.cli.train import RUNS
 from jaxformer.config.fields import Length
 from jaxformer.errors import UserError, command
@@ -40,9 +41,9 @@ class Arguments:
 
 
 @as_command()
-def main(arguments: list[str]) -> int:
+def main(line: CommandLine) -> int:
     """Import a model; return the exit status."""
-    options = parse(arguments, Arguments(), command("import"), DESCRIPTION)
+    options = line.parse(Arguments(), command("import"), DESCRIPTION)
     if options.source is None:
         raise UserError("no folder is named; give that of a published model, with config.json and safetensors.")
     source = Path(options.source)

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Annotated
 
 from jaxformer.cli import machine
-from jaxformer.cli.arguments import as_command, parse
-from jaxformer.cli.load import RunOptions, open_run, with_run
-from jaxformer.cli.options import POSITIONAL_TOO
+from jaxformer.cli.command import as_command
+from jaxformer.cli.load import CheckpointOptions, open_run, with_run
+from jaxformer.cli.options import CommandLine
 from jaxformer.config.fields import Positive, Range
 from jaxformer.errors import UserError, command
 from jaxformer.terminal import echo
@@ -23,18 +23,14 @@ log: losses, attention entropy, update ratios, samples."""
 
 
 @dataclass(frozen=True)
-class Arguments:
+class Arguments(CheckpointOptions):
     """Options of inspect."""
 
-    run: Annotated[str | None, POSITIONAL_TOO] = None
-    """Folder of the run; by default the newest below runs/ that has a checkpoint."""
     prompt: str | None = None
     """Text to show; by default a held-out one. It contains [MASK] for a masked language model, and is the source for a
     translation model."""
     out: str | None = None
     """File to write the page to; by default inspect.html in the run's folder."""
-    checkpoint: str = "last"
-    """'last', 'best', or a step."""
     examples: Positive | None = None
     """Number of held-out examples for the measurements of heads and gradients; by default enough for some 1,000
     targets, at most 256. Without the run's data, only the prompt is used."""
@@ -44,11 +40,11 @@ class Arguments:
 
 
 @as_command()
-def main(arguments: list[str]) -> int:
+def main(line: CommandLine) -> int:
     """Write the page; return the exit status."""
-    options = parse(arguments, Arguments(), command("inspect"), DESCRIPTION)
+    options = line.parse(Arguments(), command("inspect"), DESCRIPTION)
     machine.set_up()
-    run = open_run(with_run(RunOptions(run=options.run, checkpoint=options.checkpoint)))
+    run = open_run(with_run(options))
     path = run.path / "inspect.html" if options.out is None else Path(options.out)
     if not path.parent.is_dir() or (path.exists() and not path.is_file()):
         raise UserError(f"--out is {path}; it must be a file in a folder that exists.")

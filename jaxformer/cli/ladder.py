@@ -6,62 +6,69 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from jaxformer.cli.arguments import as_command, folder_named, load_config, options_given, parse, peek
-from jaxformer.cli.options import paragraphs
-from jaxformer.cli.train import RUNS, Arguments
+from jaxformer.cli.arguments import folder_named, load_config
+from jaxformer.cli.command import as_command
+from jaxformer.cli.options import MERGED, CommandLine
+from jaxformer.cli.train import RUNS
+from jaxformer.config import Config
 from jaxformer.config.files import load_module
 from jaxformer.errors import UserError, command
+from jaxformer.parallel.processes import DistributedOptions
 from jaxformer.terminal import echo
 
 RUNGS = "ladder"
 """Config file with the rungs at the sources' size, and the candidates for a recipe."""
+Size = Literal["small", "sources"]
 SIZES = {"small": "ladder_small", "sources": RUNGS}
 """Config file of each size."""
 SET_PER_RUNG = {"--config", "--run", "--resume", "--name", "--allow-changed-data"}
 """Options of train.py that the ladder sets."""
-DESCRIPTION = f"""usage: {command("ladder")} [--rungs NAME …] [--size SIZE] [--folder FOLDER] [OPTIONS OF train]
+DESCRIPTION = """Train the rungs of configs/ladder.py in order, each in its own run below the folder, with the same
+options: --steps, --data.path, --train.batch-size and all others of the config; the defaults shown here are those of the
+first rung. On two cores, the small size takes about two minutes per rung. A rung that has ended is skipped, and an
+interrupted one is resumed, so that the same command continues the ladder. A rung that diverges or becomes non-finite
+has also ended. The results are shown in one table beside the sources' figures: in the terminal, and in the folder as
+ladder.csv and ladder.html, a page that needs no network."""
 
-Train the rungs of configs/ladder.py in order, each in its own run below the folder, with the same options: --steps,
---data.path, --train.batch-size and all others of train. On two cores, the small size takes about two minutes per rung.
-A rung that has ended is skipped, and an interrupted one is resumed, so that the same command continues the ladder. A
-rung that diverges or becomes non-finite has also ended. The results are shown in one table beside the sources' figures:
-in the terminal, and in the folder as ladder.csv and ladder.html, a page that needs no network.
 
---rungs NAME …    rungs to train, in the order of the ladder (default: all but the candidates for a recipe)
+@dataclass(frozen=True)
+class Arguments:
+    """Options of ladder: these, and every field of the rungs' configs."""
 
---size SIZE       size of models and training: small, or sources for the sources', which needs a GPU (default: small)
-
---folder FOLDER   folder of the runs (default: runs/ladder)"""
+    fields: Annotated[Config, MERGED]
+    rungs: tuple[str, ...] = ()
+    """Rungs to train, in the order of the ladder; by default, all but the candidates for a recipe."""
+    size: Size = "small"
+    """Size of models and training: small, or that of the sources, which needs a GPU."""
+    folder: str = str(RUNS / "ladder")
+    """Folder of the runs."""
+    distributed: DistributedOptions = field(default_factory=DistributedOptions)
 
 
 @as_command(output_optional=True)
-def main(arguments: list[str]) -> int:
+def main(line: CommandLine) -> int:
     """Train the ladder; return the exit status: 0 done, 2 wrong input, 128 + signal if interrupted."""
-    if {"-h", "--help"} & {*arguments}:
-        echo(paragraphs(DESCRIPTION))
-        return 0
-    own, options = peek(arguments, {"--rungs": None, "--size": 1, "--folder": 1})
-    if conflicting := sorted(SET_PER_RUNG & options_given(arguments)):
+    if conflicting := sorted(SET_PER_RUNG & line.given):
         raise UserError(f"{conflicting[0]} is set by the ladder for each rung; omit it.")
     module = load_module(RUNGS)
     sources: dict[str, str] = module.REPORTED
     rungs = [*sources, *module.RECIPE]
-    if own.get("--rungs") == []:
+    chosen = line.value("--rungs", tuple[str, ...], tuple(sources))
+    if not chosen:
         raise UserError(f"--rungs is empty; name some of {', '.join(rungs)}.")
-    for name in own.get("--rungs", ()):
+    for name in chosen:
         if name not in rungs:
             raise UserError(f"there is no rung {name}; the rungs are {', '.join(rungs)}.")
-    if (size := own.get("--size", ["small"])[0]) not in SIZES:
-        raise UserError(f"--size is {size!r}; it must be one of {', '.join(SIZES)}.")
-    folder = folder_named("--folder", own.get("--folder", [str(RUNS / "ladder")])[0])
+    size = line.value("--size", Size, Arguments.size)
+    folder = folder_named("--folder", line.value("--folder", str, Arguments.folder))
     # Check all options before hours of training.
-    names = [name for name in rungs if name in own.get("--rungs", sources)]
-    specs = {name: f"{SIZES[size] if name in sources else RUNGS}:{name}" for name in names}
-    arguments_of = {name: Arguments(load_config(spec)) for name, spec in specs.items()}
-    configs = {name: parse(options, arguments_of[name], command("ladder"), DESCRIPTION).fields for name in names}
+    specs = {name: f"{SIZES[size] if name in sources else RUNGS}:{name}" for name in rungs if name in chosen}
+    defaults = {name: Arguments(load_config(spec)) for name, spec in specs.items()}
+    configs = {name: line.parse(x, command("ladder"), DESCRIPTION).fields for name, x in defaults.items()}
 
     from jaxformer.inspect.ladder import as_text, has_ended, rung_result
     from jaxformer.inspect.pages.ladder import write_results
@@ -80,7 +87,7 @@ def main(arguments: list[str]) -> int:
             if has_ended(run) and (config.steps, config.data) == (stored.steps, stored.data):
                 echo(f"{name}: already trained, in {run}")
                 continue
-        status = _train(run, specs[name], options)
+        status = _train(run, specs[name], line.words(without={"--rungs", "--size", "--folder"}))
         if status not in (0, 1):
             return status if status > 0 else 128 - status
         if not run.exists() or not has_ended(run):

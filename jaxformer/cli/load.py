@@ -6,7 +6,7 @@ import dataclasses
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 from jaxformer.cli.arguments import run_named
 from jaxformer.cli.options import POSITIONAL_TOO
@@ -21,13 +21,22 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class RunOptions:
-    """A checkpoint of a run, and the format and mesh of its parameters."""
+class CheckpointOptions:
+    """A checkpoint of a run."""
 
     run: Annotated[str | None, POSITIONAL_TOO] = None
     """Folder of the run, or its URL, s3://bucket/run; by default the newest below runs/ that has a checkpoint."""
     checkpoint: str = "last"
     """'last', 'best', or a step."""
+
+
+OptionsT = TypeVar("OptionsT", bound=CheckpointOptions)
+
+
+@dataclass(frozen=True)
+class RunOptions(CheckpointOptions):
+    """A checkpoint of a run, and the format and mesh of its parameters."""
+
     weights: Literal["float32", "bfloat16", "int8"] = "float32"
     """Format of weight matrices. A decode step reads all of them, so a smaller format is faster, but less exact."""
     mesh: str = ""
@@ -35,7 +44,7 @@ class RunOptions:
     or all of a CPU for large batches."""
 
 
-def with_run(options: RunOptions) -> RunOptions:
+def with_run(options: OptionsT) -> OptionsT:
     """Return the options with a run: the given one, or the newest with a checkpoint, which is reported on stderr.
     Raises `UserError` if there is neither."""
     if options.run is not None:
@@ -53,27 +62,29 @@ def with_run(options: RunOptions) -> RunOptions:
     return dataclasses.replace(options, run=str(folder))
 
 
-def run_folder(options: RunOptions) -> Path:
+def run_folder(options: CheckpointOptions) -> Path:
     """Return the folder of the given run, or of the newest with a checkpoint. Raises `UserError` if there is none."""
     from jaxformer.runs.run import latest_run
 
     return latest_run(RUNS, with_checkpoint=True) if options.run is None else run_named("--run", options.run)
 
 
-def model_of(options: RunOptions) -> nn.Module:
+def model_of(options: CheckpointOptions) -> nn.Module:
     """Return the model of a run, without its parameters. Raises `UserError` if there is no such run."""
     from jaxformer.runs.run import read_config  # orbax takes a second to import
 
     return read_config(run_folder(options)).model.build()
 
 
-def open_run(options: RunOptions, mesh: Mesh | None = None) -> Run:
-    """Return the run with its parameters on a mesh, by default the options' or the first device. Raises `UserError` as
-    `load_run` does."""
+def open_run(options: CheckpointOptions, mesh: Mesh | None = None) -> Run:
+    """Return the run with its parameters on a mesh, by default the options' or the first device, in the format of the
+    options or float32. Raises `UserError` as `load_run` does."""
     from jaxformer.decode.weights import store
     from jaxformer.parallel.mesh import make_mesh
     from jaxformer.runs.run import load_run  # orbax takes a second to import
 
+    if not isinstance(options, RunOptions):
+        return load_run(run_folder(options), options.checkpoint, mesh)
     mesh = make_mesh(options.mesh) if mesh is None and options.mesh else mesh
     run = load_run(run_folder(options), options.checkpoint, mesh)
     return dataclasses.replace(run, params=store(run.params, options.weights, run.model))

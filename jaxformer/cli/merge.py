@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from jaxformer.cli import machine
-from jaxformer.cli.arguments import as_command, folder_named, parse, run_named
-from jaxformer.cli.options import POSITIONAL_TOO
+from jaxformer.cli.arguments import folder_named, run_named
+from jaxformer.cli.command import as_command
+from jaxformer.cli.options import POSITIONAL_TOO, CommandLine
 from jaxformer.errors import UserError, command
 from jaxformer.files import no_empty_parents
 from jaxformer.terminal import echo
@@ -30,9 +31,9 @@ class Arguments:
 
 
 @as_command()
-def main(arguments: list[str]) -> int:
+def main(line: CommandLine) -> int:
     """Merge adapters; return the exit status."""
-    options = parse(arguments, Arguments(), command("merge"), DESCRIPTION)
+    options = line.parse(Arguments(), command("merge"), DESCRIPTION)
     if not (options.run and options.out):
         raise UserError(f"give a run and a folder to write: {command('merge')} runs/tuned --out runs/merged.")
     out = folder_named("--out", options.out)

@@ -1,4 +1,4 @@
-"""Command-line options from the fields of a dataclass, nested ones dotted, and the text of --help."""
+"""Command-line options from the fields of a dataclass, nested ones dotted: their values, and the text of --help."""
 
 from __future__ import annotations
 
@@ -7,16 +7,22 @@ import dataclasses
 import inspect
 import re
 import shutil
+import sys
 import textwrap
 import types
 import typing
-from dataclasses import dataclass
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
 from functools import cache
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
-from jaxformer.config.fields import type_hints
+from jaxformer.config.fields import check_fields, not_a_choice, type_hints
+from jaxformer.errors import UserError
+from jaxformer.terminal import echo
 
+T = TypeVar("T")
 MERGED = "merged"
 """Marker for a nested dataclass whose fields become options without its name as a prefix."""
 POSITIONAL = "positional"
@@ -25,9 +31,43 @@ POSITIONAL_TOO = "positional too"
 """Marker for a field that is given with or without its flag."""
 HIDDEN = "hidden"
 """Marker for a field that is not an option."""
+FLAG = re.compile(r"--[\w.-]*\w")
+"""Pattern of a flag; words such as `-1` or `--` are none."""
+OTHER_NAMES = {
+    "lr": "learning-rate", "max-steps": "steps", "max-iters": "steps", "grad-clip": "clip-norm",
+    "n-layer": "n-blocks", "n-layers": "n-blocks", "n-embd": "d-model", "hidden-size": "d-model",
+    "block-size": "context-length", "seq-len": "context-length", "max-tokens": "max-new-tokens", "dtype": "precision",
+    "data": "path", "dataset": "path", "out-dir": "run", "output-dir": "run",
+}  # fmt: skip
+"""Names of options in other programs, and the names here."""
+VALUE_KINDS = {int: "a whole number, such as 1000", float: "a number, such as 0.5", str: "text"}
+"""Description of each value type in error messages."""
+METAVARS = {int: "INT", float: "FLOAT", str: "STR"}
 MAX_LINE_COLUMNS = 100
 """Maximum columns of a line of --help, however wide the terminal is."""
-METAVARS = {int: "INT", float: "FLOAT", str: "STR"}
+
+
+@dataclass(frozen=True)
+class CommandOptions:
+    """Base of the options of a command that must know which of them were given."""
+
+    given: Annotated[frozenset[str], HIDDEN] = field(default=frozenset(), kw_only=True)
+    """Flags of the options that were given; see `CommandLine.given`."""
+
+
+class Given(NamedTuple):
+    """A flag on the command line, with the words that follow it."""
+
+    flag: str
+    """Flag with hyphens for underscores; empty for the words before the first flag."""
+    values: list[str]
+    words: list[str]
+    """Flag and values as they were given, such as `--flag=value`."""
+
+    @property
+    def name(self) -> str:
+        """Flag of the option: `--resume` for `--no-resume`."""
+        return re.sub(r"(^--|\.)no-", r"\1", self.flag)
 
 
 @dataclass(frozen=True)
@@ -40,10 +80,10 @@ class Option:
     """Flag, such as `--model.n-heads`; for an option without one, the field's name."""
     hint: Any
     """The field's type."""
-    default: Any
-    owner: type
+    default: Any = None
+    owner: type = object
     """The dataclass of the field."""
-    positional: bool
+    positional: bool = False
     """True if it can be given without a flag."""
 
     @property
@@ -57,10 +97,26 @@ class Option:
         group, dot, name = self.flag.removeprefix("--").rpartition(".")
         return (self.flag, f"--{group}{dot}no-{name}") if self.is_bool else (self.flag,)
 
-    @property
-    def max_values(self) -> int | None:
-        """Maximum number of words in its value: 0 for a bool, None (any number) for a tuple, else 1."""
-        return 0 if self.is_bool else None if typing.get_origin(self.hint) is tuple else 1
+    def read(self, given: Given, has_positional: bool = False) -> tuple[Any, list[str]]:
+        """Return the value that was given, and the words that are left.
+
+        Args:
+          has_positional: True if words after a bool may be values of positional options.
+
+        Raises:
+          UserError: the value is missing, of another type or superfluous.
+        """
+        flag, words = given.flag, given.values
+        if self.is_bool:
+            is_value = not has_positional or "=" in given.words[0]
+            if words and (is_value or words[0].lower() in ("true", "false", "none")):
+                raise UserError(f"{flag} is {words[0]!r}, but it has no value; give {' or '.join(self.flags)}.")
+            return flag == self.flag, words
+        if typing.get_origin(self.hint) is tuple:
+            return tuple(read_value(flag, typing.get_args(self.hint)[0], word) for word in words), []
+        if not words:
+            raise UserError(f"{flag} has no value; give one.")
+        return read_value(flag, self.hint, words[0]), words[1:]
 
     def usage(self) -> str:
         """Return the option and the form of its value, as --help shows them."""
@@ -82,6 +138,121 @@ class Option:
         words = map(str, self.default if isinstance(self.default, tuple) else (self.default,))
         shown = " ".join(word if re.fullmatch(r"\S+", word) else repr(word) for word in words)
         return f"{doc} (default: {shown})".strip()
+
+
+class CommandLine:
+    """The options on a command line, split once into flags and the words that follow them."""
+
+    def __init__(self, words: Sequence[str]) -> None:
+        """Split words at flags. Raises `UserError` if one is given twice, as only the last would count."""
+        self.asks_help = bool({"-h", "--help"} & {*words})
+        self.flags = [Given("", [], [])]
+        for word in words:
+            flag, equals, value = word.partition("=")
+            if FLAG.fullmatch(flag):
+                self.flags.append(Given(flag.replace("_", "-"), [value] if equals else [], [word]))
+            else:
+                self.flags[-1].values.append(word)
+                self.flags[-1].words.append(word)
+        names = [given.name for given in self.flags]
+        if repeated := [name for name in names if names.count(name) > 1]:
+            raise UserError(f"{repeated[0]} is given twice; give it once, with all values if it takes several.")
+
+    @property
+    def given(self) -> frozenset[str]:
+        """Flags of the options, such as `--batch-size`; `--no-resume` counts as `--resume`."""
+        return frozenset(given.name for given in self.flags if given.flag)
+
+    def words(self, without: Container[str] = ()) -> list[str]:
+        """Return the words of all options but some."""
+        return [word for given in self.flags if given.name not in without for word in given.words]
+
+    def value(self, flag: str, hint: Any, default: Any = None) -> Any:
+        """Return the value of an option on which the defaults of others depend, or the default if it is not given.
+        Raises `UserError` as `Option.read` does."""
+        option = Option((), flag, hint)
+        given = [given for given in self.flags if given.flag in option.flags]
+        return option.read(given[0])[0] if given else default
+
+    def parse(self, default: T, program: str, description: str) -> T:
+        """Return a dataclass with the fields that the options set; other fields keep their defaults. Raises `UserError`
+        for an unknown option, naming the nearest known one, and for a value that is missing, of the wrong type or out
+        of range."""
+        if self.asks_help:
+            echo(help_text(default, program, description))
+            sys.exit(0)
+        options = [option for group in option_groups(default) for option in group.options]
+        by_flag = {flag: option for option in options for flag in option.flags if flag.startswith("--")}
+        positional = [option for option in options if option.positional]
+        values: dict[tuple[str, ...], Any] = {("given",): self.given} if isinstance(default, CommandOptions) else {}
+
+        def store(option: Option, value: Any) -> None:
+            if option.path in values:
+                raise UserError(f"{option.flag} is given twice, with and without its flag; give it once.")
+            values[option.path] = value
+
+        for given in self.flags:
+            words = given.values
+            if given.flag:
+                if given.flag not in by_flag:
+                    near = nearest_flag(given.flag, [*by_flag])
+                    hint = f"did you mean {near}?" if near else "--help lists all options."
+                    raise UserError(f"unknown option {given.flag}; {hint}")
+                value, words = by_flag[given.flag].read(given, bool(positional))
+                store(by_flag[given.flag], value)
+            for word in words:
+                if not positional:
+                    raise UserError(f"{word!r} belongs to no option; omit it, or name its option; see --help.")
+                option = positional.pop(0)
+                store(option, read_value(option.flag, option.hint, word))
+        parsed = _replaced(default, values)
+        check_fields(parsed)  # nested configs have checked themselves
+        return parsed
+
+
+def nearest_flag(flag: str, known: Sequence[str]) -> str | None:
+    """Return the known flag that is probably meant: one with the same name in another group, or a similar one."""
+    by_name = {_name(other): other for other in reversed(known)}
+    name = OTHER_NAMES.get(_name(flag), _name(flag))
+    if name == "run" and "out" in by_name:  # the command reads a run and writes elsewhere
+        name = "out"
+    near = [by_name[other] for other in (name, *sorted(by_name)) if other in by_name and other.startswith(name)]
+    near += get_close_matches(flag, known, 1) + [by_name[other] for other in get_close_matches(name, by_name, 1)]
+    return near[0] if near else None
+
+
+def _name(flag: str) -> str:
+    """Return a flag without its group, such as `batch-size` for `--train.batch-size`."""
+    return flag.removeprefix("--").rpartition(".")[2]
+
+
+def read_value(flag: str, hint: Any, word: str) -> Any:
+    """Convert a word of the command line to a type. Raises `UserError` if it has another type, or is not one of the
+    choices."""
+    choices: tuple[Any, ...] = typing.get_args(hint)
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        (hint,) = (choice for choice in choices if choice is not type(None))
+        return None if word.lower() == "none" else read_value(flag, hint, word)
+    if typing.get_origin(hint) is Literal:
+        values = {str(choice): choice for choice in choices}
+        if word in values:
+            return values[word]
+        raise not_a_choice(flag, word, values)
+    if hint not in VALUE_KINDS:
+        raise UserError(f"{flag} cannot be given as an option; set it in the config file.")
+    try:
+        return hint(word)
+    except ValueError as error:
+        raise UserError(f"{flag} is {word!r}; it must be {VALUE_KINDS[hint]}.") from error
+
+
+def _replaced(config: T, values: Mapping[tuple[str, ...], Any]) -> T:
+    """Return a dataclass with the values at these paths of field names."""
+    changes: dict[str, Any] = {}
+    for name in {path[0] for path in values}:
+        below = {path[1:]: value for path, value in values.items() if path[0] == name}
+        changes[name] = below[()] if () in below else _replaced(getattr(config, name), below)
+    return dataclasses.replace(config, **changes)  # type: ignore[type-var]
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
 from jaxformer.cli import machine
-from jaxformer.cli.arguments import as_command, load_config, parse, peek
-from jaxformer.cli.options import MERGED
+from jaxformer.cli.arguments import load_config
+from jaxformer.cli.command import as_command
+from jaxformer.cli.options import MERGED, CommandLine
 from jaxformer.cli.train import DEFAULT_CONFIG
 from jaxformer.config import Config
 from jaxformer.errors import UserError, command
@@ -47,9 +48,9 @@ class Arguments:
 
 
 @as_command()
-def main(arguments: list[str]) -> int:
+def main(line: CommandLine) -> int:
     """Plan; return the exit status: 0 the step fits, 1 it does not, 2 wrong input."""
-    options = _parse(arguments)
+    options = _parse(line)
     config = options.fields
     if config.compute.deterministic:
         set_deterministic()
@@ -62,40 +63,40 @@ def main(arguments: list[str]) -> int:
     from jaxformer.plan.topology import check_topology, compiler_of, count_devices, rescale_mesh
 
     n = count_devices(options.topology)
-    if not peek(arguments, {"--mesh": 1})[0] and (mesh := rescale_mesh(config.mesh, n)) != config.mesh:
+    words = line.words()
+    if "--mesh" not in line.given and (mesh := rescale_mesh(config.mesh, n)) != config.mesh:
         echo(f"the config's mesh {config.mesh} does not have {n} devices; planning for --mesh {mesh}")
-        arguments, config = [*arguments, "--mesh", mesh], replace(config, mesh=mesh)
+        words, config = [*words, "--mesh", mesh], replace(config, mesh=mesh)
     check_topology(options.topology, config.mesh)
     compiler = compiler_of(options.topology)
     install = f"pip install 'jaxformer[{compiler.extra}]'"
     if not compiler.is_installed:
         raise UserError(f"--topology needs the {compiler.kind} compiler, which is not installed; {install}.")
     # In a separate process: this one may have initialised other devices, and the compiler's log must be hidden.
-    process = [sys.executable, "-m", "jaxformer.cli.plan", *arguments]
+    process = [sys.executable, "-m", "jaxformer.cli.plan", *words]
     result = subprocess.run(process, env={**os.environ, **COMPILER_ENVIRONMENT}, stderr=subprocess.PIPE, text=True)
-    lines = [line.strip() for line in result.stderr.splitlines() if line.strip()]
-    if result.returncode not in (0, 1, 2, 130) or any(FAILURE.match(line) for line in lines):
-        error = ([line for line in lines if ERROR.search(line)] or lines or ["nothing"])[-1].rstrip(".")
+    log = [text.strip() for text in result.stderr.splitlines() if text.strip()]
+    if result.returncode not in (0, 1, 2, 130) or any(FAILURE.match(text) for text in log):
+        error = ([text for text in log if ERROR.search(text)] or log or ["nothing"])[-1].rstrip(".")
         remedy = f"; install the version that matches jax: {install}" if "INTERNAL" in error else ""
         raise UserError(f"the {compiler.kind} compiler failed (status {result.returncode}): {error}{remedy}.")
-    for line in lines:
-        if line.startswith("error: "):
-            echo(line, sys.stderr)
+    for text in log:
+        if text.startswith("error: "):
+            echo(text, sys.stderr)
     return result.returncode
 
 
-def _parse(arguments: list[str]) -> Arguments:
-    known, _ = peek(arguments, {"--config": 1})
-    (spec,) = known.get("--config", [DEFAULT_CONFIG])
-    return parse(arguments, Arguments(load_config(spec), spec), command("plan"), "Plan a training step.")
+def _parse(line: CommandLine) -> Arguments:
+    spec = line.value("--config", str, DEFAULT_CONFIG)
+    return line.parse(Arguments(load_config(spec), spec), command("plan"), "Plan a training step.")
 
 
 @as_command()
-def _plan_topology(arguments: list[str]) -> int:
+def _plan_topology(line: CommandLine) -> int:
     """Plan for a topology, in the compiler's process."""
     from jaxformer.plan.topology import topology_devices
 
-    options = _parse(arguments)
+    options = _parse(line)
     return _plan(options.fields, topology_devices(str(options.topology)))
 
 

@@ -15,10 +15,11 @@ from math import log2
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from jaxformer.cli import machine
-from jaxformer.cli.arguments import as_command, options_given, parse, run_named
+from jaxformer.cli.arguments import run_named
+from jaxformer.cli.command import as_command
 from jaxformer.cli.explanation import explained_rows, explanation_table
 from jaxformer.cli.load import RunOptions, model_of, open_run, run_folder, with_run
-from jaxformer.cli.options import HIDDEN, MERGED
+from jaxformer.cli.options import HIDDEN, MERGED, CommandLine, CommandOptions
 from jaxformer.contract import Task, contract_of
 from jaxformer.decode import Sampling, StopStrings, Throughput
 from jaxformer.decode.completion import (
@@ -82,7 +83,7 @@ class SamplingOptions(Sampling):
 
 
 @dataclass(frozen=True)
-class Arguments:
+class Arguments(CommandOptions):
     """Options of sample.py."""
 
     opening: Annotated[RunOptions, MERGED] = field(default_factory=RunOptions)
@@ -120,11 +121,10 @@ N_CANDIDATES = 5
 
 
 @as_command()
-def main(arguments: list[str]) -> int:
+def main(line: CommandLine) -> int:
     """Sample; return the exit status: 0 done, 2 wrong input, even if only some prompts are invalid, 130 interrupted."""
-    options = parse(arguments, Arguments(), command("sample"), DESCRIPTION)
-    given = options_given(arguments)
-    _check(options, given)
+    options = line.parse(Arguments(), command("sample"), DESCRIPTION)
+    _check(options)
     prompts = _prompts(options)
     n_rows = options.completion.rows_per_batch(len(prompts) or 1)
     machine.set_up(n_rows, options.opening.mesh, rows_per_device=MIN_ROWS_PER_DEVICE)
@@ -132,17 +132,17 @@ def main(arguments: list[str]) -> int:
     model = model_of(options.opening)
     task = contract_of(model).task
     if task is Task.MASKED_LM:
-        return _fill_masks(options, given, prompts)
+        return _fill_masks(options, prompts)
     if task in (Task.IMAGE_CLASSIFICATION, Task.VIDEO_CLASSIFICATION, Task.CONTRASTIVE):
-        return _classify(options, given, prompts)
+        return _classify(options, prompts)
     if options.images:
         kind = type(model).__name__
         raise UserError(f"{run_folder(options.opening)} holds a {kind}, which has no image input; omit --images.")
     if task is Task.SEQUENCE_TO_SEQUENCE:
-        return _translate(options, given, prompts)
+        return _translate(options, prompts)
     if task is Task.TEXT_CLASSIFICATION:
-        return _label(options, given, prompts)
-    completer = make_completer(options, given)
+        return _label(options, prompts)
+    completer = make_completer(options)
     if options.interactive:
         return _converse(completer, options)
     fitting = _encode(options, prompts, completer.encode)
@@ -155,9 +155,9 @@ def main(arguments: list[str]) -> int:
     return 2 if len(fitting) < len(prompts) else 0
 
 
-def _check(options: Arguments, given: set[str]) -> None:
+def _check(options: Arguments) -> None:
     """Raise `UserError` for options that are invalid for any run."""
-    completion = options.completion
+    completion, given = options.completion, options.given
     sources = {
         "--prompt": "--prompt" in given, "--prompts-file": options.prompts_file is not None,
         "--interactive": options.interactive,
@@ -207,8 +207,8 @@ def _print_error(error: UserError) -> None:
     echo_error(f"error: {error}")
 
 
-def _check_task(options: Arguments, given: set[str], known: set[str], task: str) -> None:
-    if foreign := sorted(given - known):
+def _check_task(options: Arguments, known: set[str], task: str) -> None:
+    if foreign := sorted(options.given - known):
         folder = run_folder(options.opening)
         raise UserError(f"{foreign[0]} does not apply to {task}, the task of {folder}; omit it.")
 
@@ -225,10 +225,10 @@ def _open_laid_out(options: RunOptions) -> Run:
     return dataclasses.replace(run, params=lay_out(run.params, run.model))
 
 
-def _fill_masks(options: Arguments, given: set[str], prompts: Prompts) -> int:
+def _fill_masks(options: Arguments, prompts: Prompts) -> int:
     from jaxformer.decode.fill_mask import encode_masked, fill_prompt
 
-    _check_task(options, given, FILL_OPTIONS, "fill-mask")
+    _check_task(options, FILL_OPTIONS, "fill-mask")
     run, n = _open_restored(options), options.sampling.top_logprobs
     if n >= (size := run.text_model()[0].vocab_size):
         raise UserError(f"--top-logprobs is {n}; it must be at most {size - 1}, all tokens of the run.")
@@ -243,16 +243,16 @@ def _fill_masks(options: Arguments, given: set[str], prompts: Prompts) -> int:
     return 2 if len(fitting) < len(prompts) else 0
 
 
-def _classify(options: Arguments, given: set[str], prompts: Prompts) -> int:
+def _classify(options: Arguments, prompts: Prompts) -> int:
     from jaxformer.decode.classify import check_text, classify_images, classify_images_by_texts
 
     run = _open_restored(options)
     zero_shot = contract_of(run.model).task is Task.CONTRASTIVE
     known = COMMON | {"--images"} | (TEXTS if zero_shot else set())
-    _check_task(options, given, known, "zero-shot classification" if zero_shot else "image classification")
+    _check_task(options, known, "zero-shot classification" if zero_shot else "image classification")
     if not options.images:
         raise UserError("there is no image to classify; give --images, such as --images photo.png.")
-    if zero_shot and not given & TEXTS:
+    if zero_shot and not options.given & TEXTS:
         raise UserError("there is no text to rank for an image; give texts with --prompt or --prompts-file.")
     n_valid = len(prompts)
     if zero_shot:
@@ -269,12 +269,12 @@ def _classify(options: Arguments, given: set[str], prompts: Prompts) -> int:
     return 2 if n_valid < len(prompts) else 0
 
 
-def _label(options: Arguments, given: set[str], prompts: Prompts) -> int:
+def _label(options: Arguments, prompts: Prompts) -> int:
     """Print the most likely labels of each prompt."""
     from jaxformer.decode.classify import classify_text, encode_labelled
 
-    _check_task(options, given, COMMON | TEXTS, "text classification")
-    if not TEXTS & given:
+    _check_task(options, COMMON | TEXTS, "text classification")
+    if not options.given & TEXTS:
         raise UserError("there is no text to classify; give it with --prompt or --prompts-file.")
     run = _open_restored(options)
     fitting = _encode(options, prompts, lambda prompt: encode_labelled(prompt, run))
@@ -288,12 +288,12 @@ def _label(options: Arguments, given: set[str], prompts: Prompts) -> int:
     return 2 if len(fitting) < len(prompts) else 0
 
 
-def _translate(options: Arguments, given: set[str], prompts: Prompts) -> int:
+def _translate(options: Arguments, prompts: Prompts) -> int:
     """Translate each prompt, and print each batch as soon as it is done."""
     from jaxformer.decode.translation import encode_source, translate_tokens
 
-    _check_task(options, given, TRANSLATE_OPTIONS, "translation")
-    if not TEXTS & given:
+    _check_task(options, TRANSLATE_OPTIONS, "translation")
+    if not options.given & TEXTS:
         raise UserError("there is nothing to translate; give it with --prompt or --prompts-file.")
     run, completion = _open_laid_out(options.opening), options.completion
     model, tokenizer = run.text_model()
@@ -305,7 +305,7 @@ def _translate(options: Arguments, given: set[str], prompts: Prompts) -> int:
                 run.model, run.params, [source for _, source in batch], end_of_text=tokenizer.end_of_text,
                 context_length=model.context_length, n_beams=completion.num_beams,
                 length_penalty=completion.length_penalty, cache_dtype=completion.cache_dtype,
-                max_new_tokens=completion.max_new_tokens if "--max-new-tokens" in given else None,
+                max_new_tokens=completion.max_new_tokens if "--max-new-tokens" in options.given else None,
                 batch_size=completion.batch_size,
             )  # fmt: skip
         for (prompt, _), target in zip(batch, targets, strict=True):
@@ -315,17 +315,17 @@ def _translate(options: Arguments, given: set[str], prompts: Prompts) -> int:
     return 2 if len(fitting) < len(prompts) else 0
 
 
-def make_completer(options: Arguments, given: set[str]) -> Completer:
+def make_completer(options: Arguments) -> Completer:
     """Open the run, and its draft if there is one. Raises `UserError` if a run cannot be opened, or an option, some
-    only if in `given`, does not fit it."""
+    only if it was given, does not fit it."""
     completion, run = options.completion, _open_laid_out(options.opening)
-    needs_cache = [str(flag) for flag in ("--draft", "--cache-dtype", "--prefill-chunk") if flag in given]
+    needs_cache = [str(flag) for flag in ("--draft", "--cache-dtype", "--prefill-chunk") if flag in options.given]
     needs_cache += ["--num-beams"] if completion.num_beams > 1 else []
     needs_cache += ["--explain"] if options.explain else []  # other models read left-padded windows
     if needs_cache and not contract_of(run.model).has_cache:
         flag = needs_cache[0]
         raise UserError(f"{run.path} has a model without a KV cache, which {flag} needs; omit {flag}.")
-    if "--prefill-chunk" in given and contract_of(run.model).has_prefix:
+    if "--prefill-chunk" in options.given and contract_of(run.model).has_prefix:
         raise UserError(f"{run.path} reads a prompt with bidirectional attention, in one pass; omit --prefill-chunk.")
     _, tokenizer = run.text_model()
     sampling = options.sampling.with_tokens(

@@ -7,9 +7,9 @@ import sys
 from dataclasses import dataclass
 from typing import Annotated
 
-from jaxformer.cli.arguments import as_command, parse
-from jaxformer.cli.load import RunOptions, run_folder
-from jaxformer.cli.options import POSITIONAL, POSITIONAL_TOO
+from jaxformer.cli.command import as_command
+from jaxformer.cli.load import CheckpointOptions, run_folder
+from jaxformer.cli.options import POSITIONAL, POSITIONAL_TOO, CommandLine
 from jaxformer.data.tokenizer import Tokenizer, find_tokenizer
 from jaxformer.errors import UserError, command
 from jaxformer.terminal import echo
@@ -31,9 +31,9 @@ class Arguments:
 
 
 @as_command()
-def main(arguments: list[str]) -> int:
+def main(line: CommandLine) -> int:
     """Print the tokens of a text; return the exit status."""
-    options = parse(arguments, Arguments(), command("tokens"), DESCRIPTION)
+    options = line.parse(Arguments(), command("tokens"), DESCRIPTION)
     if options.run is not None and options.tokenizer is not None:
         raise UserError("--run and --tokenizer both name a tokenizer; give one of them.")
     tokenizer = _load_tokenizer(options)
@@ -55,7 +55,7 @@ def _load_tokenizer(options: Arguments) -> Tokenizer:
         return Tokenizer.load(find_tokenizer(options.tokenizer))
     from jaxformer.runs.run import read_config, read_tokenizer
 
-    folder = run_folder(RunOptions(options.run))
+    folder = run_folder(CheckpointOptions(options.run))
     read_config(folder)  # raises if the folder is not a run
     tokenizer = read_tokenizer(folder)
     if tokenizer is None:

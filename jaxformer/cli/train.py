@@ -7,27 +7,17 @@ import dataclasses
 import os
 import shutil
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated
 
 import jax
 
 from jaxformer.cli import machine
-from jaxformer.cli.arguments import (
-    command_call,
-    folder_named,
-    load_config,
-    model_fields,
-    options_given,
-    parse,
-    peek,
-    read_value,
-    run_named,
-    with_fitting_patches,
-)
-from jaxformer.cli.options import MERGED
+from jaxformer.cli.arguments import folder_named, load_config, run_named, with_fitting_patches
+from jaxformer.cli.command import as_command
+from jaxformer.cli.options import MERGED, CommandLine, CommandOptions
 from jaxformer.config import Config
 from jaxformer.config.fields import NonNegative
 from jaxformer.data.storage import is_url
@@ -46,12 +36,13 @@ from jaxformer.parallel.processes import (
 )
 from jaxformer.runs.storage import training_folder, uploading
 from jaxformer.terminal import echo, echo_status
-from jaxformer.train.signals import STOPPING, raise_on_signals
+from jaxformer.train.signals import HANGUP, STOPPING, raise_on_signals, record_signals
 
 if TYPE_CHECKING:
     from jaxformer.data.dataset import Dataset
     from jaxformer.runs.pretrained import Pretrained
     from jaxformer.train.loop import Outcome
+    from jaxformer.train.resume import Rollback
     from jaxformer.train.setup import TrainSetup
 
 DEFAULT_CONFIG = "quick"
@@ -64,7 +55,7 @@ TOO_EARLY = "interrupted before the first step; nothing to save"
 
 
 @dataclass(frozen=True)
-class Arguments:
+class Arguments(CommandOptions):
     """Options of train.py: these, and every field of the config."""
 
     fields: Annotated[Config, MERGED]
@@ -92,138 +83,106 @@ class Arguments:
         if self.skip_batches and self.from_step is None:
             raise UserError("--skip-batches needs --resume and --from-step; name the checkpoint to roll back to.")
 
+    @property
+    def model_fields(self) -> set[str]:
+        """Names of the fields of the model that were given, such as `image_size`."""
+        prefix = "--model."
+        return {flag.removeprefix(prefix).replace("-", "_") for flag in self.given if flag.startswith(prefix)}
+
+    @property
+    def url(self) -> str | None:
+        """URL of the run; None for one in a folder."""
+        return self.run if self.run is not None and is_url(self.run) else None
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run to train: its options, and what they name."""
+
+    options: Arguments
+    folder: Path
+    """Folder of the run, which is created for a new one."""
+    stored: Config | None = None
+    """Config of a resumed run."""
+    rollback: Rollback | None = None
+    pretrained: Pretrained | None = None
+    """Model that a new run starts from."""
+
+    @property
+    def config(self) -> Config:
+        """Config of the run, before fields of its model are inferred from the data."""
+        return self.options.fields
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train; return the exit status: 0 done, 1 diverged or not finite, 2 wrong input, 128 + signal if interrupted."""
     try:
-        with command_call(arguments, output_optional=True) as call, contextlib.ExitStack() as stack:
-            if (prepared := _start(call.arguments, stack)) is not None:
-                from jaxformer.train.loop import train
-
-                setup, data, folder, early, options = prepared
-                with _discard_if_not_begun(folder, options["resume"]):
-                    outcome = train(setup, data, folder, **options)
-                early.close()
-                call.status = _conclude(setup, data, folder, outcome)
+        status = _main(arguments)
     except Exception:
         if not jax.distributed.is_initialized():
             raise
         traceback.print_exc()
-        call.status = 1
-    return shutdown(call.status)
+        status = 1
+    return shutdown(status)
 
 
-class Prepared(NamedTuple):
-    """A run that is ready to train."""
+@as_command(output_optional=True)
+def _main(line: CommandLine) -> int:
+    with contextlib.ExitStack() as stack:  # closed after the report
+        job = _parse(line, stack)
+        _start_processes(job)
+        stack.enter_context(exit_on_lost_process("training has not started."))
+        with raise_on_signals(*STOPPING, message=TOO_EARLY):  # until training handles them itself
+            _reserve_folder(job, stack)
+            if _is_finished(job):
+                return 0
+            setup, data, folder = _prepare(job)
+            outcome = _train(job, setup, data, folder)
+        return _report(setup, data, folder, outcome)
 
-    setup: TrainSetup
-    data: Dataset
-    folder: Path
-    early: contextlib.ExitStack
-    """Contexts to close after the training loop."""
-    options: dict[str, Any]
-    """Other arguments of `train.loop.train`."""
 
-
-def _start(arguments: list[str], stack: contextlib.ExitStack) -> Prepared | None:
-    """Read the options and prepare the run; return None for a finished run.
-
-    Args:
-      stack: contexts to close at the end of the command.
-    """
-    given = options_given(arguments)
-    known, _ = peek(arguments, {"--config": 1, "--run": 1, "--resume": 0, "--init-from": 1})
-    resume, (spec,), (run,) = "--resume" in known, known.get("--config", [None]), known.get("--run", [None])
-    url = run if run is not None and is_url(run) else None
-    if url is not None:
-        if count_processes(os.environ) > 1 or "--distributed.processes" in given:
-            raise _several_processes_error(url)
-        copy = stack.enter_context(training_folder(url, resume))
+def _parse(line: CommandLine, stack: contextlib.ExitStack) -> Job:
+    """Parse the options. Their defaults are those of the config, resumed run or pretrained model that some of them
+    name; a run at a URL is copied, and the copy locked until the stack is closed."""
+    spec, run = line.value("--config", str), line.value("--run", str | None)
+    resume, folder = line.value("--resume", bool, False), None
+    if run is not None and is_url(run):
+        if count_processes(os.environ) > 1 or "--distributed.processes" in line.given:
+            raise _several_processes_error(run)
+        folder = stack.enter_context(training_folder(run, resume))
+    elif run is not None:
+        folder = folder_named("--run", run)
 
     # orbax and grain are slow to import; report mistyped options before.
     named = None if spec is None else load_config(spec)  # first, as it may define classes that the stored config uses
-    stored = None
+    stored = pretrained = rollback = None
     if resume:
         from jaxformer.runs.run import latest_run, read_config
 
-        if url is not None:
-            folder = copy
-        elif run is not None:
-            folder = folder_named("--run", run)
-        else:
-            folder = latest_run(RUNS)
+        folder = latest_run(RUNS) if folder is None else folder
         stored = read_config(folder)
-    init_from, pretrained = None if named is None else named.init_from, None
-    if "--init-from" in known:
-        init_from = read_value("--init-from", str | None, known["--init-from"][0])
+    init_from = line.value("--init-from", str | None, None if named is None else named.init_from)
     if stored is None and init_from is not None:
         pretrained = open_pretrained(init_from)
     config = named or stored or (pretrained and pretrained.config) or load_config(DEFAULT_CONFIG)
     if pretrained is not None:
         config = dataclasses.replace(config, model=pretrained.model, init_from=run_name(pretrained.path))
-    config = dataclasses.replace(config, model=with_fitting_patches(config.model, arguments))
+    config = dataclasses.replace(config, model=with_fitting_patches(config.model, line))
     defaults = Arguments(config, spec or DEFAULT_CONFIG, run, resume)
-    options = parse(arguments, defaults, command("train"), DESCRIPTION)
-    config = options.fields
-    if pretrained is not None and pretrained.tokenizer is not None and "--data.tokenizer" in given:
+    options = line.parse(defaults, command("train"), DESCRIPTION)
+    if pretrained is not None and pretrained.tokenizer is not None and "--data.tokenizer" in line.given:
         raise UserError(f"--data.tokenizer has no effect on {pretrained.path}, which has its own; omit it.")
-    changes = ""
-    if options.run is not None and url is None:
-        folder_named("--run", options.run)
+    if folder is None:
+        folder = RUNS / options.fields.name
+    elif stored is None and options.url is None and folder.exists():
+        raise UserError(f"{run} exists; add --resume to continue it, or choose another --run.")
     if stored is not None:
-        from jaxformer.train.resume import check_resumable, is_finished
+        from jaxformer.train.resume import Rollback, check_resumable
 
-        changes = check_resumable(folder, stored, config, options.from_step is not None)
-    elif url is not None:
-        folder = copy
-    elif options.run is not None and Path(options.run).exists():
-        raise UserError(f"{options.run} exists; add --resume to continue it, or choose another --run.")
-    else:
-        folder = RUNS / config.name if options.run is None else Path(options.run)
-    n_processes = options.distributed.processes or count_processes(os.environ)
-    machine.set_up(config.train.batch_size // config.compute.grad_accumulation_steps, config.mesh, n_processes)
-    if config.compute.deterministic:
-        set_deterministic()
-    connect(options.distributed)
-    if url is not None and jax.process_count() > 1:
-        raise _several_processes_error(url)
-    from jaxformer.runs.lock import hold_run_lock
-    from jaxformer.runs.run import check_writable_parent
-
-    stack.enter_context(exit_on_lost_process("training has not started."))
-    early = stack.enter_context(contextlib.ExitStack())
-    early.enter_context(raise_on_signals(*STOPPING, message=TOO_EARLY))
-    if url is not None:
-        stack.enter_context(uploading(url, folder))
-    if is_main_process() and stored is None:  # before the data is read and the step is compiled
-        check_writable_parent(folder)
-        stack.enter_context(no_empty_parents(folder))
-    elif is_main_process():
-        stack.enter_context(hold_run_lock(folder))
-    if stored is not None and is_finished(folder, config, config.data == stored.data, options.from_step):
-        echo(f"{run_name(folder)} finished at step {config.steps:,}; --steps N trains further, to step N.")
-        return None
-    if stored is not None and config.init_from is not None:
-        pretrained = _open_start(config, folder, options.from_step)
-    return _prepare(config, folder, stored is not None, options, changes, model_fields(arguments), pretrained, early)
-
-
-def _several_processes_error(url: str) -> UserError:
-    return UserError(f"{url} can be trained by one process only; mount the bucket, and name the folder with --run.")
-
-
-def _open_start(config: Config, folder: Path, from_step: int | None) -> Pretrained | None:
-    """Return the pretrained model that a resumed run needs besides its checkpoint: the base of its adapters, or the
-    model that it starts over from; None if it needs neither."""
-    from jaxformer.runs.checkpoints import CheckpointReader
-    from jaxformer.runs.pretrained import pretrained_run
-    from jaxformer.runs.run import BASE
-    from jaxformer.train.resume import begins_anew
-
-    assert config.init_from is not None
-    if config.lora.rank and (CheckpointReader(folder / BASE) or not begins_anew(folder, from_step)):
-        return pretrained_run(folder / BASE)
-    return open_pretrained(config.init_from) if begins_anew(folder, from_step) else None
+        changes = check_resumable(folder, stored, options.fields, options.from_step is not None)
+        if options.from_step is not None:
+            rollback = Rollback(options.from_step, options.skip_batches, changes)
+    return Job(options, folder, stored, rollback, pretrained)
 
 
 def open_pretrained(path: str) -> Pretrained:
@@ -235,23 +194,60 @@ def open_pretrained(path: str) -> Pretrained:
     return pretrained_model(folder) if is_published(folder) else pretrained_run(folder)
 
 
-def _prepare(
-    config: Config, folder: Path, resume: bool, options: Arguments, changes: str, fixed: set[str],
-    pretrained: Pretrained | None, early: contextlib.ExitStack,
-) -> Prepared:  # fmt: skip
+def _several_processes_error(url: str) -> UserError:
+    return UserError(f"{url} can be trained by one process only; mount the bucket, and name the folder with --run.")
+
+
+def _start_processes(job: Job) -> None:
+    """Set up this machine, and connect to the other processes."""
+    config, distributed = job.config, job.options.distributed
+    n_processes = distributed.processes or count_processes(os.environ)
+    machine.set_up(config.train.batch_size // config.compute.grad_accumulation_steps, config.mesh, n_processes)
+    if config.compute.deterministic:
+        set_deterministic()
+    connect(distributed)
+    if (url := job.options.url) is not None and jax.process_count() > 1:
+        raise _several_processes_error(url)
+
+
+def _reserve_folder(job: Job, stack: contextlib.ExitStack) -> None:
+    """Check that the folder can be written, before the data is read and the step is compiled. When the stack is closed,
+    the last changes are uploaded."""
+    from jaxformer.runs.lock import check_not_locked
+    from jaxformer.runs.run import check_writable_parent
+
+    if (url := job.options.url) is not None:
+        stack.enter_context(uploading(url, job.folder))
+    if is_main_process() and job.stored is None:
+        check_writable_parent(job.folder)
+        stack.enter_context(no_empty_parents(job.folder))
+    elif is_main_process():
+        check_not_locked(job.folder)
+
+
+def _is_finished(job: Job) -> bool:
+    """Return True, and say so, if a resumed run has no steps left to train."""
+    from jaxformer.train.resume import is_finished
+
+    config, stored = job.config, job.stored
+    if stored is None or not is_finished(job.folder, config, config.data == stored.data, job.options.from_step):
+        return False
+    echo(f"{run_name(job.folder)} finished at step {config.steps:,}; --steps N trains further, to step N.")
+    return True
+
+
+def _prepare(job: Job) -> tuple[TrainSetup, Dataset, Path]:
     """Read the data, create the folder of a new run, and print the header."""
-    from jaxformer.inspect.callbacks import make_callbacks
-    from jaxformer.inspect.pages.training import page_sink
     from jaxformer.inspect.training_report import header
     from jaxformer.parallel.mesh import make_mesh
     from jaxformer.runs.run import create_run, load_data
     from jaxformer.train.log import console, print_line
-    from jaxformer.train.resume import Resume, Rollback
     from jaxformer.train.setup import TrainSetup
     from jaxformer.train.sinks import prepare_sinks
 
     console.quiet = not is_main_process()
-    mesh = make_mesh(config.mesh)
+    config, options, folder = job.config, job.options, job.folder
+    mesh, pretrained = make_mesh(config.mesh), job.pretrained if job.stored is None else _open_start(job)
     setup = TrainSetup(config, mesh, pretrained)
     setup.check_devices()
     if pretrained is not None:
@@ -260,10 +256,11 @@ def _prepare(
     if is_main_process():
         prepare_sinks(config.train.log_to)
     echo_status("reading the data ...")
+    stored_in = None if job.stored is None else folder
     if pretrained is None:
-        data = load_data(folder if resume else None, config, fixed)
+        data = load_data(stored_in, config, options.model_fields)
     else:  # a new run keeps the pretrained model's tokenizer
-        data = load_data(folder if resume else None, config, tokenizer=pretrained.tokenizer)
+        data = load_data(stored_in, config, None, pretrained.tokenizer)
     if data.model != config.model:
         config = dataclasses.replace(config, model=data.model)
         setup = TrainSetup(config, mesh, pretrained)
@@ -271,42 +268,56 @@ def _prepare(
     setup.check_fit(data.batch(0, slice(1)))
     barrier()  # do not create a run if any process failed to load the data
 
-    if not resume:
+    if job.stored is None:
         if is_main_process():
             folder = create_run(folder, config, data.tokenizer, options.run is None, data.classes)
         folder = Path(broadcast(str(folder)))
-
-    for line in header(setup, data, folder, resume):
+    for line in header(setup, data, folder, options.resume):
         print_line(line)
-    callbacks = make_callbacks(setup, data, folder)
-    sinks = [page_sink(folder)] if config.train.report_every else []
-    step = options.from_step
-    rollback = None if step is None else Rollback(step, options.skip_batches, changes)
-    start = Resume(options.allow_changed_data, rollback) if resume else None
-    arguments = {"callbacks": callbacks, "resume": start, "sinks": sinks}
-    return Prepared(setup, data, folder, early, arguments)
+    return setup, data, folder
 
 
-@contextlib.contextmanager
-def _discard_if_not_begun(folder: Path, resume: bool) -> Iterator[None]:
-    """Remove the folder of a new run that fails before its first log row."""
+def _open_start(job: Job) -> Pretrained | None:
+    """Return the pretrained model that a resumed run needs besides its checkpoint: the base of its adapters, or the
+    model that it starts over from; None if it needs neither."""
+    from jaxformer.runs.checkpoints import CheckpointReader
+    from jaxformer.runs.pretrained import pretrained_run
+    from jaxformer.runs.run import BASE
+    from jaxformer.train.resume import begins_anew
+
+    if (init_from := job.config.init_from) is None:
+        return None
+    anew, base = begins_anew(job.folder, job.options.from_step), job.folder / BASE
+    if job.config.lora.rank and (CheckpointReader(base) or not anew):
+        return pretrained_run(base)
+    return open_pretrained(init_from) if anew else None
+
+
+def _train(job: Job, setup: TrainSetup, data: Dataset, folder: Path) -> Outcome:
+    """Train; the folder of a new run that fails before its first log row is removed."""
+    from jaxformer.inspect.callbacks import make_callbacks
+    from jaxformer.inspect.pages.training import page_sink
     from jaxformer.runs.run import METRICS
+    from jaxformer.train.loop import train
+    from jaxformer.train.resume import Resume
 
+    options = job.options
+    resume = Resume(options.allow_changed_data, job.rollback) if options.resume else None
+    sinks = [page_sink(folder)] if setup.config.train.report_every else []
     try:
         with exit_on_lost_process(f"resume from the last checkpoint with: {resume_command(folder)}"):
-            yield
+            return train(setup, data, folder, make_callbacks(setup, data, folder), resume, sinks)
     except (UserError, KeyboardInterrupt):
-        if is_main_process() and not resume and not (folder / METRICS).exists():
+        if is_main_process() and not options.resume and not (folder / METRICS).exists():
             shutil.rmtree(folder, ignore_errors=True)
         raise
 
 
-def _conclude(setup: TrainSetup, data: Dataset, folder: Path, outcome: Outcome) -> int:
+def _report(setup: TrainSetup, data: Dataset, folder: Path, outcome: Outcome) -> int:
     """Write the page, print the outcome, and return the exit status, even if the terminal closes."""
     from jaxformer.inspect.pages.training import write_training_page
     from jaxformer.inspect.training_report import footer
     from jaxformer.train.log import print_line, read_metrics
-    from jaxformer.train.signals import HANGUP, record_signals
 
     with record_signals(*HANGUP):
         rows = read_metrics(folder)

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxformer.cli import machine
-from jaxformer.cli.arguments import as_command, parse
-from jaxformer.cli.load import RunOptions, open_run, with_run
-from jaxformer.cli.options import POSITIONAL_TOO
+from jaxformer.cli.command import as_command
+from jaxformer.cli.load import CheckpointOptions, open_run, with_run
+from jaxformer.cli.options import CommandLine
 from jaxformer.config import ComputeConfig
 from jaxformer.config.fields import Range, Seed
 from jaxformer.contract import Task
@@ -38,13 +38,9 @@ deviation and the tolerance for rounding. The exit status is 1 if a check fails.
 
 
 @dataclass(frozen=True)
-class Arguments:
+class Arguments(CheckpointOptions):
     """Options of verify."""
 
-    run: Annotated[str | None, POSITIONAL_TOO] = None
-    """Folder of the run; by default the newest below runs/ that has a checkpoint."""
-    checkpoint: str = "last"
-    """'last', 'best', or a step."""
     examples: Annotated[int, Range(least=2)] = 4
     """Number of random examples to check; the last text is shorter."""
     tokens: Annotated[int, Range(least=2)] = 64
@@ -55,11 +51,11 @@ class Arguments:
 
 
 @as_command()
-def main(arguments: list[str]) -> int:
+def main(line: CommandLine) -> int:
     """Verify a run; return the exit status: 0 all invariants hold, 1 a check failed, 2 wrong input."""
-    options = parse(arguments, Arguments(), command("verify"), DESCRIPTION)
+    options = line.parse(Arguments(), command("verify"), DESCRIPTION)
     machine.set_up(machine.cores())
-    run = open_run(with_run(RunOptions(run=options.run, checkpoint=options.checkpoint)))
+    run = open_run(with_run(options))
     echo(f"run {run.path}, step {run.step:,}: {type(run.model).__name__}, on {options.examples} random examples")
     echo(f"{'':4}  {'invariant':<18}  {'deviation':>9}  {'limit':>7}")
     failed = []

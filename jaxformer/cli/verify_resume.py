@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from jaxformer.cli.arguments import as_command, load_config, options_given, parse, peek
-from jaxformer.cli.options import MERGED
+from jaxformer.cli.arguments import load_config
+from jaxformer.cli.command import as_command
+from jaxformer.cli.options import MERGED, CommandLine
 from jaxformer.cli.train import DEFAULT_CONFIG
 from jaxformer.config import Config
 from jaxformer.errors import UserError, command
@@ -42,23 +43,22 @@ class Arguments:
 
 
 @as_command(output_optional=True)
-def main(arguments: list[str]) -> int:
+def main(line: CommandLine) -> int:
     """Verify that resuming is exact; return the exit status: 0 identical, 1 not, 2 wrong input."""
-    known, fields = peek(arguments, {"--config": 1, "--folder": 1, "--kill-at": 1})
-    (spec,) = known.get("--config", [DEFAULT_CONFIG])
-    options = parse(arguments, Arguments(load_config(spec), spec), command("verify-resume"), DESCRIPTION)
-    config, kill_at = options.fields, options.kill_at
-    kill_at = config.steps // 2 if kill_at is None else kill_at
+    spec = line.value("--config", str, DEFAULT_CONFIG)
+    options = line.parse(Arguments(load_config(spec), spec), command("verify-resume"), DESCRIPTION)
+    config, fields = options.fields, line.words(without={"--config", "--folder", "--kill-at"})
+    kill_at = config.steps // 2 if options.kill_at is None else options.kill_at
     if not 1 <= kill_at < config.steps:
         raise UserError(f"kill-at is {kill_at}; it must be at least 1 and below the {config.steps} steps.")
     every = config.train.checkpoint_every
     if not 0 < every <= kill_at:
-        if EVERY in options_given(fields):
+        if EVERY in line.given:
             problem = f"{EVERY} is {every}, so there is no checkpoint to resume from at step {kill_at}"
             raise UserError(f"{problem}; omit it, or set it to at most --kill-at.")
         fields += [EVERY, str(kill_at)]
         echo(f"both runs save a checkpoint every {kill_at:,} steps, so that there is one to resume from")
-    if DETERMINISTIC not in options_given(fields):
+    if DETERMINISTIC not in line.given:
         fields += [DETERMINISTIC]
     with contextlib.ExitStack() as stack:
         if options.folder is None:

@@ -47,12 +47,12 @@ class ModelConfig:
     def build(self, execution: Any = None) -> nn.Module:
         """Return the Linen module for one example; `execution` is a `jaxformer.nn.execution.Execution`, None for the
         default."""
-        raise UserError(f"{type(self).__name__} is an abstract base class; use a config from jaxformer.models.")
+        raise NotImplementedError
 
     @property
     def contract(self) -> Contract:
         """Task, inputs and capabilities of the model."""
-        raise UserError(f"{type(self).__name__} is an abstract base class; use a config from jaxformer.models.")
+        raise NotImplementedError
 
     def example(self) -> tuple[np.ndarray, ...]:
         """Return the inputs of an example of maximum size, all zeros."""
@@ -131,7 +131,7 @@ class DataConfig:
         Raises:
           UserError: the data cannot be read, or the model does not match it.
         """
-        raise UserError(f"{type(self).__name__} is an abstract base class; use a config from jaxformer.data.")
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -11,8 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
+from urllib.parse import quote
 
-from jaxformer.errors import STAGED_URL, UserError, parse_json
+from jaxformer.errors import UserError, parse_json
 from jaxformer.files import cache_root, try_lock, write_atomically
 
 CREDENTIALS = {
@@ -160,9 +160,7 @@ def download_data(url: str) -> Path:
 
 
 def cache_folder(kind: str, storage: Storage) -> Path:
-    """Return the cache folder for a URL and a kind of content, in which a file names the URL."""
-    readable, digest = re.sub(r"[^\w.-]+", "-", storage.url)[-40:], hashlib.sha256(storage.url.encode()).hexdigest()
-    folder = cache_root().absolute() / kind / f"{readable}-{digest[:12]}"
+    """Return the cache folder for a URL and a kind of content, which is named by the quoted URL; see `run_name`."""
+    folder = cache_root().absolute() / kind / quote(storage.url, safe="")
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / STAGED_URL, storage.url)
     return folder

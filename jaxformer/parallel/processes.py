@@ -63,13 +63,6 @@ class DistributedOptions:
             host, _, port = self.coordinator.rpartition(":")
             if not (host and port.isdecimal() and 0 < int(port) < 2**16):
                 raise UserError(f"distributed.coordinator is {self.coordinator!r}; it must be HOST:PORT.")
-            try:
-                host.encode("idna")  # as the resolver does
-            except UnicodeError as error:
-                raise UserError(
-                    f"distributed.coordinator is {self.coordinator!r}, whose host is not a valid name: its parts have "
-                    "1 to 63 characters; correct it."
-                ) from error
         if self.processes is not None and self.process is not None and not 0 <= self.process < self.processes:
             raise UserError(
                 f"distributed.process is {self.process}; of {self.processes} processes it must be at least 0 and "

@@ -14,9 +14,6 @@ LOCK = ".lock"
 TIMEOUT_SECONDS = 0.3
 """Timeout for the lock, longer than `is_run_locked` holds it."""
 
-_LOCKED_EARLY = set[Path]()
-"""Folders that `hold_run_lock` has locked for the next `run_lock` of this process."""
-
 
 @contextlib.contextmanager
 def run_lock(folder: Path) -> Iterator[None]:
@@ -25,10 +22,6 @@ def run_lock(folder: Path) -> Iterator[None]:
     Raises:
       UserError: another process holds the lock, or the folder cannot be written.
     """
-    if (resolved := folder.resolve()) in _LOCKED_EARLY:
-        _LOCKED_EARLY.remove(resolved)
-        yield
-        return
     with user_error_on_write(folder, LOCK):
         lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     try:
@@ -36,8 +29,7 @@ def run_lock(folder: Path) -> Iterator[None]:
         with contextlib.suppress(OSError):  # the file system has no locks
             is_locked_elsewhere = not try_lock(lock, TIMEOUT_SECONDS)
         if is_locked_elsewhere:
-            process = f"process {os.pread(lock, 20, 0).decode() or '(just started)'}"
-            raise UserError(f"{process} is training in {folder}; wait for it or stop it, or choose another --run.")
+            raise _locked_error(folder)
         with contextlib.suppress(OSError):  # the process id is only for messages
             os.ftruncate(lock, 0)
             os.write(lock, str(os.getpid()).encode())
@@ -50,15 +42,15 @@ def run_lock(folder: Path) -> Iterator[None]:
         os.close(lock)
 
 
-@contextlib.contextmanager
-def hold_run_lock(folder: Path) -> Iterator[None]:
-    """Acquire the lock of a run's folder early, on behalf of the `CheckpointManager` that is entered inside."""
-    with run_lock(folder):
-        _LOCKED_EARLY.add(folder.resolve())
-        try:
-            yield
-        finally:
-            _LOCKED_EARLY.discard(folder.resolve())
+def check_not_locked(folder: Path) -> None:
+    """Raise `UserError` if a process is training in a run's folder, before the time that it takes to lock it."""
+    if is_run_locked(folder):
+        raise _locked_error(folder)
+
+
+def _locked_error(folder: Path) -> UserError:
+    process = (folder / LOCK).read_text() or "(just started)"
+    return UserError(f"process {process} is training in {folder}; wait for it or stop it, or choose another --run.")
 
 
 def is_run_locked(folder: Path) -> bool:

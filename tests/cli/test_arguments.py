@@ -1,22 +1,15 @@
 """Arguments and their errors: one sentence, status 2, no traceback, nothing written."""
 
-import contextlib
 import fcntl
-import logging
-import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
-from typing import Annotated, Literal
 
-import jax
 import pytest
 
 from jaxformer import __main__ as everything
-from jaxformer.__main__ import COMMANDS
-from jaxformer.cli import eval as eval_command
 from jaxformer.cli import sample, train
-from jaxformer.cli.arguments import _OneLine, as_command, load_config, parse, with_fitting_patches
-from jaxformer.cli.options import MERGED, POSITIONAL, help_text, option_groups
+from jaxformer.cli.arguments import load_config, with_fitting_patches
+from jaxformer.cli.options import CommandLine
 from jaxformer.config import Config
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.data.windows import TextConfig
@@ -206,13 +199,6 @@ def test_an_empty_or_undecodable_prompt_is_refused(here, capsys, prompt, message
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("again", ["--steps=4", "--no-resume --resume", "--train.batch_size 2 --train.batch-size 2"])
-def test_a_repeated_option_is_refused(capsys, again):
-    assert train.main(["--steps", "3", *again.split()]) == 2
-    err = capsys.readouterr().err
-    assert "is given twice; give it once" in err and err.count("\n") == 1
-
-
 def test_a_locked_run_is_refused_before_its_data_is_read(here, capsys):
     config = Config("x", DecoderConfig(), TextConfig(path="nowhere"), steps=1)
     run = create_run(here / "run", config, Tokenizer.train([], 257), allow_suffix=False)
@@ -222,70 +208,6 @@ def test_a_locked_run_is_refused_before_its_data_is_read(here, capsys):
         lock.flush()
         assert train.main(["--resume", "--run", "run"]) == 2
     assert capsys.readouterr().err.startswith("error: process 7 is training in run; wait for it or stop it, or choose")
-
-
-def test_control_characters_of_a_path_are_escaped(here, capsys):
-    assert sample.main(["--run", "no\nrun\x1b[2J"]) == 2
-    assert capsys.readouterr().err.startswith("error: no␤run␛[2J does not exist")
-
-
-@pytest.mark.parametrize("error", [RuntimeError, AssertionError])
-def test_a_missing_platform_is_named(capsys, monkeypatch, error):
-    def no_devices():
-        raise error
-
-    monkeypatch.setattr(jax, "devices", no_devices)
-    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
-    assert as_command()(lambda _: len(jax.devices()))([]) == 2
-    assert capsys.readouterr().err == (
-        "error: JAX_PLATFORMS is 'cuda', but jax finds no such device; unset it, or set it to cpu.\n"
-    )
-    monkeypatch.undo()
-    with pytest.raises(error):  # of something else
-        as_command()(lambda _: no_devices())([])
-
-
-def test_debug_raises_the_error(here):
-    with pytest.raises(UserError):
-        train.main(["--debug", "--steps", "0"])
-
-
-def test_help_lists_the_fields_of_the_model(capsys, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    with pytest.raises(SystemExit) as caught:
-        train.main(["--help"])
-    assert not caught.value.code
-    shown = capsys.readouterr().out
-    for option in ("--config", "--resume", "--steps", "--model.n-heads", "--data.val-path", "--optimizer.momentum"):
-        assert option in shown
-
-
-@pytest.mark.parametrize("columns", [80, 50])
-@pytest.mark.parametrize(
-    "command",
-    [[], *([name, "--help"] for name in COMMANDS), ["train", "-h", "--config", f"{ROOT}/configs/clip.py"]],
-)
-def test_help_wraps_lines_once_and_breaks_no_flag(capsys, monkeypatch, command, columns):
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setenv("COLUMNS", str(columns))
-    with contextlib.suppress(SystemExit):
-        everything.main(command)
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) > 8 and all(len(line) <= columns or len(line.split()) == 1 for line in lines)
-    assert not any(re.search(r"--[\w.-]*-$", line) for line in lines)
-    for line, following in pairwise(lines):  # a text goes on where the line is full
-        if line.startswith("      ") and following.startswith("      "):
-            assert len(line) + 1 + len(following.split()[0]) > columns, line
-
-
-def test_help_shows_type_text_and_default_of_an_option():
-    shown = help_text(sample.Arguments(), "sample.py", "Continue texts.")
-    assert shown.startswith("usage: sample.py [OPTIONS] [RUN]\n\nContinue texts.\n\noptions:\n  -h, --help\n")
-    assert "  [RUN], --run STR|none\n      Folder of the run" in shown
-    assert "  --cache-dtype {float32,bfloat16,int8}\n" in shown and "  --explain, --no-explain\n" in shown
-    assert "  --num-beams INT\n      Beams of a beam search" in shown and "(default: 1)" in shown
-    assert "  --top-k INT|none\n      Number of most likely tokens to sample from.\n" in shown
-    assert shown.count("--logit-bias") == 1  # what `Sampling` calls so is given as text
 
 
 def test_configs_have_names_everywhere_and_files_of_ones_own_have_paths(tmp_path, monkeypatch):
@@ -353,105 +275,8 @@ def test_each_rung_changes_only_the_named_fields_of_the_one_before():
 )
 def test_patches_divide_images_where_one_of_their_sizes_is_given(options, size, patch):
     vit = ViTConfig(image_size=(28,), patch_size=(7,))
-    fitted = with_fitting_patches(vit, options.split())
+    fitted = with_fitting_patches(vit, CommandLine(options.split()))
     assert fitted == replace(vit, image_size=size, patch_size=patch)
     clip = CLIPConfig(ImageTowerConfig(image_size=(28,), patch_size=(7,)))
-    fitted = with_fitting_patches(clip, options.replace("model.", "model.vision.").split())
+    fitted = with_fitting_patches(clip, CommandLine(options.replace("model.", "model.vision.").split()))
     assert fitted == replace(clip, vision=replace(clip.vision, image_size=size, patch_size=patch))
-
-
-def test_a_warning_is_one_line_above_its_traceback():
-    record = logging.makeLogRecord({"msg": "tokens in %s; again", "args": ("a\nb\x1b",), "levelname": "WARNING"})
-    formatter = _OneLine("%(levelname)s: %(message)s")
-    assert formatter.format(record) == "WARNING: tokens in a␤b␛; again"
-    record.exc_text = "Traceback\n  line 1"
-    assert formatter.format(record).split("\n") == ["WARNING: tokens in a␤b␛; again", "Traceback", "  line 1"]
-
-
-def test_an_exception_that_is_logged_as_a_message_is_printed():
-    error = ValueError("no such file")
-    record = logging.LogRecord("orbax", logging.ERROR, "", 0, error, (), (ValueError, error, None))
-    assert _OneLine("%(levelname)s: %(message)s").format(record).startswith("ERROR: no such file")
-
-
-def test_a_plugin_that_cannot_be_used_is_one_line_with_the_reason():
-    """The record is that of jax, `discover_pjrt_plugins` in `jax/_src/xla_bridge.py`."""
-    record = logging.makeLogRecord({"args": ("xla_cuda13",), "levelname": "ERROR", "exc_info": True})
-    record.msg = "Jax plugin configuration error: Exception when calling %s.initialize()"
-    record.exc_info = (RuntimeError, RuntimeError("Unable to load cuDNN. Is it installed?"), None)
-    assert _OneLine("%(levelname)s: %(message)s").format(record) == (
-        "WARNING: Jax plugin configuration error: Exception when calling xla_cuda13.initialize(): Unable to load "
-        "cuDNN. Is it installed? JAX_PLATFORMS=cpu uses no plugin."
-    )
-
-
-@dataclass(frozen=True)
-class Inner:
-    rate: float = 1.0
-    layer_sizes: tuple[int, ...] = (1,)
-    fast: bool = True
-    resize: bool | None = None
-
-
-@dataclass(frozen=True)
-class Outer:
-    run: Annotated[str | None, POSITIONAL] = None
-    inner: Inner = Inner()
-    merged: Annotated[Inner, MERGED] = Inner()
-    stop: tuple[str, ...] = ()
-    kind: Literal["none", "a", "b"] | None = "a"
-
-
-@pytest.mark.parametrize(
-    ("words", "parsed"),
-    [
-        ([], Outer()),
-        (["--inner.rate", "-1e-3"], Outer(inner=Inner(rate=-1e-3))),
-        (["--inner.rate=.5", "--rate=2"], Outer(inner=Inner(rate=0.5), merged=Inner(rate=2.0))),
-        (["--inner.layer_sizes", "2", "3"], Outer(inner=Inner(layer_sizes=(2, 3)))),
-        (["--inner.layer-sizes"], Outer(inner=Inner(layer_sizes=()))),
-        (["--inner.no-fast", "runs/a"], Outer("runs/a", inner=Inner(fast=False))),
-        (
-            ["runs/a", "--fast", "--stop", "--", "-x", "--->", "- a --b"],
-            Outer("runs/a", stop=("--", "-x", "--->", "- a --b")),
-        ),
-        (["--stop=--rate=3"], Outer(stop=("--rate=3",))),
-        (["--resize", "--inner.no-resize"], Outer(inner=Inner(resize=False), merged=Inner(resize=True))),
-        (["--kind", "b"], Outer(kind="b")),
-    ],
-)
-def test_words_become_values_of_fields(words, parsed):
-    assert parse(words, Outer(), "", "") == parsed
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--rate"], "--rate has no value; give one."),
-        (["--fast=1"], "--fast is '1', but it has no value; give --fast or --no-fast."),
-        (
-            ["a", "--inner.resize", "false"],
-            "is 'false', but it has no value; give --inner.resize or --inner.no-resize.",
-        ),
-        (["a", "b"], "'b' belongs to no option"),
-        (["--rate", "1", "2", "3"], "'3' belongs to no option"),
-        (["--kind", "c"], "--kind is 'c'; it must be one of none, a, b."),
-    ],
-)
-def test_words_that_fit_no_field_are_refused(words, message):
-    with pytest.raises(UserError, match=re.escape(message)):
-        parse(words, Outer(), "", "")
-
-
-def test_options_of_evaluation_have_the_same_form_as_in_training():
-    trained, evaluated = (
-        {
-            option.flag: option.usage().removesuffix("|none")
-            for group in option_groups(options)
-            for option in group.options
-        }
-        for options in (load_config("quick"), eval_command.Arguments())
-    )
-    shared = trained.keys() & evaluated.keys()
-    assert shared >= {"--data.path", "--data.unwrap", "--data.column"}
-    assert {flag: trained[flag] for flag in shared} == {flag: evaluated[flag] for flag in shared}

@@ -19,7 +19,7 @@ import pytest
 
 from jaxformer import load_run
 from jaxformer.cli import sample
-from jaxformer.cli.arguments import parse
+from jaxformer.cli.options import CommandLine
 from jaxformer.config import Config
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.data.windows import TextConfig
@@ -235,7 +235,7 @@ def test_a_prompt_too_long_for_a_draft_or_beam_search_is_refused(monkeypatch, ru
 
     monkeypatch.setattr(sample, "open_run", open_run)
     given = ["--run", run, "--max-new-tokens", "6", *options]
-    completer = sample.make_completer(parse(given, sample.Arguments(), "", ""), set())
+    completer = sample.make_completer(CommandLine(given).parse(sample.Arguments(), "", ""))
     letters = "q" * 17  # a token each
     assert len(completer.encode(Prompt(letters[:most], "it"))) == most
     with pytest.raises(UserError, match=f"it has {most + 1} tokens; it may have at most (the context's )?{most}"):
@@ -289,7 +289,7 @@ def test_options_that_need_a_cache_are_refused_without_one(monkeypatch, capsys, 
 
 def test_a_seed_of_a_prompt_is_refused_with_beams():
     options = CompletionOptions(num_beams=2, max_new_tokens=2)
-    completer = sample.make_completer(sample.Arguments(completion=options), set())
+    completer = sample.make_completer(sample.Arguments(completion=options))
     with pytest.raises(UserError, match="p, line 2, has a seed, but beam search does not sample"):
         completer.encode(Prompt("a", "p, line 2,", seed=3))
 

@@ -6,8 +6,9 @@ from contextlib import ExitStack
 
 import pytest
 
-from jaxformer.cli.arguments import load_config, parse
-from jaxformer.cli.train import Arguments, _conclude, _start, main
+from jaxformer.cli.arguments import load_config
+from jaxformer.cli.options import CommandLine
+from jaxformer.cli.train import Arguments, _parse, _report, main
 from jaxformer.config import Config, TokenModelConfig
 from jaxformer.data.windows import TextConfig
 from jaxformer.errors import UserError
@@ -27,7 +28,7 @@ from tests.helpers import ROOT, tiny, write_books
 )
 def test_rollback_options_need_resume(options, said):
     with pytest.raises(UserError, match=said):
-        _start(["--config", f"{ROOT}/configs/quick.py", *options], ExitStack())
+        _parse(CommandLine(["--config", f"{ROOT}/configs/quick.py", *options]), ExitStack())
 
 
 @pytest.mark.parametrize(
@@ -39,7 +40,7 @@ def test_rollback_options_need_resume(options, said):
 )
 def test_rollback_goes_neither_before_the_start_nor_back_in_the_data(options, said):
     with pytest.raises(UserError, match=said):
-        parse(["--resume", *options], Arguments(load_config(f"{ROOT}/configs/quick.py")), "", "")
+        CommandLine(["--resume", *options]).parse(Arguments(load_config(f"{ROOT}/configs/quick.py")), "", "")
 
 
 def test_resuming_imports_the_named_config_before_it_reads_that_of_the_run(tmp_path):
@@ -57,9 +58,9 @@ def test_resuming_imports_the_named_config_before_it_reads_that_of_the_run(tmp_p
     stored.write_text(stored.read_text().replace("config.TokenModelConfig", "/elsewhere/fresh.py:FreshConfig"))
     resume = ["--resume", "--run", str(tmp_path)]
     with pytest.raises(UserError, match=r"/elsewhere/fresh.py, which does not exist; .*--config fresh.py:NAME"):
-        _start(resume, ExitStack())
+        _parse(CommandLine(resume), ExitStack())
     with pytest.raises(UserError, match="was trained with seed 0, not 1"):
-        _start([*resume, "--config", f"{file}:fresh", "--seed", "1"], ExitStack())
+        _parse(CommandLine([*resume, "--config", f"{file}:fresh", "--seed", "1"]), ExitStack())
 
 
 def test_closing_the_terminal_at_the_end_stops_no_report(monkeypatch, tmp_path, capfd):
@@ -71,7 +72,7 @@ def test_closing_the_terminal_at_the_end_stops_no_report(monkeypatch, tmp_path, 
     try:
         outcome = Outcome("interrupted", 20, None, None, signal=signal.SIGINT)
         setup = TrainSetup(load_config(f"{ROOT}/configs/quick.py"), make_mesh())
-        assert _conclude(setup, None, tmp_path, outcome) == 130
+        assert _report(setup, None, tmp_path, outcome) == 130
     finally:
         signal.signal(signal.SIGHUP, before)
     assert not closed and "interrupted at step 20 and saved" in capfd.readouterr().out

@@ -33,7 +33,7 @@ def test_all_invariants_hold_also_on_several_devices(run: str, capsys: pytest.Ca
 
 @pytest.mark.slow
 def test_shard_that_is_summed_twice_is_found_in_a_parameter_with_a_small_gradient(run, monkeypatch) -> None:
-    options, opened = verify.Arguments(tokens=8), verify.open_run(verify.RunOptions(run))
+    options, opened = verify.Arguments(tokens=8), verify.open_run(verify.CheckpointOptions(run))
     opened.params["blocks_0"]["mlp"]["W_2"] *= 1e-6
     assert verify._several_devices(opened, options).deviation < 1e-9
 
@@ -50,7 +50,7 @@ def test_shard_that_is_summed_twice_is_found_in_a_parameter_with_a_small_gradien
 
 @pytest.mark.slow
 def test_examples_that_share_a_dropout_key_are_found(run: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened, options = verify.open_run(verify.RunOptions(run)), verify.Arguments(examples=3)
+    opened, options = verify.open_run(verify.CheckpointOptions(run)), verify.Arguments(examples=3)
     assert verify._example_keys(opened, options).deviation == 0
     keys = TrainSetup.example_keys
     monkeypatch.setattr(TrainSetup, "example_keys", lambda self, step: keys(self, 0))

@@ -47,8 +47,6 @@ from tests.helpers import ROOT, exhaustive, fill, mounted, run, tiny, write_book
         ({"coordinator": "host:port", "processes": 2, "process": 0}, "'host:port'; it must be HOST:PORT"),
         ({"coordinator": "host:99999", "processes": 2, "process": 0}, "'host:99999'; it must be HOST:PORT"),
         ({"coordinator": ":1234", "processes": 2, "process": 0}, "':1234'; it must be HOST:PORT"),
-        ({"coordinator": "a..b:1234", "processes": 2, "process": 0}, r"'a\.\.b:1234', whose host is not a valid name"),
-        ({"coordinator": f"{'a' * 64}:1234", "processes": 2, "process": 0}, "whose host is not a valid name"),
         ({"coordinator": "host:1234", "processes": 2, "process": 2}, "process is 2; of 2 processes"),
         ({"coordinator": "host:1234", "processes": 2, "process": -1}, "process is -1; of 2 processes"),
         ({"heartbeat_seconds": 10**9}, "heartbeat_seconds is 1000000000; it must be at most 86400"),
@@ -390,7 +388,7 @@ def test_failed_process_does_not_wait_for_a_save(tmp_path):
                     1 / 0
                 barrier()
 
-        CheckpointManager._complete, train._start = slow, job
+        CheckpointManager._complete, train._main = slow, job
         sys.exit(train.main([]))
     """
     moments = ("before the save", "during the save")

@@ -26,13 +26,12 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSha
 
 from jaxformer.errors import UserError
 from jaxformer.runs import checkpoints, integrity
-from jaxformer.runs import lock as run_lock
 from jaxformer.runs.checkpoints import (
     CheckpointManager,
     CheckpointReader,
 )
 from jaxformer.runs.integrity import CHECKSUMS, find_corruption
-from jaxformer.runs.lock import hold_run_lock, is_run_locked
+from jaxformer.runs.lock import LOCK, check_not_locked, is_run_locked, run_lock
 from tests.helpers import exhaustive, fill, flip_a_bit, mounted, slow
 
 PARAMS = {"W": np.arange(64.0, dtype=np.float32).reshape(8, 8), "b": {"c": np.float32([1.5, -2.0])}}
@@ -439,24 +438,26 @@ def test_folder_without_a_step_name_is_ignored(folder, name):
         CheckpointReader(folder).step(name)
 
 
-def test_held_run_lock_serves_the_checkpoint_manager(tmp_path):
-    with hold_run_lock(tmp_path):
-        write(tmp_path, 5)
-        lock = os.open(tmp_path / run_lock.LOCK, os.O_RDWR)
-        with pytest.raises(BlockingIOError):  # the inner one has not ended it
+def test_run_lock_is_released_and_names_no_process_at_the_end(tmp_path):
+    with run_lock(tmp_path):
+        lock = os.open(tmp_path / LOCK, os.O_RDWR)
+        with pytest.raises(BlockingIOError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with pytest.raises(UserError, match=f"process {os.getpid()} is training in"):
+            check_not_locked(tmp_path)
     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     os.close(lock)
-    with pytest.raises(KeyError), hold_run_lock(tmp_path):
+    check_not_locked(tmp_path)
+    with pytest.raises(KeyError), run_lock(tmp_path):
         raise KeyError
-    assert (tmp_path / run_lock.LOCK).read_bytes() == b""  # also after an error
+    assert (tmp_path / LOCK).read_bytes() == b""  # also after an error
 
 
 def test_is_run_locked_does_not_block_training(tmp_path):
-    lock = os.open(tmp_path / run_lock.LOCK, os.O_RDWR | os.O_CREAT)
+    lock = os.open(tmp_path / LOCK, os.O_RDWR | os.O_CREAT)
     fcntl.flock(lock, fcntl.LOCK_SH)  # as `is_run_locked` does
     threading.Timer(0.1, os.close, [lock]).start()
-    with hold_run_lock(tmp_path):
+    with run_lock(tmp_path):
         assert is_run_locked(tmp_path)
 
 

@@ -1,0 +1,85 @@
+"""Commands: functions of the options on a command line that return an exit status, and one-sentence errors."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+
+from jaxformer.cli.options import CommandLine
+from jaxformer.errors import DISK_FULL_ERRORS, UserError
+from jaxformer.terminal import echo_error, escape_control, escape_line, prepare_streams
+
+SIGPIPE = 13
+"""Number of the signal for a pipe without a reader; Windows does not define its name."""
+
+
+def as_command(output_optional: bool = False) -> Callable[[Callable[[CommandLine], int]], Callable[..., int]]:
+    """Return a decorator that turns a function of the options into a command, a function of the words, by default the
+    program's, that returns the exit status. An error that the user can fix becomes one sentence and exit status 2; with
+    `--debug` anywhere, the traceback is shown instead. `output_optional` is as in `prepare_streams`."""
+
+    def decorate(function: Callable[[CommandLine], int]) -> Callable[..., int]:
+        @functools.wraps(function)
+        def run(arguments: Sequence[str] | None = None) -> int:
+            prepare_streams(output_optional)
+            warnings = logging.StreamHandler()
+            warnings.setFormatter(_OneLine("%(levelname)s: %(message)s"))
+            logging.basicConfig(handlers=[warnings])  # before a library configures it
+            words = list(sys.argv[1:] if arguments is None else arguments)
+            if "--debug" in words:
+                return function(CommandLine([word for word in words if word != "--debug"]))
+            try:
+                return function(CommandLine(words))
+            except UserError as error:
+                problem = str(error)
+            except (RuntimeError, AssertionError):
+                if (platforms := os.environ.get("JAX_PLATFORMS")) is None or _finds_devices():
+                    raise
+                remedy = "unset it, or set it to cpu"
+                problem = f"JAX_PLATFORMS is {platforms!r}, but jax finds no such device; {remedy}."
+            except KeyboardInterrupt as interruption:
+                message, number = interruption.args or ("interrupted", signal.SIGINT)
+                echo_error(message)
+                return 128 + number
+            except BrokenPipeError:  # the reader has closed the pipe, as `| head` does
+                return 128 + SIGPIPE
+            except OSError as error:
+                path = f"{error.filename}: " if error.filename else ""
+                remedy = "; free some space" if error.errno in DISK_FULL_ERRORS else ""
+                problem = f"{path}{error.strerror or error}{remedy}."
+            echo_error(f"error: {problem}")
+            return 2
+
+        return run
+
+    return decorate
+
+
+def _finds_devices() -> bool:
+    import jax
+
+    try:
+        return bool(jax.devices())
+    except (RuntimeError, AssertionError):  # AssertionError if its plugin is not installed
+        return False
+
+
+class _OneLine(logging.Formatter):
+    """A formatter that escapes control characters, including newlines except in a traceback.
+
+    For a JAX plugin that cannot be used, such as CUDA's without a GPU, the reason replaces the traceback.
+    """
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return escape_line(super().formatMessage(record))
+
+    def format(self, record: logging.LogRecord) -> str:
+        if record.exc_info and str(record.msg).startswith("Jax plugin configuration error"):
+            reason = f"{record.getMessage()}: {record.exc_info[1]} JAX_PLATFORMS=cpu uses no plugin."
+            fields = {"levelname": "WARNING", "msg": reason, "args": None, "exc_info": None, "exc_text": None}
+            record = logging.makeLogRecord(record.__dict__ | fields)
+        return escape_control(super().format(record))

@@ -1,0 +1,61 @@
+"""Commands: exit statuses, one-sentence errors, and warnings on one line."""
+
+import logging
+
+import jax
+import pytest
+
+from jaxformer.cli import sample, train
+from jaxformer.cli.command import _OneLine, as_command
+from jaxformer.errors import UserError
+
+
+def test_control_characters_of_a_path_are_escaped(capsys):
+    assert sample.main(["--run", "no\nrun\x1b[2J"]) == 2
+    assert capsys.readouterr().err.startswith("error: no␤run␛[2J does not exist")
+
+
+@pytest.mark.parametrize("error", [RuntimeError, AssertionError])
+def test_a_missing_platform_is_named(capsys, monkeypatch, error):
+    def no_devices():
+        raise error
+
+    monkeypatch.setattr(jax, "devices", no_devices)
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    assert as_command()(lambda _: len(jax.devices()))([]) == 2
+    assert capsys.readouterr().err == (
+        "error: JAX_PLATFORMS is 'cuda', but jax finds no such device; unset it, or set it to cpu.\n"
+    )
+    monkeypatch.undo()
+    with pytest.raises(error):  # of something else
+        as_command()(lambda _: no_devices())([])
+
+
+def test_debug_raises_the_error():
+    with pytest.raises(UserError):
+        train.main(["--debug", "--steps", "0"])
+
+
+def test_a_warning_is_one_line_above_its_traceback():
+    record = logging.makeLogRecord({"msg": "tokens in %s; again", "args": ("a\nb\x1b",), "levelname": "WARNING"})
+    formatter = _OneLine("%(levelname)s: %(message)s")
+    assert formatter.format(record) == "WARNING: tokens in a␤b␛; again"
+    record.exc_text = "Traceback\n  line 1"
+    assert formatter.format(record).split("\n") == ["WARNING: tokens in a␤b␛; again", "Traceback", "  line 1"]
+
+
+def test_an_exception_that_is_logged_as_a_message_is_printed():
+    error = ValueError("no such file")
+    record = logging.LogRecord("orbax", logging.ERROR, "", 0, error, (), (ValueError, error, None))
+    assert _OneLine("%(levelname)s: %(message)s").format(record).startswith("ERROR: no such file")
+
+
+def test_a_plugin_that_cannot_be_used_is_one_line_with_the_reason():
+    """The record is that of jax, `discover_pjrt_plugins` in `jax/_src/xla_bridge.py`."""
+    record = logging.makeLogRecord({"args": ("xla_cuda13",), "levelname": "ERROR", "exc_info": True})
+    record.msg = "Jax plugin configuration error: Exception when calling %s.initialize()"
+    record.exc_info = (RuntimeError, RuntimeError("Unable to load cuDNN. Is it installed?"), None)
+    assert _OneLine("%(levelname)s: %(message)s").format(record) == (
+        "WARNING: Jax plugin configuration error: Exception when calling xla_cuda13.initialize(): Unable to load "
+        "cuDNN. Is it installed? JAX_PLATFORMS=cpu uses no plugin."
+    )

@@ -1,0 +1,143 @@
+"""Options: words of a command line as typed values, and the text of --help."""
+
+import contextlib
+import re
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Annotated, Literal
+
+import pytest
+
+from jaxformer import __main__ as everything
+from jaxformer.__main__ import COMMANDS
+from jaxformer.cli import eval as eval_command
+from jaxformer.cli import sample, train
+from jaxformer.cli.arguments import load_config
+from jaxformer.cli.options import MERGED, POSITIONAL, CommandLine, help_text, option_groups
+from jaxformer.errors import UserError
+from tests.helpers import ROOT
+
+
+@pytest.mark.parametrize("again", ["--steps=4", "--no-resume --resume", "--train.batch_size 2 --train.batch-size 2"])
+def test_a_repeated_option_is_refused(capsys, again):
+    assert train.main(["--steps", "3", *again.split()]) == 2
+    err = capsys.readouterr().err
+    assert "is given twice; give it once" in err and err.count("\n") == 1
+
+
+def test_help_lists_the_fields_of_the_model(capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(SystemExit) as caught:
+        train.main(["--help"])
+    assert not caught.value.code
+    shown = capsys.readouterr().out
+    for option in ("--config", "--resume", "--steps", "--model.n-heads", "--data.val-path", "--optimizer.momentum"):
+        assert option in shown
+
+
+@pytest.mark.parametrize("columns", [80, 50])
+@pytest.mark.parametrize(
+    "command",
+    [[], *([name, "--help"] for name in COMMANDS), ["train", "-h", "--config", f"{ROOT}/configs/clip.py"]],
+)
+def test_help_wraps_lines_once_and_breaks_no_flag(capsys, monkeypatch, command, columns):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    with contextlib.suppress(SystemExit):
+        everything.main(command)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) > 8 and all(len(line) <= columns or len(line.split()) == 1 for line in lines)
+    assert not any(re.search(r"--[\w.-]*-$", line) for line in lines)
+    for line, following in pairwise(lines):  # a text goes on where the line is full
+        if line.startswith("      ") and following.startswith("      "):
+            assert len(line) + 1 + len(following.split()[0]) > columns, line
+
+
+def test_help_shows_type_text_and_default_of_an_option():
+    shown = help_text(sample.Arguments(), "sample.py", "Continue texts.")
+    assert shown.startswith("usage: sample.py [OPTIONS] [RUN]\n\nContinue texts.\n\noptions:\n  -h, --help\n")
+    assert "  [RUN], --run STR|none\n      Folder of the run" in shown
+    assert "  --cache-dtype {float32,bfloat16,int8}\n" in shown and "  --explain, --no-explain\n" in shown
+    assert "  --num-beams INT\n      Beams of a beam search" in shown and "(default: 1)" in shown
+    assert "  --top-k INT|none\n      Number of most likely tokens to sample from.\n" in shown
+    assert shown.count("--logit-bias") == 1  # what `Sampling` calls so is given as text
+
+
+@dataclass(frozen=True)
+class Inner:
+    rate: float = 1.0
+    layer_sizes: tuple[int, ...] = (1,)
+    fast: bool = True
+    resize: bool | None = None
+
+
+@dataclass(frozen=True)
+class Outer:
+    run: Annotated[str | None, POSITIONAL] = None
+    inner: Inner = Inner()
+    merged: Annotated[Inner, MERGED] = Inner()
+    stop: tuple[str, ...] = ()
+    kind: Literal["none", "a", "b"] | None = "a"
+
+
+@pytest.mark.parametrize(
+    ("words", "parsed"),
+    [
+        ([], Outer()),
+        (["--inner.rate", "-1e-3"], Outer(inner=Inner(rate=-1e-3))),
+        (["--inner.rate=.5", "--rate=2"], Outer(inner=Inner(rate=0.5), merged=Inner(rate=2.0))),
+        (["--inner.layer_sizes", "2", "3"], Outer(inner=Inner(layer_sizes=(2, 3)))),
+        (["--inner.layer-sizes"], Outer(inner=Inner(layer_sizes=()))),
+        (["--inner.no-fast", "runs/a"], Outer("runs/a", inner=Inner(fast=False))),
+        (
+            ["runs/a", "--fast", "--stop", "--", "-x", "--->", "- a --b"],
+            Outer("runs/a", stop=("--", "-x", "--->", "- a --b")),
+        ),
+        (["--stop=--rate=3"], Outer(stop=("--rate=3",))),
+        (["--resize", "--inner.no-resize"], Outer(inner=Inner(resize=False), merged=Inner(resize=True))),
+        (["--kind", "b"], Outer(kind="b")),
+    ],
+)
+def test_words_become_values_of_fields(words, parsed):
+    assert CommandLine(words).parse(Outer(), "", "") == parsed
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--rate"], "--rate has no value; give one."),
+        (["--fast=1"], "--fast is '1', but it has no value; give --fast or --no-fast."),
+        (
+            ["a", "--inner.resize", "false"],
+            "is 'false', but it has no value; give --inner.resize or --inner.no-resize.",
+        ),
+        (["a", "b"], "'b' belongs to no option"),
+        (["--rate", "1", "2", "3"], "'3' belongs to no option"),
+        (["--kind", "c"], "--kind is 'c'; it must be one of none, a, b."),
+    ],
+)
+def test_words_that_fit_no_field_are_refused(words, message):
+    with pytest.raises(UserError, match=re.escape(message)):
+        CommandLine(words).parse(Outer(), "", "")
+
+
+def test_options_of_evaluation_have_the_same_form_as_in_training():
+    trained, evaluated = (
+        {
+            option.flag: option.usage().removesuffix("|none")
+            for group in option_groups(options)
+            for option in group.options
+        }
+        for options in (load_config("quick"), eval_command.Arguments())
+    )
+    shared = trained.keys() & evaluated.keys()
+    assert shared >= {"--data.path", "--data.unwrap", "--data.column"}
+    assert {flag: trained[flag] for flag in shared} == {flag: evaluated[flag] for flag in shared}
+
+
+def test_options_are_read_before_all_are_known():
+    line = CommandLine(["--size=a=b", "x", "--no-resume", "--layer_sizes", "1", "2"])
+    assert line.given == {"--size", "--resume", "--layer-sizes"}
+    assert line.value("--size", str) == "a=b" and line.value("--absent", int, 3) == 3
+    assert line.value("--resume", bool, True) is False and line.value("--layer-sizes", tuple[int, ...]) == (1, 2)
+    assert line.words(without={"--resume"}) == ["--size=a=b", "x", "--layer_sizes", "1", "2"]
