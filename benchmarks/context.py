@@ -26,7 +26,7 @@ many rows more than the text has."""
 def drawn(shape: dict[str, Any]) -> tuple[Decoder, Any]:
     """Return a decoder with RMSNorm and RoPE, and its parameters at initialisation."""
     shape |= {"d_ff": tuple(shape["d_ff"])}
-    config = DecoderConfig(**shape, norm="rmsnorm", final_norm=True, positions="rope", output_projection=True)
+    config = DecoderConfig(**shape, norm="rmsnorm", final_norm=True, positions="rope")
     model = config.build()
     return model, jax.jit(model.init)(jax.random.key(0), *config.example())["params"]
 

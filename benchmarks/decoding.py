@@ -59,7 +59,7 @@ def jaxformer(
 
     machine.set_up(1 if is_speculative else B, rows_per_device=MIN_ROWS_PER_DEVICE)
     config = DecoderConfig(
-        **shape | {"d_ff": (shape["d_ff"],)}, output_projection=True, attention_bias=True, activation="gelu",  # type: ignore[arg-type]
+        **shape | {"d_ff": (shape["d_ff"],)}, attention_bias=True, activation="gelu",  # type: ignore[arg-type]
         norm="layernorm", final_norm=True, unembedding="tied",
     )  # fmt: skip
     model, platform = config.build(), jax.default_backend()

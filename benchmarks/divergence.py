@@ -36,7 +36,7 @@ AFTER = 60
 BEFORE = Config(
     name="before",
     model=DecoderConfig(
-        vocab_size=2048, context_length=128, d_model=128, n_blocks=4, n_heads=4, output_projection=True,
+        vocab_size=2048, context_length=128, d_model=128, n_blocks=4, n_heads=4,
         d_ff=(512,), norm="rmsnorm", final_norm=True, positions="rope",
     ),
     data=TextConfig(), steps=1200,

@@ -33,8 +33,8 @@ class Shape:
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         for name, values in SUPPORTED.items():
-            if config[name] not in values:
-                raise ValueError(f"the torch peer has {name} {' or '.join(map(repr, values))}, not {config[name]!r}")
+            if (value := config.get(name, values[0])) not in values:  # only rungs have all of these fields
+                raise ValueError(f"the torch peer has {name} {' or '.join(map(repr, values))}, not {value!r}")
         self.V, self.T, self.D = config["vocab_size"], config["context_length"], config["d_model"]
         self.H = config["n_heads"]
         self.G = config["n_kv_heads"] or self.H

@@ -18,7 +18,7 @@ adamw = OptimizerConfig(
 )  # fmt: skip
 
 gpt2 = DecoderConfig(
-    vocab_size=50_257, context_length=1024, d_model=768, n_blocks=12, n_heads=12, output_projection=True,
+    vocab_size=50_257, context_length=1024, d_model=768, n_blocks=12, n_heads=12,
     attention_bias=True, d_ff=(3072,), activation="gelu", norm="layernorm", final_norm=True,
     positions="learned", unembedding="tied", embedding_std=0.02,
 )  # fmt: skip
@@ -50,7 +50,7 @@ gpt3_175b = replace(
 )  # fmt: skip
 
 llama = DecoderConfig(
-    vocab_size=32_000, context_length=4096, d_model=4096, n_blocks=32, n_heads=32, output_projection=True,
+    vocab_size=32_000, context_length=4096, d_model=4096, n_blocks=32, n_heads=32,
     d_ff=(11_008,), activation="swiglu", bias=False, norm="rmsnorm", final_norm=True, positions="rope",
     embedding_std=0.02,
 )  # fmt: skip

@@ -9,7 +9,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -32,6 +32,12 @@ class UserError(Exception):
 
     The command line prints the message and exits with status 2.
     """
+
+
+def batch_hint(shape: Sequence[int], n_axes: int) -> str:
+    """Return the end of an error for an array with one axis more than its `n_axes`, which may be a batch; empty for
+    another number of axes."""
+    return "; use jax.vmap for a batch" if len(shape) == n_axes + 1 else ""
 
 
 def command(name: str) -> str:

@@ -16,7 +16,7 @@ from jaxformer.runs.checkpoints import CheckpointManager
 from jaxformer.train.setup import TrainSetup
 from jaxformer.train.step import make_train_step
 
-MODEL = DecoderConfig(40, 12, 16, n_blocks=1, n_heads=2, output_projection=True, d_ff=(24,), norm="rmsnorm")
+MODEL = DecoderConfig(40, 12, 16, n_blocks=1, n_heads=2, d_ff=(24,), norm="rmsnorm")
 CONFIG = Config(
     "test", MODEL, data=TextConfig(), steps=20, optimizer=OptimizerConfig("adamw", learning_rate=3e-3, clip_norm=1.0),
     train=TrainConfig(batch_size=16),

@@ -70,7 +70,7 @@ def tiny(data: Path, steps: int = 20, *changes: str) -> list[str]:
 
 
 SMALL = DecoderConfig(
-    vocab_size=280, context_length=16, d_model=16, n_blocks=1, n_heads=2, output_projection=True, d_ff=(32,),
+    vocab_size=280, context_length=16, d_model=16, n_blocks=1, n_heads=2, d_ff=(32,),
     norm="rmsnorm",
 )  # fmt: skip
 

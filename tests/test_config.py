@@ -228,7 +228,7 @@ def test_bounds_stand_beside_fields_and_are_inherited():
     for values in ({"vocab_size": 0}, {"rates": (0.5, 1.0)}):
         with pytest.raises(UserError, match=rf"{next(iter(values))} is .*; it must be .*\.$"):
             OwnConfig(**values)
-    for values in ({"d_ff": (8, 0)}, {"n_kv_heads": 0}, {"norm_eps": 0.0}, {"dropout": 1.0}, {"capacity_factor": 0.0}):
+    for values in ({"d_ff": (8, 0)}, {"n_kv_heads": 0}, {"norm_eps": 0.0}, {"dropout": 1.0}):
         (name,) = values
         with pytest.raises(UserError, match=rf"{name} is .*; it must be "):
             DecoderConfig(**values)

@@ -54,6 +54,10 @@ class ModelConfig:
         """Task, inputs and capabilities of the model."""
         raise NotImplementedError
 
+    def simplest(self) -> ModelConfig:
+        """Return the config of the same model that has the fewest fields."""
+        return self
+
     def example(self) -> tuple[np.ndarray, ...]:
         """Return the inputs of an example of maximum size, all zeros."""
         return tuple(np.zeros(x.shape, x.dtype) for x in self.contract.inputs)

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxformer.errors import UserError
+from jaxformer.errors import UserError, batch_hint
 from jaxformer.ops.masks import EMPTY
 from jaxformer.ops.workarounds import kth_largest
 
@@ -184,8 +184,7 @@ def with_logprobs(logits_V: jax.Array, token: jax.Array, sampling: Sampling) -> 
 def apply_penalties(logits_V: jax.Array, history: History, sampling: Sampling) -> jax.Array:
     """Apply the logits processors, which read the text so far. Raises `ValueError` for a batch."""
     if logits_V.ndim != 1:
-        batch = "; use jax.vmap for a batch" if logits_V.ndim == 2 else ""
-        raise ValueError(f"expected logits of shape (V,), got {logits_V.shape}{batch}")
+        raise ValueError(f"expected logits of shape (V,), got {logits_V.shape}{batch_hint(logits_V.shape, 1)}")
     s = sampling
     if s.n_tokens is not None:
         logits_V = jnp.where(jnp.arange(len(logits_V)) < s.n_tokens, logits_V, -jnp.inf)

@@ -15,6 +15,7 @@ import numpy as np
 from jaxformer.inspect.activations import capture
 from jaxformer.models.decoder import Decoder, DecoderConfig
 from jaxformer.models.objective import Params
+from jaxformer.models.rungs import RungConfig, as_rung
 from jaxformer.nn.local_heads import biases_at
 from jaxformer.nn.mlp import ACTIVATIONS, GATED
 from jaxformer.nn.norms import epsilon
@@ -75,18 +76,17 @@ def expected_moments(config: DecoderConfig, n_tokens: int) -> tuple[Moments, ...
     scales the mean square by n·v. The scores of a query are then normal; the entropy of their softmax, and how much it
     averages the values, are Monte Carlo estimates.
     """
-    c = config
+    c = as_rung(config)
     std = 1 / sqrt(c.d_model) if c.projection_std is None else c.projection_std
     stream, moments = (c.embedding_scale * c.embedding_std) ** 2, []
-    scaled = (1 / c.width_of_head if c.scaled else 1) if c.score_scale is None else c.score_scale**2
     stream += {"learned": c.embedding_std**2, "sinusoidal": 0.5}.get(c.positions, 0.0)
     for window in c.block_windows:
         before = stream
         projected = c.d_model * std**2 * _read(c, before)
-        scores = c.width_of_head * (1.0 if c.qk_norm else projected**2) * scaled
+        scores = c.width_of_head * (1.0 if c.qk_norm else projected**2) * c.scale**2
         visible = min(n_tokens, window)
         heads = [(scores, *_softmax_of_normal(scores, n_tokens, visible))] * (c.n_heads - c.local_heads)
-        heads += [_local_head(c, d, projected, sqrt(scaled), n_tokens, visible) for d in range(1, c.local_heads + 1)]
+        heads += [_local_head(c, d, projected, c.scale, n_tokens, visible) for d in range(1, c.local_heads + 1)]
         scores, entropy, averaged = map(float, np.mean(heads, axis=0))
         attended = projected * averaged * (c.n_heads if c.sums_heads else 1)
         if c.output_projection:
@@ -113,7 +113,7 @@ def _router_weights(variance: float, n_experts: int, per_token: int, renormalize
     return float(jnp.mean(jnp.sum(jnp.square(route(jnp.asarray(logits), per_token, renormalize)[1]), axis=-1)))
 
 
-def _after(c: DecoderConfig, stream: float, part: float) -> float:
+def _after(c: RungConfig, stream: float, part: float) -> float:
     if c.norm != "none" and c.norm_placement == "post":
         return 1.0
     part = 1.0 if c.norm != "none" and c.norm_placement == "both" else part
@@ -199,9 +199,9 @@ def _observe(model: Decoder, params: Params, tokens_BT: jax.Array) -> list[tuple
     return [(before, variance, entropy, after / before) for before, variance, entropy, after in means]
 
 
-def _warnings(c: DecoderConfig, observed: tuple[Moments, ...], n_tokens: int) -> list[str]:
+def _warnings(config: DecoderConfig, observed: tuple[Moments, ...], n_tokens: int) -> list[str]:
     """Return warnings about unstable configurations, each with the ladder rung that shows the problem and a remedy."""
-    warnings = []
+    c, warnings = as_rung(config), []
     max_entropy = float(np.mean(np.log(np.minimum(np.arange(1, n_tokens + 1), c.attention_window))))
     remedies = [] if c.scaled else ["model.scaled to true, which divides them by sqrt(head_dim)"]
     if (c.projection_std or 0) > 2 / sqrt(c.d_model):

@@ -17,6 +17,7 @@ from jaxformer.inspect.activations import Activations, capture
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.inputs import check_example
 from jaxformer.models.objective import Params
+from jaxformer.models.rungs import as_rung
 from jaxformer.nn.norms import epsilon
 from jaxformer.ops.precision import upcast
 
@@ -70,7 +71,7 @@ def logit_attribution(
 def _attribute(
     model: nn.Module, params: Params, inputs: tuple[Any, ...], target_T: jax.Array, baseline_T: jax.Array | None
 ) -> Activations:
-    c = model.config
+    c = as_rung(model.config)
     values = capture(model, params, *inputs)
     last_TD = values[f"blocks.{c.n_blocks - 1}.after"]
     out_VD = params["embedding"]["W_E"] if c.unembedding == "tied" else params["W_out"].T

@@ -17,7 +17,7 @@ def axis_sizes(config: DecoderConfig) -> dict[str, int]:
     """Return axis sizes by letter."""
     return {
         "V": config.vocab_size, "P": config.n_positions, "D": config.d_model, "H": config.n_heads, "G": config.kv_heads,
-        "K": config.width_of_head, "F": config.d_ff[0], "E": config.n_experts or 0,
+        "K": config.width_of_head, "F": config.d_ff[0], "E": getattr(config, "n_experts", None) or 0,
     }  # fmt: skip
 
 

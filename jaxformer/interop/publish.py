@@ -22,6 +22,7 @@ from jaxformer.interop.layout import Layout, axis_sizes
 from jaxformer.interop.weights import rows
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.objective import Params
+from jaxformer.models.rungs import RungConfig, as_rung
 from jaxformer.nn.norms import NORMS, epsilon
 from jaxformer.runs.run import Run
 
@@ -46,11 +47,13 @@ class Published(NamedTuple):
 def publish(run: Run) -> Published:
     """Return a run's model in the layout of the first family with an equivalent for each part. If there is none, raises
     `UserError` with the parts that the nearest family lacks."""
-    config = run.config.model
-    if not isinstance(config, DecoderConfig):
+    model = run.config.model
+    if not isinstance(model, DecoderConfig):
         problem = f"{run.path} holds a {type(run.model).__name__}, but published families are decoders"
         raise UserError(f"{problem}; use --format safetensors.")
-    config = resolved(config)
+    config = resolved(model)
+    if own := [f.name for f in dataclasses.fields(model) if not hasattr(config, f.name)]:
+        raise UserError(f"{run.path} has {own[0]}, which no published family has; use --format safetensors.")
     lacking = {name: unmatched(config, family) for name, family in FAMILIES.items()}
     nearest = min(lacking, key=lambda name: len(lacking[name]))  # the first of equals
     if lacking[nearest]:
@@ -66,9 +69,9 @@ def publish(run: Run) -> Published:
     return Published(write_config(config, family), config.n_positions, published_tensors(run.params, config, family))
 
 
-def resolved(config: DecoderConfig) -> DecoderConfig:
+def resolved(model: DecoderConfig) -> RungConfig:
     """Return a config with default fields of None replaced by their values, which published configs state."""
-    scale = config.width_of_head**-0.5 if config.scaled else 1.0
+    config = as_rung(model)
     renormalize = config.experts_per_token > 1 if config.renormalize_experts is None else config.renormalize_experts
     return dataclasses.replace(
         config, n_kv_heads=config.kv_heads, head_dim=config.width_of_head,
@@ -76,12 +79,12 @@ def resolved(config: DecoderConfig) -> DecoderConfig:
         max_context=config.n_positions,
         norm_eps=epsilon(config.norm, config.norm_eps) if config.norm in NORMS else config.norm_eps,
         output_bias=config.attention_bias if config.output_bias is None else config.output_bias,
-        score_scale=scale if config.score_scale is None else config.score_scale, scaled=True,
+        score_scale=config.scale, scaled=True,
         renormalize_experts=None if config.n_experts is None else renormalize,
     )  # fmt: skip
 
 
-def unmatched(config: DecoderConfig, family: Family) -> dict[str, Any]:
+def unmatched(config: RungConfig, family: Family) -> dict[str, Any]:
     """Return the fields of a config, with their values, for which a family has no equivalent."""
     defaults = {f.name: f.default for f in dataclasses.fields(config)}
     derived = {

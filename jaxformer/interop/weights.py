@@ -39,7 +39,7 @@ def rows(family: Family, config: DecoderConfig) -> dict[str, tuple[Weight, tuple
     for weight in family.weights:
         for i in range(config.n_blocks) if "{i}" in weight.ours else (0,):
             name = weight.theirs.replace("{i}", str(i))
-            n_experts = (config.n_experts or 0) if "{e}" in name else 1
+            n_experts = (getattr(config, "n_experts", None) or 0) if "{e}" in name else 1
             names = tuple(name.replace("{e}", str(e)) for e in range(n_experts))
             table[weight.ours.replace("{i}", str(i))] = weight, names
     return table

@@ -8,15 +8,18 @@ from jaxformer.models.decoder import Decoder, DecoderConfig
 from jaxformer.models.encoder import Classifier, ClassifierConfig, EncoderConfig, MaskedLanguageModel
 from jaxformer.models.encoder_decoder import EncoderDecoder, EncoderDecoderConfig
 from jaxformer.models.mlp import MLPConfig, MLPLanguageModel
+from jaxformer.models.moe import MoEConfig
 from jaxformer.models.objective import mean_loss, next_token_nll, objective_of
 from jaxformer.models.recurrent import Recurrent, RecurrentConfig
 from jaxformer.models.recurrent_lm import RecurrentLM, RecurrentLMConfig
+from jaxformer.models.rungs import RungConfig, RungDecoder
 from jaxformer.models.vit import ViT, ViTConfig
 from jaxformer.models.vivit import FactorisedViViT, ViViT, ViViTConfig
 
 __all__ = [
     "CLIP", "CLIPConfig", "Classifier", "ClassifierConfig", "Decoder", "DecoderConfig", "EncoderConfig",
     "EncoderDecoder", "EncoderDecoderConfig", "FactorisedViViT", "ImageTowerConfig", "MLPConfig", "MLPLanguageModel",
-    "MaskedLanguageModel", "Recurrent", "RecurrentConfig", "RecurrentLM", "RecurrentLMConfig",
-    "TextTowerConfig", "ViT", "ViTConfig", "ViViT", "ViViTConfig", "mean_loss", "next_token_nll", "objective_of",
+    "MaskedLanguageModel", "MoEConfig", "Recurrent", "RecurrentConfig", "RecurrentLM", "RecurrentLMConfig",
+    "RungConfig", "RungDecoder", "TextTowerConfig", "ViT", "ViTConfig", "ViViT", "ViViTConfig", "mean_loss",
+    "next_token_nll", "objective_of",
 ]  # fmt: skip

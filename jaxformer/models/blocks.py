@@ -12,12 +12,13 @@ from jaxformer.config import ModelConfig, TokenModelConfig
 from jaxformer.config.fields import Fraction, NormEps, Range, Size
 from jaxformer.contract import AttentionShape, Contract
 from jaxformer.errors import UserError
-from jaxformer.nn.block import Block
+from jaxformer.nn.attention import MultiHeadAttention
+from jaxformer.nn.block import Block, Make
 from jaxformer.nn.embedding import Positions
 from jaxformer.nn.execution import Execution
 from jaxformer.nn.local_heads import NARROW, WIDE, LocalHeads
 from jaxformer.nn.mlp import MLP, Activation
-from jaxformer.nn.norms import Norm, norm_maker
+from jaxformer.nn.norms import NORMS, Norm, epsilon
 from jaxformer.ops.positions import RoPE, query_and_key_at
 
 
@@ -94,31 +95,41 @@ class BlocksConfig(ModelConfig):
 
     def make_norm(self) -> nn.Module:
         """Return a norm."""
-        return norm_maker(self.norm, self.norm_eps)()
+        return NORMS[self.norm](epsilon(self.norm, self.norm_eps))
 
-    def make_block(
-        self, execution: Execution, distances: tuple[int, ...] = (), *, cross: bool = False, n_diagonal: int = 0
-    ) -> Block:
+    def make_attention(
+        self, execution: Execution, heads: type[MultiHeadAttention] = LocalHeads, **options: Any
+    ) -> Make:
+        """Return a function that constructs multi-head attention.
+
+        Args:
+          heads: class of the module.
+          options: further attributes of the module, or others than those of this config.
+        """
+        rope = RoPE(self.rope_base) if self.positions == "rope" else None
+        attributes = {
+            "n_heads": self.n_heads, "head_dim": self.width_of_head, "bias": self.attention_bias, "rope": rope,
+            "attention": execution.attention,
+        }  # fmt: skip
+        return partial(heads, **attributes | options)
+
+    def make_mlp(self, execution: Execution) -> Make:
+        """Return a function that constructs an MLP."""
+        return partial(MLP, hidden=self.d_ff, d_out=self.d_model, activation=self.activation, bias=self.bias)
+
+    def make_block(self, execution: Execution, block: type[Block] = Block, **parts: Any) -> Block:
         """Return a block.
 
         Args:
-          distances: `distances` of the self-attention heads, as in `MultiHeadAttention`.
-          cross: add cross-attention; RoPE is applied to its queries and keys only with `n_diagonal`.
-          n_diagonal: cross-attention heads that attend around the query's own position in the source at initialisation.
+          block: class of the module.
+          parts: further attributes of the block, such as `make_cross_attention`, or others than those of this config.
         """
-        rope = RoPE(self.rope_base) if self.positions == "rope" else None
-        heads = partial(
-            LocalHeads, self.n_heads, self.width_of_head, bias=self.attention_bias, attention=execution.attention
-        )
-        cross_heads = partial(heads, rope=rope, distances=(0,) * n_diagonal, is_wide=True) if n_diagonal else heads
-        return Block(
-            partial(heads, rope=rope, distances=distances),
-            partial(MLP, self.d_ff, self.d_model, self.activation, self.bias),
-            norm_maker(self.norm, self.norm_eps),
-            self.norm_placement,
-            dropout=self.dropout,
-            make_cross_attention=cross_heads if cross else None,
-        )
+        attributes = {
+            "make_attention": self.make_attention(execution), "make_mlp": self.make_mlp(execution),
+            "make_norm": self.make_norm, "norm_placement": self.norm_placement,
+            "dropout": self.dropout,
+        }  # fmt: skip
+        return block(**attributes | parts)
 
 
 @dataclass(frozen=True)
@@ -127,9 +138,9 @@ class TokenBlocksConfig(BlocksConfig, TokenModelConfig):
 
     @property
     def contract(self) -> Contract:
-        return replace(super().contract, max_tokens=self.context_length if self.positions == "learned" else None)
+        return replace(super().contract, max_tokens=self.n_positions if self.positions == "learned" else None)
 
     def check_length(self, n_tokens: int) -> None:
         """Raise `ValueError` for more tokens than there are learned positions."""
-        if self.positions == "learned" and n_tokens > self.context_length:
-            raise ValueError(f"{n_tokens} tokens, but there are {self.context_length} learned positions")
+        if self.positions == "learned" and n_tokens > self.n_positions:
+            raise ValueError(f"{n_tokens} tokens, but there are {self.n_positions} learned positions")

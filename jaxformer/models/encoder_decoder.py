@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from math import sqrt
 from typing import Any, NamedTuple
 
@@ -81,9 +82,16 @@ class EncoderDecoder(nn.Module):
         self.embedding_dropout = nn.Dropout(c.dropout, deterministic=False)
         before = tuple(range(1, c.local_heads + 1))
         both = tuple(d for n in before for d in (n, -n))[: c.local_heads]
-        self.encoder_blocks = [c.make_block(self.execution, both) for _ in range(c.n_encoder_blocks)]
+        attend: Any = partial(c.make_attention, self.execution)
+        # Positions in the source and in the target are comparable only to heads that begin on the diagonal.
+        diagonal = {"distances": (0,) * c.diagonal_heads, "is_wide": True} if c.diagonal_heads else {"rope": None}
+        self.encoder_blocks = [
+            c.make_block(self.execution, make_attention=attend(distances=both)) for _ in range(c.n_encoder_blocks)
+        ]
         self.decoder_blocks = [
-            c.make_block(self.execution, before, cross=True, n_diagonal=c.diagonal_heads)
+            c.make_block(
+                self.execution, make_attention=attend(distances=before), make_cross_attention=attend(**diagonal)
+            )
             for _ in range(c.n_decoder_blocks)
         ]
         if c.final_norm:

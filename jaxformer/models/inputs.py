@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxformer.contract import Contract, Input, contract_of
-from jaxformer.errors import UserError
+from jaxformer.errors import UserError, batch_hint
 from jaxformer.nn.embedding import check_tokens
 
 
@@ -51,11 +51,10 @@ def check_next_tokens(contract: Contract, tokens_T: jax.Array) -> None:
 
 def check_shape(x: Any, declared: Input) -> None:
     """Raise `UserError` for an input whose number of axes is not that of one example."""
-    n_axes = len(declared.shape)
-    if jnp.ndim(x) != n_axes:
+    n_axes, got = len(declared.shape), jnp.shape(x)
+    if len(got) != n_axes:
         shape = "(T,)" if n_axes == 1 else declared.shape
-        remedy = "; use jax.vmap for a batch" if jnp.ndim(x) == n_axes + 1 else ""
-        raise UserError(f"expected an input of shape {shape}, got {jnp.shape(x)}{remedy}.")
+        raise UserError(f"expected an input of shape {shape}, got {got}{batch_hint(got, n_axes)}.")
 
 
 def check_length(contract: Contract, n_tokens: int) -> None:

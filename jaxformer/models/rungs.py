@@ -1,9 +1,147 @@
-"""Parts that only the first rungs of the ladder have: blocks without residual connections, heads without `W_O`."""
+"""Decoder of the ladder's rungs, with what only they have: blocks without residual connections, heads without `W_O`,
+logits directly from an MLP, other scales of attention, and values of the tokens themselves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import Any, Literal
 
 import jax
 
+from jaxformer.config.fields import NonNegativeFloat, Size
+from jaxformer.contract import Contract
+from jaxformer.errors import UserError
+from jaxformer.models.decoder import Decoder, DecoderConfig
+from jaxformer.models.moe import MoEConfig, narrowed
 from jaxformer.nn.attention import MultiHeadAttention
-from jaxformer.nn.block import Block, Function
+from jaxformer.nn.block import Block, Function, Make
+from jaxformer.nn.embedding import Embedding
+from jaxformer.nn.execution import PLAIN, Execution
+from jaxformer.nn.local_heads import LocalHeads
+from jaxformer.ops.linear_cross_entropy import Unembedding
+
+
+@dataclass(frozen=True)
+class RungConfig(MoEConfig):
+    """Shape of a `RungDecoder`. The defaults are those of the `residual` rung."""
+
+    value_dim: Size | None = None
+    """Width of a head's values and output; by default, that of its queries and keys."""
+    scaled: bool = True
+    """Divide the scores by the square root of the head's width."""
+    projection_std: NonNegativeFloat | None = None
+    """Standard deviation of W_Q, W_K, W_V, W_O at initialisation; by default, 1/sqrt(d_model)."""
+    output_projection: bool = False
+    """Multiply the concatenated heads by W_O. If false, heads that split the model's width are concatenated, and heads
+    as wide as the model are summed."""
+    residual: bool = True
+    value_embedding: bool = False
+    """A second embedding per token, times embedding_scale, added to the token's values in every block, so that values
+    carry the token's identity (after Zhou et al. 2024, who share the values of the first block). Zero at
+    initialisation."""
+    unembedding: Literal["mlp", "linear", "tied"] = "linear"  # type: ignore[assignment]
+    """Logits from W_out (linear), from the transposed embedding (tied: weight tying), or directly from the last block's
+    MLP (mlp)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        total = self.n_heads * self.width_of_values
+        if not self.output_projection and not self.sums_heads and total != self.d_model:
+            name = "head_dim" if self.value_dim is None else "value_dim"
+            remedy = f"set output_projection, or {name} to {self.d_model} for their sum"
+            problem = f"{self.n_heads} heads of width {self.width_of_values} make {total}, not d_model {self.d_model}"
+            raise UserError(f"{problem}; {remedy}.")
+        if self.local_heads and not self.output_projection:
+            raise UserError(f"local_heads is {self.local_heads}, which needs output_projection; set it, or omit both.")
+        if self.unembedding == "mlp" and self.residual:
+            raise UserError(
+                "unembedding 'mlp' makes the last block vocab_size wide, which cannot be added to "
+                "the residual stream; set residual to false or use 'linear'."
+            )
+        if self.unembedding == "mlp" and self.n_experts is not None:
+            remedy = f"needs one MLP per block, not n_experts {self.n_experts}; use 'linear'"
+            raise UserError(f"unembedding 'mlp' {remedy}.")
+
+    @property
+    def sums_heads(self) -> bool:
+        """True if the output of attention is the sum of the heads, each as wide as the model."""
+        return not self.output_projection and self.width_of_values == self.d_model
+
+    @property
+    def width_of_values(self) -> int:
+        return self.value_dim or self.width_of_head
+
+    @property
+    def scale(self) -> float:
+        return super().scale if self.scaled or self.score_scale is not None else 1.0
+
+    @property
+    def contract(self) -> Contract:
+        return replace(super().contract, has_residual_stream=self.residual)
+
+    def build(self, execution: Execution = PLAIN) -> RungDecoder:
+        return RungDecoder(self, execution)
+
+    def simplest(self) -> DecoderConfig:
+        if self.unembedding == "mlp" or as_rung(narrowed(self, MoEConfig)) != self:
+            return self
+        return narrowed(self, MoEConfig).simplest()
+
+    def make_attention(
+        self, execution: Execution, heads: type[MultiHeadAttention] = LocalHeads, **options: Any
+    ) -> Make:
+        if not self.output_projection:
+            heads = SummedHeads if self.sums_heads else ConcatenatedHeads
+        if not self.scaled and self.score_scale is None:
+            options["scale"] = 1.0
+        return super().make_attention(
+            execution, heads, value_dim=self.value_dim, init_std=self.projection_std, **options
+        )
+
+    def make_decoder_block(self, execution: Execution, i: int, **parts: Any) -> Block:
+        if not self.residual:
+            parts["block"] = PlainBlock
+        if self.unembedding == "mlp" and i == self.n_blocks - 1:
+            parts["make_mlp"] = partial(self.make_mlp(execution), d_out=self.vocab_size)
+        return super().make_decoder_block(execution, i, **parts)
+
+
+def as_rung(config: DecoderConfig) -> RungConfig:
+    """Return the config of the same model that also has the fields of rungs, without those of a class of one's own."""
+    if isinstance(config, RungConfig):
+        return config
+    known = [field.name for field in fields(RungConfig) if hasattr(config, field.name)]
+    return RungConfig(**{name: getattr(config, name) for name in known}, output_projection=True)
+
+
+class RungDecoder(Decoder):
+    """`Decoder` of a rung."""
+
+    config: RungConfig
+
+    def setup(self) -> None:
+        super().setup()
+        c = self.config
+        if c.value_embedding:
+            self.value_embedding = Embedding(
+                vocab_size=c.vocab_size,
+                n_positions=c.n_positions,
+                d_model=c.kv_heads * c.width_of_values,
+                positions="none",
+                init_std=0.0,
+                scale=c.embedding_scale,
+            )
+
+    def token_values(self, tokens_T: jax.Array, positions_T: jax.Array) -> jax.Array | None:
+        """Return the value embedding per key/value head, `(G, T, K)`; None without one."""
+        if not self.config.value_embedding:
+            return None
+        rows_TD = self.value_embedding(tokens_T, positions_T)
+        return rows_TD.reshape(len(tokens_T), self.config.kv_heads, -1).swapaxes(0, 1)
+
+    def unembedding(self) -> Unembedding | None:
+        return None if self.config.unembedding == "mlp" else super().unembedding()
 
 
 class PlainBlock(Block):
@@ -15,14 +153,14 @@ class PlainBlock(Block):
         return drop(post_norm(f(norm(x_TD))))
 
 
-class ConcatenatedHeads(MultiHeadAttention):
+class ConcatenatedHeads(LocalHeads):
     """`MultiHeadAttention` whose output is the heads themselves, `(T, H·K)`."""
 
     def merge_heads(self, y_HTK: jax.Array, d_model: int) -> jax.Array:
         return y_HTK.swapaxes(0, 1).reshape(y_HTK.shape[1], -1)
 
 
-class SummedHeads(MultiHeadAttention):
+class SummedHeads(LocalHeads):
     """`MultiHeadAttention` whose output is the sum of the heads, `(T, K)`."""
 
     def merge_heads(self, y_HTK: jax.Array, d_model: int) -> jax.Array:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxformer.errors import UserError
+from jaxformer.errors import UserError, batch_hint
 from jaxformer.nn.capture import OUTPUT, capture_point
 from jaxformer.nn.parameters import check_name, parameter
 from jaxformer.ops.positions import check_positions, sinusoidal
@@ -20,9 +20,8 @@ Positions = Literal["none", "learned", "sinusoidal", "rope"]
 def check_tokens(tokens_T: Any, vocab_size: int) -> None:
     """Check the token ids of one sequence, `(T,)`; under tracing, only their shape and dtype. Raises `UserError` for
     another number of axes, a non-integer dtype, or ids outside the vocabulary."""
-    if np.ndim(tokens_T) != 1:
-        remedy = "; use jax.vmap for a batch" if np.ndim(tokens_T) == 2 else ""
-        raise UserError(f"expected an input of shape (T,), got {np.shape(tokens_T)}{remedy}.")
+    if len(shape := np.shape(tokens_T)) != 1:
+        raise UserError(f"expected an input of shape (T,), got {shape}{batch_hint(shape, 1)}.")
     dtype = tokens_T.dtype if isinstance(tokens_T, jax.Array | np.ndarray) else np.asarray(tokens_T).dtype
     if len(tokens_T) and not jnp.issubdtype(dtype, jnp.integer):
         raise UserError(f"token ids are {dtype}; give integers, such as int32.")

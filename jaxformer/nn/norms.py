@@ -1,7 +1,5 @@
 """Norm modules with learned parameters."""
 
-from collections.abc import Callable
-from functools import partial
 from typing import Literal
 
 import flax.linen as nn
@@ -45,8 +43,3 @@ Norm = Literal["rmsnorm", "layernorm"]
 """Names of norms in configs."""
 NORMS: dict[str, type[RMSNorm | LayerNorm]] = {"rmsnorm": RMSNorm, "layernorm": LayerNorm}
 """Norm modules by name."""
-
-
-def norm_maker(norm: str, eps: float | None) -> Callable[[], nn.Module]:
-    """Return a function that constructs a norm with ε `eps`."""
-    return partial(NORMS[norm], epsilon(norm, eps))

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from jaxformer.errors import batch_hint
 from jaxformer.ops.masks import Causal, Mask, Packed, as_array, check_mask
 from jaxformer.ops.precision import accumulation_dtype
 from jaxformer.ops.quantized import Quantized
@@ -48,8 +49,7 @@ def check_inputs(q_HTK: jax.Array, k_GSK: jax.Array, v_GSK: jax.Array | None, ma
         if x is None:
             continue
         if x.ndim != 3:
-            batch = "; use jax.vmap for a batch" if x.ndim == 4 else ""
-            raise ValueError(f"expected {name} of shape {axes}, got {x.shape}{batch}")
+            raise ValueError(f"expected {name} of shape {axes}, got {x.shape}{batch_hint(x.shape, 3)}")
         if not jnp.issubdtype(x.dtype, jnp.floating):
             raise TypeError(f"{name} are {x.dtype}; give floating-point numbers")
     (H, T, K), (G, S, _) = q_HTK.shape, k_GSK.shape
@@ -144,8 +144,7 @@ def in_segments(n: int, attention: Callable[..., jax.Array] = attention) -> Call
 def to_heads(x_TD: jax.Array, W_DHK: jax.Array | Quantized) -> jax.Array:
     """Return queries, keys or values, `(H, T, K)`: attention is fastest with heads first."""
     if x_TD.ndim != 2:
-        batch = "; use jax.vmap for a batch" if x_TD.ndim == 3 else ""
-        raise ValueError(f"expected a sequence of shape (T, D), got {x_TD.shape}{batch}")
+        raise ValueError(f"expected a sequence of shape (T, D), got {x_TD.shape}{batch_hint(x_TD.shape, 2)}")
     D, H, K = _projection_shape(W_DHK, "(D, H, K)")
     if isinstance(W_DHK, Quantized):
         return (x_TD @ W_DHK).swapaxes(0, 1)

@@ -17,6 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxformer.errors import batch_hint
+
 EMPTY = -1
 """Position of a slot that holds no token: padding, or a cache slot not yet written."""
 
@@ -172,8 +174,8 @@ def check_valid(valid_T: Any, n_tokens: int) -> None:
     if dtype != jnp.bool_:
         raise TypeError(f"valid is {dtype}; give a bool array, True for tokens, such as attention_mask == 1")
     if valid_T.shape != (n_tokens,):
-        batch = "; use jax.vmap for a batch" if valid_T.ndim == 2 else ""
-        raise ValueError(f"expected valid of shape {(n_tokens,)}, one per token, got {valid_T.shape}{batch}")
+        got = f"{valid_T.shape}{batch_hint(valid_T.shape, 1)}"
+        raise ValueError(f"expected valid of shape {(n_tokens,)}, one per token, got {got}")
 
 
 def check_prefix(length: Any) -> None:

@@ -6,6 +6,8 @@ from math import prod
 import jax
 import jax.numpy as jnp
 
+from jaxformer.errors import batch_hint
+
 
 def standardize(pixels: jax.Array, mean: Sequence[float], std: Sequence[float]) -> jax.Array:
     """Return (x - mean) / std in float32, where x is float pixels, or uint8 pixels divided by 255.
@@ -39,8 +41,8 @@ def patchify(pixels: jax.Array, size: Sequence[int]) -> jax.Array:
     *lengths, channels = pixels.shape
     n = len(size)
     if len(lengths) != n or any(length % s for length, s in zip(lengths, size, strict=True)):
-        batch = "; use jax.vmap for a batch" if len(lengths) == n + 1 else ", channels last"
-        raise ValueError(f"pixels of shape {pixels.shape} cannot be split into patches of size {tuple(size)}{batch}")
+        hint = batch_hint(lengths, n) or ", channels last"
+        raise ValueError(f"pixels of shape {pixels.shape} cannot be split into patches of size {tuple(size)}{hint}")
     # Each axis becomes a patch index and an index within the patch; then all patch indices go first.
     split = [part for length, s in zip(lengths, size, strict=True) for part in (length // s, s)]
     blocks = pixels.reshape(*split, channels).transpose(*range(0, 2 * n, 2), *range(1, 2 * n, 2), 2 * n)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxformer.errors import UserError
+from jaxformer.errors import UserError, batch_hint
 
 
 def check_positions(positions_T: Any, n_tokens: int | None = None) -> jax.Array:
@@ -77,8 +77,8 @@ def rope(
     `scaling`, for length extrapolation (Chen et al. 2023, equation 4), or frequencies are scaled by `Llama3Scaling`.
     """
     if x_HTK.ndim != 3 or x_HTK.shape[-1] % 2:
-        batch = "; use jax.vmap for a batch" if x_HTK.ndim == 4 else ""
-        raise ValueError(f"expected vectors of shape (H, T, K) with even K, got {x_HTK.shape}{batch}")
+        got = f"{x_HTK.shape}{batch_hint(x_HTK.shape, 3)}"
+        raise ValueError(f"expected vectors of shape (H, T, K) with even K, got {got}")
     positions_T = check_positions(positions_T, x_HTK.shape[1])
     half = x_HTK.shape[-1] // 2
     if isinstance(scaling, Llama3Scaling):

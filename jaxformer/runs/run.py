@@ -31,6 +31,7 @@ from jaxformer.nn.parameters import parameter_axes, trace_init
 from jaxformer.parallel.mesh import abstract, shardings
 from jaxformer.runs.checkpoints import CheckpointManager, CheckpointReader
 from jaxformer.runs.classes import BASE, CONFIG, find_class
+from jaxformer.runs.convert import convert
 from jaxformer.runs.integrity import CHECKSUMS
 from jaxformer.runs.storage import local_folder
 
@@ -325,7 +326,8 @@ def read_config(folder: Path) -> Config:
         for field, base in (("model", ModelConfig), ("data", DataConfig), ("optimizer", OptimizerConfig)):
             part = dict(values[field])
             kind = str(part.pop("kind", kind_of(base)))
-            values[field] = from_dict(find_class(kind, base, folder), part, f"{file}: {field}")
+            path = f"{file}: {field}"
+            values[field] = convert(kind, part, path) or from_dict(find_class(kind, base, folder), part, path)
     except (ValueError, TypeError, KeyError) as error:
         raise UserError(
             f"{file} cannot be read as a run's config ({type(error).__name__}: {error}); restore the one that was "

@@ -132,7 +132,7 @@ SMALL: dict = {"vocab_size": 280, "context_length": 16, "d_model": 8, "n_heads":
 
 
 def test_prefix_has_no_predictions(tmp_path: Path):
-    path = untrained(tmp_path, DecoderConfig(**SMALL, n_blocks=1, output_projection=True, prefix=True))
+    path = untrained(tmp_path, DecoderConfig(**SMALL, n_blocks=1, prefix=True))
     assert inspect.main([str(path), "--prompt", "ai bj ck dl"]) == 0
     text = (path / "inspect.html").read_text()
     assert (
@@ -150,7 +150,7 @@ def test_prefix_has_no_predictions(tmp_path: Path):
 
 
 def test_model_that_is_not_finite_has_a_page_without_a_warning(tmp_path: Path):
-    path = untrained(tmp_path, DecoderConfig(**SMALL, n_blocks=1, output_projection=True), math.nan)
+    path = untrained(tmp_path, DecoderConfig(**SMALL, n_blocks=1), math.nan)
     assert inspect.main([str(path), "--prompt", "ai bj"]) == 0  # tests turn warnings into errors
     text = (path / "inspect.html").read_text()
     assert "does not run in this page: a parameter is not finite" in text and "has weights that are not finite" in text

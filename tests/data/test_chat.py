@@ -549,7 +549,7 @@ def test_a_template_beside_the_tokenizer_has_precedence(published, tmp_path):
 def test_masked_targets_have_gradient_exactly_0(published, tmp_path):
     """Another target there changes neither loss nor gradient by a bit."""
     data = load(written(tmp_path / "c.jsonl", CHAT, CHAT[:2]), published)
-    config = DecoderConfig(290, 64, 8, n_blocks=1, n_heads=2, output_projection=True, d_ff=(8,), positions="rope")
+    config = DecoderConfig(290, 64, 8, n_blocks=1, n_heads=2, d_ff=(8,), positions="rope")
     model, batch = config.build(), data.batch(0)
     params = random_params(model, jnp.zeros(64, jnp.int32))
     masked = batch.weights == 0
@@ -588,7 +588,7 @@ def test_thirty_steps_lower_the_loss_on_the_assistants_tokens(published, tmp_pat
         [{"role": "user", "content": f"How {a} {b}?"}, {"role": "assistant", "content": f"It is {b}."}]
         for a in words for b in words
     ]  # fmt: skip
-    model = DecoderConfig(290, 64, 16, n_blocks=1, n_heads=2, output_projection=True, d_ff=(32,), positions="rope")
+    model = DecoderConfig(290, 64, 16, n_blocks=1, n_heads=2, d_ff=(32,), positions="rope")
     data_config = ChatConfig(str(written(tmp_path / "c.jsonl", *chats)), tokenizer=str(published), val_fraction=0.2)
     config = Config(
         "test", model, data_config, steps=30, optimizer=OptimizerConfig("adamw", learning_rate=0.02),

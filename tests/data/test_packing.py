@@ -105,7 +105,7 @@ MODELS = {
     "learned": DecoderConfig(vocab_size=257, context_length=16, d_model=16, n_heads=2, n_blocks=2, d_ff=(32,)),
     "rope, window": DecoderConfig(
         vocab_size=257, context_length=16, d_model=16, n_heads=2, n_blocks=2, d_ff=(32,), positions="rope",
-        norm="rmsnorm", output_projection=True, window=5,
+        norm="rmsnorm", window=5,
     ),
 }  # fmt: skip
 

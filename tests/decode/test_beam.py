@@ -26,11 +26,11 @@ from tests.helpers import ROOT, exhaustive
 pytestmark = pytest.mark.slow
 
 GPT2 = DecoderConfig(
-    61, 32, d_model=32, n_blocks=2, n_heads=4, output_projection=True, attention_bias=True, d_ff=(64,),
+    61, 32, d_model=32, n_blocks=2, n_heads=4, attention_bias=True, d_ff=(64,),
     activation="gelu", norm="layernorm", final_norm=True, unembedding="tied",
 )  # fmt: skip
 ROPE = DecoderConfig(
-    23, 16, d_model=12, n_blocks=2, n_heads=3, n_kv_heads=1, output_projection=True, d_ff=(17,), norm="rmsnorm",
+    23, 16, d_model=12, n_blocks=2, n_heads=3, n_kv_heads=1, d_ff=(17,), norm="rmsnorm",
     positions="rope", window=5,
 )  # fmt: skip
 STOPS: dict[str, tuple[int, ...]] = {"no stop": (), "one stop": (18,), "two stops": (55, 46)}

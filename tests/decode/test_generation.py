@@ -21,6 +21,7 @@ from jaxformer.errors import UserError
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.mlp import MLPConfig
 from jaxformer.models.objective import Params
+from jaxformer.models.rungs import as_rung
 from jaxformer.nn.parameters import parameter_axes
 from jaxformer.ops.masks import EMPTY
 from jaxformer.parallel.mesh import make_mesh, replicated, shardings
@@ -32,7 +33,7 @@ GREEDY, RANDOM = Sampling(0), Sampling(1.5)
 ALL = Sampling(1.0, top_logprobs=V)
 """Sampling that returns the log-probability of every token."""
 ROPE = DecoderConfig(
-    V, CONTEXT, d_model=12, n_blocks=1, n_heads=3, n_kv_heads=1, output_projection=True, d_ff=(17,), norm="rmsnorm",
+    V, CONTEXT, d_model=12, n_blocks=1, n_heads=3, n_kv_heads=1, d_ff=(17,), norm="rmsnorm",
     positions="rope", window=7,
 )  # fmt: skip
 LEARNED = replace(ROPE, positions="learned", window=None)
@@ -45,7 +46,7 @@ CONFIGS = {
     ),
     "no positions, no norm": replace(ROPE, positions="none", norm="none", window=5),
     "mlp logits, two key heads": replace(
-        LEARNED, n_heads=4, n_kv_heads=2, output_projection=False, residual=False, unembedding="mlp"
+        as_rung(LEARNED), n_heads=4, n_kv_heads=2, output_projection=False, residual=False, unembedding="mlp"
     ),
 }
 MLP = MLPConfig(V, CONTEXT, d_model=5, d_ff=(13,), mixing="concatenate")
@@ -116,7 +117,7 @@ def assert_equals_full_passes(
 def test_a_ragged_batch_equals_full_passes_past_the_context_too(name: str) -> None:
     """Lengths 1 to the context in one batch. Learned positions end with the context."""
     config = CONFIGS[name]
-    ends = not config.extrapolates
+    ends = not config.contract.extrapolates
     lengths = range(1, CONTEXT if ends else CONTEXT + 1)
     prompts = [random_tokens(V, length, seed=length).tolist() for length in lengths]
     assert_equals_full_passes(build(config), prompts, 2 if ends else BEYOND)
@@ -165,9 +166,10 @@ def test_any_shape_equals_full_passes(
         ROPE, context_length=context, n_blocks=1, n_heads=heads[0], n_kv_heads=heads[1], positions=positions,
         norm_placement=placement, window=window, head_dim=6,
     )  # fmt: skip
-    longest = context if config.extrapolates else (context + 1) // 2
+    extrapolates = config.contract.extrapolates
+    longest = context if extrapolates else (context + 1) // 2
     lengths = data.draw(st.lists(st.integers(1, longest), min_size=1, max_size=5))
-    n = data.draw(st.integers(1, 21 if config.extrapolates else context - max(lengths) + 1))  # nothing reads the last
+    n = data.draw(st.integers(1, 21 if extrapolates else context - max(lengths) + 1))  # nothing reads the last
     prompts = [random_tokens(V, length, seed=length).tolist() for length in lengths]
     assert_equals_full_passes(build(config), prompts, n, context_length=context, prefill_chunk=chunk)
 

@@ -20,7 +20,7 @@ from tests.helpers import exhaustive
 
 VOCABULARY, CONTEXT = 13, 64
 SHAPE = DecoderConfig(
-    VOCABULARY, CONTEXT, 16, n_blocks=2, n_heads=2, output_projection=True, d_ff=(24,), norm="rmsnorm",
+    VOCABULARY, CONTEXT, 16, n_blocks=2, n_heads=2, d_ff=(24,), norm="rmsnorm",
     positions="rope",
 )  # fmt: skip
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 3, 1]

@@ -12,21 +12,22 @@ from jaxformer.decode.generation import generate
 from jaxformer.decode.samplers import Sampling
 from jaxformer.decode.weights import Transposed, as_declared, lay_out, restored, store, summed_axes
 from jaxformer.models.decoder import DecoderConfig
+from jaxformer.models.moe import MoEConfig
 from jaxformer.ops.quantized import Quantized
 from tests.arrays import random_params
 from tests.helpers import exhaustive
 
 MODELS = {
     "rope, tied": DecoderConfig(
-        40, 16, 32, n_blocks=2, n_heads=4, n_kv_heads=2, output_projection=True, d_ff=(48,), activation="swiglu",
+        40, 16, 32, n_blocks=2, n_heads=4, n_kv_heads=2, d_ff=(48,), activation="swiglu",
         norm="rmsnorm", final_norm=True, positions="rope", unembedding="tied", embedding_std=0.2,
     ),
     "learned, biases": DecoderConfig(
-        40, 16, 32, n_blocks=2, n_heads=4, output_projection=True, attention_bias=True, d_ff=(48,),
+        40, 16, 32, n_blocks=2, n_heads=4, attention_bias=True, d_ff=(48,),
         activation="gelu", norm="layernorm", final_norm=True,
     ),
-    "experts": DecoderConfig(
-        40, 16, 32, n_blocks=2, n_heads=4, output_projection=True, d_ff=(24,), activation="swiglu", norm="rmsnorm",
+    "experts": MoEConfig(
+        40, 16, 32, n_blocks=2, n_heads=4, d_ff=(24,), activation="swiglu", norm="rmsnorm",
         n_experts=4, shared_expert=True,
     ),
     "no W_O": DecoderConfig(40, 16, 32, n_heads=4, d_ff=(24, 24)),

@@ -28,6 +28,7 @@ from jaxformer.models.mlp import MLPConfig
 from jaxformer.models.objective import objective_of
 from jaxformer.models.recurrent import RecurrentConfig
 from jaxformer.models.recurrent_lm import RecurrentLMConfig
+from jaxformer.models.rungs import RungConfig
 from jaxformer.models.vit import ViTConfig
 from jaxformer.models.vivit import ViViTConfig
 from jaxformer.nn.capture import capture_point
@@ -39,16 +40,16 @@ V, T = 30, 7
 SMALL: dict[str, Any] = {"d_model": 12, "n_heads": 3, "d_ff": (16,)}
 BLOCKS = SMALL | {"n_blocks": 2}
 PIXELS: dict[str, Any] = {"image_size": (4, 6), "channels": 1, "n_classes": 3, "patch_size": (2, 3)}
-DECODER = DecoderConfig(V, T, **BLOCKS, norm="rmsnorm", output_projection=True)
+DECODER = DecoderConfig(V, T, **BLOCKS, norm="rmsnorm")
 MODELS: dict[str, ModelConfig] = {
     "decoder": DECODER,
-    "unscaled": DecoderConfig(V, T, d_model=12, d_ff=(16,), residual=False, scaled=False, unembedding="mlp"),
+    "unscaled": RungConfig(V, T, d_model=12, d_ff=(16,), residual=False, scaled=False, unembedding="mlp"),
     "grouped": DecoderConfig(
-        V, T, 12, 2, 4, n_kv_heads=2, head_dim=4, output_projection=True, qk_norm=True, positions="rope", window=3,
+        V, T, 12, n_blocks=2, n_heads=4, n_kv_heads=2, head_dim=4, qk_norm=True, positions="rope", window=3,
         d_ff=(16,), activation="swiglu", norm="layernorm", norm_placement="post", unembedding="tied",
     ),
     "prefix": DecoderConfig(V, T, **BLOCKS, prefix=True),
-    "experts": DecoderConfig(V, T, **BLOCKS, n_experts=4, shared_expert=True),
+    "experts": RungConfig(V, T, **BLOCKS, n_experts=4, shared_expert=True),
     "rowwise": MLPConfig(V, T, 12, (16, 17)),
     "concatenated": MLPConfig(V, T, 12, (16, 17), mixing="concatenate"),
     "mixed": MLPConfig(V, T, 12, (16, 17), mixing="qkv"),

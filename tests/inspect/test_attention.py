@@ -12,9 +12,7 @@ from jaxformer.models.mlp import MLPConfig
 from tests.arrays import apply, assert_close, build, random_tokens
 
 V, T, D = 23, 7, 13
-CONFIG = DecoderConfig(
-    V, T, D, n_blocks=2, n_heads=3, n_kv_heads=1, head_dim=5, output_projection=True, d_ff=(17,), embedding_std=0.5
-)
+CONFIG = DecoderConfig(V, T, D, n_blocks=2, n_heads=3, n_kv_heads=1, head_dim=5, d_ff=(17,), embedding_std=0.5)
 
 maps_of = jax.jit(attention_maps, static_argnums=0)
 

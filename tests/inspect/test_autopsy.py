@@ -19,9 +19,7 @@ from jaxformer.models.objective import Params, next_token_nll
 from jaxformer.nn.parameter_norms import dotted
 from tests.arrays import build, first_params, normal, random_tokens
 
-CONFIG = DecoderConfig(
-    23, 7, 13, n_blocks=2, n_heads=3, head_dim=5, output_projection=True, d_ff=(17,), norm="rmsnorm", final_norm=True
-)
+CONFIG = DecoderConfig(23, 7, 13, n_blocks=2, n_heads=3, head_dim=5, d_ff=(17,), norm="rmsnorm", final_norm=True)
 TOKENS = random_tokens(23, 3, 8)
 BATCH = next_token_batch(TOKENS)
 FIRST = jax.tree.map(lambda x: x[:1], BATCH)

@@ -17,9 +17,7 @@ from tests.arrays import build, normal, random_tokens
 from tests.helpers import exhaustive
 from tests.inspect.test_activations import MODELS, T, V, random_model
 
-CONFIG = DecoderConfig(
-    23, 7, 13, n_blocks=2, n_heads=3, n_kv_heads=1, head_dim=5, output_projection=True, d_ff=(17,), norm="rmsnorm"
-)
+CONFIG = DecoderConfig(23, 7, 13, n_blocks=2, n_heads=3, n_kv_heads=1, head_dim=5, d_ff=(17,), norm="rmsnorm")
 PARAMS = build(CONFIG)[1]
 LR = 0.25
 

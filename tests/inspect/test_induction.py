@@ -19,7 +19,7 @@ from jaxformer.models.objective import next_token_nll
 
 V, T = 24, 32
 MODEL = DecoderConfig(
-    V, T, d_model=48, n_blocks=2, n_heads=4, d_ff=(96,), output_projection=True, norm="rmsnorm", positions="rope",
+    V, T, d_model=48, n_blocks=2, n_heads=4, d_ff=(96,), norm="rmsnorm", positions="rope",
     embedding_std=0.3, final_norm=True,
 )  # fmt: skip
 

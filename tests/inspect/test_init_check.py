@@ -10,10 +10,11 @@ import pytest
 from configs import ladder, quick
 from jaxformer.inspect.init_check import check_init, expected_moments
 from jaxformer.models.decoder import DecoderConfig
+from jaxformer.models.rungs import RungConfig
 from tests.arrays import first_params
 from tests.helpers import exhaustive, slow
 
-WIDE = DecoderConfig(500, 32, 96, 2, 4, output_projection=True, d_ff=(256,))
+WIDE = RungConfig(500, 32, 96, n_blocks=2, n_heads=4, output_projection=True, d_ff=(256,))
 CASES: dict[str, Any] = {
     "residual": ladder.residual.model,
     "multihead_full": ladder.multihead_full.model,

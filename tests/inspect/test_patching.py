@@ -76,7 +76,7 @@ def first_of_token_3(logits_TV: jax.Array) -> jax.Array:
 
 @pytest.mark.slow
 def test_positions_are_patched_even_with_as_many_heads():
-    model, params, _ = random_model(DecoderConfig(V, T, 14, 1, T, d_ff=(16,), output_projection=True))
+    model, params, _ = random_model(DecoderConfig(V, T, 14, n_blocks=1, n_heads=T, d_ff=(16,)))
     result = patch_activations(
         model, params, [TOKENS], [(TOKENS + 5) % V], "blocks.0.attention.heads", first_of_token_3
     )
@@ -140,7 +140,7 @@ def one_over_two(logits_TV: jax.Array) -> jax.Array:
 def test_attribution_correlates_with_exact_patching_in_a_trained_model():
     """Of a model that has learned, in 30 steps, to recall the first of 6 tokens at the last."""
     config = DecoderConfig(
-        12, 6, 16, 2, 2, d_ff=(32,), norm="rmsnorm", output_projection=True, final_norm=True, embedding_std=0.3
+        12, 6, 16, n_blocks=2, n_heads=2, d_ff=(32,), norm="rmsnorm", final_norm=True, embedding_std=0.3
     )
     model, optimizer, rng = config.build(), optax.adam(2e-2), np.random.default_rng(0)
     params = first_params(model, np.zeros(6, np.int32))

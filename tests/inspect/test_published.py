@@ -92,7 +92,7 @@ def test_every_measurement_is_finite_and_of_the_models_shape(case):
     assert np.isfinite(gradients.norm_B).all() and gradients.norm_B.shape == (2,)
     assert [row.temperature for row in inspect.saturation(model, params, batch, [1.0, 0.5])] == [1.0, 0.5]
     routers = inspect.router_report(model, params, (tokens_BT,))
-    assert list(routers) == ([f"blocks.{i}.mlp" for i in range(c.n_blocks)] if c.n_experts else [])
+    assert list(routers) == ([f"blocks.{i}.mlp" for i in range(c.n_blocks)] if c.routes_tokens else [])
     assert all(np.isclose(sum(report["share"]), 1) for report in routers.values())
     pair = (model, params, [jnp.asarray(x) for x in tokens_BT[:1]], [jnp.asarray(x) for x in tokens_BT[1:]])
     exact = inspect.patch_activations(*pair, "blocks.*.attention.heads", first_logit)

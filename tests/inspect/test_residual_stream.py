@@ -9,18 +9,21 @@ import pytest
 from jaxformer.errors import UserError
 from jaxformer.inspect import logit_attribution, logit_lens
 from jaxformer.models.decoder import DecoderConfig
+from jaxformer.models.rungs import RungConfig, as_rung
 from tests.arrays import apply
 from tests.inspect.test_activations import DECODER, MODELS, T, V, random_model
 
 pytestmark = pytest.mark.slow
 
 STREAMS = {
-    "no norm, sum of heads": replace(DECODER, norm="none", output_projection=False, head_dim=DECODER.d_model),
+    "no norm, sum of heads": replace(as_rung(DECODER), norm="none", output_projection=False, head_dim=DECODER.d_model),
     "rmsnorm": replace(DECODER, final_norm=True, attention_bias=True, norm_eps=0.1),
     "layernorm, tied": replace(DECODER, norm="layernorm", final_norm=True, unembedding="tied"),
     "norms of outputs": replace(DECODER, final_norm=True, norm="layernorm", norm_placement="both", attention_bias=True),
     "soft cap": replace(DECODER, final_norm=True, norm_placement="both", logit_soft_cap=3.0),
-    "no W_O, experts": DecoderConfig(V, T, 12, 2, 3, d_ff=(16,), norm="rmsnorm", n_experts=3, final_norm=True),
+    "no W_O, experts": RungConfig(
+        V, T, 12, n_blocks=2, n_heads=3, d_ff=(16,), norm="rmsnorm", n_experts=3, final_norm=True
+    ),
 }
 TOKENS = jnp.arange(T)[::-1]
 

@@ -22,7 +22,7 @@ gguf = pytest.importorskip("gguf")
 WORDS = " ".join(f"{a}{b}" for a in "abcdefgh" for b in "ijklmnop")
 SHAPE = DecoderConfig(
     vocab_size=300, context_length=96, d_model=40, n_blocks=2, n_heads=4, n_kv_heads=2, head_dim=12, d_ff=(56,),
-    output_projection=True, activation="swiglu", bias=False, norm="rmsnorm", norm_eps=1e-5, final_norm=True,
+    activation="swiglu", bias=False, norm="rmsnorm", norm_eps=1e-5, final_norm=True,
     positions="rope", rope_base=500.0,
 )  # fmt: skip
 LLAMA3 = {"rope_scaling": 8.0, "rope_original_context": 64}

@@ -17,6 +17,7 @@ from jaxformer.interop.families import FAMILIES
 from jaxformer.interop.huggingface import export_huggingface
 from jaxformer.interop.publish import resolved, unmatched
 from jaxformer.interop.run import import_run
+from jaxformer.models.rungs import as_rung
 from jaxformer.runs.run import Run, load_run
 from tests.arrays import apply
 from tests.helpers import ROOT, small_run
@@ -104,7 +105,7 @@ def test_bfloat16_rounds_and_the_config_says_so(run, tmp_path):
     ],
 )
 def test_part_without_an_equivalent_is_named(run, tmp_path, changes, message):
-    model = replace(SMALL, **changes)
+    model = replace(as_rung(SMALL), **changes)
     with pytest.raises(UserError, match=message):
         export_huggingface(replace(run, config=replace(run.config, model=model)), tmp_path / "out")
     assert not list(tmp_path.iterdir())

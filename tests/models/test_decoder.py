@@ -13,6 +13,7 @@ from jaxformer.cli.arguments import load_config
 from jaxformer.errors import UserError
 from jaxformer.models.decoder import Decoder, DecoderConfig
 from jaxformer.models.objective import Params
+from jaxformer.models.rungs import as_rung
 from jaxformer.nn.embedding import Embedding
 from jaxformer.nn.execution import ROUTER, Execution
 from jaxformer.nn.experts import routers
@@ -37,7 +38,7 @@ def small(name: str) -> DecoderConfig:
     return replace(config, vocab_size=V, context_length=T, d_model=D, d_ff=(17, 19), n_blocks=n_blocks, **heads)
 
 
-PLAIN = DecoderConfig(V, T, D, n_blocks=2, n_heads=3, head_dim=5, output_projection=True, d_ff=(17,), norm="rmsnorm")
+PLAIN = DecoderConfig(V, T, D, n_blocks=2, n_heads=3, head_dim=5, d_ff=(17,), norm="rmsnorm")
 MODERN = replace(
     PLAIN, n_heads=6, n_kv_heads=2, head_dim=10, qk_norm=True, activation="swiglu", bias=False, final_norm=True,
     positions="rope", embedding_std=0.5, unembedding="tied",
@@ -45,11 +46,11 @@ MODERN = replace(
 CONFIGS = {name: small(name) for name in RUNGS} | {
     "modern": MODERN,
     "vaswani": replace(PLAIN, positions="sinusoidal", norm="layernorm", norm_placement="post", activation="gelu"),
-    "window": replace(PLAIN, window=3, positions="rope", head_dim=4, value_dim=7, value_embedding=True),
-    "experts": replace(MODERN, n_experts=4, capacity_factor=1.0, shared_expert=True),
+    "window": replace(as_rung(PLAIN), window=3, positions="rope", head_dim=4, value_dim=7, value_embedding=True),
+    "experts": replace(as_rung(MODERN), n_experts=4, capacity_factor=1.0, shared_expert=True),
     "no_positions": replace(PLAIN, positions="none", activation="squared_relu"),
     "local and global": replace(
-        MODERN,
+        as_rung(MODERN),
         n_blocks=3,
         window=3,
         global_blocks=(1,),
@@ -150,7 +151,7 @@ def test_no_output_depends_on_a_later_input(case: Small) -> None:
     felt_TS = (np.asarray(gradient_TSD) != 0).any(-1)
     assert not felt_TS[np.triu_indices(T, 1)].any()
     assert felt_TS.any(axis=1).all()
-    if case.config.residual:
+    if case.config.contract.has_residual_stream:
         assert felt_TS.diagonal().all()
         attention_window = T if case.config.window is None else case.config.n_blocks * (case.config.window - 1)
         distance_TS = np.subtract.outer(np.arange(T), np.arange(T))
@@ -372,7 +373,7 @@ def test_published_shapes_have_the_published_number_of_parameters(name: str, cou
 )
 def test_an_invalid_config_is_refused_with_its_value(fields: dict, said: list[str]) -> None:
     with pytest.raises(UserError) as error:
-        replace(PLAIN, **fields)
+        replace(as_rung(PLAIN), **fields)
     assert all(word in str(error.value) for word in said)
 
 
@@ -380,7 +381,8 @@ def test_an_invalid_config_is_refused_with_its_value(fields: dict, said: list[st
 def test_blocks_attend_within_their_own_windows() -> None:
     """Without a residual stream, an output depends on what its block attends to, and on nothing else."""
     config = replace(
-        PLAIN, n_blocks=1, window=3, positions="rope", head_dim=4, residual=False, context_length=T, norm="none"
+        as_rung(PLAIN), n_blocks=1, window=3, positions="rope", head_dim=4, residual=False, context_length=T,
+        norm="none",
     )  # fmt: skip
     for global_blocks, reach in (((), 3), ((0,), T)):
         model, params = build(replace(config, global_blocks=global_blocks))

@@ -131,7 +131,7 @@ def test_a_module_without_contract_is_not_checked() -> None:
 
 def test_every_inspection_of_one_example_refuses_a_batch_and_invalid_ids() -> None:
     model: nn.Module
-    model, params = build(DecoderConfig(**SHAPE, output_projection=True))
+    model, params = build(DecoderConfig(**SHAPE))
     wrong_T, batch = jnp.array([1, V, 2]), jnp.zeros((2, 3), jnp.int32)
     for tokens, said in ((wrong_T, "token 13 at position 1"), (batch, "use jax.vmap")):
         probes = (

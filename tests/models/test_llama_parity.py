@@ -11,18 +11,19 @@ import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxformer.models.decoder import DecoderConfig
+from jaxformer.models.rungs import as_rung
 from jaxformer.runs.run import abstract_params
 from tests.arrays import apply, assert_close
 from tests.helpers import ROOT
 
 LLAMA = DecoderConfig(
-    61, 64, 24, n_blocks=2, n_heads=6, n_kv_heads=2, head_dim=8, output_projection=True, d_ff=(40,),
+    61, 64, 24, n_blocks=2, n_heads=6, n_kv_heads=2, head_dim=8, d_ff=(40,),
     activation="swiglu", bias=False, norm="rmsnorm", final_norm=True, positions="rope",
 )  # fmt: skip
 MODELS = {
     "llama": LLAMA,
     "llama, scaled": replace(LLAMA, rope_base=500.0, rope_scaling=4.0),
-    "mixtral": replace(LLAMA, n_experts=5, experts_per_token=2),
+    "mixtral": replace(as_rung(LLAMA), n_experts=5, experts_per_token=2),
 }
 
 

@@ -9,8 +9,9 @@ import pytest
 
 from jaxformer.data.dataset import Batch
 from jaxformer.inspect import capture
-from jaxformer.models.decoder import DecoderConfig
+from jaxformer.models.moe import MoEConfig
 from jaxformer.models.objective import BatchReduction, CrossEntropy, objective_of
+from jaxformer.models.rungs import RungConfig
 from tests.arrays import random_params
 from tests.helpers import exhaustive
 
@@ -61,8 +62,8 @@ def padded(batch: Batch, n: int) -> Batch:
 def test_auxiliary_losses_and_gradients_do_not_depend_on_padding(capacity_factor):
     """Rows of which 0, 50 and 75 % are padding, against the equations of the losses in NumPy. Tokens without a target
     of weight count like others: they are no padding."""
-    config = DecoderConfig(
-        V, 4 * T, 8, n_heads=2, output_projection=True, d_ff=(12,), norm="rmsnorm", positions="rope", n_experts=4,
+    config = MoEConfig(
+        V, 4 * T, 8, n_heads=2, d_ff=(12,), norm="rmsnorm", positions="rope", n_experts=4,
         capacity_factor=capacity_factor, balance_weight=2.0, router_z_weight=0.5,
     )  # fmt: skip
     model, (tokens_BT, targets_BT) = config.build(), np.random.default_rng(0).integers(0, V, (2, B, T), np.int32)
@@ -121,7 +122,7 @@ def test_metrics_of_one_class_per_example_by_hand():
 @pytest.mark.parametrize("unembedding", ["mlp", "linear", "tied"])
 def test_loss_and_metrics_are_those_of_the_model_s_own_logits(unembedding: str) -> None:
     """Also where the final norm, whose gain is not 1, comes after the MLP that returns the logits."""
-    config = DecoderConfig(
+    config = RungConfig(
         vocab_size=V, context_length=T, d_model=4, n_blocks=1, n_heads=2, d_ff=(6,), norm="rmsnorm", final_norm=True,
         residual=False, unembedding=unembedding,
     )  # fmt: skip

@@ -19,7 +19,7 @@ from jaxformer.config import ComputeConfig, Config, LoraConfig, OptimizerConfig,
 from jaxformer.contract import ParameterAxes
 from jaxformer.data.windows import TextConfig, next_token_batch
 from jaxformer.errors import UserError
-from jaxformer.models.decoder import DecoderConfig
+from jaxformer.models.moe import MoEConfig
 from jaxformer.nn.lora import adapted_matrices, init_adapters, merge
 from jaxformer.nn.parameters import parameter_axes
 from jaxformer.parallel.mesh import make_mesh
@@ -34,8 +34,8 @@ from jaxformer.train.step import make_gradient
 from tests.arrays import apply, assert_close, random_params
 from tests.helpers import exhaustive, flip_a_bit, slow, small_run, write_books
 
-EXPERTS = DecoderConfig(
-    30, 8, 16, n_blocks=1, n_heads=2, output_projection=True, d_ff=(32,), norm="rmsnorm", n_experts=2,
+EXPERTS = MoEConfig(
+    30, 8, 16, n_blocks=1, n_heads=2, d_ff=(32,), norm="rmsnorm", n_experts=2,
     experts_per_token=1, positions="rope",
 )  # fmt: skip
 AXES = parameter_axes(EXPERTS.build())

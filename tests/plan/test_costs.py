@@ -8,6 +8,7 @@ import pytest
 
 from jaxformer.cli.arguments import load_config
 from jaxformer.models.decoder import DecoderConfig
+from jaxformer.models.rungs import as_rung
 from jaxformer.ops.kernels import cudnn_attention
 from jaxformer.parallel.mesh import make_mesh
 from jaxformer.plan.costs import Part, cache_bytes, count_parts, describe_parts, examples_per_microbatch
@@ -22,7 +23,7 @@ T, D, L, F, V = 12, 16, 3, 32, 48  # of MODEL
 
 
 def setup_of(config, **changes) -> TrainSetup:
-    return TrainSetup(replace(config, model=replace(config.model, **changes)), make_mesh())
+    return TrainSetup(replace(config, model=replace(as_rung(config.model), **changes)), make_mesh())
 
 
 def parts_of(setup: TrainSetup) -> dict[str, Part]:

@@ -21,7 +21,7 @@ from jaxformer.train.setup import TrainSetup
 from jaxformer.train.step import make_train_step
 
 MODEL = DecoderConfig(
-    vocab_size=300, context_length=128, d_model=256, n_blocks=2, n_heads=4, output_projection=True, d_ff=(256,),
+    vocab_size=300, context_length=128, d_model=256, n_blocks=2, n_heads=4, d_ff=(256,),
     norm="rmsnorm", positions="rope", unembedding="tied",
 )  # fmt: skip
 CONFIG = Config(

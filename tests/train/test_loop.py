@@ -33,7 +33,7 @@ from jaxformer.train.step import CompiledStep, StepMetrics
 from tests.arrays import assert_close
 from tests.helpers import write_books
 
-MODEL = DecoderConfig(280, 16, 16, n_blocks=1, n_heads=2, output_projection=True, d_ff=(24,), norm="rmsnorm")
+MODEL = DecoderConfig(280, 16, 16, n_blocks=1, n_heads=2, d_ff=(24,), norm="rmsnorm")
 TRAIN = TrainConfig(batch_size=8, log_every=1, eval_every=10, eval_examples=16, checkpoint_every=5)
 
 

@@ -394,7 +394,7 @@ def changes(config: OptimizerConfig, width: int) -> tuple[float, float]:
     """Root mean square of what four steps change in the residual stream and in the logits of a decoder, whose W_out is
     drawn as muP has it."""
     model = DecoderConfig(
-        29, 8, width, n_heads=width // 16, output_projection=True, d_ff=(2 * width,), norm="rmsnorm", positions="none",
+        29, 8, width, n_heads=width // 16, d_ff=(2 * width,), norm="rmsnorm", positions="none",
         bias=False, unembedding_std=8 / width,
     ).build()  # fmt: skip
     tokens_T = random_tokens(29, 9)
@@ -435,9 +435,7 @@ def test_changes_of_activations_grow_with_the_width_only_without_base_width(name
 def test_training_lowers_the_loss_and_resumes_bit_identically(tmp_path, config):
     """Compiled, with donated state, and clipped, so that a chain of states is saved."""
     config = replace(config, clip_norm=1.0, warmup_steps=2)
-    model = DecoderConfig(
-        23, 7, 12, n_blocks=1, n_heads=2, output_projection=True, d_ff=(16,), norm="rmsnorm", qk_norm=True
-    ).build()
+    model = DecoderConfig(23, 7, 12, n_blocks=1, n_heads=2, d_ff=(16,), norm="rmsnorm", qk_norm=True).build()
     batch = random_tokens(23, 4, 8)
     optimizer = make_optimizer(config, make_schedule(config, 20), parameter_axes(model))
 

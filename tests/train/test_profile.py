@@ -27,7 +27,7 @@ from jaxformer.train.setup import TrainSetup
 from tests.helpers import fill, mounted, write_books
 
 STEPS = 8
-MODEL = DecoderConfig(280, 8, 8, n_blocks=1, n_heads=2, output_projection=True, d_ff=(8,), norm="rmsnorm")
+MODEL = DecoderConfig(280, 8, 8, n_blocks=1, n_heads=2, d_ff=(8,), norm="rmsnorm")
 CONFIG = Config(
     "test", MODEL, TextConfig(), STEPS, optimizer=OptimizerConfig("adamw", 1e-3),
     train=TrainConfig(batch_size=4, log_every=1, eval_every=0, report_every=0, gradients_every=0, checkpoint_every=3),

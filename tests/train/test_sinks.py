@@ -27,7 +27,7 @@ from jaxformer.train.setup import TrainSetup
 from jaxformer.train.sinks import open_sinks, prepare_sinks, scalars
 from tests.helpers import mounted, run, tiny, write_books
 
-MODEL = DecoderConfig(280, 16, 16, n_blocks=1, n_heads=2, output_projection=True, d_ff=(24,), norm="rmsnorm")
+MODEL = DecoderConfig(280, 16, 16, n_blocks=1, n_heads=2, d_ff=(24,), norm="rmsnorm")
 CONFIG = Config(
     "test", MODEL, TextConfig(), steps=6,
     train=TrainConfig(

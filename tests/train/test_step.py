@@ -24,6 +24,7 @@ from jaxformer.inspect import first_non_finite
 from jaxformer.models import objective
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.encoder import ClassifierConfig, EncoderConfig
+from jaxformer.models.moe import MoEConfig
 from jaxformer.models.objective import CrossEntropy, Params, batched_apply, next_token_nll, per_target
 from jaxformer.nn.experts import routers
 from jaxformer.nn.parameter_norms import row_names
@@ -39,7 +40,7 @@ from tests.arrays import assert_close
 from tests.helpers import exhaustive
 
 V, T, B = 40, 12, 16
-MODEL = DecoderConfig(V, T, 16, n_blocks=1, n_heads=4, output_projection=True, d_ff=(24,), norm="rmsnorm")
+MODEL = DecoderConfig(V, T, 16, n_blocks=1, n_heads=4, d_ff=(24,), norm="rmsnorm")
 CONFIG = Config(
     "test",
     MODEL,
@@ -53,7 +54,9 @@ PACKED = {"packing": "documents"}
 DROPOUT = replace(CONFIG, model=replace(MODEL, n_blocks=2, dropout=0.3))
 EXPERTS = replace(
     CONFIG,
-    model=replace(MODEL, n_experts=4, capacity_factor=1.0, shared_expert=True, balance_weight=2.0, router_z_weight=0.5),
+    model=MoEConfig(
+        **vars(MODEL), n_experts=4, capacity_factor=1.0, shared_expert=True, balance_weight=2.0, router_z_weight=0.5
+    ),
 )
 TOKENS = np.random.default_rng(0).integers(0, V, (20, B, T + 1)).astype(np.int32)
 BATCHES = [next_token_batch(tokens) for tokens in TOKENS]

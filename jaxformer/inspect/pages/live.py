@@ -18,7 +18,9 @@ from jaxformer.data.tokenizer import BYTE_OF, Tokenizer
 from jaxformer.errors import UserError
 from jaxformer.inspect.pages.page import Section, embed
 from jaxformer.models.decoder import DecoderConfig
+from jaxformer.models.moe import MoEConfig
 from jaxformer.models.objective import Params
+from jaxformer.models.rungs import RungConfig, as_rung
 from jaxformer.nn.norms import epsilon
 from jaxformer.ops.positions import Llama3Scaling
 
@@ -31,7 +33,7 @@ CONFIG_FIELDS = (
     "vocab_size", "d_model", "n_blocks", "n_heads", "activation", "norm_placement", "residual", "positions",
     "embedding_scale", "unembedding", "logit_soft_cap",
 )  # fmt: skip
-"""Fields of `DecoderConfig` that the script reads unchanged."""
+"""Fields of `RungConfig` that the script reads unchanged."""
 ENDINGS = "'s|'t|'re|'ve|'m|'ll|'d"
 ENDINGS_OF_ANY_CASE = "'[sS\u017f]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD]"
 """`ENDINGS` under Unicode case folding, which maps the long s to s."""
@@ -78,10 +80,11 @@ def live_section(
     Raises:
       UserError: the page's script cannot run the model or its tokenizer, or the model is too large.
     """
-    config, n_parameters = getattr(model, "config", None), sum(x.size for x in jax.tree.leaves(params))
-    if type(config) is not DecoderConfig:  # a subclass may change the computation
+    config: Any = getattr(model, "config", None)
+    n_parameters = sum(x.size for x in jax.tree.leaves(params))
+    if type(config) not in (DecoderConfig, MoEConfig, RungConfig):  # another subclass may change the computation
         raise UserError(f"{SCRIPT} supports decoders only, and this is a {type(model).__name__}.")
-    if config.n_experts is not None:
+    if config.routes_tokens:
         raise UserError(f"{SCRIPT} does not support a mixture of experts.")
     if config.prefix:
         raise UserError(f"{SCRIPT} supports causal attention only, without a prefix.")
@@ -115,14 +118,13 @@ def round_params(params: Params) -> Params:
 def pack_model(config: DecoderConfig, params: Params) -> dict[str, Any]:
     """Return a decoder as JSON for the script: its settings, the names and sizes of its parameters, and their values in
     the same order as little-endian float16 in base64; matrices have one row per output."""
-    c = config
+    c = as_rung(config)
     arrays = {".".join(str(key.key) for key in path): _flat(path[-1].key, np.asarray(x))
               for path, x in jax.tree_util.tree_leaves_with_path(params)}  # fmt: skip
     numbers = np.concatenate(list(arrays.values())).astype("<f2")
-    scale = (c.width_of_head**-0.5 if c.scaled else 1.0) if c.score_scale is None else c.score_scale
     settings = {
         **{name: getattr(c, name) for name in CONFIG_FIELDS},
-        "n_kv_heads": c.kv_heads, "head_dim": c.width_of_head, "value_dim": c.width_of_values, "scale": scale,
+        "n_kv_heads": c.kv_heads, "head_dim": c.width_of_head, "value_dim": c.width_of_values, "scale": c.scale,
         "windows": c.block_windows,
         "norm_eps": None if c.norm == "none" else epsilon(c.norm, c.norm_eps), "qk_eps": epsilon("rmsnorm", c.norm_eps),
         "frequencies": [_frequencies(c, i) for i in range(c.n_blocks)],
@@ -141,13 +143,11 @@ def _flat(name: str, x: np.ndarray) -> np.ndarray:
     return x.reshape((-1, x.shape[-1]) if name == "W_O" else (len(x), -1)).T.ravel()
 
 
-def _frequencies(c: DecoderConfig, block: int) -> list[float] | None:
+def _frequencies(c: RungConfig, block: int) -> list[float] | None:
     """Return the K/2 RoPE frequencies of a block in radians per position; None without RoPE."""
-    if c.positions != "rope":
+    if (rope := c.rope(block)) is None:
         return None
-    base, scaling = c.rope_base, c.rope_scale
-    if c.local_rope_base is not None and block not in c.global_blocks:
-        base, scaling = c.local_rope_base, 1.0
+    base, scaling = rope
     half = c.width_of_head // 2
     if isinstance(scaling, Llama3Scaling):
         return scaling.frequencies(half, base).tolist()

@@ -21,13 +21,14 @@ from jaxformer.inspect.pages.live import KNOWN_SPLITS, live_section, pack_tokeni
 from jaxformer.inspect.pages.page import write_page
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.objective import Params
+from jaxformer.models.rungs import RungConfig, as_rung
 from jaxformer.nn.mlp import ACTIVATIONS
 from tests.arrays import assert_close, build
 from tests.browser import browsing, complaints, embedded, wait_for
 
 VOCAB, CONTEXT, TOLERANCE = 600, 24, 1e-4
 QUICK = DecoderConfig(
-    vocab_size=VOCAB, context_length=CONTEXT, d_model=16, n_blocks=2, n_heads=2, output_projection=True, qk_norm=True,
+    vocab_size=VOCAB, context_length=CONTEXT, d_model=16, n_blocks=2, n_heads=2, qk_norm=True,
     d_ff=(31,), norm="rmsnorm", final_norm=True, positions="rope",
 )  # fmt: skip
 CONFIGS = {
@@ -37,15 +38,15 @@ CONFIGS = {
         unembedding="tied", rope_scaling=8.0, rope_original_context=12, rope_base=100.0,
     ),
     "gemma": replace(
-        QUICK, n_blocks=3, n_kv_heads=1, activation="geglu", bias=False, norm_placement="both", norm_eps=1e-3, window=5,
-        global_blocks=(1,), local_rope_base=50.0, rope_scaling=2.0, embedding_scale=4.0, logit_soft_cap=3.0,
+        as_rung(QUICK), n_blocks=3, n_kv_heads=1, activation="geglu", bias=False, norm_placement="both", norm_eps=1e-3,
+        window=5, global_blocks=(1,), local_rope_base=50.0, rope_scaling=2.0, embedding_scale=4.0, logit_soft_cap=3.0,
         score_scale=0.3, value_dim=11, value_embedding=True,
     ),
     "post": replace(
         QUICK, attention_bias=True, d_ff=(32, 24), activation="gelu", norm="layernorm", norm_placement="post",
         qk_norm=False, positions="learned", max_context=30,
     ),
-    "rung": DecoderConfig(
+    "rung": RungConfig(
         vocab_size=VOCAB, context_length=CONTEXT, d_model=16, n_heads=3, head_dim=12, value_dim=16, scaled=False,
         residual=False, unembedding="mlp", d_ff=(32,), positions="sinusoidal",
     ),
@@ -370,7 +371,7 @@ def test_section_says_how_weights_are_stored(page):
     ],
 )
 def test_model_that_the_script_does_not_run_is_a_reason(changes: dict, reason: str):
-    model, params = build(replace(QUICK, **changes))
+    model, params = build(replace(as_rung(QUICK), **changes))
     with pytest.raises(UserError, match=reason):
         live_section(model, params, Tokenizer.train(CORPUS, 300), jnp.zeros(3, jnp.int32), 100_000)
 

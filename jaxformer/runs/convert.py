@@ -1,0 +1,23 @@
+"""Reading of configs that earlier versions stored; goes at version 0.1.0."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxformer.config import ModelConfig
+from jaxformer.config.fields import from_dict
+from jaxformer.models.rungs import RungConfig
+
+
+def convert(kind: str, values: Mapping[str, Any], path: str) -> ModelConfig | None:
+    """Return the config of a decoder that was stored when one class had the fields of all decoders; None for another
+    config.
+
+    Args:
+      kind: name of the class, see `kind_of`.
+      values: fields as JSON.
+      path: prefix of field names in errors.
+    """
+    is_earlier = kind == "decoder.DecoderConfig" and "output_projection" in values
+    return from_dict(RungConfig, values, path).simplest() if is_earlier else None

@@ -1,0 +1,55 @@
+"""Runs of earlier versions: `config_before_rungs.json` is `quick:modern` as it was stored when one class had the fields
+of all decoders."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from configs.quick import modern
+from jaxformer.config.fields import to_dict
+from jaxformer.models.decoder import DecoderConfig
+from jaxformer.models.moe import MoEConfig
+from jaxformer.models.rungs import RungConfig
+from jaxformer.runs.run import read_config, write_config
+from tests.helpers import ROOT
+
+STORED = json.loads((ROOT / "tests/fixtures/config_before_rungs.json").read_text())
+
+
+def read(folder: Path, **changes: Any) -> Any:
+    """Return the config of a run that was stored with some fields of its model changed."""
+    (folder / "config.json").write_text(json.dumps(STORED | {"model": STORED["model"] | changes}))
+    return read_config(folder)
+
+
+def test_an_earlier_run_has_the_config_that_it_was_trained_with(tmp_path):
+    assert read(tmp_path) == modern
+    write_config(tmp_path, modern)
+    assert read_config(tmp_path) == modern
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind"),
+    [
+        ({"n_experts": 4, "capacity_factor": 1.5}, MoEConfig),
+        ({"scaled": False, "projection_std": 1.0}, RungConfig),
+        ({"residual": False, "unembedding": "mlp", "unembedding_std": None}, RungConfig),
+        ({"output_projection": False, "local_heads": 0}, RungConfig),
+        ({"value_dim": 7, "n_experts": 2}, RungConfig),
+        ({"value_embedding": True}, RungConfig),
+        ({"qk_norm": False, "window": 9}, DecoderConfig),
+    ],
+    ids=str,
+)
+def test_fields_of_an_earlier_decoder_select_its_class(tmp_path, changes, kind):
+    model = read(tmp_path, **changes).model
+    assert type(model) is kind
+    stored = STORED["model"] | changes
+    assert all(stored[name] == value for name, value in json.loads(json.dumps(to_dict(model))).items())
+
+
+def test_a_rung_is_stored_as_one(tmp_path):
+    write_config(tmp_path, read(tmp_path, value_embedding=True))
+    assert type(read_config(tmp_path).model) is RungConfig
