@@ -99,7 +99,7 @@ FAULTS = {
         ("tests/train/test_step.py::test_gradient_accumulation_is_the_same_training",),
     ),
     "gradients of sharded parameters summed twice": Fault(
-        "sum_over_batch(grads, specs)",
+        "sum_over_batch(grads, specs.params)",
         "sum_over_batch(grads)",
         ("tests/train/test_step.py::test_training_is_the_same_on_every_mesh",),
     ),
