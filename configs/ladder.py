@@ -16,7 +16,7 @@ from jaxformer.config import ComputeConfig, Config, ModelConfig, OptimizerConfig
 from jaxformer.data.windows import TextConfig
 from jaxformer.models.mlp import MLPConfig
 from jaxformer.models.recurrent_lm import RecurrentLMConfig
-from jaxformer.models.rungs import RungConfig
+from jaxformer.models.rungs import RungDecoderConfig
 
 REPORTED: dict[str, str] = {}
 """Results that the sources report, by rung, in the order of the ladder."""
@@ -65,7 +65,7 @@ mix_qkv = rung("mix_qkv", qkv, "no figure")
 mix_unmasked = rung("mix_unmasked", replace(qkv, causal=False), "cheats: it reads its own targets")
 
 # One head, projections sampled from N(0, 1), no 1/√d, and an MLP that outputs logits directly.
-first = RungConfig(
+first = RungDecoderConfig(
     vocab_size=2048, context_length=32, d_model=256, n_blocks=1, n_heads=1, scaled=False, projection_std=1.0,
     d_ff=(2048, 2048), residual=False, unembedding="mlp",
 )  # fmt: skip

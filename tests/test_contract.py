@@ -11,7 +11,7 @@ from flax import linen as nn
 from jaxformer.config import ModelConfig
 from jaxformer.contract import ARRAY, UNDECLARED, AttentionShape, Contract, ParameterAxes, Task, contract_of
 from jaxformer.models.decoder import DecoderConfig
-from jaxformer.models.rungs import RungConfig
+from jaxformer.models.rungs import RungDecoderConfig
 from jaxformer.nn.attention import MultiHeadAttention
 from tests.test_x64 import MODELS
 
@@ -50,7 +50,7 @@ def test_the_last_axis_of_logits_is_the_number_of_classes(name: str) -> None:
     [
         *MODELS.values(),
         *(
-            RungConfig(**{"vocab_size": 13, "context_length": 6, "d_model": 8, "n_heads": 2} | fields)
+            RungDecoderConfig(**{"vocab_size": 13, "context_length": 6, "d_model": 8, "n_heads": 2} | fields)
             for fields in (
                 {"window": 2},
                 {"prefix": True},

@@ -20,7 +20,7 @@ from jaxformer.models.encoder_decoder import EncoderDecoderConfig
 from jaxformer.models.mlp import MLPConfig
 from jaxformer.models.recurrent import RecurrentConfig
 from jaxformer.models.recurrent_lm import RecurrentLMConfig
-from jaxformer.models.rungs import RungConfig
+from jaxformer.models.rungs import RungDecoderConfig
 from jaxformer.models.vit import ViTConfig
 from jaxformer.models.vivit import ViViTConfig
 from jaxformer.nn.execution import Execution
@@ -150,7 +150,7 @@ BLOCKS = {"d_model": 8, "n_heads": 2, "d_ff": (12,)}
 MODELS: dict[str, ModelConfig] = {
     "decoder": DecoderConfig(**TEXT, **BLOCKS, n_blocks=2, norm="rmsnorm", qk_norm=True, positions="rope",
                              final_norm=True, attention_bias=True, activation="swiglu"),
-    "experts": RungConfig(**TEXT, **BLOCKS, n_experts=3, capacity_factor=1.0, norm="layernorm",
+    "experts": RungDecoderConfig(**TEXT, **BLOCKS, n_experts=3, capacity_factor=1.0, norm="layernorm",
                              positions="sinusoidal", unembedding="tied"),
     "mlp": MLPConfig(**TEXT, d_model=8, d_ff=(12,)),
     "mixing": MLPConfig(**TEXT, d_model=8, d_ff=(12,), mixing="qkv"),

@@ -15,7 +15,7 @@ import numpy as np
 from jaxformer.inspect.activations import capture
 from jaxformer.models.decoder import Decoder, DecoderConfig
 from jaxformer.models.objective import Params
-from jaxformer.models.rungs import RungConfig, as_rung
+from jaxformer.models.rungs import RungDecoderConfig, as_rung
 from jaxformer.nn.local_heads import biases_at
 from jaxformer.nn.mlp import ACTIVATIONS, GATED
 from jaxformer.nn.norms import epsilon
@@ -113,7 +113,7 @@ def _router_weights(variance: float, n_experts: int, per_token: int, renormalize
     return float(jnp.mean(jnp.sum(jnp.square(route(jnp.asarray(logits), per_token, renormalize)[1]), axis=-1)))
 
 
-def _after(c: RungConfig, stream: float, part: float) -> float:
+def _after(c: RungDecoderConfig, stream: float, part: float) -> float:
     if c.norm != "none" and c.norm_placement == "post":
         return 1.0
     part = 1.0 if c.norm != "none" and c.norm_placement == "both" else part

@@ -9,7 +9,7 @@ from jaxformer.config.fields import from_dict
 from jaxformer.errors import UserError, abbreviate
 from jaxformer.interop.families import FAMILIES, REQUIRED, Family, Field, Rope, always, never
 from jaxformer.models.decoder import DecoderConfig
-from jaxformer.models.rungs import RungConfig
+from jaxformer.models.rungs import RungDecoderConfig
 
 MAX_TRAINING_CONTEXT = 2048
 """Default maximum training sequence length of an imported model, in tokens; its own maximum context is kept."""
@@ -51,7 +51,7 @@ def read_config(theirs: Mapping[str, Any], context_length: int | None = None) ->
         if values["context_length"] > longest:
             raise UserError(f"the context length is {context_length}; the model has at most {longest} positions.")
         # Verify types and sizes before allocating one entry per block.
-        values |= read_windows(family, theirs, from_dict(RungConfig, values, "the model").n_blocks)
+        values |= read_windows(family, theirs, from_dict(RungDecoderConfig, values, "the model").n_blocks)
         if family.rope is not None:
             values |= read_rope(family.rope, theirs, values.get("window"))
     except (TypeError, ValueError, ArithmeticError, KeyError) as error:
@@ -59,7 +59,7 @@ def read_config(theirs: Mapping[str, Any], context_length: int | None = None) ->
             f"config.json is not a valid {family.model_type} config: a value is missing or has the wrong type ({error})"
         )
         raise UserError(f"{problem}; restore the published one.") from error
-    return from_dict(RungConfig, values, "the model").simplest()
+    return from_dict(RungDecoderConfig, values, "the model").simplest()
 
 
 def _read_field(field: Field, theirs: Mapping[str, Any]) -> Any:
@@ -77,7 +77,7 @@ def _read_field(field: Field, theirs: Mapping[str, Any]) -> Any:
     return field.read(value)
 
 
-def write_config(config: RungConfig, family: Family) -> dict[str, Any]:
+def write_config(config: RungDecoderConfig, family: Family) -> dict[str, Any]:
     """Return the published form of our config. Raises `UserError` if a field has no equivalent in the family."""
     theirs: dict[str, Any] = {"model_type": family.model_type, "architectures": [family.architecture]}
     theirs |= family.required

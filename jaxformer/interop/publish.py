@@ -22,7 +22,7 @@ from jaxformer.interop.layout import Layout, axis_sizes
 from jaxformer.interop.weights import rows
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.objective import Params
-from jaxformer.models.rungs import RungConfig, as_rung
+from jaxformer.models.rungs import RungDecoderConfig, as_rung
 from jaxformer.nn.norms import NORMS, epsilon
 from jaxformer.runs.run import Run
 
@@ -69,7 +69,7 @@ def publish(run: Run) -> Published:
     return Published(write_config(config, family), config.n_positions, published_tensors(run.params, config, family))
 
 
-def resolved(model: DecoderConfig) -> RungConfig:
+def resolved(model: DecoderConfig) -> RungDecoderConfig:
     """Return a config with default fields of None replaced by their values, which published configs state."""
     config = as_rung(model)
     renormalize = config.experts_per_token > 1 if config.renormalize_experts is None else config.renormalize_experts
@@ -84,7 +84,7 @@ def resolved(model: DecoderConfig) -> RungConfig:
     )  # fmt: skip
 
 
-def unmatched(config: RungConfig, family: Family) -> dict[str, Any]:
+def unmatched(config: RungDecoderConfig, family: Family) -> dict[str, Any]:
     """Return the fields of a config, with their values, for which a family has no equivalent."""
     defaults = {f.name: f.default for f in dataclasses.fields(config)}
     derived = {

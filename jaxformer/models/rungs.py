@@ -23,7 +23,7 @@ from jaxformer.ops.linear_cross_entropy import Unembedding
 
 
 @dataclass(frozen=True)
-class RungConfig(MoEConfig):
+class RungDecoderConfig(MoEConfig):
     """Shape of a `RungDecoder`. The defaults are those of the `residual` rung."""
 
     value_dim: Size | None = None
@@ -107,18 +107,18 @@ class RungConfig(MoEConfig):
         return super().make_decoder_block(execution, i, **parts)
 
 
-def as_rung(config: DecoderConfig) -> RungConfig:
+def as_rung(config: DecoderConfig) -> RungDecoderConfig:
     """Return the config of the same model that also has the fields of rungs, without those of a class of one's own."""
-    if isinstance(config, RungConfig):
+    if isinstance(config, RungDecoderConfig):
         return config
-    known = [field.name for field in fields(RungConfig) if hasattr(config, field.name)]
-    return RungConfig(**{name: getattr(config, name) for name in known}, output_projection=True)
+    known = [field.name for field in fields(RungDecoderConfig) if hasattr(config, field.name)]
+    return RungDecoderConfig(**{name: getattr(config, name) for name in known}, output_projection=True)
 
 
 class RungDecoder(Decoder):
     """`Decoder` of a rung."""
 
-    config: RungConfig
+    config: RungDecoderConfig
 
     def setup(self) -> None:
         super().setup()

@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxformer.config import ModelConfig
 from jaxformer.config.fields import from_dict
-from jaxformer.models.rungs import RungConfig
+from jaxformer.models.rungs import RungDecoderConfig
 
 
 def convert(kind: str, values: Mapping[str, Any], path: str) -> ModelConfig | None:
@@ -20,4 +20,4 @@ def convert(kind: str, values: Mapping[str, Any], path: str) -> ModelConfig | No
       path: prefix of field names in errors.
     """
     is_earlier = kind == "decoder.DecoderConfig" and "output_projection" in values
-    return from_dict(RungConfig, values, path).simplest() if is_earlier else None
+    return from_dict(RungDecoderConfig, values, path).simplest() if is_earlier else None

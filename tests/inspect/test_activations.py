@@ -28,7 +28,7 @@ from jaxformer.models.mlp import MLPConfig
 from jaxformer.models.objective import objective_of
 from jaxformer.models.recurrent import RecurrentConfig
 from jaxformer.models.recurrent_lm import RecurrentLMConfig
-from jaxformer.models.rungs import RungConfig
+from jaxformer.models.rungs import RungDecoderConfig
 from jaxformer.models.vit import ViTConfig
 from jaxformer.models.vivit import ViViTConfig
 from jaxformer.nn.capture import capture_point
@@ -43,13 +43,13 @@ PIXELS: dict[str, Any] = {"image_size": (4, 6), "channels": 1, "n_classes": 3, "
 DECODER = DecoderConfig(V, T, **BLOCKS, norm="rmsnorm")
 MODELS: dict[str, ModelConfig] = {
     "decoder": DECODER,
-    "unscaled": RungConfig(V, T, d_model=12, d_ff=(16,), residual=False, scaled=False, unembedding="mlp"),
+    "unscaled": RungDecoderConfig(V, T, d_model=12, d_ff=(16,), residual=False, scaled=False, unembedding="mlp"),
     "grouped": DecoderConfig(
         V, T, 12, n_blocks=2, n_heads=4, n_kv_heads=2, head_dim=4, qk_norm=True, positions="rope", window=3,
         d_ff=(16,), activation="swiglu", norm="layernorm", norm_placement="post", unembedding="tied",
     ),
     "prefix": DecoderConfig(V, T, **BLOCKS, prefix=True),
-    "experts": RungConfig(V, T, **BLOCKS, n_experts=4, shared_expert=True),
+    "experts": RungDecoderConfig(V, T, **BLOCKS, n_experts=4, shared_expert=True),
     "rowwise": MLPConfig(V, T, 12, (16, 17)),
     "concatenated": MLPConfig(V, T, 12, (16, 17), mixing="concatenate"),
     "mixed": MLPConfig(V, T, 12, (16, 17), mixing="qkv"),

@@ -10,11 +10,11 @@ import pytest
 from configs import ladder, quick
 from jaxformer.inspect.init_check import check_init, expected_moments
 from jaxformer.models.decoder import DecoderConfig
-from jaxformer.models.rungs import RungConfig
+from jaxformer.models.rungs import RungDecoderConfig
 from tests.arrays import first_params
 from tests.helpers import exhaustive, slow
 
-WIDE = RungConfig(500, 32, 96, n_blocks=2, n_heads=4, output_projection=True, d_ff=(256,))
+WIDE = RungDecoderConfig(500, 32, 96, n_blocks=2, n_heads=4, output_projection=True, d_ff=(256,))
 CASES: dict[str, Any] = {
     "residual": ladder.residual.model,
     "multihead_full": ladder.multihead_full.model,

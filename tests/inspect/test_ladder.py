@@ -59,7 +59,7 @@ def test_every_rung_says_what_it_changes():
     rungs = {name: getattr(ladder, name) for name in (*REPORTED, *RECIPE)}
     changes = {b: describe_change(rungs[a], rungs[b]) for a, b in itertools.pairwise(rungs)}
     assert all(changes.values())
-    assert changes["attention_unscaled"] == "Decoder instead of MLP" and changes["two_blocks"] == "n_blocks 1 → 2"
+    assert changes["attention_unscaled"] == "RungDecoder instead of MLP" and changes["two_blocks"] == "n_blocks 1 → 2"
     assert changes["cosine"] == "optimizer.schedule constant → cosine, optimizer.warmup_steps 0 → 50"
 
 

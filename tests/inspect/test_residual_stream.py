@@ -9,7 +9,7 @@ import pytest
 from jaxformer.errors import UserError
 from jaxformer.inspect import logit_attribution, logit_lens
 from jaxformer.models.decoder import DecoderConfig
-from jaxformer.models.rungs import RungConfig, as_rung
+from jaxformer.models.rungs import RungDecoderConfig, as_rung
 from tests.arrays import apply
 from tests.inspect.test_activations import DECODER, MODELS, T, V, random_model
 
@@ -21,7 +21,7 @@ STREAMS = {
     "layernorm, tied": replace(DECODER, norm="layernorm", final_norm=True, unembedding="tied"),
     "norms of outputs": replace(DECODER, final_norm=True, norm="layernorm", norm_placement="both", attention_bias=True),
     "soft cap": replace(DECODER, final_norm=True, norm_placement="both", logit_soft_cap=3.0),
-    "no W_O, experts": RungConfig(
+    "no W_O, experts": RungDecoderConfig(
         V, T, 12, n_blocks=2, n_heads=3, d_ff=(16,), norm="rmsnorm", n_experts=3, final_norm=True
     ),
 }

@@ -11,7 +11,7 @@ from jaxformer.data.dataset import Batch
 from jaxformer.inspect import capture
 from jaxformer.models.moe import MoEConfig
 from jaxformer.models.objective import BatchReduction, CrossEntropy, objective_of
-from jaxformer.models.rungs import RungConfig
+from jaxformer.models.rungs import RungDecoderConfig
 from tests.arrays import random_params
 from tests.helpers import exhaustive
 
@@ -122,7 +122,7 @@ def test_metrics_of_one_class_per_example_by_hand():
 @pytest.mark.parametrize("unembedding", ["mlp", "linear", "tied"])
 def test_loss_and_metrics_are_those_of_the_model_s_own_logits(unembedding: str) -> None:
     """Also where the final norm, whose gain is not 1, comes after the MLP that returns the logits."""
-    config = RungConfig(
+    config = RungDecoderConfig(
         vocab_size=V, context_length=T, d_model=4, n_blocks=1, n_heads=2, d_ff=(6,), norm="rmsnorm", final_norm=True,
         residual=False, unembedding=unembedding,
     )  # fmt: skip

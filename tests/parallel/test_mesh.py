@@ -19,7 +19,7 @@ from jaxformer.errors import UserError
 from jaxformer.models.clip import CLIPConfig, ImageTowerConfig, TextTowerConfig
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.recurrent import RecurrentConfig
-from jaxformer.models.rungs import RungConfig
+from jaxformer.models.rungs import RungDecoderConfig
 from jaxformer.nn.parameters import parameter_axes
 from jaxformer.ops import workarounds
 from jaxformer.parallel import mesh as sharding
@@ -117,7 +117,7 @@ def test_mesh_of_another_number_of_devices_is_a_user_error(text, said):
 
 def test_decoder_parameters_are_sharded_as_listed():
     """Heads and hidden layers over `tensor`, all matrices over `fsdp`, what has one axis of the model's width whole."""
-    model = RungConfig(
+    model = RungDecoderConfig(
         12, 6, 8, n_blocks=1, n_heads=4, n_kv_heads=2, output_projection=True, attention_bias=True, qk_norm=True,
         d_ff=(16,), activation="swiglu", norm="layernorm", final_norm=True, value_embedding=True,
     )  # fmt: skip
@@ -182,7 +182,7 @@ def test_recurrent_parameters_are_sharded_as_listed():
 
 def test_expert_parameters_are_sharded_as_listed():
     """Experts over `expert`; what is within one, and the one that all share, as an MLP."""
-    model = RungConfig(12, 6, 8, d_ff=(16,), activation="swiglu", n_experts=4, shared_expert=True)
+    model = RungDecoderConfig(12, 6, 8, d_ff=(16,), activation="swiglu", n_experts=4, shared_expert=True)
     expected = {
         "W_router": P("fsdp", None),
         "experts.W_1": P("expert", "fsdp", "tensor"),

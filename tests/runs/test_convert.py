@@ -11,7 +11,7 @@ from configs.quick import modern
 from jaxformer.config.fields import to_dict
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.moe import MoEConfig
-from jaxformer.models.rungs import RungConfig
+from jaxformer.models.rungs import RungDecoderConfig
 from jaxformer.runs.run import read_config, write_config
 from tests.helpers import ROOT
 
@@ -34,11 +34,11 @@ def test_an_earlier_run_has_the_config_that_it_was_trained_with(tmp_path):
     ("changes", "kind"),
     [
         ({"n_experts": 4, "capacity_factor": 1.5}, MoEConfig),
-        ({"scaled": False, "projection_std": 1.0}, RungConfig),
-        ({"residual": False, "unembedding": "mlp", "unembedding_std": None}, RungConfig),
-        ({"output_projection": False, "local_heads": 0}, RungConfig),
-        ({"value_dim": 7, "n_experts": 2}, RungConfig),
-        ({"value_embedding": True}, RungConfig),
+        ({"scaled": False, "projection_std": 1.0}, RungDecoderConfig),
+        ({"residual": False, "unembedding": "mlp", "unembedding_std": None}, RungDecoderConfig),
+        ({"output_projection": False, "local_heads": 0}, RungDecoderConfig),
+        ({"value_dim": 7, "n_experts": 2}, RungDecoderConfig),
+        ({"value_embedding": True}, RungDecoderConfig),
         ({"qk_norm": False, "window": 9}, DecoderConfig),
     ],
     ids=str,
@@ -52,4 +52,4 @@ def test_fields_of_an_earlier_decoder_select_its_class(tmp_path, changes, kind):
 
 def test_a_rung_is_stored_as_one(tmp_path):
     write_config(tmp_path, read(tmp_path, value_embedding=True))
-    assert type(read_config(tmp_path).model) is RungConfig
+    assert type(read_config(tmp_path).model) is RungDecoderConfig

@@ -20,7 +20,7 @@ from jaxformer.inspect.pages.page import Section, embed
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.moe import MoEConfig
 from jaxformer.models.objective import Params
-from jaxformer.models.rungs import RungConfig, as_rung
+from jaxformer.models.rungs import RungDecoderConfig, as_rung
 from jaxformer.nn.norms import epsilon
 from jaxformer.ops.positions import Llama3Scaling
 
@@ -33,7 +33,7 @@ CONFIG_FIELDS = (
     "vocab_size", "d_model", "n_blocks", "n_heads", "activation", "norm_placement", "residual", "positions",
     "embedding_scale", "unembedding", "logit_soft_cap",
 )  # fmt: skip
-"""Fields of `RungConfig` that the script reads unchanged."""
+"""Fields of `RungDecoderConfig` that the script reads unchanged."""
 ENDINGS = "'s|'t|'re|'ve|'m|'ll|'d"
 ENDINGS_OF_ANY_CASE = "'[sS\u017f]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD]"
 """`ENDINGS` under Unicode case folding, which maps the long s to s."""
@@ -82,7 +82,7 @@ def live_section(
     """
     config: Any = getattr(model, "config", None)
     n_parameters = sum(x.size for x in jax.tree.leaves(params))
-    if type(config) not in (DecoderConfig, MoEConfig, RungConfig):  # another subclass may change the computation
+    if type(config) not in (DecoderConfig, MoEConfig, RungDecoderConfig):  # another subclass may change the computation
         raise UserError(f"{SCRIPT} supports decoders only, and this is a {type(model).__name__}.")
     if config.routes_tokens:
         raise UserError(f"{SCRIPT} does not support a mixture of experts.")
@@ -143,7 +143,7 @@ def _flat(name: str, x: np.ndarray) -> np.ndarray:
     return x.reshape((-1, x.shape[-1]) if name == "W_O" else (len(x), -1)).T.ravel()
 
 
-def _frequencies(c: RungConfig, block: int) -> list[float] | None:
+def _frequencies(c: RungDecoderConfig, block: int) -> list[float] | None:
     """Return the K/2 RoPE frequencies of a block in radians per position; None without RoPE."""
     if (rope := c.rope(block)) is None:
         return None

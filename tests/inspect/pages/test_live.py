@@ -21,7 +21,7 @@ from jaxformer.inspect.pages.live import KNOWN_SPLITS, live_section, pack_tokeni
 from jaxformer.inspect.pages.page import write_page
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.objective import Params
-from jaxformer.models.rungs import RungConfig, as_rung
+from jaxformer.models.rungs import RungDecoderConfig, as_rung
 from jaxformer.nn.mlp import ACTIVATIONS
 from tests.arrays import assert_close, build
 from tests.browser import browsing, complaints, embedded, wait_for
@@ -46,7 +46,7 @@ CONFIGS = {
         QUICK, attention_bias=True, d_ff=(32, 24), activation="gelu", norm="layernorm", norm_placement="post",
         qk_norm=False, positions="learned", max_context=30,
     ),
-    "rung": RungConfig(
+    "rung": RungDecoderConfig(
         vocab_size=VOCAB, context_length=CONTEXT, d_model=16, n_heads=3, head_dim=12, value_dim=16, scaled=False,
         residual=False, unembedding="mlp", d_ff=(32,), positions="sinusoidal",
     ),

@@ -32,12 +32,12 @@ from jaxformer.inspect.pages.page import Table
 from jaxformer.models.encoder import EncoderConfig
 from jaxformer.models.encoder_decoder import EncoderDecoderConfig
 from jaxformer.models.recurrent import RecurrentConfig
-from jaxformer.models.rungs import RungConfig
+from jaxformer.models.rungs import RungDecoderConfig
 from tests.arrays import apply
 
 pytestmark = pytest.mark.slow
 
-DECODER = RungConfig(
+DECODER = RungDecoderConfig(
     vocab_size=11, context_length=8, d_model=8, n_blocks=2, n_heads=2, output_projection=True, d_ff=(8,),
     norm="rmsnorm", residual=True, scaled=True,
 )  # fmt: skip
