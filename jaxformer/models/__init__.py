@@ -12,14 +12,38 @@ from jaxformer.models.moe import MoEConfig
 from jaxformer.models.objective import mean_loss, next_token_nll, objective_of
 from jaxformer.models.recurrent import Recurrent, RecurrentConfig
 from jaxformer.models.recurrent_lm import RecurrentLM, RecurrentLMConfig
-from jaxformer.models.rungs import RungDecoderConfig, RungDecoder
+from jaxformer.models.rungs import RungDecoder, RungDecoderConfig
 from jaxformer.models.vit import ViT, ViTConfig
 from jaxformer.models.vivit import FactorisedViViT, ViViT, ViViTConfig
 
 __all__ = [
-    "CLIP", "CLIPConfig", "Classifier", "ClassifierConfig", "Decoder", "DecoderConfig", "EncoderConfig",
-    "EncoderDecoder", "EncoderDecoderConfig", "FactorisedViViT", "ImageTowerConfig", "MLPConfig", "MLPLanguageModel",
-    "MaskedLanguageModel", "MoEConfig", "Recurrent", "RecurrentConfig", "RecurrentLM", "RecurrentLMConfig",
-    "RungDecoderConfig", "RungDecoder", "TextTowerConfig", "ViT", "ViTConfig", "ViViT", "ViViTConfig", "mean_loss",
-    "next_token_nll", "objective_of",
+    "CLIP",
+    "CLIPConfig",
+    "Classifier",
+    "ClassifierConfig",
+    "Decoder",
+    "DecoderConfig",
+    "EncoderConfig",
+    "EncoderDecoder",
+    "EncoderDecoderConfig",
+    "FactorisedViViT",
+    "ImageTowerConfig",
+    "MLPConfig",
+    "MLPLanguageModel",
+    "MaskedLanguageModel",
+    "MoEConfig",
+    "Recurrent",
+    "RecurrentConfig",
+    "RecurrentLM",
+    "RecurrentLMConfig",
+    "RungDecoder",
+    "RungDecoderConfig",
+    "TextTowerConfig",
+    "ViT",
+    "ViTConfig",
+    "ViViT",
+    "ViViTConfig",
+    "mean_loss",
+    "next_token_nll",
+    "objective_of",
 ]  # fmt: skip
