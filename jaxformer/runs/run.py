@@ -23,6 +23,7 @@ from jaxformer.data.dataset import Dataset
 from jaxformer.data.tokenizer import TOKENIZER_CONFIG, Tokenizer
 from jaxformer.errors import UserError, command, parse_json, run_name
 from jaxformer.files import sha256, write_atomically
+from jaxformer.models.convert import convert
 from jaxformer.models.inputs import check_next_tokens
 from jaxformer.models.objective import Params, is_causal_lm, next_token_nll
 from jaxformer.nn.lora import adapter_axes, init_adapters, merge
@@ -31,7 +32,6 @@ from jaxformer.nn.parameters import parameter_axes, trace_init
 from jaxformer.parallel.mesh import abstract, shardings
 from jaxformer.runs.checkpoints import CheckpointManager, CheckpointReader
 from jaxformer.runs.classes import BASE, CONFIG, find_class
-from jaxformer.runs.convert import convert
 from jaxformer.runs.integrity import CHECKSUMS
 from jaxformer.runs.storage import local_folder
 
