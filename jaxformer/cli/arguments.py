@@ -57,7 +57,7 @@ def run_named(flag: str, value: str) -> Path:
 def load_config(spec: str) -> Config:
     """Return the config that `FILE:NAME` names; `FILE` alone means the config with the file's name. FILE is the name of
     one of this project's files, such as `quick`, or a path. Raises `UserError` if there is no such config, and as
-    `config_files.load_module` does."""
+    `config.files.load_module` does."""
     path, colon, name = spec.rpartition(":")
     if not colon or {"/", "\\"} & {*name}:  # the colon follows a Windows drive
         path, name = spec, Path(spec).stem

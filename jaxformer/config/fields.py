@@ -184,7 +184,7 @@ def nonfinite_to_none(value: Any) -> Any:
 
 def to_dict(config: object) -> dict[str, Any]:
     """Return a config as plain JSON types. A subclass of a field's declared class is named in `kind`; see
-    `config_files.kind_of`."""
+    `config.files.kind_of`."""
     values = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}  # type: ignore[arg-type]
     for name, value in values.items():
         if dataclasses.is_dataclass(value):

@@ -155,7 +155,7 @@ class Mover:
     """Parameter, or one head's part of it, whose updates exceeded their usual norm."""
 
     name: str
-    """Dotted path; see `parameters.row_names`."""
+    """Dotted path; see `parameter_norms.row_names`."""
     step: int
     update: float
     """Norm of its update over the norm of its weights, at that step."""
@@ -185,7 +185,7 @@ def first_to_move(
     relative to its weights.
 
     Args:
-      names: parameter names, one per head where heads are separate; see `parameters.row_names`.
+      names: parameter names, one per head where heads are separate; see `parameter_norms.row_names`.
       norms: steps in order, each with the norms of gradients, updates and weights, `(3, R)`.
       began: step at which the loss left its minimum; only updates before it can have caused that.
       schedule: learning rate by step, counted from 0; updates that grow in proportion to it are usual.
@@ -220,7 +220,7 @@ def head_entropy(name: str, rows: Sequence[dict[str, Any]]) -> str:
     empty if the parameter belongs to no head or nothing was measured.
 
     Args:
-      name: dotted path; see `parameters.row_names`.
+      name: dotted path; see `parameter_norms.row_names`.
       rows: rows of the log, in order.
     """
     match = re.match(r"blocks\.(\d+)\.attention\.heads\.(\d+)\.", name)

@@ -88,7 +88,7 @@ cpu_attention = partial(unfused_attention, blockwise=cpu_blockwise_attention, mi
 class FusedAttention:
     """`ops.attention.attention` computed by one of `KERNELS`, or by `unfused_attention` for inputs the kernel refuses.
 
-    It is called inside `sharding.on_each_shard`, where the batch is already split. If the mesh axis `tensor` has
+    It is called inside `mesh.on_each_shard`, where the batch is already split. If the mesh axis `tensor` has
     several devices, heads are split over them here, if their number allows, because XLA cannot partition a kernel.
     """
 

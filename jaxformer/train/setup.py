@@ -132,7 +132,7 @@ class TrainSetup:
 
     @cached_property
     def parameter_order(self) -> list[str]:
-        """Dotted names of the trained parameters in the order of their first use; see `runs.parameter_order`."""
+        """Dotted names of the trained parameters in the order of their first use; see `run.parameter_order`."""
         names = parameter_order(self.model)
         if not self.config.lora.rank:
             return names
@@ -280,7 +280,7 @@ class TrainSetup:
 
     @cached_property
     def sharded_model(self) -> nn.Module:
-        """Model that steps apply to the result of `compute_params`, inside `sharding.on_each_shard`."""
+        """Model that steps apply to the result of `compute_params`, inside `mesh.on_each_shard`."""
         c, specs, mesh = self.config.compute, self.param_specs, self.mesh
         execution = Execution(
             self.attention,

@@ -46,7 +46,7 @@ class StepMetrics(NamedTuple):
     """Global norm of the update; 0 if the step was skipped."""
     norms_3R: jax.Array
     """Norms of the gradient, the update, and the weights before it, for each parameter and head; see
-    `parameters.row_names`."""
+    `parameter_norms.row_names`."""
 
 
 def make_gradient(setup: TrainSetup) -> Callable[..., tuple[jax.Array, Params]]:
