@@ -8,7 +8,6 @@ import pytest
 
 from jaxformer.errors import UserError
 from jaxformer.inspect import logit_attribution, logit_lens
-from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.rungs import RungDecoderConfig, as_rung
 from tests.arrays import apply
 from tests.inspect.test_activations import DECODER, MODELS, T, V, random_model
@@ -51,7 +50,7 @@ def test_logit_lens_ends_with_the_models_logits(name):
     assert list(result) == ["embedding", "blocks.0.after", "blocks.1.after"]
     logits_TV = apply(model, params, TOKENS)
     np.testing.assert_allclose(result["blocks.1.after"], logits_TV, rtol=1e-5, atol=1e-5 * np.abs(logits_TV).max())
-    alone = DecoderConfig(**{**vars(STREAMS[name]), "n_blocks": 1}).build()  # a model that ends after the first block
+    alone = replace(STREAMS[name], n_blocks=1).build()  # a model that ends after the first block
     first = {key: value for key, value in params.items() if key != "blocks_1"}
     expected = apply(alone, first, TOKENS)
     np.testing.assert_allclose(result["blocks.0.after"], expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
