@@ -25,7 +25,7 @@ from jaxformer.train.step import make_train_step
 
 mesh, remat, topology, spec = sys.argv[1:]
 model = DecoderConfig(
-    vocab_size=4096, context_length=512, d_model=512, n_blocks=2, n_heads=8, n_kv_heads=4, output_projection=True,
+    vocab_size=4096, context_length=512, d_model=512, n_blocks=2, n_heads=8, n_kv_heads=4,
     d_ff=(1536,), activation="swiglu", bias=False, norm="rmsnorm", final_norm=True, positions="rope",
 )
 config = Config(
