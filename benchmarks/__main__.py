@@ -12,7 +12,7 @@ from pathlib import Path
 
 from benchmarks import record
 from benchmarks.cases import CASES
-from benchmarks.harness import MeasurementError, Size, measure
+from benchmarks.harness import Figures, MeasurementError, Size, against, measure
 from benchmarks.report import README, write_report
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "torch", "transformers")
@@ -28,6 +28,12 @@ def parse() -> argparse.Namespace:
     sizes.add_argument("--quick", action="store_true", help="fewer points and rounds: all in ten minutes on two cores")
     sizes.add_argument("--smoke", action="store_true", help="tiny points on any device, in seconds each")
     parser.add_argument("--gpu", action="store_true", help="the points for a GPU, which must be there")
+    parser.add_argument(
+        "--against", metavar="CHECKOUT", type=Path, help="compare with another checkout instead of other libraries"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=0, help="number of rounds, at least 2 (default: that of the size)"
+    )
     parser.add_argument("--results", type=Path, help="folder of the results (default: benchmarks/results)")
     options = parser.parse_args()
     if unknown := [name for name in options.cases if name not in CASES]:
@@ -38,6 +44,10 @@ def parse() -> argparse.Namespace:
             parser.error(f"case {name!r} has no points for a GPU; omit --gpu.")
         if not CASES[name].choose(size, options.gpu):
             parser.error(f"case {name!r} has no points for --{size}; omit it.")
+    if options.against and not (options.against / "benchmarks").is_dir():
+        parser.error(f"--against is {options.against}, which is not a checkout with benchmarks; name one.")
+    if options.rounds == 1 or options.rounds < 0:
+        parser.error(f"--rounds is {options.rounds}, but quartiles need at least 2.")
     if options.results and options.results.exists() and not options.results.is_dir():
         parser.error(f"--results is {options.results}, which is not a folder; name one.")
     options.size = size
@@ -59,32 +69,51 @@ def main() -> int:
         print(f"error: {reason}", file=sys.stderr)
         return 2
     folder = options.results or (None if options.smoke else record.RESULTS)
-    failed = [name for name in options.cases or CASES if not run(name, options.size, options.gpu, folder)]
-    if folder == record.RESULTS:
+    failed = [name for name in options.cases or CASES if not run(name, options, folder)]
+    if folder == record.RESULTS and not options.against:
         write_report(README, folder)
     if failed:
         print(f"error: failed: {', '.join(failed)}.", file=sys.stderr)
     return int(bool(failed))
 
 
-def run(name: str, size: Size, gpu: bool, folder: Path | None) -> bool:
+def run(name: str, options: argparse.Namespace, folder: Path | None) -> bool:
     """Measure one case and store the result; return False if it failed."""
-    case, began = CASES[name], time.monotonic()
-    if not case.choose(size, gpu):
+    case, gpu, began = CASES[name], options.gpu, time.monotonic()
+    if not case.choose(options.size, gpu):
         return True
+    prefix = "gpu_" if gpu else ""
+    if options.against:
+        case, prefix = against(case, options.against.resolve()), f"against_{prefix}"
     print(f"{name}:", flush=True)
     try:
         with tempfile.TemporaryDirectory() as scratch:
-            figures = measure(case, size, gpu, Path(scratch), lambda line: print(line, flush=True))
+            figures = measure(
+                case, options.size, gpu, Path(scratch), lambda line: print(line, flush=True), options.rounds
+            )
     except MeasurementError as error:
         print(f"error: {name}: {error}", file=sys.stderr)
         return False
     figures["seconds"] = round(time.monotonic() - began)
+    if options.against:
+        figures["against"] = record.commit(options.against)
+        print("".join(f"  SLOWER: {line}\n" for line in slower(figures)), end="")
     if folder is not None:
         hardware = {"gpu": gpu_name()} if gpu else {}
-        path = record.write(f"gpu_{name}" if gpu else name, figures, record.versions(*PACKAGES), folder, **hardware)
+        path = record.write(f"{prefix}{name}", figures, record.versions(*PACKAGES), folder, **hardware)
         print(f"  written: {path}")
     return True
+
+
+def slower(figures: Figures) -> list[str]:
+    """Return the points at which ours is slower than what it is compared with in more than three quarters of rounds."""
+    return [
+        f"{name}: {side} is {each['q1']:.3f} to {each['q3']:.3f} (quartiles) x as fast as {other}"
+        for name, point in figures["points"].items()
+        for side, others in point.get("ratio", {}).items()
+        for other, each in others.items()
+        if other == f"{side}, before" and each["q3"] < 1
+    ]
 
 
 def missing_gpu() -> str:

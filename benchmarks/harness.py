@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import isnan
 from pathlib import Path
 from statistics import median, quantiles
@@ -50,6 +50,8 @@ class Side:
     """'reference' for a side that is excluded from ratios, such as the rate of matmuls."""
     needs: tuple[str, ...] = ()
     """Packages that the side needs; without them it is left out."""
+    root: Path = record.ROOT
+    """Checkout whose `jaxformer` and `benchmarks` are run."""
 
 
 Figures = dict[str, Any]
@@ -92,6 +94,23 @@ class Case:
         return self.points if size == "full" or self.quick is None else {name: self.points[name] for name in self.quick}
 
 
+def against(case: Case, checkout: Path) -> Case:
+    """Return the case with our sides only, each beside the same side of another checkout, named 'SIDE, before'."""
+    ours = {name: side for name, side in case.sides.items() if side.role == "ours"}
+    before = {f"{name}, before": replace(side, root=checkout, role="peer") for name, side in ours.items()}
+
+    def skip(points: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+        return {
+            name: {**settings, "skip": [each + end for each in settings.get("skip", ()) for end in ("", ", before")]}
+            for name, settings in points.items()
+        }
+
+    return replace(
+        case, sides=ours | before, points=skip(case.points), smoke=skip(case.smoke), gpu=skip(case.gpu),
+        check=None, derive=None, summarize=None,  # about peers
+    )  # fmt: skip
+
+
 class Worker:
     """Process of one side, which starts on its first request, idles between requests, and is killed on exit."""
 
@@ -100,11 +119,11 @@ class Worker:
         self._process: subprocess.Popen[str] | None = None
 
     def _start(self) -> subprocess.Popen[str]:
-        paths = [str(record.ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        paths = [str(self.side.root), *filter(None, [os.environ.get("PYTHONPATH")])]
         return subprocess.Popen(
             [sys.executable, "-m", "benchmarks.worker", self.side.make, str(self._folder)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            env=os.environ | self._environment | {"PYTHONPATH": os.pathsep.join(paths)},
+            cwd=self.side.root, env=os.environ | self._environment | {"PYTHONPATH": os.pathsep.join(paths)},
         )  # fmt: skip
 
     def __enter__(self) -> Worker:
@@ -139,12 +158,15 @@ class Worker:
         return float(self.ask({"steps": steps}))
 
 
-def measure(case: Case, size: Size, gpu: bool, folder: Path, print_line: Callable[[str], None] = print) -> Figures:
-    """Measure a case; return its figures in the form of its JSON file.
+def measure(
+    case: Case, size: Size, gpu: bool, folder: Path, print_line: Callable[[str], None] = print, rounds: int = 0
+) -> Figures:
+    """Measure a case, in as many rounds as its size has unless told; return its figures in the form of its JSON file.
 
     Raises:
       MeasurementError: a process ended, or the sides' results differ.
     """
+    rounds = rounds or ROUNDS[size]
     missing = {name: missing_packages(side) for name, side in case.sides.items()}
     missing = {name: packages for name, packages in missing.items() if packages}
     for name, packages in missing.items():
@@ -155,7 +177,7 @@ def measure(case: Case, size: Size, gpu: bool, folder: Path, print_line: Callabl
     elif size != "smoke":  # hide GPUs from JAX and torch
         environment |= {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
     figures: Figures = {
-        "size": size, "rounds": ROUNDS[size], "unit": case.unit,
+        "size": size, "rounds": rounds, "unit": case.unit,
         "roles": {name: side.role for name, side in case.sides.items() if name not in missing},
         "left_out": missing, "points": {},
     }  # fmt: skip
@@ -163,14 +185,16 @@ def measure(case: Case, size: Size, gpu: bool, folder: Path, print_line: Callabl
         sides = {side: case.sides[side] for side in figures["roles"] if side not in settings.get("skip", ())}
         with ExitStack() as stack:  # new processes for each point, so that memory and devices start fresh
             workers = [stack.enter_context(Worker(side, sides[side], folder, environment)) for side in sides]
-            figures["points"][name] = point = measure_point(case, settings, workers, size)
+            figures["points"][name] = point = measure_point(case, settings, workers, TURN_MS[size], rounds)
         print_line(f"  {name}: {describe(point)}")
     if case.summarize is not None:
         figures["summary"] = case.summarize(figures["points"])
     return figures
 
 
-def measure_point(case: Case, settings: Mapping[str, Any], workers: Sequence[Worker], size: Size) -> Figures:
+def measure_point(
+    case: Case, settings: Mapping[str, Any], workers: Sequence[Worker], turn_ms: float, n_rounds: int
+) -> Figures:
     """Measure one point; return times, ratios, facts and derived figures."""
     arguments = {name: value for name, value in settings.items() if name != "skip"}
     # Sequentially, as the first side writes files to the folder that the others read.
@@ -186,8 +210,9 @@ def measure_point(case: Case, settings: Mapping[str, Any], workers: Sequence[Wor
     if case.warm_up:
         for worker in timed:
             worker.turn(1)  # finish compilation and allocation
-        steps = {worker.name: steps_per_turn(worker.turn(1), TURN_MS[size]) for worker in timed}
-    rounds = [{worker.name: worker.turn(steps[worker.name]) for worker in timed} for _ in range(ROUNDS[size])]
+        steps = {worker.name: steps_per_turn(worker.turn(1), turn_ms) for worker in timed}
+    orders = [timed[:: -1 if number % 2 else 1] for number in range(n_rounds)]  # none is always the first
+    rounds = [{worker.name: worker.turn(steps[worker.name]) for worker in order} for order in orders]
     medians = {name: median(each[name] for each in rounds) for name in rounds[0]}
     roles = {worker.name: worker.side.role for worker in timed}
     peers = [name for name in medians if roles[name] == "peer"]

@@ -43,12 +43,13 @@ def versions(*packages: str) -> dict[str, str]:
     return found
 
 
-def commit() -> str:
-    """Return the checked-out commit, with `-dirty` if files other than results have changed; without git, the value of
-    the environment variable COMMIT."""
+def commit(root: Path = ROOT) -> str:
+    """Return the commit of a checkout, with `-dirty` if files other than results have changed; without git, the value
+    of the environment variable COMMIT."""
     try:
-        changed = output_of("git", "status", "--porcelain", "--", ".", f":!{RESULTS.relative_to(ROOT)}")
-        return output_of("git", "rev-parse", "HEAD") + ("-dirty" if changed else "")
+        git = ("git", "-C", str(root))
+        changed = output_of(*git, "status", "--porcelain", "--", ".", f":!{RESULTS.relative_to(ROOT)}")
+        return output_of(*git, "rev-parse", "HEAD") + ("-dirty" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return os.environ.get("COMMIT", "unknown")
 

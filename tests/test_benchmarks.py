@@ -24,7 +24,7 @@ from benchmarks import ladder as reduced_ladder
 from benchmarks.cases import CASES
 from benchmarks.equivalence import CLOSE, DIFFERENT, EQUAL, compare
 from benchmarks.equivalence_side import contents, shrink
-from benchmarks.harness import Case, MeasurementError, Side, measure
+from benchmarks.harness import Case, MeasurementError, Side, against, measure
 from benchmarks.ladder import Row, Study, studies
 from jaxformer.cli.arguments import load_config
 from jaxformer.cli.options import CommandLine
@@ -64,7 +64,9 @@ def make(folder, who, ms, value):
 """
 
 
-def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: float = 1.0, **changes: Any) -> dict[str, Any]:
+def measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: float = 1.0, checkout: Path | None = None, **changes: Any
+) -> dict[str, Any]:
     """Measure a case whose sides need no library; they take 2 and 6 ms, and 1 more at each step."""
     (tmp_path / "sides.py").write_text(SIDES)
     (tmp_path / "scratch").mkdir()
@@ -75,6 +77,8 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: float = 1.0
         "absent": Side("sides:make", needs=("no_such_package",)),
     }
     case = Case("About.", sides, {}, smoke={"both": {}, "one": {"skip": ["peer"]}}, **changes)
+    if checkout is not None:
+        case = against(case, checkout)
     return measure(case, "smoke", False, tmp_path / "scratch", lambda _: None)
 
 
@@ -82,7 +86,7 @@ def test_sides_take_turns_and_medians_and_ratios_are_of_the_rounds(tmp_path, mon
     figures = measured(tmp_path, monkeypatch, derive=lambda settings, facts, ms: {"sum": sum(ms.values())})
     # Two steps before the rounds, to compile and to count the steps of a turn.
     turns = ["prepares", 0, 1, 2, 3]
-    both = ["ours prepares", "peer prepares", *(f"{who} {n}" for n in turns[1:] for who in ("ours", "peer"))]
+    both = [f"{who} {n}" for n in turns[:-1] for who in ("ours", "peer")] + ["peer 3", "ours 3"]  # in turn first
     log = (tmp_path / "log").read_text().splitlines()
     assert log == [*both, *(f"ours {n}" for n in turns)]
     point = figures["points"]["both"]
@@ -99,6 +103,18 @@ def test_steps_that_start_a_process_have_no_turns_before_the_rounds(tmp_path, mo
     point = measured(tmp_path, monkeypatch, warm_up=False)["points"]["one"]
     assert (tmp_path / "log").read_text().splitlines()[-3:] == ["ours prepares", "ours 0", "ours 1"]
     assert point["ms"]["ours"] == {"min": 2.0, "q1": 2.25, "median": 2.5, "q3": 2.75, "steps": 1}
+
+
+@pytest.mark.parametrize(("more", "slower"), [(2, []), (-2, ["one: ours is 0.525 to 0.575 (quartiles) x as fast as"])])
+def test_sides_are_compared_with_those_of_another_checkout(tmp_path, monkeypatch, more, slower):
+    (tmp_path / "before").mkdir()
+    (tmp_path / "before/benchmarks").symlink_to(ROOT / "benchmarks")
+    (tmp_path / "before/sides.py").write_text(SIDES.replace("ms + number", f"ms + number + {more}"))
+    figures = measured(tmp_path, monkeypatch, checkout=tmp_path / "before")
+    ours, before = (figures["points"]["one"]["ms"][name]["median"] for name in ("ours", "ours, before"))
+    assert before == ours + more and figures["roles"] == {"ours": "ours", "ours, before": "peer"}
+    lines = benchmarks.slower(figures | {"points": {"one": figures["points"]["one"]}})
+    assert [line.removesuffix(" ours, before") for line in lines] == slower
 
 
 @pytest.mark.parametrize(("value", "apart"), [(1.01, "1.0e-02"), (float("nan"), "nan")])
@@ -157,6 +173,8 @@ def test_first_run_is_that_of_the_readme():
         (["imports", "--gpu"], "case 'imports' has no points for a GPU; omit --gpu."),
         (["pretrained", "--quick"], "case 'pretrained' has no points for --quick; omit it."),
         (["resuming", "--smoke"], "case 'resuming' has no points for --smoke; omit it."),
+        (["imports", "--against", str(GPU)], "gpu.sh, which is not a checkout with benchmarks; name one."),
+        (["imports", "--rounds", "1"], "--rounds is 1, but quartiles need at least 2."),
         (["imports", "--results", __file__], "which is not a folder; name one."),
     ],
 )
