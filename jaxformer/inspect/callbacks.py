@@ -39,6 +39,8 @@ PROBE_EXAMPLES = 16
 """Held-out examples on which attention entropy and router load are measured."""
 INIT_CHECK_EXAMPLES = 4
 """Held-out examples of the initialisation check."""
+MIN_LEARNING_RATE = 0.01
+"""Fraction of the peak learning rate below which update ratios are not printed."""
 N_TRANSLATIONS = 3
 """Held-out sources translated as samples."""
 
@@ -130,8 +132,9 @@ def _init_check(
 
 
 def _print_update_ratios(setup: TrainSetup, step: int, state: TrainState, batch: Batch, row: dict[str, Any]) -> None:
-    """Print the update ratios in a row of the log."""
-    if "gradients" in row:
+    """Print the update ratios in a row of the log, unless the learning rate has decayed to 0: its updates say nothing
+    about training."""
+    if "gradients" in row and row["lr"] > MIN_LEARNING_RATE * setup.config.optimizer.learning_rate:
         rows = [Row(**parameter) for parameter in row["gradients"]]
         print_line(update_grid(rows, setup.parameter_order, row["lr"]))
 

@@ -1,5 +1,7 @@
 """Callbacks of training."""
 
+from dataclasses import asdict
+
 import jax
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ from jaxformer.data.dataset import Batch
 from jaxformer.data.windows import TextConfig
 from jaxformer.inspect.callbacks import _full_rows, _unpadded_examples, make_callbacks
 from jaxformer.models.decoder import DecoderConfig
+from jaxformer.nn.parameter_norms import Row
 from jaxformer.parallel.mesh import make_mesh
 from jaxformer.train.setup import TrainSetup
 
@@ -35,6 +38,17 @@ def test_update_ratios_are_printed_with_the_first_samples(tmp_path, monkeypatch)
     callbacks = make_callbacks(TrainSetup(config, make_mesh("", jax.devices()[:1])), None, tmp_path)
     due = [callback.call(100, None, None, {}) for callback in callbacks if callback.is_due(100)]
     assert due == ["update ratios", "samples"]
+
+
+@pytest.mark.parametrize(("learning_rate", "is_printed"), [(0.05, True), (1e-8, False)])
+def test_update_ratios_are_not_printed_once_the_learning_rate_has_decayed(tmp_path, capsys, learning_rate, is_printed):
+    model = DecoderConfig(24, 7, 8, n_blocks=1, n_heads=2)
+    config = Config("test", model, TextConfig(), 150, train=TrainConfig(eval_every=0, report_every=50))
+    setup = TrainSetup(config, make_mesh("", jax.devices()[:1]))
+    rows = [asdict(Row(name, g=1.0, w=2.0, u=0.1, update=0.3)) for name in setup.parameter_order]
+    _, ratios, _ = make_callbacks(setup, None, tmp_path)
+    ratios.call(150, None, None, {"lr": learning_rate, "gradients": rows})
+    assert ("W_out" in capsys.readouterr().out) == is_printed
 
 
 @pytest.mark.parametrize(
