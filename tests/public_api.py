@@ -12,9 +12,25 @@ PACKAGES = ("jaxformer", *(f"jaxformer.{name}" for name in ("ops", "nn", "models
 PATH = ROOT / "docs/api.md"
 HEAD = """# Public API
 
-The public names, grouped by package: `from jaxformer.nn import Block`. All other names may change without notice.
-`help(name)` shows arguments, shapes and errors. Changes to this list are recorded in the
-[changelog](../CHANGELOG.md); `python -m tests.public_api` regenerates it.
+The public names, grouped by package: `from jaxformer.nn import Block`. `help(name)` shows arguments, shapes and errors.
+`python -m tests.public_api` regenerates this page.
+
+## Stability
+
+From version 0.1.0 on, these are stable:
+
+- the names on this page, with the order and the names of their arguments;
+- commands, options and exit statuses, and the names of the committed configs;
+- parameter names, and what is in a run's folder: a run trained with one version loads, samples and resumes with later
+  ones.
+
+A stable name is changed in two steps. In one minor version (0.2), the old name still works, with a
+`DeprecationWarning` that names the new one; in the next (0.3), it goes. Both are in the [changelog](../CHANGELOG.md).
+A patch version (0.2.1) changes no name and no result.
+
+Not stable are all other names, messages and the pages' looks; results in the last bits, which also depend on the
+versions of JAX and XLA; and the committed configs' settings, which follow the measurements. Names that begin with an
+underscore are private.
 """
 
 
