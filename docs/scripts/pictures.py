@@ -148,8 +148,42 @@ def cache() -> str:
     return svg(620, 230, [*parts, text(left, 222, note)])
 
 
+def types() -> str:
+    """Return the shapes from a text to its loss and to a sample, with an arrow for each function."""
+    columns = [  # name, shape, width and height of the array, function from the one before
+        ("text", "", 0, 0, ""), ("tokens", "(T,)", 8, 84, "tokenizer"), ("X", "(T, D)", 44, 84, "embedding"),
+        ("rows", "(T, D)", 44, 84, "blocks"), ("logits", "(T, V)", 72, 84, "W_out"),
+        ("losses", "(T,)", 8, 84, "cross-entropy"), ("loss", "()", 8, 8, "mean"),
+    ]  # fmt: skip
+    middle, x, parts = 80, 40.0, []
+
+    def box(x: float, y: float, name: str, shape: str, width: float, height: float) -> None:
+        colour = f'fill="{BLUE}" fill-opacity="0.6"'
+        parts.append(f'<rect x="{x:.0f}" y="{y - height / 2:.0f}" width="{width}" height="{height}" rx="2" {colour}/>')
+        parts.append(text(x + width / 2, middle - 52, name, "middle"))
+        parts.append(text(x + width / 2, y + height / 2 + 18, shape, "middle"))
+
+    def arrow(x: float, y: float, length: float, label: str) -> None:
+        parts.append(f'<path d="M{x:.0f} {y}h{length:.0f}m-6 -4l6 4l-6 4" fill="none" stroke="{INK}"/>')
+        parts.append(text(x + length / 2, y - 8, label, "middle"))
+
+    for name, shape, width, height, function in columns:
+        if function:
+            arrow(x - 100, middle, 92, function)
+        box(x, middle, name, shape, width, height)
+        last = x + width
+        if name == "logits":  # the last row alone predicts what is not there yet
+            parts.append(f'<rect x="{x:.0f}" y="{middle + 32}" width="{width}" height="10" fill="{RED}"/>')
+            down = f"M{x + width / 2:.0f} {middle + 66}v34h60m-6 -4l6 4l-6 4"
+            parts.append(f'<path d="{down}" fill="none" stroke="{INK}"/>')
+            parts.append(text(x + width / 2 + 70, middle + 104, "last row, softmax: the next token"))
+        x = last + 108
+    return svg(900, 210, parts)
+
+
 PICTURES: dict[str, Callable[[], str]] = {
-    "mixing.svg": mixing, "scale.svg": scale, "ladder.svg": ladder, "cache.svg": cache, "context.svg": context,
+    "types.svg": types, "mixing.svg": mixing, "scale.svg": scale, "ladder.svg": ladder, "cache.svg": cache,
+    "context.svg": context,
 }  # fmt: skip
 """Functions that draw, by the file that they draw in docs/story."""
 
