@@ -7,8 +7,6 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -235,12 +233,6 @@ def test_corrupt_cache_is_rebuilt_with_one_warning(config, tmp_path, caplog, nam
     assert {path.name for path in folder.parent.iterdir()} == {folder.name, f"{folder.name}.lock"}
 
 
-def test_cache_that_cannot_be_read_back_is_refused(config, monkeypatch):
-    monkeypatch.setattr(module, "write_tokens", lambda *_: 0)
-    with pytest.raises(UserError, match="although just written; set JAXFORMER_CACHE"):
-        load_corpus(config, 270)
-
-
 def test_unwritable_cache_is_refused(config, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("JAXFORMER_CACHE", str(tmp_path / "file"))
@@ -248,16 +240,11 @@ def test_unwritable_cache_is_refused(config, tmp_path, monkeypatch):
         load_corpus(config, 270)
 
 
-def test_tokenized_documents_are_memory_mapped_and_equal_the_cache(config, monkeypatch):
+def test_tokenized_documents_are_memory_mapped_and_equal_the_cache(config):
     corpus = load_corpus(replace(config, val_path=config.path + "/0.txt"), 270)
     tokens = tokenize(read_documents(config.path + "/0.txt", True), corpus.tokenizer)
     assert isinstance(tokens, np.memmap) and tokens.dtype == np.uint16
     np.testing.assert_array_equal(tokens, corpus.val.tokens)
-    monkeypatch.setattr(module.tempfile, "TemporaryFile", partial(Path("/dev/full").open, "wb"))
-    with pytest.raises(
-        UserError, match=r"cannot write tokens to .*: No space left on device; free some space, or set TMPDIR"
-    ):
-        tokenize(read_documents(config.path, True), corpus.tokenizer)
 
 
 @pytest.mark.parametrize("form", PUBLISHED)
@@ -301,7 +288,7 @@ def test_vocabulary_of_a_published_tokenizer_must_fit(config, tmp_path):
     with pytest.raises(UserError, match=r"model.vocab_size is 280, but the tokenizer of data.tokenizer needs 290; set"):
         config.load(model, 2, 0, fixed={"vocab_size"})
     assert config.load(replace(model, vocab_size=300), 2, 0, fixed={"vocab_size"}).model.vocab_size == 300
-    with pytest.raises(UserError, match=r"nowhere does not exist; give the tokenizer.json of a run or of a published"):
+    with pytest.raises(UserError, match=r"nowhere is not a readable tokenizer: No such file"):
         replace(config, tokenizer=str(tmp_path / "nowhere")).load(model, 2, 0)
 
 
