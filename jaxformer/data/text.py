@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, chain
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, TypeVar
+from typing import BinaryIO, TypeVar
 
 import numpy as np
 
@@ -31,9 +31,6 @@ from jaxformer.data.progress import Progress
 from jaxformer.data.storage import download_data, is_url
 from jaxformer.errors import UserError, abbreviate, import_extra, lone_surrogate, parse_json
 from jaxformer.files import expand_home
-
-if TYPE_CHECKING:
-    from pyarrow import RecordBatch
 
 T = TypeVar("T")
 SOTU = "sotu"
@@ -236,48 +233,34 @@ def _read_csv(path: Path, column: str, delimiter: str = ",", quoting: int = csv.
         raise UserError(f"{path}, line {rows.line_num}, is not a row of a table ({error}); fix it.") from error
 
 
-def _read_parquet(path: Path, column: str) -> Iterator[list[str]]:
-    parquet = import_extra("pyarrow.parquet", "a .parquet file")
-    with open_decompressed(path) as raw, _reading_table(path):
-        file = parquet.ParquetFile(raw, buffer_size=2**20, pre_buffer=False)  # streamed: row groups may be large
-        _find_column(path, column, file.schema_arrow.names)
-        for batch in file.iter_batches(ROWS_AT_ONCE, columns=[column]):
-            yield from _table_rows(path, column, batch)
-
-
-def _read_arrow(path: Path, column: str) -> Iterator[list[str]]:
-    arrow = import_extra("pyarrow", "an .arrow file")
-    with _reading_table(path), arrow.OSFile(str(path)) as raw:
-        is_stream = raw.read(6) != b"ARROW1"  # as save_to_disk of datasets writes it
-        raw.seek(0)
-        reader = arrow.ipc.open_stream(raw) if is_stream else arrow.ipc.open_file(raw)
-        batches = reader if is_stream else map(reader.get_batch, range(reader.num_record_batches))
-        _find_column(path, column, reader.schema.names)
-        for batch in batches:
-            yield from _table_rows(path, column, batch)
-
-
-def _table_rows(path: Path, column: str, batch: RecordBatch) -> Iterator[list[str]]:
-    """Yield the documents of a record batch; null is an empty document."""
-    types, values = import_extra("pyarrow.types", "a table"), batch.column(column)
-    kind = values.type.value_type if types.is_dictionary(values.type) else values.type
-    if not (types.is_string(kind) or types.is_large_string(kind)):
-        raise UserError(f"{path} has {values.type} in the column {column!r}, which is not text; see data.column.")
-    values.validate(full=True)  # invalid UTF-8 or offsets outside the file would raise or crash later
-    for text in values:
-        yield _as_document(text.as_py() or "")
-
-
-@contextmanager
-def _reading_table(path: Path) -> Iterator[None]:
-    """Convert pyarrow's errors to `UserError`."""
-    arrow = import_extra("pyarrow", f"a {path.suffix} file")
-    try:
-        yield
-    except (arrow.ArrowException, OSError) as error:
-        reason, _, _ = str(error).partition("\n")
-        problem = f"{path} is truncated or not a valid {path.suffix} file ({reason})"
-        raise UserError(f"{problem}; fetch or write it again.") from error
+def _read_table(path: Path, column: str) -> Iterator[list[str]]:
+    """Yield the documents of a Parquet or Arrow file; null is an empty document."""
+    modules = ("pyarrow", "pyarrow.types", "pyarrow.parquet")
+    arrow, types, parquet = (import_extra(module, f"a {path.suffix} file") for module in modules)
+    with open_decompressed(path) as raw:
+        try:
+            if suffix_of(path) == ".parquet":
+                reader = parquet.ParquetFile(raw, buffer_size=2**20, pre_buffer=False)  # row groups may be large
+                schema, batches = reader.schema_arrow, reader.iter_batches(ROWS_AT_ONCE, columns=[column])
+            else:
+                is_stream = raw.read(6) != b"ARROW1"  # as save_to_disk of datasets writes it
+                raw.seek(0)
+                reader = arrow.ipc.open_stream(raw) if is_stream else arrow.ipc.open_file(raw)
+                schema, batches = reader.schema, reader
+                if not is_stream:
+                    batches = map(reader.get_batch, range(reader.num_record_batches))
+            kind = schema.types[_find_column(path, column, schema.names)]
+            text = kind.value_type if types.is_dictionary(kind) else kind
+            if not (types.is_string(text) or types.is_large_string(text)):
+                raise UserError(f"{path} has {kind} in the column {column!r}, which is not text; see data.column.")
+            for batch in batches:
+                values = batch.column(column)
+                values.validate(full=True)  # invalid UTF-8 or offsets outside the file would raise or crash later
+                yield from (_as_document(value.as_py() or "") for value in values)
+        except (arrow.ArrowException, OSError) as error:
+            reason, _, _ = str(error).partition("\n")
+            problem = f"{path} is truncated or not a valid {path.suffix} file ({reason})"
+            raise UserError(f"{problem}; fetch or write it again.") from error
 
 
 def _find_column(path: Path, column: str, names: list[str]) -> int:
@@ -293,10 +276,10 @@ READERS: dict[str, Callable[[Path, str], Iterator[Iterable[str]]]] = {
     ".jsonl": _read_jsonl,
     ".csv": _read_csv,
     ".tsv": partial(_read_csv, delimiter="\t", quoting=csv.QUOTE_NONE),
-    ".parquet": _read_parquet,
-    ".arrow": _read_arrow,
+    ".parquet": _read_table,
+    ".arrow": _read_table,
 }
-"""Readers of a file's documents, by suffix; all but the last two decompress .gz."""
+"""Readers of a file's documents, by suffix."""
 
 
 NO_UNWRAP = -1

@@ -102,9 +102,3 @@ def test_seed_changes_the_order_not_the_dates():
 def test_invalid_options_are_refused(fields, message):
     with pytest.raises(UserError, match=message):
         DatesConfig(**fields).load(MODEL, 8, 0)
-
-
-def test_vocabulary_is_bytes_and_end_of_text():
-    data = DatesConfig(n_pairs=8, n_held_out=1).load(RecurrentConfig(300, 64), 8, 0)
-    assert data.model == RecurrentConfig(257, 64)
-    assert data.notes == ("dates in 48 locales need 257 tokens: model.vocab_size 257 (not 300)",)

@@ -79,13 +79,6 @@ def test_idx_files_round_trip(tmp_path: Path, packed: bool) -> None:
     assert splits.classes == ("0", "1", "2")
 
 
-def test_validation_split_is_held_out_where_missing(tmp_path: Path) -> None:
-    splits = read_splits(str(write_idx(tmp_path / "idx", {"train": 200})), 0.25, 1)
-    held = len(splits.val.images)
-    assert len(splits.train.images) + held == 200
-    assert abs(held - 50) < 25  # four standard deviations of a draw of 200 at 1/4
-
-
 def test_image_folders_give_labels(tmp_path: Path) -> None:
     pixels = images(N, 3)
     write_pictures(tmp_path / "train", pixels)

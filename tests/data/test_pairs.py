@@ -59,14 +59,6 @@ def test_epoch_visits_every_pair_once_in_new_batches() -> None:
     assert set(epochs[0]) != set(epochs[1])
 
 
-def test_pairs_of_an_incomplete_batch_appear_in_another_epoch() -> None:
-    data = pairs(batch_size=7)  # 7 batches of 7 of the 50
-    assert data.steps_per_epoch == 7
-    visited = [{pair for k in range(7) for pair in read_back(data.batch(7 * e + k))} for e in range(9)]
-    assert all(len(pairs) == 49 for pairs in visited)
-    assert set.union(*visited) == set(TRAIN)
-
-
 def test_batch_depends_only_on_pairs_seed_and_step() -> None:
     one, another = pairs(seed=3), pairs(seed=3)
     for step in (40, 7, 0):  # in any order
@@ -210,13 +202,9 @@ def test_invalid_line_is_named(tmp_path: Path, content: str, message: str) -> No
         read_pairs(tmp_path / "x.tsv", Pair._fields)
 
 
-def test_lines_end_at_newlines_only_and_must_be_utf8(tmp_path: Path) -> None:
-    file = tmp_path / "x.tsv"
-    file.write_bytes("\ufeffa\tb\r\n\u2028c\td\u00e9\r\n".encode())
-    assert read_pairs(file, Pair._fields) == [Pair("a", "b"), Pair("\u2028c", "dé")]
-    file.write_bytes(b"a\t\xff\n")
-    with pytest.raises(UserError, match="not UTF-8: byte 0xff at offset 2"):
-        read_pairs(file, Pair._fields)
+def test_lines_end_at_newlines_only(tmp_path: Path) -> None:
+    (tmp_path / "x.tsv").write_bytes("\ufeffa\tb\r\n\u2028c\td\u00e9\r\n".encode())
+    assert read_pairs(tmp_path / "x.tsv", Pair._fields) == [Pair("a", "b"), Pair("\u2028c", "dé")]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ import gzip
 import json
 import random
 import re
-import sys
 import textwrap
 import tracemalloc
 from itertools import pairwise
@@ -115,22 +114,6 @@ FORMATS = [write_txt, write_jsonl, write_jsonl_gz, write_csv, write_parquet, wri
 def test_every_format_has_the_same_documents(tmp_path, write):
     files = find_files(str(write(tmp_path, TEXTS))).files
     assert [text for file in files for text in texts_of(file)] == [plain(text) for text in TEXTS]
-
-
-def test_one_corpus_has_the_same_token_files_in_every_format(tmp_path, monkeypatch):
-    texts = [f"{text}\n{i} and more of it, the {i % 3} the cat" for i, text in enumerate(TEXTS * 8)]
-    token_files = {}
-    for write in FORMATS:
-        folder = tmp_path / write.__name__
-        folder.mkdir()
-        monkeypatch.setenv("JAXFORMER_CACHE", str(folder / "cache"))
-        path = write(folder, texts)
-        corpus = load_corpus(TextConfig(str(path)), 300)
-        (cache,) = (p for p in (folder / "cache/tokens").iterdir() if p.is_dir())
-        token_files[write] = corpus.fingerprint, {file.name: file.read_bytes() for file in cache.iterdir()}
-        assert set(token_files[write][1]) == {"train.tokens", "val.tokens", "tokenizer.json", "manifest.json"}
-        assert corpus.train.documents + corpus.val.documents == len(texts)
-    assert all(files == token_files[write_txt] for files in token_files.values())
 
 
 def test_tsv_has_no_quotes(tmp_path):
@@ -301,13 +284,6 @@ def test_empty_files_hold_no_text(tmp_path, name):
         load_corpus(TextConfig(str(tmp_path / name)), 300)
 
 
-def test_missing_pyarrow_names_the_extra(tmp_path, monkeypatch):
-    (tmp_path / "a.parquet").write_bytes(b"PAR1")
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(UserError, match=r"a \.parquet file needs pyarrow, .*jaxformer\[data\]"):
-        texts_of(tmp_path / "a.parquet")
-
-
 @pytest.fixture(params=["txt", "jsonl"])
 def documents(request, tmp_path):
     """Return a function that writes texts, to one file each or to the lines of one, and reads them as documents."""
@@ -346,16 +322,6 @@ def test_long_line_without_white_space_is_cut(documents):
     train, val = hold_out(read, 0.1)
     assert len(whole(train)[0]) == int(0.9 * n)
     assert whole(train)[0] + whole(val)[0] == whole(read)[0]
-
-
-def test_held_out_documents_do_not_depend_on_order(documents):
-    texts = [f"document {i} " * 20 for i in range(23)]
-    train, val = hold_out(documents(*texts), 0.1)
-    assert sorted(whole(train) + whole(val)) == sorted(text.rstrip() + "\n" for text in texts)
-    assert whole(train) == [text for text in (t.rstrip() + "\n" for t in texts) if text in set(whole(train))]
-    assert 0.1 <= val.n_bytes / (train.n_bytes + val.n_bytes) < 0.2
-    held_out = set(whole(val))
-    assert set(whole(hold_out(documents(*texts[::-1]), 0.1)[1])) == held_out
 
 
 def test_held_out_documents_are_the_first_by_digest_of_at_least_the_fraction(documents):
@@ -483,17 +449,6 @@ def test_unwrap_joins_wrapped_lines_only():
     assert paragraphs[4:6] == [" Roses are red,", " violets blue."]
     assert paragraphs[7].endswith("of it a poster too large for indoors had been tacked to the wall.")
     assert unwrap(WRAPPED).split() == WRAPPED.split()  # no word is lost or made
-
-
-def test_unwrap_keeps_paragraphs_of_one_line():
-    text = "word " * 60 + "end.\n" + "word " * 50 + "end."
-    assert unwrap(text) == text
-    assert unwrap("") == ""
-
-
-def test_unwrap_keeps_the_breaks_of_short_lines():
-    for text in ("Hello\nworld", "def f(x):\n    return x\n", "- one\n- two\n- three\n" * 9):
-        assert unwrap(text).split("\n") == [line.rstrip() for line in text.split("\n")]
 
 
 RNG = random.Random(0)
