@@ -129,9 +129,9 @@ def find_conversations(path: str) -> Listing:
 
 
 def read_conversations(path: str, template: ChatTemplate) -> list[Conversation]:
-    """Return the conversations of a file, a folder or a glob, without empty lines. Raises `UserError` if there are
-    none, a file cannot be read, or, with file and line, if a line is not a conversation with the assistant, or the
-    template raises an error or leaves unclear where an answer begins."""
+    """Return the conversations of a file, a folder or a glob, without empty lines. Raises `UserError` if a file cannot
+    be read, or, with file and line, if a line is not a conversation with the assistant, or the template raises an error
+    or leaves unclear where an answer begins."""
     conversations = []
     for label, row in (line for file in find_conversations(path).files for line in read_json_lines(file)):
         messages, tools = _parse(row, label)
@@ -142,8 +142,6 @@ def read_conversations(path: str, template: ChatTemplate) -> list[Conversation]:
             raise UserError(f"{label} {error}.") from error
         digest = hashlib.sha256(rendered.text.encode(errors="surrogatepass")).digest()
         conversations.append(Conversation(rendered, label, digest))
-    if not conversations:
-        raise UserError(f"{path} holds no conversation; give it one per line, such as {EXAMPLE}.")
     return conversations
 
 
@@ -188,7 +186,8 @@ def hold_out(conversations: Sequence[Conversation], fraction: float) -> tuple[li
     Raises `UserError` if all are equal."""
     digests = sorted({conversation.digest for conversation in conversations})
     if len(digests) < 2:
-        raise UserError("there is only one conversation, so none can be held out; give more, or data.val_path.")
+        n = f"{len(digests)} different conversation(s)"
+        raise UserError(f"there are {n}, so none can be held out; give more, one per line as {EXAMPLE}.")
     held_out = set(digests[: min(len(digests) - 1, max(1, round(fraction * len(digests))))])
     train = [conversation for conversation in conversations if conversation.digest not in held_out]
     return train, [conversation for conversation in conversations if conversation.digest in held_out]

@@ -48,11 +48,8 @@ class LabelledTextConfig(DataConfig):
 
 
 def find_classes(name: str, train: Sequence[Pair], val: Sequence[Pair]) -> tuple[str, ...]:
-    """Return the labels of the training texts, sorted. Raises `UserError` if there is only one, or if a held-out text
-    has an unknown label."""
+    """Return the labels of the training texts, sorted. Raises `UserError` if a held-out text has an unknown label."""
     classes = sorted({label for _, label in train})
-    if len(classes) < 2:
-        raise UserError(f"all training texts of {name} are labelled {classes[0]!r}; give texts with two labels.")
     if unknown := sorted({label for _, label in val} - {*classes}):
         raise UserError(f"{name} has held-out texts of {unknown[0]!r}, which no training text has; remove them.")
     return tuple(classes)

@@ -74,10 +74,9 @@ def find_splits(folder: str, val_path: str | None) -> tuple[Path, Path]:
     train, val = (path / x if path.is_dir() else path.with_name(f"{path.name}.{x}") for x in names)
     train = path if path.is_file() else train
     val = val if val_path is None else expand_home(val_path)
-    if not train.is_file():
-        raise UserError(f"there are no texts at {path}: neither it nor {train} is a file; give data.path.")
-    if not val.is_file():
-        raise UserError(f"there are no held-out texts: {val} is not a file; give data.val_path.")
+    for file, option in ((train, "data.path"), (val, "data.val_path")):
+        if not file.is_file():
+            raise UserError(f"there are no texts at {folder}: {file} is not a file; give {option}.")
     return train, val
 
 

@@ -59,7 +59,6 @@ def test_the_fingerprint_is_that_of_texts_and_labels(tmp_path: Path) -> None:
     ("train", "val", "said"),
     [
         ("good yes\n", "a\tb\n", r"x\.train\.tsv, line 1, is 'good yes'; it must be TEXT<TAB>LABEL\.$"),
-        ("a\tno\nb\tno\n", "a\tno\n", r"training texts of .*x are labelled 'no'; give texts with two labels\.$"),
         (TRAIN, "a\tmaybe\n", r"held-out texts of 'maybe', which no training text has; remove them\.$"),
     ],
 )  # fmt: skip

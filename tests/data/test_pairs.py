@@ -209,7 +209,7 @@ def test_lines_end_at_newlines_only(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("path", "message"),
-    [("", "the path of the data is ''"), ("nowhere", "neither it nor nowhere.train.tsv"), ("train.tsv", "val_path")],
+    [("", "the path of the data is ''"), ("nowhere", "nowhere.train.tsv is not a file"), ("train.tsv", "val_path")],
 )
 def test_missing_files_are_named(folder: Path, monkeypatch: pytest.MonkeyPatch, path: str, message: str) -> None:
     monkeypatch.chdir(folder)

@@ -182,13 +182,6 @@ def test_saved_dataset_of_several_splits_names_them(tmp_path):
         find_files(str(tmp_path))
 
 
-@pytest.mark.parametrize("state", ["", '{"_data_files": [{}]}'])
-def test_unreadable_saved_dataset_is_refused(tmp_path, state):
-    (tmp_path / "state.json").write_text(state)
-    with pytest.raises(UserError, match="is not a readable dataset"):
-        find_files(str(tmp_path))
-
-
 @pytest.mark.parametrize(
     ("raw", "offset"),
     [(b"abc\xffdef", 3), ("ä".encode() + b"\x80", 2), (b"\xef\xbb\xbfab\xe9", 5), (b"cut \xe2\x82", 4)],
@@ -218,9 +211,9 @@ GOOD = b'{"text": "a"}\n'
     ("a.jsonl", b'{"text": ["a"]}', r"line 1, has no text in the field 'text', but \['a'\]; see data\.column"),
     ("a.jsonl", b'{"text": "\\ud800"}', r"line 1, has no text in the field 'text', but '\\ud800'; see data\.column"),
     ("a.jsonl", GOOD + b'{"text": "\xff"}', r"a\.jsonl, line 2, is not UTF-8 \(invalid start byte\); convert it"),
-    ("a.jsonl.gz", gzip.compress(GOOD * 99, mtime=0)[:-12], r"gz is truncated or not a gzip file \(Compressed"),
-    ("a.jsonl.gz", GOOD, r"a\.jsonl\.gz is truncated or not a gzip file \(Not a gzipped file"),
-    ("a.txt.gz", gzip.compress(bytes(999), mtime=0)[:-30] + bytes(30), r"a\.txt\.gz is truncated or not a gzip file"),
+    ("a.jsonl.gz", gzip.compress(GOOD * 99, mtime=0)[:-12], r"gz cannot be read: Compressed file ended"),
+    ("a.jsonl.gz", GOOD, r"a\.jsonl\.gz cannot be read: Not a gzipped file"),
+    ("a.txt.gz", gzip.compress(bytes(999), mtime=0)[:-30] + bytes(30), r"a\.txt\.gz cannot be read: "),
     ("a.csv", b"id,body\n1,x\n", r"a\.csv has the columns id, body, none of them 'text'; name the one with"),
     ("a.csv", b"id,text\n1,x\n2\n", r"line 3, is not a row of a table \(it has 1 columns, but the first line names 2"),
     ("a.csv", b'id,text\n1,x\n2,"cut\n', r"a\.csv, line 3, is not a row of a table \(unexpected end of data\)"),
