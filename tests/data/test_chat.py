@@ -6,7 +6,6 @@ import re
 from collections import Counter
 from pathlib import Path
 
-import flax.linen as nn
 import jax
 import numpy as np
 import pytest
@@ -14,14 +13,12 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from jaxformer.config import Config, OptimizerConfig, TokenModelConfig, TrainConfig
-from jaxformer.contract import Contract, Task
 from jaxformer.data.chat import ChatConfig, assistant_tokens, encode_conversations, read_conversations
 from jaxformer.data.chat_template import MARK, ChatTemplate, encode_rendered, read_template
 from jaxformer.data.packing import PackedExamples
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError
 from jaxformer.models.decoder import DecoderConfig
-from jaxformer.models.objective import CrossEntropy
 from jaxformer.parallel.mesh import make_mesh
 from jaxformer.train.log import read_metrics
 from jaxformer.train.loop import train
@@ -503,24 +500,6 @@ def test_a_template_beside_the_tokenizer_has_precedence(published, tmp_path):
     named = [{"name": "tools", "template": "x"}, {"name": "default", "template": CHATML}]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": named}))
     assert ChatTemplate.of_tokenizer(Tokenizer.load(tmp_path / "tokenizer.json")).source == CHATML
-
-
-@pytest.mark.slow
-def test_the_gradient_of_the_logits_at_masked_targets_is_0(published, tmp_path):
-    """A model whose parameters are its logits at each position."""
-
-    class Logits(nn.Module):
-        contract = Contract(Task.CAUSAL_LM)
-
-        @nn.compact
-        def __call__(self, tokens_T: jax.Array, prefix: None, segments_T: jax.Array) -> jax.Array:
-            return self.param("logits", nn.initializers.normal(), (64, 290))
-
-    batch = load(written(tmp_path / "c.jsonl", CHAT, CHAT[:2]), published).batch(0)
-    params = Logits().init(jax.random.key(0), None, None, None)["params"]
-    (gradient_TV,) = jax.tree.leaves(jax.grad(lambda params: CrossEntropy().loss(Logits(), params, batch)[0])(params))
-    masked = batch.weights[0] == 0
-    assert not np.asarray(gradient_TV)[masked].any() and np.asarray(gradient_TV)[~masked].all()
 
 
 @pytest.mark.slow

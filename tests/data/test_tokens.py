@@ -53,15 +53,6 @@ def test_tokenizer_is_trained_on_the_training_split_only(config, tmp_path):
     assert not any(b"zz" in piece for piece in tokenizer.token_bytes)
 
 
-def test_second_load_reads_the_cache(config, monkeypatch):
-    first = load_corpus(config, 270)
-    monkeypatch.setattr(module, "_build", lambda *_: pytest.fail("built again"))
-    second = load_corpus(config, 270)
-    assert second.fingerprint == first.fingerprint
-    np.testing.assert_array_equal(second.train.tokens, first.train.tokens)
-    assert isinstance(second.train.tokens, np.memmap)
-
-
 def test_fingerprint_depends_on_content_and_settings_not_on_names(config, tmp_path):
     before = load_corpus(config, 270).fingerprint
     assert load_corpus(config, 271).fingerprint != before
@@ -102,14 +93,14 @@ def test_failed_tokenization_leaves_no_folder(config, tmp_path):
     assert [path.suffix for path in (tmp_path / "cache" / "tokens").iterdir()] == [".lock"]
 
 
-def test_fingerprint_uses_the_inferred_vocabulary(config, monkeypatch):
+def test_second_load_reads_the_cache_and_the_fingerprint_uses_the_inferred_vocabulary(config, monkeypatch):
     """Check that a resumed run, which stores the smaller vocabulary, has the same fingerprint."""
     first = load_corpus(config, 50_000)
     monkeypatch.setattr(module, "_build", lambda *_: pytest.fail("built again"))
-    stored = load_corpus(config, first.tokenizer.vocab_size, first.tokenizer)
     assert 257 < first.tokenizer.vocab_size < 50_000
-    assert stored.fingerprint == first.fingerprint
-    np.testing.assert_array_equal(stored.train.tokens, first.train.tokens)
+    for stored in (load_corpus(config, 50_000), load_corpus(config, first.tokenizer.vocab_size, first.tokenizer)):
+        assert stored.fingerprint == first.fingerprint and isinstance(stored.train.tokens, np.memmap)
+        np.testing.assert_array_equal(stored.train.tokens, first.train.tokens)
 
 
 def test_validation_documents_are_left_out_of_training(config, tmp_path):
