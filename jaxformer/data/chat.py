@@ -13,15 +13,7 @@ import numpy as np
 
 from jaxformer.config import DataConfig, Fixed, ModelConfig, TokenModelConfig
 from jaxformer.config.fields import ValFraction
-from jaxformer.data.chat_template import (
-    ASSISTANT,
-    MARK,
-    ChatTemplate,
-    Message,
-    Rendered,
-    encode_rendered,
-    read_template,
-)
+from jaxformer.data.chat_template import ASSISTANT, MARK, ChatTemplate, Message, Rendered, encode_rendered
 from jaxformer.data.dataset import Batch, Dataset, task_error
 from jaxformer.data.infer_config import describe_changes, fit_vocab_size
 from jaxformer.data.listing import Listing, list_files
@@ -85,7 +77,7 @@ class ChatConfig(DataConfig):
         if self.template is None:
             template = ChatTemplate.of_tokenizer(tokenizer)
         else:
-            template = read_template(self.template, tokenizer)
+            template = ChatTemplate.read(self.template, tokenizer)
             tokenizer = tokenizer.with_chat_template(template.source)
         train = read_conversations(self.path, template)
         if self.val_path is not None:

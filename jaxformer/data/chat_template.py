@@ -73,6 +73,21 @@ class ChatTemplate:
             raise UserError(f"the tokenizer has no chat template; {remedy}.")
         return cls(source, tokenizer, "the tokenizer's chat template")
 
+    @classmethod
+    def read(cls, path: str, tokenizer: Tokenizer) -> ChatTemplate:
+        """Return the template in a file, a `tokenizer_config.json` or Jinja. Raises `UserError` if it cannot be read or
+        holds no template."""
+        file = locate(path, "a chat template")
+        try:
+            text = file.read_text(encoding="utf-8")
+            source = _default(parse_json(text)["chat_template"]) if file.suffix == ".json" else text
+            if source is None:
+                raise ValueError("its chat_template is not text")
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            problem = f"data.template {path} is no chat template ({type(error).__name__}: {error})"
+            raise UserError(f"{problem}; give a file with a Jinja template, or a tokenizer_config.json.") from error
+        return cls(source, tokenizer, path)
+
     def render(
         self, messages: Sequence[Message], tools: object = None, add_generation_prompt: bool = False
     ) -> Rendered:
@@ -256,18 +271,3 @@ def _default(source: object) -> str | None:
     if isinstance(source, list):
         source = {e.get("name"): e.get("template") for e in source if isinstance(e, dict)}.get("default")
     return source if isinstance(source, str) else None
-
-
-def read_template(path: str, tokenizer: Tokenizer) -> ChatTemplate:
-    """Return the template in a file, a `tokenizer_config.json` or Jinja. Raises `UserError` if it cannot be read or
-    holds no template."""
-    file = locate(path, "a chat template")
-    try:
-        text = file.read_text(encoding="utf-8")
-        source = _default(parse_json(text)["chat_template"]) if file.suffix == ".json" else text
-        if source is None:
-            raise ValueError("its chat_template is not text")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        problem = f"data.template {path} is no chat template ({type(error).__name__}: {error})"
-        raise UserError(f"{problem}; give a file with a Jinja template, or a tokenizer_config.json.") from error
-    return ChatTemplate(source, tokenizer, path)

@@ -14,7 +14,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from jaxformer.config import Config, OptimizerConfig, TokenModelConfig, TrainConfig
 from jaxformer.data.chat import ChatConfig, assistant_tokens, encode_conversations, read_conversations
-from jaxformer.data.chat_template import MARK, ChatTemplate, encode_rendered, read_template
+from jaxformer.data.chat_template import MARK, ChatTemplate, encode_rendered
 from jaxformer.data.packing import PackedExamples
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError
@@ -487,7 +487,7 @@ def test_a_template_file_that_holds_none_is_refused(tokenizer, tmp_path, name, c
     if content is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=rf"data\.template .* is no chat template \(.*{said}"):
-        read_template(str(tmp_path / name), tokenizer)
+        ChatTemplate.read(str(tmp_path / name), tokenizer)
 
 
 def test_a_template_beside_the_tokenizer_has_precedence(published, tmp_path):
