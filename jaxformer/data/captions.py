@@ -109,7 +109,9 @@ class CaptionDataset(Dataset):
         folder = locate(config.path, f"a folder with {IMAGES} and {CAPTIONS}")
         table = read_captions(folder / CAPTIONS)
         files = [row.file for row in table]
-        sizes = sorted(read_image_sizes(folder / IMAGES, files))
+        with _open_zip(folder / IMAGES) as file:
+            shapes = {read_image_shape(io.BytesIO(file.read(name)), f"{name} in {file.filename}") for name in files}
+        sizes = sorted({shape[:2] for shape in shapes})
         vision = infer_image_size(model.vision, sizes[0] if len(sizes) == 1 else None, fixed, "vision.")
         original, model = model, replace(model, vision=vision)
         shape = model.example()[0].shape
@@ -189,12 +191,6 @@ def read_captions(path: Path) -> list[CaptionRow]:
     if missing := {*SPLITS} - {row.split for row in rows}:
         raise UserError(f"{path} has no line of the split {min(missing)}; both train and val are needed.")
     return rows
-
-
-def read_image_sizes(path: Path, names: list[str]) -> set[tuple[int, int]]:
-    """Return the distinct (height, width) of the images in a zip file. Raises as `read_images` does."""
-    with _open_zip(path) as file:
-        return {read_image_shape(io.BytesIO(file.read(name)), f"{name} in {path}")[:2] for name in names}
 
 
 def read_images(path: Path, names: list[str], shape: tuple[int, ...]) -> np.ndarray:

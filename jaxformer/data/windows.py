@@ -45,7 +45,6 @@ class TextConfig(CorpusConfig):
     ) -> TextDataset:
         if not isinstance(model, TokenModelConfig):
             raise task_error(model, "text", "a model of tokens")
-        self.check_model(model)
         inferred, extra = model, self.n_extra_tokens
         if tokenizer is None and self.tokenizer is not None:
             tokenizer = Tokenizer.load(find_tokenizer(self.tokenizer))
@@ -60,9 +59,6 @@ class TextConfig(CorpusConfig):
         changes = describe_changes(model, inferred, reason)
         data.notes = (*corpus.notes, *changes, *describe_tokenizer_sample(corpus.tokenizer, self.path))
         return data
-
-    def check_model(self, model: TokenModelConfig) -> None:
-        """Raise `UserError` if the model does not match this config."""
 
     def build_dataset(self, model: TokenModelConfig, corpus: Corpus, batch_size: int, seed: int) -> TextDataset:
         """Return the corpus in batches."""
