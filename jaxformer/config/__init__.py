@@ -109,6 +109,10 @@ class ImageModelConfig(ModelConfig):
         return Contract(Task.IMAGE_CLASSIFICATION, (pixels,), n_classes=self.n_classes)
 
 
+Fixed = Container[str] | None
+"""Names of the model's fields that are not inferred from the data; None for all but the vocabulary size."""
+
+
 @dataclass(frozen=True)
 class DataConfig:
     """Base of all data configs."""
@@ -121,16 +125,12 @@ class DataConfig:
     def __post_init__(self) -> None:
         check_fields(self, "data.")
 
-    def load(
-        self, model: ModelConfig, batch_size: int, seed: int, tokenizer: Any = None,
-        fixed: Container[str] | None = None,
-    ) -> Any:  # fmt: skip
+    def load(self, model: ModelConfig, batch_size: int, seed: int, tokenizer: Any = None, fixed: Fixed = None) -> Any:
         """Return a `jaxformer.data.dataset.Dataset`, whose batches have the inputs of its `model`.
 
         Args:
           tokenizer: tokenizer of a resumed run; None to train one on the training split, if there are tokens.
-          fixed: names of the model's fields, such as `image_size`, that are not inferred from the data; None for all
-            but the vocabulary size.
+          fixed: names of the model's fields, such as `image_size`, that are not inferred from the data.
 
         Raises:
           UserError: the data cannot be read, or the model does not match it.

@@ -6,7 +6,8 @@ import hashlib
 import io
 import zipfile
 import zlib
-from collections.abc import Container, Iterator
+from collections import Counter
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -15,16 +16,16 @@ from typing import Annotated, Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
-from jaxformer.config import DataConfig, ModelConfig, TokenModelConfig
+from jaxformer.config import DataConfig, Fixed, ModelConfig, TokenModelConfig
 from jaxformer.config.fields import MAX_SIDE, Fraction, NonNegative, Range
 from jaxformer.data.augmentation import augment, draw_augmentations
 from jaxformer.data.dataset import Batch, Dataset, batch_error, batch_indices, evenly_spaced, padded_batches, task_error
-from jaxformer.data.image_io import MODES, describe_resizing, describe_sizes, read_image, read_image_shape
+from jaxformer.data.image_io import describe_resizing, describe_sizes, read_image, read_image_shape
 from jaxformer.data.infer_config import describe_changes, infer_image_size, infer_vocab_size
-from jaxformer.data.text import read_text
+from jaxformer.data.labelled import pad_texts
+from jaxformer.data.text import locate, read_text
 from jaxformer.data.tokenizer import Tokenizer
-from jaxformer.errors import UserError
-from jaxformer.files import expand_home
+from jaxformer.errors import UserError, abbreviate
 
 IMAGES, CAPTIONS = "images.zip", "captions.tsv"
 COLUMNS, SPLITS = ("file", "caption", "split"), ("train", "val")
@@ -60,9 +61,8 @@ class CaptionsConfig(DataConfig):
         return {name: getattr(self, name) for name in ("shift", "scale", "rotate", "flip", "jitter")}
 
     def load(
-        self, model: ModelConfig, batch_size: int, seed: int, tokenizer: Tokenizer | None = None,
-        fixed: Container[str] | None = None,
-    ) -> CaptionDataset:  # fmt: skip
+        self, model: ModelConfig, batch_size: int, seed: int, tokenizer: Tokenizer | None = None, fixed: Fixed = None
+    ) -> CaptionDataset:
         if not isinstance(model, ImageTextModelConfig):
             raise task_error(model, "images with captions", "a model of both")
         return CaptionDataset(self, model, batch_size, seed, tokenizer, fixed)
@@ -100,29 +100,21 @@ class CaptionDataset(Dataset):
     tokenizer: Tokenizer
 
     def __init__(
-        self, config: CaptionsConfig, model: Any, batch_size: int, seed: int, tokenizer: Tokenizer | None = None,
-        fixed: Container[str] | None = None,
-    ) -> None:  # fmt: skip
+        self, config: CaptionsConfig, model: Any, batch_size: int, seed: int, tokenizer: Tokenizer | None, fixed: Fixed
+    ) -> None:
         """Read all images and captions, and resize images to the size of the model, an `ImageTextModelConfig`. `fixed`
         is as in `DataConfig.load`; `vision.image_size` and `vision.patch_size` matter. Raises `UserError` if a file is
-        missing or cannot be read, an image has no caption or a caption no image, the shift is not smaller than the
-        images, or there are fewer training pairs than a batch needs."""
-        self.config, self.batch_size, self.seed = config, batch_size, seed
-        length = model.text.context_length
-        if length < 3:
-            raise UserError(f"model.text.context_length is {length}; a token between start and end needs at least 3.")
-        if not config.path.strip():
-            raise UserError(f"data.path is empty; give a folder with {IMAGES} and {CAPTIONS}.")
-        folder = expand_home(config.path)
+        missing or cannot be read, a caption has no image, or there are fewer training pairs than a batch needs."""
+        self.config, self.batch_size, self.seed, length = config, batch_size, seed, model.text.context_length
+        folder = locate(config.path, f"a folder with {IMAGES} and {CAPTIONS}")
         table = read_captions(folder / CAPTIONS)
         files = [row.file for row in table]
-        sizes = sorted(read_image_sizes(folder / IMAGES, files))
+        with _open_zip(folder / IMAGES) as file:
+            shapes = {read_image_shape(io.BytesIO(file.read(name)), f"{name} in {file.filename}") for name in files}
+        sizes = sorted({shape[:2] for shape in shapes})
         vision = infer_image_size(model.vision, sizes[0] if len(sizes) == 1 else None, fixed, "vision.")
         original, model = model, replace(model, vision=vision)
         shape = model.example()[0].shape
-        if config.shift >= max(shape[:2]):
-            size = describe_sizes([shape[:2]])
-            raise UserError(f"data.shift is {config.shift}, but images have {size}; lower it.")
         self.images = read_images(folder / IMAGES, files, shape)
         is_train = np.array([row.split == "train" for row in table])
         self.train, self.val = np.flatnonzero(is_train), np.flatnonzero(~is_train)
@@ -181,78 +173,51 @@ class CaptionDataset(Dataset):
 
 
 def read_captions(path: Path) -> list[CaptionRow]:
-    """Return the rows of a captions file, in order. Raises `UserError` if it is missing or not UTF-8, its first line
-    does not name the columns, a row has other columns, an empty one or an unknown split, an image has two captions, or
-    a split is empty."""
-    if not path.is_file():
-        raise UserError(f"{path} does not exist; give a folder with {IMAGES} and {CAPTIONS} as data.path.")
+    """Return the rows of a captions file, in order. Raises `UserError` if it cannot be read, its first line does not
+    name the columns, a row has other columns, an empty one or an unknown split, an image has two captions, or a split
+    is empty."""
     header, *lines = read_text(path).removesuffix("\n").split("\n")
     if tuple(header.split("\t")) != COLUMNS:
         raise UserError(f"the first line of {path} is {header!r}; it must be {', '.join(COLUMNS)}, separated by tabs.")
-    rows: dict[str, CaptionRow] = {}
+    rows = []
     for number, line in enumerate(lines, 2):
         columns = line.split("\t")
-        if len(columns) != len(COLUMNS) or not all(column.strip() for column in columns):
-            raise UserError(
-                f"line {number} of {path} is {line!r}; it must be a {', a '.join(COLUMNS)}, separated by tabs."
-            )
-        row = CaptionRow(*columns)
-        if row.split not in SPLITS:
-            raise UserError(f"line {number} of {path} has the split {row.split!r}; it must be {' or '.join(SPLITS)}.")
-        if row.file in rows:
-            raise UserError(f"line {number} of {path} is a second caption for {row.file}; keep one of them.")
-        rows[row.file] = row
-    for split in SPLITS:
-        if all(row.split != split for row in rows.values()):
-            raise UserError(f"{path} has no line of the split {split}; both train and val are needed.")
-    return list(rows.values())
-
-
-def read_image_sizes(path: Path, names: list[str]) -> set[tuple[int, int]]:
-    """Return the distinct (height, width) of the images in a zip file. Raises as `read_images` does."""
-    with _open_zip(path, names) as file:
-        return {read_image_shape(io.BytesIO(file.read(name)), f"{name} in {path}")[:2] for name in names}
+        if len(columns) != len(COLUMNS) or not all(map(str.strip, columns)) or columns[2] not in SPLITS:
+            form = f"a file, a caption, and {' or '.join(SPLITS)}, separated by tabs"
+            raise UserError(f"line {number} of {path} is {abbreviate(line)}; it must be {form}.")
+        rows.append(CaptionRow(*columns))
+    if repeated := [file for file, n in Counter(row.file for row in rows).items() if n > 1]:  # maybe in both splits
+        raise UserError(f"{path} has several captions for {repeated[0]}; keep one of them.")
+    if missing := {*SPLITS} - {row.split for row in rows}:
+        raise UserError(f"{path} has no line of the split {min(missing)}; both train and val are needed.")
+    return rows
 
 
 def read_images(path: Path, names: list[str], shape: tuple[int, ...]) -> np.ndarray:
     """Return the named images of a zip file, `(N, H, W, C)` uint8, resized to `shape`, `(H, W, C)`, where C is 1 for
-    grayscale and 3 for RGB; see `read_image`. Raises `UserError` if the zip file is missing or corrupt, or an image is
-    missing, not in `names`, or cannot be read."""
-    if shape[2] not in MODES:
-        raise UserError(f"the model reads images of {shape[2]} channels; from {path} it can have 1 or 3.")
+    grayscale and 3 for RGB; see `read_image`. Raises `UserError` if the zip file or an image is missing or corrupt."""
     images = np.empty((len(names), *shape), np.uint8)
-    with _open_zip(path, names) as file:
+    with _open_zip(path) as file:
         for image, name in zip(images, names, strict=True):
             image[:] = read_image(io.BytesIO(file.read(name)), f"{name} in {path}", shape[2], shape[:2])
     return images
 
 
 @contextmanager
-def _open_zip(path: Path, names: list[str]) -> Iterator[zipfile.ZipFile]:
-    """Open a zip file that holds exactly the named images."""
-    if not path.is_file():
-        raise UserError(f"{path} does not exist; give a folder with {IMAGES} and {CAPTIONS} as data.path.")
+def _open_zip(path: Path) -> Iterator[zipfile.ZipFile]:
+    """Open a zip file. Raises `UserError` if it cannot be read, or lacks a file that is read."""
     try:
         with zipfile.ZipFile(path) as file:
-            members = {name for name in file.namelist() if not name.endswith("/")}
-            hidden = {name for name in members if any(part.startswith(".") for part in name.split("/"))}
-            if missing := [name for name in names if name not in members]:
-                raise UserError(f"{path} has no {missing[0]}, which has a caption; add it, or remove its line.")
-            if unknown := sorted(members.difference(names, hidden)):
-                raise UserError(f"{unknown[0]} in {path} has no caption; add a line to {CAPTIONS}, or remove it.")
             yield file
-    except (zipfile.BadZipFile, zlib.error, OSError, EOFError, RuntimeError, NotImplementedError) as error:
-        raise UserError(f"{path} cannot be read as a zip file: {error}; create it again.") from error
+    except (zipfile.BadZipFile, zlib.error, OSError, EOFError, RuntimeError, KeyError) as error:
+        raise UserError(f"{path} cannot be read as a zip file of all images: {error}; create it again.") from error
 
 
 def tokenize_captions(texts: list[str], tokenizer: Tokenizer, length: int) -> tuple[np.ndarray, np.ndarray, int]:
     """Return tokens `(N, length)` int32, between two end-of-text tokens and padded with 0, their mask `(N, length)`
     bool, and the number of truncated texts."""
-    tokens, valid = np.zeros((len(texts), length), np.int32), np.zeros((len(texts), length), bool)
-    encoded = tokenizer.encode_batch(texts)
-    for i, inner in enumerate(encoded):
-        row = [tokenizer.end_of_text, *inner[: length - 2], tokenizer.end_of_text]
-        tokens[i, : len(row)], valid[i, : len(row)] = row, True
+    encoded, end = tokenizer.encode_batch(texts), tokenizer.end_of_text
+    tokens, valid = pad_texts([[end, *inner[: length - 2], end] for inner in encoded], length)
     return tokens, valid, sum(len(inner) > length - 2 for inner in encoded)
 
 

@@ -5,25 +5,34 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import Counter
-from collections.abc import Collection, Container, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from jaxformer.config import DataConfig, ModelConfig, TokenModelConfig
+from jaxformer.config import DataConfig, Fixed, ModelConfig, TokenModelConfig
 from jaxformer.config.fields import ValFraction
-from jaxformer.data.chat_template import ASSISTANT, MARK, ChatTemplate, Rendered, encode_rendered, read_template
+from jaxformer.data.chat_template import ASSISTANT, MARK, ChatTemplate, Message, Rendered, encode_rendered
 from jaxformer.data.dataset import Batch, Dataset, task_error
 from jaxformer.data.infer_config import describe_changes, fit_vocab_size
 from jaxformer.data.listing import Listing, list_files
 from jaxformer.data.packing import PackedExamples
 from jaxformer.data.text import locate, read_json_lines, suffix_of
 from jaxformer.data.tokenizer import Tokenizer, find_tokenizer
-from jaxformer.errors import UserError, abbreviate, lone_surrogate
+from jaxformer.errors import UserError, lone_surrogate
 
 FORMAT = 1
 """Version of the tokens; increase it when the same conversations and template yield other tokens."""
+NOTES = {
+    "truncated": "are longer than the context and truncated",
+    "cut": "are cut within an answer, so that its end is not learned",
+    "skipped": "are skipped, without a token of the assistant in the context",
+    "endless": "have an answer that no special token ends, so that the model does not learn to stop; end answers with "
+    "{{ eos_token }} in the chat template",
+}
+"""Notes about conversations, by property."""
+FORMS = "a .jsonl file, a folder or a glob"
 ENCODED_AT_ONCE = 1000
 """Number of conversations that are tokenized together, in parallel."""
 EXAMPLE = '{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}'
@@ -51,14 +60,13 @@ class ChatConfig(DataConfig):
         return True
 
     def load(
-        self, model: ModelConfig, batch_size: int, seed: int, tokenizer: Tokenizer | None = None,
-        fixed: Container[str] | None = None,
-    ) -> ChatDataset:  # fmt: skip
+        self, model: ModelConfig, batch_size: int, seed: int, tokenizer: Tokenizer | None = None, fixed: Fixed = None
+    ) -> ChatDataset:
         if not isinstance(model, TokenModelConfig):
             raise task_error(model, "conversations", "a model of tokens")
-        inferred, notes = model, find_conversations(self.path, "data.path").notes(self.path)
-        if self.val_path is not None:
-            notes += find_conversations(self.val_path, "data.val_path").notes(self.val_path)
+        inferred, notes = model, tuple[str, ...]()
+        for path in filter(None, (self.path, self.val_path)):
+            notes += find_conversations(path).notes(path)
         if tokenizer is None:
             if self.tokenizer is None:
                 remedy = "start from a model with --init-from, or name a tokenizer with --data.tokenizer"
@@ -69,24 +77,26 @@ class ChatConfig(DataConfig):
         if self.template is None:
             template = ChatTemplate.of_tokenizer(tokenizer)
         else:
-            template = read_template(self.template, tokenizer)
+            template = ChatTemplate.read(self.template, tokenizer)
             tokenizer = tokenizer.with_chat_template(template.source)
-        train = read_conversations(self.path, "data.path", template)
+        train = read_conversations(self.path, template)
         if self.val_path is not None:
-            val = read_conversations(self.val_path, "data.val_path", template)
+            val = read_conversations(self.val_path, template)
             held_out = {conversation.digest for conversation in val}
             train = [conversation for conversation in train if conversation.digest not in held_out]
         else:
             train, val = hold_out(train, self.val_fraction)
         if not train:
             raise UserError(f"every conversation of {self.path} is held out; give other ones to train on.")
-        splits = [encode_conversations(split, tokenizer, model.context_length) for split in (train, val)]
+        train_encoded, val_encoded = (encode_conversations(x, tokenizer, model.context_length) for x in (train, val))
         ends = {conversation.rendered.ends[-1] for conversation in train if conversation.rendered.ends} - {""}
         stops = {tokenizer.special_texts.get(token) for token in tokenizer.ends_of_text}
         if ends and not ends & stops:
             tokenizer = tokenizer.with_ends(ends)
             notes += (f"answers end with {' or '.join(sorted(ends))}, so sampling will stop there, too",)
-        return ChatDataset(self.path, inferred, tokenizer, splits[0], splits[1], batch_size, seed, notes)
+        data = ChatDataset(self.path, inferred, tokenizer, train_encoded, val_encoded, batch_size, seed)
+        data.notes = (*notes, *data.notes)
+        return data
 
 
 class Conversation(NamedTuple):
@@ -98,28 +108,24 @@ class Conversation(NamedTuple):
     digest: bytes
 
 
-def find_conversations(path: str, option: str) -> Listing:
+def find_conversations(path: str) -> Listing:
     """Return the files of a path: a file, a folder, of which .jsonl files are read, or a glob. Raises `UserError` if
     there are none."""
-    if not path.strip():
-        raise UserError(f"{option} is {path!r}; give a .jsonl file, a folder or a glob.")
-    location = locate(path)
+    location = locate(path, FORMS)
     if location.exists() and not location.is_dir():  # may be a pipe, since it is read only once
         return Listing([location])
     listing = list_files(location, lambda file: suffix_of(file) == ".jsonl")
     if not listing.files:
-        problem = f"there are no conversations at {option} {path}{listing.omission}"
-        raise UserError(f"{problem}; give a .jsonl file, a folder or a glob.")
+        raise UserError(f"there are no conversations at {path}{listing.omission}; give {FORMS}.")
     return listing
 
 
-def read_conversations(path: str, option: str, template: ChatTemplate) -> list[Conversation]:
-    """Return the conversations of a file, a folder or a glob, without empty lines. Raises `UserError` if there are
-    none, a file cannot be read, or, with file and line, if a line is not a conversation with the assistant, or the
-    template raises an error or leaves unclear where an answer begins."""
-    files = find_conversations(path, option).files
+def read_conversations(path: str, template: ChatTemplate) -> list[Conversation]:
+    """Return the conversations of a file, a folder or a glob, without empty lines. Raises `UserError` if a file cannot
+    be read, or, with file and line, if a line is not a conversation with the assistant, or the template raises an error
+    or leaves unclear where an answer begins."""
     conversations = []
-    for label, row in (line for file in files for line in read_json_lines(file)):
+    for label, row in (line for file in find_conversations(path).files for line in read_json_lines(file)):
         messages, tools = _parse(row, label)
         check_texts(messages, label, template.tokenizer.special_texts.values(), tools)
         try:
@@ -128,31 +134,24 @@ def read_conversations(path: str, option: str, template: ChatTemplate) -> list[C
             raise UserError(f"{label} {error}.") from error
         digest = hashlib.sha256(rendered.text.encode(errors="surrogatepass")).digest()
         conversations.append(Conversation(rendered, label, digest))
-    if not conversations:
-        raise UserError(f"{option} {path} holds no conversation; give it one per line, such as {EXAMPLE}.")
     return conversations
 
 
-def _parse(row: Any, label: str) -> tuple[list[dict[str, Any]], Any]:
+def _parse(row: object, label: str) -> tuple[list[Message], object]:
     """Return the messages and tools of a line. Raises `UserError` if it is not a conversation."""
-    if not isinstance(row, dict) or "messages" not in row:
-        names = f"has the fields {', '.join(row)}" if isinstance(row, dict) and row else "is not an object with fields"
-        raise UserError(f'{label} {names}, but "messages" is missing; give an object such as {EXAMPLE}.')
-    messages = row["messages"]
-    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-        raise UserError(f'{label} has "messages" that are not a list of objects; give an object such as {EXAMPLE}.')
+    messages = row.get("messages") if isinstance(row, dict) else None
+    if not isinstance(row, dict) or not isinstance(messages, list):
+        raise UserError(f'{label} is no object with a list of "messages"; give one such as {EXAMPLE}.')
     for number, message in enumerate(messages, start=1):
-        for field in ("role", "content"):
-            if not isinstance(value := message.get(field), str):
-                raise UserError(f'{label} message {number}, has the "{field}" {abbreviate(value)}; it must be text.')
+        texts = [message.get(field) for field in ("role", "content")] if isinstance(message, dict) else [None]
+        if not all(isinstance(text, str) for text in texts):
+            raise UserError(f'{label} message {number}, has no "role" or "content" of text; give them as in {EXAMPLE}.')
     if not any(message["role"] == ASSISTANT for message in messages):
-        raise UserError(
-            f'{label} has no message with the role "{ASSISTANT}", so there is nothing to train on; remove the line.'
-        )
+        raise UserError(f'{label} has no message with the role "{ASSISTANT}" to train on; remove the line.')
     return messages, row.get("tools")
 
 
-def check_texts(messages: Sequence[Any], label: str, special: Collection[str], tools: Any = None) -> None:
+def check_texts(messages: Sequence[Message], label: str, special: Collection[str], tools: object = None) -> None:
     """Raise `UserError` if a text of the messages or tools contains a special token, which could end a turn."""
     parts = {f"message {number}": message for number, message in enumerate(messages, start=1)} | {"tools": tools}
     for name, part in parts.items():
@@ -165,7 +164,7 @@ def check_texts(messages: Sequence[Any], label: str, special: Collection[str], t
             raise UserError(f"{problem}; rephrase it, or remove the line.")
 
 
-def _strings(value: Any) -> Iterator[str]:
+def _strings(value: object) -> Iterator[str]:
     """Yield the strings in a JSON value, including field names."""
     if isinstance(value, str):
         yield value
@@ -179,7 +178,8 @@ def hold_out(conversations: Sequence[Conversation], fraction: float) -> tuple[li
     Raises `UserError` if all are equal."""
     digests = sorted({conversation.digest for conversation in conversations})
     if len(digests) < 2:
-        raise UserError("there is only one conversation, so none can be held out; give more, or data.val_path.")
+        n = f"{len(digests)} different conversation(s)"
+        raise UserError(f"there are {n}, so none can be held out; give more, one per line as {EXAMPLE}.")
     held_out = set(digests[: min(len(digests) - 1, max(1, round(fraction * len(digests))))])
     train = [conversation for conversation in conversations if conversation.digest not in held_out]
     return train, [conversation for conversation in conversations if conversation.digest in held_out]
@@ -195,14 +195,7 @@ class EncodedConversations(NamedTuple):
     lengths_N: np.ndarray
     """Tokens per conversation."""
     counts: Counter[str]
-    """Numbers of conversations that are
-
-    - `cut`: longer than the context, and truncated to it;
-    - `cut answer`: of those, ending within an answer, so without its end;
-    - `cut before`: of those, without a remaining assistant token; they are left out;
-    - `empty`: otherwise without an assistant token; they are also left out;
-    - `endless`: with an answer that the template does not end with a special token.
-    """
+    """Numbers of conversations with the properties in `NOTES`."""
 
 
 def encode_conversations(
@@ -215,11 +208,11 @@ def encode_conversations(
         encoded = encode_rendered(rendered, labels, tokenizer)
         for (_, spans, _, ends), (ids, offsets) in zip(rendered, encoded, strict=True):
             learned = assistant_tokens(offsets, spans)[: context_length + 1]
-            if is_cut := len(ids) > context_length + 1:
-                counts["cut"] += 1
-                counts["cut answer"] += any(start < offsets[context_length][1] < stop for start, stop in spans)
+            if len(ids) > context_length + 1:
+                counts["truncated"] += 1
+                counts["cut"] += any(start < offsets[context_length][1] < stop for start, stop in spans)
             if not any(learned[1:]):  # the first token is never a target
-                counts["cut before" if is_cut else "empty"] += 1
+                counts["skipped"] += 1
                 continue
             tokens.extend(ids[: context_length + 1])
             weights.extend(learned)
@@ -248,46 +241,35 @@ class ChatDataset(Dataset):
     tokenizer: Tokenizer
 
     def __init__(
-        self, name: str, model: TokenModelConfig, tokenizer: Tokenizer, train: EncodedConversations,
-        val: EncodedConversations, batch_size: int, seed: int, notes: tuple[str, ...] = (),
-    ) -> None:  # fmt: skip
+        self,
+        name: str,
+        model: TokenModelConfig,
+        tokenizer: Tokenizer,
+        train: EncodedConversations,
+        val: EncodedConversations,
+        batch_size: int,
+        seed: int,
+    ) -> None:
         """Pack the conversations. Raises `UserError` if a split has none, or fewer rows than a batch."""
-        self.name, self.model, self.tokenizer, self.notes = name, model, tokenizer, notes
+        self.name, self.model, self.tokenizer, T = name, model, tokenizer, model.context_length
         self.token_lengths = tokenizer.token_lengths
         for split, encoded in (("training", train), ("validation", val)):
-            counts = encoded.counts
-            if not len(encoded.lengths_N) and not counts["cut"]:
-                problem = f"the chat template renders no assistant token in any {split} conversation"
-                raise UserError(f"{problem}; give another with --data.template, or conversations with answers.")
             if not len(encoded.lengths_N):
-                first = f"its first {model.context_length + 1}; raise model.context_length, or give shorter ones"
-                raise UserError(f"no {split} conversation has a token of the assistant among {first}.")
-            if n := counts["cut"]:
-                note = f"{n:,} {split} conversation(s) are longer than {model.context_length + 1:,} tokens"
-                note += " and are truncated"
-                if n := counts["cut answer"]:
-                    note += f", {n:,} of them within an answer, so that its end is not learned"
-                if n := counts["cut before"]:
-                    note += f", and {n:,} skipped because the assistant's part comes later"
-                self.notes = (*self.notes, note)
-            if n := counts["empty"]:
-                note = (
-                    f"{n:,} {split} conversation(s) are skipped: the chat template renders no assistant token in them"
-                )
-                self.notes = (*self.notes, note)
-        if n := train.counts["endless"]:
-            note = f"{n:,} training conversation(s) have an answer that no special token ends, so that the model does"
-            note += " not learn to stop; end answers with {{ eos_token }} in the chat template"
-            self.notes = (*self.notes, note)
-        self._train, self._val = (
-            PackedExamples(
-                split.tokens, np.cumsum(split.lengths_N) - split.lengths_N, split.lengths_N - 1, model.context_length,
-                n, seed, split.weights,
-            )
-            for split, n in ((train, batch_size), (val, 1))
-        )  # fmt: skip
+                problem = f"no {split} conversation has a token of the assistant among its first {T + 1:,}"
+                remedy = "raise model.context_length, or give other conversations or another data.template"
+                raise UserError(f"{problem}; {remedy}.")
+            noted = [f"{encoded.counts[key]:,} {note}" for key, note in NOTES.items() if encoded.counts[key]]
+            if noted:
+                self.notes = (*self.notes, f"of the {split} conversations, {', '.join(noted)}")
+
+        def pack(split: EncodedConversations, batch_size: int) -> PackedExamples:
+            starts_N = np.cumsum(split.lengths_N) - split.lengths_N
+            return PackedExamples(split.tokens, starts_N, split.lengths_N - 1, T, batch_size, seed, split.weights)
+
+        self._train, self._val = pack(train, batch_size), pack(val, 1)
+        self._assistant_fraction = float(train.weights.mean())
         self.per_step, self.steps_per_epoch = self._train.per_step, self._train.steps_per_epoch
-        digest = hashlib.sha256(f"chat {FORMAT} {model.context_length}".encode())
+        digest = hashlib.sha256(f"chat {FORMAT} {T}".encode())
         for part in (*train[:3], *val[:3]):
             digest.update(part.tobytes())
         self.fingerprint = digest.hexdigest()
@@ -300,8 +282,6 @@ class ChatDataset(Dataset):
 
     def describe(self) -> str:
         n_train, n_val = (len(split.lengths_N) for split in (self._train, self._val))
-        assistant = float(self._train.weights.mean()) if self._train.weights is not None else 1.0
-        return (
-            f"{self.name}: {n_train:,} conversations in {len(self._train.rows):,} rows, {assistant:.0%} of their "
-            f"tokens the assistant's; held out: {n_val:,} conversation(s)"
-        )
+        rows = f"{n_train:,} conversations in {len(self._train.rows):,} rows"
+        learned = f"{self._assistant_fraction:.0%} of their tokens the assistant's"
+        return f"{self.name}: {rows}, {learned}; held out: {n_val:,} conversation(s)"

@@ -10,14 +10,19 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import date
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from jaxformer.data.text import locate
 from jaxformer.data.tokenizer import Tokenizer
-from jaxformer.errors import UserError, abbreviate, import_extra, os_error_reason, parse_json
+from jaxformer.errors import UserError, import_extra, parse_json
+
+if TYPE_CHECKING:
+    from jinja2 import Template
+    from jinja2.nodes import Node
+    from jinja2.parser import Parser
 
 ASSISTANT = "assistant"
 """Role whose text the model is trained on."""
@@ -31,7 +36,8 @@ BEGIN, END = "{% generation %}", "{% endgeneration %}"
 DATE = "2024-07-26"
 """Date that templates get as today's, the default of Llama 3.1's template: the tokens must not depend on the day."""
 
-Message = Mapping[str, Any]
+Message = Mapping[str, object]
+"""A message of a conversation, with its `role`, its `content` and what else a template reads."""
 
 
 class Rendered(NamedTuple):
@@ -56,22 +62,35 @@ class ChatTemplate:
         longest_first = sorted(tokenizer.special_texts.values(), key=len, reverse=True)
         self._special = f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})"
         self._stops = [tokenizer.special_texts.get(token) for token in tokenizer.ends_of_text]
-        self._names = {name: self._mark(text) for name, text in tokenizer.special_tokens.items()}
+        self._names: dict[str, object] = {k: self._mark(text) for k, text in tokenizer.special_tokens.items()}
         self._compiled = self._compile()
 
     @classmethod
     def of_tokenizer(cls, tokenizer: Tokenizer) -> ChatTemplate:
         """Return the template that a tokenizer was published with. Raises `UserError` if it has none."""
-        source = tokenizer.config.get("chat_template")
-        if isinstance(source, list):  # several, by name
-            source = {e.get("name"): e.get("template") for e in source if isinstance(e, dict)}.get("default")
-        if not isinstance(source, str):
-            raise UserError(
-                "the tokenizer has no chat template; name a file with one in training, with --data.template."
-            )
+        if (source := _default(tokenizer.config.get("chat_template"))) is None:
+            remedy = "name a file with one in training, with --data.template"
+            raise UserError(f"the tokenizer has no chat template; {remedy}.")
         return cls(source, tokenizer, "the tokenizer's chat template")
 
-    def render(self, messages: Sequence[Message], tools: Any = None, add_generation_prompt: bool = False) -> Rendered:
+    @classmethod
+    def read(cls, path: str, tokenizer: Tokenizer) -> ChatTemplate:
+        """Return the template in a file, a `tokenizer_config.json` or Jinja. Raises `UserError` if it cannot be read or
+        holds no template."""
+        file = locate(path, "a chat template")
+        try:
+            text = file.read_text(encoding="utf-8")
+            source = _default(parse_json(text)["chat_template"]) if file.suffix == ".json" else text
+            if source is None:
+                raise ValueError("its chat_template is not text")
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            problem = f"data.template {path} is no chat template ({type(error).__name__}: {error})"
+            raise UserError(f"{problem}; give a file with a Jinja template, or a tokenizer_config.json.") from error
+        return cls(source, tokenizer, path)
+
+    def render(
+        self, messages: Sequence[Message], tools: object = None, add_generation_prompt: bool = False
+    ) -> Rendered:
         """Return the text of messages, and the spans of its generation blocks. `tools` have the form that the template
         expects, None for none. With `add_generation_prompt`, the text ends with the start of an answer, such as the
         name of its role. Raises `UserError` if the template raises an error; callers complete the message with the
@@ -87,34 +106,29 @@ class ChatTemplate:
         formed = Counter(re.findall(self._special, plain.text)) - plain.special
         return rendered._replace(special=rendered.special + formed)
 
-    def render_conversation(self, messages: Sequence[Message], tools: Any = None) -> Rendered:
+    def render_conversation(self, messages: Sequence[Message], tools: object = None) -> Rendered:
         """Return the text of a conversation and the spans of the assistant: the generation blocks. A template without
         them is rendered up to each assistant message, with a generation prompt, and again including the message; the
         difference is the assistant's. An answer includes the special token that ends it, even if that begins the next
         turn; after the last answer, it is added. Raises `UserError` as `render` does, or if the text before a message
         depends on later messages, so that its span is unknown."""
         text, spans, special, _ = self.render(messages, tools)
-        if not self.has_generation_blocks:
+        if not re.search(r"\{%[-+]?\s*generation\b", self.source):
             spans = self._find_answers(messages, tools, text)
         if spans and not text[spans[-1][1] :].strip() and not self._find_end(text, *spans[-1])[1]:
             text += self._next_turn
             special.update(re.findall(self._special, self._next_turn))
         n_answers = sum(message["role"] == ASSISTANT for message in messages)
         first = 0 if len(spans) <= n_answers else len(spans) - 1  # blocks may be parts of one answer
-        ends = []
-        for i, (start, stop) in enumerate(spans[first:], start=first):
-            stop, end = self._find_end(text, start, stop)
-            spans[i] = start, stop
-            ends.append(end)
-        return Rendered(text, spans, special, tuple(ends))
+        found = [self._find_end(text, *span) for span in spans[first:]]
+        spans[first:] = [(start, stop) for (start, _), (stop, _) in zip(spans[first:], found, strict=True)]
+        return Rendered(text, spans, special, tuple(end for _, end in found))
 
-    def _render(self, messages: Any, tools: Any, add_generation_prompt: bool = False) -> Rendered:
+    def _render(self, messages: object, tools: object, add_generation_prompt: bool = False) -> Rendered:
         """Return what `render` does, with the special tokens that the template writes whole."""
+        names = self._names | {"messages": messages, "tools": tools, "documents": None}
         try:
-            marked = self._compiled.render(
-                messages=messages, tools=tools, documents=None, add_generation_prompt=add_generation_prompt,
-                **self._names,
-            )  # fmt: skip
+            marked = self._compiled.render(names, add_generation_prompt=add_generation_prompt)
         except UserError:
             raise
         except Exception as error:  # its expressions can raise anything
@@ -134,7 +148,7 @@ class ChatTemplate:
             raise UserError(f"{self.name} takes a special token apart; write special tokens whole")
         return Rendered(text, spans, special)
 
-    def _plain(self, value: Any) -> Any:
+    def _plain(self, value: object) -> object:
         """Return a JSON value with each text in it replaced by "x", except known roles and the names of fields that the
         template reads."""
         if isinstance(value, dict):
@@ -146,7 +160,7 @@ class ChatTemplate:
             return [self._plain(part) for part in value]
         return "x" if isinstance(value, str) and value else value
 
-    def _find_answers(self, messages: Sequence[Message], tools: Any, text: str) -> list[tuple[int, int]]:
+    def _find_answers(self, messages: Sequence[Message], tools: object, text: str) -> list[tuple[int, int]]:
         """Return the span of each assistant message in the text of a conversation."""
         spans, special = [], tuple(self.tokenizer.special_texts.values())
         for i, message in enumerate(messages):
@@ -155,9 +169,7 @@ class ChatTemplate:
             before = self._render(messages[:i], tools, add_generation_prompt=True).text
             through = self._render(messages[: i + 1], tools).text
             if not (through.startswith(before) and text.startswith(through)):
-                is_same = through.startswith(self._render(messages[:i], tools).text)
-                differs = is_same and not through.startswith(before)
-                when = "after a generation prompt" if differs else "if other messages follow"
+                when = "after a generation prompt or if other messages follow"
                 problem = f"{self.name} renders message {i + 1} differently {when}"
                 remedy = "set data.template to one with {% generation %} blocks"
                 raise UserError(f"{problem}, so that the assistant's part is unknown; {remedy}")
@@ -190,12 +202,7 @@ class ChatTemplate:
         """Return a text with marks around its special tokens."""
         return re.sub(self._special, rf"{MARK}\1{MARK}", text)
 
-    @property
-    def has_generation_blocks(self) -> bool:
-        """True if the template marks the assistant's text."""
-        return re.search(r"\{%[-+]?\s*generation\b", self.source) is not None
-
-    def _compile(self) -> Any:
+    def _compile(self) -> Template:
         """Return the compiled Jinja template."""
         jinja2 = import_extra("jinja2", "a chat template")
         sandbox = import_extra("jinja2.sandbox", "a chat template")
@@ -203,7 +210,7 @@ class ChatTemplate:
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _generation_extension()]
         )
         environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)  # Jinja's own escapes HTML
-        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["raise_exception"] = self._raise
         environment.globals["strftime_now"] = date.fromisoformat(DATE).strftime
         try:
             parsed = environment.parse(self.source)
@@ -218,8 +225,10 @@ class ChatTemplate:
         except jinja2.TemplateSyntaxError as error:
             problem = f"{self.name}, line {error.lineno}, is not a valid Jinja template: {error.message}"
             raise UserError(f"{problem}; fix it.") from error
-        except (RecursionError, SyntaxError) as error:  # from Python, which Jinja compiles to
-            raise UserError(f"{self.name} is nested too deeply ({error}); give another template.") from error
+
+    def _raise(self, message: str) -> None:
+        """Raise a template's own error."""
+        raise UserError(f"the chat template rejects it: {message}".replace(MARK, ""))
 
 
 def _generation_extension() -> type:
@@ -231,13 +240,13 @@ def _generation_extension() -> type:
 
         tags = {"generation"}  # noqa: RUF012
 
-        def parse(self, parser: Any) -> Any:
+        def parse(self, parser: Parser) -> Node:
             """Return a call to `mark` with the block's content."""
             line = next(parser.stream).lineno
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
             return nodes.CallBlock(self.call_method("mark"), [], [], body).set_lineno(line)
 
-        def mark(self, caller: Any) -> str:
+        def mark(self, caller: Callable[[], str]) -> str:
             """Return the block's text between markers."""
             return f"{MARK}{BEGIN}{MARK}{caller()}{MARK}{END}{MARK}"
 
@@ -257,27 +266,8 @@ def encode_rendered(
     return encoded
 
 
-def _raise_exception(message: str) -> None:
-    """Raise a template's own error."""
-    raise UserError(f"the chat template rejects it: {message}".replace(MARK, ""))
-
-
-def read_template(path: str, tokenizer: Tokenizer) -> ChatTemplate:
-    """Return the template in a file, a `tokenizer_config.json` or Jinja. Raises `UserError` if it cannot be read or
-    holds no template."""
-    file = locate(path)
-    try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        problem = f"data.template {path} cannot be read ({os_error_reason(error) or 'it is not UTF-8'})"
-        raise UserError(f"{problem}; give a file with a Jinja template, or a tokenizer_config.json.") from error
-    if file.suffix != ".json":
-        return ChatTemplate(text, tokenizer, path)
-    try:
-        config = parse_json(text.encode())
-    except ValueError as error:
-        raise UserError(f"data.template {path} is not JSON: {error}; give a tokenizer_config.json.") from error
-    source = config.get("chat_template") if isinstance(config, dict) else None
-    if not isinstance(source, str):
-        raise UserError(f"data.template {path} has a chat_template that is not text, but {abbreviate(source)}.")
-    return ChatTemplate(source, tokenizer, path)
+def _default(source: object) -> str | None:
+    """Return the template in a config, or the one named default if there are several; None if there is none."""
+    if isinstance(source, list):
+        source = {e.get("name"): e.get("template") for e in source if isinstance(e, dict)}.get("default")
+    return source if isinstance(source, str) else None

@@ -7,16 +7,16 @@ Babel. Tokens are bytes.
 from __future__ import annotations
 
 import datetime
-from collections.abc import Container
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
 
-from jaxformer.config import DataConfig, ModelConfig
+from jaxformer.config import DataConfig, Fixed, ModelConfig
 from jaxformer.config.fields import Length
-from jaxformer.data.pairs import Pair, PairDataset, build_pair_dataset, check_seq2seq
+from jaxformer.data.infer_config import describe_changes, infer_vocab_size
+from jaxformer.data.pairs import Pair, PairDataset, check_seq2seq
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError, import_extra
 
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 WRITING = "writing dates in many languages"
 
-FORMS = ("short", "medium", "long", "full")
+Form = Literal["short", "medium", "long", "full"]
+FORMS: tuple[Form, ...] = get_args(Form)
 """Babel's formats, such as 27/9/23 and Wednesday, 27 September 2023."""
 LOCALES = (
     "af", "bg", "ca", "cs", "cy", "da", "de", "el", "en_AU", "en_CA", "en_GB", "en_US", "es", "et", "eu", "fi",
@@ -49,28 +50,20 @@ class DatesConfig(DataConfig):
     """Number of validation pairs."""
     locales: tuple[str, ...] = LOCALES
     """Babel's names of locales, sampled uniformly."""
-    forms: tuple[str, ...] = FORMS
-    """Formats, from short, medium, long and full, with equal numbers of dates."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("locales", "forms"):
-            if not getattr(self, name):
-                raise UserError(f"data.{name} is empty; give at least 1.")
-        for locale in set(self.locales) - set(LOCALES):  # a run can be opened without Babel
-            _locale(locale)
-        for form in self.forms:
-            if form not in FORMS:
-                raise UserError(f"data.forms has {form!r}; each must be one of {', '.join(FORMS)}.")
+    forms: tuple[Form, ...] = FORMS
+    """Formats, with equal numbers of dates."""
 
     def load(
-        self, model: ModelConfig, batch_size: int, seed: int, tokenizer: Tokenizer | None = None,
-        fixed: Container[str] | None = None,
-    ) -> PairDataset:  # fmt: skip
+        self, model: ModelConfig, batch_size: int, seed: int, tokenizer: Tokenizer | None = None, fixed: Fixed = None
+    ) -> PairDataset:
         model = check_seq2seq(model)
-        train, val = (self.draw(days, n) for days, n in zip(split_days(), (self.n_pairs, self.n_held_out), strict=True))
-        name = f"dates in {len(self.locales)} locales"
-        return build_pair_dataset(name, train, val, (), tokenizer, model, batch_size, seed)
+        train, val = split_days()
+        splits = self.draw(train, self.n_pairs), self.draw(val, self.n_held_out)
+        tokenizer = tokenizer or Tokenizer.train([], 257)
+        inferred, name = infer_vocab_size(model, tokenizer), f"dates in {len(self.locales)} locales"
+        data = PairDataset(name, splits, tokenizer, inferred, batch_size, seed)
+        data.notes = describe_changes(model, inferred, f"{name} need {tokenizer.vocab_size:,} tokens")
+        return data
 
     def draw(self, days: np.ndarray, n: int) -> list[Pair]:
         """Return n pairs of random days, given as ordinals, in random locales, with equal numbers in each form."""
@@ -91,7 +84,7 @@ def split_days() -> tuple[np.ndarray, np.ndarray]:
     return days[n_held_out:], days[:n_held_out]
 
 
-def write_date(day: datetime.date, locale: str, form: str) -> Pair:
+def write_date(day: datetime.date, locale: str, form: Form) -> Pair:
     """Return a day in a locale's format and in ISO 8601, such as ('de 27. September 2023', '2023-09-27'). The locale's
     name is a prefix, without which 3/4/2021 would be ambiguous. Raises `UserError` if the locale is unknown to Babel,
     or Babel is not installed."""

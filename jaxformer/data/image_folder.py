@@ -11,8 +11,8 @@ import numpy as np
 
 from jaxformer.data.image_io import IMAGE_SUFFIXES, read_idx, read_image, read_image_shape, resize_images
 from jaxformer.data.listing import Listing, is_hidden, list_files
+from jaxformer.data.text import locate
 from jaxformer.errors import UserError
-from jaxformer.files import expand_home
 
 IDX_SPLITS = ("train", "t10k")
 """Prefixes of the IDX files of the training split and of the optional validation split."""
@@ -28,8 +28,7 @@ class LabelledImages(NamedTuple):
     """`(n,)` int32, indices into the class names."""
 
 
-@dataclass(frozen=True, eq=False)
-class ImageSplits:
+class ImageSplits(NamedTuple):
     """The decoded images of a folder."""
 
     train: LabelledImages
@@ -82,14 +81,7 @@ class ImageFolder:
 def open_image_folder(path: str) -> ImageFolder:
     """Return the contents of a folder of images; see `images.ImageFolderConfig` for its layout. Raises `UserError` if
     the folder is missing or empty, or a file is corrupt."""
-    if not path.strip():
-        raise UserError(
-            "data.path is empty; give a folder of images with --data.path, such as one with the four files of "
-            "Fashion-MNIST or with train/LABEL/*.png in it."
-        )
-    folder = expand_home(path)
-    if not folder.is_dir():
-        raise UserError(f"data.path is {path}, but there is no such folder; give one with images.")
+    folder = locate(path, "a folder of images, with the four files of Fashion-MNIST or train/LABEL/*.png in it")
     if _idx_file(folder, IDX_SPLITS[0], "images"):
         train, val = (_read_idx_split(folder, split) for split in IDX_SPLITS)
         splits = [split for split in (train, val) if split is not None]
@@ -97,8 +89,7 @@ def open_image_folder(path: str) -> ImageFolder:
         shapes = dict.fromkeys(split.images.shape[1:] for split in splits)
         return ImageFolder(path, tuple(map(str, range(n_classes))), tuple(shapes), splits[0], val)
     if not (folder / "train").is_dir():
-        remedy = "give a folder with one"
-        raise UserError(f"{path} has neither {IDX_SPLITS[0]}-images-idx3-ubyte nor a folder train; {remedy}.")
+        raise UserError(f"{path} is no folder with train-images-idx3-ubyte or with a folder train; give one.")
     (images, listing), (val_images, val_listing) = (_list_classes(folder / split) for split in ("train", "val"))
     classes = tuple(sorted(images))
     if not classes:
@@ -112,12 +103,10 @@ def open_image_folder(path: str) -> ImageFolder:
         for split in (images, val_images)
     )
     shapes = dict.fromkeys(read_image_shape(file, str(file)) for file, _ in [*files, *val_files])
+    notes = *listing.notes(str(folder / "train")), *val_listing.notes(str(folder / "val"))
     source = "those in val" if val_files else "some of train; name it val to evaluate on it"
     others = [folder / name for name in _subfolders(folder) if name not in ("train", "val")]
-    notes = (
-        *listing.notes(str(folder / "train")), *val_listing.notes(str(folder / "val")),
-        *(f"the folder {other} is not read: evaluation images are {source}" for other in others),
-    )  # fmt: skip
+    notes += tuple(f"the folder {other} is not read: evaluation images are {source}" for other in others)
     return ImageFolder(path, classes, tuple(shapes), files, val_files or None, notes)
 
 
@@ -142,19 +131,14 @@ def _idx_file(folder: Path, split: str, content: str) -> Path | None:
 
 def _read_idx_split(folder: Path, split: str) -> LabelledImages | None:
     """Return the images and labels of a split; None if it has neither."""
-    files = [_idx_file(folder, split, content) for content in ("images", "labels")]
-    if files == [None, None]:
+    image_file, label_file = (_idx_file(folder, split, content) for content in ("images", "labels"))
+    if image_file is None and label_file is None:
         return None
-    for file, content in zip(files, ("images", "labels"), strict=True):
-        if file is None:
-            remedy = "add it to the folder"
-            raise UserError(f"{folder} has no {split}-{content}-idx*-ubyte, with .gz or without; {remedy}.")
-    images, labels = (read_idx(file, axes) for file, axes in zip(files, (3, 1), strict=True) if file is not None)
+    if image_file is None or label_file is None:
+        raise UserError(f"{folder} has no {split}-{'labels' if image_file else 'images'}-idx*-ubyte; add it.")
+    images, labels = read_idx(image_file, 3), read_idx(label_file, 1)
     if len(images) != len(labels):
-        reason = "they belong to different data sets"
-        raise UserError(f"{files[0]} has {len(images)} images, but {files[1]} has {len(labels)} labels; {reason}.")
-    if not images.size:
-        raise UserError(f"{files[0]} has no images; give a file with at least 1.")
+        raise UserError(f"{image_file} has {len(images)} images, but {label_file} {len(labels)} labels; give all.")
     return LabelledImages(images[..., None], labels.astype(np.int32))
 
 

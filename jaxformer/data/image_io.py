@@ -5,7 +5,6 @@ from __future__ import annotations
 import struct
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from math import prod
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
@@ -39,17 +38,14 @@ def read_idx(file: Path, axes: int) -> np.ndarray:
     ends with .gz. Raises `UserError` if it cannot be read, is not such a file, or is truncated."""
     with open_decompressed(file) as opened:
         content = opened.read()
-    if content[:4] != bytes([0, 0, IDX_UINT8, axes]):
-        raise UserError(
-            f"{file} begins with {content[:4].hex(' ') or 'nothing'}, but an IDX file of bytes with {axes} "
-            f"{'axis' if axes == 1 else 'axes'} begins with 00 00 08 {axes:02x}; download it again."
-        )
     start = 4 + 4 * axes
-    shape = tuple(int(n) for n in np.frombuffer(content[4:start].ljust(4 * axes, b"\0"), ">u4"))
-    if len(content) != (n := start + prod(shape)):
-        size = f"{len(content):,} bytes, but by its header it should have {n:,}"
-        raise UserError(f"{file} has {size}; download it again.")
-    return np.frombuffer(content, np.uint8, offset=start).reshape(shape)
+    try:
+        if content[:4] != bytes([0, 0, IDX_UINT8, axes]):
+            raise ValueError(f"it begins with {content[:4].hex(' ')}, not with 00 00 08 {axes:02x}")
+        shape = np.frombuffer(content, ">u4", axes, offset=4)
+        return np.frombuffer(content, np.uint8, offset=start).reshape(shape)
+    except ValueError as error:
+        raise UserError(f"{file} is no IDX file of bytes with {axes} axes ({error}); download it again.") from error
 
 
 def read_image(file: Path | IO[bytes], name: str, channels: int, size: tuple[int, ...] | None = None) -> np.ndarray:
@@ -75,10 +71,8 @@ def resize_images(images: np.ndarray, size: tuple[int, ...], channels: int) -> n
     if images.shape[1:] == (*size, channels):
         return images
     Image = import_extra("PIL.Image", READING)
-    new = np.empty((len(images), *size, channels), np.uint8)
-    for to, pixels in zip(new, images, strict=True):
-        to[:] = _pixels(Image.fromarray(pixels.squeeze(2) if pixels.shape[2] == 1 else pixels), "", channels, size)
-    return new
+    flat = images.squeeze(3) if images.shape[3] == 1 else images
+    return np.stack([_pixels(Image.fromarray(pixels), "", channels, size) for pixels in flat])
 
 
 def describe_sizes(sizes: Collection[tuple[int, ...]]) -> str:
@@ -106,11 +100,11 @@ def read_model_input(file: str, shape: tuple[int, ...]) -> np.ndarray:
         if n_frames < needed:
             remedy = "give an animated GIF with more"
             raise UserError(f"{file} has {n_frames} frame(s), but the model needs {needed}; {remedy}.")
-        pixels = np.empty(shape, np.uint8)
-        for to, frame in zip(pixels, evenly_spaced(n_frames, needed), strict=True):
+        pixels = []
+        for frame in evenly_spaced(n_frames, needed):
             image.seek(int(frame))
-            to[:] = _pixels(image, file, channels, (height, width))
-        return pixels
+            pixels.append(_pixels(image, file, channels, (height, width)))
+        return np.stack(pixels)
 
 
 @contextmanager
@@ -118,17 +112,12 @@ def _open_image(file: str | Path | IO[bytes], name: str, channels: int) -> Itera
     """Open an image. Raises `UserError` with its name for decoding errors."""
     if channels not in MODES:
         raise UserError(f"model.channels is {channels}; set it to 1, for grey images, or 3, for colour.")
-    pillow, Image = import_extra("PIL", READING), import_extra("PIL.Image", READING)
+    Image = import_extra("PIL.Image", READING)
     try:
         with Image.open(file) as image:
             yield image
-    except FileNotFoundError as error:
-        raise UserError(f"{name} does not exist; name an image that does.") from error
-    except DECODE_ERRORS as error:
-        reason = "" if isinstance(error, pillow.UnidentifiedImageError) else f": {error}"  # its message adds nothing
-        raise UserError(f"{name} cannot be read as an image{reason}; remove it, or download it again.") from error
-    except Image.DecompressionBombError as error:
-        raise UserError(f"{name} is too large: {error}; make it smaller.") from error
+    except (*DECODE_ERRORS, Image.DecompressionBombError) as error:
+        raise UserError(f"{name} cannot be read as an image ({error}); remove it, or give another.") from error
 
 
 def _pixels(image: Image.Image, name: str, channels: int, size: tuple[int, ...] | None = None) -> np.ndarray:

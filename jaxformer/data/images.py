@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from abc import abstractmethod
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
 
-from jaxformer.config import DataConfig, ImageModelConfig, ModelConfig
+from jaxformer.config import DataConfig, Fixed, ImageModelConfig, ModelConfig
 from jaxformer.config.fields import MAX_SIDE, NonNegative, Range, ValFraction
 from jaxformer.data.dataset import (
     Batch,
@@ -21,11 +21,11 @@ from jaxformer.data.dataset import (
     evenly_spaced,
     padded_batches,
     task_error,
-)  # fmt: skip
-from jaxformer.data.image_folder import ImageFolder, ImageSplits, open_image_folder
+)
+from jaxformer.data.image_folder import ImageSplits, open_image_folder
 from jaxformer.data.image_io import describe_resizing, describe_sizes
-from jaxformer.data.infer_config import describe_changes, infer_image_size, is_fixed
-from jaxformer.errors import UserError
+from jaxformer.data.infer_config import describe_changes, infer_image_size, infer_n_classes, is_fixed
+from jaxformer.data.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -50,42 +50,30 @@ class ImagesConfig(ImageFolderConfig):
     """Maximum random shift in pixels, vertical and horizontal, sampled anew in each epoch; the border is black."""
 
     def load(
-        self, model: ModelConfig, batch_size: int, seed: int, tokenizer: Any = None,
-        fixed: Container[str] | None = None,
-    ) -> ImageDataset:  # fmt: skip
+        self, model: ModelConfig, batch_size: int, seed: int, tokenizer: Tokenizer | None = None, fixed: Fixed = None
+    ) -> ImageDataset:
         """Return the data as `DataConfig.load` does; images of another size than the model's are resized."""
         model_input_shape(model)
         assert isinstance(model, ImageModelConfig)
         folder = open_image_folder(self.path)
-        inferred = infer_image_config(model, folder, fixed)
-        if inferred.n_classes != len(folder.classes):
-            raise UserError(f"{class_count_error(inferred, len(folder.classes), self.path)}.")
+        inferred = infer_n_classes(model, len(folder.classes), self.path, fixed)
+        inferred = infer_channels(infer_image_size(inferred, folder.size, fixed), folder.channels, fixed)
         splits = folder.read(self.val_fraction, inferred.image_size, inferred.channels)
-        data = ImageDataset(self, inferred, splits, batch_size, seed, [self.flip, self.shift])
+        data = ImageDataset(self, inferred, splits, batch_size, seed)
         reason = f"{self.path} has images of {describe_sizes(folder.sizes)} {_describe_channels(folder.channels)}"
         resizing = describe_resizing(self.path, folder.sizes, inferred.image_size)
         data.notes = (*describe_changes(model, inferred, reason), *resizing, *folder.notes)
         return data
 
 
-def infer_image_config(model: ImageModelConfig, folder: ImageFolder, fixed: Container[str] | None) -> ImageModelConfig:
-    """Return the config with the size, channels and classes of a folder's images; see `infer_image_size`. Fields named
-    in `fixed` are not inferred; None fixes all."""
-    changes: dict[str, Any] = {} if is_fixed("n_classes", fixed) else {"n_classes": len(folder.classes)}
-    return infer_channels(infer_image_size(model, folder.size, fixed), folder.channels, fixed, changes)
-
-
-def infer_channels(
-    model: ImageModelConfig, channels: int, fixed: Container[str] | None, changes: dict[str, Any]
-) -> ImageModelConfig:
-    """Return the config with `channels` channels and other changes; `mean` and `std` for another number of channels
-    are replaced by their average over the channels."""
-    if not is_fixed("channels", fixed):
-        changes["channels"] = channels
-        for name in ("mean", "std"):
-            if not is_fixed(name, fixed) and len(values := getattr(model, name, ())) not in (0, 1, channels):
-                changes[name] = (sum(values) / len(values),)
-    return replace(model, **changes)
+def infer_channels(model: ImageModelConfig, channels: int, fixed: Fixed) -> ImageModelConfig:
+    """Return the config with `channels` channels; `mean` and `std` for another number of channels are replaced by
+    their average over the channels."""
+    if is_fixed("channels", fixed):
+        return model
+    given = {name: getattr(model, name, ()) for name in ("mean", "std") if not is_fixed(name, fixed)}
+    averages: dict[str, Any] = {name: (sum(x) / len(x),) for name, x in given.items() if len(x) not in (0, 1, channels)}
+    return replace(model, channels=channels, **averages)
 
 
 def model_input_shape(model: ModelConfig, axes: int = 3) -> tuple[int, ...]:
@@ -98,12 +86,6 @@ def model_input_shape(model: ModelConfig, axes: int = 3) -> tuple[int, ...]:
     return shape
 
 
-def class_count_error(model: ImageModelConfig, n_classes: int, path: str) -> str:
-    """Return the error message for a model whose number of classes differs from the data's, without its full stop."""
-    limit = f"but model.n_classes is {model.n_classes}"
-    return f"{path} gives {n_classes} classes, {limit}; set --model.n-classes {n_classes}"
-
-
 class PixelDataset(Dataset):
     """Base class of datasets in which each example is made from one labelled image."""
 
@@ -111,21 +93,25 @@ class PixelDataset(Dataset):
     """Uniform random numbers per example and epoch."""
 
     def __init__(
-        self, config: Any, model: ImageModelConfig, splits: ImageSplits, batch_size: int, seed: int,
-        settings: Sequence[Any],
-    ) -> None:  # fmt: skip
-        """Fingerprint the images together with `settings`, everything else that the examples depend on. `config` is an
-        `ImageFolderConfig`. Raises `UserError` if there are fewer training images than a batch needs."""
+        self, config: ImageFolderConfig, model: ImageModelConfig, splits: ImageSplits, batch_size: int, seed: int
+    ) -> None:
+        """Fingerprint the images and the settings. Raises `UserError` if there are fewer training images than a batch
+        needs."""
         n = len(splits.train.images)
         if n < batch_size:
             raise batch_error(config.path, n, "training images", batch_size)
         self.config, self.model, self.splits, self.batch_size, self.seed = config, model, splits, batch_size, seed
         self.classes = splits.classes
         self.per_step, self.steps_per_epoch = batch_size, n // batch_size
-        digest = hashlib.sha256(repr((splits.classes, *settings)).encode())
+        digest = hashlib.sha256(repr((splits.classes, *self.settings)).encode())
         for array in (*splits.train, *splits.val):
             digest.update(repr(array.shape).encode() + array.tobytes())
         self.fingerprint = digest.hexdigest()
+
+    @property
+    @abstractmethod
+    def settings(self) -> tuple[object, ...]:
+        """Everything but the images that the examples depend on."""
 
     @abstractmethod
     def transform(self, images: np.ndarray, labels: np.ndarray, draws: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -161,6 +147,11 @@ class ImageDataset(PixelDataset):
     """Image classification."""
 
     n_draws = 3
+    config: ImagesConfig
+
+    @property
+    def settings(self) -> tuple[object, ...]:
+        return self.config.flip, self.config.shift
 
     def transform(self, images: np.ndarray, labels: np.ndarray, draws: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         if self.config.flip:

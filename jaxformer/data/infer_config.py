@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
 from dataclasses import replace
 from math import log
-from typing import Any
+from typing import Any, TypeVar
 
-from jaxformer.config import ModelConfig, TokenModelConfig
+from jaxformer.config import Fixed, ModelConfig, TokenModelConfig
 from jaxformer.config.fields import MAX_SIDE, differences
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError
@@ -16,9 +15,23 @@ MAX_INFERRED_SIDE_PIXELS = 256
 """Largest image side, in pixels, that a model's config adopts; larger images are resized to the model's own size."""
 
 
-def is_fixed(name: str, fixed: Container[str] | None) -> bool:
+Config = TypeVar("Config", bound=ModelConfig)
+Sized = TypeVar("Sized", bound=Any)
+"""A config with `image_size` and, if it has patches, `patch_size`."""
+
+
+def is_fixed(name: str, fixed: Fixed) -> bool:
     """Return True for a field that is not to be inferred; `fixed` of None fixes all."""
     return fixed is None or name in fixed
+
+
+def infer_n_classes(model: Config, n: int, path: str, fixed: Fixed) -> Config:
+    """Return the config of a classifier with n classes. Raises `UserError` if its own number is fixed, and another."""
+    if not is_fixed("n_classes", fixed):
+        return replace(model, n_classes=n)  # type: ignore[call-arg]
+    if (own := model.contract.n_classes) != n:
+        raise UserError(f"{path} has {n} classes, but model.n_classes is {own}; set --model.n-classes {n}.")
+    return model
 
 
 def infer_vocab_size(model: TokenModelConfig, tokenizer: Tokenizer, extra: int = 0) -> TokenModelConfig:
@@ -26,9 +39,7 @@ def infer_vocab_size(model: TokenModelConfig, tokenizer: Tokenizer, extra: int =
     return replace(model, vocab_size=min(model.vocab_size, tokenizer.vocab_size + extra))
 
 
-def fit_vocab_size(
-    model: TokenModelConfig, tokenizer: Tokenizer, extra: int, fixed: Container[str] | None
-) -> TokenModelConfig:
+def fit_vocab_size(model: TokenModelConfig, tokenizer: Tokenizer, extra: int, fixed: Fixed) -> TokenModelConfig:
     """Return the config with the vocabulary size of a given tokenizer plus `extra`, or with its own if that is fixed.
     Raises `UserError` if the config's vocabulary is fixed and smaller."""
     needed = tokenizer.vocab_size + extra
@@ -40,7 +51,7 @@ def fit_vocab_size(
     return model
 
 
-def infer_image_size(model: Any, images: tuple[int, ...] | None, fixed: Container[str] | None, prefix: str = "") -> Any:
+def infer_image_size(model: Sized, images: tuple[int, ...] | None, fixed: Fixed, prefix: str = "") -> Sized:
     """Return the config with the size of the images (height and width of all, None if they differ), and with about as
     many patches as before. The config has `image_size` and, if it has patches, `patch_size`, heights and widths in
     pixels. `fixed` has the names, with the prefix, of fields that are not inferred; None fixes all. Images need
@@ -70,16 +81,10 @@ def fit_patches(model: Any, given: str, size: tuple[int, ...]) -> Any:
     sides = size * 2 if len(size) == 1 else size
     if len(sides) != 2 or min(sides) < 1 or max(sides) > MAX_SIDE:
         return model
-    if given == "image_size":
-        fitted = [
-            _infer_side(old, patch, new, fixed_size=True, fixed_patch=False)
-            for old, patch, new in zip(model.image_size, model.patch_size, sides, strict=True)
-        ]
-    else:
-        fitted = [
-            _infer_side(old, patch, old, fixed_size=False, fixed_patch=True)
-            for old, patch in zip(model.image_size, sides, strict=True)
-        ]
+    is_size = given == "image_size"
+    new, patch = (sides, model.patch_size) if is_size else (model.image_size, sides)
+    fixed = {"fixed_size": is_size, "fixed_patch": not is_size}
+    fitted = [_infer_side(*side, **fixed) for side in zip(model.image_size, patch, new, strict=True)]
     images, patches = zip(*fitted, strict=True)
     return replace(model, image_size=images, patch_size=patches)
 
@@ -101,7 +106,11 @@ def _infer_side(old: int, patch: int, new: int, fixed_size: bool, fixed_patch: b
 
 def describe_changes(before: ModelConfig, after: ModelConfig, reason: str) -> tuple[str, ...]:
     """Return a note about the fields in which the configs differ, or none."""
-    changes = [f"{name} {_format(new)} (not {_format(old)})" for name, old, new in differences(before, after, "model")]
+
+    def words(value: object) -> str:
+        return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+    changes = [f"{name} {words(new)} (not {words(old)})" for name, old, new in differences(before, after, "model")]
     return (f"{reason}: {', '.join(changes)}",) if changes else ()
 
 
@@ -110,7 +119,3 @@ def describe_tokenizer_sample(tokenizer: Tokenizer, name: str) -> tuple[str, ...
     if tokenizer.one_in == 1:
         return ()
     return (f"the tokenizer was trained on about 1/{tokenizer.one_in} of {name}, sampled from all parts of it",)
-
-
-def _format(value: object) -> str:
-    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from jaxformer.config import DataConfig, ModelConfig, TokenModelConfig
+from jaxformer.config import DataConfig, Fixed, ModelConfig, TokenModelConfig
 from jaxformer.contract import Task
 from jaxformer.data.dataset import Batch, Dataset, batch_error, batch_indices, evenly_spaced, padded_batches, task_error
-from jaxformer.data.infer_config import describe_changes, describe_tokenizer_sample, infer_vocab_size, is_fixed
-from jaxformer.data.pairs import Pair, find_splits, fingerprint, read_pairs
+from jaxformer.data.infer_config import describe_changes, describe_tokenizer_sample, infer_n_classes, infer_vocab_size
+from jaxformer.data.pairs import Pair, Splits, fingerprint, read_splits
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError
 
@@ -32,36 +31,25 @@ class LabelledTextConfig(DataConfig):
     """File of the validation texts, if path does not give it."""
 
     def load(
-        self, model: ModelConfig, batch_size: int, seed: int, tokenizer: Tokenizer | None = None,
-        fixed: Container[str] | None = None,
-    ) -> LabelledTextDataset:  # fmt: skip
+        self, model: ModelConfig, batch_size: int, seed: int, tokenizer: Tokenizer | None = None, fixed: Fixed = None
+    ) -> LabelledTextDataset:
         if not isinstance(model, TokenModelConfig) or model.contract.task is not Task.TEXT_CLASSIFICATION:
             raise task_error(model, "texts with labels", "a text classifier")
-        train, val = (read_pairs(file, ("text", "label")) for file in find_splits(self.path, self.val_path))
-        classes = find_classes(self.path, train, val)
-        inferred: Any = model
-        if not is_fixed("n_classes", fixed):
-            inferred = replace(inferred, n_classes=len(classes))
-        if (n := inferred.contract.n_classes) != len(classes):
-            problem = f"{self.path} has {len(classes)} labels, but model.n_classes is {n}"
-            raise UserError(f"{problem}; set --model.n-classes {len(classes)}.")
+        splits = read_splits(self.path, self.val_path, ("text", "label"))
+        classes = find_classes(self.path, *splits)
+        inferred = infer_n_classes(model, len(classes), self.path, fixed)
         if tokenizer is None:
-            tokenizer = Tokenizer.train((text for text, _ in train), model.vocab_size)
+            tokenizer = Tokenizer.train((text for text, _ in splits[0]), model.vocab_size)
             inferred = infer_vocab_size(inferred, tokenizer)
-        data = LabelledTextDataset(self.path, train, val, classes, tokenizer, inferred, batch_size, seed)
+        data = LabelledTextDataset(self.path, splits, tokenizer, inferred, batch_size, seed)
         reason = f"{self.path} has {len(classes)} labels and supports {tokenizer.vocab_size:,} tokens"
         data.notes = (*describe_changes(model, inferred, reason), *describe_tokenizer_sample(tokenizer, self.path))
         return data
 
 
 def find_classes(name: str, train: Sequence[Pair], val: Sequence[Pair]) -> tuple[str, ...]:
-    """Return the labels of the training texts, sorted. Raises `UserError` if there is only one, or if a held-out text
-    has an unknown label."""
+    """Return the labels of the training texts, sorted. Raises `UserError` if a held-out text has an unknown label."""
     classes = sorted({label for _, label in train})
-    if len(classes) < 2:
-        raise UserError(
-            f"all training texts of {name} have the label {classes[0]!r}; give texts with two or more labels."
-        )
     if unknown := sorted({label for _, label in val} - {*classes}):
         raise UserError(f"{name} has held-out texts of {unknown[0]!r}, which no training text has; remove them.")
     return tuple(classes)
@@ -76,11 +64,10 @@ def tokenize_text(text: str, tokenizer: Tokenizer) -> list[int]:
 def pad_texts(texts: Sequence[Sequence[int]], length: int) -> tuple[np.ndarray, np.ndarray]:
     """Return tokens, int32, and their mask, bool, both `(B, length)`; longer texts are truncated."""
     tokens_BT = np.zeros((len(texts), length), np.int32)
-    valid_BT = np.zeros((len(texts), length), bool)
-    for i, tokens in enumerate(texts):
-        cut = tokens[:length]
-        tokens_BT[i, : len(cut)], valid_BT[i, : len(cut)] = cut, True
-    return tokens_BT, valid_BT
+    lengths_B = np.array([min(len(tokens), length) for tokens in texts], int)
+    for row_T, tokens, n in zip(tokens_BT, texts, lengths_B, strict=True):
+        row_T[:n] = tokens[:n]
+    return tokens_BT, np.arange(length) < lengths_B[:, None]
 
 
 class LabelledTextDataset(Dataset):
@@ -90,17 +77,16 @@ class LabelledTextDataset(Dataset):
     model: TokenModelConfig
 
     def __init__(
-        self, name: str, train: Sequence[Pair], val: Sequence[Pair], classes: Sequence[str], tokenizer: Tokenizer,
-        model: TokenModelConfig, batch_size: int, seed: int,
-    ) -> None:  # fmt: skip
-        """Tokenize the texts. Raises `UserError` if there are fewer than a batch needs."""
-        if len(train) < batch_size:
-            raise batch_error(name, len(train), "training texts", batch_size)
-        self.name, self.model, self.tokenizer, self.classes = name, model, tokenizer, classes
-        self.per_step, self.steps_per_epoch = batch_size, len(train) // batch_size
+        self, name: str, splits: Splits, tokenizer: Tokenizer, model: TokenModelConfig, batch_size: int, seed: int
+    ) -> None:
+        """Tokenize the texts. Raises `UserError` if there are fewer than a batch needs, or a label is unknown."""
+        if (n := len(splits[0])) < batch_size:
+            raise batch_error(name, n, "training texts", batch_size)
+        self.name, self.model, self.tokenizer, self.classes = name, model, tokenizer, find_classes(name, *splits)
+        self.per_step, self.steps_per_epoch = batch_size, n // batch_size
         self._batch_size, self._seed = batch_size, seed
-        self._train, self._val = (self._encode(split) for split in (train, val))
-        self.fingerprint = fingerprint(f"labelled {FORMAT} {tokenizer.vocab_size} {model.context_length}", train, val)
+        self._train, self._val = (self._encode(split) for split in splits)
+        self.fingerprint = fingerprint(f"labelled {FORMAT} {tokenizer.vocab_size} {model.context_length}", splits)
 
     def _encode(self, split: Sequence[Pair]) -> tuple[list[list[int]], np.ndarray]:
         """Return the tokens of each text, and the indices of their labels, `(N,)`."""

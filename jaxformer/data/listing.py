@@ -15,8 +15,6 @@ from jaxformer.errors import UserError
 
 MAGIC = re.compile(r"[*?[]")
 """Pattern of the characters that make a name a glob."""
-MAX_REASONS = 8
-"""Maximum number of reasons that a note names, such as suffixes."""
 LeftOut = defaultdict[str, set[Path]]
 """Paths that are left out, by reason."""
 
@@ -33,9 +31,7 @@ class Listing:
     @property
     def omission(self) -> str:
         """Return what is left out, in brackets, such as " (left out: 2 hidden, 1 .md)"; empty if nothing is."""
-        common = self.left_out.most_common(MAX_REASONS)
-        n_others = self.left_out.total() - sum(n for _, n in common)
-        reasons = [f"{n:,} {reason}" for reason, n in common] + [f"{n_others:,} other(s)"] * bool(n_others)
+        reasons = [f"{n:,} {reason}" for reason, n in self.left_out.most_common(8)] + ["…"] * (len(self.left_out) > 8)
         return f" (left out: {', '.join(reasons)})" if reasons else ""
 
     def notes(self, name: str) -> tuple[str, ...]:

@@ -13,7 +13,6 @@ from jaxformer.config.fields import Range
 from jaxformer.data.dataset import HELD_OUT_SEED, Batch, step_rng
 from jaxformer.data.tokens import Corpus
 from jaxformer.data.windows import TextConfig, TextDataset, eval_batches
-from jaxformer.errors import UserError
 
 MASKED_BELOW, REPLACED_BELOW = 0.8, 0.9
 """Upper bounds of a uniform sample for masking and replacing a chosen token: 80% become the mask token, 10% a random
@@ -28,10 +27,6 @@ class MaskedTextConfig(TextConfig):
     n_extra_tokens = 1
     masked_fraction: Annotated[float, Range(above=0, most=1, hint=", such as 0.15")] = 0.15
     """Fraction of the tokens to predict."""
-
-    def check_model(self, model: TokenModelConfig) -> None:
-        if model.vocab_size < 258:
-            raise UserError(f"vocab_size is {model.vocab_size}; bytes, end-of-text and the mask need at least 258.")
 
     def build_dataset(self, model: TokenModelConfig, corpus: Corpus, batch_size: int, seed: int) -> MaskedTextDataset:
         return MaskedTextDataset(self, model, corpus, batch_size, seed)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -11,13 +11,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxformer.config import DataConfig, ModelConfig, TokenModelConfig
+from jaxformer.config import DataConfig, Fixed, ModelConfig, TokenModelConfig
 from jaxformer.contract import Task
-from jaxformer.data.dataset import Batch, Dataset, epoch_permutation, evenly_spaced, task_error
+from jaxformer.data.dataset import Batch, Dataset, batch_error, epoch_permutation, evenly_spaced, task_error
 from jaxformer.data.infer_config import describe_changes, describe_tokenizer_sample, infer_vocab_size
-from jaxformer.data.text import read_text
+from jaxformer.data.text import locate, read_text
 from jaxformer.data.tokenizer import Tokenizer
-from jaxformer.errors import UserError
+from jaxformer.errors import UserError, abbreviate
 from jaxformer.files import expand_home
 
 FORMAT = 1
@@ -33,6 +33,10 @@ class Pair(NamedTuple):
     target: str
 
 
+Splits = tuple[list[Pair], list[Pair]]
+"""Pairs of the training and the validation split."""
+
+
 @dataclass(frozen=True)
 class PairsConfig(DataConfig):
     """Pairs of texts. Training pairs with more than the model's context_length tokens on either side are left out."""
@@ -46,35 +50,40 @@ class PairsConfig(DataConfig):
     """Swap of sources and targets: translation in the other direction."""
 
     def load(
-        self, model: ModelConfig, batch_size: int, seed: int, tokenizer: Tokenizer | None = None,
-        fixed: Container[str] | None = None,
-    ) -> PairDataset:  # fmt: skip
+        self, model: ModelConfig, batch_size: int, seed: int, tokenizer: Tokenizer | None = None, fixed: Fixed = None
+    ) -> PairDataset:
         model = check_seq2seq(model)
-        train, val = (read_pairs(file) for file in find_splits(self.path, self.val_path))
+        train, val = read_splits(self.path, self.val_path)
         if self.reverse:
             train, val = ([Pair(target, source) for source, target in pairs] for pairs in (train, val))
-        texts = [text for pair in train for text in pair]
-        return build_pair_dataset(self.path, train, val, texts, tokenizer, model, batch_size, seed)
+        inferred = model
+        if tokenizer is None:
+            tokenizer = Tokenizer.train([text for pair in train for text in pair], model.vocab_size)
+            inferred = infer_vocab_size(model, tokenizer)
+        data = PairDataset(self.path, (train, val), tokenizer, inferred, batch_size, seed)
+        changes = describe_changes(model, inferred, f"{self.path} supports {tokenizer.vocab_size:,} tokens")
+        data.notes = (*changes, *describe_tokenizer_sample(tokenizer, self.path))
+        return data
 
 
 def find_splits(folder: str, val_path: str | None) -> tuple[Path, Path]:
     """Return the files of the training and the held-out texts; see `PairsConfig`. Raises `UserError` if one is
     missing."""
-    if not folder:
-        raise UserError("data.path is empty; give a folder with train.tsv and val.tsv, or see --help.")
-    path = expand_home(folder)
+    path = locate(folder, "a folder with train.tsv and val.tsv")
     names = ("train.tsv", "val.tsv")
     train, val = (path / x if path.is_dir() else path.with_name(f"{path.name}.{x}") for x in names)
-    if path.is_file():
-        if val_path is None:
-            raise UserError(f"data.path is the file {path}, and nothing is held out; give data.val_path.")
-        train = path
-    elif not train.is_file():
-        raise UserError(f"there are no texts at {path}: neither it nor {train} is a file; give data.path.")
+    train = path if path.is_file() else train
     val = val if val_path is None else expand_home(val_path)
-    if not val.is_file():
-        raise UserError(f"there are no held-out texts at {val}, which is not a file; give data.val_path.")
+    for file, option in ((train, "data.path"), (val, "data.val_path")):
+        if not file.is_file():
+            raise UserError(f"there are no texts at {folder}: {file} is not a file; give {option}.")
     return train, val
+
+
+def read_splits(path: str, val_path: str | None, names: Sequence[str] = Pair._fields) -> Splits:
+    """Return the pairs of both splits; see `find_splits` and `read_pairs`."""
+    train, val = find_splits(path, val_path)
+    return read_pairs(train, names), read_pairs(val, names)
 
 
 def check_seq2seq(model: ModelConfig) -> TokenModelConfig:
@@ -84,7 +93,7 @@ def check_seq2seq(model: ModelConfig) -> TokenModelConfig:
     return model
 
 
-def read_pairs(path: Path, names: tuple[str, str] = Pair._fields) -> list[Pair]:
+def read_pairs(path: Path, names: Sequence[str]) -> list[Pair]:
     """Return the pairs of a file, one per line, without empty lines. `names` are the names of both sides in error
     messages. Raises `UserError` if the file cannot be read, has no pair, or has a line that is not a pair."""
     pairs, form = [], "<TAB>".join(names).upper()
@@ -92,32 +101,15 @@ def read_pairs(path: Path, names: tuple[str, str] = Pair._fields) -> list[Pair]:
         if not line:
             continue
         sides = line.split("\t")
-        if len(sides) != 2:
-            raise UserError(f"{path}, line {number}, has {len(sides) - 1} tabs; it must be {form}.")
-        if empty := [name for name, side in zip(names, sides, strict=True) if not side.strip()]:
-            raise UserError(f"{path}, line {number}, has an empty {empty[0]}; remove the line.")
+        if len(sides) != 2 or not all(map(str.strip, sides)):
+            raise UserError(f"{path}, line {number}, is {abbreviate(line)}; it must be {form}.")
         pairs.append(Pair(*sides))
     if not pairs:
         raise UserError(f"{path} holds no pairs; give it one per line, {form}.")
     return pairs
 
 
-def build_pair_dataset(
-    name: str, train: Sequence[Pair], val: Sequence[Pair], texts: Iterable[str], tokenizer: Tokenizer | None,
-    model: TokenModelConfig, batch_size: int, seed: int,
-) -> PairDataset:  # fmt: skip
-    """Return a dataset of pairs. Unless given, a tokenizer is trained on `texts`, and limits the model's vocabulary."""
-    inferred = model
-    if tokenizer is None:
-        tokenizer = Tokenizer.train(texts, model.vocab_size)
-        inferred = infer_vocab_size(model, tokenizer)
-    data = PairDataset(name, train, val, tokenizer, inferred, batch_size, seed)
-    changes = describe_changes(model, inferred, f"{name} supports {tokenizer.vocab_size:,} tokens")
-    data.notes = (*changes, *describe_tokenizer_sample(tokenizer, name))
-    return data
-
-
-def fingerprint(settings: str, *splits: Sequence[Pair]) -> str:
+def fingerprint(settings: str, splits: Splits) -> str:
     """Return the SHA-256 of settings and pairs, in hexadecimal."""
     digest = hashlib.sha256(settings.encode())
     for split in splits:
@@ -143,10 +135,10 @@ class PairDataset(Dataset):
     tokenizer: Tokenizer
 
     def __init__(
-        self, name: str, train: Sequence[Pair], val: Sequence[Pair], tokenizer: Tokenizer, model: TokenModelConfig,
-        batch_size: int, seed: int,
-    ) -> None:  # fmt: skip
+        self, name: str, splits: Splits, tokenizer: Tokenizer, model: TokenModelConfig, batch_size: int, seed: int
+    ) -> None:
         """Tokenize the pairs. Raises `UserError` if fewer pairs than a batch needs are short enough for the model."""
+        train, val = splits
         self.name, self.model, self.tokenizer, self.val = name, model, tokenizer, val
         self.context_length, self._batch_size, self._seed = model.context_length, batch_size, seed
         self._train, self._val = _TokenPairs.encode(train, tokenizer), _TokenPairs.encode(val, tokenizer)
@@ -154,15 +146,12 @@ class PairDataset(Dataset):
         self._n_left_out = len(train) - len(self._train.sources)
         self._n_train = len(self._train.sources)
         if self._n_train < batch_size:
-            raise UserError(
-                f"of {len(train)} training pairs, {self._n_train} have at most {self.context_length} tokens per side, "
-                f"fewer than train.batch_size {batch_size}; lower it, raise model.context_length, or give more pairs."
-            )
+            raise batch_error(name, self._n_train, f"pairs of at most {self.context_length} tokens", batch_size)
         self._widths = self._bucket_widths()
         self._epoch = lru_cache(maxsize=2)(self._epoch_batches)
         self.steps_per_epoch = self._n_train // batch_size
         self.per_step = batch_size * float(self._train.lengths_N2[:, 1].mean())
-        self.fingerprint = fingerprint(f"pairs {FORMAT} {model.vocab_size} {model.context_length}", train, val)
+        self.fingerprint = fingerprint(f"pairs {FORMAT} {model.vocab_size} {model.context_length}", splits)
 
     def batch(self, step: int, rows: slice | np.ndarray = slice(None)) -> Batch:
         pairs_B = self._epoch(step // self.steps_per_epoch)[step % self.steps_per_epoch]

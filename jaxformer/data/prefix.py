@@ -30,13 +30,11 @@ class PrefixTextConfig(TextConfig):
         if self.longest_prefix is not None:
             Range(least=self.shortest_prefix).check("data.longest_prefix", self.longest_prefix)
 
-    def check_model(self, model: TokenModelConfig) -> None:
+    def build_dataset(self, model: TokenModelConfig, corpus: Corpus, batch_size: int, seed: int) -> PrefixTextDataset:
         for name in ("shortest_prefix", "longest_prefix"):
             if (getattr(self, name) or 0) > model.context_length:
                 limit = f"it must be at most the model's context_length, {model.context_length}"
                 raise UserError(f"data.{name} is {getattr(self, name)}; {limit}.")
-
-    def build_dataset(self, model: TokenModelConfig, corpus: Corpus, batch_size: int, seed: int) -> PrefixTextDataset:
         return PrefixTextDataset(self, model, corpus, batch_size, seed)
 
 

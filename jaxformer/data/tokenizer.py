@@ -23,7 +23,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from jaxformer.config.fields import MAX_LENGTH
 from jaxformer.data.text import locate
-from jaxformer.errors import UserError, abbreviate, lone_surrogate, os_error_reason, parse_json
+from jaxformer.errors import UserError, lone_surrogate, parse_json
 
 END_OF_TEXT = "<|endoftext|>"
 ENDS_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "<|eot_id|>")
@@ -58,9 +58,6 @@ class Tokenizer:
         inner.no_truncation()
         inner.no_padding()
         inner.encode_special_tokens = True  # "<|endoftext|>" in a user's text is text
-        for key in ("eos_token", "bos_token"):
-            if not isinstance(self._named(key), str | None):
-                raise UserError(f"has a {TOKENIZER_CONFIG} whose {key} is {abbreviate(self.config[key])}, not text")
         self.end_of_text = self._find_end()
         self.begin_of_text = self._find_begin()
         if self.vocab_size > MAX_LENGTH:  # libraries allocate a row per id
@@ -88,10 +85,10 @@ class Tokenizer:
         inner = tokenizers.Tokenizer(models.BPE())
         inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         inner.decoder = decoders.ByteLevel()
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
         trainer = trainers.BpeTrainer(
-            vocab_size=vocab_size, special_tokens=[END_OF_TEXT], show_progress=False,
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        )  # fmt: skip
+            vocab_size=vocab_size, special_tokens=[END_OF_TEXT], show_progress=False, initial_alphabet=alphabet
+        )
         texts = list(texts) if isinstance(texts, Iterator) else texts
         one_in = 1
         while not _fits(_sample(texts, one_in)) and any(_sample(texts, 2 * one_in)):
@@ -108,18 +105,13 @@ class Tokenizer:
         try:
             inner = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # tokenizers raises bare Exception
-            if not path.exists():
-                raise UserError(f"{path} does not exist; {remedy}, or restore the run's own.") from error
             raise UserError(f"{path} is not a readable tokenizer: {error}; {remedy}.") from error
         beside, config = path.with_name(TOKENIZER_CONFIG), {}
         if beside.is_file():
             try:
-                config = parse_json(beside.read_bytes())
-            except (OSError, ValueError) as error:
-                reason = os_error_reason(error) or error
-                raise UserError(f"{beside} cannot be read ({reason}); fix it.") from error
-            if not isinstance(config, dict):
-                raise UserError(f"{beside} is not a JSON object; restore the one that was published with {path.name}.")
+                config = dict(parse_json(beside.read_bytes()))
+            except (OSError, ValueError, TypeError) as error:
+                raise UserError(f"{beside} is not a readable JSON object ({error}); restore it.") from error
         if (template := path.with_name(CHAT_TEMPLATE)).is_file():  # takes precedence, as in transformers
             config["chat_template"] = template.read_text(encoding="utf-8", errors="replace")
         try:
@@ -155,19 +147,17 @@ class Tokenizer:
     def _find_end(self) -> int:
         """Return the id of the end-of-text token: the config's, else the first of `ENDS_OF_TEXT` in the vocabulary."""
         ids = self.config.get(END_IDS, [])
-        if not isinstance(ids, list):
-            raise UserError(f"has a {TOKENIZER_CONFIG} whose {END_IDS} is {abbreviate(ids)}, not a list")
-        for token in ids:
-            if type(token) is not int or not 0 <= token < 2**32 or self._inner.id_to_token(token) is None:
-                raise UserError(f"has no token {abbreviate(token)}, which the model's config names as its eos_token_id")
-        names = [name for token in ids if (name := self._inner.id_to_token(token))] or ENDS_OF_TEXT
-        for name in [given] if (given := self._named("eos_token")) else names:
-            if (token := self._inner.token_to_id(name)) is not None:
-                return token
-        if given:
-            raise UserError(f"has no token {given!r}, which {TOKENIZER_CONFIG} names as eos_token")
-        unnamed = f"no {TOKENIZER_CONFIG} names it"
-        raise UserError(f"has no known end-of-text token, such as {END_OF_TEXT}, and {unnamed}")
+        known = [self._inner.id_to_token(token) if 0 <= token < self.vocab_size else None for token in ids]
+        texts = [text for text in known if text is not None]
+        if len(texts) < len(ids):
+            named = ", ".join(map(str, ids))
+            raise UserError(f"has no token {named}, which the model's config names as its eos_token_id")
+        given = self._named("eos_token")
+        names = [given] if given else texts or ENDS_OF_TEXT
+        tokens = [token for name in names if (token := self._inner.token_to_id(name)) is not None]
+        if not tokens:
+            raise UserError(f"has no end-of-text token {' or '.join(names)}; see eos_token in its {TOKENIZER_CONFIG}")
+        return tokens[0]
 
     @cached_property
     def ends_of_text(self) -> tuple[int, ...]:
@@ -185,7 +175,8 @@ class Tokenizer:
     def _named(self, key: str) -> str | None:
         """Return the special token that the config names."""
         token = self.config.get(key)
-        return token.get("content") if isinstance(token, dict) else token
+        text = token.get("content") if isinstance(token, dict) else token
+        return text if isinstance(text, str) and text else None
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text. Raises `UserError` if the text has a lone surrogate."""
@@ -198,9 +189,9 @@ class Tokenizer:
     @cached_property
     def special_tokens(self) -> dict[str, str]:
         """Special tokens by their names in chat templates, such as `eos_token`."""
-        names = (key for key in self.config if key.endswith("_token") and not key.startswith("add_"))
-        texts = {"eos_token": self._inner.id_to_token(self.end_of_text)} | {name: self._named(name) for name in names}
-        return {name: text for name, text in texts.items() if text and isinstance(text, str)}
+        names = [key for key in self.config if key.endswith("_token") and not key.startswith("add_")]
+        named = {name: text for name in names if (text := self._named(name)) is not None}
+        return {"eos_token": str(self._inner.id_to_token(self.end_of_text))} | named
 
     @cached_property
     def special_texts(self) -> dict[int, str]:
@@ -296,7 +287,7 @@ class Tokenizer:
 
 def find_tokenizer(path: str) -> Path:
     """Return the path of a tokenizer's file, given the file or its folder."""
-    location = locate(path)
+    location = locate(path, "a tokenizer.json or its folder")
     return location / "tokenizer.json" if location.is_dir() else location
 
 

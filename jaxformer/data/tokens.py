@@ -24,7 +24,7 @@ import numpy as np
 from jaxformer.config import DataConfig
 from jaxformer.config.fields import ValFraction
 from jaxformer.data.progress import Progress
-from jaxformer.data.text import FORMS, Documents, batches, hold_out, read_documents
+from jaxformer.data.text import Documents, batches, hold_out, read_documents
 from jaxformer.data.tokenizer import TOKENIZER_CONFIG, Tokenizer
 from jaxformer.data.word_encoder import WordEncoder
 from jaxformer.errors import UserError, os_error_reason
@@ -65,12 +65,6 @@ class CorpusConfig(DataConfig):
     tokenizer: str | None = None
     """Published tokenizer, a tokenizer.json or its folder; by default, one is trained on the training text. A resumed
     run keeps its own."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("path", "val_path"):
-            if (path := getattr(self, name)) is not None and not path.strip():
-                raise UserError(f"data.{name} is {path!r}; give {FORMS}.")
 
 
 @dataclass(frozen=True)
@@ -126,8 +120,8 @@ def load_corpus(config: CorpusConfig, vocab_size: int, tokenizer: Tokenizer | No
             problem = f"every document of data.path {config.path} is in data.val_path {config.val_path}, too"
             raise UserError(f"{problem}; give other text to train on, or omit data.val_path.")
         if n := len(documents) - len(train):
-            reason = f"{config.val_path} has the same text"
-            notes += (f"{n:,} document(s) of {config.path} are excluded from training: {reason}",)
+            excluded = f"{n:,} document(s) of {config.path} are excluded from training"
+            notes += (f"{excluded}: {config.val_path} has the same text",)
     texts = hashlib.sha256(f"{FORMAT} ".encode() + train.digest() + b" split " + val.digest()).hexdigest()
     folder = _cache_folder(texts, vocab_size, tokenizer)
     train_tokens, val_tokens, tokenizer = cached(folder, train, val, vocab_size, tokenizer)
@@ -146,16 +140,12 @@ def text_lengths(tokens: np.ndarray, n_bytes: int, tokenizer: Tokenizer) -> np.n
 
 
 def tokenize(documents: Documents, tokenizer: Tokenizer) -> np.ndarray:
-    """Return the tokens of documents in the form of a `Split`, `(n,)`, memory-mapped from an anonymous temporary file.
-    Raises `UserError` if the disk is full."""
-    try:
-        with tempfile.TemporaryFile() as file:
-            write_tokens(file, documents, tokenizer)
-            file.flush()
-            return np.memmap(file, token_dtype(tokenizer), "r")
-    except OSError as error:
-        problem = f"cannot write tokens to {tempfile.gettempdir()}: {error.strerror}"
-        raise UserError(f"{problem}; free some space, or set TMPDIR.") from error
+    """Return the tokens of documents in the form of a `Split`, `(n,)`, memory-mapped from an anonymous temporary
+    file."""
+    with tempfile.TemporaryFile() as file:
+        write_tokens(file, documents, tokenizer)
+        file.flush()
+        return np.memmap(file, token_dtype(tokenizer), "r")
 
 
 def write_tokens(file: IO[bytes], documents: Documents, tokenizer: Tokenizer) -> int:
@@ -215,7 +205,7 @@ def cached(
     """Return both splits as tokens, and their tokenizer, from a cache folder, which is written if it is missing. All
     files are verified by their SHA-256, at about a second per gigabyte of tokens. A corrupt folder is removed with a
     warning and written again. Without a tokenizer, one of at most `vocab_size` tokens is trained on the training
-    documents. Raises `UserError` as `Tokenizer.train` does, and if the folder cannot be written or read back."""
+    documents. Raises `UserError` as `Tokenizer.train` does, and if the folder cannot be written."""
     with suppress(FileNotFoundError, Unverified):
         return read(folder)
     try:
@@ -230,11 +220,7 @@ def cached(
                 with _scratch(folder) as scratch, suppress(FileNotFoundError):  # another was faster
                     folder.rename(Path(scratch) / folder.name)
             _build(folder, train, val, vocab_size, tokenizer)
-            try:
-                return read(folder)
-            except (FileNotFoundError, Unverified) as error:
-                remedy = "set JAXFORMER_CACHE"
-                raise UserError(f"cached tokens in {folder} {error}, although just written; {remedy}.") from error
+            return read(folder)
     except OSError as error:
         raise UserError(f"cannot write to {folder.parent}: {error.strerror or error}; set JAXFORMER_CACHE.") from error
 
@@ -273,10 +259,13 @@ def _build(folder: Path, train: Documents, val: Documents, vocab_size: int, toke
             with (scratch / split).open("wb") as file:
                 n_bytes.append(write_tokens(file, documents, tokenizer))
         manifest = {
-            "key": folder.name, "dtype": token_dtype(tokenizer).name, "learned_one_in": tokenizer.one_in,
-            "documents": [len(train), len(val)], "n_bytes": n_bytes,
+            "key": folder.name,
+            "dtype": token_dtype(tokenizer).name,
+            "learned_one_in": tokenizer.one_in,
+            "documents": [len(train), len(val)],
+            "n_bytes": n_bytes,
             "checksums": [sha256(scratch / name) for name in (*SPLITS, *_tokenizer_files(scratch))],
-        }  # fmt: skip
+        }
         (scratch / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
         scratch.chmod(0o755)
         try:

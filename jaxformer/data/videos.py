@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 
-from jaxformer.config import ImageModelConfig, ModelConfig
+from jaxformer.config import Fixed, ImageModelConfig, ModelConfig
 from jaxformer.config.fields import Side
 from jaxformer.data.dataset import HELD_OUT_SEED, epoch_uniforms
 from jaxformer.data.image_folder import ImageSplits, open_image_folder
 from jaxformer.data.image_io import describe_resizing
-from jaxformer.data.images import ImageFolderConfig, PixelDataset, class_count_error, infer_channels, model_input_shape
-from jaxformer.data.infer_config import MAX_INFERRED_SIDE_PIXELS, describe_changes, is_fixed
+from jaxformer.data.images import ImageFolderConfig, PixelDataset, infer_channels, model_input_shape
+from jaxformer.data.infer_config import MAX_INFERRED_SIDE_PIXELS, describe_changes, infer_n_classes, is_fixed
+from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError
 
 DIRECTIONS = {
@@ -37,43 +37,31 @@ class MovingImagesConfig(ImageFolderConfig):
     """Maximum speed in pixels per frame, in rows and in columns; each video has a constant speed from 1 to this."""
 
     def load(
-        self, model: ModelConfig, batch_size: int, seed: int, tokenizer: Any = None,
-        fixed: Container[str] | None = None,
-    ) -> MovingImageDataset:  # fmt: skip
+        self, model: ModelConfig, batch_size: int, seed: int, tokenizer: Tokenizer | None = None, fixed: Fixed = None
+    ) -> MovingImageDataset:
         """Return the data as `DataConfig.load` does; the canvas must be large enough for the motion."""
         n_frames, *canvas, _ = model_input_shape(model, 4)
         assert isinstance(model, ImageModelConfig)
         if n_frames == 1 and self.label == "direction":
             raise UserError("model.n_frames is 1, but a direction needs at least 2; raise it.")
         folder = open_image_folder(self.path)
+        n_classes = self.n_directions if self.label == "direction" else len(folder.classes)
+        inferred = infer_n_classes(infer_channels(model, folder.channels, fixed), n_classes, self.path, fixed)
         distance = (n_frames - 1) * self.max_speed
         size = folder.size
         if size is None or max(size) > MAX_INFERRED_SIDE_PIXELS:
             size = max(1, canvas[0] - distance), max(1, canvas[1] - distance)
         needed = [length + distance for length in size]
-        errors: list[str] = []
-        changes: dict[str, Any] = {}
+        reason = f"images of {size[0]} x {size[1]} pixels move {distance} in {n_frames} frames"
         if any(side < length for side, length in zip(canvas, needed, strict=True)):
             if is_fixed("image_size", fixed):
-                errors.append(
-                    f"model.image_size is {canvas[0]} x {canvas[1]}, but images of {size[0]} x {size[1]} that move "
-                    f"{distance} pixels in {n_frames} frames need {needed[0]} x {needed[1]}; set --model.image-size "
-                    f"{needed[0]} {needed[1]} or more, lower data.max_speed or model.n_frames"
-                )
+                remedy = f"set --model.image-size {needed[0]} {needed[1]} or more, or lower data.max_speed"
+                raise UserError(f"model.image_size is {canvas[0]} x {canvas[1]}, but {reason}; {remedy}.")
             patch = getattr(model, "patch_size", (1, 1))
-            changes["image_size"] = tuple(-(-length // side) * side for length, side in zip(needed, patch, strict=True))
-        n_classes = self.n_directions if self.label == "direction" else len(folder.classes)
-        if not is_fixed("n_classes", fixed):
-            changes["n_classes"] = n_classes
-        elif model.n_classes != n_classes:
-            errors.append(class_count_error(model, n_classes, self.path))
-        if errors:
-            raise UserError(f"{'; and '.join(errors)}.")
-        inferred = infer_channels(model, folder.channels, fixed, changes)
+            fitting = tuple(-(-length // side) * side for length, side in zip(needed, patch, strict=True))
+            inferred = replace(inferred, image_size=fitting)
         splits = folder.read(self.val_fraction, size, inferred.channels)
-        height, width = inferred.image_size
-        data = MovingImageDataset(self, inferred, splits, (n_frames, height, width), batch_size, seed)
-        reason = f"images of {size[0]} x {size[1]} pixels move {distance} in {n_frames} frames"
+        data = MovingImageDataset(self, inferred, splits, batch_size, seed)
         resizing = describe_resizing(self.path, folder.sizes, size)
         data.notes = (*describe_changes(model, inferred, reason), *resizing, *folder.notes)
         return data
@@ -84,17 +72,19 @@ class MovingImageDataset(PixelDataset):
     differently in each epoch; validation videos, made from validation images, are always the same."""
 
     n_draws = 4
+    config: MovingImagesConfig
 
     def __init__(
-        self, config: MovingImagesConfig, model: ImageModelConfig, splits: ImageSplits, size: tuple[int, int, int],
-        batch_size: int, seed: int,
-    ) -> None:  # fmt: skip
-        """Store the images; `size` is the videos' (frames, height, width)."""
-        settings = [config.label, config.n_directions, config.max_speed, size]
-        super().__init__(config, model, splits, batch_size, seed, settings)
-        self.size = size
+        self, config: MovingImagesConfig, model: ImageModelConfig, splits: ImageSplits, batch_size: int, seed: int
+    ) -> None:
+        self.size = model_input_shape(model, 4)[:3]
+        super().__init__(config, model, splits, batch_size, seed)
         self.directions = tuple(DIRECTIONS)[:: len(DIRECTIONS) // config.n_directions]
         self.classes = self.directions if config.label == "direction" else splits.classes
+
+    @property
+    def settings(self) -> tuple[object, ...]:
+        return self.config.label, self.config.n_directions, self.config.max_speed, self.size
 
     def transform(self, images: np.ndarray, labels: np.ndarray, draws: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return videos and labels; `draws` determine the direction, the speed, and the row and column of the start."""
@@ -110,16 +100,12 @@ class MovingImageDataset(PixelDataset):
 
     def describe(self) -> str:
         n, (frames, height, width) = len(self.splits.train.images), self.size
-        return (
-            f"{self.config.path}: videos made from {n:,} still images that move on black in "
-            f"{len(self.directions)} directions, {frames} frames of {height} x {width} pixels; classes: "
-            f"{self.config.label} {self.describe_classes()}"
-        )
+        motion = f"{n:,} still images that move on black in {len(self.directions)} directions"
+        videos = f"videos made from {motion}, {frames} frames of {height} x {width} pixels"
+        return f"{self.config.path}: {videos}; classes: {self.config.label} {self.describe_classes()}"
 
 
-def render_motion(
-    images: np.ndarray, velocities: np.ndarray, start: np.ndarray, size: tuple[int, int, int]
-) -> np.ndarray:
+def render_motion(images: np.ndarray, velocities: np.ndarray, start: np.ndarray, size: tuple[int, ...]) -> np.ndarray:
     """Return videos `(n, frames, height, width, C)` of `size`, in which images `(n, h, w, C)` move over black with
     `velocities`, `(n, 2)` rows and columns per frame, and stay inside; `start`, `(n, 2)` in [0, 1), is relative to the
     range of possible start positions."""

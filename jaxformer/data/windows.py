@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from jaxformer.config import ModelConfig, TokenModelConfig
+from jaxformer.config import Fixed, ModelConfig, TokenModelConfig
 from jaxformer.config.fields import Positive
 from jaxformer.data.dataset import Batch, Dataset, batch_indices, evenly_spaced, task_error
 from jaxformer.data.infer_config import describe_changes, describe_tokenizer_sample, fit_vocab_size, infer_vocab_size
@@ -41,12 +41,10 @@ class TextConfig(CorpusConfig):
         return self.packing == "documents"
 
     def load(
-        self, model: ModelConfig, batch_size: int, seed: int, tokenizer: Tokenizer | None = None,
-        fixed: Container[str] | None = None,
-    ) -> TextDataset:  # fmt: skip
+        self, model: ModelConfig, batch_size: int, seed: int, tokenizer: Tokenizer | None = None, fixed: Fixed = None
+    ) -> TextDataset:
         if not isinstance(model, TokenModelConfig):
             raise task_error(model, "text", "a model of tokens")
-        self.check_model(model)
         inferred, extra = model, self.n_extra_tokens
         if tokenizer is None and self.tokenizer is not None:
             tokenizer = Tokenizer.load(find_tokenizer(self.tokenizer))
@@ -61,9 +59,6 @@ class TextConfig(CorpusConfig):
         changes = describe_changes(model, inferred, reason)
         data.notes = (*corpus.notes, *changes, *describe_tokenizer_sample(corpus.tokenizer, self.path))
         return data
-
-    def check_model(self, model: TokenModelConfig) -> None:
-        """Raise `UserError` if the model does not match this config."""
 
     def build_dataset(self, model: TokenModelConfig, corpus: Corpus, batch_size: int, seed: int) -> TextDataset:
         """Return the corpus in batches."""

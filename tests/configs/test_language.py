@@ -56,7 +56,7 @@ def test_vision_configs_match_fashion_mnist(name: str, tmp_path: Path) -> None:
     write_config(tmp_path, config)
     assert read_config(tmp_path) == config
     assert isinstance(config.data, ImageFolderConfig)
-    with pytest.raises(UserError, match=r"data\.path is empty; give a folder of images with --data\.path"):
+    with pytest.raises(UserError, match=r"the path of the data is ''; give a folder of images"):
         config.data.load(config.model, 2, seed=0)
     for part in ("train", "t10k"):
         pixels, labels = np.zeros((20, 28, 28), np.uint8), np.arange(20, dtype=np.uint8) % 10

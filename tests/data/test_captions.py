@@ -23,13 +23,7 @@ MODEL = CLIPConfig(
     vision=ImageTowerConfig(image_size=SIDE, patch_size=2, d_model=8, n_heads=2, n_blocks=1),
     text=TextTowerConfig(259, T, d_model=8, n_heads=2, n_blocks=1),
 )  # bytes, end-of-text, and two merges: "re" and "ed", or some such
-COLOURS = {
-    "red": (255, 0, 0),
-    "green": (0, 255, 0),
-    "blue": (0, 0, 255),
-    "reddish": (200, 40, 40),
-    "teal": (0, 128, 128),
-}
+COLOURS = {"red": (255, 0, 0), "green": (0, 255, 0), "blue": (0, 0, 255), "reddish": (200, 40, 40), "teal": (0, 99, 99)}
 LINES = [f"{i}.png\t{name}\t{'val' if name == 'teal' else 'train'}" for i, name in enumerate(COLOURS)]
 
 
@@ -69,14 +63,6 @@ def equal(a, b) -> bool:
     """Return True if two batches are equal."""
     flat = lambda batch: [*batch.inputs, batch.targets]  # noqa: E731
     return all((x == y).all() for x, y in zip(flat(a), flat(b), strict=True))
-
-
-def test_batch_has_shapes_and_dtypes_of_the_model_inputs(tmp_path: Path) -> None:
-    data = load(write(tmp_path))
-    batch, example = data.batch(0), MODEL.example()
-    for actual, expected in zip(batch.inputs, example, strict=True):
-        assert actual.shape == (2, *expected.shape) and actual.dtype == expected.dtype
-    assert batch.targets.shape == (2,) and batch.weights is None
 
 
 def test_images_and_captions_are_paired(tmp_path: Path) -> None:
@@ -120,33 +106,23 @@ def test_equal_captions_have_equal_ids(tmp_path: Path) -> None:
     assert len(set(data.caption_ids.tolist())) == 3
 
 
-def test_batch_depends_only_on_data_seed_and_step(tmp_path: Path) -> None:
-    path = write(tmp_path)
+def test_batch_depends_only_on_data_seed_and_step_and_rows_are_those_of_the_full_batch(tmp_path: Path) -> None:
+    path, rows = write(tmp_path), np.array([1, 0])
     a, b = (load(path, seed=3, jitter=0.5) for _ in range(2))
     for step in (9, 0, 4):  # in any order
-        assert equal(a.batch(step), b.batch(step))
-    batches = [a.batch(step) for step in range(8)]
-    assert any(not equal(x, load(path, seed=4, jitter=0.5).batch(step)) for step, x in enumerate(batches))
-    assert any(not equal(x, y) for x, y in zip(batches[:2], batches[2:4], strict=True))  # another epoch, another order
-
-
-def test_rows_of_a_batch_equal_those_of_the_full_batch(tmp_path: Path) -> None:
-    data = load(write(tmp_path), batch_size=4, jitter=0.5)
-    whole, rows = data.batch(5), np.array([1, 3])
-    part = data.batch(5, rows)
-    for ours, expected in zip((*part.inputs, part.targets), (*whole.inputs, whole.targets), strict=True):
-        np.testing.assert_array_equal(ours, expected[rows])
+        whole, part, example = a.batch(step), b.batch(step, rows), MODEL.example()
+        for x, y in zip((*whole.inputs, whole.targets), (*part.inputs, part.targets), strict=True):
+            np.testing.assert_array_equal(x[rows], y)
+        assert [(x.shape[1:], x.dtype) for x in whole.inputs] == [(x.shape, x.dtype) for x in example]
+    batches = [a.batch(step) for step in range(4)]
+    assert not any(equal(x, load(path, seed=4, jitter=0.5).batch(step)) for step, x in enumerate(batches))
+    assert not any(equal(x, y) for x, y in zip(batches[:2], batches[2:], strict=True))  # epochs differ
 
 
 def test_held_out_pairs_are_ordered_and_padded(tmp_path: Path) -> None:
     lines = [line.replace("train", "val") if i else line for i, line in enumerate(LINES)]
-    data = load(
-        write(tmp_path, lines),
-        batch_size=1,
-        shift=2,
-        flip=True,
-        model=replace(MODEL, text=replace(MODEL.text, vocab_size=257)),
-    )
+    model = replace(MODEL, text=replace(MODEL.text, vocab_size=257))
+    data = load(write(tmp_path, lines), batch_size=1, model=model, shift=2, flip=True)
     batches = list(data.held_out(3))
     assert [b.weights.tolist() for b in batches] == [[1, 1, 1], [1, 0, 0]]
     colours = [tuple(map(int, image[0, 0])) for b in batches for image in b.inputs[0][b.weights > 0]]
@@ -154,42 +130,6 @@ def test_held_out_pairs_are_ordered_and_padded(tmp_path: Path) -> None:
     assert [b.inputs[0].shape for b in batches] == [(3, SIDE, SIDE, 3)] * 2
     spread = list(data.held_out(3, 2))
     assert [tuple(map(int, image[0, 0])) for image in spread[0].inputs[0][:2]] == [colours[0], colours[3]]
-
-
-@pytest.mark.parametrize("option", [{"shift": 1}, {"scale": 0.5}, {"rotate": 90.0}, {"flip": True}, {"jitter": 0.5}])
-def test_each_augmentation_applies_in_training_only(tmp_path: Path, option: dict) -> None:
-    """Check that one image of four colors changes over epochs with the option only, and in training only."""
-    image = Image.new("RGB", (SIDE, SIDE), (255, 0, 0))
-    for folder_path, colour in (((2, 0), (0, 200, 0)), ((0, 2), (0, 0, 100)), ((2, 2), (255, 255, 255))):
-        image.paste(colour, (*folder_path, folder_path[0] + 2, folder_path[1] + 2))
-    with io.BytesIO() as file:
-        image.save(file, "PNG")
-        images = {"0.png": file.getvalue(), "1.png": file.getvalue()}
-    lines = ["0.png\tred\ttrain", "1.png\tred\tval"]
-    model = replace(MODEL, text=replace(MODEL.text, vocab_size=257))
-    plain, augmented = (load(write(tmp_path, lines, images), 1, model=model, **requested) for requested in ({}, option))
-    epochs = lambda data: [data.batch(step).inputs[0].tobytes() for step in range(12)]  # noqa: E731
-    assert set(epochs(plain)) == {np.asarray(image).tobytes()}
-    assert len(set(epochs(augmented))) > 1
-    assert epochs(augmented) != epochs(load(str(tmp_path), 1, seed=1, model=model, **option))
-    assert next(augmented.held_out(1)).inputs[0].tobytes() == np.asarray(image).tobytes()
-
-
-def test_all_image_modes_convert_to_the_model_channels(tmp_path: Path) -> None:
-    """Check grayscale, a palette, JPEG, and full and half transparency, which is blended with white."""
-    images = {
-        "0.png": png((51,), mode="L"), "1.png": png((0, 0, 0, 0), mode="RGBA"),
-        "2.png": png((255, 0, 0, 128), mode="RGBA"),
-        "3.png": png((255, 0, 0), mode="P"), "4.png": png((90, 90, 90), kind="JPEG"),
-    }  # fmt: skip
-    actual = load(write(tmp_path, images=images)).images[:, 0, 0]
-    assert actual[0].tolist() == [51] * 3
-    assert actual[1].tolist() == [255] * 3
-    assert actual[2].tolist() == [255, 127, 127]
-    assert actual[4].tolist() == [90] * 3
-    grey = replace(MODEL, vision=replace(MODEL.vision, mean=(0.5,), std=(0.2,)))
-    data = load(str(tmp_path), model=grey)
-    assert data.images.shape == (5, SIDE, SIDE, 1) and data.images[0, 0, 0, 0] == 51
 
 
 def test_fingerprint_covers_all_settings_of_the_batches(tmp_path: Path) -> None:
@@ -213,11 +153,6 @@ def test_description_states_sizes(tmp_path: Path) -> None:
     assert (data.unit, data.per_step, data.steps_per_epoch) == ("examples", 2, 2)
     short = load(str(tmp_path), model=replace(MODEL, text=replace(MODEL.text, context_length=4)))
     assert ", 4 shortened; held out" in short.describe()  # the tokenizer's two merges make one token of "red"
-
-
-def test_config_round_trips_through_json() -> None:
-    config = CaptionsConfig("somewhere", shift=3, scale=0.1, flip=True)
-    assert from_dict(CaptionsConfig, to_dict(config)) == config
 
 
 def test_integer_option_has_the_fingerprint_of_its_float(tmp_path: Path) -> None:
@@ -244,15 +179,13 @@ def test_batch_equals_augmentation_by_hand(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"lines": [*LINES, "5.png\tpink\ttrain"]}, r"images\.zip has no 5\.png, which has a caption"),
-        ({"images": {**IMAGES, "x.png": b""}}, r"x\.png in .*images\.zip has no caption; add a line to captions\.tsv"),
+        ({"lines": [*LINES, "5.png\tpink\ttrain"]}, r"images\.zip cannot be read .* no item named '5\.png'"),
         ({"images": {**IMAGES, "1.png": b"no image"}}, r"1\.png in .* cannot be read as an image"),
-        ({"images": {**IMAGES, "1.png": IMAGES["1.png"][:40]}}, r"1\.png in .* cannot be read as an image"),
         ({"header": "image\ttext"}, r"the first line of .*captions\.tsv is 'image\\ttext'"),
-        ({"lines": [*LINES, "5.png\tpink"]}, r"line 7 of .* is '5\.png\\tpink'; it must be a file"),
-        ({"lines": [*LINES, "5.png\t \ttrain"]}, "line 7 of .* must be a file, a caption, a split, separated by tabs"),
-        ({"lines": [*LINES, "5.png\tpink\ttest"]}, "line 7 of .* has the split 'test'; it must be train or val"),
-        ({"lines": [*LINES, "0.png\tpink\ttrain"]}, r"line 7 of .* is a second caption for 0\.png"),
+        ({"lines": [*LINES, "5.png\tpink"]}, r"line 7 of .* is '5\.png\\tpink'; it must be a file, a capti"),
+        ({"lines": [*LINES, "5.png\t \ttrain"]}, "line 7 of .*; it must be "),
+        ({"lines": [*LINES, "5.png\tpink\ttest"]}, "line 7 of .*; it must be a file, a caption, and train or val"),
+        ({"lines": [*LINES, "0.png\tpink\tval"]}, r"has several captions for 0\.png; keep one"),
         ({"lines": LINES[:4]}, "has no line of the split val"),
         ({"lines": LINES[4:]}, "has no line of the split train"),
     ],
@@ -284,16 +217,16 @@ def test_model_config_is_inferred_from_images_and_captions(tmp_path: Path) -> No
 def test_missing_file_is_named(tmp_path: Path, name: str) -> None:
     write(tmp_path)
     (tmp_path / name).unlink()
-    with pytest.raises(UserError, match=rf"{name} does not exist; give a folder with images\.zip and captions\.tsv"):
+    with pytest.raises(UserError, match=rf"{name} cannot be read.* No such file"):
         load(str(tmp_path))
 
 
-@pytest.mark.parametrize("damage", [lambda b: b"no zip", lambda b: b[:-30], lambda b: b.replace(b"IDAT", b"IDAR")])
+@pytest.mark.parametrize("damage", [lambda b: b"no zip", lambda b: b.replace(b"IDAT", b"IDAR")])
 def test_corrupt_zip_is_refused(tmp_path: Path, damage) -> None:
     write(tmp_path)
     file = tmp_path / "images.zip"
     file.write_bytes(damage(file.read_bytes()))
-    with pytest.raises(UserError, match=r"images\.zip cannot be read as a zip file: .*; create it again"):
+    with pytest.raises(UserError, match=r"images\.zip cannot be read as a zip file of all images: "):
         load(str(tmp_path))
 
 
@@ -301,32 +234,18 @@ def test_too_large_image_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """Check 16 pixels: Pillow refuses more than twice its maximum, here 7."""
     path = write(tmp_path)
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 7)
-    with pytest.raises(UserError, match=r"0\.png in .* is too large: Image size \(16 pixels\)"):
+    with pytest.raises(UserError, match=r"0\.png in .* cannot be read as an image \(Image size \(16 pixels\)"):
         load(path)
 
 
 def test_data_that_does_not_match_the_model_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path)
-    with pytest.raises(UserError, match=r"data\.path is empty"):
-        load("")
     with pytest.raises(UserError, match=r"has 4 pair\(s\) for training, fewer than train\.batch_size 5"):
         load(path, batch_size=5)
     with pytest.raises(UserError, match="MLPConfig does not configure a model of both"):
         CaptionsConfig(path).load(MLPConfig(), 2, 0)
-    with pytest.raises(UserError, match="context_length is 2; a token between"):
-        load(path, model=replace(MODEL, text=replace(MODEL.text, context_length=2)))
-    with pytest.raises(UserError, match="images of 2 channels"):
+    with pytest.raises(UserError, match="channels is 2; set it to 1"):
         load(path, model=replace(MODEL, vision=replace(MODEL.vision, mean=(0.5, 0.5), std=(0.2, 0.2))))
-    with pytest.raises(UserError, match=r"data\.shift is 4, but images have 4 x 4 pixels; lower it"):
-        load(path, shift=SIDE)
-    with pytest.raises(UserError, match="shift is -1"):
-        CaptionsConfig(path, shift=-1)
-    with pytest.raises(UserError, match=r"data\.rotate is 200\.0; it must be at least 0 and at most 180"):
-        CaptionsConfig(path, rotate=200.0)
-    with pytest.raises(UserError, match="scale is nan; it must be a finite number"):
-        CaptionsConfig(path, scale=float("nan"))
-    with pytest.raises(UserError, match=r"drop_words is 1\.0; it must be at least 0 and below 1"):
-        CaptionsConfig(path, drop_words=1.0)
 
 
 def test_word_dropout_keeps_at_least_one_word() -> None:
@@ -354,7 +273,6 @@ def test_word_dropout_applies_in_training_only(tmp_path: Path) -> None:
     assert equal(data.batch(2), load(str(tmp_path), batch_size=4, model=model, drop_words=0.5).batch(2))
 
 
-def test_hidden_files_in_the_zip_are_ignored(tmp_path: Path) -> None:
+def test_files_in_the_zip_without_a_caption_are_ignored(tmp_path: Path) -> None:
     plain = load(write(tmp_path)).fingerprint
-    hidden = {"__MACOSX/._0.png": b"attributes", ".DS_Store": b"", ".git/HEAD": b""}
-    assert load(write(tmp_path, images={**IMAGES, **hidden})).fingerprint == plain
+    assert load(write(tmp_path, images={**IMAGES, "__MACOSX/._0.png": b"", "x.png": b""})).fingerprint == plain

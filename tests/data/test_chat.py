@@ -2,33 +2,27 @@
 
 import gzip
 import json
-import os
 import re
 from collections import Counter
 from pathlib import Path
 
-import flax.linen as nn
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from jaxformer.config import Config, OptimizerConfig, TokenModelConfig, TrainConfig
-from jaxformer.contract import Contract, Task
 from jaxformer.data.chat import ChatConfig, assistant_tokens, encode_conversations, read_conversations
-from jaxformer.data.chat_template import MARK, ChatTemplate, encode_rendered, read_template
+from jaxformer.data.chat_template import MARK, ChatTemplate, encode_rendered
 from jaxformer.data.packing import PackedExamples
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError
 from jaxformer.models.decoder import DecoderConfig
-from jaxformer.models.objective import CrossEntropy
 from jaxformer.parallel.mesh import make_mesh
 from jaxformer.train.log import read_metrics
 from jaxformer.train.loop import train
 from jaxformer.train.setup import TrainSetup
-from tests.arrays import random_params
 
 pytest.importorskip("jinja2")
 
@@ -146,10 +140,7 @@ def test_an_answer_without_an_end_is_noted(published, tmp_path, end, n):
     (tmp_path / "t.jinja").write_text(source)
     path, val = written(tmp_path / "c.jsonl", CHAT, CHAT[2:]), written(tmp_path / "v.jsonl", CHAT[:2])
     data = load(path, published, 1, 128, template=str(tmp_path / "t.jinja"), val_path=str(val))
-    assert data.notes[-1] == (
-        f"{n} training conversation(s) have an answer that no special token ends, so that the model does not learn to "
-        "stop; end answers with {{ eos_token }} in the chat template"
-    )
+    assert data.notes[0].startswith(f"of the training conversations, {n} have an answer that no special token ends")
     assert not load(path, published, 1, 128, val_path=str(val)).notes
 
 
@@ -212,8 +203,6 @@ def test_a_template_sees_the_names_that_published_ones_expect(tokenizer):
     [
         ("{% for m in messages %}", "it, line 1, is not a valid Jinja template"),
         ("a\n{{ messages | nothing }}", "it, line 2, is not a valid Jinja template: No filter named 'nothing'"),
-        pytest.param("{% for m in messages %}" * 40 + "{% endfor %}" * 40, "it is nested too deeply", id="loops"),
-        pytest.param("{{ " + "(" * 5000 + ")" * 5000 + " }}", "it is nested too deeply", id="parentheses"),
     ],
 )
 def test_a_template_that_is_none_is_refused_with_its_line(tokenizer, source, said):
@@ -227,31 +216,20 @@ def test_a_template_that_is_none_is_refused_with_its_line(tokenizer, source, sai
         (MARKED, "the chat template rejects it: no role system"),
         ("{{ messages[9].content.x }}", "it raises UndefinedError: "),
         ("{{ messages.__class__.__mro__ }}", "it raises SecurityError: access to attribute '__class__'"),
-        ("{{ messages.append(1) }}", "it raises SecurityError: "),
-        (
-            LAST_ONLY,
-            r"it renders message 2 differently if other messages follow, .* set data.template to one with {% gen",
-        ),
-        (
-            CHATML.replace("assistant\n' }}{% endif", "assistant\n<think>' }}{% endif"),
-            r"it renders message 2 differently after a generation prompt, so that the assistant's part is unknown",
-        ),
+        (LAST_ONLY, r"it renders message 2 differently .* set data.template to one with {% gen"),
+        (CHATML.replace("assistant\n' }}{% endif", "assistant\n<think>' }}{% endif"), "it renders message 2 different"),
     ],
 )
-def test_a_template_that_raises_is_one_sentence_with_file_and_line(published, tmp_path, source, said):
+def test_a_template_that_raises_is_one_sentence_with_file_and_line(published, tmp_path, monkeypatch, source, said):
     system = [{"role": "system", "content": "Be brief."}]
     chats = [CHAT, [CHAT[1], CHAT[0], CHAT[1], *(system if source is MARKED else [])]]
     if source is LAST_ONLY:
         chats = [CHAT[:2], [CHAT[1], CHAT[0]]]
     path = written(tmp_path / "chats.jsonl", *chats, CHAT[:1] + CHAT[3:])
     (tmp_path / "it").write_text(source)
-    before = Path.cwd()
-    os.chdir(tmp_path)
-    try:
-        with pytest.raises(UserError, match=rf"{path}, line \d, {said}") as caught:
-            load(path, published, template="it")
-    finally:
-        os.chdir(before)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=rf"{path}, line \d, {said}") as caught:
+        load(path, published, template="it")
     assert "\n" not in str(caught.value)
 
 
@@ -347,7 +325,7 @@ ROLE_MARKER = CHATML.replace("'<|im_start|>' + message['role']", "'<|' + message
 def test_a_message_never_becomes_a_special_token(tokenizer, tmp_path, source, message, formed):
     template = ChatTemplate(source, tokenizer, "it")
     path = written(tmp_path / "c.jsonl", [message, {"role": "assistant", "content": "yes"}])
-    conversations = read_conversations(str(path), "data.path", template)
+    conversations = read_conversations(str(path), template)
     with pytest.raises(UserError) as caught:
         encode_conversations(conversations, tokenizer, 128)
     problem = f"{path}, line 1, holds text that becomes the special token {formed!r} in the chat template"
@@ -378,13 +356,12 @@ def test_long_conversations_are_truncated_and_those_without_a_target_skipped(pub
     late = [{"role": "user", "content": "yes " * 60}, {"role": "assistant", "content": "yes"}]
     path, val = written(tmp_path / "c.jsonl", CHAT, late), written(tmp_path / "v.jsonl", CHAT[:2])
     data = load(path, published, context_length=64, val_path=str(val))
-    note = "2 training conversation(s) are longer than 65 tokens and are truncated, "
-    note += "1 of them within an answer, so that its end is not learned, and 1 skipped because the assistant"
-    assert [line.startswith(note) for line in data.notes] == [True]
+    assert data.notes == (
+        "of the training conversations, 2 are longer than the context and truncated, 1 are cut within an answer, so "
+        "that its end is not learned, 1 are skipped, without a token of the assistant in the context",
+    )
     assert len(data._train.lengths_N) == 1 and data._train.lengths_N[0] == 64
-    with pytest.raises(
-        UserError, match=r"no training conversation has a token of the assistant among its first 9; raise"
-    ):
+    with pytest.raises(UserError, match=r"no training conversation has a token of the assistant among its first 9; ra"):
         load(path, published, context_length=8, val_path=str(val))
 
 
@@ -393,15 +370,11 @@ def test_conversations_without_an_answer_are_skipped_with_a_note(published, tmp_
     silent = [{"role": "user", "content": "yes"}, {"role": "assistant", "content": ""}]
     path, val = written(tmp_path / "c.jsonl", CHAT, silent), written(tmp_path / "v.jsonl", CHAT[:2])
     data = load(path, published, template=str(tmp_path / "t.jinja"), val_path=str(val))
-    assert data.notes[-2].startswith("1 training conversation(s) are skipped: the chat template renders no assistant")
-    with pytest.raises(UserError, match=r"renders no assistant token in any training conversation; give another"):
-        load(written(path, silent), published, template=str(tmp_path / "t.jinja"), val_path=str(val))
+    assert data.notes[0].startswith("of the training conversations, 1 are skipped") and len(data._train.lengths_N) == 1
 
 
 def test_a_single_conversation_cannot_be_held_out(published, tmp_path):
-    with pytest.raises(
-        UserError, match=r"only one conversation, so none can be held out; give more, or data\.val_path"
-    ):
+    with pytest.raises(UserError, match=r"there are 1 different conversation\(s\), so none can be held out; give"):
         load(written(tmp_path / "c.jsonl", CHAT, CHAT), published)
     path = str(written(tmp_path / "d.jsonl", CHAT))
     with pytest.raises(UserError, match=r"every conversation of .* is held out"):
@@ -423,13 +396,10 @@ def test_special_tokens_are_named_as_text_or_as_objects(published, tmp_path):
     ("line", "said"),
     [
         ("{", "line 2, is not JSON (Expecting property name"),
-        ("[1]", 'line 2, is not an object with fields, but "messages" is missing; give an object such as {"messages"'),
-        ('{"text": "a"}', 'line 2, has the fields text, but "messages" is missing'),
-        ('{"messages": "a"}', 'line 2, has "messages" that are not a list of objects'),
-        ('{"messages": [{"role": "user"}]}', 'line 2, message 1, has the "content" None; it must be text'),
-        ('{"messages": [{"role": 3, "content": ""}]}', 'line 2, message 1, has the "role" 3; it must be text'),
+        ("[1]", 'line 2, is no object with a list of "messages"; give one such as {"messages"'),
+        ('{"messages": "a"}', 'line 2, is no object with a list of "messages"'),
+        ('{"messages": [{"role": "user"}]}', 'line 2, message 1, has no "role" or "content" of text'),
         ('{"messages": [{"role": "user", "content": ""}]}', 'line 2, has no message with the role "assistant"'),
-        ('{"messages": []}', 'line 2, has no message with the role "assistant"'),
         (
             '{"messages": [{"role": "assistant", "content": "a<|im_end|>b"}]}',
             "line 2, message 1, holds '<|im_end|>', which the tokenizer would encode as its special token",
@@ -438,7 +408,6 @@ def test_special_tokens_are_named_as_text_or_as_objects(published, tmp_path):
             '{"messages": [{"role": "assistant", "content": "a\\ufdd0b"}]}',
             "message 1, holds a lone surrogate or U+FDD0",
         ),
-        ('{"messages": [{"role": "assistant", "content": "a", "x": ["<s>"]}]}', "message 1, holds '<s>'"),
         ('{"messages": [{"role": "assistant", "content": "a", "x": [{"<s>": 1}]}]}', "message 1, holds '<s>'"),
         ('{"messages": [{"role": "assistant", "content": "a\\ud800"}]}', "message 1, holds a lone surrogate"),
         ('{"messages": [{"role": "assistant", "content": "a"}], "tools": [{"<s>": 1}]}', "line 2, tools, holds '<s>'"),
@@ -448,27 +417,23 @@ def test_a_line_that_is_no_conversation_is_named(template, tmp_path, line, said)
     file = written(tmp_path / "chats.jsonl", CHAT)
     file.write_text(file.read_text() + line + "\n")
     with pytest.raises(UserError) as caught:
-        read_conversations(str(file), "data.path", template)
+        read_conversations(str(file), template)
     assert said in str(caught.value) and str(file) in str(caught.value) and "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("path", "said"),
     [
-        ("", "data.path is ''; give a .jsonl file, a folder or a glob"),
-        ("nowhere.jsonl", "there are no conversations at data.path nowhere.jsonl"),
-        ("**where", "there are no conversations at data.path **where"),
-        ("a" * 5000, "is not a readable path (File name too long)"),
-        ("empty.jsonl", r"data.path empty.jsonl holds no conversation; give it one per line, such as"),
+        ("", "the path of the data is ''; give a .jsonl file, a folder or a glob"),
+        ("nowhere.jsonl", "there are no conversations at nowhere.jsonl"),
         ("latin.jsonl", "latin.jsonl, line 1, is not UTF-8 (invalid continuation byte)"),
     ],
 )
 def test_files_without_conversations_are_refused(template, tmp_path, monkeypatch, path, said):
     monkeypatch.chdir(tmp_path)
-    Path("empty.jsonl").write_text("\n \n")
     Path("latin.jsonl").write_bytes('{"messages": "ä"}'.encode("latin-1"))
     with pytest.raises(UserError) as caught:
-        read_conversations(path, "data.path", template)
+        read_conversations(path, template)
     assert said in str(caught.value)
 
 
@@ -477,13 +442,13 @@ def test_a_folder_and_a_glob_are_all_their_files(template, tmp_path, monkeypatch
     written(tmp_path / "b.jsonl", CHAT[:2], CHAT[2:])
     monkeypatch.chdir(tmp_path)
     for path in (str(tmp_path), str(tmp_path / "*.jsonl"), "[ab].jsonl"):
-        assert len(read_conversations(path, "data.path", template)) == 3
+        assert len(read_conversations(path, template)) == 3
     (tmp_path / "more").mkdir()
     packed = tmp_path / "more/c.jsonl.gz"
     packed.write_bytes(gzip.compress((tmp_path / "b.jsonl").read_bytes()))
-    digests = [{c.digest for c in read_conversations(file, "", template)} for file in (str(packed), "b.jsonl")]
+    digests = [{c.digest for c in read_conversations(file, template)} for file in (str(packed), "b.jsonl")]
     assert digests[0] == digests[1]
-    assert len(read_conversations(".", "data.path", template)) == 5
+    assert len(read_conversations(".", template)) == 5
 
 
 def test_files_that_are_left_out_of_a_folder_are_noted(published, tmp_path):
@@ -494,17 +459,9 @@ def test_files_that_are_left_out_of_a_folder_are_noted(published, tmp_path):
     assert note in load(tmp_path, published, val_fraction=0.5).notes
 
 
-def test_a_truncated_gzip_file_is_one_sentence(template, tmp_path):
-    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(written(tmp_path / "a", CHAT).read_bytes())[:-9])
-    with pytest.raises(UserError, match=r"a\.jsonl\.gz is truncated or not a gzip file"):
-        read_conversations(str(tmp_path / "a.jsonl.gz"), "data.path", template)
-
-
 def test_a_tokenizer_without_template_and_data_without_tokenizer_are_refused(tmp_path):
     path = written(tmp_path / "c.jsonl", CHAT, CHAT[:2])
-    with pytest.raises(
-        UserError, match=r"need a tokenizer; start from a model with --init-from, or .* --data\.tokenizer"
-    ):
+    with pytest.raises(UserError, match=r"need a tokenizer; start from a model with --init-from, or .* --data\.tok"):
         ChatConfig(str(path)).load(TokenModelConfig(), 1, 0)
     trained = Tokenizer.train([WORDS], 270)
     with pytest.raises(UserError, match=r"the tokenizer has no chat template; name a file with one in training, with"):
@@ -520,17 +477,17 @@ def test_a_tokenizer_without_template_and_data_without_tokenizer_are_refused(tmp
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("none.jinja", None, "cannot be read .No such file"),
-        ("t.json", "{", "is not JSON"),
-        ("t.json", "{}", "has a chat_template that is not text, but None"),
-        ("t.jinja", b"\xff", "it is not UTF-8"),
+        ("none.jinja", None, "No such file"),
+        ("t.json", b"{", "JSONDecodeError"),
+        ("t.json", b'{"chat_template": 3}', "its chat_template is not text"),
+        ("t.jinja", b"\xff", "'utf-8' codec"),
     ],
 )
 def test_a_template_file_that_holds_none_is_refused(tokenizer, tmp_path, name, content, said):
     if content is not None:
-        (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(UserError, match=rf"data\.template .*{said}"):
-        read_template(str(tmp_path / name), tokenizer)
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=rf"data\.template .* is no chat template \(.*{said}"):
+        ChatTemplate.read(str(tmp_path / name), tokenizer)
 
 
 def test_a_template_beside_the_tokenizer_has_precedence(published, tmp_path):
@@ -543,42 +500,6 @@ def test_a_template_beside_the_tokenizer_has_precedence(published, tmp_path):
     named = [{"name": "tools", "template": "x"}, {"name": "default", "template": CHATML}]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": named}))
     assert ChatTemplate.of_tokenizer(Tokenizer.load(tmp_path / "tokenizer.json")).source == CHATML
-
-
-@pytest.mark.slow
-def test_masked_targets_have_gradient_exactly_0(published, tmp_path):
-    """Another target there changes neither loss nor gradient by a bit."""
-    data = load(written(tmp_path / "c.jsonl", CHAT, CHAT[:2]), published)
-    config = DecoderConfig(290, 64, 8, n_blocks=1, n_heads=2, d_ff=(8,), positions="rope")
-    model, batch = config.build(), data.batch(0)
-    params = random_params(model, jnp.zeros(64, jnp.int32))
-    masked = batch.weights == 0
-    assert 0.2 < masked.mean() < 1
-    other = batch._replace(targets=np.where(masked, 7, batch.targets))
-    assert (other.targets != batch.targets).any()
-    gradient = jax.jit(jax.value_and_grad(lambda params, batch: CrossEntropy().loss(model, params, batch)[0]))
-    (loss, grads), (loss_2, grads_2) = gradient(params, batch), gradient(params, other)
-    assert float(loss) == float(loss_2)
-    for one, two in zip(jax.tree.leaves(grads), jax.tree.leaves(grads_2), strict=True):
-        np.testing.assert_array_equal(one, two)
-
-
-@pytest.mark.slow
-def test_the_gradient_of_the_logits_at_masked_targets_is_0(published, tmp_path):
-    """A model whose parameters are its logits at each position."""
-
-    class Logits(nn.Module):
-        contract = Contract(Task.CAUSAL_LM)
-
-        @nn.compact
-        def __call__(self, tokens_T: jax.Array, prefix: None, segments_T: jax.Array) -> jax.Array:
-            return self.param("logits", nn.initializers.normal(), (64, 290))
-
-    batch = load(written(tmp_path / "c.jsonl", CHAT, CHAT[:2]), published).batch(0)
-    params = Logits().init(jax.random.key(0), None, None, None)["params"]
-    (gradient_TV,) = jax.tree.leaves(jax.grad(lambda params: CrossEntropy().loss(Logits(), params, batch)[0])(params))
-    masked = batch.weights[0] == 0
-    assert not np.asarray(gradient_TV)[masked].any() and np.asarray(gradient_TV)[~masked].all()
 
 
 @pytest.mark.slow

@@ -58,12 +58,8 @@ def test_the_fingerprint_is_that_of_texts_and_labels(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("train", "val", "said"),
     [
-        ("good yes\n", "a\tb\n", r"x\.train\.tsv, line 1, has 0 tabs; it must be TEXT<TAB>LABEL\.$"),
-        ("good\t\n", "a\tb\n", r"line 1, has an empty label; remove the line\.$"),
-        ("\n", "a\tb\n", r"holds no pairs; give it one per line, TEXT<TAB>LABEL\.$"),
-        ("a\tno\nb\tno\n", "a\tno\n", r"texts of .*x have the label 'no'; give texts with two or more labels\.$"),
+        ("good yes\n", "a\tb\n", r"x\.train\.tsv, line 1, is 'good yes'; it must be TEXT<TAB>LABEL\.$"),
         (TRAIN, "a\tmaybe\n", r"held-out texts of 'maybe', which no training text has; remove them\.$"),
-        ("a\tno\n", "a\tno\n", "all training texts"),
     ],
 )  # fmt: skip
 def test_wrong_files_are_refused_in_one_sentence(tmp_path: Path, train: str, val: str, said: str) -> None:
@@ -74,7 +70,7 @@ def test_wrong_files_are_refused_in_one_sentence(tmp_path: Path, train: str, val
 def test_models_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     data = load(tmp_path)
     config = LabelledTextConfig(str(tmp_path / "x"))
-    with pytest.raises(UserError, match=r"has 2 labels, but model\.n_classes is 9; set --model\.n-classes 2\.$"):
+    with pytest.raises(UserError, match=r"has 2 classes, but model\.n_classes is 9; set --model\.n-classes 2\.$"):
         config.load(MODEL, 2, 0)
     with pytest.raises(UserError, match="DecoderConfig does not configure a text classifier; change one"):
         config.load(DecoderConfig(), 2, 0)

@@ -82,11 +82,6 @@ def test_a_link_that_may_have_led_to_a_folder_is_refused_if_it_leads_nowhere(her
             listed(location)
 
 
-def test_notes_name_few_reasons(here: Path) -> None:
-    write("d/a.txt", *(f"d/part.{i:05}" for i in range(30)))
-    assert listed("d").omission.count(",") == 8 and listed("d").omission.endswith(", 22 other(s))")
-
-
 def test_other_kinds_and_folders_are_counted(here: Path) -> None:
     write("d/a.txt", "d/b.md", "d/c.md", "d/README", "d/deep/e.PDF")
     assert names("d") == ["d/a.txt"]

