@@ -65,9 +65,7 @@ def main(line: CommandLine) -> int:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="verify-resume-")))
         else:
             folder = Path(options.folder)
-            if folder.exists():
-                raise UserError(f"{folder} exists; choose another --folder.")
-            folder.mkdir(parents=True)
+            folder.mkdir(parents=True)  # raises if it exists
         return _verify(["--config", options.config, *fields], kill_at, folder)
 
 

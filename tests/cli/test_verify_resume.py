@@ -32,7 +32,7 @@ def as_a_user(monkeypatch):
         ("--kil-at 5", "unknown option --kil-at; did you mean --kill-at?"),
         ("--kill-at many", "--kill-at"),
         ("--kill-at", "--kill-at"),
-        ("--folder .", ". exists; choose another --folder"),
+        ("--folder .", ".: File exists."),
         ("--config nowhere.py", "no config file nowhere.py"),
     ],
 )
