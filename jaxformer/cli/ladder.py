@@ -10,10 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
-from jaxformer.cli.arguments import folder_named, load_config
+from jaxformer.cli.arguments import RUNS, folder_named, load_config
 from jaxformer.cli.command import as_command
 from jaxformer.cli.options import MERGED, CommandLine
-from jaxformer.cli.train import RUNS
 from jaxformer.config import Config
 from jaxformer.config.files import load_module
 from jaxformer.errors import UserError, command

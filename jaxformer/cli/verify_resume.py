@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from jaxformer.cli.arguments import load_config
+from jaxformer.cli.arguments import DEFAULT_CONFIG, load_config
 from jaxformer.cli.command import as_command
 from jaxformer.cli.options import MERGED, CommandLine
-from jaxformer.cli.train import DEFAULT_CONFIG
 from jaxformer.config import Config
 from jaxformer.errors import UserError, command
 from jaxformer.terminal import echo

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 
+import jax
 import pytest
 
 from jaxformer.cli import machine
@@ -127,7 +128,7 @@ def test_without_a_cache_of_its_own_a_user_has_none(tmp_path, monkeypatch, caplo
 def test_a_cache_dir_of_jax_takes_precedence(tmp_path, monkeypatch):
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "jax"))
     monkeypatch.setenv("JAXFORMER_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(machine.jax.config, "update", lambda name, value: None)
+    monkeypatch.setattr(jax.config, "update", lambda name, value: None)
     machine.set_up()
     assert not (tmp_path / "cache").exists()
 
