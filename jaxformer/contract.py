@@ -111,7 +111,7 @@ UNDECLARED = Contract()
 """Contract of a module that declares none."""
 
 
-def contract_of(model: Any) -> Contract:
+def contract_of(model: object) -> Contract:
     """Return the contract that a module declares, either in its attribute `contract` or in that of its `config`."""
     declares = model if hasattr(model, "contract") else getattr(model, "config", None)
     return getattr(declares, "contract", UNDECLARED)

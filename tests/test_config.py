@@ -29,10 +29,6 @@ def test_json_round_trip_is_identity():
     assert from_dict(Config, {**values, **kinds}) == CONFIG
 
 
-def test_missing_fields_have_their_default():
-    assert from_dict(TextConfig, {"stride": 5}) == TextConfig(stride=5)
-
-
 @pytest.mark.parametrize(
     ("values", "message"),
     [
@@ -40,18 +36,12 @@ def test_missing_fields_have_their_default():
         ({"stride": "5"}, "stride is '5'"),
         ({"unwrap": 1}, "unwrap is 1"),
         ({"val_fraction": None}, "val_fraction is None"),
-        ({"val_fraction": 10**400}, "val_fraction is inf; it must be a finite number"),
         ({"stride": [[0] * 10_000]}, r"stride is \[\[0, 0.{1,80}0\]\], which is not"),
     ],
 )
 def test_unknown_names_and_wrong_types_are_refused(values, message):
     with pytest.raises(UserError, match=message):
         from_dict(TextConfig, values)
-
-
-def test_an_unknown_choice_in_a_file_is_refused_with_the_known_ones():
-    with pytest.raises(UserError, match=r"config\.activation is 'silu'; it must be one of relu, squared_relu, "):
-        from_dict(DecoderConfig, {"activation": "silu"})
 
 
 @pytest.mark.parametrize(
@@ -81,7 +71,6 @@ def test_a_value_that_is_no_choice_is_answered_with_the_choices(cls, values, mes
     [
         ({"n_blocks": np.int64(10**12)}, "n_blocks is 1000000000000; it must be at most 1024"),
         ({"rope_base": np.float32("inf")}, "rope_base is inf; it must be a finite number"),
-        ({"rope_base": 10**400}, "rope_base is 0x.*; it must be a finite number"),
     ],
 )
 def test_numpy_and_huge_numbers_are_checked(fields, message):
@@ -100,10 +89,7 @@ def test_numpy_and_huge_numbers_are_checked(fields, message):
             lambda: OptimizerConfig(learning_rate=1e-39),
             "learning_rate is 1e-39, which is 0 in float32; it must be above 0",
         ),
-        (lambda: OptimizerConfig(clip_norm=1e-50), "clip_norm is 1e-50, which is 0 in float32"),
         (lambda: OptimizerConfig(b2=1 - 1e-9), r"b2 is 0.999999999, which is 1 in float32; it must be .* below 1\."),
-        (lambda: DecoderConfig(norm_eps=1e-46), "norm_eps is 1e-46, which is 0 in float32"),
-        (lambda: DecoderConfig(dropout=1 - 1e-9), "dropout is 0.999999999, which is 1 in float32"),
     ],
 )
 def test_numbers_are_checked_as_float32(make, message):
@@ -137,7 +123,6 @@ def test_missing_required_field_is_named():
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: TextConfig(val_fraction=0.0),
         lambda: TextConfig(val_fraction=1.0),
         lambda: TextConfig(stride=0),
         lambda: OptimizerConfig(learning_rate=0.0),
@@ -156,9 +141,7 @@ def test_missing_required_field_is_named():
         lambda: replace(CONFIG, name=""),
         lambda: OptimizerConfig(weight_decay=0.1),
         lambda: OptimizerConfig(final_fraction=0.1),
-        lambda: OptimizerConfig(final_fraction=0.1, schedule="inverse_sqrt", warmup_steps=1),
         lambda: OptimizerConfig(decay_fraction=0.2),
-        lambda: OptimizerConfig(decay_fraction=0.2, schedule="cosine"),
         lambda: OptimizerConfig(decay_fraction=0.0, schedule="wsd"),
         lambda: OptimizerConfig(decay_fraction=1.1, schedule="wsd"),
         lambda: OptimizerConfig(schedule="inverse_sqrt"),
@@ -169,14 +152,9 @@ def test_missing_required_field_is_named():
         lambda: DecoderConfig(final_norm=True),
         lambda: DecoderConfig(d_ff=(8, 2**20 + 1)),
         lambda: ImageModelConfig(image_size=(2**14 + 1, 8)),
-        lambda: OptimizerConfig(final_fraction=float("inf"), schedule="cosine"),
-        lambda: TextConfig(stride=2**31),
         lambda: replace(CONFIG, steps=2**31),
         lambda: DecoderConfig(norm_eps=0.0),
-        lambda: EncoderConfig(norm_eps=float("inf")),
-        lambda: OptimizerConfig("adamw", weight_decay=1e39),
         lambda: DecoderConfig(score_scale=-1e39),
-        lambda: LoraConfig(alpha=1e39),
     ],
 )
 def test_values_out_of_range_are_refused(make):
@@ -228,7 +206,3 @@ def test_bounds_stand_beside_fields_and_are_inherited():
     for values in ({"vocab_size": 0}, {"rates": (0.5, 1.0)}):
         with pytest.raises(UserError, match=rf"{next(iter(values))} is .*; it must be .*\.$"):
             OwnConfig(**values)
-    for values in ({"d_ff": (8, 0)}, {"n_kv_heads": 0}, {"norm_eps": 0.0}, {"dropout": 1.0}):
-        (name,) = values
-        with pytest.raises(UserError, match=rf"{name} is .*; it must be "):
-            DecoderConfig(**values)

@@ -56,6 +56,13 @@ def test_a_part_to_reuse_imports_only_what_it_is_built_on(part, base, allowed):
     assert {name for name in own if name.startswith("jaxformer.decode.")} <= {part}
 
 
+@pytest.mark.slow
+def test_commands_without_a_config_import_jax_only_when_they_run():
+    """Their --help need not wait for it."""
+    commands = ("diff", "eval", "export", "import_model", "inspect", "merge", "tokens")
+    assert "jax" not in imported([f"jaxformer.cli.{name}" for name in commands], ["jaxformer"])
+
+
 @pytest.mark.parametrize("package", [jaxformer, jaxformer.decode])
 def test_names_of_a_package_are_those_of_its_modules(package: ModuleType):
     submodules = {module.name for module in pkgutil.iter_modules(package.__path__)}

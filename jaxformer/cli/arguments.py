@@ -14,6 +14,10 @@ from jaxformer.data.storage import is_url
 from jaxformer.errors import UserError
 from jaxformer.runs.storage import local_folder
 
+DEFAULT_CONFIG = "quick"
+RUNS = Path("runs")
+"""Folder of the runs that are not named."""
+
 
 def with_fitting_patches(model: ModelConfig, line: CommandLine) -> ModelConfig:
     """Return the model's config; if the options, which are not yet parsed, set either the image size or the patch size,

@@ -24,12 +24,14 @@ def explained_rows(run: Run, prompt: list[int], completion: list[int]) -> list[d
     name = lambda token: tokenizer.decode([token]) if token < tokenizer.vocab_size else f"[{token}]"  # noqa: E731
     return [
         {
-            "token": name(row.token), "probability": json_float(row.probability), "entropy": json_float(row.entropy),
+            "token": name(row.token),
+            "probability": json_float(row.probability),
+            "entropy": json_float(row.entropy),
             "alternatives": [(name(token), json_float(p)) for token, p in row.alternatives],
             "attended": [(position, name(tokens[position]), json_float(w)) for position, w in row.attended],
         }
         for row in explain(run.model, restored(run.params), tokens, len(prompt))
-    ]  # fmt: skip
+    ]
 
 
 def explanation_table(completion: Completion) -> str:
@@ -38,11 +40,10 @@ def explanation_table(completion: Completion) -> str:
     if explained is None:
         return ""
     pairs = lambda row: ", ".join(f"{text!r} {p:.2f}" for *_, text, p in row)  # noqa: E731
-    rows = [
-        (repr(row["token"]), f"{row['probability']:.3f}", f"{row['entropy']:.2f}", pairs(row["alternatives"]),
-         pairs(row["attended"])) for row in explained
-    ]  # fmt: skip
-    rows.insert(0, ("token", "probability", "entropy", "alternatives", "attended"))
+    rows = [("token", "probability", "entropy", "alternatives", "attended")]
+    for row in explained:
+        numbers = f"{row['probability']:.3f}", f"{row['entropy']:.2f}"
+        rows.append((repr(row["token"]), *numbers, pairs(row["alternatives"]), pairs(row["attended"])))
     left_out = len(completion.text.tokens) - len(explained)
     note = f"  {left_out} more, past the context, are not explained\n" if left_out else ""
     return "".join(f"  {line.rstrip()}\n" for line in align(rows, "<>><<")) + note

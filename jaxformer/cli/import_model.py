@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from jaxformer.cli import machine
-from jaxformer.cli.arguments import folder_named
+from jaxformer.cli.arguments import RUNS, folder_named
 from jaxformer.cli.command import as_command
 from jaxformer.cli.options import POSITIONAL, CommandLine
-from jaxformer.cli.train import RUNS
 from jaxformer.config.fields import Length
 from jaxformer.errors import UserError, command
 from jaxformer.files import no_empty_parents

@@ -8,12 +8,11 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from jaxformer.cli.arguments import folder_named, load_config
+from jaxformer.cli.arguments import RUNS, folder_named, load_config
 from jaxformer.cli.command import as_command
 from jaxformer.cli.options import MERGED, CommandLine
-from jaxformer.cli.train import RUNS
 from jaxformer.config import Config
 from jaxformer.config.files import load_module
 from jaxformer.errors import UserError, command
@@ -58,11 +57,8 @@ def main(line: CommandLine) -> int:
     sources: dict[str, str] = module.REPORTED
     rungs = [*sources, *module.RECIPE]
     chosen = line.value("--rungs", tuple[str, ...], tuple(sources))
-    if not chosen:
-        raise UserError(f"--rungs is empty; name some of {', '.join(rungs)}.")
-    for name in chosen:
-        if name not in rungs:
-            raise UserError(f"there is no rung {name}; the rungs are {', '.join(rungs)}.")
+    if not chosen or not {*chosen} <= {*rungs}:
+        raise UserError(f"--rungs is {' '.join(chosen) or 'empty'}; name some of {', '.join(rungs)}.")
     size = line.value("--size", Size, Arguments.size)
     folder = folder_named("--folder", line.value("--folder", str, Arguments.folder))
     # Check all options before hours of training.
@@ -111,7 +107,7 @@ def _train(run: Path, spec: str, options: Sequence[str]) -> int:
     with subprocess.Popen([sys.executable, "-m", "jaxformer", "train", *start, *options]) as process:
         stopped = 0
 
-        def stop(number: int, _: Any) -> None:
+        def stop(number: int, _: object) -> None:
             nonlocal stopped
             stopped = number
             if number == signal.SIGTERM:  # the terminal sends Ctrl-C to the rung itself

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
-from jaxformer.cli.arguments import run_named
+from jaxformer.cli.arguments import RUNS, run_named
 from jaxformer.cli.options import POSITIONAL_TOO
-from jaxformer.cli.train import RUNS
 from jaxformer.terminal import echo
 
 if TYPE_CHECKING:

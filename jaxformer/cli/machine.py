@@ -13,11 +13,8 @@ import sys
 from math import prod
 from pathlib import Path
 
-import jax
-
 from jaxformer.errors import UserError
 from jaxformer.files import cache_root, make_private
-from jaxformer.parallel.mesh import parse_mesh
 
 MAX_DEFAULT_DEVICES = 16
 """Maximum number of virtual devices without a mesh; each holds a copy of the parameters."""
@@ -37,6 +34,8 @@ warn = logging.getLogger(__name__).warning
 def set_up(batch_size: int = 1, mesh: str = "", processes: int = 1, rows_per_device: int = 1) -> None:
     """Cache compiled programs on disk, unless `JAX_COMPILATION_CACHE_DIR` is set, and use all cores of a CPU. Raises
     `UserError` if others can write to the cache."""
+    import jax  # takes most of a second, which --help need not wait for
+
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         root = cache_root()
         if all(is_private(folder) for folder in (root, root / "tokens", root / "compiled")):
@@ -95,6 +94,8 @@ def cpu_devices(batch_size: int, mesh: str = "", processes: int = 1, rows_per_de
     0.48 s per step on two cores). It is 1 for a mesh of more than `MAX_VIRTUAL_DEVICES`, which `make_mesh` refuses
     unless there are as many accelerators.
     """
+    from jaxformer.parallel.mesh import parse_mesh
+
     if sizes := parse_mesh(mesh):
         n = max(1, prod(sizes.values()) // processes)
         return n if n <= MAX_VIRTUAL_DEVICES else 1

@@ -42,7 +42,7 @@ OTHER_NAMES = {
 """Names of options in other programs, and the names here."""
 VALUE_KINDS = {int: "a whole number, such as 1000", float: "a number, such as 0.5", str: "text"}
 """Description of each value type in error messages."""
-METAVARS = {int: "INT", float: "FLOAT", str: "STR"}
+METAVARS: dict[object, str] = {int: "INT", float: "FLOAT", str: "STR"}
 MAX_LINE_COLUMNS = 100
 """Maximum columns of a line of --help, however wide the terminal is."""
 
@@ -78,9 +78,9 @@ class Option:
     """Names of the fields that lead to it."""
     flag: str
     """Flag, such as `--model.n-heads`; for an option without one, the field's name."""
-    hint: Any
+    hint: object
     """The field's type."""
-    default: Any = None
+    default: object = None
     owner: type = object
     """The dataclass of the field."""
     positional: bool = False
@@ -167,7 +167,7 @@ class CommandLine:
         """Return the words of all options but some."""
         return [word for given in self.flags if given.name not in without for word in given.words]
 
-    def value(self, flag: str, hint: Any, default: Any = None) -> Any:
+    def value(self, flag: str, hint: object, default: object = None) -> Any:
         """Return the value of an option on which the defaults of others depend, or the default if it is not given.
         Raises `UserError` as `Option.read` does."""
         option = Option((), flag, hint)
@@ -184,9 +184,9 @@ class CommandLine:
         options = [option for group in option_groups(default) for option in group.options]
         by_flag = {flag: option for option in options for flag in option.flags if flag.startswith("--")}
         positional = [option for option in options if option.positional]
-        values: dict[tuple[str, ...], Any] = {("given",): self.given} if isinstance(default, CommandOptions) else {}
+        values: dict[tuple[str, ...], object] = {("given",): self.given} if isinstance(default, CommandOptions) else {}
 
-        def store(option: Option, value: Any) -> None:
+        def store(option: Option, value: object) -> None:
             if option.path in values:
                 raise UserError(f"{option.flag} is given twice, with and without its flag; give it once.")
             values[option.path] = value
@@ -246,9 +246,9 @@ def read_value(flag: str, hint: Any, word: str) -> Any:
         raise UserError(f"{flag} is {word!r}; it must be {VALUE_KINDS[hint]}.") from error
 
 
-def _replaced(config: T, values: Mapping[tuple[str, ...], Any]) -> T:
+def _replaced(config: T, values: Mapping[tuple[str, ...], object]) -> T:
     """Return a dataclass with the values at these paths of field names."""
-    changes: dict[str, Any] = {}
+    changes: dict[str, object] = {}
     for name in {path[0] for path in values}:
         below = {path[1:]: value for path, value in values.items() if path[0] == name}
         changes[name] = below[()] if () in below else _replaced(getattr(config, name), below)
@@ -310,7 +310,7 @@ def paragraphs(text: str, indent: int = 0) -> str:
     return "\n\n".join(wrapper.fill(" ".join(part.split())) for part in re.split(r"\n\s*\n", text.strip()))
 
 
-def _metavar(hint: Any) -> str:
+def _metavar(hint: object) -> str:
     """Return the placeholder in --help for a value of a type."""
     args = typing.get_args(hint)
     if typing.get_origin(hint) is Literal:

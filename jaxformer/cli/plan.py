@@ -11,10 +11,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
 from jaxformer.cli import machine
-from jaxformer.cli.arguments import load_config
+from jaxformer.cli.arguments import DEFAULT_CONFIG, load_config
 from jaxformer.cli.command import as_command
 from jaxformer.cli.options import MERGED, CommandLine
-from jaxformer.cli.train import DEFAULT_CONFIG
 from jaxformer.config import Config
 from jaxformer.errors import UserError, command
 from jaxformer.parallel.determinism import set_deterministic

@@ -15,7 +15,14 @@ from typing import TYPE_CHECKING, Annotated
 import jax
 
 from jaxformer.cli import machine
-from jaxformer.cli.arguments import folder_named, load_config, run_named, with_fitting_patches
+from jaxformer.cli.arguments import (
+    DEFAULT_CONFIG,
+    RUNS,
+    folder_named,
+    load_config,
+    run_named,
+    with_fitting_patches,
+)
 from jaxformer.cli.command import as_command
 from jaxformer.cli.options import MERGED, CommandLine, CommandOptions
 from jaxformer.config import Config
@@ -45,12 +52,10 @@ if TYPE_CHECKING:
     from jaxformer.train.resume import Rollback
     from jaxformer.train.setup import TrainSetup
 
-DEFAULT_CONFIG = "quick"
 DESCRIPTION = f"""Train a model; sample from it with {command("sample")}.
 
 Ctrl-C, SIGTERM and closing the terminal (SIGHUP) save a checkpoint and stop. With nohup, or if only its output can no
 longer be written (| head, a full disk), training continues without output."""
-RUNS = Path("runs")
 TOO_EARLY = "interrupted before the first step; nothing to save"
 
 

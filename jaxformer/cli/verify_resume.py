@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from jaxformer.cli.arguments import load_config
+from jaxformer.cli.arguments import DEFAULT_CONFIG, load_config
 from jaxformer.cli.command import as_command
 from jaxformer.cli.options import MERGED, CommandLine
-from jaxformer.cli.train import DEFAULT_CONFIG
 from jaxformer.config import Config
 from jaxformer.errors import UserError, command
 from jaxformer.terminal import echo
@@ -65,9 +64,7 @@ def main(line: CommandLine) -> int:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="verify-resume-")))
         else:
             folder = Path(options.folder)
-            if folder.exists():
-                raise UserError(f"{folder} exists; choose another --folder.")
-            folder.mkdir(parents=True)
+            folder.mkdir(parents=True)  # raises if it exists
         return _verify(["--config", options.config, *fields], kill_at, folder)
 
 

@@ -7,7 +7,7 @@ base classes.
 from __future__ import annotations
 
 import re
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -27,11 +27,12 @@ from jaxformer.config.fields import (
     check_fields,
     expand_sides,
 )
-from jaxformer.contract import Contract, Input, Task, token_inputs
-from jaxformer.errors import UserError, abbreviate, lone_surrogate
+from jaxformer.contract import Contract, Input, ParameterAxes, Task, token_inputs
+from jaxformer.errors import UserError, abbreviate
 
 if TYPE_CHECKING:
     import flax.linen as nn
+    import optax
 
 MAX_PROFILED_STEPS = 100
 """Maximum number of steps in a trace, which the profiler holds in memory until it is written."""
@@ -196,7 +197,7 @@ class OptimizerConfig:
             if not self.b1:
                 raise UserError("optimizer.b1 is 0, but schedule_free divides by it; set it above 0, such as 0.9.")
 
-    def rule(self, schedule: Any, axes: Any) -> Any:
+    def rule(self, schedule: optax.Schedule, axes: Mapping[str, ParameterAxes]) -> optax.GradientTransformation | None:
         """Return the optax transformation of a subclass, without gradient clipping; None for the one selected by
         `name`.
 
@@ -207,7 +208,7 @@ class OptimizerConfig:
         """
         return None
 
-    def make_schedule(self, steps: int) -> Any:
+    def make_schedule(self, steps: int) -> optax.Schedule | None:
         """Return the learning-rate schedule of a subclass for `steps` optimizer steps, a function of the step counted
         from 0, which `jax.jit` can trace; None for the one selected by `schedule`.
 
@@ -268,8 +269,6 @@ class TrainConfig:
         check_fields(self)
         if not self.sample_prompt:
             raise UserError("train.sample_prompt is empty; give it at least one character.")
-        if lone_surrogate(self.sample_prompt) is not None:
-            raise UserError("train.sample_prompt contains bytes that are not UTF-8; encode it as UTF-8.")
         steps = self.profiled_steps
         if self.profile is not None and not (steps and steps[0] > 0 and len(steps) <= MAX_PROFILED_STEPS):
             raise UserError(

@@ -86,7 +86,7 @@ def check_fields(config: object, prefix: str = "") -> None:
         _check(f"{prefix}{f.name}", type_hints(type(config))[f.name], getattr(config, f.name))
 
 
-def _check(name: str, hint: Any, value: Any) -> None:
+def _check(name: str, hint: object, value: object) -> None:
     """Check a value against the annotation of its field; see `check_fields`."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is tuple:
@@ -142,7 +142,7 @@ def expand_patches(config: Any) -> None:
         raise UserError(f"patch_size {config.patch_size} does not divide image_size {config.image_size}; change one.")
 
 
-def differences(a: object, b: object, prefix: str = "") -> list[tuple[str, Any, Any]]:
+def differences(a: object, b: object, prefix: str = "") -> list[tuple[str, object, object]]:
     """Return the fields in which two configs differ, as `(dotted name, value in a, value in b)`."""
     if type(a) is not type(b):  # two classes may configure the same model
         a, b = (x.simplest() if hasattr(x, "simplest") else x for x in (a, b))
@@ -155,10 +155,10 @@ def differences(a: object, b: object, prefix: str = "") -> list[tuple[str, Any, 
     ]
 
 
-def flatten(value: Any, name: str = "", separator: str = ".") -> dict[str, Any]:
+def flatten(value: object, name: str = "", separator: str = ".") -> dict[str, Any]:
     """Return the leaves of a JSON tree by path; list items are keyed by their "name" if all have one, else by index."""
     if isinstance(value, dict):
-        items: dict[Any, Any] = value
+        items: dict[object, object] = value
     elif isinstance(value, list):
         named = all(isinstance(x, dict) and "name" in x for x in value)
         items = {
@@ -173,7 +173,7 @@ def flatten(value: Any, name: str = "", separator: str = ".") -> dict[str, Any]:
     return leaves
 
 
-def nonfinite_to_none(value: Any) -> Any:
+def nonfinite_to_none(value: object) -> Any:
     """Return a tree with None in place of infinities and NaN, which JSON cannot represent."""
     if isinstance(value, float) and not isfinite(value):
         return None
@@ -193,7 +193,7 @@ def to_dict(config: object) -> dict[str, Any]:
     return values
 
 
-def from_dict(cls: type[T], values: Mapping[str, Any], path: str = "config") -> T:
+def from_dict(cls: type[T], values: Mapping[str, object], path: str = "config") -> T:
     """Return the config that `to_dict` converted, a dataclass whose fields are plain types or dataclasses. `kind` is
     not handled, and missing fields have their default. Raises `UserError`, with `path` as the prefix of field names, if
     a field is unknown, has the wrong type, or is missing and has no default."""
@@ -208,7 +208,7 @@ def from_dict(cls: type[T], values: Mapping[str, Any], path: str = "config") -> 
         raise UserError(f"{path} is incomplete: {error}.") from error
 
 
-def _convert(hint: Any, value: Any, path: str) -> Any:
+def _convert(hint: object, value: Any, path: str) -> Any:
     """Return a JSON value as the annotated type, lists as tuples. Raises `UserError` if it has another type."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:

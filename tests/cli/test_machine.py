@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 
+import jax
 import pytest
 
 from jaxformer.cli import machine
@@ -13,17 +14,12 @@ from jaxformer.files import make_private
 
 
 @pytest.mark.parametrize(
-    ("cores", "batch_size", "devices"), [(2, 16, 2), (2, 15, 1), (8, 12, 6), (64, 4096, 16), (1, 7, 1)]
+    ("cores", "batch_size", "rows_per_device", "devices"),
+    [(2, 16, 1, 2), (2, 15, 1, 1), (8, 12, 1, 6), (64, 4096, 1, 16), (2, 8, 8, 1), (8, 24, 8, 3), (8, 17, 8, 1)],
 )
-def test_devices_are_cores_that_divide_the_batch(monkeypatch, cores, batch_size, devices):
+def test_devices_are_cores_that_divide_the_batch(monkeypatch, cores, batch_size, rows_per_device, devices):
     monkeypatch.setattr(machine, "cores", lambda: cores)
-    assert machine.cpu_devices(batch_size) == devices
-
-
-@pytest.mark.parametrize(("cores", "rows", "devices"), [(2, 16, 2), (2, 8, 1), (8, 24, 3), (8, 17, 1)])
-def test_devices_have_at_least_the_rows_asked_for(monkeypatch, cores, rows, devices):
-    monkeypatch.setattr(machine, "cores", lambda: cores)
-    assert machine.cpu_devices(rows, rows_per_device=8) == devices
+    assert machine.cpu_devices(batch_size, rows_per_device=rows_per_device) == devices
 
 
 def test_devices_of_a_mesh_are_divided_among_processes(monkeypatch):
@@ -132,7 +128,7 @@ def test_without_a_cache_of_its_own_a_user_has_none(tmp_path, monkeypatch, caplo
 def test_a_cache_dir_of_jax_takes_precedence(tmp_path, monkeypatch):
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "jax"))
     monkeypatch.setenv("JAXFORMER_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(machine.jax.config, "update", lambda name, value: None)
+    monkeypatch.setattr(jax.config, "update", lambda name, value: None)
     machine.set_up()
     assert not (tmp_path / "cache").exists()
 

@@ -62,15 +62,9 @@ def test_standard_input_is_read_without_a_text(folder, capsys, monkeypatch):
         (b"", [], "the text is empty"),
         (b"a\xff", [], "standard input is not UTF-8 at byte 1"),
         (b"", ["a", "--tokenizer", "b"], "--run and --tokenizer both name a tokenizer"),
-        (b"", ["a", "b"], "--run is given twice, with and without its flag; give it once"),
     ],
 )
 def test_bad_input_is_one_sentence(folder, capsys, monkeypatch, stdin, arguments, message):
     monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: False, buffer=io.BytesIO(stdin)))
     assert tokens.main(["--run", str(folder), *arguments]) == 2
     assert capsys.readouterr().err.startswith(f"error: {message}")
-
-
-def test_a_folder_without_a_run_is_refused(tmp_path, capsys):
-    assert tokens.main(["a", "--run", str(tmp_path / "none")]) == 2
-    assert "none" in capsys.readouterr().err

@@ -94,7 +94,6 @@ def test_page_of_training_shows_the_stored_outcomes() -> None:
     ("options", "message"),
     [
         (["train"], "--data.path is missing; name the folder of the books"),
-        (["train", "--seeds", "0"], "--seeds is 0; it must be 1 or more"),
         (["train", "--widths", "64", "-64"], "--widths is -64; it must be 1 or more"),
         (["train", "--data.path", "books", "--widths", "96"], "the width 96 is no multiple of 64"),
         (["write"], "holds no training that has ended; train first"),
