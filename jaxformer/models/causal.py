@@ -131,8 +131,11 @@ class CausalAttentionConfig(TokenBlocksConfig):
         self, execution: Execution, heads: type[MultiHeadAttention] = LocalHeads, **options: Any
     ) -> Make:
         attributes = {
-            "n_kv_heads": self.kv_heads, "output_bias": self.output_bias, "scale": self.score_scale,
-            "qk_norm": self.qk_norm, "norm_eps": epsilon("rmsnorm", self.norm_eps),
+            "n_kv_heads": self.kv_heads,
+            "output_bias": self.output_bias,
+            "scale": self.score_scale,
+            "qk_norm": self.qk_norm,
+            "norm_eps": epsilon("rmsnorm", self.norm_eps),
             "distances": tuple(range(1, self.local_heads + 1)),
-        }  # fmt: skip
+        }
         return super().make_attention(execution, heads, **attributes | options)

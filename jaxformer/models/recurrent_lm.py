@@ -37,9 +37,13 @@ class RecurrentLMConfig(TokenModelConfig):
     def contract(self) -> Contract:
         # There is no attention: however many tokens came before, a token sees them only through the state.
         return replace(
-            super().contract, has_features=True, has_cache=True, attention_window=1, extrapolates=True,
+            super().contract,
+            has_features=True,
+            has_cache=True,
+            attention_window=1,
+            extrapolates=True,
             scaled_width=self.d_model,
-        )  # fmt: skip
+        )
 
     def build(self, execution: Execution = PLAIN) -> RecurrentLM:
         """Return the module. `execution` has no effect, because there are no blocks and no self-attention."""

@@ -194,8 +194,11 @@ class AttentiveRecurrence(nn.Module):
         state."""
         weights = {"U": self.recurrence.recurrent_weights}
         fixed = {
-            "keys": memory.keys_SA, "values": memory.values_SCD, "valid": memory.valid_S, "b": self.recurrence.b_U,
-        }  # fmt: skip
+            "keys": memory.keys_SA,
+            "values": memory.values_SCD,
+            "valid": memory.valid_S,
+            "b": self.recurrence.b_U,
+        }
         if self.d_attention is not None:
             weights["W_a"] = self.W_a
             fixed["v_a"] = self.v_a[:, 0]

@@ -169,9 +169,13 @@ def _projection_shape(W: jax.Array | Quantized, axes: str) -> tuple[int, ...]:
 
 
 def cross_attention(
-    q_HTK: jax.Array, x_SD: jax.Array, W_K_DGK: jax.Array, W_V_DGK: jax.Array, mask: Mask = None,
+    q_HTK: jax.Array,
+    x_SD: jax.Array,
+    W_K_DGK: jax.Array,
+    W_V_DGK: jax.Array,
+    mask: Mask = None,
     scale: float | None = None,
-) -> jax.Array:  # fmt: skip
+) -> jax.Array:
     """Return softmax(scale · Q (X W_K)ᵀ) X W_V for each head, `(H, T, K)`.
 
     Self-attention is the case Q = X W_Q.

@@ -28,9 +28,15 @@ does not recompute attention."""
 
 
 def blockwise_attention(
-    q_HTK: jax.Array, k_GSK: jax.Array, v_GSK: jax.Array, mask: Mask = None, scale: float | None = None, *,
-    block: int = 512, sequential: bool = False,
-) -> jax.Array:  # fmt: skip
+    q_HTK: jax.Array,
+    k_GSK: jax.Array,
+    v_GSK: jax.Array,
+    mask: Mask = None,
+    scale: float | None = None,
+    *,
+    block: int = 512,
+    sequential: bool = False,
+) -> jax.Array:
     """Return the output of `ops.attention.attention`, with memory linear in T and S in both passes.
 
     Blocks hidden by a `Causal` mask, or by the causal part of a `Packed`, are skipped. Differentiable once, in reverse
@@ -192,9 +198,14 @@ def output(sums: tuple[jax.Array, ...], dtype: Any) -> tuple[jax.Array, jax.Arra
 
 
 def tile_gradients(
-    mask_rc: jax.Array, q_rK: jax.Array, k_cK: jax.Array, v_cK: jax.Array, dy_rK: jax.Array, log_total_r: jax.Array,
+    mask_rc: jax.Array,
+    q_rK: jax.Array,
+    k_cK: jax.Array,
+    v_cK: jax.Array,
+    dy_rK: jax.Array,
+    log_total_r: jax.Array,
     dot_r: jax.Array,
-) -> tuple[jax.Array, ...]:  # fmt: skip
+) -> tuple[jax.Array, ...]:
     """Return one tile's contributions to the gradients of its queries, keys and values."""
     einsum = partial(jnp.einsum, preferred_element_type=accumulation_dtype(q_rK.dtype))
     weights_rc = jnp.exp(scores(q_rK, k_cK, mask_rc) - log_total_r[..., None])

@@ -69,8 +69,9 @@ def write_layer(layer: LayerCache, k_GTK: jax.Array, v_GTK: jax.Array, slot: jax
       ValueError: the shapes are not those of the cache, or, unless traced, the slots are not in it.
     """
     for name, x, (G, n_slots, K) in (
-        ("keys", k_GTK, layer.k_GKS.values.swapaxes(1, 2).shape), ("values", v_GTK, layer.v_GSK.values.shape),
-    ):  # fmt: skip
+        ("keys", k_GTK, layer.k_GKS.values.swapaxes(1, 2).shape),
+        ("values", v_GTK, layer.v_GSK.values.shape),
+    ):
         if x.ndim != 3 or (x.shape[0], x.shape[2]) != (G, K):
             raise ValueError(f"expected {name} of shape ({G}, T, {K}), as in the cache, got {x.shape}")
         _check_slots(n_slots, x.shape[1], slot)
@@ -89,9 +90,14 @@ def read_layer(layer: LayerCache, dtype: Any) -> tuple[jax.Array, jax.Array]:
 
 
 def decode_step(
-    q_H1K: jax.Array, k_G1K: jax.Array, v_G1K: jax.Array, layer: LayerCache, slot: jax.Array | int, mask_1S: jax.Array,
+    q_H1K: jax.Array,
+    k_G1K: jax.Array,
+    v_G1K: jax.Array,
+    layer: LayerCache,
+    slot: jax.Array | int,
+    mask_1S: jax.Array,
     scale: float,
-) -> tuple[jax.Array, LayerCache]:  # fmt: skip
+) -> tuple[jax.Array, LayerCache]:
     """Return the attention of one query, `(H, 1, K)`, and the layer with the query's own key and value written at
     `slot`.
 

@@ -58,9 +58,13 @@ def top1_correct(logits_TV: jax.Array, targets_T: jax.Array) -> jax.Array:
 
 
 def pair_nll(
-    image_E: jax.Array, text_E: jax.Array, images_NE: jax.Array, texts_NE: jax.Array, log_scale: jax.Array,
+    image_E: jax.Array,
+    text_E: jax.Array,
+    images_NE: jax.Array,
+    texts_NE: jax.Array,
+    log_scale: jax.Array,
     counts_N: jax.Array | None = None,
-) -> jax.Array:  # fmt: skip
+) -> jax.Array:
     """Return the mean of two negative log-likelihoods in nats, a float32 scalar: of a pair's text among N given its
     image, and of its image among N given its text (Radford et al. 2021, figure 3; InfoNCE of van den Oord et al. 2018).
 
