@@ -108,9 +108,12 @@ class BlocksConfig(ModelConfig):
         """
         rope = RoPE(self.rope_base) if self.positions == "rope" else None
         attributes = {
-            "n_heads": self.n_heads, "head_dim": self.width_of_head, "bias": self.attention_bias, "rope": rope,
+            "n_heads": self.n_heads,
+            "head_dim": self.width_of_head,
+            "bias": self.attention_bias,
+            "rope": rope,
             "attention": execution.attention,
-        }  # fmt: skip
+        }
         return partial(heads, **attributes | options)
 
     def make_mlp(self, execution: Execution) -> Make:
@@ -125,10 +128,12 @@ class BlocksConfig(ModelConfig):
           parts: further attributes of the block, such as `make_cross_attention`, or others than those of this config.
         """
         attributes = {
-            "make_attention": self.make_attention(execution), "make_mlp": self.make_mlp(execution),
-            "make_norm": self.make_norm, "norm_placement": self.norm_placement,
+            "make_attention": self.make_attention(execution),
+            "make_mlp": self.make_mlp(execution),
+            "make_norm": self.make_norm,
+            "norm_placement": self.norm_placement,
             "dropout": self.dropout,
-        }  # fmt: skip
+        }
         return block(**attributes | parts)
 
 
@@ -139,8 +144,3 @@ class TokenBlocksConfig(BlocksConfig, TokenModelConfig):
     @property
     def contract(self) -> Contract:
         return replace(super().contract, max_tokens=self.n_positions if self.positions == "learned" else None)
-
-    def check_length(self, n_tokens: int) -> None:
-        """Raise `ValueError` for more tokens than there are learned positions."""
-        if self.positions == "learned" and n_tokens > self.n_positions:
-            raise ValueError(f"{n_tokens} tokens, but there are {self.n_positions} learned positions")

@@ -14,6 +14,7 @@ from jaxformer.config.fields import Fraction, NonNegativeFloat, PositiveFloat, S
 from jaxformer.contract import ARRAY, Contract, Input
 from jaxformer.errors import UserError
 from jaxformer.models.causal import CausalAttentionConfig
+from jaxformer.models.inputs import check_length
 from jaxformer.nn.block import Block
 from jaxformer.nn.capture import capture_point
 from jaxformer.nn.embedding import Embedding, Positions
@@ -138,8 +139,9 @@ class Decoder(nn.Module):
             for each document. None for a single document. Cannot be combined with a prefix.
 
         Raises:
-          ValueError: positions are learned and T exceeds their number (other positions continue, and a token attends to
-            the last `attention_window`); or there is not one segment per token, or a prefix as well.
+          UserError: positions are learned and T exceeds their number; other positions continue, and a token attends to
+            the last `attention_window`.
+          ValueError: there is not one segment per token, or a prefix as well.
           TypeError: the prefix is not an integer.
         """
         return capture_point(self, "logits", self.unembed(self.features(tokens_T, prefix, segments_T)))
@@ -149,7 +151,7 @@ class Decoder(nn.Module):
     ) -> jax.Array:
         """Return the residual stream after the last block, `(T, D)`, the input of `unembed`."""
         c, positions_T, valid_T = self.config, jnp.arange(len(tokens_T)), None
-        c.check_length(len(tokens_T))
+        check_length(c.contract, len(tokens_T))
         mask_by_window = {
             window: self._mask(positions_T, prefix, segments_T, window) for window in set(c.block_windows)
         }
@@ -245,6 +247,10 @@ class Decoder(nn.Module):
         """Return an empty cache of `n_slots` slots for one sequence."""
         c = self.config
         return init_cache(
-            n_layers=c.n_blocks, n_kv_heads=c.kv_heads, n_slots=n_slots, head_dim=c.width_of_head, dtype=dtype,
+            n_layers=c.n_blocks,
+            n_kv_heads=c.kv_heads,
+            n_slots=n_slots,
+            head_dim=c.width_of_head,
+            dtype=dtype,
             value_dim=c.width_of_values,
-        )  # fmt: skip
+        )
