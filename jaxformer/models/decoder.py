@@ -9,6 +9,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jaxformer.config.fields import Fraction, NonNegativeFloat, PositiveFloat, Size
 from jaxformer.contract import ARRAY, Contract, Input
@@ -243,7 +244,7 @@ class Decoder(nn.Module):
             return Packed(segments_T, causal)
         return causal if prefix is None else self.mask(positions_T, positions_T, prefix, window)
 
-    def init_cache(self, n_slots: int, dtype: Any = jnp.float32) -> KVCache:
+    def init_cache(self, n_slots: int, dtype: DTypeLike = jnp.float32) -> KVCache:
         """Return an empty cache of `n_slots` slots for one sequence."""
         c = self.config
         return init_cache(

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jaxformer.config.fields import Depth, NonNegative
 from jaxformer.contract import Contract, Task, token_inputs
@@ -137,7 +138,7 @@ class EncoderDecoder(nn.Module):
         return self.encoder_norm(x_SD) if self.config.final_norm else x_SD
 
     def start(
-        self, source_S: jax.Array, valid_S: jax.Array | None, n_slots: int, dtype: Any = jnp.float32
+        self, source_S: jax.Array, valid_S: jax.Array | None, n_slots: int, dtype: DTypeLike = jnp.float32
     ) -> EncoderDecoderCache:
         """Return a cache with the source's keys and values for each block and `n_slots` empty slots for the target."""
         c, source_SD = self.config, self.encode(source_S, valid_S)

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.lax import dynamic_index_in_dim, dynamic_update_index_in_dim
+from jax.typing import DTypeLike
 
 from jaxformer.ops.attention import MASKED, check_inputs, zero_hidden
 from jaxformer.ops.masks import Causal, Mask, Packed, causal_part, segment
@@ -190,7 +191,7 @@ def add_tile(
     return sum_rK * shrink_r[..., None] + part_rK, total_r * shrink_r + weights_rc.sum(-1), top_r
 
 
-def output(sums: tuple[jax.Array, ...], dtype: Any) -> tuple[jax.Array, jax.Array]:
+def output(sums: tuple[jax.Array, ...], dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
     """Return the output, and the logsumexp of each row."""
     sum_K, total, top = sums
     total = jnp.where(total > 0, total, 1)
