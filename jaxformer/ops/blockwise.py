@@ -3,8 +3,11 @@
 The softmax is computed one block of keys at a time, with a running maximum and sum (Milakov and Gimelshein 2018; Rabe
 and Staats 2021). The backward pass recomputes the blocks of scores from the saved log-sums (Dao et al. 2022).
 
-A tile is the scores of a block of queries against a block of keys. Accelerators compute a tile for all heads and
-examples at once; a CPU core computes one group of heads at a time, so that the tile stays in its cache.
+A tile is the scores of a block of queries against a block of keys. There are two loops over the same tiles:
+
+- at once, for accelerators: a tile of all heads and examples, in one loop of a length known to the compiler;
+- sequential, for CPUs: one group of heads at a time, so that the tile stays in a core's cache, with a row's running
+  sums held by an inner loop. As one flat loop, which stores them after each tile, it takes 8 % longer.
 """
 
 from collections.abc import Callable
