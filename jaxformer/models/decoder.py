@@ -65,9 +65,7 @@ class DecoderConfig(CausalAttentionConfig):
         if self.final_norm and self.norm == "none":
             raise UserError("final_norm adds a norm of the kind that norm names; set norm to rmsnorm or layernorm.")
         if self.unembedding_std is not None and self.unembedding != "linear":
-            raise UserError(
-                f"unembedding_std is {self.unembedding_std}, but unembedding is {self.unembedding!r}; omit one."
-            )
+            raise UserError(f"unembedding_std is {self.unembedding_std}: {self.unembedding!r} has no W_out; omit it.")
 
     @property
     def routes_tokens(self) -> bool:
