@@ -46,4 +46,4 @@ __all__ = [
     "mean_loss",
     "next_token_nll",
     "objective_of",
-]  # fmt: skip
+]

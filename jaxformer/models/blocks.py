@@ -19,10 +19,11 @@ from jaxformer.nn.execution import Execution
 from jaxformer.nn.local_heads import NARROW, WIDE, LocalHeads
 from jaxformer.nn.mlp import MLP, Activation
 from jaxformer.nn.norms import NORMS, Norm, epsilon
+from jaxformer.ops.masks import Causal
 from jaxformer.ops.positions import RoPE, query_and_key_at
 
 
-def check_heads(config: Any) -> None:
+def check_heads(config: BlocksConfig) -> None:
     """Raise `UserError` if the number of heads does not divide the model's width, or the head width is odd with
     RoPE."""
     if config.head_dim is None and config.d_model % config.n_heads:
@@ -34,7 +35,7 @@ def check_heads(config: Any) -> None:
         raise UserError(f"head_dim is {config.width_of_head}, but RoPE rotates pairs of features; make it even.")
 
 
-def check_local_heads(config: Any) -> None:
+def check_local_heads(config: BlocksConfig) -> None:
     """Raise `UserError` for more local or diagonal heads than heads, or for local or diagonal heads without RoPE,
     biases or a suitable RoPE frequency."""
     for name, (_, frequencies) in (("local_heads", NARROW), ("diagonal_heads", WIDE)):
@@ -88,7 +89,7 @@ class BlocksConfig(ModelConfig):
         otherwise."""
         return self.norm_placement == "pre"
 
-    def attention_shape(self, n_positions: int, mask: Any = None) -> AttentionShape:
+    def attention_shape(self, n_positions: int, mask: Causal | str | None = None) -> AttentionShape:
         """Return the shape of self-attention over `n_positions` positions; for the mask, see `AttentionShape`."""
         K = self.width_of_head
         return AttentionShape(self.n_heads, self.n_heads, K, K, n_positions, mask)
@@ -108,9 +109,12 @@ class BlocksConfig(ModelConfig):
         """
         rope = RoPE(self.rope_base) if self.positions == "rope" else None
         attributes = {
-            "n_heads": self.n_heads, "head_dim": self.width_of_head, "bias": self.attention_bias, "rope": rope,
+            "n_heads": self.n_heads,
+            "head_dim": self.width_of_head,
+            "bias": self.attention_bias,
+            "rope": rope,
             "attention": execution.attention,
-        }  # fmt: skip
+        }
         return partial(heads, **attributes | options)
 
     def make_mlp(self, execution: Execution) -> Make:
@@ -125,10 +129,12 @@ class BlocksConfig(ModelConfig):
           parts: further attributes of the block, such as `make_cross_attention`, or others than those of this config.
         """
         attributes = {
-            "make_attention": self.make_attention(execution), "make_mlp": self.make_mlp(execution),
-            "make_norm": self.make_norm, "norm_placement": self.norm_placement,
+            "make_attention": self.make_attention(execution),
+            "make_mlp": self.make_mlp(execution),
+            "make_norm": self.make_norm,
+            "norm_placement": self.norm_placement,
             "dropout": self.dropout,
-        }  # fmt: skip
+        }
         return block(**attributes | parts)
 
 
@@ -139,8 +145,3 @@ class TokenBlocksConfig(BlocksConfig, TokenModelConfig):
     @property
     def contract(self) -> Contract:
         return replace(super().contract, max_tokens=self.n_positions if self.positions == "learned" else None)
-
-    def check_length(self, n_tokens: int) -> None:
-        """Raise `ValueError` for more tokens than there are learned positions."""
-        if self.positions == "learned" and n_tokens > self.n_positions:
-            raise ValueError(f"{n_tokens} tokens, but there are {self.n_positions} learned positions")

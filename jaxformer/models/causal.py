@@ -14,6 +14,7 @@ from jaxformer.nn.block import Make
 from jaxformer.nn.execution import Execution
 from jaxformer.nn.local_heads import LocalHeads
 from jaxformer.nn.norms import epsilon
+from jaxformer.ops.masks import Causal
 from jaxformer.ops.positions import Llama3Scaling, RoPE
 
 
@@ -123,7 +124,7 @@ class CausalAttentionConfig(TokenBlocksConfig):
         periods = self.rope_low_periods, self.rope_high_periods
         return RoPE(self.rope_base, Llama3Scaling(self.rope_scaling, *periods, self.rope_original_context))
 
-    def attention_shape(self, n_positions: int, mask: Any = None) -> AttentionShape:
+    def attention_shape(self, n_positions: int, mask: Causal | str | None = None) -> AttentionShape:
         widths = self.width_of_head, self.width_of_values
         return AttentionShape(self.n_heads, self.kv_heads, *widths, n_positions, mask)
 
@@ -131,8 +132,11 @@ class CausalAttentionConfig(TokenBlocksConfig):
         self, execution: Execution, heads: type[MultiHeadAttention] = LocalHeads, **options: Any
     ) -> Make:
         attributes = {
-            "n_kv_heads": self.kv_heads, "output_bias": self.output_bias, "scale": self.score_scale,
-            "qk_norm": self.qk_norm, "norm_eps": epsilon("rmsnorm", self.norm_eps),
+            "n_kv_heads": self.kv_heads,
+            "output_bias": self.output_bias,
+            "scale": self.score_scale,
+            "qk_norm": self.qk_norm,
+            "norm_eps": epsilon("rmsnorm", self.norm_eps),
             "distances": tuple(range(1, self.local_heads + 1)),
-        }  # fmt: skip
+        }
         return super().make_attention(execution, heads, **attributes | options)

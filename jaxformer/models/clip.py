@@ -26,6 +26,7 @@ from jaxformer.config.fields import (
 from jaxformer.contract import Contract, Input, Task, token_inputs
 from jaxformer.errors import UserError
 from jaxformer.models.blocks import BlocksConfig, TokenBlocksConfig
+from jaxformer.models.inputs import check_length
 from jaxformer.nn.capture import OUTPUT, capture_point
 from jaxformer.nn.embedding import Embedding, Positions
 from jaxformer.nn.execution import PLAIN, Execution, input_dropout, run_blocks
@@ -109,10 +110,13 @@ class CLIPConfig(ModelConfig):
         image = Input("image_HWC", (*self.vision.image_size, len(self.vision.mean)), "uint8")
         text = self.text.contract
         return Contract(
-            Task.CONTRASTIVE, (image, *token_inputs(self.text.context_length, "tokens_T", "valid_T")),
-            vocab_size=text.vocab_size, max_tokens=text.max_tokens,
-            attention=self.vision.attention_shape(1 + self.vision.n_patches), patches="vision",
-        )  # fmt: skip
+            Task.CONTRASTIVE,
+            (image, *token_inputs(self.text.context_length, "tokens_T", "valid_T")),
+            vocab_size=text.vocab_size,
+            max_tokens=text.max_tokens,
+            attention=self.vision.attention_shape(1 + self.vision.n_patches),
+            patches="vision",
+        )
 
     def build(self, execution: Execution = PLAIN) -> CLIP:
         return CLIP(self, execution)
@@ -199,9 +203,9 @@ class CLIP(nn.Module):
           valid_T: True for tokens, False for padding, which is on the right; None if all are tokens.
 
         Raises:
-          ValueError: more tokens than learned positions.
+          UserError: more tokens than learned positions.
         """
-        self.config.text.check_length(len(tokens_T))
+        check_length(self.config.text.contract, len(tokens_T))
         x_TD = zero_padding(self.text_embedding(tokens_T, jnp.arange(len(tokens_T))), valid_T)
         last = len(tokens_T) - 1 if valid_T is None else jnp.sum(valid_T) - 1
         x_D = self._through(self.text_blocks, self.text_dropout, x_TD, Causal())[last]

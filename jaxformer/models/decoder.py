@@ -9,11 +9,13 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jaxformer.config.fields import Fraction, NonNegativeFloat, PositiveFloat, Size
 from jaxformer.contract import ARRAY, Contract, Input
 from jaxformer.errors import UserError
 from jaxformer.models.causal import CausalAttentionConfig
+from jaxformer.models.inputs import check_length
 from jaxformer.nn.block import Block
 from jaxformer.nn.capture import capture_point
 from jaxformer.nn.embedding import Embedding, Positions
@@ -59,14 +61,11 @@ class DecoderConfig(CausalAttentionConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.prefix and self.window is not None:
-            remedy = "omit one of them"
-            raise UserError(f"window is {self.window}, but a prefix is attended to from every position; {remedy}.")
+            raise UserError(f"window is {self.window}, but all positions attend to a prefix; omit one of them.")
         if self.final_norm and self.norm == "none":
-            remedy = "set norm to rmsnorm or layernorm"
-            raise UserError(f"final_norm is one more norm of the kind that norm names; {remedy}.")
+            raise UserError("final_norm adds a norm of the kind that norm names; set norm to rmsnorm or layernorm.")
         if self.unembedding_std is not None and self.unembedding != "linear":
-            problem = f"unembedding_std is {self.unembedding_std}, but unembedding {self.unembedding!r} has no W_out"
-            raise UserError(f"{problem}; omit it.")
+            raise UserError(f"unembedding_std is {self.unembedding_std}: {self.unembedding!r} has no W_out; omit it.")
 
     @property
     def routes_tokens(self) -> bool:
@@ -103,7 +102,10 @@ class DecoderConfig(CausalAttentionConfig):
 
 
 class Decoder(nn.Module):
-    """Causal language model: maps tokens `(T,)` int32 to next-token logits `(T, V)`."""
+    """Causal language model: maps tokens `(T,)` int32 to next-token logits `(T, V)`.
+
+    There is no batch axis: `jax.vmap` adds it around the call, so that no line below can mix two examples.
+    """
 
     config: DecoderConfig
     execution: Execution = PLAIN
@@ -123,8 +125,9 @@ class Decoder(nn.Module):
             self.final_norm = c.make_norm()
         if c.unembedding == "linear":
             std = c.d_model**-0.5 if c.unembedding_std is None else c.unembedding_std
-            init = nn.initializers.normal(std)
-            self.W_out = parameter(self, "W_out", init, (c.d_model, c.vocab_size), "embed -> vocab")
+            self.W_out = parameter(
+                self, "W_out", nn.initializers.normal(std), (c.d_model, c.vocab_size), "embed -> vocab"
+            )
 
     def __call__(
         self, tokens_T: jax.Array, prefix: jax.Array | int | None = None, segments_T: jax.Array | None = None
@@ -138,8 +141,9 @@ class Decoder(nn.Module):
             for each document. None for a single document. Cannot be combined with a prefix.
 
         Raises:
-          ValueError: positions are learned and T exceeds their number (other positions continue, and a token attends to
-            the last `attention_window`); or there is not one segment per token, or a prefix as well.
+          UserError: positions are learned and T exceeds their number; other positions continue, and a token attends to
+            the last `attention_window`.
+          ValueError: there is not one segment per token, or a prefix as well.
           TypeError: the prefix is not an integer.
         """
         return capture_point(self, "logits", self.unembed(self.features(tokens_T, prefix, segments_T)))
@@ -149,22 +153,21 @@ class Decoder(nn.Module):
     ) -> jax.Array:
         """Return the residual stream after the last block, `(T, D)`, the input of `unembed`."""
         c, positions_T, valid_T = self.config, jnp.arange(len(tokens_T)), None
-        c.check_length(len(tokens_T))
-        mask_by_window = {
-            window: self._mask(positions_T, prefix, segments_T, window) for window in set(c.block_windows)
-        }
+        check_length(c.contract, len(tokens_T))  # beyond the last row of W_pos, JAX would repeat it
+        # Before positions restart in each segment: masks of a whole sequence count from its beginning.
+        mask_of = {window: self._mask(positions_T, prefix, segments_T, window) for window in set(c.block_windows)}
         if segments_T is not None:
             positions_T = positions_in_segments(segments_T)
             valid_T = segments_T != 0 if c.routes_tokens else None
         x_TD, values_GTK = self.embedding(tokens_T, positions_T), self.token_values(tokens_T, positions_T)
         keys = jax.random.split(self.make_rng("dropout"), c.n_blocks) if self.has_rng("dropout") else None
-        for window, part in c.block_groups:
+        for window, part in c.block_groups:  # a scan needs blocks with the same mask
             x_TD = run_blocks(
                 self.blocks[part],
                 self.execution,
                 x_TD,
                 positions_T,
-                mask_by_window[window],
+                mask_of[window],
                 keys=None if keys is None else keys[part],
                 token_values=values_GTK,
                 valid_T=valid_T,
@@ -186,14 +189,14 @@ class Decoder(nn.Module):
         it is masked, and its own features are undefined. A `prefix` must be passed in a single call; later calls omit
         it.
         """
+        # The mask reads positions, not slots, so prompts of a batch may be padded on either side and grow together.
+        # Positions are written before it is computed, because a token attends to itself.
         c, position_S = self.config, write_positions(cache.position_S, positions_T, slot)
-        mask_by_window = {window: self.mask(positions_T, position_S, prefix, window) for window in set(c.block_windows)}
+        mask_of = {window: self.mask(positions_T, position_S, prefix, window) for window in set(c.block_windows)}
         x_TD, values_GTK = self.embedding(tokens_T, positions_T), self.token_values(tokens_T, positions_T)
         layers: list[LayerCache] = []
         for block, layer, window in zip(self.blocks, cache.layers, c.block_windows, strict=True):
-            x_TD, updated = block(
-                x_TD, positions_T, mask_by_window[window], cache=layer, slot=slot, token_values=values_GTK
-            )
+            x_TD, updated = block(x_TD, positions_T, mask_of[window], layer, slot, token_values=values_GTK)
             assert updated is not None  # because a cache was passed
             layers.append(updated)
         return x_TD, KVCache(tuple(layers), position_S)
@@ -232,7 +235,7 @@ class Decoder(nn.Module):
         self, positions_T: jax.Array, prefix: jax.Array | int | None, segments_T: jax.Array | None, window: int
     ) -> Mask:
         """Return the mask of a whole sequence, which is an array only with a prefix."""
-        causal = Causal(window if len(positions_T) > window else None)
+        causal = Causal(window if len(positions_T) > window else None)  # a longer window hides nothing
         if segments_T is not None:
             if np.shape(segments_T) != (T := len(positions_T),):
                 raise ValueError(f"segments of shape {np.shape(segments_T)} for {T} tokens; give one per token")
@@ -241,10 +244,7 @@ class Decoder(nn.Module):
             return Packed(segments_T, causal)
         return causal if prefix is None else self.mask(positions_T, positions_T, prefix, window)
 
-    def init_cache(self, n_slots: int, dtype: Any = jnp.float32) -> KVCache:
+    def init_cache(self, n_slots: int, dtype: DTypeLike = jnp.float32) -> KVCache:
         """Return an empty cache of `n_slots` slots for one sequence."""
         c = self.config
-        return init_cache(
-            n_layers=c.n_blocks, n_kv_heads=c.kv_heads, n_slots=n_slots, head_dim=c.width_of_head, dtype=dtype,
-            value_dim=c.width_of_values,
-        )  # fmt: skip
+        return init_cache(c.n_blocks, c.kv_heads, n_slots, c.width_of_head, dtype, c.width_of_values)

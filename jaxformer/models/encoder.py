@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxformer.config.fields import Depth, NonNegative, NonNegativeFloat, Range, Size
 from jaxformer.contract import ARRAY, Contract, Task, token_inputs
 from jaxformer.models.blocks import TokenBlocksConfig
+from jaxformer.models.inputs import check_length
 from jaxformer.nn.capture import capture_point
 from jaxformer.nn.embedding import Embedding, Positions
 from jaxformer.nn.execution import PLAIN, Execution, input_dropout, run_blocks
@@ -42,9 +43,12 @@ class EncoderConfig(TokenBlocksConfig):
     @property
     def contract(self) -> Contract:
         return replace(
-            super().contract, task=Task.MASKED_LM, inputs=token_inputs(self.context_length, "tokens_T", "valid_T"),
-            has_features=True, attention=self.attention_shape(self.context_length, ARRAY),
-        )  # fmt: skip
+            super().contract,
+            task=Task.MASKED_LM,
+            inputs=token_inputs(self.context_length, "tokens_T", "valid_T"),
+            has_features=True,
+            attention=self.attention_shape(self.context_length, ARRAY),
+        )
 
     def build(self, execution: Execution = PLAIN) -> Encoder:
         return MaskedLanguageModel(self, execution)
@@ -61,9 +65,12 @@ class ClassifierConfig(EncoderConfig):
     @property
     def contract(self) -> Contract:
         return replace(
-            super().contract, task=Task.TEXT_CLASSIFICATION, n_classes=self.n_classes, has_features=False,
+            super().contract,
+            task=Task.TEXT_CLASSIFICATION,
+            n_classes=self.n_classes,
+            has_features=False,
             scaled_width=self.d_model,
-        )  # fmt: skip
+        )
 
     def build(self, execution: Execution = PLAIN) -> Classifier:
         return Classifier(self, execution)
@@ -99,10 +106,11 @@ class Encoder(nn.Module):
           segments_T: int32, segment of each token; None if all are in the first.
 
         Raises:
-          ValueError: there are more tokens than learned positions, or segments for a model without them.
+          UserError: there are more tokens than learned positions.
+          ValueError: there are segments, but the model has none.
         """
         c = self.config
-        c.check_length(len(tokens_T))
+        check_length(c.contract, len(tokens_T))
         positions_T = jnp.arange(len(tokens_T))
         x_TD = masks.zero_padding(self.embedding(tokens_T, positions_T), valid_T)
         if c.n_segments:

@@ -10,10 +10,12 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jaxformer.config.fields import Depth, NonNegative
 from jaxformer.contract import Contract, Task, token_inputs
 from jaxformer.models.blocks import TokenBlocksConfig, check_local_heads
+from jaxformer.models.inputs import check_length
 from jaxformer.nn.capture import capture_point
 from jaxformer.nn.embedding import Embedding
 from jaxformer.nn.execution import PLAIN, Execution, input_dropout, run_blocks
@@ -46,9 +48,13 @@ class EncoderDecoderConfig(TokenBlocksConfig):
     def contract(self) -> Contract:
         inputs = token_inputs(self.context_length, "source_S", "valid_S", "target_T")
         return replace(
-            super().contract, task=Task.SEQUENCE_TO_SEQUENCE, inputs=inputs, has_features=True, has_cache=True,
+            super().contract,
+            task=Task.SEQUENCE_TO_SEQUENCE,
+            inputs=inputs,
+            has_features=True,
+            has_cache=True,
             attention=self.attention_shape(self.context_length, Causal()),
-        )  # fmt: skip
+        )
 
     def build(self, execution: Execution = PLAIN) -> EncoderDecoder:
         return EncoderDecoder(self, execution)
@@ -107,14 +113,14 @@ class EncoderDecoder(nn.Module):
             it.
 
         Raises:
-          ValueError: positions are learned, and source or target has more tokens than positions.
+          UserError: positions are learned, and source or target has more tokens than positions.
         """
         return capture_point(self, "logits", self.unembed(self.features(source_S, valid_S, target_T)))
 
     def features(self, source_S: jax.Array, valid_S: jax.Array | None, target_T: jax.Array) -> jax.Array:
         """Return the decoder's residual stream after its last block, `(T, D)`, the input of `unembed`."""
         source_SD = self.encode(source_S, valid_S)
-        self.config.check_length(len(target_T))
+        check_length(self.config.contract, len(target_T))
         positions_T = jnp.arange(len(target_T))
         x_TD, keys = self._embed(target_T, positions_T, self.config.n_decoder_blocks)
         visible_TS = masks.tokens(len(target_T), valid_S)
@@ -124,7 +130,7 @@ class EncoderDecoder(nn.Module):
 
     def encode(self, source_S: jax.Array, valid_S: jax.Array | None = None) -> jax.Array:
         """Return the encoded source, `(S, D)`, which the decoder attends to; rows at padding are undefined."""
-        self.config.check_length(len(source_S))
+        check_length(self.config.contract, len(source_S))
         positions_S = jnp.arange(len(source_S))
         x_SD, keys = self._embed(source_S, positions_S, self.config.n_encoder_blocks)
         x_SD, visible_SS = masks.zero_padding(x_SD, valid_S), masks.tokens(len(source_S), valid_S)
@@ -132,7 +138,7 @@ class EncoderDecoder(nn.Module):
         return self.encoder_norm(x_SD) if self.config.final_norm else x_SD
 
     def start(
-        self, source_S: jax.Array, valid_S: jax.Array | None, n_slots: int, dtype: Any = jnp.float32
+        self, source_S: jax.Array, valid_S: jax.Array | None, n_slots: int, dtype: DTypeLike = jnp.float32
     ) -> EncoderDecoderCache:
         """Return a cache with the source's keys and values for each block and `n_slots` empty slots for the target."""
         c, source_SD = self.config, self.encode(source_S, valid_S)

@@ -12,7 +12,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jaxformer.contract import Contract, Input, contract_of
+from jaxformer.contract import Contract, contract_of
 from jaxformer.errors import UserError, batch_hint
 from jaxformer.nn.embedding import check_tokens
 
@@ -25,10 +25,12 @@ def check_example(model: nn.Module, *inputs: Any) -> None:
     for x, declared in zip(inputs, contract.inputs, strict=False):
         if x is None:
             continue
-        check_shape(x, declared)
         if contract.vocab_size is not None and (len(declared.shape), declared.dtype) == (1, "int32"):
-            check_length(contract, len(x))
             check_tokens(x, contract.vocab_size)
+            check_length(contract, len(x))
+        elif len(got := jnp.shape(x)) != (n_axes := len(declared.shape)):
+            hint = batch_hint(got, n_axes)
+            raise UserError(f"expected an input of shape {declared.shape}, got {got}{hint}.")
 
 
 def valid_tokens(contract: Contract, inputs: tuple[Any, ...]) -> Any:
@@ -42,19 +44,10 @@ def check_next_tokens(contract: Contract, tokens_T: jax.Array) -> None:
     """Check one sequence of tokens `(T,)` for next-token prediction. Raises `UserError` for another number of axes,
     fewer than 2 tokens or too many, or ids outside the vocabulary."""
     assert contract.vocab_size is not None
-    check_shape(tokens_T, contract.inputs[0])
+    check_tokens(tokens_T, contract.vocab_size)
     if len(tokens_T) < 2:
         raise UserError(f"expected 2 tokens or more, got {len(tokens_T)}; the first token is not predicted.")
     check_length(contract, len(tokens_T) - 1)
-    check_tokens(tokens_T, contract.vocab_size)
-
-
-def check_shape(x: Any, declared: Input) -> None:
-    """Raise `UserError` for an input whose number of axes is not that of one example."""
-    n_axes, got = len(declared.shape), jnp.shape(x)
-    if len(got) != n_axes:
-        shape = "(T,)" if n_axes == 1 else declared.shape
-        raise UserError(f"expected an input of shape {shape}, got {got}{batch_hint(got, n_axes)}.")
 
 
 def check_length(contract: Contract, n_tokens: int) -> None:

@@ -55,9 +55,14 @@ class Objective(Protocol):
     """Loss and metrics of a task."""
 
     def loss(
-        self, model: nn.Module, params: Params, batch: Batch, keys_B: jax.Array | None = None, smoothing: float = 0.0,
+        self,
+        model: nn.Module,
+        params: Params,
+        batch: Batch,
+        keys_B: jax.Array | None = None,
+        smoothing: float = 0.0,
         across: BatchReduction = NO_REDUCTION,
-    ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    ) -> tuple[jax.Array, jax.Array]:
         """Return a microbatch's contributions to the objective, and to the reported loss, which excludes
         regularisation: float32 scalars.
 
@@ -85,9 +90,14 @@ class CrossEntropy:
     """Cross-entropy of logits over classes: next tokens, masked tokens, or an image's class."""
 
     def loss(
-        self, model: nn.Module, params: Params, batch: Batch, keys_B: jax.Array | None = None, smoothing: float = 0.0,
+        self,
+        model: nn.Module,
+        params: Params,
+        batch: Batch,
+        keys_B: jax.Array | None = None,
+        smoothing: float = 0.0,
         across: BatchReduction = NO_REDUCTION,
-    ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    ) -> tuple[jax.Array, jax.Array]:
         """Return the weighted mean in nats per target; the first value includes the auxiliary losses of routers.
 
         The auxiliary losses cover all tokens computed at once, without padding: the batch of all devices, or a
@@ -146,9 +156,14 @@ class Contrastive:
     """
 
     def loss(
-        self, model: nn.Module, params: Params, batch: Batch, keys_B: jax.Array | None = None, smoothing: float = 0.0,
+        self,
+        model: nn.Module,
+        params: Params,
+        batch: Batch,
+        keys_B: jax.Array | None = None,
+        smoothing: float = 0.0,
         across: BatchReduction = NO_REDUCTION,
-    ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    ) -> tuple[jax.Array, jax.Array]:
         """Return the mean over the batch in nats per pair, with all pairs computed at once as negatives.
 
         These are the pairs of all devices. With `compute.grad_accumulation_steps`, each microbatch has only its own
@@ -171,9 +186,12 @@ class Contrastive:
         image_BE, text_BE, log_scale = self._pairs(model, params, batch)
         weights_B = jnp.ones(len(image_BE)) if batch.weights is None else jnp.asarray(batch.weights)
         return {
-            "image": image_BE, "text": text_BE, "log_scale": jnp.full(len(image_BE), log_scale),
-            "caption": jnp.asarray(batch.targets), "weight": weights_B,
-        }  # fmt: skip
+            "image": image_BE,
+            "text": text_BE,
+            "log_scale": jnp.full(len(image_BE), log_scale),
+            "caption": jnp.asarray(batch.targets),
+            "weight": weights_B,
+        }
 
     def summary(self, measures: Mapping[str, np.ndarray]) -> dict[str, float]:
         """Return the loss with all pairs as one batch, and recall at 1 and 5 from images to texts and from texts to

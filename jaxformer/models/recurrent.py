@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import sqrt
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jaxformer.config import TokenModelConfig
 from jaxformer.config.fields import Depth, Fraction, Size
@@ -140,7 +141,7 @@ class Recurrent(nn.Module):
         return self._decode(target_T, None, self._encode(source_S, valid_S))[0]
 
     def start(
-        self, source_S: jax.Array, valid_S: jax.Array | None, n_slots: int, dtype: Any = jnp.float32
+        self, source_S: jax.Array, valid_S: jax.Array | None, n_slots: int, dtype: DTypeLike = jnp.float32
     ) -> RecurrentCache:
         """Return the cache of a source: its annotations and the decoder's initial state.
 
@@ -225,12 +226,12 @@ class Recurrent(nn.Module):
         return capture_point(self, "drop", self.drop(x, deterministic=not self.has_rng("dropout")))
 
 
-def check_floating(dtype: Any) -> None:
+def check_floating(dtype: DTypeLike) -> None:
     """Raise `UserError` for a cache dtype that is not floating-point."""
     if not jnp.issubdtype(dtype, jnp.floating):
         raise UserError(f"the cache's dtype is {jnp.dtype(dtype)}; use float32 or bfloat16 for a recurrent model.")
 
 
-def _as(dtype: Any, memory: Memory) -> Memory:
+def _as(dtype: DTypeLike, memory: Memory) -> Memory:
     """Return the memory with its floating-point arrays converted to `dtype`."""
     return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, memory)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jaxformer.config import TokenModelConfig
 from jaxformer.config.fields import Depth, Fraction, Size
@@ -37,9 +38,13 @@ class RecurrentLMConfig(TokenModelConfig):
     def contract(self) -> Contract:
         # There is no attention: however many tokens came before, a token sees them only through the state.
         return replace(
-            super().contract, has_features=True, has_cache=True, attention_window=1, extrapolates=True,
+            super().contract,
+            has_features=True,
+            has_cache=True,
+            attention_window=1,
+            extrapolates=True,
             scaled_width=self.d_model,
-        )  # fmt: skip
+        )
 
     def build(self, execution: Execution = PLAIN) -> RecurrentLM:
         """Return the module. `execution` has no effect, because there are no blocks and no self-attention."""
@@ -74,7 +79,7 @@ class RecurrentLM(nn.Module):
         """Return the states of the last layer, `(T, D)`."""
         return self._run(tokens_T, self._zeros(), None)[0]
 
-    def init_cache(self, n_slots: int, dtype: Any = jnp.float32) -> LMState:
+    def init_cache(self, n_slots: int, dtype: DTypeLike = jnp.float32) -> LMState:
         """Return the state before the first token. `n_slots` is unused, and no parameters are needed.
 
         Raises:

@@ -48,9 +48,12 @@ class ViViTConfig(ViTConfig):
         # Factorised attention has an array as its mask within a time step, and no mask across time steps.
         n_positions = self.n_positions(n_patches if self.attention == "joint" else n_times)
         return Contract(
-            Task.VIDEO_CLASSIFICATION, (pixels,), n_classes=self.n_classes,
-            attention=self.attention_shape(n_positions), scaled_width=self.d_model,
-        )  # fmt: skip
+            Task.VIDEO_CLASSIFICATION,
+            (pixels,),
+            n_classes=self.n_classes,
+            attention=self.attention_shape(n_positions),
+            scaled_width=self.d_model,
+        )
 
     def build(self, execution: Execution = PLAIN) -> nn.Module:
         return (ViViT if self.attention == "joint" else FactorisedViViT)(self, execution)

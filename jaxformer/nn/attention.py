@@ -90,6 +90,7 @@ class MultiHeadAttention(nn.Module):
             k_GSK, v_GSK = self.keys_values(source, jnp.arange(len(source)))
         else:
             k_GSK, v_GSK = self.keys_values(x_TD, positions_T)
+        # Keys are rotated by their own positions before they are cached, so they never have to be rotated again.
         if token_values is not None:
             v_GSK = v_GSK + token_values
         q_HTK = self._normalize_and_rotate("Q", q_HTK, positions_T)
@@ -98,6 +99,7 @@ class MultiHeadAttention(nn.Module):
             y_HTK, cache = decode_step(q_HTK, k_GSK, v_GSK, cache, slot, mask, self.factor)
         else:
             if cache is not None:
+                # Written first, so that the queries also attend to each other; the mask hides slots still empty.
                 cache = write_layer(cache, k_GSK, v_GSK, slot)
                 k_GSK, v_GSK = read_layer(cache, x_TD.dtype)
             y_HTK = self.attend(q_HTK, k_GSK, v_GSK, mask)

@@ -88,6 +88,7 @@ class Block(nn.Module):
         def mlp(x_TD: jax.Array) -> jax.Array:
             return self.mlp(x_TD) if valid_T is None else self.mlp(x_TD, valid_T)
 
+        # One dropout key per sublayer: with one for all, they would drop the same features.
         crosses = self.make_cross_attention is not None
         keys = [None] * 3 if key is None else list(jax.random.split(key, 3 if crosses else 2))
         x_TD = capture_point(self, "before", x_TD)
@@ -106,7 +107,8 @@ class Block(nn.Module):
             return norm(x_TD + drop(f(x_TD)))
         if self.norm_placement == "both":  # Gemma 2
             return x_TD + drop(post_norm(f(norm(x_TD))))
-        return x_TD + drop(f(norm(x_TD)))  # Xiong et al. 2020
+        # Xiong et al. 2020: x itself is never normalised, so that gradients reach the first block unchanged.
+        return x_TD + drop(f(norm(x_TD)))
 
     def keys_values(self, source_SD: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return the keys and values of cross-attention from a source, each `(G, S, K)`."""

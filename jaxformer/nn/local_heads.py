@@ -1,12 +1,12 @@
 """Attention heads that attend to a fixed distance at initialisation."""
 
 from math import sqrt
-from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jaxformer.nn.attention import MultiHeadAttention
 from jaxformer.ops.positions import query_and_key_at
@@ -52,7 +52,7 @@ class LocalHeads(MultiHeadAttention):
         queries, keys = zip(*pairs, strict=True)
         biases = queries if name == "Q" else keys[:: self.n_heads // (self.n_kv_heads or self.n_heads)]
 
-        def init(key: jax.Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> jax.Array:
+        def init(key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike = jnp.float32) -> jax.Array:
             return jnp.zeros(shape, dtype).at[: len(biases), 0].set(jnp.stack(biases).astype(dtype))
 
         return init

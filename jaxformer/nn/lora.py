@@ -34,9 +34,10 @@ def adapted_matrices(axes: Mapping[str, ParameterAxes], config: LoraConfig) -> l
     for pattern in config.matrices:
         # A pattern is a matrix's role, its own name, or a pattern of its dotted path.
         names = {
-            name for name, sides in matrices.items()
+            name
+            for name, sides in matrices.items()
             if pattern in (sides.role, name.rpartition(".")[2]) or fnmatchcase(dotted(name.split(".")), pattern)
-        }  # fmt: skip
+        }
         if not names:
             known = sorted({name.rpartition(".")[2] for name in matrices})
             near = [x for x in known if x.lower() == pattern.lower()] or get_close_matches(pattern, known, 1)

@@ -3,11 +3,12 @@
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import sqrt
-from typing import Any, Literal
+from typing import Literal
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jaxformer.nn.capture import OUTPUT, capture_point
 from jaxformer.nn.parameters import check_name, parameter
@@ -42,7 +43,7 @@ and the second its input (Shoeybi et al. 2019, section 3)."""
 def uniform_fan_in(fan_in: int) -> nn.initializers.Initializer:
     """Return the initialiser U(-1/√fan_in, 1/√fan_in), which `torch.nn.Linear` uses for weight and bias."""
 
-    def init(key: jax.Array, shape: Sequence[int], dtype: Any = float) -> jax.Array:
+    def init(key: jax.Array, shape: Sequence[int], dtype: DTypeLike = float) -> jax.Array:
         return jax.random.uniform(key, shape, dtype, -1 / sqrt(fan_in), 1 / sqrt(fan_in))
 
     return init

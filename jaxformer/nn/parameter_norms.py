@@ -113,9 +113,12 @@ def row_names(shapes: Any) -> list[str]:
 
 
 def norm_rows(
-    names: Sequence[str], learning_rate: float, g: Sequence[float], w: Sequence[float],
+    names: Sequence[str],
+    learning_rate: float,
+    g: Sequence[float],
+    w: Sequence[float],
     update: Sequence[float] | None = None,
-) -> list[Row]:  # fmt: skip
+) -> list[Row]:
     """Return one row per name from the norms of gradients, weights and, if given, updates."""
     updates = [None] * len(names) if update is None else map(_ratio, update, w)
     rows = zip(names, g, w, updates, strict=True)

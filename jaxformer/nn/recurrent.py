@@ -5,12 +5,14 @@ E is the width of the source's annotations and A the width of attention; for C a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jaxformer.nn.capture import OUTPUT, capture_point
 from jaxformer.nn.parameters import parameter
@@ -43,14 +45,14 @@ CELLS = {"tanh": Cell(1, 1, _tanh), "gru": Cell(3, 1, _gru), "lstm": Cell(4, 2, 
 """Cells by their names in configs. Gates are in the order of the step functions: r, z, n and i, f, g, o."""
 
 
-def orthogonal_gates(key: jax.Array, shape: tuple[int, int, int], dtype: Any = float) -> jax.Array:
+def orthogonal_gates(key: jax.Array, shape: tuple[int, int, int], dtype: DTypeLike = float) -> jax.Array:
     """Return one orthogonal matrix per gate, `shape` (Saxe et al. 2014; for U in Bahdanau et al. 2015, appendix
     B.1)."""
     one = partial(nn.initializers.orthogonal(), shape=shape[1:], dtype=dtype)
     return jnp.stack([one(key) for key in jax.random.split(key, shape[0])])
 
 
-def lstm_bias(key: jax.Array, shape: tuple[int, int], dtype: Any = float) -> jax.Array:
+def lstm_bias(key: jax.Array, shape: tuple[int, int], dtype: DTypeLike = float) -> jax.Array:
     """Return the initial biases of an LSTM: 1 for the forget gate (Jozefowicz et al. 2015), 0 for the others."""
     return jnp.zeros(shape, dtype).at[1].set(1)
 
@@ -194,8 +196,11 @@ class AttentiveRecurrence(nn.Module):
         state."""
         weights = {"U": self.recurrence.recurrent_weights}
         fixed = {
-            "keys": memory.keys_SA, "values": memory.values_SCD, "valid": memory.valid_S, "b": self.recurrence.b_U,
-        }  # fmt: skip
+            "keys": memory.keys_SA,
+            "values": memory.values_SCD,
+            "valid": memory.valid_S,
+            "b": self.recurrence.b_U,
+        }
         if self.d_attention is not None:
             weights["W_a"] = self.W_a
             fixed["v_a"] = self.v_a[:, 0]
@@ -217,7 +222,9 @@ def _dot(state: State, u: dict, fixed: dict) -> jax.Array:
     return dot_scores(state[0], fixed["keys"])
 
 
-def _attending_step(step: Step, score: Any, state: State, x_CD: jax.Array, u: dict, fixed: dict) -> tuple:
+def _attending_step(
+    step: Step, score: Callable[[State, dict, dict], jax.Array], state: State, x_CD: jax.Array, u: dict, fixed: dict
+) -> tuple:
     weights_S = alignment_weights(score(state, u, fixed), fixed["valid"])
     context_CD = jnp.tensordot(weights_S.astype(x_CD.dtype), fixed["values"], 1)
     state, _ = step(state, x_CD + context_CD, u["U"], fixed["b"])

@@ -82,7 +82,10 @@ def attention_scores(q_HTK: jax.Array, k_GSK: jax.Array, scale: float | None = N
     scale = check_inputs(q_HTK, k_GSK, None, None, scale)
     H, T, K = q_HTK.shape
     G, S, _ = k_GSK.shape
+    # The scale stands at the queries: K products per query instead of S.
     q_GRTK = q_HTK.reshape(G, H // G, T, K) * scale
+    # In float32, because the softmax takes exponentials: a bfloat16 score near 16 is off by up to 1/16, and its weight
+    # by 6 %.
     scores = jnp.einsum("grtk,gsk->grts", q_GRTK, k_GSK, preferred_element_type=accumulation_dtype(q_HTK.dtype))
     return scores.reshape(H, T, S)
 
@@ -92,6 +95,9 @@ def softmax(scores_HTS: jax.Array, mask: Mask = None) -> jax.Array:
     if mask is None:
         return jax.nn.softmax(scores_HTS)
     mask_TS = as_array(mask, *scores_HTS.shape[1:])
+    # Masked before the softmax, so that only visible keys share the sum of 1. Minus infinity in place of `MASKED` would
+    # make a row without a visible key NaN, since the largest score is subtracted from all; such a row is uniform here,
+    # and the outer `where` zeroes it, and stops the gradient to it.
     return jnp.where(mask_TS, jax.nn.softmax(jnp.where(mask_TS, scores_HTS, MASKED)), 0.0)
 
 
@@ -120,6 +126,7 @@ def mix(weights_HTS: jax.Array, v_GSK: jax.Array) -> jax.Array:
     """Return weighted sums of the values, `(H, T, K)` in their dtype."""
     H, T, S = weights_HTS.shape
     G = v_GSK.shape[0]
+    # Weights are at most 1 and sum to 1, so the dtype of the values is precise enough, and matmuls in it are fast.
     weights_GRTS = weights_HTS.astype(v_GSK.dtype).reshape(G, H // G, T, S)
     return jnp.einsum("grts,gsk->grtk", weights_GRTS, v_GSK).reshape(H, T, v_GSK.shape[-1])
 
@@ -169,9 +176,13 @@ def _projection_shape(W: jax.Array | Quantized, axes: str) -> tuple[int, ...]:
 
 
 def cross_attention(
-    q_HTK: jax.Array, x_SD: jax.Array, W_K_DGK: jax.Array, W_V_DGK: jax.Array, mask: Mask = None,
+    q_HTK: jax.Array,
+    x_SD: jax.Array,
+    W_K_DGK: jax.Array,
+    W_V_DGK: jax.Array,
+    mask: Mask = None,
     scale: float | None = None,
-) -> jax.Array:  # fmt: skip
+) -> jax.Array:
     """Return softmax(scale · Q (X W_K)ᵀ) X W_V for each head, `(H, T, K)`.
 
     Self-attention is the case Q = X W_Q.

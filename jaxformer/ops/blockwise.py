@@ -3,8 +3,11 @@
 The softmax is computed one block of keys at a time, with a running maximum and sum (Milakov and Gimelshein 2018; Rabe
 and Staats 2021). The backward pass recomputes the blocks of scores from the saved log-sums (Dao et al. 2022).
 
-A tile is the scores of a block of queries against a block of keys. Accelerators compute a tile for all heads and
-examples at once; a CPU core computes one group of heads at a time, so that the tile stays in its cache.
+A tile is the scores of a block of queries against a block of keys. There are two loops over the same tiles:
+
+- at once, for accelerators: a tile of all heads and examples, in one loop of a length known to the compiler;
+- sequential, for CPUs: one group of heads at a time, so that the tile stays in a core's cache, with a row's running
+  sums held by an inner loop. As one flat loop, which stores them after each tile, it takes 8 % longer.
 """
 
 from collections.abc import Callable
@@ -17,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.lax import dynamic_index_in_dim, dynamic_update_index_in_dim
+from jax.typing import DTypeLike
 
 from jaxformer.ops.attention import MASKED, check_inputs, zero_hidden
 from jaxformer.ops.masks import Causal, Mask, Packed, causal_part, segment
@@ -28,9 +32,15 @@ does not recompute attention."""
 
 
 def blockwise_attention(
-    q_HTK: jax.Array, k_GSK: jax.Array, v_GSK: jax.Array, mask: Mask = None, scale: float | None = None, *,
-    block: int = 512, sequential: bool = False,
-) -> jax.Array:  # fmt: skip
+    q_HTK: jax.Array,
+    k_GSK: jax.Array,
+    v_GSK: jax.Array,
+    mask: Mask = None,
+    scale: float | None = None,
+    *,
+    block: int = 512,
+    sequential: bool = False,
+) -> jax.Array:
     """Return the output of `ops.attention.attention`, with memory linear in T and S in both passes.
 
     Blocks hidden by a `Causal` mask, or by the causal part of a `Packed`, are skipped. Differentiable once, in reverse
@@ -184,7 +194,7 @@ def add_tile(
     return sum_rK * shrink_r[..., None] + part_rK, total_r * shrink_r + weights_rc.sum(-1), top_r
 
 
-def output(sums: tuple[jax.Array, ...], dtype: Any) -> tuple[jax.Array, jax.Array]:
+def output(sums: tuple[jax.Array, ...], dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
     """Return the output, and the logsumexp of each row."""
     sum_K, total, top = sums
     total = jnp.where(total > 0, total, 1)
@@ -192,9 +202,14 @@ def output(sums: tuple[jax.Array, ...], dtype: Any) -> tuple[jax.Array, jax.Arra
 
 
 def tile_gradients(
-    mask_rc: jax.Array, q_rK: jax.Array, k_cK: jax.Array, v_cK: jax.Array, dy_rK: jax.Array, log_total_r: jax.Array,
+    mask_rc: jax.Array,
+    q_rK: jax.Array,
+    k_cK: jax.Array,
+    v_cK: jax.Array,
+    dy_rK: jax.Array,
+    log_total_r: jax.Array,
     dot_r: jax.Array,
-) -> tuple[jax.Array, ...]:  # fmt: skip
+) -> tuple[jax.Array, ...]:
     """Return one tile's contributions to the gradients of its queries, keys and values."""
     einsum = partial(jnp.einsum, preferred_element_type=accumulation_dtype(q_rK.dtype))
     weights_rc = jnp.exp(scores(q_rK, k_cK, mask_rc) - log_total_r[..., None])

@@ -8,10 +8,11 @@ prompts are padded. The slot to write is an argument and not part of the cache: 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jaxformer.errors import UserError
 from jaxformer.ops.attention import MASKED
@@ -45,7 +46,7 @@ class KVCache(NamedTuple):
 
 
 def init_cache(
-    n_layers: int, n_kv_heads: int, n_slots: int, head_dim: int, dtype: Any, value_dim: int | None = None
+    n_layers: int, n_kv_heads: int, n_slots: int, head_dim: int, dtype: DTypeLike, value_dim: int | None = None
 ) -> KVCache:
     """Return an empty cache for keys and values in float32, bfloat16 or int8. `value_dim` defaults to `head_dim`.
 
@@ -69,8 +70,9 @@ def write_layer(layer: LayerCache, k_GTK: jax.Array, v_GTK: jax.Array, slot: jax
       ValueError: the shapes are not those of the cache, or, unless traced, the slots are not in it.
     """
     for name, x, (G, n_slots, K) in (
-        ("keys", k_GTK, layer.k_GKS.values.swapaxes(1, 2).shape), ("values", v_GTK, layer.v_GSK.values.shape),
-    ):  # fmt: skip
+        ("keys", k_GTK, layer.k_GKS.values.swapaxes(1, 2).shape),
+        ("values", v_GTK, layer.v_GSK.values.shape),
+    ):
         if x.ndim != 3 or (x.shape[0], x.shape[2]) != (G, K):
             raise ValueError(f"expected {name} of shape ({G}, T, {K}), as in the cache, got {x.shape}")
         _check_slots(n_slots, x.shape[1], slot)
@@ -79,7 +81,7 @@ def write_layer(layer: LayerCache, k_GTK: jax.Array, v_GTK: jax.Array, slot: jax
     return LayerCache(_write_stored(layer.k_GKS, k, slot, 2), _write_stored(layer.v_GSK, v, slot, 1))
 
 
-def read_layer(layer: LayerCache, dtype: Any) -> tuple[jax.Array, jax.Array]:
+def read_layer(layer: LayerCache, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
     """Return all keys and values, each `(G, S, K)`."""
     k, v = layer
     if k.scale_GS is None or v.scale_GS is None:
@@ -89,9 +91,14 @@ def read_layer(layer: LayerCache, dtype: Any) -> tuple[jax.Array, jax.Array]:
 
 
 def decode_step(
-    q_H1K: jax.Array, k_G1K: jax.Array, v_G1K: jax.Array, layer: LayerCache, slot: jax.Array | int, mask_1S: jax.Array,
+    q_H1K: jax.Array,
+    k_G1K: jax.Array,
+    v_G1K: jax.Array,
+    layer: LayerCache,
+    slot: jax.Array | int,
+    mask_1S: jax.Array,
     scale: float,
-) -> tuple[jax.Array, LayerCache]:  # fmt: skip
+) -> tuple[jax.Array, LayerCache]:
     """Return the attention of one query, `(H, 1, K)`, and the layer with the query's own key and value written at
     `slot`.
 
@@ -136,7 +143,7 @@ def _check_slots(n_slots: int, n_tokens: int, slot: jax.Array | int) -> None:
         raise ValueError(f"the cache has slots 0 to {n_slots - 1}, not {first} to {last}; make it larger")
 
 
-def _store(x_GTK: jax.Array, dtype: Any) -> Stored:
+def _store(x_GTK: jax.Array, dtype: DTypeLike) -> Stored:
     """Return vectors in the cache's dtype; each int8 vector has one scale, its largest absolute value over 127."""
     if dtype != jnp.int8:
         return Stored(x_GTK.astype(dtype), None)
@@ -145,7 +152,7 @@ def _store(x_GTK: jax.Array, dtype: Any) -> Stored:
     return Stored(jnp.round(x_GTK * inverse_GT[..., None]).astype(jnp.int8), scale_GT)
 
 
-def _rounded(x_GTK: jax.Array, dtype: Any) -> jax.Array:
+def _rounded(x_GTK: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Return vectors rounded to the cache's dtype, in their original dtype."""
     if jnp.promote_types(x_GTK.dtype, dtype) == dtype:
         return x_GTK

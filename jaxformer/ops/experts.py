@@ -66,9 +66,12 @@ def capacity_without_padding(valid_T: jax.Array, n_experts: int, n_chosen: int, 
 
 
 def assign(
-    experts_TJ: jax.Array, n_experts: int, capacity: int, valid_T: jax.Array | None = None,
+    experts_TJ: jax.Array,
+    n_experts: int,
+    capacity: int,
+    valid_T: jax.Array | None = None,
     limit: jax.Array | None = None,
-) -> jax.Array:  # fmt: skip
+) -> jax.Array:
     """Return the slot of each choice among the E · C slots, `(T, J)` int32; E · C for padding, and where its expert is
     full.
 

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Primitive
 
 from jaxformer.ops.attention import check_inputs
 from jaxformer.ops.blockwise import SAVED
@@ -30,7 +31,7 @@ CUDNN_FORWARD = "dot_product_attention_fwd_wrapper"
 Shaped = jax.Array | jax.ShapeDtypeStruct
 
 
-def is_cudnn_forward(primitive: Any, *_: Any, **__: Any) -> bool:
+def is_cudnn_forward(primitive: Primitive, *_: object, **__: object) -> bool:
     """Return True if a primitive is the forward pass of cuDNN's attention. It serves as a rematerialisation policy that
     saves the output and the logsumexp of each row, which carry no checkpoint name."""
     return bool(primitive.name == CUDNN_FORWARD)

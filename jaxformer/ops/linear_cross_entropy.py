@@ -59,9 +59,13 @@ def rows_per_chunk(n_rows: int, n_classes: int, max_logits: int) -> int:
 
 
 def linear_cross_entropy(
-    x_ND: jax.Array, unembedding: Unembedding, targets_N: jax.Array, weights_N: jax.Array, max_logits: int,
+    x_ND: jax.Array,
+    unembedding: Unembedding,
+    targets_N: jax.Array,
+    weights_N: jax.Array,
+    max_logits: int,
     smoothing: float = 0.0,
-) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+) -> tuple[jax.Array, jax.Array]:
     """Return the weighted sums over N rows of the cross-entropy with and without label smoothing, in nats, as float32
     scalars.
 
@@ -133,9 +137,14 @@ def _weighted_sums_jvp(shape: _Shape, primals: tuple, tangents: tuple) -> tuple:
 
 
 def _all_chunks(
-    shape: _Shape, needed: tuple[bool, ...], x_ND: jax.Array, W_DV: jax.Array, b_V: jax.Array | None,
-    weights_N: jax.Array, targets_N: jax.Array,
-) -> _Chunk:  # fmt: skip
+    shape: _Shape,
+    needed: tuple[bool, ...],
+    x_ND: jax.Array,
+    W_DV: jax.Array,
+    b_V: jax.Array | None,
+    weights_N: jax.Array,
+    targets_N: jax.Array,
+) -> _Chunk:
     """Return losses and gradients of all rows; gradients with respect to x, W and b where `needed`."""
     N, V, C = len(x_ND), shape.n_classes, shape.n_rows
     padding, n = -V % ALIGNMENT, -(-N // C)
@@ -162,9 +171,10 @@ def _all_chunks(
         # gets its own copy of the class indices.
         classes = jnp.broadcast_to(class_V, (n, *class_V.shape))
         total, results = jax.lax.scan(
-            add_chunk, (zeros(W_DV, needed[1]), zeros(b_V, needed[2])),
+            add_chunk,
+            (zeros(W_DV, needed[1]), zeros(b_V, needed[2])),
             (in_chunks(x_ND), in_chunks(weights_N), in_chunks(targets_N), classes),
-        )  # fmt: skip
+        )
         results = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:])[:N], results)
         results = results._replace(to_W_DV=total[0], to_b_V=total[1])
     return results._replace(
@@ -174,9 +184,15 @@ def _all_chunks(
 
 
 def _chunk(
-    shape: _Shape, needed: tuple[bool, ...], W_DV: jax.Array, b_V: jax.Array | None, x_CD: jax.Array,
-    weights_C: jax.Array, targets_C: jax.Array, class_V: jax.Array,
-) -> _Chunk:  # fmt: skip
+    shape: _Shape,
+    needed: tuple[bool, ...],
+    W_DV: jax.Array,
+    b_V: jax.Array | None,
+    x_CD: jax.Array,
+    weights_C: jax.Array,
+    targets_C: jax.Array,
+    class_V: jax.Array,
+) -> _Chunk:
     """Return losses and gradients of a chunk; gradients with respect to x, W and b where `needed`.
 
     Args:

@@ -1,10 +1,10 @@
 """Losses of one example. The leading axes of logits are those of the targets: T, or none for a single class."""
 
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from jaxformer.ops.precision import accumulation_dtype, upcast
 
@@ -23,7 +23,7 @@ def negative_log_likelihood(logits_TV: jax.Array, targets_T: jax.Array) -> jax.A
     return jnp.log(jnp.sum(jnp.exp(shifted_TV), axis=-1)) - chosen_T
 
 
-def check_targets(shape: tuple[int, ...], targets_T: Any, weights_T: Any = None) -> jax.Array:
+def check_targets(shape: tuple[int, ...], targets_T: ArrayLike, weights_T: ArrayLike | None = None) -> jax.Array:
     """Return targets as an array. Raises `TypeError` for targets that are not integers, `ValueError` for targets or
     weights of another shape, which would broadcast."""
     targets_T = jnp.asarray(targets_T)
@@ -58,9 +58,13 @@ def top1_correct(logits_TV: jax.Array, targets_T: jax.Array) -> jax.Array:
 
 
 def pair_nll(
-    image_E: jax.Array, text_E: jax.Array, images_NE: jax.Array, texts_NE: jax.Array, log_scale: jax.Array,
+    image_E: jax.Array,
+    text_E: jax.Array,
+    images_NE: jax.Array,
+    texts_NE: jax.Array,
+    log_scale: jax.Array,
     counts_N: jax.Array | None = None,
-) -> jax.Array:  # fmt: skip
+) -> jax.Array:
     """Return the mean of two negative log-likelihoods in nats, a float32 scalar: of a pair's text among N given its
     image, and of its image among N given its text (Radford et al. 2021, figure 3; InfoNCE of van den Oord et al. 2018).
 

@@ -168,7 +168,7 @@ def check_mask(mask: Any, n_heads: int, n_queries: int, n_keys: int) -> None:
         raise ValueError(f"expected a mask of shape {shared} or {per_head}, got {mask.shape}{remedy}")
 
 
-def check_valid(valid_T: Any, n_tokens: int) -> None:
+def check_valid(valid_T: jax.Array, n_tokens: int) -> None:
     """Raise `TypeError` unless `valid_T` has booleans, `ValueError` unless it has one per token."""
     dtype = getattr(valid_T, "dtype", type(valid_T).__name__)
     if dtype != jnp.bool_:
@@ -178,7 +178,7 @@ def check_valid(valid_T: Any, n_tokens: int) -> None:
         raise ValueError(f"expected valid of shape {(n_tokens,)}, one per token, got {got}")
 
 
-def check_prefix(length: Any) -> None:
+def check_prefix(length: int | jax.Array) -> None:
     """Raise `TypeError` unless the length of a prefix is a whole number."""
     if np.shape(length) or not jnp.issubdtype(jnp.result_type(length), jnp.integer):
         got = f"{jnp.result_type(length)} of shape {np.shape(length)}"

@@ -1,16 +1,17 @@
 """Position encodings without parameters."""
 
 from math import pi
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from jaxformer.errors import UserError, batch_hint
 
 
-def check_positions(positions_T: Any, n_tokens: int | None = None) -> jax.Array:
+def check_positions(positions_T: ArrayLike, n_tokens: int | None = None) -> jax.Array:
     """Return positions as an array, `(T,)`.
 
     Args:

@@ -1,12 +1,12 @@
 """Dtype of sums and probabilities, independent of the compute dtype."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
 
 
-def accumulation_dtype(dtype: Any) -> Any:
+def accumulation_dtype(dtype: DTypeLike) -> np.dtype:
     """Return float32, or float64 for float64."""
     return jnp.promote_types(dtype, jnp.float32)
 

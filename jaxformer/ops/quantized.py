@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jaxformer.ops.precision import accumulation_dtype
 
@@ -32,7 +32,7 @@ class Quantized:
 
     values: jax.Array
     scale: jax.Array
-    dtype: Any = jnp.float32
+    dtype: DTypeLike = jnp.float32
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -56,7 +56,7 @@ class Quantized:
             raise ValueError(f"a quantised matrix with scales {self.scale.shape} cannot be reshaped to {values.shape}")
         return replace(self, values=values, scale=self.scale.reshape(1, -1))
 
-    def __getitem__(self, rows: Any) -> jax.Array:
+    def __getitem__(self, rows: jax.Array) -> jax.Array:
         """Return rows."""
         scale = self.scale[rows] if self.scale.shape[0] > 1 else self.scale
         return (self.values[rows] * scale).astype(self.dtype)
@@ -66,7 +66,7 @@ class Quantized:
         return jax.lax.platform_dependent(x, self.values, self.scale, cpu=_integer_matmul, default=_matmul)
 
 
-def quantize(matrix: jax.Array, summed: tuple[int, ...], dtype: Any = jnp.float32) -> Quantized:
+def quantize(matrix: jax.Array, summed: tuple[int, ...], dtype: DTypeLike = jnp.float32) -> Quantized:
     """Return the matrix rounded to int8.
 
     Args:

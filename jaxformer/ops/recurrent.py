@@ -15,7 +15,10 @@ from jaxformer.ops.masks import check_valid
 State = tuple[jax.Array, ...]
 """State between steps: `(h_D,)` for a plain cell or a GRU, `(h_D, c_D)` for an LSTM. h is also the step's output."""
 
-Step = Callable[[State, jax.Array, Any, Any], tuple[State, Any]]
+Tree = Any
+"""Pytree of arrays, or None."""
+
+Step = Callable[[State, jax.Array, Tree, Tree], tuple[State, Tree]]
 """Function of `(state, x, u, fixed)` that returns the next state and a record of the step; u is the previous output
 times each weight matrix, see `recur`."""
 
@@ -66,8 +69,8 @@ def lstm_step(state: State, x_4D: jax.Array, u_4D: jax.Array) -> State:
 
 
 def recur(
-    step: Step, state: State, x_T: jax.Array, valid_T: jax.Array | None, weights: Any, fixed: Any
-) -> tuple[State, jax.Array, Any]:
+    step: Step, state: State, x_T: jax.Array, valid_T: jax.Array | None, weights: Tree, fixed: Tree
+) -> tuple[State, jax.Array, Tree]:
     """Run a cell over a sequence.
 
     Matmuls with the previous output h are computed here and not in `step`, so that a weight's derivative is one matmul
@@ -94,21 +97,21 @@ def recur(
 
 
 def _advance(
-    step: Step, valid: jax.Array, state: State, x: jax.Array, u: Any, fixed: Any
-) -> tuple[State, tuple[jax.Array, Any]]:
+    step: Step, valid: jax.Array, state: State, x: jax.Array, u: Tree, fixed: Tree
+) -> tuple[State, tuple[jax.Array, Tree]]:
     after, record = step(state, x, u, fixed)
     after = jax.tree.map(partial(jnp.where, valid), after, state)
     return after, (after[0], record)
 
 
-def _matmul(h_D: jax.Array, weights: Any) -> Any:
+def _matmul(h_D: jax.Array, weights: Tree) -> Tree:
     """Return h times each matrix, for one step `(D,)` or all steps `(T, D)`."""
     return jax.tree.map(lambda W: jnp.tensordot(h_D, W, 1), weights)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _recur(step: Step, state: State, x_T: jax.Array, valid_T: jax.Array, weights: Any, fixed: Any) -> Any:
-    def advance(state: State, now: tuple) -> tuple[State, Any]:
+def _recur(step: Step, state: State, x_T: jax.Array, valid_T: jax.Array, weights: Tree, fixed: Tree) -> Tree:
+    def advance(state: State, now: tuple) -> tuple[State, Tree]:
         x, valid = now
         return _advance(step, valid, state, x, _matmul(state[0], weights), fixed)
 
@@ -121,7 +124,7 @@ def _recur_jvp(step: Step, primals: tuple, tangents: tuple) -> tuple:
     state, x_T, valid_T, weights, fixed = primals
     d_state, d_x_T, _, d_weights, d_fixed = tangents
 
-    def advance(state: State, now: tuple) -> tuple[State, Any]:
+    def advance(state: State, now: tuple) -> tuple[State, Tree]:
         x, valid = now
         u = _matmul(state[0], weights)
         after, out = _advance(step, valid, state, x, u, fixed)
@@ -130,7 +133,7 @@ def _recur_jvp(step: Step, primals: tuple, tangents: tuple) -> tuple:
     last, ((h_TD, record_T), state_T, u_T) = jax.lax.scan(advance, state, (x_T, valid_T))
     d_u_T = _matmul(state_T[0], d_weights)
 
-    def advance_tangent(d_state: State, now: tuple) -> tuple[State, Any]:
+    def advance_tangent(d_state: State, now: tuple) -> tuple[State, Tree]:
         state, x, u, valid, d_x, d_u = now
         d_u = jax.tree.map(jnp.add, d_u, _matmul(d_state[0], weights))
         return jax.jvp(partial(_advance, step, valid), (state, x, u, fixed), (d_state, d_x, d_u, d_fixed))[1]

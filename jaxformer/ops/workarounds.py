@@ -132,7 +132,8 @@ def batched_together(*arrays: jax.Array) -> tuple[jax.Array, ...]:
     """Return the arrays unchanged; under `vmap`, all of them are batched if any is, and so are their cotangents.
 
     cuDNN's attention in `jax.nn` raises if only some of queries, keys, values and the output's cotangent are batched,
-    as in per-example gradients, `vmap(grad)`. XLA removes the selects. Seen with jax 0.10; mended in jax 0.11.1.
+    as in per-example gradients, `vmap(grad)`. XLA removes the selects. Seen with jax 0.10; mended in
+    jax 0.11.1, so it goes when that is the oldest supported version.
     """
     return _select_by(arrays, arrays)
 

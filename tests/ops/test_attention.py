@@ -181,12 +181,6 @@ def test_checks_leave_no_trace_in_a_compiled_program() -> None:
     assert str(jax.make_jaxpr(checked)(q, k)) == str(jax.make_jaxpr(unchecked)(q, k))
 
 
-@pytest.mark.parametrize("mask", [None, CAUSAL_TT], ids=["all", "causal"])
-def test_rows_sum_to_one(mask: jax.Array | None) -> None:
-    q, k, _ = qkv(S=T)
-    assert_close(attention_weights(q, k, mask).sum(-1), np.ones((H, T)))
-
-
 @pytest.mark.slow
 def test_a_fully_masked_row_is_zero_and_passes_no_gradient() -> None:
     q, k, v = qkv(2)
@@ -255,12 +249,6 @@ def test_entropy_gradient_is_finite_through_masked_attention() -> None:
     grad = jax.grad(lambda q: row_entropy(attention_weights(q, k, mask)).sum())(q)
     assert jnp.isfinite(grad).all()
     assert grad[:, T - 1].any()
-
-
-def test_vmap_adds_a_batch() -> None:
-    q_BHTK, k_BGSK = normal(3, H, T, K), normal(3, 2, S, K)
-    batched = jax.vmap(partial(attention, scale=0.3))(q_BHTK, k_BGSK, k_BGSK)
-    assert_close(batched[1], attention(q_BHTK[1], k_BGSK[1], k_BGSK[1], scale=0.3))
 
 
 @pytest.mark.slow
