@@ -31,7 +31,7 @@ def family_of(theirs: PublishedConfig) -> Family:
     """Return the model family of a config. Raises `UserError` if it is unknown, or the checkpoint is quantised."""
     if theirs.get("quantization_config") is not None:
         raise UserError("the checkpoint is quantised, which is not supported; use the one that it was made from.")
-    model_type, architectures = theirs.get("model_type"), theirs.get("architectures")
+    model_type, architectures = str(theirs.get("model_type")), theirs.get("architectures")
     if model_type not in FAMILIES:
         known = ", ".join(FAMILIES)
         raise UserError(f"the model_type is {abbreviate(model_type)}, which is not supported; supported are {known}.")

@@ -84,9 +84,8 @@ def check_topology(topology: str, mesh: str) -> None:
     n, axes = count_devices(topology), parse_mesh(mesh)
     if not _fits(axes, n):
         devices = "chips" if compiler_of(topology) is TPU else "GPUs"
-        raise UserError(
-            f"the mesh {mesh} has {prod(axes.values())} devices, but {topology} has {n} {devices}; change --mesh."
-        )
+        problem = f"the mesh {mesh} has {prod(axes.values())} devices, but {topology} has {n} {devices}"
+        raise UserError(f"{problem}; change --mesh.")
 
 
 def rescale_mesh(mesh: str, n: int) -> str:
@@ -122,11 +121,8 @@ def topology_devices(topology: str) -> Sequence[jax.Device]:
         try:
             described = topologies.get_topology_desc("", "cuda", topology=f"1x{hosts or 1}x{n}", target_config=spec)
         except NotImplementedError as error:
-            version = jax.lib.__version__
-            raise UserError(
-                f"jaxlib {version} cannot use the installed GPU compiler; install the same version: pip install "
-                f"jax-cuda13-plugin=={version}."
-            ) from error
+            problem = f"jaxlib {jax.lib.__version__} cannot use the installed GPU compiler; install the same version"
+            raise UserError(f"{problem}: pip install jax-cuda13-plugin=={jax.lib.__version__}.") from error
         gpus: Any = described.devices
         assume_gpu(gpus[0].compute_capability)
         return gpus
@@ -134,9 +130,8 @@ def topology_devices(topology: str) -> Sequence[jax.Device]:
         devices: Sequence[jax.Device] = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
     except Exception as error:  # jax wraps the errors of libtpu in several types
         near = _nearest(generation, shape)
-        raise UserError(
-            f"the TPU compiler knows no topology {topology!r}; similar names are {', '.join(near)}."
-        ) from error
+        problem = f"the TPU compiler knows no topology {topology!r}"
+        raise UserError(f"{problem}; similar names are {', '.join(near)}.") from error
     return devices
 
 
