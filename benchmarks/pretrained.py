@@ -27,9 +27,8 @@ from jaxformer.data.dataset import Batch
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.interop.configs import read_config
 from jaxformer.interop.families import LLAMA
-from jaxformer.interop.layout import Layout, axis_sizes
 from jaxformer.interop.run import import_run, pretrained_model
-from jaxformer.interop.weights import rows
+from jaxformer.interop.weights import Layout, axis_sizes, rows
 from jaxformer.parallel.mesh import make_mesh
 from jaxformer.train.setup import TrainSetup
 from jaxformer.train.step import CompiledStep

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field, replace
 from math import sqrt
 from typing import Any, NamedTuple
 
-from jaxformer.errors import UserError
+PublishedConfig = Mapping[str, Any]
+"""Content of a published `config.json`."""
 
 REQUIRED = object()
 """Default of a field that their config must have."""
@@ -48,33 +49,17 @@ class Weight(NamedTuple):
     """Offset added to their values."""
 
 
-class Rope(NamedTuple):
-    """Defaults of RoPE fields in their configs before version 5 of transformers, see `configs.read_rope`: `rope_theta`,
-    and `rope_local_base_freq` for blocks with a window, None if all blocks share a base."""
-
-    base: float = 10_000.0
-    local_base: float | None = None
-
-
-ROPE = Rope()
-
-
-def never(theirs: Mapping[str, Any], i: int) -> bool:
-    """Return False: no block has a window."""
-    return False
-
-
-def always(theirs: Mapping[str, Any], i: int) -> bool:
+def always(theirs: PublishedConfig, i: int) -> bool:
     """Return True if there is a window, which then applies to every block."""
     return theirs.get("sliding_window") is not None
 
 
-def last_layers(theirs: Mapping[str, Any], i: int) -> bool:
+def last_layers(theirs: PublishedConfig, i: int) -> bool:
     """Return True for the blocks from `max_window_layers` on, if windows are enabled."""
     return bool(theirs.get("use_sliding_window")) and i >= theirs.get("max_window_layers", 28)
 
 
-def all_but_every_sixth(theirs: Mapping[str, Any], i: int) -> bool:
+def all_but_every_sixth(theirs: PublishedConfig, i: int) -> bool:
     """Return False for every sixth block, or with another period from their config."""
     return bool((i + 1) % theirs.get("sliding_window_pattern", 6))
 
@@ -94,22 +79,28 @@ class Family:
     """Values of our fields that all models of the family share."""
     required: Mapping[str, Any] = field(default_factory=dict)
     """Values that their fields must have if present; another value would change the computation."""
-    rope: Rope | None = ROPE
-    """Defaults of their RoPE fields; None for models without RoPE."""
-    has_window: Callable[[Mapping[str, Any], int], bool] = never
-    """Function that returns True for a block, by index, that attends within `sliding_window`; for configs without
-    `layer_types`."""
+    rope_base: float | None = 10_000.0
+    """Default of `rope_theta`; None for models without RoPE."""
+    local_rope_base: float | None = None
+    """Default of `rope_local_base_freq`, the base of blocks with a window; None if all blocks share a base."""
+    has_window: Callable[[PublishedConfig, int], bool] | None = None
+    """Function that returns True for a block, by index, that attends within `sliding_window`, for configs without
+    `layer_types`; None for families without windows."""
     prefix: str = "model."
     """Prefix of tensor names, absent if the model was saved without its head."""
     ignored: tuple[str, ...] = (r"rotary_emb\.inv_freq$",)
     """Patterns for names of tensors that are not parameters."""
 
 
-def only_layer(widths: tuple[int, ...]) -> int:
-    """Return the width of an MLP's only hidden layer. Raises `UserError` if there are several."""
-    if len(widths) != 1:
-        raise UserError(f"d_ff {widths} has {len(widths)} hidden layers, which no published family has; use one.")
-    return widths[0]
+def to_widths(width: int) -> tuple[int, ...]:
+    """Return the widths of an MLP with one hidden layer."""
+    return (width,)
+
+
+def only_width(widths: tuple[int, ...]) -> int:
+    """Return the width of an MLP's only hidden layer."""
+    (width,) = widths
+    return width
 
 
 def with_defaults(fields: tuple[Field, ...], **defaults: Any) -> tuple[Field, ...]:
@@ -127,15 +118,13 @@ LLAMA_FIELDS = (
     Field("n_heads", "num_attention_heads"),
     Field("n_kv_heads", "num_key_value_heads", None),
     Field("head_dim", "head_dim", None),
-    Field("d_ff", "intermediate_size", read=lambda width: (width,), write=only_layer),
+    Field("d_ff", "intermediate_size", read=to_widths, write=only_width),
     Field("activation", "hidden_act", "silu", {"silu": "swiglu"}),
     Field("norm_eps", "rms_norm_eps", 1e-6),
     Field("unembedding", "tie_word_embeddings", False, TIED),
     Field("embedding_std", "initializer_range", 0.02),
 )
-LLAMA_CONSTANTS = {
-    "output_projection": True, "norm": "rmsnorm", "final_norm": True, "positions": "rope", "bias": False,
-}  # fmt: skip
+LLAMA_CONSTANTS = {"output_projection": True, "norm": "rmsnorm", "final_norm": True, "positions": "rope", "bias": False}
 
 LLAMA_ENDS = (
     Weight("embedding.W_E", "model.embed_tokens.weight", "V D -> V D"),
@@ -161,29 +150,47 @@ LLAMA_MLP = (
 )
 
 LLAMA = Family(
-    "llama", "LlamaForCausalLM", fields=(*LLAMA_FIELDS, Field("attention_bias", "attention_bias", False)),
-    weights=(*LLAMA_ENDS, *LLAMA_ATTENTION, *LLAMA_MLP), constants=LLAMA_CONSTANTS, required={"mlp_bias": False},
-)  # fmt: skip
+    "llama",
+    "LlamaForCausalLM",
+    fields=(*LLAMA_FIELDS, Field("attention_bias", "attention_bias", False)),
+    weights=(*LLAMA_ENDS, *LLAMA_ATTENTION, *LLAMA_MLP),
+    constants=LLAMA_CONSTANTS,
+    required={"mlp_bias": False},
+)
 
 MISTRAL = replace(
-    LLAMA, model_type="mistral", architecture="MistralForCausalLM",
-    fields=with_defaults(LLAMA_FIELDS, max_context=131_072), required={}, has_window=always,
-)  # fmt: skip
+    LLAMA,
+    model_type="mistral",
+    architecture="MistralForCausalLM",
+    fields=with_defaults(LLAMA_FIELDS, max_context=131_072),
+    required={},
+    has_window=always,
+)
 
 QWEN2 = replace(
-    LLAMA, model_type="qwen2", architecture="Qwen2ForCausalLM", fields=with_defaults(LLAMA_FIELDS, max_context=32_768),
-    constants={**LLAMA_CONSTANTS, "attention_bias": True, "output_bias": False}, required={}, has_window=last_layers,
-)  # fmt: skip
+    LLAMA,
+    model_type="qwen2",
+    architecture="Qwen2ForCausalLM",
+    fields=with_defaults(LLAMA_FIELDS, max_context=32_768),
+    constants={**LLAMA_CONSTANTS, "attention_bias": True, "output_bias": False},
+    required={},
+    has_window=last_layers,
+)
 
 QK_NORM = (
     Weight("blocks_{i}.attention.gamma_Q", "model.layers.{i}.self_attn.q_norm.weight", "K -> K"),
     Weight("blocks_{i}.attention.gamma_K", "model.layers.{i}.self_attn.k_norm.weight", "K -> K"),
 )
 QWEN3 = replace(
-    LLAMA, model_type="qwen3", architecture="Qwen3ForCausalLM",
-    fields=with_defaults(LLAMA.fields, head_dim=128, max_context=32_768), weights=(*LLAMA.weights, *QK_NORM),
-    constants={**LLAMA_CONSTANTS, "qk_norm": True}, required={}, has_window=last_layers,
-)  # fmt: skip
+    LLAMA,
+    model_type="qwen3",
+    architecture="Qwen3ForCausalLM",
+    fields=with_defaults(LLAMA.fields, head_dim=128, max_context=32_768),
+    weights=(*LLAMA.weights, *QK_NORM),
+    constants={**LLAMA_CONSTANTS, "qk_norm": True},
+    required={},
+    has_window=last_layers,
+)
 
 GPT2 = Family(
     "gpt2",
@@ -194,9 +201,11 @@ GPT2 = Family(
         Field("d_model", "n_embd"),
         Field("n_blocks", "n_layer"),
         Field("n_heads", "n_head"),
-        Field("d_ff", "n_inner", lambda theirs: 4 * theirs["n_embd"], read=lambda n: (n,), write=only_layer),
+        Field("d_ff", "n_inner", lambda theirs: 4 * theirs["n_embd"], read=to_widths, write=only_width),
         Field(
-            "activation", "activation_function", "gelu_new",
+            "activation",
+            "activation_function",
+            "gelu_new",
             {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_exact", "relu": "relu"},
         ),
         Field("norm_eps", "layer_norm_epsilon", 1e-5),
@@ -227,16 +236,18 @@ GPT2 = Family(
         Weight("W_out", "lm_head.weight", "V D -> D V"),
     ),
     constants={
-        "output_projection": True, "norm": "layernorm", "final_norm": True, "positions": "learned", "bias": True,
+        "output_projection": True,
+        "norm": "layernorm",
+        "final_norm": True,
+        "positions": "learned",
+        "bias": True,
         "attention_bias": True,
     },
-    required={
-        "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False,
-    },
-    rope=None,
+    required={"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
+    rope_base=None,
     prefix="transformer.",
     ignored=(r"attn\.(masked_)?bias$",),
-)  # fmt: skip
+)
 
 GEMMA3 = Family(
     "gemma3_text",
@@ -244,7 +255,9 @@ GEMMA3 = Family(
     fields=(
         *with_defaults(
             tuple(row for row in LLAMA_FIELDS if row.ours != "activation"),
-            max_context=131_072, head_dim=256, unembedding=True,
+            max_context=131_072,
+            head_dim=256,
+            unembedding=True,
         ),
         Field("activation", "hidden_activation", "gelu_pytorch_tanh", {"gelu_pytorch_tanh": "geglu"}),
         Field("attention_bias", "attention_bias", False),
@@ -270,9 +283,10 @@ GEMMA3 = Family(
     ),
     constants={**LLAMA_CONSTANTS, "norm_placement": "both", "qk_norm": True},
     required={"attn_logit_softcapping": None, "use_bidirectional_attention": False},
-    rope=Rope(1e6, 1e4),
+    rope_base=1e6,
+    local_rope_base=1e4,
     has_window=all_but_every_sixth,
-)  # fmt: skip
+)
 
 MIXTRAL = replace(
     LLAMA,
@@ -295,7 +309,7 @@ MIXTRAL = replace(
     ),
     constants={**LLAMA_CONSTANTS, "renormalize_experts": True},
     required={},
-    rope=Rope(1e6),
+    rope_base=1e6,
     has_window=always,
 )
 

@@ -7,38 +7,46 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import closing
 from math import pi
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
+from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError, abbreviate, import_extra
 from jaxformer.interop.formats import Dtype
+from jaxformer.interop.huggingface import publish, special_tokens
 from jaxformer.interop.output import cast, complete_path
-from jaxformer.interop.publish import Published, SpecialTokens, publish, special_tokens
 from jaxformer.runs.run import Run
 
 ARCHITECTURES = {"llama": ("llama", True), "qwen3": ("qwen3", False)}
 """llama.cpp's architecture by `model_type`, and True if its RoPE rotates adjacent features (2i, 2i + 1), so that rows
 of the query and key projections must be permuted; others rotate features i and i + K/2, as published folders do."""
 DTYPES: Mapping[Dtype, str] = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-FILE_TYPES: Mapping[Dtype, str] = {"float32": "ALL_F32", "float16": "MOSTLY_F16", "bfloat16": "MOSTLY_BF16"}
-"""Names of tensor dtypes, and of file types, in the `gguf` package."""
+"""Names of dtypes in the `gguf` package."""
 CONFIG_FIELDS = {
-    "vocab_size": "vocab_size", "context_length": "max_position_embeddings", "embedding_length": "hidden_size",
-    "block_count": "num_hidden_layers", "feed_forward_length": "intermediate_size", "head_count": "num_attention_heads",
-    "head_count_kv": "num_key_value_heads", "key_length": "head_dim", "value_length": "head_dim",
-    "rope_dimension_count": "head_dim", "layer_norm_rms_eps": "rms_norm_eps",
-}  # fmt: skip
+    "vocab_size": "vocab_size",
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "head_count": "num_attention_heads",
+    "head_count_kv": "num_key_value_heads",
+    "key_length": "head_dim",
+    "value_length": "head_dim",
+    "rope_dimension_count": "head_dim",
+    "layer_norm_rms_eps": "rms_norm_eps",
+}
 """Fields of a published config by their names in the `gguf` package."""
 ROTATED = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
 """Projections whose outputs RoPE rotates, and the fields with their numbers of heads."""
 
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _OTHERS = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-Splits = tuple[tuple[str, Any], ...]
+Splits = tuple[tuple[str, object], ...]
 PRE_TYPES: Mapping[tuple[Splits, bool], str] = {
     ((("ByteLevel", True),), False): "gpt-2",
     ((("Digits", True), ("ByteLevel", True)), False): "smollm",
@@ -50,43 +58,28 @@ is the regular expression of Radford et al. 2019."""
 
 
 def export_gguf(run: Run, file: Path, dtype: Dtype = "float32") -> None:
-    """Write a run to a new GGUF file. Raises `UserError` if the file exists, gguf is not installed, or llama.cpp has no
-    equivalent for a part of the model or of its tokenizer."""
-    published = publish(run)
-    _, tokenizer = run.text_model()
-    content, special = json.loads(tokenizer.as_json()), special_tokens(tokenizer)
-    with complete_path(file) as scratch:
-        write_gguf(scratch, run.config.name, published, content, special, dtype, tokenizer.config.get("chat_template"))
-
-
-def write_gguf(
-    file: Path, name: str, published: Published, tokenizer: Mapping[str, Any], special: SpecialTokens, dtype: Dtype,
-    chat_template: Any = None,
-) -> None:  # fmt: skip
-    """Write a model in the layout of a published folder as one file, with the content of its `tokenizer.json`. `dtype`
-    applies to matrices; vectors stay in float32, as llama.cpp requires. The chat template, Jinja text, is used by
-    llama.cpp to render conversations; other values are left out. Raises `UserError` if gguf is not installed, or
-    llama.cpp has no equivalent for the model or its tokenizer."""
+    """Write a run to a new GGUF file. `dtype` applies to matrices; vectors stay in float32, as llama.cpp requires.
+    Raises `UserError` if the file exists, gguf is not installed, or llama.cpp has no equivalent for a part of the model
+    or of its tokenizer."""
     gguf = import_extra("gguf", "--format gguf")
+    published = publish(run)
     theirs = published.config
+    _, tokenizer = run.text_model()
     if (model_type := theirs["model_type"]) not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
-        raise UserError(
-            f"the model is of the family {model_type}, which cannot be exported to GGUF; supported are {known}."
-        )
+        raise UserError(f"the family {model_type} cannot be exported to GGUF; supported are {known}.")
     for part, field in {"attention windows": "sliding_window", "biases of attention": "attention_bias"}.items():
         if theirs.get(field):
             raise UserError(f"the model has {part}, which cannot be exported to GGUF; use --format hf.")
     architecture, adjacent = ARCHITECTURES[model_type]
-    writer = gguf.GGUFWriter(file, architecture)
-    try:
-        writer.add_name(name)
-        writer.add_file_type(gguf.LlamaFileType[FILE_TYPES[dtype]])
+    with complete_path(file) as scratch, closing(gguf.GGUFWriter(scratch, architecture)) as writer:
+        writer.add_name(run.config.name)
+        writer.add_file_type(gguf.LlamaFileType[f"{'ALL' if dtype == 'float32' else 'MOSTLY'}_{DTYPES[dtype]}"])
         for added, field in CONFIG_FIELDS.items():
             getattr(writer, f"add_{added}")(theirs[field])
         writer.add_rope_freq_base(theirs["rope_parameters"]["rope_theta"])
-        _add_tokenizer(gguf, writer, tokenizer, theirs["vocab_size"], special)
-        if isinstance(chat_template, str):  # without one, llama.cpp would use ChatML
+        _add_tokenizer(gguf, writer, tokenizer, theirs["vocab_size"])
+        if isinstance(chat_template := tokenizer.config.get("chat_template"), str):  # llama.cpp's default is ChatML
             writer.add_chat_template(chat_template)
         kind = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == architecture)
         names = gguf.get_tensor_name_map(kind, theirs["num_hidden_layers"])
@@ -94,13 +87,21 @@ def write_gguf(
             part = their_name.split(".")[-2]
             if adjacent and part in ROTATED:
                 tensor = pairs_adjacent(tensor, int(theirs[ROTATED[part]]))
-            _add_tensor(gguf, writer, names.get_name(their_name, try_suffixes=(".weight", ".bias")), tensor, dtype)
-        _add_rope_scaling(gguf, writer, theirs)
+            name, kept = names.get_name(their_name, try_suffixes=(".weight", ".bias")), dtype
+            if tensor.ndim == 1:
+                kept = "float32"
+            array = cast(name, tensor, kept)
+            as_bytes = array.view(np.uint8) if kept == "bfloat16" else array  # as the package writes bfloat16
+            writer.add_tensor(name, as_bytes, raw_dtype=gguf.GGMLQuantizationType[DTYPES[kept]])
+        scaling = theirs["rope_parameters"]
+        if scaling["rope_type"] == "linear":
+            writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+            writer.add_rope_scaling_factor(scaling["factor"])
+        elif scaling["rope_type"] == "llama3":
+            writer.add_tensor("rope_freqs.weight", llama3_divisors(scaling, theirs["head_dim"]))
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
-    finally:
-        writer.close()
 
 
 def pairs_adjacent(tensor: np.ndarray, n_heads: int) -> np.ndarray:
@@ -108,23 +109,7 @@ def pairs_adjacent(tensor: np.ndarray, n_heads: int) -> np.ndarray:
     return tensor.reshape(n_heads, 2, -1, *tensor.shape[1:]).swapaxes(1, 2).reshape(tensor.shape)
 
 
-def _add_tensor(gguf: Any, writer: Any, name: str, tensor: np.ndarray, dtype: Dtype) -> None:
-    array = cast(name, tensor, dtype if tensor.ndim > 1 else "float32")
-    is_bfloat16 = array.dtype == jnp.bfloat16  # the package writes bfloat16 as bytes
-    raw_dtype = gguf.GGMLQuantizationType[DTYPES[dtype if tensor.ndim > 1 else "float32"]]
-    writer.add_tensor(name, array.view(np.uint8) if is_bfloat16 else array, raw_dtype=raw_dtype)
-
-
-def _add_rope_scaling(gguf: Any, writer: Any, theirs: Mapping[str, Any]) -> None:
-    scaling = theirs["rope_parameters"]
-    if scaling["rope_type"] == "linear":
-        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
-        writer.add_rope_scaling_factor(scaling["factor"])
-    elif scaling["rope_type"] == "llama3":
-        writer.add_tensor("rope_freqs.weight", llama3_divisors(scaling, theirs["head_dim"]))
-
-
-def llama3_divisors(scaling: Mapping[str, Any], head_dim: int) -> np.ndarray:
+def llama3_divisors(scaling: Mapping[str, float], head_dim: int) -> np.ndarray:
     """Return the divisor of each RoPE frequency in Llama 3.1's scaling, `(K/2,)` float32; `scaling` is
     `rope_parameters` of the published config."""
     half = head_dim // 2
@@ -135,23 +120,22 @@ def llama3_divisors(scaling: Mapping[str, Any], head_dim: int) -> np.ndarray:
     return (1 / ((1 - undivided) / scaling["factor"] + undivided)).astype(np.float32)
 
 
-def _add_tokenizer(
-    gguf: Any, writer: Any, tokenizer: Mapping[str, Any], vocab_size: int, special: SpecialTokens
-) -> None:
+def _add_tokenizer(gguf: ModuleType, writer: Any, tokenizer: Tokenizer, vocab_size: int) -> None:
     """Add tokens, merges and special tokens, and unused tokens for further rows of the embedding. Raises `UserError` if
     llama.cpp does not know the tokenizer."""
-    model = tokenizer["model"]
+    content, special = json.loads(tokenizer.as_json()), special_tokens(tokenizer)
+    model = content["model"]
     if model["type"] != "BPE":
         raise UserError(f"the tokenizer is a {model['type']} model, which cannot be exported to GGUF; only BPE can.")
     tokens = [f"[PAD{i}]" for i in range(vocab_size)]
     types = [gguf.TokenType.UNUSED] * vocab_size
     for token, index in model["vocab"].items():
         tokens[index], types[index] = token, gguf.TokenType.NORMAL
-    for added in tokenizer["added_tokens"]:
+    for added in content["added_tokens"]:
         kind = gguf.TokenType.CONTROL if added["special"] else gguf.TokenType.USER_DEFINED
         tokens[added["id"]], types[added["id"]] = added["content"], kind
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(pre_type(tokenizer))
+    writer.add_tokenizer_pre(pre_type(content))
     writer.add_token_list(tokens)
     writer.add_token_types(types)
     writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]])
@@ -164,21 +148,18 @@ def pre_type(tokenizer: Mapping[str, Any]) -> str:
     """Return llama.cpp's name of a tokenizer's pre-tokenizer, given the content of `tokenizer.json`. Raises `UserError`
     if llama.cpp has none with the same splits."""
     if (normalizer := tokenizer.get("normalizer")) not in (None, {"type": "NFC"}):  # llama.cpp reads Qwen without NFC
-        remedy = "export it with --format hf"
-        raise UserError(f"the tokenizer changes text by {abbreviate(normalizer)}, which llama.cpp does not; {remedy}.")
+        problem = f"the tokenizer changes text by {abbreviate(normalizer)}, which llama.cpp does not"
+        raise UserError(f"{problem}; export it with --format hf.")
     pre = tokenizer["pre_tokenizer"] or {"type": "none"}
     parts = pre["pretokenizers"] if pre["type"] == "Sequence" else [pre]
     key = tuple(map(_split, parts)), bool(tokenizer["model"].get("ignore_merges"))
     if key not in PRE_TYPES or any(part.get("add_prefix_space") for part in parts):
-        known = ", ".join(PRE_TYPES.values())
-        raise UserError(
-            f"the tokenizer splits text by {abbreviate(parts)}, of which llama.cpp has no equivalent among {known}; "
-            "export it with --format hf."
-        )
+        problem = f"the tokenizer splits text by {abbreviate(parts)}, which has no equivalent among llama.cpp's"
+        raise UserError(f"{problem} {', '.join(PRE_TYPES.values())}; export it with --format hf.")
     return PRE_TYPES[key]
 
 
-def _split(part: Mapping[str, Any]) -> tuple[str, Any]:
+def _split(part: Mapping[str, Any]) -> tuple[str, object]:
     """Return the type of a pre-tokenizer and the setting that determines its splits."""
     kind = part["type"]
     settings = {"ByteLevel": "use_regex", "Digits": "individual_digits"}

@@ -1,16 +1,173 @@
-"""Export of a run to a folder that transformers, vLLM and other libraries read."""
+"""Export of a run to a folder that transformers, vLLM and other libraries read, by the tables of `families`."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from collections import defaultdict
+from collections.abc import Collection, Iterator
+from math import isclose
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from jaxformer.data.tokenizer import END_IDS
+import jax
+import numpy as np
+from flax.traverse_util import flatten_dict
+
+from jaxformer.data.tokenizer import END_IDS, Tokenizer
+from jaxformer.errors import UserError, command, missing_extras
+from jaxformer.interop.configs import ROPE_FIELDS, read_config, write_config
+from jaxformer.interop.families import FAMILIES, Family, Weight, always
 from jaxformer.interop.formats import Dtype
 from jaxformer.interop.output import cast, complete_path, save_safetensors
-from jaxformer.interop.publish import publish, special_tokens
+from jaxformer.interop.weights import Layout, axis_sizes, rows
+from jaxformer.models.decoder import DecoderConfig
+from jaxformer.models.objective import Params
+from jaxformer.models.rungs import RungDecoderConfig, as_rung
+from jaxformer.nn.norms import NORMS, epsilon
 from jaxformer.runs.run import TOKENIZER, Run
+
+TRAINING_FIELDS = {
+    *("context_length", "embedding_std", "projection_std", "unembedding_std"),
+    *("dropout", "capacity_factor", "balance_weight", "router_z_weight"),
+}
+"""Fields that do not affect the outputs of a trained model."""
+ROPE = {"rope_base", *(ours for fields in ROPE_FIELDS.values() for ours in fields)}
+"""Fields of RoPE."""
+
+
+class Published(NamedTuple):
+    """A model in the layout of a published family: the content of its `config.json`, its maximum sequence length in
+    tokens, and the names and float32 arrays of its tensors, one at a time."""
+
+    config: dict[str, Any]
+    n_positions: int
+    tensors: Iterator[tuple[str, np.ndarray]]
+
+
+def publish(run: Run) -> Published:
+    """Return a run's model in the layout of the first family with an equivalent for each part. If there is none, raises
+    `UserError` with the parts that the nearest family lacks."""
+    model = run.config.model
+    if not isinstance(model, DecoderConfig):
+        problem = f"{run.path} holds a {type(run.model).__name__}, but published families are decoders"
+        raise UserError(f"{problem}; use --format safetensors.")
+    config = resolved(model)
+    if own := [f.name for f in dataclasses.fields(model) if not hasattr(config, f.name)]:
+        raise UserError(f"{run.path} has {own[0]}, which no published family has; use --format safetensors.")
+    lacking = {name: unmatched(config, family) for name, family in FAMILIES.items()}
+    nearest = min(lacking, key=lambda name: len(lacking[name]))  # the first of equals
+    if lacking[nearest]:
+        parts = [f"{name} {value!r}" for name, value in lacking[nearest].items()]
+        extra = missing_extras("safetensors")
+        install = f" (install it with pip install 'jaxformer[{extra}]')" if extra else ""
+        raise UserError(
+            f"{' and '.join(parts)} {'have' if parts[1:] else 'has'} no equivalent in {nearest}, the nearest of the "
+            f"published families {', '.join(FAMILIES)}; use --format safetensors{install}, or train one of these, "
+            f"such as {command('train')} --config quick:llama."
+        )
+    family = FAMILIES[nearest]
+    return Published(write_config(config, family), config.n_positions, published_tensors(run.params, config, family))
+
+
+def resolved(model: DecoderConfig) -> RungDecoderConfig:
+    """Return a config with default fields of None replaced by their values, which published configs state."""
+    config = as_rung(model)
+    renormalize = config.experts_per_token > 1 if config.renormalize_experts is None else config.renormalize_experts
+    return dataclasses.replace(
+        config,
+        n_kv_heads=config.kv_heads,
+        head_dim=config.width_of_head,
+        value_dim=None if config.width_of_values == config.width_of_head else config.value_dim,
+        max_context=config.n_positions,
+        norm_eps=epsilon(config.norm, config.norm_eps) if config.norm in NORMS else config.norm_eps,
+        output_bias=config.attention_bias if config.output_bias is None else config.output_bias,
+        score_scale=config.scale,
+        scaled=True,
+        renormalize_experts=None if config.n_experts is None else renormalize,
+    )
+
+
+def unmatched(config: RungDecoderConfig, family: Family) -> dict[str, Any]:
+    """Return the fields of a config, with their values, for which a family has no equivalent."""
+    defaults = {f.name: f.default for f in dataclasses.fields(config)}
+    fixed = {
+        **defaults,
+        "n_kv_heads": config.n_heads,
+        "head_dim": config.d_model / config.n_heads,
+        "output_bias": config.attention_bias,
+        "score_scale": config.width_of_head**-0.5,
+        **family.constants,
+    }
+    expected: dict[str, Collection[object]] = {name: (value,) for name, value in fixed.items()}
+    for field in family.fields:
+        expected[field.ours] = (getattr(config, field.ours),) if field.values is None else field.values.values()
+    if len(config.d_ff) != 1:
+        expected["d_ff"] = ()
+    ignored = TRAINING_FIELDS | converted_fields(config, family)
+    lacking = {name for name in defaults if name not in ignored and getattr(config, name) not in expected[name]}
+    if not lacking:  # conversions that combine several fields may still differ
+        again = resolved(read_config(write_config(config, family), config.context_length))
+        for name in defaults.keys() - TRAINING_FIELDS:
+            ours, back = getattr(config, name), getattr(again, name)
+            are_floats = isinstance(ours, float) and isinstance(back, float)
+            if not (isclose(ours, back, rel_tol=1e-12) if are_floats else ours == back):  # a conversion may round
+                lacking.add(name)
+    return {name: getattr(config, name) for name in defaults if name in lacking}
+
+
+def converted_fields(config: DecoderConfig, family: Family) -> set[str]:
+    """Return the fields of RoPE and windows that a family has an equivalent for, in a form other than a row."""
+    fields = set(ROPE) if family.rope_base is not None or config.positions != "rope" else set()
+    if family.local_rope_base is not None:
+        fields.add("local_rope_base")
+    if family.has_window is not None:
+        fields |= {"window"} if family.has_window is always else {"window", "global_blocks"}
+    return fields
+
+
+def published_tensors(params: Params, config: DecoderConfig, family: Family) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield the names and tensors of a family, in float32, one at a time; `config` must have no `unmatched` field."""
+    leaves, sizes = flatten_dict(params, sep="."), axis_sizes(config)
+    paths: dict[str, list[tuple[Weight, str, int]]] = defaultdict(list)
+    for path, (weight, names) in rows(family, config).items():
+        for expert, name in enumerate(names):
+            if path in leaves:
+                paths[name].append((weight, path, expert))
+    assert {path for group in paths.values() for _, path, _ in group} == leaves.keys()
+    for name, group in paths.items():
+        arrays = []
+        for weight, path, expert in sorted(group, key=lambda row: row[0].part or 0):
+            leaf = leaves[path][expert] if "{e}" in weight.theirs else leaves[path]
+            arrays.append(np.asarray(jax.device_get(leaf)).astype(np.float32) - np.float32(weight.offset))
+        yield name, Layout.parse(group[0][0].layout, sizes).to_theirs(arrays)
+
+
+@dataclasses.dataclass(frozen=True)
+class SpecialTokens:
+    """Special tokens, by their names in other libraries' configs."""
+
+    bos: int
+    """Id of the token that the tokenizer puts before each text; if there is none, of end-of-text, which precedes each
+    document in training."""
+    eos: tuple[int, ...]
+    """Ids of the tokens that end a text, end-of-text first."""
+    adds_bos: bool
+    """True if the tokenizer puts `bos` before each text."""
+    bos_text: str
+    """Text of `bos`."""
+    eos_text: str
+    """Text of end-of-text."""
+
+
+def special_tokens(tokenizer: Tokenizer) -> SpecialTokens:
+    """Return the special tokens of a tokenizer."""
+    added = {token["id"]: token["content"] for token in json.loads(tokenizer.as_json())["added_tokens"]}
+    named, begin = tokenizer.special_tokens, tokenizer.begin_of_text
+    bos, bos_text = tokenizer.end_of_text, named["eos_token"]
+    if begin is not None:
+        bos, bos_text = begin, added.get(begin) or named["bos_token"]
+    return SpecialTokens(bos, tokenizer.ends_of_text, begin is not None, bos_text, named["eos_token"])
 
 
 def export_huggingface(run: Run, folder: Path, dtype: Dtype = "float32") -> None:
@@ -29,11 +186,16 @@ def export_huggingface(run: Run, folder: Path, dtype: Dtype = "float32") -> None
         _write_json(scratch / "config.json", published.config | ids | {"dtype": dtype, "torch_dtype": dtype})
         _write_json(scratch / "generation_config.json", ids | {"pad_token_id": special.eos[0]})
         tokenizer.save(scratch / TOKENIZER)
-        _write_json(scratch / "tokenizer_config.json", {
-            "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": special.bos_text, "eos_token": special.eos_text,
-            "pad_token": special.eos_text, "model_max_length": published.n_positions,
-            "clean_up_tokenization_spaces": False, **own,
-        })  # fmt: skip
+        tokenizer_config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": special.bos_text,
+            "eos_token": special.eos_text,
+            "pad_token": special.eos_text,
+            "model_max_length": published.n_positions,
+            "clean_up_tokenization_spaces": False,
+            **own,
+        }
+        _write_json(scratch / "tokenizer_config.json", tokenizer_config)
 
 
 def _write_json(file: Path, value: dict[str, Any]) -> None:

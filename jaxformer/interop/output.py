@@ -7,7 +7,6 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,29 +21,21 @@ from jaxformer.models.objective import Params
 @contextmanager
 def complete_path(target: Path) -> Iterator[Path]:
     """Yield a temporary path for a new file or folder, which is renamed to `target` if the body succeeds. Raises
-    `UserError` if the target exists or is not a valid name, or cannot be written."""
+    `UserError` if the target exists or cannot be written."""
     _check_new(target)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        folder = tempfile.TemporaryDirectory(prefix=".new-", dir=target.parent)
-    except OSError as error:
-        reason = error.strerror or error
-        raise UserError(f"{target} cannot be written: {target.parent}: {reason}; choose another --out.") from error
-    with folder as scratch:
-        path = Path(scratch) / target.name
-        try:
+        with tempfile.TemporaryDirectory(prefix=".new-", dir=target.parent) as scratch:
+            path = Path(scratch) / target.name
             yield path
-        except OSError as error:
-            reason = error.strerror or error
-            remedy = "free some space, or choose another --out"
-            raise UserError(f"{target} cannot be written: {reason}; {remedy}.") from error
-        _check_new(target)  # the rename would replace an empty folder that another process has created meanwhile
-        path.rename(target)
+            _check_new(target)  # the rename would replace an empty folder that another process has created meanwhile
+            path.rename(target)
+    except OSError as error:
+        remedy = "free some space, or choose another --out"
+        raise UserError(f"{target} cannot be written: {error.strerror or error}; {remedy}.") from error
 
 
 def _check_new(target: Path) -> None:
-    if target.name == "..":
-        raise UserError(f"{target} is not a valid name of a new file or folder; choose another --out.")
     if target.exists() or target.is_symlink():
         raise UserError(f"{target} exists, and an export overwrites nothing; remove it, or choose another --out.")
 
@@ -55,17 +46,15 @@ def flat_params(params: Params, dtype: Dtype) -> dict[str, np.ndarray]:
     return {name: cast(name, leaf, dtype) for name, leaf in flatten_dict(params, sep=".").items()}
 
 
-def cast(name: str, array: Any, dtype: Dtype) -> np.ndarray:
+def cast(name: str, array: jax.typing.ArrayLike, dtype: Dtype) -> np.ndarray:
     """Return an array as a contiguous NumPy array of a dtype. Raises `UserError` with the tensor's name if a value
     exceeds the dtype's range."""
     array = np.asarray(jax.device_get(array))
     with np.errstate(over="ignore"):  # reported below, by name
         converted = np.ascontiguousarray(array.astype(jnp.dtype(dtype)))
     if dtype == "float16" and not np.isfinite(converted).all() and np.isfinite(array).all():
-        remedy = "use --dtype bfloat16"
-        raise UserError(
-            f"{name} has values up to {np.abs(array).max():.3g}, above float16's maximum of 65504; {remedy}."
-        )
+        largest = np.abs(array).max()
+        raise UserError(f"{name} has values up to {largest:.3g}, but float16 ends at 65504; use --dtype bfloat16.")
     return converted
 
 

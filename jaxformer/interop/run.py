@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 from flax.traverse_util import flatten_dict, unflatten_dict
@@ -12,7 +12,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxformer.config import Config, OptimizerConfig, TrainConfig
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.data.windows import TextConfig
-from jaxformer.errors import UserError, abbreviate, parse_json
+from jaxformer.errors import UserError, parse_json
 from jaxformer.interop.configs import family_of, read_config
 from jaxformer.interop.folder import GENERATION, PICKLED, ModelFolder, read_object
 from jaxformer.interop.weights import Source, find_sources, load_params, stored_dtype
@@ -29,7 +29,7 @@ def load_published_tokenizer(folder: ModelFolder, config: DecoderConfig) -> Toke
     `UserError` if there is no tokenizer, or it has other tokens that the model has no embedding for."""
     file = folder.path / TOKENIZER
     if not file.exists():
-        remedy = "add the published one, or write it with save_pretrained of transformers' AutoTokenizer"
+        remedy = "write it with save_pretrained of transformers' AutoTokenizer"
         raise UserError(f"{folder.path} has no {TOKENIZER}; {remedy}.")
     tokenizer = Tokenizer.load(file, eos_token_ids(folder))
     if tokenizer.vocab_size > config.vocab_size:  # such as the image token of Gemma 3's text-only models
@@ -47,8 +47,8 @@ def eos_token_ids(folder: ModelFolder) -> tuple[int, ...]:
     named = read_object(generation).get("eos_token_id") if generation.exists() else None
     named = folder.config.get("eos_token_id") if named is None else named
     ids = [] if named is None else named if isinstance(named, list) else [named]
-    if not all(type(token) is int and token >= 0 for token in ids):
-        raise UserError(f"the eos_token_id of {folder.path} is {abbreviate(named)}; it must be an id or a list of ids.")
+    if not all(type(token) is int for token in ids):  # True would be read as token 1
+        raise UserError(f"the eos_token_id of {folder.path} is {named!r}; it must be an id or a list of ids.")
     return tuple(ids)
 
 
@@ -63,7 +63,7 @@ def import_run(
         raise UserError(f"{run} exists; choose another --run.")
     check_writable_parent(run)
     folder, model, tokenizer, abstract, sources = _open(source, context_length)
-    structs: dict[str, Any] = flatten_dict(abstract, sep=".")
+    structs: dict[str, jax.ShapeDtypeStruct] = flatten_dict(abstract, sep=".")
     for path, struct in structs.items():
         stored = stored_dtype(folder, sources[path]) if dtype == "auto" else dtype
         structs[path] = jax.ShapeDtypeStruct(struct.shape, stored)

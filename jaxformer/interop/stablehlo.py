@@ -22,10 +22,14 @@ from jaxformer.contract import Task, contract_of
 from jaxformer.errors import UserError, import_extra
 from jaxformer.interop.formats import Dtype
 from jaxformer.interop.output import complete_path, copy_files, flat_params
+from jaxformer.models.objective import Params
 from jaxformer.ops.masks import EMPTY
 from jaxformer.runs.run import CLASSES, TOKENIZER, Run
 
 PLATFORMS = ("cpu", "cuda", "tpu")
+Weights = Mapping[str, jax.Array]
+"""Parameters by path."""
+LogitsAndCache = tuple[jax.Array, list[jax.Array]]
 WEIGHTS, SIGNATURE, README = "weights.npz", "signature.json", "README.md"
 
 
@@ -68,12 +72,19 @@ def export_stablehlo(run: Run, folder: Path, dtype: Dtype = "float32", n_slots: 
         np.savez(scratch / WEIGHTS, **weights)  # type: ignore[arg-type]  # no weight is named allow_pickle
         copy_files(run.path, scratch, TOKENIZER, CLASSES)
         description = {
-            "format": "jax.export", "jax": jax.__version__, "platforms": PLATFORMS, "model": kind,
-            "task": contract.task, "vocab_size": contract.vocab_size, "n_tokens": n_tokens,
-            "max_tokens": contract.max_tokens, "n_slots": n_slots,
+            "format": "jax.export",
+            "jax": jax.__version__,
+            "platforms": PLATFORMS,
+            "model": kind,
+            "task": contract.task,
+            "vocab_size": contract.vocab_size,
+            "n_tokens": n_tokens,
+            "max_tokens": contract.max_tokens,
+            "n_slots": n_slots,
             "end_of_text": None if run.tokenizer is None else run.tokenizer.end_of_text,
-            "weights": {"file": WEIGHTS, "dtype": dtype}, "programs": signatures,
-        }  # fmt: skip
+            "weights": {"file": WEIGHTS, "dtype": dtype},
+            "programs": signatures,
+        }
         (scratch / SIGNATURE).write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
         (scratch / README).write_text(_asset(readme).replace("{load}", _asset("load.md")), encoding="utf-8")
 
@@ -83,7 +94,9 @@ def _asset(name: str) -> str:
     return (Path(__file__).parent / "assets" / name).read_text(encoding="utf-8")
 
 
-def cached_programs(model: nn.Module, weights: Mapping[str, Any], n_slots: int, dtype: Dtype) -> dict[str, Program]:
+def cached_programs(
+    model: nn.Module, weights: Mapping[str, jax.ShapeDtypeStruct], n_slots: int, dtype: Dtype
+) -> dict[str, Program]:
     """Return the prefill and decode step of a causal language model with a KV cache, for parameters of these shapes by
     path. `prefill(weights, tokens_BS, length_B)` reads prompts, padded on the right to S = `n_slots` tokens;
     `decode(weights, cache, token_B, position_B)` reads one more token of each row at its position. Both return the
@@ -92,14 +105,14 @@ def cached_programs(model: nn.Module, weights: Mapping[str, Any], n_slots: int, 
     empty = jax.eval_shape(partial(model.init_cache, n_slots, jnp.dtype(dtype)))
     leaves, structure = jax.tree.flatten(empty)
 
-    def logits_and_cache(params: Any, x_D: jax.Array, cache: Any) -> tuple[jax.Array, list[jax.Array]]:
+    def logits_and_cache(params: Params, x_D: jax.Array, cache: object) -> LogitsAndCache:
         logits_V: Any = model.apply({"params": params}, x_D, method="unembed")
         return logits_V.astype(jnp.float32), jax.tree.leaves(cache)
 
-    def prefill(weights: Any, tokens_BS: jax.Array, length_B: jax.Array) -> Any:
+    def prefill(weights: Weights, tokens_BS: jax.Array, length_B: jax.Array) -> LogitsAndCache:
         params = unflatten_dict(weights, sep=".")
 
-        def one(tokens_S: jax.Array, length: jax.Array) -> Any:
+        def one(tokens_S: jax.Array, length: jax.Array) -> LogitsAndCache:
             index_S = jnp.arange(n_slots)
             positions_S = jnp.where(index_S < length, index_S, EMPTY)
             cache, prefix = model.init_cache(n_slots, jnp.dtype(dtype)), (length,) * contract_of(model).has_prefix
@@ -108,10 +121,10 @@ def cached_programs(model: nn.Module, weights: Mapping[str, Any], n_slots: int, 
 
         return jax.vmap(one)(tokens_BS, length_B)
 
-    def decode(weights: Any, cache: Any, token_B: jax.Array, position_B: jax.Array) -> Any:
+    def decode(weights: Weights, cache: list[jax.Array], token_B: jax.Array, position_B: jax.Array) -> LogitsAndCache:
         params = unflatten_dict(weights, sep=".")
 
-        def one(leaves: list[jax.Array], token: jax.Array, position: jax.Array) -> Any:
+        def one(leaves: list[jax.Array], token: jax.Array, position: jax.Array) -> LogitsAndCache:
             cache, slot = jax.tree.unflatten(structure, leaves), position % n_slots
             x_1D, cache = model.apply({"params": params}, token[None], position[None], cache, slot, method="extend")
             return logits_and_cache(params, x_1D[0], cache)
@@ -131,31 +144,27 @@ def cached_programs(model: nn.Module, weights: Mapping[str, Any], n_slots: int, 
     }
 
 
-def forward_program(model: nn.Module, weights: Mapping[str, Any]) -> Program:
+def forward_program(model: nn.Module, weights: Mapping[str, jax.ShapeDtypeStruct]) -> Program:
     """Return the model's call on a batch; its arguments are the contract's inputs, with leading axis B."""
     (B,) = jax.export.symbolic_shape("B")
 
-    def forward(weights: Any, *inputs_B: jax.Array) -> Any:
+    def forward(weights: Weights, *inputs_B: jax.Array) -> Any:
         return jax.vmap(partial(model.apply, {"params": unflatten_dict(weights, sep=".")}))(*inputs_B)
 
     inputs = {x.name: jax.ShapeDtypeStruct((B, *x.shape), x.dtype) for x in contract_of(model).inputs}
     return Program(forward, {"weights": weights, **inputs}, ("logits",))
 
 
-def signature(program: Program, exported: jax.export.Exported) -> dict[str, Any]:
+def signature(program: Program, exported: jax.export.Exported) -> dict[str, object]:
     """Return the shapes and dtypes of a program's arguments, in order, and of its results, as JSON values."""
+
+    def describe(x: jax.ShapeDtypeStruct) -> dict[str, object]:
+        return {"shape": [n if isinstance(n, int) else str(n) for n in x.shape], "dtype": jnp.dtype(x.dtype).name}
+
     results = jax.tree.unflatten(exported.out_tree, exported.out_avals)
     outputs = dict(zip(program.outputs, results if isinstance(results, tuple) else (results,), strict=False))
-    arguments = dict(program.arguments) | {"weights": WEIGHTS}
+    arguments = {name: jax.tree.map(describe, x) for name, x in program.arguments.items() if name != "weights"}
     return {
-        "arguments": {name: _shapes(value) for name, value in arguments.items()},
-        "outputs": {name: _shapes(value) for name, value in outputs.items()},
+        "arguments": {"weights": WEIGHTS, **arguments},
+        "outputs": {name: jax.tree.map(describe, x) for name, x in outputs.items()},
     }
-
-
-def _shapes(value: Any) -> Any:
-    if isinstance(value, str):
-        return value
-    if isinstance(value, list):
-        return [_shapes(item) for item in value]
-    return {"shape": [n if isinstance(n, int) else str(n) for n in value.shape], "dtype": jnp.dtype(value.dtype).name}

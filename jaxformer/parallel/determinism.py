@@ -37,10 +37,8 @@ def check_deterministic(platform: str) -> None:
       platform: platform of the devices: cpu, gpu or tpu.
     """
     if platform == "gpu" and (missing := missing_flags()):
-        raise UserError(
-            "compute.deterministic is true, but JAX has initialised its GPUs without the flags it needs; set "
-            f"XLA_FLAGS='{missing}' before the first array."
-        )
+        problem = "compute.deterministic is true, but JAX has initialised its GPUs without the flags it needs"
+        raise UserError(f"{problem}; set XLA_FLAGS='{missing}' before the first array.")
 
 
 def missing_flags() -> str:
@@ -48,10 +46,8 @@ def missing_flags() -> str:
     file."""
     flags = os.environ.get("XLA_FLAGS", "").split()
     if flags and not flags[0].startswith("-"):  # XLA would look for a file of the longer name
-        raise UserError(
-            f"XLA_FLAGS names the file {flags[0]}, to which compute.deterministic cannot add; set XLA_FLAGS to the "
-            "flags themselves."
-        )
+        problem = f"XLA_FLAGS names the file {flags[0]}, to which compute.deterministic cannot add"
+        raise UserError(f"{problem}; set XLA_FLAGS to the flags themselves.")
     given = dict(flag.partition("=")[::2] for flag in flags)
     exclude, autotune = FLAGS
     lacks = {exclude: given.get(exclude) not in ("", "true", "1"), autotune: autotune not in given}

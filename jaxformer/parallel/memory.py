@@ -18,9 +18,9 @@ REMEDY = (
 """Changes that reduce the memory of a step, for error messages."""
 
 
-def memory_needed(compiled: Any) -> int:
+def memory_needed(compiled: jax.stages.Compiled) -> int:
     """Return the peak bytes per device of a compiled program, according to the compiler's buffer assignment."""
-    m = compiled.memory_analysis()
+    m: Any = compiled.memory_analysis()
     buffers = m.argument_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes
     return int(buffers + m.temp_size_in_bytes + m.generated_code_size_in_bytes)
 
@@ -76,7 +76,7 @@ def _free_memory() -> int | None:
         return None
 
 
-def check_parameters(params: Any, n_devices: int, device: jax.Device) -> None:
+def check_parameters(params: object, n_devices: int, device: jax.Device) -> None:
     """Raise `UserError` if parameters (or their shapes and dtypes) and gradients exceed the memory of all `n_devices`
     devices, each with the memory of `device`. This is a lower bound on training's memory, checked before anything is
     computed; `check_memory` checks the whole step."""
@@ -89,7 +89,7 @@ def check_parameters(params: Any, n_devices: int, device: jax.Device) -> None:
         raise UserError(f"{problem}; make it smaller: fewer blocks, or a smaller d_model, d_ff or vocab_size.")
 
 
-def check_memory(compiled: Any, device: jax.Device) -> str:
+def check_memory(compiled: jax.stages.Compiled, device: jax.Device) -> str:
     """Return a log line with the memory that a compiled step needs and that the device has. Raises `UserError` if the
     step needs more than the device has or, on a CPU, more than other programs leave, where Linux would kill it
     silently."""

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -27,16 +27,13 @@ AXES = ("data", "fsdp", "expert", "tensor")
 """Mesh axes from the slowest connection to the fastest: neighbours on the last axis are physical neighbours."""
 BATCH = ("data", "fsdp", "expert")
 """Mesh axes that split the batch."""
+Tree = TypeVar("Tree")
+"""Pytree of arrays."""
 REPLICATED = PartitionSpec()
 """Spec of an array that every device holds in full."""
 
-MESH_AXES: dict[str, str] = {
-    "embed": "fsdp",
-    "experts": "expert",
-    **dict.fromkeys(
-        ("vocab", "pixels", "patches", "classes", "joint", "heads", "hidden", "alignment", "maxout"), "tensor"
-    ),
-}
+TENSOR_AXES = ("vocab", "pixels", "patches", "classes", "joint", "heads", "hidden", "alignment", "maxout")
+MESH_AXES: dict[str, str] = {"embed": "fsdp", "experts": "expert", **dict.fromkeys(TENSOR_AXES, "tensor")}
 """Mesh axis that splits each named parameter axis if its size divides the axis, but only the first such axis of a
 parameter; other axes are not split."""
 SPLIT_VECTORS = ("experts", "heads", "hidden")
@@ -102,12 +99,12 @@ def spec(axes: ParameterAxes, shape: Sequence[int], mesh: Mesh) -> PartitionSpec
     return PartitionSpec(*split)
 
 
-def shardings(tree: Any, axes: Mapping[str, ParameterAxes], mesh: Mesh) -> Any:
+def shardings(tree: object, axes: Mapping[str, ParameterAxes], mesh: Mesh) -> Any:
     """Return a sharding for every leaf of a tree of parameters with these axes (`nn.parameters.parameter_axes`), or of
     an optimizer state that contains such trees, where other names may precede a parameter's. Other leaves, such as step
     counts, are replicated."""
 
-    def sharding(path: tuple, leaf: Any) -> NamedSharding:
+    def sharding(path: tuple, leaf: jax.Array) -> NamedSharding:
         if not leaf.ndim or not isinstance(path[-1], jax.tree_util.DictKey):
             return replicated(mesh)
         keys = [str(key.key) for key in path if isinstance(key, jax.tree_util.DictKey)]
@@ -118,7 +115,7 @@ def shardings(tree: Any, axes: Mapping[str, ParameterAxes], mesh: Mesh) -> Any:
     return jax.tree_util.tree_map_with_path(sharding, tree)
 
 
-def gather(params: Any, specs: Any, mesh: Mesh) -> Any:
+def gather(params: Tree, specs: object, mesh: Mesh) -> Tree:
     """Return parameters all-gathered over `fsdp` from this device's shards, inside `jax.shard_map`. They remain split
     over `expert` and `tensor`. The gradient is a reduce-scatter over `fsdp`."""
     ring_lengths = workarounds.rings(mesh.devices[0, :, 0, 0].tolist())
@@ -131,18 +128,18 @@ def gather(params: Any, specs: Any, mesh: Mesh) -> Any:
     return jax.tree.map(gather_leaf, params, specs)
 
 
-def sum_over_batch(tree: Any, specs: Any = REPLICATED) -> Any:
+def sum_over_batch(tree: Tree, specs: object = REPLICATED) -> Tree:
     """Return arrays summed over the shards of a batch, inside `jax.shard_map`. `specs` is one spec for all leaves, or a
     tree of specs; gradients are already summed over the axes in their spec, by `gather`."""
 
-    def sum_part(spec: PartitionSpec, part: Any) -> Any:
+    def sum_part(spec: PartitionSpec, part: Tree) -> Tree:
         axes = [axis for axis in BATCH if axis not in spec]
         return jax.tree.map(lambda leaf: workarounds.psum(leaf, axes), part)
 
     return jax.tree.map(sum_part, specs, tree)
 
 
-def global_device_put(tree: Any, sharding: NamedSharding) -> Any:
+def global_device_put(tree: object, sharding: NamedSharding) -> Any:
     """Return arrays sharded over all devices, from arrays that every process holds in full."""
     if sharding.is_fully_addressable:
         return jax.device_put(tree, sharding)
@@ -156,7 +153,7 @@ def local_rows(sharding: NamedSharding, n_rows: int) -> np.ndarray:
     return np.unique(np.concatenate([np.arange(n_rows)[index] for index in indices]))
 
 
-def assemble(rows: Any, row_indices: np.ndarray, n_rows: int, sharding: NamedSharding) -> Any:
+def assemble(rows: object, row_indices: np.ndarray, n_rows: int, sharding: NamedSharding) -> Any:
     """Return a batch sharded over all devices, a tree of arrays, from the rows of each process and their indices in the
     batch; see `local_rows`."""
     if len(row_indices) == n_rows:
@@ -174,25 +171,25 @@ def _all_gather(mesh: Mesh) -> Callable:
     return jax.jit(lambda tree: tree, out_shardings=replicated(mesh))
 
 
-def local_copy(tree: Any, mesh: Mesh) -> Any:
+def local_copy(tree: Tree, mesh: Mesh) -> Tree:
     """Return a copy of arrays on one device of this process, for inspection by functions without a mesh."""
     if any(not leaf.is_fully_replicated for leaf in jax.tree.leaves(tree)):
         tree = _all_gather(mesh)(tree)
     return jax.tree.map(lambda leaf: leaf.addressable_data(0), tree)
 
 
-def on_each_shard(function: Callable, mesh: Mesh, in_specs: Any, out_specs: Any) -> Callable:
+def on_each_shard(function: Callable, mesh: Mesh, in_specs: object, out_specs: object) -> Callable:
     """Return `jax.shard_map` of a function over the batch axes; `tensor` is left to XLA's partitioner."""
     axes = set(AXES) if mesh.shape["tensor"] == 1 else set(BATCH)
 
-    def without_tensor(specs: Any) -> Any:
+    def without_tensor(specs: object) -> Any:
         return jax.tree.map(lambda spec: PartitionSpec(*(a if a != "tensor" else None for a in spec)), specs)
 
     specs = {"in_specs": without_tensor(in_specs), "out_specs": without_tensor(out_specs)}
     return jax.shard_map(function, mesh=mesh, axis_names=axes, check_vma=False, **specs)
 
 
-def abstract(tree: Any, shardings: Any) -> Any:
+def abstract(tree: object, shardings: object) -> Any:
     """Return a tree of `ShapeDtypeStruct` for a tree's leaves, with their shardings."""
     struct = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)  # noqa: E731
     return jax.tree.map(struct, tree, shardings)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import ipaddress
 import os
 import re
 import signal
@@ -56,18 +55,15 @@ class DistributedOptions:
         check_fields(self, "distributed.")
         given = [self.coordinator, self.processes, self.process]
         if any(x is not None for x in given) and any(x is None for x in given):
-            raise UserError(
-                "distributed.coordinator, distributed.processes and distributed.process must be given together."
-            )
+            names = "distributed.coordinator, distributed.processes and distributed.process"
+            raise UserError(f"{names} must be given together.")
         if self.coordinator is not None:
             host, _, port = self.coordinator.rpartition(":")
             if not (host and port.isdecimal() and 0 < int(port) < 2**16):
                 raise UserError(f"distributed.coordinator is {self.coordinator!r}; it must be HOST:PORT.")
         if self.processes is not None and self.process is not None and not 0 <= self.process < self.processes:
-            raise UserError(
-                f"distributed.process is {self.process}; of {self.processes} processes it must be at least 0 and "
-                f"below {self.processes}."
-            )
+            limit = f"of {self.processes} processes it must be at least 0 and below {self.processes}"
+            raise UserError(f"distributed.process is {self.process}; {limit}.")
 
 
 def connect(options: DistributedOptions, environment: Mapping[str, str] = os.environ) -> None:
@@ -88,28 +84,27 @@ def connect(options: DistributedOptions, environment: Mapping[str, str] = os.env
     try:
         with exit_on_abort(timeout):
             jax.distributed.initialize(
-                options.coordinator, options.processes, options.process, coordinator_bind_address=bound,
-                initialization_timeout=CONNECT_SECONDS, heartbeat_timeout_seconds=options.heartbeat_seconds,
+                options.coordinator,
+                options.processes,
+                options.process,
+                coordinator_bind_address=bound,
+                initialization_timeout=CONNECT_SECONDS,
+                heartbeat_timeout_seconds=options.heartbeat_seconds,
                 shutdown_timeout_seconds=options.heartbeat_seconds,
-            )  # fmt: skip
+            )
     except (RuntimeError, ValueError, OSError) as error:
         if use_metadata and NO_CLUSTER in str(error):
             return
         hint = f"; to train on this machine only, set {SKIP_METADATA}=1" if use_metadata else ""
-        raise UserError(
-            f"the processes of this run could not connect to each other: {_first_line(error)}{hint}"
-        ) from error
+        problem = "the processes of this run could not connect to each other"
+        raise UserError(f"{problem}: {_first_line(error)}{hint}") from error
 
 
 def bind_address(coordinator: str) -> str | None:
     """Return the address on which process 0 listens: `coordinator` if its host is `localhost` or a loopback address,
     else None for all interfaces. Other names are not resolved, because a machine may resolve its own name to
     127.0.1.1."""
-    host = coordinator.rpartition(":")[0].strip("[]")
-    try:
-        is_loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:  # a name
-        is_loopback = False
+    is_loopback = re.match(r"localhost:|127\.[\d.]+:|\[::1\]:", coordinator)
     return coordinator if is_loopback else None
 
 
@@ -131,10 +126,8 @@ def _check_address(coordinator: str, bound: str | None, is_main: bool) -> None:
             return
         except OSError as error:
             if time.monotonic() > deadline:
-                raise UserError(
-                    f"process 0 does not respond at {coordinator} after {CONNECT_SECONDS} s ({error}); start it, or "
-                    "correct distributed.coordinator."
-                ) from error
+                problem = f"process 0 does not respond at {coordinator} after {CONNECT_SECONDS} s ({error})"
+                raise UserError(f"{problem}; start it, or correct distributed.coordinator.") from error
             time.sleep(0.2)
 
 

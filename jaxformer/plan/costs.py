@@ -18,9 +18,11 @@ from jaxformer.train.setup import TrainSetup
 EMBEDDING, ATTENTION, MLP, EXPERTS, LOGITS, OTHER = "embedding", "attention", "MLP", "experts", "logits", "other"
 
 PART_OF_AXIS = {
-    "experts": EXPERTS, "choices": EXPERTS, "gates": "recurrent cells", "heads": ATTENTION, "head_dim": ATTENTION,
-    "keys": ATTENTION, "alignment": ATTENTION, "hidden": MLP, "maxout": MLP,
-}  # fmt: skip
+    **dict.fromkeys(("experts", "choices"), EXPERTS),
+    "gates": "recurrent cells",
+    **dict.fromkeys(("heads", "head_dim", "keys", "alignment"), ATTENTION),
+    **dict.fromkeys(("hidden", "maxout"), MLP),
+}
 """Part of a model that a parameter belongs to, by the first of these axes that it has."""
 
 

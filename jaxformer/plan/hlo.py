@@ -20,9 +20,9 @@ BITS = {"pred": 8, "bf16": 16, "tf32": 32, "c64": 64, "c128": 128}
 COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 
 FREE = {
-    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "after-all",
-    "opt-barrier", "partition-id", "replica-id", "iota",
-}  # fmt: skip
+    *("parameter", "constant", "iota", "tuple", "get-tuple-element", "bitcast", "partition-id", "replica-id"),
+    *("while", "conditional", "call", "after-all", "opt-barrier"),
+}
 """Operations without memory traffic."""
 SLICES = ("dynamic-slice", "slice", "gather")
 CALLED = ("calls", "to_apply", "called_computations", "branch_computations", "true_computation", "false_computation")

@@ -120,10 +120,14 @@ def make_plan(setup: TrainSetup) -> Plan:
     # Loops within Pallas kernels for GPUs are not counted, so take at least the model FLOPs.
     flops = max(of_model, matmul_flops(without_dead_code(traced.jaxpr), model.visible)) / n
     return Plan(
-        **known, memory=memory_needed(compiled), flops=flops, memory_traffic=traffic, collectives=collectives,
+        **known,
+        memory=memory_needed(compiled),
+        flops=flops,
+        memory_traffic=traffic,
+        collectives=collectives,
         unknown_loops=program.unknown_loops,
         estimate=Estimate.of(flops, traffic, collectives, of_model / n, chip) if chip else None,
-    )  # fmt: skip
+    )
 
 
 def _absent_capacity(device: jax.Device, chip: Chip | None) -> float | None:

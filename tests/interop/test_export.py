@@ -51,9 +51,7 @@ def test_number_beyond_float16_is_refused_by_name(run, tmp_path):
     pytest.importorskip("safetensors")
     params = flatten_dict(run.params)
     params["blocks_0", "mlp", "W_1"] = params["blocks_0", "mlp", "W_1"].at[0, 0].set(1e5)
-    with pytest.raises(
-        UserError, match=r"blocks_0.mlp.W_1 has values up to 1e\+05, above float16's maximum of 65504; use"
-    ):
+    with pytest.raises(UserError, match=r"blocks_0.mlp.W_1 has values up to 1e\+05, but float16 ends at 65504; use"):
         export_run(replace(run, params=unflatten_dict(params)), "safetensors", tmp_path / "out", "float16")
     assert not list(tmp_path.iterdir())
 
@@ -83,17 +81,12 @@ def test_target_that_appears_meanwhile_is_not_replaced(tmp_path):
 
 def test_target_below_a_file_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
-    message = r"file/out cannot be written: .*/file: File exists; choose another --out\."
+    message = r"file/out cannot be written: File exists; free some space, or choose another --out\."
     with pytest.raises(UserError, match=message), complete_path(tmp_path / "file/out"):
         pass
 
 
-def test_target_without_a_name_is_refused(tmp_path):
-    with (
-        pytest.raises(UserError, match="is not a valid name of a new file or folder"),
-        complete_path(tmp_path / "new/.."),
-    ):
-        pass
+def test_dangling_link_is_not_replaced(tmp_path):
     (tmp_path / "link").symlink_to("nowhere")
     with pytest.raises(UserError, match="link exists"), complete_path(tmp_path / "link"):
         pass

@@ -192,7 +192,7 @@ def test_pre_tokenizer_has_the_name_of_llama_cpp(ignore_merges, parts, name):
     ],
 )
 def test_pre_tokenizer_that_llama_cpp_lacks_is_refused(tokenizer):
-    with pytest.raises(UserError, match="has no equivalent among gpt-2, smollm, llama-bpe, qwen2; export it with"):
+    with pytest.raises(UserError, match=r"has no equivalent among llama.cpp's gpt-2, smollm, llama-bpe, qwen2; export"):
         pre_type(tokenizer)
 
 
@@ -206,7 +206,7 @@ def test_normalizer_that_llama_cpp_lacks_is_refused():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"window": 8}, "the family mistral, which cannot be exported to GGUF; supported are llama, qwen3"),
+        ({"window": 8}, "the family mistral cannot be exported to GGUF; supported are llama, qwen3"),
         (
             {"qk_norm": True, "window": 8},
             "the model has attention windows, which cannot be exported to GGUF; use --form",

@@ -14,8 +14,7 @@ from jaxformer.cli.arguments import load_config
 from jaxformer.decode import Sampling, generate
 from jaxformer.errors import UserError
 from jaxformer.interop.families import FAMILIES
-from jaxformer.interop.huggingface import export_huggingface
-from jaxformer.interop.publish import resolved, unmatched
+from jaxformer.interop.huggingface import export_huggingface, resolved, unmatched
 from jaxformer.interop.run import import_run
 from jaxformer.models.rungs import as_rung
 from jaxformer.runs.run import Run, load_run
