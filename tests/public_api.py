@@ -12,9 +12,19 @@ PACKAGES = ("jaxformer", *(f"jaxformer.{name}" for name in ("ops", "nn", "models
 PATH = ROOT / "docs/api.md"
 HEAD = """# Public API
 
-The public names, grouped by package: `from jaxformer.nn import Block`. All other names may change without notice.
-`help(name)` shows arguments, shapes and errors. Changes to this list are recorded in the
-[changelog](../CHANGELOG.md); `python -m tests.public_api` regenerates it.
+The public names, grouped by package: `from jaxformer.nn import Block`. `help(name)` shows arguments, shapes and errors.
+`python -m tests.public_api` regenerates this page.
+
+**Stable from 0.1.0 on:** the names on this page, imported from the package that lists them, with their parameters, and
+the attributes and methods of their classes; commands, their options, and the names of configs.
+
+**How they change:** the earlier name, parameter or option works for at least one more minor version, with a
+`DeprecationWarning` that names its replacement. Both the deprecation and the removal are in the
+[changelog](../CHANGELOG.md). New names, and new parameters with a default, may come with any minor version.
+
+**Not stable:** names with a leading underscore; names that are only in a module, such as
+`jaxformer.train.loop.train`; the modules in which public names are defined; the files in a run's folder, which
+`load_run` reads; the wording of output; numerical results, which may change in the last bits.
 """
 
 
