@@ -15,13 +15,17 @@ from jaxformer.ops.precision import upcast
 
 
 def rms_norm(x: jax.Array, gamma: jax.Array, eps: float = 1e-6) -> jax.Array:
-    """Apply RMSNorm, γ · x / √(mean(x²) + ε), to `x` `(…, D)` (Zhang and Sennrich 2019, equation 4)."""
+    """Apply RMSNorm, γ · x / √(mean(x²) + ε), to `x` `(…, D)` (Zhang and Sennrich 2019, equation 4).
+
+    `gamma` is `(D,)`."""
     _check(x, eps, gamma)
     return (divide_by_rms(upcast(x), eps) * gamma).astype(x.dtype)
 
 
 def layer_norm(x: jax.Array, gamma: jax.Array, beta: jax.Array, eps: float = 1e-5) -> jax.Array:
-    """Apply LayerNorm, γ · (x - mean) / √(var + ε) + β, to `x` `(…, D)` (Ba et al. 2016)."""
+    """Apply LayerNorm, γ · (x - mean) / √(var + ε) + β, to `x` `(…, D)` (Ba et al. 2016).
+
+    `gamma` and `beta` are `(D,)`."""
     _check(x, eps, gamma, beta)
     return (divide_by_rms(center(upcast(x)), eps) * gamma + beta).astype(x.dtype)
 
