@@ -149,8 +149,12 @@ def cache() -> str:
 
 
 PICTURES: dict[str, Callable[[], str]] = {
-    "mixing.svg": mixing, "scale.svg": scale, "ladder.svg": ladder, "cache.svg": cache, "context.svg": context,
-}  # fmt: skip
+    "mixing.svg": mixing,
+    "scale.svg": scale,
+    "ladder.svg": ladder,
+    "cache.svg": cache,
+    "context.svg": context,
+}
 """Functions that draw, by the file that they draw in docs/story."""
 
 if __name__ == "__main__":
