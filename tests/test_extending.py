@@ -24,10 +24,10 @@ from tests.helpers import ROOT, small_run, write_books
 
 PAGE = (ROOT / "docs/extending.md").read_text()
 EXAMPLES = dict(re.findall(r"^```python\n# (\w+)\.py\n(.*?)^```", PAGE, re.M | re.S))
-FAST = (
-    "--train.report-every 0 --train.eval-every 10 --train.batch-size 8 --train.eval-examples 8 --train.log-every 5 "
-    "--train.checkpoint-every 10"
-).split()
+FAST = [
+    *("--train.report-every", "0", "--train.eval-every", "10", "--train.batch-size", "8"),
+    *("--train.eval-examples", "8", "--train.log-every", "5", "--train.checkpoint-every", "10"),
+]
 
 
 @pytest.fixture
