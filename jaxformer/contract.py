@@ -1,7 +1,7 @@
 """The contract of a model: its task, its inputs and its capabilities, declared by its config.
 
 The trainer, the samplers and the inspection read it with `contract_of`, instead of a module's class or its methods;
-only the initialisation check, which is specific to one architecture, names a class. The axes of a model's parameters
+only what exists for decoders alone names their class, such as the logit lens. The axes of a model's parameters
 are declared where the parameters are created; see `nn.parameters`.
 """
 

@@ -15,22 +15,16 @@ HEAD = """# Public API
 The public names, grouped by package: `from jaxformer.nn import Block`. `help(name)` shows arguments, shapes and errors.
 `python -m tests.public_api` regenerates this page.
 
-## Stability
+**Stable from 0.1.0 on:** the names on this page, imported from the package that lists them, with their parameters, and
+the attributes and methods of their classes; commands, their options, and the names of configs.
 
-From version 0.1.0 on, these are stable:
+**How they change:** the earlier name, parameter or option works for at least one more minor version, with a
+`DeprecationWarning` that names its replacement. Both the deprecation and the removal are in the
+[changelog](../CHANGELOG.md). New names, and new parameters with a default, may come with any minor version.
 
-- the names on this page, with the order and the names of their arguments;
-- commands, options and exit statuses, and the names of the committed configs;
-- parameter names, and what is in a run's folder: a run trained with one version loads, samples and resumes with later
-  ones.
-
-A stable name is changed in two steps. In one minor version (0.2), the old name still works, with a
-`DeprecationWarning` that names the new one; in the next (0.3), it goes. Both are in the [changelog](../CHANGELOG.md).
-A patch version (0.2.1) changes no name and no result.
-
-Not stable are all other names, messages and the pages' looks; results in the last bits, which also depend on the
-versions of JAX and XLA; and the committed configs' settings, which follow the measurements. Names that begin with an
-underscore are private.
+**Not stable:** names with a leading underscore; names that are only in a module, such as
+`jaxformer.train.loop.train`; the modules in which public names are defined; the files in a run's folder, which
+`load_run` reads; the wording of output; numerical results, which may change in the last bits.
 """
 
 

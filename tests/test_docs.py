@@ -63,9 +63,11 @@ def create_untrained_run(folder: Path, spec: str, model: dict, data: dict) -> No
     config = load_config(f"{ROOT}/configs/{spec}")
     config = replace(config, model=replace(config.model, d_model=8, **model), data=replace(config.data, **data))
     run_folder = create_run(
-        folder / "runs" / config.name, config, config.data.load(config.model, 4, config.seed).tokenizer,
+        folder / "runs" / config.name,
+        config,
+        config.data.load(config.model, 4, config.seed).tokenizer,
         allow_suffix=False,
-    )  # fmt: skip
+    )
     with CheckpointManager(run_folder) as checkpoints:
         params = random_params(config.model.build(), *config.model.example())
         checkpoints.save(0, params, {"none": jnp.zeros(1)}, {"step": 0}, None)

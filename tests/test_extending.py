@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 
+import jax
 import numpy as np
 import pytest
 
@@ -24,9 +25,9 @@ from tests.helpers import ROOT, small_run, write_books
 PAGE = (ROOT / "docs/extending.md").read_text()
 EXAMPLES = dict(re.findall(r"^```python\n# (\w+)\.py\n(.*?)^```", PAGE, re.M | re.S))
 FAST = [
-    "--train.report-every", "0", "--train.eval-every", "10", "--train.batch-size", "8", "--train.eval-examples", "8",
-    "--train.log-every", "5", "--train.checkpoint-every", "10",
-]  # fmt: skip
+    *("--train.report-every", "0", "--train.eval-every", "10", "--train.batch-size", "8"),
+    *("--train.eval-examples", "8", "--train.log-every", "5", "--train.checkpoint-every", "10"),
+]
 
 
 @pytest.fixture
@@ -41,8 +42,8 @@ def package(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_there_are_six_examples():
-    assert set(EXAMPLES) == {"bigram", "mish", "top_a", "signum", "one_cycle", "stripes"}
+def test_there_are_seven_examples():
+    assert set(EXAMPLES) == {"bigram", "mish", "top_a", "signum", "one_cycle", "stripes", "size"}
 
 
 def losses(run) -> list[float]:
@@ -142,3 +143,14 @@ def test_a_dataset_is_one_file(package):
     assert command.main(["--config", "stripes.py:stripes", "--steps", "30", *FAST]) == 0
     first, *_, last = losses(package / "runs/stripes")
     assert last < first
+
+
+@pytest.mark.slow
+def test_a_command_is_one_function(package, capsys):
+    run = load_run(small_run(package / "small", ["The cat sees."]))
+    main = importlib.import_module("size").main
+    for options, params in (([], run.params), (["--prefix", "blocks_0"], run.params["blocks_0"])):
+        assert main(["small", *options]) == 0
+        assert capsys.readouterr().out == f"{sum(x.size for x in jax.tree.leaves(params)):,} parameters\n"
+    assert main(["missing"]) == 2
+    assert "missing" in capsys.readouterr().err

@@ -22,6 +22,7 @@ def test_every_public_name_resolves_from_its_package_and_has_a_docstring(name):
     package = importlib.import_module(name)
     for public in package.__all__:
         value = getattr(package, public)
+        assert not public.startswith("_")
         assert public in dir(package)
         assert value.__doc__
     assert len({*package.__all__}) == len(package.__all__)

@@ -182,9 +182,13 @@ def types() -> str:
 
 
 PICTURES: dict[str, Callable[[], str]] = {
-    "types.svg": types, "mixing.svg": mixing, "scale.svg": scale, "ladder.svg": ladder, "cache.svg": cache,
+    "types.svg": types,
+    "mixing.svg": mixing,
+    "scale.svg": scale,
+    "ladder.svg": ladder,
+    "cache.svg": cache,
     "context.svg": context,
-}  # fmt: skip
+}
 """Functions that draw, by the file that they draw in docs/story."""
 
 if __name__ == "__main__":

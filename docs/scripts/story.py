@@ -33,9 +33,12 @@ README = ROOT / "README.md"
 BLOCK = re.compile(r"^(```python\n(.*?)^```\n)(?:\n```text\n.*?^```\n)?", re.MULTILINE | re.DOTALL)
 FIGURE = re.compile(r"<!-- (?:(\w+)/)?(\w+) (\w+) -->.*?<!-- -->")
 COLUMNS = {
-    "rung": "rung", "parameters": "parameters", "loss": "nats per token", "perplexity": "perplexity",
+    "rung": "rung",
+    "parameters": "parameters",
+    "loss": "nats per token",
+    "perplexity": "perplexity",
     "bits_per_byte": "bits per byte",
-}  # fmt: skip
+}
 ALL_COLUMNS = COLUMNS | {"entropy": "entropy by heads; blocks", "minutes": "minutes", "sources": "the sources"}
 CHANGE_COLUMNS = {name: COLUMNS[name] for name in ("parameters", "loss", "perplexity")}
 TABLES = {

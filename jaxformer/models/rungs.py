@@ -108,7 +108,7 @@ class RungDecoderConfig(MoEConfig):
 
 
 def as_rung(config: DecoderConfig) -> RungDecoderConfig:
-    """Return the config of the same model that also has the fields of rungs, without those of a class of one's own."""
+    """Return the config of the same model that also has the fields of rungs, without those that a subclass adds."""
     if isinstance(config, RungDecoderConfig):
         return config
     known = [field.name for field in fields(RungDecoderConfig) if hasattr(config, field.name)]

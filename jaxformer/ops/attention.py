@@ -18,7 +18,7 @@ MASKED = float(jnp.finfo(jnp.float32).min)
 
 
 def attention_weights(q_HTK: jax.Array, k_GSK: jax.Array, mask: Mask = None, scale: float | None = None) -> jax.Array:
-    """Return softmax(scale · q kᵀ) over the visible keys.
+    """Compute the attention weights, softmax(scale · q kᵀ) over the visible keys.
 
     Args:
       q_HTK: queries, heads first; `jax.nn.dot_product_attention` has positions first. H must be a multiple of G.
@@ -78,7 +78,7 @@ def zero_hidden(x_GSK: jax.Array, mask: Mask, n_queries: int) -> jax.Array:
 
 
 def attention_scores(q_HTK: jax.Array, k_GSK: jax.Array, scale: float | None = None) -> jax.Array:
-    """Return scale · q kᵀ, `(H, T, S)` in float32 or wider; see `attention_weights`."""
+    """Compute the attention scores, scale · q kᵀ, `(H, T, S)` in float32 or wider; see `attention_weights`."""
     scale = check_inputs(q_HTK, k_GSK, None, None, scale)
     H, T, K = q_HTK.shape
     G, S, _ = k_GSK.shape
@@ -91,7 +91,7 @@ def attention_scores(q_HTK: jax.Array, k_GSK: jax.Array, scale: float | None = N
 
 
 def softmax(scores_HTS: jax.Array, mask: Mask = None) -> jax.Array:
-    """Return the softmax of scores over the visible keys, `(H, T, S)`; see `attention_weights`."""
+    """Compute the softmax of scores over the visible keys, `(H, T, S)`; see `attention_weights`."""
     if mask is None:
         return jax.nn.softmax(scores_HTS)
     mask_TS = as_array(mask, *scores_HTS.shape[1:])
@@ -108,8 +108,10 @@ def attention(
     mask: Mask = None,
     scale: float | None = None,
 ) -> jax.Array:
-    """Return weighted sums of the values, `(H, T, K)` in their dtype and width, which may differ from those of queries
-    and keys; see `attention_weights`.
+    """Compute scaled dot-product attention, softmax(scale · q kᵀ) v over the visible keys, `(H, T, K)`.
+
+    The result has the dtype and width of the values, which may differ from those of queries and keys. The arguments are
+    those of `attention_weights`.
 
     A query without a visible key gets zeros and passes no gradient.
 
@@ -123,7 +125,7 @@ def attention(
 
 
 def mix(weights_HTS: jax.Array, v_GSK: jax.Array) -> jax.Array:
-    """Return weighted sums of the values, `(H, T, K)` in their dtype."""
+    """Compute sums of the values weighted by attention weights, `(H, T, K)` in their dtype."""
     H, T, S = weights_HTS.shape
     G = v_GSK.shape[0]
     # Weights are at most 1 and sum to 1, so the dtype of the values is precise enough, and matmuls in it are fast.
@@ -149,7 +151,7 @@ def in_segments(n: int, attention: Callable[..., jax.Array] = attention) -> Call
 
 
 def to_heads(x_TD: jax.Array, W_DHK: jax.Array | Quantized) -> jax.Array:
-    """Return queries, keys or values, `(H, T, K)`: attention is fastest with heads first."""
+    """Project features to queries, keys or values, `(H, T, K)`: attention is fastest with heads first."""
     if x_TD.ndim != 2:
         raise ValueError(f"expected a sequence of shape (T, D), got {x_TD.shape}{batch_hint(x_TD.shape, 2)}")
     D, H, K = _projection_shape(W_DHK, "(D, H, K)")
@@ -162,7 +164,7 @@ def to_heads(x_TD: jax.Array, W_DHK: jax.Array | Quantized) -> jax.Array:
 
 
 def from_heads(y_HTK: jax.Array, W_HKD: jax.Array | Quantized) -> jax.Array:
-    """Return the concatenated heads times the output projection, `(T, D)`."""
+    """Concatenate the heads and multiply them by the output projection, `(T, D)`."""
     H, K, D = _projection_shape(W_HKD, "(H, K, D)")
     if isinstance(W_HKD, Quantized):
         return y_HTK.swapaxes(0, 1).reshape(-1, H * K) @ W_HKD.reshape(H * K, D)
@@ -183,7 +185,7 @@ def cross_attention(
     mask: Mask = None,
     scale: float | None = None,
 ) -> jax.Array:
-    """Return softmax(scale · Q (X W_K)ᵀ) X W_V for each head, `(H, T, K)`.
+    """Compute cross-attention, softmax(scale · Q (X W_K)ᵀ) X W_V, for each head, `(H, T, K)`.
 
     Self-attention is the case Q = X W_Q.
     """
@@ -199,7 +201,7 @@ def multi_head_attention(
     W_O_HKD: jax.Array,
     mask: Mask = None,
 ) -> jax.Array:
-    """Return multi-head attention, `(T, D)`, from the four projection matrices (Vaswani et al. 2017, section 3.2.2).
+    """Compute multi-head attention, `(T, D)`, from the four projection matrices (Vaswani et al. 2017, section 3.2.2).
 
     Args:
       x_TD: source of the queries.
@@ -209,7 +211,7 @@ def multi_head_attention(
 
 
 def row_entropy(weights: jax.Array) -> jax.Array:
-    """Return the Shannon entropy in nats of distributions along the last axis, with 0·log 0 = 0.
+    """Compute the Shannon entropy in nats of distributions along the last axis, with 0·log 0 = 0.
 
     The entropy is log S for a uniform row of S entries, and 0 for a one-hot row or a row of zeros.
     """

@@ -236,7 +236,7 @@ def _chunk(
 
 @jax.custom_jvp
 def _largest_and_total(logits_CV: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the largest logit of each row, and the sum of exponentials of the logits less the largest, each `(C,)`.
+    """Return the largest logit of each row, and the sum of exponentials of the logits minus the largest, each `(C,)`.
 
     On a GPU, both come from one pass over the logits (Milakov and Gimelshein 2018, algorithm 3).
     """

@@ -10,7 +10,7 @@ from jaxformer.ops.precision import accumulation_dtype, upcast
 
 
 def negative_log_likelihood(logits_TV: jax.Array, targets_T: jax.Array) -> jax.Array:
-    """Return -log softmax(logits)[target] in nats, `(T,)` float32.
+    """Compute -log softmax(logits)[target] in nats, `(T,)` float32.
 
     Targets are integers from 0 to V - 1; any other yields NaN, also a negative one, such as torch's -100. Raises as
     `check_targets` does.
@@ -46,8 +46,8 @@ def uniform_cross_entropy(logits_TV: jax.Array) -> jax.Array:
 
 
 def shifted(logits_TV: jax.Array) -> jax.Array:
-    """Return logits less the largest logit of each position, in float32: a logarithm added to a large logit would lose
-    its digits."""
+    """Subtract the largest logit of each position, in float32: a logarithm added to a large logit would lose its
+    digits."""
     logits_TV = upcast(logits_TV)
     return logits_TV - jax.lax.stop_gradient(jnp.max(logits_TV, axis=-1, keepdims=True))
 
@@ -87,8 +87,8 @@ def pair_nll(
 
 
 def cross_entropy(logits_TV: jax.Array, targets_T: jax.Array, weights_T: jax.Array | None = None) -> jax.Array:
-    """Return the weighted mean of `negative_log_likelihood`, Σ w·nll / Σ w, a float32 scalar; 0 where all weights are
-    0.
+    """Compute the cross-entropy in nats, the weighted mean Σ w·nll / Σ w of `negative_log_likelihood`, a float32
+    scalar; 0 if all weights are 0.
 
     Logits and targets of weight 0 change neither the loss nor its gradient, even if they are NaN or no class: the mask
     `targets_T != -100` as weights is torch's `ignore_index`.

@@ -15,19 +15,23 @@ from jaxformer.ops.precision import upcast
 
 
 def rms_norm(x: jax.Array, gamma: jax.Array, eps: float = 1e-6) -> jax.Array:
-    """Return γ · x / √(mean(x²) + ε) (Zhang and Sennrich 2019, equation 4). `x` is `(…, D)`, `gamma` `(D,)`."""
+    """Apply RMSNorm, γ · x / √(mean(x²) + ε), to `x` `(…, D)` (Zhang and Sennrich 2019, equation 4).
+
+    `gamma` is `(D,)`."""
     _check(x, eps, gamma)
     return (divide_by_rms(upcast(x), eps) * gamma).astype(x.dtype)
 
 
 def layer_norm(x: jax.Array, gamma: jax.Array, beta: jax.Array, eps: float = 1e-5) -> jax.Array:
-    """Return γ · (x - mean) / √(var + ε) + β (Ba et al. 2016). `x` is `(…, D)`, `gamma` and `beta` `(D,)`."""
+    """Apply LayerNorm, γ · (x - mean) / √(var + ε) + β, to `x` `(…, D)` (Ba et al. 2016).
+
+    `gamma` and `beta` are `(D,)`."""
     _check(x, eps, gamma, beta)
     return (divide_by_rms(center(upcast(x)), eps) * gamma + beta).astype(x.dtype)
 
 
 def l2_normalize(x: jax.Array, eps: float = 1e-12) -> jax.Array:
-    """Return x / √(Σ x² + ε), which has unit norm. `x` is `(…, D)`."""
+    """Scale `x` `(…, D)` to unit norm, x / √(Σ x² + ε)."""
     _check(x, eps)
     D = x.shape[-1]
     return (divide_by_rms(upcast(x), eps / D) * D**-0.5).astype(x.dtype)
@@ -47,7 +51,7 @@ def _check(x: jax.Array, eps: float | jax.Array, *vectors: jax.Array) -> None:
 
 @jax.custom_jvp
 def center(x: jax.Array) -> jax.Array:
-    """Return x less its mean along the last axis, `(…, D)`."""
+    """Subtract the mean along the last axis, `(…, D)`."""
     return x - _mean(x)
 
 
@@ -59,7 +63,7 @@ def _center_jvp(primals: tuple, tangents: tuple) -> tuple:
 
 @partial(jax.custom_jvp, nondiff_argnums=(1,))
 def divide_by_rms(x: jax.Array, eps: float) -> jax.Array:
-    """Return x / √(mean(x²) + ε) along the last axis, `(…, D)`; NaN for a row whose squares overflow.
+    """Divide by √(mean(x²) + ε) along the last axis, `(…, D)`; NaN for a row whose squares overflow.
 
     The derivative is computed from the result; computed from x, it would need the cube of the norm, which overflows
     from 1e13 on.

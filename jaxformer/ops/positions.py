@@ -31,7 +31,7 @@ def check_positions(positions_T: ArrayLike, n_tokens: int | None = None) -> jax.
 
 
 def sinusoidal(positions_T: jax.Array, d_model: int) -> jax.Array:
-    """Return the encoding of Vaswani et al. 2017, section 3.5, `(T, D)` float32:
+    """Compute the sinusoidal encoding of Vaswani et al. 2017, section 3.5, `(T, D)` float32:
     PE(pos, 2i) = sin(pos / 10000^(2i/D)), PE(pos, 2i+1) = cos of the same angle."""
     positions_T = check_positions(positions_T)
     rates = 10_000.0 ** (-jnp.arange(0, d_model, 2, dtype=jnp.float32) / d_model)
@@ -70,7 +70,7 @@ class Llama3Scaling(NamedTuple):
 def rope(
     x_HTK: jax.Array, positions_T: jax.Array, base: float = 10_000.0, scaling: float | Llama3Scaling = 1.0
 ) -> jax.Array:
-    """Return rotary-embedded vectors (Su et al. 2021, equation 34), `(H, T, K)`: features i and i + K/2 are rotated by
+    """Apply rotary position embedding (Su et al. 2021, equation 34), `(H, T, K)`: features i and i + K/2 are rotated by
     the angle position · base^(-2i/K), so that scores depend on distances only. K must be even.
 
     Features are paired across halves, as in Hugging Face's GPT-NeoX and Llama checkpoints; GPT-J and Meta's own Llama
@@ -93,7 +93,7 @@ def rope(
 
 
 class RoPE(NamedTuple):
-    """The arguments of `rope` beside vectors and positions: `RoPE(base)(x_HTK, positions_T)`."""
+    """Rotary position embedding with fixed options: `RoPE(base)(x_HTK, positions_T)`; see `rope`."""
 
     base: float = 10_000.0
     scaling: float | Llama3Scaling = 1.0
