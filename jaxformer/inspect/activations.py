@@ -62,8 +62,8 @@ def capture(
       missing_ok: accept patterns that match nothing, instead of raising.
 
     Raises:
-      UserError: the inputs are a batch, or hold token ids outside the vocabulary; a pattern matches nothing; an
-        activation is computed within a transformation in the model, such as `nn.remat`.
+      UserError: the inputs are a batch, or hold token ids outside the vocabulary; a pattern matches nothing.
+      ValueError: an activation is computed within a transformation in the model, such as `nn.remat`.
     """
     return apply_and_capture(model, params, *inputs, names=names, missing_ok=missing_ok)[1]
 
@@ -102,8 +102,8 @@ def capture_gradients(loss: Callable[[], jax.Array], names: Names = "*") -> tupl
       names: the activations; integer and bool activations have no gradient.
 
     Raises:
-      UserError: a pattern matches nothing; an activation is computed twice, or within a transformation that the loss
-        applies, such as `jax.vmap`.
+      UserError: a pattern matches nothing.
+      ValueError: an activation is computed twice, or within a transformation that the loss applies, such as `jax.vmap`.
     """
     return value_and_capture_gradients(loss, names)[1:]
 
@@ -140,8 +140,9 @@ def intervene(names: Names, edit: Edit, *, missing_ok: bool = False) -> Iterator
       missing_ok: accept patterns that match nothing.
 
     Raises:
-      UserError: a replacement has another shape or dtype; a pattern matched nothing by the end of the context; the
-        value of a capture point is not an array.
+      UserError: a pattern matched nothing by the end of the context.
+      ValueError: a replacement has another shape or dtype.
+      TypeError: the value of a capture point is not an array.
     """
     patterns = [names] if isinstance(names, str) else list(names)
     calls: Counter[tuple[Any, str]] = Counter()
@@ -150,7 +151,7 @@ def intervene(names: Names, edit: Edit, *, missing_ok: bool = False) -> Iterator
     def replaced(module: nn.Module, part: str, value: jax.Array) -> jax.Array:
         if not hasattr(value, "dtype"):
             problem = f"capture point {part!r} of {type(module).__name__} is given a {type(value).__name__}"
-            raise UserError(f"{problem}; pass each array to a capture point of its own.")
+            raise TypeError(f"{problem}; pass each array to a capture point of its own.")
         path = module.path if part == OUTPUT and module.path else (*module.path, part)
         call = (module.scope.root if module.scope else None, dotted(path))  # each `apply` has its own root
         calls[call] += 1
@@ -170,17 +171,17 @@ def intervene(names: Names, edit: Edit, *, missing_ok: bool = False) -> Iterator
 
 
 def _keep(captured: Activations, edit: Edit = lambda _, value: value) -> Edit:
-    """Return an edit that also stores the result of `edit` under the activation's name. It raises `UserError` if the
-    activation is computed within an inner transformation, such as `vmap`, or if its name is taken."""
+    """Return an edit that also stores the result of `edit` under the activation's name. It raises `ValueError` if
+    the activation is computed within an inner transformation, such as `vmap`, or if its name is taken."""
     trace = get_opaque_trace_state(convention="flax")
 
     def keep(name: str, value: jax.Array) -> jax.Array:
         if name in captured:
-            raise UserError(f"{name} is computed in two calls of a model; capture each call separately.")
+            raise ValueError(f"{name} is computed in two calls of a model; capture each call separately.")
         if get_opaque_trace_state(convention="flax") != trace:
             transformation = "a transformation, such as jax.vmap, jax.checkpoint or jax.lax.scan"
             problem = f"{name} is computed within {transformation}, which its value cannot leave"
-            raise UserError(f"{problem}; capture within the transformation, or omit this name.")
+            raise ValueError(f"{problem}; capture within the transformation, or omit this name.")
         captured[name] = edit(name, value)
         return captured[name]
 
@@ -188,11 +189,11 @@ def _keep(captured: Activations, edit: Edit = lambda _, value: value) -> Edit:
 
 
 def _check_edit(name: str, value: jax.Array, edited: Any) -> None:
-    """Raise `UserError` if a replacement has another shape or dtype than the activation."""
+    """Raise `ValueError` if a replacement has another shape or dtype than the activation."""
     expected, got = (f"{getattr(x, 'dtype', type(x).__name__)} {jnp.shape(x)}" for x in (value, edited))
     if expected != got:
         problem = f"an intervention must preserve shape and dtype: {name} is {expected}, and its replacement is {got}"
-        raise UserError(f"{problem}; return an array like the value.")
+        raise ValueError(f"{problem}; return an array like the value.")
 
 
 def _check_matched(patterns: Collection[str], names: Collection[str]) -> None:

@@ -158,9 +158,15 @@ def _continuations(setup: TrainSetup, data: Dataset, params: Params) -> Iterator
     n_tokens = tokenizer.vocab_size if tokenizer.vocab_size < config.model.vocab_size else None
     for temperature in (0.5, 0.0):
         pieces = generate(
-            setup.model, params, [prompt], Sampling(temperature, n_tokens=n_tokens), [config.seed],
-            max_new_tokens=t.sample_tokens, context_length=context_length, fill_token=tokenizer.end_of_text,
-        )  # fmt: skip
+            setup.model,
+            params,
+            [prompt],
+            Sampling(temperature, n_tokens=n_tokens),
+            [config.seed],
+            max_new_tokens=t.sample_tokens,
+            context_length=context_length,
+            fill_token=tokenizer.end_of_text,
+        )
         tokens = prompt + np.concatenate([piece.tokens_BN for piece in pieces], axis=1)[0].tolist()
         yield temperature, tokenizer.decode(tokens)
 

@@ -36,8 +36,11 @@ def log_differences(a: Path, b: Path, tolerance: float = 0.0) -> Iterator[str]:
     if missing := sorted(ours.keys() ^ theirs.keys()):
         owner = a if missing[0] in ours else b
         yield f"steps logged by one run only: {len(missing)}, first step {missing[0]:,} of {owner}"
-    unshared = {name: (step, a if name in ours[step] else b) for step in reversed(common)
-                for name in ours[step].keys() ^ theirs[step].keys()}  # fmt: skip
+    unshared = {
+        name: (step, a if name in ours[step] else b)
+        for step in reversed(common)
+        for name in ours[step].keys() ^ theirs[step].keys()
+    }
     for name, (step, owner) in islice(sorted(unshared.items()), 3):
         yield f"only {owner} has logged {name}, first at step {step:,}"
     if len(unshared) > 3:

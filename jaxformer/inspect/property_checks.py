@@ -68,10 +68,17 @@ def verify(model: nn.Module, params: Params, inputs_B: Inputs, targets_B: jax.Ar
     params = jax.tree.map(upcast, params)
     first = jax.tree.map(lambda x: x[0], inputs_B)
     checks: tuple[tuple[Callable[..., Check], Any], ...] = (
-        (finite, inputs_B), (causality, first), (attention_mask, first), (attention_rows, first), (padding, inputs_B),
-        (decoding, first), (batching, inputs_B), (no_dropout, first), (dropout_keys, first),
+        (finite, inputs_B),
+        (causality, first),
+        (attention_mask, first),
+        (attention_rows, first),
+        (padding, inputs_B),
+        (decoding, first),
+        (batching, inputs_B),
+        (no_dropout, first),
+        (dropout_keys, first),
         (gradients, jax.tree.map(lambda x: x[:2], Batch(inputs_B, targets_B))),
-    )  # fmt: skip
+    )
     for check, argument in checks:
         result = without_rounding(check, model, params, argument)
         yield result

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 
 from jaxformer.contract import contract_of
-from jaxformer.errors import UserError
 from jaxformer.inspect.activations import Activations, capture
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.inputs import check_example
@@ -32,7 +31,7 @@ def logit_lens(model: nn.Module, params: Params, *inputs: Any) -> Activations:
       inputs: inputs of the model: tokens, and the prefix length for a model with a prefix.
 
     Raises:
-      UserError: the model has no residual stream, or normalises the stream after each part.
+      ValueError: the model has no residual stream, or normalises the stream after each part.
     """
     _check_stream(model)
     check_example(model, *inputs)
@@ -60,7 +59,7 @@ def logit_attribution(
       baseline_T: one token per position, whose logit is subtracted.
 
     Raises:
-      UserError: the model has no residual stream, or normalises the stream after each part.
+      ValueError: the model has no residual stream, or normalises the stream after each part.
     """
     _check_stream(model)
     check_example(model, *inputs)
@@ -122,11 +121,8 @@ def _through_norm(
 
 
 def _check_stream(model: nn.Module) -> None:
-    """Raise `UserError` unless blocks add to a residual stream that becomes the logits."""
+    """Raise `ValueError` unless blocks add to a residual stream that becomes the logits."""
     if not contract_of(model).has_residual_stream:
-        remedy = "use a decoder with model.residual true"
-        raise UserError(f"this {type(model).__name__} has no residual stream that becomes logits; {remedy}.")
+        raise ValueError(f"this {type(model).__name__} has no residual stream that becomes logits")
     if model.config.norm != "none" and model.config.norm_placement == "post":
-        raise UserError(
-            "norm_placement 'post' normalises the whole residual stream, so it is no sum of parts; use pre-norm."
-        )
+        raise ValueError("post-norm normalises the whole residual stream, which is therefore no sum of parts")

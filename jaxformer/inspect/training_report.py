@@ -153,8 +153,12 @@ def _autopsy(setup: TrainSetup, folder: Path, outcome: Outcome) -> tuple[str, Pa
     evidence = folder / "autopsy"
     if is_main_process():
         evidence = save_autopsy(
-            folder, outcome.step, jax.tree.map(np.asarray, batch), np.asarray(jax.random.key_data(keys_B)), report,
+            folder,
+            outcome.step,
+            jax.tree.map(np.asarray, batch),
+            np.asarray(jax.random.key_data(keys_B)),
+            report,
             f"{setup.attention_line}, precision: {setup.compute_dtype}",
-        )  # fmt: skip
+        )
     overflow = "the norm of the gradient, although every entry is finite"
     return overflow if report is None else report.origin, evidence

@@ -57,10 +57,16 @@ class AttentionSection(Section):
             bytes_HTS = np.rint(255 * np.sqrt(np.nan_to_num(layer.weights_HTS))).astype(np.uint8)
             causal = layer.rows == layer.columns and not np.triu(bytes_HTS, 1).any()
             stored = bytes_HTS[:, np.tri(bytes_HTS.shape[-1], dtype=bool)] if causal else bytes_HTS
-            layers.append({
-                "name": layer.name, "rows": layer.rows, "columns": layer.columns, "heads": len(layer.weights_HTS),
-                "causal": causal, "weights": base64.b64encode(stored.tobytes()).decode(),
-            })  # fmt: skip
+            layers.append(
+                {
+                    "name": layer.name,
+                    "rows": layer.rows,
+                    "columns": layer.columns,
+                    "heads": len(layer.weights_HTS),
+                    "causal": causal,
+                    "weights": base64.b64encode(stored.tobytes()).decode(),
+                }
+            )
         predictions = {name: [_as_json(each) for each in row] for name, row in self.predictions.items()}
         texts = {name: list(tokens) for name, tokens in self.texts.items()}
         return embed("attention", {"texts": texts, "predictions": predictions, "layers": layers})

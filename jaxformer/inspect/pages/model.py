@@ -52,9 +52,13 @@ DEFAULT_TARGETS, MAX_DEFAULT_EXAMPLES = 1000, 256
 
 
 def write_model_page(
-    run: Run, path: Path, prompt: str | None = None, n_examples: int | None = None, max_live_parameters: int = 0,
+    run: Run,
+    path: Path,
+    prompt: str | None = None,
+    n_examples: int | None = None,
+    max_live_parameters: int = 0,
     progress: Callable[[str], object] = lambda _: None,
-) -> None:  # fmt: skip
+) -> None:
     """Write the page about a run with a checkpoint to an HTML file. A prompt replaces the held-out text, and heads and
     gradients are measured on `n_examples` held-out examples. A causal decoder with at most `max_live_parameters`
     parameters runs live in the page; 0 omits that section. `progress` is called with the name of each part before it is
@@ -177,11 +181,16 @@ def _matched_captions(run: Run, batch: Batch) -> list[Section]:
     shown = list(dict.fromkeys(caption_of[:n].tolist()))
     p_of_shown = p_BN[:n, shown]
     similarity = Heatmap(
-        "Similarity of images and captions", p_of_shown, [f"image {b}" for b in range(n)],
-        [captions[i] for i in shown], texts=[[f"{p:.0%}" for p in row] for row in p_of_shown], cell=(64, 56),
-        images=[png_uri(image) for image in images[:n]], largest=1,
+        "Similarity of images and captions",
+        p_of_shown,
+        [f"image {b}" for b in range(n)],
+        [captions[i] for i in shown],
+        texts=[[f"{p:.0%}" for p in row] for row in p_of_shown],
+        cell=(64, 56),
+        images=[png_uri(image) for image in images[:n]],
+        largest=1,
         about=f"Probability of each caption for each image, among {len(captions):,} captions.",
-    )  # fmt: skip
+    )
     return [matches, similarity]
 
 

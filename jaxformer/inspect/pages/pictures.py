@@ -53,8 +53,13 @@ class PictureSection(Section):
     """Word beside the true class or caption."""
 
     assets: ClassVar[Sequence[str]] = (
-        "charts.css", "charts.js", "attention.css", "heads.js", "pictures.css", "pictures.js"
-    )  # fmt: skip
+        "charts.css",
+        "charts.js",
+        "attention.css",
+        "heads.js",
+        "pictures.css",
+        "pictures.js",
+    )
 
     def body(self) -> str:
         """Return the HTML element. Attention is stored as base64 bytes, the square roots of weights divided by each
