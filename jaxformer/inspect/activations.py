@@ -14,6 +14,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax.extend.core import get_opaque_trace_state
+from jax.typing import ArrayLike
 
 from jaxformer.errors import UserError
 from jaxformer.models.inputs import check_example
@@ -21,6 +22,8 @@ from jaxformer.models.objective import Params
 from jaxformer.nn.capture import OUTPUT, handled_by
 from jaxformer.nn.parameter_norms import dotted
 
+Inputs = tuple[Any, ...]
+"""Inputs of a model, for one example or with a leading axis B; None for one that is omitted."""
 Names = str | Collection[str]
 """A pattern of names as for `fnmatch`, such as `blocks.*.attention.weights`, or several patterns."""
 Activations = OrderedDict[str, jax.Array]
@@ -30,7 +33,7 @@ Edit = Callable[[str, jax.Array], jax.Array]
 
 
 def capture(
-    model: nn.Module, params: Params, *inputs: Any, names: Names = "*", missing_ok: bool = False
+    model: nn.Module, params: Params, *inputs: ArrayLike | None, names: Names = "*", missing_ok: bool = False
 ) -> Activations:
     """Return the activations of a model for one example, by name, in order of computation.
 
@@ -69,7 +72,7 @@ def capture(
 
 
 def apply_and_capture(
-    model: nn.Module, params: Params, *inputs: Any, names: Names = "*", missing_ok: bool = False
+    model: nn.Module, params: Params, *inputs: ArrayLike | None, names: Names = "*", missing_ok: bool = False
 ) -> tuple[Any, Activations]:
     """Return the model's output for one example, and its activations; see `capture`."""
     check_example(model, *inputs)
@@ -80,14 +83,14 @@ def apply_and_capture(
 
 
 def capture_shapes(
-    model: nn.Module, params: Params, *inputs: Any, names: Names = "*", missing_ok: bool = False
+    model: nn.Module, params: Params, *inputs: ArrayLike | None, names: Names = "*", missing_ok: bool = False
 ) -> OrderedDict[str, jax.ShapeDtypeStruct]:
     """Return the shapes and dtypes of the result of `capture`, in the same order, without computing it.
 
     Args:
       params: parameters, or their `jax.ShapeDtypeStruct`s.
     """
-    captured: Any = partial(capture, model, names=names, missing_ok=missing_ok)
+    captured = partial(capture, model, names=names, missing_ok=missing_ok)
     return jax.eval_shape(lambda params: captured(params, *inputs), params)
 
 
@@ -119,7 +122,7 @@ def value_and_capture_gradients(
         with intervene(names, _keep(captured, shift)):
             return loss(), captured
 
-    shapes: Any = jax.eval_shape(lambda: shifted(OrderedDict())[1])
+    shapes = jax.eval_shape(lambda: shifted(OrderedDict())[1])
     floats = ((name, x) for name, x in shapes.items() if jnp.issubdtype(x.dtype, jnp.floating))
     zeros = OrderedDict((name, jnp.zeros(x.shape, x.dtype)) for name, x in floats)
     (value, values), grads = jax.value_and_grad(shifted, has_aux=True)(zeros)
@@ -145,7 +148,7 @@ def intervene(names: Names, edit: Edit, *, missing_ok: bool = False) -> Iterator
       TypeError: the value of a capture point is not an array.
     """
     patterns = [names] if isinstance(names, str) else list(names)
-    calls: Counter[tuple[Any, str]] = Counter()
+    calls: Counter[tuple[object, str]] = Counter()
     computed: set[str] = set()
 
     def replaced(module: nn.Module, part: str, value: jax.Array) -> jax.Array:
@@ -188,7 +191,7 @@ def _keep(captured: Activations, edit: Edit = lambda _, value: value) -> Edit:
     return keep
 
 
-def _check_edit(name: str, value: jax.Array, edited: Any) -> None:
+def _check_edit(name: str, value: jax.Array, edited: ArrayLike) -> None:
     """Raise `ValueError` if a replacement has another shape or dtype than the activation."""
     expected, got = (f"{getattr(x, 'dtype', type(x).__name__)} {jnp.shape(x)}" for x in (value, edited))
     if expected != got:

@@ -10,9 +10,10 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from jaxformer.contract import contract_of
-from jaxformer.inspect.activations import Activations, capture
+from jaxformer.inspect.activations import Activations, Inputs, capture
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.inputs import check_example
 from jaxformer.models.objective import Params
@@ -23,7 +24,7 @@ from jaxformer.ops.precision import upcast
 STREAM = ("embedding", "blocks.*.after")
 
 
-def logit_lens(model: nn.Module, params: Params, *inputs: Any) -> Activations:
+def logit_lens(model: nn.Module, params: Params, *inputs: ArrayLike | None) -> Activations:
     """Return the logits, `(T, V)`, of the residual stream after the embedding and after each block, unembedded as if it
     were the final one (nostalgebraist 2020); the last entry has the model's own logits.
 
@@ -39,14 +40,18 @@ def logit_lens(model: nn.Module, params: Params, *inputs: Any) -> Activations:
 
 
 @partial(jax.jit, static_argnames="model")
-def _lens(model: nn.Module, params: Params, *inputs: Any) -> Activations:
-    unembed: Callable[..., Any] = partial(model.apply, {"params": params}, method="unembed")
+def _lens(model: nn.Module, params: Params, *inputs: ArrayLike | None) -> Activations:
     stream = capture(model, params, *inputs, names=STREAM)
+    unembed: Callable[..., Any] = partial(model.apply, {"params": params}, method="unembed")
     return OrderedDict((name, unembed(x_TD)) for name, x_TD in stream.items())
 
 
 def logit_attribution(
-    model: nn.Module, params: Params, *inputs: Any, target_T: jax.Array, baseline_T: jax.Array | None = None
+    model: nn.Module,
+    params: Params,
+    *inputs: ArrayLike | None,
+    target_T: jax.Array,
+    baseline_T: jax.Array | None = None,
 ) -> Activations:
     """Return the contribution of each part to the logit of a token at each position, `(T,)` by name, `(H, T)` for
     heads: direct logit attribution (Elhage et al. 2021). The contributions sum to the logit before a soft cap.
@@ -68,7 +73,7 @@ def logit_attribution(
 
 @partial(jax.jit, static_argnames="model")
 def _attribute(
-    model: nn.Module, params: Params, inputs: tuple[Any, ...], target_T: jax.Array, baseline_T: jax.Array | None
+    model: nn.Module, params: Params, inputs: Inputs, target_T: jax.Array, baseline_T: jax.Array | None
 ) -> Activations:
     c = as_rung(model.config)
     values = capture(model, params, *inputs)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, fields
-from typing import Any
 
 import flax.linen as nn
 import jax
@@ -13,7 +12,7 @@ import numpy as np
 
 from jaxformer.contract import Task, contract_of
 from jaxformer.data.dataset import Batch
-from jaxformer.inspect.activations import apply_and_capture, capture_shapes
+from jaxformer.inspect.activations import Inputs, apply_and_capture, capture_shapes
 from jaxformer.inspect.attention import CROSS
 from jaxformer.inspect.gradients import per_example_gradients
 from jaxformer.inspect.heads import HeadStatistics, ablate_heads, head_statistics, target_mask
@@ -55,7 +54,7 @@ TokenText = Callable[[int], str]
 
 
 def attention_section(
-    model: nn.Module, params: Params, inputs: tuple[Any, ...], token_text: TokenText, mask_token: int | None = None
+    model: nn.Module, params: Params, inputs: Inputs, token_text: TokenText, mask_token: int | None = None
 ) -> AttentionSection:
     """Return the attention maps of one example, and the probability of each of its tokens. Its inputs are a text; or a
     source with its padding mask, and a target that begins with the start token. `mask_token` is given for a masked
@@ -90,7 +89,7 @@ def attention_section(
     return AttentionSection("Attention maps" if layers else "Next tokens", texts, layers, predictions, about=about)
 
 
-def _prefix_length(inputs: tuple[Any, ...]) -> int:
+def _prefix_length(inputs: Inputs) -> int:
     """Return the number of prefix tokens for a prefix language model; 0 for other models."""
     return int(inputs[1]) if len(inputs) == 2 and jnp.ndim(inputs[1]) == 0 else 0
 

@@ -33,7 +33,7 @@ MAX_CHART_POINTS = 20_000
 
 def page_sink(folder: Path) -> Sink:
     """Return a sink that updates the page at evaluations, within `MAX_TIME_SHARE`, until a write fails."""
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     next_update = 0.0
 
     def sink(row: dict[str, Any]) -> None:
