@@ -145,16 +145,12 @@ def intervene(names: Names, edit: Edit, *, missing_ok: bool = False) -> Iterator
     Raises:
       UserError: a pattern matched nothing by the end of the context.
       ValueError: a replacement has another shape or dtype.
-      TypeError: the value of a capture point is not an array.
     """
     patterns = [names] if isinstance(names, str) else list(names)
     calls: Counter[tuple[object, str]] = Counter()
     computed: set[str] = set()
 
     def replaced(module: nn.Module, part: str, value: jax.Array) -> jax.Array:
-        if not hasattr(value, "dtype"):
-            problem = f"capture point {part!r} of {type(module).__name__} is given a {type(value).__name__}"
-            raise TypeError(f"{problem}; pass each array to a capture point of its own.")
         path = module.path if part == OUTPUT and module.path else (*module.path, part)
         call = (module.scope.root if module.scope else None, dotted(path))  # each `apply` has its own root
         calls[call] += 1

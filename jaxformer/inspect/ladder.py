@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxformer.config import ModelConfig, TokenModelConfig
+from jaxformer.config import TokenModelConfig
 from jaxformer.data.dataset import evenly_spaced
 from jaxformer.decode.generation import generate
 from jaxformer.decode.samplers import Sampling
@@ -87,7 +87,8 @@ def rung_result(run: Path, sources: str) -> RungResult:
         # If a run ended early, its evaluations are not results; JSON has null for non-finite values.
         return math.nan if cause or last.get(name) is None else float(last[name])
 
-    blocks, length, predicted = last.get("entropy", []), *_window(config.model)
+    assert isinstance(config.model, TokenModelConfig)  # all rungs are token models
+    blocks, length, predicted = last.get("entropy", []), config.model.context_length, config.model.n_predicted
     at = f" (at step {last['step']})" if cause and blocks else ""
     uniform = math.lgamma(length + 1) / length or 1.0  # with one position, entropies are 0
     timed = [(0, 0.0)] + [(row["step"], row["step_ms"]) for row in rows if "step_ms" in row]
@@ -108,12 +109,6 @@ def rung_result(run: Path, sources: str) -> RungResult:
         entropy_positions=_by_head(blocks, "{:.1f}", math.exp),
         sources=sources,
     )
-
-
-def _window(model: ModelConfig) -> tuple[int, int]:
-    """Return the number of tokens per window, and the number of predicted ones."""
-    assert isinstance(model, TokenModelConfig)  # all rungs are token models
-    return model.context_length, model.n_predicted
 
 
 def _by_head(blocks: Sequence[Sequence[float | None]], form: str, of: Callable[[float], float] = float) -> str:

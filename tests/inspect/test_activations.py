@@ -364,22 +364,6 @@ def test_value_of_an_inner_transformation_can_be_replaced_and_not_captured():
         capture_gradients(lambda: jax.vmap(lambda x: model.apply({"params": params}, x).sum())(x_D[None])[0], "logits")
 
 
-class PointedPair(nn.Module):
-    """A module that offers a tuple by one point."""
-
-    @nn.compact
-    def __call__(self, x_D: jax.Array) -> jax.Array:
-        return capture_point(self, "pair", (x_D, x_D))[0]
-
-
-def test_point_that_offers_no_array_is_an_error():
-    assert (PointedPair().apply({}, jnp.ones(3)) == 1).all()
-    with pytest.raises(
-        TypeError, match=r"point 'pair' of PointedPair is given a tuple; pass each array to a capture point of"
-    ):
-        capture(PointedPair(), {}, jnp.ones(3))
-
-
 @pytest.mark.slow
 def test_intervention_covers_every_call_of_a_model():
     model, params, (tokens,) = random_model(DECODER)

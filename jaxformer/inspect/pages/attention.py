@@ -67,13 +67,12 @@ class AttentionSection(Section):
                     "weights": base64.b64encode(stored.tobytes()).decode(),
                 }
             )
-        predictions = {name: [_as_json(each) for each in row] for name, row in self.predictions.items()}
+        predictions = {
+            name: [p and [p.heading, as_bars(p.probabilities, p.actual)] for p in row]
+            for name, row in self.predictions.items()
+        }
         texts = {name: list(tokens) for name, tokens in self.texts.items()}
         return embed("attention", {"texts": texts, "predictions": predictions, "layers": layers})
-
-
-def _as_json(prediction: Prediction | None) -> list | None:
-    return None if prediction is None else [prediction.heading, as_bars(prediction.probabilities, prediction.actual)]
 
 
 def as_bars(probabilities: Sequence[tuple[str, float]], actual: tuple[str, float] | None) -> list:
