@@ -14,6 +14,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax.extend.core import get_opaque_trace_state
+from jax.typing import ArrayLike
 
 from jaxformer.errors import UserError
 from jaxformer.models.inputs import check_example
@@ -21,6 +22,8 @@ from jaxformer.models.objective import Params
 from jaxformer.nn.capture import OUTPUT, handled_by
 from jaxformer.nn.parameter_norms import dotted
 
+Inputs = tuple[Any, ...]
+"""Inputs of a model, for one example or with a leading axis B; None for one that is omitted."""
 Names = str | Collection[str]
 """A pattern of names as for `fnmatch`, such as `blocks.*.attention.weights`, or several patterns."""
 Activations = OrderedDict[str, jax.Array]
@@ -30,7 +33,7 @@ Edit = Callable[[str, jax.Array], jax.Array]
 
 
 def capture(
-    model: nn.Module, params: Params, *inputs: Any, names: Names = "*", missing_ok: bool = False
+    model: nn.Module, params: Params, *inputs: ArrayLike | None, names: Names = "*", missing_ok: bool = False
 ) -> Activations:
     """Return the activations of a model for one example, by name, in order of computation.
 
@@ -62,14 +65,14 @@ def capture(
       missing_ok: accept patterns that match nothing, instead of raising.
 
     Raises:
-      UserError: the inputs are a batch, or hold token ids outside the vocabulary; a pattern matches nothing; an
-        activation is computed within a transformation in the model, such as `nn.remat`.
+      UserError: the inputs are a batch, or hold token ids outside the vocabulary; a pattern matches nothing.
+      ValueError: an activation is computed within a transformation in the model, such as `nn.remat`.
     """
     return apply_and_capture(model, params, *inputs, names=names, missing_ok=missing_ok)[1]
 
 
 def apply_and_capture(
-    model: nn.Module, params: Params, *inputs: Any, names: Names = "*", missing_ok: bool = False
+    model: nn.Module, params: Params, *inputs: ArrayLike | None, names: Names = "*", missing_ok: bool = False
 ) -> tuple[Any, Activations]:
     """Return the model's output for one example, and its activations; see `capture`."""
     check_example(model, *inputs)
@@ -80,14 +83,14 @@ def apply_and_capture(
 
 
 def capture_shapes(
-    model: nn.Module, params: Params, *inputs: Any, names: Names = "*", missing_ok: bool = False
+    model: nn.Module, params: Params, *inputs: ArrayLike | None, names: Names = "*", missing_ok: bool = False
 ) -> OrderedDict[str, jax.ShapeDtypeStruct]:
     """Return the shapes and dtypes of the result of `capture`, in the same order, without computing it.
 
     Args:
       params: parameters, or their `jax.ShapeDtypeStruct`s.
     """
-    captured: Any = partial(capture, model, names=names, missing_ok=missing_ok)
+    captured = partial(capture, model, names=names, missing_ok=missing_ok)
     return jax.eval_shape(lambda params: captured(params, *inputs), params)
 
 
@@ -102,8 +105,8 @@ def capture_gradients(loss: Callable[[], jax.Array], names: Names = "*") -> tupl
       names: the activations; integer and bool activations have no gradient.
 
     Raises:
-      UserError: a pattern matches nothing; an activation is computed twice, or within a transformation that the loss
-        applies, such as `jax.vmap`.
+      UserError: a pattern matches nothing.
+      ValueError: an activation is computed twice, or within a transformation that the loss applies, such as `jax.vmap`.
     """
     return value_and_capture_gradients(loss, names)[1:]
 
@@ -119,7 +122,7 @@ def value_and_capture_gradients(
         with intervene(names, _keep(captured, shift)):
             return loss(), captured
 
-    shapes: Any = jax.eval_shape(lambda: shifted(OrderedDict())[1])
+    shapes = jax.eval_shape(lambda: shifted(OrderedDict())[1])
     floats = ((name, x) for name, x in shapes.items() if jnp.issubdtype(x.dtype, jnp.floating))
     zeros = OrderedDict((name, jnp.zeros(x.shape, x.dtype)) for name, x in floats)
     (value, values), grads = jax.value_and_grad(shifted, has_aux=True)(zeros)
@@ -140,17 +143,14 @@ def intervene(names: Names, edit: Edit, *, missing_ok: bool = False) -> Iterator
       missing_ok: accept patterns that match nothing.
 
     Raises:
-      UserError: a replacement has another shape or dtype; a pattern matched nothing by the end of the context; the
-        value of a capture point is not an array.
+      UserError: a pattern matched nothing by the end of the context.
+      ValueError: a replacement has another shape or dtype.
     """
     patterns = [names] if isinstance(names, str) else list(names)
-    calls: Counter[tuple[Any, str]] = Counter()
+    calls: Counter[tuple[object, str]] = Counter()
     computed: set[str] = set()
 
     def replaced(module: nn.Module, part: str, value: jax.Array) -> jax.Array:
-        if not hasattr(value, "dtype"):
-            problem = f"capture point {part!r} of {type(module).__name__} is given a {type(value).__name__}"
-            raise UserError(f"{problem}; pass each array to a capture point of its own.")
         path = module.path if part == OUTPUT and module.path else (*module.path, part)
         call = (module.scope.root if module.scope else None, dotted(path))  # each `apply` has its own root
         calls[call] += 1
@@ -170,29 +170,29 @@ def intervene(names: Names, edit: Edit, *, missing_ok: bool = False) -> Iterator
 
 
 def _keep(captured: Activations, edit: Edit = lambda _, value: value) -> Edit:
-    """Return an edit that also stores the result of `edit` under the activation's name. It raises `UserError` if the
-    activation is computed within an inner transformation, such as `vmap`, or if its name is taken."""
+    """Return an edit that also stores the result of `edit` under the activation's name. It raises `ValueError` if
+    the activation is computed within an inner transformation, such as `vmap`, or if its name is taken."""
     trace = get_opaque_trace_state(convention="flax")
 
     def keep(name: str, value: jax.Array) -> jax.Array:
         if name in captured:
-            raise UserError(f"{name} is computed in two calls of a model; capture each call separately.")
+            raise ValueError(f"{name} is computed in two calls of a model; capture each call separately.")
         if get_opaque_trace_state(convention="flax") != trace:
             transformation = "a transformation, such as jax.vmap, jax.checkpoint or jax.lax.scan"
             problem = f"{name} is computed within {transformation}, which its value cannot leave"
-            raise UserError(f"{problem}; capture within the transformation, or omit this name.")
+            raise ValueError(f"{problem}; capture within the transformation, or omit this name.")
         captured[name] = edit(name, value)
         return captured[name]
 
     return keep
 
 
-def _check_edit(name: str, value: jax.Array, edited: Any) -> None:
-    """Raise `UserError` if a replacement has another shape or dtype than the activation."""
+def _check_edit(name: str, value: jax.Array, edited: ArrayLike) -> None:
+    """Raise `ValueError` if a replacement has another shape or dtype than the activation."""
     expected, got = (f"{getattr(x, 'dtype', type(x).__name__)} {jnp.shape(x)}" for x in (value, edited))
     if expected != got:
         problem = f"an intervention must preserve shape and dtype: {name} is {expected}, and its replacement is {got}"
-        raise UserError(f"{problem}; return an array like the value.")
+        raise ValueError(f"{problem}; return an array like the value.")
 
 
 def _check_matched(patterns: Collection[str], names: Collection[str]) -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from functools import partial
-from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from jaxformer.contract import contract_of
-from jaxformer.inspect.activations import Activations, capture
+from jaxformer.inspect.activations import Activations, Inputs, capture
 from jaxformer.models.inputs import valid_tokens
 from jaxformer.models.objective import Params, is_causal_lm
 from jaxformer.ops.attention import row_entropy
@@ -37,7 +37,7 @@ def named_attention_maps(model: nn.Module, params: Params, *inputs: jax.Array | 
 
 
 def row_tokens_and_mask(
-    model: nn.Module, layer: str, inputs: tuple[Any, ...], target_mask_T: jax.Array | None = None
+    model: nn.Module, layer: str, inputs: Inputs, target_mask_T: jax.Array | None = None
 ) -> tuple[jax.Array | None, jax.Array | None]:
     """Return the tokens `(T,)` of the rows of a layer's attention map, and a mask `(T,)` that is False for padding, for
     the inputs of one example. The tokens are None for cross-attention and images; the mask is None without padding.
@@ -61,7 +61,9 @@ def row_tokens_and_mask(
 
 
 @partial(jax.jit, static_argnums=0)
-def attention_entropy(model: nn.Module, params: Params, *inputs_B: Any, target_mask_BT: Any = None) -> list[jax.Array]:
+def attention_entropy(
+    model: nn.Module, params: Params, *inputs_B: ArrayLike | None, target_mask_BT: ArrayLike | None = None
+) -> list[jax.Array]:
     """Return the attention entropy of each head in nats, `(H,)` per layer: the mean over examples of the mean over rows
     that are not padding.
 
@@ -73,7 +75,7 @@ def attention_entropy(model: nn.Module, params: Params, *inputs_B: Any, target_m
       target_mask_BT: True where a target is not padding.
     """
 
-    def example_entropy(example: tuple[tuple[Any, ...], Any]) -> list[jax.Array]:
+    def example_entropy(example: tuple[Inputs, jax.Array | None]) -> list[jax.Array]:
         inputs, mask_T = example
         return [
             row_entropy(weights_HTS).mean(axis=-1, where=row_tokens_and_mask(model, layer, inputs, mask_T)[1])

@@ -15,6 +15,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike, DTypeLike
 
 from jaxformer.data.dataset import Batch
 from jaxformer.models import objective
@@ -76,7 +77,11 @@ class Autopsy:
 
 
 def first_non_finite(
-    model: nn.Module, params: Params, batch: Batch, keys_B: jax.Array | None = None, compute_dtype: Any = None
+    model: nn.Module,
+    params: Params,
+    batch: Batch,
+    keys_B: jax.Array | None = None,
+    compute_dtype: DTypeLike | None = None,
 ) -> Autopsy | None:
     """Return the first non-finite value in the forward or backward pass of a loss; None if all are finite.
 
@@ -106,7 +111,11 @@ def first_non_finite(
 
 
 def replay(
-    model: nn.Module, params: Params, batch: Batch, keys_B: jax.Array | None = None, compute_dtype: Any = None
+    model: nn.Module,
+    params: Params,
+    batch: Batch,
+    keys_B: jax.Array | None = None,
+    compute_dtype: DTypeLike | None = None,
 ) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
     """Measure all outputs, parameters and gradients of the mean loss of a batch.
 
@@ -125,7 +134,7 @@ def replay(
     if compute_dtype is not None:
         params = jax.tree.map(lambda p: p.astype(compute_dtype), params)
     batch = jax.tree.map(jnp.asarray, batch)
-    record: dict[str, Any] = {}
+    record: dict[str, np.ndarray] = {}
     example = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), (batch, keys_B))
     jax.eval_shape(lambda params, example: _tapped_loss(model, params, record, *example), params, example)
     names = tuple(record)
@@ -254,7 +263,7 @@ def _over_batch(measured_B: jax.Array) -> jax.Array:
     return jnp.stack([largest, rms, n_finite, jnp.sum(n_not_B, axis=0)], axis=-1)
 
 
-def _root_mean_square(x: jax.Array, weights: Any, total: jax.Array, largest: jax.Array) -> jax.Array:
+def _root_mean_square(x: jax.Array, weights: ArrayLike, total: jax.Array, largest: jax.Array) -> jax.Array:
     """Return √(Σ w·x² / total) over the first axis, 0 for a total of 0, even if the squares would overflow float32."""
     unit = jnp.clip(largest, 1e-30, 1e37)  # keeps the reciprocal a normal float32
     return unit * jnp.sqrt(jnp.sum(weights * (x / unit) ** 2, axis=0) / jnp.maximum(total, 1))

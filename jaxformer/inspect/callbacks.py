@@ -26,7 +26,7 @@ from jaxformer.inspect.heads import target_mask
 from jaxformer.models.decoder import Decoder
 from jaxformer.models.inputs import valid_tokens
 from jaxformer.models.objective import Params, is_causal_lm
-from jaxformer.nn.parameter_norms import Row
+from jaxformer.nn import parameter_norms
 from jaxformer.parallel.memory import memory_capacity
 from jaxformer.parallel.mesh import local_copy
 from jaxformer.parallel.processes import is_main_process
@@ -44,6 +44,10 @@ MIN_LEARNING_RATE = 0.01
 N_TRANSLATIONS = 3
 """Held-out sources translated as samples."""
 
+Row = dict[str, Any]
+"""Row of the log."""
+Call = Callable[[int, TrainState, Batch, Row], Row | None]
+"""Function that training calls; see `Callback`."""
 Write = Callable[[Params], Iterator[tuple[float, str]]]
 """Function that generates texts from parameters, each with its temperature."""
 
@@ -60,7 +64,7 @@ def make_callbacks(setup: TrainSetup, data: Dataset, folder: Path) -> list[Callb
     if fits and t.eval_every:
         callbacks.append(Callback(t.eval_every, _probe(setup, data), at_start=True))
     if t.report_every:
-        reports: list[Any] = [partial(_print_update_ratios, setup)]
+        reports: list[Call] = [partial(_print_update_ratios, setup)]
         if fits and is_causal_lm(model):
             reports.append(partial(_print_samples, setup, folder, partial(_continuations, setup, data)))
         if fits and isinstance(data, PairDataset):
@@ -79,7 +83,7 @@ def _fits_on_one_device(setup: TrainSetup) -> bool:
     return capacity is None or 4 * (n_parameters + n_weights) < capacity / 4
 
 
-def _probe(setup: TrainSetup, data: Dataset) -> Any:
+def _probe(setup: TrainSetup, data: Dataset) -> Call:
     """Return a callback that logs attention entropy and router load on held-out examples."""
     model, batch = setup.model, next(data.held_out(PROBE_EXAMPLES, PROBE_EXAMPLES))
     has_experts = any("experts" in axes.names for axes in setup.parameter_axes.values())
@@ -87,7 +91,7 @@ def _probe(setup: TrainSetup, data: Dataset) -> Any:
     inputs_B, mask_BT = jax.tree.map(lambda x: x[unpadded_B], (batch.inputs, target_mask(batch)))
     mask_BT = None if mask_BT is None or mask_BT.all() else mask_BT
 
-    def call(step: int, state: TrainState, batch: Batch, row: dict[str, Any]) -> dict[str, Any] | None:
+    def call(step: int, state: TrainState, batch: Batch, row: Row) -> Row | None:
         params = local_copy(setup.model_params(state), setup.mesh)
         entropy = attention_entropy(model, params, *inputs_B, target_mask_BT=mask_BT)
         heads = [np.asarray(entropy_H).tolist() for entropy_H in entropy]
@@ -117,9 +121,7 @@ def _full_rows(contract: Contract, batch: Batch) -> np.ndarray:
     return tokens_N[: len(tokens_N) // T * T].reshape(-1, T)
 
 
-def _init_check(
-    setup: TrainSetup, data: Dataset, step: int, state: TrainState, batch: Batch, row: dict[str, Any]
-) -> dict[str, Any] | None:
+def _init_check(setup: TrainSetup, data: Dataset, step: int, state: TrainState, batch: Batch, row: Row) -> Row | None:
     """Print and log the initialisation check before the first step."""
     if step:
         return None
@@ -131,16 +133,16 @@ def _init_check(
     return {"init_check": {side: [asdict(m) for m in getattr(report, side)] for side in ("expected", "observed")}}
 
 
-def _print_update_ratios(setup: TrainSetup, step: int, state: TrainState, batch: Batch, row: dict[str, Any]) -> None:
+def _print_update_ratios(setup: TrainSetup, step: int, state: TrainState, batch: Batch, row: Row) -> None:
     """Print the update ratios in a row of the log, unless the learning rate has decayed to 0: its updates say nothing
     about training."""
     if "gradients" in row and row["lr"] > MIN_LEARNING_RATE * setup.config.optimizer.learning_rate:
-        rows = [Row(**parameter) for parameter in row["gradients"]]
+        rows = [parameter_norms.Row(**parameter) for parameter in row["gradients"]]
         print_line(update_grid(rows, setup.parameter_order, row["lr"]))
 
 
 def _print_samples(
-    setup: TrainSetup, folder: Path, write: Write, step: int, state: TrainState, batch: Batch, row: dict[str, Any]
+    setup: TrainSetup, folder: Path, write: Write, step: int, state: TrainState, batch: Batch, row: Row
 ) -> None:
     """Print generated texts and append them to the run's samples."""
     params = local_copy(setup.model_params(state), setup.mesh)
@@ -161,9 +163,15 @@ def _continuations(setup: TrainSetup, data: Dataset, params: Params) -> Iterator
     n_tokens = tokenizer.vocab_size if tokenizer.vocab_size < config.model.vocab_size else None
     for temperature in (0.5, 0.0):
         pieces = generate(
-            setup.model, params, [prompt], Sampling(temperature, n_tokens=n_tokens), [config.seed],
-            max_new_tokens=t.sample_tokens, context_length=context_length, fill_token=tokenizer.end_of_text,
-        )  # fmt: skip
+            setup.model,
+            params,
+            [prompt],
+            Sampling(temperature, n_tokens=n_tokens),
+            [config.seed],
+            max_new_tokens=t.sample_tokens,
+            context_length=context_length,
+            fill_token=tokenizer.end_of_text,
+        )
         tokens = prompt + np.concatenate([piece.tokens_BN for piece in pieces], axis=1)[0].tolist()
         yield temperature, tokenizer.decode(tokens)
 
@@ -179,7 +187,7 @@ def _translations(setup: TrainSetup, data: PairDataset, params: Params) -> Itera
         yield 0.0, f"{pair.source} -> {tokenizer.decode(target)} (expected: {pair.target})"
 
 
-def _alignment(setup: TrainSetup, data: PairDataset, folder: Path) -> Any:
+def _alignment(setup: TrainSetup, data: PairDataset, folder: Path) -> Call:
     """Return a callback that plots the alignment of the held-out pair with the longest source, preferring sources whose
     tokens are valid UTF-8."""
     tokenizer, limit = data.tokenizer, data.context_length
@@ -192,7 +200,7 @@ def _alignment(setup: TrainSetup, data: PairDataset, folder: Path) -> Any:
     shown = (source, [*target, tokenizer.end_of_text])
     source_texts, target_texts = ([tokenizer.decode([token]) for token in tokens] for tokens in shown)
 
-    def call(step: int, state: TrainState, batch: Batch, row: dict[str, Any]) -> None:
+    def call(step: int, state: TrainState, batch: Batch, row: Row) -> None:
         weights_TS = alignment(setup.model, local_copy(setup.model_params(state), setup.mesh), source_S, target_T)
         if weights_TS is not None and is_main_process() and not missing_extras("matplotlib"):
             with user_error_on_write(folder, PLOTS):

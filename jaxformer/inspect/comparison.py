@@ -16,6 +16,9 @@ from jaxformer.runs.checkpoints import CheckpointReader
 from jaxformer.runs.run import read_config
 from jaxformer.train.log import read_metrics, without_timings
 
+Row = dict[str, Any]
+"""Values logged at a step, by flattened name."""
+
 
 def config_differences(a: Path, b: Path) -> Iterator[str]:
     """Yield a description of each field in which the configs of two runs differ."""
@@ -36,8 +39,11 @@ def log_differences(a: Path, b: Path, tolerance: float = 0.0) -> Iterator[str]:
     if missing := sorted(ours.keys() ^ theirs.keys()):
         owner = a if missing[0] in ours else b
         yield f"steps logged by one run only: {len(missing)}, first step {missing[0]:,} of {owner}"
-    unshared = {name: (step, a if name in ours[step] else b) for step in reversed(common)
-                for name in ours[step].keys() ^ theirs[step].keys()}  # fmt: skip
+    unshared = {
+        name: (step, a if name in ours[step] else b)
+        for step in reversed(common)
+        for name in ours[step].keys() ^ theirs[step].keys()
+    }
     for name, (step, owner) in islice(sorted(unshared.items()), 3):
         yield f"only {owner} has logged {name}, first at step {step:,}"
     if len(unshared) > 3:
@@ -101,15 +107,15 @@ def exact_differences(a: Path, b: Path) -> list[str]:
     ]
 
 
-def _by_step(rows: Iterable[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+def _by_step(rows: Iterable[Row]) -> dict[int, Row]:
     """Return all values logged at each step, flattened; notes have separate rows in the log."""
-    steps: dict[int, dict[str, Any]] = {}
+    steps: dict[int, Row] = {}
     for row in rows:
         steps.setdefault(row["step"], {}).update(flatten(row))
     return steps
 
 
-def _changed(ours: dict[str, Any], theirs: dict[str, Any], tolerance: float) -> Iterator[str]:
+def _changed(ours: Row, theirs: Row, tolerance: float) -> Iterator[str]:
     """Yield the common names whose values differ by more than a relative tolerance, in the order of `ours`."""
     for name in (name for name in ours if name in theirs):
         x, y = ours[name], theirs[name]
@@ -118,7 +124,7 @@ def _changed(ours: dict[str, Any], theirs: dict[str, Any], tolerance: float) -> 
             yield name
 
 
-def _values(ours: dict[str, Any], theirs: dict[str, Any], name: str) -> str:
+def _values(ours: Row, theirs: Row, name: str) -> str:
     """Return both values as text, with all digits if nine digits do not distinguish them."""
     x, y = ours.get(name, "nothing"), theirs.get(name, "nothing")
     short = [f"{value:.9g}" if isinstance(value, float) else str(value) for value in (x, y)]

@@ -6,14 +6,15 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
 
 from jaxformer.data.dataset import Batch
-from jaxformer.inspect.activations import Activations, capture, intervene
+from jaxformer.inspect.activations import Activations, Inputs, capture, intervene
 from jaxformer.inspect.attention import CROSS, row_tokens_and_mask
 from jaxformer.models.objective import Params, mean_loss
 from jaxformer.ops.attention import row_entropy
@@ -28,19 +29,19 @@ class HeadStatistics:
     """Statistics of the heads of one layer, each `(H,)` float32: means over the rows of an example to which a statistic
     applies, in `head_statistics` also over examples with such rows; NaN if there are none."""
 
-    entropy: Any
+    entropy: jax.Array
     """Entropy of a row in nats; see `ops.attention.row_entropy`."""
-    normalized_entropy: Any
+    normalized_entropy: jax.Array
     """Entropy as a fraction of its maximum, log t for t visible positions; over rows with more than one."""
-    distance: Any
+    distance: jax.Array
     """Distance between a query and its keys in positions, weighted by attention."""
-    first: Any
+    first: jax.Array
     """Weight on the first position; over all rows but the first."""
-    previous: Any
+    previous: jax.Array
     """Previous-token score: weight on the preceding position; over all rows but the first."""
-    duplicate: Any
+    duplicate: jax.Array
     """Weight on earlier positions with the same token; over rows that have one."""
-    induction: Any
+    induction: jax.Array
     """Induction score: weight on the token after an earlier occurrence of the same token; over rows that have one (the
     prefix-matching score of Olsson et al. 2022)."""
 
@@ -89,7 +90,9 @@ def layer_statistics(
     )
 
 
-def head_statistics(model: nn.Module, params: Params, *inputs_B: Any, target_mask_BT: Any = None) -> ByLayer:
+def head_statistics(
+    model: nn.Module, params: Params, *inputs_B: ArrayLike | None, target_mask_BT: ArrayLike | None = None
+) -> ByLayer:
     """Return the statistics of all heads by layer: means over several examples, without rows of padding.
 
     Statistics of tokens apply to self-attention over text; statistics of positions apply to self-attention only.
@@ -104,8 +107,8 @@ def head_statistics(model: nn.Module, params: Params, *inputs_B: Any, target_mas
 
 
 @partial(jax.jit, static_argnames="model")
-def _head_statistics(model: nn.Module, params: Params, inputs_B: tuple[Any, ...], target_mask_BT: Any) -> ByLayer:
-    def example_statistics(example: tuple[tuple[Any, ...], Any]) -> ByLayer:
+def _head_statistics(model: nn.Module, params: Params, inputs_B: Inputs, target_mask_BT: ArrayLike | None) -> ByLayer:
+    def example_statistics(example: tuple[Inputs, jax.Array | None]) -> ByLayer:
         inputs, mask_T = example
         names = ("*attention.weights", "*attention.visible")
         captured = capture(model, params, *inputs, names=names, missing_ok=True)
@@ -121,7 +124,7 @@ def _head_statistics(model: nn.Module, params: Params, inputs_B: tuple[Any, ...]
     return jax.tree.map(lambda x_BH: jnp.nanmean(x_BH, axis=0), statistics_B)
 
 
-def target_mask(batch: Batch) -> Any:
+def target_mask(batch: Batch) -> np.ndarray | None:
     """Return a mask, `(B, T)` bool, of targets that are not padding; None without weights or without a target axis."""
     return None if batch.weights is None or batch.weights.ndim != 2 else batch.weights > 0
 
@@ -185,10 +188,10 @@ def _ablation_inputs(model: nn.Module, params: Params, batch: Batch) -> tuple[Ba
 
 
 @partial(jax.jit, static_argnames="model")
-def _mean_outputs(model: nn.Module, params: Params, inputs_B: tuple[Any, ...], target_mask_BT: Any) -> Activations:
+def _mean_outputs(model: nn.Module, params: Params, inputs_B: Inputs, target_mask_BT: ArrayLike | None) -> Activations:
     """Return the mean output of each head over examples and positions, without padding, `(H, K)` by layer."""
 
-    def example_sums(example: tuple[tuple[Any, ...], Any]) -> OrderedDict[str, tuple[jax.Array, jax.Array]]:
+    def example_sums(example: tuple[Inputs, jax.Array | None]) -> OrderedDict[str, tuple[jax.Array, jax.Array]]:
         inputs, mask_T = example
         sums = OrderedDict[str, tuple[jax.Array, jax.Array]]()
         for name, x_HTK in capture(model, params, *inputs, names="*attention.heads", missing_ok=True).items():

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from math import nan, sqrt
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -181,12 +180,12 @@ def _softmax_moments(rows: Sequence[np.ndarray]) -> tuple[float, float]:
 
 
 @partial(jax.jit, static_argnames="model")
-def _observe(model: Decoder, params: Params, tokens_BT: jax.Array) -> list[tuple[Any, ...]]:
+def _observe(model: Decoder, params: Params, tokens_BT: jax.Array) -> list[tuple[jax.Array, ...]]:
     """Return the fields of `Moments` for each block."""
 
-    def observe_example(tokens_T: jax.Array) -> list[Any]:
+    def observe_example(tokens_T: jax.Array) -> list[tuple[jax.Array, ...]]:
         values = capture(model, params, tokens_T)
-        blocks: list[Any] = []
+        blocks: list[tuple[jax.Array, ...]] = []
         for i in range(model.config.n_blocks):
             before, after = (jnp.mean(jnp.square(values[f"blocks.{i}.{name}"])) for name in ("before", "after"))
             visible = values[f"blocks.{i}.attention.visible"]

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxformer.config import ModelConfig, TokenModelConfig
+from jaxformer.config import TokenModelConfig
 from jaxformer.data.dataset import evenly_spaced
 from jaxformer.decode.generation import generate
 from jaxformer.decode.samplers import Sampling
@@ -87,24 +87,28 @@ def rung_result(run: Path, sources: str) -> RungResult:
         # If a run ended early, its evaluations are not results; JSON has null for non-finite values.
         return math.nan if cause or last.get(name) is None else float(last[name])
 
-    blocks, length, predicted = last.get("entropy", []), *_window(config.model)
+    assert isinstance(config.model, TokenModelConfig)  # all rungs are token models
+    blocks, length, predicted = last.get("entropy", []), config.model.context_length, config.model.n_predicted
     at = f" (at step {last['step']})" if cause and blocks else ""
     uniform = math.lgamma(length + 1) / length or 1.0  # with one position, entropies are 0
     timed = [(0, 0.0)] + [(row["step"], row["step_ms"]) for row in rows if "step_ms" in row]
     minutes = sum(ms * (step - before) for (before, _), (step, ms) in pairwise(timed)) / 60_000
-    n_parameters = count_parameters(abstract_params(config.model.build()))
     n_steps = rows[-1]["step"] if rows else 0
     return RungResult(
-        run.name, n_parameters, n_steps, n_steps * config.train.batch_size * predicted, metric("val_loss"),
-        metric("val_ppl"), metric("val_bpb"), minutes, cause, _by_head(blocks, "{:.3g}") + at,
-        _by_head(blocks, "{:.0%}", lambda x: x / uniform), _by_head(blocks, "{:.1f}", math.exp), sources,
-    )  # fmt: skip
-
-
-def _window(model: ModelConfig) -> tuple[int, int]:
-    """Return the number of tokens per window, and the number of predicted ones."""
-    assert isinstance(model, TokenModelConfig)  # all rungs are token models
-    return model.context_length, model.n_predicted
+        rung=run.name,
+        parameters=count_parameters(abstract_params(config.model.build())),
+        steps=n_steps,
+        targets=n_steps * config.train.batch_size * predicted,
+        loss=metric("val_loss"),
+        perplexity=metric("val_ppl"),
+        bits_per_byte=metric("val_bpb"),
+        minutes=minutes,
+        ended_early=cause,
+        entropy=_by_head(blocks, "{:.3g}") + at,
+        normalized_entropy=_by_head(blocks, "{:.0%}", lambda x: x / uniform),
+        entropy_positions=_by_head(blocks, "{:.1f}", math.exp),
+        sources=sources,
+    )
 
 
 def _by_head(blocks: Sequence[Sequence[float | None]], form: str, of: Callable[[float], float] = float) -> str:
@@ -145,9 +149,15 @@ def _continuations(run: Run, prompts: Sequence[str]) -> Iterator[tuple[str, floa
     n_tokens = tokenizer.vocab_size if tokenizer.vocab_size < model.vocab_size else None
     for temperature in (0.5, 0.0):
         pieces = generate(
-            run.model, run.params, encoded, Sampling(temperature, n_tokens=n_tokens), range(len(prompts)),
-            max_new_tokens=NEW_TOKENS, context_length=model.n_positions, fill_token=tokenizer.end_of_text,
-        )  # fmt: skip
+            run.model,
+            run.params,
+            encoded,
+            Sampling(temperature, n_tokens=n_tokens),
+            range(len(prompts)),
+            max_new_tokens=NEW_TOKENS,
+            context_length=model.n_positions,
+            fill_token=tokenizer.end_of_text,
+        )
         texts = np.concatenate([piece.tokens_BN for piece in pieces], axis=1).tolist()
         yield from zip(prompts, repeat(temperature), map(tokenizer.decode, texts))
 
@@ -160,11 +170,18 @@ def as_text(results: Sequence[RungResult]) -> str:
 
     cells = [
         (
-            r.rung, f"{r.parameters:,}", f"{r.steps:,}", f"{r.targets:.2g}", number(r.loss, 4), number(r.perplexity, 2),
-            number(r.bits_per_byte, 4), f"{r.minutes:.1f}", r.ended_early,
+            r.rung,
+            f"{r.parameters:,}",
+            f"{r.steps:,}",
+            f"{r.targets:.2g}",
+            number(r.loss, 4),
+            number(r.perplexity, 2),
+            number(r.bits_per_byte, 4),
+            f"{r.minutes:.1f}",
+            r.ended_early,
         )
         for r in results
-    ]  # fmt: skip
+    ]
     width = max(map(len, ("rung", *(r.rung for r in results))))
     lines = [*align([HEAD, *cells], SIDES), "", "entropy by heads; blocks | the sources' report"]
     lines += [f"{r.rung:<{width}}  {r.entropy or '-'} | {r.sources}" for r in results]

@@ -10,7 +10,6 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jaxformer.errors import UserError
 from jaxformer.inspect.activations import Activations, capture, intervene, value_and_capture_gradients
 from jaxformer.models.inputs import check_example
 from jaxformer.models.objective import Params
@@ -21,9 +20,13 @@ HEADS_FIRST = (".queries", ".keys", ".values", ".scores", ".weights", ".heads")
 
 
 def patch_activations(
-    model: nn.Module, params: Params, inputs: Sequence[jax.Array], source: Sequence[jax.Array],
-    names: str | Sequence[str], metric: Callable[[jax.Array], jax.Array],
-) -> Activations:  # fmt: skip
+    model: nn.Module,
+    params: Params,
+    inputs: Sequence[jax.Array],
+    source: Sequence[jax.Array],
+    names: str | Sequence[str],
+    metric: Callable[[jax.Array], jax.Array],
+) -> Activations:
     """Return a metric of the logits after an activation at one position is replaced by its value for another input,
     `(T,)` by name, one value per position: activation patching (Meng et al. 2022, section 2).
 
@@ -35,7 +38,8 @@ def patch_activations(
         Pass the same function object in each call: a new one triggers compilation.
 
     Raises:
-      UserError: the inputs are a batch, or differ from the source in shape; a pattern matches nothing.
+      UserError: the inputs are a batch; a pattern matches nothing.
+      ValueError: the inputs differ from the source in shape.
     """
     return _patch(model, params, *_checked(model, inputs, source, names), metric)
 
@@ -61,9 +65,13 @@ def _patch(
 
 
 def attribution_patching(
-    model: nn.Module, params: Params, inputs: Sequence[jax.Array], source: Sequence[jax.Array],
-    names: str | Sequence[str], metric: Callable[[jax.Array], jax.Array],
-) -> Activations:  # fmt: skip
+    model: nn.Module,
+    params: Params,
+    inputs: Sequence[jax.Array],
+    source: Sequence[jax.Array],
+    names: str | Sequence[str],
+    metric: Callable[[jax.Array], jax.Array],
+) -> Activations:
     """Return first-order estimates of `patch_activations`, `(T,)` by name: the metric of `inputs` plus its gradient by
     the activation times the difference of the two activations (Nanda 2023; Syed et al. 2023).
 
@@ -78,7 +86,8 @@ def attribution_patching(
       metric: function from logits to a scalar.
 
     Raises:
-      UserError: the inputs are a batch, or differ from the source in shape; a pattern matches nothing.
+      UserError: the inputs are a batch; a pattern matches nothing.
+      ValueError: the inputs differ from the source in shape.
     """
     return _estimate(model, params, *_checked(model, inputs, source, names), metric)
 
@@ -105,7 +114,7 @@ def _checked(
         check_example(model, *example)
     shapes, source_shapes = ([None if x is None else jnp.shape(x) for x in xs] for xs in (inputs, source))
     if shapes != source_shapes:
-        raise UserError(f"inputs have shapes {shapes} and source {source_shapes}; give two inputs of the same shapes.")
+        raise ValueError(f"inputs have shapes {shapes} and source {source_shapes}")
     return tuple(inputs), tuple(source), (names,) if isinstance(names, str) else tuple(names)
 
 

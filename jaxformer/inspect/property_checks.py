@@ -17,7 +17,7 @@ from jax.extend.core import get_opaque_trace_state
 from jaxformer.config import ModelConfig
 from jaxformer.contract import Task, contract_of
 from jaxformer.data.dataset import Batch
-from jaxformer.inspect.activations import Activations, capture, capture_shapes, intervene
+from jaxformer.inspect.activations import Activations, Inputs, capture, capture_shapes, intervene
 from jaxformer.inspect.difference_quotients import ACCURACY, compare_slopes
 from jaxformer.models.clip import LARGEST_LOG_SCALE
 from jaxformer.models.objective import Params, is_causal_lm, objective_of
@@ -34,8 +34,6 @@ BLOCKS = 4
 """Blocks of positions in blockwise attention, whose gradient is checked."""
 
 NOT_CAUSAL = "it has no next-token logits"
-
-Inputs = tuple[jax.Array, ...]
 
 
 @dataclass(frozen=True)
@@ -68,10 +66,17 @@ def verify(model: nn.Module, params: Params, inputs_B: Inputs, targets_B: jax.Ar
     params = jax.tree.map(upcast, params)
     first = jax.tree.map(lambda x: x[0], inputs_B)
     checks: tuple[tuple[Callable[..., Check], Any], ...] = (
-        (finite, inputs_B), (causality, first), (attention_mask, first), (attention_rows, first), (padding, inputs_B),
-        (decoding, first), (batching, inputs_B), (no_dropout, first), (dropout_keys, first),
+        (finite, inputs_B),
+        (causality, first),
+        (attention_mask, first),
+        (attention_rows, first),
+        (padding, inputs_B),
+        (decoding, first),
+        (batching, inputs_B),
+        (no_dropout, first),
+        (dropout_keys, first),
         (gradients, jax.tree.map(lambda x: x[:2], Batch(inputs_B, targets_B))),
-    )  # fmt: skip
+    )
     for check, argument in checks:
         result = without_rounding(check, model, params, argument)
         yield result
@@ -204,7 +209,7 @@ def attention_rows(model: nn.Module, params: Params, inputs: Inputs) -> Check:
 
 
 def _capture_with(
-    model: nn.Module, params: Params, inputs: Inputs, replaced: str, edit: Callable[[Any], jax.Array], names: str
+    model: nn.Module, params: Params, inputs: Inputs, replaced: str, edit: Callable[[jax.Array], jax.Array], names: str
 ) -> Activations:
     """Return activations by name, with others replaced by `edit` of their values."""
 
@@ -337,7 +342,7 @@ def dropout_keys(model: nn.Module, params: Params, inputs: Inputs) -> Check:
         """Return the mask of each call of a dropout layer."""
         masks, trace = [], get_opaque_trace_state(convention="flax")
 
-        def record(call: Callable[..., Any], arguments: Any, named: Any, context: Any) -> Any:
+        def record(call: Callable, arguments: tuple, named: dict, context: nn.module.InterceptorContext) -> Any:
             if not isinstance(context.module, nn.Dropout) or context.method_name != "__call__":
                 return call(*arguments, **named)
             scale = call(jnp.ones_like(arguments[0]), *arguments[1:], **named)
@@ -392,7 +397,7 @@ def gradients(model: nn.Module, params: Params, batch: Batch) -> Check:
     return Check("gradients", detail, largest_of(slope.deviation for slope in slopes.values()), ACCURACY)
 
 
-def largest_of(deviations: Iterable[Any]) -> float:
+def largest_of(deviations: Iterable[float | jax.Array]) -> float:
     """Return the largest deviation; NaN if any is NaN, which `max` could ignore."""
     return float(np.max([float(x) for x in deviations]))
 
@@ -406,11 +411,11 @@ def relative_error(values: jax.Array, expected: jax.Array, least: float = 0.0) -
         return float(np.max(np.abs(got - want), initial=0.0) / np.where(scale == 0, 1, scale))
 
 
-def _dtype(params: Params) -> Any:
+def _dtype(params: Params) -> jnp.dtype:
     return jax.tree.leaves(params)[0].dtype
 
 
-def _vocab_size(config: Any) -> int:
+def _vocab_size(config: ModelConfig) -> int:
     """Return the vocabulary size; 0 for a model without tokens."""
     return config.contract.vocab_size or 0
 
@@ -430,11 +435,11 @@ def _batched(model: nn.Module, params: Params, inputs_B: Inputs) -> list[jax.Arr
     return jax.tree.leaves(jax.jit(forward)(params, inputs_B))
 
 
-def _call(model: nn.Module, params: Params, *inputs: Any, method: str | None = None, **kwargs: Any) -> Any:
+def _call(model: nn.Module, params: Params, *inputs: object, method: str | None = None, **kwargs: Any) -> Any:
     return model.apply({"params": params}, *inputs, method=method, **kwargs)
 
 
-def _extend(model: nn.Module, params: Params, *inputs: Any, **prefix: Any) -> tuple[jax.Array, Any]:
+def _extend(model: nn.Module, params: Params, *inputs: object, **prefix: Any) -> tuple[jax.Array, Any]:
     """Call the model's method `extend`; return the logits after each token, and the cache."""
     x_TD, cache = _call(model, params, *inputs, **prefix, method="extend")
     return _call(model, params, x_TD, method="unembed"), cache

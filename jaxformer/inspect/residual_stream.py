@@ -10,10 +10,10 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from jaxformer.contract import contract_of
-from jaxformer.errors import UserError
-from jaxformer.inspect.activations import Activations, capture
+from jaxformer.inspect.activations import Activations, Inputs, capture
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.inputs import check_example
 from jaxformer.models.objective import Params
@@ -24,7 +24,7 @@ from jaxformer.ops.precision import upcast
 STREAM = ("embedding", "blocks.*.after")
 
 
-def logit_lens(model: nn.Module, params: Params, *inputs: Any) -> Activations:
+def logit_lens(model: nn.Module, params: Params, *inputs: ArrayLike | None) -> Activations:
     """Return the logits, `(T, V)`, of the residual stream after the embedding and after each block, unembedded as if it
     were the final one (nostalgebraist 2020); the last entry has the model's own logits.
 
@@ -32,7 +32,7 @@ def logit_lens(model: nn.Module, params: Params, *inputs: Any) -> Activations:
       inputs: inputs of the model: tokens, and the prefix length for a model with a prefix.
 
     Raises:
-      UserError: the model has no residual stream, or normalises the stream after each part.
+      ValueError: the model has no residual stream, or normalises the stream after each part.
     """
     _check_stream(model)
     check_example(model, *inputs)
@@ -40,14 +40,18 @@ def logit_lens(model: nn.Module, params: Params, *inputs: Any) -> Activations:
 
 
 @partial(jax.jit, static_argnames="model")
-def _lens(model: nn.Module, params: Params, *inputs: Any) -> Activations:
-    unembed: Callable[..., Any] = partial(model.apply, {"params": params}, method="unembed")
+def _lens(model: nn.Module, params: Params, *inputs: ArrayLike | None) -> Activations:
     stream = capture(model, params, *inputs, names=STREAM)
+    unembed: Callable[..., Any] = partial(model.apply, {"params": params}, method="unembed")
     return OrderedDict((name, unembed(x_TD)) for name, x_TD in stream.items())
 
 
 def logit_attribution(
-    model: nn.Module, params: Params, *inputs: Any, target_T: jax.Array, baseline_T: jax.Array | None = None
+    model: nn.Module,
+    params: Params,
+    *inputs: ArrayLike | None,
+    target_T: jax.Array,
+    baseline_T: jax.Array | None = None,
 ) -> Activations:
     """Return the contribution of each part to the logit of a token at each position, `(T,)` by name, `(H, T)` for
     heads: direct logit attribution (Elhage et al. 2021). The contributions sum to the logit before a soft cap.
@@ -60,7 +64,7 @@ def logit_attribution(
       baseline_T: one token per position, whose logit is subtracted.
 
     Raises:
-      UserError: the model has no residual stream, or normalises the stream after each part.
+      ValueError: the model has no residual stream, or normalises the stream after each part.
     """
     _check_stream(model)
     check_example(model, *inputs)
@@ -69,7 +73,7 @@ def logit_attribution(
 
 @partial(jax.jit, static_argnames="model")
 def _attribute(
-    model: nn.Module, params: Params, inputs: tuple[Any, ...], target_T: jax.Array, baseline_T: jax.Array | None
+    model: nn.Module, params: Params, inputs: Inputs, target_T: jax.Array, baseline_T: jax.Array | None
 ) -> Activations:
     c = as_rung(model.config)
     values = capture(model, params, *inputs)
@@ -122,11 +126,8 @@ def _through_norm(
 
 
 def _check_stream(model: nn.Module) -> None:
-    """Raise `UserError` unless blocks add to a residual stream that becomes the logits."""
+    """Raise `ValueError` unless blocks add to a residual stream that becomes the logits."""
     if not contract_of(model).has_residual_stream:
-        remedy = "use a decoder with model.residual true"
-        raise UserError(f"this {type(model).__name__} has no residual stream that becomes logits; {remedy}.")
+        raise ValueError(f"this {type(model).__name__} has no residual stream that becomes logits")
     if model.config.norm != "none" and model.config.norm_placement == "post":
-        raise UserError(
-            "norm_placement 'post' normalises the whole residual stream, so it is no sum of parts; use pre-norm."
-        )
+        raise ValueError("post-norm normalises the whole residual stream, which is therefore no sum of parts")

@@ -9,6 +9,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 
+from jaxformer.inspect.activations import Inputs
 from jaxformer.models.objective import Params
 from jaxformer.nn.execution import ROUTER
 from jaxformer.nn.experts import routers
@@ -16,7 +17,7 @@ from jaxformer.nn.parameter_norms import dotted
 from jaxformer.ops.experts import RouterStatistics, average_statistics
 
 
-def router_report(model: nn.Module, params: Params, inputs: tuple[Any, ...]) -> dict[str, dict[str, Any]]:
+def router_report(model: nn.Module, params: Params, inputs: Inputs) -> dict[str, dict[str, Any]]:
     """Return, per expert layer, the fraction of choices that each expert gets, and the fraction dropped in training.
 
     Args:
@@ -31,10 +32,10 @@ def router_report(model: nn.Module, params: Params, inputs: tuple[Any, ...]) -> 
 
 
 @partial(jax.jit, static_argnums=0)
-def _statistics(model: nn.Module, params: Params, inputs: tuple[Any, ...]) -> dict[str, RouterStatistics]:
+def _statistics(model: nn.Module, params: Params, inputs: Inputs) -> dict[str, RouterStatistics]:
     """Return router statistics of the batch by layer."""
 
-    def example_statistics(inputs: tuple[Any, ...]) -> Mapping[str, Any]:
+    def example_statistics(inputs: Inputs) -> Mapping[str, Any]:
         # A dropout key selects training mode, in which the capacity of experts is limited.
         _, sown = model.apply({"params": params}, *inputs, mutable=[ROUTER], rngs={"dropout": jax.random.key(0)})
         return sown.get(ROUTER, {})

@@ -100,6 +100,8 @@ def _measure(model: nn.Module, layer: str, params: Params, batch: Batch, tempera
     by_hand = w_BHTS * (g_weights - jnp.sum(w_BHTS * g_weights, axis=-1, keepdims=True))
     row_norms_BHT = jnp.where(valid_BHT, jnp.linalg.norm(g_scores, axis=-1), jnp.nan)
     return (
-        jnp.mean(row_entropy(w_BHTS), where=valid_BHT), *(jnp.sqrt(jnp.sum(x * x)) / n for x in (g_scores, by_hand)),
-        jnp.nanmedian(row_norms_BHT) / n, *(jnp.linalg.norm(g_B.sum(axis=0) / n) for g_B in grads_B),
-    )  # fmt: skip
+        jnp.mean(row_entropy(w_BHTS), where=valid_BHT),
+        *(jnp.sqrt(jnp.sum(x * x)) / n for x in (g_scores, by_hand)),
+        jnp.nanmedian(row_norms_BHT) / n,
+        *(jnp.linalg.norm(g_B.sum(axis=0) / n) for g_B in grads_B),
+    )

@@ -30,6 +30,9 @@ from jaxformer.train.optimizer import gradient_point
 from jaxformer.train.remedies import hints, remedies
 from jaxformer.train.setup import TrainSetup
 
+Row = dict[str, Any]
+"""Row of the log."""
+
 
 def header(setup: TrainSetup, data: Dataset, folder: Path, resumed: bool) -> list[str]:
     """Return lines that describe the run, its devices, data, model and budget."""
@@ -63,9 +66,7 @@ def header(setup: TrainSetup, data: Dataset, folder: Path, resumed: bool) -> lis
     return lines
 
 
-def footer(
-    setup: TrainSetup, data: Dataset, folder: Path, outcome: Outcome, rows: Sequence[dict[str, Any]]
-) -> list[str]:
+def footer(setup: TrainSetup, data: Dataset, folder: Path, outcome: Outcome, rows: Sequence[Row]) -> list[str]:
     """Return lines with the outcome and the next command, from the rows of the run's log; after a non-finite step, also
     save the autopsy."""
     config, quoted, step = setup.config, shlex.quote(run_name(folder)), outcome.step
@@ -93,14 +94,14 @@ def footer(
             f"warning: the loss has been diverging since step {outcome.diverging_since:,} and has not recovered to "
             f"near its minimum. {help_line}"
         )
-    last: dict[str, Any] = next((row for row in reversed(rows) if "loss" in row), {})
+    last: Row = next((row for row in reversed(rows) if "loss" in row), {})
     lines.append(final_line(step, outcome.evaluation.as_row() if outcome.evaluation else last))
     if (prompt := example_prompt(config, data)) is not None:
         lines.append(f"sample from it: {command('sample')} --run {quoted} --prompt {shlex.quote(prompt)}")
     return lines
 
 
-def no_improvement(rows: Sequence[dict[str, Any]], outcome: Outcome) -> str | None:
+def no_improvement(rows: Sequence[Row], outcome: Outcome) -> str | None:
     """Return a sentence if a run's loss is no lower at the end than at the beginning, else None. The loss is measured
     on the same held-out examples or, without evaluations, on training batches."""
     if outcome.evaluation is not None:
@@ -153,8 +154,12 @@ def _autopsy(setup: TrainSetup, folder: Path, outcome: Outcome) -> tuple[str, Pa
     evidence = folder / "autopsy"
     if is_main_process():
         evidence = save_autopsy(
-            folder, outcome.step, jax.tree.map(np.asarray, batch), np.asarray(jax.random.key_data(keys_B)), report,
+            folder,
+            outcome.step,
+            jax.tree.map(np.asarray, batch),
+            np.asarray(jax.random.key_data(keys_B)),
+            report,
             f"{setup.attention_line}, precision: {setup.compute_dtype}",
-        )  # fmt: skip
+        )
     overflow = "the norm of the gradient, although every entry is finite"
     return overflow if report is None else report.origin, evidence

@@ -172,7 +172,7 @@ def test_attribution_correlates_with_exact_patching_in_a_trained_model():
 @pytest.mark.parametrize("patch", [patch_activations, attribution_patching])
 def test_wrong_inputs_of_patching_are_errors(patch):
     model, params, _ = random_model(DECODER)
-    with pytest.raises(UserError, match=r"inputs have shapes \[\(7,\)\] and source \[\(5,\)\]; give two inputs of"):
+    with pytest.raises(ValueError, match=r"inputs have shapes \[\(7,\)\] and source \[\(5,\)\]"):
         patch(model, params, [TOKENS], [OTHER[:5]], "blocks.0.before", last_of_token_3)
     with pytest.raises(UserError, match=r"expected an input of shape \(T,\), got \(1, 7\)"):
         patch(model, params, [TOKENS], [OTHER[None]], "blocks.0.before", last_of_token_3)

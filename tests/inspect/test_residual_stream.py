@@ -6,7 +6,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxformer.errors import UserError
 from jaxformer.inspect import logit_attribution, logit_lens
 from jaxformer.models.rungs import RungDecoderConfig, as_rung
 from tests.arrays import apply
@@ -59,7 +58,7 @@ def test_logit_lens_ends_with_the_models_logits(name):
 @pytest.mark.parametrize("name", ["unscaled", "grouped", "vit"])
 def test_model_without_an_additive_stream_is_refused(name):
     model, params, inputs = random_model(MODELS[name])
-    with pytest.raises(UserError, match=r"stream|pre-norm"):
+    with pytest.raises(ValueError, match=r"stream|post-norm"):
         logit_lens(model, params, *inputs)
 
 

@@ -57,17 +57,22 @@ class AttentionSection(Section):
             bytes_HTS = np.rint(255 * np.sqrt(np.nan_to_num(layer.weights_HTS))).astype(np.uint8)
             causal = layer.rows == layer.columns and not np.triu(bytes_HTS, 1).any()
             stored = bytes_HTS[:, np.tri(bytes_HTS.shape[-1], dtype=bool)] if causal else bytes_HTS
-            layers.append({
-                "name": layer.name, "rows": layer.rows, "columns": layer.columns, "heads": len(layer.weights_HTS),
-                "causal": causal, "weights": base64.b64encode(stored.tobytes()).decode(),
-            })  # fmt: skip
-        predictions = {name: [_as_json(each) for each in row] for name, row in self.predictions.items()}
+            layers.append(
+                {
+                    "name": layer.name,
+                    "rows": layer.rows,
+                    "columns": layer.columns,
+                    "heads": len(layer.weights_HTS),
+                    "causal": causal,
+                    "weights": base64.b64encode(stored.tobytes()).decode(),
+                }
+            )
+        predictions = {
+            name: [p and [p.heading, as_bars(p.probabilities, p.actual)] for p in row]
+            for name, row in self.predictions.items()
+        }
         texts = {name: list(tokens) for name, tokens in self.texts.items()}
         return embed("attention", {"texts": texts, "predictions": predictions, "layers": layers})
-
-
-def _as_json(prediction: Prediction | None) -> list | None:
-    return None if prediction is None else [prediction.heading, as_bars(prediction.probabilities, prediction.actual)]
 
 
 def as_bars(probabilities: Sequence[tuple[str, float]], actual: tuple[str, float] | None) -> list:

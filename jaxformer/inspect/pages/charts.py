@@ -76,11 +76,7 @@ class Lines(Chart):
                 positions.append(x)
             lines.append({**asdict(line), "x": len(positions) - 1, "y": rounded(list(line.y))})
         axes = {"x": asdict(self.x), "y": asdict(self.y)}
-        marks = [list(mark) for mark in self.marks]
-        return embed(
-            "chart lines",
-            {"title": self.title, "positions": positions, "lines": lines, "height": self.height, "marks": marks} | axes,
-        )
+        return embed("chart lines", vars(self) | axes | {"positions": positions, "lines": lines})
 
 
 @dataclass(frozen=True)
@@ -111,13 +107,8 @@ class Heatmap(Chart):
         values = np.asarray(self.values, np.float64)
         finite = np.abs(values[np.isfinite(values)])
         largest = (float(finite.max()) if finite.size else 0.0) if self.largest is None else self.largest
-        data = {
-            "title": self.title, "values": rounded(values), "rows": list(self.rows), "columns": list(self.columns),
-            "diverging": self.scale == "diverging", "largest": largest or 1.0, "texts": self.texts,
-            "notes": self.notes, "column_notes": list(self.column_notes), "cell": self.cell,
-            "images": list(self.images),
-        }  # fmt: skip
-        return embed("chart heatmap", data)
+        colours = {"diverging": self.scale == "diverging", "largest": largest or 1.0}
+        return embed("chart heatmap", vars(self) | colours | {"values": rounded(values)})
 
 
 def heads_heatmap(

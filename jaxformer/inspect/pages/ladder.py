@@ -7,12 +7,11 @@ import csv
 import html
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
 from itertools import pairwise
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
 
 from jaxformer.config import Config
 from jaxformer.config.fields import flatten, to_dict
@@ -21,6 +20,7 @@ from jaxformer.files import write_atomically
 from jaxformer.inspect.ladder import RungResult, continue_held_out
 from jaxformer.inspect.pages.charts import STEP, Axis, Grid, Line, Lines, heads_heatmap
 from jaxformer.inspect.pages.page import Section, Table, as_preformatted, write_page
+from jaxformer.inspect.pages.training import Row
 from jaxformer.runs.run import read_config
 from jaxformer.train.log import read_metrics
 
@@ -69,9 +69,12 @@ def ladder_sections(
     rows = [[r.rung, change, *OUTCOME(r)] for r, change in zip(results, changes, strict=True)]
     about = "Each rung is the one before with one change. Losses are on held-out text."
     return [
-        Table("Outcomes", HEAD, rows, about=about), _held_out_losses(results, configs, logs),
-        _small_multiples(results, changes, logs), *_entropies(results, logs), *_continuations(continuations),
-    ]  # fmt: skip
+        Table("Outcomes", HEAD, rows, about=about),
+        _held_out_losses(results, configs, logs),
+        _small_multiples(results, changes, logs),
+        *_entropies(results, logs),
+        *_continuations(continuations),
+    ]
 
 
 DESCRIBED = ("model.", "data.", "optimizer.", "train.batch_size")
@@ -89,14 +92,14 @@ def describe_change(before: Config, after: Config) -> str:
     return ", ".join(f"{name.removeprefix('model.')} {fields[0].get(name)} → {fields[1].get(name)}" for name in changed)
 
 
-def _losses(log: Sequence[dict[str, Any]], key: str) -> tuple[list[int], list[float]]:
+def _losses(log: Sequence[Row], key: str) -> tuple[list[int], list[float]]:
     rows = [row for row in log if row.get(key) is not None]
     rows = [rows[i] for i in evenly_spaced(len(rows), MAX_POINTS)]
     return [row["step"] for row in rows], [row[key] for row in rows]
 
 
 def _held_out_losses(
-    results: Sequence[RungResult], configs: Sequence[Config], logs: dict[str, list[dict[str, Any]]]
+    results: Sequence[RungResult], configs: Sequence[Config], logs: Mapping[str, Sequence[Row]]
 ) -> Lines:
     """Return the losses of the rungs that do not read the tokens they predict, or of all if there are none. Next to a
     loss near 0, the other losses would be indistinguishable."""
@@ -110,7 +113,7 @@ def _held_out_losses(
 
 
 def _small_multiples(
-    results: Sequence[RungResult], changes: Sequence[str], logs: dict[str, list[dict[str, Any]]]
+    results: Sequence[RungResult], changes: Sequence[str], logs: Mapping[str, Sequence[Row]]
 ) -> Section:
     """Return charts of each rung's training and held-out loss over the same range, marking the step at which a rung
     ended early."""
@@ -128,7 +131,7 @@ def _small_multiples(
     return Grid("Rung by rung", panels, about=about)
 
 
-def _entropies(results: Sequence[RungResult], logs: dict[str, list[dict[str, Any]]]) -> list[Section]:
+def _entropies(results: Sequence[RungResult], logs: Mapping[str, Sequence[Row]]) -> list[Section]:
     """Return a heatmap of each head's attention entropy at a rung's last evaluation; `[]` if no rung has attention."""
     rows: dict[str, list[float]] = {}
     for r in results:

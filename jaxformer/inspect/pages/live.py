@@ -13,6 +13,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import keystr, tree_leaves_with_path
 
 from jaxformer.data.tokenizer import BYTE_OF, Tokenizer
 from jaxformer.errors import UserError
@@ -119,8 +120,8 @@ def pack_model(config: DecoderConfig, params: Params) -> dict[str, Any]:
     """Return a decoder as JSON for the script: its settings, the names and sizes of its parameters, and their values in
     the same order as little-endian float16 in base64; matrices have one row per output."""
     c = as_rung(config)
-    arrays = {".".join(str(key.key) for key in path): _flat(path[-1].key, np.asarray(x))
-              for path, x in jax.tree_util.tree_leaves_with_path(params)}  # fmt: skip
+    leaves = tree_leaves_with_path(params)
+    arrays = {keystr(path, simple=True, separator="."): _flat(path[-1].key, np.asarray(x)) for path, x in leaves}
     numbers = np.concatenate(list(arrays.values())).astype("<f2")
     settings = {
         **{name: getattr(c, name) for name in CONFIG_FIELDS},
@@ -131,9 +132,11 @@ def pack_model(config: DecoderConfig, params: Params) -> dict[str, Any]:
         "has_lens": c.residual and (c.norm == "none" or c.norm_placement != "post"),
     }  # fmt: skip
     return {
-        "config": settings, "arrays": [[name, x.size] for name, x in arrays.items()],
-        "weights": base64.b64encode(numbers.tobytes()).decode(), "max_tokens": min(c.n_positions, MAX_TOKENS),
-    }  # fmt: skip
+        "config": settings,
+        "arrays": [[name, x.size] for name, x in arrays.items()],
+        "weights": base64.b64encode(numbers.tobytes()).decode(),
+        "max_tokens": min(c.n_positions, MAX_TOKENS),
+    }
 
 
 def _flat(name: str, x: np.ndarray) -> np.ndarray:

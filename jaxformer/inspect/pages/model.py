@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +19,7 @@ from jaxformer.decode.fill_mask import MASK, encode_masked
 from jaxformer.decode.prompts import Prompt
 from jaxformer.decode.translation import encode_source
 from jaxformer.errors import UserError
-from jaxformer.inspect import capture_shapes
+from jaxformer.inspect.activations import Inputs, capture_shapes
 from jaxformer.inspect.pages import model_sections
 from jaxformer.inspect.pages.charts import Heatmap
 from jaxformer.inspect.pages.live import live_section
@@ -52,9 +51,13 @@ DEFAULT_TARGETS, MAX_DEFAULT_EXAMPLES = 1000, 256
 
 
 def write_model_page(
-    run: Run, path: Path, prompt: str | None = None, n_examples: int | None = None, max_live_parameters: int = 0,
+    run: Run,
+    path: Path,
+    prompt: str | None = None,
+    n_examples: int | None = None,
+    max_live_parameters: int = 0,
     progress: Callable[[str], object] = lambda _: None,
-) -> None:  # fmt: skip
+) -> None:
     """Write the page about a run with a checkpoint to an HTML file. A prompt replaces the held-out text, and heads and
     gradients are measured on `n_examples` held-out examples. A causal decoder with at most `max_live_parameters`
     parameters runs live in the page; 0 omits that section. `progress` is called with the name of each part before it is
@@ -177,11 +180,16 @@ def _matched_captions(run: Run, batch: Batch) -> list[Section]:
     shown = list(dict.fromkeys(caption_of[:n].tolist()))
     p_of_shown = p_BN[:n, shown]
     similarity = Heatmap(
-        "Similarity of images and captions", p_of_shown, [f"image {b}" for b in range(n)],
-        [captions[i] for i in shown], texts=[[f"{p:.0%}" for p in row] for row in p_of_shown], cell=(64, 56),
-        images=[png_uri(image) for image in images[:n]], largest=1,
+        "Similarity of images and captions",
+        p_of_shown,
+        [f"image {b}" for b in range(n)],
+        [captions[i] for i in shown],
+        texts=[[f"{p:.0%}" for p in row] for row in p_of_shown],
+        cell=(64, 56),
+        images=[png_uri(image) for image in images[:n]],
+        largest=1,
         about=f"Probability of each caption for each image, among {len(captions):,} captions.",
-    )  # fmt: skip
+    )
     return [matches, similarity]
 
 
@@ -206,7 +214,7 @@ def _translations(run: Run, batch: Batch) -> Section:
     return Table("Translations", ("source", "greedy translation", "reference"), rows, about="Held-out sentences.")
 
 
-def _example(run: Run, prompt: str | None, batch: Batch | None) -> tuple[Any, ...] | None:
+def _example(run: Run, prompt: str | None, batch: Batch | None) -> Inputs | None:
     """Return the inputs for the prompt or a held-out example, without padding; None for a model without text, or with
     full windows only. Raises `UserError` if the prompt does not suit the run's model or the page."""
     if prompt is not None:
@@ -236,7 +244,7 @@ def _example(run: Run, prompt: str | None, batch: Batch | None) -> tuple[Any, ..
     raise UserError(f"--prompt has {n_tokens} tokens, and so the model {n_weights:,} attention weights; {remedy}.")
 
 
-def _encode(run: Run, prompt: Prompt) -> tuple[Any, ...]:
+def _encode(run: Run, prompt: Prompt) -> Inputs:
     """Return the model's inputs for a prompt; for a sequence-to-sequence model, including its translation."""
     config, tokenizer = run.text_model()
     contract = contract_of(run.model)
@@ -252,7 +260,7 @@ def _encode(run: Run, prompt: Prompt) -> tuple[Any, ...]:
     return jnp.array(tokens), *prefix
 
 
-def _with_translation(run: Run, source: list[int]) -> tuple[Any, ...]:
+def _with_translation(run: Run, source: list[int]) -> Inputs:
     """Return the inputs for a source, with the model's own translation as the target."""
     config, tokenizer = run.text_model()
     end, limit = tokenizer.end_of_text, config.context_length
@@ -260,7 +268,7 @@ def _with_translation(run: Run, source: list[int]) -> tuple[Any, ...]:
     return jnp.array(source), jnp.ones(len(source), bool), jnp.array([end, *target][:limit])
 
 
-def _held_out_example(run: Run, batch: Batch, max_tokens: int) -> tuple[Any, ...]:
+def _held_out_example(run: Run, batch: Batch, max_tokens: int) -> Inputs:
     """Return a batch's first example without padding; for translation, the longest source within the limits, with the
     model's own translation."""
     if contract_of(run.model).task is not Task.SEQUENCE_TO_SEQUENCE:
@@ -272,7 +280,7 @@ def _held_out_example(run: Run, batch: Batch, max_tokens: int) -> tuple[Any, ...
     return source_S[:max_tokens], jnp.ones(min(len(source_S), max_tokens), bool), target_T[:max_tokens]
 
 
-def _first_unpadded(batch: Batch, max_tokens: int) -> tuple[Any, ...]:
+def _first_unpadded(batch: Batch, max_tokens: int) -> Inputs:
     """Return the inputs of a batch's first example without padding, each with at most `max_tokens` tokens."""
     example = jax.tree.map(lambda x: jnp.asarray(x[0]), batch)
     first, *rest = example.inputs
@@ -283,7 +291,7 @@ def _first_unpadded(batch: Batch, max_tokens: int) -> tuple[Any, ...]:
     return tuple(x[:max_tokens] if x.ndim else jnp.minimum(x, max_tokens // 2) for x in (first, *rest))
 
 
-def _as_batch(run: Run, example: tuple[Any, ...]) -> Batch | None:
+def _as_batch(run: Run, example: Inputs) -> Batch | None:
     """Return a prompt as a batch of one example; None unless the model is a causal language model."""
     if not is_causal_lm(run.model) or len(example) > 1 or len(example[0]) < 2:
         return None

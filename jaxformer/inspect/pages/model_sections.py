@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import astuple
-from typing import Any
+from dataclasses import astuple, fields
 
 import flax.linen as nn
 import jax
@@ -13,11 +12,10 @@ import numpy as np
 
 from jaxformer.contract import Task, contract_of
 from jaxformer.data.dataset import Batch
-from jaxformer.errors import UserError
-from jaxformer.inspect.activations import apply_and_capture, capture_shapes
+from jaxformer.inspect.activations import Inputs, apply_and_capture, capture_shapes
 from jaxformer.inspect.attention import CROSS
 from jaxformer.inspect.gradients import per_example_gradients
-from jaxformer.inspect.heads import ablate_heads, head_statistics, target_mask
+from jaxformer.inspect.heads import HeadStatistics, ablate_heads, head_statistics, target_mask
 from jaxformer.inspect.pages.attention import AttentionLayer, AttentionSection, Prediction
 from jaxformer.inspect.pages.charts import Axis, Heatmap, Line, Lines, heads_heatmap
 from jaxformer.inspect.pages.labels import describe_head, head_label, layer_label, position_unit
@@ -36,9 +34,9 @@ TEMPERATURES = tuple(2.0**power for power in range(3, -9, -1))
 N_PREVIEW_TOKENS = 8
 """Tokens in the label of an example."""
 HEAD_COLUMNS = (
-    "head", "description", "entropy", "normalized entropy", "distance", "first", "previous", "duplicate", "induction",
-    "mean ablation", "estimate", "zero ablation", "estimate",
-)  # fmt: skip
+    *("head", "description", *(field.name.replace("_", " ") for field in fields(HeadStatistics))),
+    *("mean ablation", "estimate", "zero ablation", "estimate"),
+)
 ABOUT_HEADS = (
     "Means over rows: entropy in nats and as a fraction of its maximum; distance to the attended positions; weight on "
     "the first position, on the previous one, on earlier ones with the same token, and on those that followed them "
@@ -56,7 +54,7 @@ TokenText = Callable[[int], str]
 
 
 def attention_section(
-    model: nn.Module, params: Params, inputs: tuple[Any, ...], token_text: TokenText, mask_token: int | None = None
+    model: nn.Module, params: Params, inputs: Inputs, token_text: TokenText, mask_token: int | None = None
 ) -> AttentionSection:
     """Return the attention maps of one example, and the probability of each of its tokens. Its inputs are a text; or a
     source with its padding mask, and a target that begins with the start token. `mask_token` is given for a masked
@@ -68,11 +66,12 @@ def attention_section(
     texts = {name: [token_text(int(token)) for token in text] for name, text in zip(names, tokens, strict=True)}
     layers = [
         AttentionLayer(
-            layer_label(name.removesuffix(".weights")), *_sides(name, names),
+            layer_label(name.removesuffix(".weights")),
+            *_sides(name, names),
             np.reshape(weights, (-1, *weights.shape[-2:])),
         )
         for name, weights in sorted(maps.items(), key=lambda item: CROSS not in item[0])  # cross-attention first
-    ]  # fmt: skip
+    ]
     predictions, prefix = {}, _prefix_length(inputs)
     if logits_TV.ndim == 2 and len(logits_TV) == len(tokens[-1]):
         all_predictions = _predictions(np.asarray(logits_TV, np.float64), tokens[-1], token_text, mask_token)
@@ -90,7 +89,7 @@ def attention_section(
     return AttentionSection("Attention maps" if layers else "Next tokens", texts, layers, predictions, about=about)
 
 
-def _prefix_length(inputs: tuple[Any, ...]) -> int:
+def _prefix_length(inputs: Inputs) -> int:
     """Return the number of prefix tokens for a prefix language model; 0 for other models."""
     return int(inputs[1]) if len(inputs) == 2 and jnp.ndim(inputs[1]) == 0 else 0
 
@@ -136,7 +135,7 @@ def residual_stream_sections(model: nn.Module, params: Params, inputs: tuple, to
         last_TV = list(lens.values())[-1]
         next_T = np.append(tokens_T[1:], last_TV[-1].argmax())
         parts = logit_attribution(model, params, *inputs, target_T=jnp.asarray(next_T))
-    except UserError:
+    except ValueError:
         return []
     start = max(0, _prefix_length(inputs) - 1)  # predictions begin at the prefix's last token
     tokens_T, next_T = tokens_T[start:], next_T[start:]
@@ -154,11 +153,11 @@ def _lens_heatmap(lens: Mapping[str, np.ndarray], labels: Sequence[str], token_t
         likeliest_TN = np.argsort(-p_TV, axis=-1)[:, :N_ALTERNATIVES]
         top_p.append(p_TV.max(axis=-1))
         top.append([_label(token_text(int(row[0]))) for row in likeliest_TN])
-        notes.append([
-            f"{rows[-1]}, next after “{label}”: "
-            + ", ".join(f"“{token_text(int(token))}” {p_V[token]:.1%}" for token in row)
-            for row, p_V, label in zip(likeliest_TN, p_TV, labels, strict=True)
-        ])  # fmt: skip
+        row_notes = []
+        for label, p_V, likeliest in zip(labels, p_TV, likeliest_TN, strict=True):
+            tokens = ", ".join(f"“{token_text(int(token))}” {p_V[token]:.1%}" for token in likeliest)
+            row_notes.append(f"{rows[-1]}, next after “{label}”: {tokens}")
+        notes.append(row_notes)
     about = (
         "The most likely next token per position, were the residual stream unembedded after the embedding or a layer; "
         "the stronger the colour, the larger its probability. The last row is the model's prediction."
@@ -235,8 +234,12 @@ def saturation_sections(model: nn.Module, params: Params, batch: Batch) -> list[
     rows = [row for row in saturation(model, params, batch, TEMPERATURES, layer) if row.entropy > 0 and row.scores > 0]
     if not rows:
         return []
-    curves = (("scores", "scores", False), ("scores_by_hand", "scores, by the formula", True), ("W_Q", "W_Q", False),
-              ("W_K", "W_K", False))  # fmt: skip
+    curves = (
+        ("scores", "scores", False),
+        ("scores_by_hand", "scores, by the formula", True),
+        ("W_Q", "W_Q", False),
+        ("W_K", "W_K", False),
+    )
     entropies = [row.entropy for row in rows]
     lines = [
         Line(entropies, [getattr(row, name) for row in rows], label, points=True, dotted=dotted)

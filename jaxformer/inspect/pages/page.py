@@ -126,13 +126,19 @@ def render_page(title: str, facts: Sequence[str], sections: Sequence[Section]) -
     names = dict.fromkeys([*COMMON_ASSETS, *(name for section in sections for name in section.assets)])
     assets = {name: (ASSETS / name).read_text(encoding="utf-8") for name in names}
     scripts = [text for name, text in assets.items() if name.endswith(".js")]
-    return (ASSETS / "page.html").read_text(encoding="utf-8").format(
-        title=html.escape(title), facts="\n".join(f"<p>{html.escape(fact)}</p>" for fact in facts),
-        links="\n".join(f'<a href="#{key}">{html.escape(section.title)}</a>' for key, section in keyed.items()),
-        sections="\n".join(_section(section, key) for key, section in keyed.items()),
-        css="\n".join(text for name, text in assets.items() if name.endswith(".css")),
-        scripts="\n".join(f"<script>{script}</script>" for script in scripts), hashes=" ".join(map(_hash, scripts)),
-    )  # fmt: skip
+    return (
+        (ASSETS / "page.html")
+        .read_text(encoding="utf-8")
+        .format(
+            title=html.escape(title),
+            facts="\n".join(f"<p>{html.escape(fact)}</p>" for fact in facts),
+            links="\n".join(f'<a href="#{key}">{html.escape(section.title)}</a>' for key, section in keyed.items()),
+            sections="\n".join(_section(section, key) for key, section in keyed.items()),
+            css="\n".join(text for name, text in assets.items() if name.endswith(".css")),
+            scripts="\n".join(f"<script>{script}</script>" for script in scripts),
+            hashes=" ".join(map(_hash, scripts)),
+        )
+    )
 
 
 def write_page(file: Path, title: str, facts: Sequence[str], sections: Sequence[Section]) -> None:

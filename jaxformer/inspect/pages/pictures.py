@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from jaxformer.contract import contract_of
-from jaxformer.inspect.activations import capture
+from jaxformer.inspect.activations import Activations, Inputs, capture
 from jaxformer.inspect.pages.attention import as_bars
 from jaxformer.inspect.pages.labels import layer_label
 from jaxformer.inspect.pages.page import Section, embed
@@ -53,8 +53,13 @@ class PictureSection(Section):
     """Word beside the true class or caption."""
 
     assets: ClassVar[Sequence[str]] = (
-        "charts.css", "charts.js", "attention.css", "heads.js", "pictures.css", "pictures.js"
-    )  # fmt: skip
+        "charts.css",
+        "charts.js",
+        "attention.css",
+        "heads.js",
+        "pictures.css",
+        "pictures.js",
+    )
 
     def body(self) -> str:
         """Return the HTML element. Attention is stored as base64 bytes, the square roots of weights divided by each
@@ -85,7 +90,7 @@ def patch_grid(model: nn.Module) -> tuple[int, int]:
     return rows, columns
 
 
-def patch_attention(model: nn.Module, params: Params, inputs_B: tuple[Any, ...]) -> dict[str, np.ndarray]:
+def patch_attention(model: nn.Module, params: Params, inputs_B: Inputs) -> dict[str, np.ndarray]:
     """Return the attention over each image's patches by layer, `(B, H, N)`, from the class token, or without one the
     mean over all patches. `{}` for a model without patches."""
     if contract_of(model).patches is None:
@@ -96,8 +101,8 @@ def patch_attention(model: nn.Module, params: Params, inputs_B: tuple[Any, ...])
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def _patch_attention(model: nn.Module, n_patches: int, params: Params, inputs_B: tuple[Any, ...]) -> Any:
-    def example_maps(inputs: tuple[Any, ...]) -> OrderedDict[str, jax.Array]:
+def _patch_attention(model: nn.Module, n_patches: int, params: Params, inputs_B: Inputs) -> Activations:
+    def example_maps(inputs: Inputs) -> OrderedDict[str, jax.Array]:
         weights = capture(
             model, params, *inputs, names=("blocks.*.weights", "vision_blocks.*.weights"), missing_ok=True
         )

@@ -33,7 +33,7 @@ MAX_CHART_POINTS = 20_000
 
 def page_sink(folder: Path) -> Sink:
     """Return a sink that updates the page at evaluations, within `MAX_TIME_SHARE`, until a write fails."""
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     next_update = 0.0
 
     def sink(row: dict[str, Any]) -> None:
@@ -67,8 +67,15 @@ def write_training_page(folder: Path, rows: Sequence[Row]) -> bool:
 def training_sections(rows: Sequence[Row], config: ModelConfig, samples: Sequence[str] = ()) -> list[Section]:
     """Return sections for whatever the log, rows in step order, contains of losses, attention entropy, update ratios,
     learning rate, tokens per expert and the initialisation check; and for the samples, given oldest first."""
-    return [*_losses(rows), *_entropy(rows, config), *_updates(rows), *_learning_rate(rows), *_experts(rows),
-            *_init_check(rows), *_samples(samples)]  # fmt: skip
+    return [
+        *_losses(rows),
+        *_entropy(rows, config),
+        *_updates(rows),
+        *_learning_rate(rows),
+        *_experts(rows),
+        *_init_check(rows),
+        *_samples(samples),
+    ]
 
 
 @cache
@@ -164,8 +171,12 @@ def _init_check(rows: Sequence[Row]) -> Iterator[Section]:
     check = next((row["init_check"] for row in rows if "init_check" in row), None)
     if check is None:
         return
-    names = {"stream": "residual stream, mean square", "scores": "attention scores, variance",
-             "entropy": "attention entropy, nats", "growth": "growth"}  # fmt: skip
+    names = {
+        "stream": "residual stream, mean square",
+        "scores": "attention scores, variance",
+        "entropy": "attention entropy, nats",
+        "growth": "growth",
+    }
     columns = ["layer", *(f"{name}{kind}" for name in names.values() for kind in ("", " (expected)"))]
     pairs = zip(check["observed"], check["expected"], strict=True)
     table: list[list[str | float]] = [
