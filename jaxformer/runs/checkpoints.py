@@ -25,6 +25,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import SingleDeviceSharding
+from optax import OptState
 from orbax.checkpoint import checkpoint_managers
 
 from jaxformer.errors import (
@@ -37,10 +38,13 @@ from jaxformer.errors import (
     user_error_on_write,
     write_error,
 )
+from jaxformer.models.objective import Params
 from jaxformer.parallel.processes import all_gather, barrier, broadcast, is_main_process
 from jaxformer.runs.integrity import MISSING, NO_ARRAYS, find_corruption, find_unindexed, write_checksums
 from jaxformer.runs.lock import LOCK, run_lock
 
+Position = dict[str, Any]
+"""JSON values that training stores with a checkpoint, such as its step and the data's fingerprint."""
 CHECKPOINTS = "checkpoints"
 TEMPORARY = ".orbax-checkpoint-tmp"
 """Suffix of a checkpoint's folder in Orbax until it is complete."""
@@ -124,20 +128,20 @@ class CheckpointReader:
         return self._require_intact(steps) if steps else None
 
     def is_healthy(self, step: int) -> bool:
-        """Return False if the loss was diverging when the checkpoint was saved."""
+        """Return False if the loss was diverging when the checkpoint was saved, or its position cannot be read."""
         try:
             return bool(self._read_position(step).get("healthy", True))
-        except (OSError, ValueError, AttributeError):
+        except READ_ERRORS:
             return False
 
     def fingerprint(self, step: int) -> str | None:
         """Return the fingerprint of the data that a checkpoint was trained on; None if it stores none."""
         try:
-            return dict(self._read_position(step)).get("fingerprint")
-        except (OSError, ValueError, TypeError):
+            return self._read_position(step).get("fingerprint")
+        except READ_ERRORS:
             return None
 
-    def restore_params(self, step: int, abstract: Any) -> Any:
+    def restore_params(self, step: int, abstract: Params) -> Params:
         """Return the parameters, with the shapes, dtypes and shardings of `abstract`.
 
         Args:
@@ -145,7 +149,7 @@ class CheckpointReader:
         """
         return self._restore(step, "params", abstract)
 
-    def restore(self, step: int, params: Any, opt_state: Any) -> tuple[Any, Any, dict[str, Any]]:
+    def restore(self, step: int, params: Params, opt_state: OptState) -> tuple[Params, OptState, Position]:
         """Return parameters, optimizer state and position; the first two as in `restore_params`.
 
         Raises:
@@ -157,8 +161,8 @@ class CheckpointReader:
                 f"new run from them with --init-from {shlex.quote(str(self._folder))}."
             )
         try:
-            position = dict(self._read_position(step))
-        except (ValueError, TypeError, OSError) as error:
+            position = self._read_position(step)
+        except READ_ERRORS as error:
             raise self._unreadable(step, error) from error
         return self._restore(step, "params", params), self._restore(step, "opt_state", opt_state), position
 
@@ -175,10 +179,10 @@ class CheckpointReader:
             arrays |= {f"{item}/{name}": array for name, array in _leaves_by_path(restored).items()}
         return arrays
 
-    def _read_position(self, step: int) -> Any:
-        return parse_json((self._path / str(step) / "position" / "metadata").read_bytes())
+    def _read_position(self, step: int) -> Position:
+        return dict(parse_json((self._path / str(step) / "position" / "metadata").read_bytes()))
 
-    def _restore(self, step: int, item: str, abstract: Any) -> Any:
+    def _restore(self, step: int, item: str, abstract: Params) -> Params:
         first = SingleDeviceSharding(jax.devices()[0])
         target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding or first), abstract)
         args = ocp.args.StandardRestore(target)
@@ -197,18 +201,18 @@ class CheckpointReader:
             "another with --checkpoint (in training: --from-step)."
         )
 
-    def _check_shapes(self, step: int, item: str, abstract: Any) -> None:
+    def _check_shapes(self, step: int, item: str, abstract: Params) -> None:
         """Raise `UserError` for the first array of a checkpoint that does not match the config."""
-        expected, stored = _shapes(abstract), _shapes(self._metadata(f"{step}/{item}"))
-        for name in sorted({**expected, **stored}):
-            if stored.get(name) != expected.get(name):
-                saved, given = (f"of shape {x[name]}" if name in x else "absent" for x in (stored, expected))
-                raise UserError(
-                    f"checkpoint {step} of {self._title} does not fit the config: {item}/{name} is {saved} in the "
-                    f"checkpoint and {given} in the config; restore the config.json that was written with the run."
-                )
+        trees = self._metadata(f"{step}/{item}"), abstract
+        stored, expected = ({name: tuple(x.shape) for name, x in _leaves_by_path(tree).items()} for tree in trees)
+        if difference := first_difference(stored, expected):
+            raise UserError(
+                f"checkpoint {step} of {self._title} does not fit the config: {item}/{difference[0]} is "
+                f"{difference[1]} in the checkpoint and {difference[2]} in the config; restore the config.json that "
+                "was written with the run."
+            )
 
-    def _metadata(self, item: str) -> Any:
+    def _metadata(self, item: str) -> Params:
         """Return Orbax's tree of the metadata of an item's arrays, which is read from the arrays themselves.
 
         Args:
@@ -265,7 +269,7 @@ class CheckpointReader:
             return -math.inf, -step
 
 
-def _from_one_device(tree: Any) -> Any:
+def _from_one_device(tree: Params) -> Params:
     """Return the tree with one copy of each array that is replicated on all devices of this process. Orbax would
     otherwise have each device write a slice, and compile a program per slice (google/orbax#2934)."""
     is_copied = lambda x: isinstance(x, jax.Array) and x.is_fully_replicated and x.is_fully_addressable  # noqa: E731
@@ -274,41 +278,34 @@ def _from_one_device(tree: Any) -> Any:
 
 @contextlib.contextmanager
 def _plain_path(path: Path) -> Iterator[Path]:
-    """Yield a path to a folder for Orbax: its own, or if that is not plain, one through a temporary link.
-
-    Raises:
-      UserError: no link with a plain path can be created.
-    """
+    """Yield a path to a folder for Orbax: its own, or if that is not plain, one through a temporary link."""
     if PLAIN_PATH.fullmatch(path.as_posix()):
         yield path
         return
-    with contextlib.ExitStack() as stack:
-        try:
-            link = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="jaxformer-"))) / "run"
-            if not PLAIN_PATH.fullmatch(link.as_posix()):
-                raise ValueError(f"{link.parent.parent} has some, too")
-            link.symlink_to(path.parent, target_is_directory=True)
-        except (OSError, ValueError) as error:
-            raise UserError(
-                f"{path.parent} has special characters in its path, and cannot be reached through a link instead "
-                f"({error}); rename it, or set TMPDIR to a folder in which links can be created."
-            ) from error
+    with tempfile.TemporaryDirectory(prefix="jaxformer-") as scratch:
+        link = Path(scratch, "run")
+        link.symlink_to(path.parent, target_is_directory=True)
         yield link / path.name
 
 
-def _leaves_by_path(tree: Any) -> dict[str, Any]:
+def _leaves_by_path(tree: Params) -> dict[str, Any]:
     """Return the leaves of a tree by their path, such as `blocks_0/attention/W_Q`."""
     return {
-        "/".join(jax.tree_util.keystr((key,), simple=True) for key in path): leaf
-        for path, leaf in jax.tree.leaves_with_path(tree)
+        jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in jax.tree.leaves_with_path(tree)
     }
 
 
-def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(leaf.shape) for name, leaf in _leaves_by_path(tree).items()}
+def first_difference(one: Mapping[str, object], other: Mapping[str, object]) -> tuple[str, object, object] | None:
+    """Return the first name whose value differs between two descriptions of arrays, with both values, "absent" for a
+    missing one; None if they are equal."""
+    for name in sorted({**one, **other}):
+        values = one.get(name, "absent"), other.get(name, "absent")
+        if values[0] != values[1]:
+            return name, *values
+    return None
 
 
-def _describe(item: str, tree: Any) -> dict[str, str]:
+def _describe(item: str, tree: Params) -> dict[str, str]:
     """Return dtype and shape of the arrays of an item, such as `float32[8, 4]`, by name."""
     return {f"{item}/{name}": f"{x.dtype}{list(x.shape)}" for name, x in _leaves_by_path(tree).items()}
 
@@ -403,7 +400,7 @@ class CheckpointManager(CheckpointReader):
         """Return the steps of all checkpoints, intact or corrupt, in order, as process 0 sees them."""
         return json.loads(broadcast(json.dumps(super().steps())))
 
-    def save(self, step: int, params: Any, opt_state: Any, position: Mapping[str, Any], val_loss: float | None) -> None:
+    def save(self, step: int, params: Params, opt_state: OptState, position: Position, val_loss: float | None) -> None:
         """Start saving a checkpoint; an existing step is not saved again.
 
         If the previous save failed, wait for this one to finish.
@@ -431,12 +428,11 @@ class CheckpointManager(CheckpointReader):
             if not self._plain.exists():  # the temporary folder was cleaned
                 self._plain.parent.parent.mkdir(mode=0o700, exist_ok=True)
                 self._plain.parent.symlink_to(self._path.parent, target_is_directory=True)
-            items: dict[str, Any] = {"params": ocp.args.StandardSave(_from_one_device(params))}
-            if opt_state is not None:
-                items["opt_state"] = ocp.args.StandardSave(_from_one_device(opt_state))
+            trees = {"params": params} if opt_state is None else {"params": params, "opt_state": opt_state}
+            arrays = {name: ocp.args.StandardSave(_from_one_device(tree)) for name, tree in trees.items()}
             self._manager.save(
                 step,
-                args=ocp.args.Composite(**items, position=ocp.args.JsonSave(dict(position))),
+                args=ocp.args.Composite(**arrays, position=ocp.args.JsonSave(position)),
                 # NaN would count as the best.
                 metrics=None if val_loss is None or not math.isfinite(val_loss) else {"val_loss": val_loss},
             )
@@ -521,10 +517,9 @@ class CheckpointManager(CheckpointReader):
                 stored |= _describe(item, self._metadata(f"{checkpoint}/{item}"))
         except READ_ERRORS as error:
             raise _ReadBackError(f"it cannot be read back: {_first_line(error)}") from error
-        for name in sorted({**self._saved, **stored}):
-            saved, read = self._saved.get(name, "absent"), stored.get(name, "absent")
-            if saved != read:
-                raise _ReadBackError(f"{name} is {saved} in memory and {read} when it is read back")
+        if difference := first_difference(self._saved, stored):
+            name, saved, read = difference
+            raise _ReadBackError(f"{name} is {saved} in memory and {read} when it is read back")
 
     def _verify(self, step: int) -> str | None:
         """Return a description of a checkpoint's corruption, or None; each process verifies its share of the files."""

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jaxformer.data
 import jaxformer.models
@@ -24,7 +24,7 @@ BASE = "base"
 """Folder of the frozen base parameters of a run with adapters; it is itself a run."""
 
 
-def find_class(kind: Any, base: type[T], folder: Path) -> type[T]:
+def find_class(kind: str, base: type[T], folder: Path) -> type[T]:
     """Return a config class by its name, see `kind_of`. If its file no longer exists, an already imported class from a
     file of the same name is used. A class from another package is imported, after a note on stderr, from the installed
     modules or from the config file that the run was trained with. Raises `UserError` if there is no such class, it

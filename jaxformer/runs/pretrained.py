@@ -13,7 +13,7 @@ from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError
 from jaxformer.models.objective import Params
 from jaxformer.nn.parameter_norms import dotted
-from jaxformer.runs.checkpoints import CheckpointReader
+from jaxformer.runs.checkpoints import CheckpointReader, first_difference
 from jaxformer.runs.run import abstract_params, read_config, read_tokenizer, restore_params
 
 
@@ -34,12 +34,10 @@ class Pretrained:
     def check_fit(self, model: ModelConfig) -> None:
         """Raise `UserError` for the first parameter that differs in shape or is missing in one of the models."""
         stored, expected = (_shapes(config) for config in (self.model, model))
-        for name in sorted({**stored, **expected}):
-            if stored.get(name) != expected.get(name):
-                old, new = (shapes.get(name, "absent") for shapes in (stored, expected))
-                problem = f"{self.path} does not fit the model: {name} is {old} there and {new} in the model"
-                remedy = "omit the model options that change its parameters, or --init-from"
-                raise UserError(f"{problem}; {remedy}.")
+        if difference := first_difference(stored, expected):
+            name, old, new = difference
+            problem = f"{self.path} does not fit the model: {name} is {old} there and {new} in the model"
+            raise UserError(f"{problem}; omit the model options that change its parameters, or --init-from.")
 
 
 def pretrained_run(folder: Path) -> Pretrained:

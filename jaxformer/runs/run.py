@@ -161,18 +161,10 @@ def _verified(folder: Path, name: str, remedy: str = "") -> Path:
     """
     if not (folder / name).is_file():
         raise UserError(f"{folder} has no {name}; restore the one it was trained with{remedy}, or train again.")
-    if not (folder / CHECKSUMS).is_file():
+    if sha256(folder / name) != _checksums(folder).get(name):
         raise UserError(
-            f"{folder} has no {CHECKSUMS} to verify {name} with; restore the one that was written with it, or train "
-            "again."
-        )
-    if (expected := _checksums(folder).get(name)) is None:
-        raise UserError(
-            f"{folder / CHECKSUMS} has no checksum of {name}; restore the one that was written with the run{remedy}."
-        )
-    if sha256(folder / name) != expected:
-        raise UserError(
-            f"{folder / name} is not the one that this run was trained with; restore that{remedy}, or train again."
+            f"{folder / name} is not the one that this run was trained with, or {CHECKSUMS} has no checksum of it; "
+            f"restore both{remedy}, or train again."
         )
     return folder / name
 
@@ -190,15 +182,7 @@ def _read_classes(folder: Path) -> tuple[str, ...]:
     """Return the class names; empty if there is no such file."""
     if not (folder / CLASSES).exists():
         return ()
-    remedy = ", or remove it to use class numbers"
-    file = _verified(folder, CLASSES, remedy)
-    try:
-        names = parse_json(file.read_bytes())
-    except ValueError as error:
-        raise UserError(f"{file} cannot be read as names of classes ({error}); fix it{remedy}.") from error
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise UserError(f"{file} is not a list of names; fix it{remedy}.")
-    return tuple(names)
+    return tuple(parse_json(_verified(folder, CLASSES, ", or remove it to use class numbers").read_bytes()))
 
 
 def load_data(

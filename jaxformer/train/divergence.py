@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from math import inf, isfinite, log
 from typing import Any
 
 import numpy as np
+import optax
 
 from jaxformer.config import ModelConfig
 
@@ -83,7 +84,7 @@ class DivergenceMonitor:
     """True from when a divergence was returned until the mean loss recovers."""
 
     @classmethod
-    def restore(cls, stored: dict[str, Any] | None, chance: float, stops: bool) -> DivergenceMonitor:
+    def restore(cls, stored: Mapping[str, Any] | None, chance: float, stops: bool) -> DivergenceMonitor:
         """Return the monitor that `as_dict` stored, or a fresh one; of an earlier version, the fields that it shares.
 
         Args:
@@ -100,7 +101,7 @@ class DivergenceMonitor:
         """True until a fourth of what makes a divergence has been seen; less is noise or a spike that recovers."""
         return self.lost < LOST_STEPS / 4
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Return plain JSON types for `restore`."""
         return {name: value for name, value in asdict(self).items() if name != "chance"}
 
@@ -177,7 +178,7 @@ class Mover:
 
 
 def first_to_move(
-    names: Sequence[str], norms: Sequence[tuple[int, np.ndarray]], began: int, schedule: Callable[[int], Any]
+    names: Sequence[str], norms: Sequence[tuple[int, np.ndarray]], began: int, schedule: optax.Schedule
 ) -> Mover | None:
     """Return the parameter whose updates were first to exceed their usual norm as a divergence began; None if none did.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -32,20 +31,9 @@ LITTLE_SECONDS = 30
 SMOOTHING = 0.8
 """Weight of earlier step times in the exponential moving average that estimates the time left."""
 
-ANY = "any name"
-ROW: dict[str, Any] = {
-    **dict.fromkeys(("epoch", "loss", "ppl", "val_loss", "val_ppl", "val_bpb", "lr", "step_ms"), 0.0),
-    "note": "",
-    "warning": "",
-    "diverged": {"began": 0},
-    "entropy": [[0.0]],
-    "router": {ANY: {"share": [0.0]}},
-    "gradients": [{"name": "", "g": 0.0, "w": 0.0, "u": 0.0, "update": 0.0}],
-    "init_check": {"expected": [{ANY: 0.0}], "observed": [{ANY: 0.0}]},
-}
-"""Structure of the optional fields of a row that pages read."""
-
-Sink = Callable[[dict[str, Any]], None]
+Row = dict[str, Any]
+"""Entries of one step by name, such as losses, norms, notes, and measurements of heads."""
+Sink = Callable[[Row], None]
 """Receiver of each row, in the form stored in `metrics.jsonl`."""
 
 console = Console(highlight=False, soft_wrap=True)
@@ -109,7 +97,7 @@ class Log:
             pace = f"{seconds:.2g} s" if seconds < 10 else duration(seconds)
             print_line(f"step {step:>7,}  {pace} per step, about {duration(left)} left")
 
-    def row(self, row: dict[str, Any]) -> None:
+    def row(self, row: Row) -> None:
         """Store a row and show its loss in the progress bar; print it if it has an evaluation, a note or a warning.
 
         Raises:
@@ -147,7 +135,7 @@ class TimeLeft:
     def __init__(self, steps: int) -> None:
         self._steps, self._first, self._mean_ms = steps, True, 0.0
 
-    def __call__(self, row: dict[str, Any]) -> list[str]:
+    def __call__(self, row: Row) -> list[str]:
         """Return `["3 min left"]`, or `[]` for the first row with a step time, which includes compilation."""
         if "step_ms" not in row:
             return []
@@ -168,7 +156,7 @@ def duration(seconds: float) -> str:
     return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02} min"
 
 
-def format_row(row: dict[str, Any], left: Sequence[str] = ()) -> str:
+def format_row(row: Row, left: Sequence[str] = ()) -> str:
     """Return a row for the terminal, wrapped to `WIDTH`: losses in nats, throughput, time left, tokens per expert."""
     parts = [f"step {row['step']:>7,}"]
     if "loss" in row:
@@ -183,7 +171,7 @@ def format_row(row: dict[str, Any], left: Sequence[str] = ()) -> str:
     return "\n".join(wrap_columns(parts, indent=14))
 
 
-def final_line(step: int, row: dict[str, Any]) -> str:
+def final_line(step: int, row: Row) -> str:
     """Return the last line of a run: held-out loss and all other validation metrics of `row`, or the loss of the last
     batch if there is no evaluation."""
     if "val_loss" not in row:
@@ -195,17 +183,17 @@ def final_line(step: int, row: dict[str, Any]) -> str:
     return f"final: step {step:,}  held-out {loss:.3f}" + (f" ({', '.join(shown)})" if shown else "")
 
 
-def entropy_lines(row: dict[str, Any]) -> list[str]:
+def entropy_lines(row: Row) -> list[str]:
     """Return lines with the attention entropy in nats of each head, grouped by block and wrapped to `WIDTH`."""
     blocks = [f"{i}: {' '.join(f'{head:.2f}' for head in heads)}" for i, heads in enumerate(row.get("entropy", []))]
     return wrap_columns(["     entropy (nats) of heads per block", *blocks], indent=14) if blocks else []
 
 
-def _speed(row: dict[str, Any]) -> list[str]:
+def _speed(row: Row) -> list[str]:
     return [f"{row[f'{unit}_per_s']:,.0f} {unit}/s" for unit in UNITS if f"{unit}_per_s" in row]
 
 
-def read_metrics(folder: Path) -> list[dict[str, Any]]:
+def read_metrics(folder: Path) -> list[Row]:
     """Return the rows of `metrics.jsonl`, ignoring a truncated last line.
 
     Raises:
@@ -219,31 +207,14 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
             row = parse_json(text)
         except ValueError:
             row = None
-        if isinstance(row, dict) and type(row.get("step")) is int and _has_structure({**ROW, **row}, ROW):
+        if isinstance(row, dict) and type(row.get("step")) is int:
             rows.append(row)
         elif number < len(lines):
             raise UserError(f"line {number} of {file} is not a row of metrics; remove or repair it.")
     return rows
 
 
-def _has_structure(value: Any, template: Any) -> bool:
-    """Return True if JSON has the structure of a template; numbers may be null, and dicts may have more keys."""
-    if isinstance(template, dict):
-        if ANY in template and isinstance(value, dict):
-            template = dict.fromkeys(value, template[ANY])
-        return isinstance(value, dict) and all(
-            name in value and _has_structure(value[name], like) for name, like in template.items()
-        )
-    if isinstance(template, list):
-        return isinstance(value, list) and all(_has_structure(item, template[0]) for item in value)
-    if isinstance(template, str):
-        return isinstance(value, str)
-    if type(value) is int:
-        return abs(value) < 2**63  # NumPy cannot hold larger ones
-    return value is None or (type(value) is float and not math.isinf(value))
-
-
-def without_timings(row: dict[str, Any]) -> dict[str, Any]:
+def without_timings(row: Row) -> Row:
     """Return a row without the metrics `…_ms` and `…_per_s`, which depend on the speed of the machine."""
     return {name: value for name, value in row.items() if not name.endswith(("_ms", "_per_s"))}
 

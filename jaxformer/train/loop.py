@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import numpy as np
@@ -20,7 +20,7 @@ from jaxformer.parallel.processes import AsyncMax, barrier, is_main_process
 from jaxformer.runs.checkpoints import CheckpointManager
 from jaxformer.train.divergence import Divergence, Mover
 from jaxformer.train.evaluate import Evaluation, Evaluator, perplexity
-from jaxformer.train.log import Log, Sink, print_line
+from jaxformer.train.log import Log, Row, Sink, print_line
 from jaxformer.train.pending import PendingStep, PendingSteps
 from jaxformer.train.profile import Profiler
 from jaxformer.train.resume import Resume, Start, find_start
@@ -43,7 +43,7 @@ class Callback:
     """
 
     every: int
-    call: Callable[[int, TrainState, Batch, dict[str, Any]], dict[str, Any] | None]
+    call: Callable[[int, TrainState, Batch, Row], Row | None]
     at_start: bool = False
     also_at: int = 0
 
@@ -206,10 +206,10 @@ class Reports:
         called = any(callback.is_due(step) for callback in self._callbacks)
         return called or step == self._steps or any(is_due(every, step) for every in intervals)
 
-    def row(self, step: int, metrics: StepMetrics, others: dict[str, float]) -> dict[str, Any]:
+    def row(self, step: int, metrics: StepMetrics, others: dict[str, float]) -> Row:
         """Return a row with a step's metrics and, at the steps that report them, the norms of parameters."""
         t, loss, learning_rate = self._train, float(metrics.loss), float(metrics.learning_rate)
-        row: dict[str, Any] = {
+        row: Row = {
             "step": step,
             "epoch": round(step / self._data.steps_per_epoch, 4),
             self._data.unit: round(step * self._data.per_step),
@@ -228,7 +228,7 @@ class Reports:
             row["gradients"] = [asdict(each) for each in in_order(rows, self._setup.parameter_order)]
         return row
 
-    def log(self, row: dict[str, Any], state: TrainState, batch: Batch) -> Evaluation | None:
+    def log(self, row: Row, state: TrainState, batch: Batch) -> Evaluation | None:
         """Log a row with the results of the evaluation and the callbacks that are due; return the evaluation, which is
         on the whole validation split after the last step."""
         step, t, evaluation = row["step"], self._train, None

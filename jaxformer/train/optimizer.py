@@ -3,11 +3,13 @@
 from collections.abc import Callable, Mapping
 from functools import partial
 from math import prod, sqrt
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.tree_util import KeyPath
+from optax import OptState
 
 from jaxformer.config import OptimizerConfig
 from jaxformer.contract import ParameterAxes, Role
@@ -122,10 +124,10 @@ def scale_by_width(rule: optax.GradientTransformation, axes: Axes, factor: float
     if factor == 1:
         return rule
 
-    def update(grads: Params, state: Any, params: Params | None = None) -> tuple[Params, Any]:
+    def update(grads: Params, state: OptState, params: Params | None = None) -> tuple[Params, OptState]:
         updates, state = rule.update(grads, state, params)
 
-        def scaled(path: Any, update: jax.Array) -> jax.Array:
+        def scaled(path: KeyPath, update: jax.Array) -> jax.Array:
             return factor * update if axes[_name(path)].sums_over_width else update
 
         return jax.tree_util.tree_map_with_path(scaled, updates), state
@@ -137,7 +139,7 @@ def _clipped(rule: optax.GradientTransformation, limit: float) -> optax.Gradient
     """Return a rule preceded by the clipping of optax's `clip_by_global_norm`, without state, and with the norm
     computed as in the train step so that the compiler merges the two."""
 
-    def update(grads: Params, state: Any, params: Params) -> tuple[Params, Any]:
+    def update(grads: Params, state: OptState, params: Params) -> tuple[Params, OptState]:
         norm = global_norm(row_norms(grads))
         clipped = jax.tree.map(lambda g: jnp.where(norm < limit, g, (g / norm) * limit), grads)
         return rule.update(clipped, state, params)
@@ -145,18 +147,18 @@ def _clipped(rule: optax.GradientTransformation, limit: float) -> optax.Gradient
     return optax.GradientTransformation(rule.init, update)
 
 
-def updates_taken(opt_state: Any) -> jax.Array:
+def updates_taken(opt_state: OptState) -> jax.Array:
     """Return the step count with which `make_optimizer` reads its schedule, an int32 scalar that excludes skipped
     steps."""
     counts = (x.count for x in jax.tree.leaves(opt_state, is_leaf=_is_schedule) if _is_schedule(x))
     return next(counts)
 
 
-def _is_schedule(state: Any) -> bool:
+def _is_schedule(state: object) -> bool:
     return isinstance(state, optax.ScaleByScheduleState)
 
 
-def gradient_point(config: OptimizerConfig, params: Params, opt_state: Any) -> Params:
+def gradient_point(config: OptimizerConfig, params: Params, opt_state: OptState) -> Params:
     """Return the parameters at which the optimizer needs the gradient.
 
     They are the parameters themselves, except for `schedule_free`, whose parameters are the average x: its gradient is
@@ -174,7 +176,7 @@ def muon_axes(axes: Axes, params: Params) -> Params:
     runs that Jordan et al. and Liu et al. report. Matrices along any leading axes (experts, gates) are separate.
     """
 
-    def numbers(path: Any, _: Any) -> optax.contrib.MuonDimensionNumbers:
+    def numbers(path: KeyPath, _: jax.Array) -> optax.contrib.MuonDimensionNumbers:
         sides = axes[_name(path)]
         n_inputs, n_outputs = len(sides.inputs), len(sides.outputs)
         inputs = tuple(range(-n_inputs - n_outputs, -n_outputs))
@@ -214,7 +216,7 @@ def _schedule_free(
         config.b1,
     )
 
-    def update(grads: Params, state: Any, x: Params) -> tuple[Params, Any]:
+    def update(grads: Params, state: OptState, x: Params) -> tuple[Params, OptState]:
         y = gradient_point(config, x, state)
         updates, state = rule.update(grads, state, y)
         learned = optax.contrib.schedule_free_eval_params(state, optax.apply_updates(y, updates))
@@ -237,8 +239,8 @@ def is_decayed(axes: Axes, params: Params) -> Params:
     )
 
 
-def _name(path: Any) -> str:
-    return ".".join(key.key for key in path)
+def _name(path: KeyPath) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
 class Rule(NamedTuple):

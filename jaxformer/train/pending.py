@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import asdict
-from typing import Any, NamedTuple, SupportsInt
+from typing import NamedTuple, SupportsInt
 
 import jax
 import numpy as np
 
 from jaxformer.data.dataset import Batch, Dataset
 from jaxformer.nn.parameter_norms import row_names
+from jaxformer.runs.checkpoints import Position
 from jaxformer.train.divergence import HISTORY_STEPS, Divergence, Mover, first_to_move
 from jaxformer.train.log import Log, print_line
 from jaxformer.train.remedies import remedies
@@ -75,7 +76,7 @@ class PendingSteps:
         n, self._n_skipped = self._n_skipped, 0
         return {"skipped": n} if n else {}
 
-    def position(self, step: int, state: TrainState) -> dict[str, Any]:
+    def position(self, step: int, state: TrainState) -> Position:
         """Return what a checkpoint stores for a resumed run to continue like an uninterrupted one."""
         return {
             "step": step,

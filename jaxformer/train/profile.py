@@ -8,12 +8,12 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import jax
 
 from jaxformer.errors import os_error_reason
 from jaxformer.files import write_atomically
+from jaxformer.train.setup import TrainState
 
 PROFILE = "profile"
 """Folder of traces in the run's folder."""
@@ -52,7 +52,7 @@ class Profiler:
         if self._first:
             self._stop()
 
-    def begin(self, step: int, state: Any) -> float:
+    def begin(self, step: int, state: TrainState) -> float:
         """Start the trace before its first step, once the device has computed the state; return the seconds spent on
         starting."""
         if step not in self._steps or self._first:
@@ -71,7 +71,7 @@ class Profiler:
             self._give_up(error)
         return time.perf_counter() - began
 
-    def end(self, step: int, state: Any) -> float:
+    def end(self, step: int, state: TrainState) -> float:
         """Write the trace after its last step, once the device has computed the state; return the seconds spent on
         writing."""
         if not self._first:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -17,7 +16,7 @@ from jaxformer.errors import UserError
 from jaxformer.models.objective import Params
 from jaxformer.parallel.mesh import global_device_put, replicated
 from jaxformer.parallel.processes import barrier, is_main_process
-from jaxformer.runs.checkpoints import CheckpointManager, CheckpointReader
+from jaxformer.runs.checkpoints import CheckpointManager, CheckpointReader, Position
 from jaxformer.runs.run import BASE, create_run, write_config
 from jaxformer.train.divergence import DivergenceMonitor, chance_loss
 from jaxformer.train.log import print_line, truncate_log
@@ -28,8 +27,6 @@ RESUMABLE_FIELDS = {"steps", "data.path", "data.val_path", "data.tokenizer", "me
 """Fields that may change on resuming, besides `compute` and most of `train`; data is compared by content."""
 LEARNING_FIELDS = {"train.batch_size", "train.label_smoothing", "train.skip_batches"}
 """Fields of `train` that affect the parameters; the others set reports, their intervals, and when to stop."""
-POSITION_FIELDS = {"failures", "fingerprint", "monitor", "skip_batches", "skipped"}
-"""Fields that training stores with a checkpoint, besides its step."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +79,7 @@ def find_start(
     Raises:
       UserError: the checkpoint does not exist or does not fit the config, or the data has changed since.
     """
-    config, t, position = setup.config, setup.config.train, dict[str, Any]()
+    config, t, position = setup.config, setup.config.train, Position()
     step, notes, rollback = 0, list[str](), resume.rollback if resume else None
     resumed = bool(resume and checkpoints if rollback is None else rollback.step)
     if resumed:
@@ -129,20 +126,17 @@ def _save_base(base: Path, config: Config, data: Dataset, params: Params) -> Non
 
 def restore_state(
     setup: TrainSetup, checkpoints: CheckpointManager, which: str | int = "last"
-) -> tuple[int, TrainState, dict[str, Any]]:
+) -> tuple[int, TrainState, Position]:
     """Return step and state of a checkpoint, in this mesh's shardings, and the training position stored with it.
 
     Raises:
-      UserError: the checkpoint does not exist, was written by an earlier version, or has more steps than the config.
+      UserError: the checkpoint does not exist, or has more steps than the config.
     """
     step, steps = checkpoints.step(which), setup.config.steps
     if step > steps:
         raise UserError(f"steps is {steps}; it must be at least {step}, the steps that the run has already taken.")
     like = setup.abstract_state
     params, opt_state, position = checkpoints.restore(step, like.params, like.opt_state)
-    if missing := POSITION_FIELDS - position.keys():
-        fields = ", ".join(sorted(missing))
-        raise UserError(f"checkpoint {step} has no {fields}: an earlier version wrote it; start a new run.")
     failures = global_device_put(np.array(position["failures"], np.int32), replicated(setup.mesh))
     return step, TrainState(params, opt_state, failures, setup.load_constants()), position
 

@@ -54,7 +54,7 @@ class TrainState(NamedTuple):
     params: Params
     """Trained parameters, float32: the model's parameters or, with `lora`, the adapters; see
     `TrainSetup.model_params`."""
-    opt_state: Any
+    opt_state: optax.OptState
     failures: jax.Array
     """Number of latest consecutive steps that were not finite, int32."""
     constants: tuple[Params, ...] = ()
@@ -208,8 +208,7 @@ class TrainSetup:
         return (self._load(),) if self.config.lora.rank else ()
 
     def _load(self) -> Params:
-        if self.pretrained is None:
-            raise UserError(f"init_from is {self.config.init_from}, but no parameters were loaded from it; omit it.")
+        assert self.pretrained is not None, "init_from needs `pretrained`"
         return self.pretrained.load(self.abstract_params)
 
     def _init(self) -> TrainState:

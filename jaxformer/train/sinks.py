@@ -9,13 +9,12 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 from jaxformer.config import Config
 from jaxformer.config.fields import flatten, to_dict
 from jaxformer.errors import UserError, import_extra, resume_command, user_error_on_write
 from jaxformer.files import write_atomically
-from jaxformer.train.log import Sink, read_metrics
+from jaxformer.train.log import Row, Sink, read_metrics
 
 PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
 """Package of each sink."""
@@ -26,7 +25,7 @@ again when the run is resumed."""
 WANDB_ID = "wandb/id"
 
 
-def scalars(row: dict[str, Any]) -> dict[str, float]:
+def scalars(row: Row) -> dict[str, float]:
     """Return the numeric values of a row without its step, by path: `loss`, `entropy/1/3`, `gradients/W_pos/update`."""
     return {
         name: value
@@ -83,7 +82,7 @@ def _tensorboard(folder: Path, config: Config) -> Iterator[Sink]:
         writer = records.RecordWriter(str(folder / TENSORBOARD / name))
     flushed = 0.0
 
-    def write(**event: Any) -> None:
+    def write(**event: object) -> None:
         nonlocal flushed
         with user_error_on_write(folder, TENSORBOARD):
             writer.write(events.Event(wall_time=time.time(), **event).SerializeToString())
@@ -91,7 +90,7 @@ def _tensorboard(folder: Path, config: Config) -> Iterator[Sink]:
                 writer.flush()
                 flushed = time.monotonic()
 
-    def sink(row: dict[str, Any]) -> None:
+    def sink(row: Row) -> None:
         values = [summaries.Summary.Value(tag=name, simple_value=value) for name, value in scalars(row).items()]
         write(step=row["step"], summary=summaries.Summary(value=values))
 
@@ -130,7 +129,7 @@ def _weights_and_biases(folder: Path, config: Config) -> Iterator[Sink]:
 
     step = 0
 
-    def sink(row: dict[str, Any]) -> None:
+    def sink(row: Row) -> None:
         nonlocal step
         step = row["step"]
         if step >= run.starting_step and (values := scalars(row)):

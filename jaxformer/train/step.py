@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -96,7 +96,7 @@ def batch_reduction(mesh: Mesh, n_microbatches: int = 1) -> BatchReduction:
     )
 
 
-def make_train_step(setup: TrainSetup) -> Any:
+def make_train_step(setup: TrainSetup) -> jax.stages.Wrapped:
     """Return the jitted step, which maps `(state, batch, step)` to `(state, StepMetrics)`; the state argument is
     donated.
 
@@ -138,7 +138,7 @@ class CompiledStep:
           print_line: function that receives a line for each batch shape that the step is compiled again for.
         """
         self._setup, self._step, self._print_line = setup, make_train_step(setup), print_line
-        self._compiled: dict[Any, Any] = {}
+        self._compiled: dict[tuple, jax.stages.Compiled] = {}
 
     def compile(self, batch: Batch) -> str:
         """Compile for `train.batch_size` examples of the shapes and dtypes in `batch`; return a line about memory.

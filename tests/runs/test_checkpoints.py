@@ -11,7 +11,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import warnings
@@ -175,17 +174,6 @@ def test_checkpoints_are_read_at_any_path(tmp_path, name):
     assert list(tmp_path.iterdir()) == [tmp_path / name]  # nothing beside it
     with CheckpointManager(folder) as checkpoints:
         assert checkpoints.remove_after(10) == [15]
-
-
-def test_special_path_without_a_plain_temporary_folder_is_refused(tmp_path, monkeypatch):
-    folder = tmp_path / "[v2]"
-    folder.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    with pytest.raises(
-        UserError, match=r"v2\] has special characters .* \(.*v2\] has some, too\); rename it, or set TMPDIR"
-    ):
-        write(folder, 5)
-    assert not CheckpointReader(folder)
 
 
 def as_bfloat16(tree):
@@ -419,12 +407,14 @@ def test_temporary_folder_of_a_killed_save_is_removed(folder):
 @pytest.mark.parametrize(
     ("shapes", "message"),
     [
-        ({**SHAPES, "W": jax.ShapeDtypeStruct((8, 9), jnp.float32)},
-         r"params/W is of shape \(8, 8\) in the checkpoint and of shape \(8, 9\) in the config"),
-        ({"W": SHAPES["W"]}, r"params/b/c is of shape \(2,\) in the checkpoint and absent in the config"),
-        ({**SHAPES, "V": SHAPES["W"]}, r"params/V is absent in the checkpoint and of shape \(8, 8\) in the config"),
+        (
+            {**SHAPES, "W": jax.ShapeDtypeStruct((8, 9), jnp.float32)},
+            r"params/W is \(8, 8\) in the checkpoint and \(8, 9\) in the config",
+        ),
+        ({"W": SHAPES["W"]}, r"params/b/c is \(2,\) in the checkpoint and absent in the config"),
+        ({**SHAPES, "V": SHAPES["W"]}, r"params/V is absent in the checkpoint and \(8, 8\) in the config"),
     ],
-)  # fmt: skip
+)
 def test_mismatched_array_shape_is_named(folder, shapes, message):
     with pytest.raises(UserError, match=rf"checkpoint 15 of .* does not fit the config: {message}; restore"):
         CheckpointReader(folder).restore_params(15, shapes)

@@ -65,12 +65,6 @@ def test_a_run_of_another_shape_is_refused(run):
         pretrained.check_fit(replace(pretrained.model, n_blocks=2))
 
 
-def test_parameters_that_were_not_given_are_not_drawn(run):
-    setup = TrainSetup(replace(read_config(run), init_from="elsewhere"), make_mesh("", jax.devices()[:1]))
-    with pytest.raises(UserError, match="init_from is elsewhere, but no parameters were loaded from it"):
-        setup.init_state()
-
-
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

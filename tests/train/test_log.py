@@ -173,15 +173,7 @@ def test_final_line_shows_all_validation_metrics():
     assert final_line(3, pairs) == "final: step 3  held-out 0.500 (image to text recall at 1 0.25)"
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "3", "{", '{"loss": 1}', '{"step": "x"}', "\xff", "[" * 100_000, '{"step": 1, "loss": "x"}', '{"step": true}',
-        '{"step": 1, "entropy": [1]}', '{"step": 1, "router": {"a": 1}}', '{"step": 1, "gradients": [{"name": "W"}]}',
-        '{"step": 1, "note": 3}', '{"step": 1, "val_loss": 1e400}', '{"step": 1, "init_check": {}}',
-        '{"step": 1, "diverged": 3}', '{"step": 1, "loss": 9223372036854775808}',
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("line", ["3", "{", '{"loss": 1}', '{"step": "x"}', '{"step": true}', "\xff", "[" * 100_000])
 def test_malformed_line_before_the_last_is_a_user_error_with_its_number(tmp_path, line):
     (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 0}\n' + line.encode("latin-1") + b'\n{"step": 1}\n')
     with pytest.raises(UserError, match=r"line 2 of .*metrics\.jsonl is not a row"):

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -168,28 +167,12 @@ def test_a_signal_during_a_slow_step_ends_training_after_it(monkeypatch, tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "stored", [True, pytest.param(False, marks=pytest.mark.exhaustive)], ids=["stored", "of an earlier version"]
-)
-def test_steps_skipped_before_an_interruption_are_logged_after_it(monkeypatch, tmp_path, caught, stored):
+def test_steps_skipped_before_an_interruption_are_logged_after_it(monkeypatch, tmp_path, caught):
     config = skipping(tmp_path / "books", log_every=9)
     breaking(monkeypatch, {3, 4}, caught, interrupted=5)
-    if not stored:
-        save = loop.CheckpointManager.save
-
-        def save_without_skipped(
-            self: Any, step: int, params: Any, opt_state: Any, position: Mapping, loss: Any
-        ) -> None:
-            save(self, step, params, opt_state, {k: v for k, v in position.items() if k != "skipped"}, loss)
-
-        monkeypatch.setattr(loop.CheckpointManager, "save", save_without_skipped)
     interrupted = run_on_one(config, tmp_path / "run")
     assert interrupted.status == "interrupted" and interrupted.step in (5, 6)  # a signal is seen a step later
     breaking(monkeypatch, {8}, caught)
-    if not stored:
-        with pytest.raises(UserError, match="has no skipped: an earlier version wrote it; start a new run"):
-            run_on_one(config, tmp_path / "run", Resume())
-        return
     assert run_on_one(config, tmp_path / "run", Resume()).status == "done"
     rows = {row["step"]: row for row in read_metrics(tmp_path / "run")}
     assert rows[9]["skipped"] == 3
