@@ -81,11 +81,11 @@ class Run:
           tokens_T: at least 2 token ids; for learned positions, at most one more than the context length.
 
         Raises:
-          UserError: the model is not a causal language model, or the token ids are invalid.
+          TypeError: the model is not a causal language model.
+          UserError: the token ids are invalid.
         """
         if not is_causal_lm(self.model):
-            kind = type(self.model).__name__
-            raise UserError(f"{self.path} holds a {kind}, which predicts no next token; see models.objective.")
+            raise TypeError(f"{type(self.model).__name__} predicts no next token; see models.objective")
         tokens_T = jnp.asarray(tokens_T)
         check_next_tokens(contract_of(self.model), tokens_T)
         return jnp.mean(next_token_nll(self.model, params, tokens_T))

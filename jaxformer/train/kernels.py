@@ -70,9 +70,14 @@ PLATFORM_KERNELS = {"gpu": "cudnn", "tpu": "splash"}
 
 
 def unfused_attention(
-    q_HTK: jax.Array, k_GSK: jax.Array, v_GSK: jax.Array, mask: Mask = None, scale: float | None = None,
-    blockwise: Attention = blockwise_attention, min_positions: int = MIN_BLOCKWISE_POSITIONS,
-) -> jax.Array:  # fmt: skip
+    q_HTK: jax.Array,
+    k_GSK: jax.Array,
+    v_GSK: jax.Array,
+    mask: Mask = None,
+    scale: float | None = None,
+    blockwise: Attention = blockwise_attention,
+    min_positions: int = MIN_BLOCKWISE_POSITIONS,
+) -> jax.Array:
     """Return `attention` for short sequences, and `blockwise` for those with at least `min_positions` queries and
     keys."""
     is_long = min(q_HTK.shape[1], k_GSK.shape[1]) >= min_positions

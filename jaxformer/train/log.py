@@ -69,9 +69,14 @@ class Log:
             with user_error_on_write(folder, METRICS):
                 self._file = (folder / METRICS).open("a", encoding="utf-8")
         self._progress = Progress(
-            TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[note]}"),
-            console=console, disable=not console.is_terminal, transient=True,
-        )  # fmt: skip
+            TextColumn("training"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[note]}"),
+            console=console,
+            disable=not console.is_terminal,
+            transient=True,
+        )
         self._task = self._progress.add_task("training", total=steps, completed=start, note="")
 
     def __enter__(self) -> Log:
@@ -116,7 +121,9 @@ class Log:
         left = self._time_left(row)
         if "step_ms" in row:
             self._progress.update(self._task, note="  ".join([f"loss {row['loss']:.3f}", *_speed(row), *left]))
-        if "val_loss" in row or ("step_ms" in row and self._shows(row["step"])):
+        step, every = row["step"], self._show_every
+        shows_loss = every and "step_ms" in row and (step % every == 0 or step == self._steps)
+        if "val_loss" in row or shows_loss:
             print_line("\n".join([format_row(row, left), *(entropy_lines(row) if self._show_entropy else [])]))
             self._is_estimated |= bool(left)
         elif left:
@@ -124,9 +131,6 @@ class Log:
         for kind in ("note", "warning"):
             if kind in row:
                 print_line(f"step {row['step']:,}  {kind}: {row[kind]}")
-
-    def _shows(self, step: int) -> bool:
-        return self._show_every > 0 and (step % self._show_every == 0 or step == self._steps)
 
 
 class TimeLeft:

@@ -81,9 +81,13 @@ class Outcome:
 
 
 def train(
-    setup: TrainSetup, data: Dataset, folder: Path, callbacks: Sequence[Callback] = (), resume: Resume | None = None,
+    setup: TrainSetup,
+    data: Dataset,
+    folder: Path,
+    callbacks: Sequence[Callback] = (),
+    resume: Resume | None = None,
     sinks: Sequence[Sink] = (),
-) -> Outcome:  # fmt: skip
+) -> Outcome:
     """Train until `config.steps`, an interruption, a non-finite loss, or a divergence; return the outcome.
 
     The last state is saved, except after a divergence, where the earlier checkpoints remain. Every process must call
@@ -102,6 +106,7 @@ def train(
     with ExitStack() as stack:
         # Signals are recorded until the last save is finished.
         signals, agreement = stack.enter_context(record_signals(*STOPPING)), AsyncMax(setup.mesh)
+        # Entering locks the folder, so that `find_start` does not truncate the log of another process.
         checkpoints = stack.enter_context(CheckpointManager(folder))
         start = find_start(setup, data, folder, checkpoints, resume)
         log = stack.enter_context(open_log(start, folder, sinks))
@@ -124,7 +129,9 @@ def train(
             log.advance(step)
 
             due, is_last, evaluation = reports.are_due(step), step == config.steps, None
+            # A signal may reach only one process, but all must stop after the same step.
             pending.add(step, batch, metrics, agreement.reduce(signals))
+            # What is due needs a state that is known not to have failed; otherwise the device is not waited for.
             if (failed := pending.read(all_steps=due)) is not None:
                 return fail(failed, state, pending, checkpoints)
             if due:
@@ -138,7 +145,7 @@ def train(
             if pending.signal and not is_last:
                 return Outcome("interrupted", step, state, batch, signal=pending.signal)
             if due:
-                timer.restart(step)
+                timer.restart(step)  # evaluations, callbacks and the wait for a save are not training
 
         if evaluation is None and t.eval_every:  # the run had already reached its last step
             evaluation = reports.evaluate(state)
@@ -186,10 +193,14 @@ def fail(failed: PendingStep, state: TrainState, pending: PendingSteps, checkpoi
         step = failed.step - 1
         checkpoints.save(step, state.params, state.opt_state, pending.position(step, state), None)
     return Outcome(
-        "diverged" if pending.divergence else "non_finite", failed.step, state, failed.batch,
-        divergence=pending.divergence, mover=pending.mover(failed),
+        "diverged" if pending.divergence else "non_finite",
+        failed.step,
+        state,
+        failed.batch,
+        divergence=pending.divergence,
+        mover=pending.mover(failed),
         healthy=checkpoints.last_healthy_step(pending.began(failed)),
-    )  # fmt: skip
+    )
 
 
 class Reports:

@@ -272,10 +272,8 @@ class TrainSetup:
             segments_T: Any = jax.ShapeDtypeStruct((T,), jnp.int32)
             mask = Packed(segments_T, mask) if isinstance(mask, Causal) else ARRAY
         q_HTK, k_GTK = (jax.ShapeDtypeStruct((n_heads, T, K), self.compute_dtype) for n_heads in (H, G))
-        return make_attention(
-            self.config.compute.attention, platform, q_HTK, k_GTK, mask, self.mesh.shape["tensor"],
-            value_dim=value_dim, try_first=try_first,
-        )  # fmt: skip
+        name, tensor = self.config.compute.attention, self.mesh.shape["tensor"]
+        return make_attention(name, platform, q_HTK, k_GTK, mask, tensor, value_dim=value_dim, try_first=try_first)
 
     @cached_property
     def sharded_model(self) -> nn.Module:

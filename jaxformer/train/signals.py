@@ -13,8 +13,9 @@ HANGUP = (signal.SIGHUP,) if hasattr(signal, "SIGHUP") else ()
 STOPPING = (signal.SIGINT, signal.SIGTERM, *HANGUP)
 """Signals that stop training cleanly."""
 AFTER_FIRST: dict[signal.Signals, Any] = {
-    signal.SIGINT: signal.default_int_handler, **dict.fromkeys(HANGUP, signal.SIG_IGN)
-}  # fmt: skip
+    signal.SIGINT: signal.default_int_handler,
+    **dict.fromkeys(HANGUP, signal.SIG_IGN),
+}
 """Handlers after a first signal; the system's default for others."""
 
 
@@ -60,7 +61,7 @@ def raise_on_signals(*numbers: signal.Signals, message: str) -> Iterator[None]:
 
 
 @contextmanager
-def _handle_signals(numbers: tuple[signal.Signals, ...], handler: Callable[[int, Any], None]) -> Iterator[None]:
+def _handle_signals(numbers: tuple[signal.Signals, ...], handler: Callable[[int, object], None]) -> Iterator[None]:
     """Set a handler, except for an ignored SIGHUP, and restore the previous handlers at the end. Outside the main
     thread, the only one that may set handlers, do nothing."""
     if threading.current_thread() is not threading.main_thread():

@@ -123,9 +123,11 @@ def _weights_and_biases(folder: Path, config: Config) -> Iterator[Sink]:
         run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "jaxformer"),
             name=os.environ.get("WANDB_NAME", folder.resolve().name),
-            dir=str(folder), config=to_dict(config), resume="allow",
+            dir=str(folder),
+            config=to_dict(config),
+            resume="allow",
             id=file.read_text(encoding="utf-8").strip() if file.exists() else None,
-        )  # fmt: skip
+        )
 
     step = 0
 

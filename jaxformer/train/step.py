@@ -120,6 +120,7 @@ def make_train_step(setup: TrainSetup) -> jax.stages.Wrapped:
         params = optax.apply_updates(state.params, updates)
         updated = state._replace(params=params, opt_state=opt_state, failures=jnp.int32(0))
         skipped = state._replace(failures=state.failures + 1)
+        # Constants are the same arrays in both, and need no selection.
         state = jax.tree.map(lambda new, old: new if new is old else jnp.where(finite, new, old), updated, skipped)
         norms_3R = jnp.stack([grads_R, updates_R, weights_R])
         loss, update_norm = jnp.where(finite, loss, jnp.nan), jnp.where(finite, update_norm, 0.0)

@@ -292,7 +292,7 @@ def test_text_model_refuses_other_models(tmp_path):
 def test_loss_refuses_models_without_next_token_prediction(tmp_path):
     config = Config("x", EncoderConfig(9, 8, 4, n_heads=1, n_blocks=1), TextConfig(), steps=1)
     run = Run(tmp_path / "x", config, config.model.build(), {}, None, step=1)
-    with pytest.raises(UserError, match=r"x holds a MaskedLanguageModel, which predicts no next token; see"):
+    with pytest.raises(TypeError, match="MaskedLanguageModel predicts no next token"):
         run.loss({}, [1, 2, 3])
 
 

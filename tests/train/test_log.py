@@ -31,14 +31,6 @@ def test_read_metrics_returns_logged_rows_with_null_for_non_finite_numbers(tmp_p
     assert read_metrics(tmp_path) == [ROW, {"step": 1, "loss": None}]
 
 
-def test_read_metrics_returns_the_perplexities_of_large_losses(tmp_path):
-    rows = [{"step": step, "loss": loss, "ppl": float(np.exp(loss))} for step, loss in enumerate((44.0, 108.43, 709.0))]
-    with Log(tmp_path, 0, 3) as log:
-        for row in rows:
-            log.row(row)
-    assert read_metrics(tmp_path) == rows
-
-
 def test_sinks_receive_the_rows_of_the_file(tmp_path):
     received: list[dict] = []
     with Log(tmp_path, 0, 3, [received.append]) as log:
