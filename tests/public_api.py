@@ -16,7 +16,8 @@ The public names, grouped by package: `from jaxformer.nn import Block`. `help(na
 `python -m tests.public_api` regenerates this page.
 
 **Stable from 0.1.0 on:** the names on this page, imported from the package that lists them, with their parameters, and
-the attributes and methods of their classes; commands, their options, and the names of configs.
+the attributes and methods of their classes; commands, their options and exit statuses, and the names of configs. A run
+that one version has trained loads, samples and resumes with later ones.
 
 **How they change:** the earlier name, parameter or option works for at least one more minor version, with a
 `DeprecationWarning` that names its replacement. Both the deprecation and the removal are in the
