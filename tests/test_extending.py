@@ -16,6 +16,7 @@ from jaxformer.cli import train as command
 from jaxformer.contract import Role
 from jaxformer.decode import Sampling, generate
 from jaxformer.errors import UserError
+from jaxformer.nn.mlp import ACTIVATIONS
 from jaxformer.nn.parameters import parameter_axes
 from jaxformer.runs.run import read_config
 from jaxformer.train.log import read_metrics
@@ -37,6 +38,7 @@ def package(tmp_path, monkeypatch):
         (tmp_path / f"{name}.py").write_text(source)
         monkeypatch.delitem(sys.modules, name, raising=False)
     write_books(tmp_path / "books")
+    monkeypatch.setitem(ACTIVATIONS, "mish", None)  # which an example sets, for this test only
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     return tmp_path

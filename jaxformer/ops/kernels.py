@@ -7,17 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Primitive
 
 from jaxformer.ops.attention import check_inputs
 from jaxformer.ops.blockwise import SAVED
 from jaxformer.ops.masks import Causal, Mask, Packed, causal_part
 from jaxformer.ops.workarounds import batched_together
+
+if TYPE_CHECKING:
+    from jax.extend.core import Primitive
 
 LANES = 128
 """Width of a TPU's vector registers; blocks of splash attention are multiples of it."""
