@@ -9,7 +9,7 @@ from docs.scripts import pictures, story
 from tests.helpers import exhaustive
 
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:e[-+]\d+)?")
-DEAR = {"decoding", "depth", "residual", "scale", "training"}
+DEAR = {"decoding", "depth", "residual", "scale", "tasks", "training"}
 """Chapters whose Python takes more than three seconds of CPU."""
 CHAPTERS = [exhaustive(path, id=path.stem) if path.stem in DEAR else path for path in story.PAGES]
 
