@@ -6,6 +6,7 @@ import importlib.util
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -16,14 +17,14 @@ from jaxformer.errors import UserError
 from jaxformer.parallel.memory import gpu_pool_share
 from jaxformer.parallel.mesh import parse_mesh
 
+FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
+CUBES = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8", "8x8x16", "8x16x16", "16x16x16")
+HOSTS = ("1", "2", "4", "8", "2x8", "4x8", "8x8", "16x8", "32x8", "64x8", "128x8")
 SPECS = Path(__file__).with_name("gpus")
 """Folder with the specification of each GPU that the compiler needs."""
-GPUS = tuple(path.stem for path in sorted(SPECS.glob("*.txtpb")))
-TPUS = {"v4": "2x2x2", "v5e": "4x4", "v5p": "4x4x4", "v6e": "4x4"}
-"""A slice of each TPU generation, for error messages; the compiler supports more."""
-EXAMPLES = ", ".join(
-    [*(f"{name}:{slice_}" for name, slice_ in TPUS.items()), *(f"{gpu}:8 or {gpu}:2x8" for gpu in GPUS)]
-)
+GPUS = {path.stem: HOSTS for path in sorted(SPECS.glob("*.txtpb"))}
+SLICES = {"v4": CUBES, "v5e": FLAT, "v5p": (*CUBES, "16x16x24"), "v6e": FLAT, **GPUS}
+"""Common slices of each TPU generation, and GPU hosts, for error messages; the compilers support more."""
 
 CUDNN_VERSION = 91200
 """Version of cuDNN assumed for absent GPUs: 9.12.0, as in their specifications."""
@@ -71,8 +72,10 @@ def count_devices(topology: str) -> int:
     """
     generation, _, shape = topology.partition(":")
     pattern = r"([1-9]\d{0,3}x)?[1-9]\d?" if generation in GPUS else r"\d+(x\d+){1,2}"
-    if generation not in (*TPUS, *GPUS) or not re.fullmatch(pattern, shape):
-        raise UserError(f"there is no topology {topology!r}; name one such as {EXAMPLES}.")
+    if generation not in SLICES or not re.fullmatch(pattern, shape):
+        known = [f"{name}:{slice_}" for name, slices in SLICES.items() for slice_ in slices]
+        near = get_close_matches(topology, known, 3, 0) if generation not in SLICES else _nearest(generation, shape)
+        raise UserError(f"there is no topology {topology!r}; similar names are {', '.join(near)}.")
     return prod(map(int, shape.split("x")))
 
 
@@ -126,7 +129,9 @@ def topology_devices(topology: str) -> Sequence[jax.Device]:
     try:
         devices: Sequence[jax.Device] = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
     except Exception as error:  # jax wraps the errors of libtpu in several types
-        raise UserError(f"the TPU compiler knows no topology {topology!r}; name one such as {EXAMPLES}.") from error
+        near = _nearest(generation, shape)
+        problem = f"the TPU compiler knows no topology {topology!r}"
+        raise UserError(f"{problem}; similar names are {', '.join(near)}.") from error
     return devices
 
 
@@ -144,3 +149,10 @@ def assume_gpu(compute_capability: str) -> None:
     cudnn.check_cudnn_version = lambda: CUDNN_VERSION
     cudnn.check_compute_capability = lambda least: version(compute_capability) >= version(least)
     cudnn.is_cuda_compute_capability_equal = lambda other: version(compute_capability) == version(other)
+
+
+def _nearest(generation: str, shape: str) -> list[str]:
+    """Return the slices of a generation whose numbers of chips are nearest to a shape's."""
+    n_chips = prod(max(1, int(size)) for size in re.findall(r"\d+", shape)[:3])
+    slices = sorted(SLICES[generation], key=lambda s: abs(prod(map(int, s.split("x"))) - n_chips))
+    return [f"{generation}:{slice_}" for slice_ in slices[:3]]

@@ -91,12 +91,11 @@ def test_memory_is_read_from_out_of_memory_errors():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--topology", "v5z:4x4"], "there is no topology 'v5z:4x4'; name one such as v4:2x2x2, v5e:4x4, "),
-        (["--topology", "v5e:9"], "there is no topology 'v5e:9'"),
+        (["--topology", "v5z:4x4"], "there is no topology 'v5z:4x4'; similar names are v5e:4x4, "),
+        (["--topology", "v5e:9"], "similar names are v5e:2x4, "),
         (["--topology", "v5e:4x4", "--mesh", "fsdp=5"], "the mesh fsdp=5 has 5 devices, but v5e:4x4 has 16 chips"),
-        (["--topology", "h100:0"], "there is no topology 'h100:0'"),
-        (["--topology", "h100:256"], "h100:8 or h100:2x8"),
-        (["--topology", "h100:2x2x2"], "there is no topology 'h100:2x2x2'"),
+        (["--topology", "h100:0"], "there is no topology 'h100:0'; similar names are h100:1, h100:2, h100:4."),
+        (["--topology", "h100:2x2x2"], "similar names are h100:8, "),
         (["--topology", "h100:4", "--mesh", "fsdp=8"], "the mesh fsdp=8 has 8 devices, but h100:4 has 4 GPUs"),
         (["--mesh", "fsdp=8", "--train.batch-size", "12"], "does not split over 8 devices; use a multiple such as 16"),
         (["--mesh", "fsdp=3"], "but there are 8"),

@@ -20,7 +20,7 @@ CLASSES = {"GPT2": ("GPT2Config", "GPT2LMHeadModel"), "Gemma3": ("Gemma3TextConf
 """Classes of families whose names are others than those of most."""
 
 
-def publish(folder: Path, family: str, std: float = 0.3, **changes: Any) -> Any:
+def publish(folder: Path, family: str, std: float = 0.3, shard_size: str = "5GB", **changes: Any) -> Any:
     """Write a random model of a family of transformers to a folder, with a tokenizer; return it, a torch module."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
@@ -35,7 +35,7 @@ def publish(folder: Path, family: str, std: float = 0.3, **changes: Any) -> Any:
             parameter.copy_(
                 parameter + 0.1 * torch.randn_like(parameter) if gain else std * torch.randn_like(parameter)
             )
-    model.save_pretrained(folder)
+    model.save_pretrained(folder, max_shard_size=shard_size)
     Tokenizer.train(TEXTS, N_TOKENS).save(folder / "tokenizer.json")
     return model
 

@@ -137,3 +137,12 @@ def test_half_precision_is_stored_exactly(tmp_path: Path, dtype: str):
     run = load_run(import_run(tmp_path / "model", tmp_path / "run")[0])
     assert {leaf.dtype.name for leaf in jax.tree.leaves(run.params)} == {"float32"}
     np.testing.assert_allclose(forward(run)(tokens(11)), their_logits(model, tokens(11)), rtol=0, atol=1e-4)
+
+
+def test_shards_give_the_same_parameters_as_one_file(tmp_path: Path):
+    for name, size in (("one", "5GB"), ("many", "10KB")):
+        publish(tmp_path / name, "Llama", shard_size=size)
+        import_run(tmp_path / name, tmp_path / f"run-{name}")
+    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 2
+    one, many = (load_run(tmp_path / f"run-{name}").params for name in ("one", "many"))
+    jax.tree.map(np.testing.assert_array_equal, one, many)

@@ -2,6 +2,7 @@
 
 import runpy
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -351,6 +352,16 @@ def test_global_device_put_shards_an_array():
         placed = global_device_put(array, where)
         assert placed.sharding == where
         np.testing.assert_array_equal(placed, array)
+
+
+@pytest.mark.slow
+def test_state_has_the_same_shapes_and_dtypes_on_every_mesh():
+    """Shapes and dtypes do not depend on where the arrays lie."""
+    config = replace(CONFIGS["quick.quick"], steps=2)
+    bare = partial(jax.tree.map, lambda x: (x.shape, x.dtype))
+    assert bare(TrainSetup(config, make_mesh("data=8")).abstract_state) == bare(
+        TrainSetup(config, make_mesh(CUBE)).abstract_state
+    )
 
 
 @pytest.mark.slow
