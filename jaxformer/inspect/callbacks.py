@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +30,7 @@ from jaxformer.parallel.memory import memory_capacity
 from jaxformer.parallel.mesh import local_copy
 from jaxformer.parallel.processes import is_main_process
 from jaxformer.runs.run import PLOTS, SAMPLES, count_parameters
-from jaxformer.train.log import print_line
+from jaxformer.train.log import Row, print_line
 from jaxformer.train.loop import FIRST_REPORT, Callback
 from jaxformer.train.setup import TrainSetup, TrainState
 
@@ -44,8 +43,6 @@ MIN_LEARNING_RATE = 0.01
 N_TRANSLATIONS = 3
 """Held-out sources translated as samples."""
 
-Row = dict[str, Any]
-"""Row of the log."""
 Call = Callable[[int, TrainState, Batch, Row], Row | None]
 """Function that training calls; see `Callback`."""
 Write = Callable[[Params], Iterator[tuple[float, str]]]

@@ -6,7 +6,6 @@ import dataclasses
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -24,14 +23,11 @@ from jaxformer.parallel.processes import is_main_process
 from jaxformer.runs.run import count_parameters
 from jaxformer.train.divergence import head_entropy
 from jaxformer.train.kernels import FusedAttention
-from jaxformer.train.log import final_line
+from jaxformer.train.log import Row, final_line
 from jaxformer.train.loop import Outcome
 from jaxformer.train.optimizer import gradient_point
 from jaxformer.train.remedies import hints, remedies
 from jaxformer.train.setup import TrainSetup
-
-Row = dict[str, Any]
-"""Row of the log."""
 
 
 def header(setup: TrainSetup, data: Dataset, folder: Path, resumed: bool) -> list[str]:
