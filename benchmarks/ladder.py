@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import jax
@@ -31,6 +32,7 @@ from jaxformer.config.files import load_module
 from jaxformer.inspect.ladder import continue_held_out, has_ended, rung_result
 from jaxformer.parallel.mesh import make_mesh
 from jaxformer.runs.run import load_data, load_run
+from jaxformer.train.log import read_metrics
 from jaxformer.train.run_evaluation import loss_by_position
 
 FILE = "ladder"
@@ -39,7 +41,9 @@ SHAPE = "--model.vocab-size 512 --model.d-model 64"
 MLP = "--model.d-ff 256 256"
 SGD = "--optimizer.learning-rate 0.1"
 ADAMW = "--optimizer.name adamw --optimizer.learning-rate 0.003"
-BUDGET = "--train.batch-size {} --steps {} --train.eval-every 500 --compute.grad-accumulation-steps 1"
+BUDGET = "--train.batch-size {} --steps {} --compute.grad-accumulation-steps 1"
+AS_MANY_TARGETS = BUDGET.format(1024, 3000)
+"""Budget of a model that predicts one token per window, as many as the other rungs predict from 32 windows."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,8 @@ class Row:
     """Options of this row only."""
     change: str = ""
     """Description of the change in the table; by default, the rung's own."""
+    book: str = ""
+    """The one book to train on; by default all."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +72,8 @@ class Study:
     """True to store continuations of held-out prompts by the runs with seed 0."""
     by_position: tuple[str, ...] = ()
     """Rows for which the held-out loss at each position of a window is stored."""
+    curves: bool = False
+    """True to store the losses on training and held-out text during each run."""
 
 
 def studies() -> dict[str, Study]:
@@ -88,12 +96,22 @@ def studies() -> dict[str, Study]:
             by_position=RECURRENT,
         ),
         "concatenated": Study(
-            f"{size} {ADAMW}",
+            SHAPE,
             {
-                f"adamw_{B}": Row("mlp_concat", BUDGET.format(B, n), f"AdamW, {n:,} batches of {B}")
+                f"adamw_{B}": Row("mlp_concat", f"{MLP} {ADAMW} {BUDGET.format(B, n)}", f"AdamW, {n:,} batches of {B}")
                 for B, n in ((32, 3000), (256, 1200))
-            },
+            }
+            | {
+                name: Row("mlp_concat", f"--model.d-ff {F} {F} {options} {AS_MANY_TARGETS}", change)
+                for name, F, options, change in (
+                    ("sgd_1024", 256, SGD, "SGD, 3,000 batches of 1,024"),
+                    ("adamw_1024", 256, ADAMW, "AdamW, 3,000 batches of 1,024"),
+                    ("wide_1024", 1440, ADAMW, "AdamW, 3,000 batches of 1,024, an MLP of 1,440"),
+                )
+            }
+            | {"residual": Row("residual", f"{MLP} {ADAMW} {BUDGET.format(32, 3000)}", "the rung `residual`, AdamW")},
         ),
+        "overfitting": Study(f"{SHAPE} {MLP} {BUDGET.format(64, 3000)}", OVERFITTING, curves=True),
         "alternatives": Study(f"{size} {SGD} {BUDGET.format(32, 1000)}", ALTERNATIVES),
     }
 
@@ -132,6 +150,18 @@ ALTERNATIVES = {
 }
 """Variants that the sources mention besides the ladder, each a single change to `rmsnorm`."""
 
+NOVELLA, COSINE = "19C-Jekyll.txt", "--optimizer.schedule cosine --optimizer.warmup-steps 50"
+OVERFITTING = {
+    "books": Row("rmsnorm", SGD, "fifty books"),
+    "base": Row("rmsnorm", SGD, "as it is", NOVELLA),
+    "dropout": Row("rmsnorm", f"{SGD} --model.dropout 0.2", "dropout 0.2", NOVELLA),
+    "narrow": Row("rmsnorm", f"{SGD} --model.d-model 32 --model.d-ff 128 128", "half the width", NOVELLA),
+    "adamw": Row("rmsnorm", f"{ADAMW} {COSINE}", "AdamW", NOVELLA),
+    "adamw_dropout": Row("rmsnorm", f"{ADAMW} {COSINE} --model.dropout 0.2", "AdamW, dropout 0.2", NOVELLA),
+    "adamw_books": Row("rmsnorm", f"{ADAMW} {COSINE}", "AdamW, fifty books"),
+}
+"""The last rung, trained on one short book for about three epochs at stride 1, and remedies."""
+
 
 def train(row: Row, options: Sequence[str], run: Path, seed: int) -> int:
     """Train or resume a run to its end, or until its loss diverges or is not finite, and return 0; do nothing if it has
@@ -143,6 +173,18 @@ def train(row: Row, options: Sequence[str], run: Path, seed: int) -> int:
     print("+", shlex.join(command), flush=True)
     status = subprocess.run(command).returncode
     return 0 if run.exists() and has_ended(run) else status or 1
+
+
+def curve(run: Path) -> list[dict[str, float]]:
+    """Return the held-out loss at each evaluation of a run, with the mean loss of training since the one before."""
+    points, since = [], list[float]()
+    for line in read_metrics(run):
+        since += [line["loss"]] if "loss" in line else []
+        if "val_loss" in line and since:
+            figures = {"epoch": line["epoch"], "train": mean(since), "held_out": line["val_loss"]}
+            points.append({"step": line["step"]} | {name: round(x, 4) for name, x in figures.items()})
+            since = []
+    return points
 
 
 def outcome(row: Row, run: Path, sources: str) -> dict[str, Any]:
@@ -186,6 +228,7 @@ def main() -> int:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--folder", type=Path, default=Path("runs/reduced"), help="folder of the runs")
     parser.add_argument("--results", type=Path, default=record.RESULTS, help=f"folder of {FILE}.json")
+    parser.add_argument("--data.path", dest="books", type=Path, required=True, help="folder of the books to train on")
     own, data = parser.parse_known_args()
     known = [label for name in own.studies for label in all_studies[name].rows]
     if unknown := set(own.rows or ()) - {*known}:
@@ -196,20 +239,25 @@ def main() -> int:
     counted = False
     for seed, name in product(own.seeds, own.studies):
         study, stored = all_studies[name], figures.setdefault(name, {"rows": {}})
-        stored["options"] = study.options
+        stored |= {"options": study.options, "cpu": record.cpu()}
         for label in [label for label in study.rows if own.rows is None or label in own.rows]:
             row = study.rows[label]
             run = own.folder / name / f"seed-{seed}" / label
-            if status := train(row, [*shlex.split(f"{study.options} {row.options}"), *data], run, seed):
+            options = [*shlex.split(f"{study.options} {row.options}"), *data, "--data.path", str(own.books / row.book)]
+            if row.book:  # the tokens of all books, so that losses can be compared
+                options += ["--data.tokenizer", str(run.with_name("books") / "tokenizer.json")]
+            if status := train(row, options, run, seed):
                 print(f"error: {run} ended before its last step; the same command resumes it.", file=sys.stderr)
                 return status
             stored["rows"].setdefault(label, {})[str(seed)] = outcome(row, run, sources.get(row.config, "-"))
             stored["rows"] = {label: stored["rows"][label] for label in study.rows if label in stored["rows"]}
+            if study.curves:
+                stored["rows"][label][str(seed)]["curve"] = curve(run)
             if label in study.by_position:
                 stored["rows"][label][str(seed)]["loss_by_position"] = position_losses(run)
             if study.continues and seed == 0:
                 stored.setdefault("continuations", {})[label] = [x[1:] for x in continue_held_out([run])]
-            if not counted:  # once per call, as all runs share the books
+            if not counted and not row.book:  # once per call, as all runs share the books
                 figures["counts"], counted = {"rows": count_tokens(run)}, True
             record.write(FILE, figures, record.versions("jax", "jaxlib", "flax"), own.results)
     return 0
