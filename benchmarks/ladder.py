@@ -155,10 +155,8 @@ OVERFITTING = {
     "books": Row("rmsnorm", SGD, "fifty books"),
     "base": Row("rmsnorm", SGD, "as it is", NOVELLA),
     "dropout": Row("rmsnorm", f"{SGD} --model.dropout 0.2", "dropout 0.2", NOVELLA),
-    "narrow": Row("rmsnorm", f"{SGD} --model.d-model 32 --model.d-ff 128 128", "half the width", NOVELLA),
     "adamw": Row("rmsnorm", f"{ADAMW} {COSINE}", "AdamW", NOVELLA),
     "adamw_dropout": Row("rmsnorm", f"{ADAMW} {COSINE} --model.dropout 0.2", "AdamW, dropout 0.2", NOVELLA),
-    "adamw_books": Row("rmsnorm", f"{ADAMW} {COSINE}", "AdamW, fifty books"),
 }
 """The last rung, trained on one short book for about three epochs at stride 1, and remedies."""
 
@@ -185,6 +183,15 @@ def curve(run: Path) -> list[dict[str, float]]:
             points.append({"step": line["step"]} | {name: round(x, 4) for name, x in figures.items()})
             since = []
     return points
+
+
+def update_ratios(run: Path) -> dict[str, Any]:
+    """Return the parameters with the smallest and the largest update, relative to its weights, in the middle of a
+    run."""
+    tables = [line for line in read_metrics(run) if "gradients" in line]
+    table = min(tables, key=lambda line: abs(line["step"] - tables[-1]["step"] / 2))
+    ratios = sorted((row["update"], row["name"]) for row in table["gradients"])
+    return {"step": table["step"], "smallest": ratios[0], "largest": ratios[-1]}
 
 
 def outcome(row: Row, run: Path, sources: str) -> dict[str, Any]:
@@ -252,7 +259,7 @@ def main() -> int:
             stored["rows"].setdefault(label, {})[str(seed)] = outcome(row, run, sources.get(row.config, "-"))
             stored["rows"] = {label: stored["rows"][label] for label in study.rows if label in stored["rows"]}
             if study.curves:
-                stored["rows"][label][str(seed)]["curve"] = curve(run)
+                stored["rows"][label][str(seed)] |= {"curve": curve(run), "update_ratios": update_ratios(run)}
             if label in study.by_position:
                 stored["rows"][label][str(seed)]["loss_by_position"] = position_losses(run)
             if study.continues and seed == 0:
