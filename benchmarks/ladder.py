@@ -173,8 +173,9 @@ def train(row: Row, options: Sequence[str], run: Path, seed: int) -> int:
     return 0 if run.exists() and has_ended(run) else status or 1
 
 
-def curve(run: Path) -> list[dict[str, float]]:
-    """Return the held-out loss at each evaluation of a run, with the mean loss of training since the one before."""
+def learning(run: Path) -> dict[str, Any]:
+    """Return the held-out loss at each evaluation of a run, with the mean loss of training since the one before, the
+    lowest held-out loss, and the update ratios in the middle of the run."""
     points, since = [], list[float]()
     for line in read_metrics(run):
         since += [line["loss"]] if "loss" in line else []
@@ -182,7 +183,9 @@ def curve(run: Path) -> list[dict[str, float]]:
             figures = {"epoch": line["epoch"], "train": mean(since), "held_out": line["val_loss"]}
             points.append({"step": line["step"]} | {name: round(x, 4) for name, x in figures.items()})
             since = []
-    return points
+    best = min(points, key=lambda point: point["held_out"])
+    lowest = {"train_loss": points[-1]["train"], "best_loss": best["held_out"], "best_epoch": best["epoch"]}
+    return {"curve": points, "update_ratios": update_ratios(run)} | lowest
 
 
 def update_ratios(run: Path) -> dict[str, Any]:
@@ -259,7 +262,7 @@ def main() -> int:
             stored["rows"].setdefault(label, {})[str(seed)] = outcome(row, run, sources.get(row.config, "-"))
             stored["rows"] = {label: stored["rows"][label] for label in study.rows if label in stored["rows"]}
             if study.curves:
-                stored["rows"][label][str(seed)] |= {"curve": curve(run), "update_ratios": update_ratios(run)}
+                stored["rows"][label][str(seed)] |= learning(run)
             if label in study.by_position:
                 stored["rows"][label][str(seed)]["loss_by_position"] = position_losses(run)
             if study.continues and seed == 0:

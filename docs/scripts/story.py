@@ -48,10 +48,28 @@ TABLES = {
     "counts": ("counts", {"change": "counted in the training text"} | {n: COLUMNS[n] for n in ("loss", "perplexity")}),
     "recurrent": ("recurrent", {"rung": "model"} | CHANGE_COLUMNS | {"minutes": "minutes"}),
     "concatenated": ("concatenated", {"change": "`mlp_concat` with", "targets": "targets"} | CHANGE_COLUMNS),
+    "overfitting": (
+        "overfitting",
+        {
+            "change": "`rmsnorm`",
+            "train_loss": "training loss",
+            "loss": "held-out loss",
+            "best_loss": "at its lowest",
+            "best_epoch": "at epoch",
+        },
+    ),
     "alternatives": ("alternatives", {"change": "`rmsnorm` with"} | CHANGE_COLUMNS),
 }
 """Study and columns by the name of a table."""
-FORMATS = {"loss": ".3f", "perplexity": ".4g", "bits_per_byte": ".3f", "minutes": ".1f"}
+FORMATS = {
+    "loss": ".3f",
+    "train_loss": ".3f",
+    "best_loss": ".3f",
+    "best_epoch": ".2f",
+    "perplexity": ".4g",
+    "bits_per_byte": ".3f",
+    "minutes": ".1f",
+}
 TABLE = re.compile(
     rf"^<!-- ({'|'.join(TABLES)}|seeds|positions|continuations|case|first_run)( [\w ]+)? -->\n.*?^<!-- end -->\n",
     re.MULTILINE | re.DOTALL,

@@ -16,12 +16,12 @@ from jaxformer.config import TokenModelConfig
 from jaxformer.contract import Contract
 from jaxformer.data.dataset import Batch, Dataset, evenly_spaced
 from jaxformer.data.pairs import PairDataset
-from jaxformer.decode import Sampling, generate
 from jaxformer.decode.translation import translate_tokens
 from jaxformer.errors import missing_extras, user_error_on_write
 from jaxformer.inspect import alignment, attention_entropy, check_init, draw_alignment, router_report
 from jaxformer.inspect.gradients import update_grid
 from jaxformer.inspect.heads import target_mask
+from jaxformer.inspect.samples import continuations
 from jaxformer.models.decoder import Decoder
 from jaxformer.models.inputs import valid_tokens
 from jaxformer.models.objective import Params, is_causal_lm
@@ -155,22 +155,11 @@ def _continuations(setup: TrainSetup, data: Dataset, params: Params) -> Iterator
     """Yield temperature and text for each continuation of the config's prompt."""
     config, t, tokenizer = setup.config, setup.config.train, data.tokenizer
     assert isinstance(config.model, TokenModelConfig) and tokenizer is not None  # as for all causal language models
-    context_length = config.model.n_positions
-    prompt = tokenizer.encode_prompt(t.sample_prompt)[-context_length:]
-    n_tokens = tokenizer.vocab_size if tokenizer.vocab_size < config.model.vocab_size else None
-    for temperature in (0.5, 0.0):
-        pieces = generate(
-            setup.model,
-            params,
-            [prompt],
-            Sampling(temperature, n_tokens=n_tokens),
-            [config.seed],
-            max_new_tokens=t.sample_tokens,
-            context_length=context_length,
-            fill_token=tokenizer.end_of_text,
-        )
-        tokens = prompt + np.concatenate([piece.tokens_BN for piece in pieces], axis=1)[0].tolist()
-        yield temperature, tokenizer.decode(tokens)
+    texts = continuations(
+        config.model, setup.model, params, tokenizer, [t.sample_prompt], [config.seed], t.sample_tokens
+    )
+    for temperature, _, prompt, new in texts:
+        yield temperature, tokenizer.decode(prompt + new)
 
 
 def _translations(setup: TrainSetup, data: PairDataset, params: Params) -> Iterator[tuple[float, str]]:

@@ -5,19 +5,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise, repeat
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from jaxformer.config import TokenModelConfig
 from jaxformer.data.dataset import evenly_spaced
-from jaxformer.decode.generation import generate
-from jaxformer.decode.samplers import Sampling
 from jaxformer.files import write_atomically
+from jaxformer.inspect.samples import continuations
 from jaxformer.runs.checkpoints import CheckpointReader
 from jaxformer.runs.run import Run, abstract_params, count_parameters, load_run, read_config
 from jaxformer.terminal import align
@@ -125,7 +122,12 @@ def continue_held_out(runs: Sequence[Path]) -> list[tuple[str, str, float, str]]
         if not file.exists() and not ended_early(run) and CheckpointReader(run).steps():
             opened = load_run(run)
             prompts = prompts or held_out_prompts(opened)
-            stored = [{"prompt": p, "temperature": t, "text": x} for p, t, x in _continuations(opened, prompts)]
+            (model, tokenizer), params = opened.text_model(), opened.params
+            texts = continuations(model, opened.model, params, tokenizer, prompts, range(len(prompts)), NEW_TOKENS)
+            stored = [
+                {"prompt": prompts[i], "temperature": temperature, "text": tokenizer.decode(new)}
+                for temperature, i, _, new in texts
+            ]
             write_atomically(file, json.dumps(stored, indent=1, ensure_ascii=False) + "\n")
         if file.exists():
             rows += [(run.name, *row.values()) for row in json.loads(file.read_text(encoding="utf-8"))]
@@ -140,26 +142,6 @@ def held_out_prompts(run: Run) -> list[str]:
     parts = (tokens[start : start + PROMPT_TOKENS].tolist() for start in starts.tolist())
     texts = [tokenizer.decode(part).strip("\ufffd") for part in parts]  # bytes of truncated characters
     return [" ".join(text.split()[1:]) or text for text in texts]  # the first word may be truncated
-
-
-def _continuations(run: Run, prompts: Sequence[str]) -> Iterator[tuple[str, float, str]]:
-    """Yield prompt, temperature and continuation."""
-    model, tokenizer = run.text_model()
-    encoded = [tokenizer.encode_prompt(prompt)[-model.n_positions :] for prompt in prompts]
-    n_tokens = tokenizer.vocab_size if tokenizer.vocab_size < model.vocab_size else None
-    for temperature in (0.5, 0.0):
-        pieces = generate(
-            run.model,
-            run.params,
-            encoded,
-            Sampling(temperature, n_tokens=n_tokens),
-            range(len(prompts)),
-            max_new_tokens=NEW_TOKENS,
-            context_length=model.n_positions,
-            fill_token=tokenizer.end_of_text,
-        )
-        texts = np.concatenate([piece.tokens_BN for piece in pieces], axis=1).tolist()
-        yield from zip(prompts, repeat(temperature), map(tokenizer.decode, texts))
 
 
 def as_text(results: Sequence[RungResult]) -> str:

@@ -1,0 +1,43 @@
+"""Continuations of prompts, as samples of what a model has learned."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import flax.linen as nn
+import numpy as np
+
+from jaxformer.config import TokenModelConfig
+from jaxformer.data.tokenizer import Tokenizer
+from jaxformer.decode.generation import generate
+from jaxformer.decode.samplers import Sampling
+from jaxformer.models.objective import Params
+
+
+def continuations(
+    config: TokenModelConfig,
+    model: nn.Module,
+    params: Params,
+    tokenizer: Tokenizer,
+    prompts: Sequence[str],
+    seeds: Sequence[int],
+    max_new_tokens: int,
+) -> Iterator[tuple[float, int, list[int], list[int]]]:
+    """Yield the continuations of prompts, first at temperature 0.5, then greedy: temperature, index of the prompt, its
+    tokens, and the new tokens."""
+    encoded = [tokenizer.encode_prompt(prompt)[-config.n_positions :] for prompt in prompts]
+    n_tokens = tokenizer.vocab_size if tokenizer.vocab_size < config.vocab_size else None
+    for temperature in (0.5, 0.0):
+        pieces = generate(
+            model,
+            params,
+            encoded,
+            Sampling(temperature, n_tokens=n_tokens),
+            seeds,
+            max_new_tokens=max_new_tokens,
+            context_length=config.n_positions,
+            fill_token=tokenizer.end_of_text,
+        )
+        new_BN = np.concatenate([piece.tokens_BN for piece in pieces], axis=1).tolist()
+        for i, (prompt, new) in enumerate(zip(encoded, new_BN, strict=True)):
+            yield temperature, i, prompt, new
