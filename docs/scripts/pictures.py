@@ -181,11 +181,35 @@ def types() -> str:
     return svg(900, 210, parts)
 
 
+def overfitting() -> str:
+    """Return the losses on training and held-out text during a training on one book, and on fifty."""
+    rows, left, top, width, height = outcomes("overfitting"), 50, 20, 520, 240
+    lines = {
+        "one book, held out": ("base", "held_out", RED, ""), "fifty books, held out": ("books", "held_out", BLUE, ""),
+        "fifty books, training": ("books", "train", BLUE, "4 4"), "one book, training": ("base", "train", RED, "4 4"),
+    }  # fmt: skip
+    curves = {name: [(p["step"], p[field]) for p in rows[row]["curve"]] for name, (row, field, *_) in lines.items()}
+    losses = [loss for curve in curves.values() for step, loss in curve if step >= 200]
+    low, high, steps = min(losses), max(losses), curves["one book, held out"][-1][0]
+    x = lambda step: left + width * step / steps  # noqa: E731
+    y = lambda loss: top + height * (high - loss) / (high - low)  # noqa: E731
+    parts = [text(left, top - 6, "loss, nats per token"), f'<path d="M{left} {top + height}h{width}" stroke="{INK}"/>']
+    for name, (_, _, colour, dashes) in lines.items():
+        shown = [(x(step), y(loss)) for step, loss in curves[name] if step >= 200]
+        points = " ".join(f"{across:.1f},{down:.1f}" for across, down in shown)
+        style = f'fill="none" stroke="{colour}" stroke-width="2.5" stroke-dasharray="{dashes}"'
+        parts += [f'<polyline points="{points}" {style}/>', text(shown[-1][0] + 8, shown[-1][1] + 4, name)]
+    parts += [text(x(step), top + height + 20, f"{step:,}", "middle") for step in range(1000, steps + 1, 1000)]
+    parts += [text(left - 8, y(nats) + 4, str(nats), "end") for nats in range(math.ceil(low), math.floor(high) + 1)]
+    return svg(740, 300, [*parts, text(left + width / 2, top + height + 40, "step", "middle")])
+
+
 PICTURES: dict[str, Callable[[], str]] = {
     "types.svg": types,
     "mixing.svg": mixing,
     "scale.svg": scale,
     "ladder.svg": ladder,
+    "overfitting.svg": overfitting,
     "cache.svg": cache,
     "context.svg": context,
 }

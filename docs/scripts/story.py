@@ -8,7 +8,7 @@ of `benchmarks/results/ladder.json`. Between `<!-- STUDY/ROW FIELD -->` and `<!-
 the study `ladder` without a name. Between `<!-- TABLE NAMES -->` and `<!-- end -->` stands a table, of all rows without
 names: those of `TABLES`, `<!-- seeds -->` of the perplexity of each rung with each seed, `<!-- continuations -->` of a
 held-out prompt by each rung, `<!-- positions STUDIES -->` of the loss by position, and `<!-- case NAME -->` of a case
-of `benchmarks/cases.py`.
+of `benchmarks/cases.py`, `<!-- heads RUN -->` of what a run's heads attend to.
 
 The README, whose Python is not run, has figures of `margins.json` (`<!-- margins/CONFIG seeds -->`, `bits`, `seconds`)
 and the blocks `<!-- first_run log -->` and `<!-- first_run sample -->` of `first_run.json`.
@@ -28,7 +28,7 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parents[2]
 STORY = ROOT / "docs/story"
-PAGES = [*sorted(STORY.glob("*.md")), ROOT / "docs/ladder.md"]
+PAGES = [*sorted(STORY.glob("*.md")), ROOT / "docs/ladder.md", ROOT / "docs/heads.md"]
 README = ROOT / "README.md"
 BLOCK = re.compile(r"^(```python\n(.*?)^```\n)(?:\n```text\n.*?^```\n)?", re.MULTILINE | re.DOTALL)
 FIGURE = re.compile(r"<!-- (?:(\w+)/)?(\w+) (\w+) -->.*?<!-- -->")
@@ -71,7 +71,7 @@ FORMATS = {
     "minutes": ".1f",
 }
 TABLE = re.compile(
-    rf"^<!-- ({'|'.join(TABLES)}|seeds|positions|continuations|case|first_run)( [\w ]+)? -->\n.*?^<!-- end -->\n",
+    rf"^<!-- ({'|'.join(TABLES)}|seeds|positions|continuations|case|heads|first_run)( [\w ]+)? -->\n.*?^<!-- end -->\n",
     re.MULTILINE | re.DOTALL,
 )
 
@@ -142,6 +142,8 @@ def table(kind: str, names: list[str]) -> str:
         rows = continuations()
     elif kind == "case":
         rows = case(names[0])
+    elif kind == "heads":
+        rows = heads(names[0])
     else:
         study, columns = TABLES[kind]
         figures = outcomes(study)
@@ -163,6 +165,19 @@ def case(name: str) -> list[list[str]]:
     for label, point in points.items():
         values = [*(point["ms"][side]["median"] for side in sides), *(point["derived"][key] for key in derived)]
         table.append([label, *(f"{x:,.0f}" if x >= 100 else f"{x:.3g}" for x in values)])
+    return table
+
+
+def heads(run: str) -> list[list[str]]:
+    """Return what is measured of each head of a run: nats, weights, positions, a share of variance, and nats."""
+    table = [
+        ["head", "entropy", "on itself", "one back", "on the first", "distance", "explained by it", "loss without"]
+    ]
+    for head in stored_figures("heads")["runs"][run]["heads"]:
+        block = head["layer"].split(".")[1]
+        values = [head["entropy"], head["weight_at_distance"][0], head["previous"], head["first"], head["distance"]]
+        shown = [*(f"{x:.2f}" for x in values), f"{head['by_distance']:.0%}", f"+{head['nats_without']:.3f}"]
+        table.append([f"{block}.{head['head']}", *shown])
     return table
 
 
