@@ -41,7 +41,7 @@ SHAPE = "--model.vocab-size 512 --model.d-model 64"
 MLP = "--model.d-ff 256 256"
 SGD = "--optimizer.learning-rate 0.1"
 ADAMW = "--optimizer.name adamw --optimizer.learning-rate 0.003"
-BUDGET = "--train.batch-size {} --steps {} --compute.grad-accumulation-steps 1"
+BUDGET = "--train.batch-size {} --steps {} --train.eval-every 500 --compute.grad-accumulation-steps 1"
 AS_MANY_TARGETS = BUDGET.format(1024, 3000)
 """Budget of a model that predicts one token per window, as many as the other rungs predict from 32 windows."""
 
@@ -111,7 +111,7 @@ def studies() -> dict[str, Study]:
             }
             | {"residual": Row("residual", f"{MLP} {ADAMW} {BUDGET.format(32, 3000)}", "the rung `residual`, AdamW")},
         ),
-        "overfitting": Study(f"{SHAPE} {MLP} {BUDGET.format(64, 3000)}", OVERFITTING, curves=True),
+        "overfitting": Study(f"{SHAPE} {MLP} {OFTEN_EVALUATED}", OVERFITTING, curves=True),
         "alternatives": Study(f"{size} {SGD} {BUDGET.format(32, 1000)}", ALTERNATIVES),
     }
 
@@ -150,6 +150,7 @@ ALTERNATIVES = {
 }
 """Variants that the sources mention besides the ladder, each a single change to `rmsnorm`."""
 
+OFTEN_EVALUATED = "--train.batch-size 64 --steps 3000 --train.eval-every 100 --compute.grad-accumulation-steps 1"
 NOVELLA, COSINE = "19C-Jekyll.txt", "--optimizer.schedule cosine --optimizer.warmup-steps 50"
 OVERFITTING = {
     "books": Row("rmsnorm", SGD, "fifty books"),

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from benchmarks import __main__ as benchmarks
-from benchmarks import books, first_run, report, sources
+from benchmarks import books, first_run, heads, report, sources
 from benchmarks import ladder as reduced_ladder
 from benchmarks.cases import CASES
 from benchmarks.equivalence import CLOSE, DIFFERENT, EQUAL, compare
@@ -475,11 +475,10 @@ def test_rows_of_the_studies_of_the_ladder_are_runs():
 def test_outcomes_of_a_study_are_stored_and_trained_once(tmp_path, monkeypatch):
     options = (
         "--model.vocab-size 280 --model.context-length 8 --model.d-model 8 --model.d-ff 12 --train.batch-size 8 "
-        "--train.eval-examples 4 --train.sample-tokens 2 --steps 4 --train.eval-every 2 --train.report-every 0"
+        "--train.eval-examples 4 --train.sample-tokens 2 --steps 4 --train.eval-every 2 --train.report-every 2"
     )
-    study = Study(
-        options, {"residual": Row("residual"), "rope": Row("residual", "--model.positions rope", "RoPE")}, True
-    )
+    rope = Row("residual", "--model.positions rope", "RoPE", "1.txt")
+    study = Study(options, {"books": Row("residual"), "rope": rope}, continues=True, curves=True)
     monkeypatch.delenv("JAX_NUM_CPU_DEVICES")
     monkeypatch.setattr(reduced_ladder, "studies", lambda: {"ladder": study})
     monkeypatch.setattr("sys.argv", [
@@ -489,14 +488,30 @@ def test_outcomes_of_a_study_are_stored_and_trained_once(tmp_path, monkeypatch):
     assert reduced_ladder.main() == 0
     stored = json.loads((tmp_path / "ladder.json").read_text())["figures"]
     rows = stored["ladder"]["rows"]
-    assert list(rows) == ["residual", "rope"] and rows["rope"]["0"]["change"] == "RoPE"
-    assert rows["residual"]["0"]["loss"] != rows["rope"]["0"]["loss"] and rows["residual"]["0"]["steps"] == 4
+    assert list(rows) == ["books", "rope"] and rows["rope"]["0"]["change"] == "RoPE"
+    assert rows["books"]["0"]["loss"] != rows["rope"]["0"]["loss"] and rows["books"]["0"]["steps"] == 4
     assert len(stored["ladder"]["continuations"]["rope"]) == 6
     counts = {name: row["0"]["loss"] for name, row in stored["counts"]["rows"].items()}
     assert 0 < counts["pairs"] < counts["tokens"] < np.log(280)
+    assert [point["step"] for point in rows["rope"]["0"]["curve"]] == [2, 4]
+    tokenizers = {(tmp_path / f"runs/ladder/seed-0/{row}/tokenizer.json").read_bytes() for row in rows}
+    assert len(tokenizers) == 1  # one book is read in the tokens of all, so that losses can be compared
     monkeypatch.setattr(reduced_ladder, "has_ended", lambda _: True)
     monkeypatch.setattr(reduced_ladder.sys, "executable", "no-python")  # which would be run to train again
     assert reduced_ladder.main() == 0
+
+
+def test_variance_of_weights_is_explained_by_what_determines_them():
+    rng = np.random.default_rng(0)
+    group_N, half_N = rng.integers(5, size=4000), rng.random(4000) < 0.5
+    weights_N = np.arange(5.0)[group_N]
+    assert heads.explained(weights_N, group_N, half_N) == pytest.approx(1)
+    assert heads.explained(weights_N + rng.normal(0, 2**0.5, 4000), group_N, half_N) == pytest.approx(0.5, abs=0.05)
+    assert abs(heads.explained(rng.normal(size=4000), group_N, half_N)) < 0.01
+    assert heads.preferred(weights_N, group_N, at_least=1, n=2) == [(4, 4.0), (3, 3.0)]
+    assert [heads.CLASSES[heads.token_class(text)] for text in (" the", "ing", '."', "\n")] == [
+        "begins a word", "continues a word", "punctuation", "punctuation",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -176,7 +176,7 @@ def heads(run: str) -> list[list[str]]:
     for head in stored_figures("heads")["runs"][run]["heads"]:
         block = head["layer"].split(".")[1]
         values = [head["entropy"], head["weight_at_distance"][0], head["previous"], head["first"], head["distance"]]
-        shown = [*(f"{x:.2f}" for x in values), f"{head['by_distance']:.0%}", f"+{head['nats_without']:.3f}"]
+        shown = [*(f"{x:.2f}" for x in values), f"{100 * head['by_distance']:.0f} %", f"+{head['nats_without']:.3f}"]
         table.append([f"{block}.{head['head']}", *shown])
     return table
 
