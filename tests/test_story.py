@@ -10,7 +10,9 @@ from docs.scripts import formulas, pictures, story
 from tests.helpers import exhaustive
 
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:e[-+]\d+)?")
-DEAR = {"decoding", "depth", "residual", "scale", "tasks", "training"}
+DEAR = {
+    "alignment", "decoding", "depth", "experts", "images", "masks", "residual", "rope", "scale", "tasks", "training",
+}  # fmt: skip
 """Chapters whose Python takes more than three seconds of CPU."""
 CHAPTERS = [exhaustive(path, id=path.stem) if path.stem in DEAR else path for path in story.PAGES]
 
