@@ -289,7 +289,7 @@ def heads() -> str:
         y = 20 + 52 * h
         parts += [arrow(112, 120, 56, y + 22 - 120)]
         parts += [box(172, y, 150, 42, f"Q, K, V of head {h}", RED, 0.3), arrow(324, y + 21, 40, 0)]
-        parts += [box(368, y, 110, 42, "attention", RED, 0.55), arrow(480, y + 21, 56, 0)]
+        parts += [box(368, y, 110, 42, "attention", RED, 0.4), arrow(480, y + 21, 56, 0)]
         parts.append(box(540, y + 2, 70, 46, "(T, K)", BLUE, 0.35))
     parts += [arrow(614, 120, 50, 0), box(668, 90, 110, 60, "W_O (H K, D)", RED, 0.3), arrow(780, 120, 40, 0)]
     return svg(930, 240, [*parts, box(824, 30, 90, 180, "Y (T, D)")], "Four heads side by side, and W_O.")
@@ -305,13 +305,13 @@ def bars(x: float, y: float, values: Sequence[float], scale: float, title: str) 
 
 
 def norm() -> str:
-    """Return a row and the same row ten times as large, before and after the two norms."""
+    """Return a row and the same row 2.4 times as large, before and after the two norms."""
     x = np.array([1.6, 0.2, 1.1, -0.5, 0.9, 0.4])
     rms, layer = x / np.sqrt((x**2).mean()), (x - x.mean()) / x.std()
-    parts = bars(20, 90, x, 16, "x") + bars(210, 90, list(x * 2.4), 16, "2.4 x")
-    parts += [arrow(376, 90, 50, 0), *bars(440, 90, rms, 24, "RMSNorm of both: mean square 1")]
+    parts = bars(20, 90, list(x), 16, "x") + bars(210, 90, list(x * 2.4), 16, "2.4 x")
+    parts += [arrow(376, 90, 50, 0), *bars(440, 90, list(rms), 24, "RMSNorm of both: mean square 1")]
     return svg(
-        930, 150, [*parts, *bars(700, 90, layer, 24, "LayerNorm of both: mean 0, too")], "What norms do to a row."
+        930, 150, [*parts, *bars(700, 90, list(layer), 24, "LayerNorm of both: mean 0, too")], "What norms do to a row."
     )
 
 
