@@ -288,10 +288,10 @@ def heads() -> str:
     for h in range(H):
         y = 20 + 52 * h
         parts += [arrow(112, 120, 56, y + 22 - 120)]
-        parts += [box(172, y, 150, 42, f"Q, K, V of head {h}", RED, 0.3), arrow(324, y + 21, 40, 0)]
-        parts += [box(368, y, 110, 42, "attention", RED, 0.4), arrow(480, y + 21, 56, 0)]
+        parts += [box(172, y, 150, 42, f"Q, K, V of head {h}", RED, 0.2), arrow(324, y + 21, 40, 0)]
+        parts += [box(368, y, 110, 42, "attention", RED, 0.3), arrow(480, y + 21, 56, 0)]
         parts.append(box(540, y + 2, 70, 46, "(T, K)", BLUE, 0.35))
-    parts += [arrow(614, 120, 50, 0), box(668, 90, 110, 60, "W_O (H K, D)", RED, 0.3), arrow(780, 120, 40, 0)]
+    parts += [arrow(614, 120, 50, 0), box(668, 90, 110, 60, "W_O (H K, D)", RED, 0.2), arrow(780, 120, 40, 0)]
     return svg(930, 240, [*parts, box(824, 30, 90, 180, "Y (T, D)")], "Four heads side by side, and W_O.")
 
 
