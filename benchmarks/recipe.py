@@ -11,7 +11,7 @@ for ten times as many tokens. It can be stopped and restarted: a finished run is
 resumed. `time` measures training steps of all rungs, interleaved. `trials` stores the outcomes of other runs in
 `recipe_trials.json`: those from which the rungs' options were chosen, by the loss on text that no other figure uses.
 `write` stores the outcomes of the folder in `recipe.json`, and writes their table, and that of the trials, into
-`docs/ladder.md`.
+`docs/alternatives.md`.
 """
 
 from __future__ import annotations
@@ -319,7 +319,7 @@ def main(line: CommandLine) -> int:
     taken = json.loads(times.read_text(encoding="utf-8")) if times.exists() else {}
     figures = {"rungs": rungs, "ms_per_1000_targets": taken}
     record.write("recipe", figures, software)
-    page = record.ROOT / "docs" / "ladder.md"
+    page = record.ROOT / "docs" / "alternatives.md"
     insert(page, BEGIN, section(figures, read("recipe_trials")), END)
     return 0
 

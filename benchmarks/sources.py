@@ -4,8 +4,9 @@
         [--results FOLDER] [OPTIONS OF ladder]
 
 Each call continues training `configs/ladder.py` from where the last one stopped, and saves and stops in time. Then it
-stores the outcomes so far in `sources.json` and, at the sources' own size, writes them into `docs/ladder.md`. Outcomes
-of another size, such as with `--steps 4`, need `--results`, and are written into its `ladder.md` if that exists.
+stores the outcomes so far in `sources.json` and, at the sources' own size, writes them into `docs/alternatives.md`.
+Outcomes of another size, such as with `--steps 4`, need `--results`, and are written into its `alternatives.md` if
+that exists.
 
 The exit status is 0 when all rungs have finished, 3 when the time ran out (the same command continues), 1 if training
 failed, 2 for wrong input.
@@ -166,7 +167,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="The ladder at the sources' own size.", allow_abbrev=False)
     parser.add_argument("--seconds", type=int, default=540, help="time of this call (default: 540)")
     parser.add_argument("--folder", type=Path, default=Path("runs/sources"), help="folder of the runs")
-    parser.add_argument("--results", type=Path, help="folder of sources.json, and of another ladder.md")
+    parser.add_argument("--results", type=Path, help="folder of sources.json, and of another alternatives.md")
     own, options = parser.parse_known_args()
     training_seconds = own.seconds - SAVING_SECONDS - STORING_SECONDS
     if training_seconds <= 0:
@@ -174,7 +175,7 @@ def main() -> int:
     if not any(option.split("=")[0] == "--data.path" for option in options):
         parser.error("--data.path is missing; name the folder of the books")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # save, as when the time is over
-    page = (own.results or record.ROOT / "docs") / "ladder.md"
+    page = (own.results or record.ROOT / "docs") / "alternatives.md"
     file = (own.results or record.RESULTS) / "sources.json"
     try:  # check options before minutes of training
         configs, stored = chosen_configs(options), read_outcomes(file)

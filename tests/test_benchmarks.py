@@ -304,7 +304,7 @@ def test_table_shows_what_is_stored():
 
 
 def test_page_of_the_ladder_shows_the_stored_outcomes_of_the_sources_size():
-    page = (ROOT / "docs/ladder.md").read_text()
+    page = (ROOT / "docs/alternatives.md").read_text()
     shown = page.split(MARKS[0])[1].split(MARKS[1])[0]
     assert shown == f"\n{sources.table(sources.read_outcomes(ROOT / 'benchmarks/results/sources.json'))}\n"
 
@@ -356,16 +356,16 @@ def test_mistakes_are_named_before_anything_is_trained(tmp_path, monkeypatch, ca
 
 @pytest.mark.parametrize("text", ["", "before", MARKS[0], MARKS[1] + MARKS[0]])
 def test_page_without_its_marks_is_left_alone(tmp_path, text):
-    page = tmp_path / "ladder.md"
+    page = tmp_path / "alternatives.md"
     page.write_text(text)
-    with pytest.raises(UserError, match=r"ladder\.md lacks the lines"):
+    with pytest.raises(UserError, match=r"alternatives\.md lacks the lines"):
         sources.fill_page(page, {})
     assert page.read_text() == text
 
 
 @pytest.mark.exhaustive
 def test_next_call_continues_where_the_time_was_over_and_fills_the_page(tmp_path):
-    page = tmp_path / "ladder.md"
+    page = tmp_path / "alternatives.md"
     page.write_text(f"before\n{''.join(MARKS)}after\n")
     options = [
         "--results", str(tmp_path), "--rungs", "mlp_rowwise", "residual", "--data.path",

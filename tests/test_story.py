@@ -2,14 +2,17 @@
 
 import re
 
+import markdown
 import numpy as np
 import pytest
 
-from docs.scripts import pictures, story
+from docs.scripts import formulas, pictures, story
 from tests.helpers import exhaustive
 
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:e[-+]\d+)?")
-DEAR = {"decoding", "depth", "residual", "scale", "tasks", "training"}
+DEAR = {
+    "alignment", "decoding", "depth", "experts", "images", "masks", "residual", "rope", "scale", "tasks", "training",
+}  # fmt: skip
 """Chapters whose Python takes more than three seconds of CPU."""
 CHAPTERS = [exhaustive(path, id=path.stem) if path.stem in DEAR else path for path in story.PAGES]
 
@@ -104,3 +107,17 @@ def test_perplexity_and_loss_of_each_rung_agree():
         assert (figures["loss"] is None) == bool(figures["ended_early"])
         if figures["loss"]:
             np.testing.assert_allclose(np.exp(figures["loss"]), figures["perplexity"], rtol=1e-3)
+
+
+def test_formulas_are_mathml_and_code_is_left_alone():
+    options = {"extensions": ["fenced_code", *formulas.EXTENSIONS], "extension_configs": formulas.EXTENSIONS}
+    render = lambda text: formulas.on_page_content(markdown.markdown(text, **options))  # noqa: E731
+    html = render("Let $a < b$.\n\n$$\n\\frac{a}{b}\n$$\n\n`$x$` costs $5 or $6.\n")
+    assert html.count("<math") == 2 and "&#x0003C;" in html and "<mfrac>" in html and 'display="block"' in html
+    assert "<code>$x$</code> costs $5 or $6." in html
+    for page in story.PAGES:
+        html = render(page.read_text())
+        text = re.sub("<code.*?</code>", "", html, flags=re.DOTALL)
+        assert "$$" not in text and "arithmatex" not in text, page
+        assert html.count("<math") >= page.read_text().count("$$") / 2
+        assert not re.search(r"<m(?:text|i|o)>[^<]*\\", html), f"{page} has a command that is not known"

@@ -15,10 +15,35 @@ INK, BLUE, RED = "#808080", "#4c78c8", "#d2603a"
 """Colours that stand out from a light and from a dark page."""
 
 
-def svg(width: int, height: int, parts: Sequence[str]) -> str:
-    """Return a drawing of a size in pixels."""
+def svg(width: int, height: int, parts: Sequence[str], title: str) -> str:
+    """Return a drawing of a size in pixels, with a title for those who do not see it."""
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-    return "\n".join([f'{head}font-family="sans-serif" font-size="13" fill="{INK}">', *parts, "</svg>", ""])
+    head += f'role="img" font-family="sans-serif" font-size="13" fill="{INK}">'
+    return "\n".join([head, f"<title>{escape(title)}</title>", *parts, "</svg>", ""])
+
+
+def moving(*rules: str) -> str:
+    """Return styles that move parts of a drawing, for readers who have not asked for less motion."""
+    return f"<style>@media (prefers-reduced-motion: no-preference) {{ {' '.join(rules)} }}</style>"
+
+
+def arrow(x: float, y: float, dx: float, dy: float, colour: str = INK) -> str:
+    """Return an arrow from a point."""
+    length, back = math.hypot(dx, dy), 7
+    ux, uy = dx / length, dy / length
+    head = [(x + dx - back * ux + side * 4 * uy, y + dy - back * uy - side * 4 * ux) for side in (1, -1)]
+    path = f"M{x:.1f} {y:.1f}l{dx:.1f} {dy:.1f}" + "".join(
+        f"M{x + dx:.1f} {y + dy:.1f}L{a:.1f} {b:.1f}" for a, b in head
+    )
+    return f'<path d="{path}" fill="none" stroke="{colour}" stroke-width="2"/>'
+
+
+def box(x: float, y: float, width: float, height: float, label: str, colour: str = BLUE, opacity: float = 0.25) -> str:
+    """Return a rectangle with a label in its middle."""
+    shape = f'<rect x="{x:.0f}" y="{y:.0f}" width="{width:.0f}" height="{height:.0f}" rx="4" '
+    return f'{shape}fill="{colour}" fill-opacity="{opacity}"/>' + text(
+        x + width / 2, y + height / 2 + 5, label, "middle"
+    )
 
 
 def text(x: float, y: float, label: str, anchor: str = "start") -> str:
@@ -47,7 +72,12 @@ def mixing() -> str:
     for i, name in enumerate(("attention, one text", "attention, another")):
         weights = np.exp(1.5 * x[i]) * past
         maps.append((name, weights / weights.sum(axis=1, keepdims=True)))
-    return svg(860, 230, [part for i, (name, w) in enumerate(maps) for part in heatmap(10 + 215 * i, 40, w, name)])
+    return svg(
+        860,
+        230,
+        [part for i, (name, w) in enumerate(maps) for part in heatmap(10 + 215 * i, 40, w, name)],
+        "Who reads whom, in a row-wise MLP, a static matrix, and attention to two texts.",
+    )
 
 
 def scale() -> str:
@@ -71,7 +101,12 @@ def scale() -> str:
         parts.append(text(left - 8, y + 4, label, "end"))
     parts += [text(left + width * i / 8, top + height + 20, str(d), "middle") for i, d in enumerate(widths)]
     parts.append(text(left + width / 2, top + height + 42, "width d of the head", "middle"))
-    return svg(740, 300, [*parts, text(left, top - 6, "entropy, nats")])
+    return svg(
+        740,
+        300,
+        [*parts, text(left, top - 6, "entropy, nats")],
+        "Entropy of attention by width of the head, divided by the root of the width and undivided.",
+    )
 
 
 def ladder() -> str:
@@ -90,7 +125,12 @@ def ladder() -> str:
         parts.append(f'<circle cx="{x:.1f}" cy="{y + 10}" r="6" fill="{BLUE}"/>')
         parts.append(text(x + 12, y + 14, f"{value:.3g}"))
     note = f"held-out perplexity, from {low:.0f}, logarithmic"
-    return svg(740, 48 + 28 * len(rungs), [*parts, text(left, 36 + 28 * len(rungs), note)])
+    return svg(
+        740,
+        48 + 28 * len(rungs),
+        [*parts, text(left, 36 + 28 * len(rungs), note)],
+        "Perplexity of each rung of the ladder.",
+    )
 
 
 def chart(left: float, title: str, unit: str, lines: dict[str, dict[int, float]]) -> list[str]:
@@ -126,7 +166,12 @@ def context() -> str:
     parts = chart(20, "time of new tokens (both axes logarithmic)", "ms", times) + chart(
         460, "memory of attention to T positions", "MiB", memory
     )
-    return svg(880, 250, parts)
+    return svg(
+        880,
+        250,
+        parts,
+        "Time of new tokens with and without a cache, and memory of attention, by length.",
+    )
 
 
 def cache() -> str:
@@ -137,15 +182,23 @@ def cache() -> str:
         y, n = 14 + 48 * step, prompt + step
         label = "prefill" if step == 0 else f"decode step {step}"
         parts.append(text(left - 12, y + 21, label, "end"))
+        new = f' class="step{step}"'
         for slot in range(n_slots):
             is_new = slot < prompt if step == 0 else slot == n - 1
             colour, opacity = (RED if is_new else BLUE, 0.9 if is_new else 0.5) if slot < n else (INK, 0.12)
             parts.append(
                 f'<rect x="{left + slot * size}" y="{y}" width="{size - 3}" height="{size - 3}" rx="3" '
-                f'fill="{colour}" fill-opacity="{opacity}"/>'
+                f'fill="{colour}" fill-opacity="{opacity}"{new if is_new else ""}/>'
             )
+    seconds = ", ".join(f".step{i} {{ animation: write 8s {2 * i}s infinite }}" for i in range(4)).replace(", ", " ")
+    parts.append(moving("@keyframes write { 0%, 10% { fill-opacity: 0.1 } 20%, 100% { fill-opacity: 0.9 } }", seconds))
     note = "red: keys and values computed now; blue: read from the cache; grey: empty slots"
-    return svg(620, 230, [*parts, text(left, 222, note)])
+    return svg(
+        620,
+        230,
+        [*parts, text(left, 222, note)],
+        "Slots of a cache: a prompt fills the first, and each decode step writes one.",
+    )
 
 
 def types() -> str:
@@ -157,20 +210,20 @@ def types() -> str:
     ]  # fmt: skip
     middle, x, parts = 80, 40.0, []
 
-    def box(x: float, y: float, name: str, shape: str, width: float, height: float) -> None:
+    def draw(x: float, y: float, name: str, shape: str, width: float, height: float) -> None:
         colour = f'fill="{BLUE}" fill-opacity="0.6"'
         parts.append(f'<rect x="{x:.0f}" y="{y - height / 2:.0f}" width="{width}" height="{height}" rx="2" {colour}/>')
         parts.append(text(x + width / 2, middle - 52, name, "middle"))
         parts.append(text(x + width / 2, y + height / 2 + 18, shape, "middle"))
 
-    def arrow(x: float, y: float, length: float, label: str) -> None:
+    def lead(x: float, y: float, length: float, label: str) -> None:
         parts.append(f'<path d="M{x:.0f} {y}h{length:.0f}m-6 -4l6 4l-6 4" fill="none" stroke="{INK}"/>')
         parts.append(text(x + length / 2, y - 8, label, "middle"))
 
     for name, shape, width, height, function in columns:
         if function:
-            arrow(x - 100, middle, 92, function)
-        box(x, middle, name, shape, width, height)
+            lead(x - 100, middle, 92, function)
+        draw(x, middle, name, shape, width, height)
         last = x + width
         if name == "logits":  # the last row alone predicts what is not there yet
             parts.append(f'<rect x="{x:.0f}" y="{middle + 32}" width="{width}" height="10" fill="{RED}"/>')
@@ -178,7 +231,119 @@ def types() -> str:
             parts.append(f'<path d="{down}" fill="none" stroke="{INK}"/>')
             parts.append(text(x + width / 2 + 70, middle + 104, "last row, softmax: the next token"))
         x = last + 108
-    return svg(900, 210, parts)
+    return svg(900, 210, parts, "Shapes from a text to its loss, and to a sample.")
+
+
+def alignment() -> str:
+    """Return the stored alignment of a held-out translation: rows are target tokens, columns source tokens."""
+    figures = stored_figures("alignment")
+    weights_TS, cell, left, top = np.array(figures["weights"]), 34, 110, 110
+    parts = heatmap(left, top, weights_TS, "", cell)
+    for s, token in enumerate(figures["source"]):
+        x = left + s * cell + cell / 2 + 4
+        turned = f' transform="rotate(-60 {x:.0f} {top - 8})"'
+        parts.append(text(x, top - 8, token.strip()).replace("<text", f"<text{turned}"))
+    for t, token in enumerate(figures["target"]):
+        parts.append(text(left - 10, top + t * cell + 21, token.strip() or "(end)", "end"))
+    width, height = left + cell * weights_TS.shape[1] + 60, top + cell * weights_TS.shape[0] + 10
+    return svg(width, height, parts, "Alignment of a translation: which source tokens each target token was read from.")
+
+
+def rotation() -> str:
+    """Return a query and a key rotated by their positions, which keep their angle."""
+    parts, radius, theta = [], 62, 0.45
+    clock = lambda x: f'<circle cx="{x}" cy="90" r="{radius + 8}" fill="none" stroke="{INK}" stroke-opacity="0.4"/>'  # noqa: E731
+
+    def hands(x: float, m: float, n: float) -> list[str]:
+        ends = [(radius * math.cos(a), -radius * math.sin(a)) for a in (0.4 + m * theta, 0.1 + n * theta)]
+        return [arrow(x, 90, *end, colour) for end, colour in zip(ends, (RED, BLUE), strict=True)]
+
+    for i, (m, n) in enumerate(((2, 0), (5, 3), (9, 7))):
+        x = 90 + 180 * i
+        parts += [clock(x), *hands(x, m, n), text(x, 188, f"query at {m}, key at {n}", "middle")]
+    parts += [clock(650), '<g class="both">', *hands(650, 2, 0), "</g>", text(650, 188, "both, two apart", "middle")]
+    parts.append(moving("@keyframes turn { to { transform: rotate(-360deg) } }",
+                        ".both { transform-origin: 650px 90px; animation: turn 14s linear infinite }"))  # fmt: skip
+    parts.append(text(20, 222, "red: the query, blue: the key; the angle between them depends on their distance alone"))
+    return svg(
+        760, 236, parts, "A query and a key, rotated by their positions: both turn, the angle between them stays."
+    )
+
+
+def block() -> str:
+    """Return a pre-norm block: a stream that two sublayers read and add to."""
+    parts, y = [arrow(20, 60, 820, 0), text(20, 46, "residual stream (T, D)"), text(846, 64, "next block")], 140
+    for x, name in ((110, "attention"), (480, "MLP")):
+        parts += [arrow(x, 60, 0, y - 60), box(x - 45, y, 90, 34, "RMSNorm"), arrow(x + 45, y + 17, 50, 0)]
+        parts += [box(x + 95, y, 110, 34, name, RED), arrow(x + 150, y, 0, 70 - y)]
+        parts.append(f'<circle cx="{x + 150}" cy="60" r="10" fill="{INK}" fill-opacity="0.5"/>')
+        parts.append(f'<path d="M{x + 144} 60h12m-6 -6v12" stroke="{INK}" stroke-width="2"/>')
+    parts += [text(205, y + 56, "moves between rows"), text(580, y + 56, "within each row")]
+    return svg(940, 210, parts, "A block: attention and MLP each read the normed stream and add to it.")
+
+
+def heads() -> str:
+    """Return four heads: projections, attention, concatenation and W_O."""
+    parts, H = [box(20, 30, 90, 180, "X (T, D)")], 4
+    for h in range(H):
+        y = 20 + 52 * h
+        parts += [arrow(112, 120, 56, y + 22 - 120)]
+        parts += [box(172, y, 150, 42, f"Q, K, V of head {h}", RED, 0.2), arrow(324, y + 21, 40, 0)]
+        parts += [box(368, y, 110, 42, "attention", RED, 0.3), arrow(480, y + 21, 56, 0)]
+        parts.append(box(540, y + 2, 70, 46, "(T, K)", BLUE, 0.35))
+    parts += [arrow(614, 120, 50, 0), box(668, 90, 110, 60, "W_O (H K, D)", RED, 0.2), arrow(780, 120, 40, 0)]
+    return svg(930, 240, [*parts, box(824, 30, 90, 180, "Y (T, D)")], "Four heads side by side, and W_O.")
+
+
+def bars(x: float, y: float, values: Sequence[float], scale: float, title: str) -> list[str]:
+    """Return the features of a row as bars around a line."""
+    parts = [text(x, y - 66, title), f'<path d="M{x} {y}h{26 * len(values)}" stroke="{INK}" stroke-opacity="0.5"/>']
+    for i, value in enumerate(values):
+        top, height = y - max(value, 0) * scale, abs(value) * scale
+        parts.append(f'<rect x="{x + 26 * i}" y="{top:.1f}" width="20" height="{height:.1f}" fill="{BLUE}"/>')
+    return parts
+
+
+def norm() -> str:
+    """Return a row and the same row 2.4 times as large, before and after the two norms."""
+    x = np.array([1.6, 0.2, 1.1, -0.5, 0.9, 0.4])
+    rms, layer = x / np.sqrt((x**2).mean()), (x - x.mean()) / x.std()
+    parts = bars(20, 90, list(x), 16, "x") + bars(210, 90, list(x * 2.4), 16, "2.4 x")
+    parts += [arrow(376, 90, 50, 0), *bars(440, 90, list(rms), 24, "RMSNorm of both: mean square 1")]
+    return svg(
+        930, 150, [*parts, *bars(700, 90, list(layer), 24, "LayerNorm of both: mean 0, too")], "What norms do to a row."
+    )
+
+
+def gradients() -> str:
+    """Return the norm of the gradient by depth of 64 layers, with and without residual connections."""
+    rng, n, D = np.random.default_rng(0), 64, 64
+    Ws, x0 = rng.normal(size=(n, D, D)) / 8, rng.normal(size=D)
+    left, top, width, height = 60, 30, 520, 180
+    parts = [text(left, 16, "norm of the gradient, relative to that of the output, logarithmic")]
+    for name, residual, colour in (("x + f(x)", 1.0, BLUE), ("f(x)", 0.0, RED)):
+        x, slopes = x0, []
+        for W in Ws:
+            y = np.tanh(W @ x)
+            slopes.append((1 - y**2)[:, None] * W)
+            x = residual * x + y
+        g, norms = np.ones(D), []
+        for slope in reversed(slopes):
+            g = residual * g + slope.T @ g
+            norms.append(np.linalg.norm(g) / D**0.5)
+        points = [
+            (left + width * (1 - i / (n - 1)), top + height * (0.5 - math.log10(v) / 4)) for i, v in enumerate(norms)
+        ]
+        line = " ".join(f"{a:.1f},{b:.1f}" for a, b in points)
+        parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2.5"/>')
+        parts.append(text(left + 60, points[-8][1] + (-12 if residual else 22), name))
+    for label, y in (("100", top), ("1", top + height / 2), ("0.01", top + height)):
+        parts += [
+            f'<path d="M{left} {y}h{width}" stroke="{INK}" stroke-opacity="0.3"/>',
+            text(left - 8, y + 4, label, "end"),
+        ]
+    parts += [text(left, top + height + 22, "first layer"), text(left + width, top + height + 22, "last layer", "end")]
+    return svg(640, 244, parts, "The gradient on its way back through 64 layers.")
 
 
 def overfitting() -> str:
@@ -212,6 +377,12 @@ PICTURES: dict[str, Callable[[], str]] = {
     "overfitting.svg": overfitting,
     "cache.svg": cache,
     "context.svg": context,
+    "alignment.svg": alignment,
+    "rope.svg": rotation,
+    "block.svg": block,
+    "heads.svg": heads,
+    "norm.svg": norm,
+    "gradients.svg": gradients,
 }
 """Functions that draw, by the file that they draw in docs/story."""
 

@@ -1,5 +1,5 @@
-"""Write what their Python prints into the chapters of docs/story, and stored figures into these, docs/ladder.md and the
-README.
+"""Write what their Python prints into the chapters of docs/story, and stored figures into these, docs/ladder.md,
+docs/alternatives.md and the README.
 
     python -m docs.scripts.story [PAGE.md ...]
 
@@ -28,7 +28,7 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parents[2]
 STORY = ROOT / "docs/story"
-PAGES = [*sorted(STORY.glob("*.md")), ROOT / "docs/ladder.md", ROOT / "docs/heads.md"]
+PAGES = [*sorted(STORY.glob("*.md")), *(ROOT / f"docs/{name}.md" for name in ("ladder", "alternatives", "heads"))]
 README = ROOT / "README.md"
 BLOCK = re.compile(r"^(```python\n(.*?)^```\n)(?:\n```text\n.*?^```\n)?", re.MULTILINE | re.DOTALL)
 FIGURE = re.compile(r"<!-- (?:(\w+)/)?(\w+) (\w+) -->.*?<!-- -->")

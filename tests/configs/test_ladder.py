@@ -176,5 +176,5 @@ def test_mistakes_of_recipe_are_named(
 
 
 def test_page_of_the_ladder_shows_the_stored_recipe() -> None:
-    shown = (ROOT / "docs/ladder.md").read_text().split(recipe.BEGIN)[1].split(recipe.END)[0]
+    shown = (ROOT / "docs/alternatives.md").read_text().split(recipe.BEGIN)[1].split(recipe.END)[0]
     assert shown == f"\n{recipe.section(recipe.read('recipe'), recipe.read('recipe_trials'))}\n"
