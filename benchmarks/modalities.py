@@ -49,9 +49,9 @@ BLOCKS = DecoderConfig(
     context_length=T, d_model=64, n_heads=4, n_blocks=2, d_ff=(256,), activation="gelu", norm="rmsnorm",
     final_norm=True, positions="rope", unembedding_std=0.02,
 )  # fmt: skip
-STEPS, EVALUATIONS, BATCH_SIZE, LEARNING_RATE = 600, 10, 32, 3e-3
+STEPS, EVALUATIONS, BATCH_SIZE, LEARNING_RATE = 500, 5, 32, 3e-3
 MAX_TRAINING_TOKENS, MAX_HELD_OUT_TOKENS, MAX_WINDOWS = 1_000_000, 100_000, 400
-MAX_ORDER, SMOOTHING = 10, (0.5, 2.0, 8.0, 32.0)
+MAX_ORDER, SMOOTHING = 10, (0.5, 2.0, 8.0, 32.0, 128.0)
 """Longest n-gram counted, and candidates for the number of tokens that its prior weighs."""
 VALUES = (1, 2, 4, 8, 16, 32, T)
 """Candidates for the number of values that linear prediction reads."""
@@ -462,8 +462,8 @@ def main() -> None:
             parser.error(f"{name} needs a package: {error}; install those of the first lines of this file.")
         spread = f" ± {stdev(each['model']):.3f}" if len(each["model"]) > 1 else ""
         print(f"{name}: model {mean(each['model']):.3f}{spread}, {each['bits']}, {each['seconds']} s", flush=True)
-    stored = {"steps": options.steps, "batch_size": BATCH_SIZE, "modalities": figures}
-    record.write("modalities", stored, record.versions("jax", "flax", "optax", "numpy", *PACKAGES), options.folder)
+        stored = {"steps": options.steps, "batch_size": BATCH_SIZE, "modalities": figures}
+        record.write("modalities", stored, record.versions("jax", "flax", "optax", "numpy", *PACKAGES), options.folder)
 
 
 if __name__ == "__main__":
