@@ -49,9 +49,9 @@ BLOCKS = DecoderConfig(
     context_length=T, d_model=64, n_heads=4, n_blocks=2, d_ff=(256,), activation="gelu", norm="rmsnorm",
     final_norm=True, positions="rope", unembedding_std=0.02,
 )  # fmt: skip
-STEPS, EVALUATIONS, BATCH_SIZE, LEARNING_RATE = 500, 5, 32, 3e-3
-MAX_TRAINING_TOKENS, MAX_HELD_OUT_TOKENS, MAX_WINDOWS = 1_000_000, 100_000, 400
-MAX_ORDER, SMOOTHING = 10, (0.5, 2.0, 8.0, 32.0, 128.0)
+STEPS, EVALUATIONS, BATCH_SIZE, LEARNING_RATE = 500, 5, 16, 3e-3
+MAX_TRAINING_TOKENS, MAX_HELD_OUT_TOKENS, MAX_WINDOWS = 600_000, 100_000, 400
+MAX_ORDER, SMOOTHING = 8, (0.5, 2.0, 8.0, 32.0, 128.0)
 """Longest n-gram counted, and candidates for the number of tokens that its prior weighs."""
 VALUES = (1, 2, 4, 8, 16, 32, T)
 """Candidates for the number of values that linear prediction reads."""
@@ -93,11 +93,11 @@ def sequences(pieces: Pieces, edges: np.ndarray | None = None, windows_are_piece
         pieces = [pieces[0][:cut], pieces[0][cut:]]
     ends = np.cumsum([len(piece) for piece in pieces])
     cut = int(np.searchsorted(ends, 0.8 * ends[-1], side="right"))
-    parts = [
+    train, held_out = (
         np.concatenate([np.append(separator, piece) for piece in part])[:limit]
         for part, limit in ((pieces[:cut], MAX_TRAINING_TOKENS), (pieces[cut:], MAX_HELD_OUT_TOKENS))
-    ]
-    return Sequences(*parts, separator + 1, edges, len(pieces[0]) + 1 if windows_are_pieces else 0)
+    )
+    return Sequences(train, held_out, separator + 1, edges, len(pieces[0]) + 1 if windows_are_pieces else 0)
 
 
 def package_files(package: str, pattern: str) -> list[Path]:
@@ -276,12 +276,14 @@ def select(
     return best, bits(data.held_out, data.piece, on_held_out(best))
 
 
-def ngrams(vocab_size: int, train: np.ndarray, tokens: np.ndarray) -> Callable[[tuple[int, float]], np.ndarray]:
+def ngrams(
+    vocab_size: int, max_order: int, train: np.ndarray, tokens: np.ndarray
+) -> Callable[[tuple[int, float]], np.ndarray]:
     """Return a function from an order n and a weight m to the probability of each token by counts of n-grams, each
     smoothed with those that are shorter by one: p(x | h) = (c(h x) + m p(x | shorter h)) / (c(h) + m)."""
     both, counts = (train, tokens), []
     histories = [np.zeros(len(x), np.int64) for x in both]
-    for n in range(MAX_ORDER):
+    for n in range(max_order):
         if n:
             histories = [joined(h, np.roll(x, n)) for h, x in zip(histories, both, strict=True)]
         followed = [joined(h, x) for h, x in zip(histories, both, strict=True)]
@@ -312,7 +314,7 @@ def counted(train: np.ndarray, wanted: np.ndarray) -> np.ndarray:
 def repetition(vocab_size: int, train: np.ndarray, tokens: np.ndarray) -> Callable[[int], np.ndarray]:
     """Return a function from a lag to the probability of each token by repetition of the one that long before, as often
     as in training, and by the frequency of tokens otherwise."""
-    frequency = ngrams(vocab_size, train, tokens)((1, 1.0))
+    frequency = ngrams(vocab_size, 1, train, tokens)((1, 1.0))
 
     def probabilities(lag: int) -> np.ndarray:
         share = np.mean(train[lag:] == train[:-lag])
@@ -424,8 +426,8 @@ def measure(modality: Modality, steps: int, seeds: int) -> dict[str, Any]:
     start, data = perf_counter(), modality.load()
     V, training = data.vocab_size, Training(data, steps)
     orders = [(n, m) for n in range(1, MAX_ORDER + 1) for m in SMOOTHING]
-    _, unigram = select(data, partial(ngrams, V), orders[: len(SMOOTHING)])
-    (order, smoothing), ngram = select(data, partial(ngrams, V), orders)
+    _, unigram = select(data, partial(ngrams, V, 1), orders[: len(SMOOTHING)])
+    (order, smoothing), ngram = select(data, partial(ngrams, V, MAX_ORDER), orders)
     lag, repeat = select(data, partial(repetition, V), range(1, T // 2 + 1))
     baselines = {"unigram": unigram, "ngram": ngram, "repeat": repeat}
     options: dict[str, Any] = {"order": order, "smoothing": smoothing, "lag": lag}

@@ -181,6 +181,28 @@ def types() -> str:
     return svg(900, 210, parts)
 
 
+def order() -> str:
+    """Return what a head reads in each kind of sequence: 16 rows of its attention map, over the 64 tokens before."""
+    cell, parts = 6, []
+    for i, (name, figures) in enumerate(stored_figures("modalities")["modalities"].items()):
+        left, top, reading = 20 + 430 * (i % 2), 34 + 146 * (i // 2), figures["reading"]
+        rows = reading["map"]
+        distance = f"{reading['distance']} before the next token"
+        parts.append(text(left, top - 10, f"{name}: reads {distance}, weight {reading['weight']:.2f}"))
+        parts.append(
+            f'<rect x="{left}" y="{top}" width="{cell * len(rows[0])}" height="{cell * len(rows)}" '
+            f'fill="{INK}" fill-opacity="0.1"/>'
+        )
+        cells = [(x, y, int(tenths)) for y, row in enumerate(rows) for x, tenths in enumerate(row) if tenths != "0"]
+        for low in range(0, 10, 2):  # a path for every two tenths of a weight
+            lines = [
+                f"M{left + cell * x} {top + cell * y + 3}h{cell}" for x, y, tenths in cells if low <= tenths <= low + 1
+            ]
+            stroke = f'stroke="{BLUE}" stroke-width="{cell}" stroke-opacity="{low / 10 + 0.2:.1f}"'
+            parts.append(f'<path d="{"".join(lines)}" {stroke}/>')
+    return svg(860, 34 + 146 * math.ceil((i + 1) / 2), parts)
+
+
 PICTURES: dict[str, Callable[[], str]] = {
     "types.svg": types,
     "mixing.svg": mixing,
@@ -188,6 +210,7 @@ PICTURES: dict[str, Callable[[], str]] = {
     "ladder.svg": ladder,
     "cache.svg": cache,
     "context.svg": context,
+    "order.svg": order,
 }
 """Functions that draw, by the file that they draw in docs/story."""
 

@@ -7,8 +7,8 @@ A block of Python is followed by a block of text with its output; a page is read
 of `benchmarks/results/ladder.json`. Between `<!-- STUDY/ROW FIELD -->` and `<!-- -->` stands one of the first seed, of
 the study `ladder` without a name. Between `<!-- TABLE NAMES -->` and `<!-- end -->` stands a table, of all rows without
 names: those of `TABLES`, `<!-- seeds -->` of the perplexity of each rung with each seed, `<!-- continuations -->` of a
-held-out prompt by each rung, `<!-- positions STUDIES -->` of the loss by position, and `<!-- case NAME -->` of a case
-of `benchmarks/cases.py`.
+held-out prompt by each rung, `<!-- positions STUDIES -->` of the loss by position, `<!-- case NAME -->` of a case
+of `benchmarks/cases.py`, and `<!-- modalities -->` of `modalities.json`.
 
 The README, whose Python is not run, has figures of `margins.json` (`<!-- margins/CONFIG seeds -->`, `bits`, `seconds`)
 and the blocks `<!-- first_run log -->` and `<!-- first_run sample -->` of `first_run.json`.
@@ -52,8 +52,9 @@ TABLES = {
 }
 """Study and columns by the name of a table."""
 FORMATS = {"loss": ".3f", "perplexity": ".4g", "bits_per_byte": ".3f", "minutes": ".1f"}
+OTHERS = ("seeds", "positions", "continuations", "case", "first_run", "modalities")
 TABLE = re.compile(
-    rf"^<!-- ({'|'.join(TABLES)}|seeds|positions|continuations|case|first_run)( [\w ]+)? -->\n.*?^<!-- end -->\n",
+    rf"^<!-- ({'|'.join((*TABLES, *OTHERS))})( [\w ]+)? -->\n.*?^<!-- end -->\n",
     re.MULTILINE | re.DOTALL,
 )
 
@@ -124,6 +125,8 @@ def table(kind: str, names: list[str]) -> str:
         rows = continuations()
     elif kind == "case":
         rows = case(names[0])
+    elif kind == "modalities":
+        rows = modalities()
     else:
         study, columns = TABLES[kind]
         figures = outcomes(study)
@@ -145,6 +148,22 @@ def case(name: str) -> list[list[str]]:
     for label, point in points.items():
         values = [*(point["ms"][side]["median"] for side in sides), *(point["derived"][key] for key in derived)]
         table.append([label, *(f"{x:,.0f}" if x >= 100 else f"{x:.3g}" for x in values)])
+    return table
+
+
+def modalities() -> list[list[str]]:
+    """Return the bits per token of counts and of the model on each kind of sequence."""
+    table = [["bits per token", "tokens", "frequencies", "n-grams", "repeat", "linear", "the model"]]
+    for name, figures in stored_figures("modalities")["modalities"].items():
+        bits, options = figures["bits"], figures["options"]
+        counts = [
+            f"{bits['unigram']:.3f}",
+            f"{bits['ngram']:.3f} (n = {options['order']})",
+            f"{bits['repeat']:.3f} (of {options['lag']} before)",
+            f"{bits['linear']:.3f} (of {options['values']} values)" if "linear" in bits else "-",
+        ]
+        model = f"{mean(figures['model']):.3f} ± {stdev(figures['model']):.3f}"
+        table.append([name, f"{figures['training_tokens']:,} of {figures['vocab_size'] - 1}", *counts, model])
     return table
 
 
