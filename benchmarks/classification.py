@@ -38,6 +38,9 @@ PASSAGES_PER_ADDRESS = 30
 FIXED = [f"--train.{name}-every=0" for name in ("report", "gradients", "checkpoint")] + ["--train.eval-every=100"]
 """Options of each training."""
 
+CONFIGS = {"reviews": "classify", "presidents": "classify:presidents"}
+"""Config by set of texts."""
+
 Texts = tuple[list[Pair], list[Pair]]
 
 
@@ -108,7 +111,7 @@ def measure(name: str, splits: Texts, folder: Path, seeds: int, options: list[st
         assert read_pairs(file, ("text", "label")) == pairs
     train, val = splits
     ((majority, _),) = Counter(pair.target for pair in train).most_common(1)
-    runs = [classifier(folder / f"{name}-{i}", f"classify:{name}", folder / name, i, options) for i in range(seeds)]
+    runs = [classifier(folder / f"{name}-{i}", CONFIGS[name], folder / name, i, options) for i in range(seeds)]
     return {
         "classes": len({pair.target for pair in train}),
         "train_texts": len(train),
