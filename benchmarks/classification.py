@@ -35,7 +35,7 @@ from jaxformer.files import write_atomically
 MIN_ADDRESSES, HELD_OUT, PASSAGE_WORDS = 7, 6, 60
 PASSAGES_PER_ADDRESS = 30
 """Maximum number of passages per address, evenly spaced, so that long addresses do not outweigh short ones."""
-FIXED = [f"--train.{name}-every=0" for name in ("report", "gradients", "checkpoint")] + ["--train.eval-every=100"]
+FIXED = [f"--train.{name}-every=0" for name in ("report", "gradients", "checkpoint")] + ["--train.eval-every=400"]
 """Options of each training."""
 
 CONFIGS = {"reviews": "classify", "presidents": "classify:presidents"}
