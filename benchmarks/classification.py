@@ -9,8 +9,7 @@ fifth of them, drawn at random, is held out. Addresses are passages of the State
 presidents with at least `MIN_ADDRESSES` addresses, of which every `HELD_OUT`th is held out, so that no address is in
 both splits. Both are written as NAME.train.tsv and NAME.val.tsv below the folder. Then classifiers are trained and
 evaluated, with several seeds, as is logistic regression on TF-IDF of words and word pairs (scikit-learn, which this
-project does not install). The accuracies are written to
-benchmarks/results/classification_NAME.json.
+project does not install). The accuracies are written to benchmarks/results/classification_NAME.json.
 """
 
 from __future__ import annotations
