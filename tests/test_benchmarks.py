@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from benchmarks import __main__ as benchmarks
-from benchmarks import books, first_run, heads, report, sources
+from benchmarks import books, first_run, heads, modalities, report, sources
 from benchmarks import ladder as reduced_ladder
 from benchmarks.cases import CASES
 from benchmarks.equivalence import CLOSE, DIFFERENT, EQUAL, compare
@@ -568,3 +568,41 @@ def test_files_to_compare_are_read_as_tensors_and_values(tmp_path):
         {".model.n": "1", ".model.d_ff": "[2, 3]", ".name": '"x"'},
         {"": hashlib.sha256(b"text").hexdigest()},
     ]
+
+
+def test_counts_are_probabilities_and_know_what_was_counted():
+    train = np.array([0, 1, 2] * 20 + [0, 1, 1])
+    p = np.stack([modalities.ngrams(3, 3, train, np.array([0, 1, x]))((3, 2.0))[2] for x in range(3)])
+    np.testing.assert_allclose(p.sum(), 1)
+    unigram = (np.array([21, 22, 20]) + 2 / 3) / 65
+    bigram = (np.array([0, 2, 20]) + 2 * unigram) / 24  # after 1; the last 1 is followed by nothing
+    assert p.argmax() == 2 and bigram[2] < p[2] < 1
+    lagged = modalities.repetition(3, train, np.array([0, 1, 2, 0, 1, 2]))(3)
+    assert (lagged[3:] > 0.9).all()
+
+
+def test_linear_prediction_of_a_line_is_sharp_and_sums_to_one():
+    edges = np.arange(12) - 0.5
+    train = np.tile(np.arange(11), 20)  # each value is one more than the one before, but for the jump back
+    after = [modalities.linear(edges, train, np.array([4, 5, x]))(1)[2] for x in range(11)]
+    np.testing.assert_allclose(sum(after), 0.99 + 0.01 * 11 / 12)  # the rest is the separator's
+    assert 5 <= np.argmax(after) <= 7
+
+
+def test_a_block_is_measured_beside_counts_on_a_periodic_sequence():
+    tokens = np.where(np.arange(4000) % 5, np.random.default_rng(0).integers(3, size=4000), 3)
+    data = modalities.sequences([tokens])
+    assert len(data.train) == 3201 and len(data.held_out) == 801 and data.held_out[0] == data.vocab_size - 1 == 4
+    figures = modalities.measure(modalities.Modality(lambda: data, 5), steps=5, seeds=2)
+    assert figures["options"]["lag"] % 5 == 0 and figures["training_tokens"] == 2800
+    assert figures["bits"]["repeat"] < figures["bits"]["unigram"] and len(figures["model"]) == 2
+    assert len(figures["reading"]["map"]) == 16 and len(figures["reading"]["map"][0]) == modalities.T
+
+
+def test_windows_of_pieces_begin_with_a_separator_and_score_all_tokens():
+    pieces = [np.full(modalities.T, i % 3) for i in range(10)]
+    data = modalities.sequences(pieces, np.arange(4) - 0.5, windows_are_pieces=True)
+    indices, is_scored = modalities.windows(data.held_out, data.piece)
+    assert (data.held_out[indices][:, 0] == 3).all() and len(indices) == 2 and is_scored.all()
+    indices, is_scored = modalities.windows(np.arange(1000), 0)
+    assert (np.diff(indices[:, 0]) == modalities.T // 2).all() and is_scored.sum() == modalities.T // 2

@@ -366,7 +366,31 @@ def overfitting() -> str:
         parts += [f'<polyline points="{points}" {style}/>', text(shown[-1][0] + 8, shown[-1][1] + 4, name)]
     parts += [text(x(step), top + height + 20, f"{step:,}", "middle") for step in range(1000, steps + 1, 1000)]
     parts += [text(left - 8, y(nats) + 4, str(nats), "end") for nats in range(math.ceil(low), math.floor(high) + 1)]
-    return svg(740, 300, [*parts, text(left + width / 2, top + height + 40, "step", "middle")])
+    parts.append(text(left + width / 2, top + height + 40, "step", "middle"))
+    return svg(740, 300, parts, "Loss on training and on held-out text, for one book and for fifty.")
+
+
+def order() -> str:
+    """Return what a head reads in each kind of sequence: 16 rows of its attention map, over the 64 tokens before."""
+    cell, parts = 6, []
+    for i, (name, figures) in enumerate(stored_figures("modalities")["modalities"].items()):
+        left, top, reading = 20 + 430 * (i % 2), 34 + 146 * (i // 2), figures["reading"]
+        rows = reading["map"]
+        distance = f"{reading['distance']} before the next token"
+        parts.append(text(left, top - 10, f"{name}: reads {distance}, weight {reading['weight']:.2f}"))
+        parts.append(
+            f'<rect x="{left}" y="{top}" width="{cell * len(rows[0])}" height="{cell * len(rows)}" '
+            f'fill="{INK}" fill-opacity="0.1"/>'
+        )
+        cells = [(x, y, int(tenths)) for y, row in enumerate(rows) for x, tenths in enumerate(row) if tenths != "0"]
+        for low in range(0, 10, 2):  # a path for every two tenths of a weight
+            lines = [
+                f"M{left + cell * x} {top + cell * y + 3}h{cell}" for x, y, tenths in cells if low <= tenths <= low + 1
+            ]
+            stroke = f'stroke="{BLUE}" stroke-width="{cell}" stroke-opacity="{low / 10 + 0.2:.1f}"'
+            parts.append(f'<path d="{"".join(lines)}" {stroke}/>')
+    height = 34 + 146 * math.ceil((i + 1) / 2)
+    return svg(860, height, parts, "What a head reads in each kind of sequence: rows of attention maps.")
 
 
 PICTURES: dict[str, Callable[[], str]] = {
@@ -383,6 +407,7 @@ PICTURES: dict[str, Callable[[], str]] = {
     "heads.svg": heads,
     "norm.svg": norm,
     "gradients.svg": gradients,
+    "order.svg": order,
 }
 """Functions that draw, by the file that they draw in docs/story."""
 

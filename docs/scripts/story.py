@@ -7,8 +7,9 @@ A block of Python is followed by a block of text with its output; a page is read
 of `benchmarks/results/ladder.json`. Between `<!-- STUDY/ROW FIELD -->` and `<!-- -->` stands one of the first seed, of
 the study `ladder` without a name. Between `<!-- TABLE NAMES -->` and `<!-- end -->` stands a table, of all rows without
 names: those of `TABLES`, `<!-- seeds -->` of the perplexity of each rung with each seed, `<!-- continuations -->` of a
-held-out prompt by each rung, `<!-- positions STUDIES -->` of the loss by position, and `<!-- case NAME -->` of a case
-of `benchmarks/cases.py`, `<!-- heads RUN -->` of what a run's heads attend to.
+held-out prompt by each rung, `<!-- positions STUDIES -->` of the loss by position, `<!-- case NAME -->` of a case
+of `benchmarks/cases.py`, `<!-- heads RUN -->` of what a run's heads attend to, and `<!-- modalities -->` of
+`modalities.json`.
 
 The README, whose Python is not run, has figures of `margins.json` (`<!-- margins/CONFIG seeds -->`, `bits`, `seconds`)
 and the blocks `<!-- first_run log -->` and `<!-- first_run sample -->` of `first_run.json`.
@@ -70,8 +71,9 @@ FORMATS = {
     "bits_per_byte": ".3f",
     "minutes": ".1f",
 }
+OTHERS = ("seeds", "positions", "continuations", "case", "heads", "first_run", "modalities")
 TABLE = re.compile(
-    rf"^<!-- ({'|'.join(TABLES)}|seeds|positions|continuations|case|heads|first_run)( [\w ]+)? -->\n.*?^<!-- end -->\n",
+    rf"^<!-- ({'|'.join((*TABLES, *OTHERS))})( [\w ]+)? -->\n.*?^<!-- end -->\n",
     re.MULTILINE | re.DOTALL,
 )
 
@@ -144,6 +146,8 @@ def table(kind: str, names: list[str]) -> str:
         rows = case(names[0])
     elif kind == "heads":
         rows = heads(names[0])
+    elif kind == "modalities":
+        rows = modalities()
     else:
         study, columns = TABLES[kind]
         figures = outcomes(study)
@@ -178,6 +182,22 @@ def heads(run: str) -> list[list[str]]:
         values = [head["entropy"], head["weight_at_distance"][0], head["previous"], head["first"], head["distance"]]
         shown = [*(f"{x:.2f}" for x in values), f"{100 * head['by_distance']:.0f} %", f"+{head['nats_without']:.3f}"]
         table.append([f"{block}.{head['head']}", *shown])
+    return table
+
+
+def modalities() -> list[list[str]]:
+    """Return the bits per token of counts and of the model on each kind of sequence."""
+    table = [["bits per token", "tokens", "frequencies", "n-grams", "repeat", "linear", "the model"]]
+    for name, figures in stored_figures("modalities")["modalities"].items():
+        bits, options = figures["bits"], figures["options"]
+        counts = [
+            f"{bits['unigram']:.3f}",
+            f"{bits['ngram']:.3f} (n = {options['order']})",
+            f"{bits['repeat']:.3f} (of {options['lag']} before)",
+            f"{bits['linear']:.3f} (of {options['values']} values)" if "linear" in bits else "-",
+        ]
+        model = f"{mean(figures['model']):.3f} ± {stdev(figures['model']):.3f}"
+        table.append([name, f"{figures['training_tokens']:,} of {figures['vocab_size'] - 1}", *counts, model])
     return table
 
 

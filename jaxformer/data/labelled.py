@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxformer.config import DataConfig, Fixed, ModelConfig, TokenModelConfig
+from jaxformer.config.fields import Fraction
 from jaxformer.contract import Task
 from jaxformer.data.dataset import Batch, Dataset, batch_error, batch_indices, evenly_spaced, padded_batches, task_error
 from jaxformer.data.infer_config import describe_changes, describe_tokenizer_sample, infer_n_classes, infer_vocab_size
@@ -29,6 +30,8 @@ class LabelledTextConfig(DataConfig):
     data/reviews.train.tsv and data/reviews.val.tsv; or one file, with val_path."""
     val_path: str | None = None
     """File of the validation texts, if path does not give it."""
+    drop_tokens: Fraction = 0.0
+    """Fraction of the tokens randomly dropped from training texts at each step (word dropout, Iyyer et al. 2015)."""
 
     def load(
         self, model: ModelConfig, batch_size: int, seed: int, tokenizer: Tokenizer | None = None, fixed: Fixed = None
@@ -41,7 +44,7 @@ class LabelledTextConfig(DataConfig):
         if tokenizer is None:
             tokenizer = Tokenizer.train((text for text, _ in splits[0]), model.vocab_size)
             inferred = infer_vocab_size(inferred, tokenizer)
-        data = LabelledTextDataset(self.path, splits, tokenizer, inferred, batch_size, seed)
+        data = LabelledTextDataset(self.path, splits, tokenizer, inferred, batch_size, seed, self.drop_tokens)
         reason = f"{self.path} has {len(classes)} labels and supports {tokenizer.vocab_size:,} tokens"
         data.notes = (*describe_changes(model, inferred, reason), *describe_tokenizer_sample(tokenizer, self.path))
         return data
@@ -61,6 +64,11 @@ def tokenize_text(text: str, tokenizer: Tokenizer) -> list[int]:
     return [tokenizer.end_of_text, *tokenizer.encode(text)]
 
 
+def drop(text: Sequence[int], is_dropped: np.ndarray) -> list[int]:
+    """Return a text without some of its tokens; the first, which is end-of-text, stays."""
+    return [token for i, token in enumerate(text) if i == 0 or not is_dropped[i]]
+
+
 def pad_texts(texts: Sequence[Sequence[int]], length: int) -> tuple[np.ndarray, np.ndarray]:
     """Return tokens, int32, and their mask, bool, both `(B, length)`; longer texts are truncated."""
     tokens_BT = np.zeros((len(texts), length), np.int32)
@@ -77,16 +85,27 @@ class LabelledTextDataset(Dataset):
     model: TokenModelConfig
 
     def __init__(
-        self, name: str, splits: Splits, tokenizer: Tokenizer, model: TokenModelConfig, batch_size: int, seed: int
+        self,
+        name: str,
+        splits: Splits,
+        tokenizer: Tokenizer,
+        model: TokenModelConfig,
+        batch_size: int,
+        seed: int,
+        drop_tokens: float = 0.0,
     ) -> None:
-        """Tokenize the texts. Raises `UserError` if there are fewer than a batch needs, or a label is unknown."""
+        """Tokenize the texts; `drop_tokens` is that of the config. Raises `UserError` if there are fewer than a batch
+        needs, or a label is unknown."""
         if (n := len(splits[0])) < batch_size:
             raise batch_error(name, n, "training texts", batch_size)
         self.name, self.model, self.tokenizer, self.classes = name, model, tokenizer, find_classes(name, *splits)
         self.per_step, self.steps_per_epoch = batch_size, n // batch_size
-        self._batch_size, self._seed = batch_size, seed
+        self._batch_size, self._seed, self._drop_tokens = batch_size, seed, drop_tokens
         self._train, self._val = (self._encode(split) for split in splits)
-        self.fingerprint = fingerprint(f"labelled {FORMAT} {tokenizer.vocab_size} {model.context_length}", splits)
+        dropped = f" drops {drop_tokens}" if drop_tokens else ""
+        self.fingerprint = fingerprint(
+            f"labelled {FORMAT} {tokenizer.vocab_size} {model.context_length}{dropped}", splits
+        )
 
     def _encode(self, split: Sequence[Pair]) -> tuple[list[list[int]], np.ndarray]:
         """Return the tokens of each text, and the indices of their labels, `(N,)`."""
@@ -97,7 +116,12 @@ class LabelledTextDataset(Dataset):
     def batch(self, step: int, rows: slice | np.ndarray = slice(None)) -> Batch:
         texts, labels_N = self._train
         _, indices_B = batch_indices(len(texts), self._batch_size, self._seed, step)
-        return self._pad(texts, labels_N, indices_B[rows])
+        chosen = [texts[i] for i in indices_B]
+        if self._drop_tokens:  # for the whole batch, so that each process draws the same
+            rng = np.random.Generator(np.random.Philox(key=[self._seed, step]).jumped(2))
+            chosen = [drop(text, rng.random(len(text)) < self._drop_tokens) for text in chosen]
+        tokens_BT, valid_BT = pad_texts(chosen, self.model.context_length)
+        return Batch((tokens_BT[rows], valid_BT[rows]), labels_N[indices_B[rows]])
 
     def held_out(self, batch_size: int, n: int | None = None) -> Iterator[Batch]:
         texts, labels_N = self._val

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from jaxformer.data.labelled import LabelledTextConfig, LabelledTextDataset
+from jaxformer.data.pairs import read_splits
 from jaxformer.errors import UserError
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.encoder import ClassifierConfig
@@ -39,6 +40,22 @@ def test_an_epoch_has_each_text_with_its_label_and_padding_is_masked(tmp_path: P
     assert "a long text that the model does not read to its end".startswith(long) and seen.pop(long) == "no"
     assert seen == {"good film": "yes", "bad film": "no", "good": "yes"}
     np.testing.assert_array_equal(data.batch(1, slice(1, 2)).inputs[0], data.batch(1).inputs[0][1:])
+
+
+def test_tokens_are_dropped_from_training_texts_only_and_anew_at_each_step(tmp_path: Path) -> None:
+    text = " ".join("abcdefghij"[i % 10] for i in range(400))
+    train = "".join(f"{text} {i}\tyes\n" for i in range(4))
+    whole = load(tmp_path, train, f"{text}\tyes\n", context_length=500)
+    splits = read_splits(str(tmp_path / "x"), None, ("text", "label"))
+    data = LabelledTextDataset("x", splits, whole.tokenizer, whole.model, 2, 0, drop_tokens=0.25)
+    lengths = np.concatenate([data.batch(step).inputs[1].sum(axis=1) for step in range(4)])
+    n = whole.batch(0).inputs[1].sum(axis=1)[0]
+    assert len({*lengths}) > 4 and 0.7 * n < lengths.mean() < 0.8 * n
+    tokens_BT, _ = data.batch(3).inputs
+    assert (tokens_BT[:, 0] == data.tokenizer.end_of_text).all()
+    np.testing.assert_array_equal(data.batch(3, np.array([1])).inputs[0], tokens_BT[1:])
+    for a, b in zip(whole.held_out(2), data.held_out(2), strict=True):
+        np.testing.assert_array_equal(a.inputs[0], b.inputs[0])
 
 
 def test_held_out_texts_come_once_and_the_last_batch_is_padded_with_weight_0(tmp_path: Path) -> None:
