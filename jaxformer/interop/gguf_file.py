@@ -44,12 +44,13 @@ REMEDY = "download it again"
 
 
 class Stored(NamedTuple):
-    """A tensor in a file: its name there, type, shape, and the position of its first byte."""
+    """A tensor in a file: its name there, type and shape, and the range of its bytes."""
 
     name: str
     kind: str
     shape: tuple[int, ...]
     start: int
+    stop: int
 
 
 class Header:
@@ -111,18 +112,21 @@ class GgufFile:
             raise UserError(f"{path} is no GGUF file; name one, or a folder with config.json and safetensors.")
         try:
             metadata, stored = _read_header(Header(data), gguf)
-        except (ValueError, LookupError, struct.error, OverflowError) as error:
+        except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError, struct.error) as error:
             raise UserError(f"{path} is incomplete or corrupt ({error}); {REMEDY}.") from error
         architecture = metadata.get("general.architecture")
-        if architecture not in FAMILIES_BY_ARCHITECTURE:
+        if architecture not in [*FAMILIES_BY_ARCHITECTURE]:  # which need not be hashable
             known = ", ".join(FAMILIES_BY_ARCHITECTURE)
             problem = f"the architecture of {path} is {abbreviate(architecture)}, which is not supported"
             raise UserError(f"{problem}; supported are {known}.")
+        if (n_parts := metadata.get("split.count", 1)) != 1:
+            remedy = "merge them with llama-gguf-split --merge of llama.cpp"
+            raise UserError(f"{path} is one of {abbreviate(n_parts)} parts of a model; {remedy}.")
         for tensor in stored.values():
             if tensor.kind not in (*DTYPES, *QUANTISED):
                 problem = f"{tensor.name} in {path} is {tensor.kind}, which is not supported"
                 raise UserError(f"{problem}; use a file with {', '.join((*DTYPES, *QUANTISED))} only.")
-            if tensor.start + _size(gguf, tensor) > len(data):
+            if tensor.stop > len(data):
                 raise UserError(f"{path} is incomplete: it ends before the end of {tensor.name}; {REMEDY}.")
         try:
             divisors = stored.pop(ROPE_DIVISORS, None)
@@ -188,21 +192,22 @@ def _read_header(header: Header, gguf: Any) -> tuple[dict[str, Any], dict[str, S
     for _ in range(n_tensors):
         name = header.text()
         shape = tuple(header.scalar("Q") for _ in range(header.scalar("I")))[::-1]
-        found.append((name, gguf.GGMLQuantizationType(header.scalar("I")).name, shape, header.scalar("Q")))
+        found.append((name, shape, gguf.GGMLQuantizationType(header.scalar("I")), header.scalar("Q")))
     alignment = metadata.get("general.alignment", gguf.GGUF_DEFAULT_ALIGNMENT)
-    start = -(-header.at // alignment) * alignment
-    return metadata, {name: Stored(name, kind, shape, start + offset) for name, kind, shape, offset in found}
-
-
-def _size(gguf: Any, tensor: Stored) -> int:
-    """Return the size of a tensor in bytes."""
-    per_block, n_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[tensor.kind]]
-    return prod(tensor.shape) // per_block * n_bytes
+    data_start = -(-header.at // alignment) * alignment
+    stored = {}
+    for name, shape, kind, offset in found:
+        per_block, n_bytes = gguf.GGML_QUANT_SIZES[kind]
+        if shape[-1] % per_block:
+            raise ValueError(f"{name} has rows of {shape[-1]} numbers, no multiple of {per_block}")
+        start = data_start + offset
+        stored[name] = Stored(name, kind.name, shape, start, start + prod(shape) // per_block * n_bytes)
+    return metadata, stored
 
 
 def _read(gguf: Any, data: np.ndarray, tensor: Stored) -> np.ndarray:
     """Return a tensor in the names and order of the file, dequantised."""
-    kept = data[tensor.start : tensor.start + _size(gguf, tensor)]
+    kept = data[tensor.start : tensor.stop]
     if tensor.kind in DTYPES:
         return kept.view(DTYPES[tensor.kind]).reshape(tensor.shape)
     rows = kept.reshape(*tensor.shape[:-1], -1)
@@ -260,7 +265,7 @@ def find_llama3(divisors: np.ndarray, rope: Mapping[str, Any], head_dim: int) ->
     high, context = 4.0, 8192
     if between.sum() > 1:
         frequencies = rope["rope_theta"] ** (-np.arange(len(divisors)) / len(divisors))
-        slope, start = np.polyfit(frequencies[between], undivided[between], 1)
+        slope, start = np.polyfit(frequencies[between], undivided[between], 1).tolist()
         high, context = round(1 - 1 / start, 4), round(-2 * pi * slope / start)
     found = {"factor": round(factor, 6), "low_freq_factor": 1.0, "high_freq_factor": high}
     found["original_max_position_embeddings"] = context
