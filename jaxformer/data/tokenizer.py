@@ -115,20 +115,7 @@ class Tokenizer:
                 raise UserError(f"{beside} is not a readable JSON object ({error}); restore it.") from error
         if (template := path.with_name(CHAT_TEMPLATE)).is_file():  # takes precedence, as in transformers
             config["chat_template"] = template.read_text(encoding="utf-8", errors="replace")
-        return cls.published(inner, config | ({END_IDS: list(ends)} if ends else {}), path, remedy)
-
-    @classmethod
-    def published(cls, inner: tokenizers.Tokenizer, config: Mapping[str, Any], path: Path, remedy: str) -> Tokenizer:
-        """Return a published tokenizer that was read from a file. Raises `UserError` with the file's path and the
-        remedy if it cannot be used."""
-        try:
-            tokenizer = cls(inner, config=config)
-            missing = tokenizer.missing_bytes
-        except UserError as error:
-            raise UserError(f"{path} {error}; {remedy}.") from error
-        if missing and not tokenizer._is_byte_level:  # which would encode a character with it as unknown
-            raise UserError(f"{path} has no token for the byte 0x{missing[0]:02x}, which its fallback needs; {remedy}.")
-        return tokenizer
+        return published_tokenizer(inner, config | ({END_IDS: list(ends)} if ends else {}), path, remedy)
 
     def save(self, path: Path) -> None:
         """Write the tokenizer as JSON, and its config, if any, beside it."""
@@ -318,6 +305,19 @@ class Tokenizer:
     def token_lengths(self) -> np.ndarray:
         """Bytes per token, `(V,)` int32."""
         return np.array([len(b) for b in self.token_bytes], np.int32)
+
+
+def published_tokenizer(inner: tokenizers.Tokenizer, config: Mapping[str, Any], path: Path, remedy: str) -> Tokenizer:
+    """Return a published tokenizer that was read from a file. Raises `UserError` with the file's path and the remedy if
+    it cannot be used."""
+    try:
+        tokenizer = Tokenizer(inner, config=config)
+        missing = tokenizer.missing_bytes
+    except UserError as error:
+        raise UserError(f"{path} {error}; {remedy}.") from error
+    if missing and not tokenizer._is_byte_level:  # which would encode a character with it as unknown
+        raise UserError(f"{path} has no token for the byte 0x{missing[0]:02x}, which its fallback needs; {remedy}.")
+    return tokenizer
 
 
 def find_tokenizer(path: str) -> Path:

@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 import tokenizers
 
-from jaxformer.data.tokenizer import Tokenizer
+from jaxformer.data.tokenizer import Tokenizer, published_tokenizer
 from jaxformer.errors import UserError, abbreviate, import_extra
 from jaxformer.interop.families import FAMILIES, PublishedConfig
 from jaxformer.interop.gguf import ARCHITECTURES, ROTATED, llama3_divisors, pairs_apart
@@ -175,7 +175,7 @@ class GgufFile:
         except Exception as error:  # tokenizers raises bare Exception
             problem = f"{self.path} has no readable tokenizer ({type(error).__name__}: {error})"
             raise UserError(f"{problem}; {remedy}.") from error
-        return Tokenizer.published(inner, config, self.path, remedy)
+        return published_tokenizer(inner, config, self.path, remedy)
 
 
 def _read_header(header: Header, gguf: Any) -> tuple[dict[str, Any], dict[str, Stored]]:

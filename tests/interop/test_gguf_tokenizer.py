@@ -8,7 +8,7 @@ import pytest
 import tokenizers
 from tokenizers import normalizers, pre_tokenizers
 
-from jaxformer.data.tokenizer import END_IDS, Tokenizer
+from jaxformer.data.tokenizer import END_IDS, Tokenizer, published_tokenizer
 from jaxformer.interop.gguf_file import GgufFile
 from jaxformer.interop.gguf_tokenizer import ALIASES, PRE_TYPES, pre_type, tokenizer_config, tokenizer_json
 from tests.data.test_tokenizer import byte_level, sentencepiece_bpe
@@ -77,7 +77,7 @@ def sentencepiece_keys(inner: tokenizers.Tokenizer) -> dict[str, Any]:
 def read(keys: dict[str, Any]) -> Tokenizer:
     """Return the tokenizer of keys."""
     inner = tokenizers.Tokenizer.from_str(json.dumps(tokenizer_json(keys)))
-    return Tokenizer.published(inner, tokenizer_config(keys), Path("x.gguf"), "give another")
+    return published_tokenizer(inner, tokenizer_config(keys), Path("x.gguf"), "give another")
 
 
 @pytest.mark.parametrize("name", [*PRE_TYPES.values(), *ALIASES])
