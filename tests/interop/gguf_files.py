@@ -1,5 +1,6 @@
 """Tiny random models in GGUF, written by the `gguf` package."""
 
+import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,7 +37,10 @@ SHAPES = {
 KEYS = {
     "llama": {"rope.freq_base": 500.0, "attention.layer_norm_rms_epsilon": 1e-5, "rope.dimension_count": K},
     "qwen2": {"rope.freq_base": 1e6, "attention.layer_norm_rms_epsilon": 1e-6},
-    "qwen3": {"rope.freq_base": 1e6, "attention.layer_norm_rms_epsilon": 1e-6, "attention.key_length": 10},
+    "qwen3": {
+        "rope.freq_base": 1e6, "attention.layer_norm_rms_epsilon": 1e-6, "attention.key_length": 10,
+        "attention.value_length": 10,
+    },
     "gemma3": {
         "rope.freq_base": 1e6, "attention.layer_norm_rms_epsilon": 1e-6, "attention.key_length": 10,
         "attention.value_length": 10, "attention.sliding_window": 5, "final_logit_softcapping": 30.0,
@@ -68,17 +72,15 @@ def random_model(architecture: str, **changes: Any) -> Model:
     return Model(config, params, dict(published_tensors(params, resolved(config), family_of(theirs))))
 
 
-def tokenizer_keys(tokenizer: Tokenizer, pre: str = "gpt-2") -> dict[str, Any]:
-    """Return the keys of a byte-level tokenizer that this project has trained."""
-    import json
-
+def tokenizer_keys(tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return the keys of a tokenizer that this project has trained, with unused tokens for the other rows."""
     content = json.loads(tokenizer.as_json())
     vocab = content["model"]["vocab"]
     return {
         "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": pre,
-        "tokenizer.ggml.tokens": sorted(vocab, key=vocab.get),
-        "tokenizer.ggml.token_type": [3] + [1] * (len(vocab) - 1),
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": sorted(vocab, key=vocab.get) + [f"[PAD{i}]" for i in range(len(vocab), V)],
+        "tokenizer.ggml.token_type": [3] + [1] * (len(vocab) - 1) + [5] * (V - len(vocab)),
         "tokenizer.ggml.merges": [" ".join(merge) for merge in content["model"]["merges"]],
         "tokenizer.ggml.eos_token_id": 0,
     }

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from jaxformer.__main__ import main
+from jaxformer.decode import Sampling, generate
 from jaxformer.errors import UserError
 from jaxformer.interop.configs import read_config
 from jaxformer.interop.gguf import export_gguf, llama3_divisors
@@ -18,8 +19,8 @@ from jaxformer.interop.huggingface import resolved
 from jaxformer.interop.run import import_run, pretrained_model
 from jaxformer.runs.run import Run, load_run
 from tests.arrays import apply
-from tests.interop.gguf_files import CONFIGS, QUANTISABLE, random_model, write_gguf
-from tests.interop.test_gguf import CASES, random_run, small
+from tests.interop.gguf_files import CONFIGS, QUANTISABLE, V, random_model, write_gguf
+from tests.interop.test_gguf import CASES, llama_cpp_greedy, random_run, small
 
 gguf = pytest.importorskip("gguf")
 __all__ = ["small"]  # a fixture
@@ -47,6 +48,24 @@ def test_logits_equal_those_of_the_model_that_was_written(tmp_path: Path, archit
     expected_TV = apply(model.config.build(), model.params, jnp.asarray(TOKENS))
     np.testing.assert_allclose(apply(run.model, run.params, jnp.asarray(TOKENS)), expected_TV, rtol=0, atol=1e-5)
     assert np.abs(expected_TV).max() > 1
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("architecture", CONFIGS)
+def test_greedy_tokens_equal_those_of_llama_cpp(tmp_path: Path, architecture: str):
+    file = write_gguf(tmp_path / "x.gguf", architecture, random_model(architecture).tensors)
+    run = load_run(import_run(file, tmp_path / "run")[0])
+    banned = [i for i, text in enumerate(run.tokenizer.token_bytes) if not text.isascii() or not text]
+    banned += range(run.tokenizer.vocab_size, V)
+    sampling = Sampling(temperature=0, bad_words=tuple((i,) for i in banned))
+    prompt = TOKENS[:7].tolist()
+    pieces = list(generate(run.model, run.params, [prompt], sampling, [0], max_new_tokens=48, context_length=64))
+    tokens, logprobs = (
+        np.concatenate([getattr(piece, name)[0] for piece in pieces]) for name in ("tokens_BN", "logprobs_BN")
+    )
+    theirs = llama_cpp_greedy(file, prompt, 48, banned)
+    assert [token["id"] for token in theirs] == tokens.tolist()
+    np.testing.assert_allclose([token["logprob"] for token in theirs], logprobs, atol=2e-3)
 
 
 @pytest.mark.slow
