@@ -247,7 +247,7 @@ def _config(metadata: Mapping[str, Any], stored: Mapping[str, Stored]) -> dict[s
             "rope_parameters": {"full_attention": rope, "sliding_attention": local},
             "sliding_window": values.get("attention.sliding_window"),
             "query_pre_attn_scalar": config["hidden_size"] // heads if is_27b else head_dim,
-            "final_logit_softcapping": values.get("final_logit_softcapping"),
+            "final_logit_softcapping": values.get("final_logit_softcapping") or None,  # 0 is none
         }
     return config
 
