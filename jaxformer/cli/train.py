@@ -192,10 +192,12 @@ def _parse(line: CommandLine, stack: contextlib.ExitStack) -> Job:
 
 def open_pretrained(path: str) -> Pretrained:
     """Return the model that --init-from names. Raises `UserError` if there is none."""
+    from jaxformer.interop.packages import find_model
     from jaxformer.interop.run import is_published, pretrained_model
     from jaxformer.runs.pretrained import pretrained_run
 
-    folder = run_named("--init-from", path)
+    file = find_model(path)
+    folder = file if file.is_file() else run_named("--init-from", path)
     return pretrained_model(folder) if is_published(folder) else pretrained_run(folder)
 
 

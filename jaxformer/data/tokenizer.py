@@ -45,7 +45,8 @@ MAX_TRAINING_CHARACTERS = 2**27
 
 
 class Tokenizer:
-    """A tokenizer that can encode every text.
+    """A tokenizer that can encode every text; a published byte-level one may lack bytes that its training text never
+    had (`missing_bytes`), and refuses a text with them.
 
     Raises:
       UserError: it is neither byte-level nor falls back to bytes, or has no end-of-text token.
@@ -114,15 +115,7 @@ class Tokenizer:
                 raise UserError(f"{beside} is not a readable JSON object ({error}); restore it.") from error
         if (template := path.with_name(CHAT_TEMPLATE)).is_file():  # takes precedence, as in transformers
             config["chat_template"] = template.read_text(encoding="utf-8", errors="replace")
-        try:
-            tokenizer = cls(inner, config=config | ({END_IDS: list(ends)} if ends else {}))
-            missing = {*range(256)} - {b[0] for b in tokenizer.token_bytes if len(b) == 1}
-        except UserError as error:
-            raise UserError(f"{path} {error}; {remedy}.") from error
-        if missing:
-            byte = f"0x{min(missing):02x}"
-            raise UserError(f"{path} has no token for the byte {byte}, so it cannot encode every text; {remedy}.")
-        return tokenizer
+        return published_tokenizer(inner, config | ({END_IDS: list(ends)} if ends else {}), path, remedy)
 
     def save(self, path: Path) -> None:
         """Write the tokenizer as JSON, and its config, if any, beside it."""
@@ -179,8 +172,8 @@ class Tokenizer:
         return text if isinstance(text, str) and text else None
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text. Raises `UserError` if the text has a lone surrogate."""
-        return self._inner.encode(_check_utf8(text), add_special_tokens=False).ids
+        """Return the tokens of a text. Raises `UserError` if it has a lone surrogate or one of `missing_bytes`."""
+        return self._inner.encode(self._check(text), add_special_tokens=False).ids
 
     def encode_prompt(self, text: str) -> list[int]:
         """Return the tokens of the start of a text: `begin_of_text`, if there is one, then those of `encode`."""
@@ -202,7 +195,7 @@ class Tokenizer:
     def encode_with_special(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
         """Return the tokens of each text, with special tokens encoded as such, and the character range `[start, stop)`
         of each token. Raises as `encode` does."""
-        checked = [_check_utf8(text) for text in texts]
+        checked = [self._check(text) for text in texts]
         return [(e.ids, e.offsets) for e in self._special_inner.encode_batch(checked, add_special_tokens=False)]
 
     @cached_property
@@ -229,7 +222,7 @@ class Tokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the tokens of each text, encoded in parallel on all cores. Raises as `encode` does."""
-        checked = [_check_utf8(text) for text in texts]
+        checked = [self._check(text) for text in texts]
         return [e.ids for e in self._inner.encode_batch_fast(checked, add_special_tokens=False)]
 
     def decode(self, tokens: Iterable[int]) -> str:
@@ -240,9 +233,8 @@ class Tokenizer:
     def token_bytes(self) -> list[bytes]:
         """Bytes of each token; none for special tokens and ids without a token. Raises `UserError` if it is neither
         byte-level nor falls back to bytes."""
-        form = json.loads(self.as_json())
-        steps = {step["type"] for step in _flat(form["decoder"])}
-        if "ByteLevel" in steps:
+        form, steps = json.loads(self.as_json()), self._decoder_steps
+        if self._is_byte_level:
             to_bytes = _byte_level_bytes
         elif "ByteFallback" in steps:
             to_bytes = _sentencepiece_bytes
@@ -256,6 +248,36 @@ class Tokenizer:
                 continue
             texts[i] = piece.encode() if i in added else to_bytes(piece)
         return texts
+
+    @cached_property
+    def _decoder_steps(self) -> set[str]:
+        """Types of the decoder's steps."""
+        return {step["type"] for step in _flat(json.loads(self.as_json())["decoder"])}
+
+    @property
+    def _is_byte_level(self) -> bool:
+        """True if pieces are written in the byte-level alphabet."""
+        return "ByteLevel" in self._decoder_steps
+
+    @cached_property
+    def missing_bytes(self) -> bytes:
+        """Bytes without a token, in increasing order; the library would drop them from a text."""
+        return bytes(sorted({*range(256)} - {b[0] for b in self.token_bytes if len(b) == 1}))
+
+    def _check(self, text: str) -> str:
+        """Return the text. Raises `UserError` if it cannot be encoded."""
+        if (start := lone_surrogate(text)) is not None:
+            reason = "half a character, which UTF-8 cannot encode; remove it"
+            raise UserError(f"the text has a lone surrogate, U+{ord(text[start]):04X}, at character {start}: {reason}.")
+        if self.missing_bytes:
+            normalizer = self._inner.normalizer
+            content = (text if normalizer is None else normalizer.normalize_str(text)).encode()
+            if match := re.search(b"[%b]" % re.escape(self.missing_bytes), content):
+                start = len(content[: match.start()].decode(errors="ignore"))
+                character = content.decode()[start]
+                problem = f"the tokenizer has no token for the byte 0x{match[0][0]:02x}"
+                raise UserError(f"{problem} of {character!r}, character {start} of the text; remove it.")
+        return text
 
     def _encoded_bytes(self, text: str) -> bytes:
         return b"".join(self.token_bytes[t] for t in self.encode(text))
@@ -283,6 +305,19 @@ class Tokenizer:
     def token_lengths(self) -> np.ndarray:
         """Bytes per token, `(V,)` int32."""
         return np.array([len(b) for b in self.token_bytes], np.int32)
+
+
+def published_tokenizer(inner: tokenizers.Tokenizer, config: Mapping[str, Any], path: Path, remedy: str) -> Tokenizer:
+    """Return a published tokenizer that was read from a file. Raises `UserError` with the file's path and the remedy if
+    it cannot be used."""
+    try:
+        tokenizer = Tokenizer(inner, config=config)
+        missing = tokenizer.missing_bytes
+    except UserError as error:
+        raise UserError(f"{path} {error}; {remedy}.") from error
+    if missing and not tokenizer._is_byte_level:  # which would encode a character with it as unknown
+        raise UserError(f"{path} has no token for the byte 0x{missing[0]:02x}, which its fallback needs; {remedy}.")
+    return tokenizer
 
 
 def find_tokenizer(path: str) -> Path:
@@ -332,14 +367,6 @@ def _fits(texts: Iterable[str]) -> bool:
             return False
         known |= new
     return True
-
-
-def _check_utf8(text: str) -> str:
-    """Return the text. Raises `UserError` if it cannot be encoded as UTF-8."""
-    if (start := lone_surrogate(text)) is not None:
-        reason = "half a character, which UTF-8 cannot encode; remove it"
-        raise UserError(f"the text has a lone surrogate, U+{ord(text[start]):04X}, at character {start}: {reason}.")
-    return text
 
 
 class StreamDecoder:

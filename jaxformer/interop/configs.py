@@ -61,7 +61,7 @@ def read_config(theirs: PublishedConfig, context_length: int | None = None) -> D
         if family.rope_base is not None:
             values |= read_rope(family, theirs, values.get("window"))
     except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
-        problem = f"config.json has no equivalent as a {family.model_type}: {type(error).__name__}: {error}"
+        problem = f"the config has no equivalent as a {family.model_type}: {type(error).__name__}: {error}"
         raise UserError(f"{problem}; restore the published one, or choose another model.") from error
     return from_dict(RungDecoderConfig, values, "the model").simplest()
 

@@ -1,16 +1,18 @@
-"""Folders of published models: the config, and the tensors, read one at a time."""
+"""Published models: the config, the tensors, read one at a time, and the tokenizer; and the folders that hold them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
+from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError, import_extra, parse_json
 from jaxformer.interop.families import PublishedConfig
+from jaxformer.runs.run import TOKENIZER
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -18,6 +20,30 @@ PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 """Suffixes of pickled files, which can run code when they are read."""
 FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 """Floating-point dtypes in safetensors, and their sizes in bytes."""
+
+
+class PublishedModel(Protocol):
+    """A published model, with the names and layouts of `families`."""
+
+    @property
+    def path(self) -> Path: ...
+    @property
+    def config(self) -> PublishedConfig: ...
+    @property
+    def names(self) -> Collection[str]:
+        """Names of the tensors."""
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor, without reading it."""
+
+    def dtype(self, name: str) -> str:
+        """Return the dtype of a tensor, such as `BF16`, without reading it."""
+
+    def read(self, name: str) -> np.ndarray:
+        """Return a tensor; bfloat16 has the dtype of ml_dtypes."""
+
+    def tokenizer(self) -> Tokenizer:
+        """Return the tokenizer. Raises `UserError` if there is none that can be used."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +60,9 @@ class ModelFolder:
         """Open a folder and all its shards. Raises `UserError` if it is not such a folder, its weights are pickled, or
         a file is missing or corrupt."""
         if not path.is_dir():
-            raise UserError(f"{path} is not a folder; name one with {CONFIG} and weights in safetensors.")
+            raise UserError(f"{path} does not exist; name a folder with {CONFIG} and safetensors, or a GGUF file.")
+        if not (path / CONFIG).exists() and (ggufs := sorted(path.glob("*.gguf"))):
+            raise UserError(f"{path} has no {CONFIG}; name its GGUF file, such as {ggufs[0]}.")
         config = read_object(path / CONFIG)
         if (path / INDEX).exists():
             shards = sorted(set(read_object(path / INDEX).get("weight_map", {}).values()))
@@ -53,6 +81,11 @@ class ModelFolder:
             files |= dict.fromkeys(file.keys(), file)
         return cls(path, config, files)
 
+    @property
+    def names(self) -> Collection[str]:
+        """Names of the tensors."""
+        return self.files.keys()
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor, without reading it."""
         return tuple(self.files[name].get_slice(name).get_shape())
@@ -66,6 +99,25 @@ class ModelFolder:
         """Return a tensor; bfloat16 has the dtype of ml_dtypes."""
         tensor: np.ndarray = self.files[name].get_tensor(name)
         return tensor
+
+    def tokenizer(self) -> Tokenizer:
+        """Return the tokenizer in `tokenizer.json`. Raises `UserError` if there is none that can be used."""
+        file = self.path / TOKENIZER
+        if not file.exists():
+            remedy = "write it with save_pretrained of transformers' AutoTokenizer"
+            raise UserError(f"{self.path} has no {TOKENIZER}; {remedy}.")
+        return Tokenizer.load(file, self._eos_token_ids())
+
+    def _eos_token_ids(self) -> tuple[int, ...]:
+        """Return the ids of the tokens that end a text, of which a published config may name any number. Raises
+        `UserError` if they are not ids."""
+        generation = self.path / GENERATION
+        named = read_object(generation).get("eos_token_id") if generation.exists() else None
+        named = self.config.get("eos_token_id") if named is None else named
+        ids = [] if named is None else named if isinstance(named, list) else [named]
+        if not all(type(token) is int for token in ids):  # True would be read as token 1
+            raise UserError(f"the eos_token_id of {self.path} is {named!r}; it must be an id or a list of ids.")
+        return tuple(ids)
 
 
 def read_object(file: Path) -> Mapping[str, Any]:

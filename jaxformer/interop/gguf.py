@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 
 from jaxformer.data.tokenizer import Tokenizer
-from jaxformer.errors import UserError, abbreviate, import_extra
+from jaxformer.errors import UserError, import_extra
 from jaxformer.interop.formats import Dtype
+from jaxformer.interop.gguf_tokenizer import pre_type
 from jaxformer.interop.huggingface import publish, special_tokens
 from jaxformer.interop.output import cast, complete_path
 from jaxformer.runs.run import Run
@@ -43,18 +44,6 @@ CONFIG_FIELDS = {
 """Fields of a published config by their names in the `gguf` package."""
 ROTATED = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
 """Projections whose outputs RoPE rotates, and the fields with their numbers of heads."""
-
-_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
-_OTHERS = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-Splits = tuple[tuple[str, object], ...]
-PRE_TYPES: Mapping[tuple[Splits, bool], str] = {
-    ((("ByteLevel", True),), False): "gpt-2",
-    ((("Digits", True), ("ByteLevel", True)), False): "smollm",
-    ((("Split", _WORDS + r"\p{N}{1,3}" + _OTHERS), ("ByteLevel", False)), True): "llama-bpe",
-    ((("Split", _WORDS + r"\p{N}" + _OTHERS), ("ByteLevel", False)), False): "qwen2",
-}
-"""llama.cpp's names of the pre-tokenizers that it knows, by their splits and by `ignore_merges` of their BPE. 'gpt-2'
-is the regular expression of Radford et al. 2019."""
 
 
 def export_gguf(run: Run, file: Path, dtype: Dtype = "float32") -> None:
@@ -109,6 +98,11 @@ def pairs_adjacent(tensor: np.ndarray, n_heads: int) -> np.ndarray:
     return tensor.reshape(n_heads, 2, -1, *tensor.shape[1:]).swapaxes(1, 2).reshape(tensor.shape)
 
 
+def pairs_apart(tensor: np.ndarray, n_heads: int) -> np.ndarray:
+    """Return the projection of which `pairs_adjacent` returns this one."""
+    return tensor.reshape(n_heads, -1, 2, *tensor.shape[1:]).swapaxes(1, 2).reshape(tensor.shape)
+
+
 def llama3_divisors(scaling: Mapping[str, float], head_dim: int) -> np.ndarray:
     """Return the divisor of each RoPE frequency in Llama 3.1's scaling, `(K/2,)` float32; `scaling` is
     `rope_parameters` of the published config."""
@@ -142,28 +136,3 @@ def _add_tokenizer(gguf: ModuleType, writer: Any, tokenizer: Tokenizer, vocab_si
     writer.add_bos_token_id(special.bos)
     writer.add_eos_token_id(special.eos[0])
     writer.add_add_bos_token(special.adds_bos)
-
-
-def pre_type(tokenizer: Mapping[str, Any]) -> str:
-    """Return llama.cpp's name of a tokenizer's pre-tokenizer, given the content of `tokenizer.json`. Raises `UserError`
-    if llama.cpp has none with the same splits."""
-    if (normalizer := tokenizer.get("normalizer")) not in (None, {"type": "NFC"}):  # llama.cpp reads Qwen without NFC
-        problem = f"the tokenizer changes text by {abbreviate(normalizer)}, which llama.cpp does not"
-        raise UserError(f"{problem}; export it with --format hf.")
-    pre = tokenizer["pre_tokenizer"] or {"type": "none"}
-    parts = pre["pretokenizers"] if pre["type"] == "Sequence" else [pre]
-    key = tuple(map(_split, parts)), bool(tokenizer["model"].get("ignore_merges"))
-    if key not in PRE_TYPES or any(part.get("add_prefix_space") for part in parts):
-        problem = f"the tokenizer splits text by {abbreviate(parts)}, which has no equivalent among llama.cpp's"
-        raise UserError(f"{problem} {', '.join(PRE_TYPES.values())}; export it with --format hf.")
-    return PRE_TYPES[key]
-
-
-def _split(part: Mapping[str, Any]) -> tuple[str, object]:
-    """Return the type of a pre-tokenizer and the setting that determines its splits."""
-    kind = part["type"]
-    settings = {"ByteLevel": "use_regex", "Digits": "individual_digits"}
-    if kind == "Split":
-        plain = part.get("behavior") == "Isolated" and not part.get("invert")
-        return kind, part["pattern"].get("Regex") if plain else None
-    return kind, part.get(settings.get(kind, ""))

@@ -19,7 +19,7 @@ from jax.sharding import Sharding
 
 from jaxformer.errors import UserError
 from jaxformer.interop.families import Family, Weight
-from jaxformer.interop.folder import FLOATS, ModelFolder
+from jaxformer.interop.folder import FLOATS, PublishedModel
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.objective import Params
 
@@ -115,51 +115,53 @@ def rows(family: Family, config: DecoderConfig) -> dict[str, tuple[Weight, tuple
     return table
 
 
-def find_sources(folder: ModelFolder, family: Family, config: DecoderConfig, abstract: Params) -> dict[str, Source]:
+def find_sources(
+    published: PublishedModel, family: Family, config: DecoderConfig, abstract: Params
+) -> dict[str, Source]:
     """Return the tensors of each parameter in `abstract`, by path, after verifying all shapes and dtypes. Raises
-    `UserError` if a tensor is missing, has another shape or no floating-point dtype, or if the folder has a tensor that
-    the model does not."""
+    `UserError` if a tensor is missing, has another shape or no floating-point dtype, or if there is a tensor that
+    the model does not have."""
     sizes, table = axis_sizes(config), rows(family, config)
-    bare = not any(name.startswith(family.prefix) for name in folder.files)
+    bare = not any(name.startswith(family.prefix) for name in published.names)
     sources: dict[str, Source] = {}
     for path in flatten_dict(abstract, sep="."):
         weight, names = table[path]
         layout = Layout.parse(weight.layout, sizes)
         names = tuple(name.removeprefix(family.prefix) if bare else name for name in names)
         for name in names:
-            _check_tensor(folder, name, layout.their_shape)
+            _check_tensor(published, name, layout.their_shape)
         sources[path] = Source(weight, layout, names)
-    _check_rest(folder, family, config, {name for source in sources.values() for name in source.names})
+    _check_rest(published, family, config, {name for source in sources.values() for name in source.names})
     return sources
 
 
-def _check_tensor(folder: ModelFolder, name: str, shape: tuple[int, ...]) -> None:
-    if name not in folder.files:
-        raise UserError(f"{folder.path} has no tensor {name}, which its config.json implies; download it again.")
-    if (actual := folder.shape(name)) != shape:
-        problem = f"{name} in {folder.path} has shape {actual}, but config.json implies {shape}"
+def _check_tensor(published: PublishedModel, name: str, shape: tuple[int, ...]) -> None:
+    if name not in published.names:
+        raise UserError(f"{published.path} has no tensor {name}, which its config implies; download it again.")
+    if (actual := published.shape(name)) != shape:
+        problem = f"{name} in {published.path} has shape {actual}, but its config implies {shape}"
         raise UserError(f"{problem}; restore the files that belong together.")
-    if (dtype := folder.dtype(name)) not in FLOATS:
-        problem = f"{name} in {folder.path} is {dtype}, and quantised weights are not supported"
+    if (dtype := published.dtype(name)) not in FLOATS:
+        problem = f"{name} in {published.path} is {dtype}, and quantised weights are not supported"
         raise UserError(f"{problem}; use the checkpoint that it was made from.")
 
 
-def _check_rest(folder: ModelFolder, family: Family, config: DecoderConfig, used: set[str]) -> None:
+def _check_rest(published: PublishedModel, family: Family, config: DecoderConfig, used: set[str]) -> None:
     """Raise `UserError` for a tensor without a parameter in the model, other than a copy of a tied head."""
     theirs = {weight.ours: weight.theirs for weight in family.weights}
-    for name in sorted(folder.files.keys() - used):
+    for name in sorted(set(published.names) - used):
         if name == theirs.get("W_out") and config.unembedding == "tied":
             embedding = theirs["embedding.W_E"].removeprefix(family.prefix)
             table = next(name for name in used if name.endswith(embedding))
-            if folder.dtype(name) not in FLOATS or not np.array_equal(folder.read(name), folder.read(table)):
-                problem = f"config.json of {folder.path} ties {name} to the embedding, but the two differ"
+            if published.dtype(name) not in FLOATS or not np.array_equal(published.read(name), published.read(table)):
+                problem = f"config.json of {published.path} ties {name} to the embedding, but the two differ"
                 raise UserError(f"{problem}; set tie_word_embeddings to false.")
         elif not any(re.search(pattern, name) for pattern in family.ignored):
-            problem = f"{folder.path} has a tensor {name}, which {family.architecture} of this config does not have"
+            problem = f"{published.path} has a tensor {name}, which {family.architecture} of this config does not have"
             raise UserError(f"{problem}; use the checkpoint of the model only.")
 
 
-def load_params(folder: ModelFolder, sources: Mapping[str, Source], abstract: Params) -> Params:
+def load_params(published: PublishedModel, sources: Mapping[str, Source], abstract: Params) -> Params:
     """Return the parameters in the dtypes and shardings of `abstract`, read one tensor at a time, the largest first,
     while little other memory is in use. Leaves without a sharding go to the first device."""
     structs: dict[str, jax.ShapeDtypeStruct] = flatten_dict(abstract, sep=".")
@@ -168,7 +170,7 @@ def load_params(folder: ModelFolder, sources: Mapping[str, Source], abstract: Pa
         source, struct = sources[path], structs[path]
         convert = converter(source.layout, source.weight, jnp.dtype(struct.dtype), struct.sharding)
         # Wait, as several parameters' tensors would otherwise be in memory at once.
-        params[path] = jax.block_until_ready(convert([folder.read(name) for name in source.names]))
+        params[path] = jax.block_until_ready(convert([published.read(name) for name in source.names]))
     return unflatten_dict({path: params[path] for path in structs}, sep=".")
 
 
@@ -184,8 +186,8 @@ def converter(layout: Layout, weight: Weight, dtype: jnp.dtype, sharding: Shardi
     return jax.jit(convert, out_shardings=sharding)
 
 
-def stored_dtype(folder: ModelFolder, source: Source) -> jnp.dtype:
+def stored_dtype(published: PublishedModel, source: Source) -> jnp.dtype:
     """Return a dtype that holds a stored parameter exactly: float32 if it has an offset or mixed dtypes."""
-    dtypes = {folder.dtype(name) for name in source.names}
+    dtypes = {published.dtype(name) for name in source.names}
     by_name = {"F64": jnp.float32, "F32": jnp.float32, "F16": jnp.float16, "BF16": jnp.bfloat16}
     return jnp.dtype(jnp.float32 if source.weight.offset or len(dtypes) > 1 else by_name[dtypes.pop()])

@@ -262,13 +262,29 @@ def without(inner, *removed):
     (lambda: without(byte_level(), "<|end_of_text|>"), None, r"has no end-of-text token <\|endoftext\|> or <"),
     (byte_level, {"eos_token": "<eot>"}, "has no end-of-text token <eot>; see eos_token in its tokenizer_config.json"),
     (byte_level, {END_IDS: [1, 999]}, "has no token 1, 999, which the model's config names"),
-    (lambda: without(byte_level(), "Ġ"), None, "has no token for the byte 0x20, so it cannot encode every text"),
-    (lambda: without(sentencepiece_bpe(), "<0xE2>"), None, "has no token for the byte 0xe2"),
+    (lambda: without(sentencepiece_bpe(), "<0xE2>"), None, "has no token for the byte 0xe2, which its fallback needs"),
     (byte_level, [3], "tokenizer_config.json is not a readable JSON object"),
 ])  # fmt: skip
 def test_published_tokenizer_of_another_kind_is_refused(tmp_path, make, config, message):
     with pytest.raises(UserError, match=rf"{re.escape(str(tmp_path))}.* ?{message}"):
         Tokenizer.load(publish(tmp_path, make, config))
+
+
+@pytest.mark.parametrize("normalizer", [None, normalizers.NFC()])
+def test_bytes_that_a_published_tokenizer_lacks_are_refused_in_texts_only(tmp_path, normalizer):
+    tokenizer = Tokenizer.load(publish(tmp_path, lambda: without(byte_level(normalizer), "Ć", "ĩ")))
+    assert tokenizer.missing_bytes == b"\x06\x87"
+    assert tokenizer.decode(tokenizer.encode("ça và\x05")) == "ça và\x05"
+    with pytest.raises(UserError, match=r"has no token for the byte 0x06 of '\\x06', character 2 of the text; remove"):
+        tokenizer.encode_batch(["fine", "é \x06"])
+    with pytest.raises(UserError, match=r"0x87 of 'Ç', character 1 of the text"):
+        tokenizer.encode("éÇ")
+    decomposed = "C\u0327"  # which NFC composes
+    if normalizer is None:
+        assert tokenizer.decode(tokenizer.encode(decomposed)) == decomposed
+    else:
+        with pytest.raises(UserError, match=r"0x87 of 'Ç', character 0 of the text"):
+            tokenizer.encode_with_special([decomposed])
 
 
 def test_byte_level_token_that_is_no_byte_is_refused(tmp_path):

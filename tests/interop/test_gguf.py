@@ -11,7 +11,8 @@ import pytest
 
 from jaxformer.decode import Sampling, generate
 from jaxformer.errors import UserError
-from jaxformer.interop.gguf import export_gguf, pre_type
+from jaxformer.interop.gguf import export_gguf
+from jaxformer.interop.gguf_tokenizer import pre_type
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.runs.run import Run, load_run
 from tests.arrays import apply, random_params

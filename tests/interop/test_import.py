@@ -161,7 +161,7 @@ BAD_CONFIGS = {
     },
     "n_heads is 0": {"num_attention_heads": 0},
     "d_model is '12', which is not int": {"hidden_size": "12"},
-    "config.json implies .283, 16": {"hidden_size": 16, "head_dim": 4},
+    "its config implies .283, 16": {"hidden_size": 16, "head_dim": 4},
     "n_blocks is 1000000000000": {"num_hidden_layers": 10**12},
     "n_blocks is 1e.30, which is not int": {"num_hidden_layers": 1e30},
     "there is no n_embd": {"model_type": "gpt2", "architectures": None},
@@ -231,7 +231,7 @@ def test_tensors_that_do_not_fit_are_refused(tmp_path: Path):
     weights, query = tensors(), "model.layers.0.self_attn.q_proj.weight"
     for number, (changes, message) in enumerate(
         [
-            ({query: np.zeros((H * K, D + 1), np.float32)}, rf"shape \({H * K}, {D + 1}\), but config.json implies"),
+            ({query: np.zeros((H * K, D + 1), np.float32)}, rf"shape \({H * K}, {D + 1}\), but its config implies"),
             ({query: np.zeros((H * K, D), np.int8)}, "is I8, and quantised weights are not supported"),
             ({"model.layers.0.mamba.A_log": np.zeros(3, np.float32)}, "has a tensor model.layers.0.mamba.A_log"),
         ]
@@ -280,9 +280,10 @@ def test_the_command_writes_a_run_that_is_sampled(tmp_path: Path, monkeypatch: A
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "no folder is named"),
-        (["nowhere"], "nowhere is not a folder"),
-        (["weights.bin"], "weights.bin is not a folder; name one with config.json and weights in safetensors"),
+        ([], "no model is named; give a folder with config.json and safetensors, a GGUF file, or smollm2"),
+        (["nowhere"], "nowhere does not exist; name a folder with config.json and safetensors, or a GGUF file"),
+        (["weights.bin"], "weights.bin is no GGUF file; name one, or a folder with config.json and safetensors"),
+        (["ggufs"], "ggufs has no config.json; name its GGUF file, such as ggufs/a.gguf"),
         (["model", "--context-length", "33"], "the context length is 33; the model has at most 32 positions"),
         (["model", "--context-length", "0"], "context_length is 0; it must be at least 1"),
     ],
@@ -290,6 +291,8 @@ def test_the_command_writes_a_run_that_is_sampled(tmp_path: Path, monkeypatch: A
 def test_wrong_arguments_are_one_sentence(tmp_path: Path, monkeypatch: Any, capsys: Any, arguments, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "weights.bin").write_bytes(b"")
+    (tmp_path / "ggufs").mkdir()
+    (tmp_path / "ggufs/a.gguf").write_bytes(b"")
     write(tmp_path / "model")
     assert main(["import", *arguments]) == 2
     assert message in capsys.readouterr().err

@@ -170,7 +170,7 @@ def pack_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
         raise UserError(f"{SCRIPT} does not support added tokens that are not special.")
     vocab, is_byte_level = model["vocab"], {"kind": "bytes"} in splits
     if is_byte_level:
-        symbols: Any = [vocab[character] for _, character in sorted((byte, c) for c, byte in BYTE_OF.items())]
+        symbols: Any = [vocab.get(character) for _, character in sorted((byte, c) for c, byte in BYTE_OF.items())]
     else:
         symbols = {piece: i for piece, i in vocab.items() if len(piece) == 1}
     fallback = [vocab.get(f"<0x{byte:02X}>") for byte in range(256)]

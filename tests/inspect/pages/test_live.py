@@ -87,6 +87,13 @@ def character_level(normalizer: Any, pre_tokenizer: Any, **model: Any) -> Tokeni
     return Tokenizer(inner, config={"bos_token": "<s>", "add_bos_token": True})
 
 
+def without_controls(tokenizer: Tokenizer) -> Tokenizer:
+    """Return a byte-level tokenizer without tokens for some bytes, as published ones are."""
+    form = json.loads(tokenizer.as_json())
+    form["model"]["vocab"] = {k: v for k, v in form["model"]["vocab"].items() if k not in "ĄĆÀÁ"}  # 04 06 C0 C1
+    return Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(form)))
+
+
 PREPENDED = normalizers.Sequence([
     normalizers.Replace("~", "$&"), normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")
 ])  # fmt: skip
@@ -95,7 +102,7 @@ TOKENIZERS = {
     "llama": lambda: byte_level(KNOWN_SPLITS[1], ignore_merges=True),
     "gemma": lambda: character_level(PREPENDED, None),
     "post": lambda: character_level(None, pre_tokenizers.Metaspace("▁", "first", True), ignore_merges=True),
-    "rung": lambda: byte_level(KNOWN_SPLITS[2]),
+    "rung": lambda: without_controls(byte_level(KNOWN_SPLITS[2])),
 }
 LOGITS = """
     const data = JSON.parse(document.querySelectorAll(".live > script")[arguments[0]].textContent);
@@ -129,6 +136,16 @@ TOKENS = """
     const data = JSON.parse(document.querySelectorAll(".live > script")[arguments[0]].textContent);
     const tokenizer = new Tokenizer(data.tokenizer);
     return arguments[1].map((text) => [tokenizer.encode(text), tokenizer.decode(tokenizer.encode(text))]);
+"""
+STATUS = """
+    const section = document.querySelectorAll(".live")[arguments[0]];
+    const data = JSON.parse(section.querySelector("script").textContent);
+    const container = document.createElement("div");
+    live(container, data);
+    const area = container.querySelector("textarea");
+    area.value = arguments[1];
+    area.dispatchEvent(new Event("input"));
+    requestAnimationFrame(() => arguments[2](container.querySelector(".status").textContent));
 """
 KEYS_AND_CLICK = """
     const [area, status, button] = arguments;
@@ -232,6 +249,14 @@ def test_tokens_equal_the_tokenizers(page, browser, name: str):
     for text, (tokens, decoded) in zip(TEXTS, browser.execute_script(TOKENS, case.index, TEXTS), strict=True):
         assert tokens == case.tokenizer.encode_prompt(text), text
         assert decoded == case.tokenizer.decode(tokens), text
+
+
+@pytest.mark.slow
+def test_character_without_a_token_is_named_and_left_out(page, browser):
+    case = page[1]["rung"]
+    shown = browser.execute_async_script(STATUS, case.index, "a\x06b")
+    assert shown.startswith("2 of at most 24 tokens; ␆ has no token, and is left out; 2 computed in")
+    assert case.tokenizer.missing_bytes == b"\x04\x06\xc0\xc1"
 
 
 @pytest.mark.slow

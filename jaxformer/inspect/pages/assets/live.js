@@ -52,10 +52,12 @@ class Queue {
 
 const LONGEST_WORD = 64; // of those whose tokens are kept, in characters
 
+const bytes = (text) => [...new TextEncoder().encode(text)];
+
 // Byte-pair encoding, as the `tokenizers` library does it.
 class Tokenizer {
   constructor({ normalizers, splits, symbols, fallback, merges, words, lengths, bytes, begin, end }) {
-    Object.assign(this, { normalizers, splits, symbols, fallback, begin, end });
+    Object.assign(this, { normalizers, splits, symbols, fallback, begin, end, isByteLevel: Array.isArray(symbols) });
     const all = decodeBase64(bytes);
     let at = 0;
     this.tokenBytes = lengths.map((length) => all.subarray(at, (at += length)));
@@ -103,13 +105,17 @@ class Tokenizer {
 
   // The tokens of single bytes or, where the vocabulary is of characters, of those and of the bytes of others.
   symbolsOf(piece) {
-    const encoder = new TextEncoder();
-    const bytes = (text) => [...encoder.encode(text)];
-    if (Array.isArray(this.symbols)) return bytes(piece).map((byte) => this.symbols[byte]);
+    if (this.isByteLevel) return bytes(piece).map((byte) => this.symbols[byte]).filter((token) => token !== null);
     const own = (letter) => Object.hasOwn(this.symbols, letter);
     return [...piece].flatMap((letter) =>
       own(letter) ? [this.symbols[letter]] : bytes(letter).map((byte) => this.fallback[byte]),
     );
+  }
+
+  // The first character that the vocabulary lacks, if there is one; no token stands for it.
+  lacking(text) {
+    if (!this.isByteLevel || !this.symbols.includes(null)) return undefined;
+    return [...text].find((letter) => bytes(letter).some((byte) => this.symbols[byte] === null));
   }
 
   decode(tokens) {
@@ -120,12 +126,13 @@ class Tokenizer {
   label(token) {
     if (token === this.end) return "∅";
     const text = this.decode([token]);
-    return text ? text.replace(/[\x00-\x1f\x7f]/g, (letter) => SYMBOLS[letter] ?? controlPicture(letter)) : `[${token}]`;
+    return text ? visible(text) : `[${token}]`;
   }
 }
 
 const SYMBOLS = { "\n": "⏎", "\t": "⇥", "\x7f": "␡" };
 const controlPicture = (letter) => String.fromCharCode(0x2400 + letter.charCodeAt(0)); // Unicode has one for each
+const visible = (text) => text.replace(/[\x00-\x1f\x7f]/g, (letter) => SYMBOLS[letter] ?? controlPicture(letter));
 const utf8 = (bytes) => new TextDecoder("utf-8", { ignoreBOM: true }).decode(Uint8Array.from(bytes));
 
 const NORMALIZERS = {
@@ -566,6 +573,8 @@ function live(container, data) {
     ink = colour("--look").split(",").map(Number);
     const counts = [`${tokens.length} of at most ${model.maxTokens} tokens`];
     if (n > tokens.length) counts[0] = `${format(n)} tokens, of which the model uses the first ${model.maxTokens}`;
+    const lacking = tokenizer.lacking(typed);
+    if (lacking !== undefined) counts.push(`${visible(lacking)} has no token, and is left out`);
     if (tokens.length) counts.push(`${computed} computed in ${time.toFixed(1)} ms, ${tokens.length - computed} read from the cache`);
     if (tokens.length > 1) counts.push(`loss ${full.loss().toFixed(3)} nats per token`);
     if (tokens.length > 1 && off.size) counts[counts.length - 1] += `, ${ablated.loss().toFixed(3)} with ${off.size === 1 ? "the head" : `the ${off.size} heads`} ablated`;
