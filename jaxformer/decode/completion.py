@@ -36,7 +36,7 @@ Explain = Callable[[list[int], list[int]], list[Row]]
 class CompletionOptions:
     """Number, length and search of completions; `Sampling` has the options for a single token."""
 
-    max_new_tokens: Annotated[Positive, Range(most=2**31 - 1)] = 200
+    max_new_tokens: Positive = 200
     """Maximum new tokens per completion."""
     chat: bool = False
     """Chat mode: each prompt is a user message, formatted with the chat template of the run's tokenizer."""
