@@ -61,7 +61,7 @@ class CompletionOptions:
     """Draft for speculative decoding: a smaller run with the same tokenizer, or 'lookup' for prompt lookup. It proposes
     several tokens, which the model verifies in one pass. The distribution of the text does not change; greedy decoding
     gives the same text. Decodes one text at a time."""
-    draft_tokens: Annotated[Positive, Range(most=64)] = 4
+    draft_tokens: Annotated[int, Range(least=1, most=64)] = 4
     """Tokens that --draft proposes at a time."""
     cache_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
     """Dtype of the model's KV cache; a draft's is float32."""

@@ -142,7 +142,6 @@ SAMPLE = [
     ("--prompt a --prompts-file b", "--prompt and --prompts-file exclude each other; give one of them"),
     ("--prompts-file b --interactive", "--prompts-file and --interactive exclude each other"),
     ("--prompts-file nowhere", "nowhere cannot be read: No such file or directory"),
-    ("--prompts-file empty.txt", "empty.txt, line 1, is empty"),
     ("--prompt", "the prompt is empty"),
     ("--run nowhere", "nowhere does not exist"),
     ("", "no run below runs"),
