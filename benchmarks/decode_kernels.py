@@ -54,12 +54,10 @@ def compiled_step(model: Any, weights: Any, batch_size: int, device: jax.Device)
         sharding = SingleDeviceSharding(device)
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
 
-    offset_B, number = jax.ShapeDtypeStruct((batch_size,), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
-    seeds_B, ended_B = (jax.ShapeDtypeStruct((batch_size,), dtype) for dtype in (jnp.uint32, bool))
-    lowered = programs.decode.lower(
-        model, GREEDY, *on_device(jax.eval_shape(arguments)), *on_device((offset_B, seeds_B, ended_B)),
-        *on_device((number,) * 4),
-    )  # fmt: skip
+    number: Any = jax.ShapeDtypeStruct((), jnp.int32)
+    each: Any = (jax.ShapeDtypeStruct((batch_size,), dtype) for dtype in (jnp.int32, jnp.uint32, bool))
+    given = programs.Rows(*each), programs.Span(*(number,) * 4)
+    lowered = programs.decode.lower(model, GREEDY, *on_device(jax.eval_shape(arguments)), *on_device(given), None)
     return str(lowered.compile().as_text())
 
 

@@ -131,8 +131,7 @@ def _by_position(nats_T: np.ndarray, weights_T: np.ndarray) -> str:
 
 def _translation_scores(run: Run, params: Params, data: PairDataset, batch_size: int) -> dict[str, float]:
     """Return BLEU, chrF and the exact-match fraction of greedy translations; without sacrebleu, only the last."""
-    from jaxformer.decode.translation import translate_held_out
-    from jaxformer.decode.translation_scores import exact_match, scores
+    from jaxformer.decode.translation import exact_match, scores, translate_held_out
 
     translations, references = translate_held_out(run, params, data, batch_size)
     exact = {"exact": exact_match(translations, references)}

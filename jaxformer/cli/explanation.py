@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from jaxformer.contract import contract_of
 from jaxformer.decode.completion import Completion, json_float
+from jaxformer.decode.prompts import Row
 from jaxformer.decode.weights import restored
 from jaxformer.inspect.explanations import explain
 from jaxformer.terminal import align
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from jaxformer.runs.run import Run
 
 
-def explained_rows(run: Run, prompt: list[int], completion: list[int]) -> list[dict[str, Any]]:
+def explained_rows(run: Run, prompt: list[int], completion: list[int]) -> list[Row]:
     """Return JSON rows given the tokens of a prompt and its completion, one per new token that the model has a position
     for."""
     config, tokenizer = run.text_model()

@@ -8,11 +8,11 @@ import io
 import json
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 from math import log2
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 from jaxformer.cli import machine
 from jaxformer.cli.arguments import run_named
@@ -22,22 +22,16 @@ from jaxformer.cli.load import RunOptions, model_of, open_run, run_folder, with_
 from jaxformer.cli.options import HIDDEN, MERGED, CommandLine, CommandOptions
 from jaxformer.contract import Task, contract_of
 from jaxformer.decode import Sampling, StopStrings, Throughput
-from jaxformer.decode.completion import (
-    Completer,
-    Completion,
-    CompletionOptions,
-    encode_bad_words,
-    encode_logit_bias,
-    fitting_memory,
-)
+from jaxformer.decode.completion import Completer, Completion, CompletionOptions
 from jaxformer.decode.generation import MIN_ROWS_PER_DEVICE
-from jaxformer.decode.prompts import Prompt, encode_prompts, read_prompts
+from jaxformer.decode.prompts import Encoded, Prompt, Row, encode_prompts, read_prompts
 from jaxformer.decode.weights import lay_out, restored
 from jaxformer.errors import UserError, command
 from jaxformer.terminal import echo, echo_error
 from jaxformer.train.signals import ReceivedSignal, record_signals
 
 if TYPE_CHECKING:
+    from jaxformer.decode.classify import Ranking
     from jaxformer.runs.run import Run
 
 T = TypeVar("T")
@@ -72,15 +66,6 @@ class SamplingOptions(Sampling):
     """Ids of tokens that end a text, in addition to end-of-text."""
     n_tokens: Annotated[int | None, HIDDEN] = None
 
-    def __post_init__(self) -> None:
-        self.with_tokens((0,))
-
-    def with_tokens(self, ends_of_text: Sequence[int], **encoded: Any) -> Sampling:
-        """Return the sampling options with the tokens of a run. Raises `UserError` as `Sampling` does."""
-        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(Sampling)}
-        stop = tuple(dict.fromkeys((*ends_of_text, *self.stop_tokens)))
-        return Sampling(**values | {"stop_tokens": stop} | encoded)
-
 
 @dataclass(frozen=True)
 class Arguments(CommandOptions):
@@ -106,16 +91,18 @@ class Arguments(CommandOptions):
     sampling: Annotated[SamplingOptions, MERGED] = field(default_factory=SamplingOptions)
 
 
-NOT_WITH_BEAMS = {f.name for f in dataclasses.fields(Sampling)} - {"stop_tokens"} | {"seed", "stop", "prefill_chunk"}
+NOT_WITH_BEAMS = [
+    *(f"--{f.name.replace('_', '-')}" for f in dataclasses.fields(Sampling) if f.name != "stop_tokens"),
+    *("--seed", "--stop", "--prefill-chunk", "--draft"),
+]
 """Options that do not apply to beam search."""
 MAX_EXPONENT = 100
 """Largest power of 2 that beam lengths and scores may reach: float32's 126, less the range of log-probabilities."""
-TEXTS = {"--prompt", "--prompts-file"}
+TEXTS, IMAGES = {"--prompt", "--prompts-file"}, {"--images"}
 COMMON = {"--run", "--checkpoint", "--weights", "--jsonl"}
 FILL_OPTIONS = COMMON | TEXTS | {"--top-logprobs"}
-TRANSLATE_OPTIONS = COMMON | TEXTS | {
-    "--mesh", "--max-new-tokens", "--batch-size", "--num-beams", "--length-penalty", "--cache-dtype"
-}  # fmt: skip
+TRANSLATE_OPTIONS = COMMON | TEXTS | {"--mesh", "--max-new-tokens", "--batch-size"}
+TRANSLATE_OPTIONS |= {"--num-beams", "--length-penalty", "--cache-dtype"}
 N_CANDIDATES = 5
 """Candidates per mask without --top-logprobs, and classes per image in text output; JSON has all classes."""
 
@@ -129,19 +116,16 @@ def main(line: CommandLine) -> int:
     n_rows = options.completion.rows_per_batch(len(prompts) or 1)
     machine.set_up(n_rows, options.opening.mesh, rows_per_device=MIN_ROWS_PER_DEVICE)
     options = dataclasses.replace(options, opening=with_run(options.opening))
-    model = model_of(options.opening)
-    task = contract_of(model).task
+    task = contract_of(model_of(options.opening)).task
     if task is Task.MASKED_LM:
         return _fill_masks(options, prompts)
     if task in (Task.IMAGE_CLASSIFICATION, Task.VIDEO_CLASSIFICATION, Task.CONTRASTIVE):
         return _classify(options, prompts)
-    if options.images:
-        kind = type(model).__name__
-        raise UserError(f"{run_folder(options.opening)} holds a {kind}, which has no image input; omit --images.")
     if task is Task.SEQUENCE_TO_SEQUENCE:
         return _translate(options, prompts)
     if task is Task.TEXT_CLASSIFICATION:
         return _label(options, prompts)
+    _check_task(options, options.given - IMAGES, "text generation")
     completer = make_completer(options)
     if options.interactive:
         return _converse(completer, options)
@@ -159,31 +143,32 @@ def _check(options: Arguments) -> None:
     """Raise `UserError` for options that are invalid for any run."""
     completion, given = options.completion, options.given
     sources = {
-        "--prompt": "--prompt" in given, "--prompts-file": options.prompts_file is not None,
+        "--prompt": "--prompt" in given,
+        "--prompts-file": options.prompts_file is not None,
         "--interactive": options.interactive,
-    }  # fmt: skip
-    if len(used := [flag for flag, is_used in sources.items() if is_used]) > 1:
+    }
+    used = [flag for flag, is_used in sources.items() if is_used]
+    if len(used) > 1:
         raise UserError(f"{' and '.join(used)} exclude each other; give one of them.")
-    StopStrings(completion.stop)
-    if completion.draft is None and "--draft-tokens" in given:
-        raise UserError("--draft-tokens has no effect without a draft; omit it, or give --draft.")
-    if completion.draft is not None and "--prefill-chunk" in given:
-        raise UserError("--prefill-chunk has no effect on a draft; omit --prefill-chunk, or --draft.")
     if options.opening.weights == "int8" and options.opening.mesh:
         raise UserError("int8 weights cannot be sharded with --mesh; omit it, or use bfloat16.")
-    n_beams, n_tokens = completion.num_beams, completion.max_new_tokens
-    if n_beams == 1:
-        if "--length-penalty" in given:
-            raise UserError("--length-penalty has no effect without beam search; omit it, or give --num-beams.")
-    elif not abs(exponent := completion.length_penalty) <= (steepest := MAX_EXPONENT / max(1.0, log2(n_tokens))):
-        problem = f"--length-penalty is {exponent}, and {n_tokens} tokens to that power exceed float32"
+    has_draft, n_beams = completion.draft is not None, completion.num_beams
+    without_effect = [
+        ("--draft-tokens", not has_draft, "without a draft; omit it, or give --draft"),
+        ("--prefill-chunk", has_draft, "on a draft; omit --prefill-chunk, or --draft"),
+        ("--length-penalty", n_beams == 1, "without beam search; omit it, or give --num-beams"),
+        *((flag, n_beams > 1, "on beam search; omit it, or --num-beams") for flag in NOT_WITH_BEAMS),
+    ]
+    for flag, is_met, problem in without_effect:
+        if is_met and flag in given:
+            raise UserError(f"{flag} has no effect {problem}.")
+    exponent, steepest = completion.length_penalty, MAX_EXPONENT / max(1.0, log2(completion.max_new_tokens))
+    if not abs(exponent) <= steepest:
+        problem = f"--length-penalty is {exponent}, and {completion.max_new_tokens} tokens to that power exceed float32"
         raise UserError(f"{problem}; it must be from {-steepest:.1f} to {steepest:.1f}.")
-    elif clash := sorted(given & {f"--{name.replace('_', '-')}" for name in NOT_WITH_BEAMS}):
-        raise UserError(f"{clash[0]} has no effect on beam search; omit it, or --num-beams.")
-    elif completion.draft is not None:
-        raise UserError("--draft and --num-beams exclude each other; omit one of them.")
-    elif completion.num_samples > n_beams:
+    if 1 < n_beams < completion.num_samples:
         raise UserError(f"--num-samples is {completion.num_samples}; it must be at most --num-beams, {n_beams}.")
+    StopStrings(completion.stop)
 
 
 def _prompts(options: Arguments) -> Prompts:
@@ -192,10 +177,8 @@ def _prompts(options: Arguments) -> Prompts:
         return []
     if options.prompts_file is not None:
         return read_prompts(options.prompts_file)
-    if not options.prompt:
-        raise UserError("the prompt is empty; give it at least one character.")
-    name = (lambda i: f"prompt {i}") if len(options.prompt) > 1 else (lambda i: "the prompt")
-    return [Prompt(text, name(i), line=i) for i, text in enumerate(options.prompt, 1)]
+    texts = options.prompt or ("",)  # which `Prompt` refuses
+    return [Prompt(text, f"prompt {i}" if len(texts) > 1 else "the prompt", line=i) for i, text in enumerate(texts, 1)]
 
 
 def _encode(options: Arguments, prompts: Prompts, encode: Callable[[Prompt], T]) -> list[tuple[Prompt, T]]:
@@ -207,10 +190,14 @@ def _print_error(error: UserError) -> None:
     echo_error(f"error: {error}")
 
 
-def _check_task(options: Arguments, known: set[str], task: str) -> None:
+def _check_task(options: Arguments, known: Set[str], task: str, *needed: Set[str]) -> None:
+    """Raise `UserError` if an option that does not apply to the task was given, or none of a set of needed ones."""
     if foreign := sorted(options.given - known):
         folder = run_folder(options.opening)
         raise UserError(f"{foreign[0]} does not apply to {task}, the task of {folder}; omit it.")
+    for flags in needed:
+        if not options.given & flags:
+            raise UserError(f"there is nothing for {task}; give {' or '.join(sorted(flags))}.")
 
 
 def _open_restored(options: Arguments) -> Run:
@@ -225,123 +212,105 @@ def _open_laid_out(options: RunOptions) -> Run:
     return dataclasses.replace(run, params=lay_out(run.params, run.model))
 
 
+def _answer(
+    options: Arguments,
+    prompts: Prompts,
+    encode: Callable[[Prompt], T],
+    answers: Callable[[list[tuple[Prompt, T]]], Iterator[tuple[Row, str]]],
+) -> int:
+    """Print the answer to each valid prompt, as a row of JSON or as text; return the exit status."""
+    fitting = _encode(options, prompts, encode)
+    for row, text in answers(fitting):
+        echo(json.dumps(row) if options.jsonl else text)
+    return 2 if len(fitting) < len(prompts) else 0
+
+
 def _fill_masks(options: Arguments, prompts: Prompts) -> int:
+    """Print each prompt with its masks filled, and the most likely tokens for each mask."""
     from jaxformer.decode.fill_mask import encode_masked, fill_prompt
 
     _check_task(options, FILL_OPTIONS, "fill-mask")
     run, n = _open_restored(options), options.sampling.top_logprobs
     if n >= (size := run.text_model()[0].vocab_size):
         raise UserError(f"--top-logprobs is {n}; it must be at most {size - 1}, all tokens of the run.")
-    fitting = _encode(options, prompts, lambda prompt: encode_masked(prompt, run))
-    for prompt, tokens in fitting:
-        row = fill_prompt(run, prompt, tokens, n or N_CANDIDATES)
-        if options.jsonl:
-            echo(json.dumps(row))
-            continue
-        masks = ["  " + ", ".join(f"{text!r} {p:.3f}" for text, p in candidates) for candidates in row["masks"]]
-        echo("\n".join([row["text"], *masks]))
-    return 2 if len(fitting) < len(prompts) else 0
+
+    def answers(fitting: list[Encoded]) -> Iterator[tuple[Row, str]]:
+        for prompt, tokens in fitting:
+            row = fill_prompt(run, prompt, tokens, n or N_CANDIDATES)
+            masks = ["  " + ", ".join(f"{text!r} {p:.3f}" for text, p in candidates) for candidates in row["masks"]]
+            yield row, "\n".join([row["text"], *masks])
+
+    return _answer(options, prompts, partial(encode_masked, run=run), answers)
 
 
 def _classify(options: Arguments, prompts: Prompts) -> int:
+    """Print the most likely classes, or the texts in order of their probability, for each image."""
     from jaxformer.decode.classify import check_text, classify_images, classify_images_by_texts
 
     run = _open_restored(options)
-    zero_shot = contract_of(run.model).task is Task.CONTRASTIVE
-    known = COMMON | {"--images"} | (TEXTS if zero_shot else set())
-    _check_task(options, known, "zero-shot classification" if zero_shot else "image classification")
-    if not options.images:
-        raise UserError("there is no image to classify; give --images, such as --images photo.png.")
-    if zero_shot and not options.given & TEXTS:
-        raise UserError("there is no text to rank for an image; give texts with --prompt or --prompts-file.")
-    n_valid = len(prompts)
-    if zero_shot:
-        fitting = _encode(options, prompts, lambda prompt: check_text(prompt, run))
-        n_valid, texts = len(fitting), [text for _, text in fitting]
-        rankings = classify_images_by_texts(run, options.images, texts) if texts else []
+    if contract_of(run.model).task is not Task.CONTRASTIVE:
+        _check_task(options, COMMON | IMAGES, "image classification", IMAGES)
+        prompts, rank = [], lambda _: classify_images(run, options.images)
     else:
-        rankings = classify_images(run, options.images)
-    for image, ranking in zip(options.images, rankings, strict=False):
-        if options.jsonl:
-            echo(json.dumps({"image": image, "shows": [(name, float(f"{p:.4g}")) for name, p in ranking]}))
-        else:
-            echo(f"{image}: " + ", ".join(f"{name} {p:.3f}" for name, p in ranking[:N_CANDIDATES]))
-    return 2 if n_valid < len(prompts) else 0
+        _check_task(options, COMMON | IMAGES | TEXTS, "zero-shot classification", IMAGES, TEXTS)
+        rank = lambda texts: classify_images_by_texts(run, options.images, texts) if texts else []  # noqa: E731
+
+    def answers(fitting: list[tuple[Prompt, str]]) -> Iterator[tuple[Row, str]]:
+        for image, ranking in zip(options.images, rank([text for _, text in fitting]), strict=False):
+            yield {"image": image, "shows": _rounded(ranking)}, f"{image}: {_likeliest(ranking)}"
+
+    return _answer(options, prompts, partial(check_text, run=run), answers)
+
+
+def _rounded(ranking: Ranking) -> Ranking:
+    return [(name, float(f"{p:.4g}")) for name, p in ranking]
+
+
+def _likeliest(ranking: Ranking) -> str:
+    return ", ".join(f"{name} {p:.3f}" for name, p in ranking[:N_CANDIDATES])
 
 
 def _label(options: Arguments, prompts: Prompts) -> int:
     """Print the most likely labels of each prompt."""
     from jaxformer.decode.classify import classify_text, encode_labelled
 
-    _check_task(options, COMMON | TEXTS, "text classification")
-    if not options.given & TEXTS:
-        raise UserError("there is no text to classify; give it with --prompt or --prompts-file.")
+    _check_task(options, COMMON | TEXTS, "text classification", TEXTS)
     run = _open_restored(options)
-    fitting = _encode(options, prompts, lambda prompt: encode_labelled(prompt, run))
-    for prompt, tokens in fitting:
-        ranking = classify_text(run, tokens)
-        if options.jsonl:
-            labels = [(name, float(f"{p:.4g}")) for name, p in ranking]
-            echo(json.dumps({"line": prompt.line, "id": prompt.id, "prompt": prompt.text, "labels": labels}))
-        else:
-            echo(f"{prompt.text}: " + ", ".join(f"{name} {p:.3f}" for name, p in ranking[:N_CANDIDATES]))
-    return 2 if len(fitting) < len(prompts) else 0
+
+    def answers(fitting: list[Encoded]) -> Iterator[tuple[Row, str]]:
+        for prompt, tokens in fitting:
+            ranking = classify_text(run, tokens)
+            yield prompt.as_row() | {"labels": _rounded(ranking)}, f"{prompt.text}: {_likeliest(ranking)}"
+
+    return _answer(options, prompts, partial(encode_labelled, run=run), answers)
 
 
 def _translate(options: Arguments, prompts: Prompts) -> int:
     """Translate each prompt, and print each batch as soon as it is done."""
-    from jaxformer.decode.translation import encode_source, translate_tokens
+    from jaxformer.decode.translation import encode_source, translate_prompts
 
-    _check_task(options, TRANSLATE_OPTIONS, "translation")
-    if not options.given & TEXTS:
-        raise UserError("there is nothing to translate; give it with --prompt or --prompts-file.")
+    _check_task(options, TRANSLATE_OPTIONS, "translation", TEXTS)
     run, completion = _open_laid_out(options.opening), options.completion
-    model, tokenizer = run.text_model()
-    fitting = _encode(options, prompts, lambda prompt: encode_source(prompt, run))
-    for first in range(0, len(fitting), completion.batch_size):
-        batch = fitting[first : first + completion.batch_size]
-        with fitting_memory(len(batch)):
-            targets = translate_tokens(
-                run.model, run.params, [source for _, source in batch], end_of_text=tokenizer.end_of_text,
-                context_length=model.context_length, n_beams=completion.num_beams,
-                length_penalty=completion.length_penalty, cache_dtype=completion.cache_dtype,
-                max_new_tokens=completion.max_new_tokens if "--max-new-tokens" in options.given else None,
-                batch_size=completion.batch_size,
-            )  # fmt: skip
-        for (prompt, _), target in zip(batch, targets, strict=True):
-            text = tokenizer.decode(target)
-            row = {"line": prompt.line, "id": prompt.id, "prompt": prompt.text, "text": text, "tokens": target}
-            echo(json.dumps(row) if options.jsonl else text)
-    return 2 if len(fitting) < len(prompts) else 0
+    limit = completion.max_new_tokens if "--max-new-tokens" in options.given else None
+
+    def answers(fitting: list[Encoded]) -> Iterator[tuple[Row, str]]:
+        for prompt, target in translate_prompts(run, fitting, completion, limit):
+            text = run.text_model()[1].decode(target)
+            yield prompt.as_row() | {"text": text, "tokens": target}, text
+
+    return _answer(options, prompts, partial(encode_source, run=run), answers)
 
 
 def make_completer(options: Arguments) -> Completer:
-    """Open the run, and its draft if there is one. Raises `UserError` if a run cannot be opened, or an option, some
-    only if it was given, does not fit it."""
-    completion, run = options.completion, _open_laid_out(options.opening)
-    needs_cache = [str(flag) for flag in ("--draft", "--cache-dtype", "--prefill-chunk") if flag in options.given]
-    needs_cache += ["--num-beams"] if completion.num_beams > 1 else []
-    needs_cache += ["--explain"] if options.explain else []  # other models read left-padded windows
-    if needs_cache and not contract_of(run.model).has_cache:
-        flag = needs_cache[0]
-        raise UserError(f"{run.path} has a model without a KV cache, which {flag} needs; omit {flag}.")
-    if "--prefill-chunk" in options.given and contract_of(run.model).has_prefix:
-        raise UserError(f"{run.path} reads a prompt with bidirectional attention, in one pass; omit --prefill-chunk.")
-    _, tokenizer = run.text_model()
-    sampling = options.sampling.with_tokens(
-        tokenizer.ends_of_text, logit_bias=encode_logit_bias(completion.logit_bias, tokenizer),
-        bad_words=encode_bad_words(completion.bad_words, tokenizer),
-    )  # fmt: skip
-    draft = None
-    if completion.draft not in (None, "lookup"):
-        folder = str(run_named("--draft", completion.draft))
-        draft = _open_laid_out(RunOptions(run=folder, mesh=options.opening.mesh))
-    return Completer(run, completion, sampling, draft, partial(explained_rows, run) if options.explain else None)
+    """Open the run, and its draft if there is one. Raises `UserError` if a run cannot be opened, or as `Completer`."""
+    run, name, draft = _open_laid_out(options.opening), options.completion.draft, None
+    if name not in (None, "lookup"):
+        draft = _open_laid_out(RunOptions(run=str(run_named("--draft", name)), mesh=options.opening.mesh))
+    explain = partial(explained_rows, run) if options.explain else None
+    return Completer(run, options.completion, options.sampling, draft, explain)
 
 
-def show_completions(
-    completer: Completer, prompts: Sequence[tuple[Prompt, list[int]]], options: Arguments, pressed: ReceivedSignal
-) -> None:
+def show_completions(completer: Completer, prompts: list[Encoded], options: Arguments, pressed: ReceivedSignal) -> None:
     """Complete prompts and print the texts; Ctrl-C stops after the current batch. A single text is streamed, and JSON
     rows are printed batch by batch; other texts are printed in the order of the prompts, at the latest at the end, even
     after an error."""

@@ -12,10 +12,8 @@ if TYPE_CHECKING:
     from jaxformer.decode.generation import Generation, Piece, generate
     from jaxformer.decode.samplers import Sampling
     from jaxformer.decode.speculative import DraftModel, PromptLookup, Speculation, speculate
-    from jaxformer.decode.stopping import StopStrings
-    from jaxformer.decode.streaming import GeneratedText, Throughput, stream_texts
-    from jaxformer.decode.translation import translate, translate_tokens
-    from jaxformer.decode.translation_scores import exact_match, scores
+    from jaxformer.decode.streaming import GeneratedText, StopStrings, Throughput, stream_texts
+    from jaxformer.decode.translation import exact_match, scores, translate, translate_tokens
 
 __all__ = [
     "Beams", "DraftModel", "GeneratedText", "Generation", "Piece", "PromptLookup", "Sampling", "Speculation",
@@ -23,13 +21,12 @@ __all__ = [
     "translate", "translate_tokens",
 ]  # fmt: skip
 
-__getattr__, __dir__ = lazy_names(__name__, {
+_NAMES = {
     "beam": ("Beams", "beam_search"),
     "generation": ("Generation", "Piece", "generate"),
     "samplers": ("Sampling",),
     "speculative": ("DraftModel", "PromptLookup", "Speculation", "speculate"),
-    "stopping": ("StopStrings",),
-    "streaming": ("GeneratedText", "Throughput", "stream_texts"),
-    "translation": ("translate", "translate_tokens"),
-    "translation_scores": ("exact_match", "scores"),
-})  # fmt: skip
+    "streaming": ("GeneratedText", "StopStrings", "Throughput", "stream_texts"),
+    "translation": ("exact_match", "scores", "translate", "translate_tokens"),
+}
+__getattr__, __dir__ = lazy_names(__name__, _NAMES)

@@ -9,20 +9,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike, DTypeLike
 
 from jaxformer.contract import contract_of
 from jaxformer.decode.generation import check_prompts, length_bucket
-from jaxformer.decode.programs import call, decode_step, extend_empty
+from jaxformer.decode.programs import Cache, call, decode_step, extend_empty
 from jaxformer.decode.samplers import Sampling
 from jaxformer.errors import UserError
 from jaxformer.models.objective import Params
 from jaxformer.ops.masks import EMPTY
+
+Extend = Callable[[jax.Array, jax.Array, Cache], tuple[jax.Array, Cache]]
+"""Function from i, the i-th new token of each of R rows, and the cache of the tokens before it, to the logits `(R, V)`
+of the next tokens and the extended cache."""
 
 
 class Beams(NamedTuple):
@@ -40,7 +45,7 @@ class Beams(NamedTuple):
 def beam_search(
     model: nn.Module, params: Params, prompts: Sequence[Sequence[int]], *, n_beams: int, max_new_tokens: int,
     context_length: int, length_penalty: float = 1.0, stop_tokens: Sequence[int] = (), n_tokens: int | None = None,
-    cache_dtype: Any = jnp.float32,
+    cache_dtype: DTypeLike = jnp.float32,
 ) -> Beams:  # fmt: skip
     """Complete prompts of any length by beam search, with a model that has a cache (see `decode.generation`).
 
@@ -51,17 +56,17 @@ def beam_search(
       n_tokens: restricts the search to tokens below this id; None for no restriction.
 
     Raises:
-      UserError: a prompt is empty or leaves no room in the context, or an argument is out of range.
+      UserError: as for `generate`; or the vocabulary is too small for `n_beams`, or lacks a stop token.
+      ValueError: `max_new_tokens` is below 1, or a text would outgrow the context.
     """
-    check_prompts(model, prompts, context_length, n_beams=n_beams, max_new_tokens=max_new_tokens)
-    check_length_penalty(length_penalty)
-    for number, prompt in enumerate(prompts, start=1):
-        room = context_length - len(prompt) + 1  # the last token is never fed back
-        if max_new_tokens > room and not contract_of(model).extrapolates:
-            rest = f"leaves {room} of the {max_new_tokens} new ones room in the context of {context_length}"
-            raise UserError(f"prompt {number} has {len(prompt)} tokens, which {rest}; ask for at most {room}.")
+    check_prompts(model, prompts, context_length, max_new_tokens=max_new_tokens)
     lengths_P = np.array([len(prompt) for prompt in prompts], np.int32)
-    T = length_bucket(int(lengths_P.max()))
+    longest = int(lengths_P.max())
+    # The last token is never fed back.
+    if longest + max_new_tokens - 1 > context_length and not contract_of(model).extrapolates:
+        problem = f"{longest} tokens and {max_new_tokens} new ones are more than the context of {context_length}"
+        raise ValueError(f"{problem}, which beam search cannot exceed")
+    T = length_bucket(longest)
     tokens_PT = np.array([[0] * (T - len(prompt)) + list(prompt) for prompt in prompts], np.int32)
     return _beam_search(
         model, params, tokens_PT, lengths_P, np.float32(length_penalty), n_beams=n_beams,
@@ -70,28 +75,22 @@ def beam_search(
     )  # fmt: skip
 
 
-def check_length_penalty(length_penalty: float) -> None:
-    """Raise `UserError` if a length penalty is not finite."""
-    if not np.isfinite(length_penalty):
-        raise UserError(f"length_penalty is {length_penalty}; it must be finite: 1 gives the mean per token.")
-
-
 @partial(jax.jit, static_argnames=("model", "n_beams", "max_new_tokens", "stop_tokens", "n_tokens", "dtype"))
 def _beam_search(
-    model: Any, params: Params, tokens_PT: jax.Array, lengths_P: jax.Array, length_penalty: jax.Array, *,
-    n_beams: int, max_new_tokens: int, stop_tokens: tuple[int, ...], n_tokens: int | None, dtype: Any,
+    model: nn.Module, params: Params, tokens_PT: jax.Array, lengths_P: jax.Array, length_penalty: jax.Array, *,
+    n_beams: int, max_new_tokens: int, stop_tokens: tuple[int, ...], n_tokens: int | None, dtype: DTypeLike,
 ) -> Beams:  # fmt: skip
     """Prefill the right-aligned prompts, then search."""
     T = tokens_PT.shape[1]
     lengths_R = jnp.repeat(lengths_P, n_beams)
 
-    def prefill(tokens_T: jax.Array, length: jax.Array) -> tuple[jax.Array, Any]:
+    def prefill(tokens_T: jax.Array, length: jax.Array) -> tuple[jax.Array, Cache]:
         position_T = jnp.arange(T) - (T - length)
         cache = model.init_cache(T + max_new_tokens - 1, dtype)
         x_TD, cache = extend_empty(model, params, tokens_T, jnp.where(position_T >= 0, position_T, EMPTY), cache)
         return call(model, params, "unembed", x_TD[-1])[:n_tokens], cache
 
-    def extend(i: jax.Array, tokens_R: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
+    def extend(i: jax.Array, tokens_R: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
         logits_RV, cache = jax.vmap(partial(decode_step, model, params, slot=T + i))(tokens_R, lengths_R + i, cache)
         return logits_RV[:, :n_tokens], cache
 
@@ -120,14 +119,13 @@ class _BeamState(NamedTuple):
 
 
 def search(
-    extend: Callable[[jax.Array, jax.Array, Any], tuple[jax.Array, Any]], cache: Any, logits_PV: jax.Array,
-    length_penalty: jax.Array | float, *, n_beams: int, max_new_tokens: int, stop_tokens: tuple[int, ...],
+    extend: Extend, cache: Cache, logits_PV: jax.Array, length_penalty: ArrayLike, *,
+    n_beams: int, max_new_tokens: int, stop_tokens: tuple[int, ...],
 ) -> Beams:  # fmt: skip
     """Run a beam search with any model; the caller jits it.
 
     Args:
-      extend: maps i (from 0), the i-th new token of each of R = P · N rows, and the cache of the tokens before it to
-        the logits `(R, V)` of the next tokens and the extended cache.
+      extend: called with i from 0, and R = P · N rows.
       cache: cache of the prompts, a pytree of arrays with leading axis P. `extend` gets it with leading axis R, the
         rows of a prompt adjacent.
       logits_PV: logits of the first new token.
@@ -138,8 +136,8 @@ def search(
     P, V = logits_PV.shape
     Sampling(stop_tokens=stop_tokens).check_vocabulary(V)
     limit = V // _candidates_per_beam(stop_tokens)
-    if n_beams > limit:
-        raise UserError(f"n_beams is {n_beams}; for a vocabulary of {V} it must be at most {limit}.")
+    if not 1 <= n_beams <= limit:
+        raise UserError(f"n_beams is {n_beams}; for a vocabulary of {V} it must be from 1 to {limit}.")
     choose = jax.vmap(partial(_choose, length_penalty=length_penalty, stop_tokens=stop_tokens), in_axes=(0, 0, None))
     empty_NT = jnp.full((n_beams, max_new_tokens), EMPTY, jnp.int32)
     none_N = jnp.full(n_beams, -jnp.inf)
@@ -148,11 +146,11 @@ def search(
     beams_P = jax.tree.map(lambda x: jnp.broadcast_to(x, (P, *x.shape)), beams)
     cache, logits_RV = jax.tree.map(lambda x: jnp.repeat(x, n_beams, axis=0), (cache, logits_PV))
 
-    def unfinished(carry: tuple[jax.Array, _BeamState, Any]) -> jax.Array:
+    def unfinished(carry: tuple[jax.Array, _BeamState, Cache]) -> jax.Array:
         i, beams_P, _ = carry
         return (i < max_new_tokens) & beams_P.unfinished.any()
 
-    def step(carry: tuple[jax.Array, _BeamState, Any]) -> tuple[jax.Array, _BeamState, Any]:
+    def step(carry: tuple[jax.Array, _BeamState, Cache]) -> tuple[jax.Array, _BeamState, Cache]:
         i, beams_P, cache = carry
         parents_R = (jnp.arange(P)[:, None] * n_beams + beams_P.parents_N).reshape(-1)
         cache = jax.tree.map(lambda x: x[parents_R], cache)
@@ -166,9 +164,8 @@ def search(
 
 
 def _choose(
-    beams: _BeamState, logits_NV: jax.Array, i: jax.Array, *, length_penalty: jax.Array | float,
-    stop_tokens: tuple[int, ...],
-) -> _BeamState:  # fmt: skip
+    beams: _BeamState, logits_NV: jax.Array, i: jax.Array, length_penalty: ArrayLike, stop_tokens: tuple[int, ...]
+) -> _BeamState:
     """Extend each beam by the i-th new token, and return the N best."""
     N, V = logits_NV.shape
     logprobs_NV = beams.logprobs_N[:, None] + jax.nn.log_softmax(logits_NV.astype(jnp.float32))

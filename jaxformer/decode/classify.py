@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import flax.linen as nn
 import jax
@@ -14,18 +13,21 @@ import numpy as np
 from jaxformer.data.captions import tokenize_captions
 from jaxformer.data.image_io import read_model_input
 from jaxformer.data.labelled import pad_texts, tokenize_text
+from jaxformer.decode.programs import call
 from jaxformer.decode.prompts import Prompt
 from jaxformer.errors import UserError
 from jaxformer.models.objective import Params
 from jaxformer.runs.run import CLASSES, Run
+
+Ranking = list[tuple[str, float]]
+"""Names with their probabilities, the most likely first."""
 
 
 @partial(jax.jit, static_argnames=("model",))
 def classify(model: nn.Module, params: Params, *inputs: jax.Array) -> jax.Array:
     """Return the class probabilities, `(n_classes,)` float32, for an image `(height, width, C)` or a video, uint8, or
     for the tokens of a text and their mask."""
-    logits: Any = model.apply({"params": params}, *inputs)
-    return jax.nn.softmax(logits.astype(jnp.float32))
+    return jax.nn.softmax(call(model, params, "__call__", *inputs).astype(jnp.float32))
 
 
 @partial(jax.jit, static_argnames=("model",))
@@ -35,15 +37,14 @@ def classify_zero_shot(
     """Return the probabilities that a `CLIP` assigns to N texts for each image, `(n_images, N)` float32 (Radford et al.
     2021, section 3.1.2). Images are `(n_images, height, width, C)` uint8; `data.captions.tokenize_captions` makes the
     texts."""
-    apply: Callable[..., Any] = partial(model.apply, {"params": params})
-    image_IE = jax.vmap(partial(apply, method="encode_image"))(images)
-    text_NE = jax.vmap(partial(apply, method="encode_text"))(tokens_NT, valid_NT)
+    image_IE = jax.vmap(partial(call, model, params, "encode_image"))(images)
+    text_NE = jax.vmap(partial(call, model, params, "encode_text"))(tokens_NT, valid_NT)
     # A device's default matmul precision may leave the cosines only a few digits, and the scale is up to 100.
     cosine_IN = jnp.matmul(image_IE, text_NE.T, precision=jax.lax.Precision.HIGHEST)
-    return jax.nn.softmax(jnp.exp(apply(method="log_scale")) * cosine_IN)
+    return jax.nn.softmax(jnp.exp(call(model, params, "log_scale")) * cosine_IN)
 
 
-def classify_images(run: Run, files: Sequence[str]) -> list[list[tuple[str, float]]]:
+def classify_images(run: Run, files: Sequence[str]) -> list[Ranking]:
     """Return, per image, the names of all classes with their probabilities, the most likely first. Raises `UserError`
     if an image cannot be read, or the numbers of class names and of the model's classes differ."""
     probs = [classify(run.model, run.params, pixels).tolist() for pixels in _read_images(run, files)]
@@ -60,7 +61,7 @@ def encode_labelled(prompt: Prompt, run: Run) -> list[int]:
     return tokens
 
 
-def classify_text(run: Run, tokens: Sequence[int]) -> list[tuple[str, float]]:
+def classify_text(run: Run, tokens: Sequence[int]) -> Ranking:
     """Return the labels of a text with their probabilities, the most likely first."""
     tokens_BT, valid_BT = pad_texts([tokens], run.text_model()[0].context_length)
     probs = classify(run.model, run.params, tokens_BT[0], valid_BT[0]).tolist()
@@ -75,7 +76,7 @@ def _class_names(run: Run, n: int) -> Sequence[str]:
     return run.classes or [str(number) for number in range(n)]
 
 
-def classify_images_by_texts(run: Run, files: Sequence[str], texts: list[str]) -> list[list[tuple[str, float]]]:
+def classify_images_by_texts(run: Run, files: Sequence[str], texts: list[str]) -> list[Ranking]:
     """Return, per image, the texts with their probabilities, the most likely first. Raises `UserError` if an image
     cannot be read."""
     assert run.tokenizer is not None
@@ -103,5 +104,5 @@ def _read_images(run: Run, files: Sequence[str]) -> list[np.ndarray]:
     return [read_model_input(file, run.config.model.example()[0].shape) for file in files]
 
 
-def _ranked(names: Sequence[str], probs: Sequence[Sequence[float]]) -> list[list[tuple[str, float]]]:
+def _ranked(names: Sequence[str], probs: Sequence[Sequence[float]]) -> list[Ranking]:
     return [sorted(zip(names, row, strict=True), key=lambda named: -named[1]) for row in probs]

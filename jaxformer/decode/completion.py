@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from math import isfinite
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import jax
 
@@ -18,9 +18,9 @@ from jaxformer.data.chat_template import ChatTemplate, encode_rendered
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.decode.beam import beam_search
 from jaxformer.decode.generation import Generation, generate, spread_rows
-from jaxformer.decode.prompts import Prompt, sample_seeds
+from jaxformer.decode.prompts import Encoded, Prompt, Row, sample_seeds
 from jaxformer.decode.samplers import Sampling
-from jaxformer.decode.speculative import MAX_DRAFT_TOKENS, Draft, DraftModel, PromptLookup, Speculation, speculate
+from jaxformer.decode.speculative import Draft, DraftModel, PromptLookup, Speculation, speculate
 from jaxformer.decode.streaming import BeamGeneration, GeneratedText, Throughput, batch_by_length, stream_texts
 from jaxformer.errors import UserError, lone_surrogate
 from jaxformer.models.objective import Params, is_causal_lm
@@ -28,7 +28,7 @@ from jaxformer.models.objective import Params, is_causal_lm
 if TYPE_CHECKING:
     from jaxformer.runs.run import Run
 
-Explain = Callable[[list[int], list[int]], list[dict[str, Any]]]
+Explain = Callable[[list[int], list[int]], list[Row]]
 """Function from the tokens of a prompt and of its completion to one row per token that can be explained."""
 
 
@@ -61,7 +61,7 @@ class CompletionOptions:
     """Draft for speculative decoding: a smaller run with the same tokenizer, or 'lookup' for prompt lookup. It proposes
     several tokens, which the model verifies in one pass. The distribution of the text does not change; greedy decoding
     gives the same text. Decodes one text at a time."""
-    draft_tokens: Annotated[int, Range(least=1, most=MAX_DRAFT_TOKENS)] = 4
+    draft_tokens: Annotated[int, Range(least=1, most=64)] = 4
     """Tokens that --draft proposes at a time."""
     cache_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
     """Dtype of the model's KV cache; a draft's is float32."""
@@ -94,21 +94,22 @@ class Completion:
     text: GeneratedText
     score: float | None = None
     """Beam-search score; None without a beam search."""
-    explained: list[dict[str, Any]] | None = None
+    explained: list[Row] | None = None
     """One row per token that can be explained; None without explanations."""
 
-    def as_row(self) -> dict[str, Any]:
+    def as_row(self) -> Row:
         """Return the completion as a JSON object."""
-        text, score = self.text, self.score
-        return {
-            "line": self.prompt.line, "id": self.prompt.id, "prompt": self.prompt.text, "sample": self.sample,
-            "seed": self.seed, "text": text.text, "ended": text.finish_reason, "tokens": text.tokens,
-            **({"logprobs": [json_float(x) for x in text.logprobs]} if score is None else {"score": json_float(score)}),
-            **({"top_logprobs": [[(t, json_float(x)) for t, x in likeliest] for likeliest in text.top_logprobs]}
-               if any(text.top_logprobs) else {}),
-            **({} if self.explained is None else {"explained": self.explained}),
-            "first_token_s": round(text.first_token_seconds, 6), "seconds": round(text.seconds, 6),
-        }  # fmt: skip
+        text, row = self.text, {**self.prompt.as_row(), "sample": self.sample, "seed": self.seed}
+        row |= {"text": text.text, "ended": text.finish_reason, "tokens": text.tokens}
+        if self.score is None:
+            row["logprobs"] = [json_float(x) for x in text.logprobs]
+        else:
+            row["score"] = json_float(self.score)
+        if any(text.top_logprobs):
+            row["top_logprobs"] = [[(t, json_float(x)) for t, x in likeliest] for likeliest in text.top_logprobs]
+        if self.explained is not None:
+            row["explained"] = self.explained
+        return row | {"first_token_s": round(text.first_token_seconds, 6), "seconds": round(text.seconds, 6)}
 
 
 def json_float(value: float) -> float | None:
@@ -121,14 +122,22 @@ class Completer:
     tokens per second so far."""
 
     def __init__(
-        self, run: Run, options: CompletionOptions, sampling: Sampling, draft: Run | None = None,
+        self,
+        run: Run,
+        options: CompletionOptions,
+        sampling: Sampling,
+        draft: Run | None = None,
         explain: Explain | None = None,
-    ) -> None:  # fmt: skip
-        """Check the options against the run. `draft` is the run that `options.draft` names, None for 'lookup'.
+    ) -> None:
+        """Check the options against the run.
+
+        Args:
+          sampling: options to which the run's end-of-text tokens and the texts of `options` are added.
+          draft: the run that `options.draft` names; None for 'lookup'.
 
         Raises:
           UserError: the run's model is not a causal language model, an option does not fit the run, or the draft has
-            another tokenizer or no cache.
+            another tokenizer.
         """
         self._run, self._options, self._explain = run, options, explain
         self._params, self._spread_for = run.params, 1
@@ -136,10 +145,16 @@ class Completer:
         if not is_causal_lm(run.model):
             remedy = "name a run that does"
             raise UserError(f"{run.path} holds a {type(run.model).__name__}, which does not generate text; {remedy}.")
+        self._check_cache()
         n_tokens = self._tokenizer.vocab_size
-        sampling.check_vocabulary(n_tokens)
-        self._sampling = sampling if n_tokens >= self._config.vocab_size else replace(sampling, n_tokens=n_tokens)
-        check_stop_strings(options.stop, self._tokenizer, options.max_new_tokens)
+        self._sampling = replace(
+            sampling,
+            stop_tokens=tuple(dict.fromkeys((*self._tokenizer.ends_of_text, *sampling.stop_tokens))),
+            logit_bias=encode_logit_bias(options.logit_bias, self._tokenizer),
+            bad_words=encode_bad_words(options.bad_words, self._tokenizer),
+            n_tokens=n_tokens if n_tokens < self._config.vocab_size else None,
+        )
+        self._sampling.check_vocabulary(n_tokens)
         self._draft: tuple[Draft, Params] | None = None
         if options.draft == "lookup":
             self._draft = PromptLookup(self._config.vocab_size), None
@@ -150,13 +165,24 @@ class Completer:
         self._context_ends = list(ends)
         self.throughput = Throughput()
 
+    def _check_cache(self) -> None:
+        """Raise `UserError` for an option that needs a cache, or a prefill in chunks, which the model lacks."""
+        options, contract = self._options, contract_of(self._run.model)
+        names = ("draft", "cache_dtype", "prefill_chunk", "num_beams")
+        used = [name for name in names if getattr(options, name) != getattr(CompletionOptions, name)]
+        used += ["explain"] if self._explain else []  # other models read left-padded windows
+        if used and not contract.has_cache:
+            flag = f"--{used[0].replace('_', '-')}"
+            raise UserError(f"{self._run.path} has a model without a KV cache, which {flag} needs; omit {flag}.")
+        if "prefill_chunk" in used and contract.has_prefix:
+            problem = f"{self._run.path} reads a prompt with bidirectional attention, in one pass"
+            raise UserError(f"{problem}; omit --prefill-chunk.")
+
     def _check_draft(self, draft: Run) -> Draft:
         config, tokenizer = draft.text_model()
         if tokenizer.as_json() != self._tokenizer.as_json():
             remedy = "use one trained on its text"
             raise UserError(f"the draft {draft.path} has a different tokenizer than {self._run.path}; {remedy}.")
-        if not contract_of(draft.model).has_cache:
-            raise UserError(f"the draft {draft.path} has a model without a cache; use another, or 'lookup'.")
         return DraftModel(draft.model, config.n_positions)
 
     def encode(self, prompt: Prompt) -> list[int]:
@@ -193,9 +219,8 @@ class Completer:
         return ChatTemplate.of_tokenizer(self._tokenizer)
 
     def complete(
-        self, prompts: Sequence[tuple[Prompt, list[int]]], interrupted: Callable[[], bool],
-        show: Callable[[str], None] = lambda new: None,
-    ) -> Iterator[tuple[int, list[Completion]]]:  # fmt: skip
+        self, prompts: list[Encoded], interrupted: Callable[[], bool], show: Callable[[str], None] = lambda new: None
+    ) -> Iterator[tuple[int, list[Completion]]]:
         """Yield each prompt's index and its completions, batch by batch; stop after the current batch if interrupted.
 
         Args:
@@ -219,9 +244,8 @@ class Completer:
                 break
 
     def _complete_batch(
-        self, prompts: list[tuple[Prompt, list[int]]], n_prompts: int, interrupted: Callable[[], bool],
-        show: Callable[[str], None],
-    ) -> list[Completion]:  # fmt: skip
+        self, prompts: list[Encoded], n_prompts: int, interrupted: Callable[[], bool], show: Callable[[str], None]
+    ) -> list[Completion]:
         """Complete a batch, padded to `n_prompts` with its last prompt so that a smaller batch compiles no program."""
         options, n_samples = self._options, self._options.num_samples
         padded = prompts + prompts[-1:] * (n_prompts - len(prompts))
@@ -249,27 +273,24 @@ class Completer:
         return completions
 
     def _begin(self, tokens: list[list[int]], seeds: list[int]) -> Generation | BeamGeneration | Speculation:
-        options = self._options
-        model_and_prompts = self._run.model, self._params, tokens
-        common: dict[str, Any] = {
-            "max_new_tokens": options.max_new_tokens, "context_length": self._config.n_positions,
-            "cache_dtype": options.cache_dtype,
-        }  # fmt: skip
+        model, params, options, sampling = self._run.model, self._params, self._options, self._sampling
+        length, dtype, n = self._config.n_positions, options.cache_dtype, options.max_new_tokens
         if options.num_beams > 1:
             search = partial(
-                beam_search, *model_and_prompts, n_beams=options.num_beams, length_penalty=options.length_penalty,
-                stop_tokens=self._sampling.stop_tokens, n_tokens=self._sampling.n_tokens, **common,
+                beam_search, model, params, tokens, n_beams=options.num_beams, max_new_tokens=n, context_length=length,
+                length_penalty=options.length_penalty, stop_tokens=sampling.stop_tokens, n_tokens=sampling.n_tokens,
+                cache_dtype=dtype,
             )  # fmt: skip
             return BeamGeneration(search, options.num_samples)
-        common["n_samples"] = options.num_samples
         if self._draft:
             return speculate(
-                self._run.model, self._params, *self._draft, tokens, self._sampling, seeds,
-                n_proposed=options.draft_tokens, **common,
+                model, params, *self._draft, tokens, sampling, seeds, max_new_tokens=n, context_length=length,
+                n_samples=options.num_samples, n_proposed=options.draft_tokens, cache_dtype=dtype,
             )  # fmt: skip
         return generate(
-            *model_and_prompts, self._sampling, seeds, prefill_chunk=options.prefill_chunk,
-            fill_token=self._tokenizer.end_of_text, **common,
+            model, params, tokens, sampling, seeds, max_new_tokens=n, context_length=length,
+            n_samples=options.num_samples, cache_dtype=dtype, prefill_chunk=options.prefill_chunk,
+            fill_token=self._tokenizer.end_of_text,
         )  # fmt: skip
 
 
@@ -306,22 +327,10 @@ def encode_logit_bias(options: Sequence[str], tokenizer: Tokenizer) -> tuple[tup
 
 
 def encode_bad_words(texts: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
-    """Return the token sequences of texts with and without a leading space. Raises `UserError` if a text is empty or
-    not UTF-8."""
-    if "" in texts:
-        raise UserError("a text of --bad-words is empty; give it at least one character.")
-    spaced = [variant for text in texts for variant in (text, *([] if text[0].isspace() else [f" {text}"]))]
+    """Return the token sequences of texts with and without a leading space. Raises `UserError` if a text is not
+    UTF-8."""
+    spaced = [variant for text in texts for variant in (text, *([] if text[:1].isspace() else [f" {text}"]))]
     return tuple(dict.fromkeys(tuple(_encode(text, "--bad-words", tokenizer)) for text in spaced))
-
-
-def check_stop_strings(strings: Sequence[str], tokenizer: Tokenizer, max_new_tokens: int) -> None:
-    """Raise `UserError` if a string has more bytes than `max_new_tokens` tokens can have."""
-    limit = max_new_tokens * max(map(len, tokenizer.token_bytes))
-    for string in strings:
-        if (n := len(string.encode())) > limit:
-            reason = f"it has {n} bytes, and {max_new_tokens} tokens of this run at most {limit}"
-            problem = f"stop string {string!r} can never occur: {reason}"
-            raise UserError(f"{problem}; omit it, or raise --max-new-tokens.")
 
 
 def _encode(text: str, flag: str, tokenizer: Tokenizer) -> list[int]:

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxformer.decode.prompts import Prompt
+from jaxformer.decode.programs import call
+from jaxformer.decode.prompts import Prompt, Row
 from jaxformer.errors import UserError
 from jaxformer.models.objective import Params
 
@@ -44,18 +46,17 @@ def encode_masked(prompt: Prompt, run: Run) -> list[int]:
     return tokens
 
 
-def fill_prompt(run: Run, prompt: Prompt, tokens: Sequence[int], n_candidates: int) -> dict[str, Any]:
+def fill_prompt(run: Run, prompt: Prompt, tokens: Sequence[int], n_candidates: int) -> Row:
     """Return a JSON row with the filled text and, per mask, the most likely tokens as text with probabilities."""
     tokenizer, filled = run.text_model()[1], list(tokens)
     masks = fill_masks(run.model, run.params, tokens, n_candidates)
     for mask in masks:
         filled[mask.position] = mask.candidates[0][0]
     candidates = [[(tokenizer.decode([token]), float(f"{p:.4g}")) for token, p in mask.candidates] for mask in masks]
-    text = tokenizer.decode(filled)
-    return {"line": prompt.line, "id": prompt.id, "prompt": prompt.text, "text": text, "masks": candidates}
+    return {**prompt.as_row(), "text": tokenizer.decode(filled), "masks": candidates}
 
 
-def fill_masks(model: Any, params: Params, tokens: Sequence[int], n_candidates: int) -> list[FilledMask]:
+def fill_masks(model: nn.Module, params: Params, tokens: Sequence[int], n_candidates: int) -> list[FilledMask]:
     """Return the filled masks of a text, in the order of their positions.
 
     Masks are filled one at a time, the one with the most probable token first; each filled mask is input for the next.
@@ -84,9 +85,9 @@ def fill_masks(model: Any, params: Params, tokens: Sequence[int], n_candidates: 
 
 @partial(jax.jit, static_argnames=("model", "n"))
 def _likeliest(
-    model: Any, params: Params, tokens_T: jax.Array, valid_T: jax.Array, n: int
+    model: nn.Module, params: Params, tokens_T: jax.Array, valid_T: jax.Array, n: int
 ) -> tuple[jax.Array, jax.Array]:
     """Return the probabilities and the ids, each `(T, n)`, of the n most likely tokens at each position."""
-    logits_TV = model.apply({"params": params}, tokens_T, valid_T)
+    logits_TV = call(model, params, "__call__", tokens_T, valid_T)
     probs_TN, candidates_TN = jax.lax.top_k(jax.nn.softmax(logits_TV[:, :-1].astype(jnp.float32)), n)
     return probs_TN, candidates_TN

@@ -26,12 +26,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
+from jax.typing import DTypeLike
 
 from jaxformer.contract import contract_of
 from jaxformer.decode import programs
-from jaxformer.decode.programs import MAX_TOKENS_PER_CALL, DecodeOutput, SlidingWindow
-from jaxformer.decode.samplers import Sampling
-from jaxformer.errors import UserError, abbreviate
+from jaxformer.decode.programs import (
+    MAX_TOKENS_PER_CALL,
+    Cache,
+    Chunk,
+    DecodeOutput,
+    DecodeState,
+    Rows,
+    SlidingWindow,
+    Span,
+)
+from jaxformer.decode.samplers import History, Sampling
+from jaxformer.errors import UserError
 from jaxformer.models.objective import Params
 from jaxformer.ops.masks import EMPTY
 from jaxformer.parallel.mesh import batch_sharding, batch_shards, make_mesh, replicated
@@ -69,7 +79,7 @@ class Piece(NamedTuple):
 
 def generate(
     model: nn.Module, params: Params, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int], *,
-    max_new_tokens: int, context_length: int, n_samples: int = 1, cache_dtype: Any = jnp.float32,
+    max_new_tokens: int, context_length: int, n_samples: int = 1, cache_dtype: DTypeLike = jnp.float32,
     prefill_chunk: int = 512, fill_token: int = 0,
 ) -> Generation:  # fmt: skip
     """Complete prompts of any length as one batch.
@@ -86,28 +96,32 @@ def generate(
       fill_token: for models without a cache, the token that pads the window before the text begins.
 
     Raises:
-      UserError: there is no prompt, a prompt is empty, too long or has a token outside the vocabulary, an argument is
-        below 1, or one does not fit 32 bits.
+      UserError: a prompt is empty, too long or has a token outside the vocabulary, or the context is longer than the
+        model's learned positions.
+      ValueError: a count is below 1 or has more than 31 bits, or there is not one seed per row.
+      OverflowError: a seed has more than 32 bits.
     """
     counts = {"max_new_tokens": max_new_tokens, "n_samples": n_samples, "prefill_chunk": prefill_chunk}
     check_prompts(model, prompts, context_length, **counts)
-    check_seeds(seeds, len(prompts), n_samples)
-    contract, longest = contract_of(model), length_bucket(context_length)
-    at_once = contract.has_prefix or not contract.has_cache
+    seeds_R = seeds_of_rows(seeds, len(prompts), n_samples)
+    contract, chunk = contract_of(model), min(prefill_chunk, length_bucket(context_length))
+    if contract.has_prefix or not contract.has_cache:
+        chunk = length_bucket(context_length)
+    if not contract.has_cache:
+        model, params = SlidingWindow(model, context_length, fill_token), {"model": params}
+    rows = [list(prompt) for prompt in prompts]
     return Generation(
-        model if contract.has_cache else SlidingWindow(model, context_length, fill_token), params,
-        [list(prompt) for prompt in prompts], sampling, np.array(seeds, np.uint32), max_new_tokens, context_length,
-        n_samples, jnp.dtype(cache_dtype), longest if at_once else min(prefill_chunk, longest), fill_token,
+        model, params, rows, sampling, seeds_R, max_new_tokens, context_length, n_samples, jnp.dtype(cache_dtype),
+        chunk, fill_token,
     )  # fmt: skip
 
 
 def check_prompts(model: nn.Module, prompts: Sequence[Sequence[int]], context_length: int, **counts: int) -> None:
-    """Raise `UserError` if there is no prompt, `check_rows` does, or one of the named counts is out of range."""
+    """Raise `UserError` if `check_context` or `check_rows` does, `ValueError` if a named count is below 1 or has more
+    than 31 bits."""
     for name, value in counts.items():
-        if np.ndim(value) or not np.issubdtype(np.asarray(value).dtype, np.integer) or not 1 <= value < 2**31:
-            raise UserError(f"{name} is {value}; it must be at least 1 and below 2**31, a whole number.")
-    if len(prompts) == 0:
-        raise UserError("there is no prompt to continue; give at least 1.")
+        if not 1 <= index(value) < 2**31:
+            raise ValueError(f"{name} is {value}; it must be at least 1 and below 2**31")
     check_context(model, context_length)
     check_rows(model, prompts, context_length, "prompt")
 
@@ -121,21 +135,15 @@ def check_context(model: nn.Module, context_length: int) -> None:
 
 
 def check_rows(model: nn.Module, rows: Sequence[Sequence[int]], context_length: int, name: str) -> None:
-    """Raise `UserError` if a row, which messages call `name`, is not a sequence of 1 to `context_length` token ids, or
-    has one outside the vocabulary."""
+    """Raise `UserError` if a row, which messages call `name`, does not have 1 to `context_length` tokens, or has one
+    outside the vocabulary; `TypeError` if tokens are no integers."""
     last = vocab_size(model) - 1
     for number, row in enumerate(rows, start=1):
         label = f"{name} {number}" if len(rows) > 1 else f"the {name}"
-        try:
-            tokens_T = np.asarray(row)
-        except ValueError:  # rows of different lengths
-            tokens_T = np.array(None)
-        if tokens_T.ndim != 1 or (tokens_T.size and not np.issubdtype(tokens_T.dtype, np.integer)):
-            remedy = f"give the token ids of each {name}, such as [[1, 2, 3]]"
-            raise UserError(f"{label} is {abbreviate(row)}; {remedy}.")
-        if not 1 <= len(tokens_T) <= context_length:
+        if not 1 <= len(row) <= context_length:
             limit = f"it must have at least 1 and at most the context's {context_length}"
-            raise UserError(f"{label} has {len(tokens_T)} tokens; {limit}.")
+            raise UserError(f"{label} has {len(row)} tokens; {limit}.")
+        tokens_T = np.asarray(row).astype(np.int64, casting="same_kind")
         if len(outside := tokens_T[(tokens_T < 0) | (tokens_T > last)]):
             raise UserError(f"{label} has a token {outside[0]}; it must be from 0 to {last}, the vocabulary's last.")
 
@@ -148,20 +156,12 @@ def vocab_size(model: nn.Module) -> int:
     return size
 
 
-def check_seeds(seeds: Sequence[int], n_prompts: int, n_samples: int) -> None:
-    """Raise `UserError` if a seed is not a whole number or does not fit 32 bits, `ValueError` if there is not one seed
-    per row."""
-    try:
-        seeds = [index(seed) for seed in seeds]
-    except TypeError as error:
-        remedy = "give one whole number per row, such as [0]"
-        given = " ".join(abbreviate(seeds).split())  # the repr of a key has two lines
-        raise UserError(f"seeds is {given}; {remedy}.") from error
+def seeds_of_rows(seeds: Sequence[int], n_prompts: int, n_samples: int) -> np.ndarray:
+    """Return the seeds as an array, uint32. Raises `TypeError` or `OverflowError` if one is not a whole number of 32
+    bits, `ValueError` if there is not one per row."""
     if len(seeds) != n_prompts * n_samples:
         raise ValueError(f"{len(seeds)} seeds for {n_prompts} prompts of {n_samples} rows each")
-    for seed in seeds:
-        if not 0 <= seed < 2**32:
-            raise UserError(f"seed is {seed}; it must be at least 0 and below 2**32.")
+    return np.array([index(seed) for seed in seeds], np.uint32)
 
 
 class PieceIterator:
@@ -190,7 +190,7 @@ class Generation(PieceIterator):
     while the caller reads the current one.
     """
 
-    model: Any
+    model: nn.Module
     params: Params
     rows: list[list[int]]
     """Tokens so far: of each prompt before the prefill, of each row after it."""
@@ -199,11 +199,11 @@ class Generation(PieceIterator):
     max_new_tokens: int
     context_length: int
     n_samples: int
-    dtype: Any
+    dtype: DTypeLike
     chunk: int
     fill_token: int
     n_new: int = 0
-    history: Any = None
+    history: History | None = None
     slots_held: int = 0
     """Current capacity of the cache, in slots."""
     seconds_per_token: float = inf
@@ -244,8 +244,7 @@ class Generation(PieceIterator):
         n_slots = doubled(smallest, max(usual, min(longest + steps, in_ring)))
         state, output = self._prefill(lengths_B, n_samples, n_slots)
         yield output
-        offset_R = self.put(np.repeat(longest - lengths_B, n_samples))
-        seeds_R = self.put(self.seeds_R)
+        offset_R, seeds_R = self.put(np.repeat(longest - lengths_B, n_samples)), self.put(self.seeds_R)
         done = 0
         while done < steps:
             counter = longest + done
@@ -254,18 +253,14 @@ class Generation(PieceIterator):
             if (read := read_slots(counter + 1, n_slots)) < n_slots:
                 limit = min(limit, read - counter)  # attention reads no more slots until these are in use
             state = state._replace(cache=self._with_slots(state.cache, read_slots(counter + limit, n_slots)))
-            state, output = programs.decode(
-                self.model, self.sampling, self.params, state, offset_R, seeds_R, self.put(self.ended_B.copy()),
-                np.int32(counter), np.int32(n_new + 1 + done), np.int32(limit), np.int32(n_slots),
-                mesh=self.mesh,
-            )  # fmt: skip
+            rows = Rows(offset_R, seeds_R, self.put(self.ended_B.copy()))
+            span = Span(*map(np.int32, (counter, n_new + 1 + done, limit, n_slots)))
+            state, output = programs.decode(self.model, self.sampling, self.params, state, rows, span, self.mesh)
             yield output
             done += limit
         self.history = state.history
 
-    def _prefill(
-        self, lengths_B: np.ndarray, n_samples: int, n_slots: int
-    ) -> tuple[programs.DecodeState, DecodeOutput]:
+    def _prefill(self, lengths_B: np.ndarray, n_samples: int, n_slots: int) -> tuple[DecodeState, DecodeOutput]:
         """Prefill the rows, chunk by chunk, and sample the first new tokens."""
         longest = int(lengths_B.max())
         starts = range(0, longest, self.chunk)
@@ -277,23 +272,23 @@ class Generation(PieceIterator):
             positions_BT[i, longest - length : longest] = np.arange(length)
         cache = None
         for first in starts:
-            chunk = slice(first, min(first + self.chunk, width))
+            end = min(first + self.chunk, width)
             slot = np.int32(first % n_slots)
-            cache = self._with_slots(cache, read_slots(chunk.stop, n_slots))
-            inputs = cache, self.put(tokens_BT[:, chunk]), self.put(positions_BT[:, chunk]), slot
+            chunk = Chunk(self.put(tokens_BT[:, first:end]), self.put(positions_BT[:, first:end]), slot)
+            cache = self._with_slots(cache, read_slots(end, n_slots))
             sizes = {"n_slots": self.slots_held, "dtype": self.dtype}
             if first != starts[-1]:
-                cache = programs.prefill(self.model, self.params, *inputs, **sizes)
+                cache = programs.prefill(self.model, self.params, cache, chunk, **sizes)
         prompts_BP = left_aligned(self.rows, width if len(starts) == 1 else doubled(self.chunk, longest))
         start = programs.start if n_samples == 1 else programs.start_samples
         return start(
-            self.model, self.sampling, self.params, *inputs, np.int32(longest - 1 - starts[-1]),
+            self.model, self.sampling, self.params, cache, chunk, np.int32(longest - 1 - starts[-1]),
             (self.put(prompts_BP), self.put(lengths_B)), self.history, self.put(self.seeds_R),
             self.put(self.ended_B.copy()), np.int32(self.n_new), n_samples=n_samples,
             mesh=self.mesh, **sizes,
         )  # fmt: skip
 
-    def _with_slots(self, cache: Any, n_slots: int) -> Any:
+    def _with_slots(self, cache: Cache | None, n_slots: int) -> Cache | None:
         """Return the cache enlarged to n_slots if it has fewer; None, an empty cache, stays None."""
         if cache is None:
             self.slots_held = n_slots

@@ -7,7 +7,6 @@ counter minus the row's offset.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,6 +14,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import ArrayLike, DTypeLike
 
 from jaxformer.contract import Contract, Task, contract_of
 from jaxformer.decode.samplers import Drawn, History, Sampling, init_history, sample, update_history
@@ -24,6 +24,53 @@ from jaxformer.ops.masks import EMPTY
 
 MAX_TOKENS_PER_CALL = 64
 """Maximum decode steps per call of the compiled loop."""
+
+Cache = Any
+"""Pytree of arrays from a model's `init_cache` or `start`: keys and values in slots, or a state."""
+
+
+class Chunk(NamedTuple):
+    """Tokens of B prompts that are prefilled together.
+
+    Attributes:
+      tokens_BT: int32.
+      positions_BT: position of each token, `EMPTY` for padding; int32.
+      slot: cache slot of the first token, `()` int32.
+    """
+
+    tokens_BT: jax.Array
+    positions_BT: jax.Array
+    slot: ArrayLike
+
+
+class Rows(NamedTuple):
+    """What differs between the rows of a batch, besides their state.
+
+    Attributes:
+      offset_B: the counter minus the row's position; int32.
+      seeds_B: seed of each row; uint32.
+      ended_B: True for rows that the caller has ended.
+    """
+
+    offset_B: jax.Array
+    seeds_B: jax.Array
+    ended_B: jax.Array
+
+
+class Span(NamedTuple):
+    """The decode steps of one call; each field is `()` int32.
+
+    Attributes:
+      counter: index of the next token in the longest row; modulo n_slots it is the slot.
+      n_new: new tokens that the rows already have.
+      limit: number of steps, at most `MAX_TOKENS_PER_CALL`.
+      n_slots: slots to which the cache may grow.
+    """
+
+    counter: ArrayLike
+    n_new: ArrayLike
+    limit: ArrayLike
+    n_slots: ArrayLike
 
 
 class DecodeState(NamedTuple):
@@ -36,7 +83,7 @@ class DecodeState(NamedTuple):
       done_B: True for rows that are done.
     """
 
-    cache: Any
+    cache: Cache
     history: History
     token_B: jax.Array
     done_B: jax.Array
@@ -56,8 +103,7 @@ class DecodeOutput(NamedTuple):
     done_B: jax.Array
 
 
-@dataclass(frozen=True)
-class SlidingWindow:
+class SlidingWindow(nn.Module):
     """A model without a cache, wrapped as one whose state is its window of last tokens, `(context_length,)` int32.
 
     Attributes:
@@ -69,65 +115,58 @@ class SlidingWindow:
     fill_token: int
     contract = Contract(Task.CAUSAL_LM, has_cache=True, attention_window=1, extrapolates=True)
 
-    def apply(self, variables: Any, *args: Any, method: str) -> Any:
-        """Call a method with the variables of the model, as `nn.Module.apply` does."""
-        return getattr(self, method)(variables, *args)
-
-    def init_cache(self, n_slots: int, dtype: Any) -> jax.Array:
+    def init_cache(self, n_slots: int, dtype: DTypeLike) -> jax.Array:
         """Return an empty window."""
         return jnp.full(self.context_length, self.fill_token, jnp.int32)
 
     def extend(
-        self, variables: Any, tokens_T: jax.Array, positions_T: jax.Array, window_C: jax.Array, slot: Any
+        self, tokens_T: jax.Array, positions_T: jax.Array, window_C: jax.Array, slot: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """Return the logits after the last token, `(T, V)` with equal rows, and the window."""
         end = jnp.argmax(positions_T) + 1  # the rest is padding
         window_C = jax.lax.dynamic_slice_in_dim(jnp.append(window_C, tokens_T), end, self.context_length)
-        logits: Any = self.model.apply(variables, window_C)
-        return jnp.broadcast_to(logits[-1], (len(tokens_T), logits.shape[-1])), window_C
+        logits_TV = self.model(window_C)
+        return jnp.broadcast_to(logits_TV[-1], (len(tokens_T), logits_TV.shape[-1])), window_C
 
-    def unembed(self, variables: Any, logits: jax.Array) -> jax.Array:
+    def unembed(self, logits: jax.Array) -> jax.Array:
         """Return the logits."""
         return logits
 
 
 @partial(jax.jit, static_argnames=("model", "n_slots", "dtype"))
-def enlarge(model: Any, cache: Any, *, n_slots: int, dtype: Any) -> Any:
+def enlarge(model: nn.Module, cache: Cache, *, n_slots: int, dtype: DTypeLike) -> Cache:
     """Return the cache of a batch with more slots."""
     return jax.vmap(lambda cache: put_first_slots(model.init_cache(n_slots, dtype), cache))(cache)
 
 
 @partial(jax.jit, static_argnames=("model", "n_slots", "dtype"), donate_argnames="cache")
 def prefill(
-    model: Any, params: Params, cache: Any, tokens_BT: jax.Array, positions_BT: jax.Array, slot: jax.Array, *,
-    n_slots: int, dtype: Any,
-) -> Any:  # fmt: skip
+    model: nn.Module, params: Params, cache: Cache | None, chunk: Chunk, *, n_slots: int, dtype: DTypeLike
+) -> Cache:
     """Return the cache with one more chunk of the prompts, which is not their last."""
-    return _prefill(model, params, cache, tokens_BT, positions_BT, slot, n_slots, dtype)[1]
+    return _prefill(model, params, cache, chunk, n_slots, dtype)[1]
 
 
 def _prefill(
-    model: Any, params: Params, cache: Any, tokens_BT: jax.Array, positions_BT: jax.Array, slot: jax.Array | int,
-    n_slots: int, dtype: Any,
-) -> tuple[jax.Array, Any]:  # fmt: skip
+    model: nn.Module, params: Params, cache: Cache | None, chunk: Chunk, n_slots: int, dtype: DTypeLike
+) -> tuple[jax.Array, Cache]:
     """Return the features `(B, T, D)` of a chunk and the cache extended by it. For the first chunk the cache is None,
     and one of n_slots is created."""
 
-    def extend(tokens_T: jax.Array, positions_T: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
+    def extend(tokens_T: jax.Array, positions_T: jax.Array, cache: Cache | None) -> tuple[jax.Array, Cache]:
         if cache is not None:
-            return call(model, params, "extend", tokens_T, positions_T, cache, slot)
+            return call(model, params, "extend", tokens_T, positions_T, cache, chunk.slot)
         # The first chunk needs to attend only to itself, not to empty slots.
         x_TD, used = extend_empty(model, params, tokens_T, positions_T, model.init_cache(len(tokens_T), dtype))
         return x_TD, put_first_slots(model.init_cache(n_slots, dtype), used)
 
-    return jax.vmap(extend)(tokens_BT, positions_BT, cache)
+    return jax.vmap(extend)(chunk.tokens_BT, chunk.positions_BT, cache)
 
 
 def _start(
-    model: Any, sampling: Sampling, params: Params, cache: Any, tokens_BT: jax.Array, positions_BT: jax.Array,
-    slot: jax.Array, last: jax.Array, prompts: tuple[jax.Array, jax.Array], history: History | None,
-    seeds_R: jax.Array, done_R: jax.Array, n_new: jax.Array, *,
-    n_samples: int, n_slots: int, dtype: Any, mesh: Mesh | None = None,
+    model: nn.Module, sampling: Sampling, params: Params, cache: Cache | None, chunk: Chunk, last: jax.Array,
+    prompts: tuple[jax.Array, jax.Array], history: History | None, seeds_R: jax.Array, done_R: jax.Array,
+    n_new: jax.Array, *, n_samples: int, n_slots: int, dtype: DTypeLike, mesh: Mesh | None = None,
 ) -> tuple[DecodeState, DecodeOutput]:  # fmt: skip
     """Prefill the last chunk of B prompts and sample the first new token of each of their R = B · n_samples rows.
 
@@ -138,7 +177,7 @@ def _start(
       history: history of rows that continue; None for new ones.
       n_new: new tokens that the rows already have.
     """
-    x_BTD, cache = _prefill(model, params, cache, tokens_BT, positions_BT, slot, n_slots, dtype)
+    x_BTD, cache = _prefill(model, params, cache, chunk, n_slots, dtype)
     x_BD = jax.lax.dynamic_index_in_dim(x_BTD, last, axis=1, keepdims=False)
     logits_BV = jax.vmap(partial(call, model, params, "unembed"))(x_BD)
     if history is None:
@@ -169,51 +208,40 @@ start_samples = jax.jit(_start, static_argnames=_SIZES)  # n_samples > 1: a larg
 
 @partial(jax.jit, static_argnames=("model", "sampling", "mesh"), donate_argnames="state")
 def decode(
-    model: Any, sampling: Sampling, params: Params, state: DecodeState, offset_B: jax.Array, seeds_B: jax.Array,
-    ended_B: jax.Array, counter: jax.Array, n_new: jax.Array, limit: jax.Array, n_slots: jax.Array, *,
-    mesh: Mesh | None = None,
-) -> tuple[DecodeState, DecodeOutput]:  # fmt: skip
-    """Run decode steps until each row has `limit` more tokens or all rows are done.
+    model: nn.Module, sampling: Sampling, params: Params, state: DecodeState, rows: Rows, span: Span, mesh: Mesh | None
+) -> tuple[DecodeState, DecodeOutput]:
+    """Run decode steps until each row has `span.limit` more tokens or all rows are done.
 
     Args:
       state: state whose cache has at least min(counter + limit, n_slots) slots, all of which attention reads.
-      offset_B: the counter minus the row's position.
-      ended_B: True for rows that the caller has ended.
-      counter: index of the next token in the longest row; modulo n_slots it is the slot.
-      n_new: new tokens that the rows already have.
-      limit: decode steps, at most `MAX_TOKENS_PER_CALL`.
       mesh: mesh of data-parallel devices, each of which decodes its own rows, and stops once these are done; only the
         number of steps is reduced over the devices, once per call. None leaves the sharding to the partitioner.
     """
-
-    def decode_rows(*args: Any) -> tuple[DecodeState, DecodeOutput]:
-        state, output = _decode(model, sampling, *args)
-        return state, output._replace(n=jax.lax.pmax(output.n, "data"))
-
-    args = params, state, offset_B, seeds_B, ended_B, counter, n_new, limit, n_slots
     if mesh is None:
-        return _decode(model, sampling, *args)
-    shared, rows = PartitionSpec(), PartitionSpec("data")
-    in_specs = (shared, rows, rows, rows, rows, shared, shared, shared, shared)
-    out_specs = (rows, DecodeOutput(shared, PartitionSpec(None, "data"), rows))  # type: ignore[arg-type]
-    return jax.shard_map(decode_rows, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)(*args)
+        return _decode(model, sampling, params, state, rows, span, axis=None)
+    shared, split = PartitionSpec(), PartitionSpec("data")
+    in_specs = shared, split, split, shared
+    out_specs = split, DecodeOutput(shared, PartitionSpec(None, "data"), split)  # type: ignore[arg-type]
+    run = partial(_decode, model, sampling, axis="data")
+    run = jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    return run(params, state, rows, span)
 
 
 def _decode(
-    model: Any, sampling: Sampling, params: Params, state: DecodeState, offset_B: jax.Array, seeds_B: jax.Array,
-    ended_B: jax.Array, counter: jax.Array, n_new: jax.Array, limit: jax.Array, n_slots: jax.Array,
-) -> tuple[DecodeState, DecodeOutput]:  # fmt: skip
-    """See `decode`; the rows are all rows, or those of one device."""
+    model: nn.Module, sampling: Sampling, params: Params, state: DecodeState, rows: Rows, span: Span, axis: str | None
+) -> tuple[DecodeState, DecodeOutput]:
+    """See `decode`; the rows are all rows, or those of one device along a mesh's axis."""
+    counter, n_new, limit, n_slots = span
 
     def unfinished(carry: tuple[jax.Array, DecodeState, Drawn]) -> jax.Array:
         i, state, _ = carry
         return (i < limit) & ~state.done_B.all()
 
     def step(i: jax.Array, state: DecodeState) -> tuple[DecodeState, Drawn]:
-        slot = (counter + i) % n_slots
+        slot = (i + counter) % n_slots
         extend = partial(decode_step, model, params, slot=slot)
-        logits_BV, cache = jax.vmap(extend)(state.token_B, counter + i - offset_B, state.cache)
-        drawn_B, history, done_B = _draw(logits_BV, state.history, seeds_B, state.done_B, n_new + i, sampling)
+        logits_BV, cache = jax.vmap(extend)(state.token_B, i + counter - rows.offset_B, state.cache)
+        drawn_B, history, done_B = _draw(logits_BV, state.history, rows.seeds_B, state.done_B, i + n_new, sampling)
         return DecodeState(cache, history, drawn_B.token, done_B), drawn_B
 
     def step_and_store(carry: tuple[jax.Array, DecodeState, Drawn]) -> tuple[jax.Array, DecodeState, Drawn]:
@@ -222,11 +250,12 @@ def _decode(
         store = partial(jax.lax.dynamic_update_index_in_dim, index=i, axis=0)
         return i + 1, state, jax.tree.map(store, drawn_CB, drawn_B)
 
-    initial = state._replace(done_B=state.done_B | ended_B)
+    initial = state._replace(done_B=state.done_B | rows.ended_B)
     empty_CB = jax.tree.map(
         lambda x: jnp.full((MAX_TOKENS_PER_CALL, *x.shape), EMPTY, x.dtype), jax.eval_shape(step, 0, initial)[1]
     )
     n, final, drawn_CB = jax.lax.while_loop(unfinished, step_and_store, (jnp.int32(0), initial, empty_CB))
+    n = n if axis is None else jax.lax.pmax(n, axis)
     return final, DecodeOutput(n, drawn_CB, final.done_B)
 
 
@@ -249,37 +278,32 @@ def _draw(
     return drawn_B._replace(token=token_B), history_B, done_B | stopped_B
 
 
-def first_slots(model: Any, cache: Any, n: int, dtype: Any) -> Any:
-    """Return the first n slots of one row's cache."""
-    return first_parts(cache, jax.eval_shape(partial(model.init_cache, n, dtype)))
-
-
-def first_parts(tree: Any, shapes: Any) -> Any:
+def first_parts(tree: Cache, shapes: Cache) -> Cache:
     """Return the arrays of a tree cut to the given shapes."""
     return jax.tree.map(lambda x, shape: jax.lax.slice(x, (0,) * x.ndim, shape.shape), tree, shapes)
 
 
-def put_first_slots(cache: Any, part: Any) -> Any:
-    """Return the cache with its first slots, as from `first_slots`, replaced by `part`."""
+def put_first_slots(cache: Cache, part: Cache) -> Cache:
+    """Return the cache with its first slots, as from `first_parts`, replaced by `part`."""
     return jax.tree.map(lambda x, y: jax.lax.dynamic_update_slice(x, y, (0,) * x.ndim), cache, part)
 
 
 def extend_empty(
-    model: Any, params: Params, tokens_T: jax.Array, positions_T: jax.Array, cache: Any
-) -> tuple[jax.Array, Any]:
+    model: nn.Module, params: Params, tokens_T: jax.Array, positions_T: jax.Array, cache: Cache
+) -> tuple[jax.Array, Cache]:
     """Extend an empty cache by a prompt, or by its first chunk; return the features `(T, D)` and the cache."""
     prefix = (len(tokens_T),) if contract_of(model).has_prefix else ()
     return call(model, params, "extend", tokens_T, positions_T, cache, 0, *prefix)
 
 
 def decode_step(
-    model: Any, params: Params, token: jax.Array, position: jax.Array, cache: Any, slot: jax.Array
-) -> tuple[jax.Array, Any]:
+    model: nn.Module, params: Params, token: jax.Array, position: jax.Array, cache: Cache, slot: jax.Array
+) -> tuple[jax.Array, Cache]:
     """Extend one row's cache by one token; return the logits `(V,)` of the next token, and the cache."""
     x_1D, cache = call(model, params, "extend", token[None], position[None], cache, slot)
     return call(model, params, "unembed", x_1D[0]), cache
 
 
-def call(model: Any, params: Params, method: str, *args: Any) -> Any:
+def call(model: nn.Module, params: Params, method: str, *args: Any) -> Any:
     """Call a method of a model with its parameters, which `decode.weights.lay_out` may have transposed."""
     return model.apply({"params": for_matmul(params)}, *args, method=method)

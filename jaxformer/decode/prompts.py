@@ -9,9 +9,11 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, TypeVar
 
-from jaxformer.errors import UserError, lone_surrogate
+from jaxformer.errors import UserError, abbreviate, lone_surrogate
 
 T = TypeVar("T")
+Row = dict[str, Any]
+"""JSON object."""
 FIELDS = ("prompt", "seed", "id")
 MAX_SEED = 2**32 - 1
 
@@ -35,8 +37,13 @@ class Prompt:
             raise UserError(f"{self.label} is empty; give it at least one character.")
         if (start := lone_surrogate(self.text)) is not None:
             raise UserError(f"{self.label} contains bytes that are not UTF-8, at character {start}.")
-        if self.seed is not None and not 0 <= self.seed <= MAX_SEED:
-            raise UserError(f"{self.label} has the seed {self.seed}; it must be at least 0 and below 2**32.")
+        if self.seed is not None and not (type(self.seed) is int and 0 <= self.seed <= MAX_SEED):
+            limit = "it must be a whole number, at least 0 and below 2**32"
+            raise UserError(f"{self.label} has the seed {abbreviate(self.seed)}; {limit}.")
+
+    def as_row(self) -> Row:
+        """Return the fields of a JSON row that identify the prompt."""
+        return {"line": self.line, "id": self.id, "prompt": self.text}
 
     def check_no_seed(self, reason: str) -> None:
         """Raise `UserError` if the prompt has a seed; for tasks without sampling."""
@@ -47,6 +54,10 @@ class Prompt:
         """Raise `UserError` if the prompt has more tokens than the limit, which the message calls `name`."""
         if n_tokens > limit:
             raise UserError(f"{self.label} has {n_tokens} tokens; it may have at most {name}.")
+
+
+Encoded = tuple[Prompt, list[int]]
+"""A prompt and its tokens."""
 
 
 def sample_seeds(seed: int, n_samples: int) -> list[int]:
@@ -76,15 +87,12 @@ def encode_prompts(
 
 def read_prompts(path: str) -> list[Prompt | UserError]:
     """Return the prompts of a file, one per line, with an error in place of each invalid line. A line of a .jsonl file
-    is an object with "prompt" and, optionally, "seed" and "id". Raises `UserError` if the file cannot be read or is
-    empty."""
+    is an object with "prompt" and, optionally, "seed" and "id". Raises `UserError` if the file cannot be read."""
     try:
         content = Path(path).read_bytes()
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}; give a file with one prompt per line.") from error
     lines = content.removeprefix(b"\xef\xbb\xbf").removesuffix(b"\n").split(b"\n")
-    if lines == [b""]:
-        raise UserError(f"{path} is empty; give it one prompt per line.")
     prompts: list[Prompt | UserError] = []
     for number, line in enumerate(lines, start=1):
         try:
@@ -102,26 +110,19 @@ def _parse_line(line: bytes, label: str, number: int, is_json: bool) -> Prompt:
         raise UserError(f"{label} is not UTF-8: byte 0x{line[error.start]:02x} at offset {error.start}.") from error
     if not is_json:
         return Prompt(text, label, line=number)
-    if not text.strip():
-        raise UserError(f'{label} is empty; give an object such as {{"prompt": "The"}}.')
     try:
         values = json.loads(text, parse_constant=_parse_finite, parse_float=_parse_finite)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{label} is not JSON: {error.msg} at column {error.colno}.") from error
-    except (ValueError, RecursionError) as error:  # NaN, a number of thousands of digits, or brackets nested too deep
-        raise UserError(f"{label} is not valid JSON: {error}.") from error
-    if not isinstance(values, dict):
-        raise UserError(f'{label} is not an object; give one such as {{"prompt": "The"}}.')
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # or NaN, a number of thousands of digits, or brackets nested too deep
+        reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
+        raise UserError(f"{label} is not valid JSON: {reason}.") from error
+    if not isinstance(values, dict) or not isinstance(values.get("prompt"), str):
+        raise UserError(f'{label} is {text:.40}; give an object with a text, such as {{"prompt": "The"}}.')
     if unknown := [name for name in values if name not in FIELDS]:
         raise UserError(f"{label} has a field {unknown[0]!r}; the known ones are {', '.join(FIELDS)}.")
-    if "prompt" not in values:
-        raise UserError(f'{label} has no "prompt".')
-    prompt, seed = values["prompt"], values.get("seed")
-    if not isinstance(prompt, str):
-        raise UserError(f'{label} has a "prompt" that is not text: {json.dumps(prompt):.40}.')
-    if seed is not None and type(seed) is not int:
-        raise UserError(f'{label} has a "seed" that is not a whole number: {json.dumps(seed):.40}.')
-    return Prompt(prompt, label, seed, values.get("id"), number)
+    return Prompt(values["prompt"], label, values.get("seed"), values.get("id"), number)
 
 
 def _parse_finite(number: str) -> float:

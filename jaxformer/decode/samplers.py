@@ -67,15 +67,9 @@ class Sampling:
             value = getattr(self, name)
             is_off = value is None and getattr(Sampling, name) is None
             self._require(name, is_off or (value is not None and least <= value <= most), limit)
-        for token, bias in self.logit_bias:
-            if not -1e6 <= bias <= 1e6:
-                limit = "it must be finite, from -1e6 to 1e6: to rule a token out, make it a bad word"
-                raise UserError(f"the logit bias of token {token} is {bias}; {limit}.")
-        if not all(self.bad_words):
-            raise UserError("a bad word has no tokens; give it at least 1, or omit it.")
-        if self.min_new_tokens and not self.stop_tokens:
-            problem = f"min-new-tokens is {self.min_new_tokens}, but there is no stop token to suppress"
-            raise UserError(f"{problem}; give stop tokens.")
+        biases_fit = all(-1e6 <= bias <= 1e6 for _, bias in self.logit_bias)
+        self._require("logit_bias", biases_fit, "finite, from -1e6 to 1e6: to rule a token out, make it a bad word")
+        self._require("bad_words", all(self.bad_words), "words of at least 1 token each")
 
     def _require(self, name: str, valid: bool, limit: str) -> None:
         if not valid:
@@ -200,7 +194,7 @@ def apply_penalties(logits_V: jax.Array, history: History, sampling: Sampling) -
         logits_V = logits_V - s.frequency_penalty * counts_V - s.presence_penalty * (counts_V > 0)
     if s.bad_words:
         logits_V = ban(logits_V, bad_word_ends(logits_V.shape[-1], history.recent_N, s.bad_words))
-    if s.min_new_tokens:
+    if s.min_new_tokens and s.stop_tokens:
         stop_V = jnp.zeros(logits_V.shape, bool).at[np.array(s.stop_tokens)].set(True)
         logits_V = ban(logits_V, stop_V & (history.n_new < s.min_new_tokens))
     return logits_V

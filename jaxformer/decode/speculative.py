@@ -12,12 +12,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jaxformer.contract import contract_of
 from jaxformer.decode.generation import (
@@ -25,14 +26,14 @@ from jaxformer.decode.generation import (
     PieceIterator,
     check_context,
     check_prompts,
-    check_seeds,
     doubled,
     left_aligned,
     length_bucket,
     read_slots,
+    seeds_of_rows,
     vocab_size,
 )
-from jaxformer.decode.programs import call, decode_step, first_parts, first_slots, put_first_slots
+from jaxformer.decode.programs import Cache, call, decode_step, first_parts, put_first_slots
 from jaxformer.decode.samplers import (
     Drawn,
     History,
@@ -47,10 +48,11 @@ from jaxformer.errors import UserError
 from jaxformer.models.objective import Params
 from jaxformer.ops.masks import EMPTY
 
-MAX_DRAFT_TOKENS = 64
-"""Maximum tokens that a draft proposes at a time."""
 TOKENS_PER_CALL = 16
 """Minimum new tokens per call, unless the text ends."""
+
+BothParams = tuple[Params, Params]
+"""Parameters of the model and of the draft."""
 
 
 class Draft(Protocol):
@@ -60,12 +62,12 @@ class Draft(Protocol):
     def vocab_size(self) -> int:
         """Vocabulary size V, equal to the model's."""
 
-    def init(self, params: Params, tokens_P: jax.Array, length: jax.Array, n_slots: int) -> Any:
+    def init(self, params: Params, tokens_P: jax.Array, length: jax.Array, n_slots: int) -> Cache:
         """Return the draft's state, any pytree, for a text of the first `length` tokens."""
 
     def propose(
         self, params: Params, text: SpeculativeState, n: int, sampling: Sampling, key: jax.Array
-    ) -> tuple[jax.Array, jax.Array, Any]:
+    ) -> tuple[jax.Array, jax.Array, Cache]:
         """Return the next n tokens `(n,)`, their distributions `(n, V)`, and the draft's new state."""
 
 
@@ -80,13 +82,13 @@ class PromptLookup:
     vocab_size: int
     longest: int = 3
 
-    def init(self, params: Params, tokens_P: jax.Array, length: jax.Array, n_slots: int) -> Any:
+    def init(self, params: Params, tokens_P: jax.Array, length: jax.Array, n_slots: int) -> Cache:
         """Return the state, which is empty."""
         return ()
 
     def propose(
         self, params: Params, text: SpeculativeState, n: int, sampling: Sampling, key: jax.Array
-    ) -> tuple[jax.Array, jax.Array, Any]:
+    ) -> tuple[jax.Array, jax.Array, Cache]:
         """Return n tokens `(n,)`, one-hot probabilities `(n, V)`, and the state."""
         text_S, length = text.text_S, text.length
         index_S = jnp.arange(len(text_S))
@@ -117,16 +119,16 @@ class DraftModel:
         """Vocabulary size V."""
         return vocab_size(self.model)
 
-    def init(self, params: Params, tokens_P: jax.Array, length: jax.Array, n_slots: int) -> Any:
+    def init(self, params: Params, tokens_P: jax.Array, length: jax.Array, n_slots: int) -> Cache:
         """Return the draft's float32 cache of all tokens but the last."""
         return prefill(self.model, params, tokens_P, length, n_slots, jnp.float32)
 
     def propose(
         self, params: Params, text: SpeculativeState, n: int, sampling: Sampling, key: jax.Array
-    ) -> tuple[jax.Array, jax.Array, Any]:
+    ) -> tuple[jax.Array, jax.Array, Cache]:
         """Return n tokens `(n,)` sampled from the draft, their distributions `(n, V)`, and the extended cache."""
 
-        def step(carry: tuple[jax.Array, Any, History], i: jax.Array) -> tuple[tuple, tuple]:
+        def step(carry: tuple[jax.Array, Cache, History], i: jax.Array) -> tuple[tuple, tuple]:
             token, cache, history = carry
             position = text.length - 1 + i
             logits_V, cache = decode_step(self.model, params, token, position, cache, position)
@@ -146,9 +148,9 @@ class SpeculativeState(NamedTuple):
     They may also hold rejected tokens, which the next ones overwrite before any query attends to them.
     """
 
-    cache: Any
+    cache: Cache
     """KV cache of the model."""
-    draft: Any
+    draft: Cache
     """State of the draft."""
     history: History
     """The text so far, as far as the sampling reads it."""
@@ -186,7 +188,7 @@ class Speculation(PieceIterator):
 def speculate(
     model: nn.Module, params: Params, draft: Draft, draft_params: Params, prompts: Sequence[Sequence[int]],
     sampling: Sampling, seeds: Sequence[int], *, max_new_tokens: int, context_length: int, n_samples: int = 1,
-    n_proposed: int = 4, cache_dtype: Any = jnp.float32,
+    n_proposed: int = 4, cache_dtype: DTypeLike = jnp.float32,
 ) -> Speculation:  # fmt: skip
     """Complete prompts as `generate` does, in fewer model passes, but one prompt after another.
 
@@ -195,36 +197,33 @@ def speculate(
     Args:
       model: model with the methods that `generate` needs; its cache must hold keys and values, not a state.
       draft: `PromptLookup(vocab_size)`, whose parameters are None, or `DraftModel(model, context_length)`.
-      n_proposed: tokens that the draft proposes at a time, 1 to 64.
+      n_proposed: tokens that the draft proposes at a time.
 
     Raises:
-      UserError: as for `generate`; or the draft has another vocabulary, a text would outgrow the context of the model
-        or the draft, the model's contract has `has_prefix`, or a cache is a state.
+      UserError: as for `generate`; or the draft has another vocabulary, the model's contract has `has_prefix`, or a
+        cache is a state.
+      ValueError: as for `generate`; or a text would outgrow the context of the model or the draft.
+      OverflowError: as for `generate`.
     """
-    if not 1 <= n_proposed <= MAX_DRAFT_TOKENS:
-        raise UserError(f"the draft would propose {n_proposed} tokens at a time; it must be 1 to {MAX_DRAFT_TOKENS}.")
-    check_prompts(model, prompts, context_length, max_new_tokens=max_new_tokens, n_samples=n_samples)
-    check_seeds(seeds, len(prompts), n_samples)
+    counts = {"max_new_tokens": max_new_tokens, "n_samples": n_samples, "n_proposed": n_proposed}
+    check_prompts(model, prompts, context_length, **counts)
+    seeds_R = seeds_of_rows(seeds, len(prompts), n_samples)
     if draft.vocab_size != vocab_size(model):
         problem = f"the draft has a vocabulary of {draft.vocab_size} tokens and the model one of {vocab_size(model)}"
         raise UserError(f"{problem}; use a draft with the model's vocabulary.")
     if contract_of(model).has_prefix:
         raise UserError("the model reads its prompt with bidirectional attention, which excludes a draft; omit it.")
-    for name, m in (("model", model), *([("draft", draft.model)] if isinstance(draft, DraftModel) else [])):
-        if not _holds_slots(m, cache_dtype):
-            problem = f"the {name} keeps a state, which cannot be rolled back past rejected tokens"
-            raise UserError(f"{problem}; omit the draft.")
-    contexts = [(model, context_length)]
+    models = [("model", model, context_length)]
     if isinstance(draft, DraftModel):
-        contexts.append((draft.model, draft.context_length or context_length))
-    for m, length in contexts:
-        check_context(m, length)
-    end = min((length for m, length in contexts if not contract_of(m).extrapolates), default=None)
+        models.append(("draft", draft.model, draft.context_length or context_length))
     longest = max(map(len, prompts))
-    if end is not None and longest + max_new_tokens - 1 > end:
-        problem = f"{longest} tokens and {max_new_tokens} new ones are more than the context of {end}"
-        remedy = f"ask for at most {max(0, end - longest + 1)} new ones, or omit the draft"
-        raise UserError(f"{problem}, which a draft cannot exceed; {remedy}.")
+    for name, m, length in models:
+        check_context(m, length)
+        if not _holds_slots(m, cache_dtype):
+            raise UserError(f"the {name} has no cache from which rejected tokens can be removed; omit the draft.")
+        if not contract_of(m).extrapolates and longest + max_new_tokens - 1 > length:
+            problem = f"{longest} tokens and {max_new_tokens} new ones are more than the context of {length}"
+            raise ValueError(f"{problem}, which a draft cannot exceed")
     decoder = _Decoder(model, draft, sampling, n_proposed, jnp.dtype(cache_dtype))
     both_params = params, draft_params
 
@@ -233,17 +232,19 @@ def speculate(
             n_slots = doubled(512, len(prompt) + max_new_tokens + n_proposed)
             tokens_P = left_aligned([list(prompt)], length_bucket(len(prompt)))[0]
             init = cache(partial(_init, decoder, both_params, tokens_P, np.int32(len(prompt)), n_slots))
-            for seed in seeds[number * n_samples : (number + 1) * n_samples]:
+            for seed in seeds_R[number * n_samples : (number + 1) * n_samples]:
                 # Samples share the state, and `_decode` donates its buffers: copy it.
                 start = init if n_samples == 1 else lambda init=init: jax.tree.map(jnp.copy, init())
                 yield _pieces(decoder, both_params, start, len(prompt), seed, max_new_tokens)
 
-    return Speculation(len(seeds), rows())
+    return Speculation(len(seeds_R), rows())
 
 
-def _holds_slots(model: Any, dtype: Any) -> bool:
-    """Return whether every array of a model's cache grows with its slots, so that a slot can be overwritten; a state
-    does not."""
+def _holds_slots(model: nn.Module, dtype: DTypeLike) -> bool:
+    """Return whether a model has a cache of which every array grows with its slots, so that a slot can be overwritten.
+    A state does not."""
+    if not contract_of(model).has_cache:
+        return False
     sizes = ([x.shape for x in jax.tree.leaves(jax.eval_shape(partial(model.init_cache, n, dtype)))] for n in (1, 2))
     return all(a != b for a, b in zip(*sizes, strict=True))
 
@@ -252,30 +253,29 @@ def _holds_slots(model: Any, dtype: Any) -> bool:
 class _Decoder:
     """The static part of the compiled programs."""
 
-    model: Any
+    model: nn.Module
     draft: Draft
     sampling: Sampling
     n_proposed: int
-    dtype: Any
+    dtype: DTypeLike
 
 
 def _pieces(
-    decoder: _Decoder, params: tuple[Params, Params], init: Callable[[], SpeculativeState], n_prompt: int, seed: int,
-    max_new_tokens: int,
-) -> Iterator[tuple[int, Piece]]:  # fmt: skip
-    """Yield, per call, the number of model passes and the piece of their tokens."""
+    decoder: _Decoder, params: BothParams, init: Callable[[], SpeculativeState], n_prompt: int, seed: int, limit: int
+) -> Iterator[tuple[int, Piece]]:
+    """Yield, per call, the number of model passes and the piece of their tokens, at most `limit` in all."""
     state = init()
     n_new, done = 0, False
     while not done:
         n_read = read_slots(n_prompt + n_new + TOKENS_PER_CALL + 2 * decoder.n_proposed, len(state.text_S))
-        state, n_passes, n, drawn = _decode(decoder, params, state, np.uint32(seed), np.int32(max_new_tokens), n_read)
+        state, n_passes, n, drawn = _decode(decoder, params, state, np.uint32(seed), np.int32(limit), n_read)
         n_passes, n, drawn, done = jax.device_get((n_passes, n, drawn, state.done))
         n_new += int(n)
         yield int(n_passes), Piece(*(x[None, :n] for x in drawn))
 
 
 @partial(jax.jit, static_argnames=("d", "n_slots"))
-def _init(d: _Decoder, params: Any, tokens_P: jax.Array, length: jax.Array, n_slots: int) -> SpeculativeState:
+def _init(d: _Decoder, params: BothParams, tokens_P: jax.Array, length: jax.Array, n_slots: int) -> SpeculativeState:
     """Prefill the prompt without its last token."""
     return SpeculativeState(
         prefill(d.model, params[0], tokens_P, length, n_slots, d.dtype),
@@ -285,7 +285,9 @@ def _init(d: _Decoder, params: Any, tokens_P: jax.Array, length: jax.Array, n_sl
     )  # fmt: skip
 
 
-def prefill(model: Any, params: Params, tokens_P: jax.Array, length: jax.Array, n_slots: int, dtype: Any) -> Any:
+def prefill(
+    model: nn.Module, params: Params, tokens_P: jax.Array, length: jax.Array, n_slots: int, dtype: DTypeLike
+) -> Cache:
     """Return a cache with the first `length - 1` tokens."""
     index_P = jnp.arange(len(tokens_P))
     positions_P = jnp.where(index_P < length - 1, index_P, EMPTY)
@@ -296,18 +298,13 @@ def prefill(model: Any, params: Params, tokens_P: jax.Array, length: jax.Array, 
 
 @partial(jax.jit, static_argnames=("decoder", "n_read"), donate_argnames="state")
 def _decode(
-    decoder: _Decoder, params: tuple[Params, Params], state: SpeculativeState, seed: jax.Array, limit: jax.Array,
-    n_read: int,
-) -> tuple[SpeculativeState, jax.Array, jax.Array, Drawn]:  # fmt: skip
+    decoder: _Decoder, params: BothParams, state: SpeculativeState, seed: jax.Array, limit: jax.Array, n_read: int
+) -> tuple[SpeculativeState, jax.Array, jax.Array, Drawn]:
     """Run passes until there are at least `TOKENS_PER_CALL` new tokens, or the text is done; return the state, the
     number of passes, the number of new tokens, and the tokens."""
     full = state
-    init_draft = partial(decoder.draft.init, n_slots=n_read)
-    draft_shapes = jax.eval_shape(init_draft, params[1], state.text_S[:1], state.length)
-    state = state._replace(
-        cache=first_slots(decoder.model, full.cache, n_read, decoder.dtype),
-        draft=first_parts(full.draft, draft_shapes), text_S=full.text_S[:n_read],
-    )  # fmt: skip
+    shapes = jax.eval_shape(partial(_init, decoder, n_slots=n_read), params, state.text_S[:1], state.length)
+    state = first_parts(full, shapes)
     verify = partial(_verify, decoder, params, seed, limit)
 
     def unfinished(carry: tuple[SpeculativeState, jax.Array, jax.Array, Drawn]) -> jax.Array:
@@ -331,7 +328,7 @@ def _decode(
 
 
 def _verify(
-    decoder: _Decoder, params: tuple[Params, Params], seed: jax.Array, limit: jax.Array, state: SpeculativeState
+    decoder: _Decoder, params: BothParams, seed: jax.Array, limit: jax.Array, state: SpeculativeState
 ) -> tuple[SpeculativeState, Drawn]:
     """Run one model pass over the draft's proposals; return the state and the tokens, `(n_proposed + 1,)`, of which the
     increase in the text's length gives the number of valid ones."""

@@ -1,4 +1,5 @@
-"""From tokens to text: detecting the end of each row, streaming the text, and measuring throughput."""
+"""From tokens to text: detecting the end of each row, by a stop token, a stop string or its length; streaming the text;
+and measuring throughput."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from jaxformer.data.tokenizer import StreamDecoder, Tokenizer
 from jaxformer.decode.beam import Beams
 from jaxformer.decode.generation import Generation, Piece
 from jaxformer.decode.speculative import Speculation
-from jaxformer.decode.stopping import StopStrings
+from jaxformer.errors import UserError, lone_surrogate
 from jaxformer.ops.masks import EMPTY
 
 MIN_COMPILE_SECONDS = 0.05
@@ -46,6 +47,47 @@ class CompileClock:
             while self._spans and self._spans[-1][0] >= start_time:
                 self._spans.pop()
             self._spans.append((start_time, end_time))
+
+
+class StopStrings:
+    """A filter for one text, which ends it before the first stop string.
+
+    The first stop string is the one completed first, and among those the longest, so the result does not depend on how
+    the text is split into pieces. Text that may be the beginning of a stop string is withheld.
+
+    Attributes:
+      met: True after a stop string, after which no text is returned.
+    """
+
+    def __init__(self, strings: Sequence[str]) -> None:
+        """Raise `UserError` for a string that is empty or not Unicode."""
+        for string in strings:
+            if not string or lone_surrogate(string) is not None:
+                raise UserError(f"stop string {string!r} is not Unicode text of at least 1 character; omit it.")
+        self._strings = tuple(strings)
+        self._withheld = ""
+        self.met = False
+
+    def feed(self, text: str) -> str:
+        """Return the text that is safe to show after one more piece."""
+        if self.met:
+            return ""
+        n_withheld, text = len(self._withheld), self._withheld + text
+        for end in range(n_withheld + 1, len(text) + 1):
+            starts = [end - len(string) for string in self._strings if text.endswith(string, 0, end)]
+            if starts:
+                self.met, self._withheld = True, ""
+                return text[: min(starts)]
+        longest = max(map(len, self._strings), default=0)
+        starts_in = range(max(0, len(text) - longest + 1), len(text))
+        cut = next((i for i in starts_in if any(s.startswith(text[i:]) for s in self._strings)), len(text))
+        self._withheld = text[cut:]
+        return text[:cut]
+
+    def end(self) -> str:
+        """Return the withheld part of a text that ended without a stop string."""
+        withheld, self._withheld = self._withheld, ""
+        return withheld
 
 
 class GeneratedText:

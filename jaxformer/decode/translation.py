@@ -1,4 +1,4 @@
-"""Translation with any sequence-to-sequence model, by greedy decoding or beam search.
+"""Translation with any sequence-to-sequence model, by greedy decoding or beam search, and its metrics.
 
 A model has three methods (see `models.encoder_decoder.EncoderDecoder`), each on one example: `start(source_S, valid_S,
 n_slots, dtype)` returns a cache that holds the source, and `extend` and `unembed` are those of `decode.generation` for
@@ -7,7 +7,7 @@ the target, which begins with the end-of-text token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,15 +15,17 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jaxformer.data.pairs import PairDataset
 from jaxformer.data.tokenizer import Tokenizer
-from jaxformer.decode.beam import check_length_penalty, search
+from jaxformer.decode.beam import Extend, search
+from jaxformer.decode.completion import CompletionOptions, fitting_memory
 from jaxformer.decode.generation import check_context, check_rows, left_aligned, length_bucket, placement
-from jaxformer.decode.programs import call, decode_step
-from jaxformer.decode.prompts import Prompt
+from jaxformer.decode.programs import Cache, call, decode_step
+from jaxformer.decode.prompts import Encoded, Prompt
 from jaxformer.decode.streaming import batch_by_length
-from jaxformer.errors import UserError
+from jaxformer.errors import UserError, import_extra
 from jaxformer.models.objective import Params
 from jaxformer.ops.masks import EMPTY
 
@@ -41,14 +43,39 @@ def encode_source(prompt: Prompt, run: Run) -> list[int]:
     return tokens
 
 
+def translate_prompts(
+    run: Run, prompts: list[Encoded], options: CompletionOptions, max_new_tokens: int | None
+) -> Iterator[Encoded]:
+    """Yield each prompt with the tokens of its translation, batch by batch.
+
+    Args:
+      prompts: each with the tokens of its source.
+      max_new_tokens: as for `translate_tokens`, instead of the option.
+
+    Raises:
+      UserError: a batch does not fit into memory, or as for `translate_tokens`.
+    """
+    model, tokenizer = run.text_model()
+    for first in range(0, len(prompts), options.batch_size):
+        batch, sources = zip(*prompts[first : first + options.batch_size], strict=True)
+        with fitting_memory(len(batch)):
+            targets = translate_tokens(
+                run.model, run.params, sources, end_of_text=tokenizer.end_of_text, context_length=model.context_length,
+                max_new_tokens=max_new_tokens, n_beams=options.num_beams, length_penalty=options.length_penalty,
+                batch_size=options.batch_size, cache_dtype=options.cache_dtype,
+            )  # fmt: skip
+        yield from zip(batch, targets, strict=True)
+
+
 def translate_held_out(run: Run, params: Params, data: PairDataset, batch_size: int) -> tuple[list[str], list[str]]:
     """Return greedy translations of the held-out sources, truncated to the context, and their references."""
     model, tokenizer = run.text_model()
     sources, references = zip(*data.val, strict=True)
+    end, length = tokenizer.end_of_text, model.context_length
+    truncated = [tokens[:length] for tokens in tokenizer.encode_batch(sources)]
     targets = translate_tokens(
-        run.model, params, [tokens[: model.context_length] for tokens in tokenizer.encode_batch(sources)],
-        end_of_text=tokenizer.end_of_text, context_length=model.context_length, batch_size=batch_size,
-    )  # fmt: skip
+        run.model, params, truncated, end_of_text=end, context_length=length, batch_size=batch_size
+    )
     return [tokenizer.decode(target) for target in targets], list(references)
 
 
@@ -61,15 +88,9 @@ def translate(
       options: see `translate_tokens`.
 
     Raises:
-      UserError: a text is empty or has more than `context_length` tokens, or as for `translate_tokens`.
+      UserError: as for `translate_tokens`.
     """
-    sources = tokenizer.encode_batch(texts)
-    for number, source in enumerate(sources, start=1):
-        if not 1 <= len(source) <= context_length:
-            label = f"text {number}" if len(sources) > 1 else "the text"
-            limit = f"it must have at least 1 and at most the context's {context_length}"
-            raise UserError(f"{label} has {len(source)} tokens; {limit}.")
-    end = tokenizer.end_of_text
+    sources, end = tokenizer.encode_batch(texts), tokenizer.end_of_text
     targets = translate_tokens(model, params, sources, end_of_text=end, context_length=context_length, **options)
     return [tokenizer.decode(target) for target in targets]
 
@@ -77,7 +98,7 @@ def translate(
 def translate_tokens(
     model: nn.Module, params: Params, sources: Sequence[Sequence[int]], *, end_of_text: int, context_length: int,
     max_new_tokens: int | None = None, n_beams: int = 1, length_penalty: float = 1.0, batch_size: int = 64,
-    cache_dtype: Any = jnp.float32,
+    cache_dtype: DTypeLike = jnp.float32,
 ) -> list[list[int]]:  # fmt: skip
     """Return the tokens of each target, without the end-of-text token.
 
@@ -91,15 +112,13 @@ def translate_tokens(
       cache_dtype: dtype of the cache of sources and targets.
 
     Raises:
-      UserError: an argument is out of range, or as for `check_rows`.
+      UserError: `max_new_tokens` or `n_beams` is out of range, a source is empty, too long or has a token outside the
+        vocabulary, or the context is longer than the model's learned positions.
     """
     limit = context_length if max_new_tokens is None else max_new_tokens
-    for name, value in (("max_new_tokens", limit), ("n_beams", n_beams), ("batch_size", batch_size)):
-        largest = context_length if name == "max_new_tokens" else value
-        if not 1 <= value <= largest:
-            at_most = f" and at most the context's {largest}" if name == "max_new_tokens" else ""
-            raise UserError(f"{name} is {value}; it must be at least 1{at_most}.")
-    check_length_penalty(length_penalty)
+    if not 1 <= limit <= context_length:
+        at_most = f"it must be at least 1 and at most the context's {context_length}"
+        raise UserError(f"max_new_tokens is {limit}; {at_most}.")
     check_context(model, context_length)
     check_rows(model, sources, context_length, "source")
     decode = partial(
@@ -120,9 +139,35 @@ def translate_tokens(
     return [targets[i] for i in range(len(sources))]
 
 
+def exact_match(hypotheses: Sequence[str], references: Sequence[str]) -> float:
+    """Compute the fraction of hypotheses that equal their reference, from 0 to 1.
+
+    Raises:
+      ValueError: there is not one reference for each hypothesis.
+    """
+    return sum(text == reference for text, reference in zip(hypotheses, references, strict=True)) / len(references)
+
+
+def scores(hypotheses: Sequence[str], references: Sequence[str]) -> dict[str, float]:
+    """Compute corpus BLEU (Papineni et al. 2002) and chrF (Popović 2015) against one reference per hypothesis, from 0
+    to 100, with sacrebleu's defaults (Post 2018): case-sensitive BLEU with mteval-v13a tokenization.
+
+    Raises:
+      UserError: sacrebleu is not installed.
+      ValueError: there is not one reference for each hypothesis.
+    """
+    if len(hypotheses) != len(references):  # sacrebleu would ignore the rest
+        raise ValueError(f"there are {len(hypotheses)} texts and {len(references)} references")
+    sacrebleu = import_extra("sacrebleu", "computing BLEU and chrF")
+    return {
+        "bleu": sacrebleu.corpus_bleu(list(hypotheses), [list(references)]).score,
+        "chrf": sacrebleu.corpus_chrf(list(hypotheses), [list(references)]).score,
+    }
+
+
 @partial(jax.jit, static_argnames=("model", "end", "limit", "dtype"))
 def _greedy(
-    model: nn.Module, params: Params, source_BS: jax.Array, valid_BS: jax.Array, *, end: int, limit: int, dtype: Any
+    model: nn.Module, params: Params, source_BS: jax.Array, valid_BS: jax.Array, end: int, limit: int, dtype: DTypeLike
 ) -> jax.Array:
     """Return greedy targets, `(B, limit)` int32, `EMPTY` after the end."""
     extend, cache = _begin(model, params, source_BS, valid_BS, limit, dtype)
@@ -147,7 +192,7 @@ def _greedy(
 @partial(jax.jit, static_argnames=("model", "n_beams", "end", "limit", "dtype"))
 def _beam(
     model: nn.Module, params: Params, source_BS: jax.Array, valid_BS: jax.Array, *, length_penalty: jax.Array,
-    n_beams: int, end: int, limit: int, dtype: Any,
+    n_beams: int, end: int, limit: int, dtype: DTypeLike,
 ) -> jax.Array:  # fmt: skip
     """Return the best target of each beam search, `(B, limit)` int32, `EMPTY` after the end."""
     extend, cache = _begin(model, params, source_BS, valid_BS, limit, dtype)
@@ -160,15 +205,14 @@ def _beam(
 
 
 def _begin(
-    model: nn.Module, params: Params, source_BS: jax.Array, valid_BS: jax.Array, n_slots: int, dtype: Any
-) -> tuple[Callable[[jax.Array, jax.Array, Any], tuple[jax.Array, Any]], Any]:
-    """Return the decode step and the cache of the sources. The step maps i, the i-th token of each target `(B,)` and
-    the cache to the logits `(B, V)` of the next token and the extended cache."""
+    model: nn.Module, params: Params, source_BS: jax.Array, valid_BS: jax.Array, n_slots: int, dtype: DTypeLike
+) -> tuple[Extend, Cache]:
+    """Return the decode step and the cache of the sources."""
 
-    def extend(i: jax.Array, token_B: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
+    def extend(i: jax.Array, token_B: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
         return jax.vmap(lambda token, cache: decode_step(model, params, token, i, cache, i))(token_B, cache)
 
-    def start(source_S: jax.Array, valid_S: jax.Array) -> Any:
+    def start(source_S: jax.Array, valid_S: jax.Array) -> Cache:
         return call(model, params, "start", source_S, valid_S, n_slots, dtype)
 
     return extend, jax.vmap(start)(source_BS, valid_BS)

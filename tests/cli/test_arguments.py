@@ -142,7 +142,6 @@ SAMPLE = [
     ("--prompt a --prompts-file b", "--prompt and --prompts-file exclude each other; give one of them"),
     ("--prompts-file b --interactive", "--prompts-file and --interactive exclude each other"),
     ("--prompts-file nowhere", "nowhere cannot be read: No such file or directory"),
-    ("--prompts-file empty.txt", "empty.txt is empty"),
     ("--prompt", "the prompt is empty"),
     ("--run nowhere", "nowhere does not exist"),
     ("", "no run below runs"),
@@ -157,10 +156,10 @@ def test_wrong_sampling_options_are_one_sentence(here, capsys, options, message)
     assert message in err
 
 
-@pytest.mark.parametrize(("stop", "message"), [("", "a stop string is empty"), ("a\udcff", "can never occur")])
-def test_an_impossible_stop_string_is_refused(here, capsys, stop, message):
+@pytest.mark.parametrize("stop", ["", "a\udcff"])
+def test_a_stop_string_that_is_empty_or_not_unicode_is_refused(here, capsys, stop):
     assert sample.main(["--stop", "x", stop]) == 2
-    assert message in capsys.readouterr().err
+    assert "is not Unicode text of at least 1 character; omit it" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("prompt", "message"), [("", "the prompt is empty"), ("a\udcff", "not UTF-8, at character 1")])

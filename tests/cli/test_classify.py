@@ -130,7 +130,7 @@ def test_valid_texts_of_a_file_are_ranked(runs: dict[str, str], tmp_path: Path, 
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("images", [], "give --images"),
+        ("images", [], "there is nothing for image classification; give --images"),
         (
             "images",
             ["--images", "fits.png", "--prompt", "owl"],
@@ -144,9 +144,9 @@ def test_valid_texts_of_a_file_are_ranked(runs: dict[str, str], tmp_path: Path, 
             "broken.png cannot be read as an image (cannot identify",
         ),
         ("videos", ["--images", "fits.png"], "fits.png has 1 frame(s), but the model needs 2"),
-        ("captions", ["--images", "small.png"], "give texts with --prompt"),
+        ("captions", ["--images", "small.png"], "zero-shot classification; give --prompt or --prompts-file"),
         ("captions", ["--images", "small.png", "--prompt", "x" * 11], "the prompt has 11 tokens"),
-        ("text", ["--images", "fits.png"], "which has no image input; omit --images"),
+        ("text", ["--images", "fits.png"], "--images does not apply to text generation"),
     ],
 )
 def test_invalid_options_are_one_sentence_errors(runs, name: str, options: list[str], message: str, capsys) -> None:

@@ -42,7 +42,7 @@ def test_a_classifier_learns_evaluates_and_labels(tmp_path: Path, monkeypatch, c
     assert valid_T.all() and valid_BT[0, 0] and tokens_T[0] == inputs_BT[0, 0]
 
     for options, said in (
-        ([], "there is no text to classify; give it with --prompt or --prompts-file"),
+        ([], "there is nothing for text classification; give --prompt or --prompts-file"),
         (["--prompt", "good " * 16], "tokens; it may have at most 16, one before the text included"),
         (["--prompt", "good", "--temperature", "0"], "--temperature does not apply to text classification"),
     ):

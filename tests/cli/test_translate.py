@@ -15,8 +15,7 @@ from jaxformer.cli import sample
 from jaxformer.config import Config
 from jaxformer.data.dates import DatesConfig
 from jaxformer.data.tokenizer import Tokenizer
-from jaxformer.decode.translation import translate, translate_tokens
-from jaxformer.decode.translation_scores import exact_match, scores
+from jaxformer.decode.translation import exact_match, scores, translate, translate_tokens
 from jaxformer.models.recurrent import RecurrentConfig
 from jaxformer.runs.checkpoints import CheckpointManager
 from jaxformer.runs.run import create_run
@@ -105,7 +104,7 @@ def test_an_invalid_line_of_a_file_is_named_and_the_others_translated(
             "--top-k does not apply to translation, the task of runs/pairs",
         ),
         (["--interactive"], "--interactive does not apply"),
-        ([], "nothing to translate"),
+        ([], "there is nothing for translation; give --prompt or --prompts-file"),
         (["--prompt", "x" * 41], "the prompt has 41 tokens"),
         (["--prompt", "a", "--max-new-tokens", "41"], "max_new_tokens is 41; it must be at least 1 and at most"),
         (["--prompt", "a", "--cache-dtype", "int8"], "dtype is int8; use float32 or bfloat16 for a recurrent model"),

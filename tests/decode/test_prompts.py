@@ -27,23 +27,23 @@ def test_a_json_object_is_a_prompt_with_its_seed_and_id(tmp_path):
     [
         ("p.txt", b"", "is empty; give it at least one character."),
         ("p.txt", b"caf\xe9", "is not UTF-8: byte 0xe9 at offset 3."),
-        ("p.jsonl", b"  ", "is empty; give an object"),
-        ("p.jsonl", b'{"prompt": "a"', "is not JSON: Expecting ',' delimiter at column 15."),
+        ("p.jsonl", b"", "is not valid JSON: Expecting value at column 1."),
+        ("p.jsonl", b'{"prompt": "a"', "is not valid JSON: Expecting ',' delimiter at column 15."),
         ("p.jsonl", b"[" * 100_000, "is not valid JSON"),
         ("p.jsonl", b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}", "is not valid JSON"),
         ("p.jsonl", b'{"prompt": "a", "id": NaN}', "is not valid JSON: NaN is not a finite number."),
         ("p.jsonl", b'{"prompt": "a", "id": [1e999]}', "is not valid JSON: 1e999 is not a finite number."),
-        ("p.jsonl", b'["a"]', "is not an object"),
-        ("p.jsonl", b'{"text": "a"}', "has a field 'text'; the known ones are prompt, seed, id."),
-        ("p.jsonl", b'{"seed": 1}', 'has no "prompt".'),
-        ("p.jsonl", b'{"prompt": ["a"]}', 'has a "prompt" that is not text: ["a"].'),
+        ("p.jsonl", b'["a"]', 'is ["a"]; give an object with a text, such as {"prompt": "The"}.'),
+        ("p.jsonl", b'{"seed": 1}', 'is {"seed": 1}; give an object with a text'),
+        ("p.jsonl", b'{"prompt": ["a"]}', 'is {"prompt": ["a"]}; give an object with a text'),
+        ("p.jsonl", b'{"prompt": "a", "sed": 3}', "has a field 'sed'; the known ones are prompt, seed, id."),
         ("p.jsonl", b'{"prompt": ""}', "is empty; give it at least one character."),
         ("p.jsonl", b'{"prompt": "a\\ud800"}', "contains bytes that are not UTF-8, at character 1."),
         ("p.jsonl", b'{"prompt": "a\xff"}', "is not UTF-8: byte 0xff at offset 13."),
-        ("p.jsonl", b'{"prompt": "a", "seed": -1}', "has the seed -1; it must be at least 0 and below 2**32."),
+        ("p.jsonl", b'{"prompt": "a", "seed": -1}', "has the seed -1; it must be a whole number, at least 0"),
         ("p.jsonl", b'{"prompt": "a", "seed": 4294967296}', "has the seed 4294967296"),
-        ("p.jsonl", b'{"prompt": "a", "seed": true}', 'has a "seed" that is not a whole number: true.'),
-        ("p.jsonl", b'{"prompt": "a", "seed": 1.5}', 'has a "seed" that is not a whole number: 1.5.'),
+        ("p.jsonl", b'{"prompt": "a", "seed": true}', "has the seed True; it must be a whole number"),
+        ("p.jsonl", b'{"prompt": "a", "seed": 1.5}', "has the seed 1.5; it must be a whole number"),
     ],
     ids=lambda x: None if isinstance(x, bytes) and len(x) > 100 else x,
 )
@@ -54,13 +54,10 @@ def test_an_invalid_line_is_an_error_and_the_others_are_prompts(tmp_path, name, 
     assert broken.startswith(f"{tmp_path / name}, line 2, {message}") and "\n" not in broken
 
 
-def test_an_empty_or_missing_file_is_refused(tmp_path):
-    (tmp_path / "empty").write_bytes(b"")
-    for name, message in (
-        ("empty", "is empty"),
-        ("nowhere", "be read: No such file"),
-        (".", "be read: Is a"),
-    ):
+def test_an_empty_file_has_an_invalid_line_and_a_missing_one_is_refused(tmp_path):
+    (error,) = read(tmp_path / "empty", b"")
+    assert "line 1, is empty" in error
+    for name, message in (("nowhere", "be read: No such file"), (".", "be read: Is a")):
         with pytest.raises(UserError, match=message):
             read_prompts(str(tmp_path / name))
 

@@ -241,6 +241,7 @@ def test_stop_tokens_are_banned_before_min_new_tokens() -> None:
     histories = [history(sampling, [0, 0], [0] * n) for n in range(4)]
     left = [kept_tokens(apply_penalties(jnp.asarray(LOGITS), after, sampling)) for after in histories]
     assert left == [[0, 2, 4], [0, 2, 4], [0, 1, 2, 3, 4], [0, 1, 2, 3, 4]]
+    assert_array_equal(apply_penalties(jnp.asarray(LOGITS), histories[0], Sampling(min_new_tokens=2)), LOGITS)
 
 
 def test_a_ban_of_every_token_left_is_not_applied() -> None:
@@ -436,12 +437,11 @@ def test_extreme_options_give_a_distribution(size: float) -> None:
         ({"repetition_penalty": 1e39}, "repetition-penalty is 1e.39"),
         ({"presence_penalty": 2.1}, "presence-penalty is 2.1; it must be from -2 to 2"),
         ({"frequency_penalty": -3.0}, "frequency-penalty is -3.0"),
-        ({"logit_bias": ((4, -inf),)}, "bias of token 4 is -inf; it must be finite"),
-        ({"logit_bias": ((4, 1e39),)}, "bias of token 4 is 1e.39; it must be finite, from -1e6 to 1e6"),
-        ({"bad_words": ((1,), ())}, "a bad word has no tokens"),
+        ({"logit_bias": ((4, -inf),)}, r"logit-bias is \(\(4, -inf\),\); it must be finite, from -1e6 to 1e6"),
+        ({"logit_bias": ((3, 1.0), (4, 1e39))}, "it must be finite"),
+        ({"bad_words": ((1,), ())}, r"bad-words is \(\(1,\), \(\)\); it must be words of at least 1 token"),
         ({"min_new_tokens": -1, "stop_tokens": (1,)}, "min-new-tokens is -1"),
         ({"min_new_tokens": 2**31, "stop_tokens": (1,)}, "min-new-tokens is 2147483648; .* below 2..31"),
-        ({"min_new_tokens": 3}, "min-new-tokens is 3, but there is no stop token"),
         ({"top_logprobs": -1}, "top-logprobs is -1"),
     ],
     ids=str,

@@ -13,6 +13,7 @@ from jaxformer.decode.samplers import Sampling
 from jaxformer.decode.speculative import DraftModel, PromptLookup, speculate
 from jaxformer.errors import UserError
 from jaxformer.models.decoder import DecoderConfig
+from jaxformer.models.mlp import MLPConfig
 from jaxformer.models.recurrent_lm import RecurrentLMConfig
 from jaxformer.ops.masks import EMPTY
 from tests.arrays import random_params
@@ -33,6 +34,8 @@ def built(config, seed):
 
 MODEL, PARAMS = built(SHAPE, 0)
 SMALL = built(DecoderConfig(VOCABULARY, CONTEXT, 8, d_ff=(8,), positions="rope"), 1)
+STATE = RecurrentLMConfig(VOCABULARY, CONTEXT, d_model=8).build()
+NO_CACHE = MLPConfig(VOCABULARY, CONTEXT, d_model=5, d_ff=(13,), mixing="concatenate").build()
 DRAFTS = {
     "look-up": (PromptLookup(VOCABULARY), None),
     "small": (DraftModel(SMALL[0]), SMALL[1]),
@@ -82,7 +85,13 @@ def test_greedy_tokens_with_penalties_equal_generate_past_the_context(draft, dty
     options = {"max_new_tokens": 70, "context_length": CONTEXT, "n_samples": 2, "cache_dtype": dtype}
     expected = [piece.tokens_BN for piece in generate(MODEL, PARAMS, [PROMPT], sampling, [0, 1], **options)]
     calls, init = [], speculative._init
-    monkeypatch.setattr(speculative, "_init", lambda *args: calls.append(args) or init(*args))
+
+    def count_prefills(*args, **kwargs):
+        if isinstance(args[2], np.ndarray):  # and not the tracer of a call for shapes
+            calls.append(args)
+        return init(*args, **kwargs)
+
+    monkeypatch.setattr(speculative, "_init", count_prefills)
     got = [piece.tokens_BN for piece in speculate(MODEL, PARAMS, *DRAFTS[draft], [PROMPT], sampling, [0, 1], **options)]
     rows = np.concatenate(got, axis=1)
     assert [row[row != EMPTY].tolist() for row in rows] == np.concatenate(expected, axis=1).tolist()
@@ -152,48 +161,30 @@ def test_a_stop_token_is_the_last():
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "error", "message"),
     [
-        ({"n_proposed": 0}, "would propose 0 tokens at a time; it must be 1 to 64"),
-        ({"n_proposed": 65}, "would propose 65 tokens"),
-        ({"max_new_tokens": 0}, "max_new_tokens is 0; it must be at least 1"),
-        ({"max_new_tokens": 2**31}, "max_new_tokens is 2147483648"),
-        ({"prompts": [[]]}, "the prompt has 0 tokens"),
-        ({"prompts": []}, "there is no prompt to continue"),
-        ({"prompts": [[13]]}, "the prompt has a token 13; it must be from 0 to 12"),
-        ({"seeds": [-1]}, "seed is -1; it must be at least 0"),
-        ({"draft": PromptLookup(30)}, "the draft has a vocabulary of 30 tokens and the model one of 13"),
+        ({"n_proposed": 0}, ValueError, "n_proposed is 0; it must be at least 1"),
+        ({"max_new_tokens": 0}, ValueError, "max_new_tokens is 0; it must be at least 1"),
+        ({"prompts": [[]]}, UserError, "the prompt has 0 tokens"),
+        ({"seeds": [-1]}, OverflowError, "-1"),
+        ({"draft": PromptLookup(30)}, UserError, "the draft has a vocabulary of 30 tokens and the model one of 13"),
+        ({"model": replace(SHAPE, prefix=True).build()}, UserError, "reads its prompt with bidirectional attention"),
         (
-            {"draft": DraftModel(DecoderConfig(7, CONTEXT, 8, d_ff=(8,)).build())},
-            "the draft has a vocabulary of 7 tokens",
+            {"model": STATE},
+            UserError,
+            "the model has no cache from which rejected tokens can be removed; omit the draft",
         ),
+        ({"draft": DraftModel(STATE)}, UserError, "the draft has no cache from which rejected tokens can be removed"),
+        ({"draft": DraftModel(NO_CACHE)}, UserError, "the draft has no cache from which"),
     ],
 )
-def test_invalid_arguments_are_refused(changes, message):
+def test_invalid_arguments_are_refused(changes, error, message):
     arguments = {
-        "draft": PromptLookup(VOCABULARY), "prompts": [PROMPT], "seeds": [0], "max_new_tokens": 5,
+        "model": MODEL, "draft": PromptLookup(VOCABULARY), "prompts": [PROMPT], "seeds": [0], "max_new_tokens": 5,
         "context_length": CONTEXT,
     }  # fmt: skip
-    with pytest.raises(UserError, match=message):
-        speculate(MODEL, PARAMS, draft_params=None, sampling=Sampling(), **arguments | changes)
-
-
-def test_a_prefix_model_is_refused():
-    model = replace(SHAPE, prefix=True).build()
-    options = {"max_new_tokens": 5, "context_length": CONTEXT}
-    with pytest.raises(UserError, match="reads its prompt with bidirectional attention"):
-        speculate(model, PARAMS, *DRAFTS["look-up"], [PROMPT], Sampling(), [0], **options)
-
-
-@pytest.mark.parametrize("role", ["model", "draft"])
-def test_a_state_is_refused_as_it_cannot_be_taken_back(role):
-    model = RecurrentLMConfig(VOCABULARY, CONTEXT, d_model=8).build()
-    options = {"max_new_tokens": 5, "context_length": CONTEXT}
-    both = (model, None, *DRAFTS["look-up"]) if role == "model" else (MODEL, PARAMS, DraftModel(model), None)
-    with pytest.raises(
-        UserError, match=f"the {role} keeps a state, which cannot be rolled back past rejected tokens; omit the draft"
-    ):
-        speculate(*both, [PROMPT], Sampling(), [0], **options)
+    with pytest.raises(error, match=message):
+        speculate(params=PARAMS, draft_params=None, sampling=Sampling(), **arguments | changes)
 
 
 def test_a_text_past_the_context_of_the_draft_is_refused():
@@ -203,12 +194,10 @@ def test_a_text_past_the_context_of_the_draft_is_refused():
         speculate, MODEL, PARAMS, draft_params=None, prompts=[PROMPT], sampling=Sampling(), seeds=[0],
         context_length=CONTEXT,
     )  # fmt: skip
-    with pytest.raises(UserError, match=r"10 tokens and 8 new ones .* context of 16, .* at most 7 new ones"):
+    with pytest.raises(ValueError, match="10 tokens and 8 new ones are more than the context of 16"):
         run(drafts[0], max_new_tokens=8)
     run(drafts[0], max_new_tokens=7)
     run(drafts[1], max_new_tokens=100)  # its positions do not end
-    with pytest.raises(UserError, match="at most 0 new ones, or omit the draft"):
-        run(drafts[0], max_new_tokens=1, prompts=[[1] * 18])
 
 
 @pytest.mark.slow
@@ -232,7 +221,7 @@ def test_the_draft_reads_as_many_slots_as_the_model(monkeypatch):
 def test_a_text_past_the_context_of_the_model_is_refused():
     model, params = built(DecoderConfig(VOCABULARY, 16, 8, d_ff=(8,)), 0)
     run = partial(speculate, model, params, PromptLookup(VOCABULARY), None, [PROMPT], Sampling(temperature=0), [0])
-    with pytest.raises(UserError, match=r"context of 16, .* ask for at most 7 new ones"):
+    with pytest.raises(ValueError, match="context of 16"):
         run(max_new_tokens=8, context_length=16)
     got = tokens_of(run(max_new_tokens=7, context_length=16))
     expected = generate(model, params, [PROMPT], Sampling(temperature=0), [0], max_new_tokens=7, context_length=16)

@@ -1,15 +1,19 @@
-"""From pieces of tokens to texts."""
+"""From pieces of tokens to texts, which end before stop strings."""
 
+import re
 import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.decode import GeneratedText, Piece, Throughput, stream_texts
-from jaxformer.decode.streaming import CompileClock, batch_by_length
+from jaxformer.decode.streaming import CompileClock, StopStrings, batch_by_length
+from jaxformer.errors import UserError
 from jaxformer.ops.masks import EMPTY
 
 TOKENIZER = Tokenizer.train(["a b"], 257)  # a token a byte, and end-of-text
@@ -93,16 +97,8 @@ def test_times_of_a_text_are_those_of_its_own_tokens(monkeypatch):
     """As with a draft: rows one after another, several tokens per piece, the first not timed by itself."""
     texts, throughput = [text(), text()], Throughput()
     clock(monkeypatch, 10, 11, 13, 16)
-    list(
-        stream_texts(
-            Pieces([[65] * 4 + [EMPTY] * 2, [EMPTY] * 4 + [66] * 2], (2, 2, 2)),
-            texts,
-            [END],
-            4,
-            throughput,
-            lambda: False,
-        )
-    )
+    pieces = Pieces([[65] * 4 + [EMPTY] * 2, [EMPTY] * 4 + [66] * 2], (2, 2, 2))
+    list(stream_texts(pieces, texts, [END], 4, throughput, lambda: False))
     assert [(t.first_token_seconds, t.seconds) for t in texts] == [(1, 3), (6, 6)]
     assert throughput == Throughput([1], 6, 6)
 
@@ -165,3 +161,74 @@ def test_compile_time_of_nested_functions_counts_once():
 )
 def test_throughput_is_printed_apart_from_the_time_to_first_token(throughput, expected):
     assert str(throughput).endswith(expected)
+
+
+def feed(strings: list[str], pieces: list[str]) -> tuple[list[str], bool]:
+    """Return the text after each piece and at the end, and `met`."""
+    stop = StopStrings(strings)
+    shown = [stop.feed(piece) for piece in pieces]
+    return [*shown, stop.end()], stop.met
+
+
+def plain(strings: list[str], text: str) -> tuple[str, bool]:
+    """Cut the text where the first stop string ends, by the longest that ends there."""
+    for end in range(1, len(text) + 1):
+        ending = [s for s in strings if text[:end].endswith(s)]
+        if ending:
+            return text[: end - max(map(len, ending))], True
+    return text, False
+
+
+@pytest.mark.parametrize(
+    ("strings", "pieces", "shown", "met"),
+    [
+        ([], ["ab", "c"], ["ab", "c", ""], False),
+        (["\n"], ["ab", "c\nd", "e"], ["ab", "c", "", ""], True),
+        (["stop"], ["a s", "t", "op b"], ["a ", "", "", ""], True),  # spans three pieces
+        (["stop"], ["a s", "t", "ar"], ["a ", "", "star", ""], False),
+        (["stop"], ["ends in sto"], ["ends in ", "sto"], False),
+        (["aab"], ["a", "a", "a", "b", "a"], ["", "", "a", "", "", ""], True),  # overlaps itself
+        (["aba"], ["abab"], ["", ""], True),
+        (["abac"], ["ab", "ab", "ac"], ["", "ab", "", ""], True),
+        (["END", "\n\n"], ["x\n", "EN", "\n", "\ny"], ["x", "\n", "EN", "", ""], True),
+        (["ab", "abc"], ["xa", "bc"], ["x", "", ""], True),  # one a prefix of another: the shorter is complete first
+        (["abc", "ab"], ["xabc"], ["x", ""], True),
+        (["bc", "abcd"], ["abc", "d"], ["a", "", ""], True),  # inside another
+        (["c", "abc"], ["ab", "c"], ["", "", ""], True),  # complete at the same index: the longest
+        (["é"], ["caf", "é!"], ["caf", "", ""], True),
+    ],
+)
+def test_a_stop_string_ends_a_text(strings: list[str], pieces: list[str], shown: list[str], met: bool) -> None:
+    assert feed(strings, pieces) == (shown, met)
+
+
+PIECES = st.lists(st.text("abc", max_size=5), max_size=8)
+
+
+@pytest.mark.slow
+@given(st.lists(st.text("abc", min_size=1, max_size=5), max_size=4), PIECES)
+@settings(max_examples=400)
+def test_pieces_give_the_result_of_a_search_of_the_whole_text(strings: list[str], pieces: list[str]) -> None:
+    text = "".join(pieces)
+    shown, met = feed(strings, pieces)
+    assert ("".join(shown), met) == plain(strings, text)
+
+
+@pytest.mark.slow
+@given(st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3), PIECES)
+@settings(max_examples=400)
+def test_only_the_beginning_of_a_stop_string_is_withheld(strings: list[str], pieces: list[str]) -> None:
+    stop, shown, text = StopStrings(strings), "", ""
+    for piece in pieces:
+        shown, text = shown + stop.feed(piece), text + piece
+        if stop.met:
+            return
+        beginnings = {s[:n] for s in strings for n in range(1, len(s))}
+        longest = max((len(b) for b in beginnings if text.endswith(b)), default=0)
+        assert shown == text[: len(text) - longest]
+
+
+@pytest.mark.parametrize("string", ["", "a\ud800"])
+def test_a_stop_string_that_is_empty_or_not_unicode_is_refused(string: str) -> None:
+    with pytest.raises(UserError, match=f"stop string {re.escape(repr(string))} is not Unicode text"):
+        StopStrings(["fine", string])

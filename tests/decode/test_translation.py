@@ -1,6 +1,8 @@
-"""Greedy and beam search of targets, against a plain loop over full passes."""
+"""Greedy and beam search of targets, against a plain loop over full passes; BLEU, chrF and exact matches."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from math import exp
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +11,7 @@ import pytest
 
 from jaxformer.config import TokenModelConfig
 from jaxformer.data.tokenizer import Tokenizer
-from jaxformer.decode.translation import _beam, translate, translate_tokens
+from jaxformer.decode.translation import _beam, exact_match, scores, translate, translate_tokens
 from jaxformer.errors import UserError
 from jaxformer.models.encoder_decoder import EncoderDecoderConfig
 from jaxformer.models.objective import Params
@@ -136,8 +138,8 @@ def test_translate_encodes_and_decodes() -> None:
     assert any(generated)
     assert translate(model, params, tokenizer, [], context_length=LONGEST) == []
     for texts, message in (
-        (["ab", ""], "text 2 has 0 tokens; it must have at least 1 and at most the context's 12"),
-        (["é" * 7], "the text has 14 tokens"),
+        (["ab", ""], "source 2 has 0 tokens; it must have at least 1 and at most the context's 12"),
+        (["é" * 7], "the source has 14 tokens"),
     ):
         with pytest.raises(UserError, match=message):
             translate(model, params, tokenizer, texts, context_length=LONGEST)
@@ -148,13 +150,47 @@ def test_translate_encodes_and_decodes() -> None:
     [
         ({"max_new_tokens": 13}, "max_new_tokens is 13; it must be at least 1 and at most the context's 12"),
         ({"max_new_tokens": 0}, "max_new_tokens is 0"),
-        ({"n_beams": 0}, "n_beams is 0; it must be at least 1"),
-        ({"n_beams": 4}, "n_beams is 4; for a vocabulary of 7 it must be at most 3"),
-        ({"batch_size": 0}, "batch_size is 0"),
-        ({"n_beams": 2, "length_penalty": float("inf")}, "length_penalty is inf"),
+        ({"n_beams": 4}, "n_beams is 4; for a vocabulary of 7 it must be from 1 to 3"),
     ],
     ids=str,
 )
 def test_invalid_arguments_are_refused(case: Case, how: dict, message: str) -> None:
     with pytest.raises(UserError, match=message):
         case.translate([[1]], **how)
+
+
+REFERENCES = ["the cat sat on the mat", "a dog"]
+
+
+def test_what_is_right_has_all_of_it() -> None:
+    assert exact_match(REFERENCES, REFERENCES) == 1
+    assert scores(REFERENCES, REFERENCES) == pytest.approx({"bleu": 100, "chrf": 100})
+
+
+def test_bleu_is_the_papers() -> None:
+    """Of 5 words 5 are in the reference, of 4 pairs 3, of 3 triples 2, of 2 quadruples 1; 5 words where 6 should be."""
+    results = scores(["the cat sat on mat"], REFERENCES[:1])
+    assert results["bleu"] == pytest.approx(100 * exp(1 - 6 / 5) * (1 * 3 / 4 * 2 / 3 * 1 / 2) ** (1 / 4))
+
+
+def test_chrf_is_the_papers() -> None:
+    """Letters alone: of 'ab' in 'ac', half of the 1-grams and none of the 2-grams, in precision and in recall alike."""
+    assert scores(["ab"], ["ac"])["chrf"] == pytest.approx(100 * (1 / 2 + 0) / 2)
+
+
+def test_an_exact_match_is_letter_for_letter() -> None:
+    assert exact_match(["a dog", "The cat", "x"], ["a dog", "the cat", "x "]) == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize("measure", [exact_match, scores])
+@pytest.mark.parametrize(("hypotheses", "references"), [(["a", "b"], ["a"]), (["a"], ["a", "b"])])
+def test_there_is_one_reference_for_each(measure: Callable, hypotheses: list[str], references: list[str]) -> None:
+    with pytest.raises(ValueError):
+        measure(hypotheses, references)
+
+
+def test_without_sacrebleu_it_is_named(monkeypatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "sacrebleu", None)
+    with pytest.raises(UserError, match=r"jaxformer\[translation\]"):
+        scores(["a"], ["a"])
+    assert exact_match(["a"], ["a"]) == 1
