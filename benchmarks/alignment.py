@@ -13,8 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import record
-from jaxformer.decode.translation import translate, translate_held_out
-from jaxformer.decode.translation_scores import scores
+from jaxformer.decode.translation import scores, translate, translate_held_out
 from jaxformer.inspect import alignment
 from jaxformer.runs.run import load_run
 
