@@ -350,8 +350,8 @@ def overfitting() -> str:
     """Return the losses on training and held-out text during a training on one book, and on fifty."""
     rows, left, top, width, height = outcomes("overfitting"), 50, 20, 520, 240
     lines = {
-        "one book, held out": ("base", "held_out", RED, ""), "fifty books, held out": ("books", "held_out", BLUE, ""),
-        "fifty books, training": ("books", "train", BLUE, "4 4"), "one book, training": ("base", "train", RED, "4 4"),
+        "one book, held out": ("base", "held_out", RED, ""), "fifty books, both": ("books", "held_out", BLUE, ""),
+        "": ("books", "train", BLUE, "4 4"), "one book, training": ("base", "train", RED, "4 4"),
     }  # fmt: skip
     curves = {name: [(p["step"], p[field]) for p in rows[row]["curve"]] for name, (row, field, *_) in lines.items()}
     losses = [loss for curve in curves.values() for step, loss in curve if step >= 200]
@@ -367,7 +367,7 @@ def overfitting() -> str:
     parts += [text(x(step), top + height + 20, f"{step:,}", "middle") for step in range(1000, steps + 1, 1000)]
     parts += [text(left - 8, y(nats) + 4, str(nats), "end") for nats in range(math.ceil(low), math.floor(high) + 1)]
     parts.append(text(left + width / 2, top + height + 40, "step", "middle"))
-    return svg(740, 300, parts, "Loss on training and on held-out text, for one book and for fifty.")
+    return svg(740, 312, parts, "Loss on training and on held-out text, for one book and for fifty.")
 
 
 def order() -> str:
