@@ -12,7 +12,7 @@ import shutil
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from jaxformer.data.storage import Storage, StorageError, cache_folder, is_url
 from jaxformer.errors import UserError
@@ -131,7 +131,8 @@ class Upload:
         files = {file.relative_to(self._folder).as_posix(): file for file in self._folder.rglob("*") if file.is_file()}
         present = {name: _state(file) for name, file in files.items() if _is_stored(name, files)}
         changed = {name for name, state in present.items() if self._sent.get(name) != state}
-        last = {name for name in {*present, *self._sent} if PurePosixPath(name).name == CHECKSUMS}
+        # Checksums complete a checkpoint; the run's own stand beside the files that every checkpoint needs.
+        last = {name for name in {*present, *self._sent} if name.endswith(f"/{CHECKSUMS}")}
         removed = self._sent.keys() - present.keys()
         self._remove(changed & last & self._sent.keys())  # a checkpoint that was saved again
         for batch in (changed - last, changed & last):
