@@ -233,8 +233,9 @@ class Tokenizer:
     def token_bytes(self) -> list[bytes]:
         """Bytes of each token; none for special tokens and ids without a token. Raises `UserError` if it is neither
         byte-level nor falls back to bytes."""
-        form, steps = json.loads(self.as_json()), self._decoder_steps
-        if self._is_byte_level:
+        form = json.loads(self.as_json())
+        steps = _decoder_steps(form)
+        if "ByteLevel" in steps:
             to_bytes = _byte_level_bytes
         elif "ByteFallback" in steps:
             to_bytes = _sentencepiece_bytes
@@ -248,16 +249,6 @@ class Tokenizer:
                 continue
             texts[i] = piece.encode() if i in added else to_bytes(piece)
         return texts
-
-    @cached_property
-    def _decoder_steps(self) -> set[str]:
-        """Types of the decoder's steps."""
-        return {step["type"] for step in _flat(json.loads(self.as_json())["decoder"])}
-
-    @property
-    def _is_byte_level(self) -> bool:
-        """True if pieces are written in the byte-level alphabet."""
-        return "ByteLevel" in self._decoder_steps
 
     @cached_property
     def missing_bytes(self) -> bytes:
@@ -307,6 +298,11 @@ class Tokenizer:
         return np.array([len(b) for b in self.token_bytes], np.int32)
 
 
+def _decoder_steps(form: Mapping[str, Any]) -> set[str]:
+    """Return the types of the decoder's steps, from the content of a `tokenizer.json`."""
+    return {step["type"] for step in _flat(form["decoder"])}
+
+
 def published_tokenizer(inner: tokenizers.Tokenizer, config: Mapping[str, Any], path: Path, remedy: str) -> Tokenizer:
     """Return a published tokenizer that was read from a file. Raises `UserError` with the file's path and the remedy if
     it cannot be used."""
@@ -315,7 +311,8 @@ def published_tokenizer(inner: tokenizers.Tokenizer, config: Mapping[str, Any], 
         missing = tokenizer.missing_bytes
     except UserError as error:
         raise UserError(f"{path} {error}; {remedy}.") from error
-    if missing and not tokenizer._is_byte_level:  # which would encode a character with it as unknown
+    # With a fallback, a character with a missing byte would be encoded as unknown.
+    if missing and "ByteLevel" not in _decoder_steps(json.loads(tokenizer.as_json())):
         raise UserError(f"{path} has no token for the byte 0x{missing[0]:02x}, which its fallback needs; {remedy}.")
     return tokenizer
 
