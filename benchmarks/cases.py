@@ -393,7 +393,7 @@ PLAN = Case(
 
 CASES = {
     "training": TRAINING, "attention": ATTENTION, "decoding": DECODING, "published": PUBLISHED, "cache": CACHE,
-    "scores": SCORES, "recurrence": RECURRENCE, "imports": IMPORTS, "first_step": FIRST_STEP, "input": INPUT, "checkpoint": CHECKPOINT,
-    "inspection": INSPECTION, "scaling": SCALING, "kernels": KERNELS, "plan": PLAN, "pretrained": PRETRAINED,
-    "resuming": RESUMING,
+    "scores": SCORES, "recurrence": RECURRENCE, "imports": IMPORTS, "first_step": FIRST_STEP, "input": INPUT,
+    "checkpoint": CHECKPOINT, "inspection": INSPECTION, "scaling": SCALING, "kernels": KERNELS, "plan": PLAN,
+    "pretrained": PRETRAINED, "resuming": RESUMING,
 }  # fmt: skip

@@ -28,16 +28,17 @@ def jaxformer(folder: Path, B: int, prompt: int, new: int, weights: Any) -> tupl
     from jaxformer.decode.weights import lay_out, store
     from jaxformer.interop.packages import find_model
     from jaxformer.interop.run import import_run
+    from jaxformer.models.decoder import DecoderConfig
     from jaxformer.runs.run import load_run
 
     machine.set_up(B, rows_per_device=MIN_ROWS_PER_DEVICE)
     if not (folder / "smollm2").exists():
         import_run(find_model("smollm2"), folder / "smollm2")
     run = load_run(folder / "smollm2")
-    config, tokenizer = run.text_model()
-    params = lay_out(store(run.params, weights, run.model), run.model)
-    model, run = run.model, None  # frees the parameters as they were loaded
-    params = spread_rows(params, B)
+    (config, tokenizer), model = run.text_model(), run.model
+    assert isinstance(config, DecoderConfig)
+    params = spread_rows(lay_out(store(run.params, weights, model), model), B)
+    del run  # frees the parameters as they were loaded
     prompts = [tokenizer.encode(TEXT)[:prompt]] * B
     dtype = jnp.bfloat16 if weights == "bfloat16" else jnp.float32
 
