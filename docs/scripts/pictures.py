@@ -353,7 +353,7 @@ def mlp() -> str:
     y = np.maximum(hidden, 0) @ rng.normal(size=(F, D)) * (2 / F) ** 0.5
     parts, left = [], 20
     for values, title, function in (
-        (x, "x, a row of D", "W_1"), (hidden, "F features", "ReLU"),
+        (x, "x, a row of D", "W_1"), (hidden, "F features", "max(0, ·)"),
         (np.maximum(hidden, 0), "those below 0 are off", "W_2"), (y, "D again", ""),
     ):  # fmt: skip
         parts += bars(left, 90, list(values), 22, title, 12)
