@@ -121,7 +121,7 @@ def studies() -> dict[str, Study]:
     }
 
 
-LEARNING = ("mlp_concat", "mlp_rowwise", "attention_unscaled", "attention_scaled", "residual", "two_blocks", "rmsnorm")
+LEARNING = ("mlp_concat", "mlp_rowwise", "attention_unscaled", "attention_scaled", "residual")
 """Rungs of which the losses during training are stored."""
 RECURRENT = ("recurrent_tanh", "recurrent_gru", "recurrent_lstm")
 BEFORE_ATTENTION = {

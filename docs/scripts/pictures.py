@@ -6,6 +6,7 @@ python -m docs.scripts.pictures
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from html import escape
 
 import jax
@@ -409,6 +410,35 @@ def overfitting() -> str:
     return svg(720, 320, parts, "Loss on training and on held-out text, for one book and for fifty.")
 
 
+def learning() -> str:
+    """Return the losses of rungs on held-out text during their training."""
+    styles = {
+        "mlp_concat": (INK, 4), "mlp_rowwise": (INK, 6), "attention_unscaled": (RED, -7), "attention_scaled": (RED, 20),
+        "residual": (BLUE, 4),
+    }  # fmt: skip
+    lines = []
+    for name, figures in outcomes("learning").items():
+        colour, dy = styles[name]
+        steps, losses = zip(*((point["step"], point["held_out"]) for point in figures["curve"]), strict=True)
+        lines.append(Line(name, steps, losses, colour, dy=dy))
+    ticks, nats = {n: f"{n:,}" for n in (100, 300, 1000, 3000)}, {3: "3", 4: "4", 5: "5", 6: "6"}
+    parts = plot(lines, ticks, nats, "held-out loss, nats per token", "step", height=300, log="x")
+    return svg(720, 380, parts, "Losses of rungs during training.")
+
+
+def maps(heads: dict[str, tuple[str, int]], title: str) -> str:
+    """Return the attention maps of trained heads, each of a rung, for the beginning of a text."""
+    runs, cell, parts = stored_figures("heads")["runs"], 13, []
+    for i, (name, (rung, head)) in enumerate(heads.items()):
+        rows = runs[rung]["heads"][head]["map"]
+        left = 70 + 222 * i
+        parts += heatmap(left, 30, np.array([[int(tenths) / 9 for tenths in row] for row in rows]), name, cell)
+    tokens = runs[rung]["tokens"]
+    names = {"": "(start)", "\n": "↵"}
+    parts += [text(62, 41 + cell * t, names.get(token, token.strip()), "end") for t, token in enumerate(tokens)]
+    return svg(left + 240, 40 + cell * len(tokens), parts, title)
+
+
 def order() -> str:
     """Return what a head reads in each kind of sequence: 16 rows of its attention map, over the 64 tokens before."""
     cell, parts = 6, []
@@ -445,6 +475,17 @@ PICTURES: dict[str, Callable[[], str]] = {
     "rope.svg": rotation,
     "block.svg": block,
     "heads.svg": heads,
+    "maps.svg": partial(
+        maps,
+        {f"head {head}": ("multihead", head) for head in range(4)},
+        "Attention maps of the four heads of the rung multihead.",
+    ),
+    "replaced.svg": partial(
+        maps,
+        {"attention alone": ("attention_scaled", 0), "x + attention": ("residual", 0)},
+        "Attention maps of the heads of the rungs attention_scaled and residual.",
+    ),
+    "learning.svg": learning,
     "norm.svg": norm,
     "mlp.svg": mlp,
     "gradients.svg": gradients,
