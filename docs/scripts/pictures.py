@@ -19,11 +19,16 @@ from jaxformer.data import Batch
 
 INK, BLUE, RED = "#808080", "#4c78c8", "#d2603a"
 """Colours that stand out from a light and from a dark page."""
+PHONE = 350
+"""Width in pixels of a picture on a phone."""
 
 
 def svg(width: int, height: int, parts: Sequence[str], title: str) -> str:
-    """Return a drawing of a size in pixels, with a title for those who do not see it."""
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+    """Return a drawing of a size in pixels, with a title for those who do not see it. If it is readable at the width of a
+    phone, this is its own."""
+    own = PHONE if width < 1.3 * PHONE else width
+    size = f'viewBox="0 0 {width} {height}" width="{own}" height="{height * own / width:.0f}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} '
     head += f'role="img" font-family="sans-serif" font-size="13" fill="{INK}">'
     return "\n".join([head, f"<title>{escape(title)}</title>", *parts, "</svg>", ""])
 
@@ -84,16 +89,17 @@ class Line:
 
 def plot(
     lines: Sequence[Line], x_ticks: dict[float, str], y_ticks: dict[float, str], title: str, x_title: str = "", *,
-    left: float = 60, width: float = 500, height: float = 200, log: str = "",
+    top: float = 30, height: float = 160, log: str = "",
 ) -> list[str]:  # fmt: skip
-    """Return lines between the first and the last tick of each axis; the axes named in `log` are logarithmic."""
-    top, scales = 30, []
+    """Return lines between the first and the last tick of each axis; the axes named in `log` are logarithmic. With the
+    names at their ends, they are as wide as a phone."""
+    left, width, scales = 46, 220, []
     for axis, ticks in (("x", x_ticks), ("y", y_ticks)):
         as_drawn = np.log if axis in log else np.asarray
         first, *_, last = as_drawn(list(ticks))
         scales.append(lambda v, f=as_drawn, a=first, b=last: (f(np.asarray(v, float)) - a) / (b - a))
     x, y = lambda v: left + width * scales[0](v), lambda v: top + height * (1 - scales[1](v))
-    parts = [text(left, 14, title), text(left + width / 2, top + height + 40, x_title, "middle")]
+    parts = [text(left, top - 16, title), text(left + width / 2, top + height + 40, x_title, "middle")]
     parts += [f'<path d="M{left} {y(v):.0f}h{width}" stroke="{INK}" stroke-opacity="0.3"/>' for v in y_ticks]
     parts += [text(left - 8, y(v) + 4, label, "end") for v, label in y_ticks.items()]
     parts += [text(x(v), top + height + 20, label, "middle") for v, label in x_ticks.items()]
@@ -133,9 +139,9 @@ def scale() -> str:
             weights /= weights.sum(axis=1, keepdims=True)
             entropies.append(-(weights * np.log(np.maximum(weights, 1e-30))).sum(axis=1).mean())
         lines.append(Line(name, widths, entropies, colour))
-    ticks, entropies = {d: str(d) for d in widths}, {0: "0", math.log(32): "ln 32"}
+    ticks, entropies = {d: str(d) for d in widths[::2]}, {0: "0", math.log(32): "ln 32"}
     parts = plot(lines, ticks, entropies, "entropy, nats", "width d of the head", log="x")
-    return svg(700, 280, parts, "Entropy of attention by width of the head, scores divided by its root and undivided.")
+    return svg(370, 240, parts, "Entropy of attention by width of the head, scores divided by its root and undivided.")
 
 
 def saturation() -> str:
@@ -150,10 +156,10 @@ def saturation() -> str:
         Line("of W_Q", entropies, [row.W_Q / first.W_Q for row in rows], RED),
         Line("of the scores", entropies, [row.scores / first.scores for row in rows], BLUE),
     ]
-    ticks = {4: "4", 1: "1", 0.1: "0.1", 0.01: "0.01", 0.001: "0.001", 0.0001: "0.0001"}
+    ticks = {4: "", 1: "1", 0.1: "0.1", 0.01: "0.01", 0.001: "0.001", 0.0001: ""}
     norms, title = {10.0**i: f"{10.0**i:g}" for i in range(-3, 3)}, "norm of the gradient, 1 for the scores as they are"
-    parts = plot(lines, ticks, norms, title, "entropy of attention, nats; scores grow from left to right", log="xy")
-    return svg(700, 280, parts, "Gradients of the scores and of W_Q as attention becomes one-hot.")
+    parts = plot(lines, ticks, norms, title, "entropy of attention, nats", log="xy")
+    return svg(370, 240, parts, "Gradients of the scores and of W_Q as attention becomes one-hot.")
 
 
 def ladder() -> str:
@@ -180,7 +186,7 @@ def ladder() -> str:
     )
 
 
-def chart(left: float, title: str, unit: str, lines: dict[str, dict[int, float]]) -> list[str]:
+def chart(top: float, title: str, unit: str, lines: dict[str, dict[int, float]]) -> list[str]:
     """Return lines over a length, both on logarithmic scales, with their names and their last values."""
     lengths = list(next(iter(lines.values())))
     values = [value for line in lines.values() for value in line.values()]
@@ -189,7 +195,7 @@ def chart(left: float, title: str, unit: str, lines: dict[str, dict[int, float]]
         for (name, line), colour in zip(lines.items(), (BLUE, RED), strict=True)
     ]
     ticks, ends = {n: f"{n:,}" for n in lengths}, {min(values): "", max(values): ""}
-    return plot(drawn, ticks, ends, title, left=left, width=230, height=180, log="xy")
+    return plot(drawn, ticks, ends, title, top=top, log="xy")
 
 
 def context() -> str:
@@ -204,15 +210,9 @@ def context() -> str:
     }
     sides = ("blockwise", "stored scores")
     memory = {side: {n: point["derived"][f"{side}, MiB"] for n, point in attention.items()} for side in sides}
-    parts = chart(20, "time of new tokens (both axes logarithmic)", "ms", times) + chart(
-        460, "memory of attention to T positions", "MiB", memory
-    )
-    return svg(
-        880,
-        250,
-        parts,
-        "Time of new tokens with and without a cache, and memory of attention, by length.",
-    )
+    parts = chart(30, "time of new tokens, by their number", "ms", times)
+    parts += chart(260, "memory of attention, by T", "MiB", memory)
+    return svg(440, 450, parts, "Time of new tokens with and without a cache, and memory of attention, by length.")
 
 
 def cache() -> str:
@@ -393,7 +393,7 @@ def gradients() -> str:
         lines.append(Line(name, range(1, n + 1), norms, colour))
     title = "norm of the gradient, relative to that of the output"
     ticks, norms = {1: "last layer", n: "first layer"}, {0.01: "0.01", 1: "1", 100: "100"}
-    return svg(660, 270, plot(lines, ticks, norms, title, log="y"), "The gradient on its way back through 64 layers.")
+    return svg(370, 220, plot(lines, ticks, norms, title, log="y"), "The gradient on its way back through 64 layers.")
 
 
 def overfitting() -> str:
@@ -406,8 +406,8 @@ def overfitting() -> str:
         points = [point for point in rows[row]["curve"] if point["step"] >= 200]
         lines.append(Line(name, [p["step"] for p in points], [p[field] for p in points], colour, dashes))
     steps, nats = {step: f"{step:,}" for step in range(0, 3001, 1000)}, {x: str(x) for x in range(1, 7)}
-    parts = plot(lines, steps, nats, "loss, nats per token", "step", height=240)
-    return svg(720, 320, parts, "Loss on training and on held-out text, for one book and for fifty.")
+    parts = plot(lines, steps, nats, "loss, nats per token", "step", height=200)
+    return svg(400, 280, parts, "Loss on training and on held-out text, for one book and for fifty.")
 
 
 def learning() -> str:
@@ -422,8 +422,8 @@ def learning() -> str:
         steps, losses = zip(*((point["step"], point["held_out"]) for point in figures["curve"]), strict=True)
         lines.append(Line(name, steps, losses, colour, dy=dy))
     ticks, nats = {n: f"{n:,}" for n in (100, 300, 1000, 3000)}, {3: "3", 4: "4", 5: "5", 6: "6"}
-    parts = plot(lines, ticks, nats, "held-out loss, nats per token", "step", height=300, log="x")
-    return svg(720, 380, parts, "Losses of rungs during training.")
+    parts = plot(lines, ticks, nats, "held-out loss, nats per token", "step", height=260, log="x")
+    return svg(400, 340, parts, "Losses of rungs during training.")
 
 
 def maps(heads: dict[str, tuple[str, int]], title: str) -> str:
