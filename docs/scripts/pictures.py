@@ -24,8 +24,8 @@ PHONE = 350
 
 
 def svg(width: int, height: int, parts: Sequence[str], title: str) -> str:
-    """Return a drawing of a size in pixels, with a title for those who do not see it. If it is readable at the width of a
-    phone, this is its own."""
+    """Return a drawing of a size in pixels, with a title for those who do not see it. One that is readable at the width
+    of a phone has this width."""
     own = PHONE if width < 1.3 * PHONE else width
     size = f'viewBox="0 0 {width} {height}" width="{own}" height="{height * own / width:.0f}"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} '
@@ -157,7 +157,7 @@ def saturation() -> str:
         Line("of the scores", entropies, [row.scores / first.scores for row in rows], BLUE),
     ]
     ticks = {4: "", 1: "1", 0.1: "0.1", 0.01: "0.01", 0.001: "0.001", 0.0001: ""}
-    norms, title = {10.0**i: f"{10.0**i:g}" for i in range(-3, 3)}, "norm of the gradient, 1 for the scores as they are"
+    norms, title = {10.0**i: f"{10.0**i:g}" for i in range(-3, 3)}, "norm of the gradient, 1 at entropy 1.6"
     parts = plot(lines, ticks, norms, title, "entropy of attention, nats", log="xy")
     return svg(370, 240, parts, "Gradients of the scores and of W_Q as attention becomes one-hot.")
 
@@ -391,7 +391,7 @@ def gradients() -> str:
             g = residual * g + slope.T @ g
             norms.append(np.linalg.norm(g) / D**0.5)
         lines.append(Line(name, range(1, n + 1), norms, colour))
-    title = "norm of the gradient, relative to that of the output"
+    title = "norm of the gradient, 1 at the output"
     ticks, norms = {1: "last layer", n: "first layer"}, {0.01: "0.01", 1: "1", 100: "100"}
     return svg(370, 220, plot(lines, ticks, norms, title, log="y"), "The gradient on its way back through 64 layers.")
 
@@ -426,38 +426,42 @@ def learning() -> str:
     return svg(400, 340, parts, "Losses of rungs during training.")
 
 
+def stored_map(left: float, top: float, rows: Sequence[str], cell: int, title: str) -> list[str]:
+    """Return the squares of a stored attention map, whose digits are tenths of a weight, and its title above."""
+    size = f'width="{cell * len(rows[0])}" height="{cell * len(rows)}"'
+    parts = [text(left, top - 10, title), f'<rect x="{left}" y="{top}" {size} fill="{INK}" fill-opacity="0.1"/>']
+    cells = [(x, y, int(tenths)) for y, row in enumerate(rows) for x, tenths in enumerate(row) if tenths != "0"]
+    for low in range(0, 10, 2):  # a path for every two tenths of a weight
+        lines = [
+            f"M{left + cell * x} {top + cell * (y + 0.5):g}h{cell}"
+            for x, y, tenths in cells
+            if low <= tenths <= low + 1
+        ]
+        stroke = f'stroke="{BLUE}" stroke-width="{cell}" stroke-opacity="{low / 10 + 0.2:.1f}"'
+        parts.append(f'<path d="{"".join(lines)}" {stroke}/>')
+    return parts
+
+
 def maps(heads: dict[str, tuple[str, int]], title: str) -> str:
     """Return the attention maps of trained heads, each of a rung, for the beginning of a text."""
-    runs, cell, parts = stored_figures("heads")["runs"], 13, []
+    runs, cell, parts = stored_figures("heads")["runs"], 11, ['<g font-size="11">']
     for i, (name, (rung, head)) in enumerate(heads.items()):
-        rows = runs[rung]["heads"][head]["map"]
-        left = 70 + 222 * i
-        parts += heatmap(left, 30, np.array([[int(tenths) / 9 for tenths in row] for row in rows]), name, cell)
-    tokens = runs[rung]["tokens"]
-    names = {"": "(start)", "\n": "↵"}
-    parts += [text(62, 41 + cell * t, names.get(token, token.strip()), "end") for t, token in enumerate(tokens)]
-    return svg(left + 240, 40 + cell * len(tokens), parts, title)
+        tokens, rows = runs[rung]["tokens"], runs[rung]["heads"][head]["map"]
+        left, top = 56 + 192 * (i % 2), 26 + 212 * (i // 2)
+        parts += stored_map(left, top, rows, cell, name)
+        if i % 2 == 0:
+            names = [{"": "(start)", "\n": "↵"}.get(token, token.strip()) for token in tokens]
+            parts += [text(50, top + 9 + cell * t, name, "end") for t, name in enumerate(names)]
+    return svg(430, top + cell * len(tokens) + 4, [*parts, "</g>"], title)
 
 
 def order() -> str:
     """Return what a head reads in each kind of sequence: 16 rows of its attention map, over the 64 tokens before."""
-    cell, parts = 6, []
+    parts = []
     for i, (name, figures) in enumerate(stored_figures("modalities")["modalities"].items()):
-        left, top, reading = 20 + 430 * (i % 2), 34 + 146 * (i // 2), figures["reading"]
-        rows = reading["map"]
-        distance = f"{reading['distance']} before the next token"
-        parts.append(text(left, top - 10, f"{name}: reads {distance}, weight {reading['weight']:.2f}"))
-        parts.append(
-            f'<rect x="{left}" y="{top}" width="{cell * len(rows[0])}" height="{cell * len(rows)}" '
-            f'fill="{INK}" fill-opacity="0.1"/>'
-        )
-        cells = [(x, y, int(tenths)) for y, row in enumerate(rows) for x, tenths in enumerate(row) if tenths != "0"]
-        for low in range(0, 10, 2):  # a path for every two tenths of a weight
-            lines = [
-                f"M{left + cell * x} {top + cell * y + 3}h{cell}" for x, y, tenths in cells if low <= tenths <= low + 1
-            ]
-            stroke = f'stroke="{BLUE}" stroke-width="{cell}" stroke-opacity="{low / 10 + 0.2:.1f}"'
-            parts.append(f'<path d="{"".join(lines)}" {stroke}/>')
+        reading = figures["reading"]
+        title = f"{name}: reads {reading['distance']} before the next token, weight {reading['weight']:.2f}"
+        parts += stored_map(20 + 430 * (i % 2), 34 + 146 * (i // 2), reading["map"], 6, title)
     height = 34 + 146 * math.ceil((i + 1) / 2)
     return svg(860, height, parts, "What a head reads in each kind of sequence: rows of attention maps.")
 
