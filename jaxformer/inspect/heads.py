@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -13,12 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
+from jaxformer.contract import Task, contract_of
 from jaxformer.data.dataset import Batch
-from jaxformer.inspect.activations import Activations, Inputs, capture, intervene
+from jaxformer.inspect.activations import Activations, Inputs, capture, intervene, skip_blocks
 from jaxformer.inspect.attention import CROSS, row_tokens_and_mask
-from jaxformer.models.objective import Params, mean_loss
+from jaxformer.models.objective import Params, mean_loss, objective_of
 from jaxformer.ops.attention import row_entropy
 
+MAX_ABLATED_TARGETS = 2048
+"""Maximum number of targets whose losses are computed at once, over examples and ablated heads."""
 PerHead = OrderedDict[str, jax.Array]
 """One value per head, `(H,)`, by the name of the layer."""
 
@@ -147,23 +151,37 @@ class Ablation:
     """First-order estimate of `mean`."""
 
 
-def ablate_heads(model: nn.Module, params: Params, batch: Batch) -> Ablation:
+def ablate_heads(
+    model: nn.Module, params: Params, batch: Batch, progress: Callable[[str], object] = lambda _: None
+) -> Ablation:
     """Ablate each head of every attention layer, one at a time.
+
+    The heads of a layer are ablated together, as a batch, and from their block on: blocks before it return what they
+    computed for the whole model.
 
     Args:
       batch: examples; see `mean_loss`.
+      progress: called with the name of each layer before its heads are ablated.
     """
     batch, means, scales = _ablation_inputs(model, params, batch)
-    rises: dict[str, PerHead] = {}
-    for kind, replacements in (("zero", jax.tree.map(jnp.zeros_like, means)), ("mean", means)):
-        loss, slopes = _loss_and_slopes(model, params, batch, scales, replacements)
-        rises[f"{kind}_estimate"] = jax.tree.map(jnp.negative, slopes)
-        rises[kind] = OrderedDict()
-        for layer, scale_H in scales.items():
-            ablated = (scales | {layer: scale_H.at[head].set(0)} for head in range(len(scale_H)))
-            losses = [_loss(model, params, batch, scales_H, replacements) for scales_H in ablated]
-            rises[kind][layer] = jnp.stack(losses) - loss
-    return Ablation(float(loss), **jax.device_get(rises))
+    capture_outputs = partial(capture, model, names="*.after", missing_ok=True)
+    outputs_B = jax.jit(jax.vmap(lambda params, inputs: capture_outputs(params, *inputs), (None, 0)))(params, batch.inputs)
+    estimates: dict[str, PerHead] = {}
+    rises: dict[str, PerHead] = {"zero": OrderedDict(), "mean": OrderedDict()}
+    replacements = {"zero": jax.tree.map(jnp.zeros_like, means), "mean": means}
+    for kind, replacement in replacements.items():
+        loss, slopes = _loss_and_slopes(model, params, batch, scales, replacement)
+        estimates[f"{kind}_estimate"] = jax.tree.map(jnp.negative, slopes)
+    for layer, scale_H in scales.items():
+        progress(layer)
+        H = len(scale_H)
+        n_before = list(outputs_B).index(f"{layer.rpartition('.')[0]}.after")
+        ablated_H = {name: jnp.broadcast_to(x, (H, *x.shape)) for name, x in scales.items()}
+        ablated_H[layer] = 1 - jnp.eye(H)
+        for kind, replacement in replacements.items():
+            losses_H = _losses(model, params, batch, OrderedDict(ablated_H), replacement, outputs_B, jnp.int32(n_before))
+            rises[kind][layer] = losses_H - loss
+    return Ablation(float(loss), **jax.device_get(rises | estimates))
 
 
 def ablation_loss(model: nn.Module, params: Params, batch: Batch, heads: Iterable[tuple[str, int]]) -> float:
@@ -204,17 +222,48 @@ def _mean_outputs(model: nn.Module, params: Params, inputs_B: Inputs, target_mas
     return OrderedDict((layer, sums_BHK.sum(axis=0) / n_B.sum()) for layer, (sums_BHK, n_B) in sums_B.items())
 
 
-@partial(jax.jit, static_argnames="model")
-def _loss(model: nn.Module, params: Params, batch: Batch, scales: PerHead, replacements: Activations) -> jax.Array:
-    """Return the mean loss with interpolated head outputs: scale 1 is the head's own, 0 its replacement `(K,)`."""
+def _interpolated_heads(scales: PerHead, replacements: Activations) -> AbstractContextManager[None]:
+    """Interpolate the outputs of heads: scale 1 is the head's own, 0 its replacement `(K,)`."""
 
     def interpolate(name: str, value_HTK: jax.Array) -> jax.Array:
         layer = name.removesuffix(".heads")
         scale_H11, replacement_H1K = scales[layer][:, None, None], replacements[layer][:, None]
         return (scale_H11 * value_HTK + (1 - scale_H11) * replacement_H1K).astype(value_HTK.dtype)
 
-    with intervene([f"{layer}.heads" for layer in scales], interpolate):
+    return intervene([f"{layer}.heads" for layer in scales], interpolate)
+
+
+@partial(jax.jit, static_argnames="model")
+def _loss(model: nn.Module, params: Params, batch: Batch, scales: PerHead, replacements: Activations) -> jax.Array:
+    """Return the mean loss with interpolated head outputs."""
+    with _interpolated_heads(scales, replacements):
         return mean_loss(model, params, batch)
 
 
 _loss_and_slopes = jax.jit(jax.value_and_grad(_loss, argnums=3), static_argnums=0)
+
+
+@partial(jax.jit, static_argnames="model")
+def _losses(
+    model: nn.Module,
+    params: Params,
+    batch: Batch,
+    scales_N: PerHead,
+    replacements: Activations,
+    outputs_B: Activations,
+    n_before: jax.Array,
+) -> jax.Array:
+    """Return the mean loss for each of N sets of scales, `(N,)`, where the first blocks return `outputs_B`."""
+
+    def of_example(example: tuple[Batch, Activations]) -> jax.Array:
+        def loss(scales: PerHead) -> jax.Array:
+            with _interpolated_heads(scales, replacements), skip_blocks(n_before, example[1]):
+                return objective_of(model).example_loss(model, params, example[0])
+
+        return jax.vmap(loss)(scales_N)
+
+    if contract_of(model).task is Task.CONTRASTIVE:  # examples are each other's negatives
+        return jax.lax.map(lambda scales: _loss(model, params, batch, scales, replacements), scales_N)
+    chunk = max(1, MAX_ABLATED_TARGETS // (len(jax.tree.leaves(scales_N)[0]) * batch.targets[0].size))
+    nats_BN = jax.lax.map(of_example, (batch, outputs_B), batch_size=min(chunk, len(batch.targets)))
+    return nats_BN.mean(axis=0) if batch.weights is None else nats_BN.sum(axis=0) / jnp.sum(batch.weights)
