@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -163,9 +164,7 @@ def ablate_heads(
       batch: examples; see `mean_loss`.
       progress: called with the name of each layer before its heads are ablated.
     """
-    batch, means, scales = _ablation_inputs(model, params, batch)
-    capture_outputs = partial(capture, model, names="*.after", missing_ok=True)
-    outputs_B = jax.jit(jax.vmap(lambda params, inputs: capture_outputs(params, *inputs), (None, 0)))(params, batch.inputs)
+    batch, means, outputs_B, scales = _ablation_inputs(model, params, batch)
     estimates: dict[str, PerHead] = {}
     rises: dict[str, PerHead] = {"zero": OrderedDict(), "mean": OrderedDict()}
     replacements = {"zero": jax.tree.map(jnp.zeros_like, means), "mean": means}
@@ -176,10 +175,10 @@ def ablate_heads(
         progress(layer)
         H = len(scale_H)
         n_before = list(outputs_B).index(f"{layer.rpartition('.')[0]}.after")
-        ablated_H = {name: jnp.broadcast_to(x, (H, *x.shape)) for name, x in scales.items()}
-        ablated_H[layer] = 1 - jnp.eye(H)
+        scales_H = OrderedDict((name, jnp.broadcast_to(x, (H, *x.shape))) for name, x in scales.items())
+        scales_H[layer] = 1 - jnp.eye(H)
         for kind, replacement in replacements.items():
-            losses_H = _losses(model, params, batch, OrderedDict(ablated_H), replacement, outputs_B, jnp.int32(n_before))
+            losses_H = _losses(model, params, batch, scales_H, replacement, outputs_B, jnp.int32(n_before))
             rises[kind][layer] = losses_H - loss
     return Ablation(float(loss), **jax.device_get(rises | estimates))
 
@@ -192,34 +191,40 @@ def ablation_loss(model: nn.Module, params: Params, batch: Batch, heads: Iterabl
       batch: examples; see `mean_loss`.
       heads: pairs of a layer's name and a head's index.
     """
-    batch, means, scales = _ablation_inputs(model, params, batch)
+    batch, means, _, scales = _ablation_inputs(model, params, batch)
     for layer, head in heads:
         scales[layer] = scales[layer].at[head].set(0)
     return float(_loss(model, params, batch, scales, means))
 
 
-def _ablation_inputs(model: nn.Module, params: Params, batch: Batch) -> tuple[Batch, Activations, PerHead]:
-    """Return the batch as arrays, the heads' mean outputs on it, `(H, K)` by layer, and scales of 1 for all heads."""
+def _ablation_inputs(model: nn.Module, params: Params, batch: Batch) -> tuple[Batch, Activations, Activations, PerHead]:
+    """Return the batch as arrays, the results of `_mean_outputs`, and scales of 1 for all heads."""
     batch = jax.tree.map(jnp.asarray, batch)
-    means = _mean_outputs(model, params, batch.inputs, target_mask(batch))
-    return batch, means, OrderedDict((layer, jnp.ones(len(x_HK))) for layer, x_HK in means.items())
+    means, outputs_B = _mean_outputs(model, params, batch.inputs, target_mask(batch))
+    return batch, means, outputs_B, OrderedDict((layer, jnp.ones(len(x_HK))) for layer, x_HK in means.items())
 
 
 @partial(jax.jit, static_argnames="model")
-def _mean_outputs(model: nn.Module, params: Params, inputs_B: Inputs, target_mask_BT: ArrayLike | None) -> Activations:
-    """Return the mean output of each head over examples and positions, without padding, `(H, K)` by layer."""
+def _mean_outputs(
+    model: nn.Module, params: Params, inputs_B: Inputs, target_mask_BT: ArrayLike | None
+) -> tuple[Activations, Activations]:
+    """Return the mean output of each head over examples and positions, without padding, `(H, K)` by layer; and the
+    outputs of blocks for each example, `(B, T, D)`."""
 
-    def example_sums(example: tuple[Inputs, jax.Array | None]) -> OrderedDict[str, tuple[jax.Array, jax.Array]]:
+    def example_sums(example: tuple[Inputs, jax.Array | None]) -> tuple[OrderedDict[str, Any], Activations]:
         inputs, mask_T = example
-        sums = OrderedDict[str, tuple[jax.Array, jax.Array]]()
-        for name, x_HTK in capture(model, params, *inputs, names="*attention.heads", missing_ok=True).items():
+        sums, names = OrderedDict[str, Any](), ("*attention.heads", "*.after")
+        captured = capture(model, params, *inputs, names=names, missing_ok=True)
+        for name in [name for name in captured if name.endswith(".heads")]:
+            x_HTK = captured.pop(name)
             valid_T = row_tokens_and_mask(model, name, inputs, mask_T)[1]
             valid_T = jnp.ones(x_HTK.shape[1]) if valid_T is None else valid_T.astype(jnp.float32)
             sums[name.removesuffix(".heads")] = jnp.einsum("htk,t->hk", x_HTK, valid_T), valid_T.sum()
-        return sums
+        return sums, captured
 
-    sums_B = jax.lax.map(example_sums, (inputs_B, target_mask_BT))
-    return OrderedDict((layer, sums_BHK.sum(axis=0) / n_B.sum()) for layer, (sums_BHK, n_B) in sums_B.items())
+    sums_B, outputs_B = jax.lax.map(example_sums, (inputs_B, target_mask_BT))
+    means = OrderedDict((layer, sums_BHK.sum(axis=0) / n_B.sum()) for layer, (sums_BHK, n_B) in sums_B.items())
+    return means, outputs_B
 
 
 def _interpolated_heads(scales: PerHead, replacements: Activations) -> AbstractContextManager[None]:
