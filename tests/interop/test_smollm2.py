@@ -2,6 +2,7 @@
 
 import json
 from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +19,8 @@ from jaxformer.runs.run import Run, load_run
 from tests.interop.published import their_logits
 
 pytestmark = pytest.mark.exhaustive
+
+ROOT = Path(__file__).parents[2]
 
 TEXTS = [
     "Rome", "The capital of Italy is", "def fibonacci(n):\n    if n < 2:\n        return n\n    return ",
@@ -125,3 +128,22 @@ def test_greedy_answer_in_a_chat_equals_that_of_transformers(models: Models, cap
     prompt = chat_tokens(models, [{"role": "user", "content": question}])
     likeliest_T = their_logits(models.theirs, [*prompt, *answer]).argmax(-1)
     assert len(answer) == n and likeliest_T[len(prompt) - 1 : -1].tolist() == answer
+
+
+def test_perplexity_equals_that_of_transformers_on_the_same_windows(models: Models, tmp_path: Path, capsys: Any):
+    text, length = tmp_path / "text.txt", 256
+    prose = (ROOT / "docs/extending.md").read_text()[:10_000].replace("\n\n\n", "\n\n")  # as `eval` reads it
+    text.write_text(f"{prose}\n")
+    run, _ = import_run(find_model("smollm2"), tmp_path / "run", context_length=length)
+    assert main(["eval", str(run), "--data.path", str(text), "--data.no-unwrap", "--batch-size", "8"]) == 0
+    printed = dict(field.split("=") for field in capsys.readouterr().out.splitlines()[-1].split())
+    end = models.tokenizer.end_of_text
+    tokens = [end, *models.tokenizer.encode(text.read_text()), end]
+    assert int(printed["targets"]) == len(tokens) - 1 > 2000
+    torch = pytest.importorskip("torch")
+    nats = 0.0
+    for start in range(0, len(tokens) - 1, length):
+        window = np.array(tokens[start : start + length + 1])
+        logits_TV, targets_T = map(torch.tensor, (their_logits(models.theirs, window[:-1]), window[1:]))
+        nats += torch.nn.functional.cross_entropy(logits_TV, targets_T, reduction="sum").item()
+    np.testing.assert_allclose(float(printed["ppl"]), np.exp(nats / (len(tokens) - 1)), rtol=1e-4)
