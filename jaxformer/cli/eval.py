@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from jaxformer.cli import machine
 from jaxformer.cli.command import as_command
-from jaxformer.cli.load import RunOptions, open_run, with_run
+from jaxformer.cli.load import RunOptions, TextOptions, open_run, with_run
 from jaxformer.cli.options import MERGED, CommandLine
 from jaxformer.config.fields import Positive, Size
 from jaxformer.errors import UserError, command
@@ -34,18 +34,6 @@ byte are the total bits over the UTF-8 bytes of the text, as the run reads it; p
 only predicts the token after a full window does not predict the first context_length tokens, and always has a stride of
 1; a prefix language model gets no prefix. With --weights, the loss is that of rounded weights; matmuls are computed as
 --precision says, whereas sample also rounds activations."""
-
-
-@dataclass(frozen=True)
-class TextOptions:
-    """A text to evaluate a language model on."""
-
-    path: str | None = None
-    """File, folder, glob, or 'sotu', as for training; UTF-8. By default, the run's own held-out data."""
-    unwrap: bool | None = None
-    """Removal of line breaks that only wrap prose to a page's width; by default, as for the run's training text."""
-    column: str | None = None
-    """Field or column with the text in files of rows; by default, as for the run's training text."""
 
 
 @dataclass(frozen=True)

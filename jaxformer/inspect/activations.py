@@ -19,6 +19,7 @@ from jax.typing import ArrayLike
 from jaxformer.errors import UserError
 from jaxformer.models.inputs import check_example
 from jaxformer.models.objective import Params
+from jaxformer.nn.block import Block
 from jaxformer.nn.capture import OUTPUT, handled_by
 from jaxformer.nn.parameter_norms import dotted
 
@@ -167,6 +168,41 @@ def intervene(names: Names, edit: Edit, *, missing_ok: bool = False) -> Iterator
         yield
     if not missing_ok:
         _check_matched(patterns, computed)
+
+
+@contextmanager
+def skip_blocks(n: jax.Array | int, outputs: Activations) -> Iterator[None]:
+    """Skip the first blocks of the models called within this context: they return known outputs.
+
+    One program serves every number of skipped blocks, which need not be known when it is compiled. Under `jax.vmap`,
+    blocks are skipped if the number is the same for all examples.
+
+    Args:
+      n: number of blocks to skip, in order of computation.
+      outputs: output `(T, D)` of every block for the same example, named `blocks.0.after` and so on, as by `capture`.
+    """
+    number_of = {name.removesuffix(".after"): i for i, name in enumerate(outputs)}
+    computing = False
+
+    def skip(call: Callable, args: tuple, named: dict, context: nn.module.InterceptorContext) -> Any:
+        nonlocal computing
+        block = context.module
+        if computing or not isinstance(block, Block) or context.method_name != "__call__":
+            return call(*args, **named)
+        name = dotted(block.path)
+
+        def compute(block: Block) -> jax.Array:
+            nonlocal computing
+            computing = True
+            try:
+                return block(*args, **named)[0]
+            finally:
+                computing = False
+
+        return nn.cond(number_of[name] < n, lambda _: outputs[f"{name}.after"], compute, block), None
+
+    with nn.intercept_methods(skip):
+        yield
 
 
 def _keep(captured: Activations, edit: Edit = lambda _, value: value) -> Edit:

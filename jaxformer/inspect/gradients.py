@@ -20,8 +20,9 @@ from jaxformer.models.objective import Params, objective_of
 from jaxformer.nn.parameter_norms import Norms, Row, norm_rows, parameter_name, parameter_norms, row_names, row_norms
 from jaxformer.terminal import WIDTH, align, wrap_columns
 
-EXAMPLES_PER_CHUNK = 8
-"""Examples whose full gradients are in memory at the same time."""
+EXAMPLES_PER_CHUNK, MAX_GRADIENT_BYTES = 8, 1_200_000_000
+"""Maximum number of examples whose full gradients are in memory at the same time, and their maximum size if there are
+several: the gradients of a few examples of a large model, which are then computed once."""
 IN_BLOCK = re.compile(r"(?P<stack>(?:.+\.)?\w*blocks)\.(?P<block>\d+)\.(?P<part>.+)")
 """Name of a parameter in a stack of blocks."""
 
@@ -203,11 +204,17 @@ def _per_example(model: nn.Module, params: Params, batch: Batch) -> tuple[jax.Ar
         nll = objective_of(model).example_loss(model, params, example)
         return nll if example.weights is None else nll / jnp.sum(example.weights)
 
-    mean = jax.grad(lambda params: jnp.mean(jax.vmap(partial(loss, params))(batch)))(params)
-
-    def measure(example: Batch) -> tuple[jax.Array, Norms, jax.Array]:
-        nll, grads = jax.value_and_grad(loss)(params, example)
+    def measure(nll: jax.Array, grads: Params) -> tuple[jax.Array, Norms, jax.Array]:
         dot = sum(jnp.vdot(g, m) for g, m in zip(*map(jax.tree.leaves, (grads, mean)), strict=True))
         return nll, parameter_norms(grads), jnp.asarray(dot)
 
-    return *jax.lax.map(measure, batch, batch_size=EXAMPLES_PER_CHUNK), parameter_norms(mean)
+    value_and_grad = partial(jax.value_and_grad(loss), params)
+    chunk = max(1, min(EXAMPLES_PER_CHUNK, MAX_GRADIENT_BYTES // sum(x.nbytes for x in jax.tree.leaves(params))))
+    if len(batch.targets) <= chunk:  # all gradients at once
+        loss_B, grads_B = jax.vmap(value_and_grad)(batch)
+        mean = jax.tree.map(lambda g_B: g_B.mean(axis=0), grads_B)
+        measured = jax.vmap(measure)(loss_B, grads_B)
+    else:
+        mean = jax.grad(lambda params: jnp.mean(jax.vmap(partial(loss, params))(batch)))(params)
+        measured = jax.lax.map(lambda example: measure(*value_and_grad(example)), batch, batch_size=chunk)
+    return *measured, parameter_norms(mean)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -13,12 +15,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
+from jaxformer.contract import Task, contract_of
 from jaxformer.data.dataset import Batch
-from jaxformer.inspect.activations import Activations, Inputs, capture, intervene
+from jaxformer.inspect.activations import Activations, Inputs, capture, intervene, skip_blocks
 from jaxformer.inspect.attention import CROSS, row_tokens_and_mask
-from jaxformer.models.objective import Params, mean_loss
+from jaxformer.models.objective import Params, mean_loss, objective_of
 from jaxformer.ops.attention import row_entropy
 
+MAX_ABLATED_TARGETS = 2048
+"""Maximum number of targets whose losses are computed at once, over examples and ablated heads."""
 PerHead = OrderedDict[str, jax.Array]
 """One value per head, `(H,)`, by the name of the layer."""
 
@@ -147,23 +152,35 @@ class Ablation:
     """First-order estimate of `mean`."""
 
 
-def ablate_heads(model: nn.Module, params: Params, batch: Batch) -> Ablation:
+def ablate_heads(
+    model: nn.Module, params: Params, batch: Batch, progress: Callable[[str], object] = lambda _: None
+) -> Ablation:
     """Ablate each head of every attention layer, one at a time.
+
+    The heads of a layer are ablated together, as a batch, and from their block on: blocks before it return what they
+    computed for the whole model.
 
     Args:
       batch: examples; see `mean_loss`.
+      progress: called with the name of each layer before its heads are ablated.
     """
-    batch, means, scales = _ablation_inputs(model, params, batch)
-    rises: dict[str, PerHead] = {}
-    for kind, replacements in (("zero", jax.tree.map(jnp.zeros_like, means)), ("mean", means)):
-        loss, slopes = _loss_and_slopes(model, params, batch, scales, replacements)
-        rises[f"{kind}_estimate"] = jax.tree.map(jnp.negative, slopes)
-        rises[kind] = OrderedDict()
-        for layer, scale_H in scales.items():
-            ablated = (scales | {layer: scale_H.at[head].set(0)} for head in range(len(scale_H)))
-            losses = [_loss(model, params, batch, scales_H, replacements) for scales_H in ablated]
-            rises[kind][layer] = jnp.stack(losses) - loss
-    return Ablation(float(loss), **jax.device_get(rises))
+    batch, means, outputs_B, scales = _ablation_inputs(model, params, batch)
+    estimates: dict[str, PerHead] = {}
+    rises: dict[str, PerHead] = {"zero": OrderedDict(), "mean": OrderedDict()}
+    replacements = {"zero": jax.tree.map(jnp.zeros_like, means), "mean": means}
+    for kind, replacement in replacements.items():
+        loss, slopes = _loss_and_slopes(model, params, batch, scales, replacement)
+        estimates[f"{kind}_estimate"] = jax.tree.map(jnp.negative, slopes)
+    for layer, scale_H in scales.items():
+        progress(layer)
+        H = len(scale_H)
+        n_before = list(outputs_B).index(f"{layer.rpartition('.')[0]}.after")
+        scales_H = OrderedDict((name, jnp.broadcast_to(x, (H, *x.shape))) for name, x in scales.items())
+        scales_H[layer] = 1 - jnp.eye(H)
+        for kind, replacement in replacements.items():
+            losses_H = _losses(model, params, batch, scales_H, replacement, outputs_B, jnp.int32(n_before))
+            rises[kind][layer] = losses_H - loss
+    return Ablation(float(loss), **jax.device_get(rises | estimates))
 
 
 def ablation_loss(model: nn.Module, params: Params, batch: Batch, heads: Iterable[tuple[str, int]]) -> float:
@@ -174,47 +191,84 @@ def ablation_loss(model: nn.Module, params: Params, batch: Batch, heads: Iterabl
       batch: examples; see `mean_loss`.
       heads: pairs of a layer's name and a head's index.
     """
-    batch, means, scales = _ablation_inputs(model, params, batch)
+    batch, means, _, scales = _ablation_inputs(model, params, batch)
     for layer, head in heads:
         scales[layer] = scales[layer].at[head].set(0)
     return float(_loss(model, params, batch, scales, means))
 
 
-def _ablation_inputs(model: nn.Module, params: Params, batch: Batch) -> tuple[Batch, Activations, PerHead]:
-    """Return the batch as arrays, the heads' mean outputs on it, `(H, K)` by layer, and scales of 1 for all heads."""
+def _ablation_inputs(model: nn.Module, params: Params, batch: Batch) -> tuple[Batch, Activations, Activations, PerHead]:
+    """Return the batch as arrays, the results of `_mean_outputs`, and scales of 1 for all heads."""
     batch = jax.tree.map(jnp.asarray, batch)
-    means = _mean_outputs(model, params, batch.inputs, target_mask(batch))
-    return batch, means, OrderedDict((layer, jnp.ones(len(x_HK))) for layer, x_HK in means.items())
+    means, outputs_B = _mean_outputs(model, params, batch.inputs, target_mask(batch))
+    return batch, means, outputs_B, OrderedDict((layer, jnp.ones(len(x_HK))) for layer, x_HK in means.items())
 
 
 @partial(jax.jit, static_argnames="model")
-def _mean_outputs(model: nn.Module, params: Params, inputs_B: Inputs, target_mask_BT: ArrayLike | None) -> Activations:
-    """Return the mean output of each head over examples and positions, without padding, `(H, K)` by layer."""
+def _mean_outputs(
+    model: nn.Module, params: Params, inputs_B: Inputs, target_mask_BT: ArrayLike | None
+) -> tuple[Activations, Activations]:
+    """Return the mean output of each head over examples and positions, without padding, `(H, K)` by layer; and the
+    outputs of blocks for each example, `(B, T, D)`."""
 
-    def example_sums(example: tuple[Inputs, jax.Array | None]) -> OrderedDict[str, tuple[jax.Array, jax.Array]]:
+    def example_sums(example: tuple[Inputs, jax.Array | None]) -> tuple[OrderedDict[str, Any], Activations]:
         inputs, mask_T = example
-        sums = OrderedDict[str, tuple[jax.Array, jax.Array]]()
-        for name, x_HTK in capture(model, params, *inputs, names="*attention.heads", missing_ok=True).items():
+        sums, names = OrderedDict[str, Any](), ("*attention.heads", "*.after")
+        captured = capture(model, params, *inputs, names=names, missing_ok=True)
+        for name in [name for name in captured if name.endswith(".heads")]:
+            x_HTK = captured.pop(name)
             valid_T = row_tokens_and_mask(model, name, inputs, mask_T)[1]
             valid_T = jnp.ones(x_HTK.shape[1]) if valid_T is None else valid_T.astype(jnp.float32)
             sums[name.removesuffix(".heads")] = jnp.einsum("htk,t->hk", x_HTK, valid_T), valid_T.sum()
-        return sums
+        return sums, captured
 
-    sums_B = jax.lax.map(example_sums, (inputs_B, target_mask_BT))
-    return OrderedDict((layer, sums_BHK.sum(axis=0) / n_B.sum()) for layer, (sums_BHK, n_B) in sums_B.items())
+    sums_B, outputs_B = jax.lax.map(example_sums, (inputs_B, target_mask_BT))
+    means = OrderedDict((layer, sums_BHK.sum(axis=0) / n_B.sum()) for layer, (sums_BHK, n_B) in sums_B.items())
+    return means, outputs_B
 
 
-@partial(jax.jit, static_argnames="model")
-def _loss(model: nn.Module, params: Params, batch: Batch, scales: PerHead, replacements: Activations) -> jax.Array:
-    """Return the mean loss with interpolated head outputs: scale 1 is the head's own, 0 its replacement `(K,)`."""
+def _interpolated_heads(scales: PerHead, replacements: Activations) -> AbstractContextManager[None]:
+    """Interpolate the outputs of heads: scale 1 is the head's own, 0 its replacement `(K,)`."""
 
     def interpolate(name: str, value_HTK: jax.Array) -> jax.Array:
         layer = name.removesuffix(".heads")
         scale_H11, replacement_H1K = scales[layer][:, None, None], replacements[layer][:, None]
         return (scale_H11 * value_HTK + (1 - scale_H11) * replacement_H1K).astype(value_HTK.dtype)
 
-    with intervene([f"{layer}.heads" for layer in scales], interpolate):
+    return intervene([f"{layer}.heads" for layer in scales], interpolate)
+
+
+@partial(jax.jit, static_argnames="model")
+def _loss(model: nn.Module, params: Params, batch: Batch, scales: PerHead, replacements: Activations) -> jax.Array:
+    """Return the mean loss with interpolated head outputs."""
+    with _interpolated_heads(scales, replacements):
         return mean_loss(model, params, batch)
 
 
 _loss_and_slopes = jax.jit(jax.value_and_grad(_loss, argnums=3), static_argnums=0)
+
+
+@partial(jax.jit, static_argnames="model")
+def _losses(
+    model: nn.Module,
+    params: Params,
+    batch: Batch,
+    scales_N: PerHead,
+    replacements: Activations,
+    outputs_B: Activations,
+    n_before: jax.Array,
+) -> jax.Array:
+    """Return the mean loss for each of N sets of scales, `(N,)`, where the first blocks return `outputs_B`."""
+
+    def of_example(example: tuple[Batch, Activations]) -> jax.Array:
+        def loss(scales: PerHead) -> jax.Array:
+            with _interpolated_heads(scales, replacements), skip_blocks(n_before, example[1]):
+                return objective_of(model).example_loss(model, params, example[0])
+
+        return jax.vmap(loss)(scales_N)
+
+    if contract_of(model).task is Task.CONTRASTIVE:  # examples are each other's negatives
+        return jax.lax.map(lambda scales: _loss(model, params, batch, scales, replacements), scales_N)
+    chunk = max(1, MAX_ABLATED_TARGETS // (len(jax.tree.leaves(scales_N)[0]) * batch.targets[0].size))
+    nats_BN = jax.lax.map(of_example, (batch, outputs_B), batch_size=min(chunk, len(batch.targets)))
+    return nats_BN.mean(axis=0) if batch.weights is None else nats_BN.sum(axis=0) / jnp.sum(batch.weights)

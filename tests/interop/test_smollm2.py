@@ -164,3 +164,22 @@ def test_answers_tuned_on_conversations_are_those_of_llama_cpp_on_the_exported_f
     theirs = [token["id"] for token in llama_cpp_greedy(Path("tuned.gguf"), prompt, 24, [])]
     assert theirs[: len(answer["tokens"])] == answer["tokens"]
     assert answer["text"].lstrip().startswith("{")
+
+
+def test_perplexity_equals_that_of_transformers_on_the_same_windows(models: Models, tmp_path: Path, capsys: Any):
+    text, length = tmp_path / "text.txt", 256
+    prose = (ROOT / "docs/extending.md").read_text()[:10_000].replace("\n\n\n", "\n\n")  # as `eval` reads it
+    text.write_text(f"{prose}\n")
+    run, _ = import_run(find_model("smollm2"), tmp_path / "run", context_length=length)
+    assert main(["eval", str(run), "--data.path", str(text), "--data.no-unwrap", "--batch-size", "8"]) == 0
+    printed = dict(field.split("=") for field in capsys.readouterr().out.splitlines()[-1].split())
+    end = models.tokenizer.end_of_text
+    tokens = [end, *models.tokenizer.encode(text.read_text()), end]
+    assert int(printed["targets"]) == len(tokens) - 1 > 2000
+    torch = pytest.importorskip("torch")
+    nats = 0.0
+    for start in range(0, len(tokens) - 1, length):
+        window = np.array(tokens[start : start + length + 1])
+        logits_TV, targets_T = map(torch.tensor, (their_logits(models.theirs, window[:-1]), window[1:]))
+        nats += torch.nn.functional.cross_entropy(logits_TV, targets_T, reduction="sum").item()
+    np.testing.assert_allclose(float(printed["ppl"]), np.exp(nats / (len(tokens) - 1)), rtol=1e-4)

@@ -22,12 +22,13 @@ from jaxformer.errors import UserError
 from jaxformer.inspect.activations import Inputs, capture_shapes
 from jaxformer.inspect.pages import model_sections
 from jaxformer.inspect.pages.charts import Heatmap
-from jaxformer.inspect.pages.live import live_section
+from jaxformer.inspect.pages.live import BYTES_PER_PARAMETER, live_section
 from jaxformer.inspect.pages.page import Section, Table, write_page
 from jaxformer.inspect.pages.pictures import Picture, PictureSection, patch_attention, patch_grid, png_uri
 from jaxformer.inspect.pages.training import training_sections
 from jaxformer.models.objective import is_causal_lm
 from jaxformer.runs.run import Run, count_parameters, load_data
+from jaxformer.train.evaluate import HeldOut
 from jaxformer.train.log import read_metrics, read_samples
 
 MAX_ATTENTION_WEIGHTS = 600_000
@@ -40,6 +41,8 @@ END = "∅"
 """Symbol of the end-of-text token."""
 SYMBOLS = terminal.SYMBOLS | str.maketrans({"\n": "⏎", "\t": "⇥"})
 """Symbols of control characters."""
+LARGE_PAGE = 50
+"""Size of a model in MB above which it is announced before it is written."""
 N_PICTURES, N_TRANSLATIONS = 8, 6
 """Held-out images and translations on a page."""
 N_TOP_CLASSES = 4
@@ -48,6 +51,9 @@ LONG_SOURCE = 24
 """Maximum source tokens of the pair whose attention is shown."""
 DEFAULT_TARGETS, MAX_DEFAULT_EXAMPLES = 1000, 256
 """Default number of targets that heads are measured on, and maximum number of examples."""
+ABLATION_BUDGET, MIN_TARGETS = 4e12, 64
+"""Parameters x heads x targets above which heads of a causal language model are measured on fewer targets, in shorter
+windows, and minimum number of targets. Ablation takes about as many multiply-adds: half a minute on two cores."""
 
 
 def write_model_page(
@@ -57,20 +63,27 @@ def write_model_page(
     n_examples: int | None = None,
     max_live_parameters: int = 0,
     progress: Callable[[str], object] = lambda _: None,
+    text: HeldOut | None = None,
+    source: str = "the text",
 ) -> None:
     """Write the page about a run with a checkpoint to an HTML file. A prompt replaces the held-out text, and heads and
     gradients are measured on `n_examples` held-out examples. A causal decoder with at most `max_live_parameters`
     parameters runs live in the page; 0 omits that section. `progress` is called with the name of each part before it is
-    made. Raises `UserError` if the prompt does not suit the model or the page, or there is neither data nor a
-    prompt."""
-    batch, reason = _held_out(run, n_examples)
+    made. A `text` of the name `source` replaces the run's own data; a run that was imported has none, so a prompt is
+    then all that is measured. Raises `UserError` if the prompt does not suit the model or the page, or there is neither
+    data nor a prompt."""
+    metrics, batch, reason = read_metrics(run.path), None, ""
+    if text is not None or metrics or prompt is None:
+        batch, source, reason = _held_out(run, n_examples, text, source)
     example = _example(run, prompt, batch)
     facts = [f"{type(run.model).__name__} of {count_parameters(run.params):,} parameters, at step {run.step:,}."]
     sections: list[Section] = []
     token_text = lambda token: _token_text(run, token)  # noqa: E731
     if example is not None:
         if max_live_parameters and is_causal_lm(run.model):
-            progress("the model on your own text")
+            size = BYTES_PER_PARAMETER * count_parameters(run.params) / 1e6
+            fits = count_parameters(run.params) <= max_live_parameters
+            progress("the model on your own text" + f", {size:,.0f} MB of the page" * (fits and size >= LARGE_PAGE))
             tokenizer = run.text_model()[1]
             text_T = example[0] if prompt else first_words(tokenizer, example[0], N_LIVE_TOKENS)
             try:
@@ -85,24 +98,24 @@ def write_model_page(
     if batch is not None:
         progress("held-out examples")
         sections += _task_sections(run, batch)
+        measured_on = _describe(run, batch, source)
     elif example is not None:
-        batch = _as_batch(run, example)
+        batch, measured_on = _as_batch(run, example), "the prompt only"
     if batch is not None:
-        progress("statistics and ablation of heads")
-        heads = model_sections.head_sections(run.model, run.params, batch)
+        progress(f"statistics and ablation of heads, on {measured_on}")
+        heads = model_sections.head_sections(run.model, run.params, batch, progress)
         progress("attention saturation")
         measured = heads + model_sections.saturation_sections(run.model, run.params, batch)
         names = token_text if run.tokenizer else None
         progress("per-example gradients")
         measured += model_sections.gradient_sections(run.model, run.params, batch, names)
         if measured:
-            data = "the prompt only" if reason else f"held-out data: {len(batch.inputs[0]):,} examples"
-            facts.append(f"{'Heads and gradients' if heads else 'Gradients'} are measured on {data}.")
+            facts.append(f"{'Heads and gradients' if heads else 'Gradients'} are measured on {measured_on}.")
         sections += measured
     if reason:
         facts.append(f"The data of the run cannot be read: {reason}")
     progress("the training log")
-    sections += training_sections(read_metrics(run.path), run.config.model, read_samples(run.path))
+    sections += training_sections(metrics, run.config.model, read_samples(run.path))
     write_page(path.resolve(), f"{run.path.resolve().name}: inspection", facts, sections)
 
 
@@ -122,20 +135,42 @@ def _token_text(run: Run, token: int) -> str:
     return tokenizer.decode([token]).translate(SYMBOLS)
 
 
-def _held_out(run: Run, n: int | None) -> tuple[Batch | None, str]:
-    """Return held-out examples of the run's data and "", or None and the reason why the data cannot be read."""
-    try:
-        data = load_data(run.path, run.config)
-    except UserError as error:
-        return None, str(error)
+def _held_out(run: Run, n: int | None, data: HeldOut | None, source: str) -> tuple[Batch | None, str, str]:
+    """Return held-out examples of a text or, by default, of the run's data; the name of their source; and the reason
+    why the run's data cannot be read, in place of examples."""
+    if data is None:
+        try:
+            own = load_data(run.path, run.config)
+        except UserError as error:
+            return None, "", str(error)
+        data, source = own, getattr(run.config.data, "path", "the run")
+    n_targets = _default_targets(run)
+    cut = lambda batch: batch  # noqa: E731
+    if n_targets < DEFAULT_TARGETS:  # two examples, whose gradients are compared
+        cut = lambda batch: jax.tree.map(lambda x: x[:, : -(-n_targets // 2)], batch)  # noqa: E731
     if n is None:
-        n_targets = np.size(next(data.held_out(1, 1)).targets)
-        n = min(MAX_DEFAULT_EXAMPLES, -(-DEFAULT_TARGETS // n_targets))
-    batch = next(data.held_out(n, n))
-    if batch.weights is None:
-        return batch, ""
-    has_targets = np.flatnonzero(batch.weights.reshape(len(batch.weights), -1).any(axis=1))  # others fill the batch
-    return jax.tree.map(lambda x: x[has_targets], batch), ""
+        n = min(MAX_DEFAULT_EXAMPLES, -(-n_targets // np.size(cut(next(data.held_out(1, 1))).targets)))
+    batch = cut(next(data.held_out(n, n)))
+    if batch.weights is not None:
+        has_targets = np.flatnonzero(batch.weights.reshape(len(batch.weights), -1).any(axis=1))  # others fill the batch
+        batch = jax.tree.map(lambda x: x[has_targets], batch)
+    return batch, source, ""
+
+
+def _default_targets(run: Run) -> int:
+    """Return the number of targets that heads are measured on, smaller for a large causal language model."""
+    contract = contract_of(run.model)
+    if not is_causal_lm(run.model) or contract.has_prefix or contract.fixed_length or contract.attention is None:
+        return DEFAULT_TARGETS
+    n_heads = contract.attention.n_heads * max(1, len(contract.layer_windows))
+    n = ABLATION_BUDGET / (n_heads * count_parameters(run.params))
+    return min(DEFAULT_TARGETS, max(MIN_TARGETS, int(n)))
+
+
+def _describe(run: Run, batch: Batch, source: str) -> str:
+    """Return a description of held-out examples."""
+    of_tokens = f" of up to {batch.inputs[0].shape[1]:,} tokens" if is_causal_lm(run.model) else ""
+    return f"held-out data of {source}: {len(batch.inputs[0]):,} examples{of_tokens}"
 
 
 def _task_sections(run: Run, batch: Batch) -> list[Section]:

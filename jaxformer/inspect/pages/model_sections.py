@@ -202,12 +202,15 @@ def _part_label(name: str) -> str:
     return f"MLP {number}" if name.endswith(".mlp") and kind == "blocks" else name
 
 
-def head_sections(model: nn.Module, params: Params, batch: Batch) -> list[Section]:
-    """Return head ablation and head statistics over a batch; `[]` for a model without attention."""
+def head_sections(
+    model: nn.Module, params: Params, batch: Batch, progress: Callable[[str], object] = lambda _: None
+) -> list[Section]:
+    """Return head ablation and head statistics over a batch; `[]` for a model without attention. `progress` is called
+    with a description of each layer's ablation before it is made."""
     statistics = head_statistics(model, params, *batch.inputs, target_mask_BT=target_mask(batch))
     if not statistics:
         return []
-    ablation = ablate_heads(model, params, batch)
+    ablation = ablate_heads(model, params, batch, lambda layer: progress(f"ablation of heads, {layer_label(layer)}"))
     rises = {layer_label(layer): np.asarray(ablation.mean[layer]).tolist() for layer in statistics}
     about = f"Increase in loss, from {ablation.loss:.4f} nats, when a head's output is replaced by its mean everywhere."
     heatmap = heads_heatmap("Head ablation", rises, "{:+z.3f}", scale="diverging", cell=(72, 34), about=about)
