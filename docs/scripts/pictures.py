@@ -4,10 +4,11 @@ python -m docs.scripts.pictures
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from html import escape
+from typing import Any
 
 import jax
 import numpy as np
@@ -88,7 +89,7 @@ class Line:
 
 
 def plot(
-    lines: Sequence[Line], x_ticks: dict[float, str], y_ticks: dict[float, str], title: str, x_title: str = "", *,
+    lines: Sequence[Line], x_ticks: Mapping[Any, str], y_ticks: Mapping[Any, str], title: str, x_title: str = "", *,
     top: float = 30, height: float = 160, log: str = "",
 ) -> list[str]:  # fmt: skip
     """Return lines between the first and the last tick of each axis; the axes named in `log` are logarithmic. With the
