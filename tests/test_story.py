@@ -49,7 +49,7 @@ def test_output_follows_its_block_and_figures_stand_between_their_marks(monkeypa
     monkeypatch.setattr(story, "studies", lambda: {"ladder": {"rows": rows}})
     code = "```python\nimport numpy as np\nnp.set_printoptions(precision=1)\nx = 3\n```\n\n```python\nprint(x)\n```\n"
     page = f"{code}\n```text\nold\n```\n\n<!-- a loss -->0<!-- -->\n"
-    tables = ("rungs a", "seeds", "positions ladder", "case speed")
+    tables = ("rungs a", "seeds ladder", "positions ladder", "case speed")
     page += "".join(f"<!-- {table} -->\n<!-- end -->\n" for table in tables)
     options = np.get_printoptions()
     filled = story.fill(page)
@@ -84,6 +84,7 @@ def test_first_run_has_its_log_and_its_text(monkeypatch):
     )
 
 
+@pytest.mark.slow
 def test_pictures_are_those_that_the_script_draws():
     used = set(re.findall(r"\((\w+\.svg)\)", "".join(path.read_text() for path in story.STORY.glob("*.md"))))
     assert used == pictures.PICTURES.keys()

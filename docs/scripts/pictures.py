@@ -4,10 +4,11 @@ python -m docs.scripts.pictures
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from html import escape
+from typing import Any
 
 import jax
 import numpy as np
@@ -88,7 +89,7 @@ class Line:
 
 
 def plot(
-    lines: Sequence[Line], x_ticks: dict[float, str], y_ticks: dict[float, str], title: str, x_title: str = "", *,
+    lines: Sequence[Line], x_ticks: Mapping[Any, str], y_ticks: Mapping[Any, str], title: str, x_title: str = "", *,
     top: float = 30, height: float = 160, log: str = "",
 ) -> list[str]:  # fmt: skip
     """Return lines between the first and the last tick of each axis; the axes named in `log` are logarithmic. With the
@@ -139,8 +140,8 @@ def scale() -> str:
             weights /= weights.sum(axis=1, keepdims=True)
             entropies.append(-(weights * np.log(np.maximum(weights, 1e-30))).sum(axis=1).mean())
         lines.append(Line(name, widths, entropies, colour))
-    ticks, entropies = {d: str(d) for d in widths[::2]}, {0: "0", math.log(32): "ln 32"}
-    parts = plot(lines, ticks, entropies, "entropy, nats", "width d of the head", log="x")
+    ticks, ends = {d: str(d) for d in widths[::2]}, {0: "0", math.log(32): "ln 32"}
+    parts = plot(lines, ticks, ends, "entropy, nats", "width d of the head", log="x")
     return svg(370, 240, parts, "Entropy of attention by width of the head, scores divided by its root and undivided.")
 
 
@@ -392,8 +393,8 @@ def gradients() -> str:
             norms.append(np.linalg.norm(g) / D**0.5)
         lines.append(Line(name, range(1, n + 1), norms, colour))
     title = "norm of the gradient, 1 at the output"
-    ticks, norms = {1: "last layer", n: "first layer"}, {0.01: "0.01", 1: "1", 100: "100"}
-    return svg(370, 220, plot(lines, ticks, norms, title, log="y"), "The gradient on its way back through 64 layers.")
+    ticks, values = {1: "last layer", n: "first layer"}, {0.01: "0.01", 1: "1", 100: "100"}
+    return svg(370, 220, plot(lines, ticks, values, title, log="y"), "The gradient on its way back through 64 layers.")
 
 
 def overfitting() -> str:

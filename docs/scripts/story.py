@@ -6,8 +6,8 @@ docs/alternatives.md and the README.
 A block of Python is followed by a block of text with its output; a page is read from top to bottom. Figures are those
 of `benchmarks/results/ladder.json`. Between `<!-- STUDY/ROW FIELD -->` and `<!-- -->` stands one of the first seed, of
 the study `ladder` without a name. Between `<!-- TABLE NAMES -->` and `<!-- end -->` stands a table, of all rows without
-names: those of `TABLES`, `<!-- seeds -->` of the perplexity of each rung with each seed, `<!-- continuations -->` of a
-held-out prompt by each rung, `<!-- positions STUDIES -->` of the loss by position, `<!-- case NAME -->` of a case
+names: those of `TABLES`, `<!-- seeds STUDY -->` of the perplexity of each row with each seed, `<!-- continuations -->`
+of a held-out prompt by each rung, `<!-- positions STUDIES -->` of the loss by position, `<!-- case NAME -->` of a case
 of `benchmarks/cases.py`, `<!-- heads RUN -->` of what a run's heads attend to, and `<!-- modalities -->` of
 `modalities.json`.
 
@@ -137,7 +137,7 @@ def table(kind: str, names: list[str]) -> str:
     if kind == "first_run":
         return first_run(names[0])
     if kind == "seeds":
-        rows = by_seed()
+        rows = by_seed(*names)
     elif kind == "positions":
         rows = by_position(names)
     elif kind == "continuations":
@@ -201,16 +201,17 @@ def modalities() -> list[list[str]]:
     return table
 
 
-def by_seed() -> list[list[str]]:
-    """Return the perplexity of each rung with each seed, and their mean."""
-    rows = studies()["ladder"]["rows"]
+def by_seed(study: str) -> list[list[str]]:
+    """Return the perplexity of each row of a study with each seed, and their mean."""
+    rows = studies()[study]["rows"]
     seeds = sorted({seed for outcome in rows.values() for seed in outcome}, key=int)
     table = [["perplexity with seed", *seeds, "mean"]]
     for name, outcome in rows.items():
         values = [outcome.get(seed, {}).get("perplexity") for seed in seeds]
         known = [x for x in values if x is not None]
         shown = [*values, sum(known) / len(known) if known else None]
-        table.append([f"`{name}`", *(format(x, ".4g") if x else "-" for x in shown)])
+        label = f"`{name}`" if study == "ladder" else next(iter(outcome.values()))["change"]
+        table.append([label, *(format(x, ".4g") if x else "-" for x in shown)])
     return table
 
 
