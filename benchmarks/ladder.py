@@ -113,11 +113,16 @@ def studies() -> dict[str, Study]:
             }
             | {"residual": Row("residual", f"{MLP} {ADAMW} {BUDGET.format(32, 3000)}", "the rung `residual`, AdamW")},
         ),
-        "overfitting": Study(f"{SHAPE} {MLP} {OFTEN_EVALUATED}", OVERFITTING, curves=True),
+        "learning": Study(
+            f"{size} {SGD} {OFTEN_EVALUATED.format(32)}", {name: Row(name) for name in LEARNING}, curves=True
+        ),
+        "overfitting": Study(f"{SHAPE} {MLP} {OFTEN_EVALUATED.format(64)}", OVERFITTING, curves=True),
         "alternatives": Study(f"{size} {SGD} {BUDGET.format(32, 1000)}", ALTERNATIVES),
     }
 
 
+LEARNING = ("mlp_concat", "mlp_rowwise", "attention_unscaled", "attention_scaled", "residual")
+"""Rungs of which the losses during training are stored."""
 RECURRENT = ("recurrent_tanh", "recurrent_gru", "recurrent_lstm")
 BEFORE_ATTENTION = {
     "mix_static": "A X", "mix_dynamic": "(X B) X", "mix_gram": "X Xᵀ X", "mix_qkv": "Q Kᵀ V",
@@ -152,7 +157,7 @@ ALTERNATIVES = {
 }
 """Variants that the sources mention besides the ladder, each a single change to `rmsnorm`."""
 
-OFTEN_EVALUATED = "--train.batch-size 64 --steps 3000 --train.eval-every 100 --compute.grad-accumulation-steps 1"
+OFTEN_EVALUATED = "--train.batch-size {} --steps 3000 --train.eval-every 100 --compute.grad-accumulation-steps 1"
 NOVELLA, COSINE = "19C-Jekyll.txt", "--optimizer.schedule cosine --optimizer.warmup-steps 50"
 OVERFITTING = {
     "books": Row("rmsnorm", SGD, "fifty books"),

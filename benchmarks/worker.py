@@ -3,8 +3,8 @@
 It reads requests, one line of JSON each, and answers each with one line: `{"prepare": SETTINGS}` with the facts of a
 point, `{"steps": N}` with the milliseconds per step.
 
-As in training, all steps of a turn are dispatched before waiting for their results, so that an asynchronous device
-always has the next step queued.
+As in training, the result of a step is read after the next one is dispatched, so that an asynchronous device always has
+a step queued. With more than 32 in flight, XLA's CPU devices may wait for each other forever.
 """
 
 import json
@@ -21,9 +21,11 @@ from benchmarks.harness import Milliseconds
 def timed(step: Callable[[int], Any], first: int, steps: int) -> float:
     """Run steps; return milliseconds per step."""
     began = time.perf_counter()
-    results = [step(number) for number in range(first, first + steps)]
-    for result in results:
-        float(result)
+    results = [step(first)]
+    for number in range(first + 1, first + steps):
+        results.append(step(number))
+        float(results[-2])
+    float(results[-1])
     ms = 1e3 * (time.perf_counter() - began)
     return (sum(results) if isinstance(results[0], Milliseconds) else ms) / steps
 

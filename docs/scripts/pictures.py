@@ -5,19 +5,30 @@ python -m docs.scripts.pictures
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from html import escape
 
+import jax
 import numpy as np
 
 from docs.scripts.story import STORY, outcomes, stored_figures
+from jaxformer import inspect
+from jaxformer.config.files import load_module
+from jaxformer.data import Batch
 
 INK, BLUE, RED = "#808080", "#4c78c8", "#d2603a"
 """Colours that stand out from a light and from a dark page."""
+PHONE = 350
+"""Width in pixels of a picture on a phone."""
 
 
 def svg(width: int, height: int, parts: Sequence[str], title: str) -> str:
-    """Return a drawing of a size in pixels, with a title for those who do not see it."""
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+    """Return a drawing of a size in pixels, with a title for those who do not see it. One that is readable at the width
+    of a phone has this width."""
+    own = PHONE if width < 1.3 * PHONE else width
+    size = f'viewBox="0 0 {width} {height}" width="{own}" height="{height * own / width:.0f}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} '
     head += f'role="img" font-family="sans-serif" font-size="13" fill="{INK}">'
     return "\n".join([head, f"<title>{escape(title)}</title>", *parts, "</svg>", ""])
 
@@ -63,6 +74,43 @@ def heatmap(x: float, y: float, weights_TS: np.ndarray, title: str, cell: int = 
     return [text(x, y - 10, title), *squares]
 
 
+@dataclass(frozen=True)
+class Line:
+    """A line of a plot, with its name at its end."""
+
+    name: str
+    x: Sequence[float]
+    y: Sequence[float]
+    colour: str
+    dashes: str = ""
+    dy: float = 4
+    """Pixels from the end of the line down to its name."""
+
+
+def plot(
+    lines: Sequence[Line], x_ticks: dict[float, str], y_ticks: dict[float, str], title: str, x_title: str = "", *,
+    top: float = 30, height: float = 160, log: str = "",
+) -> list[str]:  # fmt: skip
+    """Return lines between the first and the last tick of each axis; the axes named in `log` are logarithmic. With the
+    names at their ends, they are as wide as a phone."""
+    left, width, scales = 46, 220, []
+    for axis, ticks in (("x", x_ticks), ("y", y_ticks)):
+        as_drawn = np.log if axis in log else np.asarray
+        first, *_, last = as_drawn(list(ticks))
+        scales.append(lambda v, f=as_drawn, a=first, b=last: (f(np.asarray(v, float)) - a) / (b - a))
+    x, y = lambda v: left + width * scales[0](v), lambda v: top + height * (1 - scales[1](v))
+    parts = [text(left, top - 16, title), text(left + width / 2, top + height + 40, x_title, "middle")]
+    parts += [f'<path d="M{left} {y(v):.0f}h{width}" stroke="{INK}" stroke-opacity="0.3"/>' for v in y_ticks]
+    parts += [text(left - 8, y(v) + 4, label, "end") for v, label in y_ticks.items()]
+    parts += [text(x(v), top + height + 20, label, "middle") for v, label in x_ticks.items()]
+    for line in lines:
+        points = " ".join(f"{a:.1f},{b:.1f}" for a, b in zip(x(line.x), y(line.y), strict=True))
+        style = f'fill="none" stroke="{line.colour}" stroke-width="2.5" stroke-dasharray="{line.dashes}"'
+        parts.append(f'<polyline points="{points}" {style}/>')
+        parts.append(text(x(line.x[-1]) + 8, y(line.y[-1]) + line.dy, line.name))
+    return parts
+
+
 def mixing() -> str:
     """Return who reads whom: rows are positions that read, columns positions that are read."""
     T, x = 6, np.random.default_rng(2).normal(size=(2, 6, 6))
@@ -82,31 +130,36 @@ def mixing() -> str:
 
 def scale() -> str:
     """Return the entropy of attention to 32 positions by the width of a head, with and without the division by √d."""
-    rng, widths = np.random.default_rng(0), [2**i for i in range(1, 10)]
-    left, top, width, height = 60, 20, 560, 220
-    parts = []
+    rng, widths, lines = np.random.default_rng(0), [2**i for i in range(1, 10)], []
     for name, divide, colour in (("divided by √d", True, BLUE), ("undivided", False, RED)):
-        points = []
-        for i, d in enumerate(widths):
+        entropies = []
+        for d in widths:
             scores = rng.normal(size=(200, d)) @ rng.normal(size=(d, 32)) / (d**0.5 if divide else 1)
             weights = np.exp(scores - scores.max(axis=1, keepdims=True))
             weights /= weights.sum(axis=1, keepdims=True)
-            entropy = -(weights * np.log(np.maximum(weights, 1e-30))).sum(axis=1).mean()
-            points.append((left + width * i / (len(widths) - 1), top + height * (1 - entropy / math.log(32))))
-        line = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-        parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2.5"/>')
-        parts.append(text(points[-1][0] + 8, points[-1][1] + 4, name))
-    for label, y in (("ln 32", top), ("0", top + height)):
-        parts.append(f'<path d="M{left} {y}h{width}" stroke="{INK}" stroke-opacity="0.4"/>')
-        parts.append(text(left - 8, y + 4, label, "end"))
-    parts += [text(left + width * i / 8, top + height + 20, str(d), "middle") for i, d in enumerate(widths)]
-    parts.append(text(left + width / 2, top + height + 42, "width d of the head", "middle"))
-    return svg(
-        740,
-        300,
-        [*parts, text(left, top - 6, "entropy, nats")],
-        "Entropy of attention by width of the head, divided by the root of the width and undivided.",
-    )
+            entropies.append(-(weights * np.log(np.maximum(weights, 1e-30))).sum(axis=1).mean())
+        lines.append(Line(name, widths, entropies, colour))
+    ticks, entropies = {d: str(d) for d in widths[::2]}, {0: "0", math.log(32): "ln 32"}
+    parts = plot(lines, ticks, entropies, "entropy, nats", "width d of the head", log="x")
+    return svg(370, 240, parts, "Entropy of attention by width of the head, scores divided by its root and undivided.")
+
+
+def saturation() -> str:
+    """Return the gradients of the scores and of W_Q of an untrained head, by the entropy of its attention."""
+    config = replace(load_module("ladder").attention_scaled.model, d_ff=(512,))
+    tokens = np.random.default_rng(0).integers(config.vocab_size, size=(16, 33))
+    model, batch = config.build(), Batch((tokens[:, :-1],), tokens[:, 1:])
+    params = jax.jit(model.init)(jax.random.key(0), tokens[0, :-1])["params"]
+    rows = inspect.saturation(model, params, batch, [10, 3, 1, 0.3, 0.1, 0.03, 0.01, 0.003, 0.001, 0.0003])
+    entropies, first = [row.entropy for row in rows], rows[2]
+    lines = [
+        Line("of W_Q", entropies, [row.W_Q / first.W_Q for row in rows], RED),
+        Line("of the scores", entropies, [row.scores / first.scores for row in rows], BLUE),
+    ]
+    ticks = {4: "", 1: "1", 0.1: "0.1", 0.01: "0.01", 0.001: "0.001", 0.0001: ""}
+    norms, title = {10.0**i: f"{10.0**i:g}" for i in range(-3, 3)}, "norm of the gradient, 1 at entropy 1.6"
+    parts = plot(lines, ticks, norms, title, "entropy of attention, nats", log="xy")
+    return svg(370, 240, parts, "Gradients of the scores and of W_Q as attention becomes one-hot.")
 
 
 def ladder() -> str:
@@ -133,22 +186,16 @@ def ladder() -> str:
     )
 
 
-def chart(left: float, title: str, unit: str, lines: dict[str, dict[int, float]]) -> list[str]:
+def chart(top: float, title: str, unit: str, lines: dict[str, dict[int, float]]) -> list[str]:
     """Return lines over a length, both on logarithmic scales, with their names and their last values."""
-    top, width, height = 40, 230, 180
     lengths = list(next(iter(lines.values())))
     values = [value for line in lines.values() for value in line.values()]
-    spread, low = math.log(max(values) / min(values)), min(values)
-    x = lambda n: left + width * math.log(n / lengths[0]) / math.log(lengths[-1] / lengths[0])  # noqa: E731
-    y = lambda value: top + height * (1 - math.log(value / low) / spread)  # noqa: E731
-    parts = [text(left, top - 18, title), f'<path d="M{left} {top + height + 6}h{width}" stroke="{INK}"/>']
-    parts += [text(x(n), top + height + 24, f"{n:,}", "middle") for n in lengths]
-    for (name, line), colour in zip(lines.items(), (BLUE, RED), strict=True):
-        points = " ".join(f"{x(n):.1f},{y(value):.1f}" for n, value in line.items())
-        parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2.5"/>')
-        last = line[lengths[-1]]
-        parts.append(text(left + width + 8, y(last) + 4, f"{name}: {last:,.0f} {unit}"))
-    return parts
+    drawn = [
+        Line(f"{name}: {line[lengths[-1]]:,.0f} {unit}", lengths, list(line.values()), colour)
+        for (name, line), colour in zip(lines.items(), (BLUE, RED), strict=True)
+    ]
+    ticks, ends = {n: f"{n:,}" for n in lengths}, {min(values): "", max(values): ""}
+    return plot(drawn, ticks, ends, title, top=top, log="xy")
 
 
 def context() -> str:
@@ -163,15 +210,9 @@ def context() -> str:
     }
     sides = ("blockwise", "stored scores")
     memory = {side: {n: point["derived"][f"{side}, MiB"] for n, point in attention.items()} for side in sides}
-    parts = chart(20, "time of new tokens (both axes logarithmic)", "ms", times) + chart(
-        460, "memory of attention to T positions", "MiB", memory
-    )
-    return svg(
-        880,
-        250,
-        parts,
-        "Time of new tokens with and without a cache, and memory of attention, by length.",
-    )
+    parts = chart(30, "time of new tokens, by their number", "ms", times)
+    parts += chart(260, "memory of attention, by T", "MiB", memory)
+    return svg(440, 450, parts, "Time of new tokens with and without a cache, and memory of attention, by length.")
 
 
 def cache() -> str:
@@ -194,7 +235,7 @@ def cache() -> str:
     parts.append(moving("@keyframes write { 0%, 10% { fill-opacity: 0.1 } 20%, 100% { fill-opacity: 0.9 } }", seconds))
     note = "red: keys and values computed now; blue: read from the cache; grey: empty slots"
     return svg(
-        620,
+        680,
         230,
         [*parts, text(left, 222, note)],
         "Slots of a cache: a prompt fills the first, and each decode step writes one.",
@@ -295,20 +336,40 @@ def heads() -> str:
     return svg(930, 240, [*parts, box(824, 30, 90, 180, "Y (T, D)")], "Four heads side by side, and W_O.")
 
 
-def bars(x: float, y: float, values: Sequence[float], scale: float, title: str) -> list[str]:
-    """Return the features of a row as bars around a line."""
-    parts = [text(x, y - 66, title), f'<path d="M{x} {y}h{26 * len(values)}" stroke="{INK}" stroke-opacity="0.5"/>']
+def bars(x: float, y: float, values: Sequence[float], scale: float, title: str, width: int = 26) -> list[str]:
+    """Return the features of a row as bars around a line, each of a width in pixels with its gap."""
+    parts = [text(x, y - 66, title), f'<path d="M{x} {y}h{width * len(values)}" stroke="{INK}" stroke-opacity="0.5"/>']
     for i, value in enumerate(values):
         top, height = y - max(value, 0) * scale, abs(value) * scale
-        parts.append(f'<rect x="{x + 26 * i}" y="{top:.1f}" width="20" height="{height:.1f}" fill="{BLUE}"/>')
+        at = f'x="{x + width * i}" y="{top:.1f}" width="{0.75 * width:g}" height="{height:.1f}"'
+        parts.append(f'<rect {at} fill="{BLUE}"/>')
     return parts
+
+
+def mlp() -> str:
+    """Return a row, its F features before and after the ReLU, and their sum."""
+    rng, D, F = np.random.default_rng(1), 6, 16
+    x = rng.normal(size=D)
+    hidden = x @ rng.normal(size=(D, F)) / D**0.5
+    y = np.maximum(hidden, 0) @ rng.normal(size=(F, D)) * (2 / F) ** 0.5
+    parts, left = [], 20
+    for values, title, function in (
+        (x, "x, a row of D", "W_1"), (hidden, "F features", "max(0, ·)"),
+        (np.maximum(hidden, 0), "those below 0 are off", "W_2"), (y, "D again", ""),
+    ):  # fmt: skip
+        parts += bars(left, 90, list(values), 22, title, 12)
+        left += 12 * len(values) + 14
+        if function:
+            parts += [arrow(left, 90, 44, 0), text(left + 20, 80, function, "middle")]
+            left += 60
+    return svg(left, 150, parts, "A row in an MLP: features, of which some are switched off, and their weighted sum.")
 
 
 def norm() -> str:
     """Return a row and the same row 2.4 times as large, before and after the two norms."""
     x = np.array([1.6, 0.2, 1.1, -0.5, 0.9, 0.4])
     rms, layer = x / np.sqrt((x**2).mean()), (x - x.mean()) / x.std()
-    parts = bars(20, 90, list(x), 16, "x") + bars(210, 90, list(x * 2.4), 16, "2.4 x")
+    parts = bars(20, 90, list(x), 14, "x") + bars(210, 90, list(x * 2.4), 14, "2.4 x")
     parts += [arrow(376, 90, 50, 0), *bars(440, 90, list(rms), 24, "RMSNorm of both: mean square 1")]
     return svg(
         930, 150, [*parts, *bars(700, 90, list(layer), 24, "LayerNorm of both: mean 0, too")], "What norms do to a row."
@@ -318,9 +379,7 @@ def norm() -> str:
 def gradients() -> str:
     """Return the norm of the gradient by depth of 64 layers, with and without residual connections."""
     rng, n, D = np.random.default_rng(0), 64, 64
-    Ws, x0 = rng.normal(size=(n, D, D)) / 8, rng.normal(size=D)
-    left, top, width, height = 60, 30, 520, 180
-    parts = [text(left, 16, "norm of the gradient, relative to that of the output, logarithmic")]
+    Ws, x0, lines = rng.normal(size=(n, D, D)) / 8, rng.normal(size=D), []
     for name, residual, colour in (("x + f(x)", 1.0, BLUE), ("f(x)", 0.0, RED)):
         x, slopes = x0, []
         for W in Ws:
@@ -331,64 +390,78 @@ def gradients() -> str:
         for slope in reversed(slopes):
             g = residual * g + slope.T @ g
             norms.append(np.linalg.norm(g) / D**0.5)
-        points = [
-            (left + width * (1 - i / (n - 1)), top + height * (0.5 - math.log10(v) / 4)) for i, v in enumerate(norms)
-        ]
-        line = " ".join(f"{a:.1f},{b:.1f}" for a, b in points)
-        parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2.5"/>')
-        parts.append(text(left + 60, points[-8][1] + (-12 if residual else 22), name))
-    for label, y in (("100", top), ("1", top + height / 2), ("0.01", top + height)):
-        parts += [
-            f'<path d="M{left} {y}h{width}" stroke="{INK}" stroke-opacity="0.3"/>',
-            text(left - 8, y + 4, label, "end"),
-        ]
-    parts += [text(left, top + height + 22, "first layer"), text(left + width, top + height + 22, "last layer", "end")]
-    return svg(640, 244, parts, "The gradient on its way back through 64 layers.")
+        lines.append(Line(name, range(1, n + 1), norms, colour))
+    title = "norm of the gradient, 1 at the output"
+    ticks, norms = {1: "last layer", n: "first layer"}, {0.01: "0.01", 1: "1", 100: "100"}
+    return svg(370, 220, plot(lines, ticks, norms, title, log="y"), "The gradient on its way back through 64 layers.")
 
 
 def overfitting() -> str:
     """Return the losses on training and held-out text during a training on one book, and on fifty."""
-    rows, left, top, width, height = outcomes("overfitting"), 50, 20, 520, 240
-    lines = {
-        "one book, held out": ("base", "held_out", RED, ""), "fifty books, both": ("books", "held_out", BLUE, ""),
-        "": ("books", "train", BLUE, "4 4"), "one book, training": ("base", "train", RED, "4 4"),
+    rows, lines = outcomes("overfitting"), []
+    for name, row, field, colour, dashes in (
+        ("one book, held out", "base", "held_out", RED, ""), ("fifty books, both", "books", "held_out", BLUE, ""),
+        ("", "books", "train", BLUE, "4 4"), ("one book, training", "base", "train", RED, "4 4"),
+    ):  # fmt: skip
+        points = [point for point in rows[row]["curve"] if point["step"] >= 200]
+        lines.append(Line(name, [p["step"] for p in points], [p[field] for p in points], colour, dashes))
+    steps, nats = {step: f"{step:,}" for step in range(0, 3001, 1000)}, {x: str(x) for x in range(1, 7)}
+    parts = plot(lines, steps, nats, "loss, nats per token", "step", height=200)
+    return svg(400, 280, parts, "Loss on training and on held-out text, for one book and for fifty.")
+
+
+def learning() -> str:
+    """Return the losses of rungs on held-out text during their training."""
+    styles = {
+        "mlp_concat": (INK, 4), "mlp_rowwise": (INK, 6), "attention_unscaled": (RED, -7), "attention_scaled": (RED, 20),
+        "residual": (BLUE, 4),
     }  # fmt: skip
-    curves = {name: [(p["step"], p[field]) for p in rows[row]["curve"]] for name, (row, field, *_) in lines.items()}
-    losses = [loss for curve in curves.values() for step, loss in curve if step >= 200]
-    low, high, steps = min(losses), max(losses), curves["one book, held out"][-1][0]
-    x = lambda step: left + width * step / steps  # noqa: E731
-    y = lambda loss: top + height * (high - loss) / (high - low)  # noqa: E731
-    parts = [text(left, top - 6, "loss, nats per token"), f'<path d="M{left} {top + height}h{width}" stroke="{INK}"/>']
-    for name, (_, _, colour, dashes) in lines.items():
-        shown = [(x(step), y(loss)) for step, loss in curves[name] if step >= 200]
-        points = " ".join(f"{across:.1f},{down:.1f}" for across, down in shown)
-        style = f'fill="none" stroke="{colour}" stroke-width="2.5" stroke-dasharray="{dashes}"'
-        parts += [f'<polyline points="{points}" {style}/>', text(shown[-1][0] + 8, shown[-1][1] + 4, name)]
-    parts += [text(x(step), top + height + 20, f"{step:,}", "middle") for step in range(1000, steps + 1, 1000)]
-    parts += [text(left - 8, y(nats) + 4, str(nats), "end") for nats in range(math.ceil(low), math.floor(high) + 1)]
-    parts.append(text(left + width / 2, top + height + 40, "step", "middle"))
-    return svg(740, 312, parts, "Loss on training and on held-out text, for one book and for fifty.")
+    lines = []
+    for name, figures in outcomes("learning").items():
+        colour, dy = styles[name]
+        steps, losses = zip(*((point["step"], point["held_out"]) for point in figures["curve"]), strict=True)
+        lines.append(Line(name, steps, losses, colour, dy=dy))
+    ticks, nats = {n: f"{n:,}" for n in (100, 300, 1000, 3000)}, {3: "3", 4: "4", 5: "5", 6: "6"}
+    parts = plot(lines, ticks, nats, "held-out loss, nats per token", "step", height=260, log="x")
+    return svg(400, 340, parts, "Losses of rungs during training.")
+
+
+def stored_map(left: float, top: float, rows: Sequence[str], cell: int, title: str) -> list[str]:
+    """Return the squares of a stored attention map, whose digits are tenths of a weight, and its title above."""
+    size = f'width="{cell * len(rows[0])}" height="{cell * len(rows)}"'
+    parts = [text(left, top - 10, title), f'<rect x="{left}" y="{top}" {size} fill="{INK}" fill-opacity="0.1"/>']
+    cells = [(x, y, int(tenths)) for y, row in enumerate(rows) for x, tenths in enumerate(row) if tenths != "0"]
+    for low in range(0, 10, 2):  # a path for every two tenths of a weight
+        lines = [
+            f"M{left + cell * x} {top + cell * (y + 0.5):g}h{cell}"
+            for x, y, tenths in cells
+            if low <= tenths <= low + 1
+        ]
+        stroke = f'stroke="{BLUE}" stroke-width="{cell}" stroke-opacity="{low / 10 + 0.2:.1f}"'
+        parts.append(f'<path d="{"".join(lines)}" {stroke}/>')
+    return parts
+
+
+def maps(heads: dict[str, tuple[str, int]], title: str) -> str:
+    """Return the attention maps of trained heads, each of a rung, for the beginning of a text."""
+    runs, cell, parts = stored_figures("heads")["runs"], 11, ['<g font-size="11">']
+    for i, (name, (rung, head)) in enumerate(heads.items()):
+        tokens, rows = runs[rung]["tokens"], runs[rung]["heads"][head]["map"]
+        left, top = 56 + 192 * (i % 2), 26 + 212 * (i // 2)
+        parts += stored_map(left, top, rows, cell, name)
+        if i % 2 == 0:
+            names = [{"": "(start)", "\n": "↵"}.get(token, token.strip()) for token in tokens]
+            parts += [text(50, top + 9 + cell * t, name, "end") for t, name in enumerate(names)]
+    return svg(430, top + cell * len(tokens) + 4, [*parts, "</g>"], title)
 
 
 def order() -> str:
     """Return what a head reads in each kind of sequence: 16 rows of its attention map, over the 64 tokens before."""
-    cell, parts = 6, []
+    parts = []
     for i, (name, figures) in enumerate(stored_figures("modalities")["modalities"].items()):
-        left, top, reading = 20 + 430 * (i % 2), 34 + 146 * (i // 2), figures["reading"]
-        rows = reading["map"]
-        distance = f"{reading['distance']} before the next token"
-        parts.append(text(left, top - 10, f"{name}: reads {distance}, weight {reading['weight']:.2f}"))
-        parts.append(
-            f'<rect x="{left}" y="{top}" width="{cell * len(rows[0])}" height="{cell * len(rows)}" '
-            f'fill="{INK}" fill-opacity="0.1"/>'
-        )
-        cells = [(x, y, int(tenths)) for y, row in enumerate(rows) for x, tenths in enumerate(row) if tenths != "0"]
-        for low in range(0, 10, 2):  # a path for every two tenths of a weight
-            lines = [
-                f"M{left + cell * x} {top + cell * y + 3}h{cell}" for x, y, tenths in cells if low <= tenths <= low + 1
-            ]
-            stroke = f'stroke="{BLUE}" stroke-width="{cell}" stroke-opacity="{low / 10 + 0.2:.1f}"'
-            parts.append(f'<path d="{"".join(lines)}" {stroke}/>')
+        reading = figures["reading"]
+        title = f"{name}: reads {reading['distance']} before the next token, weight {reading['weight']:.2f}"
+        parts += stored_map(20 + 430 * (i % 2), 34 + 146 * (i // 2), reading["map"], 6, title)
     height = 34 + 146 * math.ceil((i + 1) / 2)
     return svg(860, height, parts, "What a head reads in each kind of sequence: rows of attention maps.")
 
@@ -397,6 +470,7 @@ PICTURES: dict[str, Callable[[], str]] = {
     "types.svg": types,
     "mixing.svg": mixing,
     "scale.svg": scale,
+    "saturation.svg": saturation,
     "ladder.svg": ladder,
     "overfitting.svg": overfitting,
     "cache.svg": cache,
@@ -405,7 +479,19 @@ PICTURES: dict[str, Callable[[], str]] = {
     "rope.svg": rotation,
     "block.svg": block,
     "heads.svg": heads,
+    "maps.svg": partial(
+        maps,
+        {f"head {head}": ("multihead", head) for head in range(4)},
+        "Attention maps of the four heads of the rung multihead.",
+    ),
+    "replaced.svg": partial(
+        maps,
+        {"attention alone": ("attention_scaled", 0), "x + attention": ("residual", 0)},
+        "Attention maps of the heads of the rungs attention_scaled and residual.",
+    ),
+    "learning.svg": learning,
     "norm.svg": norm,
+    "mlp.svg": mlp,
     "gradients.svg": gradients,
     "order.svg": order,
 }

@@ -1,6 +1,9 @@
 """SmolLM2-135M-Instruct, from its package, against transformers on the same file."""
 
 import json
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,11 +18,12 @@ from jaxformer.errors import UserError
 from jaxformer.interop.packages import find_model
 from jaxformer.interop.run import import_run
 from jaxformer.runs.run import Run, load_run
+from jaxformer.train.log import read_metrics
+from tests.helpers import ROOT, run
 from tests.interop.published import installed_model, their_logits
+from tests.interop.test_gguf import llama_cpp_greedy
 
 pytestmark = pytest.mark.exhaustive
-
-ROOT = Path(__file__).parents[2]
 
 TEXTS = [
     "Rome", "The capital of Italy is", "def fibonacci(n):\n    if n < 2:\n        return n\n    return ",
@@ -47,6 +51,8 @@ CHATS = [
         {"role": "user", "content": "Write a poem."},
     ],
 ]  # fmt: skip
+
+GREEDY_CHAT = ["--chat", "--temperature", "0", "--jsonl", "--prompt"]
 
 
 class Models(NamedTuple):
@@ -116,12 +122,42 @@ def test_tokens_of_chats_equal_those_of_transformers(models: Models, messages: l
 
 def test_greedy_answer_in_a_chat_equals_that_of_transformers(models: Models, capsys: Any):
     question, n = "Why is the sky blue?", 48
-    options = ["--chat", "--prompt", question, "--max-new-tokens", str(n), "--temperature", "0", "--jsonl"]
+    options = [*GREEDY_CHAT, question, "--max-new-tokens", str(n)]
     assert main(["sample", "--run", str(models.run.path), *options]) == 0
     answer = json.loads(capsys.readouterr().out.splitlines()[-1])["tokens"]
     prompt = chat_tokens(models, [{"role": "user", "content": question}])
     likeliest_T = their_logits(models.theirs, [*prompt, *answer]).argmax(-1)
     assert len(answer) == n and likeliest_T[len(prompt) - 1 : -1].tolist() == answer
+
+
+def test_answers_tuned_on_conversations_are_those_of_llama_cpp_on_the_exported_file(
+    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+):
+    monkeypatch.chdir(tmp_path)
+    script = re.search(r"^```python\n(.*?)^```", (ROOT / "docs/finetuning.md").read_text(), re.M | re.S)
+    assert script
+    subprocess.run([sys.executable, "-c", script[1]], check=True)
+    options = [
+        "--data.path", "home.jsonl", "--data.val-fraction", "0.04", "--steps", "12", "--model.context-length", "128",
+        "--optimizer.learning-rate", "0.002", "--optimizer.warmup-steps", "2", "--train.batch-size", "2",
+        "--train.eval-every", "12", "--train.report-every", "0", "--lora.rank", "8",
+        "--lora.matrices", "W_Q", "W_V",
+    ]  # fmt: skip
+    start = ["--config", "chat", "--init-from", str(models.run.path), "--run", "tuned"]
+    result = run("train.py", *start, *options, cwd=tmp_path)  # on two devices instead of the tests' eight
+    assert result.returncode == 0, result.stderr
+    first, last = (row["val_loss"] for row in read_metrics(Path("tuned")) if "val_loss" in row)
+    assert last < first / 4, (first, last)
+    assert main(["merge", "tuned", "--out", "merged"]) == 0
+    assert main(["export", "merged", "--format", "gguf", "--out", "tuned.gguf"]) == 0
+    question = "Please start the radio in the attic."
+    capsys.readouterr()
+    assert main(["sample", "--run", "merged", *GREEDY_CHAT, question, "--max-new-tokens", "24"]) == 0
+    answer = json.loads(capsys.readouterr().out.splitlines()[-1])
+    prompt = chat_tokens(models, [{"role": "user", "content": question}])
+    theirs = [token["id"] for token in llama_cpp_greedy(Path("tuned.gguf"), prompt, 24, [])]
+    assert theirs[: len(answer["tokens"])] == answer["tokens"]
+    assert answer["text"].lstrip().startswith("{")
 
 
 def test_perplexity_equals_that_of_transformers_on_the_same_windows(models: Models, tmp_path: Path, capsys: Any):
