@@ -92,7 +92,35 @@ def test_page_without_a_prompt_shows_a_held_out_text(run: Path, capsys: pytest.C
     [live] = embedded(text, "Your own text")
     whole, first = "".join(shown["texts"]["text"]).replace("∅", ""), live["text"].replace("\n", "⏎")
     assert first and whole.startswith(first) and whole[len(first)] in " ⏎"  # ends with a word
-    assert "Heads and gradients are measured on held-out data: 2 examples." in text
+    books = run.parent / "books"
+    assert f"Heads and gradients are measured on held-out data of {books}: 2 examples of up to 32 tokens." in text
+
+
+def test_large_model_is_measured_on_fewer_targets_of_the_text_that_is_named(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(model, "ABLATION_BUDGET", 0)
+    monkeypatch.setattr(model, "MIN_TARGETS", 16)
+    (tmp_path / "text.txt").write_text("The king finds the sea. " * 40)
+    options = ["--data.path", str(tmp_path / "text.txt"), "--max-live-parameters", "0", "--out", str(tmp_path / "page")]
+    assert inspect.main([str(run), *options]) == 0
+    source = f"held-out data of {tmp_path}/text.txt: 2 examples of up to 8 tokens"
+    assert f"statistics and ablation of heads, on {source} ...\n" in (progress := capsys.readouterr().err)
+    assert "ablation of heads, layer 0 ...\n" in progress
+    assert f"Heads and gradients are measured on {source}." in (tmp_path / "page").read_text()
+
+
+def test_run_that_was_not_trained_is_measured_on_the_prompt_or_says_on_what(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+):
+    imported = shutil.copytree(run, tmp_path / "imported", ignore=shutil.ignore_patterns("metrics.jsonl", "*.html"))
+    options = [str(imported), "--max-live-parameters", "0", "--examples", "1"]
+    assert inspect.main([*options, "--prompt", "The cat sees the dog."]) == 0
+    assert "Heads and gradients are measured on the prompt only." in (imported / "inspect.html").read_text()
+    assert "note: " not in capsys.readouterr().err
+    assert inspect.main(options) == 0
+    note = f"note: {imported} has no training: it is measured on {run.parent / 'books'}; name a text with --data.path"
+    assert note in capsys.readouterr().err
 
 
 def test_page_without_data_needs_a_prompt(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
@@ -195,7 +223,7 @@ def test_out_that_is_not_a_file_is_refused(small: Path, tmp_path: Path, capsys: 
 def test_full_disk_is_a_user_error_and_leaves_the_old_page(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(model, "_held_out", lambda run, n: (None, "it is not here."))
+    monkeypatch.setattr(model, "_held_out", lambda *_: (None, "", "it is not here."))
     path = shutil.copytree(run, tmp_path / "full")
     (path / "inspect.html").write_text("old")
 
@@ -222,7 +250,7 @@ def test_full_disk_is_a_user_error_and_leaves_the_old_page(
 def test_wrong_input_is_a_user_error(
     options: list[str], message: str, small: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(model, "_held_out", lambda run, n: (None, "it is not here."))
+    monkeypatch.setattr(model, "_held_out", lambda *_: (None, "", "it is not here."))
     assert inspect.main([str(small), *options]) == 2
     printed = capsys.readouterr()
     assert message in printed.err and printed.err.count("\n") == 1 and not printed.out
@@ -230,7 +258,7 @@ def test_wrong_input_is_a_user_error(
 
 
 def test_prompt_with_too_many_attention_weights_is_refused(small: Path, capsys, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(model, "_held_out", lambda run, n: (None, "it is not here."))
+    monkeypatch.setattr(model, "_held_out", lambda *_: (None, "", "it is not here."))
     monkeypatch.setattr(model, "MAX_ATTENTION_WEIGHTS", 50)
     assert inspect.main([str(small), "--prompt", "0123456789"]) == 2
     assert "--prompt has 10 tokens, and so the model 200 attention weights" in (error := capsys.readouterr().err)

@@ -1,5 +1,6 @@
 """Captures are what the model computes, and interventions what it computes the rest from."""
 
+from collections import OrderedDict
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,7 @@ from jaxformer.inspect import (
     capture_shapes,
     intervene,
 )
+from jaxformer.inspect.activations import skip_blocks
 from jaxformer.models.clip import CLIPConfig, ImageTowerConfig, TextTowerConfig
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.encoder import ClassifierConfig, EncoderConfig
@@ -393,3 +395,25 @@ def test_shapes_need_no_arrays_of_parameters():
     model, params, inputs = random_model(DECODER)
     abstract = jax.eval_shape(lambda: params)
     assert capture_shapes(model, abstract, *inputs) == capture_shapes(model, params, *inputs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["decoder", "encoder-decoder", "vit"])
+def test_skipped_blocks_return_known_outputs(name: str):
+    """One program computes the rest of the model from any block on, as if the blocks before it were replaced."""
+    model, params, inputs = random_model(MODELS[name])
+    outputs = jax.jit(lambda params: capture(model, params, *inputs, names="*.after"))(params)
+    other = OrderedDict((block, -x_TD) for block, x_TD in outputs.items())
+
+    @jax.jit
+    def rest(params, n):
+        with skip_blocks(n, other):
+            return model.apply({"params": params}, *inputs)
+
+    for n in range(len(outputs) + 1):
+        with intervene(list(outputs), lambda block, x_TD, n=n: other[block] if list(other).index(block) < n else x_TD):
+            expected = model.apply({"params": params}, *inputs)
+        np.testing.assert_allclose(rest(params, n), expected, rtol=1e-5, atol=1e-5)
+    gradient = jax.jit(jax.grad(lambda params: jnp.sum(rest(params, 1))))(params)
+    zeros = [key for key, leaves in gradient.items() if not any(bool(g.any()) for g in jax.tree.leaves(leaves))]
+    assert next(iter(outputs)).removesuffix(".after").replace(".", "_") in zeros

@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 
 from jaxformer.data.tokenizer import Tokenizer
+from jaxformer.errors import UserError
+from jaxformer.interop.packages import find_model
 
 TEXTS = ["The cat sees the dog.", "A king likes the sea, and the house finds the cat."]
 N_TOKENS = 280
@@ -38,6 +40,14 @@ def publish(folder: Path, family: str, std: float = 0.3, shard_size: str = "5GB"
     model.save_pretrained(folder, max_shard_size=shard_size)
     Tokenizer.train(TEXTS, N_TOKENS).save(folder / "tokenizer.json")
     return model
+
+
+def installed_model(name: str) -> Path:
+    """Return the file of a model in a package; skip the test, with the command that installs it, without one."""
+    try:
+        return find_model(name)
+    except UserError as missing:
+        pytest.skip(str(missing))
 
 
 def their_logits(model: Any, tokens_T: np.ndarray) -> np.ndarray:

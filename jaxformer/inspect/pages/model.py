@@ -51,7 +51,7 @@ LONG_SOURCE = 24
 """Maximum source tokens of the pair whose attention is shown."""
 DEFAULT_TARGETS, MAX_DEFAULT_EXAMPLES = 1000, 256
 """Default number of targets that heads are measured on, and maximum number of examples."""
-ABLATION_BUDGET, MIN_TARGETS = 4e12, 64
+ABLATION_BUDGET, MIN_TARGETS = 3e12, 64
 """Parameters x heads x targets above which heads of a causal language model are measured on fewer targets, in shorter
 windows, and minimum number of targets. Ablation takes about as many multiply-adds: half a minute on two cores."""
 

@@ -108,6 +108,14 @@ def _softmax(logits_TV: np.ndarray) -> np.ndarray:
         return np.exp(logits_TV - np.logaddexp.reduce(logits_TV, axis=-1, keepdims=True))
 
 
+def _likeliest(p: np.ndarray, n: int) -> np.ndarray:
+    """Return the n likeliest tokens in order, `(…, n)`, for probabilities `(…, V)`; sorting all would take seconds."""
+    n = min(n, p.shape[-1])
+    tokens = np.argpartition(-p, n - 1, axis=-1)[..., :n]
+    order = np.argsort(-np.take_along_axis(p, tokens, axis=-1), axis=-1, kind="stable")
+    return np.take_along_axis(tokens, order, axis=-1)
+
+
 def _predictions(
     logits_TV: np.ndarray, tokens_T: np.ndarray, token_text: TokenText, mask_token: int | None
 ) -> Iterator[Prediction | None]:
@@ -115,7 +123,7 @@ def _predictions(
     p_TV = _softmax(logits_TV)
     for position, token in enumerate(tokens_T):
         p_V = p_TV[position]
-        probabilities = [(token_text(int(other)), float(p_V[other])) for other in np.argsort(-p_V)[:N_TOP_TOKENS]]
+        probabilities = [(token_text(int(other)), float(p_V[other])) for other in _likeliest(p_V, N_TOP_TOKENS)]
         if mask_token is not None:
             yield Prediction("In place of the mask", probabilities) if token == mask_token else None
             continue
@@ -150,7 +158,7 @@ def _lens_heatmap(lens: Mapping[str, np.ndarray], labels: Sequence[str], token_t
     for name, logits_TV in lens.items():
         rows.append(name if name == "embedding" else f"after {layer_label(name.removesuffix('.after'))}")
         p_TV = _softmax(logits_TV)
-        likeliest_TN = np.argsort(-p_TV, axis=-1)[:, :N_ALTERNATIVES]
+        likeliest_TN = _likeliest(p_TV, N_ALTERNATIVES)
         top_p.append(p_TV.max(axis=-1))
         top.append([_label(token_text(int(row[0]))) for row in likeliest_TN])
         row_notes = []
