@@ -44,6 +44,12 @@ CHATS = [
         {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"},
         {"role": "user", "content": "Write a poem."},
     ],
+    [
+        {"role": "system", "content": "You are brief."},
+        {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"},
+        {"role": "user", "content": "Two and two?"}, {"role": "assistant", "content": "Four."},
+        {"role": "user", "content": "Write a poem."},
+    ],
 ]  # fmt: skip
 
 
