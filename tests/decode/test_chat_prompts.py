@@ -64,20 +64,23 @@ def turn(text: str, answer: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
 
 
-def test_a_conversation_has_the_system_message_and_earlier_turns(run):
-    tokenizer, chat = load_run(run).tokenizer, completer(run, TEMPLATE, n=1, system="me")
-    chat.turns = [turn("Hi", "you")]
-    texts = ["s:me", "u:Hi", "a:you", "u:Hi"]
+@pytest.mark.parametrize(
+    ("system", "turns", "texts"),
+    [("me", [], ["s:me", "u:Hi"]), (None, [turn("Hi", "you")], ["u:Hi", "a:you", "u:Hi"])],
+)
+def test_a_conversation_has_the_system_message_and_earlier_turns(run, system, turns, texts):
+    tokenizer, chat = load_run(run).tokenizer, completer(run, TEMPLATE, n=1, system=system)
+    chat.turns = turns
     expected = [token for text in texts for token in (*tokenizer.encode(text), tokenizer.end_of_text)]
     assert chat.encode(Prompt("Hi", "the prompt")) == [*expected, *tokenizer.encode("a:")]
 
 
 def test_the_oldest_turns_are_forgotten_at_the_end_of_the_context(run, caplog):
-    chat, alone = completer(run, TEMPLATE), completer(run, TEMPLATE)
+    chat, alone = completer(run, TEMPLATE, n=2), completer(run, TEMPLATE, n=2)
     chat.turns = [turn("you", "Hi"), turn("Hi", "me"), turn("Hi", "")]
     alone.turns = [turn("Hi", "")]
     prompt = Prompt("Hi", "the prompt")
-    assert len(chat.encode(prompt)) <= 12 and chat.encode(prompt) == alone.encode(prompt)
+    assert len(alone.encode(prompt)) == 13 and chat.encode(prompt) == alone.encode(prompt)
     assert chat.turns == alone.turns
     assert [record.getMessage() for record in caplog.records] == [
         "the conversation reaches the end of the context: its oldest turns are forgotten, 2."

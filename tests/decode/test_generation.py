@@ -614,7 +614,7 @@ def test_a_continued_conversation_equals_one_from_scratch(
 
     monkeypatch.setattr(Generation, "take_over", take_over)
     model, prompt, after = build(config), [3, 1, 4, 1, 5, 9, 2, 6], None
-    changes = (lambda row: [*row[:-2], 7, 8], lambda row: [*row[:20], 7], lambda row: [*row[:12], *[0] * 9])
+    changes = (lambda row: [*row[:-2], 7, 8], lambda row: [*row[:20], 7], lambda row: [*row[:12], (row[12] + 1) % V, 5])
     for change in (*changes, None):
         options = {"context_length": 64, "prefill_chunk": 8}
         after = begin(model, [prompt], 11, after=after, **options)
