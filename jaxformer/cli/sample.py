@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import io
 import json
+import logging
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence, Set
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from jaxformer.decode.classify import Ranking
     from jaxformer.runs.run import Run
 
+warn = logging.getLogger(__name__).warning
 T = TypeVar("T")
 Prompts = Sequence[Prompt | UserError]
 """Prompts, with an error in place of each invalid line of a file."""
@@ -209,6 +211,10 @@ def _open_restored(options: Arguments) -> Run:
 
 def _open_laid_out(options: RunOptions) -> Run:
     """Open the run with its parameters laid out for decode steps."""
+    import jax  # takes most of a second, which --help need not wait for
+
+    if options.weights == "bfloat16" and jax.default_backend() == "cpu":
+        warn("on a CPU, bfloat16 weights are slower than float32 and take more memory; omit --weights, or use int8.")
     run = open_run(options)
     return dataclasses.replace(run, params=lay_out(run.params, run.model))
 
