@@ -49,7 +49,8 @@ class RunOptions(CheckpointOptions):
     """A checkpoint of a run, and the format and mesh of its parameters."""
 
     weights: Literal["float32", "bfloat16", "int8"] = "float32"
-    """Format of weight matrices. A decode step reads all of them, so a smaller format is faster, but less exact."""
+    """Format of weight matrices. A decode step reads all of them, so a smaller format is faster, but less exact; on a
+    CPU, bfloat16 is slower."""
     mesh: str = ""
     """Device mesh, such as 'data=2' or 'tensor=2'; by default, eval uses all devices, and sample the first,
     or all of a CPU for large batches."""

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import io
 import json
+import logging
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence, Set
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from jaxformer.decode.classify import Ranking
     from jaxformer.runs.run import Run
 
+warn = logging.getLogger(__name__).warning
 T = TypeVar("T")
 Prompts = Sequence[Prompt | UserError]
 """Prompts, with an error in place of each invalid line of a file."""
@@ -154,6 +156,7 @@ def _check(options: Arguments) -> None:
         raise UserError("int8 weights cannot be sharded with --mesh; omit it, or use bfloat16.")
     has_draft, n_beams = completion.draft is not None, completion.num_beams
     without_effect = [
+        ("--system", not completion.chat, "without a chat; omit it, or give --chat"),
         ("--draft-tokens", not has_draft, "without a draft; omit it, or give --draft"),
         ("--prefill-chunk", has_draft, "on a draft; omit --prefill-chunk, or --draft"),
         ("--length-penalty", n_beams == 1, "without beam search; omit it, or give --num-beams"),
@@ -208,6 +211,10 @@ def _open_restored(options: Arguments) -> Run:
 
 def _open_laid_out(options: RunOptions) -> Run:
     """Open the run with its parameters laid out for decode steps."""
+    import jax  # takes most of a second, which --help need not wait for
+
+    if options.weights == "bfloat16" and jax.default_backend() == "cpu":
+        warn("on a CPU, bfloat16 weights are slower than float32 and take more memory; omit --weights, or use int8.")
     run = open_run(options)
     return dataclasses.replace(run, params=lay_out(run.params, run.model))
 
@@ -328,6 +335,7 @@ def show_completions(completer: Completer, prompts: list[Encoded], options: Argu
     try:
         for i, completions in completer.complete(prompts, pressed.is_set, *[stream] * streams):
             done[i] = completions
+            completer.remember(completions[0])
             while (ready := i if options.jsonl else n_printed) in done:
                 _print_completions(done.pop(ready), options.jsonl, streams, separator)
                 n_printed += 1
@@ -357,10 +365,14 @@ def _converse(completer: Completer, options: Arguments) -> int:
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")  # `Prompt` then refuses single lines that are not UTF-8
     typed, n_errors = sys.stdin.isatty(), 0
+    completer.turns = [] if options.completion.chat else None
     while True:
         line = ""
         try:
-            if line := _ask():
+            line = _ask()
+            if line == "/clear" and completer.turns is not None:
+                completer.turns.clear()
+            elif line:
                 with record_signals(signal.SIGINT) as pressed:
                     prompt, completer.throughput = Prompt(line, "the prompt"), Throughput()
                     show_completions(completer, [(prompt, completer.encode(prompt))], options, pressed)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import chain
 from math import isfinite
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -14,7 +16,7 @@ import jax
 from jaxformer.config.fields import Positive, Range, Seed, Size, check_fields
 from jaxformer.contract import contract_of
 from jaxformer.data.chat import check_texts
-from jaxformer.data.chat_template import ChatTemplate, encode_rendered
+from jaxformer.data.chat_template import ASSISTANT, ChatTemplate, Message, encode_rendered
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.decode.beam import beam_search
 from jaxformer.decode.generation import Generation, generate, spread_rows
@@ -28,6 +30,7 @@ from jaxformer.models.objective import Params, is_causal_lm
 if TYPE_CHECKING:
     from jaxformer.runs.run import Run
 
+warn = logging.getLogger(__name__).warning
 Explain = Callable[[list[int], list[int]], list[Row]]
 """Function from the tokens of a prompt and of its completion to one row per token that can be explained."""
 
@@ -39,7 +42,10 @@ class CompletionOptions:
     max_new_tokens: Positive = 200
     """Maximum new tokens per completion."""
     chat: bool = False
-    """Chat mode: each prompt is a user message, formatted with the chat template of the run's tokenizer."""
+    """Chat mode: each prompt is a user message, formatted with the chat template of the run's tokenizer. An interactive
+    session is one conversation; its oldest turns are forgotten at the context's end, and /clear begins another."""
+    system: str | None = None
+    """System message, the first of each conversation; with --chat."""
     num_samples: Positive = 1
     """Completions per prompt; completion k, from 0, uses the seed --seed + k, or is the k-th best beam."""
     seed: Seed = 0
@@ -164,6 +170,10 @@ class Completer:
         ends = (r.text_model()[0].n_positions for r in limited if not contract_of(r.model).extrapolates)
         self._context_ends = list(ends)
         self.throughput = Throughput()
+        self.turns: list[list[Message]] | None = None
+        """Earlier turns of the conversation, each a user message and its answer; None for prompts on their own."""
+        self._last: Generation | None = None
+        """Generation of the last answer in a conversation, whose KV cache the next one takes over."""
 
     def _check_cache(self) -> None:
         """Raise `UserError` for an option that needs a cache, or a prefill in chunks, which the model lacks."""
@@ -197,22 +207,43 @@ class Completer:
             if room < limit:
                 method = "a draft" if self._draft else "beam search"
                 limit, name = room, f"{room}, as {method} cannot exceed the context's {end}; lower --max-new-tokens"
-        tokens = (self._encode_message if self._options.chat else self._tokenizer.encode_prompt)(prompt.text)
+        turns = self.turns or []
+        if not self._options.chat:
+            tokens = self._tokenizer.encode_prompt(prompt.text)
+        else:
+            tokens = self._encode_message(turns, prompt.text)
+            while turns and len(tokens) + min(self._options.max_new_tokens, limit // 2) > limit:
+                turns = turns[1:]
+                tokens = self._encode_message(turns, prompt.text)
         prompt.check_length(len(tokens), limit, name)
+        if self.turns and (n := len(self.turns) - len(turns)):
+            warn(f"the conversation reaches the end of the context: its oldest turns are forgotten, {n}.")
+            self.turns = turns
         return tokens
 
-    def _encode_message(self, text: str) -> list[int]:
-        """Return the tokens of a one-message conversation, up to the start of the answer."""
-        messages = [{"role": "user", "content": text}]
+    def _encode_message(self, turns: list[list[Message]], text: str) -> list[int]:
+        """Return the tokens of earlier turns and a user message, up to the start of the answer."""
+        system = self._options.system
+        asked: list[Message] = [*chain.from_iterable(turns), {"role": "user", "content": text}]
+        messages = asked if system is None else [{"role": "system", "content": system}, *asked]
         label = "the conversation,"
         check_texts(messages, label, self._tokenizer.special_texts.values())
         template = self._template
         try:
             rendered = template.render(messages, add_generation_prompt=True)
         except UserError as error:
-            raise UserError(f"{error}; omit --chat, or train with another template.") from error
+            remedy = "omit --chat" if system is None else "omit --system"
+            raise UserError(f"{error}; {remedy}, or train with another template.") from error
+        if system is not None and system.strip() not in rendered.text:
+            raise UserError(f"the chat template of {self._run.path} takes no system message; omit --system.")
         ((tokens, _),) = encode_rendered([rendered], [label], self._tokenizer)
         return tokens
+
+    def remember(self, completion: Completion) -> None:
+        """Add a message and its answer to the conversation, if there is one."""
+        if self.turns is not None:
+            answer = {"role": ASSISTANT, "content": completion.text.text}
+            self.turns.append([{"role": "user", "content": completion.prompt.text}, answer])
 
     @cached_property
     def _template(self) -> ChatTemplate:
@@ -261,6 +292,8 @@ class Completer:
         texts, stop_tokens = [completion.text for completion in completions], self._sampling.stop_tokens
         for new in stream_texts(generation, texts, stop_tokens, options.max_new_tokens, self.throughput, interrupted):
             show(new)
+        if isinstance(generation, Generation) and self.turns is not None:
+            self._last = generation
         if isinstance(generation, Speculation):
             self.throughput.verify_passes += generation.n_passes
             self.throughput.verified_tokens += generation.n_tokens
@@ -287,10 +320,11 @@ class Completer:
                 model, params, *self._draft, tokens, sampling, seeds, max_new_tokens=n, context_length=length,
                 n_samples=options.num_samples, n_proposed=options.draft_tokens, cache_dtype=dtype,
             )  # fmt: skip
+        after, self._last = self._last, None  # not kept if this one fails
         return generate(
             model, params, tokens, sampling, seeds, max_new_tokens=n, context_length=length,
             n_samples=options.num_samples, cache_dtype=dtype, prefill_chunk=options.prefill_chunk,
-            fill_token=self._tokenizer.end_of_text,
+            fill_token=self._tokenizer.end_of_text, after=after,
         )  # fmt: skip
 
 

@@ -80,7 +80,7 @@ class Piece(NamedTuple):
 def generate(
     model: nn.Module, params: Params, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int], *,
     max_new_tokens: int, context_length: int, n_samples: int = 1, cache_dtype: DTypeLike = jnp.float32,
-    prefill_chunk: int = 512, fill_token: int = 0,
+    prefill_chunk: int = 512, fill_token: int = 0, after: Generation | None = None,
 ) -> Generation:  # fmt: skip
     """Complete prompts of any length as one batch.
 
@@ -94,6 +94,9 @@ def generate(
       cache_dtype: dtype of keys and values: float32, bfloat16 or int8.
       prefill_chunk: prompt tokens per prefill pass; all of them if the contract has `has_prefix`.
       fill_token: for models without a cache, the token that pads the window before the text begins.
+      after: an ended generation of one row with the same model, parameters and dtype, whose KV cache this generation
+        takes over: of one prompt, only the tokens after their common beginning are prefilled. No effect with a prefix
+        or a state, of which no beginning can be kept.
 
     Raises:
       UserError: a prompt is empty, too long or has a token outside the vocabulary, or the context is longer than the
@@ -110,10 +113,13 @@ def generate(
     if not contract.has_cache:
         model, params = SlidingWindow(model, context_length, fill_token), {"model": params}
     rows = [list(prompt) for prompt in prompts]
-    return Generation(
+    generation = Generation(
         model, params, rows, sampling, seeds_R, max_new_tokens, context_length, n_samples, jnp.dtype(cache_dtype),
         chunk, fill_token,
     )  # fmt: skip
+    if after is not None and len(seeds_R) == 1 and not (contract.has_prefix or has_state(generation.model)):
+        generation.take_over(after)
+    return generation
 
 
 def check_prompts(model: nn.Module, prompts: Sequence[Sequence[int]], context_length: int, **counts: int) -> None:
@@ -124,6 +130,12 @@ def check_prompts(model: nn.Module, prompts: Sequence[Sequence[int]], context_le
             raise ValueError(f"{name} is {value}; it must be at least 1 and below 2**31")
     check_context(model, context_length)
     check_rows(model, prompts, context_length, "prompt")
+
+
+def has_state(model: nn.Module) -> bool:
+    """Return True if an array of the model's cache does not depend on the number of slots."""
+    small, large = (jax.eval_shape(lambda n=n: model.init_cache(n, jnp.float32)) for n in (8, 16))
+    return any(x.shape == y.shape for x, y in zip(jax.tree.leaves(small), jax.tree.leaves(large), strict=True))
 
 
 def check_context(model: nn.Module, context_length: int) -> None:
@@ -210,11 +222,24 @@ class Generation(PieceIterator):
     """Seconds per token of the last call; an upper bound if its result was ready before it was fetched."""
     last_call_done: float = 0.0
     """Time at which the previous call was done."""
+    cache: Cache | None = None
+    """KV cache of one row with each token in the slot of its position; None before the prefill and for others."""
+    n_cached: int = 0
+    """First tokens of the one row that need no prefill, as the cache has them."""
 
     def __post_init__(self) -> None:
         super().__init__(len(self.seeds_R), self._generate())
         self.put = placement(self.params)
         self.mesh = row_mesh(self.params, len(self.seeds_R))
+
+    def take_over(self, before: Generation) -> None:
+        """Take the cache of a generation of one row, which is then without it, and count the tokens to keep."""
+        # The last token of the old row is not in the cache; that of the new one is prefilled, for the logits after it.
+        new_T, old_T = np.array(self.rows[0][:-1]), np.array(before.rows[0][:-1])
+        n = min(len(new_T), len(old_T))
+        if before.cache is not None:
+            self.n_cached = int(np.append(new_T[:n] == old_T[:n], False).argmin())
+            self.cache, self.slots_held, before.cache = before.cache, before.slots_held, None
 
     def _generate(self) -> Iterator[Piece]:
         """Yield the pieces; when a text reaches the end of the context, restart from the context's last half."""
@@ -242,7 +267,14 @@ class Generation(PieceIterator):
         smallest = self.chunk if longest > self.chunk else length_bucket(1)
         usual = min(self.context_length, attention_window, MIN_SLOTS)
         n_slots = doubled(smallest, max(usual, min(longest + steps, in_ring)))
+        is_ring = longest + steps > n_slots
+        if is_ring or max(self._chunks(longest)[1], self.slots_held) > n_slots:
+            self.n_cached = 0
         state, output = self._prefill(lengths_B, n_samples, n_slots)
+        # Slots of later tokens than those kept need no clearing: as their positions are later, too, they are masked
+        # until they are overwritten.
+        keeps, self.n_cached = len(self.seeds_R) == 1 and not is_ring, 0
+        self.cache = state.cache if keeps else None
         yield output
         offset_R, seeds_R = self.put(np.repeat(longest - lengths_B, n_samples)), self.put(self.seeds_R)
         done = 0
@@ -256,6 +288,7 @@ class Generation(PieceIterator):
             rows = Rows(offset_R, seeds_R, self.put(self.ended_B.copy()))
             span = Span(*map(np.int32, (counter, n_new + 1 + done, limit, n_slots)))
             state, output = programs.decode(self.model, self.sampling, self.params, state, rows, span, self.mesh)
+            self.cache = state.cache if keeps else None
             yield output
             done += limit
         self.history = state.history
@@ -263,14 +296,13 @@ class Generation(PieceIterator):
     def _prefill(self, lengths_B: np.ndarray, n_samples: int, n_slots: int) -> tuple[DecodeState, DecodeOutput]:
         """Prefill the rows, chunk by chunk, and sample the first new tokens."""
         longest = int(lengths_B.max())
-        starts = range(0, longest, self.chunk)
-        width = starts[-1] + min(length_bucket(longest - starts[-1]), self.chunk)
+        starts, width = self._chunks(longest)
         tokens_BT = np.full((len(self.rows), width), self.fill_token, np.int32)
         positions_BT = np.full((len(self.rows), width), EMPTY, np.int32)
         for i, (row, length) in enumerate(zip(self.rows, lengths_B.tolist(), strict=True)):
             tokens_BT[i, longest - length : longest] = row
             positions_BT[i, longest - length : longest] = np.arange(length)
-        cache = None
+        cache, self.cache = self.cache if self.n_cached else None, None  # the programs reuse its memory
         for first in starts:
             end = min(first + self.chunk, width)
             slot = np.int32(first % n_slots)
@@ -279,7 +311,8 @@ class Generation(PieceIterator):
             sizes = {"n_slots": self.slots_held, "dtype": self.dtype}
             if first != starts[-1]:
                 cache = programs.prefill(self.model, self.params, cache, chunk, **sizes)
-        prompts_BP = left_aligned(self.rows, width if len(starts) == 1 else doubled(self.chunk, longest))
+        is_one_pass = len(starts) == 1 and not self.n_cached
+        prompts_BP = left_aligned(self.rows, width if is_one_pass else doubled(self.chunk, longest))
         start = programs.start if n_samples == 1 else programs.start_samples
         return start(
             self.model, self.sampling, self.params, cache, chunk, np.int32(longest - 1 - starts[-1]),
@@ -287,6 +320,11 @@ class Generation(PieceIterator):
             self.put(self.ended_B.copy()), np.int32(self.n_new), n_samples=n_samples,
             mesh=self.mesh, **sizes,
         )  # fmt: skip
+
+    def _chunks(self, longest: int) -> tuple[range, int]:
+        """Return the first token of each chunk of the prefill, and the end of the last chunk, with its padding."""
+        starts = range(self.n_cached, longest, self.chunk)
+        return starts, starts[-1] + min(length_bucket(longest - starts[-1]), self.chunk)
 
     def _with_slots(self, cache: Cache | None, n_slots: int) -> Cache | None:
         """Return the cache enlarged to n_slots if it has fewer; None, an empty cache, stays None."""

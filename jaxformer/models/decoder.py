@@ -19,7 +19,7 @@ from jaxformer.models.inputs import check_length
 from jaxformer.nn.block import Block
 from jaxformer.nn.capture import capture_point
 from jaxformer.nn.embedding import Embedding, Positions
-from jaxformer.nn.execution import PLAIN, Execution, run_blocks
+from jaxformer.nn.execution import PLAIN, Execution, run_blocks, traced_once
 from jaxformer.nn.norms import Norm
 from jaxformer.nn.parameters import parameter
 from jaxformer.ops import masks
@@ -195,9 +195,8 @@ class Decoder(nn.Module):
         mask_of = {window: self.mask(positions_T, position_S, prefix, window) for window in set(c.block_windows)}
         x_TD, values_GTK = self.embedding(tokens_T, positions_T), self.token_values(tokens_T, positions_T)
         layers: list[LayerCache] = []
-        for block, layer, window in zip(self.blocks, cache.layers, c.block_windows, strict=True):
+        for block, layer, window in zip(traced_once(self.blocks), cache.layers, c.block_windows, strict=True):
             x_TD, updated = block(x_TD, positions_T, mask_of[window], layer, slot, token_values=values_GTK)
-            assert updated is not None  # because a cache was passed
             layers.append(updated)
         return x_TD, KVCache(tuple(layers), position_S)
 

@@ -18,7 +18,7 @@ from jaxformer.models.blocks import TokenBlocksConfig, check_local_heads
 from jaxformer.models.inputs import check_length
 from jaxformer.nn.capture import capture_point
 from jaxformer.nn.embedding import Embedding
-from jaxformer.nn.execution import PLAIN, Execution, input_dropout, run_blocks
+from jaxformer.nn.execution import PLAIN, Execution, input_dropout, run_blocks, traced_once
 from jaxformer.ops import masks
 from jaxformer.ops.cache import KVCache, LayerCache, init_cache, write_layer, write_positions
 from jaxformer.ops.linear_cross_entropy import Unembedding
@@ -164,9 +164,9 @@ class EncoderDecoder(nn.Module):
         source_mask = masks.tokens(len(tokens_T), cache.valid_S)
         x_TD = self.embedding(tokens_T, positions_T)
         layers: list[LayerCache] = []
-        for block, layer, source in zip(self.decoder_blocks, cache.target.layers, cache.source, strict=True):
+        blocks = traced_once(self.decoder_blocks)
+        for block, layer, source in zip(blocks, cache.target.layers, cache.source, strict=True):
             x_TD, updated = block(x_TD, positions_T, mask, layer, slot, source, source_mask)
-            assert updated is not None  # because a cache was passed
             layers.append(updated)
         return x_TD, cache._replace(target=KVCache(tuple(layers), position_S))
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any, Literal
 
 import flax.linen as nn
@@ -152,3 +153,34 @@ def _scan_blocks(
         for name, value in sown_L.items():
             block.put_variable(ROUTER, name, jax.tree.map(lambda leaf, i=i: leaf[i], value))
     return x_TD
+
+
+def traced_once(blocks: Sequence[nn.Module]) -> Iterator[Callable[..., Any]]:
+    """Yield the call of each bound block, such that blocks with equal attributes share one trace: JAX otherwise traces
+    and lowers every block of a deep model anew. The compiler inlines the calls, so its program is that of a loop; with
+    a scan, each decode step would copy all parameters out of their stack.
+
+    While activations are captured, each block is called itself.
+    """
+    shared: list[tuple[Any, Callable[..., Any]]] = []
+    for block in blocks:
+        if is_capturing():
+            yield block
+            continue
+        recipe = _recipe(block)
+        call = next((call for known, call in shared if known == recipe), None)
+        if call is None:
+            call = jax.jit(block.clone(parent=None).apply)
+            shared.append((recipe, call))
+        yield partial(call, block.variables)
+
+
+def _recipe(value: Any) -> Any:
+    """Return what a module is made from, apart from its name: equal for modules that compute the same function of their
+    parameters and inputs."""
+    if isinstance(value, nn.Module):
+        names = [field.name for field in fields(value) if field.name not in ("parent", "name")]
+        return type(value), [(name, _recipe(getattr(value, name))) for name in names]
+    if isinstance(value, partial):
+        return value.func, value.args, value.keywords
+    return value

@@ -141,6 +141,7 @@ SAMPLE = [
     ("--bad_words a --bad-words b", "--bad-words is given twice"),
     ("--prompt a --prompts-file b", "--prompt and --prompts-file exclude each other; give one of them"),
     ("--prompts-file b --interactive", "--prompts-file and --interactive exclude each other"),
+    ("--system brief", "--system has no effect without a chat; omit it, or give --chat"),
     ("--prompts-file nowhere", "nowhere cannot be read: No such file or directory"),
     ("--prompt", "the prompt is empty"),
     ("--run nowhere", "nowhere does not exist"),

@@ -236,12 +236,14 @@ def test_a_prompt_too_long_for_a_draft_or_beam_search_is_refused(monkeypatch, ru
 
 
 @pytest.mark.slow
-def test_rounded_weights_move_a_logprob_by_less_than_a_twentieth(rows):
+def test_rounded_weights_move_a_logprob_by_less_than_a_twentieth(rows, caplog):
     given = ("--prompt", "The cat", "--max-new-tokens", "1", *GREEDY)
     (exact,) = rows(*given)
     for weights in ("bfloat16", "int8"):
         (rounded,) = rows(*given, "--weights", weights)
         assert 0 < abs(exact["logprobs"][0] - rounded["logprobs"][0]) < 0.05
+    slower = [record.getMessage() for record in caplog.records if "slower" in record.getMessage()]
+    assert len(slower) == 1 and slower[0].startswith("on a CPU, bfloat16 weights are slower than float32")
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ from jaxformer.errors import UserError
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.mlp import MLPConfig
 from jaxformer.models.objective import Params
+from jaxformer.models.recurrent_lm import RecurrentLMConfig
 from jaxformer.models.rungs import as_rung
 from jaxformer.nn.parameters import parameter_axes
 from jaxformer.ops.masks import EMPTY
@@ -586,3 +587,39 @@ def test_logits_past_the_context_attend_to_a_window_of_the_context() -> None:
     assert_close(past, windowed)
     assert_close(past[:CONTEXT], full[:CONTEXT])
     assert jnp.abs(past - full)[CONTEXT:].max() > 0.01
+
+
+CHAT = DecoderConfig(V, 64, d_model=8, n_heads=2, d_ff=(16,), n_blocks=2)
+
+
+@pytest.mark.parametrize(
+    ("config", "n_kept"),
+    [
+        (CHAT, [17, 20, 12]),
+        (replace(CHAT, positions="rope", window=8), [0, 0, 0]),  # slots are a ring
+        (replace(CHAT, prefix=True), []),
+        (RecurrentLMConfig(V, 64, d_model=8), []),
+    ],
+    ids=["causal", "window", "prefix", "recurrent"],
+)
+def test_a_continued_conversation_equals_one_from_scratch(
+    config: ModelConfig, n_kept: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Turns that replace the last token and go on, and that share only the first tokens with the text so far."""
+    kept, original = [], Generation.take_over
+
+    def take_over(self: Generation, before: Generation) -> None:
+        original(self, before)
+        kept.append(self.n_cached)
+
+    monkeypatch.setattr(Generation, "take_over", take_over)
+    model, prompt, after = build(config), [3, 1, 4, 1, 5, 9, 2, 6], None
+    changes = (lambda row: [*row[:-2], 7, 8], lambda row: [*row[:20], 7], lambda row: [*row[:12], (row[12] + 1) % V, 5])
+    for change in (*changes, None):
+        options = {"context_length": 64, "prefill_chunk": 8}
+        after = begin(model, [prompt], 11, after=after, **options)
+        continued, scratch = concatenate(list(after)), concatenate(list(begin(model, [prompt], 11, **options)))
+        np.testing.assert_array_equal(continued.tokens_BN, scratch.tokens_BN)
+        assert_close(continued.logprobs_BN, scratch.logprobs_BN)
+        prompt = change([*prompt, *continued.tokens_BN[0].tolist()]) if change else prompt
+    assert kept == n_kept

@@ -14,6 +14,9 @@ import pytest
 from jaxformer.__main__ import main
 from jaxformer.data.chat_template import ChatTemplate, encode_rendered
 from jaxformer.data.tokenizer import Tokenizer
+from jaxformer.decode import Sampling
+from jaxformer.decode.completion import Completer, CompletionOptions
+from jaxformer.decode.prompts import Prompt
 from jaxformer.errors import UserError
 from jaxformer.interop.packages import find_model
 from jaxformer.interop.run import import_run
@@ -48,6 +51,12 @@ CHATS = [
     [{"role": "system", "content": "Answer in one word."}, {"role": "user", "content": " Two and two? \n"}],
     [
         {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"},
+        {"role": "user", "content": "Write a poem."},
+    ],
+    [
+        {"role": "system", "content": "You are brief."},
+        {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"},
+        {"role": "user", "content": "Two and two?"}, {"role": "assistant", "content": "Four."},
         {"role": "user", "content": "Write a poem."},
     ],
 ]  # fmt: skip
@@ -177,3 +186,21 @@ def test_perplexity_equals_that_of_transformers_on_the_same_windows(models: Mode
         logits_TV, targets_T = map(torch.tensor, (their_logits(models.theirs, window[:-1]), window[1:]))
         nats += torch.nn.functional.cross_entropy(logits_TV, targets_T, reduction="sum").item()
     np.testing.assert_allclose(float(printed["ppl"]), np.exp(nats / (len(tokens) - 1)), rtol=1e-4)
+
+
+def test_greedy_answers_of_a_conversation_equal_those_of_transformers(models: Models):
+    options = CompletionOptions(chat=True, max_new_tokens=24, system="Answer in one sentence.")
+    chat, messages = Completer(models.run, options, Sampling(0)), [{"role": "system", "content": options.system}]
+    chat.turns = []
+    for question in ("What is the capital of Italy?", "How many people live there?", "And which river is there?"):
+        prompt = Prompt(question, "the prompt")
+        tokens = chat.encode(prompt)
+        messages.append({"role": "user", "content": question})
+        theirs = models.their_tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+        assert tokens == theirs["input_ids"]
+        ((_, [completion]),) = chat.complete([(prompt, tokens)], lambda: False)
+        answer = completion.text.tokens
+        likeliest_T = their_logits(models.theirs, [*tokens, *answer]).argmax(-1)
+        assert likeliest_T[len(tokens) - 1 : -1].tolist() == answer
+        chat.remember(completion)
+        messages.append({"role": "assistant", "content": completion.text.text})
