@@ -62,7 +62,9 @@ def read_config(theirs: PublishedConfig, context_length: int | None = None) -> T
         values = {**family.constants, **{field.ours: _read_field(field, theirs) for field in family.fields}}
         if family.model is not RungDecoderConfig:
             if context_length not in (None, longest := values["context_length"]):
-                raise UserError(f"the context length is {context_length}; the encoder has {longest} positions; omit it.")
+                raise UserError(
+                    f"the context length is {context_length}; the encoder has {longest} positions; omit it."
+                )
             return from_dict(family.model, values, "the model")
         longest = values["max_context"]
         values["context_length"] = min(longest, MAX_TRAINING_CONTEXT) if context_length is None else context_length

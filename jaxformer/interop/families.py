@@ -357,8 +357,14 @@ BERT = Family(
             weight
             for ours, theirs in (("Q", "query"), ("K", "key"), ("V", "value"))
             for weight in (
-                Weight(f"{BERT_BLOCK}.attention.W_{ours}", f"{THEIR_LAYER}.attention.self.{theirs}.weight", "(H K) D -> D H K"),
-                Weight(f"{BERT_BLOCK}.attention.b_{ours}", f"{THEIR_LAYER}.attention.self.{theirs}.bias", "(H K) -> H 1 K"),
+                Weight(
+                    f"{BERT_BLOCK}.attention.W_{ours}",
+                    f"{THEIR_LAYER}.attention.self.{theirs}.weight",
+                    "(H K) D -> D H K",
+                ),
+                Weight(
+                    f"{BERT_BLOCK}.attention.b_{ours}", f"{THEIR_LAYER}.attention.self.{theirs}.bias", "(H K) -> H 1 K"
+                ),
             )
         ),
         Weight(f"{BERT_BLOCK}.attention.W_O", f"{THEIR_LAYER}.attention.output.dense.weight", "D (H K) -> H K D"),

@@ -128,7 +128,9 @@ def read_modules(path: Path) -> PublishedConfig:
     modules = read_object(path / MODULES, list)
     names = [str(dict(module).get("type")).rpartition(".")[2] for module in modules]
     if names not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
-        problem = f"{path} has the modules {', '.join(names)}, and only Transformer, Pooling and Normalize are supported"
+        problem = (
+            f"{path} has the modules {', '.join(names)}, and only Transformer, Pooling and Normalize are supported"
+        )
         raise UserError(f"{problem}; use another sentence encoder.")
     pooling = read_object(path / str(modules[1].get("path")) / CONFIG)
     modes = [name for name, used in pooling.items() if name.startswith("pooling_mode_") and used is True]

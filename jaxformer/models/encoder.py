@@ -23,7 +23,6 @@ from jaxformer.ops import masks
 from jaxformer.ops.linear_cross_entropy import Unembedding
 from jaxformer.ops.quantized import rows
 
-
 Pooling = Literal["first", "mean"]
 """Features of a sequence: those of its first token, or their mean over all tokens."""
 
