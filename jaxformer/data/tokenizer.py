@@ -268,8 +268,8 @@ class Tokenizer:
 
     @cached_property
     def missing_bytes(self) -> bytes:
-        """Bytes without a token, in increasing order; the library would drop them from a text. None for WordPiece, which
-        has a token for unknown words."""
+        """Bytes without a token, in increasing order; the library would drop them from a text. None for WordPiece,
+        which has a token for unknown words."""
         if self._is_word_piece:
             return b""
         return bytes(sorted({*range(256)} - {b[0] for b in self.token_bytes if len(b) == 1}))

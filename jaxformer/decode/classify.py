@@ -52,7 +52,7 @@ def classify_images(run: Run, files: Sequence[str]) -> list[Ranking]:
 
 
 def encode_labelled(prompt: Prompt, run: Run) -> list[int]:
-    """Return the tokens of a text to classify or embed. Raises `UserError` if the prompt has a seed or too many tokens."""
+    """Return the tokens of a text to classify or embed. Raises `UserError` if the prompt has a seed or is too long."""
     prompt.check_no_seed(f"a {type(run.model).__name__} does not sample")
     model, tokenizer = run.text_model()
     tokens = tokenize_text(prompt.text, tokenizer)

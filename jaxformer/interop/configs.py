@@ -52,8 +52,8 @@ def family_of(theirs: PublishedConfig) -> Family:
 
 def read_config(theirs: PublishedConfig, context_length: int | None = None) -> TokenBlocksConfig:
     """Return our config for the content of a published `config.json`, with training sequences of `context_length`
-    tokens; None for at most `MAX_TRAINING_CONTEXT`, and for an encoder its number of positions. Raises `UserError` if the family is unknown, or a field is missing
-    or has a value without an equivalent."""
+    tokens; None for at most `MAX_TRAINING_CONTEXT`, and for an encoder its number of positions. Raises `UserError` if
+    the family is unknown, or a field is missing or has a value without an equivalent."""
     family = family_of(theirs)
     try:
         for name, expected in family.required.items():

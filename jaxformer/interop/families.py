@@ -1,9 +1,8 @@
 """Families of published models: tables that map their configs and tensors to those of `DecoderConfig`, or of encoders.
 
 The tables of decoders are used in both directions, for import and export. Layouts are written with one letter per axis:
-V vocabulary, P positions, S segments, D model width, H query heads, G key/value heads, K head width, F hidden width of the MLP,
-E experts, O outputs of
-a head as wide as the model. Axes in parentheses are stored as one, in row-major order.
+V vocabulary, P positions, S segments, D model width, H query heads, G key/value heads, K head width, F hidden width of
+the MLP, E experts, O outputs of a head as wide as the model. Axes in parentheses are stored as one, in row-major order.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ PublishedConfig = Mapping[str, Any]
 """Content of a published `config.json`."""
 
 POOLING, NORMALIZE = "sentence_transformers_pooling", "sentence_transformers_normalize"
-"""Fields that reading adds to the config of a sentence encoder: how features are pooled, and if vectors have length 1."""
+"""Fields that reading adds to the config of a sentence encoder: the pooling of features, and True for unit vectors."""
 REQUIRED = object()
 """Default of a field that their config must have."""
 

@@ -25,8 +25,8 @@ PACKAGES = {
 
 
 def find_model(source: str) -> Path:
-    """Return the path of a published model: of the file or folder in its package for a name in `PACKAGES`, unless there is such a
-    path. Raises `UserError`, with the command that installs the package, if it is missing."""
+    """Return the path of a published model: of the file or folder in its package for a name in `PACKAGES`, unless there
+    is such a path. Raises `UserError`, with the command that installs the package, if it is missing."""
     path = Path(source)
     if source not in PACKAGES or path.exists():
         return path

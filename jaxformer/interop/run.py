@@ -106,6 +106,6 @@ def finetuning_config(name: str, model: TokenBlocksConfig) -> Config:
     if isinstance(model, EmbedderConfig):
         optimizer = replace(optimizer, learning_rate=1e-4, weight_decay=0.01, b2=0.999)
         train = TrainConfig(batch_size=32, eval_examples=512)
-        return Config(name, model, data=LabelledTextConfig(), steps=500, optimizer=optimizer, train=train)
+        return Config(name, model, data=LabelledTextConfig(), steps=400, optimizer=optimizer, train=train)
     data = MaskedTextConfig() if isinstance(model, EncoderConfig) else TextConfig()
     return Config(name, model, data=data, steps=500, optimizer=optimizer, train=TrainConfig(batch_size=8))
