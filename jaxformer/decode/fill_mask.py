@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxformer.data.masked import mask_token
 from jaxformer.decode.programs import call
 from jaxformer.decode.prompts import Prompt, Row
 from jaxformer.errors import UserError
@@ -40,23 +41,28 @@ def encode_masked(prompt: Prompt, run: Run) -> list[int]:
     *parts, last = prompt.text.split(MASK)
     if not parts:
         raise UserError(f"{prompt.label} has no {MASK}, and the run fills masks; write one, as in 'The {MASK} of'.")
-    encoded = [[*tokenizer.encode(part.removesuffix(" ")), config.vocab_size - 1] for part in parts]
+    mask = mask_token(config, tokenizer)
+    encoded = [[*tokenizer.encode(part.removesuffix(" ")), mask] for part in parts]
     tokens = [*chain.from_iterable(encoded), *tokenizer.encode(last)]
+    if tokenizer.begin_of_text is not None:
+        tokens = [tokenizer.begin_of_text, *tokens, tokenizer.end_of_text]
     prompt.check_length(len(tokens), config.context_length, f"the context's {config.context_length}")
     return tokens
 
 
 def fill_prompt(run: Run, prompt: Prompt, tokens: Sequence[int], n_candidates: int) -> Row:
     """Return a JSON row with the filled text and, per mask, the most likely tokens as text with probabilities."""
-    tokenizer, filled = run.text_model()[1], list(tokens)
-    masks = fill_masks(run.model, run.params, tokens, n_candidates)
+    (config, tokenizer), filled = run.text_model(), list(tokens)
+    masks = fill_masks(run.model, run.params, tokens, n_candidates, mask_token(config, tokenizer))
     for mask in masks:
         filled[mask.position] = mask.candidates[0][0]
     candidates = [[(tokenizer.decode([token]), float(f"{p:.4g}")) for token, p in mask.candidates] for mask in masks]
     return {**prompt.as_row(), "text": tokenizer.decode(filled), "masks": candidates}
 
 
-def fill_masks(model: nn.Module, params: Params, tokens: Sequence[int], n_candidates: int) -> list[FilledMask]:
+def fill_masks(
+    model: nn.Module, params: Params, tokens: Sequence[int], n_candidates: int, mask: int | None = None
+) -> list[FilledMask]:
     """Return the filled masks of a text, in the order of their positions.
 
     Masks are filled one at a time, the one with the most probable token first; each filled mask is input for the next.
@@ -64,19 +70,20 @@ def fill_masks(model: nn.Module, params: Params, tokens: Sequence[int], n_candid
 
     Args:
       model: a `MaskedLanguageModel`.
-      tokens: `(T,)`, with the vocabulary's last token for each mask.
+      tokens: `(T,)`, with the mask token for each mask.
       n_candidates: candidates per mask.
+      mask: id of the mask token; None for the vocabulary's last.
 
     Raises:
       ValueError: the text is longer than the context, or the vocabulary has fewer candidates.
     """
-    length, mask = model.config.context_length, model.config.vocab_size - 1
+    length, mask = model.config.context_length, model.config.vocab_size - 1 if mask is None else mask
     tokens_T = np.zeros(length, np.int32)
     tokens_T[: len(tokens)] = tokens
     valid_T = np.arange(length) < len(tokens)
     masked_T, filled = valid_T & (tokens_T == mask), []
     while masked_T.any():
-        probs_TN, candidates_TN = jax.device_get(_likeliest(model, params, tokens_T, valid_T, n_candidates))
+        probs_TN, candidates_TN = jax.device_get(_likeliest(model, params, tokens_T, valid_T, mask, n_candidates))
         t = int(np.argmax(np.where(masked_T, probs_TN[:, 0], -1)))
         tokens_T[t], masked_T[t] = candidates_TN[t, 0], False
         filled.append(FilledMask(t, list(zip(candidates_TN[t].tolist(), probs_TN[t].tolist(), strict=True))))
@@ -85,9 +92,10 @@ def fill_masks(model: nn.Module, params: Params, tokens: Sequence[int], n_candid
 
 @partial(jax.jit, static_argnames=("model", "n"))
 def _likeliest(
-    model: nn.Module, params: Params, tokens_T: jax.Array, valid_T: jax.Array, n: int
+    model: nn.Module, params: Params, tokens_T: jax.Array, valid_T: jax.Array, mask: int, n: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the probabilities and the ids, each `(T, n)`, of the n most likely tokens at each position."""
-    logits_TV = call(model, params, "__call__", tokens_T, valid_T)
-    probs_TN, candidates_TN = jax.lax.top_k(jax.nn.softmax(logits_TV[:, :-1].astype(jnp.float32)), n)
+    """Return the probabilities and the ids, each `(T, n)`, of the n most likely tokens at each position, other than the
+    mask token."""
+    logits_TV = call(model, params, "__call__", tokens_T, valid_T).astype(jnp.float32)
+    probs_TN, candidates_TN = jax.lax.top_k(jax.nn.softmax(logits_TV.at[:, mask].set(-jnp.inf)), n)
     return probs_TN, candidates_TN

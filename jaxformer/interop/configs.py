@@ -7,7 +7,8 @@ from typing import Any
 
 from jaxformer.config.fields import from_dict
 from jaxformer.errors import UserError, abbreviate
-from jaxformer.interop.families import FAMILIES, REQUIRED, Family, Field, PublishedConfig, always
+from jaxformer.interop.families import ENCODERS, FAMILIES, REQUIRED, Family, Field, PublishedConfig, always
+from jaxformer.models.blocks import TokenBlocksConfig
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.rungs import RungDecoderConfig
 
@@ -32,8 +33,15 @@ def family_of(theirs: PublishedConfig) -> Family:
     if theirs.get("quantization_config") is not None:
         raise UserError("the checkpoint is quantised, which is not supported; use the one that it was made from.")
     model_type, architectures = str(theirs.get("model_type")), theirs.get("architectures")
+    encoders = {name: family for name, family in ENCODERS.items() if family.model_type == model_type}
+    if encoders:
+        known = [name for name in architectures or encoders if name in encoders]
+        if not known:
+            remedy = f"use a checkpoint of {' or '.join(encoders)}"
+            raise UserError(f"the architecture is {abbreviate(architectures[0])}, which is not supported; {remedy}.")
+        return encoders[known[0]]
     if model_type not in FAMILIES:
-        known = ", ".join(FAMILIES)
+        known = ", ".join((*FAMILIES, *dict.fromkeys(family.model_type for family in ENCODERS.values())))
         raise UserError(f"the model_type is {abbreviate(model_type)}, which is not supported; supported are {known}.")
     family = FAMILIES[model_type]
     if architectures and family.architecture not in architectures:
@@ -42,16 +50,22 @@ def family_of(theirs: PublishedConfig) -> Family:
     return family
 
 
-def read_config(theirs: PublishedConfig, context_length: int | None = None) -> DecoderConfig:
+def read_config(theirs: PublishedConfig, context_length: int | None = None) -> TokenBlocksConfig:
     """Return our config for the content of a published `config.json`, with training sequences of `context_length`
-    tokens; None for at most `MAX_TRAINING_CONTEXT`. Raises `UserError` if the family is unknown, or a field is missing
-    or has a value without an equivalent."""
+    tokens; None for at most `MAX_TRAINING_CONTEXT`, and for an encoder its number of positions. Raises `UserError` if
+    the family is unknown, or a field is missing or has a value without an equivalent."""
     family = family_of(theirs)
     try:
         for name, expected in family.required.items():
             if (value := theirs.get(name, expected)) != expected and (expected or value):
                 raise ValueError(f"{name} is {abbreviate(value)}, and only {expected} has an equivalent")
         values = {**family.constants, **{field.ours: _read_field(field, theirs) for field in family.fields}}
+        if family.model is not RungDecoderConfig:
+            if context_length not in (None, longest := values["context_length"]):
+                raise UserError(
+                    f"the context length is {context_length}; the encoder has {longest} positions; omit it."
+                )
+            return from_dict(family.model, values, "the model")
         longest = values["max_context"]
         values["context_length"] = min(longest, MAX_TRAINING_CONTEXT) if context_length is None else context_length
         if values["context_length"] > longest:

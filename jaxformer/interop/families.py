@@ -1,8 +1,8 @@
-"""Families of published models: tables that map their configs and tensors to those of `DecoderConfig`.
+"""Families of published models: tables that map their configs and tensors to those of `DecoderConfig`, or of encoders.
 
-The tables are used in both directions, for import and export. Layouts are written with one letter per axis:
-V vocabulary, P positions, D model width, H query heads, G key/value heads, K head width, F hidden width of the MLP,
-E experts. Axes in parentheses are stored as one, in row-major order.
+The tables of decoders are used in both directions, for import and export. Layouts are written with one letter per axis:
+V vocabulary, P positions, S segments, D model width, H query heads, G key/value heads, K head width, F hidden width of
+the MLP, E experts, O outputs of a head as wide as the model. Axes in parentheses are stored as one, in row-major order.
 """
 
 from __future__ import annotations
@@ -12,9 +12,15 @@ from dataclasses import dataclass, field, replace
 from math import sqrt
 from typing import Any, NamedTuple
 
+from jaxformer.models.blocks import TokenBlocksConfig
+from jaxformer.models.encoder import EmbedderConfig, EncoderConfig
+from jaxformer.models.rungs import RungDecoderConfig
+
 PublishedConfig = Mapping[str, Any]
 """Content of a published `config.json`."""
 
+POOLING, NORMALIZE = "sentence_transformers_pooling", "sentence_transformers_normalize"
+"""Fields that reading adds to the config of a sentence encoder: the pooling of features, and True for unit vectors."""
 REQUIRED = object()
 """Default of a field that their config must have."""
 
@@ -86,10 +92,14 @@ class Family:
     has_window: Callable[[PublishedConfig, int], bool] | None = None
     """Function that returns True for a block, by index, that attends within `sliding_window`, for configs without
     `layer_types`; None for families without windows."""
+    model: type[TokenBlocksConfig] = RungDecoderConfig
+    """Class of our config."""
     prefix: str = "model."
     """Prefix of tensor names, absent if the model was saved without its head."""
     ignored: tuple[str, ...] = (r"rotary_emb\.inv_freq$",)
     """Patterns for names of tensors that are not parameters."""
+    older_names: tuple[tuple[str, str], ...] = ()
+    """Ends of tensor names, and what they were in older checkpoints."""
 
 
 def to_widths(width: int) -> tuple[int, ...]:
@@ -106,6 +116,11 @@ def only_width(widths: tuple[int, ...]) -> int:
 def with_defaults(fields: tuple[Field, ...], **defaults: Any) -> tuple[Field, ...]:
     """Return fields with other defaults, keyed by our names."""
     return tuple(row._replace(default=defaults.get(row.ours, row.default)) for row in fields)
+
+
+def _norm(ours: str, theirs: str) -> tuple[Weight, Weight]:
+    """Return the rows of a LayerNorm."""
+    return Weight(f"{ours}.gamma", f"{theirs}.weight", "D -> D"), Weight(f"{ours}.beta", f"{theirs}.bias", "D -> D")
 
 
 EXPERTS, THEIR_EXPERTS = "blocks_{i}.mlp.experts", "model.layers.{i}.block_sparse_moe.experts.{e}"
@@ -313,6 +328,79 @@ MIXTRAL = replace(
     has_window=always,
 )
 
+BERT_BLOCK, THEIR_LAYER = "blocks_{i}", "bert.encoder.layer.{i}"
+BERT = Family(
+    "bert",
+    "BertModel",
+    fields=(
+        Field("vocab_size", "vocab_size"),
+        Field("context_length", "max_position_embeddings", 512),
+        Field("d_model", "hidden_size"),
+        Field("n_blocks", "num_hidden_layers"),
+        Field("n_heads", "num_attention_heads"),
+        Field("d_ff", "intermediate_size", read=to_widths, write=only_width),
+        Field("activation", "hidden_act", "gelu", {"gelu": "gelu_exact", "gelu_new": "gelu", "relu": "relu"}),
+        Field("norm_eps", "layer_norm_eps", 1e-12),
+        Field("n_segments", "type_vocab_size", 2),
+        Field("embedding_std", "initializer_range", 0.02),
+        Field("dropout", "hidden_dropout_prob", 0.1),
+        Field("pooling", POOLING, "mean", {"mean": "mean", "cls": "first"}),
+        Field("normalize", NORMALIZE, True),
+    ),
+    weights=(
+        Weight("embedding.W_E", "bert.embeddings.word_embeddings.weight", "V D -> V D"),
+        Weight("embedding.W_pos", "bert.embeddings.position_embeddings.weight", "P D -> P D"),
+        Weight("W_segment", "bert.embeddings.token_type_embeddings.weight", "S D -> S D"),
+        *_norm("embedding_norm", "bert.embeddings.LayerNorm"),
+        *(
+            weight
+            for ours, theirs in (("Q", "query"), ("K", "key"), ("V", "value"))
+            for weight in (
+                Weight(
+                    f"{BERT_BLOCK}.attention.W_{ours}",
+                    f"{THEIR_LAYER}.attention.self.{theirs}.weight",
+                    "(H K) D -> D H K",
+                ),
+                Weight(
+                    f"{BERT_BLOCK}.attention.b_{ours}", f"{THEIR_LAYER}.attention.self.{theirs}.bias", "(H K) -> H 1 K"
+                ),
+            )
+        ),
+        Weight(f"{BERT_BLOCK}.attention.W_O", f"{THEIR_LAYER}.attention.output.dense.weight", "D (H K) -> H K D"),
+        Weight(f"{BERT_BLOCK}.attention.b_O", f"{THEIR_LAYER}.attention.output.dense.bias", "D -> D"),
+        *_norm(f"{BERT_BLOCK}.attention_norm", f"{THEIR_LAYER}.attention.output.LayerNorm"),
+        Weight(f"{BERT_BLOCK}.mlp.W_1", f"{THEIR_LAYER}.intermediate.dense.weight", "F D -> D F"),
+        Weight(f"{BERT_BLOCK}.mlp.b_1", f"{THEIR_LAYER}.intermediate.dense.bias", "F -> F"),
+        Weight(f"{BERT_BLOCK}.mlp.W_2", f"{THEIR_LAYER}.output.dense.weight", "D F -> F D"),
+        Weight(f"{BERT_BLOCK}.mlp.b_2", f"{THEIR_LAYER}.output.dense.bias", "D -> D"),
+        *_norm(f"{BERT_BLOCK}.mlp_norm", f"{THEIR_LAYER}.output.LayerNorm"),
+    ),
+    constants={"positions": "learned"},
+    required={"is_decoder": False, "add_cross_attention": False, "position_embedding_type": "absolute"},
+    rope_base=None,
+    model=EmbedderConfig,
+    prefix="bert.",
+    ignored=(r"position_ids$", r"pooler\.dense\.", r"^cls\."),
+    older_names=(("LayerNorm.weight", "LayerNorm.gamma"), ("LayerNorm.bias", "LayerNorm.beta")),
+)
+BERT_MASKED = replace(
+    BERT,
+    architecture="BertForMaskedLM",
+    fields=tuple(row for row in BERT.fields if row.ours not in ("pooling", "normalize")),
+    weights=(
+        *BERT.weights,
+        Weight("head.W_1", "cls.predictions.transform.dense.weight", "O D -> D O"),
+        Weight("head.b_1", "cls.predictions.transform.dense.bias", "D -> D"),
+        *_norm("head_norm", "cls.predictions.transform.LayerNorm"),
+        Weight("b_out", "cls.predictions.bias", "V -> V"),
+    ),
+    required={**BERT.required, "tie_word_embeddings": True},
+    model=EncoderConfig,
+    ignored=(*BERT.ignored[:2], r"^cls\.predictions\.decoder\.", r"^cls\.seq_relationship\."),
+)
+
 _ALL = (LLAMA, QWEN3, GPT2, QWEN2, MISTRAL, GEMMA3, MIXTRAL)
 FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _ALL}
-"""Families by their `model_type`."""
+"""Families of decoders by their `model_type`."""
+ENCODERS: Mapping[str, Family] = {family.architecture: family for family in (BERT, BERT_MASKED)}
+"""Families of encoders by their architecture."""

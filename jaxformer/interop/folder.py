@@ -11,10 +11,10 @@ import numpy as np
 
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError, import_extra, parse_json
-from jaxformer.interop.families import PublishedConfig
+from jaxformer.interop.families import NORMALIZE, POOLING, PublishedConfig
 from jaxformer.runs.run import TOKENIZER
 
-CONFIG, GENERATION = "config.json", "generation_config.json"
+CONFIG, GENERATION, MODULES = "config.json", "generation_config.json", "modules.json"
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 """Suffixes of pickled files, which can run code when they are read."""
@@ -63,7 +63,7 @@ class ModelFolder:
             raise UserError(f"{path} does not exist; name a folder with {CONFIG} and safetensors, or a GGUF file.")
         if not (path / CONFIG).exists() and (ggufs := sorted(path.glob("*.gguf"))):
             raise UserError(f"{path} has no {CONFIG}; name its GGUF file, such as {ggufs[0]}.")
-        config = read_object(path / CONFIG)
+        config = {**read_object(path / CONFIG), **read_modules(path)}
         if (path / INDEX).exists():
             shards = sorted(set(read_object(path / INDEX).get("weight_map", {}).values()))
         elif (path / SINGLE).exists():
@@ -120,12 +120,34 @@ class ModelFolder:
         return tuple(ids)
 
 
-def read_object(file: Path) -> Mapping[str, Any]:
-    """Return the object in a JSON file. Raises `UserError` if it cannot be read or is not an object."""
+def read_modules(path: Path) -> PublishedConfig:
+    """Return the fields of a sentence-transformers folder, which lists its modules, for the pooling and normalisation
+    after the encoder; none for another folder. Raises `UserError` for other modules or kinds of pooling."""
+    if not (path / MODULES).exists():
+        return {}
+    modules = read_object(path / MODULES, list)
+    names = [str(dict(module).get("type")).rpartition(".")[2] for module in modules]
+    if names not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
+        problem = (
+            f"{path} has the modules {', '.join(names)}, and only Transformer, Pooling and Normalize are supported"
+        )
+        raise UserError(f"{problem}; use another sentence encoder.")
+    pooling = read_object(path / str(modules[1].get("path")) / CONFIG)
+    modes = [name for name, used in pooling.items() if name.startswith("pooling_mode_") and used is True]
+    known = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls"}
+    if len(modes) != 1 or modes[0] not in known:
+        problem = f"{path} pools by {' and '.join(modes) or 'nothing'}, and only {' or '.join(known)} is supported"
+        raise UserError(f"{problem}; use another sentence encoder.")
+    return {POOLING: known[modes[0]], NORMALIZE: "Normalize" in names}
+
+
+def read_object(file: Path, kind: type = Mapping) -> Any:
+    """Return the object, or another `kind` of value, in a JSON file. Raises `UserError` if it cannot be read or is of
+    another kind."""
     try:
         value = parse_json(file.read_bytes())
-        if not isinstance(value, Mapping):
-            raise TypeError("it is not an object")
+        if not isinstance(value, kind):
+            raise TypeError(f"it is not {'an object' if kind is Mapping else f'a {kind.__name__}'}")
     except (ValueError, TypeError, OSError) as error:
         raise UserError(f"{file} cannot be read ({error}); restore the published one.") from error
     return value

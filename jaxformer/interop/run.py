@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -10,6 +11,8 @@ import jax
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxformer.config import Config, OptimizerConfig, TrainConfig
+from jaxformer.data.labelled import LabelledTextConfig
+from jaxformer.data.masked import MaskedTextConfig
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.data.windows import TextConfig
 from jaxformer.errors import UserError, parse_json
@@ -18,7 +21,8 @@ from jaxformer.interop.folder import PICKLED, ModelFolder, PublishedModel
 from jaxformer.interop.gguf_file import GgufFile
 from jaxformer.interop.packages import published_name
 from jaxformer.interop.weights import Source, find_sources, load_params, stored_dtype
-from jaxformer.models.decoder import DecoderConfig
+from jaxformer.models.blocks import TokenBlocksConfig
+from jaxformer.models.encoder import EmbedderConfig, EncoderConfig
 from jaxformer.models.objective import Params
 from jaxformer.runs.pretrained import Pretrained
 from jaxformer.runs.run import abstract_params, check_writable_parent, create_run
@@ -31,7 +35,7 @@ def open_published(source: Path) -> PublishedModel:
     return GgufFile.open(source) if source.is_file() else ModelFolder.open(source)
 
 
-def load_published_tokenizer(published: PublishedModel, config: DecoderConfig) -> Tokenizer:
+def load_published_tokenizer(published: PublishedModel, config: TokenBlocksConfig) -> Tokenizer:
     """Return the tokenizer of a published model, without special tokens that the model has no embedding for. Raises
     `UserError` if there is no tokenizer, or it has other tokens that the model has no embedding for."""
     tokenizer = published.tokenizer()
@@ -66,7 +70,7 @@ def import_run(
 
 def _open(
     source: Path, context_length: int | None = None
-) -> tuple[PublishedModel, DecoderConfig, Tokenizer, Params, dict[str, Source]]:
+) -> tuple[PublishedModel, TokenBlocksConfig, Tokenizer, Params, dict[str, Source]]:
     """Return a published model, our config for it, its tokenizer, and the shapes and verified tensors of its
     parameters."""
     published = open_published(source)
@@ -94,8 +98,14 @@ def pretrained_model(source: Path) -> Pretrained:
     return Pretrained(source, model, tokenizer, lambda abstract: load_params(published, sources, abstract), config)
 
 
-def finetuning_config(name: str, model: DecoderConfig) -> Config:
-    """Return the config for fine-tuning a published model, with a small learning rate and few steps."""
+def finetuning_config(name: str, model: TokenBlocksConfig) -> Config:
+    """Return the config for fine-tuning a published model, with a small learning rate and few steps; a sentence encoder
+    becomes a classifier of texts."""
     optimizer = OptimizerConfig("adamw", learning_rate=2e-5, schedule="cosine", warmup_steps=20, clip_norm=1.0)
     name = re.sub(r"^\W+|[^\w.-]+", "-", name).lstrip("-") or "imported"
-    return Config(name, model, data=TextConfig(), steps=500, optimizer=optimizer, train=TrainConfig(batch_size=8))
+    if isinstance(model, EmbedderConfig):
+        optimizer = replace(optimizer, learning_rate=1e-4, weight_decay=0.01, b2=0.999)
+        train = TrainConfig(batch_size=32, eval_examples=512)
+        return Config(name, model, data=LabelledTextConfig(), steps=400, optimizer=optimizer, train=train)
+    data = MaskedTextConfig() if isinstance(model, EncoderConfig) else TextConfig()
+    return Config(name, model, data=data, steps=500, optimizer=optimizer, train=TrainConfig(batch_size=8))

@@ -20,21 +20,23 @@ from jax.sharding import Sharding
 from jaxformer.errors import UserError
 from jaxformer.interop.families import Family, Weight
 from jaxformer.interop.folder import FLOATS, PublishedModel
-from jaxformer.models.decoder import DecoderConfig
+from jaxformer.models.blocks import TokenBlocksConfig
 from jaxformer.models.objective import Params
 
 
-def axis_sizes(config: DecoderConfig) -> dict[str, int]:
+def axis_sizes(config: TokenBlocksConfig) -> dict[str, int]:
     """Return axis sizes by letter."""
     return {
         "V": config.vocab_size,
         "P": config.n_positions,
         "D": config.d_model,
         "H": config.n_heads,
-        "G": config.kv_heads,
+        "G": getattr(config, "kv_heads", config.n_heads),
         "K": config.width_of_head,
         "F": config.d_ff[0],
         "E": getattr(config, "n_experts", None) or 0,
+        "S": getattr(config, "n_segments", 0),
+        "O": config.d_model,
     }
 
 
@@ -103,7 +105,7 @@ class Source:
     """Name of one tensor, or of one per expert."""
 
 
-def rows(family: Family, config: DecoderConfig) -> dict[str, tuple[Weight, tuple[str, ...]]]:
+def rows(family: Family, config: TokenBlocksConfig) -> dict[str, tuple[Weight, tuple[str, ...]]]:
     """Return each parameter's table row and tensor names, by its path in our model."""
     table: dict[str, tuple[Weight, tuple[str, ...]]] = {}
     for weight in family.weights:
@@ -116,7 +118,7 @@ def rows(family: Family, config: DecoderConfig) -> dict[str, tuple[Weight, tuple
 
 
 def find_sources(
-    published: PublishedModel, family: Family, config: DecoderConfig, abstract: Params
+    published: PublishedModel, family: Family, config: TokenBlocksConfig, abstract: Params
 ) -> dict[str, Source]:
     """Return the tensors of each parameter in `abstract`, by path, after verifying all shapes and dtypes. Raises
     `UserError` if a tensor is missing, has another shape or no floating-point dtype, or if there is a tensor that
@@ -128,6 +130,9 @@ def find_sources(
         weight, names = table[path]
         layout = Layout.parse(weight.layout, sizes)
         names = tuple(name.removeprefix(family.prefix) if bare else name for name in names)
+        for end, older in family.older_names:
+            found = [(name, name.removesuffix(end) + older) for name in names]
+            names = tuple(old if name.endswith(end) and old in published.names else name for name, old in found)
         for name in names:
             _check_tensor(published, name, layout.their_shape)
         sources[path] = Source(weight, layout, names)
@@ -146,11 +151,11 @@ def _check_tensor(published: PublishedModel, name: str, shape: tuple[int, ...]) 
         raise UserError(f"{problem}; use the checkpoint that it was made from.")
 
 
-def _check_rest(published: PublishedModel, family: Family, config: DecoderConfig, used: set[str]) -> None:
+def _check_rest(published: PublishedModel, family: Family, config: TokenBlocksConfig, used: set[str]) -> None:
     """Raise `UserError` for a tensor without a parameter in the model, other than a copy of a tied head."""
     theirs = {weight.ours: weight.theirs for weight in family.weights}
     for name in sorted(set(published.names) - used):
-        if name == theirs.get("W_out") and config.unembedding == "tied":
+        if name == theirs.get("W_out") and getattr(config, "unembedding", None) == "tied":
             embedding = theirs["embedding.W_E"].removeprefix(family.prefix)
             table = next(name for name in used if name.endswith(embedding))
             if published.dtype(name) not in FLOATS or not np.array_equal(published.read(name), published.read(table)):

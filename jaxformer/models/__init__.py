@@ -5,7 +5,14 @@ To add a model, add a file to this folder that defines a subclass of `jaxformer.
 
 from jaxformer.models.clip import CLIP, CLIPConfig, ImageTowerConfig, TextTowerConfig
 from jaxformer.models.decoder import Decoder, DecoderConfig
-from jaxformer.models.encoder import Classifier, ClassifierConfig, EncoderConfig, MaskedLanguageModel
+from jaxformer.models.encoder import (
+    Classifier,
+    ClassifierConfig,
+    Embedder,
+    EmbedderConfig,
+    EncoderConfig,
+    MaskedLanguageModel,
+)
 from jaxformer.models.encoder_decoder import EncoderDecoder, EncoderDecoderConfig
 from jaxformer.models.mlp import MLPConfig, MLPLanguageModel
 from jaxformer.models.moe import MoEConfig
@@ -23,6 +30,8 @@ __all__ = [
     "ClassifierConfig",
     "Decoder",
     "DecoderConfig",
+    "Embedder",
+    "EmbedderConfig",
     "EncoderConfig",
     "EncoderDecoder",
     "EncoderDecoderConfig",

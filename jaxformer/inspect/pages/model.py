@@ -12,6 +12,7 @@ import numpy as np
 from jaxformer import terminal
 from jaxformer.contract import Task, contract_of
 from jaxformer.data.dataset import Batch, evenly_spaced
+from jaxformer.data.masked import mask_token
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.decode import translate_tokens
 from jaxformer.decode.classify import classify, classify_zero_shot, encode_labelled
@@ -90,7 +91,7 @@ def write_model_page(
                 sections.append(live_section(run.model, run.params, tokenizer, text_T, max_live_parameters))
             except UserError as error:
                 facts.append(f"The model does not run in this page: {error}")
-        mask = run.text_model()[0].vocab_size - 1 if contract_of(run.model).task is Task.MASKED_LM else None
+        mask = mask_token(*run.text_model()) if contract_of(run.model).task is Task.MASKED_LM else None
         progress("attention maps")
         sections.append(model_sections.attention_section(run.model, run.params, example, token_text, mask))
         progress("logit lens and logit attribution")
@@ -128,8 +129,10 @@ def first_words(tokenizer: Tokenizer, tokens_T: jax.Array, n: int) -> jax.Array:
 def _token_text(run: Run, token: int) -> str:
     """Return a token's text; for an id outside the tokenizer, the mask as in prompts or the id in brackets."""
     tokenizer = run.text_model()[1]
+    if contract_of(run.model).task is Task.MASKED_LM and token == mask_token(*run.text_model()):
+        return MASK
     if token >= tokenizer.vocab_size:
-        return MASK if contract_of(run.model).task is Task.MASKED_LM else f"[{token}]"
+        return f"[{token}]"
     if token == tokenizer.end_of_text:
         return END
     return tokenizer.decode([token]).translate(SYMBOLS)
@@ -283,7 +286,7 @@ def _encode(run: Run, prompt: Prompt) -> Inputs:
     """Return the model's inputs for a prompt; for a sequence-to-sequence model, including its translation."""
     config, tokenizer = run.text_model()
     contract = contract_of(run.model)
-    if contract.task in (Task.MASKED_LM, Task.TEXT_CLASSIFICATION):
+    if contract.task in (Task.MASKED_LM, Task.TEXT_CLASSIFICATION, Task.TEXT_EMBEDDING):
         tokens = (encode_masked if contract.task is Task.MASKED_LM else encode_labelled)(prompt, run)
         return jnp.array(tokens), jnp.ones(len(tokens), bool)
     if contract.task is Task.SEQUENCE_TO_SEQUENCE:
