@@ -7,8 +7,16 @@ from typing import Any
 
 from jaxformer.config.fields import from_dict
 from jaxformer.errors import UserError, abbreviate
-from jaxformer.interop.families import ENCODERS, FAMILIES, REQUIRED, Family, Field, PublishedConfig, always
-from jaxformer.models.blocks import TokenBlocksConfig
+from jaxformer.interop.families import (
+    ENCODERS,
+    FAMILIES,
+    REQUIRED,
+    Family,
+    Field,
+    ImportedConfig,
+    PublishedConfig,
+    always,
+)
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.rungs import RungDecoderConfig
 
@@ -35,11 +43,11 @@ def family_of(theirs: PublishedConfig) -> Family:
     model_type, architectures = str(theirs.get("model_type")), theirs.get("architectures")
     encoders = {name: family for name, family in ENCODERS.items() if family.model_type == model_type}
     if encoders:
-        known = [name for name in architectures or encoders if name in encoders]
-        if not known:
+        names = architectures or list(encoders)
+        if not (matching := [name for name in names if name in encoders]):
             remedy = f"use a checkpoint of {' or '.join(encoders)}"
-            raise UserError(f"the architecture is {abbreviate(architectures[0])}, which is not supported; {remedy}.")
-        return encoders[known[0]]
+            raise UserError(f"the architecture is {abbreviate(names[0])}, which is not supported; {remedy}.")
+        return encoders[matching[0]]
     if model_type not in FAMILIES:
         known = ", ".join((*FAMILIES, *dict.fromkeys(family.model_type for family in ENCODERS.values())))
         raise UserError(f"the model_type is {abbreviate(model_type)}, which is not supported; supported are {known}.")
@@ -50,7 +58,7 @@ def family_of(theirs: PublishedConfig) -> Family:
     return family
 
 
-def read_config(theirs: PublishedConfig, context_length: int | None = None) -> TokenBlocksConfig:
+def read_config(theirs: PublishedConfig, context_length: int | None = None) -> ImportedConfig:
     """Return our config for the content of a published `config.json`, with training sequences of `context_length`
     tokens; None for at most `MAX_TRAINING_CONTEXT`, and for an encoder its number of positions. Raises `UserError` if
     the family is unknown, or a field is missing or has a value without an equivalent."""

@@ -12,12 +12,14 @@ from dataclasses import dataclass, field, replace
 from math import sqrt
 from typing import Any, NamedTuple
 
-from jaxformer.models.blocks import TokenBlocksConfig
+from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.encoder import EmbedderConfig, EncoderConfig
 from jaxformer.models.rungs import RungDecoderConfig
 
 PublishedConfig = Mapping[str, Any]
 """Content of a published `config.json`."""
+ImportedConfig = DecoderConfig | EncoderConfig
+"""Our config for it."""
 
 POOLING, NORMALIZE = "sentence_transformers_pooling", "sentence_transformers_normalize"
 """Fields that reading adds to the config of a sentence encoder: the pooling of features, and True for unit vectors."""
@@ -92,7 +94,7 @@ class Family:
     has_window: Callable[[PublishedConfig, int], bool] | None = None
     """Function that returns True for a block, by index, that attends within `sliding_window`, for configs without
     `layer_types`; None for families without windows."""
-    model: type[TokenBlocksConfig] = RungDecoderConfig
+    model: type[RungDecoderConfig | EncoderConfig] = RungDecoderConfig
     """Class of our config."""
     prefix: str = "model."
     """Prefix of tensor names, absent if the model was saved without its head."""

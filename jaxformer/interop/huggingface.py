@@ -107,7 +107,9 @@ def unmatched(config: RungDecoderConfig, family: Family) -> dict[str, Any]:
     ignored = TRAINING_FIELDS | converted_fields(config, family)
     lacking = {name for name in defaults if name not in ignored and getattr(config, name) not in expected[name]}
     if not lacking:  # conversions that combine several fields may still differ
-        again = resolved(read_config(write_config(config, family), config.context_length))
+        read = read_config(write_config(config, family), config.context_length)
+        assert isinstance(read, DecoderConfig)
+        again = resolved(read)
         for name in defaults.keys() - TRAINING_FIELDS:
             ours, back = getattr(config, name), getattr(again, name)
             are_floats = isinstance(ours, float) and isinstance(back, float)

@@ -17,11 +17,11 @@ from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.data.windows import TextConfig
 from jaxformer.errors import UserError, parse_json
 from jaxformer.interop.configs import family_of, read_config
+from jaxformer.interop.families import ImportedConfig
 from jaxformer.interop.folder import PICKLED, ModelFolder, PublishedModel
 from jaxformer.interop.gguf_file import GgufFile
 from jaxformer.interop.packages import published_name
 from jaxformer.interop.weights import Source, find_sources, load_params, stored_dtype
-from jaxformer.models.blocks import TokenBlocksConfig
 from jaxformer.models.encoder import EmbedderConfig, EncoderConfig
 from jaxformer.models.objective import Params
 from jaxformer.runs.pretrained import Pretrained
@@ -35,7 +35,7 @@ def open_published(source: Path) -> PublishedModel:
     return GgufFile.open(source) if source.is_file() else ModelFolder.open(source)
 
 
-def load_published_tokenizer(published: PublishedModel, config: TokenBlocksConfig) -> Tokenizer:
+def load_published_tokenizer(published: PublishedModel, config: ImportedConfig) -> Tokenizer:
     """Return the tokenizer of a published model, without special tokens that the model has no embedding for. Raises
     `UserError` if there is no tokenizer, or it has other tokens that the model has no embedding for."""
     tokenizer = published.tokenizer()
@@ -70,7 +70,7 @@ def import_run(
 
 def _open(
     source: Path, context_length: int | None = None
-) -> tuple[PublishedModel, TokenBlocksConfig, Tokenizer, Params, dict[str, Source]]:
+) -> tuple[PublishedModel, ImportedConfig, Tokenizer, Params, dict[str, Source]]:
     """Return a published model, our config for it, its tokenizer, and the shapes and verified tensors of its
     parameters."""
     published = open_published(source)
@@ -98,7 +98,7 @@ def pretrained_model(source: Path) -> Pretrained:
     return Pretrained(source, model, tokenizer, lambda abstract: load_params(published, sources, abstract), config)
 
 
-def finetuning_config(name: str, model: TokenBlocksConfig) -> Config:
+def finetuning_config(name: str, model: ImportedConfig) -> Config:
     """Return the config for fine-tuning a published model, with a small learning rate and few steps; a sentence encoder
     becomes a classifier of texts."""
     optimizer = OptimizerConfig("adamw", learning_rate=2e-5, schedule="cosine", warmup_steps=20, clip_norm=1.0)

@@ -18,13 +18,12 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Sharding
 
 from jaxformer.errors import UserError
-from jaxformer.interop.families import Family, Weight
+from jaxformer.interop.families import Family, ImportedConfig, Weight
 from jaxformer.interop.folder import FLOATS, PublishedModel
-from jaxformer.models.blocks import TokenBlocksConfig
 from jaxformer.models.objective import Params
 
 
-def axis_sizes(config: TokenBlocksConfig) -> dict[str, int]:
+def axis_sizes(config: ImportedConfig) -> dict[str, int]:
     """Return axis sizes by letter."""
     return {
         "V": config.vocab_size,
@@ -105,7 +104,7 @@ class Source:
     """Name of one tensor, or of one per expert."""
 
 
-def rows(family: Family, config: TokenBlocksConfig) -> dict[str, tuple[Weight, tuple[str, ...]]]:
+def rows(family: Family, config: ImportedConfig) -> dict[str, tuple[Weight, tuple[str, ...]]]:
     """Return each parameter's table row and tensor names, by its path in our model."""
     table: dict[str, tuple[Weight, tuple[str, ...]]] = {}
     for weight in family.weights:
@@ -118,7 +117,7 @@ def rows(family: Family, config: TokenBlocksConfig) -> dict[str, tuple[Weight, t
 
 
 def find_sources(
-    published: PublishedModel, family: Family, config: TokenBlocksConfig, abstract: Params
+    published: PublishedModel, family: Family, config: ImportedConfig, abstract: Params
 ) -> dict[str, Source]:
     """Return the tensors of each parameter in `abstract`, by path, after verifying all shapes and dtypes. Raises
     `UserError` if a tensor is missing, has another shape or no floating-point dtype, or if there is a tensor that
@@ -151,7 +150,7 @@ def _check_tensor(published: PublishedModel, name: str, shape: tuple[int, ...]) 
         raise UserError(f"{problem}; use the checkpoint that it was made from.")
 
 
-def _check_rest(published: PublishedModel, family: Family, config: TokenBlocksConfig, used: set[str]) -> None:
+def _check_rest(published: PublishedModel, family: Family, config: ImportedConfig, used: set[str]) -> None:
     """Raise `UserError` for a tensor without a parameter in the model, other than a copy of a tied head."""
     theirs = {weight.ours: weight.theirs for weight in family.weights}
     for name in sorted(set(published.names) - used):

@@ -47,7 +47,7 @@ class Pretrained:
             return own
         head = model if isinstance(model, ClassifierConfig) else ClassifierConfig()
         shared = {field.name: getattr(own, field.name) for field in fields(EncoderConfig)}
-        shared["context_length"] = min(own.context_length, MAX_CLASSIFIED_TOKENS)
+        shared["context_length"] = min(shared["context_length"], MAX_CLASSIFIED_TOKENS)
         pooling = own.pooling if isinstance(own, EmbedderConfig) else head.pooling
         return ClassifierConfig(**shared, n_classes=head.n_classes, pooling=pooling)
 
