@@ -37,6 +37,7 @@ from jaxformer.runs.checkpoints import CheckpointManager
 from jaxformer.runs.run import create_run, load_run
 from tests.arrays import random_params
 from tests.helpers import ROOT, changed, exhaustive, run, tiny, write_books
+from tests.interop.published import installed_model
 
 PAGES = {
     path.relative_to(ROOT): path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
@@ -94,6 +95,8 @@ def here(tmp_path_factory):
     )
     (folder / "chats.jsonl").write_text("".join(example.replace("sea", f"{i}") for i in range(20)))
     (folder / "chat.jinja").write_text(template)
+    for split in ("train", "val"):
+        (folder / f"reviews.{split}.tsv").write_text("Good.\tpositive\nBad.\tnegative\n" * 10)
     (folder / "configs").symlink_to(ROOT / "configs")
     return folder
 
@@ -164,6 +167,8 @@ TESTED_ELSEWHERE = (
     "jaxformer ladder",
     "jaxformer verify ",
     "train.py --resume",
+    "minilm",
+    "runs/reviews",
 )
 """Parts of commands that take seconds and are run by another test, too."""
 
@@ -232,6 +237,9 @@ def test_commands_run(here, monkeypatch, capsys, command):
             monkeypatch.setattr("jaxformer.interop.packages.find_model", lambda _: here / "smollm2.gguf")
             assert import_model.main(words[4:]) == 0
             assert capsys.readouterr().out.startswith("run runs/smollm2: ")
+        elif words[:5] == ["python", "-m", "jaxformer", "import", "minilm"]:
+            installed_model("minilm")  # or skip
+            assert import_model.main(words[4:]) == 0
         elif words[:4] == ["python", "-m", "jaxformer", "import"]:
             pytest.importorskip("safetensors")
             export_run(load_run(here / "runs/llama"), "hf", here / words[4])
@@ -253,9 +261,10 @@ def test_commands_run(here, monkeypatch, capsys, command):
             small = tiny(here / "books", steps=2)
             if "chat" in words:  # conversations
                 del small[2:4]
-            if "runs/smollm2" in words:  # whose stand-in has another shape than what `here` trains
+            if {"runs/smollm2", "runs/minilm"} & {*words}:  # whose stand-in has another shape than what `here` trains
                 del small[2:]
-            options = changed(words[2:], *small[2:]) if "--config" in words else tiny(here / "books", 2, *words[2:])
+            is_whole = "--config" in words or "runs/minilm" in words
+            options = changed(words[2:], *small[2:]) if is_whole else tiny(here / "books", 2, *words[2:])
             options = changed(options, "--steps", "2", "--train.report-every", "0")  # `here` has samples and plots
             if "--mesh" in words:
                 result = run("train.py", *options, cwd=here)
