@@ -16,7 +16,10 @@ SHAPES: dict[str, Any] = {
     "num_key_value_heads": 2, "max_position_embeddings": 96, "bos_token_id": 0, "eos_token_id": 0,
 }  # fmt: skip
 
-CLASSES = {"GPT2": ("GPT2Config", "GPT2LMHeadModel"), "Gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM")}
+CLASSES = {
+    "GPT2": ("GPT2Config", "GPT2LMHeadModel"), "Gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM"),
+    "Bert": ("BertConfig", "BertForMaskedLM"), "BertModel": ("BertConfig", "BertModel"),
+}  # fmt: skip
 """Classes of families whose names are others than those of most."""
 
 

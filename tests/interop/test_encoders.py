@@ -1,0 +1,180 @@
+"""Published encoders of the BERT family compute what transformers computes."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
+
+from jaxformer.__main__ import main
+from jaxformer.decode.embed import embed
+from jaxformer.errors import UserError
+from jaxformer.interop.run import import_run
+from jaxformer.models.encoder import EncoderConfig
+from jaxformer.runs.run import load_run
+from tests.interop.published import publish
+
+pytestmark = pytest.mark.exhaustive
+
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "dog", "##s", "see", "."]
+TEXT = [2, 5, 6, 9, 8, 5, 7, 10, 3]
+"""[CLS] the cat sees the dog . [SEP]"""
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Write a WordPiece tokenizer of `WORDS`, as BERT's."""
+    inner = tokenizers.Tokenizer(models.WordPiece({word: i for i, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    inner.normalizer, inner.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
+    inner.decoder, inner.post_processor = decoders.WordPiece(), processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    inner.add_special_tokens(WORDS[:5])
+    inner.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"mask_token": "[MASK]", "sep_token": "[SEP]"}))
+
+
+def publish_bert(folder: Path, family: str = "Bert", **changes: Any) -> Any:
+    """Write a random model of `WORDS`; return it, a torch module."""
+    theirs = publish(folder, family, vocab_size=len(WORDS), pad_token_id=0, **changes)
+    write_tokenizer(folder)
+    return theirs
+
+
+@pytest.mark.parametrize(
+    ("activation", "n_segments", "old"), [("gelu", 2, False), ("relu", 1, False), ("gelu_new", 2, True)]
+)
+def test_logits_of_masked_language_models_equal_those_of_transformers(
+    tmp_path: Path, activation: str, n_segments: int, old: bool
+):
+    import torch
+    from safetensors.numpy import load_file, save_file
+
+    theirs = publish_bert(tmp_path / "model", hidden_act=activation, type_vocab_size=n_segments, layer_norm_eps=1e-3)
+    if old:  # names of the first checkpoints
+        file = tmp_path / "model" / "model.safetensors"
+        older = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
+        pattern = re.compile("|".join(older))
+        save_file({pattern.sub(lambda m: older[m[0]], name): x for name, x in load_file(file).items()}, file)
+    run = load_run(import_run(tmp_path / "model", tmp_path / "run")[0])
+    assert isinstance(run.config.model, EncoderConfig)
+    tokens_T, valid_T = np.array([*TEXT, 0, 0]), np.arange(11) < len(TEXT)
+    ours_TV = run.model.apply({"params": run.params}, tokens_T, valid_T)
+    with torch.no_grad():
+        out = theirs(torch.tensor(tokens_T)[None], attention_mask=torch.tensor(valid_T.astype(int))[None])
+    theirs_TV = out.logits[0].numpy()
+    scale = np.abs(theirs_TV).max()
+    np.testing.assert_allclose(ours_TV[valid_T], theirs_TV[valid_T], rtol=0, atol=1e-5 * scale)
+    if n_segments == 2:
+        segments_T = (np.arange(11) > 4).astype(int)
+        ours_TV = run.model.apply({"params": run.params}, tokens_T, None, segments_T)
+        with torch.no_grad():
+            out = theirs(torch.tensor(tokens_T)[None], token_type_ids=torch.tensor(segments_T)[None])
+        np.testing.assert_allclose(ours_TV, out.logits[0].numpy(), rtol=0, atol=1e-5 * scale)
+
+
+def test_masks_are_filled_as_by_transformers(tmp_path: Path, capsys: Any):
+    import torch
+
+    theirs = publish_bert(tmp_path / "model")
+    run = import_run(tmp_path / "model", tmp_path / "run")[0]
+    assert main(["sample", "--run", str(run), "--prompt", "The cats see the [MASK].", "--jsonl"]) == 0
+    (candidates,) = json.loads(capsys.readouterr().out)["masks"]
+    with torch.no_grad():
+        logits_V = theirs(torch.tensor([[2, 5, 6, 8, 9, 5, 4, 10, 3]])).logits[0, 6]
+    logits_V[4] = -torch.inf
+    probs, ids = logits_V.softmax(-1).topk(5)
+    expected = [WORDS[i].removeprefix("##") if i > 4 else "" for i in ids]
+    assert [text for text, _ in candidates] == expected
+    np.testing.assert_allclose([p for _, p in candidates], probs, rtol=1e-3)
+
+
+def write_modules(folder: Path, mode: str, *kinds: str) -> None:
+    """Make a folder one of sentence-transformers, with a mode of pooling and the modules after it."""
+    kinds = ("Transformer", "Pooling", *kinds)
+    modules = [{"path": "1_Pooling" if i == 1 else "", "type": f"s.models.{kind}"} for i, kind in enumerate(kinds)]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "1_Pooling").mkdir(exist_ok=True)
+    modes = {f"pooling_mode_{name}": name == mode for name in ("cls_token", "mean_tokens", "max_tokens")}
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps({"word_embedding_dimension": 24, **modes}))
+
+
+@pytest.mark.parametrize(("mode", "kinds"), [(None, ()), ("mean_tokens", ("Normalize",)), ("cls_token", ())])
+def test_vectors_of_sentence_encoders_equal_those_of_transformers(
+    tmp_path: Path, mode: str | None, kinds: tuple[str, ...]
+):
+    import torch
+
+    theirs = publish_bert(tmp_path / "model", "BertModel")
+    if mode is not None:
+        write_modules(tmp_path / "model", mode, *kinds)
+    run = load_run(import_run(tmp_path / "model", tmp_path / "run")[0])
+    texts = [TEXT, TEXT[:5], [*TEXT * 4]]
+    ours_ND = embed(run.model, run.params, texts, batch_size=2)
+    for ours_D, text in zip(ours_ND, texts, strict=True):
+        with torch.no_grad():
+            x_TD = theirs(torch.tensor([text])).last_hidden_state[0].numpy()
+        theirs_D = x_TD[0] if mode == "cls_token" else x_TD.mean(0)
+        theirs_D = theirs_D if mode == "cls_token" else theirs_D / np.linalg.norm(theirs_D)
+        np.testing.assert_allclose(ours_D, theirs_D, rtol=0, atol=1e-5 * np.abs(theirs_D).max())
+
+
+@pytest.mark.parametrize(("mode", "kinds", "said"), [
+    ("max_tokens", (), "pools by pooling_mode_max_tokens, and only pooling_mode_mean_tokens or pooling_mode_cls_token"),
+    ("mean_tokens", ("Dense",), "has the modules Transformer, Pooling, Dense, and only"),
+])  # fmt: skip
+def test_other_modules_are_refused(tmp_path: Path, mode: str, kinds: tuple[str, ...], said: str):
+    publish_bert(tmp_path / "model", "BertModel")
+    write_modules(tmp_path / "model", mode, *kinds)
+    with pytest.raises(UserError, match=said):
+        import_run(tmp_path / "model", tmp_path / "run")
+
+
+@pytest.mark.parametrize(("change", "said"), [
+    ({"position_embedding_type": "relative_key"}, "position_embedding_type is 'relative_key', and only absolute has"),
+    ({"is_decoder": True}, "is_decoder is True, and only False has an equivalent"),
+    ({"architectures": ["BertForPreTraining"]}, "the architecture is 'BertForPreTraining', which is not supported"),
+    ({"max_position_embeddings": 95}, "embeddings.position_embeddings.weight in .* has shape"),
+])  # fmt: skip
+def test_other_models_are_refused(tmp_path: Path, change: dict[str, Any], said: str):
+    publish_bert(tmp_path / "model", "BertModel")
+    file = tmp_path / "model" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(UserError, match=said):
+        import_run(tmp_path / "model", tmp_path / "run")
+
+
+def test_context_of_an_encoder_is_its_own(tmp_path: Path):
+    publish_bert(tmp_path / "model", "BertModel")
+    with pytest.raises(UserError, match="the context length is 64; the encoder has 96 positions; omit it"):
+        import_run(tmp_path / "model", tmp_path / "run", context_length=64)
+
+
+TRAIN = [
+    "--data.path", "x", "--run", "runs/x", "--train.batch-size", "8", "--steps", "12", "--optimizer.warmup-steps", "1",
+    "--optimizer.learning-rate", "0.01", "--train.report-every", "0",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("family", ["Bert", "BertModel"])
+def test_an_encoder_is_fine_tuned_as_a_classifier(tmp_path: Path, monkeypatch: Any, capsys: Any, family: str):
+    monkeypatch.chdir(tmp_path)
+    publish_bert(tmp_path / "model", family, std=0.1)
+    lines = [
+        f"the {'cat' if i % 3 else 'dog'} sees the {'dog . ' * (i % 7)}\t{'c' if i % 3 else 'd'}\n" for i in range(60)
+    ]
+    lines = [line if i % 5 else f"see\te{chr(10)}" for i, line in enumerate(lines)]
+    Path("x.train.tsv").write_text("".join(lines[:40]))
+    Path("x.val.tsv").write_text("".join(lines[40:]))
+    config = ["--config", "classify"] if family == "Bert" else []
+    start = ["train", *config, "--init-from", "model", "--model.context-length", "12"]
+    assert main([*start, *TRAIN]) == 0
+    assert "n_classes 3 (not 2)" in capsys.readouterr().out
+    run, source = load_run("runs/x"), load_run(import_run(tmp_path / "model", tmp_path / "source")[0])
+    old, new = source.params["embedding"]["W_pos"], run.params["embedding"]["W_pos"]
+    assert new.shape == (12, 24) and not np.array_equal(new, old[:12])
+    assert jax.tree.map(np.shape, run.params["blocks_0"]) == jax.tree.map(np.shape, source.params["blocks_0"])
+    assert main(["eval", "--run", "runs/x"]) == 0
+    assert "accuracy=1.0" in capsys.readouterr().out
