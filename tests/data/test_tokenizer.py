@@ -242,7 +242,7 @@ def test_ids_without_a_token_have_no_bytes(tmp_path):
 
 def word_piece():
     inner = tokenizers.Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1}, unk_token="[UNK]"))
-    inner.decoder = decoders.WordPiece()
+    inner.decoder = decoders.Metaspace()
     inner.add_special_tokens(["</s>"])
     return inner
 
@@ -258,7 +258,7 @@ def without(inner, *removed):
 
 
 @pytest.mark.parametrize(("make", "config", "message"), [
-    (word_piece, None, r"is a WordPiece whose decoder has WordPiece, neither byte-level nor with a fallback to bytes"),
+    (word_piece, None, r"is a WordPiece whose decoder has Metaspace, neither byte-level, nor with a fallback"),
     (lambda: without(byte_level(), "<|end_of_text|>"), None, r"has no end-of-text token <\|endoftext\|> or <"),
     (byte_level, {"eos_token": "<eot>"}, "has no end-of-text token <eot>; see eos_token in its tokenizer_config.json"),
     (byte_level, {END_IDS: [1, 999]}, "has no token 1, 999, which the model's config names"),
