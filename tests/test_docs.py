@@ -163,7 +163,7 @@ TESTED_ELSEWHERE = (
     "--mesh fsdp=2 --compute",
     "--model.n-blocks 6",
     "log-to tensorboard",
-    "jaxformer inspect",
+    "jaxformer inspect runs/modern",
     "jaxformer ladder",
     "jaxformer verify ",
     "train.py --resume",

@@ -17,8 +17,8 @@ from jaxformer.terminal import echo, echo_status
 
 DESCRIPTION = """Import a published model as a run: a GGUF file, a folder with config.json, weights in safetensors (one
 file, or shards with model.safetensors.index.json) and tokenizer.json, the layout of transformers and the model hubs, or
-the name of a model that comes in a package, smollm2. The run can be sampled from, inspected and evaluated like any
-other; train.py --init-from fine-tunes it.
+the name of a model that comes in a package, smollm2 or minilm. The run can be sampled from, inspected and evaluated
+like any other; train.py --init-from fine-tunes it.
 
 docs/interop.md lists the supported families and types of tensors. Quantised weights of GGUF are dequantised. Pickled
 weights (.bin, .pt), which execute code when they are loaded, and quantised safetensors are rejected."""
@@ -29,7 +29,7 @@ class Arguments:
     """Options of import."""
 
     source: Annotated[str | None, POSITIONAL] = None
-    """Folder or GGUF file of the published model, or the name of one in a package: smollm2."""
+    """Folder or GGUF file of the published model, or the name of one in a package: smollm2, minilm."""
     run: str | None = None
     """Folder of the run; by default, the source's name below runs/."""
     context_length: Length | None = None
@@ -43,10 +43,11 @@ class Arguments:
 def main(line: CommandLine) -> int:
     """Import a model; return the exit status."""
     options = line.parse(Arguments(), command("import"), DESCRIPTION)
-    if options.source is None:
-        raise UserError("no model is named; give a folder with config.json and safetensors, a GGUF file, or smollm2.")
     from jaxformer.interop.packages import PACKAGES, find_model, published_name
 
+    if options.source is None:
+        known = " or ".join(PACKAGES)
+        raise UserError(f"no model is named; give a folder with config.json and safetensors, a GGUF file, or {known}.")
     source = find_model(options.source)
     name = options.source if options.source in PACKAGES else published_name(source)
     run = RUNS / name if options.run is None else folder_named("--run", options.run)
