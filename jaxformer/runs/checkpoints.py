@@ -60,9 +60,14 @@ separator, and take `/s3/` for a bucket."""
 warn = logging.getLogger(__name__).warning
 
 
+INTENDED = ("Requested `tracked_metric`; did not provide metrics", "Metadata file does not exist")
+"""Beginnings of Orbax's warnings about a save without a validation loss, and about a folder that was removed during a
+save, which our own errors name."""
+
+
 def _is_relevant(record: logging.LogRecord) -> bool:
-    """Return False for Orbax's warning about what is intended: a save without a validation loss."""
-    return not record.getMessage().startswith("Requested `tracked_metric`; did not provide metrics")
+    """Return False for a warning about what is intended or said otherwise."""
+    return not record.getMessage().startswith(INTENDED)
 
 
 logging.getLogger("absl").setLevel(logging.WARNING)  # Orbax logs every file at a lower level
