@@ -50,8 +50,8 @@ are not shown, or after --max-new-tokens.
 A masked language model fills masks instead, one token each: --prompt "The [MASK] of the people". A
 sequence-to-sequence model translates each prompt, greedily or by beam search with --num-beams. A text classifier prints
 the most likely labels of each prompt, and a sentence encoder the cosines of all pairs of prompts, or with --jsonl their
-vectors. An image classifier classifies the images of --images, and a model of images and
-texts ranks the texts of --prompt for each image."""
+vectors. An image classifier classifies the images of --images, and a model of images and texts ranks the texts of
+--prompt for each image."""
 
 
 @dataclass(frozen=True)

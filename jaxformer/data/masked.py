@@ -14,6 +14,7 @@ from jaxformer.data.dataset import HELD_OUT_SEED, Batch, step_rng
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.data.tokens import Corpus
 from jaxformer.data.windows import TextConfig, TextDataset, eval_batches
+from jaxformer.errors import UserError
 
 MASKED_BELOW, REPLACED_BELOW = 0.8, 0.9
 """Upper bounds of a uniform sample for masking and replacing a chosen token: 80% become the mask token, 10% a random
@@ -30,6 +31,11 @@ class MaskedTextConfig(TextConfig):
     """Fraction of the tokens to predict."""
 
     def build_dataset(self, model: TokenModelConfig, corpus: Corpus, batch_size: int, seed: int) -> MaskedTextDataset:
+        if (mask := mask_token(model, corpus.tokenizer)) != model.vocab_size - 1:
+            problem = (
+                f"the mask token is {mask}, but masked training uses the vocabulary's last, {model.vocab_size - 1}"
+            )
+            raise UserError(f"{problem}; fine-tune this model as a classifier, with --config classify.")
         return MaskedTextDataset(self, model, corpus, batch_size, seed)
 
 

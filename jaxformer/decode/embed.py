@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from jaxformer.data.labelled import pad_texts
+from jaxformer.decode.generation import doubled
 from jaxformer.decode.programs import call
 from jaxformer.models.objective import Params
 
@@ -29,9 +30,7 @@ def embed(model: nn.Module, params: Params, texts: Sequence[Sequence[int]], batc
     by_length = sorted(range(len(texts)), key=lambda i: len(texts[i]))
     for start in range(0, len(texts), batch_size):
         indices = by_length[start : start + batch_size]
-        length = MIN_TOKENS
-        while length < len(texts[indices[-1]]):
-            length *= 2
+        length = doubled(MIN_TOKENS, len(texts[indices[-1]]))
         rows = [texts[i] for i in indices] + [texts[indices[0]]] * (min(batch_size, len(texts)) - len(indices))
         inputs = pad_texts(rows, min(length, model.config.context_length))
         vectors_ND[indices] = _embed_batch(model, params, *inputs)[: len(indices)]

@@ -94,6 +94,14 @@ def test_masks_are_filled_as_by_transformers(tmp_path: Path, capsys: Any):
     np.testing.assert_allclose([p for _, p in candidates], probs, rtol=1e-3)
 
 
+def test_masked_training_with_another_mask_token_is_refused(tmp_path: Path, monkeypatch: Any, capsys: Any):
+    monkeypatch.chdir(tmp_path)
+    publish_bert(tmp_path / "model")
+    Path("x.txt").write_text("the cat sees the dog . " * 2000)
+    assert main(["train", "--init-from", "model", "--data.path", "x.txt", "--run", "runs/x"]) == 2
+    assert "the mask token is 4, but masked training uses the vocabulary's last, 10; fine-" in capsys.readouterr().err
+
+
 def write_modules(folder: Path, mode: str, *kinds: str) -> None:
     """Make a folder one of sentence-transformers, with a mode of pooling and the modules after it."""
     kinds = ("Transformer", "Pooling", *kinds)
