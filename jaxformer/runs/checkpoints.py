@@ -63,9 +63,13 @@ separator, and take `/s3/` for a bucket."""
 warn = logging.getLogger(__name__).warning
 
 
-INTENDED = ("Requested `tracked_metric`; did not provide metrics", "Metadata file does not exist")
-"""Beginnings of Orbax's warnings about a save without a validation loss, and about a folder that was removed during a
-save, which our own errors name."""
+INTENDED = (
+    "Requested `tracked_metric`; did not provide metrics",
+    "Metadata file does not exist",
+    "Waiting for previous save to complete took",
+)
+"""Beginnings of Orbax's warnings about a save without a validation loss, about a folder that was removed during a save,
+which our own errors name, and about a wait for a save, which a film intends."""
 
 
 def _is_relevant(record: logging.LogRecord) -> bool:

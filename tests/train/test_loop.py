@@ -180,6 +180,7 @@ def test_steps_skipped_before_an_interruption_are_logged_after_it(monkeypatch, t
     assert "skipped" not in rows[10]
 
 
+@pytest.mark.slow
 def test_film_has_the_parameters_of_doubled_steps_and_follows_resumes_and_rollbacks(monkeypatch, tmp_path, caught):
     plain = replace(skipping(tmp_path / "books"), train=replace(TRAIN, log_every=20, eval_every=0, checkpoint_every=5))
     config, trained = replace(plain, train=replace(plain.train, film=True)), dict[int, np.ndarray]()
