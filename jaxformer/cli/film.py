@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from typing import Annotated
 
 from jaxformer.cli import machine
 from jaxformer.cli.command import as_command
 from jaxformer.cli.load import CheckpointOptions, open_run, with_run
-from jaxformer.cli.options import CommandLine
+from jaxformer.cli.options import POSITIONAL_TOO, CommandLine
 from jaxformer.config.fields import Positive
 from jaxformer.errors import command
 from jaxformer.terminal import echo
@@ -21,8 +22,11 @@ selves, which shows when it became what it is."""
 
 
 @dataclass(frozen=True)
-class Arguments(CheckpointOptions):
+class Arguments:
     """Options of film."""
+
+    run: Annotated[str | None, POSITIONAL_TOO] = None
+    """Folder of the run, or its URL, s3://bucket/run; by default the newest below runs/ that has a checkpoint."""
 
     prompt: str | None = None
     """Text to continue; by default some from the held-out text."""
@@ -35,7 +39,7 @@ def main(line: CommandLine) -> int:
     """Write the page; return the exit status."""
     options = line.parse(Arguments(), command("film"), DESCRIPTION)
     machine.set_up()
-    run = open_run(with_run(options))
+    run = open_run(with_run(CheckpointOptions(options.run)))
 
     from jaxformer.inspect.pages.film import FILM_PAGE, write_film
 

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import ClassVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxformer.config.fields import nonfinite_to_none
@@ -175,7 +176,7 @@ def _biographies(rows: Sequence[Frame], x: Sequence[int]) -> Iterator[Section]:
     )
     axis = Axis("rise of the loss, nats")
     yield Lines("Heads patched back", _head_lines(rows, x, "patched"), STEP, axis, about=about)
-    table = [
+    table: list[list[str | float]] = [
         [head_label(layer, head), biography(rows[-1], layer, head, birth), birth.at, birth.largest]
         for (layer, head), birth in births(rows).items()
     ]
@@ -189,14 +190,14 @@ def _biographies(rows: Sequence[Frame], x: Sequence[int]) -> Iterator[Section]:
 def biography(last: Frame, layer: str, head: int, birth: Birth) -> str:
     """Return a sentence about a head: what it does in the last frame, and when it became that."""
     scores = last.heads[layer]
-    statistics = HeadStatistics(**{each.name: np.asarray(scores[each.name]) for each in fields(HeadStatistics)})
+    statistics = HeadStatistics(**{each.name: jnp.array(scores[each.name]) for each in fields(HeadStatistics)})
     does = f"{head_label(layer, head).capitalize()} {describe_head(statistics, head)}"
     if birth.largest < LITTLE:
         return f"{does}; as it was at any step, the loss would rise by less than {LITTLE} nats."
     before, at = birth.rises
     return (
-        f"{does}, since steps {birth.before:,} to {birth.at:,}: as it was at the former, the loss rises by {before:.3f} "
-        f"nats, and as at the latter by {at:.3f}."
+        f"{does}, since between steps {birth.before:,} and {birth.at:,}: as it was then, the loss would rise by "
+        f"{before:.3f} and {at:.3f} nats."
     )
 
 
