@@ -4,7 +4,7 @@ ones. See `runs.film`."""
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import log2
@@ -253,27 +253,26 @@ def bumps(film: Sequence[Frame]) -> list[Bump]:
 
 @dataclass(frozen=True)
 class Birth:
-    """When a head became what it is: the first frame from which on patching it back costs less than half of what it
-    costs at most."""
+    """When a head became what it is: between the last frame whose version of it, patched back into the last frame's
+    model, costs at least half of what mean ablation of the head costs, and the next one."""
 
-    largest: float
-    """Largest rise of the loss over all frames, in nats."""
+    use: float
+    """Rise of the last frame's loss under mean ablation of the head, in nats."""
     before: int
-    """Step of the last frame that costs at least half of it."""
+    """Step of the former frame; that of the first, like `at`, if its version costs less than that."""
     at: int
-    """Step of the next frame."""
+    """Step of the latter."""
     rises: tuple[float, float]
     """Rise of the loss with the head as after these two steps, in nats."""
 
 
-def births(film: Sequence[Frame]) -> Mapping[tuple[str, int], Birth]:
+def births(film: Sequence[Frame]) -> dict[tuple[str, int], Birth]:
     """Return the birth of each head, by layer and head."""
     found = {}
     for layer, scores in film[-1].heads.items():
-        for head in range(len(scores["patched"])):
+        for head, use in enumerate(scores["ablation"]):
             rises = [frame.heads[layer]["patched"][head] for frame in film]
-            largest = max(rises)
-            last = max((i for i, rise in enumerate(rises[:-1]) if rise >= largest / 2), default=0)
-            after = min(last + 1, len(film) - 1)
-            found[layer, head] = Birth(largest, film[last].step, film[after].step, (rises[last], rises[after]))
+            last = max((i for i, rise in enumerate(rises) if rise >= use / 2), default=-1)
+            before, at = max(last, 0), min(last + 1, len(film) - 1)
+            found[layer, head] = Birth(use, film[before].step, film[at].step, (rises[before], rises[at]))
     return found

@@ -1,5 +1,7 @@
 """The film of a run: scores of heads over training, and heads patched back to earlier selves."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -61,20 +63,20 @@ def test_head_patched_back_computes_what_it_did_and_others_do_not_change():
     jax.tree.map(np.testing.assert_array_equal, patched_back(now, now, LAYER, 1), now)
 
 
-def frame(step: int, loss: float, previous: list[float], patched: list[float]) -> Frame:
+def frame(step: int, loss: float, previous: list[float], patched: list[float], ablation: list[float]) -> Frame:
     n = len(previous)
     scores = dict.fromkeys(
         ("entropy", "normalized_entropy", "distance", "first", "duplicate", "induction"), [0.125] * n
     )
-    return Frame(step, loss, {LAYER: {**scores, "previous": previous, "patched": patched}}, {})
+    return Frame(step, loss, {LAYER: {**scores, "previous": previous, "patched": patched, "ablation": ablation}}, {})
 
 
 FILM = [
-    frame(0, 6.0, [0.1, 0.1], [0.4, 0.001]),
-    frame(1, 5.9, [0.1, 0.1], [0.4, 0.004]),
-    frame(3, 5.8, [0.1, 0.2], [0.3, 0.002]),
-    frame(7, 4.8, [0.9, 0.2], [0.05, 0.001]),
-    frame(15, 4.7, [0.9, 0.2], [0.0, 0.0]),
+    frame(0, 6.0, [0.1, 0.1], [0.4, 0.001], [0.0, 0.0]),
+    frame(1, 5.9, [0.1, 0.1], [0.4, 0.004], [0.0, 0.0]),
+    frame(3, 5.8, [0.1, 0.2], [0.3, 0.002], [0.1, 0.0]),
+    frame(7, 4.8, [0.9, 0.2], [0.05, 0.001], [0.2, 0.0]),
+    frame(15, 4.7, [0.9, 0.2], [0.0, 0.0], [0.25, 0.01]),
 ]
 
 
@@ -87,14 +89,17 @@ def test_bump_names_the_head_that_changed_around_it():
     assert (at.before, at.after) == (1, 7) and bumps(FILM[:2]) == []
 
 
-def test_head_is_born_where_patching_it_back_costs_less_than_half():
+def test_head_is_born_where_patching_it_back_costs_less_than_half_of_its_ablation():
     found = births(FILM)
-    assert found[LAYER, 0] == Birth(0.4, 3, 7, (0.3, 0.05))
+    assert found[LAYER, 0] == Birth(0.25, 3, 7, (0.3, 0.05))
     assert biography(FILM[-1], LAYER, 0, found[LAYER, 0]) == (
-        "Head 1.0 looks at the previous token (90%), since between steps 3 and 7: as it was then, the loss would rise "
-        "by 0.300 and 0.050 nats."
+        "Head 1.0 looks at the previous token (90%). Without it, the loss rises by 0.250 nats; as it was after step 3, "
+        "by 0.300, and after step 7, by 0.050."
     )
-    assert "as it was at any step, the loss would rise by less than" in biography(FILM[-1], LAYER, 1, found[LAYER, 1])
+    assert found[LAYER, 1] == Birth(0.01, 0, 0, (0.001, 0.001))  # it was there from the start
+    assert biography(FILM[-1], LAYER, 1, found[LAYER, 1]).endswith("by 0.010 nats; as it was after step 0, by 0.001.")
+    useless = replace(found[LAYER, 1], use=0.001)
+    assert biography(FILM[-1], LAYER, 1, useless).endswith("Without it, the loss rises by less than 0.005 nats.")
 
 
 def test_repeated_tokens_repeat_their_first_half():

@@ -31,7 +31,7 @@ MAX_ATTENTION_BYTES = 2_000_000
 """Maximum attention weights on the page, a byte each, in all frames."""
 STEP = Axis("step + 1", log=True)
 LITTLE = 0.005
-"""Rise of the loss in nats below which patching a head back counts as no change."""
+"""Rise of the loss in nats below which a head has no biography."""
 HEAD_CHARTS = {
     "previous": ("Previous-token score", Axis("attention weight", from_zero=True, percent=True)),
     "induction": ("Induction score, on repeated random tokens", Axis("attention weight", from_zero=True, percent=True)),
@@ -177,14 +177,14 @@ def _biographies(rows: Sequence[Frame], x: Sequence[int]) -> Iterator[Section]:
     axis = Axis("rise of the loss, nats")
     yield Lines("Heads patched back", _head_lines(rows, x, "patched"), STEP, axis, about=about)
     table: list[list[str | float]] = [
-        [head_label(layer, head), biography(rows[-1], layer, head, birth), birth.at, birth.largest]
+        [head_label(layer, head), biography(rows[-1], layer, head, birth), birth.at, birth.use]
         for (layer, head), birth in births(rows).items()
     ]
     about = (
-        "Patched back to the frame before its step, a head costs at least half of the largest rise; from the step on, "
-        "less."
+        "The step is the first from which on the head, patched back, costs less than half of what it costs to ablate it: "
+        "by then, it does at least half of its work."
     )
-    yield Table("Biographies", ("head", "biography", "step", "largest rise"), table, about=about)
+    yield Table("Biographies", ("head", "biography", "step", "ablation"), table, about=about)
 
 
 def biography(last: Frame, layer: str, head: int, birth: Birth) -> str:
@@ -192,13 +192,12 @@ def biography(last: Frame, layer: str, head: int, birth: Birth) -> str:
     scores = last.heads[layer]
     statistics = HeadStatistics(**{each.name: jnp.array(scores[each.name]) for each in fields(HeadStatistics)})
     does = f"{head_label(layer, head).capitalize()} {describe_head(statistics, head)}"
-    if birth.largest < LITTLE:
-        return f"{does}; as it was at any step, the loss would rise by less than {LITTLE} nats."
-    before, at = birth.rises
-    return (
-        f"{does}, since between steps {birth.before:,} and {birth.at:,}: as it was then, the loss would rise by "
-        f"{before:.3f} and {at:.3f} nats."
-    )
+    if birth.use < LITTLE:
+        return f"{does}. Without it, the loss rises by less than {LITTLE} nats."
+    without = f"{does}. Without it, the loss rises by {birth.use:.3f} nats; as it was after step {birth.before:,}"
+    if birth.before == birth.at:
+        return f"{without}, by {birth.rises[0]:.3f}."
+    return f"{without}, by {birth.rises[0]:.3f}, and after step {birth.at:,}, by {birth.rises[1]:.3f}."
 
 
 def _attention(run: Run, tokens_T: np.ndarray) -> AttentionSection:
