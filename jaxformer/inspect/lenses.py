@@ -22,14 +22,14 @@ ROWS_AT_ONCE = 8
 
 
 class Affine(NamedTuple):
-    """A map from the residual stream to the input of the unembedding, x ↦ A x + b."""
+    """A map from a residual stream to the last one, x ↦ A x + b, which the final norm and the unembedding follow."""
 
     A_DD: np.ndarray
     b_D: np.ndarray
 
 
 Lens = Mapping[str, Affine] | None
-"""A map for the embedding and each block, named as by `logit_lens`; None for that lens, which takes the final norm."""
+"""A map for the embedding and each block, named as by `logit_lens`; None for that lens, which maps nothing."""
 
 
 class Agreement(NamedTuple):
@@ -42,8 +42,8 @@ class Agreement(NamedTuple):
 
 
 def jacobian_lens(model: nn.Module, params: Params, texts: Iterable[jax.Array], key: jax.Array) -> dict[str, Affine]:
-    """Return the model's own linear map from each residual stream to the input of the unembedding at the same position,
-    to first order around the mean stream: the mean Jacobian over positions and texts.
+    """Return the model's own linear map from each residual stream to the last one at the same position, to first order
+    around the mean stream: the mean Jacobian over positions and texts.
 
     Each row takes one backward pass per text, for all blocks and positions at once: the outputs of position t are
     multiplied by a random sign s_t, and the gradient at position t by s_t, so that the effects on other positions
@@ -61,45 +61,39 @@ def jacobian_lens(model: nn.Module, params: Params, texts: Iterable[jax.Array], 
         sign_T = jax.random.rademacher(jax.random.fold_in(key, n), jnp.shape(tokens_T), jnp.float32)
         measured = jax.device_get(mean_jacobian(model, params, jnp.asarray(tokens_T), sign_T))
         sums = measured if sums is None else jax.tree.map(np.add, sums, measured)
-    jacobians, streams, readout_D = jax.tree.map(lambda total: total / n, sums)
-    return {name: Affine(A_DD, readout_D - A_DD @ streams[name]) for name, A_DD in jacobians.items()}
+    jacobians, streams = jax.tree.map(lambda total: total / n, sums)
+    last_D = list(streams.values())[-1]
+    return {name: Affine(A_DD, last_D - A_DD @ streams[name]) for name, A_DD in jacobians.items()}
 
 
 @partial(jax.jit, static_argnames="model")
 def mean_jacobian(
     model: nn.Module, params: Params, tokens_T: jax.Array, sign_T: jax.Array
-) -> tuple[Activations, Activations, jax.Array]:
-    """Return, over the positions of a text, the mean Jacobian `(D, D)` of the unembedding's input by each residual
-    stream, estimated with the signs `(T,)`; the mean stream `(D,)`; and the mean of that input, `(D,)`."""
-
-    def readout(shifts: Activations) -> tuple[jax.Array, Activations]:
-        values: Activations = OrderedDict()
-
-        def shifted(name: str, value: jax.Array) -> jax.Array:
-            values[name] = value
-            return value + shifts[name] if name in shifts else value
-
-        run: Callable[..., Any] = partial(model.apply, {"params": params}, method=_readout)
-        with intervene(STREAM, shifted):
-            return run(tokens_T), values
-
-    shapes = jax.eval_shape(lambda: readout(OrderedDict())[1])
+) -> tuple[Activations, Activations]:
+    """Return, over the positions of a text, the mean Jacobian `(D, D)` of the last residual stream by each, estimated
+    with the signs `(T,)`, and each mean stream `(D,)`."""
+    shapes = jax.eval_shape(lambda: _streams(model, params, tokens_T))
     zeros = OrderedDict((name, jnp.zeros(x.shape, x.dtype)) for name, x in shapes.items())
-    out_TD, pullback, values = jax.vjp(readout, zeros, has_aux=True)
+
+    def last_stream(shifts: Activations) -> tuple[jax.Array, Activations]:
+        streams = _streams(model, params, tokens_T, shifts)
+        return list(streams.values())[-1], streams
+
+    last_TD, pullback, streams = jax.vjp(last_stream, zeros, has_aux=True)
 
     def row(unit_D: jax.Array) -> Activations:
-        (grads,) = pullback((sign_T[:, None] * unit_D).astype(out_TD.dtype))
+        (grads,) = pullback((sign_T[:, None] * unit_D).astype(last_TD.dtype))
         return OrderedDict((name, jnp.einsum("t,td->d", sign_T, g_TD) / len(sign_T)) for name, g_TD in grads.items())
 
-    jacobians = jax.lax.map(row, jnp.eye(out_TD.shape[1]), batch_size=ROWS_AT_ONCE)
-    return jacobians, OrderedDict((name, x_TD.mean(axis=0)) for name, x_TD in values.items()), out_TD.mean(axis=0)
+    jacobians = jax.lax.map(row, jnp.eye(last_TD.shape[1]), batch_size=ROWS_AT_ONCE)
+    return jacobians, OrderedDict((name, x_TD.mean(axis=0)) for name, x_TD in streams.items())
 
 
 def regression_lens(
-    model: nn.Module, params: Params, texts: Iterable[jax.Array], ridge: float = 0.01
+    model: nn.Module, params: Params, texts: Iterable[jax.Array], ridge: float = 0.001
 ) -> dict[str, Affine]:
-    """Return the linear regression of the unembedding's input on each residual stream at the same position (Din et al.
-    2023): the tuned lens (Belrose et al. 2023) in closed form, by least squares instead of by its divergence.
+    """Return the linear regression of the last residual stream on each one at the same position (Din et al. 2023): the
+    tuned lens (Belrose et al. 2023) in closed form, by least squares instead of by its divergence.
 
     Args:
       texts: tokens `(T,)`, of several times as many positions as the model is wide; equal lengths share a program.
@@ -111,12 +105,12 @@ def regression_lens(
     check_stream(model)
     n, sums = 0, dict[str, np.ndarray]()
     for tokens_T in texts:
-        values, y_TD = jax.device_get(_streams(model, params, jnp.asarray(tokens_T)))
-        y_TD, n = y_TD.astype(np.float64), n + len(y_TD)
-        for name, x_TD in values.items():  # features of real models differ by factors of 1e4, so not in float32
-            both = np.concatenate([x_TD.astype(np.float64), y_TD, np.ones((len(y_TD), 1))], axis=1)
+        streams = jax.device_get(_streams(model, params, jnp.asarray(tokens_T)))
+        y_TD = list(streams.values())[-1].astype(np.float64)
+        n, D = n + len(y_TD), y_TD.shape[1]
+        for name, x_TD in streams.items():  # features of real models differ by factors of 1e4, so not in float32
+            both = np.concatenate([x_TD, y_TD, np.ones((len(y_TD), 1))], axis=1, dtype=np.float64)
             sums[name] = sums.get(name, 0) + both.T @ both
-    D = y_TD.shape[1]
 
     def fit(moments: np.ndarray) -> Affine:
         mean, second = moments[-1, :-1] / n, moments[:-1, :-1] / n
@@ -129,12 +123,13 @@ def regression_lens(
     return {name: fit(moments) for name, moments in sums.items()}
 
 
+@partial(jax.jit, static_argnames="model")
 def lens_logits(model: nn.Module, params: Params, lens: Mapping[str, Affine], tokens_T: jax.Array) -> Activations:
     """Return the logits, `(T, V)`, that a lens gives for the residual stream after the embedding and after each block;
     `logit_lens` does so without a lens."""
-    values, _ = _streams(model, params, tokens_T)
-    unembed: Callable[..., Any] = partial(model.apply, {"params": params}, method=_unembed)
-    return OrderedDict((name, unembed(x_TD @ lens[name].A_DD.T + lens[name].b_D)) for name, x_TD in values.items())
+    unembed: Callable[..., Any] = partial(model.apply, {"params": params}, method="unembed")
+    streams = _through(lens, _streams(model, params, tokens_T))
+    return OrderedDict((name, unembed(x_TD)) for name, x_TD in streams.items())
 
 
 def agreement(model: nn.Module, params: Params, lens: Lens, texts: Iterable[jax.Array]) -> dict[str, Agreement]:
@@ -151,23 +146,19 @@ def agreement(model: nn.Module, params: Params, lens: Lens, texts: Iterable[jax.
 @partial(jax.jit, static_argnames="model")
 def _agreement(
     model: nn.Module, params: Params, lens: Lens, tokens_T: jax.Array
-) -> dict[str, tuple[jax.Array, jax.Array]]:
-    values, y_TD = _streams(model, params, tokens_T)
-    apply: Callable[..., Any] = partial(model.apply, {"params": params})
-    unembed = lambda x_TD: jax.nn.log_softmax(apply(x_TD, method=_unembed))  # noqa: E731
-    final_TV = unembed(y_TD)
+) -> OrderedDict[str, tuple[jax.Array, jax.Array]]:
+    streams = _streams(model, params, tokens_T)
+    unembed: Callable[..., Any] = partial(model.apply, {"params": params}, method="unembed")
+    final_TV = jax.nn.log_softmax(unembed(list(streams.values())[-1]))
 
     def compare(x_TD: jax.Array) -> tuple[jax.Array, jax.Array]:
-        log_p_TV = unembed(x_TD)
+        log_p_TV = jax.nn.log_softmax(unembed(x_TD))
         same = jnp.mean(log_p_TV.argmax(-1) == final_TV.argmax(-1))
         return same, jnp.mean(jnp.sum(jnp.exp(final_TV) * (final_TV - log_p_TV), axis=-1))
 
-    if lens is None:
-        inputs = [apply(x_TD, method="readout") for x_TD in values.values()]
-    else:
-        inputs = [x_TD @ lens[name].A_DD.T + lens[name].b_D for name, x_TD in values.items()]
-    same_L, divergence_L = jax.lax.map(compare, jnp.stack(inputs))  # one (T, V) at a time
-    return {name: (same_L[i], divergence_L[i]) for i, name in enumerate(values)}
+    # One (T, V) at a time.
+    same_L, divergence_L = jax.lax.map(compare, jnp.stack(list(_through(lens, streams).values())))
+    return OrderedDict((name, (same_L[i], divergence_L[i])) for i, name in enumerate(streams))
 
 
 @partial(jax.jit, static_argnames="model")
@@ -186,21 +177,23 @@ def backward_lens(model: nn.Module, params: Params, example: Batch) -> Activatio
 
 
 @partial(jax.jit, static_argnames="model")
-def _streams(model: nn.Module, params: Params, tokens_T: jax.Array) -> tuple[Activations, jax.Array]:
-    """Return the residual streams `(T, D)`, and the input of the unembedding, `(T, D)`."""
-    captured: Activations = OrderedDict()
+def _streams(model: nn.Module, params: Params, tokens_T: jax.Array, shifts: Activations | None = None) -> Activations:
+    """Return the residual stream `(T, D)` after the embedding and each block, with shifts added to it there."""
+    streams: Activations = OrderedDict()
 
-    def keep(name: str, value: jax.Array) -> jax.Array:
-        captured[name] = value
-        return value
+    def shifted(name: str, value: jax.Array) -> jax.Array:
+        streams[name] = value if shifts is None else value + shifts[name]
+        return streams[name]
 
-    readout: Callable[..., Any] = partial(model.apply, {"params": params}, method=_readout)
-    with intervene(STREAM, keep):
-        return captured, readout(tokens_T)
+    with intervene(STREAM, shifted):
+        model.apply({"params": params}, tokens_T, method="features")
+    return streams
 
 
-def _readout(model: Any, tokens_T: jax.Array) -> jax.Array:
-    return model.readout(model.features(tokens_T))
+def _through(lens: Lens, streams: Activations) -> Activations:
+    if lens is None:
+        return streams
+    return OrderedDict((name, x_TD @ lens[name].A_DD.T + lens[name].b_D) for name, x_TD in streams.items())
 
 
 def _unembed(model: Any, x_TD: jax.Array) -> jax.Array:
