@@ -7,6 +7,7 @@ from collections.abc import Callable
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxformer.contract import contract_of
 from jaxformer.inspect.lenses import Lens, agreement, jacobian_lens, regression_lens
@@ -17,8 +18,9 @@ from jaxformer.train.evaluate import HeldOut
 
 MAX_TOKENS = 64
 """Maximum tokens of a text that lenses are fitted to."""
-POSITIONS_PER_FEATURE, JACOBIAN_TEXTS = 10, 4
-"""Positions per feature of the residual stream for the regression, and texts for the mean Jacobian."""
+POSITIONS_PER_FEATURE, JACOBIAN_TEXTS, N_MEASURED = 10, 4, 16
+"""Positions per feature of the residual stream for the regression, texts for the mean Jacobian, and texts that lenses
+are measured on."""
 ABOUT = (
     "How early the model knows what it will predict: the residual stream after the embedding and each block, "
     "taken for the last one as it is (logit lens), after the mean Jacobian of the blocks between (Jacobian lens), or "
@@ -31,17 +33,26 @@ def lens_sections(
     model: nn.Module, params: Params, data: HeldOut, progress: Callable[[str], object] = lambda _: None
 ) -> list[Section]:
     """Return how well three lenses predict a decoder's predictions; `[]` for a model that they do not apply to. They
-    are fitted to four fifths of held-out texts, and measured on the rest."""
+    are measured on some held-out texts, and fitted to others."""
     contract = contract_of(model)
     if not is_causal_lm(model) or not contract.has_residual_stream or contract.has_prefix or contract.fixed_length:
         return []
-    n = POSITIONS_PER_FEATURE * model.config.d_model // min(MAX_TOKENS, model.config.context_length) * 5 // 4 + 5
-    batch = next(data.held_out(n, n))
+    T = min(MAX_TOKENS, model.config.context_length)
+    n = -(-POSITIONS_PER_FEATURE * model.config.d_model // T) + N_MEASURED
+    n_windows = -(-n // (model.config.context_length // T))
+    batch = next(data.held_out(n_windows, n_windows))
     if len(batch.inputs) > 1:  # packed documents
         return []
-    texts = list(jnp.asarray(batch.inputs[0])[:, :MAX_TOKENS])
-    fitted, measured = texts[: n - n // 5], texts[n - n // 5 :]
-    progress(f"lenses, on {len(texts):,} held-out texts of {len(texts[0])} tokens")
+    tokens_BT, weights_BT = np.asarray(batch.inputs[0]), np.ones_like(batch.targets)
+    if batch.weights is not None:  # 0 in windows that fill the batch
+        weights_BT = batch.weights
+    pieces = tokens_BT.shape[1] // T
+    texts_BT, weights_BT = (x[:, : pieces * T].reshape(-1, T) for x in (tokens_BT, weights_BT))
+    texts = [jnp.asarray(text_T) for text_T in texts_BT[weights_BT.all(axis=1)][:n]]
+    fitted, measured = texts[N_MEASURED:], texts[:N_MEASURED]
+    if not fitted:
+        return []
+    progress(f"lenses, on {len(texts):,} held-out texts of {T} tokens")
     try:
         lenses: dict[str, Lens] = {
             "logit": None,
