@@ -422,7 +422,7 @@ def test_skipped_blocks_return_known_outputs(name: str):
     assert next(iter(outputs)).removesuffix(".after").replace(".", "_") in zeros
 
 
-@slow
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["decoder", "encoder-decoder", "clip"])
 def test_running_from_every_activation_gives_the_output(name):
     model, params, inputs = random_model(MODELS[name])
@@ -433,7 +433,7 @@ def test_running_from_every_activation_gives_the_output(name):
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
-@slow
+@pytest.mark.slow
 def test_running_from_another_texts_stream_gives_its_output_for_a_batch_of_streams():
     model, params, (tokens_T,) = random_model(DECODER)
     texts_BT = (tokens_T + jnp.arange(3)[:, None]) % V
@@ -447,7 +447,7 @@ def test_running_from_another_texts_stream_gives_its_output_for_a_batch_of_strea
         run_from(model, params, (tokens_T,), {"blocks.7.before": streams_BTD[0]})
 
 
-@slow
+@pytest.mark.slow
 def test_gradients_of_anything_by_anything_are_difference_quotients():
     model, params, (tokens_T,) = random_model(DECODER)
     with jax.enable_x64(True):
@@ -479,7 +479,7 @@ def test_gradients_of_anything_by_anything_are_difference_quotients():
             np.testing.assert_allclose((high - low) / 2, jnp.vdot(grads[name], step), rtol=1e-5)
 
 
-@slow
+@pytest.mark.slow
 def test_gradients_of_activations_are_reported_by_head():
     model, params, (tokens_T,) = random_model(DECODER)
     grads = gradient_of(model, params, tokens_T, of=_first_logit, wrt="blocks.*.attention.heads")
