@@ -11,6 +11,13 @@ from jaxformer.inspect.activations import (
 from jaxformer.inspect.alignments import alignment, draw_alignment
 from jaxformer.inspect.attention import attention_entropy, attention_maps, named_attention_maps
 from jaxformer.inspect.autopsy import Autopsy, first_non_finite, save_autopsy
+from jaxformer.inspect.curvature import (
+    gauss_newton_product,
+    hessian_product,
+    largest_eigenvalues,
+    nesterov_limit,
+    sharpness,
+)
 from jaxformer.inspect.explanations import TokenExplanation, explain
 from jaxformer.inspect.gradients import (
     GradientReport,
@@ -33,8 +40,9 @@ __all__ = [
     "Autopsy", "Check", "Edge", "GradientReport", "PerExampleGradients", "TokenExplanation", "ablate_heads",
     "ablation_loss", "agreement", "alignment", "attention_entropy", "attention_maps", "attribution_patching",
     "backward_lens", "capture", "capture_gradients", "capture_shapes", "check_init", "draw_alignment", "explain",
-    "first_non_finite", "gradient_of", "gradient_report", "gradients_by_position", "head_statistics", "intervene",
-    "jacobian_lens", "lens_logits", "logit_attribution", "logit_lens", "named_attention_maps", "patch_activations",
+    "first_non_finite", "gauss_newton_product", "gradient_of", "gradient_report", "gradients_by_position",
+    "head_statistics", "hessian_product", "intervene", "jacobian_lens", "largest_eigenvalues", "lens_logits",
+    "logit_attribution", "logit_lens", "named_attention_maps", "nesterov_limit", "patch_activations",
     "path_attribution", "per_example_gradients", "regression_lens", "router_report", "run_from", "saturation",
-    "save_autopsy", "verify",
+    "save_autopsy", "sharpness", "verify",
 ]  # fmt: skip

@@ -82,8 +82,8 @@ def largest_eigenvalues(
       scipy.sparse.linalg.ArpackNoConvergence: the eigenvalues were not found in 10 iterations per parameter.
     """
     flat, unravel = ravel_pytree(params)
-    of_vector = jax.jit(lambda x: ravel_pytree(product(unravel(x)))[0])
-    matrix = LinearOperator((flat.size,) * 2, lambda x: np.asarray(of_vector(x.astype(flat.dtype))), dtype=flat.dtype)
+    times = lambda x: np.asarray(ravel_pytree(product(unravel(x.astype(flat.dtype))))[0])  # noqa: E731
+    matrix = LinearOperator((flat.size,) * 2, times, dtype=flat.dtype)
     first = np.random.default_rng(0).standard_normal(flat.size) if start is None else ravel_pytree(start)[0]
     values, vectors = eigsh(matrix, n, which="LA", v0=np.asarray(first, flat.dtype), tol=tolerance)
     return values[::-1], [unravel(jnp.asarray(v, flat.dtype)) for v in vectors.T[::-1]]
