@@ -99,7 +99,9 @@ def lay_out(params: Params, model: nn.Module, platform: str | None = None) -> Pa
 
 def _is_slow_on_cpu(leaf: Any, axes: ParameterAxes) -> bool:
     """Return whether matmuls of few rows with a matrix should use a `FirstFactor`."""
-    if isinstance(leaf, Quantized) or axes.names != ("hidden", "embed"):
+    if isinstance(leaf, Quantized):
+        return True
+    if axes.names != ("hidden", "embed"):
         return False
     return bool(leaf.dtype == jnp.float32 and leaf.shape[0] > leaf.shape[1])
 
@@ -111,7 +113,7 @@ def as_declared(params: Params) -> Params:
 
 def for_matmul(params: Params) -> Params:
     """Return parameters from `lay_out` in the form that the model multiplies with."""
-    return _map_transposed(lambda matrix, platform: FirstFactor(matrix) if platform == "cpu" else matrix, params)
+    return _map_transposed(lambda matrix, platform: FirstFactor(matrix) if platform == "cpu" and matrix.dtype != jnp.int8 else matrix, params)
 
 
 def _map_transposed(function: Callable[[jax.Array, str], Any], params: Params) -> Params:
