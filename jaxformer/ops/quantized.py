@@ -80,7 +80,7 @@ def _matmul(x: jax.Array, values: jax.Array, scale: jax.Array) -> jax.Array:
 
 def _n_summed(x: jax.Array, values: jax.Array) -> int:
     """Return the number of leading axes of a matrix that the last axis of x merges: several for a matrix by heads."""
-    return next(n for n in range(1, values.ndim) if prod(values.shape[:n]) == x.shape[-1])
+    return next((n for n in range(1, values.ndim) if prod(values.shape[:n]) == x.shape[-1]), 1)
 
 
 def _integer_matmul(x: jax.Array, values: jax.Array, scale: jax.Array) -> jax.Array:
