@@ -34,11 +34,11 @@ def jaxformer(folder: Path, B: int, prompt: int, new: int, weights: Any) -> tupl
     machine.set_up(B, rows_per_device=MIN_ROWS_PER_DEVICE)
     if not (folder / "smollm2").exists():
         import_run(find_model("smollm2"), folder / "smollm2")
-    run = load_run(folder / "smollm2")
+    run = load_run(folder / "smollm2", convert=lambda part, model: lay_out(store(part, weights, model), model))
+    machine.release_freed_memory()
     (config, tokenizer), model = run.text_model(), run.model
     assert isinstance(config, DecoderConfig)
-    params = spread_rows(lay_out(store(run.params, weights, model), model), B)
-    del run  # frees the parameters as they were loaded
+    params = spread_rows(run.params, B)
     prompts = [tokenizer.encode(TEXT)[:prompt]] * B
     dtype = jnp.bfloat16 if weights == "bfloat16" else jnp.float32
 

@@ -36,6 +36,9 @@ class Arguments(CheckpointOptions):
     """Number of held-out examples for the measurements of heads and gradients; by default enough for some 1,000
     targets, at most 256, or fewer and shorter ones for a large language model. Without the run's data, or for an
     imported model with --prompt and without --data.path, only the prompt is used."""
+    lenses: bool = False
+    """Also fit lenses to held-out texts: how early a causal decoder's prediction can be read from its residual stream.
+    Takes seconds for a small model, and minutes for one of 100 million parameters."""
     max_live_parameters: Annotated[int, Range(least=0, most=150_000_000)] = 5_000_000
     """Maximum parameters of a decoder that runs in the page on your own text, at 2.7 bytes each; at most 150 million,
     as browsers read no text of more than 0.5 GB; 0 to omit it."""
@@ -66,6 +69,6 @@ def main(line: CommandLine) -> int:
         default = getattr(run.config.data, "path", "the default")
         echo_error(f"note: {run.path} has no training: it is measured on {default}; name a text with --data.path")
     limits = options.examples, options.max_live_parameters
-    write_model_page(run, path, options.prompt, *limits, progress, text, source)
+    write_model_page(run, path, options.prompt, *limits, progress, text, source, options.lenses)
     echo(f"{path}: {path.stat().st_size / 1e6:.2f} MB; open it in a browser")
     return 0

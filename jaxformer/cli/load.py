@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     import flax.linen as nn
     from jax.sharding import Mesh
 
+    from jaxformer.models.objective import Params
     from jaxformer.runs.run import Run
 
 
@@ -49,8 +51,8 @@ class RunOptions(CheckpointOptions):
     """A checkpoint of a run, and the format and mesh of its parameters."""
 
     weights: Literal["float32", "bfloat16", "int8"] = "float32"
-    """Format of weight matrices. A decode step reads all of them, so a smaller format is faster, but less exact; on a
-    CPU, bfloat16 is slower."""
+    """Format of weight matrices. A decode step reads all of them, so a smaller format is faster, but less exact; a CPU
+    rounds weights to bfloat16, but holds and multiplies them in float32, which is faster there."""
     mesh: str = ""
     """Device mesh, such as 'data=2' or 'tensor=2'; by default, eval uses all devices, and sample the first,
     or all of a CPU for large batches."""
@@ -88,15 +90,21 @@ def model_of(options: CheckpointOptions) -> nn.Module:
     return read_config(run_folder(options)).model.build()
 
 
-def open_run(options: CheckpointOptions, mesh: Mesh | None = None) -> Run:
+def open_run(
+    options: CheckpointOptions, mesh: Mesh | None = None, convert: Callable[[Params, nn.Module], Params] | None = None
+) -> Run:
     """Return the run with its parameters on a mesh, by default the options' or the first device, in the format of the
-    options or float32. Raises `UserError` as `load_run` does."""
+    options or float32, and then converted as in `load_run`. Raises `UserError` as `load_run` does."""
     from jaxformer.decode.weights import store
     from jaxformer.parallel.mesh import make_mesh
     from jaxformer.runs.run import load_run  # orbax takes a second to import
 
     if not isinstance(options, RunOptions):
-        return load_run(run_folder(options), options.checkpoint, mesh)
+        return load_run(run_folder(options), options.checkpoint, mesh, convert)
     mesh = make_mesh(options.mesh) if mesh is None and options.mesh else mesh
-    run = load_run(run_folder(options), options.checkpoint, mesh)
-    return dataclasses.replace(run, params=store(run.params, options.weights, run.model))
+
+    def stored(params: Params, model: nn.Module) -> Params:
+        params = store(params, options.weights, model)
+        return params if convert is None else convert(params, model)
+
+    return load_run(run_folder(options), options.checkpoint, mesh, stored)

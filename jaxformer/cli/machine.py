@@ -9,7 +9,6 @@ import logging
 import os
 import shlex
 import stat
-import sys
 from math import prod
 from pathlib import Path
 
@@ -120,10 +119,15 @@ def keep_freed_memory() -> None:
 
     All threads then share one memory arena, for whose lock a tokenizer's threads would wait most of their time. The
     tokenizer therefore uses one thread, unless `TOKENIZERS_PARALLELISM` is set."""
-    if not sys.platform.startswith("linux"):
-        return
-    with contextlib.suppress(OSError, AttributeError):  # musl has no mallopt
+    with contextlib.suppress(OSError, AttributeError, TypeError):  # another C library than glibc
         mallopt = ctypes.CDLL(None).mallopt
         for option, value in ((-8, 1), (-4, 0), (-1, 2**31 - 1)):  # M_ARENA_MAX, M_MMAP_MAX, M_TRIM_THRESHOLD
             mallopt(option, value)
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def release_freed_memory() -> None:
+    """Make glibc return all freed memory to the system once, after much was freed that is not needed again: reading the
+    checkpoint of SmolLM2-135M leaves 0.3 GB."""
+    with contextlib.suppress(OSError, AttributeError, TypeError):  # another C library than glibc
+        ctypes.CDLL(None).malloc_trim(0)

@@ -217,9 +217,10 @@ def _open_laid_out(options: RunOptions) -> Run:
     import jax  # takes most of a second, which --help need not wait for
 
     if options.weights == "bfloat16" and jax.default_backend() == "cpu":
-        warn("on a CPU, bfloat16 weights are slower than float32 and take more memory; omit --weights, or use int8.")
-    run = open_run(options)
-    return dataclasses.replace(run, params=lay_out(run.params, run.model))
+        warn("on a CPU, bfloat16 weights are held in float32, where they are faster; int8 is faster and smaller.")
+    run = open_run(options, convert=lay_out)
+    machine.release_freed_memory()
+    return run
 
 
 def _answer(
@@ -398,6 +399,7 @@ def _converse(completer: Completer, options: Arguments) -> int:
                     prompt, completer.throughput = Prompt(line, "the prompt"), Throughput()
                     show_completions(completer, [(prompt, completer.encode(prompt))], options, pressed)
                 echo(str(completer.throughput), sys.stderr)
+                machine.release_freed_memory()  # of the compiler, for instance, while the user reads and types
         except UserError as error:
             _print_error(error)
             n_errors += 1

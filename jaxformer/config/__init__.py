@@ -240,6 +240,9 @@ class TrainConfig:
     gradients_every: NonNegative = 50
     """Steps between rows of the log with the norms of gradient, weights and update of each parameter; earlier rows come
     after 1, 2, 4, ... times log_every steps; 0: none."""
+    sharpness_every: NonNegative = 0
+    """Steps between measurements of the sharpness, the largest eigenvalue of the Hessian of the loss on some training
+    examples, each as long as some 20 steps; 0: none."""
     checkpoint_every: NonNegative = 100
     """Steps between checkpoints; 0: only at the end and when training is interrupted."""
     film: bool = False

@@ -40,40 +40,45 @@ class Transposed:
 
 
 def store(params: Params, weights: Format, model: nn.Module, platform: str | None = None) -> Params:
-    """Return a model's parameters with matrices in the given format, on the same devices.
+    """Return some or all of a model's parameters with matrices in the given format, on the same devices.
 
     With int8 matrices, all other parameters and the activations keep their dtype on a CPU and are bfloat16 on other
-    devices.
+    devices. On a CPU, bfloat16 matrices are rounded, but held in float32: XLA's CPU compiler would convert them to
+    float32 at each use, in 1.8 times the time and more than twice the memory of float32.
 
     Args:
       platform: platform to decode on; None for the parameters' platform.
     """
     if weights == "float32":
         return params
-    declared = parameter_axes(model)
-    is_rounded = weights == "bfloat16" or (platform or _platform(params)) != "cpu"
-    dtype = jnp.bfloat16 if is_rounded else jnp.float32
+    declared, is_cpu = parameter_axes(model), (platform or _platform(params)) == "cpu"
+    dtype = jnp.float32 if is_cpu else jnp.bfloat16
 
     def convert(path: tuple[Any, ...], leaf: jax.Array) -> Any:
         summed = summed_axes(declared[_name(path)]) if weights == "int8" else ()
         if summed:
-            return quantize(leaf, summed, dtype)
-        return leaf.astype(dtype) if is_rounded else leaf
+            return _quantize(leaf, summed, dtype)
+        if not is_cpu:
+            return leaf.astype(dtype)
+        return leaf if weights == "int8" else jax.lax.reduce_precision(leaf, exponent_bits=8, mantissa_bits=7)
 
-    return jax.jit(lambda params: jax.tree_util.tree_map_with_path(convert, params))(params)
+    return jax.tree_util.tree_map_with_path(convert, params)
+
+
+_quantize = jax.jit(quantize, static_argnames=("summed", "dtype"))
 
 
 def lay_out(params: Params, model: nn.Module, platform: str | None = None) -> Params:
     """Return parameters laid out for decode steps, on the same devices: matrices with their contracted axes last. On a
-    GPU this applies to all matrices, on a CPU to the float32 matrices of an MLP's last layer.
+    GPU this applies to all matrices, on a CPU to int8 matrices and the float32 matrices of an MLP's last layer.
 
     On a GPU, a matmul with one row then sums over contiguous values in one kernel. In the declared order, XLA stores
     all terms and sums them in a second kernel, which took two thirds more memory traffic per token. For a CPU, see
-    `ops.workarounds.FirstFactor`. The programs of `decode` accept such parameters; `restored` and `as_declared` undo
-    the layout.
+    `ops.quantized` and `ops.workarounds.FirstFactor`. The programs of `decode` accept such parameters; `restored` and
+    `as_declared` undo the layout.
 
     Args:
-      params: parameters of the model, from `store` or not.
+      params: some or all parameters of the model, from `store` or not.
       platform: platform to decode on; None for the parameters' platform.
     """
     platform = platform or _platform(params)
@@ -94,12 +99,14 @@ def lay_out(params: Params, model: nn.Module, platform: str | None = None) -> Pa
             return replace(leaf, values=transposed)  # type: ignore[arg-type]
         return transposed
 
-    return jax.jit(lambda params: jax.tree_util.tree_map_with_path(transpose, params, is_leaf=_is_quantized))(params)
+    return jax.tree_util.tree_map_with_path(transpose, params, is_leaf=_is_quantized)
 
 
 def _is_slow_on_cpu(leaf: Any, axes: ParameterAxes) -> bool:
     """Return whether matmuls of few rows with a matrix should use a `FirstFactor`."""
-    if isinstance(leaf, Quantized) or axes.names != ("hidden", "embed"):
+    if isinstance(leaf, Quantized):
+        return True
+    if axes.names != ("hidden", "embed"):
         return False
     return bool(leaf.dtype == jnp.float32 and leaf.shape[0] > leaf.shape[1])
 
@@ -111,7 +118,10 @@ def as_declared(params: Params) -> Params:
 
 def for_matmul(params: Params) -> Params:
     """Return parameters from `lay_out` in the form that the model multiplies with."""
-    return _map_transposed(lambda matrix, platform: FirstFactor(matrix) if platform == "cpu" else matrix, params)
+    return _map_transposed(
+        lambda matrix, platform: FirstFactor(matrix) if platform == "cpu" and matrix.dtype != jnp.int8 else matrix,
+        params,
+    )
 
 
 def _map_transposed(function: Callable[[jax.Array, str], Any], params: Params) -> Params:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -21,7 +22,7 @@ from jaxformer.models.inputs import check_example
 from jaxformer.models.objective import Params
 from jaxformer.nn.block import Block
 from jaxformer.nn.capture import OUTPUT, handled_by
-from jaxformer.nn.parameter_norms import dotted
+from jaxformer.nn.parameter_norms import dotted, parameter_name
 
 Inputs = tuple[Any, ...]
 """Inputs of a model, for one example or with a leading axis B; None for one that is omitted."""
@@ -128,6 +129,78 @@ def value_and_capture_gradients(
     zeros = OrderedDict((name, jnp.zeros(x.shape, x.dtype)) for name, x in floats)
     (value, values), grads = jax.value_and_grad(shifted, has_aux=True)(zeros)
     return value, values, grads
+
+
+def run_from(model: nn.Module, params: Params, inputs: Inputs, values: Mapping[str, jax.Array]) -> Any:
+    """Return the model's output for one example, computed from given activations instead of its own.
+
+    It is a function of `values`, for `jax.grad`, `jax.vmap` and `jax.jit`, which leaves out what only the replaced
+    activations needed.
+
+    Args:
+      values: activations, named as by `capture`.
+
+    Raises:
+      UserError: the inputs are a batch; a name matches nothing.
+      ValueError: a value has another shape or dtype than the model's own.
+    """
+    check_example(model, *inputs)
+    with intervene(tuple(values), lambda name, _: values[name]):
+        return model.apply({"params": params}, *inputs)
+
+
+def gradient_of(
+    model: nn.Module,
+    params: Params,
+    *inputs: ArrayLike | None,
+    of: str | Callable[[Any], jax.Array],
+    wrt: Names,
+    at: tuple[int, ...] = (),
+) -> Activations:
+    """Return the gradients of an activation, or of a function of the output, with respect to activations and
+    parameters, by name: total derivatives, as by `capture_gradients`. `jax.vmap` gives them for each example.
+
+    Args:
+      inputs: inputs of the model, for one example.
+      of: the activation, such as `blocks.1.attention.scores`, or a head's part, `blocks.1.attention.heads.2.scores`;
+        the sum of its elements at `at` is differentiated. Or a function from the output to a scalar; pass the same
+        function object in each call, as a new one triggers compilation.
+      wrt: patterns of parameters, named as in `gradient_report` without heads, such as `blocks.*.attention.W_Q`; a
+        pattern that matches none of them is one of activations.
+      at: index into the activation, after the head: `(5,)` for the query at position 5.
+
+    Raises:
+      UserError: the inputs are a batch; a name or pattern matches nothing.
+    """
+    check_example(model, *inputs)
+    return _gradient_of(model, params, inputs, of, (wrt,) if isinstance(wrt, str) else tuple(wrt), at)
+
+
+@partial(jax.jit, static_argnames=("model", "of", "wrt", "at"))
+def _gradient_of(
+    model: nn.Module,
+    params: Params,
+    inputs: Inputs,
+    of: str | Callable[[Any], jax.Array],
+    wrt: tuple[str, ...],
+    at: tuple[int, ...],
+) -> Activations:
+    leaves, structure = jax.tree_util.tree_flatten_with_path(params)
+    named = OrderedDict((dotted(path), leaf) for path, leaf in leaves)
+    chosen = OrderedDict((name, x) for name, x in named.items() if any(fnmatchcase(name, p) for p in wrt))
+
+    def scalar(chosen: Activations) -> jax.Array:
+        params = jax.tree.unflatten(structure, list((named | chosen).values()))
+        if not isinstance(of, str):
+            return of(model.apply({"params": params}, *inputs))
+        name = parameter_name(of)
+        head = re.findall(r"\.heads\.(\d+)\.", of)
+        return jnp.sum(capture(model, params, *inputs, names=name)[name][(*map(int, head), *at)])
+
+    grads = jax.grad(scalar)(chosen) if chosen else OrderedDict()
+    if names := [pattern for pattern in wrt if not any(fnmatchcase(name, pattern) for name in chosen)]:
+        grads |= capture_gradients(lambda: scalar(OrderedDict()), names)[1]
+    return grads
 
 
 @contextmanager

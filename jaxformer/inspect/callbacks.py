@@ -19,6 +19,7 @@ from jaxformer.data.pairs import PairDataset
 from jaxformer.decode.translation import translate_tokens
 from jaxformer.errors import missing_extras, user_error_on_write
 from jaxformer.inspect import alignment, attention_entropy, check_init, draw_alignment, router_report
+from jaxformer.inspect.curvature import nesterov_limit, sharpness
 from jaxformer.inspect.gradients import update_grid
 from jaxformer.inspect.heads import target_mask
 from jaxformer.inspect.samples import continuations
@@ -36,6 +37,8 @@ from jaxformer.train.setup import TrainSetup, TrainState
 
 PROBE_EXAMPLES = 16
 """Held-out examples on which attention entropy and router load are measured."""
+SHARPNESS_EXAMPLES, SHARPNESS_TOLERANCE = 16, 0.02
+"""Training examples on which the sharpness is measured, and its relative accuracy."""
 INIT_CHECK_EXAMPLES = 4
 """Held-out examples of the initialisation check."""
 MIN_LEARNING_RATE = 0.01
@@ -60,6 +63,8 @@ def make_callbacks(setup: TrainSetup, data: Dataset, folder: Path) -> list[Callb
         callbacks.append(Callback(config.steps, partial(_init_check, setup, data), at_start=True))
     if fits and t.eval_every:
         callbacks.append(Callback(t.eval_every, _probe(setup, data), at_start=True))
+    if fits and t.sharpness_every:
+        callbacks.append(Callback(t.sharpness_every, _sharpness(setup, data), also_at=FIRST_REPORT))
     if t.report_every:
         reports: list[Call] = [partial(_print_update_ratios, setup)]
         if fits and is_causal_lm(model):
@@ -94,6 +99,24 @@ def _probe(setup: TrainSetup, data: Dataset) -> Call:
         heads = [np.asarray(entropy_H).tolist() for entropy_H in entropy]
         values = {"entropy": heads, "router": router_report(model, params, inputs_B) if has_experts else {}}
         return {name: value for name, value in values.items() if value}
+
+    return call
+
+
+def _sharpness(setup: TrainSetup, data: Dataset) -> Call:
+    """Return a callback that logs the sharpness on some examples of the first batch and, for Nesterov SGD, that above
+    which a step of the current learning rate diverges on a quadratic."""
+    n, optimizer = min(setup.config.train.batch_size, SHARPNESS_EXAMPLES), setup.config.optimizer
+    examples = data.batch(0, np.arange(n))
+
+    def call(step: int, state: TrainState, batch: Batch, row: Row) -> Row | None:
+        params = local_copy(setup.model_params(state), setup.mesh)
+        # From the same vector each time, so that a resumed run logs the same.
+        value, _ = sharpness(setup.model, params, examples, tolerance=SHARPNESS_TOLERANCE)
+        limit = {}
+        if optimizer.name == "nesterov_sgd" and row.get("lr"):
+            limit["sharpness_limit"] = nesterov_limit(row["lr"], optimizer.momentum)
+        return {"sharpness": value, **limit}
 
     return call
 

@@ -42,10 +42,11 @@ class GradientReport:
 
 
 def gradient_report(params: Params, grads: Params, lr: float, updates: Params | None = None) -> GradientReport:
-    """Return the norms of each parameter's gradient, weights and update.
+    """Return the norms of each parameter's gradient, weights and update; or those of activations by name and of their
+    gradients, as from `capture_gradients`.
 
     Args:
-      params: the parameters.
+      params: the parameters, or activations by name.
       grads: gradients, with the same structure.
       lr: learning rate, for `u`.
       updates: the optimizer's updates, with the same structure.

@@ -41,7 +41,7 @@ def patch_activations(
       UserError: the inputs are a batch; a pattern matches nothing.
       ValueError: the inputs differ from the source in shape.
     """
-    return _patch(model, params, *_checked(model, inputs, source, names), metric)
+    return _patch(model, params, *check_pair(model, inputs, source, names), metric)
 
 
 @partial(jax.jit, static_argnames=("model", "names", "metric"))
@@ -89,7 +89,7 @@ def attribution_patching(
       UserError: the inputs are a batch; a pattern matches nothing.
       ValueError: the inputs differ from the source in shape.
     """
-    return _estimate(model, params, *_checked(model, inputs, source, names), metric)
+    return _estimate(model, params, *check_pair(model, inputs, source, names), metric)
 
 
 @partial(jax.jit, static_argnames=("model", "names", "metric"))
@@ -106,7 +106,7 @@ def _estimate(
     return OrderedDict((name, estimate_each_position(name, grad)) for name, grad in grads.items())
 
 
-def _checked(
+def check_pair(
     model: nn.Module, inputs: Sequence[jax.Array], source: Sequence[jax.Array], names: str | Sequence[str]
 ) -> tuple[tuple, tuple, tuple[str, ...]]:
     """Check the inputs; return them and the patterns as tuples."""

@@ -34,7 +34,7 @@ def logit_lens(model: nn.Module, params: Params, *inputs: ArrayLike | None) -> A
     Raises:
       ValueError: the model has no residual stream, or normalises the stream after each part.
     """
-    _check_stream(model)
+    check_stream(model)
     check_example(model, *inputs)
     return _lens(model, params, *inputs)
 
@@ -66,7 +66,7 @@ def logit_attribution(
     Raises:
       ValueError: the model has no residual stream, or normalises the stream after each part.
     """
-    _check_stream(model)
+    check_stream(model)
     check_example(model, *inputs)
     return _attribute(model, params, inputs, target_T, baseline_T)
 
@@ -125,7 +125,7 @@ def _through_norm(
     return before_TD - before_TD.mean(axis=-1, keepdims=True), {f"{name}.beta": direction_TD @ norm["beta"]}
 
 
-def _check_stream(model: nn.Module) -> None:
+def check_stream(model: nn.Module) -> None:
     """Raise `ValueError` unless blocks add to a residual stream that becomes the logits."""
     if not contract_of(model).has_residual_stream:
         raise ValueError(f"this {type(model).__name__} has no residual stream that becomes logits")

@@ -17,8 +17,8 @@ HEAD_AXIS = {
     name: axes.names.index("heads")
     for name, axes in ((name, ParameterAxes.parse(text)) for name, text in AXES.items())
     if axes.role is Role.MATRIX
-}
-"""Axis of the heads in matrices that have one."""
+} | dict.fromkeys(("queries", "keys", "values", "scores", "weights", "heads"), 0)
+"""Axis of the heads in matrices and activations that have one."""
 
 MAX_STACKED_ELEMENTS = 2**14
 """Maximum size of arrays whose squares are stacked by shape and summed together: XLA sums a row of this length in one

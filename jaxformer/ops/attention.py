@@ -165,9 +165,9 @@ def to_heads(x_TD: jax.Array, W_DHK: jax.Array | Quantized) -> jax.Array:
 
 def from_heads(y_HTK: jax.Array, W_HKD: jax.Array | Quantized) -> jax.Array:
     """Concatenate the heads and multiply them by the output projection, `(T, D)`."""
-    H, K, D = _projection_shape(W_HKD, "(H, K, D)")
+    H, K, _ = _projection_shape(W_HKD, "(H, K, D)")
     if isinstance(W_HKD, Quantized):
-        return y_HTK.swapaxes(0, 1).reshape(-1, H * K) @ W_HKD.reshape(H * K, D)
+        return y_HTK.swapaxes(0, 1).reshape(-1, H * K) @ W_HKD
     return jnp.einsum("htk,hkd->td", y_HTK, W_HKD)
 
 

@@ -44,18 +44,6 @@ class Quantized:
         """Transpose."""
         return replace(self, values=self.values.T, scale=self.scale.T)
 
-    def reshape(self, *shape: int) -> Quantized:
-        """Return a matrix with two axes: the merged axes that a matmul sums over, and the merged others.
-
-        Raises:
-          ValueError: the result would not have two axes, or would merge axes of both kinds.
-        """
-        values = self.values.reshape(*shape)
-        rows = prod(n for n, n_scales in zip(self.shape, self.scale.shape, strict=True) if n_scales == 1)
-        if values.ndim != 2 or (self.scale.size > 1 and values.shape[0] != rows):
-            raise ValueError(f"a quantised matrix with scales {self.scale.shape} cannot be reshaped to {values.shape}")
-        return replace(self, values=values, scale=self.scale.reshape(1, -1))
-
     def __getitem__(self, rows: jax.Array) -> jax.Array:
         """Return rows."""
         scale = self.scale[rows] if self.scale.shape[0] > 1 else self.scale
@@ -85,22 +73,36 @@ def rows(matrix: jax.Array | Quantized, index: jax.Array) -> jax.Array:
 
 def _matmul(x: jax.Array, values: jax.Array, scale: jax.Array) -> jax.Array:
     """Return the matmul; the compiler converts a weight where it reads it. Sums are float32 until they are scaled."""
+    values = values.reshape(x.shape[-1], *values.shape[_n_summed(x, values) :])
     sums = jnp.tensordot(x, values.astype(x.dtype), 1, preferred_element_type=accumulation_dtype(x.dtype))
     return (sums * scale.reshape(values.shape[1:])).astype(x.dtype)
+
+
+def _n_summed(x: jax.Array, values: jax.Array) -> int:
+    """Return the number of leading axes of a matrix that the last axis of x merges: several for a matrix by heads."""
+    return next((n for n in range(1, values.ndim) if prod(values.shape[:n]) == x.shape[-1]), 1)
 
 
 def _integer_matmul(x: jax.Array, values: jax.Array, scale: jax.Array) -> jax.Array:
     """Return the matmul, computed with integers: XLA's CPU compiler would write converted weights to memory, which
     takes longer than reading float32.
 
-    x becomes 254 · coarse + fine, two int8 arrays that share one pass over the weights.
+    x becomes 254 · coarse + fine, two int8 arrays that share one pass over the weights. The weights are the first
+    factor, which the CPU's kernels read as it is stored, if by output channel; they copy the second factor into another
+    order at every call. For (576, 1536) and one row, this takes 46 instead of 65 us, and float32 98 us.
     """
     size = jnp.max(jnp.abs(x), axis=-1, keepdims=True).astype(jnp.float32) / LARGEST
     size = jnp.where(size == 0, 1.0, size)  # NaN stays in the scale, as no integer is NaN
     y = x / size
     coarse = jnp.round(y)
     parts = jnp.stack([coarse, jnp.round((y - coarse) * (2 * LARGEST))]).astype(jnp.int8)
-    columns = values.reshape(len(values), -1)
-    both = jnp.matmul(parts, columns, preferred_element_type=jnp.int32).astype(jnp.float32)
-    y = ((both[0] + both[1] / (2 * LARGEST)) * size * scale.reshape(-1)).astype(x.dtype)
-    return y.reshape(*x.shape[:-1], *values.shape[1:])
+    n = _n_summed(x, values)
+    summed, outputs = values.shape[:n], values.shape[n:]
+    parts_DN = parts.reshape(-1, x.shape[-1]).T.reshape(*summed, -1)
+    contracted = tuple(range(n))
+    sums_FN = jax.lax.dot_general(
+        values, parts_DN, ((contracted, contracted), ((), ())), preferred_element_type=jnp.int32
+    )
+    both = sums_FN.astype(jnp.float32).reshape(prod(outputs), -1).T.reshape(2, *x.shape[:-1], *outputs)
+    size = size.reshape(*size.shape[:-1], *(1 for _ in outputs))
+    return ((both[0] + both[1] / (2 * LARGEST)) * size * scale.reshape(outputs)).astype(x.dtype)

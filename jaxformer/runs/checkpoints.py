@@ -55,6 +55,8 @@ SAVE_TIMEOUT_SECONDS = 6 * 3600
 """Timeout of a save; Orbax's default of 20 minutes is too short for terabytes and their checksums."""
 QUIET_SECONDS, MAX_WAIT_SECONDS = 0.5, 20
 """Seconds without activity after which the writers of a failed save count as finished, and the maximum wait."""
+PART_BYTES = 2**26
+"""Minimum bytes of parameters that are read together if they are converted as they are read."""
 
 PLAIN_PATH = re.compile(r"(?:[A-Za-z]:)?(?!/(?:gs|s3|az|hf)/)[\w ./,;+=@#%~-]*")
 """Pattern of a path in which nothing is special to Orbax or to its libraries, which expand `[…]`, read a backslash as a
@@ -153,13 +155,15 @@ class CheckpointReader:
         except READ_ERRORS:
             return None
 
-    def restore_params(self, step: int, abstract: Params) -> Params:
+    def restore_params(self, step: int, abstract: Params, convert: Callable[[Params], Params] | None = None) -> Params:
         """Return the parameters, with the shapes, dtypes and shardings of `abstract`.
 
         Args:
           abstract: tree of `ShapeDtypeStruct`; leaves without a sharding are placed on the first device.
+          convert: function that is applied to the parameters as they are read, some entries of the tree at a time, so
+            that what it replaces is never held as a whole.
         """
-        return self._restore(step, "params", abstract)
+        return self._restore(step, "params", abstract, convert)
 
     def restore(self, step: int, params: Params, opt_state: OptState) -> tuple[Params, OptState, Position]:
         """Return parameters, optimizer state and position; the first two as in `restore_params`.
@@ -194,14 +198,24 @@ class CheckpointReader:
     def _read_position(self, step: int) -> Position:
         return dict(parse_json((self._path / str(step) / "position" / "metadata").read_bytes()))
 
-    def _restore(self, step: int, item: str, abstract: Params) -> Params:
+    def _restore(
+        self, step: int, item: str, abstract: Params, convert: Callable[[Params], Params] | None = None
+    ) -> Params:
         first = SingleDeviceSharding(jax.devices()[0])
         target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding or first), abstract)
-        args = ocp.args.StandardRestore(target)
         try:
             self._check_shapes(step, item, abstract)
             with _plain_path(self._path) as path:
-                return ocp.Checkpointer(ocp.StandardCheckpointHandler()).restore(path / str(step) / item, args=args)
+                folder = path / str(step) / item
+                if convert is None:
+                    args = ocp.args.StandardRestore(target)
+                    return ocp.Checkpointer(ocp.StandardCheckpointHandler()).restore(folder, args=args)
+                restored: Params = {}
+                for part in _parts(target):
+                    of_part = ocp.checkpoint_utils.construct_restore_args(part)
+                    args = ocp.args.PyTreeRestore(part, restore_args=of_part, partial_restore=True)
+                    restored |= convert(ocp.PyTreeCheckpointer().restore(folder, args=args))
+                return restored
         except READ_ERRORS as error:
             with _suppress_late_errors(lambda: True):
                 traceback.clear_frames(error.__traceback__)
@@ -279,6 +293,17 @@ class CheckpointReader:
             return math.inf, -step
         except (OSError, ValueError, KeyError, TypeError):
             return -math.inf, -step
+
+
+def _parts(abstract: Params) -> Iterator[Params]:
+    """Yield the entries of a tree in groups, each ended by the entry with which it exceeds `PART_BYTES`."""
+    part: Params = {}
+    for name, entry in abstract.items():
+        part[name] = entry
+        if sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(part)) > PART_BYTES:
+            yield part
+            part = {}
+    yield from [part] if part else []
 
 
 def _from_one_device(tree: Params) -> Params:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -91,13 +91,17 @@ class Run:
         return jnp.mean(next_token_nll(self.model, params, tokens_T))
 
 
-def load_run(path: str | Path, checkpoint: str | int = "last", mesh: Mesh | None = None) -> Run:
+def load_run(
+    path: str | Path, checkpoint: str | int = "last", mesh: Mesh | None = None,
+    convert: Callable[[Params, nn.Module], Params] | None = None,
+) -> Run:  # fmt: skip
     """Load a run from its folder.
 
     Args:
       checkpoint: 'last', 'best' (lowest validation loss), or a step; for the first two, corrupt checkpoints are
         skipped with a warning.
       mesh: devices for the parameters; None for the first device.
+      convert: function of some of the parameters and the model, applied to them as they are read.
 
     Raises:
       UserError: there is no such run or checkpoint, it is corrupt, a file cannot be read, or the tokenizer or class
@@ -112,22 +116,27 @@ def load_run(path: str | Path, checkpoint: str | int = "last", mesh: Mesh | None
     shapes = abstract_params(model)
     if mesh is not None:
         shapes = abstract(shapes, shardings(shapes, parameter_axes(model), mesh))
-    params = restore_params(folder, config, checkpoints, step, shapes)
+    converted = None if convert is None else lambda params: convert(params, model)
+    params = restore_params(folder, config, checkpoints, step, shapes, converted)
     return Run(folder, replace(config, lora=LoraConfig()), model, params, tokenizer, step, classes)
 
 
-def restore_params(folder: Path, config: Config, checkpoints: CheckpointReader, step: int, shapes: Params) -> Params:
+def restore_params(
+    folder: Path, config: Config, checkpoints: CheckpointReader, step: int, shapes: Params,
+    convert: Callable[[Params], Params] | None = None,
+) -> Params:  # fmt: skip
     """Return the model's parameters from a checkpoint, with adapters merged into the base parameters.
 
     Args:
       config: config of the run.
       shapes: shapes, dtypes and shardings of the parameters; leaves without a sharding are placed on the first device.
+      convert: function applied to the parameters, some entries of the tree at a time, or to merged ones as a whole.
 
     Raises:
       UserError: the base or the checkpoint is missing, corrupt, or does not fit the config.
     """
     if not config.lora.rank:
-        return checkpoints.restore_params(step, shapes)
+        return checkpoints.restore_params(step, shapes, convert)
     base, axes = CheckpointReader(folder / BASE), parameter_axes(config.model.build())
     if not base:
         raise UserError(f"{folder / BASE} has no complete checkpoint, but {folder} holds adapters only; restore it.")
@@ -136,7 +145,8 @@ def restore_params(folder: Path, config: Config, checkpoints: CheckpointReader, 
     mesh = next((leaf.sharding.mesh for leaf in jax.tree.leaves(shapes) if leaf.sharding is not None), None)
     if mesh is not None:
         adapters = abstract(adapters, shardings(adapters, adapter_axes(axes, config.lora), mesh))
-    return merge(frozen, checkpoints.restore_params(step, adapters), config.lora)
+    merged = merge(frozen, checkpoints.restore_params(step, adapters), config.lora)
+    return merged if convert is None else convert(merged)
 
 
 def read_tokenizer(folder: Path, required: bool = False) -> Tokenizer | None:

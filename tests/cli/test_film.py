@@ -50,7 +50,8 @@ def test_film_of_a_run_in_a_browser(tmp_path: Path, capsys: pytest.CaptureFixtur
         wait_for(browser, "return document.querySelector('.map canvas')")
         state = """const find = (selector) => document.querySelector(selector);
             return [find('output').textContent, find('.continued').textContent,
-                Number(find('.cursor').getAttribute('x1')), find('.map canvas').toDataURL(), document.documentElement.scrollWidth]"""
+                Number(find('.cursor').getAttribute('x1')), find('.map canvas').toDataURL(),
+                document.documentElement.scrollWidth]"""
         end = browser.execute_script(state)
         browser.find_element("css selector", ".frames input").send_keys(*["\ue012"] * 4)  # arrow left
         start = browser.execute_script(state)

@@ -5,6 +5,7 @@ import errno
 import json
 import math
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -94,6 +95,19 @@ def test_page_without_a_prompt_shows_a_held_out_text(run: Path, capsys: pytest.C
     assert first and whole.startswith(first) and whole[len(first)] in " ⏎"  # ends with a word
     books = run.parent / "books"
     assert f"Heads and gradients are measured on held-out data of {books}: 2 examples of up to 32 tokens." in text
+
+
+def test_lenses_are_fitted_and_shown_by_block(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
+    options = ["--lenses", "--examples", "1", "--max-live-parameters", "0", "--out", str(tmp_path / "page")]
+    assert inspect.main([str(run), *options]) == 0
+    assert re.search(r"^lenses, on \d+ held-out texts of 32 tokens \.\.\.$", capsys.readouterr().err, re.MULTILINE)
+    same, divergence = embedded((tmp_path / "page").read_text(), "Lenses")
+    assert [line["name"] for line in same["lines"]] == ["logit", "Jacobian", "regression"]
+    for of_same, of_divergence in zip(same["lines"], divergence["lines"], strict=True):
+        assert of_same["y"][-1] > 0.9  # the last stream is the model's own
+        assert 0 <= of_divergence["y"][-1] < of_divergence["y"][0]
+    logit, _, regression = (line["y"] for line in divergence["lines"])
+    assert regression[0] < logit[0]
 
 
 def test_large_model_is_measured_on_fewer_targets_of_the_text_that_is_named(

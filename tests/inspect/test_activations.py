@@ -19,7 +19,10 @@ from jaxformer.inspect import (
     capture,
     capture_gradients,
     capture_shapes,
+    gradient_of,
+    gradient_report,
     intervene,
+    run_from,
 )
 from jaxformer.inspect.activations import skip_blocks
 from jaxformer.models.clip import CLIPConfig, ImageTowerConfig, TextTowerConfig
@@ -417,3 +420,77 @@ def test_skipped_blocks_return_known_outputs(name: str):
     gradient = jax.jit(jax.grad(lambda params: jnp.sum(rest(params, 1))))(params)
     zeros = [key for key, leaves in gradient.items() if not any(bool(g.any()) for g in jax.tree.leaves(leaves))]
     assert next(iter(outputs)).removesuffix(".after").replace(".", "_") in zeros
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["decoder", "encoder-decoder", "clip"])
+def test_running_from_every_activation_gives_the_output(name):
+    model, params, inputs = random_model(MODELS[name])
+    values = capture(model, params, *inputs)
+    expected = jax.tree.leaves(model.apply({"params": params}, *inputs))
+    for got in (run_from(model, params, inputs, values), jax.jit(partial(run_from, model, params, inputs))(values)):
+        for a, b in zip(jax.tree.leaves(got), expected, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_running_from_another_texts_stream_gives_its_output_for_a_batch_of_streams():
+    model, params, (tokens_T,) = random_model(DECODER)
+    texts_BT = (tokens_T + jnp.arange(3)[:, None]) % V
+    streams_BTD = jax.vmap(lambda t: capture(model, params, t, names="blocks.1.before")["blocks.1.before"])(texts_BT)
+    rest = jax.vmap(lambda x_TD: run_from(model, params, (tokens_T,), {"blocks.1.before": x_TD}))(streams_BTD)
+    expected = jax.vmap(lambda t: model.apply({"params": params}, t))(texts_BT)
+    np.testing.assert_allclose(rest, expected, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match="preserve shape"):
+        run_from(model, params, (tokens_T,), {"blocks.1.before": streams_BTD[0, :-1]})
+    with pytest.raises(UserError, match=r"blocks\.7"):
+        run_from(model, params, (tokens_T,), {"blocks.7.before": streams_BTD[0]})
+
+
+@pytest.mark.slow
+def test_gradients_of_anything_by_anything_are_difference_quotients():
+    model, params, (tokens_T,) = random_model(DECODER)
+    with jax.enable_x64(True):
+        params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), params)
+        grads = gradient_of(
+            model, params, tokens_T, of="blocks.1.attention.heads.2.scores", at=(5,),
+            wrt=["embedding", "blocks.0.attention.heads", "blocks.0.attention.W_[QK]"],
+        )  # fmt: skip
+        names = ["blocks.0.attention.W_K", "blocks.0.attention.W_Q", "embedding", "blocks.0.attention.heads"]
+        assert list(grads) == names
+
+        def scores(params, values):
+            with intervene(tuple(values), lambda name, _: values[name], missing_ok=True):
+                return capture(model, params, tokens_T)["blocks.1.attention.scores"][2, 5].sum()
+
+        stream = capture(model, params, tokens_T)
+        for name in names:
+            step = 1e-5 * jax.random.normal(jax.random.key(1), grads[name].shape, jnp.float64)
+            if name in stream:
+                high, low = (scores(params, {name: stream[name] + sign * step}) for sign in (1, -1))
+            else:
+                attention = params["blocks_0"]["attention"]
+                matrix = name.rpartition(".")[2]
+                changed = [
+                    params | {"blocks_0": params["blocks_0"] | {"attention": attention | {matrix: value}}}
+                    for value in (attention[matrix] + step, attention[matrix] - step)
+                ]
+                high, low = (scores(p, {}) for p in changed)
+            np.testing.assert_allclose((high - low) / 2, jnp.vdot(grads[name], step), rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_gradients_of_activations_are_reported_by_head():
+    model, params, (tokens_T,) = random_model(DECODER)
+    grads = gradient_of(model, params, tokens_T, of=_first_logit, wrt="blocks.*.attention.heads")
+    values = capture(model, params, tokens_T, names="blocks.*.attention.heads")
+    report = gradient_report(values, grads, lr=0.1)
+    row = next(row for row in report.rows if row.name == "blocks.1.attention.heads.2.heads")
+    g, w = (float(jnp.linalg.norm(x["blocks.1.attention.heads"][2])) for x in (grads, values))
+    np.testing.assert_allclose([row.g, row.w, row.u], [g, w, 0.1 * g / w], rtol=1e-5)
+    with pytest.raises(UserError, match="nothing"):
+        gradient_of(model, params, tokens_T, of=_first_logit, wrt="nothing")
+
+
+def _first_logit(logits_TV: jax.Array) -> jax.Array:
+    return logits_TV[-1, 0]

@@ -55,28 +55,23 @@ def test_a_cpu_multiplies_integers_also_under_vmap():
 
 
 @pytest.mark.parametrize("multiply", [_matmul, _integer_matmul])
-def test_a_matmul_with_heads_equals_that_with_all_columns(multiply):
-    cube, x = jnp.asarray(MATRIX[:, :22].reshape(17, 2, 11)), jnp.asarray(DRAW.normal(size=(3, 17)), jnp.float32)
+def test_a_matmul_with_heads_equals_that_with_a_flat_matrix(multiply):
     multiply = jax.jit(multiply)
-    q = quantize(cube, (0,))
-    flat = q.reshape(17, 22)
-    wanted = multiply(x, flat.values, flat.scale).reshape(3, 2, 11)
-    np.testing.assert_allclose(multiply(x, q.values, q.scale), wanted, rtol=1e-6)
-    np.testing.assert_allclose(wanted, np.tensordot(x, whole(q), 1), atol=1e-2)
+    x, y = (jnp.asarray(DRAW.normal(size=(3, n)), jnp.float32) for n in (17, 34))
+    into = quantize(jnp.asarray(MATRIX[:, :22].reshape(17, 2, 11)), (0,))  # (D, H, K): queries
+    wanted = multiply(x, into.values.reshape(17, 22), into.scale.reshape(1, 22)).reshape(3, 2, 11)
+    np.testing.assert_allclose(multiply(x, into.values, into.scale), wanted, rtol=1e-6)
+    np.testing.assert_allclose(wanted, np.tensordot(x, whole(into), 1), atol=1e-2)
+    out = quantize(jnp.asarray(np.stack([MATRIX, 3 * MATRIX], 1)), (0, 1))  # (H, K, D): the output
+    wanted = multiply(y, out.values.reshape(34, 23), out.scale.reshape(1, 23))
+    np.testing.assert_array_equal(multiply(y, out.values, out.scale), wanted)
+    np.testing.assert_allclose(wanted, y @ whole(out).reshape(34, 23), atol=3e-2)
 
 
 @pytest.mark.slow
-def test_transposed_and_reshaped_it_is_the_same_matrix():
+def test_transposed_it_is_the_same_matrix():
     by_row = quantize(jnp.asarray(MATRIX), (1,))
     np.testing.assert_array_equal(whole(by_row.T), whole(by_row).T)
-    cube = jnp.asarray(MATRIX.reshape(17, 1, 23).repeat(2, 1) * np.array([1.0, 3.0])[:, None])
-    into = quantize(cube, (0,))  # (D, H, K): queries
-    np.testing.assert_array_equal(whole(into.reshape(17, 46)), whole(into).reshape(17, 46))
-    out = quantize(cube, (0, 1))  # (H, K, D): the output
-    np.testing.assert_array_equal(whole(out.reshape(34, 23)), whole(out).reshape(34, 23))
-    for matrix, shape in ((into, (34, 23)), (out, (17, 46)), (into, (17, 2, 23))):
-        with pytest.raises(ValueError, match="cannot be reshaped"):
-            matrix.reshape(*shape)
 
 
 def test_rows_are_those_of_the_matrix():

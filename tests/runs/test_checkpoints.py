@@ -55,6 +55,21 @@ def assert_step(folder: Path, step: int) -> None:
     jax.tree.map(np.testing.assert_array_equal, restored, state(step))
 
 
+@pytest.mark.parametrize(("least", "parts"), [(2**26, [{"W", "b"}]), (1, [{"W"}, {"b"}])])
+def test_parameters_are_converted_in_parts_as_they_are_read(tmp_path, monkeypatch, least, parts):
+    write(tmp_path, 3)
+    monkeypatch.setattr("jaxformer.runs.checkpoints.PART_BYTES", least)
+    read = []
+
+    def halve(part: dict) -> dict:
+        read.append(set(part))
+        return jax.tree.map(lambda x: (x / 2).astype(jnp.bfloat16), part)
+
+    halved = CheckpointReader(tmp_path).restore_params(3, SHAPES, halve)
+    jax.tree.map(np.testing.assert_array_equal, halved, halve(state(3)))
+    assert read[:-1] == parts
+
+
 def array_file(checkpoint: Path) -> Path:
     """Return the largest file of the parameters."""
     return max((checkpoint / "params").rglob("d/*"), key=lambda file: file.stat().st_size)

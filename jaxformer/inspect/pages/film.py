@@ -181,7 +181,7 @@ def _biographies(rows: Sequence[Frame], x: Sequence[int]) -> Iterator[Section]:
         for (layer, head), birth in births(rows).items()
     ]
     about = (
-        "The step is the first from which on the head, patched back, costs less than half of what it costs to ablate it: "
+        "The step is the first from which on the head, patched back, costs less than half of what ablating it costs: "
         "by then, it does at least half of its work."
     )
     yield Table("Biographies", ("head", "biography", "step", "ablation"), table, about=about)
@@ -196,8 +196,8 @@ def biography(last: Frame, layer: str, head: int, birth: Birth) -> str:
         return f"{does}. Without it, the loss rises by less than {LITTLE} nats."
     without = f"{does}. Without it, the loss rises by {birth.use:.3f} nats; as it was after step {birth.before:,}"
     if birth.before == birth.at:
-        return f"{without}, by {birth.rises[0]:.3f}."
-    return f"{without}, by {birth.rises[0]:.3f}, and after step {birth.at:,}, by {birth.rises[1]:.3f}."
+        return f"{without}, by {birth.rises[0]:z.3f}."
+    return f"{without}, by {birth.rises[0]:z.3f}, and after step {birth.at:,}, by {birth.rises[1]:z.3f}."
 
 
 def _attention(run: Run, tokens_T: np.ndarray) -> AttentionSection:

@@ -23,6 +23,7 @@ from jaxformer.errors import UserError
 from jaxformer.inspect.activations import Inputs, capture_shapes
 from jaxformer.inspect.pages import model_sections
 from jaxformer.inspect.pages.charts import Heatmap
+from jaxformer.inspect.pages.lenses import lens_sections
 from jaxformer.inspect.pages.live import BYTES_PER_PARAMETER, live_section
 from jaxformer.inspect.pages.page import Section, Table, write_page
 from jaxformer.inspect.pages.pictures import Picture, PictureSection, patch_attention, patch_grid, png_uri
@@ -66,13 +67,14 @@ def write_model_page(
     progress: Callable[[str], object] = lambda _: None,
     text: HeldOut | None = None,
     source: str = "the text",
+    lenses: bool = False,
 ) -> None:
     """Write the page about a run with a checkpoint to an HTML file. A prompt replaces the held-out text, and heads and
     gradients are measured on `n_examples` held-out examples. A causal decoder with at most `max_live_parameters`
     parameters runs live in the page; 0 omits that section. `progress` is called with the name of each part before it is
     made. A `text` of the name `source` replaces the run's own data; a run that was imported has none, so a prompt is
-    then all that is measured. Raises `UserError` if the prompt does not suit the model or the page, or there is neither
-    data nor a prompt."""
+    then all that is measured. With `lenses`, lenses are fitted to held-out texts. Raises `UserError` if the prompt does
+    not suit the model or the page, or there is neither data nor a prompt."""
     metrics, batch, reason = read_metrics(run.path), None, ""
     if text is not None or metrics or prompt is None:
         batch, source, reason = held_out(run, n_examples, text, source)
@@ -96,6 +98,8 @@ def write_model_page(
         sections.append(model_sections.attention_section(run.model, run.params, example, text_of, mask))
         progress("logit lens and logit attribution")
         sections += model_sections.residual_stream_sections(run.model, run.params, example, text_of)
+    if lenses:
+        sections += lens_sections(run.model, run.params, text or load_data(run.path, run.config), progress)
     if batch is not None:
         progress("held-out examples")
         sections += _task_sections(run, batch)

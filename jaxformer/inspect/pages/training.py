@@ -72,6 +72,7 @@ def training_sections(rows: Sequence[Row], config: ModelConfig, samples: Sequenc
         *_entropy(rows, config),
         *_updates(rows),
         *_learning_rate(rows),
+        *_sharpness(rows),
         *_experts(rows),
         *_init_check(rows),
         *_samples(samples),
@@ -154,6 +155,16 @@ def _updates(rows: Sequence[Row]) -> Iterator[Section]:
 def _learning_rate(rows: Sequence[Row]) -> Iterator[Section]:
     if lines := _curve(rows, "lr", "learning rate"):
         yield Lines("Learning rate", lines, STEP, Axis("learning rate", from_zero=True), 220)
+
+
+def _sharpness(rows: Sequence[Row]) -> Iterator[Section]:
+    if lines := _curve(rows, "sharpness", "sharpness", 100):
+        limit = _curve(rows, "sharpness_limit", "limit of a quadratic")
+        about = (
+            "The largest eigenvalue of the Hessian of the loss on some training examples. Were the loss quadratic, "
+            "training would diverge above the limit of the current learning rate."
+        )
+        yield Lines("Sharpness", lines + limit, STEP, Axis("sharpness", log=True), about=about)
 
 
 def _experts(rows: Sequence[Row]) -> Iterator[Section]:

@@ -1,0 +1,107 @@
+"""Jacobian, regression and backward lenses."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.linalg
+
+from jaxformer.data.dataset import Batch
+from jaxformer.inspect import (
+    agreement,
+    backward_lens,
+    capture,
+    intervene,
+    jacobian_lens,
+    lens_logits,
+    logit_lens,
+    regression_lens,
+)
+from jaxformer.inspect.activations import run_from
+from jaxformer.inspect.lenses import mean_jacobian
+from jaxformer.models.objective import objective_of
+from tests.arrays import apply
+from tests.inspect.test_activations import DECODER, MODELS, V, random_model
+
+pytestmark = pytest.mark.slow
+
+STREAMS = ("embedding", "blocks.0.after", "blocks.1.after")
+NORMED = replace(DECODER, final_norm=True)
+TOKENS = jnp.arange(4)[::-1]
+
+
+def test_mean_jacobian_is_that_of_jax_at_equal_positions():
+    model, params, _ = random_model(NORMED)
+    stream = capture(model, params, TOKENS, names=STREAMS)
+
+    def last_stream(name, x_TD):  # the rest of the model, by another way
+        with intervene(name, lambda *_: x_TD):
+            return capture(model, params, TOKENS)["blocks.1.after"]
+
+    # Rows of a Hadamard matrix are orthogonal, so that over all of them the other positions cancel exactly.
+    signs = jnp.asarray(scipy.linalg.hadamard(4), jnp.float32)
+    measured = [mean_jacobian(model, params, TOKENS, sign_T)[0] for sign_T in signs]
+    for name in STREAMS:
+        J_TDTD = jax.jacobian(lambda x, name=name: last_stream(name, x))(stream[name])
+        expected = jnp.einsum("tdte->de", J_TDTD) / 4
+        mean = np.mean([m[name] for m in measured], axis=0)
+        np.testing.assert_allclose(mean, expected, atol=1e-4 * float(jnp.abs(expected).max()))
+
+
+def test_lenses_leave_the_last_stream_as_it_is():
+    model, params, _ = random_model(NORMED)
+    rng = np.random.default_rng(0)
+    texts = [jnp.asarray(rng.integers(0, V, 7)) for _ in range(10)]
+    lenses = {
+        "jacobian": jacobian_lens(model, params, texts[:2], jax.random.key(0)),
+        "regression": regression_lens(model, params, texts, ridge=1e-6),
+    }
+    for lens in lenses.values():
+        np.testing.assert_allclose(lens["blocks.1.after"].A_DD, np.eye(12), atol=1e-3)
+        np.testing.assert_allclose(lens["blocks.1.after"].b_D, np.zeros(12), atol=1e-3)
+        np.testing.assert_allclose(
+            lens_logits(model, params, lens, texts[0])["blocks.1.after"], apply(model, params, texts[0]), atol=1e-3
+        )
+        result = agreement(model, params, lens, texts[:3])
+        assert result["blocks.1.after"].same == 1
+        assert abs(result["blocks.1.after"].divergence) < 1e-5 < result["embedding"].divergence
+
+
+def test_regression_predicts_better_than_the_stream_itself():
+    model, params, _ = random_model(NORMED)
+    texts = [jnp.asarray(row) for row in np.random.default_rng(1).integers(0, V, (60, 7))]
+    fitted = agreement(model, params, regression_lens(model, params, texts[:50]), texts[50:])
+    plain = agreement(model, params, None, texts[50:])
+    for name in STREAMS[:2]:
+        assert fitted[name].divergence < plain[name].divergence
+    expected = logit_lens(model, params, texts[50])
+    p_TV = jax.nn.softmax(expected["blocks.1.after"])
+    other = jax.nn.log_softmax(expected["embedding"])
+    by_hand = jnp.mean(jnp.sum(p_TV * (jnp.log(p_TV) - other), axis=-1))
+    np.testing.assert_allclose(agreement(model, params, None, texts[50:51])["embedding"].divergence, by_hand, rtol=1e-4)
+
+
+def test_backward_lens_of_the_last_stream_is_target_minus_prediction():
+    model, params, _ = random_model(DECODER)
+    example = Batch((TOKENS,), (TOKENS + 3) % V, jnp.ones(4))
+    W_DV = params["W_out"]
+    error_TV = jax.nn.one_hot(example.targets, V) - jax.nn.softmax(apply(model, params, TOKENS))
+    lens = backward_lens(model, params, example)
+    np.testing.assert_allclose(lens["blocks.1.after"], error_TV @ W_DV.T @ W_DV, atol=1e-4)
+    stream = capture(model, params, TOKENS, names="embedding")["embedding"]
+
+    def loss(x_TD):
+        log_p_TV = jax.nn.log_softmax(run_from(model, params, (TOKENS,), {"embedding": x_TD}))
+        return -jnp.take_along_axis(log_p_TV, example.targets[:, None], 1).sum()
+
+    np.testing.assert_allclose(loss(stream), objective_of(model).example_loss(model, params, example), rtol=1e-5)
+    np.testing.assert_allclose(lens["embedding"], -jax.grad(loss)(stream) @ W_DV, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["grouped", "vit"])
+def test_a_model_without_an_additive_stream_is_refused(name):
+    model, params, inputs = random_model(MODELS[name])
+    with pytest.raises(ValueError, match=r"stream|post-norm"):
+        regression_lens(model, params, inputs)

@@ -1,0 +1,71 @@
+"""Attribution by path: first order, and exact."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxformer.inspect import capture, path_attribution, run_from
+from tests.arrays import apply
+from tests.inspect.test_activations import DECODER, MODELS, T, V, random_model
+
+pytestmark = pytest.mark.slow
+
+TOKENS = jnp.arange(T)[::-1]
+OTHER = (TOKENS + 5) % V
+DIRECT = 1 + 2 * (3 + 1)
+"""Parts of two blocks with three heads."""
+
+
+def preference(logits_TV: jax.Array) -> jax.Array:
+    return logits_TV[-1, 3] - logits_TV[-1, 4]
+
+
+def test_edges_into_the_logits_are_exact_without_a_final_norm_and_sum_to_the_change():
+    model, params, _ = random_model(DECODER)
+    edges = path_attribution(model, params, [TOKENS], [OTHER], preference, n_exact=1000)
+    direct = [edge for edge in edges if edge.target == "logits"]
+    assert len(direct) == DIRECT
+    np.testing.assert_allclose([edge.exact for edge in direct], [edge.estimate for edge in direct], atol=1e-4)
+    change = preference(apply(model, params, OTHER)) - preference(apply(model, params, TOKENS))
+    np.testing.assert_allclose(sum(edge.estimate for edge in direct), change, rtol=1e-4)
+
+
+def test_every_edge_leads_to_a_later_part_and_the_largest_come_first():
+    model, params, _ = random_model(DECODER)
+    edges = path_attribution(model, params, [TOKENS], [OTHER], preference, n_exact=2)
+    pairs = {(edge.source, edge.target) for edge in edges}
+    assert len(pairs) == len(edges) == 1 + 4 + 5 + 8 + DIRECT
+    assert ("blocks.0.attention.heads.2", "blocks.0.mlp") in pairs
+    assert ("blocks.0.mlp", "blocks.0.attention") not in pairs
+    sizes = [abs(edge.estimate) for edge in edges]
+    assert sizes == sorted(sizes, reverse=True)
+    assert [edge.exact is None for edge in edges] == [False] * 2 + [True] * (len(edges) - 2)
+
+
+@pytest.mark.parametrize("config", [DECODER, replace(DECODER, norm="layernorm", final_norm=True)])
+def test_an_edge_is_the_change_of_what_its_target_alone_reads(config):
+    """The embedding's edge into the first MLP, written out: the MLP of another stream, in the same model."""
+    model, params, _ = random_model(config)
+    edges = path_attribution(model, params, [TOKENS], [OTHER], preference, n_exact=1000)
+    (edge,) = (e for e in edges if (e.source, e.target) == ("embedding", "blocks.0.mlp"))
+    ours, theirs = (capture(model, params, tokens) for tokens in (TOKENS, OTHER))
+    stream_TD = ours["embedding"] + ours["blocks.0.attention"]
+    block = model.bind({"params": params}).blocks[0]
+    mlp = lambda x_TD: block.mlp(block.mlp_norm(x_TD))  # noqa: E731
+    np.testing.assert_allclose(mlp(stream_TD), ours["blocks.0.mlp"], atol=1e-5)
+    metric = lambda x_TD: preference(run_from(model, params, (TOKENS,), {"blocks.0.mlp": mlp(x_TD)}))  # noqa: E731
+    difference = theirs["embedding"] - ours["embedding"]
+    np.testing.assert_allclose(edge.exact, metric(stream_TD + difference) - metric(stream_TD), atol=1e-4)
+    np.testing.assert_allclose(edge.estimate, jnp.vdot(jax.grad(metric)(stream_TD), difference), atol=1e-4)
+
+
+def test_normalised_outputs_have_no_heads_of_their_own():
+    model, params, inputs = random_model(replace(DECODER, norm_placement="both"))
+    with pytest.raises(ValueError, match="normalised"):
+        path_attribution(model, params, inputs, inputs, preference)
+    model, params, inputs = random_model(MODELS["vit"])
+    with pytest.raises(ValueError, match="stream"):
+        path_attribution(model, params, inputs, inputs, preference)
