@@ -85,8 +85,6 @@ def write_film(
     Raises:
       UserError: the run has no film or no data, or its model has none; see `inspect.film.film`.
     """
-    if not frames(run.path):
-        raise UserError(f"{run.path} has no film; train it anew with --train.film.")
     batch, source, reason = held_out(run, n_examples)
     if batch is None:
         raise UserError(reason)
