@@ -191,7 +191,7 @@ PUBLISHED = Case(
     sides={
         **{
             weights: Side("benchmarks.published:jaxformer", {"weights": weights}, role="ours", needs=SMOLLM2)
-            for weights in ("float32", "bfloat16", "int8")
+            for weights in ("float32", "int8")
         },
         "transformers": Side("benchmarks.published:transformers", needs=(*SMOLLM2, "torch", "transformers")),
         "llama.cpp": Side("benchmarks.published:llama_cpp", needs=(*SMOLLM2, "xllamacpp")),

@@ -19,7 +19,6 @@ def resident_bytes() -> int:
 def jaxformer(folder: Path, B: int, prompt: int, new: int, weights: Any) -> tuple[Any, Figures]:
     """Continue a prompt in B rows; a step generates the whole continuation of all rows."""
     import jax
-    import jax.numpy as jnp
     import numpy as np
 
     from jaxformer.cli import machine
@@ -40,18 +39,17 @@ def jaxformer(folder: Path, B: int, prompt: int, new: int, weights: Any) -> tupl
     assert isinstance(config, DecoderConfig)
     params = spread_rows(run.params, B)
     prompts = [tokenizer.encode(TEXT)[:prompt]] * B
-    dtype = jnp.bfloat16 if weights == "bfloat16" else jnp.float32
 
     def complete() -> np.ndarray:
         pieces = generate(
             model, params, prompts, Sampling(temperature=0), [0] * B, max_new_tokens=new,
-            context_length=config.n_positions, cache_dtype=dtype,
+            context_length=config.n_positions,
         )  # fmt: skip
         return np.concatenate([piece.tokens_BN for piece in pieces], axis=1)
 
     tokens_BN = complete()
     n_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
-    cached = 2 * config.n_blocks * config.kv_heads * config.width_of_head * jnp.dtype(dtype).itemsize
+    cached = 4 * 2 * config.n_blocks * config.kv_heads * config.width_of_head  # keys and values in float32
     return lambda _: complete()[0, -1], {
         "_tokens": tokens_BN.tolist(), "_dtype": weights, "tokens": B * new, "weights_bytes": n_bytes,
         "memory_bytes": resident_bytes(), "bytes_per_step": n_bytes + int(B * cached * (prompt + new / 2)),

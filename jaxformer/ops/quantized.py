@@ -1,7 +1,7 @@
 """int8 matrices for decoding: a decode step reads every weight once, so fewer bytes are faster.
 
 There is one scale per output channel (absmax; Dettmers et al. 2022, section 2.1). Activations keep their precision: on
-a CPU, where integer matmuls are fast, they are split into two int8 parts, 16 bits together."""
+a CPU, where integer matmuls of few rows are fast, they are split into two int8 parts, 16 bits together."""
 
 from __future__ import annotations
 
@@ -17,6 +17,9 @@ from jaxformer.ops.precision import accumulation_dtype
 
 LARGEST = 127
 """Largest int8 value; the range is symmetric about 0."""
+MAX_INTEGER_ROWS = 32
+"""Maximum rows per example that a CPU multiplies with integers: a decode step or a draft's proposals. For more, as in a
+prompt, one conversion of the weights to the dtype of the rows takes less time."""
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["values", "scale"], meta_fields=["dtype"])
@@ -51,7 +54,8 @@ class Quantized:
 
     def __rmatmul__(self, x: jax.Array) -> jax.Array:
         """Return the matmul of `(…, D)` and `(D, F)` or `(D, H, K)`, in the dtype of x."""
-        return jax.lax.platform_dependent(x, self.values, self.scale, cpu=_integer_matmul, default=_matmul)
+        on_cpu = _integer_matmul if x.size <= MAX_INTEGER_ROWS * x.shape[-1] else _matmul
+        return jax.lax.platform_dependent(x, self.values, self.scale, cpu=on_cpu, default=_matmul)
 
 
 def quantize(matrix: jax.Array, summed: tuple[int, ...], dtype: DTypeLike = jnp.float32) -> Quantized:

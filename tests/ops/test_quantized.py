@@ -46,12 +46,14 @@ def test_the_other_factor_has_15_bits(shape, multiply):
 
 
 @pytest.mark.slow
-def test_a_cpu_multiplies_integers_also_under_vmap():
+def test_a_cpu_multiplies_few_rows_with_integers_also_under_vmap():
     q, x = quantize(jnp.asarray(MATRIX), (0,)), jnp.asarray(DRAW.normal(size=(2, 3, 17)), jnp.float32)
     wanted = jax.jit(_integer_matmul)(x, q.values, q.scale)
     matmul = lambda x: x @ q  # noqa: E731
     np.testing.assert_array_equal(jax.jit(matmul)(x), wanted)
     np.testing.assert_array_equal(jax.jit(jax.vmap(matmul))(x), wanted)
+    many = jnp.tile(x[0], (11, 1))
+    np.testing.assert_array_equal(jax.jit(matmul)(many), jax.jit(_matmul)(many, q.values, q.scale))
 
 
 @pytest.mark.parametrize("multiply", [_matmul, _integer_matmul])
