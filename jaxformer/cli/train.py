@@ -171,7 +171,7 @@ def _parse(line: CommandLine, stack: contextlib.ExitStack) -> Job:
         pretrained = open_pretrained(init_from)
     config = named or stored or (pretrained and pretrained.config) or load_config(DEFAULT_CONFIG)
     if pretrained is not None:
-        model = pretrained.starting_model(config.model)
+        model = pretrained.model.with_head_of(config.model)
         config = dataclasses.replace(config, model=model, init_from=run_name(pretrained.path))
     config = dataclasses.replace(config, model=with_fitting_patches(config.model, line))
     defaults = Arguments(config, spec or DEFAULT_CONFIG, run, resume)
