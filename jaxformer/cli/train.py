@@ -172,7 +172,10 @@ def _parse(line: CommandLine, stack: contextlib.ExitStack) -> Job:
     config = named or stored or (pretrained and pretrained.config) or load_config(DEFAULT_CONFIG)
     if pretrained is not None:
         model = pretrained.model.with_head_of(config.model)
-        config = dataclasses.replace(config, model=model, init_from=run_name(pretrained.path))
+        lora = config.lora
+        if pretrained.has_new_head(model):
+            lora = dataclasses.replace(lora, whole=lora.whole or model.contract.head)
+        config = dataclasses.replace(config, model=model, init_from=run_name(pretrained.path), lora=lora)
     config = dataclasses.replace(config, model=with_fitting_patches(config.model, line))
     defaults = Arguments(config, spec or DEFAULT_CONFIG, run, resume)
     options = line.parse(defaults, command("train"), DESCRIPTION)

@@ -302,6 +302,9 @@ class LoraConfig:
     matrices: tuple[str, ...] = ("matrix",)
     """Matrices with adapters. Each entry is a name such as W_Q, a pattern such as 'blocks.*.mlp.*', or a role: matrix
     (all between the embedding and the logits) or embedding."""
+    whole: tuple[str, ...] = ()
+    """Parameters trained in full beside the adapters, each a name or a pattern such as 'head.*'; by default, those of a
+    head that the pretrained model does not have."""
 
     def __post_init__(self) -> None:
         check_fields(self, "lora.")
