@@ -11,11 +11,12 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from jaxformer.__main__ import main
-from jaxformer.data.labelled import tokenize_text
+from jaxformer.data.labelled import LabelledTextConfig, tokenize_text
+from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.decode.embed import embed
 from jaxformer.errors import UserError
 from jaxformer.interop.run import import_run
-from jaxformer.models.encoder import EncoderConfig
+from jaxformer.models.encoder import ClassifierConfig, EncoderConfig
 from jaxformer.runs.checkpoints import CheckpointReader
 from jaxformer.runs.run import load_run
 from tests.helpers import ROOT
@@ -197,6 +198,20 @@ def test_an_encoder_is_fine_tuned_as_a_classifier(
     if options is LORA:  # the new head is not frozen
         saved = CheckpointReader(Path("runs/x")).arrays(120).keys()
         assert {"params/head/W_1", "params/blocks_0/attention/W_Q/A"} <= saved
+
+
+def test_long_texts_are_truncated_as_by_transformers(tmp_path: Path):
+    publish_bert(tmp_path / "model")
+    text, texts = "the cat sees the dog . " * 3, ["x\ty\n", "the dog\tz\n"]
+    (tmp_path / "x.train.tsv").write_text("".join([f"{text}\ty\n", *texts]))
+    (tmp_path / "x.val.tsv").write_text(f"{text}\ty\n")
+    model = ClassifierConfig(len(WORDS), 7, 8, n_heads=2, d_ff=(12,), n_blocks=1)
+    tokenizer = Tokenizer.load(tmp_path / "model" / "tokenizer.json")
+    (batch,) = LabelledTextConfig(str(tmp_path / "x")).load(model, 2, 0, tokenizer).held_out(1)
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "model", local_files_only=True)
+    expected = theirs(text, truncation=True, max_length=7)["input_ids"]
+    assert batch.inputs[0][0].tolist() == expected == [2, 5, 6, 9, 8, 5, 3]
 
 
 SENTENCES = ["The weather is lovely today.", "It's so sunny outside!", "He drove to the stadium."]
