@@ -87,9 +87,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 def test_logits_equal_those_of_transformers(models: Models):
     forward = jax.jit(lambda params, tokens_T: models.run.model.apply({"params": params}, tokens_T))
-    for text in TEXTS:
-        tokens = models.tokenizer.encode(text)
-        padded = np.zeros(128, int)  # so that one program serves all lengths
+    longest = models.tokenizer.encode((ROOT / "docs/extending.md").read_text())[:2048]
+    for tokens in [*map(models.tokenizer.encode, TEXTS), longest]:
+        padded = np.zeros(128 if len(tokens) <= 128 else 2048, int)  # so that two programs serve all lengths
         padded[: len(tokens)] = tokens
         ours_TV = np.asarray(forward(models.run.params, padded))[: len(tokens)]
         theirs_TV = their_logits(models.theirs, tokens)
