@@ -10,7 +10,7 @@ algorithm 1; Chen et al. 2023). Each pass thus yields between one token and one 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import NamedTuple, Protocol
 
@@ -50,6 +50,11 @@ from jaxformer.ops.masks import EMPTY
 
 TOKENS_PER_CALL = 16
 """Minimum new tokens per call, unless the text ends."""
+
+PASS_COST = {"cpu": 0.4}
+OTHER_PASS_COST = 0.05
+"""Time that one more token in a pass takes, as a fraction of a pass over one token, by platform: on a CPU as measured
+for SmolLM2-135M, and on others, where a pass mainly waits for the weights."""
 
 BothParams = tuple[Params, Params]
 """Parameters of the model and of the draft."""
@@ -126,7 +131,10 @@ class DraftModel:
     def propose(
         self, params: Params, text: SpeculativeState, n: int, sampling: Sampling, key: jax.Array
     ) -> tuple[jax.Array, jax.Array, Cache]:
-        """Return n tokens `(n,)` sampled from the draft, their distributions `(n, V)`, and the extended cache."""
+        """Return n tokens `(n,)` sampled from the draft, their distributions `(n, V)`, and the extended cache, which is
+        not extended for no tokens."""
+        if not n:
+            return jnp.zeros(0, jnp.int32), jnp.zeros((0, self.vocab_size)), text.draft
 
         def step(carry: tuple[jax.Array, Cache, History], i: jax.Array) -> tuple[tuple, tuple]:
             token, cache, history = carry
@@ -192,7 +200,8 @@ def speculate(
 ) -> Speculation:  # fmt: skip
     """Complete prompts as `generate` does, in fewer model passes, but one prompt after another.
 
-    The prefill of a prompt is one pass, whatever its length, and its samples share it.
+    The prefill of a prompt is one pass, whatever its length, and its samples share it. A text whose first
+    `TOKENS_PER_CALL` tokens show that its proposals do not pay is continued without them.
 
     Args:
       model: model with the methods that `generate` needs; its cache must hold keys and values, not a state.
@@ -265,13 +274,23 @@ def _pieces(
 ) -> Iterator[tuple[int, Piece]]:
     """Yield, per call, the number of model passes and the piece of their tokens, at most `limit` in all."""
     state = init()
-    n_new, done = 0, False
+    n_new, all_passes, done = 0, 0, False
     while not done:
         n_read = read_slots(n_prompt + n_new + TOKENS_PER_CALL + 2 * decoder.n_proposed, len(state.text_S))
         state, n_passes, n, drawn = _decode(decoder, params, state, np.uint32(seed), np.int32(limit), n_read)
         n_passes, n, drawn, done = jax.device_get((n_passes, n, drawn, state.done))
-        n_new += int(n)
+        n_new, all_passes = n_new + int(n), all_passes + int(n_passes)
+        if decoder.n_proposed and n_new < _least_tokens_per_pass(decoder, params) * all_passes:
+            decoder = replace(decoder, n_proposed=0)
         yield int(n_passes), Piece(*(x[None, :n] for x in drawn))
+
+
+def _least_tokens_per_pass(decoder: _Decoder, params: BothParams) -> float:
+    """Return the new tokens per pass from which proposals pay. It reads no clock, so that a seed gives one text."""
+    leaves, of_draft = map(jax.tree.leaves, params)
+    cost = PASS_COST.get(next(iter(leaves[0].devices())).platform, OTHER_PASS_COST)
+    share = sum(x.nbytes for x in of_draft) / sum(x.nbytes for x in leaves)
+    return 1 + decoder.n_proposed * (cost + share)
 
 
 @partial(jax.jit, static_argnames=("d", "n_slots"))
@@ -358,7 +377,7 @@ def _verify(
         carry = history, all_accepted & accepted & ~stops, done | (all_accepted & stops)
         return carry, with_logprobs(logits_V, token, sampling)
 
-    one_more = lambda x: jnp.concatenate([x, jnp.zeros_like(x[:1])])  # noqa: E731
+    one_more = lambda x: jnp.concatenate([x, jnp.zeros((1, *x.shape[1:]), x.dtype)])  # noqa: E731
     steps = jnp.arange(n_proposed + 1), logits, one_more(proposed_N), one_more(q_NV)
     (longer, _, done), drawn = jax.lax.scan(check, (history, jnp.bool_(True), jnp.bool_(False)), steps)
     text_S = jax.lax.dynamic_update_slice_in_dim(text_S, drawn.token, length, 0)

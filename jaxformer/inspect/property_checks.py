@@ -73,6 +73,7 @@ def verify(model: nn.Module, params: Params, inputs_B: Inputs, targets_B: jax.Ar
         (padding, inputs_B),
         (decoding, first),
         (batching, inputs_B),
+        (bits, inputs_B),
         (no_dropout, first),
         (dropout_keys, first),
         (gradients, jax.tree.map(lambda x: x[:2], Batch(inputs_B, targets_B))),
@@ -319,6 +320,25 @@ def batching(model: nn.Module, params: Params, inputs_B: Inputs) -> Check:
         for y_B, y in zip(batched, jax.tree.leaves(forward(params, *(x[b] for x in inputs_B))), strict=True)
     )
     return Check("batching", f"{n} examples together and one by one", deviation, ROUNDING)
+
+
+def bits(model: nn.Module, params: Params, inputs_B: Inputs) -> Check:
+    """Check that, in a batch of one size, an example has the same outputs to the last bit whatever the others are and
+    wherever it stands; and for a causal language model also whatever follows."""
+    limit = 0.0 if jax.default_backend() == "cpu" else ROUNDING  # elsewhere not measured
+    call = jax.jit(partial(_batched, model))
+    batched = call(params, inputs_B)
+    moved = call(params, jax.tree.map(lambda x: jnp.roll(x, 1, axis=0), inputs_B))
+    others = call(params, jax.tree.map(lambda x: jnp.repeat(x[:1], len(x), axis=0), inputs_B))
+    pairs = [(jnp.roll(y_B, 1, axis=0), z_B) for y_B, z_B in zip(batched, moved, strict=True)]
+    pairs += [(y_B[0], z_B[0]) for y_B, z_B in zip(batched, others, strict=True)]
+    detail = "among other examples, and at another place of the batch"
+    if is_causal_lm(model) and not (contract := contract_of(model)).has_prefix and not contract.fixed_length:
+        tokens_BT, half = inputs_B[0], inputs_B[0].shape[1] // 2
+        cut = call(params, (tokens_BT.at[:, half:].set(0), *inputs_B[1:]))
+        pairs += [(y_BTV[:, :half], z_BTV[:, :half]) for y_BTV, z_BTV in zip(batched, cut, strict=True)]
+        detail += ", and before other tokens"
+    return Check("bits", detail, largest_of(relative_error(*pair) for pair in pairs), limit)
 
 
 def no_dropout(model: nn.Module, params: Params, inputs: Inputs) -> Check:

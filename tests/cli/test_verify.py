@@ -27,7 +27,7 @@ def test_all_invariants_hold_also_on_several_devices(run: str, capsys: pytest.Ca
     first, _, *rows, last = capsys.readouterr().out.splitlines()
     assert first == f"run {run}, step 0: Decoder, on 2 random examples"
     assert last == "all invariants hold"
-    assert [row.split()[0] for row in rows] == ["ok"] * 7 + ["-"] * 2 + ["ok"] * 3  # it has no dropout
+    assert [row.split()[0] for row in rows] == ["ok"] * 8 + ["-"] * 2 + ["ok"] * 3  # it has no dropout
     assert f"on {jax.local_device_count()} devices and on one" in rows[-1]
 
 

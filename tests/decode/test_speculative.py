@@ -43,6 +43,13 @@ DRAFTS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def proposals_always_pay(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest):
+    """Except in the test of what happens otherwise."""
+    if "pays" not in request.node.name:
+        monkeypatch.setitem(speculative.PASS_COST, "cpu", -1.0)
+
+
 def tokens_of(speculation):
     return np.concatenate([piece.tokens_BN[0] for piece in speculation])
 
@@ -240,3 +247,17 @@ def test_rows_are_generated_one_after_another_and_can_be_ended():
     assert all((tokens_BN != EMPTY).any(axis=1).sum() == 1 for tokens_BN in pieces)
     rows = np.concatenate(pieces, axis=1)
     assert [row[row != EMPTY].tolist() for row in rows] == [expected[0], [], expected[2]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("cost", "passes"), [(-0.1, 10), (0.1, 4 + 30)])
+def test_a_draft_proposes_as_long_as_it_pays(cost, passes, monkeypatch: pytest.MonkeyPatch):
+    """The model itself proposes four tokens, all of which are accepted: five a pass. The first call has 20 tokens.
+    The draft costs as much as the model, so that a pass takes 5 + 4 cost times as long as one over one token."""
+    monkeypatch.setitem(speculative.PASS_COST, "cpu", cost)
+    sampling = Sampling(temperature=0)
+    speculation = speculate(
+        MODEL, PARAMS, *DRAFTS["itself"], [PROMPT], sampling, [0], max_new_tokens=50, context_length=CONTEXT
+    )
+    np.testing.assert_array_equal(tokens_of(speculation), tokens_of(plainly(sampling, n=50)))
+    assert speculation.n_passes == passes

@@ -37,7 +37,7 @@ linear = importlib.import_module("jaxformer.ops.linear_cross_entropy")
 ops_attention = importlib.import_module("jaxformer.ops.attention")  # in the package, its name is the function's
 
 NAMES = [
-    "finite", "causality", "attention mask", "attention rows", "padding", "decoding", "batching", "no dropout",
+    "finite", "causality", "attention mask", "attention rows", "padding", "decoding", "batching", "bits", "no dropout",
     "dropout keys", "gradients",
 ]  # fmt: skip
 
@@ -102,10 +102,10 @@ def always_drop_out(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("plant", "broken"),
     [
-        (attend_to_the_next, {"causality", "attention mask"}),
+        (attend_to_the_next, {"causality", "attention mask", "bits"}),
         exhaustive(hide_the_own_position, {"attention mask", "attention rows"}),  # the first sees nothing
         (write_the_cache_late, {"decoding"}),
-        exhaustive(mask_after_softmax, {"attention rows", "causality"}),  # the sum below it knows all
+        exhaustive(mask_after_softmax, {"attention rows", "causality", "bits"}),  # the sum below it knows all
         (drop_the_scale, {"decoding", "padding"}),
         (always_drop_out, {"no dropout", "dropout keys"}),
     ],
