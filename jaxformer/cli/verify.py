@@ -137,12 +137,13 @@ def _several_devices(run: Run, options: Arguments) -> Check:
     inputs = _inputs(run, options, n)
     batch = Batch(inputs, _targets(run, inputs, options.seed))
 
-    def gradient_on(devices: Sequence[jax.Device]) -> tuple[np.ndarray, Params]:
+    def gradient_on(devices: Sequence[jax.Device]) -> tuple[jax.Array, Params]:
         setup = _setup(run, n, devices)
         vars(setup)["compute_dtype"] = jnp.dtype(jnp.float64)
         exact = jax.tree.map(lambda p: np.asarray(p, np.float64), run.params)
         params = jax.device_put(exact, replicated(setup.mesh))
-        return jax.device_get(jax.jit(make_gradient(setup))(params, batch, setup.example_keys(0)))
+        loss, grads = jax.device_get(jax.jit(make_gradient(setup))(params, batch, setup.example_keys(0)))
+        return loss, grads
 
     # In float64, sums in another order differ by far less than the gradients of parameters that hardly matter.
     with jax.enable_x64(True):

@@ -180,11 +180,11 @@ def _continuations(setup: TrainSetup, data: Dataset, params: Params) -> Iterator
     conversation."""
     config, t, tokenizer = setup.config, setup.config.train, data.tokenizer
     assert isinstance(config.model, TokenModelConfig) and tokenizer is not None  # as for all causal language models
-    is_chat = isinstance(data, ChatDataset)
-    prompt = data.prompt if is_chat else tokenizer.encode_prompt(t.sample_prompt)
+    prompt = data.prompt if isinstance(data, ChatDataset) else tokenizer.encode_prompt(t.sample_prompt)
+    ends = tokenizer.ends_of_text if isinstance(data, ChatDataset) else ()
     texts = continuations(config.model, setup.model, params, tokenizer, [prompt], [config.seed], t.sample_tokens)
     for temperature, _, prompt, new in texts:
-        end = next((i for i, token in enumerate(new) if is_chat and token in tokenizer.ends_of_text), len(new))
+        end = next((i for i, token in enumerate(new) if token in ends), len(new))
         yield temperature, tokenizer.decode(prompt + new[:end])
 
 

@@ -65,7 +65,7 @@ def publish(run: Run) -> Published:
         raise UserError(f"{problem}; use --format safetensors.")
     config = resolved(model)
     families = {name: family for name, family in {**FAMILIES, **ENCODERS}.items() if family.model is type(config)}
-    if not getattr(config, "n_segments", 1):  # one, whose embedding is 0, is the same
+    if isinstance(config, EncoderConfig) and not config.n_segments:  # one, whose embedding is 0, is the same
         config = dataclasses.replace(config, n_segments=1)
         params = params | {"W_segment": np.zeros((1, config.d_model))}
     if own := [f.name for f in dataclasses.fields(model) if not hasattr(config, f.name)]:
