@@ -17,6 +17,7 @@ import pytest
 from jaxformer.cli import (
     diff,
     export,
+    film,
     import_model,
     inspect,
     ladder,
@@ -176,6 +177,7 @@ TESTED_ELSEWHERE = (
 PRINTED = {
     "diff": (diff.main, "(the same.*){3}"),
     "eval": (evaluate.main, "bpb="),
+    "film": (film.main, "film.html: "),  # of the run of the command before
     "merge": (merge.main, "adapters merged"),  # of the run of the command before
     "tokens": (tokens.main, "bytes per token"),
     "verify": (verify.main, r"all invariants hold\n$"),

@@ -19,6 +19,7 @@ from jaxformer.inspect.curvature import (
     sharpness,
 )
 from jaxformer.inspect.explanations import TokenExplanation, explain
+from jaxformer.inspect.film import patched_back, singular_values
 from jaxformer.inspect.gradients import (
     GradientReport,
     PerExampleGradients,
@@ -42,7 +43,7 @@ __all__ = [
     "backward_lens", "capture", "capture_gradients", "capture_shapes", "check_init", "draw_alignment", "explain",
     "first_non_finite", "gauss_newton_product", "gradient_of", "gradient_report", "gradients_by_position",
     "head_statistics", "hessian_product", "intervene", "jacobian_lens", "largest_eigenvalues", "lens_logits",
-    "logit_attribution", "logit_lens", "named_attention_maps", "nesterov_limit", "patch_activations",
+    "logit_attribution", "logit_lens", "named_attention_maps", "nesterov_limit", "patch_activations", "patched_back",
     "path_attribution", "per_example_gradients", "regression_lens", "router_report", "run_from", "saturation",
-    "save_autopsy", "sharpness", "verify",
+    "save_autopsy", "sharpness", "singular_values", "verify",
 ]  # fmt: skip

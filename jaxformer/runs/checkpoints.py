@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -45,7 +45,10 @@ from jaxformer.runs.lock import LOCK, run_lock
 
 Position = dict[str, Any]
 """JSON values that training stores with a checkpoint, such as its step and the data's fingerprint."""
-CHECKPOINTS = "checkpoints"
+Kind = Literal["checkpoints", "film"]
+CHECKPOINTS: Kind = "checkpoints"
+FILM: Kind = "film"
+"""Folders of a run: its checkpoints, and the parameters of all its frames; see `runs.film`."""
 TEMPORARY = ".orbax-checkpoint-tmp"
 """Suffix of a checkpoint's folder in Orbax until it is complete."""
 SAVE_TIMEOUT_SECONDS = 6 * 3600
@@ -62,9 +65,13 @@ separator, and take `/s3/` for a bucket."""
 warn = logging.getLogger(__name__).warning
 
 
-INTENDED = ("Requested `tracked_metric`; did not provide metrics", "Metadata file does not exist")
-"""Beginnings of Orbax's warnings about a save without a validation loss, and about a folder that was removed during a
-save, which our own errors name."""
+INTENDED = (
+    "Requested `tracked_metric`; did not provide metrics",
+    "Metadata file does not exist",
+    "Waiting for previous save to complete took",
+)
+"""Beginnings of Orbax's warnings about a save without a validation loss, about a folder that was removed during a save,
+which our own errors name, and about a wait for a save, which a film intends."""
 
 
 def _is_relevant(record: logging.LogRecord) -> bool:
@@ -87,9 +94,9 @@ class CheckpointReader:
     the step and the data's fingerprint) are separate items, so that sampling reads only the parameters.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder, self._path = folder, (folder / CHECKPOINTS).absolute()
-        self._title = run_name(folder)
+    def __init__(self, folder: Path, kind: Kind = CHECKPOINTS) -> None:
+        self._folder, self._kind, self._path = folder, kind, (folder / kind).absolute()
+        self._title = run_name(folder) if kind == CHECKPOINTS else f"the film of {run_name(folder)}"
         self._corruption: dict[int, str | None] = {}
 
     def steps(self) -> list[int]:
@@ -362,12 +369,15 @@ class CheckpointManager(CheckpointReader):
     quarantined with a warning, so that its step can be saved again, and the previous one is verified. Older checkpoints
     are only checked for missing files.
 
+    A film is written next to the checkpoints, by the process that holds their lock. All its frames are preserved, and
+    saving one waits until it is complete, so that a checkpoint has all frames before it.
+
     Raises on entering:
       UserError: another process is training in the folder, it cannot be written, or every checkpoint is corrupt.
     """
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
+    def __init__(self, folder: Path, kind: Kind = CHECKPOINTS) -> None:
+        super().__init__(folder, kind)
         self._saving: int | None = None
         self._saved: dict[str, str] = {}
         self._has_failed = False
@@ -377,7 +387,7 @@ class CheckpointManager(CheckpointReader):
         with contextlib.ExitStack() as stack:
             stack.enter_context(_suppress_late_errors(lambda: self._has_failed))
             self._plain = path = stack.enter_context(_plain_path(self._path))
-            if is_main_process():
+            if self._kind == CHECKPOINTS and is_main_process():
                 stack.enter_context(run_lock(self._folder))
             self._quarantine()
             barrier()  # from here on, all processes see the same steps
@@ -392,13 +402,13 @@ class CheckpointManager(CheckpointReader):
             )
             options = ocp.CheckpointManagerOptions(
                 cleanup_tmp_directories=True,
-                preservation_policy=policy,
+                preservation_policy=policy if self._kind == CHECKPOINTS else None,
                 best_fn=score,
                 async_options=ocp.AsyncOptions(
                     timeout_secs=SAVE_TIMEOUT_SECONDS, post_finalization_callback=self._complete
                 ),
             )
-            with user_error_on_write(self._folder, CHECKPOINTS):
+            with user_error_on_write(self._folder, self._kind):
                 arrays = ocp.StandardCheckpointHandler
                 handlers = {"params": arrays(), "opt_state": arrays(), "position": ocp.JsonCheckpointHandler()}
                 self._manager = ocp.CheckpointManager(path, options=options, item_handlers=handlers)
@@ -466,7 +476,7 @@ class CheckpointManager(CheckpointReader):
                 # NaN would count as the best.
                 metrics=None if val_loss is None or not math.isfinite(val_loss) else {"val_loss": val_loss},
             )
-            if failure:
+            if failure or self._kind == FILM:
                 self._manager.wait_until_finished()
         except (OSError, ValueError) as error:
             raise self._explain(error) from error
@@ -489,7 +499,7 @@ class CheckpointManager(CheckpointReader):
           UserError: a checkpoint cannot be removed.
         """
         later = [later for later in self.steps() if later > step]
-        with user_error_on_write(self._folder, CHECKPOINTS):
+        with user_error_on_write(self._folder, self._kind):
             for number in reversed(later):
                 self._manager.delete(number)
         self._healthy.difference_update(later)
@@ -568,7 +578,7 @@ class CheckpointManager(CheckpointReader):
             reason = self._find_corruption(step) if step >= intact else self._find_missing(step)
             if reason is None:
                 continue
-            with user_error_on_write(self._folder, CHECKPOINTS):
+            with user_error_on_write(self._folder, self._kind):
                 if step > intact:
                     shutil.rmtree(quarantine, ignore_errors=True)
                     path.rename(quarantine)

@@ -19,8 +19,8 @@ from jaxformer.errors import UserError
 from jaxformer.runs.integrity import CHECKSUMS
 from jaxformer.runs.lock import run_lock
 
-CHECKPOINT_FILE = re.compile(r"((?:base/)?checkpoints/(?:0|[1-9]\d*))/[^.].*")
-OTHER_FILE = re.compile(r"(?!(?:base/)?checkpoints/|.*\.new$)[^.].*")
+CHECKPOINT_FILE = re.compile(r"((?:film|(?:base/)?checkpoints)/(?:0|[1-9]\d*))/[^.].*")
+OTHER_FILE = re.compile(r"(?!(?:film|(?:base/)?checkpoints)/|.*\.new$)[^.].*")
 """Patterns of the files that are stored. Hidden files and those that are being written are not."""
 LOG = "metrics.jsonl"
 UPLOAD_SECONDS = 5.0

@@ -17,7 +17,7 @@ from jaxformer.nn.parameter_norms import in_order, norm_rows, row_names
 from jaxformer.parallel.determinism import check_deterministic
 from jaxformer.parallel.mesh import assemble, batch_sharding, local_rows
 from jaxformer.parallel.processes import AsyncMax, barrier, is_main_process
-from jaxformer.runs.checkpoints import CheckpointManager
+from jaxformer.runs.checkpoints import FILM, CheckpointManager
 from jaxformer.train.divergence import Divergence, Mover
 from jaxformer.train.evaluate import Evaluation, Evaluator, perplexity
 from jaxformer.train.log import Log, Row, Sink, print_line
@@ -109,6 +109,9 @@ def train(
         # Entering locks the folder, so that `find_start` does not truncate the log of another process.
         checkpoints = stack.enter_context(CheckpointManager(folder))
         start = find_start(setup, data, folder, checkpoints, resume)
+        film = stack.enter_context(CheckpointManager(folder, FILM)) if t.film or (folder / FILM).exists() else None
+        if film is not None:  # steps after the start are taken again
+            film.remove_after(start.step if start.resumed else -1)
         log = stack.enter_context(open_log(start, folder, sinks))
         profiler = stack.enter_context(Profiler(folder, t.profiled_steps, start.step, print_line))
         pending, reports = PendingSteps(setup, data, start, log), Reports(setup, data, callbacks, log)
@@ -118,6 +121,8 @@ def train(
             log.row({"step": start.step, "note": note})
         if not start.resumed:
             reports.log({"step": 0, "epoch": 0.0, data.unit: 0}, state, batch)
+            if film is not None and reports.is_frame(0):
+                film.save(0, state.params, None, {"step": 0}, None)
         timer.restart(start.step)
 
         for step in range(start.step + 1, config.steps + 1):
@@ -137,6 +142,8 @@ def train(
             if due:
                 row = reports.row(step, metrics, {**pending.take_skipped(), **timer.since_restart(step)})
                 evaluation = reports.log(row, state, batch)
+            if film is not None and reports.is_frame(step):
+                film.save(step, state.params, None, {"step": step}, None)
             if is_last or pending.signal or is_due(t.checkpoint_every, step):
                 # The last evaluation is on all held-out examples, but checkpoints are ranked on the same ones.
                 ranked = reports.evaluate(state, t.eval_examples) if evaluation and is_last else evaluation
@@ -211,11 +218,15 @@ class Reports:
         self._steps, self._train, self._evaluator = setup.config.steps, setup.config.train, Evaluator(setup, data)
 
     def are_due(self, step: int) -> bool:
-        """Return True if a step has a row in the log, an evaluation, a checkpoint or a callback."""
+        """Return True if a step has a row in the log, an evaluation, a checkpoint, a frame or a callback."""
         t = self._train
         intervals = t.log_every, t.eval_every, t.checkpoint_every, t.gradients_every
         called = any(callback.is_due(step) for callback in self._callbacks)
-        return called or step == self._steps or any(is_due(every, step) for every in intervals)
+        return called or step == self._steps or self.is_frame(step) or any(is_due(every, step) for every in intervals)
+
+    def is_frame(self, step: int) -> bool:
+        """Return True if the parameters after a step are saved for the film."""
+        return self._train.film and (step in (0, self._steps) or is_doubled(1, step))
 
     def row(self, step: int, metrics: StepMetrics, others: dict[str, float]) -> Row:
         """Return a row with a step's metrics and, at the steps that report them, the norms of parameters."""

@@ -197,7 +197,7 @@ def test_model_that_is_not_finite_has_a_page_without_a_warning(tmp_path: Path):
     text = (path / "inspect.html").read_text()
     assert "does not run in this page: a parameter is not finite" in text and "has weights that are not finite" in text
     [shown] = embedded(text, "Attention maps")
-    assert set(base64.b64decode(shown["layers"][0]["weights"])) == {0}
+    assert set(base64.b64decode(shown["layers"][0]["frames"][0])) == {0}
     assert {p for _, p, _ in shown["predictions"]["text"][0][1]} == {None}
 
 
@@ -237,7 +237,7 @@ def test_out_that_is_not_a_file_is_refused(small: Path, tmp_path: Path, capsys: 
 def test_full_disk_is_a_user_error_and_leaves_the_old_page(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(model, "_held_out", lambda *_: (None, "", "it is not here."))
+    monkeypatch.setattr(model, "held_out", lambda *_: (None, "", "it is not here."))
     path = shutil.copytree(run, tmp_path / "full")
     (path / "inspect.html").write_text("old")
 
@@ -264,7 +264,7 @@ def test_full_disk_is_a_user_error_and_leaves_the_old_page(
 def test_wrong_input_is_a_user_error(
     options: list[str], message: str, small: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(model, "_held_out", lambda *_: (None, "", "it is not here."))
+    monkeypatch.setattr(model, "held_out", lambda *_: (None, "", "it is not here."))
     assert inspect.main([str(small), *options]) == 2
     printed = capsys.readouterr()
     assert message in printed.err and printed.err.count("\n") == 1 and not printed.out
@@ -272,7 +272,7 @@ def test_wrong_input_is_a_user_error(
 
 
 def test_prompt_with_too_many_attention_weights_is_refused(small: Path, capsys, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(model, "_held_out", lambda *_: (None, "", "it is not here."))
+    monkeypatch.setattr(model, "held_out", lambda *_: (None, "", "it is not here."))
     monkeypatch.setattr(model, "MAX_ATTENTION_WEIGHTS", 50)
     assert inspect.main([str(small), "--prompt", "0123456789"]) == 2
     assert "--prompt has 10 tokens, and so the model 200 attention weights" in (error := capsys.readouterr().err)

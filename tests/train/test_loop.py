@@ -19,7 +19,8 @@ from jaxformer.errors import UserError
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.parallel.mesh import make_mesh
 from jaxformer.runs.checkpoints import CheckpointReader
-from jaxformer.runs.run import read_config
+from jaxformer.runs.film import frames, load_frame
+from jaxformer.runs.run import create_run, load_run, read_config
 from jaxformer.train import log, loop, pending
 from jaxformer.train.log import read_metrics, without_timings
 from jaxformer.train.loop import Callback, Outcome, is_doubled, is_due, train
@@ -177,6 +178,44 @@ def test_steps_skipped_before_an_interruption_are_logged_after_it(monkeypatch, t
     rows = {row["step"]: row for row in read_metrics(tmp_path / "run")}
     assert rows[9]["skipped"] == 3
     assert "skipped" not in rows[10]
+
+
+@pytest.mark.slow
+def test_film_has_the_parameters_of_doubled_steps_and_follows_resumes_and_rollbacks(monkeypatch, tmp_path, caught):
+    plain = replace(skipping(tmp_path / "books"), train=replace(TRAIN, log_every=20, eval_every=0, checkpoint_every=5))
+    config, trained = replace(plain, train=replace(plain.train, film=True)), dict[int, np.ndarray]()
+
+    class Noting(CompiledStep):
+        def __call__(self, state: TrainState, batch: Batch, step: int) -> tuple[TrainState, StepMetrics]:
+            trained[step] = np.asarray(state.params["W_out"])
+            caught.number = 2 if step + 1 == interrupted else caught.number
+            return super().__call__(state, batch, step)
+
+    def filmed() -> dict[int, np.ndarray]:
+        run = load_run(tmp_path / "run")
+        return {step: np.asarray(load_frame(run, step)["W_out"]) for step in frames(tmp_path / "run")}
+
+    monkeypatch.setattr(loop, "CompiledStep", Noting)
+    interrupted = 0
+    last = run_on_one(plain, tmp_path / "plain").state.params
+    folder = create_run(tmp_path / "run", config, config.data.load(MODEL, 8, 0).tokenizer, False)
+    trained[10] = np.asarray(run_on_one(config, folder).state.params["W_out"])
+    assert jax.tree.all(jax.tree.map(np.array_equal, load_frame(load_run(folder), 10), last))
+    whole = filmed()
+    assert list(whole) == [0, 1, 2, 4, 8, 10]
+    assert all(np.array_equal(whole[step], trained[step]) for step in whole)
+
+    shutil.rmtree(folder / "checkpoints/10")  # killed after frame 8, while frame 10 was being saved
+    (folder / "film/10").rename(folder / "film/10.orbax-checkpoint-tmp")
+    slower = replace(config, optimizer=replace(config.optimizer, learning_rate=0.05))
+    interrupted = 6
+    run_on_one(slower, folder, Resume(rollback=Rollback(5)))
+    assert frames(folder) == [0, 1, 2, 4]
+    caught.number = interrupted = 0
+    run_on_one(slower, folder, Resume())
+    again = filmed()
+    assert list(again) == list(whole) and not list(folder.glob("film/*tmp*"))
+    assert [np.array_equal(again[step], whole[step]) for step in again] == [True, True, True, True, False, False]
 
 
 def diverging(monkeypatch, losses: Mapping[int, float], batches: dict[int, np.ndarray] | None = None) -> None:

@@ -22,7 +22,7 @@ class AttentionLayer:
     columns: str
     """Name of the text that the keys belong to."""
     weights_HTS: np.ndarray
-    """Attention weights; rows sum to 1."""
+    """Attention weights; rows sum to 1. In a film, `(frames, H, T, S)`."""
 
 
 @dataclass(frozen=True)
@@ -56,15 +56,16 @@ class AttentionSection(Section):
         for layer in self.layers:
             bytes_HTS = np.rint(255 * np.sqrt(np.nan_to_num(layer.weights_HTS))).astype(np.uint8)
             causal = layer.rows == layer.columns and not np.triu(bytes_HTS, 1).any()
-            stored = bytes_HTS[:, np.tri(bytes_HTS.shape[-1], dtype=bool)] if causal else bytes_HTS
+            stored = bytes_HTS[..., np.tri(bytes_HTS.shape[-1], dtype=bool)] if causal else bytes_HTS
+            frames = stored if layer.weights_HTS.ndim == 4 else stored[None]
             layers.append(
                 {
                     "name": layer.name,
                     "rows": layer.rows,
                     "columns": layer.columns,
-                    "heads": len(layer.weights_HTS),
+                    "heads": layer.weights_HTS.shape[-3],
                     "causal": causal,
-                    "weights": base64.b64encode(stored.tobytes()).decode(),
+                    "frames": [base64.b64encode(frame.tobytes()).decode() for frame in frames],
                 }
             )
         predictions = {

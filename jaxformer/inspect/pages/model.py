@@ -77,11 +77,11 @@ def write_model_page(
     not suit the model or the page, or there is neither data nor a prompt."""
     metrics, batch, reason = read_metrics(run.path), None, ""
     if text is not None or metrics or prompt is None:
-        batch, source, reason = _held_out(run, n_examples, text, source)
+        batch, source, reason = held_out(run, n_examples, text, source)
     example = _example(run, prompt, batch)
     facts = [f"{type(run.model).__name__} of {count_parameters(run.params):,} parameters, at step {run.step:,}."]
     sections: list[Section] = []
-    token_text = lambda token: _token_text(run, token)  # noqa: E731
+    text_of = lambda token: token_text(run, token)  # noqa: E731
     if example is not None:
         if max_live_parameters and is_causal_lm(run.model):
             size = BYTES_PER_PARAMETER * count_parameters(run.params) / 1e6
@@ -95,9 +95,9 @@ def write_model_page(
                 facts.append(f"The model does not run in this page: {error}")
         mask = mask_token(*run.text_model()) if contract_of(run.model).task is Task.MASKED_LM else None
         progress("attention maps")
-        sections.append(model_sections.attention_section(run.model, run.params, example, token_text, mask))
+        sections.append(model_sections.attention_section(run.model, run.params, example, text_of, mask))
         progress("logit lens and logit attribution")
-        sections += model_sections.residual_stream_sections(run.model, run.params, example, token_text)
+        sections += model_sections.residual_stream_sections(run.model, run.params, example, text_of)
     if lenses:
         sections += lens_sections(run.model, run.params, text or load_data(run.path, run.config), progress)
     if batch is not None:
@@ -111,7 +111,7 @@ def write_model_page(
         heads = model_sections.head_sections(run.model, run.params, batch, progress)
         progress("attention saturation")
         measured = heads + model_sections.saturation_sections(run.model, run.params, batch)
-        names = token_text if run.tokenizer else None
+        names = text_of if run.tokenizer else None
         progress("per-example gradients")
         measured += model_sections.gradient_sections(run.model, run.params, batch, names)
         if measured:
@@ -130,7 +130,7 @@ def first_words(tokenizer: Tokenizer, tokens_T: jax.Array, n: int) -> jax.Array:
     return tokens_T[: ends[-1] if ends else n]
 
 
-def _token_text(run: Run, token: int) -> str:
+def token_text(run: Run, token: int) -> str:
     """Return a token's text; for an id outside the tokenizer, the mask as in prompts or the id in brackets."""
     tokenizer = run.text_model()[1]
     if contract_of(run.model).task is Task.MASKED_LM and token == mask_token(*run.text_model()):
@@ -142,7 +142,9 @@ def _token_text(run: Run, token: int) -> str:
     return tokenizer.decode([token]).translate(SYMBOLS)
 
 
-def _held_out(run: Run, n: int | None, data: HeldOut | None, source: str) -> tuple[Batch | None, str, str]:
+def held_out(
+    run: Run, n: int | None = None, data: HeldOut | None = None, source: str = ""
+) -> tuple[Batch | None, str, str]:
     """Return held-out examples of a text or, by default, of the run's data; the name of their source; and the reason
     why the run's data cannot be read, in place of examples."""
     if data is None:

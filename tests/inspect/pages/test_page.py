@@ -68,7 +68,7 @@ def test_data_hold_texts_weights_and_lines():
     assert heads["texts"] == {"text": ["The", f" {EVIL}", "⏎"]}
     [layer] = heads["layers"]
     assert (layer["name"], layer["rows"], layer["columns"], layer["heads"]) == ("layer 0", "text", "text", 2)
-    stored = np.frombuffer(base64.b64decode(layer["weights"]), np.uint8).reshape(2, 6)  # the lower triangles
+    stored = np.frombuffer(base64.b64decode(layer["frames"][0]), np.uint8).reshape(2, 6)  # the lower triangles
     assert np.abs(np.sqrt(WEIGHTS_HTS[:, np.tri(3, dtype=bool)]) - stored / 255).max() <= 0.5 / 255
     bars = [[EVIL, 0.6, False], ["b", 0.3, False], ["⏎", 0.05, True]]
     assert heads["predictions"]["text"] == [None, [f"next token after “{EVIL}”", bars], None]

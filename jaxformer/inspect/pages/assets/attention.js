@@ -6,7 +6,8 @@ const [THUMBNAIL_PIXELS, MAX_OPACITY, LARGEST_CELL, LABELLED_CELL, LABEL_LETTERS
 
 function attention(container, { texts, predictions, layers }) {
   for (const layer of layers) {
-    layer.bytes = bytesOf(layer.weights);
+    layer.frames = layer.frames.map(bytesOf);
+    layer.bytes = layer.frames.at(-1);
     [layer.T, layer.S] = [texts[layer.rows].length, texts[layer.columns].length];
   }
   const byte = ({ bytes, causal, T, S }, head, row, column) => {
@@ -113,6 +114,11 @@ function attention(container, { texts, predictions, layers }) {
   }
 
   dark.addEventListener("change", () => { if (current) select(...current, true); });
+  document.addEventListener("frame", ({ detail }) => {
+    for (const layer of layers) layer.bytes = layer.frames[detail.index];
+    if (chosen) drawMap();
+    if (current) select(...current, true);
+  });
   if (!layers.length) {
     const name = Object.keys(texts).at(-1);
     select(name, first(name));

@@ -106,7 +106,12 @@ function lines(container, { title, positions, lines: all, x: xAxis, y: yAxis, he
   const plot = draw("svg", container, { tabindex: 0, role: "application", "aria-roledescription": "chart", height });
   plot.setAttribute("aria-label", `${title}: ${yAxis.label} over ${xAxis.label}. Arrow keys move along a line and between lines.`);
   const tip = makeTip(container);
-  let [shown, near, marker] = [[], null, null];
+  let [shown, near, marker, cursor, along, frame] = [[], null, null, null, null, null];
+
+  function moveCursor() {
+    if (frame !== null && cursor) for (const end of ["x1", "x2"]) cursor.setAttribute(end, along(frame));
+  }
+  document.addEventListener("frame", ({ detail }) => { frame = detail.position; moveCursor(); });
 
   function render() {
     const width = container.clientWidth;
@@ -157,6 +162,8 @@ function lines(container, { title, positions, lines: all, x: xAxis, y: yAxis, he
     });
     marker = draw("circle", plot, { class: "marker", r: 5, visibility: "hidden" });
     near = null;
+    [cursor, along] = [draw("line", plot, { class: "cursor", y1: top, y2: bottom }), x.at];
+    moveCursor();
   }
 
   function tell(row, column) {

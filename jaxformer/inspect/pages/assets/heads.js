@@ -33,6 +33,7 @@ function headGrid(container, layers, { paintHead, choose, canRelease = false }) 
   const repaint = () => painted.forEach((again) => again());
   repaint();
   dark.addEventListener("change", repaint);
+  document.addEventListener("frame", repaint);
   return grid;
 }
 

@@ -1,0 +1,278 @@
+"""How a trained model came to be: measurements of the frames of a run's film, and its heads patched back to earlier
+ones. See `runs.film`."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from math import log2
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.traverse_util import flatten_dict
+
+from jaxformer.contract import ParameterAxes, contract_of
+from jaxformer.data.dataset import Batch
+from jaxformer.errors import UserError
+from jaxformer.inspect.activations import Inputs, capture
+from jaxformer.inspect.heads import ablate_heads, head_statistics, target_mask
+from jaxformer.inspect.residual_stream import STREAM, logit_lens
+from jaxformer.inspect.samples import continuations
+from jaxformer.models.objective import Params, is_causal_lm, mean_loss
+from jaxformer.nn.attention import AXES
+from jaxformer.nn.parameter_norms import dotted
+from jaxformer.runs.film import frames, load_frame
+from jaxformer.runs.run import Run
+
+HEAD_AXES = {
+    name: axes.names.index("heads")
+    for name, axes in ((name, ParameterAxes.parse(text)) for name, text in AXES.items())
+    if "heads" in axes.names
+}
+"""Axis of the heads in all parameters that have one."""
+N_REPEATED, MAX_REPEATED = 16, 128
+"""Sequences of repeated random tokens, and their maximum length."""
+NEW_TOKENS = 32
+"""Tokens of a continuation."""
+N_BUMPS, N_CHANGED = 3, 3
+"""Bumps of the loss, and heads named for each."""
+COMPARED = ("previous", "induction", "normalized_entropy")
+"""Scores between 0 and 1 by whose change heads are ranked."""
+
+
+@dataclass(frozen=True)
+class Frame:
+    """Measurements of the parameters after one step."""
+
+    step: int
+    loss: float
+    """Held-out loss in nats."""
+    heads: dict[str, dict[str, list[float]]]
+    """By layer and score, one value per head: the fields of `HeadStatistics`, of which `induction` is measured on
+    repeated random tokens; `ablation`, the rise of the loss under mean ablation; `rank_QK` and `rank_OV`, the stable
+    ranks of W_QK and W_OV; `patched`, the rise of the last frame's loss if only this head is as in this frame."""
+    stream: dict[str, dict[str, float]]
+    """By name of the residual stream, such as `blocks.0.after`: `agreement`, the fraction of positions at which the
+    logit lens has the model's own most likely token; `norm`, the mean norm over positions. Empty without one."""
+    texts: list[str] = field(default_factory=list)
+    """Greedy continuations of the prompts."""
+
+
+def film(
+    run: Run, batch: Batch, prompts: Sequence[str] = (), progress: Callable[[str], object] = lambda _: None
+) -> Iterator[Frame]:
+    """Yield the measurements of each frame of a run, in order.
+
+    Args:
+      batch: held-out examples.
+      prompts: texts to continue.
+      progress: called with the name of each frame before it is measured.
+
+    Raises:
+      UserError: the run has no film, or its model is no causal language model that reads parts of a window.
+    """
+    contract, steps = contract_of(run.model), frames(run.path)
+    if not is_causal_lm(run.model) or contract.has_prefix or contract.fixed_length:
+        kind = type(run.model).__name__
+        raise UserError(f"{run.path} holds a {kind}; a film shows causal language models without a prefix.")
+    if not steps:
+        raise UserError(f"{run.path} has no film; train it anew with --train.film.")
+    last, batch = load_frame(run, steps[-1]), jax.tree.map(jnp.asarray, batch)
+    config, tokenizer = run.text_model()
+    repeated_BT = repeated_tokens(tokenizer.vocab_size, min(config.context_length, MAX_REPEATED))
+    for step in steps:
+        progress(f"step {step:,}")
+        params = load_frame(run, step)
+        heads = _heads(run.model, params, last, batch, repeated_BT)
+        texts = continuations(config, run.model, params, tokenizer, prompts, range(len(prompts)), NEW_TOKENS)
+        yield Frame(
+            step,
+            float(_loss(run.model, params, batch)),
+            {
+                layer: {name: np.asarray(x_H).tolist() for name, x_H in scores.items()}
+                for layer, scores in heads.items()
+            },
+            _stream(run.model, params, batch),
+            [tokenizer.decode(new) for temperature, _, _, new in texts if not temperature] if prompts else [],
+        )
+
+
+def repeated_tokens(vocab_size: int, length: int) -> np.ndarray:
+    """Return sequences of random tokens whose second half repeats the first, `(N_REPEATED, length)` int32."""
+    half = np.random.default_rng(0).integers(0, vocab_size, (N_REPEATED, -(-length // 2)))
+    return np.tile(half, 2)[:, :length].astype(np.int32)
+
+
+def _heads(
+    model: nn.Module, params: Params, last: Params, batch: Batch, repeated_BT: np.ndarray
+) -> dict[str, dict[str, Any]]:
+    """Return the scores of all heads by layer and name; see `Frame.heads`."""
+    statistics = head_statistics(model, params, *batch.inputs, target_mask_BT=target_mask(batch))
+    if not statistics:
+        return {}
+    induction = head_statistics(model, params, repeated_BT)
+    ablation, loss = ablate_heads(model, params, batch).mean, _loss(model, last, batch)
+    scores: dict[str, dict[str, Any]] = {}
+    for layer, of_layer in statistics.items():
+        scores[layer] = {
+            **vars(of_layer),
+            "induction": induction[layer].induction,
+            "ablation": ablation[layer],
+            "patched": _patched_losses(model, last, params, batch, layer) - loss,
+        }
+        attention = _attention(params, layer)
+        if "W_Q" in attention:
+            for name, values_HK in zip(("rank_QK", "rank_OV"), singular_values(attention), strict=True):
+                scores[layer][name] = jnp.sum(jnp.square(values_HK), axis=-1) / jnp.square(values_HK[:, 0])
+    return scores
+
+
+@jax.jit
+def singular_values(attention: Params) -> tuple[jax.Array, jax.Array]:
+    """Return the singular values of W_QK = W_Q W_Kᵀ and of W_OV = W_V W_O (Elhage et al. 2021) of each head, each
+    `(H, K)` float32 in descending order. Biases, norms, gains and rotations are not part of these products.
+
+    Args:
+      attention: parameters of an attention layer; without a `W_O`, W_OV is W_V.
+    """
+    W_Q_HDK, W_K_HDK, W_V_HDK = (jnp.moveaxis(attention[name], 1, 0) for name in ("W_Q", "W_K", "W_V"))
+    W_K_HDK, W_V_HDK = (jnp.repeat(W, len(W_Q_HDK) // len(W), axis=0) for W in (W_K_HDK, W_V_HDK))
+    R = partial(jnp.linalg.qr, mode="r")  # A Bᵀ has the singular values of R_A R_Bᵀ, which is small
+    values = lambda A, B: jnp.linalg.svd(A @ jnp.swapaxes(B, 1, 2), compute_uv=False)  # noqa: E731
+    if "W_O" not in attention:
+        return values(R(W_Q_HDK), R(W_K_HDK)), jnp.linalg.svd(W_V_HDK, compute_uv=False)
+    return values(R(W_Q_HDK), R(W_K_HDK)), values(R(W_V_HDK), R(jnp.swapaxes(attention["W_O"], 1, 2)))
+
+
+def patched_back(params: Params, earlier: Params, layer: str, head: int | jax.Array) -> Params:
+    """Return parameters in which one head is as it was: its parts of W_Q, W_K, W_V and W_O, and its biases, are those
+    of `earlier`. Heads that share keys and values share this change of them.
+
+    Args:
+      layer: name of an attention layer, such as `blocks.0.attention`.
+    """
+    H = _attention(params, layer)["W_Q"].shape[HEAD_AXES["W_Q"]]
+
+    def patch(path: Sequence[Any], now: jax.Array, then: jax.Array) -> jax.Array:
+        parent, _, name = dotted(path).rpartition(".")
+        if parent != layer or name not in HEAD_AXES:
+            return now
+        axis = HEAD_AXES[name]
+        at = (slice(None),) * axis + (head * now.shape[axis] // H,)
+        return now.at[at].set(then[at])
+
+    return jax.tree_util.tree_map_with_path(patch, params, earlier)
+
+
+@partial(jax.jit, static_argnames=("model", "layer"))
+def _patched_losses(model: nn.Module, params: Params, earlier: Params, batch: Batch, layer: str) -> jax.Array:
+    """Return the mean loss with each head of a layer patched back, `(H,)`."""
+    H = _attention(params, layer)["W_Q"].shape[HEAD_AXES["W_Q"]]
+    loss = lambda head: mean_loss(model, patched_back(params, earlier, layer, head), batch)  # noqa: E731
+    return jax.lax.map(loss, jnp.arange(H))
+
+
+_loss = jax.jit(mean_loss, static_argnums=0)
+
+
+def _attention(params: Params, layer: str) -> dict[str, jax.Array]:
+    """Return the parameters of a layer by name."""
+    named = {dotted(path): value for path, value in flatten_dict(params).items()}
+    return {name.removeprefix(f"{layer}."): x for name, x in named.items() if name.startswith(f"{layer}.")}
+
+
+def _stream(model: nn.Module, params: Params, batch: Batch) -> dict[str, dict[str, float]]:
+    """Return the measurements of the residual stream; see `Frame.stream`."""
+    try:
+        measured = jax.device_get(_measure_stream(model, params, batch.inputs, target_mask(batch)))
+    except ValueError:  # of `logit_lens`, for a model that it does not apply to
+        return {}
+    return {name: {key: float(x) for key, x in values.items()} for name, values in measured.items()}
+
+
+@partial(jax.jit, static_argnames="model")
+def _measure_stream(
+    model: nn.Module, params: Params, inputs_B: Inputs, mask_BT: jax.Array | None
+) -> dict[str, dict[str, jax.Array]]:
+    def of_example(
+        example: tuple[Inputs, jax.Array | None],
+    ) -> tuple[OrderedDict[str, dict[str, jax.Array]], jax.Array]:
+        inputs, mask_T = example
+        likeliest = {name: jnp.argmax(x_TV, axis=-1) for name, x_TV in logit_lens(model, params, *inputs).items()}
+        stream, last_T = capture(model, params, *inputs, names=STREAM), list(likeliest.values())[-1]
+        mask_T = jnp.ones(len(last_T)) if mask_T is None else mask_T
+        sums = OrderedDict[str, dict[str, jax.Array]]()
+        for name, x_TD in stream.items():
+            norm_T = jnp.linalg.norm(x_TD.astype(jnp.float32), axis=-1)
+            sums[name] = {"agreement": jnp.sum((likeliest[name] == last_T) * mask_T), "norm": jnp.sum(norm_T * mask_T)}
+        return sums, jnp.sum(mask_T)
+
+    sums_B, n_B = jax.lax.map(of_example, (inputs_B, mask_BT))
+    return jax.tree.map(lambda x_B: x_B.sum() / n_B.sum(), sums_B)
+
+
+@dataclass(frozen=True)
+class Bump:
+    """A frame at which the held-out loss changes its slope."""
+
+    before: int
+    step: int
+    after: int
+    """Steps of the frame and of its neighbours."""
+    slopes: tuple[float, float]
+    """Change of the loss per doubling of the steps before and after it, in nats."""
+    changes: list[tuple[str, int, str, float, float]]
+    """The heads that changed most between the neighbours, at most `N_CHANGED`: layer, head, score of `COMPARED`, and
+    its values there."""
+
+
+def bumps(film: Sequence[Frame]) -> list[Bump]:
+    """Return the frames with the largest changes of slope, at most `N_BUMPS`, the largest first. Steps are compared by
+    the logarithm of step + 1."""
+    found = []
+    for before, at, after in zip(film, film[1:], film[2:], strict=False):
+        x, y = ([f(frame) for frame in (before, at, after)] for f in (lambda f: log2(f.step + 1), lambda f: f.loss))
+        slopes = (y[1] - y[0]) / (x[1] - x[0]), (y[2] - y[1]) / (x[2] - x[1])
+        changes = [
+            (layer, head, score, *values)
+            for layer, scores in after.heads.items()
+            for score in COMPARED
+            for head, values in enumerate(zip(before.heads[layer][score], scores[score], strict=True))
+        ]
+        by_head: dict[tuple[str, int], tuple[str, int, str, float, float]] = {}
+        for change in sorted(changes, key=lambda c: -np.nan_to_num(abs(c[4] - c[3]))):
+            by_head.setdefault(change[:2], change)
+        found.append(Bump(before.step, at.step, after.step, slopes, list(by_head.values())[:N_CHANGED]))
+    return sorted(found, key=lambda bump: -np.nan_to_num(abs(bump.slopes[1] - bump.slopes[0])))[:N_BUMPS]
+
+
+@dataclass(frozen=True)
+class Birth:
+    """When a head became what it is: between the last frame whose version of it, patched back into the last frame's
+    model, costs at least half of what mean ablation of the head costs, and the next one."""
+
+    use: float
+    """Rise of the last frame's loss under mean ablation of the head, in nats."""
+    before: int
+    """Step of the former frame; that of the first, like `at`, if its version costs less than that."""
+    at: int
+    """Step of the latter."""
+    rises: tuple[float, float]
+    """Rise of the loss with the head as after these two steps, in nats."""
+
+
+def births(film: Sequence[Frame]) -> dict[tuple[str, int], Birth]:
+    """Return the birth of each head, by layer and head."""
+    found = {}
+    for layer, scores in film[-1].heads.items():
+        for head, use in enumerate(scores["ablation"]):
+            rises = [frame.heads[layer]["patched"][head] for frame in film]
+            last = max((i for i, rise in enumerate(rises) if rise >= use / 2), default=-1)
+            before, at = max(last, 0), min(last + 1, len(film) - 1)
+            found[layer, head] = Birth(use, film[before].step, film[at].step, (rises[before], rises[at]))
+    return found

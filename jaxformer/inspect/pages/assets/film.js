@@ -1,0 +1,47 @@
+"use strict";
+
+/** Draw a slider over the frames of a film, whose event "frame" moves all that the page shows of them, and the texts. */
+function film(container, { steps, losses, prompts, texts }) {
+  const bar = make("div", container, "", "frames");
+  const play = make("button", bar, "Play");
+  const slider = make("input", bar);
+  Object.assign(slider, { type: "range", min: 0, max: steps.length - 1, value: steps.length - 1 });
+  slider.setAttribute("aria-label", "frame");
+  const told = make("output", bar);
+  const samples = prompts.map((prompt) => {
+    const text = make("pre", document.querySelector(".continued"));
+    make("mark", text, prompt);
+    return make("span", text);
+  });
+
+  function show() {
+    const index = Number(slider.value);
+    told.textContent = `step ${format(steps[index])}, held-out loss ${losses[index] === null ? "-" : losses[index].toFixed(3)}`;
+    slider.setAttribute("aria-valuetext", told.textContent);
+    samples.forEach((sample, i) => { sample.textContent = texts[index][i]; });
+    document.dispatchEvent(new CustomEvent("frame", { detail: { index, position: steps[index] + 1 } }));
+  }
+  slider.addEventListener("input", show);
+
+  let timer = null;
+  function stop() {
+    clearInterval(timer);
+    timer = null;
+    play.textContent = "Play";
+  }
+  slider.addEventListener("pointerdown", stop);
+  play.addEventListener("click", () => {
+    if (timer) return stop();
+    if (Number(slider.value) === steps.length - 1) slider.value = 0;
+    play.textContent = "Stop";
+    show();
+    timer = setInterval(() => {
+      slider.value = Number(slider.value) + 1;
+      show();
+      if (Number(slider.value) === steps.length - 1) stop();
+    }, 700);
+  });
+  show();
+}
+
+drawEach("film", film);
