@@ -97,6 +97,9 @@ class Contract:
     patches: str | None = None
     """Name of the config field that contains `image_size` and `patch_size`, such as `vision`; empty for the config
     itself, None for a model without patches."""
+    head: tuple[str, ...] = ()
+    """Patterns of the names of the parameters that serve the task alone, such as `head.*`; a model of another task that
+    starts from this one has others."""
     scaled_width: int | None = None
     """Width D by which `optimizer.base_width` scales learning rates; all other widths grow in proportion to it. None
     for a model with several widths, or with tied embeddings."""

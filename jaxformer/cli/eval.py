@@ -10,6 +10,7 @@ from jaxformer.cli.command import as_command
 from jaxformer.cli.load import RunOptions, TextOptions, open_run, with_run
 from jaxformer.cli.options import MERGED, CommandLine
 from jaxformer.config.fields import Positive, Size
+from jaxformer.contract import Task
 from jaxformer.errors import UserError, command
 from jaxformer.terminal import echo, echo_error
 
@@ -76,6 +77,9 @@ def main(line: CommandLine) -> int:
     run = open_run(with_run(options.opening), mesh)
     if options.by_position:
         check_causal_lm(run, "--by-position")
+    if run.config.model.contract.task is Task.TEXT_EMBEDDING:
+        remedy = f"compare texts with {command('sample')}, or fine-tune it as a classifier with --init-from"
+        raise UserError(f"{run.path} holds a sentence encoder, which has no loss to evaluate; {remedy}.")
     params = restored(run.params)  # rounded values, in the dtype that evaluation computes in
     data: HeldOut
     if path is None:

@@ -19,7 +19,7 @@ from jaxformer.terminal import echo
 DESCRIPTION = """Export a trained model to a format that other programs read. The target must not exist, and is written
 atomically. Formats:
 
-hf: a decoder of a published family, such as Llama, as a folder for transformers and vLLM.
+hf: a model of a published family, such as Llama or BERT, as a folder for transformers and vLLM.
 
 gguf: a Llama or Qwen3, as a file for llama.cpp.
 

@@ -55,6 +55,7 @@ def main(line: CommandLine) -> int:
         raise UserError(f"--out is {path}; it must be a file in a folder that exists.")
 
     from jaxformer.inspect.pages.model import write_model_page
+    from jaxformer.models.objective import is_causal_lm
     from jaxformer.train.log import read_metrics
     from jaxformer.train.run_evaluation import load_held_out_text
 
@@ -65,7 +66,7 @@ def main(line: CommandLine) -> int:
         text, _, notes = load_held_out_text(run, source, unwrap=options.data.unwrap, column=options.data.column)
         for note in notes:
             echo_error(f"note: {note}")
-    elif options.prompt is None and not read_metrics(run.path):
+    elif options.prompt is None and is_causal_lm(run.model) and not read_metrics(run.path):
         default = getattr(run.config.data, "path", "the default")
         echo_error(f"note: {run.path} has no training: it is measured on {default}; name a text with --data.path")
     limits = options.examples, options.max_live_parameters

@@ -14,6 +14,7 @@ from jaxformer.cli import machine
 from jaxformer.cli.arguments import DEFAULT_CONFIG, load_config
 from jaxformer.cli.command import as_command
 from jaxformer.cli.options import MERGED, CommandLine
+from jaxformer.cli.train import open_pretrained, starting_config
 from jaxformer.config import Config
 from jaxformer.errors import UserError, command
 from jaxformer.parallel.determinism import set_deterministic
@@ -86,8 +87,12 @@ def main(line: CommandLine) -> int:
 
 
 def _parse(line: CommandLine) -> Arguments:
-    spec = line.value("--config", str, DEFAULT_CONFIG)
-    return line.parse(Arguments(load_config(spec), spec), command("plan"), "Plan a training step.")
+    spec = line.value("--config", str | None)
+    named = None if spec is None else load_config(spec)
+    config, init_from = named or load_config(DEFAULT_CONFIG), line.value("--init-from", str | None)
+    if init_from is not None:
+        config = starting_config(open_pretrained(init_from), named)
+    return line.parse(Arguments(config, spec or DEFAULT_CONFIG), command("plan"), "Plan a training step.")
 
 
 @as_command()

@@ -167,12 +167,10 @@ def _parse(line: CommandLine, stack: contextlib.ExitStack) -> Job:
         folder = latest_run(RUNS) if folder is None else folder
         stored = read_config(folder)
     init_from = line.value("--init-from", str | None, None if named is None else named.init_from)
+    config = named or stored or load_config(DEFAULT_CONFIG)
     if stored is None and init_from is not None:
         pretrained = open_pretrained(init_from)
-    config = named or stored or (pretrained and pretrained.config) or load_config(DEFAULT_CONFIG)
-    if pretrained is not None:
-        model = pretrained.starting_model(config.model)
-        config = dataclasses.replace(config, model=model, init_from=run_name(pretrained.path))
+        config = starting_config(pretrained, named)
     config = dataclasses.replace(config, model=with_fitting_patches(config.model, line))
     defaults = Arguments(config, spec or DEFAULT_CONFIG, run, resume)
     options = line.parse(defaults, command("train"), DESCRIPTION)
@@ -189,6 +187,16 @@ def _parse(line: CommandLine, stack: contextlib.ExitStack) -> Job:
         if options.from_step is not None:
             rollback = Rollback(options.from_step, options.skip_batches, changes)
     return Job(options, folder, stored, rollback, pretrained)
+
+
+def starting_config(pretrained: Pretrained, named: Config | None) -> Config:
+    """Return the config of a run that starts from a pretrained model: the one that --config names, or the model's own,
+    with the pretrained model or, for another task, a new head, which is trained in full beside adapters."""
+    config = named or pretrained.config or load_config(DEFAULT_CONFIG)
+    model, lora = pretrained.model.with_head_of(config.model), config.lora
+    if pretrained.has_new_head(model):
+        lora = dataclasses.replace(lora, whole=lora.whole or model.contract.head)
+    return dataclasses.replace(config, model=model, init_from=run_name(pretrained.path), lora=lora)
 
 
 def open_pretrained(path: str) -> Pretrained:

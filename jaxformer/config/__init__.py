@@ -55,6 +55,11 @@ class ModelConfig:
         """Task, inputs and capabilities of the model."""
         raise NotImplementedError
 
+    def with_head_of(self, other: ModelConfig) -> ModelConfig:
+        """Return the config of the model that fine-tuning this one trains in place of `other`: this one unless it
+        supports a new head, that of `other`, or is not trained without one; the task is then another."""
+        return self
+
     def simplest(self) -> ModelConfig:
         """Return the config of the same model that has the fewest fields."""
         return self
@@ -300,6 +305,9 @@ class LoraConfig:
     matrices: tuple[str, ...] = ("matrix",)
     """Matrices with adapters. Each entry is a name such as W_Q, a pattern such as 'blocks.*.mlp.*', or a role: matrix
     (all between the embedding and the logits) or embedding."""
+    whole: tuple[str, ...] = ()
+    """Parameters trained in full beside the adapters, each a name or a pattern such as 'head.*'; by default, those of a
+    head that the pretrained model does not have."""
 
     def __post_init__(self) -> None:
         check_fields(self, "lora.")

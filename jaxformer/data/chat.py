@@ -267,6 +267,8 @@ class ChatDataset(Dataset):
             return PackedExamples(split.tokens, starts_N, split.lengths_N - 1, T, batch_size, seed, split.weights)
 
         self._train, self._val = pack(train, batch_size), pack(val, 1)
+        self.prompt: list[int] = val.tokens[: max(1, int(val.weights.argmax()))].tolist()
+        """Tokens of the first held-out conversation, up to its first answer."""
         self._assistant_fraction = float(train.weights.mean())
         self.per_step, self.steps_per_epoch = self._train.per_step, self._train.steps_per_epoch
         digest = hashlib.sha256(f"chat {FORMAT} {T}".encode())

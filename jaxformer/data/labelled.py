@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import compress
 
 import numpy as np
 
@@ -17,13 +18,14 @@ from jaxformer.data.pairs import Pair, Splits, fingerprint, read_splits
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError
 
-FORMAT = 1
+FORMAT = 2
 """Version of the batches; increase it when the same texts and settings yield other batches."""
 
 
 @dataclass(frozen=True)
 class LabelledTextConfig(DataConfig):
-    """Labelled texts. A text with more tokens than the model's context is truncated."""
+    """Labelled texts. A text with more tokens than the model's context is truncated; a token that ends every text, such
+    as BERT's [SEP], then ends what is left."""
 
     path: str = ""
     """Files of lines TEXT<TAB>LABEL, UTF-8: a folder with train.tsv and val.tsv; a prefix such as 'data/reviews' for
@@ -66,17 +68,13 @@ def tokenize_text(text: str, tokenizer: Tokenizer) -> list[int]:
     return [end, *tokens] if begin is None else [begin, *tokens, end]
 
 
-def drop(text: Sequence[int], is_dropped: np.ndarray) -> list[int]:
-    """Return a text without some of its tokens; the first, which is end-of-text, stays."""
-    return [token for i, token in enumerate(text) if i == 0 or not is_dropped[i]]
-
-
-def pad_texts(texts: Sequence[Sequence[int]], length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return tokens, int32, and their mask, bool, both `(B, length)`; longer texts are truncated."""
+def pad_texts(texts: Sequence[Sequence[int]], length: int, n_last: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Return tokens, int32, and their mask, bool, both `(B, length)`; longer texts are truncated before their `n_last`
+    last tokens."""
     tokens_BT = np.zeros((len(texts), length), np.int32)
     lengths_B = np.array([min(len(tokens), length) for tokens in texts], int)
     for row_T, tokens, n in zip(tokens_BT, texts, lengths_B, strict=True):
-        row_T[:n] = tokens[:n]
+        row_T[:n] = *tokens[: n - n_last], *tokens[len(tokens) - n_last :]
     return tokens_BT, np.arange(length) < lengths_B[:, None]
 
 
@@ -103,6 +101,7 @@ class LabelledTextDataset(Dataset):
         self.name, self.model, self.tokenizer, self.classes = name, model, tokenizer, find_classes(name, *splits)
         self.per_step, self.steps_per_epoch = batch_size, n // batch_size
         self._batch_size, self._seed, self._drop_tokens = batch_size, seed, drop_tokens
+        self._n_last = 0 if tokenizer.begin_of_text is None else 1  # see `tokenize_text`
         self._train, self._val = (self._encode(split) for split in splits)
         dropped = f" drops {drop_tokens}" if drop_tokens else ""
         self.fingerprint = fingerprint(
@@ -121,9 +120,15 @@ class LabelledTextDataset(Dataset):
         chosen = [texts[i] for i in indices_B]
         if self._drop_tokens:  # for the whole batch, so that each process draws the same
             rng = np.random.Generator(np.random.Philox(key=[self._seed, step]).jumped(2))
-            chosen = [drop(text, rng.random(len(text)) < self._drop_tokens) for text in chosen]
-        tokens_BT, valid_BT = pad_texts(chosen, self.model.context_length)
+            chosen = [self._drop(text, rng) for text in chosen]
+        tokens_BT, valid_BT = pad_texts(chosen, self.model.context_length, self._n_last)
         return Batch((tokens_BT[rows], valid_BT[rows]), labels_N[indices_B[rows]])
+
+    def _drop(self, text: list[int], rng: np.random.Generator) -> list[int]:
+        """Return a text without some of its tokens; those that begin and end every text stay."""
+        is_kept = rng.random(len(text)) >= self._drop_tokens
+        is_kept[[0, -self._n_last]] = True
+        return list(compress(text, is_kept))
 
     def held_out(self, batch_size: int, n: int | None = None) -> Iterator[Batch]:
         texts, labels_N = self._val
@@ -131,7 +136,7 @@ class LabelledTextDataset(Dataset):
             yield self._pad(texts, labels_N, indices_B)._replace(weights=weights_B)
 
     def _pad(self, texts: Sequence[list[int]], labels_N: np.ndarray, indices_B: np.ndarray) -> Batch:
-        inputs = pad_texts([texts[i] for i in indices_B], self.model.context_length)
+        inputs = pad_texts([texts[i] for i in indices_B], self.model.context_length, self._n_last)
         return Batch(inputs, labels_N[indices_B])
 
     def describe(self) -> str:

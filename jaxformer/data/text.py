@@ -474,11 +474,13 @@ def unwrap(pieces: Iterable[str], width: int) -> Iterator[str]:
 
 
 def clean(pieces: Iterable[str], width: int) -> Iterator[str]:
-    """Yield a text unwrapped (unless the width is `NO_UNWRAP`), with consecutive empty lines collapsed to one, without
-    white space around it, and with a newline at its end; nothing for a text of only white space."""
+    """Yield a text without white space around it and with a newline at its end; nothing for a text of only white space.
+    Unless the width is `NO_UNWRAP`, it is unwrapped, and consecutive empty lines are collapsed to one."""
     trailing, begun = "", False
     for group in batches(pieces if width == NO_UNWRAP else unwrap(pieces, width), len, PIECE_CHARACTERS):
-        text = re.sub(r"\n{3,}", "\n\n", trailing + "".join(group))
+        text = trailing + "".join(group)
+        if width != NO_UNWRAP:
+            text = re.sub(r"\n{3,}", "\n\n", text)
         inner = text.rstrip()
         trailing = text[len(inner) :]
         if not begun:

@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxformer.config import TokenModelConfig
 from jaxformer.contract import Contract
+from jaxformer.data.chat import ChatDataset
 from jaxformer.data.dataset import Batch, Dataset, evenly_spaced
 from jaxformer.data.pairs import PairDataset
 from jaxformer.decode.translation import translate_tokens
@@ -175,14 +176,16 @@ def _print_samples(
 
 
 def _continuations(setup: TrainSetup, data: Dataset, params: Params) -> Iterator[tuple[float, str]]:
-    """Yield temperature and text for each continuation of the config's prompt."""
+    """Yield temperature and text for each continuation of the config's prompt, or for each answer to the first held-out
+    conversation."""
     config, t, tokenizer = setup.config, setup.config.train, data.tokenizer
     assert isinstance(config.model, TokenModelConfig) and tokenizer is not None  # as for all causal language models
-    texts = continuations(
-        config.model, setup.model, params, tokenizer, [t.sample_prompt], [config.seed], t.sample_tokens
-    )
+    prompt = data.prompt if isinstance(data, ChatDataset) else tokenizer.encode_prompt(t.sample_prompt)
+    ends = tokenizer.ends_of_text if isinstance(data, ChatDataset) else ()
+    texts = continuations(config.model, setup.model, params, tokenizer, [prompt], [config.seed], t.sample_tokens)
     for temperature, _, prompt, new in texts:
-        yield temperature, tokenizer.decode(prompt + new)
+        end = next((i for i, token in enumerate(new) if token in ends), len(new))
+        yield temperature, tokenizer.decode(prompt + new[:end])
 
 
 def _translations(setup: TrainSetup, data: PairDataset, params: Params) -> Iterator[tuple[float, str]]:

@@ -123,7 +123,8 @@ def continue_held_out(runs: Sequence[Path]) -> list[tuple[str, str, float, str]]
             opened = load_run(run)
             prompts = prompts or held_out_prompts(opened)
             (model, tokenizer), params = opened.text_model(), opened.params
-            texts = continuations(model, opened.model, params, tokenizer, prompts, range(len(prompts)), NEW_TOKENS)
+            encoded = list(map(tokenizer.encode_prompt, prompts))
+            texts = continuations(model, opened.model, params, tokenizer, encoded, range(len(encoded)), NEW_TOKENS)
             stored = [
                 {"prompt": prompts[i], "temperature": temperature, "text": tokenizer.decode(new)}
                 for temperature, i, _, new in texts

@@ -19,13 +19,13 @@ def continuations(
     model: nn.Module,
     params: Params,
     tokenizer: Tokenizer,
-    prompts: Sequence[str],
+    prompts: Sequence[Sequence[int]],
     seeds: Sequence[int],
     max_new_tokens: int,
 ) -> Iterator[tuple[float, int, list[int], list[int]]]:
-    """Yield the continuations of prompts, first at temperature 0.5, then greedy: temperature, index of the prompt, its
-    tokens, and the new tokens."""
-    encoded = [tokenizer.encode_prompt(prompt)[-config.n_positions :] for prompt in prompts]
+    """Yield the continuations of prompts, given as tokens, first at temperature 0.5, then greedy: temperature, index of
+    the prompt, its tokens, and the new tokens."""
+    encoded = [list(prompt[-config.n_positions :]) for prompt in prompts]
     n_tokens = tokenizer.vocab_size if tokenizer.vocab_size < config.vocab_size else None
     for temperature in (0.5, 0.0):
         pieces = generate(

@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxformer.config import Config
 from jaxformer.contract import Task
+from jaxformer.data.chat import ChatDataset
 from jaxformer.data.dataset import Dataset
 from jaxformer.data.pairs import PairDataset
 from jaxformer.decode.fill_mask import MASK
@@ -93,7 +94,8 @@ def footer(setup: TrainSetup, data: Dataset, folder: Path, outcome: Outcome, row
     last: Row = next((row for row in reversed(rows) if "loss" in row), {})
     lines.append(final_line(step, outcome.evaluation.as_row() if outcome.evaluation else last))
     if (prompt := example_prompt(config, data)) is not None:
-        lines.append(f"sample from it: {command('sample')} --run {quoted} --prompt {shlex.quote(prompt)}")
+        options = "--chat" if isinstance(data, ChatDataset) else f"--prompt {shlex.quote(prompt)}"
+        lines.append(f"sample from it: {command('sample')} --run {quoted} {options}")
     return lines
 
 

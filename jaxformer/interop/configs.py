@@ -18,6 +18,7 @@ from jaxformer.interop.families import (
     always,
 )
 from jaxformer.models.decoder import DecoderConfig
+from jaxformer.models.encoder import EncoderConfig
 from jaxformer.models.rungs import RungDecoderConfig
 
 MAX_TRAINING_CONTEXT = 2048
@@ -102,7 +103,7 @@ def _read_field(field: Field, theirs: PublishedConfig) -> Any:
     return field.values[value]
 
 
-def write_config(config: RungDecoderConfig, family: Family) -> dict[str, Any]:
+def write_config(config: RungDecoderConfig | EncoderConfig, family: Family) -> dict[str, Any]:
     """Return the published form of our config, every field of which must have an equivalent in the family; see
     `huggingface.unmatched`."""
     theirs: dict[str, Any] = {"model_type": family.model_type, "architectures": [family.architecture]}
@@ -113,6 +114,8 @@ def write_config(config: RungDecoderConfig, family: Family) -> dict[str, Any]:
             theirs[field.theirs] = field.write(value)
         else:
             theirs[field.theirs] = next(name for name, ours in field.values.items() if ours == value)
+    if isinstance(config, EncoderConfig):
+        return theirs
     theirs |= write_windows(config, family)
     return theirs if family.rope_base is None else theirs | write_rope(config)
 

@@ -1,8 +1,9 @@
 """Families of published models: tables that map their configs and tensors to those of `DecoderConfig`, or of encoders.
 
-The tables of decoders are used in both directions, for import and export. Layouts are written with one letter per axis:
-V vocabulary, P positions, S segments, D model width, H query heads, G key/value heads, K head width, F hidden width of
-the MLP, E experts, O outputs of a head as wide as the model. Axes in parentheses are stored as one, in row-major order.
+The tables are used in both directions, for import and export. Layouts are written with one letter per axis: V
+vocabulary, P positions, S segments, D model width, H query heads, G key/value heads, K head width, F hidden width of
+the MLP, E experts, O outputs of a head as wide as the model, C classes. Axes in parentheses are stored as one, in
+row-major order.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from math import sqrt
 from typing import Any, NamedTuple
 
 from jaxformer.models.decoder import DecoderConfig
-from jaxformer.models.encoder import EmbedderConfig, EncoderConfig
+from jaxformer.models.encoder import ClassifierConfig, EmbedderConfig, EncoderConfig
 from jaxformer.models.rungs import RungDecoderConfig
 
 PublishedConfig = Mapping[str, Any]
@@ -400,9 +401,26 @@ BERT_MASKED = replace(
     model=EncoderConfig,
     ignored=(*BERT.ignored[:2], r"^cls\.predictions\.decoder\.", r"^cls\.seq_relationship\."),
 )
+BERT_CLASSIFIER = replace(
+    BERT,
+    architecture="BertForSequenceClassification",
+    fields=(
+        *BERT_MASKED.fields,
+        Field("n_classes", "id2label", "01", read=len, write=lambda n: {str(i): f"LABEL_{i}" for i in range(n)}),
+    ),
+    weights=(
+        *BERT.weights,
+        Weight("head.W_1", "bert.pooler.dense.weight", "O D -> D O"),
+        Weight("head.b_1", "bert.pooler.dense.bias", "D -> D"),
+        Weight("head.W_2", "classifier.weight", "C D -> D C"),
+        Weight("head.b_2", "classifier.bias", "C -> C"),
+    ),
+    model=ClassifierConfig,
+    ignored=BERT.ignored[:1],
+)
 
 _ALL = (LLAMA, QWEN3, GPT2, QWEN2, MISTRAL, GEMMA3, MIXTRAL)
 FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _ALL}
 """Families of decoders by their `model_type`."""
-ENCODERS: Mapping[str, Family] = {family.architecture: family for family in (BERT, BERT_MASKED)}
+ENCODERS: Mapping[str, Family] = {family.architecture: family for family in (BERT, BERT_MASKED, BERT_CLASSIFIER)}
 """Families of encoders by their architecture."""

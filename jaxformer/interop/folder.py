@@ -18,6 +18,8 @@ CONFIG, GENERATION, MODULES = "config.json", "generation_config.json", "modules.
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 """Suffixes of pickled files, which can run code when they are read."""
+POOLING_MODES = {"mean_tokens": "mean", "cls_token": "cls"}
+"""Values of `families.POOLING`, by the names that sentence-transformers has for them."""
 FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 """Floating-point dtypes in safetensors, and their sizes in bytes."""
 
@@ -134,7 +136,7 @@ def read_modules(path: Path) -> PublishedConfig:
         raise UserError(f"{problem}; use another sentence encoder.")
     pooling = read_object(path / str(modules[1].get("path")) / CONFIG)
     modes = [name for name, used in pooling.items() if name.startswith("pooling_mode_") and used is True]
-    known = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls"}
+    known = {f"pooling_mode_{name}": mode for name, mode in POOLING_MODES.items()}
     if len(modes) != 1 or modes[0] not in known:
         problem = f"{path} pools by {' and '.join(modes) or 'nothing'}, and only {' or '.join(known)} is supported"
         raise UserError(f"{problem}; use another sentence encoder.")

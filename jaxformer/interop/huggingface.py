@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from math import isclose
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,11 +17,22 @@ from flax.traverse_util import flatten_dict
 from jaxformer.data.tokenizer import END_IDS, Tokenizer
 from jaxformer.errors import UserError, command, missing_extras
 from jaxformer.interop.configs import ROPE_FIELDS, read_config, write_config
-from jaxformer.interop.families import FAMILIES, Family, Weight, always
+from jaxformer.interop.families import (
+    ENCODERS,
+    FAMILIES,
+    NORMALIZE,
+    POOLING,
+    Family,
+    ImportedConfig,
+    Weight,
+    always,
+)
+from jaxformer.interop.folder import MODULES, POOLING_MODES
 from jaxformer.interop.formats import Dtype
 from jaxformer.interop.output import cast, complete_path, save_safetensors
 from jaxformer.interop.weights import Layout, axis_sizes, rows
 from jaxformer.models.decoder import DecoderConfig
+from jaxformer.models.encoder import ClassifierConfig, EncoderConfig
 from jaxformer.models.objective import Params
 from jaxformer.models.rungs import RungDecoderConfig, as_rung
 from jaxformer.nn.norms import NORMS, epsilon
@@ -48,30 +59,44 @@ class Published(NamedTuple):
 def publish(run: Run) -> Published:
     """Return a run's model in the layout of the first family with an equivalent for each part. If there is none, raises
     `UserError` with the parts that the nearest family lacks."""
-    model = run.config.model
-    if not isinstance(model, DecoderConfig):
-        problem = f"{run.path} holds a {type(run.model).__name__}, but published families are decoders"
+    model, params = run.config.model, run.params
+    if not isinstance(model, DecoderConfig | EncoderConfig):
+        problem = f"{run.path} holds a {type(run.model).__name__}, which no published family has"
         raise UserError(f"{problem}; use --format safetensors.")
     config = resolved(model)
+    families = {name: family for name, family in {**FAMILIES, **ENCODERS}.items() if family.model is type(config)}
+    if isinstance(config, EncoderConfig) and not config.n_segments:  # one, whose embedding is 0, is the same
+        config = dataclasses.replace(config, n_segments=1)
+        params = params | {"W_segment": np.zeros((1, config.d_model))}
     if own := [f.name for f in dataclasses.fields(model) if not hasattr(config, f.name)]:
         raise UserError(f"{run.path} has {own[0]}, which no published family has; use --format safetensors.")
-    lacking = {name: unmatched(config, family) for name, family in FAMILIES.items()}
+    lacking = {name: unmatched(config, family) for name, family in families.items()}
     nearest = min(lacking, key=lambda name: len(lacking[name]))  # the first of equals
     if lacking[nearest]:
         parts = [f"{name} {value!r}" for name, value in lacking[nearest].items()]
         extra = missing_extras("safetensors")
         install = f" (install it with pip install 'jaxformer[{extra}]')" if extra else ""
+        examples = {DecoderConfig: "quick:llama", ClassifierConfig: "classify --model.pooling first"}
+        spec = next((spec for kind, spec in examples.items() if isinstance(model, kind)), None)
+        example = "" if spec is None else f", or train one of these, such as {command('train')} --config {spec}"
         raise UserError(
             f"{' and '.join(parts)} {'have' if parts[1:] else 'has'} no equivalent in {nearest}, the nearest of the "
-            f"published families {', '.join(FAMILIES)}; use --format safetensors{install}, or train one of these, "
-            f"such as {command('train')} --config quick:llama."
+            f"published families {', '.join(families)}; use --format safetensors{install}{example}."
         )
-    family = FAMILIES[nearest]
-    return Published(write_config(config, family), config.n_positions, published_tensors(run.params, config, family))
+    family = families[nearest]
+    theirs = write_config(config, family)
+    if run.classes:
+        theirs["id2label"] = {str(i): name for i, name in enumerate(run.classes)}
+        theirs["label2id"] = {name: i for i, name in enumerate(run.classes)}
+    bare = family.prefix if family.architecture == "BertModel" else ""  # as it is saved without a head
+    tensors = ((name.removeprefix(bare), tensor) for name, tensor in published_tensors(params, config, family))
+    return Published(theirs, config.n_positions, tensors)
 
 
-def resolved(model: DecoderConfig) -> RungDecoderConfig:
+def resolved(model: ImportedConfig) -> RungDecoderConfig | EncoderConfig:
     """Return a config with default fields of None replaced by their values, which published configs state."""
+    if isinstance(model, EncoderConfig):
+        return dataclasses.replace(model, head_dim=model.width_of_head, norm_eps=epsilon(model.norm, model.norm_eps))
     config = as_rung(model)
     renormalize = config.experts_per_token > 1 if config.renormalize_experts is None else config.renormalize_experts
     return dataclasses.replace(
@@ -88,7 +113,7 @@ def resolved(model: DecoderConfig) -> RungDecoderConfig:
     )
 
 
-def unmatched(config: RungDecoderConfig, family: Family) -> dict[str, Any]:
+def unmatched(config: RungDecoderConfig | EncoderConfig, family: Family) -> dict[str, Any]:
     """Return the fields of a config, with their values, for which a family has no equivalent."""
     defaults = {f.name: f.default for f in dataclasses.fields(config)}
     fixed = {
@@ -107,9 +132,7 @@ def unmatched(config: RungDecoderConfig, family: Family) -> dict[str, Any]:
     ignored = TRAINING_FIELDS | converted_fields(config, family)
     lacking = {name for name in defaults if name not in ignored and getattr(config, name) not in expected[name]}
     if not lacking:  # conversions that combine several fields may still differ
-        read = read_config(write_config(config, family), config.context_length)
-        assert isinstance(read, DecoderConfig)
-        again = resolved(read)
+        again = resolved(read_config(write_config(config, family), config.context_length))
         for name in defaults.keys() - TRAINING_FIELDS:
             ours, back = getattr(config, name), getattr(again, name)
             are_floats = isinstance(ours, float) and isinstance(back, float)
@@ -118,7 +141,7 @@ def unmatched(config: RungDecoderConfig, family: Family) -> dict[str, Any]:
     return {name: getattr(config, name) for name in defaults if name in lacking}
 
 
-def converted_fields(config: DecoderConfig, family: Family) -> set[str]:
+def converted_fields(config: ImportedConfig, family: Family) -> set[str]:
     """Return the fields of RoPE and windows that a family has an equivalent for, in a form other than a row."""
     fields = set(ROPE) if family.rope_base is not None or config.positions != "rope" else set()
     if family.local_rope_base is not None:
@@ -128,7 +151,7 @@ def converted_fields(config: DecoderConfig, family: Family) -> set[str]:
     return fields
 
 
-def published_tensors(params: Params, config: DecoderConfig, family: Family) -> Iterator[tuple[str, np.ndarray]]:
+def published_tensors(params: Params, config: ImportedConfig, family: Family) -> Iterator[tuple[str, np.ndarray]]:
     """Yield the names and tensors of a family, in float32, one at a time; `config` must have no `unmatched` field."""
     leaves, sizes = flatten_dict(params, sep="."), axis_sizes(config)
     paths: dict[str, list[tuple[Weight, str, int]]] = defaultdict(list)
@@ -174,19 +197,26 @@ def special_tokens(tokenizer: Tokenizer) -> SpecialTokens:
 
 def export_huggingface(run: Run, folder: Path, dtype: Dtype = "float32") -> None:
     """Write a run to a new folder in the layout of the published family that its model belongs to. Raises `UserError`
-    if the folder exists, safetensors is not installed, or no family has an equivalent for a part of the model."""
+    if the folder exists, safetensors is not installed, or no family has an equivalent for a part of the model. A
+    sentence encoder's folder also has the modules of sentence-transformers."""
     published = publish(run)
     _, tokenizer = run.text_model()
     special = special_tokens(tokenizer)
+    is_decoder = isinstance(run.config.model, DecoderConfig)
     ids = {"bos_token_id": special.bos, "eos_token_id": list(special.eos) if special.eos[1:] else special.eos[0]}
+    ids = ids if is_decoder else {}
     own = {name: value for name, value in tokenizer.config.items() if name != END_IDS}
     with complete_path(folder) as scratch:
         scratch.mkdir()
         arrays = {name: cast(name, tensor, dtype) for name, tensor in published.tensors}
         save_safetensors(arrays, scratch / "model.safetensors", {"format": "pt"})
         # Versions of transformers before 5 read torch_dtype, later ones dtype.
-        _write_json(scratch / "config.json", published.config | ids | {"dtype": dtype, "torch_dtype": dtype})
-        _write_json(scratch / "generation_config.json", ids | {"pad_token_id": special.eos[0]})
+        config = {name: value for name, value in published.config.items() if name not in (POOLING, NORMALIZE)}
+        _write_json(scratch / "config.json", config | ids | {"dtype": dtype, "torch_dtype": dtype})
+        if is_decoder:
+            _write_json(scratch / "generation_config.json", ids | {"pad_token_id": special.eos[0]})
+        if POOLING in published.config:
+            _write_modules(scratch, published.config)
         tokenizer.save(scratch / TOKENIZER)
         tokenizer_config = {
             "tokenizer_class": "PreTrainedTokenizerFast",
@@ -200,5 +230,20 @@ def export_huggingface(run: Run, folder: Path, dtype: Dtype = "float32") -> None
         _write_json(scratch / "tokenizer_config.json", tokenizer_config)
 
 
-def _write_json(file: Path, value: dict[str, Any]) -> None:
+def _write_modules(folder: Path, config: Mapping[str, Any]) -> None:
+    """Write the pooling and normalisation after a sentence encoder; see `folder.read_modules`."""
+    kinds = ["Transformer", "Pooling", *(["Normalize"] if config[NORMALIZE] else [])]
+    paths = ["", *(f"{i}_{kind}" for i, kind in enumerate(kinds[1:], start=1))]
+    modules = [
+        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for i, (path, kind) in enumerate(zip(paths, kinds, strict=True))
+    ]
+    _write_json(folder / MODULES, modules)
+    for path in paths[1:]:
+        (folder / path).mkdir()
+    pooling = {f"pooling_mode_{theirs}": ours == config[POOLING] for theirs, ours in POOLING_MODES.items()}
+    _write_json(folder / paths[1] / "config.json", {"word_embedding_dimension": config["hidden_size"], **pooling})
+
+
+def _write_json(file: Path, value: dict[str, Any] | list[dict[str, Any]]) -> None:
     file.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -22,7 +22,7 @@ from jaxformer.interop.folder import PICKLED, ModelFolder, PublishedModel
 from jaxformer.interop.gguf_file import GgufFile
 from jaxformer.interop.packages import published_name
 from jaxformer.interop.weights import Source, find_sources, load_params, stored_dtype
-from jaxformer.models.encoder import EmbedderConfig, EncoderConfig
+from jaxformer.models.encoder import ClassifierConfig, EmbedderConfig, EncoderConfig
 from jaxformer.models.objective import Params
 from jaxformer.runs.pretrained import Pretrained
 from jaxformer.runs.run import abstract_params, check_writable_parent, create_run
@@ -65,7 +65,8 @@ def import_run(
         structs[path] = jax.ShapeDtypeStruct(struct.shape, stored)
     params = load_params(published, sources, unflatten_dict(structs, sep="."))
     config = finetuning_config(run.name, model)
-    return create_run(run, config, tokenizer, allow_suffix=False, params=params), config
+    classes = list(published.config.get("id2label", {}).values()) if isinstance(model, ClassifierConfig) else []
+    return create_run(run, config, tokenizer, allow_suffix=False, classes=classes, params=params), config
 
 
 def _open(
@@ -103,7 +104,7 @@ def finetuning_config(name: str, model: ImportedConfig) -> Config:
     becomes a classifier of texts."""
     optimizer = OptimizerConfig("adamw", learning_rate=2e-5, schedule="cosine", warmup_steps=20, clip_norm=1.0)
     name = re.sub(r"^\W+|[^\w.-]+", "-", name).lstrip("-") or "imported"
-    if isinstance(model, EmbedderConfig):
+    if isinstance(model, EmbedderConfig | ClassifierConfig):
         optimizer = replace(optimizer, learning_rate=1e-4, weight_decay=0.01, b2=0.999)
         train = TrainConfig(batch_size=32, eval_examples=512)
         return Config(name, model, data=LabelledTextConfig(), steps=400, optimizer=optimizer, train=train)

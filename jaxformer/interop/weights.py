@@ -36,6 +36,7 @@ def axis_sizes(config: ImportedConfig) -> dict[str, int]:
         "E": getattr(config, "n_experts", None) or 0,
         "S": getattr(config, "n_segments", 0),
         "O": config.d_model,
+        "C": getattr(config, "n_classes", 0),
     }
 
 

@@ -3,13 +3,14 @@ sentence encoder."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Annotated, Literal
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from jaxformer.config import ModelConfig
 from jaxformer.config.fields import Depth, NonNegative, NonNegativeFloat, Range, Size
 from jaxformer.contract import ARRAY, Contract, Task, token_inputs
 from jaxformer.models.blocks import TokenBlocksConfig
@@ -25,6 +26,9 @@ from jaxformer.ops.quantized import rows
 
 Pooling = Literal["first", "mean"]
 """Features of a sequence: those of its first token, or their mean over all tokens."""
+
+MAX_CLASSIFIED_TOKENS = 128
+"""Longest texts that an encoder is fine-tuned to classify by default, in tokens; it may have positions for more."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,17 @@ class EncoderConfig(TokenBlocksConfig):
             inputs=token_inputs(self.context_length, "tokens_T", "valid_T"),
             has_features=True,
             attention=self.attention_shape(self.context_length, ARRAY),
+            head=("head.*", "head_norm.*", "b_out"),
         )
+
+    def with_head_of(self, other: ModelConfig) -> ModelConfig:
+        return self.classifier(other) if isinstance(other, ClassifierConfig) else self
+
+    def classifier(self, head: ClassifierConfig) -> ClassifierConfig:
+        """Return the config of a classifier with this encoder and a head."""
+        shared = {field.name: getattr(self, field.name) for field in fields(EncoderConfig)}
+        shared["context_length"] = min(self.context_length, MAX_CLASSIFIED_TOKENS)
+        return replace(head, **shared)
 
     def build(self, execution: Execution = PLAIN) -> Encoder:
         return MaskedLanguageModel(self, execution)
@@ -74,7 +88,11 @@ class ClassifierConfig(EncoderConfig):
             n_classes=self.n_classes,
             has_features=False,
             scaled_width=self.d_model,
+            head=("head.*",),
         )
+
+    def with_head_of(self, other: ModelConfig) -> ModelConfig:
+        return self
 
     def build(self, execution: Execution = PLAIN) -> Classifier:
         return Classifier(self, execution)
@@ -91,7 +109,11 @@ class EmbedderConfig(EncoderConfig):
 
     @property
     def contract(self) -> Contract:
-        return replace(super().contract, task=Task.TEXT_EMBEDDING, n_classes=None, has_features=False)
+        return replace(super().contract, task=Task.TEXT_EMBEDDING, n_classes=None, has_features=False, head=())
+
+    def with_head_of(self, other: ModelConfig) -> ModelConfig:
+        head = other if isinstance(other, ClassifierConfig) else ClassifierConfig()
+        return replace(self.classifier(head), pooling=self.pooling)
 
     def build(self, execution: Execution = PLAIN) -> Embedder:
         return Embedder(self, execution)

@@ -1,8 +1,9 @@
 """Low-rank adaptation (LoRA, Hu et al. 2021, section 4.1): a frozen matrix W becomes W + (alpha / rank) A B.
 
 Adapters are a separate tree with the structure of the parameters, but with `{"A": …, "B": …}` in place of each adapted
-matrix. Here inputs multiply from the left, x W, so A maps inputs to the rank, and B the rank to outputs; the paper
-writes W x, and B A. Modules are unaware of adapters, which are merged into the parameters before `apply`.
+matrix, and with the parameters themselves that are trained in full, such as a new head. Here inputs multiply from the
+left, x W, so A maps inputs to the rank, and B the rank to outputs; the paper writes W x, and B A. Modules are unaware
+of adapters, which are merged into the parameters before `apply`.
 """
 
 from __future__ import annotations
@@ -44,7 +45,17 @@ def adapted_matrices(axes: Mapping[str, ParameterAxes], config: LoraConfig) -> l
             hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(known)}."
             raise UserError(f"lora.matrices names {pattern!r}, which the model has no matrix of; {hint}")
         selected |= names
-    return [name for name in matrices if name in selected]
+    whole = whole_parameters(axes, config)
+    return [name for name in matrices if name in selected and name not in whole]
+
+
+def whole_parameters(axes: Mapping[str, ParameterAxes], config: LoraConfig) -> list[str]:
+    """Return the names of the parameters that `config.whole` selects. Raises `UserError` if an entry selects none."""
+    selects = lambda pattern, name: fnmatchcase(dotted(name.split(".")), pattern)  # noqa: E731
+    for pattern in config.whole:
+        if not any(selects(pattern, name) for name in axes):
+            raise UserError(f"lora.whole names {pattern!r}, but the model has no such parameter; omit it.")
+    return [name for name in axes if any(selects(pattern, name) for pattern in config.whole)]
 
 
 def adapter_axes(axes: Mapping[str, ParameterAxes], config: LoraConfig) -> dict[str, ParameterAxes]:
@@ -60,12 +71,13 @@ def adapter_axes(axes: Mapping[str, ParameterAxes], config: LoraConfig) -> dict[
 
 
 def init_adapters(key: jax.Array, params: Params, axes: Mapping[str, ParameterAxes], config: LoraConfig) -> Params:
-    """Return initial float32 adapters, which have no effect, for parameters or their shapes with these axes: A is
-    sampled from N(0, 1 / inputs), and B is 0."""
-    shapes = {name: leaf.shape for name, leaf in flatten_dict(params, sep=".").items()}
-    adapters: dict[str, jax.Array] = {}
+    """Return initial float32 adapters, which have no effect, for parameters with these axes: A is sampled from
+    N(0, 1 / inputs), B is 0, and parameters trained in full are those in `params`."""
+    leaves: dict[str, jax.Array] = flatten_dict(params, sep=".")
+    adapters = {name: leaves[name] for name in whole_parameters(axes, config)}
     for i, name in enumerate(adapted_matrices(axes, config)):
-        n_stack, n_before, shape = len(axes[name].stack), len(axes[name].names) - len(axes[name].outputs), shapes[name]
+        n_stack, n_before = len(axes[name].stack), len(axes[name].names) - len(axes[name].outputs)
+        shape = leaves[name].shape
         stack, inputs, outputs = shape[:n_stack], shape[n_stack:n_before], shape[n_before:]
         drawn = jax.random.normal(jax.random.fold_in(key, i), (*stack, *inputs, config.rank))
         adapters[f"{name}.A"] = drawn / sqrt(prod(inputs))
@@ -74,7 +86,8 @@ def init_adapters(key: jax.Array, params: Params, axes: Mapping[str, ParameterAx
 
 
 def merge(params: Params, adapters: Params, config: LoraConfig) -> Params:
-    """Return the parameters with adapters added, W + (alpha / rank) A B; parameters without adapters are unchanged."""
+    """Return the parameters with adapters added, W + (alpha / rank) A B, and with those that were trained in full;
+    the others are unchanged."""
 
     def merged(weight: jax.Array, A: jax.Array, B: jax.Array) -> jax.Array:
         n_stack = A.ndim + B.ndim - 2 - weight.ndim
@@ -84,7 +97,7 @@ def merge(params: Params, adapters: Params, config: LoraConfig) -> Params:
 
     def walk(params: Params, adapters: Params) -> Params:
         if not isinstance(params, Mapping):
-            return merged(params, **adapters)
+            return merged(params, **adapters) if isinstance(adapters, Mapping) else adapters.astype(params.dtype)
         return {name: walk(part, adapters[name]) if name in adapters else part for name, part in params.items()}
 
     return walk(params, adapters)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import jax
@@ -12,17 +13,13 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxformer.config import Config, LoraConfig, ModelConfig
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError
-from jaxformer.models.encoder import ClassifierConfig, EmbedderConfig, EncoderConfig
 from jaxformer.models.objective import Params
 from jaxformer.nn.parameter_norms import dotted
 from jaxformer.runs.checkpoints import CheckpointReader, first_difference
 from jaxformer.runs.run import abstract_params, read_config, read_tokenizer, restore_params
 
-HEAD, POSITIONS = ("head.", "head_norm.", "b_out"), "embedding.W_pos"
-"""Beginnings of the names of parameters of encoders' heads, and the name of the table of positions."""
-
-MAX_CLASSIFIED_TOKENS = 128
-"""Longest texts that an encoder is fine-tuned to classify by default, in tokens; it may have positions for more."""
+POSITIONS = "embedding.W_pos"
+"""Name of the table of positions."""
 
 
 @dataclass(frozen=True)
@@ -39,32 +36,15 @@ class Pretrained:
     config: Config | None = None
     """Config of the run; None for a model published elsewhere."""
 
-    def starting_model(self, model: ModelConfig) -> ModelConfig:
-        """Return the model to train in a run whose config has another one: this model, or, for a classifier or from a
-        sentence encoder, a classifier with this encoder and a new head."""
-        own = self.model
-        if not self.has_new_head(model) and not isinstance(own, EmbedderConfig):
-            return own
-        head = model if isinstance(model, ClassifierConfig) else ClassifierConfig()
-        shared = {field.name: getattr(own, field.name) for field in fields(EncoderConfig)}
-        shared["context_length"] = min(shared["context_length"], MAX_CLASSIFIED_TOKENS)
-        pooling = own.pooling if isinstance(own, EmbedderConfig) else head.pooling
-        return ClassifierConfig(**shared, n_classes=head.n_classes, pooling=pooling)
-
     def has_new_head(self, model: ModelConfig) -> bool:
-        """Return True for a classifier that this is the encoder of, but whose head it does not have."""
-        is_encoder = isinstance(self.model, EncoderConfig) and not isinstance(self.model, ClassifierConfig)
-        return is_encoder and isinstance(model, ClassifierConfig)
+        """Return True for a model of another task, whose head this one does not have."""
+        return self.model.contract.task is not model.contract.task
 
     def check_fit(self, model: ModelConfig) -> None:
         """Raise `UserError` for the first parameter that differs in shape or is missing in one of the models, other
         than those of a new head, and positions beyond the model's."""
-        stored, expected = (_shapes(config) for config in (self.model, model))
-        if self.has_new_head(model):
-            stored, expected = (
-                {name: shape for name, shape in shapes.items() if not name.startswith(HEAD)}
-                for shapes in (stored, expected)
-            )
+        is_new = self.has_new_head(model)
+        stored, expected = (_shapes(config, without_head=is_new) for config in (self.model, model))
         if POSITIONS in stored and POSITIONS in expected:
             stored[POSITIONS] = min(stored[POSITIONS], expected[POSITIONS])
         if difference := first_difference(stored, expected):
@@ -82,7 +62,8 @@ class Pretrained:
             return self.load(abstract)
         structs = {name: wanted[name] if fits[name] else struct for name, struct in stored.items()}
         loaded = flatten_dict(self.load(unflatten_dict(structs, sep=".")), sep=".")
-        params = {name: loaded[name] for name in wanted if not (self.has_new_head(model) and name.startswith(HEAD))}
+        is_new = self.has_new_head(model)
+        params = {name: loaded[name] for name in wanted if not (is_new and _in_head(name, model))}
         if POSITIONS in params:
             table, struct = params[POSITIONS], wanted[POSITIONS]
             params[POSITIONS] = jax.device_put(table[: struct.shape[0]], struct.sharding).astype(struct.dtype)
@@ -99,6 +80,11 @@ def pretrained_run(folder: Path) -> Pretrained:
     return Pretrained(folder, config.model, read_tokenizer(folder), load, own)
 
 
-def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+def _in_head(name: str, config: ModelConfig) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in config.contract.head)
+
+
+def _shapes(config: ModelConfig, without_head: bool) -> dict[str, tuple[int, ...]]:
     leaves = jax.tree_util.tree_leaves_with_path(abstract_params(config.build()))
-    return {dotted(path): tuple(leaf.shape) for path, leaf in leaves}
+    shapes = {dotted(path): tuple(leaf.shape) for path, leaf in leaves}
+    return {name: shape for name, shape in shapes.items() if not (without_head and _in_head(name, config))}

@@ -141,10 +141,10 @@ def restore_params(
     if not base:
         raise UserError(f"{folder / BASE} has no complete checkpoint, but {folder} holds adapters only; restore it.")
     frozen = base.restore_params(base.step(), shapes)
-    adapters = jax.eval_shape(lambda: init_adapters(jax.random.key(0), shapes, axes, config.lora))
+    adapters = jax.eval_shape(lambda params: init_adapters(jax.random.key(0), params, axes, config.lora), shapes)
     mesh = next((leaf.sharding.mesh for leaf in jax.tree.leaves(shapes) if leaf.sharding is not None), None)
     if mesh is not None:
-        adapters = abstract(adapters, shardings(adapters, adapter_axes(axes, config.lora), mesh))
+        adapters = abstract(adapters, shardings(adapters, {**axes, **adapter_axes(axes, config.lora)}, mesh))
     merged = merge(frozen, checkpoints.restore_params(step, adapters), config.lora)
     return merged if convert is None else convert(merged)
 

@@ -138,7 +138,7 @@ class TrainSetup:
         if not self.config.lora.rank:
             return names
         trained = {*map(parameter_name, row_names(self.abstract_state.params))}
-        return [factor for name in names for factor in (f"{name}.A", f"{name}.B") if factor in trained]
+        return [part for name in names for part in (name, f"{name}.A", f"{name}.B") if part in trained]
 
     @cached_property
     def abstract_params(self) -> Params:

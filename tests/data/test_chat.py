@@ -18,6 +18,8 @@ from jaxformer.data.chat_template import MARK, ChatTemplate, encode_rendered
 from jaxformer.data.packing import PackedExamples
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError
+from jaxformer.inspect.callbacks import make_callbacks
+from jaxformer.inspect.training_report import footer
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.parallel.mesh import make_mesh
 from jaxformer.train.log import read_metrics
@@ -513,9 +515,14 @@ def test_thirty_steps_lower_the_loss_on_the_assistants_tokens(published, tmp_pat
     data_config = ChatConfig(str(written(tmp_path / "c.jsonl", *chats)), tokenizer=str(published), val_fraction=0.2)
     config = Config(
         "test", model, data_config, steps=30, optimizer=OptimizerConfig("adamw", learning_rate=0.02),
-        train=TrainConfig(batch_size=4, eval_every=30, report_every=0, checkpoint_every=0),
+        train=TrainConfig(batch_size=4, eval_every=30, report_every=30, checkpoint_every=0),
     )  # fmt: skip
-    outcome = train(TrainSetup(config, make_mesh("", jax.devices()[:1])), data_config.load(model, 4, 0), tmp_path)
+    data, setup = data_config.load(model, 4, 0), TrainSetup(config, make_mesh("", jax.devices()[:1]))
+    outcome = train(setup, data, tmp_path, make_callbacks(setup, data, tmp_path))
     first, last = (row for row in read_metrics(tmp_path) if "val_loss" in row)
     assert outcome.status == "done" and last["val_loss"] < first["val_loss"] - 1
     assert 18 <= last["val_targets"] <= 21  # of 3 answers of 5 or 6 tokens, and the ends of their turns
+    # Samples answer the first held-out question, in the template.
+    sample = r"\[step 30, temperature 0\] user\nHow \w+ \w+\?\nassistant\nIt is \w+\.\n\n"  # without special tokens
+    assert re.search(sample, (tmp_path / "samples.txt").read_text())
+    assert footer(setup, data, tmp_path, outcome, [])[-1].endswith(f"sample --run {tmp_path} --chat")

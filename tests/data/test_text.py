@@ -303,8 +303,8 @@ def test_empty_documents_are_skipped_and_all_empty_is_refused(documents):
     with pytest.raises(UserError, match="hold no text"):
         documents("  \n\n", "")
     read = documents("  \n\n", "one\n\n\n\n\ntwo", "", "three")
-    assert whole(read) == ["one\n\ntwo\n", "three\n"]
-    assert (len(read), read.n_bytes, read.rows_N["n_bytes"].tolist()) == (2, 15, [9, 6])
+    assert whole(read) == ["one\n\n\n\n\ntwo\n", "three\n"]
+    assert (len(read), read.n_bytes, read.rows_N["n_bytes"].tolist()) == (2, 18, [12, 6])
 
 
 def test_long_line_without_white_space_is_cut(documents):
@@ -522,7 +522,8 @@ def cleaned_whole(text: str, unwrap_lines: bool) -> str:
         text = lines[0] + "".join(
             (" " if joins and not fit else "\n") + line for fit, (_, line, _) in zip(fits, pairs, strict=True)
         )
-    text = re.sub(r"\n{3,}", "\n\n", text).strip()
+        text = re.sub(r"\n{3,}", "\n\n", text)
+    text = text.strip()
     return text + "\n" if text else ""
 
 

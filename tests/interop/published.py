@@ -21,6 +21,7 @@ SHAPES: dict[str, Any] = {
 CLASSES = {
     "GPT2": ("GPT2Config", "GPT2LMHeadModel"), "Gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM"),
     "Bert": ("BertConfig", "BertForMaskedLM"), "BertModel": ("BertConfig", "BertModel"),
+    "BertClassifier": ("BertConfig", "BertForSequenceClassification"),
 }  # fmt: skip
 """Classes of families whose names are others than those of most."""
 

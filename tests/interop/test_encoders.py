@@ -11,11 +11,14 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from jaxformer.__main__ import main
-from jaxformer.data.labelled import tokenize_text
+from jaxformer.data.labelled import LabelledTextConfig, tokenize_text
+from jaxformer.data.tokenizer import Tokenizer
+from jaxformer.decode.classify import classify_text
 from jaxformer.decode.embed import embed
 from jaxformer.errors import UserError
 from jaxformer.interop.run import import_run
-from jaxformer.models.encoder import EncoderConfig
+from jaxformer.models.encoder import ClassifierConfig, EncoderConfig
+from jaxformer.runs.checkpoints import CheckpointReader
 from jaxformer.runs.run import load_run
 from tests.helpers import ROOT
 from tests.interop.published import installed_model, publish
@@ -37,9 +40,14 @@ def write_tokenizer(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps({"mask_token": "[MASK]", "sep_token": "[SEP]"}))
 
 
+IDS = {"vocab_size": len(WORDS), "pad_token_id": 0, "bos_token_id": None, "eos_token_id": None}
+
+
 def publish_bert(folder: Path, family: str = "Bert", **changes: Any) -> Any:
     """Write a random model of `WORDS`; return it, a torch module."""
-    theirs = publish(folder, family, vocab_size=len(WORDS), pad_token_id=0, **changes)
+    theirs = publish(
+        folder, family, vocab_size=len(WORDS), pad_token_id=0, bos_token_id=None, eos_token_id=None, **changes
+    )
     write_tokenizer(folder)
     return theirs
 
@@ -157,6 +165,19 @@ def test_other_models_are_refused(tmp_path: Path, change: dict[str, Any], said: 
         import_run(tmp_path / "model", tmp_path / "run")
 
 
+def test_what_has_no_equivalent_for_an_encoder_is_refused(tmp_path: Path, monkeypatch: Any, capsys: Any):
+    monkeypatch.chdir(tmp_path)
+    publish_bert(tmp_path / "model", "BertModel")
+    run = str(import_run(tmp_path / "model", tmp_path / "run")[0])
+    assert main(["eval", run]) == 2
+    assert "run holds a sentence encoder, which has no loss to evaluate; compare texts with" in capsys.readouterr().err
+    assert main(["inspect", run]) == 2
+    error = capsys.readouterr().err
+    assert error == "error: the run's data is not available; give a text with --prompt.\n"
+    assert main(["plan", "--init-from", run]) == 0  # of the classifier that it would become
+    assert "12,274 parameters" in capsys.readouterr().out
+
+
 def test_context_of_an_encoder_is_its_own(tmp_path: Path):
     publish_bert(tmp_path / "model", "BertModel")
     with pytest.raises(UserError, match="the context length is 64; the encoder has 96 positions; omit it"):
@@ -165,28 +186,91 @@ def test_context_of_an_encoder_is_its_own(tmp_path: Path):
 
 TRAIN = [
     "--data.path", "x", "--run", "runs/x", "--train.batch-size", "8", "--steps", "120", "--optimizer.warmup-steps", "5",
-    "--optimizer.learning-rate", "0.003", "--model.dropout", "0", "--train.report-every", "0",
+    "--model.dropout", "0", "--train.report-every", "0", "--optimizer.learning-rate",
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("family", ["Bert", "BertModel"])
-def test_an_encoder_is_fine_tuned_as_a_classifier(tmp_path: Path, monkeypatch: Any, capsys: Any, family: str):
+LORA = ["0.01", "--lora.rank", "4"]
+
+
+@pytest.mark.parametrize(("family", "options"), [("Bert", ["0.003"]), ("BertModel", ["0.003"]), ("Bert", LORA)])
+def test_an_encoder_is_fine_tuned_as_a_classifier(
+    tmp_path: Path, monkeypatch: Any, capsys: Any, family: str, options: list[str]
+):
     monkeypatch.chdir(tmp_path)
     publish_bert(tmp_path / "model", family, std=0.1)
     words = {"cat": "c", "dog": "d", "see": "e"}
     lines = [f"{'the ' * (i % 4)}{word} .\t{label}\n" for i in range(20) for word, label in words.items()]
     Path("x.train.tsv").write_text("".join(lines[:40]))
     Path("x.val.tsv").write_text("".join(lines[40:]))
-    config = ["--config", "classify"] if family == "Bert" else []
+    config = ["--config", "classify", "--model.pooling", "first"] if family == "Bert" else []
     start = ["train", *config, "--init-from", "model", "--model.context-length", "12"]
-    assert main([*start, *TRAIN]) == 0
+    assert main([*start, *TRAIN, *options]) == 0
     assert "n_classes 3 (not 2)" in capsys.readouterr().out
     run, source = load_run("runs/x"), load_run(import_run(tmp_path / "model", tmp_path / "source")[0])
     old, new = source.params["embedding"]["W_pos"], run.params["embedding"]["W_pos"]
-    assert new.shape == (12, 24) and not np.array_equal(new, old[:12])
+    assert new.shape == (12, 24) and np.array_equal(new, old[:12]) == (options is LORA)
     assert jax.tree.map(np.shape, run.params["blocks_0"]) == jax.tree.map(np.shape, source.params["blocks_0"])
     assert main(["eval", "--run", "runs/x"]) == 0
-    assert "accuracy=1.0" in capsys.readouterr().out
+    captured = capsys.readouterr()
+    assert main(["export", "runs/x", "--format", "hf", "--out", "out"]) == (0 if family == "Bert" else 2)
+    if family == "Bert":
+        transformers = pytest.importorskip("transformers")
+        classify = transformers.pipeline("text-classification", "out", top_k=None)
+        texts = ["the cat .", "the dog ."]
+        ours = [dict(classify_text(run, tokenize_text(text, run.tokenizer))) for text in texts]
+        for mine, scores in zip(ours, classify(texts), strict=True):
+            assert {row["label"]: row["score"] for row in scores} == pytest.approx(mine, abs=1e-5)
+    else:
+        said = "pooling 'mean' has no equivalent in BertForSequenceClassification, the nearest of"
+        assert said in capsys.readouterr().err
+    accuracy = float(captured.out.split("accuracy=")[1].split()[0])
+    assert accuracy > (0.5 if options is LORA else 0.8)  # LoRA leaves random embeddings as they are
+    if options is LORA:  # the new head is not frozen
+        saved = CheckpointReader(Path("runs/x")).arrays(120).keys()
+        assert {"params/head/W_1", "params/blocks_0/attention/W_Q/A"} <= saved
+
+
+@pytest.mark.parametrize("family", ["Bert", "BertModel", "BertClassifier"])
+def test_exported_encoders_have_the_same_outputs_in_transformers(tmp_path: Path, capsys: Any, family: str):
+    import torch
+    import transformers
+
+    theirs = publish_bert(tmp_path / "model", family, num_labels=3)
+    if family == "BertModel":
+        write_modules(tmp_path / "model", "cls_token", "Normalize")
+    run = import_run(tmp_path / "model", tmp_path / "run")[0]
+    assert main(["export", str(run), "--format", "hf", "--out", str(tmp_path / "out")]) == 0
+    again, info = type(theirs).from_pretrained(tmp_path / "out", local_files_only=True, output_loading_info=True)
+    assert not info["unexpected_keys"] and {*info["missing_keys"]} <= {"pooler.dense.weight", "pooler.dense.bias"}
+    with torch.no_grad():
+        first, second = (model.eval()(torch.tensor([TEXT]))[0].numpy() for model in (theirs, again))
+    np.testing.assert_allclose(second, first, rtol=0, atol=1e-6 * np.abs(first).max())
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out", local_files_only=True)
+    assert tokenizer("The cats see the dog.")["input_ids"] == [2, 5, 6, 8, 9, 5, 7, 10, 3]
+    ours, back = load_run(run), load_run(import_run(tmp_path / "out", tmp_path / "back")[0])
+    assert back.config.model == ours.config.model and back.classes == ours.classes
+    outputs = [np.asarray(run.model.apply({"params": run.params}, np.array(TEXT))) for run in (ours, back)]
+    np.testing.assert_array_equal(*outputs)
+    if family == "BertClassifier":
+        np.testing.assert_allclose(outputs[0], first[0], rtol=0, atol=1e-5 * np.abs(first).max())
+        assert back.classes == ("LABEL_0", "LABEL_1", "LABEL_2")
+    assert main(["export", str(run), "--format", "gguf", "--out", str(tmp_path / "out.gguf")]) == 2
+    assert "the family bert cannot be exported to GGUF" in capsys.readouterr().err
+
+
+def test_long_texts_are_truncated_as_by_transformers(tmp_path: Path):
+    publish_bert(tmp_path / "model")
+    text, texts = "the cat sees the dog . " * 3, ["x\ty\n", "the dog\tz\n"]
+    (tmp_path / "x.train.tsv").write_text("".join([f"{text}\ty\n", *texts]))
+    (tmp_path / "x.val.tsv").write_text(f"{text}\ty\n")
+    model = ClassifierConfig(len(WORDS), 7, 8, n_heads=2, d_ff=(12,), n_blocks=1)
+    tokenizer = Tokenizer.load(tmp_path / "model" / "tokenizer.json")
+    (batch,) = LabelledTextConfig(str(tmp_path / "x")).load(model, 2, 0, tokenizer).held_out(1)
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "model", local_files_only=True)
+    expected = theirs(text, truncation=True, max_length=7)["input_ids"]
+    assert batch.inputs[0][0].tolist() == expected == [2, 5, 6, 9, 8, 5, 3]
 
 
 SENTENCES = ["The weather is lovely today.", "It's so sunny outside!", "He drove to the stadium."]

@@ -129,7 +129,7 @@ def test_committed_llamas_have_an_equivalent(name):
 def test_other_model_is_refused(run, tmp_path):
     config = load_config(f"{ROOT}/configs/vision.py:vit")
     other = replace(run, config=config, model=config.model.build())
-    with pytest.raises(UserError, match="holds a ViT, but published families are decoders; use --format saf"):
+    with pytest.raises(UserError, match="holds a ViT, which no published family has; use --format saf"):
         export_huggingface(other, tmp_path / "out")
 
 

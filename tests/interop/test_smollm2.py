@@ -87,9 +87,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 def test_logits_equal_those_of_transformers(models: Models):
     forward = jax.jit(lambda params, tokens_T: models.run.model.apply({"params": params}, tokens_T))
-    for text in TEXTS:
-        tokens = models.tokenizer.encode(text)
-        padded = np.zeros(128, int)  # so that one program serves all lengths
+    longest = models.tokenizer.encode((ROOT / "docs/extending.md").read_text())[:2048]
+    for tokens in [*map(models.tokenizer.encode, TEXTS), longest]:
+        padded = np.zeros(128 if len(tokens) <= 128 else 2048, int)  # so that two programs serve all lengths
         padded[: len(tokens)] = tokens
         ours_TV = np.asarray(forward(models.run.params, padded))[: len(tokens)]
         theirs_TV = their_logits(models.theirs, tokens)
@@ -171,8 +171,8 @@ def test_answers_tuned_on_conversations_are_those_of_llama_cpp_on_the_exported_f
 
 def test_perplexity_equals_that_of_transformers_on_the_same_windows(models: Models, tmp_path: Path, capsys: Any):
     text, length = tmp_path / "text.txt", 256
-    prose = (ROOT / "docs/extending.md").read_text()[:10_000].replace("\n\n\n", "\n\n")  # as `eval` reads it
-    text.write_text(f"{prose}\n")
+    prose = (ROOT / "docs/extending.md").read_text()[:10_000]
+    text.write_text(f"{prose}\n\n\nThe end.\n")
     run, _ = import_run(find_model("smollm2"), tmp_path / "run", context_length=length)
     assert main(["eval", str(run), "--data.path", str(text), "--data.no-unwrap", "--batch-size", "8"]) == 0
     printed = dict(field.split("=") for field in capsys.readouterr().out.splitlines()[-1].split())

@@ -206,11 +206,12 @@ def books(tmp_path_factory) -> Path:
 
 
 def tuned(
-    folder: Path, base: Path, books: Path, steps: int, mesh: str = "", resume: bool = False, **changes: Any
-) -> Outcome:
+    folder: Path, base: Path, books: Path, steps: int, mesh: str = "", resume: bool = False,
+    whole: tuple[str, ...] = (), **changes: Any,
+) -> Outcome:  # fmt: skip
     """Train adapters, or go on training them."""
     config = replace(
-        read_config(base), steps=steps, init_from=str(base), lora=LoraConfig(2, 8.0, ("W_Q", "W_O", "W_1")),
+        read_config(base), steps=steps, init_from=str(base), lora=LoraConfig(2, 8.0, ("W_Q", "W_O", "W_1"), whole),
         data=TextConfig(str(books)), optimizer=OptimizerConfig("adamw", learning_rate=0.03, weight_decay=0.1),
         train=TrainConfig(batch_size=8, log_every=1, eval_every=4, report_every=0, checkpoint_every=4),
         **changes,
@@ -253,6 +254,21 @@ def test_training_adapters_lowers_the_held_out_loss_and_changes_no_bit_of_the_ba
     assert {name for name in arrays(run) if name.startswith("params/")} == adapted
     moments = {name.partition("/blocks_0/")[2] for name in arrays(run) if "blocks_0" in name}
     assert moments == {name.partition("/blocks_0/")[2] for name in adapted}
+
+
+@pytest.mark.slow
+def test_parameters_trained_in_full_are_no_adapters_and_resume_and_load_with_them(base, books, tmp_path):
+    name, whole = "blocks_0.mlp.W_1", ("blocks.0.mlp.W_1", "W_out")
+    outcomes = [tuned(tmp_path / "a", base, books, steps, resume=steps == 8, whole=whole) for steps in (4, 8)]
+    first, (middle, last) = load_run(base), (flatten_dict(o.state.params, sep=".") for o in outcomes)
+    before, loaded = (flatten_dict(run.params, sep=".") for run in (first, load_run(tmp_path / "a")))
+    assert f"{name}.A" not in last and "blocks_0.attention.W_Q.A" in last and last[name].shape == before[name].shape
+    for path in (name, "W_out"):
+        np.testing.assert_array_equal(loaded[path], last[path])
+        assert np.abs(before[path] - middle[path]).max() > 1e-3 < np.abs(middle[path] - last[path]).max()
+    np.testing.assert_array_equal(loaded["embedding.W_E"], before["embedding.W_E"])
+    with pytest.raises(UserError, match=r"lora.whole names 'head.\*', but the model has no such parameter"):
+        adapted_matrices(AXES, LoraConfig(4, whole=("head.*",)))
 
 
 @pytest.mark.slow
