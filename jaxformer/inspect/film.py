@@ -84,12 +84,13 @@ def film(
         raise UserError(f"{run.path} has no film; train it anew with --train.film.")
     last, batch = load_frame(run, steps[-1]), jax.tree.map(jnp.asarray, batch)
     config, tokenizer = run.text_model()
+    encoded = list(map(tokenizer.encode_prompt, prompts))
     repeated_BT = repeated_tokens(tokenizer.vocab_size, min(config.context_length, MAX_REPEATED))
     for step in steps:
         progress(f"step {step:,}")
         params = load_frame(run, step)
         heads = _heads(run.model, params, last, batch, repeated_BT)
-        texts = continuations(config, run.model, params, tokenizer, prompts, range(len(prompts)), NEW_TOKENS)
+        texts = continuations(config, run.model, params, tokenizer, encoded, range(len(encoded)), NEW_TOKENS)
         yield Frame(
             step,
             float(_loss(run.model, params, batch)),
