@@ -24,12 +24,9 @@ from jaxformer.inspect.property_checks import ROUNDING, Check, largest_of, rando
 from jaxformer.terminal import echo
 
 if TYPE_CHECKING:
-    from jaxformer.models.objective import Params
     from jaxformer.runs.run import Run
     from jaxformer.train.setup import TrainSetup
 
-TOKENS, LARGE_MODEL_TOKENS, LARGE_MODEL = 64, 16, 50_000_000
-"""Default text lengths in tokens, and the number of parameters beyond which the second applies."""
 SMALLEST_GRADIENT = 1e-5
 """Gradient of a parameter, relative to the largest of all parameters, below which its error is relative to this."""
 
@@ -46,10 +43,9 @@ class Arguments(CheckpointOptions):
 
     examples: Annotated[int, Range(least=2)] = 4
     """Number of random examples to check; the last text is shorter."""
-    tokens: Annotated[int, Range(least=2)] | None = None
-    """Maximum text length in tokens; by default, 64, or 16 for a model of more than 50 million parameters. A model with
-    fixed-length inputs always gets its full length; a model with an attention window gets at least 8 more tokens than
-    the window."""
+    tokens: Annotated[int, Range(least=2)] = 64
+    """Maximum text length in tokens. A model with fixed-length inputs always gets its full length; a model with an
+    attention window gets at least 8 more tokens than the window."""
     seed: Seed = 0
     """Seed of the random inputs."""
 
@@ -79,22 +75,13 @@ def _row(check: Check) -> str:
 
 
 def _checks(run: Run, options: Arguments) -> Iterator[Check]:
-    inputs = _inputs(run, options, options.examples)
+    inputs = random_inputs(run.config.model, options.examples, options.seed, options.tokens)
     for check in verify(run.model, run.params, inputs, _targets(run, inputs, options.seed)):
         yield check
     if check.name == "finite":  # it failed and ended the checks
         return
     yield _example_keys(run, options)
     yield _several_devices(run, options)
-
-
-def _inputs(run: Run, options: Arguments, n: int) -> tuple[jax.Array, ...]:
-    """Return the inputs of n random examples."""
-    from jaxformer.runs.run import count_parameters
-
-    is_large = count_parameters(run.params) > LARGE_MODEL
-    tokens = options.tokens or (LARGE_MODEL_TOKENS if is_large else TOKENS)
-    return random_inputs(run.config.model, n, options.seed, tokens)
 
 
 def _targets(run: Run, inputs_B: tuple[jax.Array, ...], seed: int) -> jax.Array:
@@ -134,20 +121,18 @@ def _several_devices(run: Run, options: Arguments) -> Check:
     n, name = jax.local_device_count(), "several devices"
     if n == 1:
         return Check(name, "there is one device", None, ROUNDING)
-    inputs = _inputs(run, options, n)
+    inputs = random_inputs(run.config.model, n, options.seed, options.tokens)
     batch = Batch(inputs, _targets(run, inputs, options.seed))
-
-    def gradient_on(devices: Sequence[jax.Device]) -> tuple[jax.Array, Params]:
-        setup = _setup(run, n, devices)
-        vars(setup)["compute_dtype"] = jnp.dtype(jnp.float64)
-        exact = jax.tree.map(lambda p: np.asarray(p, np.float64), run.params)
-        params = jax.device_put(exact, replicated(setup.mesh))
-        loss, grads = jax.device_get(jax.jit(make_gradient(setup))(params, batch, setup.example_keys(0)))
-        return loss, grads
-
+    results = []
     # In float64, sums in another order differ by far less than the gradients of parameters that hardly matter.
     with jax.enable_x64(True):
-        (loss, grads), (expected_loss, expected) = map(gradient_on, (jax.local_devices()[:1], jax.local_devices()))
+        for devices in (jax.local_devices()[:1], jax.local_devices()):
+            setup = _setup(run, n, devices)
+            vars(setup)["compute_dtype"] = jnp.dtype(jnp.float64)
+            exact = jax.tree.map(lambda p: np.asarray(p, np.float64), run.params)
+            params = jax.device_put(exact, replicated(setup.mesh))
+            results.append(jax.device_get(jax.jit(make_gradient(setup))(params, batch, setup.example_keys(0))))
+    (loss, grads), (expected_loss, expected) = results
     least = SMALLEST_GRADIENT * largest_of(np.abs(g).max(initial=0) for g in jax.tree.leaves(expected))
     errors = jax.tree.leaves(jax.tree.map(partial(relative_error, least=least), grads, expected))
     detail = f"loss and gradient of {n} examples, on {n} devices and on one, in float64"

@@ -84,7 +84,7 @@ def film(
         raise UserError(f"{run.path} has no film; train it anew with --train.film.")
     last, batch = load_frame(run, steps[-1]), jax.tree.map(jnp.asarray, batch)
     config, tokenizer = run.text_model()
-    encoded = [tokenizer.encode_prompt(prompt) for prompt in prompts]
+    encoded = list(map(tokenizer.encode_prompt, prompts))
     repeated_BT = repeated_tokens(tokenizer.vocab_size, min(config.context_length, MAX_REPEATED))
     for step in steps:
         progress(f"step {step:,}")
