@@ -127,4 +127,4 @@ def test_invariants_hold(case):
     inputs_B = random_inputs(run.config.model, 2, max_tokens=24)
     targets_B = jax.random.randint(jax.random.key(0), inputs_B[0].shape, 0, 291)
     checks = list(inspect.verify(run.model, run.params, inputs_B, targets_B))
-    assert len(checks) == 10 and all(check.holds for check in checks), [check for check in checks if not check.holds]
+    assert len(checks) == 11 and all(check.holds for check in checks), [check for check in checks if not check.holds]
