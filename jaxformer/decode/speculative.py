@@ -274,13 +274,13 @@ def _pieces(
 ) -> Iterator[tuple[int, Piece]]:
     """Yield, per call, the number of model passes and the piece of their tokens, at most `limit` in all."""
     state = init()
-    n_new, all_passes, done = 0, 0, False
+    n_new, all_passes, done, least = 0, 0, False, _least_tokens_per_pass(decoder, params)
     while not done:
         n_read = read_slots(n_prompt + n_new + TOKENS_PER_CALL + 2 * decoder.n_proposed, len(state.text_S))
         state, n_passes, n, drawn = _decode(decoder, params, state, np.uint32(seed), np.int32(limit), n_read)
         n_passes, n, drawn, done = jax.device_get((n_passes, n, drawn, state.done))
         n_new, all_passes = n_new + int(n), all_passes + int(n_passes)
-        if decoder.n_proposed and n_new < _least_tokens_per_pass(decoder, params) * all_passes:
+        if decoder.n_proposed and n_new < least * all_passes:
             decoder = replace(decoder, n_proposed=0)
         yield int(n_passes), Piece(*(x[None, :n] for x in drawn))
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxformer.config import TokenModelConfig
-from jaxformer.contract import Contract
+from jaxformer.contract import Contract, Task
 from jaxformer.data.chat import ChatDataset
 from jaxformer.data.dataset import Batch, Dataset, evenly_spaced
 from jaxformer.data.pairs import PairDataset
@@ -64,7 +64,7 @@ def make_callbacks(setup: TrainSetup, data: Dataset, folder: Path) -> list[Callb
         callbacks.append(Callback(config.steps, partial(_init_check, setup, data), at_start=True))
     if fits and t.eval_every:
         callbacks.append(Callback(t.eval_every, _probe(setup, data), at_start=True))
-    if fits and t.sharpness_every:
+    if fits and t.sharpness_every and config.model.contract.task is not Task.CONTRASTIVE:  # whose loss is no mean
         callbacks.append(Callback(t.sharpness_every, _sharpness(setup, data), also_at=FIRST_REPORT))
     if t.report_every:
         reports: list[Call] = [partial(_print_update_ratios, setup)]
@@ -110,10 +110,14 @@ def _sharpness(setup: TrainSetup, data: Dataset) -> Call:
     n, optimizer = min(setup.config.train.batch_size, SHARPNESS_EXAMPLES), setup.config.optimizer
     examples = data.batch(0, np.arange(n))
 
+    from scipy.sparse.linalg import ArpackError
+
     def call(step: int, state: TrainState, batch: Batch, row: Row) -> Row | None:
         params = local_copy(setup.model_params(state), setup.mesh)
-        # From the same vector each time, so that a resumed run logs the same.
-        value, _ = sharpness(setup.model, params, examples, tolerance=SHARPNESS_TOLERANCE)
+        try:  # from the same vector each time, so that a resumed run logs the same
+            value, _ = sharpness(setup.model, params, examples, tolerance=SHARPNESS_TOLERANCE)
+        except ArpackError:  # the curvature overflows, or is not found; training need not end
+            value = float("nan")
         limit = {}
         if optimizer.name == "nesterov_sgd" and row.get("lr"):
             limit["sharpness_limit"] = nesterov_limit(row["lr"], optimizer.momentum)

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.flatten_util import ravel_pytree
-from scipy.sparse.linalg import LinearOperator, eigsh
 
 from jaxformer.data.dataset import Batch
 from jaxformer.models.objective import Params, objective_of
@@ -79,8 +78,11 @@ def largest_eigenvalues(
       tolerance: relative accuracy of the eigenvalues.
 
     Raises:
-      scipy.sparse.linalg.ArpackNoConvergence: the eigenvalues were not found in 10 iterations per parameter.
+      scipy.sparse.linalg.ArpackError: a product is not finite; or the eigenvalues were not found in 10 iterations per
+        parameter.
     """
+    from scipy.sparse.linalg import LinearOperator, eigsh  # which every training would otherwise import
+
     flat, unravel = ravel_pytree(params)
     times = lambda x: np.asarray(ravel_pytree(product(unravel(x.astype(flat.dtype))))[0])  # noqa: E731
     matrix = LinearOperator((flat.size,) * 2, times, dtype=flat.dtype)

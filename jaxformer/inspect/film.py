@@ -90,7 +90,7 @@ def film(
         progress(f"step {step:,}")
         params = load_frame(run, step)
         heads = _heads(run.model, params, last, batch, repeated_BT)
-        texts = continuations(config, run.model, params, tokenizer, encoded, range(len(encoded)), NEW_TOKENS)
+        texts = continuations(config, run.model, params, tokenizer, encoded, range(len(encoded)), NEW_TOKENS, (0.0,))
         yield Frame(
             step,
             float(_loss(run.model, params, batch)),
@@ -99,7 +99,7 @@ def film(
                 for layer, scores in heads.items()
             },
             _stream(run.model, params, batch),
-            [tokenizer.decode(new) for temperature, _, _, new in texts if not temperature] if prompts else [],
+            [tokenizer.decode(new) for *_, new in texts] if prompts else [],
         )
 
 

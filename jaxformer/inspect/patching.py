@@ -13,10 +13,8 @@ import jax.numpy as jnp
 from jaxformer.inspect.activations import Activations, capture, intervene, value_and_capture_gradients
 from jaxformer.models.inputs import check_example
 from jaxformer.models.objective import Params
+from jaxformer.nn.parameter_norms import HEADS_FIRST
 from jaxformer.ops.precision import upcast
-
-HEADS_FIRST = (".queries", ".keys", ".values", ".scores", ".weights", ".heads")
-"""Name endings of activations whose position axis comes after a head axis."""
 
 
 def patch_activations(
@@ -119,4 +117,4 @@ def check_pair(
 
 
 def _position_axis(name: str) -> int:
-    return int(name.endswith(HEADS_FIRST))
+    return int(name.rpartition(".")[2] in HEADS_FIRST)

@@ -22,12 +22,13 @@ def continuations(
     prompts: Sequence[Sequence[int]],
     seeds: Sequence[int],
     max_new_tokens: int,
+    temperatures: Sequence[float] = (0.5, 0.0),
 ) -> Iterator[tuple[float, int, list[int], list[int]]]:
-    """Yield the continuations of prompts, given as tokens, first at temperature 0.5, then greedy: temperature, index of
-    the prompt, its tokens, and the new tokens."""
+    """Yield the continuations of prompts, given as tokens, at each temperature, the last by default greedy:
+    temperature, index of the prompt, its tokens, and the new tokens."""
     encoded = [list(prompt[-config.n_positions :]) for prompt in prompts]
     n_tokens = tokenizer.vocab_size if tokenizer.vocab_size < config.vocab_size else None
-    for temperature in (0.5, 0.0):
+    for temperature in temperatures:
         pieces = generate(
             model,
             params,

@@ -13,11 +13,13 @@ from jaxformer.contract import ParameterAxes, Role
 from jaxformer.nn.attention import AXES
 from jaxformer.ops import workarounds
 
+HEADS_FIRST = ("queries", "keys", "values", "scores", "weights", "heads")
+"""Activations of an attention layer whose first axis is that of the heads."""
 HEAD_AXIS = {
     name: axes.names.index("heads")
     for name, axes in ((name, ParameterAxes.parse(text)) for name, text in AXES.items())
     if axes.role is Role.MATRIX
-} | dict.fromkeys(("queries", "keys", "values", "scores", "weights", "heads"), 0)
+} | dict.fromkeys(HEADS_FIRST, 0)
 """Axis of the heads in matrices and activations that have one."""
 
 MAX_STACKED_ELEMENTS = 2**14

@@ -303,7 +303,8 @@ def _parts(abstract: Params) -> Iterator[Params]:
         if sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(part)) > PART_BYTES:
             yield part
             part = {}
-    yield from [part] if part else []
+    if part:
+        yield part
 
 
 def _from_one_device(tree: Params) -> Params:

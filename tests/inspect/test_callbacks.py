@@ -9,6 +9,7 @@ import pytest
 from jaxformer.config import Config, TrainConfig
 from jaxformer.data.dataset import Batch
 from jaxformer.data.windows import TextConfig
+from jaxformer.inspect import sharpness
 from jaxformer.inspect.callbacks import _full_rows, _unpadded_examples, make_callbacks
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.nn.parameter_norms import Row
@@ -49,6 +50,32 @@ def test_update_ratios_are_not_printed_once_the_learning_rate_has_decayed(tmp_pa
     _, ratios, _ = make_callbacks(setup, None, tmp_path)
     ratios.call(150, None, None, {"lr": learning_rate, "gradients": rows})
     assert ("W_out" in capsys.readouterr().out) == is_printed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scale", [1.0, np.nan])
+def test_sharpness_is_logged_beside_its_limit_and_ends_no_training(tmp_path, scale):
+    model = DecoderConfig(24, 7, 8, n_blocks=1, n_heads=2)
+    config = Config(
+        "test", model, TextConfig(), 150, train=TrainConfig(eval_every=0, report_every=0, sharpness_every=50)
+    )
+    setup = TrainSetup(config, make_mesh("", jax.devices()[:1]))
+
+    class Data:
+        def batch(self, step, rows):
+            tokens_BT = np.random.default_rng(step).integers(0, 24, (len(rows), 8))
+            return Batch((tokens_BT[:, :-1],), tokens_BT[:, 1:])
+
+    [callback] = make_callbacks(setup, Data(), tmp_path)
+    state = setup.init_state()
+    state = state._replace(params=jax.tree.map(lambda x: scale * x, state.params))
+    row = callback.call(50, state, None, {"lr": 0.1})
+    assert row["sharpness_limit"] == pytest.approx(2 * 1.9 / 2.8 / 0.1)
+    if np.isnan(scale):
+        assert np.isnan(row["sharpness"])
+    else:
+        expected, _ = sharpness(setup.model, setup.model_params(state), Data().batch(0, np.arange(16)))
+        assert row["sharpness"] == pytest.approx(expected, rel=0.02)
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,8 @@ def write_model_page(
         progress("logit lens and logit attribution")
         sections += model_sections.residual_stream_sections(run.model, run.params, example, text_of)
     if lenses:
-        sections += lens_sections(run.model, run.params, text or load_data(run.path, run.config), progress)
+        data = load_data(run.path, run.config) if text is None else text
+        sections += lens_sections(run.model, run.params, data, progress)
     if batch is not None:
         progress("held-out examples")
         sections += _task_sections(run, batch)

@@ -83,7 +83,7 @@ class Table(Section):
             return f'<div class="wide" tabindex="0" role="region" aria-label="{name}">{table}</div>'
         return (
             f'<div class="wide folded" tabindex="0" role="region" aria-label="{name}">{table}</div>'
-            f'<button class="unfold" aria-expanded="false">Show all {len(self.rows):,} rows</button>'
+            f'<button class="plain unfold" aria-expanded="false">Show all {len(self.rows):,} rows</button>'
         )
 
 

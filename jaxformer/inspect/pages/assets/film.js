@@ -3,7 +3,7 @@
 /** Draw a slider over the frames of a film, whose event "frame" moves all that the page shows of them, and the texts. */
 function film(container, { steps, losses, prompts, texts }) {
   const bar = make("div", container, "", "frames");
-  const play = make("button", bar, "Play");
+  const play = make("button", bar, "Play", "plain");
   const slider = make("input", bar);
   Object.assign(slider, { type: "range", min: 0, max: steps.length - 1, value: steps.length - 1 });
   slider.setAttribute("aria-label", "frame");
