@@ -19,7 +19,6 @@ from jaxformer.inspect.curvature import (
     sharpness,
 )
 from jaxformer.inspect.explanations import TokenExplanation, explain
-from jaxformer.inspect.film import patched_back, singular_values
 from jaxformer.inspect.gradients import (
     GradientReport,
     PerExampleGradients,
@@ -27,7 +26,7 @@ from jaxformer.inspect.gradients import (
     gradients_by_position,
     per_example_gradients,
 )
-from jaxformer.inspect.heads import ablate_heads, ablation_loss, head_statistics
+from jaxformer.inspect.heads import ablate_heads, ablation_loss, head_statistics, patched_back, singular_values
 from jaxformer.inspect.init_check import check_init
 from jaxformer.inspect.lenses import agreement, backward_lens, jacobian_lens, lens_logits, regression_lens
 from jaxformer.inspect.patching import attribution_patching, patch_activations

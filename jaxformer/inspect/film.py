@@ -14,27 +14,26 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax.traverse_util import flatten_dict
 
-from jaxformer.contract import ParameterAxes, contract_of
+from jaxformer.contract import contract_of
 from jaxformer.data.dataset import Batch
 from jaxformer.errors import UserError
 from jaxformer.inspect.activations import Inputs, capture
-from jaxformer.inspect.heads import ablate_heads, head_statistics, target_mask
+from jaxformer.inspect.heads import (
+    HEAD_AXES,
+    ablate_heads,
+    attention_parameters,
+    head_statistics,
+    patched_back,
+    singular_values,
+    target_mask,
+)
 from jaxformer.inspect.residual_stream import STREAM, logit_lens
 from jaxformer.inspect.samples import continuations
 from jaxformer.models.objective import Params, is_causal_lm, mean_loss
-from jaxformer.nn.attention import AXES
-from jaxformer.nn.parameter_norms import dotted
 from jaxformer.runs.film import frames, load_frame
 from jaxformer.runs.run import Run
 
-HEAD_AXES = {
-    name: axes.names.index("heads")
-    for name, axes in ((name, ParameterAxes.parse(text)) for name, text in AXES.items())
-    if "heads" in axes.names
-}
-"""Axis of the heads in all parameters that have one."""
 N_REPEATED, MAX_REPEATED = 16, 128
 """Sequences of repeated random tokens, and their maximum length."""
 NEW_TOKENS = 32
@@ -126,65 +125,22 @@ def _heads(
             "ablation": ablation[layer],
             "patched": _patched_losses(model, last, params, batch, layer) - loss,
         }
-        attention = _attention(params, layer)
+        attention = attention_parameters(params, layer)
         if "W_Q" in attention:
             for name, values_HK in zip(("rank_QK", "rank_OV"), singular_values(attention), strict=True):
                 scores[layer][name] = jnp.sum(jnp.square(values_HK), axis=-1) / jnp.square(values_HK[:, 0])
     return scores
 
 
-@jax.jit
-def singular_values(attention: Params) -> tuple[jax.Array, jax.Array]:
-    """Return the singular values of W_QK = W_Q W_Kᵀ and of W_OV = W_V W_O (Elhage et al. 2021) of each head, each
-    `(H, K)` float32 in descending order. Biases, norms, gains and rotations are not part of these products.
-
-    Args:
-      attention: parameters of an attention layer; without a `W_O`, W_OV is W_V.
-    """
-    W_Q_HDK, W_K_HDK, W_V_HDK = (jnp.moveaxis(attention[name], 1, 0) for name in ("W_Q", "W_K", "W_V"))
-    W_K_HDK, W_V_HDK = (jnp.repeat(W, len(W_Q_HDK) // len(W), axis=0) for W in (W_K_HDK, W_V_HDK))
-    R = partial(jnp.linalg.qr, mode="r")  # A Bᵀ has the singular values of R_A R_Bᵀ, which is small
-    values = lambda A, B: jnp.linalg.svd(A @ jnp.swapaxes(B, 1, 2), compute_uv=False)  # noqa: E731
-    if "W_O" not in attention:
-        return values(R(W_Q_HDK), R(W_K_HDK)), jnp.linalg.svd(W_V_HDK, compute_uv=False)
-    return values(R(W_Q_HDK), R(W_K_HDK)), values(R(W_V_HDK), R(jnp.swapaxes(attention["W_O"], 1, 2)))
-
-
-def patched_back(params: Params, earlier: Params, layer: str, head: int | jax.Array) -> Params:
-    """Return parameters in which one head is as it was: its parts of W_Q, W_K, W_V and W_O, and its biases, are those
-    of `earlier`. Heads that share keys and values share this change of them.
-
-    Args:
-      layer: name of an attention layer, such as `blocks.0.attention`.
-    """
-    H = _attention(params, layer)["W_Q"].shape[HEAD_AXES["W_Q"]]
-
-    def patch(path: Sequence[Any], now: jax.Array, then: jax.Array) -> jax.Array:
-        parent, _, name = dotted(path).rpartition(".")
-        if parent != layer or name not in HEAD_AXES:
-            return now
-        axis = HEAD_AXES[name]
-        at = (slice(None),) * axis + (head * now.shape[axis] // H,)
-        return now.at[at].set(then[at])
-
-    return jax.tree_util.tree_map_with_path(patch, params, earlier)
-
-
 @partial(jax.jit, static_argnames=("model", "layer"))
 def _patched_losses(model: nn.Module, params: Params, earlier: Params, batch: Batch, layer: str) -> jax.Array:
     """Return the mean loss with each head of a layer patched back, `(H,)`."""
-    H = _attention(params, layer)["W_Q"].shape[HEAD_AXES["W_Q"]]
+    H = attention_parameters(params, layer)["W_Q"].shape[HEAD_AXES["W_Q"]]
     loss = lambda head: mean_loss(model, patched_back(params, earlier, layer, head), batch)  # noqa: E731
     return jax.lax.map(loss, jnp.arange(H))
 
 
 _loss = jax.jit(mean_loss, static_argnums=0)
-
-
-def _attention(params: Params, layer: str) -> dict[str, jax.Array]:
-    """Return the parameters of a layer by name."""
-    named = {dotted(path): value for path, value in flatten_dict(params).items()}
-    return {name.removeprefix(f"{layer}."): x for name, x in named.items() if name.startswith(f"{layer}.")}
 
 
 def _stream(model: nn.Module, params: Params, batch: Batch) -> dict[str, dict[str, float]]:

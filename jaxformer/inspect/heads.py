@@ -1,9 +1,9 @@
-"""Statistics of attention heads, and head ablation."""
+"""Statistics of attention heads, head ablation, and heads taken from earlier parameters."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,17 +13,26 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import flatten_dict
 from jax.typing import ArrayLike
 
-from jaxformer.contract import Task, contract_of
+from jaxformer.contract import ParameterAxes, Task, contract_of
 from jaxformer.data.dataset import Batch
 from jaxformer.inspect.activations import Activations, Inputs, capture, intervene, skip_blocks
 from jaxformer.inspect.attention import CROSS, row_tokens_and_mask
 from jaxformer.models.objective import Params, mean_loss, objective_of
+from jaxformer.nn.attention import AXES
+from jaxformer.nn.parameter_norms import dotted
 from jaxformer.ops.attention import row_entropy
 
 MAX_ABLATED_TARGETS = 2048
 """Maximum number of targets whose losses are computed at once, over examples and ablated heads."""
+HEAD_AXES = {
+    name: axes.names.index("heads")
+    for name, axes in ((name, ParameterAxes.parse(text)) for name, text in AXES.items())
+    if "heads" in axes.names
+}
+"""Axis of the heads in all parameters that have one."""
 PerHead = OrderedDict[str, jax.Array]
 """One value per head, `(H,)`, by the name of the layer."""
 
@@ -272,3 +281,46 @@ def _losses(
     chunk = max(1, MAX_ABLATED_TARGETS // (len(jax.tree.leaves(scales_N)[0]) * batch.targets[0].size))
     nats_BN = jax.lax.map(of_example, (batch, outputs_B), batch_size=min(chunk, len(batch.targets)))
     return nats_BN.mean(axis=0) if batch.weights is None else nats_BN.sum(axis=0) / jnp.sum(batch.weights)
+
+
+@jax.jit
+def singular_values(attention: Params) -> tuple[jax.Array, jax.Array]:
+    """Return the singular values of W_QK = W_Q W_Kᵀ and of W_OV = W_V W_O (Elhage et al. 2021) of each head, each
+    `(H, K)` float32 in descending order. Biases, norms, gains and rotations are not part of these products.
+
+    Args:
+      attention: parameters of an attention layer; without a `W_O`, W_OV is W_V.
+    """
+    W_Q_HDK, W_K_HDK, W_V_HDK = (jnp.moveaxis(attention[name], 1, 0) for name in ("W_Q", "W_K", "W_V"))
+    W_K_HDK, W_V_HDK = (jnp.repeat(W, len(W_Q_HDK) // len(W), axis=0) for W in (W_K_HDK, W_V_HDK))
+    R = partial(jnp.linalg.qr, mode="r")  # A Bᵀ has the singular values of R_A R_Bᵀ, which is small
+    values = lambda A, B: jnp.linalg.svd(A @ jnp.swapaxes(B, 1, 2), compute_uv=False)  # noqa: E731
+    if "W_O" not in attention:
+        return values(R(W_Q_HDK), R(W_K_HDK)), jnp.linalg.svd(W_V_HDK, compute_uv=False)
+    return values(R(W_Q_HDK), R(W_K_HDK)), values(R(W_V_HDK), R(jnp.swapaxes(attention["W_O"], 1, 2)))
+
+
+def patched_back(params: Params, earlier: Params, layer: str, head: int | jax.Array) -> Params:
+    """Return parameters in which one head is as it was: its parts of W_Q, W_K, W_V and W_O, and its biases, are those
+    of `earlier`. Heads that share keys and values share this change of them.
+
+    Args:
+      layer: name of an attention layer, such as `blocks.0.attention`.
+    """
+    H = attention_parameters(params, layer)["W_Q"].shape[HEAD_AXES["W_Q"]]
+
+    def patch(path: Sequence[Any], now: jax.Array, then: jax.Array) -> jax.Array:
+        parent, _, name = dotted(path).rpartition(".")
+        if parent != layer or name not in HEAD_AXES:
+            return now
+        axis = HEAD_AXES[name]
+        at = (slice(None),) * axis + (head * now.shape[axis] // H,)
+        return now.at[at].set(then[at])
+
+    return jax.tree_util.tree_map_with_path(patch, params, earlier)
+
+
+def attention_parameters(params: Params, layer: str) -> dict[str, jax.Array]:
+    """Return the parameters of a layer by name."""
+    named = {dotted(path): value for path, value in flatten_dict(params).items()}
+    return {name.removeprefix(f"{layer}."): x for name, x in named.items() if name.startswith(f"{layer}.")}

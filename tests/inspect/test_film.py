@@ -10,16 +10,8 @@ import pytest
 from jaxformer.data.dataset import Batch
 from jaxformer.errors import UserError
 from jaxformer.inspect import capture
-from jaxformer.inspect.film import (
-    Birth,
-    Frame,
-    births,
-    bumps,
-    film,
-    patched_back,
-    repeated_tokens,
-    singular_values,
-)
+from jaxformer.inspect.film import Birth, Frame, births, bumps, film, repeated_tokens
+from jaxformer.inspect.heads import patched_back, singular_values
 from jaxformer.inspect.pages.film import biography
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.runs.run import load_run
