@@ -1,0 +1,134 @@
+"""Influence of documents: derivatives through training against difference quotients, and training without documents."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from jaxformer.cli import influence
+from jaxformer.cli import train as train_command
+from jaxformer.errors import UserError
+from jaxformer.inspect.influence import Replay
+from jaxformer.runs.run import load_run
+from jaxformer.train.log import read_metrics
+from tests.helpers import small_run, tiny, write_books
+
+PHRASE = "Zebras quietly juggle amber violins."
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Return the folder of a run on six documents, one of which has a sentence of its own."""
+    root = tmp_path_factory.mktemp("influence")
+    books = write_books(root / "books", 6, 300)
+    book = books / "3.txt"
+    book.write_text(f"{PHRASE} ".join(book.read_text().split("The ")[:40]))
+    # A smooth model, so that difference quotients converge to the derivative.
+    options = tiny(
+        books, 24, "--train.log-every", "1", "--model.activation", "gelu", "--optimizer.learning-rate", "0.05"
+    )
+    assert train_command.main([*options, "--data.val-path", str(books / "0.txt"), "--run", str(root / "run")]) == 0
+    return root / "run"
+
+
+@pytest.fixture(scope="module")
+def replay(folder) -> Replay:
+    return Replay(load_run(folder))
+
+
+def test_training_again_equals_the_run_to_the_last_bit(folder, replay):
+    run = load_run(folder)
+    jax.tree.map(np.testing.assert_array_equal, replay.train(), run.params)
+    losses = [loss for *_, loss in replay.steps()]
+    assert losses == [row["loss"] for row in read_metrics(folder) if "loss" in row]
+
+
+def test_documents_are_those_of_the_corpus(folder, replay):
+    tokenizer = replay._data.corpus.tokenizer
+    texts = [tokenizer.decode(tokens[:-1].tolist()) for tokens in replay.documents]
+    assert sorted(texts) == sorted(path.read_text() for path in (folder.parent / "books").glob("[1-5].txt"))
+    assert all(tokens[-1] == tokenizer.end_of_text for tokens in replay.documents)
+
+
+@pytest.mark.parametrize("optimizer", ["nesterov_sgd", "adamw", "schedule_free"])
+def test_influence_is_the_derivative_of_training(folder, optimizer):
+    """Of the whole function from weights to log-probabilities, which difference quotients measure by training."""
+    run = load_run(folder)
+    replay = Replay(run)
+    config = replay._setup.config
+    rate = {"nesterov_sgd": 0.05, "adamw": 3e-3, "schedule_free": 3e-3}[optimizer]
+    chosen = replace(config.optimizer, name=optimizer, learning_rate=rate)
+    replay._use(replace(config, optimizer=chosen))
+    replay.n_steps = 12
+    texts = [np.array(run.tokenizer.encode_prompt(text)) for text in (f"{PHRASE} The", "The king sees the sea. " * 9)]
+    params, influence_QN = replay.influence(texts)
+    jax.tree.map(np.testing.assert_array_equal, params, replay.train())
+    assert influence_QN.shape == (2, 5)
+    for n in range(5):
+        ends = []
+        for weight in (0.95, 1.05):
+            weights_N = np.ones(5, np.float32)
+            weights_N[n] = weight
+            ends.append([float(replay.log_probability(replay.train(weights_N), text)) for text in texts])
+        quotients = (np.array(ends[1]) - ends[0]) / 0.1
+        np.testing.assert_allclose(influence_QN[:, n], quotients, atol=0.01 * np.abs(influence_QN).max())
+
+
+def test_a_unique_sentence_is_due_to_its_document(folder, replay):
+    run = load_run(folder)
+    text = np.array(run.tokenizer.encode_prompt(PHRASE))
+    params, (added_N,) = replay.influence([text])
+    own = next(n for n, tokens in enumerate(replay.documents) if PHRASE in run.tokenizer.decode(tokens.tolist()))
+    assert np.argmax(added_N) == own
+    without = [
+        float(replay.log_probability(replay.train(replay.leave_out([n])), text) - replay.log_probability(params, text))
+        for n in range(len(replay.documents))
+    ]
+    assert np.argmin(without) == own and without[own] < -1
+
+
+def test_leaving_out_a_batch_changes_nothing_before_it(replay):
+    losses, without = ([loss for *_, loss in replay.steps(without=steps)] for steps in ((), (9,)))
+    assert without[:8] == losses[:8]
+    assert without[8] == 0  # all targets have weight 0
+    assert all(x != y for x, y in zip(without[9:], losses[9:], strict=True))
+
+
+def test_influence_command(folder, capsys):
+    assert influence.main([str(folder), "--text", PHRASE, "--top", "2", "--prove"]) == 0
+    out = capsys.readouterr().out
+    assert "equals that of the run to the last bit" in out
+    assert out.splitlines()[2].endswith(f"tokens: {PHRASE}"[:60]) or PHRASE[:20] in out.splitlines()[2]
+    assert "without the 2 above: predicted -" in out and "without 2 others: predicted" in out
+    assert influence.main([str(folder), "--without-step", "9"]) == 0
+    rows = capsys.readouterr().out.splitlines()
+    assert rows[3].split()[0] == "9" and rows[3].split()[2] == "0.0000"
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ((), "--text is missing"),
+        (("--text", ""), "no token to predict"),
+        (("--without-step", "25"), "the run has 24 steps"),
+    ],
+)
+def test_wrong_options_of_influence(folder, capsys, options, problem):
+    assert influence.main([str(folder), *options]) == 2
+    assert problem in capsys.readouterr().err
+
+
+def test_run_on_other_data_is_refused(tmp_path):
+    folder = small_run(tmp_path / "run", ["The cat sees. " * 200])
+    run = load_run(folder)
+    other = replace(run.config, init_from="elsewhere")
+    (folder / "config.json").write_text((folder / "config.json").read_text())
+    from jaxformer.runs.run import write_config
+
+    write_config(folder, replace(other, data=replace(other.data, path=str(write_books(tmp_path / "books")))))
+    with pytest.raises(UserError, match="from random parameters"):
+        Replay(load_run(folder))
