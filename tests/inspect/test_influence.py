@@ -1,5 +1,6 @@
 """Influence of documents: derivatives through training against difference quotients, and training without documents."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,9 +12,9 @@ from jaxformer.cli import influence
 from jaxformer.cli import train as train_command
 from jaxformer.errors import UserError
 from jaxformer.inspect.influence import Replay
-from jaxformer.runs.run import load_run
+from jaxformer.runs.run import load_run, read_config, write_config
 from jaxformer.train.log import read_metrics
-from tests.helpers import small_run, tiny, write_books
+from tests.helpers import exhaustive, tiny, write_books
 
 PHRASE = "Zebras quietly juggle amber violins."
 
@@ -29,7 +30,16 @@ def folder(tmp_path_factory) -> Path:
     book.write_text(f"{PHRASE} ".join(book.read_text().split("The ")[:40]))
     # A smooth model, so that difference quotients converge to the derivative.
     options = tiny(
-        books, 24, "--train.log-every", "1", "--model.activation", "gelu", "--optimizer.learning-rate", "0.05"
+        books,
+        24,
+        "--train.log-every",
+        "1",
+        "--model.activation",
+        "gelu",
+        "--optimizer.learning-rate",
+        "0.05",
+        "--train.batch-size",
+        "8",
     )
     assert train_command.main([*options, "--data.val-path", str(books / "0.txt"), "--run", str(root / "run")]) == 0
     return root / "run"
@@ -49,33 +59,37 @@ def test_training_again_equals_the_run_to_the_last_bit(folder, replay):
 
 def test_documents_are_those_of_the_corpus(folder, replay):
     tokenizer = replay._data.corpus.tokenizer
-    texts = [tokenizer.decode(tokens[:-1].tolist()) for tokens in replay.documents]
-    assert sorted(texts) == sorted(path.read_text() for path in (folder.parent / "books").glob("[1-5].txt"))
+    texts = [tokenizer.decode(tokens[:-1].tolist()).strip() for tokens in replay.documents]
+    assert sorted(texts) == sorted(path.read_text().strip() for path in (folder.parent / "books").glob("[1-5].txt"))
     assert all(tokens[-1] == tokenizer.end_of_text for tokens in replay.documents)
 
 
-@pytest.mark.parametrize("optimizer", ["nesterov_sgd", "adamw", "schedule_free"])
-def test_influence_is_the_derivative_of_training(folder, optimizer):
+@pytest.mark.parametrize(
+    ("optimizer", "rate", "tolerance"),
+    # An early update of Adam is close to the sign of the gradient, so that quotients converge where rounding begins.
+    [("nesterov_sgd", 0.05, 0.01), exhaustive("adamw", 3e-3, 0.03)],
+)
+def test_influence_is_the_derivative_of_training(folder, tmp_path, optimizer, rate, tolerance):
     """Of the whole function from weights to log-probabilities, which difference quotients measure by training."""
-    run = load_run(folder)
+    shutil.copytree(folder, tmp_path / "run")
+    config = read_config(folder)
+    rule = replace(config.optimizer, name=optimizer, schedule="constant", learning_rate=rate)
+    write_config(tmp_path / "run", replace(config, optimizer=rule))
+    run = load_run(tmp_path / "run")
     replay = Replay(run)
-    config = replay._setup.config
-    rate = {"nesterov_sgd": 0.05, "adamw": 3e-3, "schedule_free": 3e-3}[optimizer]
-    chosen = replace(config.optimizer, name=optimizer, learning_rate=rate)
-    replay._use(replace(config, optimizer=chosen))
     replay.n_steps = 12
     texts = [np.array(run.tokenizer.encode_prompt(text)) for text in (f"{PHRASE} The", "The king sees the sea. " * 9)]
     params, influence_QN = replay.influence(texts)
     jax.tree.map(np.testing.assert_array_equal, params, replay.train())
     assert influence_QN.shape == (2, 5)
-    for n in range(5):
+    for n in (0, 3):
         ends = []
         for weight in (0.95, 1.05):
             weights_N = np.ones(5, np.float32)
             weights_N[n] = weight
             ends.append([float(replay.log_probability(replay.train(weights_N), text)) for text in texts])
         quotients = (np.array(ends[1]) - ends[0]) / 0.1
-        np.testing.assert_allclose(influence_QN[:, n], quotients, atol=0.01 * np.abs(influence_QN).max())
+        np.testing.assert_allclose(influence_QN[:, n], quotients, atol=tolerance * np.abs(influence_QN).max())
 
 
 def test_a_unique_sentence_is_due_to_its_document(folder, replay):
@@ -122,13 +136,8 @@ def test_wrong_options_of_influence(folder, capsys, options, problem):
     assert problem in capsys.readouterr().err
 
 
-def test_run_on_other_data_is_refused(tmp_path):
-    folder = small_run(tmp_path / "run", ["The cat sees. " * 200])
-    run = load_run(folder)
-    other = replace(run.config, init_from="elsewhere")
-    (folder / "config.json").write_text((folder / "config.json").read_text())
-    from jaxformer.runs.run import write_config
-
-    write_config(folder, replace(other, data=replace(other.data, path=str(write_books(tmp_path / "books")))))
-    with pytest.raises(UserError, match="from random parameters"):
-        Replay(load_run(folder))
+def test_pretrained_run_is_refused(folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "run")
+    write_config(tmp_path / "run", replace(read_config(folder), init_from=str(folder)))
+    with pytest.raises(UserError, match="from random parameters; name such a run"):
+        Replay(load_run(tmp_path / "run"))
