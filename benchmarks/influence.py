@@ -21,16 +21,16 @@ import numpy as np
 from scipy.stats import spearmanr
 
 from benchmarks import record
-from jaxformer.cli import train
+from jaxformer.cli import machine, train
 from jaxformer.inspect.influence import Replay
 from jaxformer.runs.run import load_run
 
+BATCH, TEXT_TOKENS = 16, 65
 OPTIONS = [
     "--config", "quick", "--steps", "400", "--model.vocab-size", "1024", "--model.context-length", "64",
     "--model.d-model", "64", "--model.n-blocks", "2", "--model.n-heads", "4", "--model.d-ff", "256",
-    "--train.batch-size", "16",
+    "--train.batch-size", f"{BATCH}",
 ]  # fmt: skip
-TEXT_TOKENS = 65
 
 
 def tracin(replay: Replay, texts: list[np.ndarray]) -> np.ndarray:
@@ -63,6 +63,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, help="folder for the run, kept (default: temporary)")
     parser.add_argument("--results", type=Path, default=record.RESULTS, help="folder of influence.json")
     own = parser.parse_args()
+    machine.set_up(BATCH)
     with tempfile.TemporaryDirectory() as scratch:
         folder, seconds = (own.folder or Path(scratch)) / "run", {}
         if not folder.exists():

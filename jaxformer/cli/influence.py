@@ -68,36 +68,28 @@ def main(line: CommandLine) -> int:
 
 
 def _explain(run: Run, replay: Replay, options: Arguments) -> None:
-    """Print the documents that added most to the text's log-probability."""
-    import jax
+    """Print the documents that added most to the text's log-probability, and write the page."""
     import numpy as np
 
-    tokenizer = run.text_model()[1]
-    text = np.array(tokenizer.encode_prompt(options.text or ""))
-    if len(text) < 2:
+    from jaxformer.inspect.influence import causes
+    from jaxformer.inspect.pages.influence import INFLUENCE_PAGE, beginning, write_influence
+
+    tokens = np.array(run.text_model()[1].encode_prompt(options.text or ""))
+    if len(tokens) < 2:
         raise UserError(f"--text is {options.text!r}, with no token to predict; give a longer text.")
     echo(f"training {replay.n_steps:,} steps again, and back through them", sys.stderr)
-    params, (added_N,) = replay.influence([text], progress=_show)
-    is_equal = jax.tree.all(jax.tree.map(lambda x, y: np.array_equal(x, y), params, run.params))
-    equals = (
-        "equals that of the run to the last bit" if is_equal else "differs from that of the run, in rounding at least"
-    )
-    base = float(replay.log_probability(params, text))
+    found = causes(replay, run, tokens, options.top if options.prove else 0, _show)
+    equals = "equals that of the run to the last bit" if found.is_equal else "differs from that of the run"
     echo(f"the training, repeated, {equals}")
-    echo(f"log-probability of the text: {base:.3f} nats in {len(text) - 1} tokens, to which added most:")
-    top_K = np.argsort(-added_N, kind="stable")[: options.top]
-    for n in top_K:
-        beginning = " ".join(tokenizer.decode(replay.documents[n][:40].tolist()).split())[:60]
-        echo(f"{added_N[n]:+9.3f} nats  document {n:,} of {len(replay.documents[n]):,} tokens: {beginning}")
-    if options.prove:
-        rest = np.setdiff1d(np.arange(len(added_N)), top_K)
-        others = np.random.default_rng(0).choice(rest, min(len(top_K), len(rest)), replace=False)
-        for name, left_out in ((f"without the {len(top_K)} above", top_K), (f"without {len(others)} others", others)):
-            echo(f"training {name}", sys.stderr)
-            change = (
-                float(replay.log_probability(replay.train(replay.leave_out(left_out), progress=_show), text)) - base
-            )
-            echo(f"{name}: predicted {-added_N[left_out].sum():+.3f} nats, measured {change:+.3f}")
+    echo(f"log-probability of the text: {found.log_probability:.3f} nats in {len(tokens) - 1} tokens; added most:")
+    for n in found.ranked[: options.top]:
+        words = beginning(run, replay, n)[:60]
+        echo(f"{found.added_N[n]:+9.3f} nats  document {n:,} of {len(replay.documents[n]):,} tokens: {words}")
+    for proof in found.proofs:
+        which = "those" if proof is found.proofs[0] else f"{len(proof.documents)} others"
+        echo(f"trained without {which}: predicted {proof.predicted:+.3f} nats, measured {proof.measured:+.3f}")
+    write_influence(run, replay, found)
+    echo(f"{run.path / INFLUENCE_PAGE}; open it in a browser")
 
 
 def _skip(replay: Replay, step: int) -> None:

@@ -11,7 +11,7 @@ cheaper, and leaves out how an update changes those after it.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from math import isqrt
 from typing import Any
@@ -178,6 +178,58 @@ class Replay:
         inside = jax.tree.map(lambda x: jnp.where(x == 0, SMALLEST, x), floats.opt_state)
         _, pull = jax.vjp(advance, floats._replace(opt_state=inside), weights_N)
         return jax.vmap(pull)(to_state)
+
+
+@dataclass(frozen=True)
+class Proof:
+    """Training without some documents."""
+
+    documents: np.ndarray
+    """Indices of the documents left out."""
+    predicted: float
+    """Minus the sum of their influence on the text, in nats."""
+    measured: float
+    """Change of the log-probability of the text, in nats."""
+
+
+@dataclass(frozen=True)
+class Causes:
+    """The documents that made a text likely or unlikely."""
+
+    tokens: np.ndarray
+    """The text; its first token is not predicted."""
+    log_probability: float
+    """In nats, after the training repeated."""
+    is_equal: bool
+    """True if the parameters after it equal the run's to the last bit."""
+    added_N: np.ndarray
+    """Influence of each document, in nats."""
+    proofs: Sequence[Proof] = ()
+    """Trainings without the documents of most influence, and without as many others."""
+
+    @property
+    def ranked(self) -> np.ndarray:
+        """Indices of the documents, `(N,)`, those that added most first."""
+        return np.argsort(-self.added_N, kind="stable")
+
+
+def causes(
+    replay: Replay, run: Run, tokens: np.ndarray, prove: int = 0, progress: Progress = lambda *_: None
+) -> Causes:
+    """Return the influence of all documents on a text, proven by training without `prove` of them, and without as many
+    random others. Raises `FloatingPointError` as `Replay.influence` does."""
+    params, (added_N,) = replay.influence([tokens], progress=progress)
+    is_equal = jax.tree.all(jax.tree.map(lambda x, y: np.array_equal(x, y), params, run.params))
+    base = float(replay.log_probability(params, tokens))
+    found = Causes(tokens, base, is_equal, added_N)
+    proofs = []
+    if prove:
+        top, others = found.ranked[:prove], np.random.default_rng(0).permutation(found.ranked[prove:])[:prove]
+        for left_out in (top, others):
+            params = replay.train(replay.leave_out(left_out), progress=progress)
+            change = float(replay.log_probability(params, tokens)) - base
+            proofs.append(Proof(left_out, -float(added_N[left_out].sum()), change))
+    return replace(found, proofs=proofs)
 
 
 @partial(jax.jit, static_argnums=0)
