@@ -19,6 +19,7 @@ from jaxformer.cli import (
     export,
     film,
     import_model,
+    influence,
     inspect,
     ladder,
     merge,
@@ -142,6 +143,7 @@ def test_inline_options_exist():
         import_model.Arguments(),
         evaluate.Arguments(),
         inspect.Arguments(),
+        influence.Arguments(),
         verify_resume.Arguments(load_config(f"{ROOT}/configs/quick.py")),
     ]
     known = {flag for d in defaults for group in option_groups(d) for o in group.options for flag in o.flags}
@@ -177,6 +179,7 @@ TESTED_ELSEWHERE = (
 PRINTED = {
     "diff": (diff.main, "(the same.*){3}"),
     "eval": (evaluate.main, "bpb="),
+    "influence": (influence.main, "influence.html|without the batch"),  # of the same run
     "film": (film.main, "film.html: "),  # of the run of the command before
     "merge": (merge.main, "adapters merged"),  # of the run of the command before
     "tokens": (tokens.main, "bytes per token"),

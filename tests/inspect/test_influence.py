@@ -1,0 +1,146 @@
+"""Influence of documents: derivatives through training against difference quotients, and training without documents."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from jaxformer.cli import influence
+from jaxformer.cli import train as train_command
+from jaxformer.errors import UserError
+from jaxformer.inspect.influence import Replay
+from jaxformer.runs.run import load_run, read_config, write_config
+from jaxformer.train.log import read_metrics
+from tests.helpers import exhaustive, tiny, write_books
+
+PHRASE = "Zebras quietly juggle amber violins."
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Return the folder of a run on six documents, one of which has a sentence of its own."""
+    root = tmp_path_factory.mktemp("influence")
+    books = write_books(root / "books", 6, 300)
+    book = books / "3.txt"
+    book.write_text(f"{PHRASE} ".join(book.read_text().split("The ")[:40]))
+    # A smooth model, so that difference quotients converge to the derivative.
+    options = tiny(
+        books,
+        24,
+        "--train.log-every",
+        "1",
+        "--model.activation",
+        "gelu",
+        "--optimizer.learning-rate",
+        "0.05",
+        "--train.batch-size",
+        "8",
+    )
+    assert train_command.main([*options, "--data.val-path", str(books / "0.txt"), "--run", str(root / "run")]) == 0
+    return root / "run"
+
+
+@pytest.fixture(scope="module")
+def replay(folder) -> Replay:
+    return Replay(load_run(folder))
+
+
+def test_training_again_equals_the_run_to_the_last_bit(folder, replay):
+    run = load_run(folder)
+    jax.tree.map(np.testing.assert_array_equal, replay.train(), run.params)
+    losses = [loss for *_, loss in replay.steps()]
+    assert losses == [row["loss"] for row in read_metrics(folder) if "loss" in row]
+
+
+def test_documents_are_those_of_the_corpus(folder, replay):
+    tokenizer = replay._data.corpus.tokenizer
+    texts = [tokenizer.decode(tokens[:-1].tolist()).strip() for tokens in replay.documents]
+    assert sorted(texts) == sorted(path.read_text().strip() for path in (folder.parent / "books").glob("[1-5].txt"))
+    assert all(tokens[-1] == tokenizer.end_of_text for tokens in replay.documents)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "rate", "tolerance"),
+    # An early update of Adam is close to the sign of the gradient, so that quotients converge where rounding begins.
+    [("nesterov_sgd", 0.05, 0.01), exhaustive("adamw", 3e-3, 0.03)],
+)
+def test_influence_is_the_derivative_of_training(folder, tmp_path, optimizer, rate, tolerance):
+    """Of the whole function from weights to log-probabilities, which difference quotients measure by training."""
+    shutil.copytree(folder, tmp_path / "run")
+    config = read_config(folder)
+    rule = replace(config.optimizer, name=optimizer, schedule="constant", learning_rate=rate)
+    write_config(tmp_path / "run", replace(config, optimizer=rule))
+    run = load_run(tmp_path / "run")
+    replay = Replay(run)
+    replay.n_steps = 12
+    texts = [np.array(run.tokenizer.encode_prompt(text)) for text in (f"{PHRASE} The", "The king sees the sea. " * 9)]
+    params, influence_QN = replay.influence(texts)
+    jax.tree.map(np.testing.assert_array_equal, params, replay.train())
+    assert influence_QN.shape == (2, 5)
+    for n in (0, 3):
+        ends = []
+        for weight in (0.95, 1.05):
+            weights_N = np.ones(5, np.float32)
+            weights_N[n] = weight
+            ends.append([float(replay.log_probability(replay.train(weights_N), text)) for text in texts])
+        quotients = (np.array(ends[1]) - ends[0]) / 0.1
+        np.testing.assert_allclose(influence_QN[:, n], quotients, atol=tolerance * np.abs(influence_QN).max())
+
+
+def test_a_unique_sentence_is_due_to_its_document(folder, replay):
+    run = load_run(folder)
+    text = np.array(run.tokenizer.encode_prompt(PHRASE))
+    params, (added_N,) = replay.influence([text])
+    own = next(n for n, tokens in enumerate(replay.documents) if PHRASE in run.tokenizer.decode(tokens.tolist()))
+    assert np.argmax(added_N) == own
+    without = [
+        float(replay.log_probability(replay.train(replay.leave_out([n])), text) - replay.log_probability(params, text))
+        for n in range(len(replay.documents))
+    ]
+    assert np.argmin(without) == own and without[own] < -1
+
+
+def test_leaving_out_a_batch_changes_nothing_before_it(replay):
+    losses, without = ([loss for *_, loss in replay.steps(without=steps)] for steps in ((), (9,)))
+    assert without[:8] == losses[:8]
+    assert without[8] == 0  # all targets have weight 0
+    assert all(x != y for x, y in zip(without[9:], losses[9:], strict=True))
+
+
+def test_influence_command(folder, capsys):
+    assert influence.main([str(folder), "--text", PHRASE, "--top", "2", "--prove"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].endswith("equals that of the run to the last bit")
+    assert lines[2].split(": ")[1].startswith(PHRASE)
+    assert lines[4].startswith("trained without those: predicted -")
+    assert lines[5].startswith("trained without 2 others: predicted ")
+    page = (folder / "influence.html").read_text()
+    assert page.count(PHRASE) > 1 and "Training without" in page and "to the last bit" in page
+    assert influence.main([str(folder), "--without-step", "9"]) == 0
+    rows = capsys.readouterr().out.splitlines()
+    assert rows[3].split()[0] == "9" and rows[3].split()[2] == "0.0000"
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ((), "--text is missing"),
+        (("--text", ""), "no token to predict"),
+        (("--without-step", "25"), "the run has 24 steps"),
+    ],
+)
+def test_wrong_options_of_influence(folder, capsys, options, problem):
+    assert influence.main([str(folder), *options]) == 2
+    assert problem in capsys.readouterr().err
+
+
+def test_pretrained_run_is_refused(folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "run")
+    write_config(tmp_path / "run", replace(read_config(folder), init_from=str(folder)))
+    with pytest.raises(UserError, match="from random parameters; name such a run"):
+        Replay(load_run(tmp_path / "run"))
