@@ -33,6 +33,12 @@ OPTIONS = [
 ]  # fmt: skip
 
 
+def trim(done: int, _: int) -> None:
+    """Return freed memory now and then; see `jaxformer.cli.influence`."""
+    if done % 16 == 0:
+        machine.release_freed_memory()
+
+
 def tracin(replay: Replay, texts: list[np.ndarray]) -> np.ndarray:
     """Return the sum over all steps of learning rate times the product of the gradients of each text and each document,
     `(texts, N)`: the effect of each update by itself."""
@@ -48,6 +54,7 @@ def tracin(replay: Replay, texts: list[np.ndarray]) -> np.ndarray:
         to_state = jax.tree.map(lambda x: jnp.zeros((len(texts), *x.shape), x.dtype), floats)
         _, of_step = replay._pull(state, weights, to_state._replace(params=gradients(state.params)), *each)
         total += np.asarray(of_step)
+        trim(int(each[-1]), replay.n_steps)
         state, _ = replay._advance(state, weights, *each)
     return total
 
@@ -84,7 +91,7 @@ def main() -> int:
         replay.train()
         base_params = timed("one training", replay.train)
         assert jax.tree.all(jax.tree.map(lambda x, y: np.array_equal(x, y), base_params, run.params))
-        _, derivative_QN = timed("derivative through training", lambda: replay.influence(texts))
+        _, derivative_QN = timed("derivative through training", lambda: replay.influence(texts, progress=trim))
         tracin_QN = timed("TracIn at every step", lambda: tracin(replay, texts))
         rng, N = np.random.default_rng(0), len(replay.documents)
         measured, predicted = [], {"derivative": [], "tracin": []}
