@@ -211,18 +211,10 @@ def outcome(row: Row, run: Path, sources: str) -> dict[str, Any]:
 
 
 def count_tokens(run: Path) -> dict[str, dict[str, Any]]:
-    """Return the held-out loss of count models from a run's training text, as outcomes of a study: of unigrams with
-    add-one smoothing, and of bigrams with one added count, distributed like the unigrams."""
-    opened = load_run(run)
-    data: Any = load_data(run, opened.config)  # text windows, as for all rungs
-    V, corpus = opened.text_model()[0].vocab_size, data.corpus
-    train_N, val_M = np.asarray(corpus.train.tokens, np.int64), np.asarray(corpus.val.tokens, np.int64)
-    unigram_V = (np.bincount(train_N, minlength=V) + 1) / (len(train_N) + V)
-    pairs_VV = np.bincount(train_N[:-1] * V + train_N[1:], minlength=V * V).reshape(V, V)
-    bigram_VV = (pairs_VV + unigram_V) / (pairs_VV.sum(axis=1, keepdims=True) + 1)
-    probabilities = {"tokens": unigram_V[val_M[1:]], "pairs": bigram_VV[val_M[:-1], val_M[1:]]}
-    changes = {"tokens": "tokens", "pairs": "tokens after each token"}
-    losses = {name: float(-np.log(p_M).mean()) for name, p_M in probabilities.items()}
+    """Return the held-out loss of count models from a run's training text, as outcomes of a study; see
+    `jaxformer.data.counts`."""
+    data: Any = load_data(run, load_run(run).config)  # text windows, as for all rungs
+    changes, losses = {"tokens": "tokens", "pairs": "tokens after each token"}, data.count_losses()
     return {
         name: {"0": {"loss": loss, "perplexity": float(np.exp(loss)), "ended_early": "", "change": changes[name]}}
         for name, loss in losses.items()

@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxformer.config import TokenModelConfig
 from jaxformer.config.fields import Range
+from jaxformer.data.counts import token_loss
 from jaxformer.data.dataset import HELD_OUT_SEED, Batch, step_rng
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.data.tokens import Corpus
@@ -70,9 +71,7 @@ class MaskedTextDataset(TextDataset):
     def unigram_entropy(self) -> float:
         """Return the cross-entropy of the validation text under the unigram distribution of the training text, with
         add-one smoothing (Laplace), in nats per token."""
-        counts_V = np.bincount(self.corpus.train.tokens, minlength=self.model.vocab_size - 1) + 1
-        nll_V = np.log(counts_V.sum()) - np.log(counts_V)
-        return float(nll_V[self.corpus.val.tokens].mean())
+        return token_loss(self.corpus.train.tokens, self.corpus.val.tokens, self.model.vocab_size - 1)
 
 
 def mask_token(model: TokenModelConfig, tokenizer: Tokenizer) -> int:

@@ -17,6 +17,7 @@ from jaxformer.contract import Contract, Task
 from jaxformer.data.chat import ChatDataset
 from jaxformer.data.dataset import Batch, Dataset, evenly_spaced
 from jaxformer.data.pairs import PairDataset
+from jaxformer.data.windows import TextDataset
 from jaxformer.decode.translation import translate_tokens
 from jaxformer.errors import missing_extras, user_error_on_write
 from jaxformer.inspect import alignment, attention_entropy, check_init, draw_alignment, router_report
@@ -60,6 +61,8 @@ def make_callbacks(setup: TrainSetup, data: Dataset, folder: Path) -> list[Callb
     if not (fits := _fits_on_one_device(setup)):
         print_line("attention entropy and samples are skipped: the model is too large to copy to one device")
     callbacks = []
+    if t.eval_every and isinstance(data, TextDataset) and is_causal_lm(model):
+        callbacks.append(Callback(config.steps, partial(_count_losses, data), at_start=True))
     if fits and isinstance(model, Decoder) and t.report_every and config.init_from is None:
         callbacks.append(Callback(config.steps, partial(_init_check, setup, data), at_start=True))
     if fits and t.eval_every:
@@ -156,6 +159,15 @@ def _init_check(setup: TrainSetup, data: Dataset, step: int, state: TrainState, 
     report = check_init(model, local_copy(setup.model_params(state), setup.mesh), jnp.asarray(tokens_BT))
     print_line(str(report))
     return {"init_check": {side: [asdict(m) for m in getattr(report, side)] for side in ("expected", "observed")}}
+
+
+def _count_losses(data: TextDataset, step: int, state: TrainState, batch: Batch, row: Row) -> Row | None:
+    """Print and log, before the first step, what counting achieves."""
+    if step:
+        return None
+    losses = data.count_losses()
+    print_line(f"for comparison, held-out loss of counting tokens {losses['tokens']:.3f}, pairs {losses['pairs']:.3f}")
+    return {"count_losses": losses}
 
 
 def _print_update_ratios(setup: TrainSetup, step: int, state: TrainState, batch: Batch, row: Row) -> None:

@@ -122,6 +122,9 @@ def test_training_prints_and_writes_what_the_docs_describe(here, finished):
     assert all([name for name in names if name in order] == order for names in norms.values())
     assert last["val_loss"] < rows[0]["val_loss"]
     assert len(rows[0]["init_check"]["observed"]) == 1 and "init_check" not in last
+    counted = rows[0]["count_losses"]
+    assert counted["pairs"] < counted["tokens"] < rows[0]["val_loss"] and "count_losses" not in last
+    assert f"counting tokens {counted['tokens']:.3f}, pairs {counted['pairs']:.3f}" in finished.stdout
     folder = here / "runs/quick"
     for name in ("config.json", "tokenizer.json", "samples.txt", "report.html"):
         assert (folder / name).stat().st_size > 0

@@ -23,6 +23,10 @@ MAX_TIME_SHARE = 0.01
 """Maximum fraction of the training time spent on the page."""
 Row = Mapping[str, Any]
 """Row of `metrics.jsonl`."""
+COUNTED = (
+    "A language model first learns how often each token occurs, then which follow each token. The horizontal lines are "
+    "the held-out losses of counting either in the training text."
+)
 N_SAMPLES = 6
 """Number of most recent samples to show."""
 MAX_POINTS = 2000
@@ -115,7 +119,10 @@ def _curve(rows: Sequence[Row], key: str, name: str, max_markers: int = 0) -> li
 
 def _losses(rows: Sequence[Row]) -> Iterator[Section]:
     if lines := _curve(rows, "loss", "training batch") + _curve(rows, "val_loss", "held-out", 100):
-        yield Lines("Loss", lines, STEP, Axis("loss, nats"))
+        counted: dict[str, float] = next((row["count_losses"] for row in rows if "count_losses" in row), {})
+        ends = [min(line.x[0] for line in lines), max(line.x[-1] for line in lines)]
+        lines += [Line(ends, [loss] * 2, f"counting {what}") for what, loss in counted.items()]
+        yield Lines("Loss", lines, STEP, Axis("loss, nats"), about=COUNTED if counted else "")
 
 
 def _entropy(rows: Sequence[Row], config: ModelConfig) -> Iterator[Section]:
