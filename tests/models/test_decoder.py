@@ -426,7 +426,7 @@ def test_a_text_longer_than_training_sequences_is_attended_to_in_full() -> None:
     assert_close(apply(model, params, TOKENS_T), apply(CONFIGS["modern"].build(), params, TOKENS_T), 0)
     learned = replace(PLAIN, context_length=3, max_context=T)
     assert build(learned)[1]["embedding"]["W_pos"].shape == (T, D)
-    with pytest.raises(UserError, match="8 tokens, but the model has 7 learned positions"):
+    with pytest.raises(ValueError, match="8 tokens, but the model has 7 learned positions"):
         apply(*build(learned), random_tokens(V, T + 1))
 
 
