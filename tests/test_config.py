@@ -175,9 +175,7 @@ def test_base_width_is_stored_and_refused_where_it_means_nothing():
     adamw = OptimizerConfig("adamw", base_width=64)
     config = replace(CONFIG, optimizer=adamw)
     assert from_dict(OptimizerConfig, json.loads(json.dumps(to_dict(config)))["optimizer"]) == adamw
-    with pytest.raises(
-        UserError, match="base_width is 64, but nesterov_sgd does not scale learning rates by width; omit it"
-    ):
+    with pytest.raises(UserError, match="base_width is 64, but nesterov_sgd does not scale by width; omit it"):
         OptimizerConfig(base_width=64)
     with pytest.raises(UserError, match=r"optimizer\.base_width is 0; it must be at least 1"):
         OptimizerConfig("adamw", base_width=0)
