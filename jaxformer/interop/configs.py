@@ -27,14 +27,11 @@ MAX_TRAINING_CONTEXT = 2048
 ROPE_FIELDS: Mapping[str, Mapping[str, str]] = {
     "default": {},
     "linear": {"rope_scaling": "factor"},
-    "llama3": {
-        "rope_scaling": "factor",
-        "rope_low_periods": "low_freq_factor",
-        "rope_high_periods": "high_freq_factor",
-        "rope_original_context": "original_max_position_embeddings",
-    },
+    "llama3": {"rope_scaling": "factor", "rope_original_context": "original_max_position_embeddings"},
 }
 """Our fields and theirs, by type of RoPE scaling."""
+ROPE_PERIODS = ("low_freq_factor", "high_freq_factor")
+"""Their fields for `rope_periods`."""
 
 
 def family_of(theirs: PublishedConfig) -> Family:
@@ -156,7 +153,10 @@ def read_rope(family: Family, theirs: PublishedConfig, window: int | None) -> di
         local_base = local.get("rope_theta", local_base)
         _rope_type(local, ["default"])
     values = {"rope_base": scaling.get("rope_theta", theirs.get("rope_theta", family.rope_base))}
-    values |= {ours: scaling[name] for ours, name in ROPE_FIELDS[_rope_type(scaling, ROPE_FIELDS)].items()}
+    kind = _rope_type(scaling, ROPE_FIELDS)
+    values |= {ours: scaling[name] for ours, name in ROPE_FIELDS[kind].items()}
+    if kind == "llama3":
+        values["rope_periods"] = [scaling[name] for name in ROPE_PERIODS]
     return values if local_base is None or window is None else values | {"local_rope_base": local_base}
 
 
@@ -172,6 +172,8 @@ def write_rope(config: DecoderConfig) -> dict[str, Any]:
     """Return their fields for our RoPE, both for versions of transformers before 5 and from 5 on."""
     kind = "default" if config.rope_scaling == 1 else "linear" if config.rope_original_context is None else "llama3"
     scaling = {"rope_type": kind} | {name: getattr(config, ours) for ours, name in ROPE_FIELDS[kind].items()}
+    if kind == "llama3":
+        scaling |= zip(ROPE_PERIODS, config.rope_periods, strict=True)
     theirs = {"rope_theta": config.rope_base, "rope_scaling": None if kind == "default" else scaling}
     nested: dict[str, Any] = {"rope_theta": config.rope_base, **scaling}
     if config.local_rope_base is not None:
