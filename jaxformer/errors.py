@@ -50,10 +50,10 @@ def command(name: str) -> str:
     return f"jaxformer {name}" if program.stem == "jaxformer" else f"python -m jaxformer {name}"
 
 
-def abbreviate(value: object, length: int = 80) -> str:
-    """Return the `repr` of a value, with the middle elided if it is longer than `length` characters."""
-    text = hex(value) if isinstance(value, int) and value.bit_length() > 1024 else repr(value)  # Python's limit
-    return text if len(text) <= length else f"{text[: length // 2]} … {text[-length // 4 :]}"
+def abbreviate(value: object) -> str:
+    """Return the `repr` of a value, with the middle elided if it is longer than 80 characters."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:40]} … {text[-20:]}"
 
 
 def lone_surrogate(text: str) -> int | None:
