@@ -387,7 +387,7 @@ def test_section_says_how_weights_are_stored(page):
     ("changes", "reason"),
     [
         ({"n_experts": 2}, "supports neither mixtures of experts"),
-        ({"prefix": True}, "causal attention only"),
+        ({"prefix": True}, "nor attention to a prefix"),
         (
             {"d_ff": (4096,)},
             "it has 291,728 parameters, which take 0.8 MB, but the limit is 100,000; raise it with --max",
