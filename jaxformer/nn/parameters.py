@@ -14,6 +14,9 @@ from flax.traverse_util import flatten_dict
 
 from jaxformer.contract import ParameterAxes, contract_of
 
+Params = Any
+"""Pytree of parameters, `model.init(…)["params"]`, or of their shapes and dtypes."""
+
 _declared: ContextVar[dict[str, ParameterAxes] | None] = ContextVar("declared", default=None)
 _stack: ContextVar[tuple[str, ...]] = ContextVar("stack", default=())
 
