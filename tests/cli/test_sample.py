@@ -417,7 +417,7 @@ def test_a_logit_bias_is_of_one_token():
     a, equals, space = (BYTES.encode(text)[0] for text in "a= ")
     assert encode_logit_bias(["a=1.5", "==-2", " =3"], BYTES) == ((a, 1.5), (equals, -2.0), (space, 3.0))
     for option, message in (("a", "not of the form"), ("=1", "not of the form"), ("a=b", "not of the form"),
-                         ("ab=1", "'ab' is 2 tokens of this run, 'a', 'b'"), ("\udcff=1", "lone surrogate")):  # fmt: skip
+                            ("ab=1", "'ab' is 2 tokens of this run, 'a', 'b'"), ("\udcff=1", "surrogate")):  # fmt: skip
         with pytest.raises(UserError, match=message):
             encode_logit_bias([option], BYTES)
 
