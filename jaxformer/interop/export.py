@@ -23,7 +23,7 @@ def export_run(run: Run, file_format: Format, path: Path, dtype: Dtype = "float3
         exports[file_format](run, path, dtype)
 
 
-def export_safetensors(run: Run, folder: Path, dtype: Dtype) -> None:
+def export_safetensors(run: Run, folder: Path, dtype: Dtype = "float32") -> None:
     """Write the parameters of any model, named by their paths, with the run's config, tokenizer and class names. Raises
     `UserError` if the folder exists, or safetensors is not installed."""
     with complete_path(folder) as scratch:
