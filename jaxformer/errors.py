@@ -50,10 +50,10 @@ def command(name: str) -> str:
     return f"jaxformer {name}" if program.stem == "jaxformer" else f"python -m jaxformer {name}"
 
 
-def abbreviate(value: object, length: int = 80) -> str:
-    """Return the `repr` of a value, with the middle elided if it is longer than `length` characters."""
-    text = hex(value) if isinstance(value, int) and value.bit_length() > 1024 else repr(value)  # Python's limit
-    return text if len(text) <= length else f"{text[: length // 2]} … {text[-length // 4 :]}"
+def abbreviate(value: object) -> str:
+    """Return the `repr` of a value, with the middle elided if it is longer than 80 characters."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:40]} … {text[-20:]}"
 
 
 def lone_surrogate(text: str) -> int | None:
@@ -130,14 +130,13 @@ def import_extra(module: str, purpose: str) -> ModuleType:
     """Return a module of an optional package, such as `PIL.Image`. Raises `UserError`, with the purpose, such as
     "train.log_to wandb", as its subject, if the package is not installed or its import fails."""
     package = module.partition(".")[0]
-    remedy = f"install it with pip install 'jaxformer[{EXTRAS[package]}]'"
+    problem = "is not installed"
     try:
         # Any folder with the package's name can be imported as a namespace package.
         if getattr(importlib.import_module(package), "__file__", None):
             return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name != package:
-            raise UserError(f"{purpose} needs {package}, which lacks {error.name}; {remedy}.") from error
     except ImportError as error:
-        raise UserError(f"{purpose} needs {package}, which cannot be imported: {error}; reinstall it.") from error
-    raise UserError(f"{purpose} needs {package}, which is not installed; {remedy}.")
+        if not isinstance(error, ModuleNotFoundError) or error.name != package:
+            problem = f"cannot be imported ({error})"
+    remedy = f"install it with pip install 'jaxformer[{EXTRAS[package]}]'"
+    raise UserError(f"{purpose} needs {package}, which {problem}; {remedy}.")

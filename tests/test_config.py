@@ -78,25 +78,6 @@ def test_numpy_and_huge_numbers_are_checked(fields, message):
         replace(DecoderConfig(), **fields)
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (
-            lambda: OptimizerConfig(learning_rate=1e39),
-            r"learning_rate is 1e\+39; it must be a finite number, at most 3.4e",
-        ),
-        (
-            lambda: OptimizerConfig(learning_rate=1e-39),
-            "learning_rate is 1e-39, which is 0 in float32; it must be above 0",
-        ),
-        (lambda: OptimizerConfig(b2=1 - 1e-9), r"b2 is 0.999999999, which is 1 in float32; it must be .* below 1\."),
-    ],
-)
-def test_numbers_are_checked_as_float32(make, message):
-    with pytest.raises(UserError, match=message):
-        make()
-
-
 def test_integer_maxima_apply_to_integer_fields_only():
     assert replace(DecoderConfig(), rope_base=5_000_000).rope_base == 5_000_000
     with pytest.raises(UserError, match="must be at most 16384"):  # in a tuple
@@ -175,9 +156,7 @@ def test_base_width_is_stored_and_refused_where_it_means_nothing():
     adamw = OptimizerConfig("adamw", base_width=64)
     config = replace(CONFIG, optimizer=adamw)
     assert from_dict(OptimizerConfig, json.loads(json.dumps(to_dict(config)))["optimizer"]) == adamw
-    with pytest.raises(
-        UserError, match="base_width is 64, but nesterov_sgd does not scale learning rates by width; omit it"
-    ):
+    with pytest.raises(UserError, match="base_width is 64, but nesterov_sgd does not scale by width; omit it"):
         OptimizerConfig(base_width=64)
     with pytest.raises(UserError, match=r"optimizer\.base_width is 0; it must be at least 1"):
         OptimizerConfig("adamw", base_width=0)

@@ -35,8 +35,14 @@ def test_a_missing_package_is_one_sentence_with_its_extra(monkeypatch, package, 
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        ("import a_part_of_it", "which lacks a_part_of_it; install it with pip install 'jaxformer[gguf]'."),
-        ("raise ImportError('libz is too old')", "which cannot be imported: libz is too old; reinstall it."),
+        (
+            "import a_part_of_it",
+            "which cannot be imported (No module named 'a_part_of_it'); install it with pip install 'jaxformer[gguf]'.",
+        ),
+        (
+            "raise ImportError('libz is too old')",
+            "which cannot be imported (libz is too old); install it with pip install 'jaxformer[gguf]'.",
+        ),
     ],
 )
 def test_a_broken_package_is_one_sentence_with_the_reason(monkeypatch, tmp_path, content, reason):

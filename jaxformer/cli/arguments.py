@@ -41,12 +41,8 @@ def folder_named(flag: str, value: str) -> Path:
     """Return the folder that an option names, which need not exist. Raises `UserError` if the name is empty, a file or
     a URL."""
     folder = Path(value)
-    if not value:
-        raise UserError(f"{flag} is empty; name a folder, such as runs/mine.")
-    if is_url(value):
-        raise UserError(f"{flag} is the URL {value}; name a local folder.")
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"{flag} {value} is a file; name a folder.")
+    if not value or is_url(value) or (folder.exists() and not folder.is_dir()):
+        raise UserError(f"{flag} is {value!r}; it must be a local folder, such as runs/mine.")
     return folder
 
 

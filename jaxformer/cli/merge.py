@@ -37,12 +37,11 @@ def main(line: CommandLine) -> int:
     if not (options.run and options.out):
         raise UserError(f"give a run and a folder to write: {command('merge')} runs/tuned --out runs/merged.")
     out = folder_named("--out", options.out)
-    if out.exists():
-        raise UserError(f"{out} exists; choose another --out.")
     machine.set_up()
 
-    from jaxformer.runs.run import create_run, load_run, read_config  # orbax takes a second to import
+    from jaxformer.runs.run import check_can_create, create_run, load_run, read_config  # orbax takes a second to import
 
+    check_can_create(out)
     folder = run_named("--run", options.run)
     if not read_config(folder).lora.rank:
         raise UserError(f"{folder} was trained without --lora.rank; it has no adapters to merge.")

@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
-from math import log2
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
 from jaxformer.cli import machine
@@ -99,8 +98,6 @@ NOT_WITH_BEAMS = [
     *("--seed", "--stop", "--prefill-chunk", "--draft"),
 ]
 """Options that do not apply to beam search."""
-MAX_EXPONENT = 100
-"""Largest power of 2 that beam lengths and scores may reach: float32's 126, less the range of log-probabilities."""
 TEXTS, IMAGES = {"--prompt", "--prompts-file"}, {"--images"}
 COMMON = {"--run", "--checkpoint", "--weights", "--jsonl"}
 FILL_OPTIONS = COMMON | TEXTS | {"--top-logprobs"}
@@ -168,10 +165,6 @@ def _check(options: Arguments) -> None:
     for flag, is_met, problem in without_effect:
         if is_met and flag in given:
             raise UserError(f"{flag} has no effect {problem}.")
-    exponent, steepest = completion.length_penalty, MAX_EXPONENT / max(1.0, log2(completion.max_new_tokens))
-    if not abs(exponent) <= steepest:
-        problem = f"--length-penalty is {exponent}, and {completion.max_new_tokens} tokens to that power exceed float32"
-        raise UserError(f"{problem}; it must be from {-steepest:.1f} to {steepest:.1f}.")
     if 1 < n_beams < completion.num_samples:
         raise UserError(f"--num-samples is {completion.num_samples}; it must be at most --num-beams, {n_beams}.")
     StopStrings(completion.stop)
@@ -242,8 +235,6 @@ def _fill_masks(options: Arguments, prompts: Prompts) -> int:
 
     _check_task(options, FILL_OPTIONS, "fill-mask")
     run, n = _open_restored(options), options.sampling.top_logprobs
-    if n >= (size := run.text_model()[0].vocab_size):
-        raise UserError(f"--top-logprobs is {n}; it must be at most {size - 1}, all tokens of the run.")
 
     def answers(fitting: list[Encoded]) -> Iterator[tuple[Row, str]]:
         for prompt, tokens in fitting:

@@ -37,7 +37,8 @@ def main(line: CommandLine) -> int:
     if options.run is not None and options.tokenizer is not None:
         raise UserError("--run and --tokenizer both name a tokenizer; give one of them.")
     tokenizer = _load_tokenizer(options)
-    text = options.text or _read_stdin()
+    # An undecodable byte becomes a lone surrogate, which the tokenizer refuses.
+    text = options.text or ("" if sys.stdin.isatty() else sys.stdin.buffer.read().decode(errors="surrogateescape"))
     if not text:
         raise UserError(f'the text is empty; give one, such as {command("tokens")} "The state of the Union".')
     tokens, pieces = tokenizer.encode(text), tokenizer.token_bytes
@@ -61,14 +62,6 @@ def _load_tokenizer(options: Arguments) -> Tokenizer:
     if tokenizer is None:
         raise UserError(f"{folder} has no tokenizer, as its model reads no text; name another run.")
     return tokenizer
-
-
-def _read_stdin() -> str:
-    """Return the text of standard input; empty if it is a terminal."""
-    try:
-        return "" if sys.stdin.isatty() else sys.stdin.buffer.read().decode()
-    except UnicodeDecodeError as error:
-        raise UserError(f"standard input is not UTF-8 at byte {error.start:,}; convert it.") from error
 
 
 def _shown(piece: bytes) -> str:

@@ -81,12 +81,14 @@ class Arguments(CommandOptions):
     distributed: DistributedOptions = field(default_factory=DistributedOptions)
 
     def __post_init__(self) -> None:
-        if self.allow_changed_data and not self.resume:
-            raise UserError("--allow-changed-data needs --resume; a new run uses the data as it is.")
-        if self.from_step is not None and not self.resume:
-            raise UserError("--from-step needs --resume; name the run to roll back with --run.")
-        if self.skip_batches and self.from_step is None:
-            raise UserError("--skip-batches needs --resume and --from-step; name the checkpoint to roll back to.")
+        needs = {
+            "--allow-changed-data": (self.allow_changed_data, "--resume", self.resume),
+            "--from-step": (self.from_step is not None, "--resume", self.resume),
+            "--skip-batches": (self.skip_batches, "--resume and --from-step", self.from_step is not None),
+        }
+        for flag, (is_given, needed, has_needed) in needs.items():
+            if is_given and not has_needed:
+                raise UserError(f"{flag} needs {needed}; give it, too, or omit {flag}.")
 
     @property
     def model_fields(self) -> set[str]:
@@ -178,8 +180,6 @@ def _parse(line: CommandLine, stack: contextlib.ExitStack) -> Job:
         raise UserError(f"--data.tokenizer has no effect on {pretrained.path}, which has its own; omit it.")
     if folder is None:
         folder = RUNS / options.fields.name
-    elif stored is None and options.url is None and folder.exists():
-        raise UserError(f"{run} exists; add --resume to continue it, or choose another --run.")
     if stored is not None:
         from jaxformer.train.resume import Rollback, check_resumable
 
@@ -231,12 +231,12 @@ def _reserve_folder(job: Job, stack: contextlib.ExitStack) -> None:
     """Check that the folder can be written, before the data is read and the step is compiled. When the stack is closed,
     the last changes are uploaded."""
     from jaxformer.runs.lock import check_not_locked
-    from jaxformer.runs.run import check_writable_parent
+    from jaxformer.runs.run import check_can_create
 
     if (url := job.options.url) is not None:
         stack.enter_context(uploading(url, job.folder))
     if is_main_process() and job.stored is None:
-        check_writable_parent(job.folder)
+        check_can_create(job.folder, job.options.run is None)
         stack.enter_context(no_empty_parents(job.folder))
     elif is_main_process():
         check_not_locked(job.folder)

@@ -180,27 +180,25 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, "optimizer.")
-        if self.base_width is not None and (self.name == "nesterov_sgd" or type(self).rule is not OptimizerConfig.rule):
-            conflict = f"but {self.name} does not scale learning rates by width"
-            raise UserError(f"optimizer.base_width is {self.base_width}, {conflict}; omit it.")
-        if self.weight_decay and self.name == "nesterov_sgd":
-            raise UserError(f"optimizer.weight_decay is {self.weight_decay}, but {self.name} has none; set it to 0.")
-        if (final := self.final_fraction) and self.schedule not in ("cosine", "linear", "wsd"):
-            limit = "but only cosine, linear and wsd end there"
-            raise UserError(f"optimizer.final_fraction is {final}, {limit}; set it to 0.")
-        if (decay := self.decay_fraction) is not None and self.schedule != "wsd":
-            raise UserError(f"optimizer.decay_fraction is {decay}, but only wsd has a decay; set it to none.")
-        if self.schedule == "inverse_sqrt" and not self.warmup_steps:
-            raise UserError("optimizer.warmup_steps is 0, but 'inverse_sqrt' decays from there on; set at least 1.")
-        if self.name == "schedule_free":
-            if type(self).make_schedule is not OptimizerConfig.make_schedule:
-                conflict = "but schedule_free averages instead of following a schedule"
-                raise UserError(f"{type(self).__name__} makes a schedule, {conflict}; choose another optimizer.name.")
-            if self.schedule != "constant":
-                conflict = "but schedule_free averages instead"
-                raise UserError(f"optimizer.schedule is {self.schedule!r}, {conflict}; set it to constant.")
-            if not self.b1:
-                raise UserError("optimizer.b1 is 0, but schedule_free divides by it; set it above 0, such as 0.9.")
+        is_sgd, averages, schedule = self.name == "nesterov_sgd", self.name == "schedule_free", self.schedule
+        has_width, has_decay = self.base_width is not None, self.decay_fraction is not None
+        own_rule = type(self).rule is not OptimizerConfig.rule
+        own_schedule = type(self).make_schedule is not OptimizerConfig.make_schedule
+        no_end = schedule not in ("cosine", "linear", "wsd")
+        from_warmup = schedule == "inverse_sqrt" and not self.warmup_steps
+        conflicts = [
+            (has_width and (is_sgd or own_rule), "base_width", f"{self.name} does not scale by width; omit it"),
+            (self.weight_decay and is_sgd, "weight_decay", "nesterov_sgd has none; set it to 0"),
+            (self.final_fraction and no_end, "final_fraction", "only cosine, linear and wsd end there; set it to 0"),
+            (has_decay and schedule != "wsd", "decay_fraction", "only wsd has a decay; set it to none"),
+            (from_warmup, "warmup_steps", "inverse_sqrt decays from there on; set at least 1"),
+            (averages and own_schedule, "name", "it averages instead of following a schedule; choose another"),
+            (averages and schedule != "constant", "schedule", "schedule_free averages instead; set it to constant"),
+            (averages and not self.b1, "b1", "schedule_free divides by it; set it above 0, such as 0.9"),
+        ]
+        for is_met, name, reason in conflicts:
+            if is_met:
+                raise UserError(f"optimizer.{name} is {getattr(self, name)}, but {reason}.")
 
     def rule(self, schedule: optax.Schedule, axes: Mapping[str, ParameterAxes]) -> optax.GradientTransformation | None:
         """Return the optax transformation of a subclass, without gradient clipping; None for the one selected by
@@ -392,6 +390,3 @@ class Config:
             remedy = "shorten the warm-up or decay_fraction, or train for more steps"
             conflict = f"but 'wsd' decays from step {stable_end} on"
             raise UserError(f"optimizer.warmup_steps is {warmup}, {conflict}; {remedy}.")
-        if (batch_size := self.train.batch_size) % (n := self.compute.grad_accumulation_steps):
-            parts = f"compute.grad_accumulation_steps {n} equal microbatches"
-            raise UserError(f"train.batch_size {batch_size} does not split into {parts}; make it a multiple.")

@@ -13,16 +13,12 @@ from math import inf, isfinite
 from numbers import Integral, Real
 from typing import Annotated, Any, Literal, TypeVar
 
-import numpy as np
-
 from jaxformer.config.files import kind_of
 from jaxformer.errors import UserError, abbreviate
 
 T = TypeVar("T")
 MAX_INTEGER = 2**31 - 1
 """Largest int32, the integer type on devices."""
-LARGEST, SMALLEST = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
-"""Largest and smallest positive float32, the type of real numbers on devices, which treat smaller ones as 0."""
 MAX_LENGTH, MAX_SIDE = 2**24, 2**14
 """Maximum number of tokens, and of pixels along a side of an image: far beyond existing models, but small enough to
 fail at once instead of exhausting memory."""
@@ -40,20 +36,11 @@ class Range:
     """End of the message, such as ", such as 0.1"."""
 
     def check(self, name: str, number: int | float) -> None:
-        """Raise `UserError` if a number, or its float32, which devices compute with, is outside."""
-        rounded = as_float32(number)
-        if self._contains(number) and self._contains(rounded):
-            return
-        bounds = {"at least": self.least, "above": self.above, "at most": self.most, "below": self.below}
-        limits = " and ".join(f"{words} {bound}" for words, bound in bounds.items() if isfinite(bound))
-        outside = f", which is {rounded:g} in float32" if self._contains(number) else ""
-        raise UserError(f"{name} is {abbreviate(number)}{outside}; it must be {limits}{self.hint}.")
-
-    def _contains(self, number: int | float) -> bool:
-        is_open_below, is_open_above = self.above != -inf, self.below != inf
-        return self.least <= number <= self.most and not (
-            (is_open_below and number <= self.above) or (is_open_above and number >= self.below)
-        )
+        """Raise `UserError` if a finite number is outside."""
+        if not (self.least <= number <= self.most and self.above < number < self.below):
+            bounds = {"at least": self.least, "above": self.above, "at most": self.most, "below": self.below}
+            limits = " and ".join(f"{words} {bound}" for words, bound in bounds.items() if isfinite(bound))
+            raise UserError(f"{name} is {number}; it must be {limits}{self.hint}.")
 
 
 Positive = Annotated[int, Range(least=1)]
@@ -80,8 +67,8 @@ type_hints: Callable[[type], dict[str, Any]] = cache(partial(typing.get_type_hin
 
 def check_fields(config: object, prefix: str = "") -> None:
     """Check the numbers and choices of a config, a dataclass; NumPy scalars count as numbers. Raises `UserError`, with
-    the prefix, such as `data.`, before the field's name, if a value is not a choice of its `Literal`, not finite in
-    float32, not an int32, or outside the `Range` of its annotation."""
+    the prefix, such as `data.`, before the field's name, if a value is not a choice of its `Literal`, not finite,
+    not an int32, or outside the `Range` of its annotation."""
     for f in dataclasses.fields(config):  # type: ignore[arg-type]
         _check(f"{prefix}{f.name}", type_hints(type(config))[f.name], getattr(config, f.name))
 
@@ -101,8 +88,8 @@ def _check(name: str, hint: object, value: object) -> None:
     elif not isinstance(value, bool) and isinstance(value, Real):
         plain, *ranges = args if origin is Annotated else (hint,)
         number = int(value) if isinstance(value, Integral) else float(value)
-        if not abs(number) <= LARGEST:
-            raise UserError(f"{name} is {abbreviate(number)}; it must be a finite number, at most 3.4e38.")
+        if not isfinite(number):
+            raise UserError(f"{name} is {number}; it must be a finite number.")
         for limits in [*ranges, *([Range(most=MAX_INTEGER)] if plain is int else [])]:
             if isinstance(limits, Range):
                 limits.check(name, number)
@@ -114,13 +101,6 @@ def not_a_choice(name: str, value: object, choices: Iterable[object]) -> UserErr
     near = get_close_matches(str(value), words, 1)
     remedy = f"; did you mean {near[0]}?" if near else "."
     return UserError(f"{name} is {abbreviate(value)}; it must be one of {', '.join(words)}{remedy}")
-
-
-def as_float32(number: int | float) -> int | float:
-    """Return a number as devices compute with it; integers are unchanged."""
-    if isinstance(number, int) or abs(number) > LARGEST:
-        return number
-    return float(np.float32(number)) if abs(number) >= SMALLEST else 0.0
 
 
 def expand_sides(config: object, *names: str) -> None:
@@ -225,7 +205,7 @@ def _convert(hint: object, value: Any, path: str) -> Any:
     if dataclasses.is_dataclass(hint) and isinstance(value, Mapping):
         return from_dict(typing.cast("type", hint), value, path)
     if hint is float and type(value) in (int, float):
-        return float(value) if isinstance(value, float) or value.bit_length() < 1024 else inf
+        return float(value)
     if type(value) is hint or (dataclasses.is_dataclass(hint) and isinstance(value, typing.cast("type", hint))):
         return value
     raise UserError(f"{path} is {abbreviate(value)}, which is not {getattr(hint, '__name__', None) or hint}.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -127,10 +127,10 @@ def read_conversations(path: str, template: ChatTemplate) -> list[Conversation]:
     conversations = []
     for label, row in (line for file in find_conversations(path).files for line in read_json_lines(file)):
         messages, tools = _parse(row, label)
-        check_texts(messages, label, template.tokenizer.special_texts.values(), tools)
+        check_texts(messages, label, tools)
         try:
             rendered = template.render_conversation(messages, tools)
-        except UserError as error:
+        except ValueError as error:
             raise UserError(f"{label} {error}.") from error
         digest = hashlib.sha256(rendered.text.encode(errors="surrogatepass")).digest()
         conversations.append(Conversation(rendered, label, digest))
@@ -151,17 +151,13 @@ def _parse(row: object, label: str) -> tuple[list[Message], object]:
     return messages, row.get("tools")
 
 
-def check_texts(messages: Sequence[Message], label: str, special: Collection[str], tools: object = None) -> None:
-    """Raise `UserError` if a text of the messages or tools contains a special token, which could end a turn."""
+def check_texts(messages: Sequence[Message], label: str, tools: object = None) -> None:
+    """Raise `UserError` if a text of the messages or tools has code points that are not characters."""
     parts = {f"message {number}": message for number, message in enumerate(messages, start=1)} | {"tools": tools}
     for name, part in parts.items():
-        strings = list(_strings(part))
-        if any(lone_surrogate(text) is not None or MARK in text for text in strings):
+        if any(lone_surrogate(text) is not None or MARK in text for text in _strings(part)):
             problem = f"{label} {name}, holds a lone surrogate or U+{ord(MARK):X}, which are not characters"
             raise UserError(f"{problem}; remove it.")
-        for text in (text for text in special for value in strings if text in value):
-            problem = f"{label} {name}, holds {text!r}, which the tokenizer would encode as its special token"
-            raise UserError(f"{problem}; rephrase it, or remove the line.")
 
 
 def _strings(value: object) -> Iterator[str]:

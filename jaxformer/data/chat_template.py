@@ -93,15 +93,14 @@ class ChatTemplate:
     ) -> Rendered:
         """Return the text of messages, and the spans of its generation blocks. `tools` have the form that the template
         expects, None for none. With `add_generation_prompt`, the text ends with the start of an answer, such as the
-        name of its role. Raises `UserError` if the template raises an error; callers complete the message with the
-        location in the data."""
+        name of its role. Raises `ValueError` if the template raises an error or takes a special token apart."""
         rendered = self._render(messages, tools, add_generation_prompt)
         if len(re.findall(self._special, rendered.text)) == rendered.special.total():
             return rendered
         # Some are formed from pieces. Those of a role's name, such as <|user|>, are the template's own.
         try:
             plain = self._render(self._plain(messages), self._plain(tools), add_generation_prompt)
-        except UserError:  # the template rejects the replaced texts
+        except ValueError:  # the template rejects the replaced texts
             return rendered
         formed = Counter(re.findall(self._special, plain.text)) - plain.special
         return rendered._replace(special=rendered.special + formed)
@@ -110,7 +109,7 @@ class ChatTemplate:
         """Return the text of a conversation and the spans of the assistant: the generation blocks. A template without
         them is rendered up to each assistant message, with a generation prompt, and again including the message; the
         difference is the assistant's. An answer includes the special token that ends it, even if that begins the next
-        turn; after the last answer, it is added. Raises `UserError` as `render` does, or if the text before a message
+        turn; after the last answer, it is added. Raises `ValueError` as `render` does, or if the text before a message
         depends on later messages, so that its span is unknown."""
         text, spans, special, _ = self.render(messages, tools)
         if not re.search(r"\{%[-+]?\s*generation\b", self.source):
@@ -129,10 +128,8 @@ class ChatTemplate:
         names = self._names | {"messages": messages, "tools": tools, "documents": None}
         try:
             marked = self._compiled.render(names, add_generation_prompt=add_generation_prompt)
-        except UserError:
-            raise
         except Exception as error:  # its expressions can raise anything
-            raise UserError(f"{self.name} raises {type(error).__name__}: {error}".replace(MARK, "")) from error
+            raise ValueError(f"{self.name} raises {type(error).__name__}: {error}".replace(MARK, "")) from error
         text, spans, special, start = "", list[tuple[int, int]](), Counter[str](), 0
         for number, part in enumerate(re.split(f"{MARK}([^{MARK}]*){MARK}", marked)):
             if number % 2 == 0:
@@ -145,7 +142,7 @@ class ChatTemplate:
                 text += part
                 special[part] += 1
         if MARK in text or not special.keys() <= {*self.tokenizer.special_texts.values()}:
-            raise UserError(f"{self.name} takes a special token apart; write special tokens whole")
+            raise ValueError(f"{self.name} takes a special token apart; write special tokens whole")
         return Rendered(text, spans, special)
 
     def _plain(self, value: object) -> object:
@@ -172,7 +169,7 @@ class ChatTemplate:
                 when = "after a generation prompt or if other messages follow"
                 problem = f"{self.name} renders message {i + 1} differently {when}"
                 remedy = "set data.template to one with {% generation %} blocks"
-                raise UserError(f"{problem}, so that the assistant's part is unknown; {remedy}")
+                raise ValueError(f"{problem}, so that the assistant's part is unknown; {remedy}")
             # The model does not generate white space after a special token.
             end = through.rstrip()
             spans.append((len(before), len(end if end.endswith(special) else through)))
@@ -193,7 +190,7 @@ class ChatTemplate:
         turns = [{"role": role, "content": "x"} for role in ("user", ASSISTANT, "user")]
         try:
             answered, continued = (self._render(turns[:n], None).text for n in (2, 3))
-        except UserError:  # the template expects other messages
+        except ValueError:  # the template expects other messages
             return ""
         after = re.compile(rf"\s*{self._special}").match(continued, len(answered))
         return after[0] if after and continued.startswith(answered) else ""
@@ -210,7 +207,7 @@ class ChatTemplate:
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _generation_extension()]
         )
         environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)  # Jinja's own escapes HTML
-        environment.globals["raise_exception"] = self._raise
+        environment.globals["raise_exception"] = _raise
         environment.globals["strftime_now"] = date.fromisoformat(DATE).strftime
         try:
             parsed = environment.parse(self.source)
@@ -226,9 +223,10 @@ class ChatTemplate:
             problem = f"{self.name}, line {error.lineno}, is not a valid Jinja template: {error.message}"
             raise UserError(f"{problem}; fix it.") from error
 
-    def _raise(self, message: str) -> None:
-        """Raise a template's own error."""
-        raise UserError(f"the chat template rejects it: {message}".replace(MARK, ""))
+
+def _raise(message: str) -> None:
+    """Raise a template's own error."""
+    raise import_extra("jinja2", "a chat template").TemplateError(message)
 
 
 def _generation_extension() -> type:

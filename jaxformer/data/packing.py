@@ -23,8 +23,7 @@ from functools import cached_property
 
 import numpy as np
 
-from jaxformer.data.dataset import Batch, batch_indices, evenly_spaced, padded_batches
-from jaxformer.errors import UserError
+from jaxformer.data.dataset import Batch, batch_error, batch_indices, evenly_spaced, padded_batches
 
 ROWS_AT_ONCE = 64
 """Number of open rows in first-fit packing: more leave less padding, but take longer."""
@@ -76,10 +75,8 @@ class PackedExamples:
 
     def __post_init__(self) -> None:
         if len(self.rows) < self.batch_size:
-            n, rows = len(self.rows), f"{len(self.rows)} row(s) of {self.length} tokens"
-            remedy = f"set --train.batch-size {max(1, n)}, a shorter --model.context-length, or give more text"
-            problem = f"the training text packs into {rows}, fewer than train.batch_size {self.batch_size}"
-            raise UserError(f"{problem}; {remedy}.")
+            rows = f"row(s) of model.context_length {self.length} tokens"
+            raise batch_error("the packed training text", len(self.rows), rows, self.batch_size)
 
     @cached_property
     def rows(self) -> list[np.ndarray]:

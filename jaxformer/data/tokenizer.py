@@ -52,7 +52,7 @@ class Tokenizer:
     had (`missing_bytes`), and refuses a text with them.
 
     Raises:
-      UserError: it is neither byte-level, nor falls back to bytes, nor WordPiece, or has no end-of-text token.
+      ValueError: it is neither byte-level, nor falls back to bytes, nor WordPiece, or has no end-of-text token.
     """
 
     def __init__(self, inner: tokenizers.Tokenizer, one_in: int = 1, config: Mapping[str, Any] | None = None) -> None:
@@ -65,7 +65,7 @@ class Tokenizer:
         self.end_of_text = self._find_end()
         self.begin_of_text = self._find_begin()
         if self.vocab_size > MAX_LENGTH:  # libraries allocate a row per id
-            raise UserError(f"has a token {self.vocab_size - 1:,}; ids must be below {MAX_LENGTH:,}")
+            raise ValueError(f"has a token {self.vocab_size - 1:,}; ids must be below {MAX_LENGTH:,}")
 
     def __repr__(self) -> str:
         return f"<Tokenizer of {self.vocab_size:,} tokens>"
@@ -147,12 +147,12 @@ class Tokenizer:
         texts = [text for text in known if text is not None]
         if len(texts) < len(ids):
             named = ", ".join(map(str, ids))
-            raise UserError(f"has no token {named}, which the model's config names as its eos_token_id")
+            raise ValueError(f"has no token {named}, which the model's config names as its eos_token_id")
         given = self._named("eos_token")
         names = [given] if given else texts or ENDS_OF_TEXT
         tokens = [token for name in names if (token := self._inner.token_to_id(name)) is not None]
         if not tokens:
-            raise UserError(f"has no end-of-text token {' or '.join(names)}; see eos_token in its {TOKENIZER_CONFIG}")
+            raise ValueError(f"has no end-of-text token {' or '.join(names)}; see eos_token in its {TOKENIZER_CONFIG}")
         return tokens[0]
 
     @cached_property
@@ -245,7 +245,7 @@ class Tokenizer:
 
     @cached_property
     def token_bytes(self) -> list[bytes]:
-        """Bytes of each token; none for special tokens and ids without a token. Raises `UserError` if it is neither
+        """Bytes of each token; none for special tokens and ids without a token. Raises `ValueError` if it is neither
         byte-level, nor falls back to bytes, nor WordPiece."""
         form = json.loads(self.as_json())
         steps = _decoder_steps(form)
@@ -257,7 +257,7 @@ class Tokenizer:
             to_bytes = _word_piece_bytes
         else:
             kind = f"a {form['model']['type']} whose decoder has {', '.join(sorted(steps)) or 'nothing'}"
-            raise UserError(f"is {kind}, neither byte-level, nor with a fallback to bytes, nor WordPiece")
+            raise ValueError(f"is {kind}, neither byte-level, nor with a fallback to bytes, nor WordPiece")
         added = {token["id"]: token for token in form["added_tokens"]}
         texts = [b""] * self.vocab_size
         for piece, i in self._inner.get_vocab().items():
@@ -328,11 +328,11 @@ def published_tokenizer(inner: tokenizers.Tokenizer, config: Mapping[str, Any], 
     try:
         tokenizer = Tokenizer(inner, config=config)
         missing = tokenizer.missing_bytes
-    except UserError as error:
+        # With a fallback, a character with a missing byte would be encoded as unknown.
+        if missing and "ByteLevel" not in _decoder_steps(json.loads(tokenizer.as_json())):
+            raise ValueError(f"has no token for the byte 0x{missing[0]:02x}, which its fallback needs")
+    except ValueError as error:
         raise UserError(f"{path} {error}; {remedy}.") from error
-    # With a fallback, a character with a missing byte would be encoded as unknown.
-    if missing and "ByteLevel" not in _decoder_steps(json.loads(tokenizer.as_json())):
-        raise UserError(f"{path} has no token for the byte 0x{missing[0]:02x}, which its fallback needs; {remedy}.")
     return tokenizer
 
 
@@ -358,7 +358,7 @@ order, by the characters from U+0100 on."""
 
 def _byte_level_bytes(piece: str) -> bytes:
     if other := next((character for character in piece if character not in BYTE_OF), None):
-        raise UserError(f"has a byte-level decoder and a token with {other!r}, which is not a byte")
+        raise ValueError(f"has a byte-level decoder and a token with {other!r}, which is not a byte")
     return bytes(BYTE_OF[character] for character in piece)
 
 

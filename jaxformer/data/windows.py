@@ -11,7 +11,7 @@ import numpy as np
 from jaxformer.config import Fixed, ModelConfig, TokenModelConfig
 from jaxformer.config.fields import Positive
 from jaxformer.data.counts import pair_loss, token_loss
-from jaxformer.data.dataset import Batch, Dataset, batch_indices, evenly_spaced, task_error
+from jaxformer.data.dataset import Batch, Dataset, batch_error, batch_indices, evenly_spaced, task_error
 from jaxformer.data.infer_config import describe_changes, describe_tokenizer_sample, fit_vocab_size, infer_vocab_size
 from jaxformer.data.packing import PackedExamples, split_long
 from jaxformer.data.tokenizer import Tokenizer, find_tokenizer
@@ -69,7 +69,7 @@ class TextConfig(CorpusConfig):
 @dataclass(frozen=True, eq=False)
 class Windows:
     """Every window of `length` tokens that starts at a multiple of `stride`, in batches; see `batch_indices`. Raises
-    `UserError` if the text is shorter than one window, or has fewer windows than a batch."""
+    `UserError` if the text has fewer windows than a batch."""
 
     tokens: np.ndarray
     """`(n,)`, of any integer dtype."""
@@ -81,19 +81,14 @@ class Windows:
     seed: int
 
     def __post_init__(self) -> None:
-        if (n := len(self.tokens)) < self.length:
-            problem = f"the context needs windows of {self.length} tokens, but the training text has only {n}"
-            raise UserError(f"{problem}; shorten model.context_length or give more text.")
         if (n := self.n_windows) < self.batch_size:
-            windows = f"{n} window(s) of {self.length} tokens at stride {self.stride}"
-            problem = f"the training text has {windows}, fewer than train.batch_size {self.batch_size}"
-            remedy = f"set --train.batch-size {n}, a shorter --model.context-length, or give more text"
-            raise UserError(f"{problem}; {remedy}.")
+            windows = f"window(s) of model.context_length + 1 = {self.length} tokens at stride {self.stride}"
+            raise batch_error(f"the training text of {len(self.tokens)} tokens", n, windows, self.batch_size)
 
     @property
     def n_windows(self) -> int:
         """Windows per epoch."""
-        return (len(self.tokens) - self.length) // self.stride + 1
+        return max(0, len(self.tokens) - self.length + self.stride) // self.stride
 
     @property
     def steps_per_epoch(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 import flax.linen as nn
@@ -15,9 +15,8 @@ from jaxformer.data.image_io import read_model_input
 from jaxformer.data.labelled import pad_texts, tokenize_text
 from jaxformer.decode.programs import call
 from jaxformer.decode.prompts import Prompt
-from jaxformer.errors import UserError
 from jaxformer.models.objective import Params
-from jaxformer.runs.run import CLASSES, Run
+from jaxformer.runs.run import Run
 
 Ranking = list[tuple[str, float]]
 """Names with their probabilities, the most likely first."""
@@ -46,9 +45,9 @@ def classify_zero_shot(
 
 def classify_images(run: Run, files: Sequence[str]) -> list[Ranking]:
     """Return, per image, the names of all classes with their probabilities, the most likely first. Raises `UserError`
-    if an image cannot be read, or the numbers of class names and of the model's classes differ."""
+    if an image cannot be read."""
     probs = [classify(run.model, run.params, pixels).tolist() for pixels in _read_images(run, files)]
-    return _ranked(_class_names(run, len(probs[0])), probs)
+    return _ranked(run.classes or range(len(probs[0])), probs)
 
 
 def encode_labelled(prompt: Prompt, run: Run) -> list[int]:
@@ -66,15 +65,7 @@ def classify_text(run: Run, tokens: Sequence[int]) -> Ranking:
     """Return the labels of a text with their probabilities, the most likely first."""
     tokens_BT, valid_BT = pad_texts([tokens], run.text_model()[0].context_length)
     probs = classify(run.model, run.params, tokens_BT[0], valid_BT[0]).tolist()
-    return _ranked(_class_names(run, len(probs)), [probs])[0]
-
-
-def _class_names(run: Run, n: int) -> Sequence[str]:
-    """Return the names of n classes, or their numbers. Raises `UserError` if the run does not have n class names."""
-    if run.classes and len(run.classes) != n:
-        remedy = "remove it to use class numbers"
-        raise UserError(f"{run.path / CLASSES} has {len(run.classes)} names, but the model {n} classes; {remedy}.")
-    return run.classes or [str(number) for number in range(n)]
+    return _ranked(run.classes or range(len(probs)), [probs])[0]
 
 
 def classify_images_by_texts(run: Run, files: Sequence[str], texts: list[str]) -> list[Ranking]:
@@ -105,5 +96,5 @@ def _read_images(run: Run, files: Sequence[str]) -> list[np.ndarray]:
     return [read_model_input(file, run.config.model.example()[0].shape) for file in files]
 
 
-def _ranked(names: Sequence[str], probs: Sequence[Sequence[float]]) -> list[Ranking]:
-    return [sorted(zip(names, row, strict=True), key=lambda named: -named[1]) for row in probs]
+def _ranked(names: Iterable[object], probs: Sequence[Sequence[float]]) -> list[Ranking]:
+    return [sorted(zip(map(str, names), row, strict=True), key=lambda named: -named[1]) for row in probs]

@@ -24,7 +24,7 @@ from jaxformer.decode.prompts import Encoded, Prompt, Row, sample_seeds
 from jaxformer.decode.samplers import Sampling
 from jaxformer.decode.speculative import Draft, DraftModel, PromptLookup, Speculation, speculate
 from jaxformer.decode.streaming import BeamGeneration, GeneratedText, Throughput, batch_by_length, stream_texts
-from jaxformer.errors import UserError, lone_surrogate
+from jaxformer.errors import UserError
 from jaxformer.models.objective import Params, is_causal_lm
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class CompletionOptions:
     num_beams: Positive = 1
     """Beams of a beam search for the most likely text; 1 samples instead. Ctrl-C takes effect when the search is
     done."""
-    length_penalty: float = 1.0
+    length_penalty: Annotated[float, Range(least=-10, most=10)] = 1.0
     """Exponent of the length in the beam-search score: above 0 favours long texts, below 0 short ones."""
     draft: str | None = None
     """Draft for speculative decoding: a smaller run with the same tokenizer, or 'lookup' for prompt lookup. It proposes
@@ -142,15 +142,14 @@ class Completer:
           draft: the run that `options.draft` names; None for 'lookup'.
 
         Raises:
-          UserError: the run's model is not a causal language model, an option does not fit the run, or the draft has
-            another tokenizer.
+          UserError: an option does not fit the run, or the draft has another vocabulary.
+          ValueError: the run's model is not a causal language model.
         """
         self._run, self._options, self._explain = run, options, explain
         self._params, self._spread_for = run.params, 1
         self._config, self._tokenizer = run.text_model()
         if not is_causal_lm(run.model):
-            remedy = "name a run that does"
-            raise UserError(f"{run.path} holds a {type(run.model).__name__}, which does not generate text; {remedy}.")
+            raise ValueError(f"a {type(run.model).__name__} is no causal language model")
         self._check_cache()
         n_tokens = self._tokenizer.vocab_size
         self._sampling = replace(
@@ -184,15 +183,16 @@ class Completer:
         if used and not contract.has_cache:
             flag = f"--{used[0].replace('_', '-')}"
             raise UserError(f"{self._run.path} has a model without a KV cache, which {flag} needs; omit {flag}.")
-        if "prefill_chunk" in used and contract.has_prefix:
+        if contract.has_prefix and (excluded := {"draft", "prefill_chunk"}.intersection(used)):
             problem = f"{self._run.path} reads a prompt with bidirectional attention, in one pass"
-            raise UserError(f"{problem}; omit --prefill-chunk.")
+            raise UserError(f"{problem}; omit --{min(excluded).replace('_', '-')}.")
 
     def _check_draft(self, draft: Run) -> Draft:
         config, tokenizer = draft.text_model()
-        if tokenizer.as_json() != self._tokenizer.as_json():
+        theirs, ours = (tokenizer.as_json(), config.vocab_size), (self._tokenizer.as_json(), self._config.vocab_size)
+        if theirs != ours:
             remedy = "use one trained on its text"
-            raise UserError(f"the draft {draft.path} has a different tokenizer than {self._run.path}; {remedy}.")
+            raise UserError(f"the draft {draft.path} has another vocabulary than {self._run.path}; {remedy}.")
         return DraftModel(draft.model, config.n_positions)
 
     def encode(self, prompt: Prompt) -> list[int]:
@@ -227,11 +227,11 @@ class Completer:
         asked: list[Message] = [*chain.from_iterable(turns), {"role": "user", "content": text}]
         messages = asked if system is None else [{"role": "system", "content": system}, *asked]
         label = "the conversation,"
-        check_texts(messages, label, self._tokenizer.special_texts.values())
+        check_texts(messages, label)
         template = self._template
         try:
             rendered = template.render(messages, add_generation_prompt=True)
-        except UserError as error:
+        except ValueError as error:
             remedy = "omit --chat" if system is None else "omit --system"
             raise UserError(f"{error}; {remedy}, or train with another template.") from error
         if system is not None and system.strip() not in rendered.text:
@@ -352,7 +352,7 @@ def encode_logit_bias(options: Sequence[str], tokenizer: Tokenizer) -> tuple[tup
             value = None
         if not text or value is None:
             raise UserError(f"--logit-bias {option!r} is not of the form TEXT=BIAS, such as ' the=-2.5'.")
-        tokens = _encode(text, "--logit-bias", tokenizer)
+        tokens = tokenizer.encode(text)
         if len(tokens) != 1:
             pieces = ", ".join(repr(tokenizer.decode([token])) for token in tokens)
             raise UserError(f"--logit-bias {text!r} is {len(tokens)} tokens of this run, {pieces}; give one of them.")
@@ -361,13 +361,6 @@ def encode_logit_bias(options: Sequence[str], tokenizer: Tokenizer) -> tuple[tup
 
 
 def encode_bad_words(texts: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
-    """Return the token sequences of texts with and without a leading space. Raises `UserError` if a text is not
-    UTF-8."""
+    """Return the token sequences of texts with and without a leading space."""
     spaced = [variant for text in texts for variant in (text, *([] if text[:1].isspace() else [f" {text}"]))]
-    return tuple(dict.fromkeys(tuple(_encode(text, "--bad-words", tokenizer)) for text in spaced))
-
-
-def _encode(text: str, flag: str, tokenizer: Tokenizer) -> list[int]:
-    if (start := lone_surrogate(text)) is not None:
-        raise UserError(f"{flag} {text!r} contains bytes that are not UTF-8, at character {start}.")
-    return tokenizer.encode(text)
+    return tuple(dict.fromkeys(tuple(tokenizer.encode(text)) for text in spaced))

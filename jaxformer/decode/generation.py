@@ -41,7 +41,6 @@ from jaxformer.decode.programs import (
     Span,
 )
 from jaxformer.decode.samplers import History, Sampling
-from jaxformer.errors import UserError
 from jaxformer.models.objective import Params
 from jaxformer.ops.masks import EMPTY
 from jaxformer.parallel.mesh import batch_sharding, batch_shards, make_mesh, replicated
@@ -99,9 +98,8 @@ def generate(
         or a state, of which no beginning can be kept.
 
     Raises:
-      UserError: a prompt is empty, too long or has a token outside the vocabulary, or the context is longer than the
-        model's learned positions.
-      ValueError: a count is below 1 or has more than 31 bits, or there is not one seed per row.
+      ValueError: a prompt is empty, too long or has a token outside the vocabulary, the context is longer than the
+        model's learned positions, a count is below 1 or has more than 31 bits, or there is not one seed per row.
       OverflowError: a seed has more than 32 bits.
     """
     counts = {"max_new_tokens": max_new_tokens, "n_samples": n_samples, "prefill_chunk": prefill_chunk}
@@ -123,8 +121,8 @@ def generate(
 
 
 def check_prompts(model: nn.Module, prompts: Sequence[Sequence[int]], context_length: int, **counts: int) -> None:
-    """Raise `UserError` if `check_context` or `check_rows` does, `ValueError` if a named count is below 1 or has more
-    than 31 bits."""
+    """Raise `ValueError` if `check_context` or `check_rows` does, or a named count is below 1 or has more than 31
+    bits."""
     for name, value in counts.items():
         if not 1 <= index(value) < 2**31:
             raise ValueError(f"{name} is {value}; it must be at least 1 and below 2**31")
@@ -139,25 +137,24 @@ def has_state(model: nn.Module) -> bool:
 
 
 def check_context(model: nn.Module, context_length: int) -> None:
-    """Raise `UserError` for a context longer than the model's learned positions: JAX would repeat the last one."""
+    """Raise `ValueError` for a context longer than the model's learned positions: JAX would repeat the last one."""
     limit = contract_of(model).max_tokens
     if limit is not None and context_length > limit:
-        problem = f"context_length is {context_length}, but the model has {limit} learned positions"
-        raise UserError(f"{problem}; give at most {limit}.")
+        raise ValueError(f"context_length is {context_length}, but the model has {limit} learned positions")
 
 
 def check_rows(model: nn.Module, rows: Sequence[Sequence[int]], context_length: int, name: str) -> None:
-    """Raise `UserError` if a row, which messages call `name`, does not have 1 to `context_length` tokens, or has one
+    """Raise `ValueError` if a row, which messages call `name`, does not have 1 to `context_length` tokens, or has one
     outside the vocabulary; `TypeError` if tokens are no integers."""
     last = vocab_size(model) - 1
     for number, row in enumerate(rows, start=1):
         label = f"{name} {number}" if len(rows) > 1 else f"the {name}"
         if not 1 <= len(row) <= context_length:
             limit = f"it must have at least 1 and at most the context's {context_length}"
-            raise UserError(f"{label} has {len(row)} tokens; {limit}.")
+            raise ValueError(f"{label} has {len(row)} tokens; {limit}.")
         tokens_T = np.asarray(row).astype(np.int64, casting="same_kind")
         if len(outside := tokens_T[(tokens_T < 0) | (tokens_T > last)]):
-            raise UserError(f"{label} has a token {outside[0]}; it must be from 0 to {last}, the vocabulary's last.")
+            raise ValueError(f"{label} has a token {outside[0]}; it must be from 0 to {last}, the vocabulary's last.")
 
 
 def vocab_size(model: nn.Module) -> int:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import isfinite
 from pathlib import Path
 from typing import Any, TypeVar
 
-from jaxformer.errors import UserError, abbreviate, lone_surrogate
+from jaxformer.errors import UserError, abbreviate, lone_surrogate, parse_json
 
 T = TypeVar("T")
 Row = dict[str, Any]
@@ -111,22 +109,11 @@ def _parse_line(line: bytes, label: str, number: int, is_json: bool) -> Prompt:
     if not is_json:
         return Prompt(text, label, line=number)
     try:
-        values = json.loads(text, parse_constant=_parse_finite, parse_float=_parse_finite)
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # or NaN, a number of thousands of digits, or brackets nested too deep
-        reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
-        raise UserError(f"{label} is not valid JSON: {reason}.") from error
+        values = parse_json(text)
+    except ValueError as error:
+        raise UserError(f"{label} is not valid JSON: {error}.") from error
     if not isinstance(values, dict) or not isinstance(values.get("prompt"), str):
         raise UserError(f'{label} is {text:.40}; give an object with a text, such as {{"prompt": "The"}}.')
     if unknown := [name for name in values if name not in FIELDS]:
         raise UserError(f"{label} has a field {unknown[0]!r}; the known ones are {', '.join(FIELDS)}.")
     return Prompt(values["prompt"], label, values.get("seed"), values.get("id"), number)
-
-
-def _parse_finite(number: str) -> float:
-    """Return a float that can be written to JSON again."""
-    if not isfinite(value := float(number)):
-        raise ValueError(f"{number} is not a finite number")
-    return value

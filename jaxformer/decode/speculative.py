@@ -27,6 +27,7 @@ from jaxformer.decode.generation import (
     check_context,
     check_prompts,
     doubled,
+    has_state,
     left_aligned,
     length_bucket,
     read_slots,
@@ -209,26 +210,25 @@ def speculate(
       n_proposed: tokens that the draft proposes at a time.
 
     Raises:
-      UserError: as for `generate`; or the draft has another vocabulary, the model's contract has `has_prefix`, or a
-        cache is a state.
-      ValueError: as for `generate`; or a text would outgrow the context of the model or the draft.
+      UserError: the model or the draft has no cache from which tokens can be removed.
+      ValueError: as for `generate`; or the draft has another vocabulary, the model's contract has `has_prefix`, or a
+        text would outgrow the context of the model or the draft.
       OverflowError: as for `generate`.
     """
     counts = {"max_new_tokens": max_new_tokens, "n_samples": n_samples, "n_proposed": n_proposed}
     check_prompts(model, prompts, context_length, **counts)
     seeds_R = seeds_of_rows(seeds, len(prompts), n_samples)
     if draft.vocab_size != vocab_size(model):
-        problem = f"the draft has a vocabulary of {draft.vocab_size} tokens and the model one of {vocab_size(model)}"
-        raise UserError(f"{problem}; use a draft with the model's vocabulary.")
+        raise ValueError(f"the draft's vocabulary has {draft.vocab_size} tokens, the model's {vocab_size(model)}")
     if contract_of(model).has_prefix:
-        raise UserError("the model reads its prompt with bidirectional attention, which excludes a draft; omit it.")
+        raise ValueError("the model reads its prompt with bidirectional attention, which excludes a draft")
     models = [("model", model, context_length)]
     if isinstance(draft, DraftModel):
         models.append(("draft", draft.model, draft.context_length or context_length))
     longest = max(map(len, prompts))
     for name, m, length in models:
         check_context(m, length)
-        if not _holds_slots(m, cache_dtype):
+        if not contract_of(m).has_cache or has_state(m):
             raise UserError(f"the {name} has no cache from which rejected tokens can be removed; omit the draft.")
         if not contract_of(m).extrapolates and longest + max_new_tokens - 1 > length:
             problem = f"{longest} tokens and {max_new_tokens} new ones are more than the context of {length}"
@@ -247,15 +247,6 @@ def speculate(
                 yield _pieces(decoder, both_params, start, len(prompt), seed, max_new_tokens)
 
     return Speculation(len(seeds_R), rows())
-
-
-def _holds_slots(model: nn.Module, dtype: DTypeLike) -> bool:
-    """Return whether a model has a cache of which every array grows with its slots, so that a slot can be overwritten.
-    A state does not."""
-    if not contract_of(model).has_cache:
-        return False
-    sizes = ([x.shape for x in jax.tree.leaves(jax.eval_shape(partial(model.init_cache, n, dtype)))] for n in (1, 2))
-    return all(a != b for a, b in zip(*sizes, strict=True))
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from jaxformer.data.tokenizer import StreamDecoder, Tokenizer
 from jaxformer.decode.beam import Beams
 from jaxformer.decode.generation import Generation, Piece
 from jaxformer.decode.speculative import Speculation
-from jaxformer.errors import UserError, lone_surrogate
+from jaxformer.errors import UserError
 from jaxformer.ops.masks import EMPTY
 
 MIN_COMPILE_SECONDS = 0.05
@@ -60,10 +60,9 @@ class StopStrings:
     """
 
     def __init__(self, strings: Sequence[str]) -> None:
-        """Raise `UserError` for a string that is empty or not Unicode."""
-        for string in strings:
-            if not string or lone_surrogate(string) is not None:
-                raise UserError(f"stop string {string!r} is not Unicode text of at least 1 character; omit it.")
+        """Raise `UserError` for an empty string."""
+        if not all(strings):
+            raise UserError("a stop string is empty; omit it.")
         self._strings = tuple(strings)
         self._withheld = ""
         self.met = False

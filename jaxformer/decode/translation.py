@@ -112,8 +112,9 @@ def translate_tokens(
       cache_dtype: dtype of the cache of sources and targets.
 
     Raises:
-      UserError: `max_new_tokens` or `n_beams` is out of range, a source is empty, too long or has a token outside the
-        vocabulary, or the context is longer than the model's learned positions.
+      UserError: `max_new_tokens` is out of range.
+      ValueError: `n_beams` is out of range, a source is empty, too long or has a token outside the vocabulary, or the
+        context is longer than the model's learned positions.
     """
     limit = context_length if max_new_tokens is None else max_new_tokens
     if not 1 <= limit <= context_length:

@@ -17,7 +17,6 @@ import jax.numpy as jnp
 from jax.extend.core import get_opaque_trace_state
 from jax.typing import ArrayLike
 
-from jaxformer.errors import UserError
 from jaxformer.models.inputs import check_example
 from jaxformer.models.objective import Params
 from jaxformer.nn.block import Block
@@ -67,8 +66,8 @@ def capture(
       missing_ok: accept patterns that match nothing, instead of raising.
 
     Raises:
-      UserError: the inputs are a batch, or hold token ids outside the vocabulary; a pattern matches nothing.
-      ValueError: an activation is computed within a transformation in the model, such as `nn.remat`.
+      ValueError: the inputs are a batch, or hold token ids outside the vocabulary; a pattern matches nothing; an
+        activation is computed within a transformation in the model, such as `nn.remat`.
     """
     return apply_and_capture(model, params, *inputs, names=names, missing_ok=missing_ok)[1]
 
@@ -107,8 +106,8 @@ def capture_gradients(loss: Callable[[], jax.Array], names: Names = "*") -> tupl
       names: the activations; integer and bool activations have no gradient.
 
     Raises:
-      UserError: a pattern matches nothing.
-      ValueError: an activation is computed twice, or within a transformation that the loss applies, such as `jax.vmap`.
+      ValueError: a pattern matches nothing; an activation is computed twice, or within a transformation that the loss
+        applies, such as `jax.vmap`.
     """
     return value_and_capture_gradients(loss, names)[1:]
 
@@ -141,8 +140,8 @@ def run_from(model: nn.Module, params: Params, inputs: Inputs, values: Mapping[s
       values: activations, named as by `capture`.
 
     Raises:
-      UserError: the inputs are a batch; a name matches nothing.
-      ValueError: a value has another shape or dtype than the model's own.
+      ValueError: the inputs are a batch; a name matches nothing; a value has another shape or dtype than the model's
+        own.
     """
     check_example(model, *inputs)
     with intervene(tuple(values), lambda name, _: values[name]):
@@ -170,7 +169,7 @@ def gradient_of(
       at: index into the activation, after the head: `(5,)` for the query at position 5.
 
     Raises:
-      UserError: the inputs are a batch; a name or pattern matches nothing.
+      ValueError: the inputs are a batch; a name or pattern matches nothing.
     """
     check_example(model, *inputs)
     return _gradient_of(model, params, inputs, of, (wrt,) if isinstance(wrt, str) else tuple(wrt), at)
@@ -217,8 +216,7 @@ def intervene(names: Names, edit: Edit, *, missing_ok: bool = False) -> Iterator
       missing_ok: accept patterns that match nothing.
 
     Raises:
-      UserError: a pattern matched nothing by the end of the context.
-      ValueError: a replacement has another shape or dtype.
+      ValueError: a pattern matched nothing by the end of the context; a replacement has another shape or dtype.
     """
     patterns = [names] if isinstance(names, str) else list(names)
     calls: Counter[tuple[object, str]] = Counter()
@@ -305,7 +303,7 @@ def _check_edit(name: str, value: jax.Array, edited: ArrayLike) -> None:
 
 
 def _check_matched(patterns: Collection[str], names: Collection[str]) -> None:
-    """Raise `UserError` if a pattern matches none of the computed names."""
+    """Raise `ValueError` if a pattern matches none of the computed names."""
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             near = ", ".join(get_close_matches(pattern, names, 3, cutoff=0.0))
@@ -313,4 +311,4 @@ def _check_matched(patterns: Collection[str], names: Collection[str]) -> None:
             if not names:
                 remedy = "call it within intervene, without a jitted function from outside"
                 hint = f": no model was called, or only one compiled before; {remedy}"
-            raise UserError(f"no activation is named {pattern!r}{hint}.")
+            raise ValueError(f"no activation is named {pattern!r}{hint}.")

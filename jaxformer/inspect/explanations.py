@@ -49,7 +49,7 @@ def explain(
       n_positions: attended positions per token.
 
     Raises:
-      UserError: a token is not in the vocabulary.
+      ValueError: a token is not in the vocabulary.
       ValueError: the text has more tokens than the model has positions, or the model has logits only after a full
         window.
     """

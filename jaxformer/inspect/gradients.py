@@ -165,7 +165,7 @@ def gradients_by_position(
       names: activations `(T, …)`, named as by `capture`: the embedding, or `blocks.*.before` for each depth.
 
     Raises:
-      UserError: a pattern matches nothing.
+      ValueError: a pattern matches nothing.
     """
     _, grads = capture_gradients(lambda: objective_of(model).example_loss(model, params, example), names)
     return OrderedDict((name, _position_norms(g.reshape(len(g), -1).astype(jnp.float32))) for name, g in grads.items())

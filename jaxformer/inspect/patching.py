@@ -36,8 +36,7 @@ def patch_activations(
         Pass the same function object in each call: a new one triggers compilation.
 
     Raises:
-      UserError: the inputs are a batch; a pattern matches nothing.
-      ValueError: the inputs differ from the source in shape.
+      ValueError: the inputs are a batch, or differ from the source in shape; a pattern matches nothing.
     """
     return _patch(model, params, *check_pair(model, inputs, source, names), metric)
 
@@ -84,8 +83,7 @@ def attribution_patching(
       metric: function from logits to a scalar.
 
     Raises:
-      UserError: the inputs are a batch; a pattern matches nothing.
-      ValueError: the inputs differ from the source in shape.
+      ValueError: the inputs are a batch, or differ from the source in shape; a pattern matches nothing.
     """
     return _estimate(model, params, *check_pair(model, inputs, source, names), metric)
 

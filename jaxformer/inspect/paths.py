@@ -58,7 +58,7 @@ def path_attribution(
       n_exact: number of edges that are computed exactly, with a forward pass each.
 
     Raises:
-      UserError: the inputs are a batch.
+      ValueError: the inputs are a batch.
       ValueError: the inputs differ from the source in shape; the model has no residual stream, or normalises what its
         parts add to it.
     """

@@ -60,7 +60,7 @@ def saturation(
       layer: name of a self-attention layer.
 
     Raises:
-      UserError: the model has no such layer.
+      ValueError: the model has no such layer.
     """
     batch = jax.tree.map(jnp.asarray, batch)
     return [

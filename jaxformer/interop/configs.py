@@ -27,14 +27,11 @@ MAX_TRAINING_CONTEXT = 2048
 ROPE_FIELDS: Mapping[str, Mapping[str, str]] = {
     "default": {},
     "linear": {"rope_scaling": "factor"},
-    "llama3": {
-        "rope_scaling": "factor",
-        "rope_low_periods": "low_freq_factor",
-        "rope_high_periods": "high_freq_factor",
-        "rope_original_context": "original_max_position_embeddings",
-    },
+    "llama3": {"rope_scaling": "factor", "rope_original_context": "original_max_position_embeddings"},
 }
 """Our fields and theirs, by type of RoPE scaling."""
+ROPE_PERIODS = ("low_freq_factor", "high_freq_factor")
+"""Their fields for `rope_periods`."""
 
 
 def family_of(theirs: PublishedConfig) -> Family:
@@ -42,21 +39,16 @@ def family_of(theirs: PublishedConfig) -> Family:
     if theirs.get("quantization_config") is not None:
         raise UserError("the checkpoint is quantised, which is not supported; use the one that it was made from.")
     model_type, architectures = str(theirs.get("model_type")), theirs.get("architectures")
-    encoders = {name: family for name, family in ENCODERS.items() if family.model_type == model_type}
-    if encoders:
-        names = architectures or list(encoders)
-        if not (matching := [name for name in names if name in encoders]):
-            remedy = f"use a checkpoint of {' or '.join(encoders)}"
-            raise UserError(f"the architecture is {abbreviate(names[0])}, which is not supported; {remedy}.")
-        return encoders[matching[0]]
-    if model_type not in FAMILIES:
-        known = ", ".join((*FAMILIES, *dict.fromkeys(family.model_type for family in ENCODERS.values())))
+    all_families = (*FAMILIES.values(), *ENCODERS.values())
+    families = {family.architecture: family for family in all_families if family.model_type == model_type}
+    if not families:
+        known = ", ".join(dict.fromkeys(family.model_type for family in all_families))
         raise UserError(f"the model_type is {abbreviate(model_type)}, which is not supported; supported are {known}.")
-    family = FAMILIES[model_type]
-    if architectures and family.architecture not in architectures:
-        problem = f"the architecture is {abbreviate(architectures[0])}, not the family's language model"
-        raise UserError(f"{problem} {family.architecture}; use a checkpoint of that.")
-    return family
+    names = architectures or list(families)
+    if not (matching := [name for name in names if name in families]):
+        remedy = f"use a checkpoint of {' or '.join(families)}"
+        raise UserError(f"the architecture is {abbreviate(names[0])}, which is not supported; {remedy}.")
+    return families[matching[0]]
 
 
 def read_config(theirs: PublishedConfig, context_length: int | None = None) -> ImportedConfig:
@@ -69,16 +61,14 @@ def read_config(theirs: PublishedConfig, context_length: int | None = None) -> I
             if (value := theirs.get(name, expected)) != expected and (expected or value):
                 raise ValueError(f"{name} is {abbreviate(value)}, and only {expected} has an equivalent")
         values = {**family.constants, **{field.ours: _read_field(field, theirs) for field in family.fields}}
-        if family.model is not RungDecoderConfig:
-            if context_length not in (None, longest := values["context_length"]):
-                raise UserError(
-                    f"the context length is {context_length}; the encoder has {longest} positions; omit it."
-                )
+        is_encoder = family.model is not RungDecoderConfig
+        longest = values["context_length" if is_encoder else "max_context"]
+        if context_length is not None and not (longest if is_encoder else 0) <= context_length <= longest:
+            limit = f"the model has {longest} positions{', all of which an encoder takes' if is_encoder else ''}"
+            raise UserError(f"--context-length is {context_length}; {limit}; omit it.")
+        if is_encoder:
             return from_dict(family.model, values, "the model")
-        longest = values["max_context"]
-        values["context_length"] = min(longest, MAX_TRAINING_CONTEXT) if context_length is None else context_length
-        if values["context_length"] > longest:
-            raise UserError(f"the context length is {context_length}; the model has at most {longest} positions.")
+        values["context_length"] = context_length or min(longest, MAX_TRAINING_CONTEXT)
         # Verify types and sizes before allocating one entry per block.
         values |= read_windows(family, theirs, from_dict(RungDecoderConfig, values, "the model").n_blocks)
         if family.rope_base is not None:
@@ -163,7 +153,10 @@ def read_rope(family: Family, theirs: PublishedConfig, window: int | None) -> di
         local_base = local.get("rope_theta", local_base)
         _rope_type(local, ["default"])
     values = {"rope_base": scaling.get("rope_theta", theirs.get("rope_theta", family.rope_base))}
-    values |= {ours: scaling[name] for ours, name in ROPE_FIELDS[_rope_type(scaling, ROPE_FIELDS)].items()}
+    kind = _rope_type(scaling, ROPE_FIELDS)
+    values |= {ours: scaling[name] for ours, name in ROPE_FIELDS[kind].items()}
+    if kind == "llama3":
+        values["rope_periods"] = [scaling[name] for name in ROPE_PERIODS]
     return values if local_base is None or window is None else values | {"local_rope_base": local_base}
 
 
@@ -179,6 +172,8 @@ def write_rope(config: DecoderConfig) -> dict[str, Any]:
     """Return their fields for our RoPE, both for versions of transformers before 5 and from 5 on."""
     kind = "default" if config.rope_scaling == 1 else "linear" if config.rope_original_context is None else "llama3"
     scaling = {"rope_type": kind} | {name: getattr(config, ours) for ours, name in ROPE_FIELDS[kind].items()}
+    if kind == "llama3":
+        scaling |= zip(ROPE_PERIODS, config.rope_periods, strict=True)
     theirs = {"rope_theta": config.rope_base, "rope_scaling": None if kind == "default" else scaling}
     nested: dict[str, Any] = {"rope_theta": config.rope_base, **scaling}
     if config.local_rope_base is not None:

@@ -129,17 +129,14 @@ def read_modules(path: Path) -> PublishedConfig:
         return {}
     modules = read_object(path / MODULES, list)
     names = [str(dict(module).get("type")).rpartition(".")[2] for module in modules]
-    if names not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
-        problem = (
-            f"{path} has the modules {', '.join(names)}, and only Transformer, Pooling and Normalize are supported"
-        )
-        raise UserError(f"{problem}; use another sentence encoder.")
-    pooling = read_object(path / str(modules[1].get("path")) / CONFIG)
-    modes = [name for name, used in pooling.items() if name.startswith("pooling_mode_") and used is True]
-    known = {f"pooling_mode_{name}": mode for name, mode in POOLING_MODES.items()}
-    if len(modes) != 1 or modes[0] not in known:
-        problem = f"{path} pools by {' and '.join(modes) or 'nothing'}, and only {' or '.join(known)} is supported"
-        raise UserError(f"{problem}; use another sentence encoder.")
+    known, modes = {f"pooling_mode_{name}": mode for name, mode in POOLING_MODES.items()}, list[str]()
+    if is_known := names in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
+        pooling = read_object(path / str(modules[1].get("path")) / CONFIG)
+        modes = [name for name, used in pooling.items() if name.startswith("pooling_mode_") and used is True]
+    if not is_known or len(modes) != 1 or modes[0] not in known:
+        problem = f"{path} has the modules {', '.join(names)}, and pools by {' and '.join(modes) or 'nothing'}"
+        limit = f"supported are Transformer, Pooling and Normalize, and pooling by {' or '.join(known)}"
+        raise UserError(f"{problem}; {limit}; use another sentence encoder.")
     return {POOLING: known[modes[0]], NORMALIZE: "Normalize" in names}
 
 

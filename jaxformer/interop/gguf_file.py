@@ -112,6 +112,9 @@ class GgufFile:
             raise UserError(f"{path} is no GGUF file; name one, or a folder with config.json and safetensors.")
         try:
             metadata, stored = _read_header(Header(data), gguf)
+            for tensor in stored.values():
+                if tensor.stop > len(data):
+                    raise ValueError(f"it ends before the end of {tensor.name}")
         except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError, struct.error) as error:
             raise UserError(f"{path} is incomplete or corrupt ({error}); {REMEDY}.") from error
         architecture = metadata.get("general.architecture")
@@ -126,8 +129,6 @@ class GgufFile:
             if tensor.kind not in (*DTYPES, *QUANTISED):
                 problem = f"{tensor.name} in {path} is {tensor.kind}, which is not supported"
                 raise UserError(f"{problem}; use a file with {', '.join((*DTYPES, *QUANTISED))} only.")
-            if tensor.stop > len(data):
-                raise UserError(f"{path} is incomplete: it ends before the end of {tensor.name}; {REMEDY}.")
         try:
             divisors = stored.pop(ROPE_DIVISORS, None)
             config = _config(metadata, stored)
@@ -170,8 +171,6 @@ class GgufFile:
         try:
             inner = tokenizers.Tokenizer.from_str(json.dumps(tokenizer_json(self.metadata)))
             config = tokenizer_config(self.metadata)
-        except UserError as error:
-            raise UserError(f"{self.path}: {error}") from error
         except Exception as error:  # tokenizers raises bare Exception
             problem = f"{self.path} has no readable tokenizer ({type(error).__name__}: {error})"
             raise UserError(f"{problem}; {remedy}.") from error

@@ -33,8 +33,8 @@ Metadata = Mapping[str, Any]
 
 
 def tokenizer_json(metadata: Metadata) -> dict[str, Any]:
-    """Return the content of the `tokenizer.json` of a file's tokenizer. Raises `UserError` if it is of an unknown kind,
-    and an ordinary exception if parts are missing or do not fit together."""
+    """Return the content of the `tokenizer.json` of a file's tokenizer. Raises an ordinary exception if it is of an
+    unknown kind, or parts are missing or do not fit together."""
     model, tokens = metadata["tokenizer.ggml.model"], metadata["tokenizer.ggml.tokens"]
     types = metadata.get("tokenizer.ggml.token_type", [NORMAL] * len(tokens))
     if model == "gpt2":
@@ -46,7 +46,7 @@ def tokenizer_json(metadata: Metadata) -> dict[str, Any]:
         parts = _sentencepiece(metadata, tokens, types)
     else:
         known = "gpt2 (byte-level BPE) and llama (SentencePiece)"
-        raise UserError(f"the tokenizer is {abbreviate(model)}, which is not supported; supported are {known}.")
+        raise ValueError(f"it is {abbreviate(model)}, which is not supported; supported are {known}")
     rows = list(enumerate(zip(tokens, types, strict=True)))
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     added = [
@@ -86,9 +86,8 @@ def _byte_level(metadata: Metadata) -> dict[str, Any]:
     """Return the parts of a byte-level tokenizer."""
     name, known = _pre_type(metadata), {name: key for key, name in PRE_TYPES.items()}
     if name not in known:
-        problem = f"the tokenizer splits text as {abbreviate(name)}, which is not supported"
-        supported = f"supported are {', '.join([*known, *ALIASES])}"
-        raise UserError(f"{problem}; {supported}; import the model from a folder with its tokenizer.json.")
+        supported = ", ".join([*known, *ALIASES])
+        raise ValueError(f"it splits text as {abbreviate(name)}, which is not supported; supported are {supported}")
     splits, ignore_merges = known[name]
     first, *more = [_pre_tokenizer(*split) for split in splits]
     return {
@@ -148,15 +147,14 @@ def _sentencepiece(metadata: Metadata, tokens: Sequence[str], types: Sequence[in
 def pre_type(tokenizer: Mapping[str, Any]) -> str:
     """Return llama.cpp's name of a tokenizer's pre-tokenizer, given the content of `tokenizer.json`. Raises `UserError`
     if llama.cpp has none with the same splits."""
-    if (normalizer := tokenizer.get("normalizer")) not in (None, {"type": "NFC"}):  # llama.cpp reads Qwen without NFC
-        problem = f"the tokenizer changes text by {abbreviate(normalizer)}, which llama.cpp does not"
-        raise UserError(f"{problem}; export it with --format hf.")
-    pre = tokenizer["pre_tokenizer"] or {"type": "none"}
+    normalizer, pre = tokenizer.get("normalizer"), tokenizer["pre_tokenizer"] or {"type": "none"}
     parts = pre["pretokenizers"] if pre["type"] == "Sequence" else [pre]
     key = tuple(map(_split, parts)), bool(tokenizer["model"].get("ignore_merges"))
-    if key not in PRE_TYPES or any(part.get("add_prefix_space") for part in parts):
-        problem = f"the tokenizer splits text by {abbreviate(parts)}, which has no equivalent among llama.cpp's"
-        raise UserError(f"{problem} {', '.join(PRE_TYPES.values())}; export it with --format hf.")
+    changes_text = normalizer not in (None, {"type": "NFC"})  # llama.cpp reads Qwen without NFC
+    if changes_text or key not in PRE_TYPES or any(part.get("add_prefix_space") for part in parts):
+        steps = abbreviate([normalizer, *parts] if changes_text else parts)
+        known = f"has no equivalent among llama.cpp's {', '.join(PRE_TYPES.values())}"
+        raise UserError(f"the tokenizer changes or splits text by {steps}, which {known}; export it with --format hf.")
     return PRE_TYPES[key]
 
 

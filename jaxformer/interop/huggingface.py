@@ -43,7 +43,7 @@ TRAINING_FIELDS = {
     *("dropout", "capacity_factor", "balance_weight", "router_z_weight"),
 }
 """Fields that do not affect the outputs of a trained model."""
-ROPE = {"rope_base", *(ours for fields in ROPE_FIELDS.values() for ours in fields)}
+ROPE = {"rope_base", "rope_periods", *(ours for fields in ROPE_FIELDS.values() for ours in fields)}
 """Fields of RoPE."""
 
 

@@ -25,7 +25,7 @@ from jaxformer.interop.weights import Source, find_sources, load_params, stored_
 from jaxformer.models.encoder import ClassifierConfig, EmbedderConfig, EncoderConfig
 from jaxformer.models.objective import Params
 from jaxformer.runs.pretrained import Pretrained
-from jaxformer.runs.run import abstract_params, check_writable_parent, create_run
+from jaxformer.runs.run import abstract_params, check_can_create, create_run
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 
@@ -55,9 +55,7 @@ def import_run(
     its config. Training sequences have `context_length` tokens, None for at most `MAX_TRAINING_CONTEXT`; dtype 'auto'
     stores parameters exactly, in the published dtype, and quantised ones in float32. Raises `UserError` if the source
     cannot be read as a known family, or the run exists."""
-    if run.exists():
-        raise UserError(f"{run} exists; choose another --run.")
-    check_writable_parent(run)
+    check_can_create(run)
     published, model, tokenizer, abstract, sources = _open(source, context_length)
     structs: dict[str, jax.ShapeDtypeStruct] = flatten_dict(abstract, sep=".")
     for path, struct in structs.items():

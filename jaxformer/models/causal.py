@@ -48,10 +48,8 @@ class CausalAttentionConfig(TokenBlocksConfig):
     rope_original_context: Length | None = None
     """Training context in tokens of a model whose RoPE is scaled by frequency (Llama 3.1): rope_scaling then divides
     only frequencies with few periods in it. By default, rope_scaling divides all."""
-    rope_low_periods: float = 1.0
-    """Periods per rope_original_context below which a frequency is divided."""
-    rope_high_periods: float = 4.0
-    """Periods per rope_original_context above which a frequency is not divided."""
+    rope_periods: tuple[float, ...] = (1.0, 4.0)
+    """Periods per rope_original_context below which a frequency is divided, and above which it is not."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -62,9 +60,8 @@ class CausalAttentionConfig(TokenBlocksConfig):
         if self.max_context is not None and self.max_context < self.context_length:
             problem = f"max_context is {self.max_context}, but context_length is {self.context_length}"
             raise UserError(f"{problem}; set it to at least that, or omit it.")
-        if not self.rope_low_periods < self.rope_high_periods:
-            limit = f"it must be below rope_high_periods {self.rope_high_periods}"
-            raise UserError(f"rope_low_periods is {self.rope_low_periods}; {limit}.")
+        if len(self.rope_periods) != 2 or not self.rope_periods[0] < self.rope_periods[1]:
+            raise UserError(f"rope_periods is {self.rope_periods}; it must be a number and a larger one.")
         for name in ("global_blocks", "local_rope_base"):
             if getattr(self, name) and self.window is None:
                 remedy = "set window, or omit it"
@@ -121,8 +118,8 @@ class CausalAttentionConfig(TokenBlocksConfig):
             return RoPE(self.local_rope_base)
         if self.rope_original_context is None:
             return RoPE(self.rope_base, self.rope_scaling)
-        periods = self.rope_low_periods, self.rope_high_periods
-        return RoPE(self.rope_base, Llama3Scaling(self.rope_scaling, *periods, self.rope_original_context))
+        low, high = self.rope_periods
+        return RoPE(self.rope_base, Llama3Scaling(self.rope_scaling, low, high, self.rope_original_context))
 
     def attention_shape(self, n_positions: int, mask: Causal | str | None = None) -> AttentionShape:
         widths = self.width_of_head, self.width_of_values

@@ -203,7 +203,7 @@ class CLIP(nn.Module):
           valid_T: True for tokens, False for padding, which is on the right; None if all are tokens.
 
         Raises:
-          UserError: more tokens than learned positions.
+          ValueError: more tokens than learned positions.
         """
         check_length(self.config.text.contract, len(tokens_T))
         x_TD = zero_padding(self.text_embedding(tokens_T, jnp.arange(len(tokens_T))), valid_T)

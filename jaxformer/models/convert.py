@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from jaxformer.config import ModelConfig
@@ -10,14 +9,16 @@ from jaxformer.config.fields import from_dict
 from jaxformer.models.rungs import RungDecoderConfig
 
 
-def convert(kind: str, values: Mapping[str, Any], path: str) -> ModelConfig | None:
+def convert(kind: str, values: dict[str, Any], path: str) -> ModelConfig | None:
     """Return the config of a decoder that was stored when one class had the fields of all decoders; None for another
-    config.
+    config, with two fields of decoders as the one that they are now.
 
     Args:
       kind: name of the class, see `kind_of`.
-      values: fields as JSON.
+      values: fields as JSON, of which earlier names are replaced.
       path: prefix of field names in errors.
     """
+    if "rope_low_periods" in values:
+        values["rope_periods"] = [values.pop("rope_low_periods"), values.pop("rope_high_periods")]
     is_earlier = kind == "decoder.DecoderConfig" and "output_projection" in values
     return from_dict(RungDecoderConfig, values, path).simplest() if is_earlier else None

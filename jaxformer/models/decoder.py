@@ -141,9 +141,8 @@ class Decoder(nn.Module):
             for each document. None for a single document. Cannot be combined with a prefix.
 
         Raises:
-          UserError: positions are learned and T exceeds their number; other positions continue, and a token attends to
-            the last `attention_window`.
-          ValueError: there is not one segment per token, or a prefix as well.
+          ValueError: positions are learned and T exceeds their number (other positions continue, and a token attends to
+            the last `attention_window`); there is not one segment per token, or a prefix as well.
           TypeError: the prefix is not an integer.
         """
         return capture_point(self, "logits", self.unembed(self.features(tokens_T, prefix, segments_T)))

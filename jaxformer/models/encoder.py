@@ -149,7 +149,7 @@ class Encoder(nn.Module):
           segments_T: int32, segment of each token; None if all are in the first.
 
         Raises:
-          UserError: there are more tokens than learned positions.
+          ValueError: there are more tokens than learned positions.
           ValueError: there are segments, but the model has none.
         """
         c = self.config

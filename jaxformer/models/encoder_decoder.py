@@ -113,7 +113,7 @@ class EncoderDecoder(nn.Module):
             it.
 
         Raises:
-          UserError: positions are learned, and source or target has more tokens than positions.
+          ValueError: positions are learned, and source or target has more tokens than positions.
         """
         return capture_point(self, "logits", self.unembed(self.features(source_S, valid_S, target_T)))
 

@@ -13,14 +13,14 @@ import jax
 import jax.numpy as jnp
 
 from jaxformer.contract import Contract, contract_of
-from jaxformer.errors import UserError, batch_hint
+from jaxformer.errors import batch_hint
 from jaxformer.nn.embedding import check_tokens
 
 
 def check_example(model: nn.Module, *inputs: Any) -> None:
-    """Raise `UserError` if the inputs do not form one example: the wrong number of axes, as in a batch, invalid token
-    ids, or a sequence longer than the model's positions. The sizes of other axes are not compared, and a model without
-    a config of this library accepts anything."""
+    """Raise `ValueError`, or `TypeError` for token ids of another dtype, if the inputs do not form one example: the
+    wrong number of axes, as in a batch, ids outside the vocabulary, or a sequence longer than the model's positions.
+    The sizes of other axes are not compared, and a model without a config of this library accepts anything."""
     contract = contract_of(model)
     for x, declared in zip(inputs, contract.inputs, strict=False):
         if x is None:
@@ -30,7 +30,7 @@ def check_example(model: nn.Module, *inputs: Any) -> None:
             check_length(contract, len(x))
         elif len(got := jnp.shape(x)) != (n_axes := len(declared.shape)):
             hint = batch_hint(got, n_axes)
-            raise UserError(f"expected an input of shape {declared.shape}, got {got}{hint}.")
+            raise ValueError(f"expected an input of shape {declared.shape}, got {got}{hint}.")
 
 
 def valid_tokens(contract: Contract, inputs: tuple[Any, ...]) -> Any:
@@ -41,21 +41,21 @@ def valid_tokens(contract: Contract, inputs: tuple[Any, ...]) -> Any:
 
 
 def check_next_tokens(contract: Contract, tokens_T: jax.Array) -> None:
-    """Check one sequence of tokens `(T,)` for next-token prediction. Raises `UserError` for another number of axes,
+    """Check one sequence of tokens `(T,)` for next-token prediction. Raises `ValueError` for another number of axes,
     fewer than 2 tokens or too many, or ids outside the vocabulary."""
     assert contract.vocab_size is not None
     check_tokens(tokens_T, contract.vocab_size)
     if len(tokens_T) < 2:
-        raise UserError(f"expected 2 tokens or more, got {len(tokens_T)}; the first token is not predicted.")
+        raise ValueError(f"expected 2 tokens or more, got {len(tokens_T)}; the first token is not predicted.")
     check_length(contract, len(tokens_T) - 1)
 
 
 def check_length(contract: Contract, n_tokens: int) -> None:
-    """Raise `UserError` for more tokens than the model has positions; sinusoidal and rotary positions are unlimited."""
+    """Raise `ValueError` for more tokens than learned positions; sinusoidal and rotary positions are unlimited."""
     limit = contract.max_tokens
     if limit is None:
         return
     if contract.fixed_length and n_tokens != limit:
-        raise UserError(f"{n_tokens} tokens, but this model needs a window of exactly {limit}; give it as many.")
+        raise ValueError(f"{n_tokens} tokens, but this model needs a window of exactly {limit}; give it as many.")
     if n_tokens > limit:
-        raise UserError(f"{n_tokens} tokens, but the model has {limit} learned positions; give it the last {limit}.")
+        raise ValueError(f"{n_tokens} tokens, but the model has {limit} learned positions; give it the last {limit}.")

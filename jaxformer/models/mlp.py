@@ -74,7 +74,7 @@ class MLPLanguageModel(nn.Module):
         self.mlp = MLP(c.d_ff, c.vocab_size)
 
     def __call__(self, tokens_T: jax.Array) -> jax.Array:
-        """Return logits. Raises `UserError` for more tokens than positions, or, with a fixed window, any other
+        """Return logits. Raises `ValueError` for more tokens than positions, or, with a fixed window, any other
         number."""
         check_length(self.config.contract, len(tokens_T))
         x_TD = self.embedding(tokens_T, jnp.arange(len(tokens_T)))

@@ -17,12 +17,10 @@ from jaxformer.errors import UserError
 from jaxformer.models.inputs import valid_tokens
 from jaxformer.nn.execution import ROUTER
 from jaxformer.nn.experts import routers
+from jaxformer.nn.parameters import Params
 from jaxformer.ops.experts import average_statistics, balance_loss
 from jaxformer.ops.linear_cross_entropy import Unembedding, linear_cross_entropy, rows_per_chunk
 from jaxformer.ops.losses import negative_log_likelihood, pair_nll, top1_correct, uniform_cross_entropy
-
-Params = Any
-"""Pytree of arrays, `model.init(…)["params"]`."""
 
 MAX_LOGITS_BYTES = 2**29
 """Maximum bytes of logits that a device holds at once; their gradient takes the same amount. A batch with more is

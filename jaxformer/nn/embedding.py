@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxformer.errors import UserError, batch_hint
+from jaxformer.errors import batch_hint
 from jaxformer.nn.capture import OUTPUT, capture_point
 from jaxformer.nn.parameters import check_name, parameter
 from jaxformer.ops.positions import check_positions, sinusoidal
@@ -18,32 +18,29 @@ Positions = Literal["none", "learned", "sinusoidal", "rope"]
 
 
 def check_tokens(tokens_T: Any, vocab_size: int) -> None:
-    """Check the token ids of one sequence, `(T,)`; under tracing, only their shape and dtype. Raises `UserError` for
-    another number of axes, a non-integer dtype, or ids outside the vocabulary."""
+    """Check the token ids of one sequence, `(T,)`; under tracing, only their shape and dtype. Raises `ValueError` for
+    another number of axes or ids outside the vocabulary, `TypeError` for a non-integer dtype."""
     if len(shape := np.shape(tokens_T)) != 1:
-        raise UserError(f"expected an input of shape (T,), got {shape}{batch_hint(shape, 1)}.")
+        raise ValueError(f"expected an input of shape (T,), got {shape}{batch_hint(shape, 1)}.")
     dtype = tokens_T.dtype if isinstance(tokens_T, jax.Array | np.ndarray) else np.asarray(tokens_T).dtype
     if len(tokens_T) and not jnp.issubdtype(dtype, jnp.integer):
-        raise UserError(f"token ids are {dtype}; give integers, such as int32.")
+        raise TypeError(f"token ids are {dtype}; give integers, such as int32.")
     if isinstance(tokens_T, jax.core.Tracer):
         return
     ids_T = np.asarray(tokens_T)
     outside_T = (ids_T < 0) | (ids_T >= vocab_size)
     if outside_T.any():
         position = int(outside_T.argmax())
-        problem = f"token {ids_T[position]} at position {position} is not in the vocabulary of {vocab_size}"
-        raise UserError(f"{problem}; give ids from 0 to {vocab_size - 1}.")
+        raise ValueError(f"token {ids_T[position]} at position {position} is not in the vocabulary of {vocab_size}")
 
 
 def check_rows(positions_T: jax.Array, n_positions: int) -> None:
-    """Raise `UserError` for a position beyond the last row of `W_pos`, whose row JAX would take instead; under tracing,
+    """Raise `ValueError` for a position beyond the last row of `W_pos`, which JAX would take instead; under tracing,
     positions are not known."""
     if isinstance(positions_T, jax.core.Tracer) or not len(positions_T):
         return
     if (last := np.asarray(positions_T).max()) >= n_positions:
-        raise UserError(
-            f"position {last} is beyond the {n_positions} learned positions; give at most that many tokens."
-        )
+        raise ValueError(f"position {last} is beyond the {n_positions} learned positions")
 
 
 class Embedding(nn.Module):
@@ -71,7 +68,7 @@ class Embedding(nn.Module):
             self.W_pos = parameter(self, "W_pos", init, (self.n_positions, self.d_model), "positions -> embed")
 
     def __call__(self, tokens_T: jax.Array, positions_T: jax.Array) -> jax.Array:
-        """Map token ids `(T,)` int32 to `(T, D)`. Raises `UserError` for another number of axes or, unless traced, ids
+        """Map token ids `(T,)` int32 to `(T, D)`. Raises `ValueError` for another number of axes or, unless traced, ids
         outside the vocabulary or positions without a row."""
         check_tokens(tokens_T, self.vocab_size)
         positions_T = check_positions(positions_T, len(tokens_T))

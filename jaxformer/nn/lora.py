@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from math import prod, sqrt
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,9 +21,7 @@ from jaxformer.config import LoraConfig
 from jaxformer.contract import ParameterAxes
 from jaxformer.errors import UserError
 from jaxformer.nn.parameter_norms import dotted
-
-Params = Any
-"""Tree of parameters, or of their shapes and dtypes."""
+from jaxformer.nn.parameters import Params
 
 
 def adapted_matrices(axes: Mapping[str, ParameterAxes], config: LoraConfig) -> list[str]:

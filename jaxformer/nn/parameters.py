@@ -13,7 +13,9 @@ import jax
 from flax.traverse_util import flatten_dict
 
 from jaxformer.contract import ParameterAxes, contract_of
-from jaxformer.errors import UserError
+
+Params = Any
+"""Pytree of parameters, `model.init(…)["params"]`, or of their shapes and dtypes."""
 
 _declared: ContextVar[dict[str, ParameterAxes] | None] = ContextVar("declared", default=None)
 _stack: ContextVar[tuple[str, ...]] = ContextVar("stack", default=())
@@ -34,9 +36,9 @@ def parameter(
 
 
 def check_name(field: str, name: str, known: Iterable[str]) -> None:
-    """Raise `UserError` for a name that a module does not know."""
+    """Raise `ValueError` for a name that a module does not know."""
     if name not in known:
-        raise UserError(f"{field} is {name!r}; it must be one of {', '.join(known)}.")
+        raise ValueError(f"{field} is {name!r}; it must be one of {', '.join(known)}.")
 
 
 @contextmanager
@@ -63,7 +65,7 @@ class InitTrace(NamedTuple):
 @lru_cache(maxsize=4)
 def trace_init(model: nn.Module) -> InitTrace:
     """Trace a model's initialisation with the inputs of its contract. The result is cached, because tracing takes as
-    long as many steps of a small model. Raises `UserError` if a parameter is not created with `parameter`, or has
+    long as many steps of a small model. Raises `ValueError` if a parameter is not created with `parameter`, or has
     another number of axes than it declares."""
     inputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in contract_of(model).inputs]
     declared: dict[str, ParameterAxes] = {}
@@ -77,7 +79,7 @@ def trace_init(model: nn.Module) -> InitTrace:
         if name not in declared or len(declared[name].names) != leaf.ndim:
             names = f"the axes {', '.join(declared[name].names)}" if name in declared else "no axes"
             remedy = "create it with nn.parameters.parameter and name each axis"
-            raise UserError(f"parameter {name} of shape {leaf.shape} declares {names}; {remedy}.")
+            raise ValueError(f"parameter {name} of shape {leaf.shape} declares {names}; {remedy}.")
     return InitTrace(output, variables["params"], declared)
 
 

@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jaxformer.errors import UserError
 from jaxformer.ops.attention import MASKED
 from jaxformer.ops.masks import EMPTY
 from jaxformer.ops.positions import check_positions
@@ -53,10 +52,10 @@ def init_cache(
     With `jax_enable_x64`, it may also be in float64.
 
     Raises:
-      UserError: the dtype is another one.
+      ValueError: the dtype is another one.
     """
     if (name := jnp.dtype(dtype).name) not in ("float64", "float32", "bfloat16", "int8"):
-        raise UserError(f"the cache's dtype is {name}; it must be float32, bfloat16 or int8.")
+        raise ValueError(f"the cache's dtype is {name}; it must be float32, bfloat16 or int8.")
     scale_GS = jnp.zeros((n_kv_heads, n_slots), jnp.float32) if dtype == jnp.int8 else None
     k_GKS = Stored(jnp.zeros((n_kv_heads, head_dim, n_slots), dtype), scale_GS)
     v_GSK = Stored(jnp.zeros((n_kv_heads, n_slots, value_dim or head_dim), dtype), scale_GS)

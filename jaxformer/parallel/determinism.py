@@ -42,13 +42,8 @@ def check_deterministic(platform: str) -> None:
 
 
 def missing_flags() -> str:
-    """Return the flags of `FLAGS` that XLA_FLAGS lacks, separated by spaces. Raises `UserError` if XLA_FLAGS names a
-    file."""
-    flags = os.environ.get("XLA_FLAGS", "").split()
-    if flags and not flags[0].startswith("-"):  # XLA would look for a file of the longer name
-        problem = f"XLA_FLAGS names the file {flags[0]}, to which compute.deterministic cannot add"
-        raise UserError(f"{problem}; set XLA_FLAGS to the flags themselves.")
-    given = dict(flag.partition("=")[::2] for flag in flags)
+    """Return the flags of `FLAGS` that XLA_FLAGS lacks, separated by spaces."""
+    given = dict(flag.partition("=")[::2] for flag in os.environ.get("XLA_FLAGS", "").split())
     exclude, autotune = FLAGS
     lacks = {exclude: given.get(exclude) not in ("", "true", "1"), autotune: autotune not in given}
     return " ".join(f"{name}={value}" for name, value in FLAGS.items() if lacks[name])

@@ -46,11 +46,9 @@ def parse_mesh(text: str) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for part in filter(None, (p.strip() for p in text.split(","))):
         axis, _, size = part.partition("=")
-        if axis not in AXES:
-            raise UserError(f"mesh {text!r} names an axis {axis!r}; the axes are {', '.join(AXES)}.")
-        if axis in sizes or not re.fullmatch("[1-9][0-9]{0,6}", size):
-            limit = "one size of at least 1 and below 10,000,000, such as data=2,fsdp=4"
-            raise UserError(f"mesh {text!r} must give {axis} {limit}.")
+        if axis not in AXES or axis in sizes or not re.fullmatch("[1-9][0-9]{0,6}", size):
+            form = f"one size of at least 1 for each of some of the axes {', '.join(AXES)}"
+            raise UserError(f"the mesh is {text!r}; it must be {form}, such as data=2,fsdp=4.")
         sizes[axis] = int(size)
     return sizes
 

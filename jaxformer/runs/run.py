@@ -82,7 +82,7 @@ class Run:
 
         Raises:
           TypeError: the model is not a causal language model.
-          UserError: the token ids are invalid.
+          ValueError: the token ids are invalid.
         """
         if not is_causal_lm(self.model):
             raise TypeError(f"{type(self.model).__name__} predicts no next token; see models.objective")
@@ -112,7 +112,7 @@ def load_run(
     model = config.model.build()
     checkpoints = CheckpointReader(folder)
     step = checkpoints.step(checkpoint)
-    tokenizer, classes = read_tokenizer(folder, isinstance(config.model, TokenModelConfig)), _read_classes(folder)
+    tokenizer, classes = read_tokenizer(folder, config.model.contract.vocab_size is not None), _read_classes(folder)
     shapes = abstract_params(model)
     if mesh is not None:
         shapes = abstract(shapes, shardings(shapes, parameter_axes(model), mesh))
@@ -169,14 +169,11 @@ def _verified(folder: Path, name: str, remedy: str = "") -> Path:
     Raises:
       UserError: the file is missing or has changed, or `CHECKSUMS` is missing or cannot be read.
     """
-    if not (folder / name).is_file():
-        raise UserError(f"{folder} has no {name}; restore the one it was trained with{remedy}, or train again.")
-    if sha256(folder / name) != _checksums(folder).get(name):
-        raise UserError(
-            f"{folder / name} is not the one that this run was trained with, or {CHECKSUMS} has no checksum of it; "
-            f"restore both{remedy}, or train again."
-        )
-    return folder / name
+    file = folder / name
+    if not file.is_file() or sha256(file) != _checksums(folder).get(name):
+        problem = f"{file} is missing, is not the one that this run was trained with, or has no checksum in {CHECKSUMS}"
+        raise UserError(f"{problem}; restore both{remedy}, or train again.")
+    return file
 
 
 def _checksums(folder: Path) -> dict[str, str]:
@@ -210,12 +207,8 @@ def load_data(
     """
     if folder is None:
         return config.data.load(config.model, config.train.batch_size, config.seed, tokenizer, fixed)
-    file = folder / TOKENIZER
-    tokenizer = read_tokenizer(folder)
-    data = config.data.load(config.model, config.train.batch_size, config.seed, tokenizer)
-    if tokenizer is None and data.tokenizer is not None:
-        raise UserError(f"{file} does not exist, and no other tokenizer fits the run; restore it, or train again.")
-    return data
+    tokenizer = read_tokenizer(folder, config.model.contract.vocab_size is not None)
+    return config.data.load(config.model, config.train.batch_size, config.seed, tokenizer)
 
 
 def abstract_params(model: nn.Module) -> Params:
@@ -249,7 +242,8 @@ def create_run(
       step: step of that checkpoint.
 
     Raises:
-      UserError: the folder exists, or the config changes in a JSON round trip (a model from another package).
+      UserError: the folder exists.
+      TypeError: the config changes in a JSON round trip (a model from another package).
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=SCRATCH, dir=folder.parent))
@@ -267,7 +261,7 @@ def create_run(
             with CheckpointManager(scratch) as checkpoints:
                 checkpoints.save(step, params, None, {"step": step}, None)
         if read_config(scratch) != config:
-            raise UserError(f"the config of {folder} changes in a JSON round trip; use plain field types.")
+            raise TypeError(f"the config of {folder} changes in a JSON round trip; use plain field types")
         path, number = folder, 1
         while True:
             if not path.exists():
@@ -278,15 +272,21 @@ def create_run(
                     if not path.exists():
                         raise
             if not allow_suffix:
-                raise UserError(f"{folder} exists; add --resume to continue it, or choose another --run.")
+                raise _exists_error(folder)
             number += 1
             path = folder.with_name(f"{folder.name}-{number}")
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def check_writable_parent(folder: Path) -> None:
-    """Raise `UserError` if a run's folder cannot be created."""
+def _exists_error(folder: Path) -> UserError:
+    return UserError(f"{folder} exists; choose another folder, or add --resume to continue its training.")
+
+
+def check_can_create(folder: Path, allow_suffix: bool = False) -> None:
+    """Raise `UserError` if `create_run` could not create a run's folder."""
+    if folder.exists() and not allow_suffix:
+        raise _exists_error(folder)
     parent = next((path for path in folder.absolute().parents if path.exists()), Path("/"))
     try:
         tempfile.TemporaryDirectory(prefix=SCRATCH, dir=parent).cleanup()

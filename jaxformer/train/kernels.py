@@ -162,19 +162,17 @@ def make_attention(
         chosen = cpu_blockwise_attention if is_cpu else blockwise_attention
         return chosen, "attention: blockwise, as configured"
     kernel = PLATFORM_KERNELS.get(platform)
-    if name not in ("auto", kernel):
-        raise UserError(f"Attention {name!r} does not run on {platform}; use 'auto'.")
-    reason = f"{platform} has no fused kernel"
-    if kernel:
+    reason = f"{platform} has no fused kernel" if kernel is None else f"{platform} has {kernel}"
+    if kernel and name in ("auto", kernel):
         fused = FusedAttention(kernel, tensor)
         refused = fused.refuses(q_HTK, k_GSK, mask, value_dim or k_GSK.shape[-1])
         if refused is None and try_first:
             refused = trial(replace(fused, tensor=1), q_HTK, k_GSK, mask)
         if refused is None:
             return fused, f"attention: {kernel}"
-        if name != "auto":
-            raise UserError(f"Attention {name!r} cannot be used: {refused}; use 'auto'.")
         reason = f"not {kernel}: {refused}"
+    if name != "auto":
+        raise UserError(f"compute.attention is {name!r}, which cannot be used ({reason}); set it to auto.")
     min_positions = MIN_CPU_BLOCKWISE_POSITIONS if is_cpu else MIN_BLOCKWISE_POSITIONS
     unfused = "blockwise" if min(q_HTK.shape[1], k_GSK.shape[1]) >= min_positions else "xla"
     return cpu_attention if is_cpu else unfused_attention, f"attention: {unfused} ({reason})"

@@ -332,17 +332,11 @@ class TrainSetup:
 
     def check_fit(self, batch: Batch) -> None:
         """Raise `UserError` if a batch does not have the inputs or the targets that the model expects."""
-        model = type(self.config.model).__name__
-        expected, actual = (jax.tree.leaves(b.inputs) for b in (self.abstract_batch, batch))
+        expected, actual = (jax.tree.leaves((b.inputs, b.targets)) for b in (self.abstract_batch, batch))
         if [(x.dtype, x.ndim) for x in expected] != [(x.dtype, x.ndim) for x in actual]:
             texts = [", ".join(f"{x.dtype} {x.shape[1:]}" for x in xs) for xs in (expected, actual)]
-            raise UserError(f"{model} expects {texts[0]} per example, but the data has {texts[1]}; change one of them.")
-        targets = self.abstract_targets
-        if targets is not None and targets.ndim + 1 != batch.targets.ndim:
-            raise UserError(
-                f"{model} predicts classes of shape {targets.shape} per example, but the data has targets of shape "
-                f"{batch.targets.shape[1:]}; change one of them."
-            )
+            problem = f"{type(self.config.model).__name__} expects inputs and targets {texts[0]} per example"
+            raise UserError(f"{problem}, but the data has {texts[1]}; change one of them.")
 
 
 def resolve_precision(config: ComputeConfig, mesh: Mesh) -> jnp.dtype:

@@ -46,21 +46,27 @@ TRAIN = [
     ("--optimizer.name adam", "--optimizer.name is 'adam'; it must be one of nesterov_sgd, adamw, muon, lion, "),
     ("--steps 1e3", "--steps is '1e3'; it must be a whole number, such as 1000."),
     ("--optimizer.learning-rate fast", "--optimizer.learning-rate is 'fast'; it must be a number, such as 0.5."),
-    ("--run=", "--run is empty; name a folder"),
+    ("--run=", "--run is ''; it must be a local folder"),
     ("--steps 0", "steps is 0; it must be at least 1"),
     ("--model.n-heads 5", "d_model 16 is not divisible by n_heads 5; use 4 heads"),
     ("--data.path nowhere", "no data at nowhere"),
     ("--data.path taken", "holds no file of .txt"),
     ("--data.path empty.txt", "hold no text"),
     ("--data.path latin1.txt", "latin1.txt is not UTF-8: byte 0xe9 at offset 3"),
-    ("--data.path short.txt --model.vocab-size 257", "set --train.batch-size 6, a shorter --model.context-length"),
-    ("--data.path short.txt --model.vocab-size 257 --model.context-length 200", "windows of 201 tokens"),
+    (
+        "--data.path short.txt --model.vocab-size 257",
+        "fewer than train.batch_size 8; set it to at most 6, or give more",
+    ),
+    (
+        "--data.path short.txt --model.vocab-size 257 --model.context-length 200",
+        "has 0 window(s) of model.context_length + 1 = 201 tokens",
+    ),
     ("--data.path=", "the path of the data is ''; give a file"),
     ("--data.val-path=", "the path of the data is ''; give a file"),
     ("--model.vocab-size 20", "at least 257"),
     ("--train.batch-size 4", "batch_size 4 does not split over 8 devices"),
-    ("--run taken", "taken exists; add --resume"),
-    ("--run file", "--run file is a file; name a folder."),
+    ("--run taken", "taken exists; choose another folder, or add --resume"),
+    ("--run file", "--run is 'file'; it must be a local folder, such as runs/mine."),
     ("--data.path nowhere --run file/run", "file is not writable (Not a directory); choose another --run"),
     ("--run taken --resume", "taken is not a run"),
     ("--run nowhere --resume", "nowhere does not exist"),
@@ -98,7 +104,7 @@ def test_a_run_is_named_with_or_without_the_flag(here, capsys, name):
     for given in (["file"], ["--run", "file"], ["file", "--run", "file"], ["--run", "taken", "file"]):
         assert everything.main([name, *others, *given]) == 2
         messages.append(capsys.readouterr().err)
-    assert messages[:2] == ["error: --run file is a file; name a folder.\n"] * 2
+    assert messages[:2] == ["error: --run is 'file'; it must be a local folder, such as runs/mine.\n"] * 2
     assert messages[2:] == ["error: --run is given twice, with and without its flag; give it once.\n"] * 2
 
 
@@ -124,7 +130,7 @@ SAMPLE = [
     ("--draft lookup --draft-tokens 0", "draft_tokens is 0; it must be at least 1 and at most 64"),
     ("--draft lookup --prefill-chunk 8", "omit --prefill-chunk, or --draft"),
     ("--weights int8 --mesh data=2", "int8 weights cannot be sharded with --mesh; omit it"),
-    ("--num-beams 2 --length-penalty -200", "200 tokens to that power exceed float32; it must be from -13.1 to 13.1"),
+    ("--num-beams 2 --length-penalty -200", "length_penalty is -200.0; it must be at least -10"),
     ("--batch-size 0", "batch_size is 0"),
     ("--prefill-chunk 0", "prefill_chunk is 0"),
     ("--min-p 2", "min-p is 2.0"),
@@ -157,10 +163,9 @@ def test_wrong_sampling_options_are_one_sentence(here, capsys, options, message)
     assert message in err
 
 
-@pytest.mark.parametrize("stop", ["", "a\udcff"])
-def test_a_stop_string_that_is_empty_or_not_unicode_is_refused(here, capsys, stop):
-    assert sample.main(["--stop", "x", stop]) == 2
-    assert "is not Unicode text of at least 1 character; omit it" in capsys.readouterr().err
+def test_an_empty_stop_string_is_refused(here, capsys):
+    assert sample.main(["--stop", "x", ""]) == 2
+    assert "a stop string is empty; omit it" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("prompt", "message"), [("", "the prompt is empty"), ("a\udcff", "not UTF-8, at character 1")])

@@ -178,7 +178,7 @@ def test_invalid_data_or_options_are_one_sentence_errors(here, monkeypatch, caps
     ("options", "message"),
     [
         ("--stride 4", "--data.unwrap and --data.column are for a text; name one with --data.path"),
-        ("--data.path x --mesh batch=2", "names an axis 'batch'"),
+        ("--data.path x --mesh batch=2", "the mesh is 'batch=2'; it must be one size"),
     ],
 )
 def test_invalid_options_are_refused_without_a_run(tmp_path, monkeypatch, capsys, options, message):

@@ -178,8 +178,8 @@ def test_prefix_has_no_predictions(tmp_path: Path):
     assert inspect.main([str(path), "--prompt", "ai bj ck dl"]) == 0
     text = (path / "inspect.html").read_text()
     assert (
-        "The model does not run in this page: the page&#x27;s script supports causal attention only, without a prefix."
-        in text
+        "The model does not run in this page: the page&#x27;s script supports neither mixtures of experts nor "
+        "attention to a prefix." in text
     )
     [shown] = embedded(text, "Attention maps")
     predictions = shown["predictions"]["text"]

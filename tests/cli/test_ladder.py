@@ -66,7 +66,10 @@ def test_rungs_are_trained_once_and_outcomes_are_written(tmp_path, monkeypatch, 
     [
         (["--rungs", "residul"], "--rungs is residul; name some of mlp_rowwise"),
         (["--config", "configs/quick.py"], "--config is set by the ladder for each rung"),
-        (["--folder", "configs/quick.py"], "--folder configs/quick.py is a file; name a folder."),
+        (
+            ["--folder", "configs/quick.py"],
+            "--folder is 'configs/quick.py'; it must be a local folder, such as runs/mine.",
+        ),
         (["--run=x"], "--run is set by the ladder for each rung"),
         (["--rungs"], "--rungs is empty; name some of mlp_rowwise"),
         (["--size", "large"], "--size is 'large'; it must be one of small, sources."),

@@ -256,7 +256,7 @@ def test_rounded_weights_move_a_logprob_by_less_than_a_twentieth(rows, caplog):
         (["--stop-tokens", "280"], "a stop token is 280; it must be from 0 to 279"),
         (["--top-logprobs", "281"], "top-logprobs is 281; it must be at most the vocabulary's 280"),
         (["--prompt", "many words " * 9], "at most the context's 16"),
-        (["--draft", ""], "--draft is empty; name a folder"),
+        (["--draft", ""], "--draft is ''; it must be a local folder"),
         (["--prompt", "A", "many words " * 9], "prompt 2 has"),
         (
             ["--num-beams", "2", "--max-new-tokens", "17"],
@@ -399,10 +399,7 @@ def test_a_piped_session_reads_all_lines_and_writes_only_completions(interact):
 
 
 @pytest.mark.slow
-def test_an_error_of_one_prompt_does_not_end_the_session(monkeypatch, interact):
-    """Neither an option that only the search itself can refuse, nor Ctrl-C before the text begins."""
-    status, out, err = interact(b"The cat\nThe dog\n", "--num-beams", "1000", "--max-new-tokens", "2")
-    assert status == 2 and not out and err.count("error: n_beams is 1000; for a vocabulary of 280 it must be") == 2
+def test_an_interrupt_before_the_text_begins_does_not_end_the_session(monkeypatch, interact):
     monkeypatch.setattr(Completer, "encode", lambda *_: signal.raise_signal(signal.SIGINT) or [1])
     monkeypatch.setattr(sample, "show_completions", lambda *args: print(args[-1].is_set()))
     assert interact(b"The cat\nThe dog\n")[:2] == (0, "True\nTrue\n")
@@ -420,7 +417,7 @@ def test_a_logit_bias_is_of_one_token():
     a, equals, space = (BYTES.encode(text)[0] for text in "a= ")
     assert encode_logit_bias(["a=1.5", "==-2", " =3"], BYTES) == ((a, 1.5), (equals, -2.0), (space, 3.0))
     for option, message in (("a", "not of the form"), ("=1", "not of the form"), ("a=b", "not of the form"),
-                         ("ab=1", "'ab' is 2 tokens of this run, 'a', 'b'"), ("\udcff=1", "not UTF-8")):  # fmt: skip
+                            ("ab=1", "'ab' is 2 tokens of this run, 'a', 'b'"), ("\udcff=1", "surrogate")):  # fmt: skip
         with pytest.raises(UserError, match=message):
             encode_logit_bias([option], BYTES)
 

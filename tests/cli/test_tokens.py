@@ -60,7 +60,7 @@ def test_standard_input_is_read_without_a_text(folder, capsys, monkeypatch):
     ("stdin", "arguments", "message"),
     [
         (b"", [], "the text is empty"),
-        (b"a\xff", [], "standard input is not UTF-8 at byte 1"),
+        (b"a\xff", [], "the text has a lone surrogate, U+DCFF, at character 1"),
         (b"", ["a", "--tokenizer", "b"], "--run and --tokenizer both name a tokenizer"),
     ],
 )

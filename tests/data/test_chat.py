@@ -215,7 +215,7 @@ def test_a_template_that_is_none_is_refused_with_its_line(tokenizer, source, sai
 @pytest.mark.parametrize(
     ("source", "said"),
     [
-        (MARKED, "the chat template rejects it: no role system"),
+        (MARKED, "it raises TemplateError: no role system"),
         ("{{ messages[9].content.x }}", "it raises UndefinedError: "),
         ("{{ messages.__class__.__mro__ }}", "it raises SecurityError: access to attribute '__class__'"),
         (LAST_ONLY, r"it renders message 2 differently .* set data.template to one with {% gen"),
@@ -350,7 +350,7 @@ def test_a_template_may_form_its_own_special_tokens_from_roles_and_in_json(publi
 
 
 def test_a_template_that_takes_special_tokens_apart_is_refused(tokenizer):
-    with pytest.raises(UserError, match=r"it takes a special token apart; write special tokens whole"):
+    with pytest.raises(ValueError, match=r"it takes a special token apart; write special tokens whole"):
         ChatTemplate("{{ '<|im_end|>'[:4] }}", tokenizer, "it").render(CHAT)
 
 
@@ -404,22 +404,20 @@ def test_special_tokens_are_named_as_text_or_as_objects(published, tmp_path):
         ('{"messages": [{"role": "user", "content": ""}]}', 'line 2, has no message with the role "assistant"'),
         (
             '{"messages": [{"role": "assistant", "content": "a<|im_end|>b"}]}',
-            "line 2, message 1, holds '<|im_end|>', which the tokenizer would encode as its special token",
+            "line 2, holds text that becomes the special token '<|im_end|>' in the chat template; rephrase it",
         ),
         (
             '{"messages": [{"role": "assistant", "content": "a\\ufdd0b"}]}',
             "message 1, holds a lone surrogate or U+FDD0",
         ),
-        ('{"messages": [{"role": "assistant", "content": "a", "x": [{"<s>": 1}]}]}', "message 1, holds '<s>'"),
         ('{"messages": [{"role": "assistant", "content": "a\\ud800"}]}', "message 1, holds a lone surrogate"),
-        ('{"messages": [{"role": "assistant", "content": "a"}], "tools": [{"<s>": 1}]}', "line 2, tools, holds '<s>'"),
     ],
 )
 def test_a_line_that_is_no_conversation_is_named(template, tmp_path, line, said):
     file = written(tmp_path / "chats.jsonl", CHAT)
     file.write_text(file.read_text() + line + "\n")
     with pytest.raises(UserError) as caught:
-        read_conversations(str(file), template)
+        encode_conversations(read_conversations(str(file), template), template.tokenizer, 64)
     assert said in str(caught.value) and str(file) in str(caught.value) and "\n" not in str(caught.value)
 
 

@@ -91,6 +91,8 @@ def test_models_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         config.load(MODEL, 2, 0)
     with pytest.raises(UserError, match="DecoderConfig does not configure a text classifier; change one"):
         config.load(DecoderConfig(), 2, 0)
-    with pytest.raises(UserError, match=r"4 training texts, fewer than train\.batch_size 5; lower it\.$"):
+    with pytest.raises(
+        UserError, match=r"4 training texts, fewer than train\.batch_size 5; set it to at most 4, or give more\.$"
+    ):
         config.load(data.model, 5, 0, data.tokenizer)
     assert config.load(data.model, 2, 0, data.tokenizer).fingerprint == data.fingerprint  # as on resuming

@@ -44,14 +44,14 @@ def test_a_message_is_encoded_with_special_tokens_up_to_the_beginning_of_the_ans
         (
             TEMPLATE,
             "a<|endoftext|>",
-            r"message 1, holds '<\|endoftext\|>', which the tokenizer would encode as its special",
+            r"the conversation, holds text that becomes the special token '<\|endoftext\|>' in the chat template",
         ),
         (
             TEMPLATE.replace("m.content", "m.content | lower"),
             "<|ENDOFTEXT|>",
             r"the conversation, holds text that becomes the special token '<\|endoftext\|>' in the chat template",
         ),
-        ("{{ raise_exception('no') }}", "Hi", "the chat template rejects it: no; omit --chat"),
+        ("{{ raise_exception('no') }}", "Hi", "chat template raises TemplateError: no; omit --chat"),
         (TEMPLATE, "Hi you me " * 9, "the prompt has .* tokens; it may have at most the context's 16"),
     ],
 )

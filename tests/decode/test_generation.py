@@ -17,7 +17,6 @@ from jaxformer.config import ModelConfig
 from jaxformer.contract import Contract, Task, contract_of
 from jaxformer.decode import Generation, Piece, Sampling, generate, programs
 from jaxformer.decode.generation import length_bucket, spread_rows
-from jaxformer.errors import UserError
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.mlp import MLPConfig
 from jaxformer.models.objective import Params
@@ -460,10 +459,10 @@ def test_a_foreign_recurrent_model_equals_full_passes() -> None:
 @pytest.mark.parametrize(
     ("prompts", "given", "error", "message"),
     [
-        ([[]], {}, UserError, "the prompt has 0 tokens"),
-        ([[1], [0] * 12], {}, UserError, "prompt 2 has 12 tokens.*11"),
-        ([[1], [2, V]], {}, UserError, "prompt 2 has a token 23; it must be from 0 to 22"),
-        ([[-1]], {}, UserError, "the prompt has a token -1"),
+        ([[]], {}, ValueError, "the prompt has 0 tokens"),
+        ([[1], [0] * 12], {}, ValueError, "prompt 2 has 12 tokens.*11"),
+        ([[1], [2, V]], {}, ValueError, "prompt 2 has a token 23; it must be from 0 to 22"),
+        ([[-1]], {}, ValueError, "the prompt has a token -1"),
         ([[1]], {"max_new_tokens": 0}, ValueError, "max_new_tokens is 0; it must be at least 1"),
         ([[1]], {"max_new_tokens": 2**31}, ValueError, "max_new_tokens is 2147483648; .* below 2..31"),
         ([[1]], {"n_samples": 0, "seeds": []}, ValueError, "n_samples is 0"),
@@ -510,9 +509,7 @@ def test_the_cache_has_no_unused_slots(
 
 def test_a_context_beyond_the_learned_positions_is_refused() -> None:
     """JAX would repeat the last position."""
-    with pytest.raises(
-        UserError, match="context_length is 12, but the model has 11 learned positions; give at most 11"
-    ):
+    with pytest.raises(ValueError, match="context_length is 12, but the model has 11 learned positions"):
         begin(build(LEARNED), PROMPTS, 3, context_length=12)
 
 

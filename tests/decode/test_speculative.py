@@ -172,10 +172,10 @@ def test_a_stop_token_is_the_last():
     [
         ({"n_proposed": 0}, ValueError, "n_proposed is 0; it must be at least 1"),
         ({"max_new_tokens": 0}, ValueError, "max_new_tokens is 0; it must be at least 1"),
-        ({"prompts": [[]]}, UserError, "the prompt has 0 tokens"),
+        ({"prompts": [[]]}, ValueError, "the prompt has 0 tokens"),
         ({"seeds": [-1]}, OverflowError, "-1"),
-        ({"draft": PromptLookup(30)}, UserError, "the draft has a vocabulary of 30 tokens and the model one of 13"),
-        ({"model": replace(SHAPE, prefix=True).build()}, UserError, "reads its prompt with bidirectional attention"),
+        ({"draft": PromptLookup(30)}, ValueError, "the draft's vocabulary has 30 tokens, the model's 13"),
+        ({"model": replace(SHAPE, prefix=True).build()}, ValueError, "reads its prompt with bidirectional attention"),
         (
             {"model": STATE},
             UserError,

@@ -1,6 +1,5 @@
 """From pieces of tokens to texts, which end before stop strings."""
 
-import re
 import time
 
 import jax
@@ -228,7 +227,6 @@ def test_only_the_beginning_of_a_stop_string_is_withheld(strings: list[str], pie
         assert shown == text[: len(text) - longest]
 
 
-@pytest.mark.parametrize("string", ["", "a\ud800"])
-def test_a_stop_string_that_is_empty_or_not_unicode_is_refused(string: str) -> None:
-    with pytest.raises(UserError, match=f"stop string {re.escape(repr(string))} is not Unicode text"):
-        StopStrings(["fine", string])
+def test_an_empty_stop_string_is_refused() -> None:
+    with pytest.raises(UserError, match="a stop string is empty; omit it"):
+        StopStrings(["fine", ""])

@@ -12,7 +12,6 @@ import pytest
 
 from jaxformer.config import ModelConfig
 from jaxformer.data.dataset import Batch
-from jaxformer.errors import UserError
 from jaxformer.inspect import (
     attention_entropy,
     attention_maps,
@@ -157,7 +156,7 @@ def test_names_select_by_pattern():
 def test_name_that_matches_nothing_is_an_error_with_the_nearest(probe):
     model, params, inputs = random_model(DECODER)
     near = r"is named 'blocks\.0\.atention\.\*'; similar names are blocks\.0\.attention.*; capture_shapes lists all"
-    with pytest.raises(UserError, match=near):
+    with pytest.raises(ValueError, match=near):
         probe(model, params, *inputs, names=["logits", "blocks.0.atention.*"])
     assert list(probe(model, params, *inputs, names=["logits", "block"], missing_ok=True)) == ["logits"]
 
@@ -165,10 +164,10 @@ def test_name_that_matches_nothing_is_an_error_with_the_nearest(probe):
 def test_intervention_that_matches_nothing_is_an_error():
     model, params, (tokens,) = random_model(DECODER)
     apply = jax.jit(lambda tokens: model.apply({"params": params}, tokens))
-    with pytest.raises(UserError, match=r"named 'blocks\.7\.mlp'; similar names are blocks\.\d\.mlp"):  # noqa: SIM117
+    with pytest.raises(ValueError, match=r"named 'blocks\.7\.mlp'; similar names are blocks\.\d\.mlp"):  # noqa: SIM117
         with intervene("blocks.7.mlp", lambda _, x: 0 * x):
             apply(tokens)
-    with pytest.raises(UserError, match=r"no model was called, or only one compiled before"):  # noqa: SIM117
+    with pytest.raises(ValueError, match=r"no model was called, or only one compiled before"):  # noqa: SIM117
         with intervene("blocks.1.mlp", lambda _, x: 0 * x):
             apply(tokens)
 
@@ -198,9 +197,9 @@ def test_batch_in_place_of_an_example_is_an_error():
     model, params, (tokens,) = random_model(DECODER)
     tokens_BT = jnp.stack([tokens, tokens])
     batch = r"expected an input of shape \(T,\), got \(2, 7\); use jax\.vmap"
-    with pytest.raises(UserError, match=batch):
+    with pytest.raises(ValueError, match=batch):
         capture(model, params, tokens_BT)
-    with pytest.raises(UserError, match=batch), intervene("logits", lambda _, x: x):
+    with pytest.raises(ValueError, match=batch), intervene("logits", lambda _, x: x):
         model.apply({"params": params}, tokens_BT)
     logits = jax.jit(jax.vmap(lambda tokens: capture(model, params, tokens, names="logits")["logits"]))(tokens_BT)
     assert logits.shape == (2, T, V)
@@ -443,7 +442,7 @@ def test_running_from_another_texts_stream_gives_its_output_for_a_batch_of_strea
     np.testing.assert_allclose(rest, expected, rtol=1e-5, atol=1e-5)
     with pytest.raises(ValueError, match="preserve shape"):
         run_from(model, params, (tokens_T,), {"blocks.1.before": streams_BTD[0, :-1]})
-    with pytest.raises(UserError, match=r"blocks\.7"):
+    with pytest.raises(ValueError, match=r"blocks\.7"):
         run_from(model, params, (tokens_T,), {"blocks.7.before": streams_BTD[0]})
 
 
@@ -488,7 +487,7 @@ def test_gradients_of_activations_are_reported_by_head():
     row = next(row for row in report.rows if row.name == "blocks.1.attention.heads.2.heads")
     g, w = (float(jnp.linalg.norm(x["blocks.1.attention.heads"][2])) for x in (grads, values))
     np.testing.assert_allclose([row.g, row.w, row.u], [g, w, 0.1 * g / w], rtol=1e-5)
-    with pytest.raises(UserError, match="nothing"):
+    with pytest.raises(ValueError, match="nothing"):
         gradient_of(model, params, tokens_T, of=_first_logit, wrt="nothing")
 
 

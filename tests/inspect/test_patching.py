@@ -6,7 +6,6 @@ import numpy as np
 import optax
 import pytest
 
-from jaxformer.errors import UserError
 from jaxformer.inspect import attribution_patching, capture, intervene, patch_activations
 from jaxformer.models.decoder import DecoderConfig
 from tests.arrays import apply, first_params
@@ -174,7 +173,7 @@ def test_wrong_inputs_of_patching_are_errors(patch):
     model, params, _ = random_model(DECODER)
     with pytest.raises(ValueError, match=r"inputs have shapes \[\(7,\)\] and source \[\(5,\)\]"):
         patch(model, params, [TOKENS], [OTHER[:5]], "blocks.0.before", last_of_token_3)
-    with pytest.raises(UserError, match=r"expected an input of shape \(T,\), got \(1, 7\)"):
+    with pytest.raises(ValueError, match=r"expected an input of shape \(T,\), got \(1, 7\)"):
         patch(model, params, [TOKENS], [OTHER[None]], "blocks.0.before", last_of_token_3)
-    with pytest.raises(UserError, match=r"no activation is named 'blocks\.0\.befor'"):
+    with pytest.raises(ValueError, match=r"no activation is named 'blocks\.0\.befor'"):
         patch(model, params, [TOKENS], [OTHER], "blocks.0.befor", last_of_token_3)

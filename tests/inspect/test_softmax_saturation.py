@@ -9,7 +9,6 @@ import pytest
 
 from configs.ladder import attention_scaled, attention_unscaled
 from jaxformer.data.dataset import Batch
-from jaxformer.errors import UserError
 from jaxformer.inspect import attention_entropy, saturation
 from jaxformer.models.objective import objective_of
 from tests.arrays import first_params
@@ -64,5 +63,5 @@ def test_temperature_one_gives_the_training_gradient():
 
 
 def test_unknown_layer_is_an_error():
-    with pytest.raises(UserError, match=r"no activation is named 'blocks\.1\.attention\.scores'"):
+    with pytest.raises(ValueError, match=r"no activation is named 'blocks\.1\.attention\.scores'"):
         saturation(*untrained(attention_scaled, n=1), [1.0], "blocks.1.attention")

@@ -199,7 +199,9 @@ def test_pre_tokenizer_that_llama_cpp_lacks_is_refused(tokenizer):
 
 def test_normalizer_that_llama_cpp_lacks_is_refused():
     assert pre_type(TOKENIZER | {"normalizer": {"type": "NFC"}}) == "gpt-2"
-    with pytest.raises(UserError, match=r"changes text by .*Lowercase.*, which llama.cpp does not; export it with"):
+    with pytest.raises(
+        UserError, match=r"changes or splits text by .*Lowercase.*, which has no equivalent among .*; export it with"
+    ):
         pre_type(TOKENIZER | {"normalizer": {"type": "Lowercase"}})
 
 

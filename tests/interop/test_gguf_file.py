@@ -176,11 +176,11 @@ BROKEN: dict[str, dict[str, Any]] = {
     "ZeroDivisionError": {"llama.attention.head_count": 0},
     "TypeError": {"llama.attention.head_count": [6, 6]},
     "n_blocks is '2', which is not int|TypeError": {"llama.block_count": "2"},
-    "the tokenizer splits text as 'tekken', which is not supported; supported are gpt-2, smollm, llama-bpe, qwen2": {
+    "it splits text as 'tekken', which is not supported; supported are gpt-2, smollm, llama-bpe, qwen2": {
         "tokenizer.ggml.pre": "tekken"
     },
-    "the tokenizer splits text as None": {"tokenizer.ggml.pre": None},
-    "the tokenizer is 'bert', which is not supported; supported are gpt2 .* and llama": {
+    "it splits text as None": {"tokenizer.ggml.pre": None},
+    "has no readable tokenizer .ValueError: it is 'bert', which is not supported; supported are gpt2 .* and llama": {
         "tokenizer.ggml.model": "bert"
     },
     "has no readable tokenizer .KeyError: 'tokenizer.ggml.merges'": {"tokenizer.ggml.merges": None},

@@ -126,6 +126,11 @@ def test_committed_llamas_have_an_equivalent(name):
     assert unmatched(resolved(config), FAMILIES["llama"]) == {}
 
 
+def test_limits_of_a_rope_scaling_have_an_equivalent():
+    scaled = replace(resolved(SMALL), rope_scaling=2.0, rope_original_context=24, rope_periods=(2.0, 8.0))
+    assert unmatched(scaled, FAMILIES["llama"]) == {}
+
+
 def test_other_model_is_refused(run, tmp_path):
     config = load_config(f"{ROOT}/configs/vision.py:vit")
     other = replace(run, config=config, model=config.model.build())

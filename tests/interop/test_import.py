@@ -284,7 +284,7 @@ def test_the_command_writes_a_run_that_is_sampled(tmp_path: Path, monkeypatch: A
         (["nowhere"], "nowhere does not exist; name a folder with config.json and safetensors, or a GGUF file"),
         (["weights.bin"], "weights.bin is no GGUF file; name one, or a folder with config.json and safetensors"),
         (["ggufs"], "ggufs has no config.json; name its GGUF file, such as ggufs/a.gguf"),
-        (["model", "--context-length", "33"], "the context length is 33; the model has at most 32 positions"),
+        (["model", "--context-length", "33"], "--context-length is 33; the model has 32 positions; omit it"),
         (["model", "--context-length", "0"], "context_length is 0; it must be at least 1"),
     ],
 )

@@ -227,7 +227,7 @@ def test_both_towers_come_back_from_json() -> None:
 
 def test_more_tokens_than_positions_are_refused() -> None:
     model, params = build(CONFIG)
-    with pytest.raises(UserError, match="7 tokens, but the model has 6 learned positions"):
+    with pytest.raises(ValueError, match="7 tokens, but the model has 6 learned positions"):
         model.apply({"params": params}, random_tokens(V, T + 1), method="encode_text")
 
 

@@ -2,6 +2,7 @@
 of all decoders."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +47,17 @@ def test_an_earlier_run_has_the_config_that_it_was_trained_with(tmp_path):
 def test_fields_of_an_earlier_decoder_select_its_class(tmp_path, changes, kind):
     model = read(tmp_path, **changes).model
     assert type(model) is kind
-    stored = STORED["model"] | changes
+    stored = STORED["model"] | changes | {"rope_periods": [1.0, 4.0]}
     assert all(stored[name] == value for name, value in json.loads(json.dumps(to_dict(model))).items())
+
+
+def test_earlier_fields_of_rope_are_read_for_any_decoder(tmp_path):
+    write_config(tmp_path, modern)
+    stored = json.loads((tmp_path / "config.json").read_text())
+    del stored["model"]["rope_periods"]
+    stored["model"] |= {"rope_low_periods": 2.0, "rope_high_periods": 8.0}
+    (tmp_path / "config.json").write_text(json.dumps(stored))
+    assert read_config(tmp_path) == replace(modern, model=replace(modern.model, rope_periods=(2.0, 8.0)))
 
 
 def test_a_rung_is_stored_as_one(tmp_path):

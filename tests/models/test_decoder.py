@@ -352,7 +352,8 @@ def test_published_shapes_have_the_published_number_of_parameters(name: str, cou
         ({"score_scale": 0.0}, ["score_scale", "0.0"]),
         ({"logit_soft_cap": -1.0}, ["logit_soft_cap", "-1.0"]),
         ({"rope_original_context": 0}, ["rope_original_context", "0"]),
-        ({"rope_low_periods": 4.0}, ["rope_low_periods", "4.0", "rope_high_periods"]),
+        ({"rope_periods": (4.0, 4.0)}, ["rope_periods", "(4.0, 4.0)", "a larger one"]),
+        ({"rope_periods": (1.0,)}, ["rope_periods", "(1.0,)"]),
         ({"window": 5, "prefix": True}, ["window", "5", "prefix"]),
         ({"d_ff": (17, 0)}, ["d_ff is 0; it must be at least 1"]),
         ({"n_experts": 0}, ["n_experts", "0"]),
@@ -426,7 +427,7 @@ def test_a_text_longer_than_training_sequences_is_attended_to_in_full() -> None:
     assert_close(apply(model, params, TOKENS_T), apply(CONFIGS["modern"].build(), params, TOKENS_T), 0)
     learned = replace(PLAIN, context_length=3, max_context=T)
     assert build(learned)[1]["embedding"]["W_pos"].shape == (T, D)
-    with pytest.raises(UserError, match="8 tokens, but the model has 7 learned positions"):
+    with pytest.raises(ValueError, match="8 tokens, but the model has 7 learned positions"):
         apply(*build(learned), random_tokens(V, T + 1))
 
 

@@ -155,7 +155,7 @@ def test_every_parameter_has_a_sharding(config: EncoderConfig) -> None:
 def test_what_a_model_does_not_have_is_refused() -> None:
     model, params = build(FIRST)
     call = partial(model.apply, {"params": params})
-    with pytest.raises(UserError, match="8 tokens, but the model has 7 learned positions"):
+    with pytest.raises(ValueError, match="8 tokens, but the model has 7 learned positions"):
         jax.eval_shape(call, random_tokens(V, T + 1))
     with pytest.raises(ValueError, match="segments for a model whose n_segments is 0"):
         jax.eval_shape(call, TOKENS_T, None, TOKENS_T)

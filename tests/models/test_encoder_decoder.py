@@ -268,7 +268,7 @@ def test_every_parameter_has_a_sharding() -> None:
 def test_more_tokens_than_learned_positions_are_refused() -> None:
     model, params = build(CONFIGS["learned"])
     for source, target in ((random_tokens(V, 12), TARGET_T), (SOURCE_S, random_tokens(V, 12))):
-        with pytest.raises(UserError, match="12 tokens, but the model has 11 learned positions"):
+        with pytest.raises(ValueError, match="12 tokens, but the model has 11 learned positions"):
             jax.eval_shape(partial(model.apply, {"params": params}), source, None, target)
 
 

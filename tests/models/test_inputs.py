@@ -12,7 +12,6 @@ import pytest
 
 from jaxformer.config import Config, ModelConfig
 from jaxformer.data.windows import TextConfig
-from jaxformer.errors import UserError
 from jaxformer.inspect import (
     alignment,
     attention_maps,
@@ -59,7 +58,7 @@ def opened(config: ModelConfig) -> Run:
         (ROTARY, 3, r"expected an input of shape \(T,\), got \(\)\.$"),
         (ROTARY, [], "expected 2 tokens or more, got 0"),
         (ROTARY, [3], "expected 2 tokens or more, got 1"),
-        (ROTARY, [3, V, 1], "token 13 at position 1 is not in the vocabulary of 13; give ids from 0 to 12"),
+        (ROTARY, [3, V, 1], "token 13 at position 1 is not in the vocabulary of 13"),
         (ROTARY, [3, 1, -1], "token -1 at position 2"),
         (LEARNED, range(CONTEXT + 2), "7 tokens, but the model has 6 learned positions"),
         (MLPConfig(**SHAPE), range(CONTEXT + 2), "7 tokens, but the model has 6 learned positions"),
@@ -72,7 +71,7 @@ def opened(config: ModelConfig) -> Run:
 )
 def test_an_invalid_sequence_is_refused_with_the_expected_shape(config: ModelConfig, tokens: Any, said: str) -> None:
     run = opened(config)
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(ValueError, match=said):
         run.loss(run.params, jnp.asarray(tokens, jnp.int32))
 
 
@@ -80,7 +79,7 @@ def test_an_invalid_sequence_is_refused_with_the_expected_shape(config: ModelCon
 def test_token_ids_that_are_no_integers_are_refused(tokens: Any, dtype: str) -> None:
     run = opened(ROTARY)
     for call in (lambda: run.loss(run.params, tokens), lambda: check_example(run.model, jnp.array(tokens))):
-        with pytest.raises(UserError, match=rf"^token ids are {dtype}; give integers, such as int32\.$"):
+        with pytest.raises(TypeError, match=rf"^token ids are {dtype}; give integers, such as int32\.$"):
             call()
 
 
@@ -121,7 +120,7 @@ def test_a_check_adds_nothing_to_a_compiled_program() -> None:
 def test_an_example_of_every_model_is_one_and_a_batch_is_not(name: str) -> None:
     model, example = MODELS[name].build(), MODELS[name].example()
     check_example(model, *example)
-    with pytest.raises(UserError, match=r"use jax\.vmap for a batch"):
+    with pytest.raises(ValueError, match=r"use jax\.vmap for a batch"):
         check_example(model, *(np.stack([x, x]) for x in example))
 
 
@@ -142,9 +141,9 @@ def test_every_inspection_of_one_example_refuses_a_batch_and_invalid_ids() -> No
             lambda x: patch_activations(model, params, [x], [x], "blocks.*.before", jnp.sum),
         )
         for probe in probes:
-            with pytest.raises(UserError, match=said):
+            with pytest.raises(ValueError, match=said):
                 probe(tokens)
-    with pytest.raises(UserError, match="token 13 at position 1"):
+    with pytest.raises(ValueError, match="token 13 at position 1"):
         explain(model, params, wrong_T.tolist(), 1)
-    with pytest.raises(UserError, match="token 13 at position 1"):
+    with pytest.raises(ValueError, match="token 13 at position 1"):
         alignment(MODELS["encoder-decoder"].build(), {}, wrong_T, wrong_T)

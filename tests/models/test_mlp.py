@@ -76,13 +76,13 @@ def test_weights_rounded_to_8_bits_mix_texts_of_any_length(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["none", "static", "gram"])
 def test_more_tokens_than_positions_are_refused(kind: str) -> None:
     model, params = build(replace(ROWWISE, mixing=kind))
-    with pytest.raises(UserError, match=r"8 tokens, but the model has 7 learned positions; give it the last 7\."):
+    with pytest.raises(ValueError, match=r"8 tokens, but the model has 7 learned positions; give it the last 7\."):
         model.apply({"params": params}, random_tokens(V, T + 1))
 
 
 def test_another_length_than_the_window_is_refused() -> None:
     model, params = build(CONCAT)
-    with pytest.raises(UserError, match=r"6 tokens, but this model needs a window of exactly 7; give it as many\."):
+    with pytest.raises(ValueError, match=r"6 tokens, but this model needs a window of exactly 7; give it as many\."):
         model.apply({"params": params}, random_tokens(V, T - 1))
 
 

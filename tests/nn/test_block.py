@@ -6,7 +6,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxformer.errors import UserError
 from jaxformer.models.rungs import PlainBlock
 from jaxformer.nn.attention import MultiHeadAttention
 from jaxformer.nn.block import Block
@@ -116,5 +115,5 @@ def test_the_same_key_drops_the_same_features() -> None:
 def test_a_placement_that_is_none_is_refused() -> None:
     """It would be a block without norms."""
     block = Block(partial(MultiHeadAttention, 1, D), partial(MLP, (D,), D), RMSNorm, "prenorm")
-    with pytest.raises(UserError, match="norm_placement is 'prenorm'; it must be one of pre, post, both"):
+    with pytest.raises(ValueError, match="norm_placement is 'prenorm'; it must be one of pre, post, both"):
         block.init(jax.random.key(0), *INPUTS)

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxformer.errors import UserError
 from jaxformer.nn.mlp import ACTIVATIONS, MLP, Activation, activate, uniform_fan_in
 from tests.arrays import apply, assert_close, first_params, normal, random_params
 
@@ -89,5 +88,5 @@ def test_gelu_saves_its_product_alone_for_the_backward_pass(activation: str) -> 
 
 
 def test_an_unknown_activation_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(UserError, match="activation is 'silu'; it must be one of relu, squared_relu"):
+    with pytest.raises(ValueError, match="activation is 'silu'; it must be one of relu, squared_relu"):
         MLP((D,), OUT, "silu").init(jax.random.key(0), normal(T, D))

@@ -6,7 +6,6 @@ import jax.numpy as jnp
 import pytest
 
 from jaxformer.contract import Contract, Input, ParameterAxes, Role
-from jaxformer.errors import UserError
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.rungs import RungDecoderConfig
 from jaxformer.nn.parameters import parameter, parameter_axes, trace_init
@@ -70,5 +69,5 @@ def test_declaring_axes_changes_no_parameter() -> None:
 
 @pytest.mark.parametrize(("axes", "named"), [(None, "no axes"), ("embed", "the axes embed")])
 def test_a_parameter_without_a_name_for_each_axis_is_an_error(axes: str | None, named: str) -> None:
-    with pytest.raises(UserError, match=rf"parameter W_new of shape \(3, 4\) declares {named}; create it with"):
+    with pytest.raises(ValueError, match=rf"parameter W_new of shape \(3, 4\) declares {named}; create it with"):
         parameter_axes(Layer(axes))

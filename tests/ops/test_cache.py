@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxformer.errors import UserError
 from jaxformer.ops.attention import attention
 from jaxformer.ops.cache import (
     KVCache,
@@ -93,7 +92,7 @@ def test_a_step_in_bfloat16_adds_up_in_float32() -> None:
 
 @pytest.mark.parametrize("dtype", ["int32", "float16"])
 def test_a_cache_of_another_dtype_is_refused(dtype: str) -> None:
-    with pytest.raises(UserError, match=f"the cache's dtype is {dtype}; it must be float32, bfloat16 or int8"):
+    with pytest.raises(ValueError, match=f"the cache's dtype is {dtype}; it must be float32, bfloat16 or int8"):
         cache(dtype)
 
 

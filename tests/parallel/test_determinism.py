@@ -56,12 +56,6 @@ def test_a_gpu_that_has_started_without_them_is_one_sentence(monkeypatch) -> Non
     check_deterministic("gpu")
 
 
-def test_flags_in_a_file_are_one_sentence(monkeypatch) -> None:
-    monkeypatch.setenv("XLA_FLAGS", "/etc/xla.flags")
-    with pytest.raises(UserError, match=r"XLA_FLAGS names the file /etc/xla.flags, .* to the flags themselves"):
-        missing_flags()
-
-
 def test_training_on_such_a_gpu_is_refused(monkeypatch, tmp_path) -> None:
     monkeypatch.setenv("XLA_FLAGS", "")
     mesh: Any = SimpleNamespace(devices=np.array([SimpleNamespace(platform="gpu")]), shape=dict.fromkeys(AXES, 1))

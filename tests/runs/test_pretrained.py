@@ -69,7 +69,7 @@ def test_a_run_of_another_shape_is_refused(run):
     ("changes", "said"),
     [
         (["--init-from", "nowhere"], "nowhere does not exist"),
-        (["--init-from", ""], "--init-from is empty; name a folder"),
+        (["--init-from", ""], "--init-from is ''; it must be a local folder"),
         (["--model.d-model", "24"], "does not fit the model"),
         (["--data.tokenizer", "other"], "--data.tokenizer has no effect on"),
     ],

@@ -25,7 +25,7 @@ from jaxformer.models.recurrent import RecurrentConfig
 from jaxformer.models.vit import ViTConfig
 from jaxformer.runs.run import (
     Run,
-    check_writable_parent,
+    check_can_create,
     create_run,
     latest_run,
     load_data,
@@ -185,10 +185,12 @@ def test_config_of_a_published_tokenizer_is_stored_and_verified(tmp_path):
     assert stored.files("t") == published.files("t") and stored.config == config
     file = run / "tokenizer_config.json"
     file.write_text(file.read_text().replace("begin", "end"))
-    with pytest.raises(UserError, match=r"tokenizer_config\.json is not the one that this run was trained with"):
+    with pytest.raises(
+        UserError, match=r"tokenizer_config\.json is missing, is not the one that this run was trained with"
+    ):
         read_tokenizer(run)
     file.unlink()
-    with pytest.raises(UserError, match=r"has no tokenizer_config\.json; restore the one"):
+    with pytest.raises(UserError, match=r"tokenizer_config\.json is missing, .*; restore both"):
         read_tokenizer(run)
 
 
@@ -213,7 +215,7 @@ def test_run_data_uses_its_own_tokenizer(tmp_path):
     actual = load_data(folder, config).tokenizer
     assert actual is not None and actual.as_json() == tokenizer.as_json()
     (folder / "tokenizer.json").unlink()
-    with pytest.raises(UserError, match=r"tokenizer\.json does not exist, .*; restore it, or train again\.$"):
+    with pytest.raises(UserError, match=r"tokenizer\.json is missing, .*; restore both, or train again\.$"):
         load_data(folder, config)
 
 
@@ -248,7 +250,7 @@ def test_tokenizer_of_another_run_is_refused(tmp_path):
     words = [" ".join(f"{a}{b}{c}" for a in "xyz" for b in "abc" for c in "klm")] * 2
     one = small_run(tmp_path / "one", words)
     Tokenizer.train([words[0][::-1]] * 2, 280).save(one / "tokenizer.json")
-    refusal = r"tokenizer\.json is not the one that this run was trained with, or .*; restore both, or train again\.$"
+    refusal = r"tokenizer\.json is missing, is not the one that this run was .*; restore both, or train again\.$"
     with pytest.raises(UserError, match=refusal):
         load_run(one)
     with pytest.raises(UserError, match=refusal):
@@ -262,15 +264,15 @@ def test_tokenizer_without_checksum_is_refused(tmp_path, sums):
     (folder / "sha256.json").unlink()
     if sums is not None:
         (folder / "sha256.json").write_text(sums)
-    with pytest.raises(UserError, match=r"sha256\.json has no checksum of it; restore both, or train again"):
+    with pytest.raises(UserError, match=r"or has no checksum in sha256\.json; restore both, or train again"):
         load_data(folder, config)
 
 
 def test_unwritable_parent_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"run cannot be created: .*file is not writable \(Not a directory\); choose"):
-        check_writable_parent(tmp_path / "file/a/run")
-    check_writable_parent(tmp_path / "a/run")
+        check_can_create(tmp_path / "file/a/run")
+    check_can_create(tmp_path / "a/run")
     assert [folder_path.name for folder_path in tmp_path.iterdir()] == ["file"]
 
 

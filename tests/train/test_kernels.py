@@ -88,10 +88,20 @@ def test_values_wider_than_keys_are_for_attention_without_a_kernel() -> None:
 @pytest.mark.parametrize(
     ("name", "platform", "dtype", "message"),
     [
-        ("splash", "cpu", jnp.bfloat16, "'splash' does not run on cpu; use 'auto'"),
-        ("cudnn", "tpu", jnp.bfloat16, "'cudnn' does not run on tpu; use 'auto'"),
-        ("cudnn", "gpu", jnp.float32, "'cudnn' cannot be used: cuDNN attention needs bfloat16 .* use 'auto'"),
-        ("cudnn", "gpu", jnp.bfloat16, "'cudnn' cannot be used: RuntimeError: .* use 'auto'"),  # there is no GPU here
+        ("splash", "cpu", jnp.bfloat16, "'splash', which cannot be used .cpu has no fused kernel.; set it to auto"),
+        ("cudnn", "tpu", jnp.bfloat16, "'cudnn', which cannot be used .tpu has splash.; set it to auto"),
+        (
+            "cudnn",
+            "gpu",
+            jnp.float32,
+            "'cudnn', which cannot be used .not cudnn: cuDNN attention needs bfloat16 .* set it to auto",
+        ),
+        (
+            "cudnn",
+            "gpu",
+            jnp.bfloat16,
+            "'cudnn', which cannot be used .not cudnn: RuntimeError: .* set it to auto",
+        ),  # there is no GPU here
     ],
 )
 def test_unavailable_kernel_by_name_is_a_user_error(name, platform, dtype, message: str) -> None:

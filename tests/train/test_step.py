@@ -421,10 +421,13 @@ def test_logits_of_a_sequence_classifier_are_not_chunked(monkeypatch):
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (DecoderConfig(V, T), r"DecoderConfig expects int32 \(12,\) per example, but .* int32 \(12,\), bool \(12,\)"),
+        (
+            DecoderConfig(V, T),
+            r"expects inputs and targets int32 \(12,\), int32 \(12,\) per .* int32 \(12,\), bool \(12,\), int32",
+        ),
         (
             ClassifierConfig(V, T),
-            r"ClassifierConfig predicts classes of shape \(\) per example, but the data has targets of shape \(12,\)",
+            r"ClassifierConfig expects .* bool \(12,\), int32 \(\) per .* bool \(12,\), int32 \(12,\);",
         ),
     ],
     ids=["inputs", "targets"],

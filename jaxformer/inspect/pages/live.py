@@ -16,7 +16,6 @@ import numpy as np
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from jaxformer.data.tokenizer import BYTE_OF, Tokenizer
-from jaxformer.errors import UserError
 from jaxformer.inspect.pages.page import Section, embed
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.moe import MoEConfig
@@ -79,20 +78,18 @@ def live_section(
       max_parameters: maximum number of parameters.
 
     Raises:
-      UserError: the page's script cannot run the model or its tokenizer, or the model is too large.
+      NotImplementedError: the page's script cannot run the model or its tokenizer, or the model is too large.
     """
     config: Any = getattr(model, "config", None)
     n_parameters = sum(x.size for x in jax.tree.leaves(params))
     if type(config) not in (DecoderConfig, MoEConfig, RungDecoderConfig):  # another subclass may change the computation
-        raise UserError(f"{SCRIPT} supports decoders only, and this is a {type(model).__name__}.")
-    if config.routes_tokens:
-        raise UserError(f"{SCRIPT} does not support a mixture of experts.")
-    if config.prefix:
-        raise UserError(f"{SCRIPT} supports causal attention only, without a prefix.")
+        raise NotImplementedError(f"{SCRIPT} supports decoders only, and this is a {type(model).__name__}.")
+    if config.routes_tokens or config.prefix:
+        raise NotImplementedError(f"{SCRIPT} supports neither mixtures of experts nor attention to a prefix.")
     size = f"{BYTES_PER_PARAMETER * n_parameters / 1e6:.1f} MB"
     if n_parameters > max_parameters:
         problem = f"it has {n_parameters:,} parameters, which take {size}, but the limit is {max_parameters:,}"
-        raise UserError(f"{problem}; raise it with --max-live-parameters.")
+        raise NotImplementedError(f"{problem}; raise it with --max-live-parameters.")
     pack_tokenizer(tokenizer)  # raises if the script does not support it
     rounded_params = round_params(params)
     text = tokenizer.decode(np.asarray(tokens_T).tolist()).strip("\ufffd")  # parts of characters at the ends
@@ -108,11 +105,12 @@ def live_section(
 
 
 def round_params(params: Params) -> Params:
-    """Return parameters rounded to float16, as float32 NumPy arrays. Raises `UserError` if one is then not finite."""
+    """Return parameters rounded to float16, as float32 NumPy arrays. Raises `NotImplementedError` if one is then not
+    finite."""
     with np.errstate(over="ignore"):
         rounded = jax.tree.map(lambda x: np.asarray(x, np.float16).astype(np.float32), params)
     if not all(np.isfinite(x).all() for x in jax.tree.leaves(rounded)):
-        raise UserError("a parameter is not finite, or above 65,504, the largest float16 value.")
+        raise NotImplementedError("a parameter is not finite, or above 65,504, the largest float16 value.")
     return rounded
 
 
@@ -158,16 +156,17 @@ def _frequencies(c: RungDecoderConfig, block: int) -> list[float] | None:
 
 
 def pack_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return a byte-pair-encoding tokenizer as JSON for the script. Raises `UserError` for unsupported features."""
+    """Return a byte-pair-encoding tokenizer as JSON for the script. Raises `NotImplementedError` for features that it
+    does not support."""
     form = json.loads(tokenizer.as_json())
     model, splits = form["model"], list(_splits(form["pre_tokenizer"]))
     unknown = [name for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix") if model.get(name)]
     if model["type"] != "BPE":
         unknown = [model["type"], *unknown]
     if unknown:
-        raise UserError(f"{SCRIPT} does not support {' or '.join(unknown)} of tokenizers.")
+        raise NotImplementedError(f"{SCRIPT} does not support {' or '.join(unknown)} of tokenizers.")
     if any(not token["special"] for token in form["added_tokens"]):
-        raise UserError(f"{SCRIPT} does not support added tokens that are not special.")
+        raise NotImplementedError(f"{SCRIPT} does not support added tokens that are not special.")
     vocab, is_byte_level = model["vocab"], {"kind": "bytes"} in splits
     if is_byte_level:
         symbols: Any = [vocab.get(character) for _, character in sorted((byte, c) for c, byte in BYTE_OF.items())]
@@ -175,7 +174,7 @@ def pack_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
         symbols = {piece: i for piece, i in vocab.items() if len(piece) == 1}
     fallback = [vocab.get(f"<0x{byte:02X}>") for byte in range(256)]
     if not is_byte_level and (None in fallback or not model.get("byte_fallback")):
-        raise UserError(f"{SCRIPT} does not support character-level tokenizers without byte fallback.")
+        raise NotImplementedError(f"{SCRIPT} does not support character-level tokenizers without byte fallback.")
     pieces = tokenizer.token_bytes
     return {
         "normalizers": list(_normalizers(form["normalizer"])), "splits": [s for s in splits if s["kind"] != "bytes"],
@@ -214,7 +213,7 @@ def _normalizers(step: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
         elif s["type"] == "Replace" and "String" in s["pattern"]:
             yield {"kind": "replace", "pattern": s["pattern"]["String"], "by": s["content"]}
         else:
-            raise UserError(f"{SCRIPT} does not support the normaliser {s['type']}.")
+            raise NotImplementedError(f"{SCRIPT} does not support the normaliser {s['type']}.")
 
 
 def _splits(step: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
@@ -233,7 +232,7 @@ def _splits(step: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
         elif s["type"] == "Split" and s["pattern"].get("Regex") in KNOWN_SPLITS and s["behavior"] == "Isolated":
             yield {"kind": "regex", "pattern": _javascript(s["pattern"]["Regex"])}
         else:
-            raise UserError(f"{SCRIPT} does not support the pre-tokenizer {s['type']} of the run's tokenizer.")
+            raise NotImplementedError(f"{SCRIPT} does not support the pre-tokenizer {s['type']}.")
 
 
 def _javascript(pattern: str) -> str:

@@ -91,7 +91,7 @@ def write_model_page(
             text_T = example[0] if prompt else first_words(tokenizer, example[0], N_LIVE_TOKENS)
             try:
                 sections.append(live_section(run.model, run.params, tokenizer, text_T, max_live_parameters))
-            except UserError as error:
+            except NotImplementedError as error:
                 facts.append(f"The model does not run in this page: {error}")
         mask = mask_token(*run.text_model()) if contract_of(run.model).task is Task.MASKED_LM else None
         progress("attention maps")
