@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -66,6 +66,7 @@ def path_attribution(
     if model.config.norm != "none" and model.config.norm_placement != "pre":
         raise ValueError("the parts' outputs are normalised before they are added, so heads have no part of their own")
     inputs, source, _ = check_pair(model, inputs, source, ())
+    model = model.clone(execution=replace(model.execution, scan=False))  # a scan has no names of blocks
     differences, estimates = _estimates(model, params, inputs, source, metric)
     parts, targets = list(differences), list(estimates)
     edges = [

@@ -95,7 +95,7 @@ def scan_with_edits(
                 kept.keep(next(names), each)
             return new
 
-        with handled_by(replay, after_outer=False):
+        with handled_by(replay if edits[0] else None, after_outer=False):
             carry, y = body(carry, x)
         return carry, (y, list(kept.values.values()))
 
