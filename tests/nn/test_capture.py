@@ -4,8 +4,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
-from jaxformer.nn.capture import OUTPUT, Path, capture_point, handled_by, is_capturing
+from jaxformer.nn.capture import OUTPUT, Captured, Path, capture_point, handled_by, is_capturing, lifted
 
 
 class Squares(nn.Module):
@@ -69,3 +70,21 @@ def test_inner_handler_receives_the_values_of_the_outer():
         assert Squares().apply({}, 2.0) == (4 + 1) ** 2 + 1
         with handled_by(None):
             assert Squares().apply({}, 2.0) == 4 + 1
+
+
+def test_kept_values_leave_lifted_transformations_and_no_others():
+    captured = Captured()
+
+    def keep(root: object, path: Path, value: jax.Array) -> jax.Array:
+        captured.keep(".".join(path), value)
+        return value
+
+    apply = lambda x: Twice().apply({}, x)  # noqa: E731
+    doubled = lambda f: lambda x: f(2 * x)  # noqa: E731
+    with handled_by(keep):
+        assert lifted(jax.jit, lifted(jax.checkpoint, lifted(doubled, apply)))(1.0) == 26
+    assert captured.values == {"first.square": 4, "first": 5, "second.square": 25, "second": 26}
+    with handled_by(keep), pytest.raises(ValueError, match=r"first\.square is computed within a transformation"):
+        jax.checkpoint(apply)(1.0)
+    with handled_by(keep), pytest.raises(ValueError, match=r"first\.square is computed in two calls"):
+        apply(1.0)
