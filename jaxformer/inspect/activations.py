@@ -66,7 +66,8 @@ def capture(
 
     Raises:
       UserError: the inputs are a batch, or hold token ids outside the vocabulary; a pattern matches nothing.
-      ValueError: an activation is computed within a transformation in the model, such as `nn.remat`.
+      ValueError: an activation is computed within a transformation in the model, such as `jax.vmap`, other than the
+        scan and remat of `nn.run_blocks`.
     """
     return apply_and_capture(model, params, *inputs, names=names, missing_ok=missing_ok)[1]
 
@@ -223,7 +224,8 @@ def intervene(names: Names, edit: Edit, *, missing_ok: bool = False) -> Iterator
 
     The rest of the model is computed from the replacement. Returning the same object leaves the computation unchanged.
     An attention layer whose scores, weights or visibility an edit changes uses the plain formula instead of its kernel.
-    Functions compiled outside the context are not affected; those compiled within it keep the replacements.
+    Functions compiled outside the context are not affected; those compiled within it keep the replacements. In blocks
+    that are scanned or rematerialised, the edit receives traced arrays, which it must not store; see `capturing`.
 
     Args:
       names: the activations to replace, named as by `capture`.

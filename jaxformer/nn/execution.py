@@ -157,10 +157,9 @@ def _scan_blocks(
         out: Any = unbound.apply({"params": params}, rngs=rngs, mutable=mutable, method=run)
         return out[0], out[1].get(ROUTER, {})
 
-    edits = [[] for _ in blocks]
-    if is_capturing():
-        points = points_of(body, x_TD, (params[0], None if keys is None else keys[0], known[0]))
-        edits = [[traced_edit((*block.path, *path), value) for path, value in points] for block in blocks]
+    first = params[0], None if keys is None else keys[0], known[0]
+    points = points_of(body, x_TD, first) if is_capturing() else []
+    edits = [[traced_edit((*block.path, *path), value) for path, value in points] for block in blocks]
     for part in alike(edits):
         stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *zip(params[part], known[part], strict=True))
         xs = stacked[0], None if keys is None else keys[part], stacked[1]
