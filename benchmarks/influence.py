@@ -13,7 +13,9 @@ import argparse
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -81,7 +83,7 @@ def main() -> int:
         starts = np.linspace(0, len(val) - TEXT_TOKENS, own.texts).astype(int)
         texts = [np.asarray(val[start : start + TEXT_TOKENS]) for start in starts]
 
-        def timed(name: str, function):
+        def timed(name: str, function: Callable[[], Any]) -> Any:
             function_start = time.perf_counter()
             result = function()
             seconds[name] = round(time.perf_counter() - function_start, 1)
@@ -94,7 +96,8 @@ def main() -> int:
         _, derivative_QN = timed("derivative through training", lambda: replay.influence(texts, progress=trim))
         tracin_QN = timed("TracIn at every step", lambda: tracin(replay, texts))
         rng, N = np.random.default_rng(0), len(replay.documents)
-        measured, predicted = [], {"derivative": [], "tracin": []}
+        measured: list[np.ndarray] = []
+        predicted: dict[str, list[np.ndarray]] = {"derivative": [], "tracin": []}
         base = np.array([float(replay.log_probability(base_params, text)) for text in texts])
         for i in range(own.subsets):
             left_out = rng.choice(N, round(own.left_out * N), replace=False)

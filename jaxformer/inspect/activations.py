@@ -14,13 +14,11 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jax.extend.core import get_opaque_trace_state
 from jax.typing import ArrayLike
 
 from jaxformer.models.inputs import check_example
 from jaxformer.models.objective import Params
-from jaxformer.nn.block import Block
-from jaxformer.nn.capture import OUTPUT, handled_by
+from jaxformer.nn.capture import Captured, Path, handled_by
 from jaxformer.nn.parameter_norms import dotted, parameter_name
 
 Inputs = tuple[Any, ...]
@@ -67,7 +65,8 @@ def capture(
 
     Raises:
       ValueError: the inputs are a batch, or hold token ids outside the vocabulary; a pattern matches nothing; an
-        activation is computed within a transformation in the model, such as `nn.remat`.
+        activation is computed within a transformation in the model, such as `jax.vmap`, other than the scan and remat of
+        `nn.run_blocks`.
     """
     return apply_and_capture(model, params, *inputs, names=names, missing_ok=missing_ok)[1]
 
@@ -77,8 +76,7 @@ def apply_and_capture(
 ) -> tuple[Any, Activations]:
     """Return the model's output for one example, and its activations; see `capture`."""
     check_example(model, *inputs)
-    captured: Activations = OrderedDict()
-    with intervene(names, _keep(captured), missing_ok=missing_ok):
+    with capturing(names, missing_ok=missing_ok) as captured:
         output = model.apply({"params": params}, *inputs)
     return output, captured
 
@@ -118,9 +116,7 @@ def value_and_capture_gradients(
     """Return a loss and the results of `capture_gradients`."""
 
     def shifted(shifts: Activations) -> tuple[jax.Array, Activations]:
-        captured: Activations = OrderedDict()
-        shift = lambda name, value: value + shifts[name] if name in shifts else value  # noqa: E731
-        with intervene(names, _keep(captured, shift)):
+        with capturing(names, lambda name, value: value + shifts[name] if name in shifts else value) as captured:
             return loss(), captured
 
     shapes = jax.eval_shape(lambda: shifted(OrderedDict())[1])
@@ -203,12 +199,32 @@ def _gradient_of(
 
 
 @contextmanager
+def capturing(names: Names, edit: Edit = lambda _, value: value, *, missing_ok: bool = False) -> Iterator[Activations]:
+    """Yield the activations of the model that is called within this context, by name, after replacements by `edit`;
+    the arguments are those of `intervene`.
+
+    Raises:
+      UserError: a pattern matched nothing by the end of the context.
+      ValueError: an activation is computed in two calls of a model, or within a transformation.
+    """
+    captured = Captured()
+
+    def keep(name: str, value: jax.Array) -> jax.Array:
+        captured.keep(name, edited := edit(name, value))
+        return edited
+
+    with intervene(names, keep, missing_ok=missing_ok):
+        yield captured.values
+
+
+@contextmanager
 def intervene(names: Names, edit: Edit, *, missing_ok: bool = False) -> Iterator[None]:
     """Replace activations of the models called within this context by `edit(name, value)`.
 
     The rest of the model is computed from the replacement. Returning the same object leaves the computation unchanged.
     An attention layer whose scores, weights or visibility an edit changes uses the plain formula instead of its kernel.
-    Functions compiled outside the context are not affected; those compiled within it keep the replacements.
+    Functions compiled outside the context are not affected; those compiled within it keep the replacements. In blocks
+    that are scanned or rematerialised, the edit receives traced arrays, which it must not store; see `capturing`.
 
     Args:
       names: the activations to replace, named as by `capture`.
@@ -222,9 +238,8 @@ def intervene(names: Names, edit: Edit, *, missing_ok: bool = False) -> Iterator
     calls: Counter[tuple[object, str]] = Counter()
     computed: set[str] = set()
 
-    def replaced(module: nn.Module, part: str, value: jax.Array) -> jax.Array:
-        path = module.path if part == OUTPUT and module.path else (*module.path, part)
-        call = (module.scope.root if module.scope else None, dotted(path))  # each `apply` has its own root
+    def replaced(root: object, path: Path, value: jax.Array) -> jax.Array:
+        call = root, dotted(path)
         calls[call] += 1
         name = call[1] if calls[call] == 1 else f"{call[1]} (call {calls[call]})"
         computed.add(name)
@@ -239,59 +254,6 @@ def intervene(names: Names, edit: Edit, *, missing_ok: bool = False) -> Iterator
         yield
     if not missing_ok:
         _check_matched(patterns, computed)
-
-
-@contextmanager
-def skip_blocks(n: jax.Array | int, outputs: Activations) -> Iterator[None]:
-    """Skip the first blocks of the models called within this context: they return known outputs.
-
-    One program serves every number of skipped blocks, which need not be known when it is compiled. Under `jax.vmap`,
-    blocks are skipped if the number is the same for all examples.
-
-    Args:
-      n: number of blocks to skip, in order of computation.
-      outputs: output `(T, D)` of every block for the same example, named `blocks.0.after` and so on, as by `capture`.
-    """
-    number_of = {name.removesuffix(".after"): i for i, name in enumerate(outputs)}
-    computing = False
-
-    def skip(call: Callable, args: tuple, named: dict, context: nn.module.InterceptorContext) -> Any:
-        nonlocal computing
-        block = context.module
-        if computing or not isinstance(block, Block) or context.method_name != "__call__":
-            return call(*args, **named)
-        name = dotted(block.path)
-
-        def compute(block: Block) -> jax.Array:
-            nonlocal computing
-            computing = True
-            try:
-                return block(*args, **named)[0]
-            finally:
-                computing = False
-
-        return nn.cond(number_of[name] < n, lambda _: outputs[f"{name}.after"], compute, block), None
-
-    with nn.intercept_methods(skip):
-        yield
-
-
-def _keep(captured: Activations, edit: Edit = lambda _, value: value) -> Edit:
-    """Return an edit that also stores the result of `edit` under the activation's name. It raises `ValueError` if
-    the activation is computed within an inner transformation, such as `vmap`, or if its name is taken."""
-    trace = get_opaque_trace_state(convention="flax")
-
-    def keep(name: str, value: jax.Array) -> jax.Array:
-        if name in captured:
-            raise ValueError(f"{name} is computed in two calls of a model; capture each call separately.")
-        if get_opaque_trace_state(convention="flax") != trace:
-            transformation = "a transformation, such as jax.vmap, jax.checkpoint or jax.lax.scan"
-            problem = f"{name} is computed within {transformation}, which its value cannot leave"
-            raise ValueError(f"{problem}; capture within the transformation, or omit this name.")
-        captured[name] = edit(name, value)
-        return captured[name]
-
-    return keep
 
 
 def _check_edit(name: str, value: jax.Array, edited: ArrayLike) -> None:

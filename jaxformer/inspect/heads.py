@@ -18,10 +18,11 @@ from jax.typing import ArrayLike
 
 from jaxformer.contract import ParameterAxes, Task, contract_of
 from jaxformer.data.dataset import Batch
-from jaxformer.inspect.activations import Activations, Inputs, capture, intervene, skip_blocks
+from jaxformer.inspect.activations import Activations, Inputs, capture, intervene
 from jaxformer.inspect.attention import CROSS, row_tokens_and_mask
 from jaxformer.models.objective import Params, mean_loss, objective_of
 from jaxformer.nn.attention import AXES
+from jaxformer.nn.execution import skip_blocks
 from jaxformer.nn.parameter_norms import dotted
 from jaxformer.ops.attention import row_entropy
 
@@ -183,7 +184,7 @@ def ablate_heads(
     for layer, scale_H in scales.items():
         progress(layer)
         H = len(scale_H)
-        n_before = list(outputs_B).index(f"{layer.rpartition('.')[0]}.after")
+        n_before = list(outputs_B).index(layer.rpartition(".")[0])
         scales_H = OrderedDict((name, jnp.broadcast_to(x, (H, *x.shape))) for name, x in scales.items())
         scales_H[layer] = 1 - jnp.eye(H)
         for kind, replacement in replacements.items():
@@ -218,7 +219,7 @@ def _mean_outputs(
     model: nn.Module, params: Params, inputs_B: Inputs, target_mask_BT: ArrayLike | None
 ) -> tuple[Activations, Activations]:
     """Return the mean output of each head over examples and positions, without padding, `(H, K)` by layer; and the
-    outputs of blocks for each example, `(B, T, D)`."""
+    outputs of blocks for each example, `(B, T, D)` by block."""
 
     def example_sums(example: tuple[Inputs, jax.Array | None]) -> tuple[OrderedDict[str, Any], Activations]:
         inputs, mask_T = example
@@ -229,7 +230,7 @@ def _mean_outputs(
             valid_T = row_tokens_and_mask(model, name, inputs, mask_T)[1]
             valid_T = jnp.ones(x_HTK.shape[1]) if valid_T is None else valid_T.astype(jnp.float32)
             sums[name.removesuffix(".heads")] = jnp.einsum("htk,t->hk", x_HTK, valid_T), valid_T.sum()
-        return sums, captured
+        return sums, OrderedDict((name.removesuffix(".after"), x_TD) for name, x_TD in captured.items())
 
     sums_B, outputs_B = jax.lax.map(example_sums, (inputs_B, target_mask_BT))
     means = OrderedDict((layer, sums_BHK.sum(axis=0) / n_B.sum()) for layer, (sums_BHK, n_B) in sums_B.items())

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxformer.data.dataset import Batch
-from jaxformer.inspect.activations import Activations, capture_gradients, intervene
+from jaxformer.inspect.activations import Activations, capture_gradients, capturing
 from jaxformer.inspect.residual_stream import STREAM, check_stream
 from jaxformer.models.objective import Params, objective_of
 
@@ -179,13 +179,7 @@ def backward_lens(model: nn.Module, params: Params, example: Batch) -> Activatio
 @partial(jax.jit, static_argnames="model")
 def _streams(model: nn.Module, params: Params, tokens_T: jax.Array, shifts: Activations | None = None) -> Activations:
     """Return the residual stream `(T, D)` after the embedding and each block, with shifts added to it there."""
-    streams: Activations = OrderedDict()
-
-    def shifted(name: str, value: jax.Array) -> jax.Array:
-        streams[name] = value if shifts is None else value + shifts[name]
-        return streams[name]
-
-    with intervene(STREAM, shifted):
+    with capturing(STREAM, lambda name, x_TD: x_TD if shifts is None else x_TD + shifts[name]) as streams:
         model.apply({"params": params}, tokens_T, method="features")
     return streams
 

@@ -5,21 +5,24 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.lax import stop_gradient
 
-from jaxformer.inspect.activations import Activations, capture
+from jaxformer.inspect.activations import Activations, capture, capture_gradients, intervene
 from jaxformer.inspect.patching import check_pair
 from jaxformer.inspect.residual_stream import check_stream
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.objective import Params
 from jaxformer.models.rungs import as_rung
 from jaxformer.nn.parameter_norms import dotted
+
+PROJECTIONS = tuple(f"blocks.*.attention.{kind}" for kind in ("queries", "keys", "values"))
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,8 @@ class Edge:
     source: str
     """`embedding`, a head such as `blocks.0.attention.heads.2`, or an MLP such as `blocks.0.mlp`."""
     target: str
-    """The part that reads it: an attention layer, an MLP, or `logits`."""
+    """The part that reads it: an attention layer, an MLP, or `logits`; or a head's projection, such as
+    `blocks.1.attention.heads.2.queries`."""
     estimate: float
     """Change of the metric to first order: the gradient at the target's input times the difference."""
     exact: float | None = None
@@ -43,6 +47,7 @@ def path_attribution(
     source: Sequence[jax.Array],
     metric: Callable[[jax.Array], jax.Array],
     n_exact: int = 10,
+    by_head: bool = False,
 ) -> list[Edge]:
     """Return the edges of a decoder in order of their effect, the largest first: path patching (Goldowsky-Dill et al.
     2023) to first order for all edges, from one gradient (Syed et al. 2023), and exactly for the largest.
@@ -56,6 +61,8 @@ def path_attribution(
       metric: function from logits to a scalar. Pass the same function object in each call: a new one triggers
         compilation.
       n_exact: number of edges that are computed exactly, with a forward pass each.
+      by_head: instead of attention layers, the targets are the queries, keys and values of each of their heads, of
+        which one alone reads the difference.
 
     Raises:
       ValueError: the inputs are a batch.
@@ -66,7 +73,8 @@ def path_attribution(
     if model.config.norm != "none" and model.config.norm_placement != "pre":
         raise ValueError("the parts' outputs are normalised before they are added, so heads have no part of their own")
     inputs, source, _ = check_pair(model, inputs, source, ())
-    differences, estimates = _estimates(model, params, inputs, source, metric)
+    model = model.clone(execution=replace(model.execution, scan=False))  # a scan has no names of blocks
+    differences, estimates = _estimates(model, params, inputs, source, metric, by_head)
     parts, targets = list(differences), list(estimates)
     edges = [
         (float(estimates[target][i]), part, target)
@@ -77,26 +85,73 @@ def path_attribution(
     edges.sort(key=lambda edge: -abs(edge[0]))
     plain = float(_shifted_metric(model, params, inputs, {}, metric)) if n_exact else 0.0
     exact = [
-        float(_shifted_metric(model, params, inputs, {target: differences[part]}, metric)) - plain
+        float(_exact(model, params, inputs, target, differences[part], metric)) - plain
         for _, part, target in edges[:n_exact]
     ]
     effects: list[float | None] = [*exact, *[None] * (len(edges) - len(exact))]
     return [Edge(part, target, value, effect) for (value, part, target), effect in zip(edges, effects, strict=True)]
 
 
-@partial(jax.jit, static_argnames=("model", "metric"))
+@partial(jax.jit, static_argnames=("model", "metric", "by_head"))
 def _estimates(
-    model: nn.Module, params: Params, inputs: tuple, source: tuple, metric: Callable
+    model: nn.Module, params: Params, inputs: tuple, source: tuple, metric: Callable, by_head: bool
 ) -> tuple[Activations, Activations]:
     """Return the differences of what each part writes, `(T, D)` by part; and the estimates by target, one per part."""
     c = as_rung(model.config)
     before, after = (_written(c, params, capture(model, params, *example)) for example in (inputs, source))
     differences = OrderedDict((part, after[part] - before[part]) for part in before)
-    targets = [f"blocks.{i}.{part}" for i in range(c.n_blocks) for part in ("attention", "mlp")] + ["logits"]
-    zeros = dict.fromkeys(targets, jnp.zeros_like(differences["embedding"]))
-    grads = jax.grad(lambda shifts: _shifted_metric(model, params, inputs, shifts, metric))(zeros)
-    stacked = jnp.stack(list(differences.values()))
-    return differences, OrderedDict((target, jnp.einsum("ptd,td->p", stacked, grads[target])) for target in targets)
+    layers = [f"blocks.{i}.attention" for i in range(c.n_blocks)]
+    targets = [f"blocks.{i}.mlp" for i in range(c.n_blocks)] + ["logits"] + ([] if by_head else layers)
+    zeros_TD, stacked = jnp.zeros_like(differences["embedding"]), jnp.stack(list(differences.values()))
+    shifts = dict.fromkeys(targets, zeros_TD)
+    grads = jax.grad(lambda shifts: _shifted_metric(model, params, inputs, shifts, metric))(shifts)
+    estimates = OrderedDict((target, jnp.einsum("ptd,td->p", stacked, grads[target])) for target in targets)
+    if not by_head:
+        return differences, estimates
+
+    def projected(shift_TD: jax.Array) -> Activations:
+        """Return queries, keys and values if each layer reads a shift that earlier layers did not read."""
+        with _shifted_inputs(c, dict.fromkeys(layers, shift_TD)), intervene("*.before", lambda _, x: stop_gradient(x)):
+            return capture(model, params, *inputs, names=PROJECTIONS)
+
+    _, grads = capture_gradients(lambda: metric(model.apply({"params": params}, *inputs)), PROJECTIONS)
+    _, change = jax.linearize(projected, zeros_TD)
+    effects = jax.lax.map(
+        lambda part_TD: jax.tree.map(partial(jnp.einsum, "htk,htk->h"), grads, change(part_TD)), stacked
+    )
+    for name, effects_PH in effects.items():
+        layer, _, kind = name.rpartition(".")
+        estimates |= {f"{layer}.heads.{h}.{kind}": effect_P for h, effect_P in enumerate(effects_PH.T)}
+    return differences, estimates
+
+
+def _exact(
+    model: nn.Module, params: Params, inputs: tuple, target: str, difference_TD: jax.Array, metric: Callable
+) -> jax.Array:
+    """Return the metric if the target alone reads the difference."""
+    layer, _, projection = target.partition(".heads.")
+    if not projection:
+        return _shifted_metric(model, params, inputs, {target: difference_TD}, metric)
+    head, kind = projection.split(".")
+    return _head_metric(model, params, inputs, layer, kind, int(head), difference_TD, metric)
+
+
+@partial(jax.jit, static_argnames=("model", "layer", "kind", "metric"))
+def _head_metric(
+    model: nn.Module,
+    params: Params,
+    inputs: tuple,
+    layer: str,
+    kind: str,
+    head: int,
+    difference_TD: jax.Array,
+    metric: Callable,
+) -> jax.Array:
+    name = f"{layer}.{kind}"
+    with _shifted_inputs(model.config, {layer: difference_TD}):
+        shifted_HTK = capture(model, params, *inputs, names=name)[name]
+    with intervene(name, lambda _, x_HTK: x_HTK.at[head].set(shifted_HTK[head])):
+        return metric(model.apply({"params": params}, *inputs))
 
 
 @partial(jax.jit, static_argnames=("model", "metric"))

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxformer.data.dataset import Batch
-from jaxformer.inspect.activations import Activations, capture_shapes, intervene
+from jaxformer.inspect.activations import Activations, capture_shapes, capturing
 from jaxformer.inspect.attention import row_tokens_and_mask
 from jaxformer.models.objective import Params, objective_of
 from jaxformer.nn.parameter_norms import dotted
@@ -75,13 +75,10 @@ def _measure(model: nn.Module, layer: str, params: Params, batch: Batch, tempera
     names = scores, weights = f"{layer}.scores", f"{layer}.weights"
 
     def loss(params: Params, shifts: Activations, example: Batch) -> tuple[jax.Array, jax.Array]:
-        captured: Activations = OrderedDict()
-
         def edit(name: str, value: jax.Array) -> jax.Array:
-            captured[name] = value
             return (value / temperature if name == scores else value) + shifts[name]
 
-        with intervene(names, edit):
+        with capturing(names, edit) as captured:
             nll = objective_of(model).example_loss(model, params, example)
         return nll, captured[weights]
 

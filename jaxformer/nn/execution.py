@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, Literal
 
@@ -12,7 +14,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxformer.errors import UserError
-from jaxformer.nn.capture import capture_point, is_capturing
+from jaxformer.nn.capture import capture_point, is_capturing, lifted, rooted_at
+from jaxformer.nn.parameter_norms import dotted
+from jaxformer.nn.traced_edits import alike, points_of, scan_with_edits, traced_edit
 from jaxformer.ops.attention import attention
 from jaxformer.ops.blockwise import SAVED
 from jaxformer.ops.kernels import is_cudnn_forward
@@ -41,8 +45,6 @@ def no_gather(name: str, params: Any) -> Any:
 @dataclass(frozen=True)
 class Execution:
     """Settings that trade time for memory. They change no shape or parameter name and, except for rounding, no result.
-
-    While activations are captured or replaced, blocks are neither scanned nor rematerialised.
 
     Attributes:
       attention: implementation of attention, with the signature of `ops.attention.attention`.
@@ -97,21 +99,26 @@ def run_blocks(
     Raises:
       UserError: the blocks differ in shape and cannot be scanned.
     """
-    if is_capturing():  # values captured in a block could not leave a scan, and are stored anyway
-        execution = replace(execution, scan=False, remat="none")
-    if execution.scan and not blocks[0].is_initializing():
-        return _scan_blocks(blocks, execution, x_TD, *inputs, keys=keys, **named)
-    for i, block in enumerate(blocks):
-        x_TD = _block_function(block, execution, *inputs, **named)(block, x_TD, None if keys is None else keys[i])
+    first, outputs = _skipped.get()
+    names = [dotted(block.path) for block in blocks]
+    # For each block, whether it is skipped, and its known output.
+    known = [(list(outputs).index(name) < first, outputs[name]) if name in outputs else None for name in names]
+    with rooted_at(blocks[0]):
+        if execution.scan and not blocks[0].is_initializing():
+            return _scan_blocks(blocks, execution, x_TD, *inputs, keys=keys, known=known, **named)
+        for i, block in enumerate(blocks):
+            run = _block_function(block, execution, *inputs, **named)
+            x_TD = run(block, x_TD, None if keys is None else keys[i], known[i])
     return x_TD
 
 
 def _block_function(block: nn.Module, execution: Execution, *inputs: Any, **named: Any) -> Callable[..., jax.Array]:
-    """Return a function of `(block, x_TD, key)` that computes the residual stream `(T, D)` after the block, including
-    gather and remat."""
+    """Return a function of `(block, x_TD, key, known)` that computes the residual stream `(T, D)` after the block,
+    including gather and remat."""
 
-    def run(block: nn.Module, x_TD: jax.Array, key: jax.Array | None) -> jax.Array:
-        return block(x_TD, *inputs, key=key, **named)[0]
+    def run(block: nn.Module, x_TD: jax.Array, key: jax.Array | None, known: tuple | None) -> jax.Array:
+        compute = lambda block: block(x_TD, *inputs, key=key, **named)[0]  # noqa: E731
+        return compute(block) if known is None else nn.cond(known[0], lambda _: known[1], compute, block)
 
     if not block.is_initializing():
         if execution.gather is not no_gather:
@@ -119,7 +126,8 @@ def _block_function(block: nn.Module, execution: Execution, *inputs: Any, **name
             run = nn.map_variables(run, "params", trans_in_fn=gather)
         if execution.remat != "none":
             # A scan already prevents the compiler from merging the recomputation with the first computation.
-            run = nn.checkpoint(run, policy=POLICIES[execution.remat], prevent_cse=not execution.scan)
+            remat = partial(nn.checkpoint, policy=POLICIES[execution.remat], prevent_cse=not execution.scan)
+            run = lifted(remat, run)
     return run
 
 
@@ -129,9 +137,11 @@ def _scan_blocks(
     x_TD: jax.Array,
     *inputs: Any,
     keys: jax.Array | None,
+    known: Sequence[Any],
     **named: Any,
 ) -> jax.Array:
-    """Return the residual stream `(T, D)` after all blocks, from a scan over their stacked parameters."""
+    """Return the residual stream `(T, D)` after all blocks, from a scan over their stacked parameters. If activations
+    are captured or replaced, consecutive blocks that this affects in the same way are one scan."""
     # JAX transformations cannot handle bound modules: extract the parameters, and apply the first block with each.
     params = [block.variables["params"] for block in blocks]
     shapes = [jax.tree.map(jnp.shape, p) for p in params]
@@ -140,19 +150,45 @@ def _scan_blocks(
     unbound = blocks[0].clone(parent=None)
     mutable = [ROUTER] if blocks[0].is_mutable_collection(ROUTER) else []
 
-    def body(x_TD: jax.Array, params_and_key: tuple[Any, jax.Array | None]) -> tuple[jax.Array, Any]:
-        params, key = params_and_key
-        run: Any = lambda block: _block_function(block, execution, *inputs, **named)(block, x_TD, key)  # noqa: E731
+    def body(x_TD: jax.Array, of_block: tuple[Any, jax.Array | None, Any]) -> tuple[jax.Array, Any]:
+        params, key, known = of_block
+        run: Any = lambda block: _block_function(block, execution, *inputs, **named)(block, x_TD, key, known)  # noqa: E731
         rngs = None if key is None else {"dropout": key}
         out: Any = unbound.apply({"params": params}, rngs=rngs, mutable=mutable, method=run)
         return out[0], out[1].get(ROUTER, {})
 
-    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *params)
-    x_TD, sown_L = jax.lax.scan(body, x_TD, (stacked, keys))
-    for i, block in enumerate(blocks):
-        for name, value in sown_L.items():
-            block.put_variable(ROUTER, name, jax.tree.map(lambda leaf, i=i: leaf[i], value))
+    first = params[0], None if keys is None else keys[0], known[0]
+    points = points_of(body, x_TD, first) if is_capturing() else []
+    edits = [[traced_edit((*block.path, *path), value) for path, value in points] for block in blocks]
+    for part in alike(edits):
+        stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *zip(params[part], known[part], strict=True))
+        xs = stacked[0], None if keys is None else keys[part], stacked[1]
+        x_TD, sown_L = scan_with_edits(body, x_TD, xs, edits[part])
+        for i, block in enumerate(blocks[part]):
+            for name, value in sown_L.items():
+                block.put_variable(ROUTER, name, jax.tree.map(lambda leaf, i=i: leaf[i], value))
     return x_TD
+
+
+_skipped: ContextVar[tuple[jax.Array | int, Mapping[str, jax.Array]]] = ContextVar("skipped", default=(0, {}))
+
+
+@contextmanager
+def skip_blocks(n: jax.Array | int, outputs: Mapping[str, jax.Array]) -> Iterator[None]:
+    """Skip the first blocks of the models called within this context: they return known outputs.
+
+    One program serves every number of skipped blocks, which need not be known when it is compiled. Under `jax.vmap`,
+    blocks are skipped if the number is the same for all examples.
+
+    Args:
+      n: number of blocks to skip, in order of computation.
+      outputs: output `(T, D)` of every block for the same example, by block, such as `blocks.0`.
+    """
+    token = _skipped.set((n, outputs))
+    try:
+        yield
+    finally:
+        _skipped.reset(token)
 
 
 def traced_once(blocks: Sequence[nn.Module]) -> Iterator[Callable[..., Any]]:

@@ -23,7 +23,6 @@ from jaxformer.inspect import (
     intervene,
     run_from,
 )
-from jaxformer.inspect.activations import skip_blocks
 from jaxformer.models.clip import CLIPConfig, ImageTowerConfig, TextTowerConfig
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.encoder import ClassifierConfig, EncoderConfig
@@ -36,7 +35,7 @@ from jaxformer.models.rungs import RungDecoderConfig
 from jaxformer.models.vit import ViTConfig
 from jaxformer.models.vivit import ViViTConfig
 from jaxformer.nn.capture import capture_point
-from jaxformer.nn.execution import Execution
+from jaxformer.nn.execution import Execution, skip_blocks
 from tests.arrays import as_array
 from tests.helpers import exhaustive, slow
 
@@ -405,11 +404,12 @@ def test_skipped_blocks_return_known_outputs(name: str):
     """One program computes the rest of the model from any block on, as if the blocks before it were replaced."""
     model, params, inputs = random_model(MODELS[name])
     outputs = jax.jit(lambda params: capture(model, params, *inputs, names="*.after"))(params)
-    other = OrderedDict((block, -x_TD) for block, x_TD in outputs.items())
+    other = OrderedDict((name, -x_TD) for name, x_TD in outputs.items())
+    known = OrderedDict((name.removesuffix(".after"), x_TD) for name, x_TD in other.items())
 
     @jax.jit
     def rest(params, n):
-        with skip_blocks(n, other):
+        with skip_blocks(n, known):
             return model.apply({"params": params}, *inputs)
 
     for n in range(len(outputs) + 1):

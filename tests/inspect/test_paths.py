@@ -62,6 +62,47 @@ def test_an_edge_is_the_change_of_what_its_target_alone_reads(config):
     np.testing.assert_allclose(edge.estimate, jnp.vdot(jax.grad(metric)(stream_TD), difference), atol=1e-4)
 
 
+GROUPED = replace(DECODER, n_heads=4, n_kv_heads=2, norm="rmsnorm", positions="rope", head_dim=4)
+
+
+def test_edges_into_heads_are_those_into_their_layer_in_parts():
+    model, params, _ = random_model(GROUPED)
+    whole = path_attribution(model, params, [TOKENS], [OTHER], preference, n_exact=0)
+    heads = path_attribution(model, params, [TOKENS], [OTHER], preference, n_exact=0, by_head=True)
+    parts = {edge.target for edge in heads if edge.target.startswith("blocks.1.attention")}
+    assert parts == {
+        f"blocks.1.attention.heads.{h}.{kind}"
+        for kind, n in (("queries", 4), ("keys", 2), ("values", 2))
+        for h in range(n)
+    }
+    for edge in whole:
+        of_heads = [
+            e.estimate for e in heads if e.source == edge.source and e.target.partition(".heads")[0] == edge.target
+        ]
+        np.testing.assert_allclose(sum(of_heads), edge.estimate, rtol=1e-3, atol=1e-5)
+
+
+def test_an_edge_into_a_head_is_the_change_of_what_its_projection_alone_reads():
+    """The first MLP's edges into one head of the second block, written out."""
+    model, params, _ = random_model(GROUPED)
+    edges = path_attribution(model, params, [TOKENS], [OTHER], preference, n_exact=1000, by_head=True)
+    edge_to = {edge.target: edge for edge in edges if edge.source == "blocks.0.mlp"}
+    ours, theirs = (capture(model, params, tokens) for tokens in (TOKENS, OTHER))
+    block = model.bind({"params": params}).blocks[1]
+    stream_TD, difference = ours["blocks.1.before"], theirs["blocks.0.mlp"] - ours["blocks.0.mlp"]
+    for kind in ("queries", "keys", "values"):
+        name, W_DK = f"blocks.1.attention.{kind}", params["blocks_1"]["attention"][f"W_{kind[0].upper()}"][:, 1]
+
+        def metric(stream_TD, kind=kind, name=name, W_DK=W_DK):
+            x_TK = block.attention_norm(stream_TD) @ W_DK
+            x_TK = x_TK if kind == "values" else block.attention.rope(x_TK[None], jnp.arange(T))[0]
+            return preference(run_from(model, params, (TOKENS,), {name: ours[name].at[1].set(x_TK)}))
+
+        edge, slope = edge_to[f"blocks.1.attention.heads.1.{kind}"], jnp.vdot(jax.grad(metric)(stream_TD), difference)
+        np.testing.assert_allclose(edge.exact, metric(stream_TD + difference) - metric(stream_TD), atol=1e-4)
+        np.testing.assert_allclose(edge.estimate, slope, rtol=1e-3, atol=1e-4)
+
+
 def test_normalised_outputs_have_no_heads_of_their_own():
     model, params, inputs = random_model(replace(DECODER, norm_placement="both"))
     with pytest.raises(ValueError, match="normalised"):

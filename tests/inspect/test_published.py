@@ -15,6 +15,7 @@ from jaxformer.data import next_token_batch
 from jaxformer.inspect.pages.model import write_model_page
 from jaxformer.inspect.property_checks import random_inputs
 from jaxformer.interop.run import import_run
+from jaxformer.nn.execution import PLAIN, Execution
 from jaxformer.runs.run import Run, load_run
 from tests.arrays import apply
 from tests.interop.published import publish
@@ -59,6 +60,34 @@ def test_captures_equal_the_intermediate_values_of_transformers(case):
         np.testing.assert_allclose(ours[f"blocks.{i}.before"], stream_TD, atol=1e-4 * scale, err_msg=f"block {i}")
         np.testing.assert_allclose(ours[f"blocks.{i}.attention.weights"], weights_HTT, atol=1e-4, err_msg=f"block {i}")
     np.testing.assert_allclose(ours["logits"], theirs.logits[0].numpy(), atol=1e-4)
+
+
+@pytest.mark.parametrize("execution", [PLAIN, Execution(scan=True, remat="block")], ids=["plain", "scan and remat"])
+def test_gradients_of_activations_equal_those_of_torch(case, execution):
+    torch = pytest.importorskip("torch")
+    theirs, run = case
+    model = run.config.model.build(execution)
+    with torch.enable_grad():
+        out = theirs(torch.tensor(tokens())[None], output_hidden_states=True, output_attentions=True)
+        theirs_of = {
+            "blocks.1.attention.heads.2.weights": out.attentions[1][0, 2, 5, 3],
+            first_logit: first_logit(out.logits[0]),
+        }
+        theirs_by = {
+            "blocks.0.before": out.hidden_states[0],
+            "blocks.1.before": out.hidden_states[1],
+            "blocks.0.attention.weights": out.attentions[0],
+            "embedding.W_E": theirs.get_input_embeddings().weight,
+        }
+        for of, value in theirs_of.items():
+            expected = torch.autograd.grad(value, list(theirs_by.values()), retain_graph=True)
+            at = (5, 3) if isinstance(of, str) else ()
+            got = inspect.gradient_of(model, run.params, jnp.asarray(tokens()), of=of, wrt=tuple(theirs_by), at=at)
+            for name, grad in zip(theirs_by, expected, strict=True):
+                theirs_g = grad.numpy().reshape(got[name].shape)
+                scale = np.abs(theirs_g).max()
+                assert scale > 0, name
+                np.testing.assert_allclose(got[name] / scale, theirs_g / scale, atol=1e-4, err_msg=f"{of}, {name}")
 
 
 def test_residual_stream_adds_up_to_the_logits(case):

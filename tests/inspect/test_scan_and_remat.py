@@ -1,0 +1,223 @@
+"""Captures and interventions of models whose blocks are scanned and rematerialised are those of the plain model."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxformer.data.dataset import Batch
+from jaxformer.inspect import (
+    ablate_heads,
+    attribution_patching,
+    capture,
+    capture_gradients,
+    gradient_of,
+    intervene,
+    patch_activations,
+    path_attribution,
+    run_from,
+)
+from jaxformer.inspect.activations import capturing
+from jaxformer.models.decoder import DecoderConfig
+from jaxformer.models.objective import objective_of
+from jaxformer.nn.execution import Execution
+from tests.helpers import exhaustive, slow
+from tests.inspect.test_activations import MODELS, T, V, random_model
+
+DEEP = DecoderConfig(
+    V, T, 12, n_blocks=4, n_heads=4, n_kv_heads=2, head_dim=4, d_ff=(16,), activation="swiglu", bias=False,
+    norm="rmsnorm", final_norm=True, positions="rope",
+)  # fmt: skip
+CONFIGS = {
+    "llama": DEEP,
+    "windows": replace(DEEP, window=3, global_blocks=(1,), qk_norm=True),  # three scans
+    **{name: MODELS[name] for name in ("decoder", "experts", "encoder-decoder", "vit", "factorised", "clip")},
+}
+EXECUTIONS = {
+    "both": Execution(scan=True, remat="block"),
+    "scan": Execution(scan=True),
+    "dots": Execution(remat="dots"),
+    "block": Execution(remat="block"),
+}
+SCANNED = EXECUTIONS["both"]
+every_execution = pytest.mark.parametrize(
+    "execution", [execution if name == "both" else exhaustive(execution) for name, execution in EXECUTIONS.items()]
+)
+
+
+def assert_same(config: Any, execution: Execution, f: Callable[..., Any]) -> None:
+    """Assert that `f(model, params, inputs)` does not depend on the execution. In float64, since the compiler rounds
+    programs differently that are written differently."""
+    model, params, inputs = random_model(config)
+    with jax.enable_x64(True):
+        params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), params)
+        expected, got = (
+            jax.jit(lambda params, m=m: f(m, params, inputs))(params) for m in (model, config.build(execution))
+        )
+    assert jax.tree.structure(got) == jax.tree.structure(expected)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-9, atol=1e-11), got, expected)
+    assert any(np.any(leaf) for leaf in jax.tree.leaves(got))
+
+
+def loss_of(model: nn.Module, params: Any, inputs: tuple) -> jax.Array:
+    """Return the loss of an example."""
+    targets = jnp.int32(1) if jnp.ndim(inputs[0]) > 1 and len(inputs) == 1 else jnp.arange(T) % V
+    if hasattr(model.config, "text"):
+        return jnp.sum(model.apply({"params": params}, *inputs)[0] ** 2)
+    return objective_of(model).example_loss(model, params, Batch(inputs, targets))
+
+
+@every_execution
+@pytest.mark.parametrize(
+    "name",
+    ["llama", *map(slow, ("windows", "encoder-decoder")), *map(exhaustive, ("experts", "vit", "factorised", "clip"))],
+)
+def test_values_and_their_gradients_are_those_of_the_plain_model(name, execution):
+    def probe(model, params, inputs):
+        values, grads = capture_gradients(lambda: loss_of(model, params, inputs))
+        return values, grads, capture(model, params, *inputs)
+
+    assert_same(CONFIGS[name], execution, probe)
+
+
+def edit_one(name: str, value: jax.Array) -> jax.Array:
+    """Change the second head of block 2 alone."""
+    return value.at[1].multiply(0.5) if name == "blocks.2.attention.heads" else value
+
+
+def edit_by_block(name: str, value: jax.Array) -> jax.Array:
+    """Scale all heads, by a number of the block."""
+    return value * (1 + int(name.split(".")[1]))
+
+
+@pytest.mark.slow
+@every_execution
+@pytest.mark.parametrize("edit", [edit_one, edit_by_block])
+@pytest.mark.parametrize("name", ["llama", exhaustive("windows")])
+def test_interventions_and_their_gradients_are_those_of_the_plain_model(name, edit, execution):
+    def probe(model, params, inputs):
+        with intervene("blocks.*.attention.heads", edit):
+            values, grads = capture_gradients(lambda: loss_of(model, params, inputs), "blocks.[12].*")
+            return values, grads, jax.grad(lambda params: loss_of(model, params, inputs))(params)
+
+    assert_same(CONFIGS[name], execution, probe)
+
+
+@pytest.mark.slow
+@every_execution
+def test_running_from_activations_is_that_of_the_plain_model_under_grad_and_vmap(execution):
+    def probe(model, params, inputs):
+        values = capture(model, params, *inputs, names=("blocks.*.mlp", "blocks.1.attention.weights"))
+
+        def first_logit(values):
+            return run_from(model, params, inputs, values)[-1, 0]
+
+        doubled = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), values)
+        return jax.grad(first_logit)(values), jax.vmap(first_logit)(doubled), jax.vmap(jax.grad(first_logit))(doubled)
+
+    assert_same(DEEP, execution, probe)
+
+
+@pytest.mark.slow
+@every_execution
+def test_gradients_of_an_activation_are_those_of_the_plain_model(execution):
+    def probe(model, params, inputs):
+        wrt = ("blocks.0.attention.W_Q", "blocks.1.mlp", "embedding")
+        return gradient_of(model, params, *inputs, of="blocks.2.attention.heads.1.scores", at=(5,), wrt=wrt)
+
+    assert_same(DEEP, execution, probe)
+
+
+@pytest.mark.slow
+@every_execution
+def test_patching_is_that_of_the_plain_model(execution):
+    def probe(model, params, inputs):
+        pair = inputs, ((inputs[0] + 3) % V,)
+        return [
+            f(model, params, *pair, "blocks.[13].before", _metric) for f in (patch_activations, attribution_patching)
+        ]
+
+    assert_same(DEEP, execution, probe)
+
+
+def _metric(logits_TV: jax.Array) -> jax.Array:
+    return logits_TV[-1, 0] - logits_TV[-1, 1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["decoder", exhaustive("encoder-decoder"), exhaustive("vit")])
+def test_head_ablation_and_paths_are_those_of_the_plain_model(name):
+    model, params, inputs = random_model(CONFIGS[name])
+    scanned = CONFIGS[name].build(SCANNED)
+    targets = jnp.int32(1) if name == "vit" else jnp.arange(T) % V
+    batch = jax.tree.map(lambda x: jnp.stack([x, x]), Batch(inputs, targets))
+    expected, got = (vars(ablate_heads(m, params, batch)) for m in (model, scanned))
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), got, expected)
+    if name == "decoder":
+        pair = inputs, ((inputs[0] + 3) % V,)
+        expected, got = (path_attribution(m, params, *pair, _metric, n_exact=4) for m in (model, scanned))
+        assert [(edge.source, edge.target) for edge in got] == [(edge.source, edge.target) for edge in expected]
+        for a, b in zip(got, expected, strict=True):
+            np.testing.assert_allclose((a.estimate, a.exact or 0), (b.estimate, b.exact or 0), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_remat_alone_changes_no_bit_of_captures():
+    model, params, inputs = random_model(MODELS["decoder"])
+    expected, got = (capture(m, params, *inputs) for m in (model, model.config.build(EXECUTIONS["block"])))
+    assert list(got) == list(expected)
+    jax.tree.map(np.testing.assert_array_equal, got, expected)
+
+
+def scan_lengths(f: Callable[..., Any], *args: Any) -> list[int]:
+    """Return the lengths of the scans of a program."""
+    return [eqn.params["length"] for eqn in jax.make_jaxpr(f)(*args).eqns if eqn.primitive.name == "scan"]
+
+
+@pytest.mark.slow
+def test_blocks_that_are_captured_and_edited_alike_are_one_scan():
+    _, params, inputs = random_model(DEEP)
+    model = DEEP.build(SCANNED)
+
+    def captured(names):
+        return lambda params: capture(model, params, *inputs, names=names)
+
+    def edited(edit):
+        def run(params):
+            with intervene("blocks.*.attention.heads", edit):
+                return model.apply({"params": params}, *inputs)
+
+        return run
+
+    shift = {f"blocks.{i}.attention.heads": jnp.full((4, T, 4), i) for i in range(4)}
+    assert scan_lengths(captured("*"), params) == [4]
+    assert scan_lengths(captured("blocks.2.mlp"), params) == [2, 1, 1]
+    assert scan_lengths(edited(edit_one), params) == [2, 1, 1]
+    assert scan_lengths(edited(lambda name, x: x + shift[name]), params) == [4]
+    assert scan_lengths(edited(lambda name, x: 0 * x), params) == [4]
+    assert scan_lengths(edited(edit_by_block), params) == [1, 1, 1, 1]  # a number is part of the program
+
+
+@pytest.mark.slow
+def test_captures_do_not_undo_activation_checkpointing():
+    """What the backward pass stores grows by the captured values at most."""
+    _, params, inputs = random_model(DEEP)
+
+    def stored(execution, names):
+        model = DEEP.build(execution)
+
+        def loss(params):
+            with capturing(names) as values:
+                return loss_of(model, params, inputs), values
+
+        pull = jax.eval_shape(lambda params: jax.vjp(loss, params, has_aux=True)[1], params)
+        return sum(leaf.size for leaf in jax.tree.leaves(pull))
+
+    for execution in (EXECUTIONS["both"], EXECUTIONS["block"]):
+        assert stored(execution, "*") == stored(execution, ()) < 0.7 * stored(Execution(), ())
