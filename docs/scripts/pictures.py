@@ -187,7 +187,7 @@ def chart(top: float, title: str, unit: str, lines: dict[str, dict[int, float]])
         Line(f"{name}: {line[lengths[-1]]:,.0f} {unit}", lengths, list(line.values()), colour)
         for (name, line), colour in zip(lines.items(), (BLUE, RED), strict=True)
     ]
-    ticks, ends = {n: f"{n:,}" for n in lengths}, {min(values): "", max(values): ""}
+    ticks, ends = {n: f"{n:,}" for n in lengths}, {value: f"{value:,.0f}" for value in (min(values), max(values))}
     return plot(drawn, ticks, ends, title, top=top, log="xy")
 
 
