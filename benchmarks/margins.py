@@ -252,7 +252,7 @@ def table(out: Path) -> str:
     order = [recipe.config for recipe in RECIPES]
     lines = [
         "| config | learning rate | devices | seeds | steps | loss spikes | largest excursion, nats | bits per byte |",
-        "|---|---|---|---|---|---|---|---|",
+        "|---|---:|---|---:|---:|---:|---:|---:|",
     ]
     for (config, _, device, devices, factor), pieces in sorted(
         rows.items(), key=lambda item: (order.index(item[0][0]), item[0][1], item[0][4], *item[0][2:4])

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 import time
@@ -254,9 +255,12 @@ def trials_table(trials: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table whose first row is its head."""
+    """Return a Markdown table whose first row is its head, with columns of numbers to the right."""
     head, *others = (f"{row([*cells])}\n" for cells in rows)
-    return "".join([head, "|---" * len(rows[0]) + "|\n", *others])
+    is_number = [
+        all(re.fullmatch(r"-|-?[\d,.]+( ± [\d.]+)?", x) for x in column[1:]) for column in zip(*rows, strict=True)
+    ]
+    return "".join([head, *("|---:" if right else "|---" for right in is_number), "|\n", *others])
 
 
 def section(figures: Mapping[str, Any], trials: Mapping[str, Mapping[str, Any]]) -> str:

@@ -9,6 +9,8 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[2]
 TOP_LEVEL = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+BOOSTS = {"story": 4, "sources": 0.5, "reference": 0.5}
+"""Factors on the score of the pages of a folder in the search."""
 LINK = re.compile(r"(?<=\]\()(\.\./)?([\w./-]+)")
 PACKAGE_OR_NAME = re.compile(r"^## (.+)|^\| (`(\w+).*?`)", re.MULTILINE)
 
@@ -22,7 +24,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
-    """Return a page whose links to the top level and to docs/ lead to pages of the site."""
+    """Return a page whose links to the top level and to docs/ lead to pages of the site; those that explain come first
+    in its search."""
+    page.meta["search"] = {"boost": BOOSTS.get(page.file.src_uri.partition("/")[0], 1)}
     markdown = LINK.sub(lambda link: TOP_LEVEL.get(link[2], link[0].removeprefix("docs/")), markdown)
     return link_names(markdown) if page.file.src_uri == "api.md" else markdown
 

@@ -20,15 +20,13 @@ from jaxformer.data import Batch
 
 INK, BLUE, RED = "#808080", "#4c78c8", "#d2603a"
 """Colours that stand out from a light and from a dark page."""
-PHONE = 350
-"""Width in pixels of a picture on a phone."""
 
 
 def svg(width: int, height: int, parts: Sequence[str], title: str) -> str:
-    """Return a drawing of a size in pixels, with a title for those who do not see it. One that is readable at the width
-    of a phone has this width."""
-    own = PHONE if width < 1.3 * PHONE else width
-    size = f'viewBox="0 0 {width} {height}" width="{own}" height="{height * own / width:.0f}"'
+    """Return a drawing of a size in pixels, with a title for those who do not see it. To be readable on a phone, it is
+    at most 440 pixels wide."""
+    assert width <= 440
+    size = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} '
     head += f'role="img" font-family="sans-serif" font-size="13" fill="{INK}">'
     return "\n".join([head, f"<title>{escape(title)}</title>", *parts, "</svg>", ""])
@@ -121,12 +119,10 @@ def mixing() -> str:
     for i, name in enumerate(("attention, one text", "attention, another")):
         weights = np.exp(1.5 * x[i]) * past
         maps.append((name, weights / weights.sum(axis=1, keepdims=True)))
-    return svg(
-        860,
-        230,
-        [part for i, (name, w) in enumerate(maps) for part in heatmap(10 + 215 * i, 40, w, name)],
-        "Who reads whom, in a row-wise MLP, a static matrix, and attention to two texts.",
-    )
+    parts = [
+        part for i, (name, w) in enumerate(maps) for part in heatmap(10 + 215 * (i % 2), 30 + 220 * (i // 2), w, name)
+    ]
+    return svg(410, 440, parts, "Who reads whom, in a row-wise MLP, a static matrix, and attention to two texts.")
 
 
 def scale() -> str:
@@ -166,7 +162,7 @@ def saturation() -> str:
 def ladder() -> str:
     """Return the perplexity of each rung of the ladder as points on a logarithmic scale."""
     rungs = outcomes("ladder")
-    low, high, left, width = 20.0, 220.0, 160, 480
+    low, high, left, width = 20.0, 220.0, 140, 240
     parts = []
     for i, (name, figures) in enumerate(rungs.items()):
         y, value = 12 + 28 * i, figures["perplexity"]
@@ -179,12 +175,8 @@ def ladder() -> str:
         parts.append(f'<circle cx="{x:.1f}" cy="{y + 10}" r="6" fill="{BLUE}"/>')
         parts.append(text(x + 12, y + 14, f"{value:.3g}"))
     note = f"held-out perplexity, from {low:.0f}, logarithmic"
-    return svg(
-        740,
-        48 + 28 * len(rungs),
-        [*parts, text(left, 36 + 28 * len(rungs), note)],
-        "Perplexity of each rung of the ladder.",
-    )
+    parts.append(text(left, 36 + 28 * len(rungs), note))
+    return svg(430, 48 + 28 * len(rungs), parts, "Perplexity of each rung of the ladder.")
 
 
 def chart(top: float, title: str, unit: str, lines: dict[str, dict[int, float]]) -> list[str]:
@@ -195,7 +187,7 @@ def chart(top: float, title: str, unit: str, lines: dict[str, dict[int, float]])
         Line(f"{name}: {line[lengths[-1]]:,.0f} {unit}", lengths, list(line.values()), colour)
         for (name, line), colour in zip(lines.items(), (BLUE, RED), strict=True)
     ]
-    ticks, ends = {n: f"{n:,}" for n in lengths}, {min(values): "", max(values): ""}
+    ticks, ends = {n: f"{n:,}" for n in lengths}, {value: f"{value:,.0f}" for value in (min(values), max(values))}
     return plot(drawn, ticks, ends, title, top=top, log="xy")
 
 
@@ -218,7 +210,7 @@ def context() -> str:
 
 def cache() -> str:
     """Return the slots of a KV cache after the prefill and after each of three decode steps."""
-    left, size, n_slots, prompt = 130, 34, 10, 5
+    left, size, n_slots, prompt = 104, 32, 10, 5
     parts = []
     for step in range(4):
         y, n = 14 + 48 * step, prompt + step
@@ -234,107 +226,98 @@ def cache() -> str:
             )
     seconds = ", ".join(f".step{i} {{ animation: write 8s {2 * i}s infinite }}" for i in range(4)).replace(", ", " ")
     parts.append(moving("@keyframes write { 0%, 10% { fill-opacity: 0.1 } 20%, 100% { fill-opacity: 0.9 } }", seconds))
-    note = "red: keys and values computed now; blue: read from the cache; grey: empty slots"
-    return svg(
-        680,
-        230,
-        [*parts, text(left, 222, note)],
-        "Slots of a cache: a prompt fills the first, and each decode step writes one.",
-    )
+    parts += [
+        text(left, 218, "red: keys and values computed now"),
+        text(left, 236, "blue: read from the cache; grey: empty slots"),
+    ]
+    return svg(430, 244, parts, "Slots of a cache: a prompt fills the first, and each decode step writes one.")
 
 
 def types() -> str:
     """Return the shapes from a text to its loss and to a sample, with an arrow for each function."""
-    columns = [  # name, shape, width and height of the array, function from the one before
+    lines = [[  # name, shape, width and height of the array, function from the one before
         ("text", "", 0, 0, ""), ("tokens", "(T,)", 8, 84, "tokenizer"), ("X", "(T, D)", 44, 84, "embedding"),
-        ("rows", "(T, D)", 44, 84, "blocks"), ("logits", "(T, V)", 72, 84, "W_out"),
+        ("rows", "(T, D)", 44, 84, "blocks")], [("", "", 0, 0, ""), ("logits", "(T, V)", 72, 84, "W_out"),
         ("losses", "(T,)", 8, 84, "cross-entropy"), ("loss", "()", 8, 8, "mean"),
-    ]  # fmt: skip
-    middle, x, parts = 80, 40.0, []
-
-    def draw(x: float, y: float, name: str, shape: str, width: float, height: float) -> None:
-        colour = f'fill="{BLUE}" fill-opacity="0.6"'
-        parts.append(f'<rect x="{x:.0f}" y="{y - height / 2:.0f}" width="{width}" height="{height}" rx="2" {colour}/>')
-        parts.append(text(x + width / 2, middle - 52, name, "middle"))
-        parts.append(text(x + width / 2, y + height / 2 + 18, shape, "middle"))
-
-    def lead(x: float, y: float, length: float, label: str) -> None:
-        parts.append(f'<path d="M{x:.0f} {y}h{length:.0f}m-6 -4l6 4l-6 4" fill="none" stroke="{INK}"/>')
-        parts.append(text(x + length / 2, y - 8, label, "middle"))
-
-    for name, shape, width, height, function in columns:
-        if function:
-            lead(x - 100, middle, 92, function)
-        draw(x, middle, name, shape, width, height)
-        last = x + width
-        if name == "logits":  # the last row alone predicts what is not there yet
-            parts.append(f'<rect x="{x:.0f}" y="{middle + 32}" width="{width}" height="10" fill="{RED}"/>')
-            down = f"M{x + width / 2:.0f} {middle + 66}v34h60m-6 -4l6 4l-6 4"
-            parts.append(f'<path d="{down}" fill="none" stroke="{INK}"/>')
-            parts.append(text(x + width / 2 + 70, middle + 104, "last row, softmax: the next token"))
-        x = last + 108
-    return svg(900, 210, parts, "Shapes from a text to its loss, and to a sample.")
+    ]]  # fmt: skip
+    parts = []
+    for y, columns in zip((70, 216), lines, strict=True):
+        x = 14
+        for name, shape, width, height, function in columns:
+            if function:
+                parts.append(f'<path d="M{x - 94} {y}h88m-6 -4l6 4l-6 4" fill="none" stroke="{INK}"/>')
+                parts.append(text(x - 52, y - 8, function, "middle"))
+            size = f'width="{width}" height="{height}" rx="2" fill="{BLUE}" fill-opacity="0.6"'
+            parts.append(f'<rect x="{x}" y="{y - height // 2}" {size}/>')
+            parts.append(text(x + width / 2, y - 52, name, "middle"))
+            parts.append(text(x + width / 2, y + height / 2 + 18, shape, "middle"))
+            if name == "logits":  # the last row alone predicts what is not there yet
+                parts.append(f'<rect x="{x}" y="{y + 32}" width="{width}" height="10" fill="{RED}"/>')
+                down = f"M{x + width // 2} {y + 66}v34h30m-6 -4l6 4l-6 4"
+                parts.append(f'<path d="{down}" fill="none" stroke="{INK}"/>')
+                parts.append(text(x + width / 2 + 40, y + 104, "last row, softmax: the next token"))
+            x += width + 100
+    return svg(430, 336, parts, "Shapes from a text to its loss, and to a sample.")
 
 
 def alignment() -> str:
     """Return the stored alignment of a held-out translation: rows are target tokens, columns source tokens."""
     figures = stored_figures("alignment")
-    weights_TS, cell, left, top = np.array(figures["weights"]), 34, 110, 110
+    weights_TS, cell, left, top = np.array(figures["weights"]), 25, 64, 70
     parts = heatmap(left, top, weights_TS, "", cell)
     for s, token in enumerate(figures["source"]):
         x = left + s * cell + cell / 2 + 4
         turned = f' transform="rotate(-60 {x:.0f} {top - 8})"'
         parts.append(text(x, top - 8, token.strip()).replace("<text", f"<text{turned}"))
     for t, token in enumerate(figures["target"]):
-        parts.append(text(left - 10, top + t * cell + 21, token.strip() or "(end)", "end"))
-    width, height = left + cell * weights_TS.shape[1] + 60, top + cell * weights_TS.shape[0] + 10
+        parts.append(text(left - 10, top + t * cell + 17, token.strip() or "(end)", "end"))
+    width, height = left + cell * weights_TS.shape[1] + 40, top + cell * weights_TS.shape[0] + 10
     return svg(width, height, parts, "Alignment of a translation: which source tokens each target token was read from.")
 
 
 def rotation() -> str:
     """Return a query and a key rotated by their positions, which keep their angle."""
     parts, radius, theta = [], 62, 0.45
-    clock = lambda x: f'<circle cx="{x}" cy="90" r="{radius + 8}" fill="none" stroke="{INK}" stroke-opacity="0.4"/>'  # noqa: E731
-
-    def hands(x: float, m: float, n: float) -> list[str]:
+    for i, (m, n) in enumerate(((2, 0), (5, 3), (9, 7), (2, 0))):
+        x, y = 110 + 210 * (i % 2), 78 + 190 * (i // 2)
         ends = [(radius * math.cos(a), -radius * math.sin(a)) for a in (0.4 + m * theta, 0.1 + n * theta)]
-        return [arrow(x, 90, *end, colour) for end, colour in zip(ends, (RED, BLUE), strict=True)]
-
-    for i, (m, n) in enumerate(((2, 0), (5, 3), (9, 7))):
-        x = 90 + 180 * i
-        parts += [clock(x), *hands(x, m, n), text(x, 188, f"query at {m}, key at {n}", "middle")]
-    parts += [clock(650), '<g class="both">', *hands(650, 2, 0), "</g>", text(650, 188, "both, two apart", "middle")]
+        hands = [arrow(x, y, *end, colour) for end, colour in zip(ends, (RED, BLUE), strict=True)]
+        parts.append(f'<circle cx="{x}" cy="{y}" r="{radius + 8}" fill="none" stroke="{INK}" stroke-opacity="0.4"/>')
+        parts += hands if i < 3 else ['<g class="both">', *hands, "</g>"]
+        parts.append(text(x, y + 98, f"query at {m}, key at {n}" if i < 3 else "both, two apart", "middle"))
     parts.append(moving("@keyframes turn { to { transform: rotate(-360deg) } }",
-                        ".both { transform-origin: 650px 90px; animation: turn 14s linear infinite }"))  # fmt: skip
-    parts.append(text(20, 222, "red: the query, blue: the key; the angle between them depends on their distance alone"))
+                        f".both {{ transform-origin: {x}px {y}px; animation: turn 14s linear infinite }}"))  # fmt: skip
+    parts += [
+        text(20, 400, "red: the query, blue: the key;"),
+        text(20, 418, "the angle between them depends on their distance alone"),
+    ]
     return svg(
-        760, 236, parts, "A query and a key, rotated by their positions: both turn, the angle between them stays."
+        430, 430, parts, "A query and a key, rotated by their positions: both turn, the angle between them stays."
     )
 
 
 def block() -> str:
     """Return a pre-norm block: a stream that two sublayers read and add to."""
-    parts, y = [arrow(20, 60, 820, 0), text(20, 46, "residual stream (T, D)"), text(846, 64, "next block")], 140
-    for x, name in ((110, "attention"), (480, "MLP")):
-        parts += [arrow(x, 60, 0, y - 60), box(x - 45, y, 90, 34, "RMSNorm"), arrow(x + 45, y + 17, 50, 0)]
-        parts += [box(x + 95, y, 110, 34, name, RED), arrow(x + 150, y, 0, 70 - y)]
-        parts.append(f'<circle cx="{x + 150}" cy="60" r="10" fill="{INK}" fill-opacity="0.5"/>')
-        parts.append(f'<path d="M{x + 144} 60h12m-6 -6v12" stroke="{INK}" stroke-width="2"/>')
-    parts += [text(205, y + 56, "moves between rows"), text(580, y + 56, "within each row")]
-    return svg(940, 210, parts, "A block: attention and MLP each read the normed stream and add to it.")
+    parts = [arrow(40, 20, 0, 330), text(54, 26, "residual stream (T, D)"), text(54, 348, "next block")]
+    for y, name, note in ((70, "attention", "moves between rows"), (210, "MLP", "within each row")):
+        parts += [arrow(40, y, 60, 0), box(104, y - 17, 90, 34, "RMSNorm"), arrow(198, y, 60, 0)]
+        parts += [box(262, y - 17, 110, 34, name, RED), text(317, y - 28, note, "middle")]
+        parts += [f'<path d="M317 {y + 21}v54" stroke="{INK}" stroke-width="2"/>', arrow(317, y + 74, -264, 0)]
+        plus = f"M30 {y + 74}a10 10 0 1 0 20 0a10 10 0 1 0 -20 0h20"  # its other stroke is the stream
+        parts.append(f'<path d="{plus}" fill="none" stroke="{INK}" stroke-width="2"/>')
+    return svg(430, 360, parts, "A block: attention and MLP each read the normed stream and add to it.")
 
 
 def heads() -> str:
     """Return four heads: projections, attention, concatenation and W_O."""
-    parts, H = [box(20, 30, 90, 180, "X (T, D)")], 4
-    for h in range(H):
-        y = 20 + 52 * h
-        parts += [arrow(112, 120, 56, y + 22 - 120)]
-        parts += [box(172, y, 150, 42, f"Q, K, V of head {h}", RED, 0.2), arrow(324, y + 21, 40, 0)]
-        parts += [box(368, y, 110, 42, "attention", RED, 0.3), arrow(480, y + 21, 56, 0)]
-        parts.append(box(540, y + 2, 70, 46, "(T, K)", BLUE, 0.35))
-    parts += [arrow(614, 120, 50, 0), box(668, 90, 110, 60, "W_O (H K, D)", RED, 0.2), arrow(780, 120, 40, 0)]
-    return svg(930, 240, [*parts, box(824, 30, 90, 180, "Y (T, D)")], "Four heads side by side, and W_O.")
+    parts = [box(10, 4, 410, 34, "X (T, D)")]
+    for h in range(4):
+        x = 10 + 104 * h
+        parts += [text(x, 64, f"head {h}"), arrow(x + 49, 40, 0, 34), box(x, 78, 98, 34, "Q, K, V", RED, 0.2)]
+        parts += [arrow(x + 49, 114, 0, 24), box(x, 142, 98, 34, "attention", RED, 0.3), arrow(x + 49, 178, 0, 24)]
+        parts += [box(x, 206, 98, 34, "(T, K)", BLUE, 0.35), arrow(x + 49, 242, 0, 24)]
+    parts += [box(10, 270, 410, 34, "W_O (H K, D)", RED, 0.2), arrow(215, 306, 0, 24)]
+    return svg(430, 372, [*parts, box(10, 334, 410, 34, "Y (T, D)")], "Four heads side by side, and W_O.")
 
 
 def bars(x: float, y: float, values: Sequence[float], scale: float, title: str, width: int = 26) -> list[str]:
@@ -353,28 +336,22 @@ def mlp() -> str:
     x = rng.normal(size=D)
     hidden = x @ rng.normal(size=(D, F)) / D**0.5
     y = np.maximum(hidden, 0) @ rng.normal(size=(F, D)) * (2 / F) ** 0.5
-    parts, left = [], 20
-    for values, title, function in (
-        (x, "x, a row of D", "W_1"), (hidden, "F features", "max(0, ·)"),
-        (np.maximum(hidden, 0), "those below 0 are off", "W_2"), (y, "D again", ""),
-    ):  # fmt: skip
-        parts += bars(left, 90, list(values), 22, title, 12)
-        left += 12 * len(values) + 14
-        if function:
-            parts += [arrow(left, 90, 44, 0), text(left + 20, 80, function, "middle")]
-            left += 60
-    return svg(left, 150, parts, "A row in an MLP: features, of which some are switched off, and their weighted sum.")
+    parts = bars(10, 80, list(x), 22, "x, a row of D", 12) + bars(156, 80, list(hidden), 22, "F features", 12)
+    parts += bars(10, 220, list(np.maximum(hidden, 0)), 22, "those below 0 are off", 12)
+    parts += bars(276, 220, list(y), 22, "D again", 12)
+    for x0, y0, function in ((94, 80, "W_1"), (366, 80, "max(0, ·)"), (216, 220, "W_2")):
+        parts += [arrow(x0, y0, 48, 0), text(x0 + 24, y0 - 10, function, "middle")]
+    return svg(430, 290, parts, "A row in an MLP: features, of which some are switched off, and their weighted sum.")
 
 
 def norm() -> str:
     """Return a row and the same row 2.4 times as large, before and after the two norms."""
     x = np.array([1.6, 0.2, 1.1, -0.5, 0.9, 0.4])
     rms, layer = x / np.sqrt((x**2).mean()), (x - x.mean()) / x.std()
-    parts = bars(20, 90, list(x), 14, "x") + bars(210, 90, list(x * 2.4), 14, "2.4 x")
-    parts += [arrow(376, 90, 50, 0), *bars(440, 90, list(rms), 24, "RMSNorm of both: mean square 1")]
-    return svg(
-        930, 150, [*parts, *bars(700, 90, list(layer), 24, "LayerNorm of both: mean 0, too")], "What norms do to a row."
-    )
+    parts = bars(10, 80, list(x), 14, "x") + bars(220, 80, list(x * 2.4), 14, "2.4 x") + [arrow(200, 96, 0, 56)]
+    parts += bars(10, 240, list(rms), 24, "RMSNorm of both: mean square 1")
+    parts += bars(220, 240, list(layer), 24, "LayerNorm of both: mean 0, too")
+    return svg(430, 290, parts, "What norms do to a row.")
 
 
 def gradients() -> str:
@@ -461,10 +438,12 @@ def order() -> str:
     parts = []
     for i, (name, figures) in enumerate(stored_figures("modalities")["modalities"].items()):
         reading = figures["reading"]
-        title = f"{name}: reads {reading['distance']} before the next token, weight {reading['weight']:.2f}"
-        parts += stored_map(20 + 430 * (i % 2), 34 + 146 * (i // 2), reading["map"], 6, title)
-    height = 34 + 146 * math.ceil((i + 1) / 2)
-    return svg(860, height, parts, "What a head reads in each kind of sequence: rows of attention maps.")
+        left, top = 8 + 214 * (i % 2), 44 + 110 * (i // 2)
+        parts += stored_map(
+            left, top, reading["map"], 3, f"reads {reading['distance']} back, weight {reading['weight']:.2f}"
+        )
+        parts.append(text(left, top - 27, name))
+    return svg(430, top + 60, parts, "What a head reads in each kind of sequence: rows of attention maps.")
 
 
 PICTURES: dict[str, Callable[[], str]] = {

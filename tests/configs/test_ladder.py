@@ -68,7 +68,7 @@ def test_gains_are_of_the_same_seeds() -> None:
         "a, long": rung("", s0=3.0) | {"ended": {"1": "diverged at step 5"}},
     }
     _, rule, *lines = recipe.table({"rungs": rungs, "ms_per_1000_targets": {"a": [3.0, 1.0, 2.0]}}).splitlines()
-    assert rule == "|" + "---|" * 8
+    assert rule == "|---|---|---:|---:|---|---:|---:|---:|"
     assert lines == [
         "| `a` | first | 1,000 | 800 | 2 | 5.100 ± 0.141 | - | 2 |",
         "| `b` | second | 1,000 | 800 | 3 | 3.133 ± 1.858 | 0.900 ± 0.141 | - |",
