@@ -1,0 +1,21 @@
+// Builds build/lab.html: index.html with its style and its script inlined, so that it needs neither network nor server.
+import { mkdirSync, readFileSync, writeFileSync } from "node:fs";
+import { buildSync } from "esbuild";
+
+const bundle = (entry) =>
+  buildSync({
+    entryPoints: [entry],
+    bundle: true,
+    minify: true,
+    write: false,
+    format: "iife",
+    target: "es2022",
+    charset: "utf8",
+    loader: { ".txt": "text" },
+  }).outputFiles[0].text;
+
+const page = readFileSync("index.html", "utf8")
+  .replace(/<link rel="stylesheet" href="(.+?)">/, (_, file) => `<style>${bundle(file)}</style>`)
+  .replace(/<script src="(.+?)"><\/script>/, (_, file) => `<script>${bundle(file)}</script>`);
+mkdirSync("build", { recursive: true });
+writeFileSync("build/lab.html", page);
