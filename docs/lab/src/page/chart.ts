@@ -16,7 +16,7 @@ export function makeChart(container: HTMLElement) {
   let shown: { lanes: Lane[]; theory: Theory } | null = null;
 
   function scales(lanes: Lane[], theory: Theory) {
-    const [width, height] = [container.clientWidth, container.clientWidth < 500 ? 240 : 320];
+    const [width, height] = [container.clientWidth, container.clientWidth < 500 ? 240 : 380];
     const last = Math.max(...lanes.map((lane) => lane.step));
     const steps = 200 * 2 ** Math.max(0, Math.ceil(Math.log2(last / 200)));
     const highest = Math.max(...lanes.flatMap((lane) => lane.history.map((p) => Math.max(p.loss, p.heldOut)))

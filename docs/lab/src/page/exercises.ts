@@ -1,5 +1,5 @@
 import type { Fault, Theory } from "../engine";
-import { get, h, show } from "./dom";
+import { get, h, show, write } from "./dom";
 import { FAULTS, NAMES } from "./faults";
 import { ONE_HOT, type Lane } from "./lane";
 
@@ -172,7 +172,7 @@ export function makeExercises(container: HTMLElement, actions: Actions) {
       if (solved.has(title)) continue;
       const [done, now] = check(actions.state());
       if (done) solve(title, status, now);
-      else status.textContent = `Now: ${now}.`;
+      else write(status, `Now: ${now}.`);
     }
   };
 }

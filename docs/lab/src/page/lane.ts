@@ -69,7 +69,7 @@ export class Lane {
     }
     this.sound = progress;
     const due = Math.floor(progress.step / SAMPLE_EVERY_STEPS) > Math.floor(before / SAMPLE_EVERY_STEPS);
-    if (due || !this.sample) this.sample = this.lab.generate(probe.slice(0, 8), SAMPLE_LENGTH, TEMPERATURE);
+    if (due || !this.sample) this.sample = this.lab.generate([...probe].slice(0, 8).join(""), SAMPLE_LENGTH, TEMPERATURE);
   }
 
   /** Mean entropy of the rows in nats, [block][head]: of the last batch, or before training of the text shown. */
@@ -116,8 +116,8 @@ export class Lane {
       : "It uses more than the last character: the loss is below the bigram's.",
     ];
     const [least, most] = this.rowSums;
-    if (this.future > 0.001) sentences.push(`Rows read later characters, with a weight of up to ${show(this.future)}.`);
-    if (least < 0.99 || most > 1.01) sentences.push(`Rows do not sum to 1, but to ${show(least)} to ${show(most)}.`);
+    if (this.future > 0.05) sentences.push(`Rows read later characters, with weights up to ${this.future.toFixed(1)}.`);
+    if (least < 0.99 || most > 1.01) sentences.push(`Rows do not sum to 1, but to ${least.toFixed(1)} to ${most.toFixed(1)}.`);
     const heads = this.entropy.flat();
     const sharp = heads.filter((entropy) => entropy < ONE_HOT).length;
     if (sharp) sentences.push(`${sharp} of ${heads.length} heads are one-hot: each row reads one position.`);
