@@ -3,6 +3,7 @@ import { show } from "./dom";
 
 const SAMPLE_EVERY_STEPS = 20;
 const SAMPLE_LENGTH = 80;
+const PROMPT_LENGTH = 8;
 const TEMPERATURE = 0.5;
 /** Mean entropy in nats below which a head counts as one-hot: 1.1 positions. */
 export const ONE_HOT = 0.1;
@@ -69,7 +70,10 @@ export class Lane {
     }
     this.sound = progress;
     const due = Math.floor(progress.step / SAMPLE_EVERY_STEPS) > Math.floor(before / SAMPLE_EVERY_STEPS);
-    if (due || !this.sample) this.sample = this.lab.generate([...probe].slice(0, 8).join(""), SAMPLE_LENGTH, TEMPERATURE);
+    if (due || !this.sample) {
+      const prompt = [...probe].slice(0, PROMPT_LENGTH).join("");
+      this.sample = prompt + this.lab.generate(prompt, SAMPLE_LENGTH, TEMPERATURE);
+    }
   }
 
   /** Mean entropy of the rows in nats, [block][head]: of the last batch, or before training of the text shown. */
@@ -134,9 +138,6 @@ function total(values: number[]): number {
 }
 
 function meanEntropy(A: number[][]): number {
-  const rows = A.map((row) => {
-    const sum = total(row);
-    return -total(row.map((a) => (a > 0 ? (a / sum) * Math.log(a / sum) : 0)));
-  });
+  const rows = A.map((row) => -total(row.map((a) => (a > 0 ? a * Math.log(a) : 0))));
   return total(rows) / rows.length;
 }

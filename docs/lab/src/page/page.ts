@@ -1,4 +1,5 @@
-import { DEFAULT_CONFIG, DEFAULT_TEXT, theory as theoryOf, type Config, type Fault, type Theory } from "../engine";
+import defaultText from "../../text.txt";
+import { DEFAULTS, theory as theoryOf, type Config, type Fault, type Theory } from "../engine";
 import { makeChart } from "./chart";
 import { get, h, show, write } from "./dom";
 import { chapterLink, makeExercises } from "./exercises";
@@ -11,8 +12,8 @@ import { makeLargeMap, makeMaps, makeSteps, type Selection } from "./maps";
 const [DRAW_MILLISECONDS, MOST_STEPS] = [120, 10];
 const [SHORTEST_TEXT, LONGEST_TEXT] = [500, 20_000];
 
-let text = DEFAULT_TEXT;
-let config: Config = { ...DEFAULT_CONFIG };
+let text = defaultText;
+let config: Config = { ...DEFAULTS };
 let theory: Theory;
 let lanes = [new Lane("A", new Set())];
 let hidden: Fault | null = null;
