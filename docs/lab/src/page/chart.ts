@@ -29,6 +29,7 @@ export function makeChart(container: HTMLElement) {
 
   function draw(lanes: Lane[], theory: Theory): void {
     shown = { lanes, theory };
+    if (!container.clientWidth) return;
     const { width, height, steps, most, highest, x, y } = scales(lanes, theory);
     const narrow = width < 500;
     plot.setAttribute("width", String(width));

@@ -9,8 +9,8 @@ import { makeGradient, makeTable } from "./matrices";
 import { makeLargeMap, makeMaps, makeSteps, type Selection } from "./maps";
 
 /** Time between two drawings, and the most steps between them. */
-const [DRAW_MILLISECONDS, MOST_STEPS] = [120, 10];
-const [SHORTEST_TEXT, LONGEST_TEXT] = [500, 20_000];
+const [DRAW_MILLISECONDS, MOST_STEPS] = [250, 10];
+const [SHORTEST_TEXT, LONGEST_TEXT] = [500, 50_000];
 
 let text = defaultText;
 let config: Config = { ...DEFAULTS };
