@@ -1,5 +1,4 @@
-// The page, and what it is built on as `window.lab`, for a console and for tests.
-import { createLab, DEFAULTS, theory } from "./engine";
-import text from "../text.txt";
+// The engine as `window.lab`, for the browser's console and for tests.
+import * as lab from "./engine";
 
-Object.assign(window, { lab: { createLab, DEFAULTS, theory, text } });
+Object.assign(window, { lab });
