@@ -92,6 +92,8 @@ export interface Lab {
   setFaults(faults: Fault[]): void;
   /** Train, and measure at the last of these steps, or at the first with a number that is not finite, where it ends. */
   train(steps: number): Promise<Progress>;
+  /** Windows of a step, tokens and then targets in each: (B, T + 1). A function of the text, the seed and the step. */
+  batch(step: number): number[][];
   look(text: string): Look;
   generate(prompt: string, tokens: number, temperature: number): string;
   /** Gradient of the last batch's loss, row-major. */
@@ -168,7 +170,6 @@ class Trainer implements Lab {
     return this.last;
   }
 
-  /** Windows of step i: tokens and targets in one row, (B, T + 1). A function of the text, the seed and the step. */
   batch(step: number): number[][] {
     const { contextLength: T, batchSize: B, seed } = this.config;
     const { training } = this.data;
