@@ -29,7 +29,7 @@ export interface Config {
   faults: Fault[];
 }
 
-export const DEFAULTS: Config = {
+export const DEFAULT_CONFIG: Config = {
   contextLength: 32,
   width: 64,
   heads: 4,
@@ -42,8 +42,11 @@ export const DEFAULTS: Config = {
   faults: [],
 };
 
-/** Factor of "large learning rate". */
-export const LARGE = 10;
+/** Factor of the fault "large learning rate". */
+export const LARGE_LEARNING_RATE = 10;
+
+/** The beginning of the library's default corpus. */
+export { default as DEFAULT_TEXT } from "../text.txt";
 
 /** Euclidean norms of a parameter, of its gradient and of its last change. */
 export interface Matrix {
@@ -59,15 +62,19 @@ export interface Progress {
   /** Mean over the batch in nats per character, before the update, like all but `heldOut`, `update` and `finite`. */
   loss: number;
   heldOut: number;
-  /** Mean entropy of the attention weights in nats, [block][head]. */
+  /** Mean entropy in nats of the attention weights of a query, divided by their sum if it is not 1; [block][head]. */
   entropy: number[][];
-  /** Variance of the visible scores, [block][head]. */
+  /** Variance of the scores of visible keys, [block][head]. */
   scoreVariance: number[][];
   matrices: Matrix[];
   finite: boolean;
 }
 
-/** What attention computes: [block][head][query][key], and [block][head][position][K]. */
+/**
+ * What attention computes: [block][head][query][key], and [block][head][position][K].
+ *
+ * The scores are those that the softmax receives, but without the mask; the weights are those that multiply the values.
+ */
 export interface Look {
   tokens: number[];
   weights: number[][][][];
@@ -83,8 +90,10 @@ export interface Lab {
   readonly step: number;
   /** Parameters stay; "N(0, 1) weights" acts when they are drawn, by `reset`. */
   setFaults(faults: Fault[]): void;
-  /** Train, and measure at the last of these steps. */
+  /** Train, and measure at the last of these steps, or at the first with a number that is not finite, where it ends. */
   train(steps: number): Promise<Progress>;
+  /** Windows of a step, tokens and then targets in each: (B, T + 1). A function of the text, the seed and the step. */
+  batch(step: number): number[][];
   look(text: string): Look;
   generate(prompt: string, tokens: number, temperature: number): string;
   /** Gradient of the last batch's loss, row-major. */
@@ -118,6 +127,7 @@ class Trainer implements Lab {
   step = 0;
   private params!: Params;
   private velocity!: Params;
+  private last?: Progress;
   private lastGradient: Named[] = [];
   private compiled: ReturnType<typeof compile>;
 
@@ -143,21 +153,23 @@ class Trainer implements Lab {
     tree.dispose([this.params ?? [], this.velocity ?? []]);
     this.params = init(this.config, this.vocabulary.length);
     this.velocity = tree.map((x: NDArray) => np.zeros(x.shape), this.params) as Params;
+    this.last = undefined;
     this.lastGradient = [];
     this.step = 0;
   }
 
   async train(steps: number): Promise<Progress> {
-    for (let i = 1; i < steps; i++) {
+    for (let i = 1; this.last?.finite !== false; i++) {
+      const before = tree.ref(this.params);
       const { loss, gradient } = this.advance();
+      if (i >= steps || !isFinite(loss, this.params)) return (this.last = this.measure(before, loss, gradient));
       loss.dispose();
-      tree.dispose(gradient);
+      tree.dispose([before, gradient]);
       await pause();
     }
-    return this.measuredStep();
+    return this.last;
   }
 
-  /** Windows of step i: tokens and targets in one row, (B, T + 1). A function of the text, the seed and the step. */
   batch(step: number): number[][] {
     const { contextLength: T, batchSize: B, seed } = this.config;
     const { training } = this.data;
@@ -213,16 +225,15 @@ class Trainer implements Lab {
     return rest;
   }
 
-  private measuredStep(): Progress {
-    const [tokens, targets] = pairs(this.batch(this.step));
-    targets.dispose();
+  /** Measure the step that has just been taken from these parameters. */
+  private measure(params: Params, loss: NDArray, gradient: Params): Progress {
     const masks = () => this.masks(this.config.contextLength);
-    const probed = this.compiled.probe(tree.ref(this.params), tokens, masks());
-    const before = rows(this.params);
-    const { loss, gradient } = this.advance();
+    const [tokens, targets] = pairs(this.batch(this.step - 1));
+    targets.dispose();
+    const before = rows(params);
+    const after = rows(this.params);
     this.lastGradient = rows(gradient);
     tree.dispose(gradient);
-    const after = rows(this.params);
     const matrices = before.map(({ name, shape, data }, i) => ({
       name,
       shape,
@@ -230,16 +241,17 @@ class Trainer implements Lab {
       gradient: norm(this.lastGradient[i].data),
       update: norm(data.map((x, j) => after[i].data[j] - x)),
     }));
+    const probed = this.compiled.probe(params, tokens, masks());
     const heldOut = this.compiled.loss(tree.ref(this.params), ...pairs(this.data.heldOut), masks());
-    const value: number = loss.js();
+    const finite = isFinite(loss, this.params);
     return {
       step: this.step,
-      loss: value,
+      loss: loss.js(),
       heldOut: heldOut.js(),
       entropy: probed.map(({ entropy }) => entropy.js()),
       scoreVariance: probed.map(({ variance }) => variance.js()),
       matrices,
-      finite: Number.isFinite(value) && after.every(({ data }) => data.every(Number.isFinite)),
+      finite,
     };
   }
 
@@ -259,7 +271,7 @@ class Trainer implements Lab {
 
 /** Return the jitted functions of a config. */
 function compile({ learningRate, momentum, faults }: Config) {
-  const rate = learningRate * (faults.includes("large learning rate") ? LARGE : 1);
+  const rate = learningRate * (faults.includes("large learning rate") ? LARGE_LEARNING_RATE : 1);
   const lossOf = (params: Params, tokens: NDArray, targets: NDArray, masks: Masks): NDArray => {
     const [logits, insides] = forward(params, tokens, masks, faults);
     tree.dispose(insides);
@@ -294,10 +306,12 @@ function compile({ learningRate, momentum, faults }: Config) {
   return { step, loss, look, probe, dispose };
 }
 
-/** Return the mean entropy in nats of the rows of each head, (H,), with 0 · log 0 = 0. */
+/** Return the mean entropy in nats of the rows of each head, divided by their sums, (H,), with 0 · log 0 = 0. */
 function entropy(weights: NDArray): NDArray {
-  const logs = np.log(np.where(weights.ref.greater(0), weights.ref, 1));
-  return weights.mul(logs).sum(-1).neg().mean([0, 2]);
+  const sums = weights.ref.sum(-1, { keepdims: true });
+  const shares = weights.div(np.where(sums.ref.greater(0), sums, 1));
+  const logs = np.log(np.where(shares.ref.greater(0), shares.ref, 1));
+  return shares.mul(logs).sum(-1).neg().mean([0, 2]);
 }
 
 /** Return the variance of the visible scores of each head, (H,). */
@@ -357,6 +371,11 @@ function rowOf(named: Named[], name: string): number[] {
   const row = named.find((row) => row.name === name);
   if (!row) throw new Error(`There is no matrix ${name}, or no step has been taken.`);
   return [...row.data];
+}
+
+function isFinite(loss: NDArray, params: Params): boolean {
+  const arrays = [loss, ...tree.leaves(params)] as NDArray[];
+  return arrays.every((x) => x.ref.dataSync().every(Number.isFinite));
 }
 
 function norm(x: Float32Array): number {

@@ -1,6 +1,5 @@
-// The page, and what it is built on as `window.lab`, for a console and for tests.
+// The page, and its engine as `window.lab`, for the browser's console and for tests.
+import * as lab from "./engine";
 import "./page/page";
-import { createLab, DEFAULTS, theory } from "./engine";
-import text from "../text.txt";
 
-Object.assign(window, { lab: { createLab, DEFAULTS, theory, text } });
+Object.assign(window, { lab });

@@ -2,6 +2,7 @@
 import type { Config } from "./engine";
 
 const HELD_OUT_FRACTION = 0.1;
+const MAX_VOCABULARY = 256;
 const MAX_HELD_OUT_WINDOWS = 96;
 
 export interface Split {
@@ -16,6 +17,9 @@ export function split(config: Config, text: string): Split {
   const T = config.contextLength;
   const characters = [...text];
   const vocabulary = [...new Set(characters)].sort();
+  if (vocabulary.length > MAX_VOCABULARY) {
+    throw new Error(`The text has ${vocabulary.length} different characters; give one with at most ${MAX_VOCABULARY}.`);
+  }
   const tokens = encode(vocabulary, characters);
   const first = Math.floor(tokens.length * (1 - HELD_OUT_FRACTION));
   const windows = Math.floor((tokens.length - first - 1) / T);

@@ -1,4 +1,4 @@
-import type { Fault } from "../engine";
+import { LARGE_LEARNING_RATE, type Fault } from "../engine";
 
 /** What each switch does, with its formula, and the chapter of the story that explains it. */
 export const FAULTS: Record<Fault, { does: string; formula: string; chapter: string }> = {
@@ -43,8 +43,8 @@ export const FAULTS: Record<Fault, { does: string; formula: string; chapter: str
     chapter: "mixing",
   },
   "large learning rate": {
-    does: "Each step is many times as long.",
-    formula: "W ← W − η · gradient, with a larger η",
+    does: "Each step is a multiple of what is best.",
+    formula: `η ← ${LARGE_LEARNING_RATE} η`,
     chapter: "sharpness",
   },
 };

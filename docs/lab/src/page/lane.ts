@@ -138,6 +138,9 @@ function total(values: number[]): number {
 }
 
 function meanEntropy(A: number[][]): number {
-  const rows = A.map((row) => -total(row.map((a) => (a > 0 ? a * Math.log(a) : 0))));
+  const rows = A.map((row) => {
+    const sum = total(row);
+    return -total(row.map((a) => (a > 0 ? (a / sum) * Math.log(a / sum) : 0)));
+  });
   return total(rows) / rows.length;
 }

@@ -1,5 +1,4 @@
-import defaultText from "../../text.txt";
-import { DEFAULTS, theory as theoryOf, type Config, type Fault, type Theory } from "../engine";
+import { DEFAULT_CONFIG, DEFAULT_TEXT, theory as theoryOf, type Config, type Fault, type Theory } from "../engine";
 import { makeChart } from "./chart";
 import { get, h, show, write } from "./dom";
 import { chapterLink, makeExercises } from "./exercises";
@@ -12,8 +11,8 @@ import { makeLargeMap, makeMaps, makeSteps, type Selection } from "./maps";
 const [DRAW_MILLISECONDS, MOST_STEPS] = [250, 10];
 const [SHORTEST_TEXT, LONGEST_TEXT] = [500, 50_000];
 
-let text = defaultText;
-let config: Config = { ...DEFAULTS };
+let text = DEFAULT_TEXT;
+let config: Config = { ...DEFAULT_CONFIG };
 let theory: Theory;
 let lanes = [new Lane("A", new Set())];
 let hidden: Fault | null = null;
