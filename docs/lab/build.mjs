@@ -1,5 +1,5 @@
 // Builds build/lab.html: index.html with its style and its script inlined, so that it needs neither network nor server.
-import { mkdirSync, readFileSync, writeFileSync } from "node:fs";
+import { mkdirSync, readFileSync, renameSync, writeFileSync } from "node:fs";
 import { buildSync } from "esbuild";
 
 const bundle = (entry) =>
@@ -18,4 +18,6 @@ const page = readFileSync("index.html", "utf8")
   .replace(/<link rel="stylesheet" href="(.+?)">/, (_, file) => `<style>${bundle(file)}</style>`)
   .replace(/<script src="(.+?)"><\/script>/, (_, file) => `<script>${bundle(file)}</script>`);
 mkdirSync("build", { recursive: true });
-writeFileSync("build/lab.html", page);
+const unfinished = `build/${process.pid}.html`;
+writeFileSync(unfinished, page);
+renameSync(unfinished, "build/lab.html");

@@ -36,7 +36,7 @@ export const DEFAULT_CONFIG: Config = {
   blocks: 2,
   hidden: 256,
   batchSize: 16,
-  learningRate: 0.02,
+  learningRate: 0.05,
   momentum: 0.9,
   seed: 0,
   faults: [],
