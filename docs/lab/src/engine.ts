@@ -103,11 +103,15 @@ export interface Lab {
   reset(): void;
 }
 
-/** Losses of models without attention in nats per token, and the entropy of uniform causal attention. */
 export interface Theory {
+  /** Held-out losses in nats per character of models that only count: none, characters, and pairs of characters. */
   uniform: number;
   unigram: number;
   bigram: number;
+  /**
+   * Mean entropy in nats of each block's attention before training, if the features of different positions were
+   * independent. They are not in the later blocks without residual connections, where heads attend more evenly.
+   */
   entropyAtStart: number[];
 }
 
@@ -310,7 +314,7 @@ function compile({ learningRate, momentum, faults }: Config) {
 function entropy(weights: NDArray): NDArray {
   const sums = weights.ref.sum(-1, { keepdims: true });
   const shares = weights.div(np.where(sums.ref.greater(0), sums, 1));
-  const logs = np.log(np.where(shares.ref.greater(0), shares.ref, 1));
+  const logs = np.log(np.where(shares.ref.greater(1e-30), shares.ref, 1)); // that of a subnormal number is infinite
   return shares.mul(logs).sum(-1).neg().mean([0, 2]);
 }
 
