@@ -1,4 +1,4 @@
-import { createLab, type Config, type Fault, type Lab, type Look, type Progress, type Theory } from "../engine";
+import { createLab, theory, type Config, type Fault, type Lab, type Look, type Progress, type Theory } from "../engine";
 import { show } from "./dom";
 
 const SAMPLE_EVERY_STEPS = 20;
@@ -25,6 +25,9 @@ export class Lane {
   brokenAt: number | null = null;
   look!: Look;
   sample = "";
+  /** Mean entropy of each block's attention in nats that theory predicts before training. */
+  predicted: number[] = [];
+  private text = "";
 
   constructor(readonly name: string, readonly faults: Set<Fault>) {}
 
@@ -33,6 +36,7 @@ export class Lane {
   }
 
   async create(config: Config, text: string, probe: string): Promise<void> {
+    this.text = text;
     this.lab = await createLab({ ...config, faults: [...this.faults] }, text);
     this.begin(probe);
   }
@@ -47,6 +51,7 @@ export class Lane {
     [this.history, this.flips] = [[], []];
     [this.progress, this.sound, this.brokenAt, this.sample] = [null, null, null, ""];
     this.look = this.lab.look(probe);
+    this.predicted = theory(this.lab.config, this.text).entropyAtStart;
   }
 
   flip(fault: Fault, on: boolean, probe: string): void {

@@ -12,7 +12,7 @@ const [DRAW_MILLISECONDS, MOST_STEPS] = [250, 10];
 const [SHORTEST_TEXT, LONGEST_TEXT] = [500, 50_000];
 
 let text = DEFAULT_TEXT;
-let config: Config = { ...DEFAULT_CONFIG };
+let config: Config = { ...DEFAULT_CONFIG, learningRate: 0.1 };
 let theory: Theory;
 let lanes = [new Lane("A", new Set())];
 let hidden: Fault | null = null;
@@ -96,7 +96,9 @@ function layOut(): void {
   get("lanes").replaceChildren(...lanes.map((lane, i) => {
     const part = (kind: string) => h("div", { class: kind });
     const [maps, large, steps, table, gradient] = ["maps", "map", "steps", "table", "gradients"].map(part);
+    const predicted = h("p", { class: "name" });
     redraws.push(
+      () => write(predicted, `Predicted before training: ${lane.predicted.map((H, block) => `block ${block} ${show(H)}`).join(", ")} nats.`),
       makeMaps(maps, lane, selection, drawLanes),
       makeLargeMap(large, lane, selection, drawLanes),
       makeSteps(steps, lane, selection, () => lane === lanes[0] && hidden !== null),
@@ -105,7 +107,7 @@ function layOut(): void {
     );
     return h("div", { class: `model lane-${i}` },
       ...(several ? [h("h3", {}, `Model ${lane.name}`)] : []),
-      h("div", {}, h("h3", {}, "Attention"), maps, large),
+      h("div", {}, h("h3", {}, "Attention"), predicted, maps, large),
       h("div", {}, h("h3", {}, "One cell, step by step"), steps),
       h("div", {}, h("h3", {}, "Norms of each matrix"), table, gradient));
   }));
@@ -115,8 +117,8 @@ function layOut(): void {
     `From ${SHORTEST_TEXT} to ${LONGEST_TEXT.toLocaleString("en")} characters. The last tenth is held out. Now: ` +
     `${text.length.toLocaleString("en")} characters, ${lanes[0].lab.vocabulary.length} different ones.`;
   get("inside-about").textContent =
-    `Maps of the first ${config.contextLength} held-out characters: a row reads columns, dark is 1. Entropy is a row's mean in nats; ` +
-    `uniform attention over what a row sees has ${show(theory.entropyAtStart[0])}. Choose a map, then a cell, for its arithmetic.`;
+    `Maps of the first ${config.contextLength} held-out characters: a row reads columns, dark is 1. Below each: the mean entropy of ` +
+    `a row in nats, and the variance of its scores. Choose a map, then a cell, for its arithmetic.`;
   render();
 }
 
