@@ -104,9 +104,9 @@ def test_arithmetic_on_the_page_arrives_at_the_weight_of_the_model(page: LabPage
 def test_a_switch_acts_during_training(page: LabPage) -> None:
     page.open("blocks=1")
     page.train(3)
-    assert "later characters" not in page.text("#verdicts")
+    assert "Rows read the future" not in page.text("#verdicts")
     page.flip("no mask")
-    wait_for(page.browser, "return document.querySelector('#verdicts').textContent.includes('later characters')")
+    wait_for(page.browser, "return document.querySelector('#verdicts').textContent.includes('Rows read the future')")
     assert "no mask" in page.texts("#chart text.lane-0")
 
 
