@@ -1,6 +1,7 @@
 """The laboratory computes in the browser what the library computes: gradients and training, intact and broken."""
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -58,6 +59,7 @@ class Reference:
 
     def __init__(self, page: Any, config: dict[str, Any]) -> None:
         self.page, self.faults, T = page, config["faults"], config["contextLength"]
+        self.seen: dict[str, jax.Array] = {}
         has = self.faults.__contains__
         self.model = RungDecoderConfig(
             vocab_size=run(page, "return one.vocabulary.length"), context_length=T, d_model=config["width"],
@@ -93,25 +95,28 @@ class Reference:
         return jax.tree_util.tree_map_with_path(leaf, self.shapes)
 
     def loss(self, params: Params, batch_BT: jax.Array) -> jax.Array:
-        """Return the mean loss of a batch, with the faults that the library has no options for."""
-        T = batch_BT.shape[1] - 1
-        causal, scores = as_array(Causal(), T, T), {}
+        """Return the mean loss of a batch."""
+        with self.broken(batch_BT.shape[1] - 1):
+            return jnp.mean(jax.vmap(lambda tokens_T: next_token_nll(self.model, params, tokens_T))(batch_BT))
+
+    def broken(self, T: int) -> AbstractContextManager[None]:
+        """Return a context in which the model has the faults that are no options of the library. It stores values of
+        attention by name in `seen`."""
+        causal = as_array(Causal(), T, T)
         visible = jnp.ones_like(causal) if "no mask" in self.faults else causal
+        before = jnp.ones_like(causal) if "mask after softmax" in self.faults else visible
+        axis = -2 if "softmax over queries" in self.faults else -1
 
         def edit(name: str, value: jax.Array) -> jax.Array:
-            layer, _, what = name.rpartition(".")
-            if what == "scores":
-                scores[layer] = value
-                return value
-            if what == "visible":
-                return visible
-            axis = -2 if "softmax over queries" in self.faults else -1
-            before = jnp.ones_like(causal) if "mask after softmax" in self.faults else visible
-            weights = jax.nn.softmax(jnp.where(before, scores[layer], jnp.finfo(jnp.float32).min), axis)
-            return jnp.where(visible, weights, 0)
+            if name.endswith("visible"):
+                value = visible
+            if name.endswith("weights"):
+                scores = jnp.where(before, self.seen[name.replace("weights", "scores")], jnp.finfo(jnp.float32).min)
+                value = jnp.where(visible, jax.nn.softmax(scores, axis), 0)
+            self.seen[name] = value
+            return value
 
-        with intervene(["*.scores", "*.visible", "*.weights"], edit):
-            return jnp.mean(jax.vmap(lambda tokens_T: next_token_nll(self.model, params, tokens_T))(batch_BT))
+        return intervene("*.attention.*", edit)
 
     def train(self, steps: int) -> list[float]:
         """Train on the page's batches, and return the losses, up to the first step with a number not finite."""
@@ -155,8 +160,6 @@ def test_two_hundred_steps_are_those_of_jax(page):
     losses = reference.train(200)
     progress = run(page, "return await one.train(200)")
     assert progress["finite"] and progress["loss"] == pytest.approx(losses[-1], rel=1e-3)
-    heldout = run(page, "return lab.theory(one.config, lab.DEFAULT_TEXT)")
-    assert progress["heldOut"] < heldout["unigram"]
 
 
 @pytest.mark.slow
@@ -166,3 +169,65 @@ def test_divergence_is_in_the_step_of_jax(page):
     progress = run(page, "return await one.train(20)")
     assert not progress["finite"] and abs(progress["step"] - len(losses)) <= 1
     assert run(page, "return await one.train(1)") == progress
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("faults", [[], ["softmax over queries"], ["no mask"]], ids=str)
+def test_look_and_greedy_text_are_those_of_the_library(page, faults):
+    reference = Reference(page, create(page, **SMALL, faults=faults))
+    look = run(page, "return one.look(a[0])", "tested")  # shorter than the context
+    tokens, vocabulary = look.pop("tokens"), run(page, "return one.vocabulary")
+    assert [vocabulary[token] for token in tokens] == list("tested")
+    with reference.broken(len(tokens)):
+        reference.model.apply({"params": reference.params}, jnp.array(tokens))
+    for what, blocks in look.items():
+        expected = [reference.seen[f"blocks.{i}.attention.{what}"] for i in range(len(blocks))]
+        np.testing.assert_allclose(blocks, expected, atol=1e-5)
+    for _ in range(10):
+        window = tokens[-SMALL["contextLength"] :]
+        with reference.broken(len(window)):
+            logits_TV = reference.model.apply({"params": reference.params}, jnp.array(window))
+        tokens.append(int(logits_TV[-1].argmax()))
+    assert run(page, "return one.generate(a[0], 10, 0)", "tested") == "".join(vocabulary[i] for i in tokens[6:])
+
+
+@pytest.mark.slow
+def test_theory_counts_on_the_training_part_and_measures_on_the_held_out_part(page):
+    config = create(page, **SMALL)
+    theory, text = run(page, "return [lab.theory(one.config, lab.DEFAULT_TEXT), lab.DEFAULT_TEXT]")
+    characters, T = sorted(set(text)), config["contextLength"]
+    V, n = len(characters), int(len(text) * 0.9)
+    tokens = np.array([characters.index(character) for character in text])
+    single = np.bincount(tokens[:n], minlength=V) + 1.0
+    single /= single.sum()
+    pairs = np.zeros((V, V))
+    np.add.at(pairs, (tokens[: n - 1], tokens[1:n]), 1)
+    pairs = (pairs + single) / (pairs.sum(1, keepdims=True) + 1)
+    n_targets = 64 * T  # fewer than are held out
+    before, after = tokens[n : n + n_targets], tokens[n + 1 : n + n_targets + 1]
+    expected = {
+        "uniform": np.log(V),
+        "unigram": -np.log(single[after]).mean(),
+        "bigram": -np.log(pairs[before, after]).mean(),
+    }
+    assert {name: theory[name] for name in expected} == pytest.approx(expected)
+    assert run(page, "return one.vocabulary") == characters
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("faults", [[], ["unscaled scores"], ["no mask"], ["softmax over queries"]], ids=str)
+def test_entropy_before_training_is_what_theory_predicts(page, faults):
+    create(page, faults=faults)
+    progress, theory = run(page, "return [await one.train(1), lab.theory(one.config, lab.DEFAULT_TEXT)]")
+    assert np.mean(progress["entropy"], 1) == pytest.approx(theory["entropyAtStart"], rel=0.25)
+    assert np.mean(progress["scoreVariance"]) == pytest.approx(16 if faults == ["unscaled scores"] else 1, rel=0.2)
+
+
+@pytest.mark.slow
+def test_page_loads_nothing_and_refuses_texts_in_one_sentence(page):
+    assert run(page, "return performance.getEntriesByType('resource')") == []
+    refusal = "return await lab.createLab({...lab.DEFAULT_CONFIG, ...a[0]}, a[1]).catch(e => e.message)"
+    assert run(page, refusal, {}, "short") == "The text has 5 characters; give at least 340."
+    assert run(page, refusal, {"heads": 3}, "") == "The width 64 is not a multiple of 3 heads; choose another number."
+    many = "".join(map(chr, range(300))) * 2
+    assert run(page, refusal, {}, many) == "The text has 300 different characters; give one with at most 256."

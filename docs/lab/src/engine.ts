@@ -166,7 +166,8 @@ class Trainer implements Lab {
     for (let i = 1; this.last?.finite !== false; i++) {
       const before = tree.ref(this.params);
       const { loss, gradient } = this.advance();
-      if (i >= steps || !isFinite(loss, this.params)) return (this.last = this.measure(before, loss, gradient));
+      const finite = isFinite(loss, this.params);
+      if (i >= steps || !finite) return (this.last = { ...this.measure(before, loss, gradient), finite });
       loss.dispose();
       tree.dispose([before, gradient]);
       await pause();
@@ -230,7 +231,7 @@ class Trainer implements Lab {
   }
 
   /** Measure the step that has just been taken from these parameters. */
-  private measure(params: Params, loss: NDArray, gradient: Params): Progress {
+  private measure(params: Params, loss: NDArray, gradient: Params): Omit<Progress, "finite"> {
     const masks = () => this.masks(this.config.contextLength);
     const [tokens, targets] = pairs(this.batch(this.step - 1));
     targets.dispose();
@@ -247,7 +248,6 @@ class Trainer implements Lab {
     }));
     const probed = this.compiled.probe(params, tokens, masks());
     const heldOut = this.compiled.loss(tree.ref(this.params), ...pairs(this.data.heldOut), masks());
-    const finite = isFinite(loss, this.params);
     return {
       step: this.step,
       loss: loss.js(),
@@ -255,7 +255,6 @@ class Trainer implements Lab {
       entropy: probed.map(({ entropy }) => entropy.js()),
       scoreVariance: probed.map(({ variance }) => variance.js()),
       matrices,
-      finite,
     };
   }
 

@@ -3,7 +3,7 @@ import type { Config } from "./engine";
 
 const HELD_OUT_FRACTION = 0.1;
 const MAX_VOCABULARY = 256;
-const MAX_HELD_OUT_WINDOWS = 96;
+const MAX_HELD_OUT_WINDOWS = 64;
 
 export interface Split {
   vocabulary: string[];
