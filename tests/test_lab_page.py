@@ -185,7 +185,7 @@ def test_own_text_replaces_the_text_or_says_its_limit(page: LabPage) -> None:
     page.browser.execute_script(script, area, "too short")
     page.click("#use")
     wait_for(page.browser, "return !document.querySelector('#problem').hidden")
-    assert page.text("#problem") == "The text has 9 characters; 500 are the least; add some."
+    assert page.text("#problem") == "The text has 9 characters, and 500 are the least; add some."
     page.browser.execute_script(script, area, "abcd" * 200)
     page.click("#use")
     about = "document.querySelector('#text-about').textContent"

@@ -12,7 +12,7 @@ const [DRAW_MILLISECONDS, MOST_STEPS] = [250, 10];
 const [SHORTEST_TEXT, LONGEST_TEXT] = [500, 50_000];
 
 let text = DEFAULT_TEXT;
-let config: Config = { ...DEFAULT_CONFIG, learningRate: 0.1 };
+let config: Config = { ...DEFAULT_CONFIG };
 let theory: Theory;
 let lanes = [new Lane("A", new Set())];
 let hidden: Fault | null = null;
@@ -202,10 +202,12 @@ for (const name of ["blocks", "heads"] as const) {
 }
 get("use").addEventListener("click", () => void queue(async () => {
   const typed = get<HTMLTextAreaElement>("text").value;
-  if (typed.length < SHORTEST_TEXT || typed.length > LONGEST_TEXT) {
-    const limit = typed.length < SHORTEST_TEXT ? `${SHORTEST_TEXT} are the least; add some` : `${LONGEST_TEXT} are the most; remove some`;
-    return complain(`The text has ${typed.length} characters; ${limit}.`);
-  }
+  const remedy =
+    typed.length < SHORTEST_TEXT ? `and ${SHORTEST_TEXT} are the least; add some`
+    : typed.length > LONGEST_TEXT ? `and ${LONGEST_TEXT} are the most; remove some`
+    : new Set(typed).size < 2 ? "all the same; add a second one"
+    : "";
+  if (remedy) return complain(`The text has ${typed.length} characters, ${remedy}.`);
   const before = text;
   text = typed;
   await create().catch(async (error: unknown) => {
