@@ -112,12 +112,12 @@ def test_a_switch_acts_during_training(page: LabPage) -> None:
 
 def test_equal_models_stay_equal_and_one_switch_tells_them_apart(page: LabPage) -> None:
     page.open("blocks=1&A=no positions&B=no positions")
-    page.train(4)
+    page.train(2)
     curves = "return [0, 1].map((i) => document.querySelector(`.line.heldOut.lane-${i}`).getAttribute('points'))"
     a, b = page.browser.execute_script(curves)
     assert a == b != ""
     page.flip("no positions", "B")
-    page.train(4)
+    page.train(2)
     a, b = page.browser.execute_script(curves)
     assert a != b
 

@@ -1,8 +1,8 @@
 import { createLab, theory, type Config, type Fault, type Lab, type Look, type Progress, type Theory } from "../engine";
 import { show } from "./dom";
 
-const SAMPLE_EVERY_STEPS = 20;
-const SAMPLE_LENGTH = 80;
+const SAMPLE_EVERY_STEPS = 25;
+const SAMPLE_LENGTH = 60;
 const PROMPT_LENGTH = 8;
 const TEMPERATURE = 0.5;
 /** Mean entropy in nats below which a head counts as one-hot: 1.1 positions. */

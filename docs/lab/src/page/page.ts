@@ -96,12 +96,13 @@ function layOut(): void {
   get("lanes").replaceChildren(...lanes.map((lane, i) => {
     const part = (kind: string) => h("div", { class: kind });
     const [maps, large, steps, table, gradient] = ["maps", "map", "steps", "table", "gradients"].map(part);
+    const isHidden = () => lane === lanes[0] && hidden !== null;
     const predicted = h("p", { class: "name" });
     redraws.push(
-      () => write(predicted, `Predicted before training: ${lane.predicted.map((H, block) => `block ${block} ${show(H)}`).join(", ")} nats.`),
+      () => write(predicted, isHidden() ? "" : `Predicted before training: ${lane.predicted.map((H, block) => `block ${block} ${show(H)}`).join(", ")} nats.`),
       makeMaps(maps, lane, selection, drawLanes),
       makeLargeMap(large, lane, selection, drawLanes),
-      makeSteps(steps, lane, selection, () => lane === lanes[0] && hidden !== null),
+      makeSteps(steps, lane, selection, isHidden),
       makeTable(table, lane, selection, drawLanes),
       makeGradient(gradient, lane, selection),
     );
