@@ -104,20 +104,20 @@ def test_arithmetic_on_the_page_arrives_at_the_weight_of_the_model(page: LabPage
 def test_a_switch_acts_during_training(page: LabPage) -> None:
     page.open("blocks=1")
     page.train(3)
-    assert "later characters" not in page.text("#verdicts")
+    assert "Rows read the future" not in page.text("#verdicts")
     page.flip("no mask")
-    wait_for(page.browser, "return document.querySelector('#verdicts').textContent.includes('later characters')")
+    wait_for(page.browser, "return document.querySelector('#verdicts').textContent.includes('Rows read the future')")
     assert "no mask" in page.texts("#chart text.lane-0")
 
 
 def test_equal_models_stay_equal_and_one_switch_tells_them_apart(page: LabPage) -> None:
     page.open("blocks=1&A=no positions&B=no positions")
-    page.train(4)
+    page.train(2)
     curves = "return [0, 1].map((i) => document.querySelector(`.line.heldOut.lane-${i}`).getAttribute('points'))"
     a, b = page.browser.execute_script(curves)
     assert a == b != ""
     page.flip("no positions", "B")
-    page.train(4)
+    page.train(2)
     a, b = page.browser.execute_script(curves)
     assert a != b
 
@@ -185,7 +185,7 @@ def test_own_text_replaces_the_text_or_says_its_limit(page: LabPage) -> None:
     page.browser.execute_script(script, area, "too short")
     page.click("#use")
     wait_for(page.browser, "return !document.querySelector('#problem').hidden")
-    assert page.text("#problem") == "The text has 9 characters; 500 are the least; add some."
+    assert page.text("#problem") == "The text has 9 characters, and 500 are the least; add some."
     page.browser.execute_script(script, area, "abcd" * 200)
     page.click("#use")
     about = "document.querySelector('#text-about').textContent"

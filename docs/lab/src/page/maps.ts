@@ -25,7 +25,7 @@ export function makeMaps(container: HTMLElement, lane: Lane, selection: Selectio
     }, canvas);
     const entropy = h("p");
     const variance = h("p");
-    container.append(h("figure", {}, button, h("figcaption", {}, `block ${block}, head ${head}`), entropy, variance));
+    container.append(h("figure", {}, button, h("figcaption", {}, `head ${block}.${head}`), entropy, variance));
     return { block, head, canvas, button, entropy, variance };
   });
   container.style.setProperty("--heads", String(heads));

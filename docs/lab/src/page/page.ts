@@ -96,16 +96,19 @@ function layOut(): void {
   get("lanes").replaceChildren(...lanes.map((lane, i) => {
     const part = (kind: string) => h("div", { class: kind });
     const [maps, large, steps, table, gradient] = ["maps", "map", "steps", "table", "gradients"].map(part);
+    const isHidden = () => lane === lanes[0] && hidden !== null;
+    const predicted = h("p", { class: "name" });
     redraws.push(
+      () => write(predicted, isHidden() ? "" : `Predicted before training: ${lane.predicted.map((H, block) => `block ${block} ${show(H)}`).join(", ")} nats.`),
       makeMaps(maps, lane, selection, drawLanes),
       makeLargeMap(large, lane, selection, drawLanes),
-      makeSteps(steps, lane, selection, () => lane === lanes[0] && hidden !== null),
+      makeSteps(steps, lane, selection, isHidden),
       makeTable(table, lane, selection, drawLanes),
       makeGradient(gradient, lane, selection),
     );
     return h("div", { class: `model lane-${i}` },
       ...(several ? [h("h3", {}, `Model ${lane.name}`)] : []),
-      h("div", {}, h("h3", {}, "Attention"), maps, large),
+      h("div", {}, h("h3", {}, "Attention"), predicted, maps, large),
       h("div", {}, h("h3", {}, "One cell, step by step"), steps),
       h("div", {}, h("h3", {}, "Norms of each matrix"), table, gradient));
   }));
@@ -115,8 +118,8 @@ function layOut(): void {
     `From ${SHORTEST_TEXT} to ${LONGEST_TEXT.toLocaleString("en")} characters. The last tenth is held out. Now: ` +
     `${text.length.toLocaleString("en")} characters, ${lanes[0].lab.vocabulary.length} different ones.`;
   get("inside-about").textContent =
-    `Maps of the first ${config.contextLength} held-out characters: a row reads columns, dark is 1. Entropy is a row's mean in nats; ` +
-    `uniform attention over what a row sees has ${show(theory.entropyAtStart[0])}. Choose a map, then a cell, for its arithmetic.`;
+    `Maps of the first ${config.contextLength} held-out characters: a row reads columns, and head 1.0 is the first of the second block. ` +
+    `Below each map: the mean entropy of a row in nats, and the variance of its scores. Choose a map, then a cell, for its arithmetic.`;
   render();
 }
 
@@ -200,10 +203,12 @@ for (const name of ["blocks", "heads"] as const) {
 }
 get("use").addEventListener("click", () => void queue(async () => {
   const typed = get<HTMLTextAreaElement>("text").value;
-  if (typed.length < SHORTEST_TEXT || typed.length > LONGEST_TEXT) {
-    const limit = typed.length < SHORTEST_TEXT ? `${SHORTEST_TEXT} are the least; add some` : `${LONGEST_TEXT} are the most; remove some`;
-    return complain(`The text has ${typed.length} characters; ${limit}.`);
-  }
+  const remedy =
+    typed.length < SHORTEST_TEXT ? `and ${SHORTEST_TEXT} are the least; add some`
+    : typed.length > LONGEST_TEXT ? `and ${LONGEST_TEXT} are the most; remove some`
+    : new Set(typed).size < 2 ? "all the same; add a second one"
+    : "";
+  if (remedy) return complain(`The text has ${typed.length} characters, ${remedy}.`);
   const before = text;
   text = typed;
   await create().catch(async (error: unknown) => {
