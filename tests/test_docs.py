@@ -42,7 +42,9 @@ from tests.helpers import ROOT, changed, exhaustive, run, tiny, write_books
 from tests.interop.published import installed_model
 
 PAGES = {
-    path.relative_to(ROOT): path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+    path.relative_to(ROOT): path.read_text()
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+    if "node_modules" not in path.parts
 }
 BLOCKS = [
     (kind, text) for page in PAGES.values() for kind, text in re.findall(r"^```(\w+)\n(.*?)^```", page, re.M | re.S)

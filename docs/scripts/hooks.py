@@ -1,9 +1,12 @@
 """Hooks of MkDocs: files of the repository's top level as pages, and links from the public names to their reference."""
 
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
@@ -16,11 +19,24 @@ PACKAGE_OR_NAME = re.compile(r"^## (.+)|^\| (`(\w+).*?`)", re.MULTILINE)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages, and the file that the README links to."""
+    """Add the pages, the laboratory, and the file that the README links to."""
     for name, page in TOP_LEVEL.items():
         files.append(File.generated(config, page, content=(ROOT / name).read_text(encoding="utf-8")))
     files.append(File.generated(config, "CITATION.cff", abs_src_path=str(ROOT / "CITATION.cff")))
+    files.append(File.generated(config, "lab.html", abs_src_path=str(build_laboratory())))
     return files
+
+
+def build_laboratory() -> Path:
+    """Return the page that docs/lab builds. Raises `PluginError` without npm, or if the build fails."""
+    npm, folder = shutil.which("npm"), ROOT / "docs/lab"
+    if npm is None:
+        raise PluginError("npm, which builds the laboratory, is not installed; install Node.js 18 or newer.")
+    for arguments in (("ci",), ("run", "check"), ("run", "build")):
+        done = subprocess.run([npm, *arguments], cwd=folder, capture_output=True, text=True)
+        if done.returncode:
+            raise PluginError(f"npm {' '.join(arguments)} failed in docs/lab:\n{done.stdout}{done.stderr}")
+    return folder / "build/lab.html"
 
 
 def on_page_markdown(markdown: str, page: Page, **_: object) -> str:

@@ -1,0 +1,5 @@
+// The page, and its engine as `window.lab`, for the browser's console and for tests.
+import * as lab from "./engine";
+import "./page/page";
+
+Object.assign(window, { lab });

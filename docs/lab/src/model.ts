@@ -1,0 +1,124 @@
+// The rung `rmsnorm` of the ladder, and what each switch breaks in it.
+//
+// One letter per axis, as in the library: T queries, S keys, D width, H heads, K width of a head, F hidden width,
+// V vocabulary; `…` is a batch, or nothing. jax-js frees an array that a function has taken: `x.ref` keeps x for one
+// more use.
+import { nn, numpy as np, random, type Array as NDArray } from "@jax-js/jax";
+import type { Config, Fault } from "./engine";
+
+type Attention = { W_Q: NDArray; W_K: NDArray; W_V: NDArray; W_O: NDArray };
+type MLP = { W_1: NDArray; b_1: NDArray; W_2: NDArray; b_2: NDArray };
+type Norm = { gamma: NDArray };
+type Block = { attention_norm: Norm; attention: Attention; mlp_norm: Norm; mlp: MLP };
+export type Params = { embedding: { W_E: NDArray; W_pos: NDArray }; blocks: Block[]; W_out: NDArray };
+
+/** Keys (T, S) that a query may attend to: those of the softmax, and those whose weights remain after it. */
+export type Masks = { before: NDArray; after: NDArray };
+
+/** What attention computes in one block: queries, keys, values (…, H, T, K), and scores and weights (…, H, T, S). */
+export type Inside = { queries: NDArray; keys: NDArray; values: NDArray; scores: NDArray; weights: NDArray };
+
+const EPSILON = 1e-6;
+const MASKED = -3.4028234663852886e38; // finite, so that a row without a visible key does not become NaN
+
+/** Return the masks of the first `length` of T positions. */
+export function makeMasks(T: number, length: number, faults: Fault[]): Masks {
+  const mask = (isVisible: (query: number, key: number) => boolean) =>
+    np.array(Array.from({ length: T }, (_, t) => Array.from({ length: T }, (_, s) => isVisible(t, s))));
+  const all = (t: number, s: number) => t < length && s < length;
+  const causal = (t: number, s: number) => all(t, s) && s <= t;
+  const after = faults.includes("no mask") ? all : causal;
+  return { before: mask(faults.includes("mask after softmax") ? all : after), after: mask(after) };
+}
+
+/** Return the key of the parameters, for index 0, or that of an index after it. */
+export function keyOf({ seed }: Config, index: number): NDArray {
+  return random.key((seed * 2 ** 20 + index) % 2 ** 32);
+}
+
+/** Draw the parameters: a function of the seed. */
+export function init(config: Config, V: number): Params {
+  const { contextLength: T, width: D, heads: H, hidden: F, blocks: L } = config;
+  const K = D / H;
+  const keys = random.split(keyOf(config, 0), 3 + 8 * L);
+  let drawn = 0;
+  const normal = (shape: number[], std: number) => random.normal(keys.ref.slice(drawn++), shape).mul(std);
+  const uniform = (shape: number[], fanIn: number) => {
+    const bound = fanIn ** -0.5;
+    return random.uniform(keys.ref.slice(drawn++), shape, { minval: -bound, maxval: bound });
+  };
+  const std = config.faults.includes("N(0, 1) weights") ? 1 : D ** -0.5;
+  const params: Params = {
+    embedding: { W_E: normal([V, D], 1), W_pos: normal([T, D], 1) },
+    W_out: normal([D, V], D ** -0.5),
+    blocks: Array.from({ length: L }, () => ({
+      attention_norm: { gamma: np.ones([D]) },
+      attention: {
+        W_Q: normal([D, H, K], std),
+        W_K: normal([D, H, K], std),
+        W_V: normal([D, H, K], std),
+        W_O: normal([H, K, D], std),
+      },
+      mlp_norm: { gamma: np.ones([D]) },
+      mlp: { W_1: uniform([D, F], D), b_1: uniform([F], D), W_2: uniform([F, D], F), b_2: uniform([D], F) },
+    })),
+  };
+  keys.dispose();
+  return params;
+}
+
+/** Return the logits (…, T, V) of tokens (…, T), and what the attention of each block computes. */
+export function forward(params: Params, tokens: NDArray, masks: Masks, faults: Fault[]): [NDArray, Inside[]] {
+  const { embedding, blocks, W_out } = params;
+  let x = np.matmul(nn.oneHot(tokens, embedding.W_E.shape[0]), embedding.W_E);
+  if (faults.includes("no positions")) embedding.W_pos.dispose();
+  else x = x.add(embedding.W_pos);
+  const insides = blocks.map((block) => {
+    const [y, inside] = attention(block.attention, rmsNorm(block.attention_norm, x.ref, faults), masks, faults);
+    x = residual(x, y, faults);
+    x = residual(x.ref, mlp(block.mlp, rmsNorm(block.mlp_norm, x, faults)), faults);
+    return inside;
+  });
+  masks.before.dispose();
+  masks.after.dispose();
+  return [np.matmul(x, W_out), insides];
+}
+
+function residual(x: NDArray, y: NDArray, faults: Fault[]): NDArray {
+  if (!faults.includes("no residual")) return x.add(y);
+  x.dispose();
+  return y;
+}
+
+function rmsNorm({ gamma }: Norm, x: NDArray, faults: Fault[]): NDArray {
+  if (faults.includes("no norm")) {
+    gamma.dispose();
+    return x;
+  }
+  const meanSquare = np.mean(np.square(x.ref), -1, { keepdims: true });
+  return x.div(np.sqrt(meanSquare.add(EPSILON))).mul(gamma);
+}
+
+function attention(params: Attention, x: NDArray, masks: Masks, faults: Fault[]): [NDArray, Inside] {
+  const K = params.W_Q.shape[2];
+  const queries = np.einsum("...td,dhk->...htk", x.ref, params.W_Q);
+  const keys = np.einsum("...sd,dhk->...hsk", x.ref, params.W_K);
+  const values = np.einsum("...sd,dhk->...hsk", x, params.W_V);
+  const scale = faults.includes("unscaled scores") ? 1 : K ** -0.5;
+  const scores = np.einsum("...htk,...hsk->...hts", queries.ref.mul(scale), keys.ref);
+  const axis = faults.includes("softmax over queries") ? -2 : -1;
+  const shares = nn.softmax(np.where(masks.before.ref, scores.ref, MASKED), axis);
+  const weights = np.where(masks.after.ref, shares, 0);
+  const heads = np.einsum("...hts,...hsk->...htk", weights.ref, values.ref);
+  return [np.einsum("...htk,hkd->...td", heads, params.W_O), { queries, keys, values, scores, weights }];
+}
+
+function mlp({ W_1, b_1, W_2, b_2 }: MLP, x: NDArray): NDArray {
+  return np.matmul(nn.relu(np.matmul(x, W_1).add(b_1)), W_2).add(b_2);
+}
+
+/** Return the mean negative log-likelihood of the targets (…, T) in nats. */
+export function crossEntropy(logits: NDArray, targets: NDArray): NDArray {
+  const chosen = nn.oneHot(targets, logits.shape[logits.ndim - 1]);
+  return nn.logSoftmax(logits, -1).mul(chosen).sum(-1).mean().neg();
+}

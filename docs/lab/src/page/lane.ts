@@ -1,0 +1,162 @@
+import { createLab, theory, type Config, type Fault, type Lab, type Look, type Progress, type Theory } from "../engine";
+import { show } from "./dom";
+
+const SAMPLE_EVERY_STEPS = 25;
+const SAMPLE_LENGTH = 60;
+const PROMPT_LENGTH = 8;
+const TEMPERATURE = 0.5;
+/** Mean entropy in nats below which a head counts as one-hot: 1.1 positions. */
+export const ONE_HOT = 0.1;
+
+/** Change of a weight above which the page says that rows read the future; rounding changes weights by less. */
+export const LEAK = 1e-3;
+
+export interface Point {
+  step: number;
+  loss: number;
+  heldOut: number;
+}
+
+/** One model on the page: what it has measured since its last reset. */
+export class Lane {
+  lab!: Lab;
+  history: Point[] = [];
+  flips: { step: number; text: string }[] = [];
+  progress: Progress | null = null;
+  /** The last progress whose numbers were all finite. */
+  sound: Progress | null = null;
+  brokenAt: number | null = null;
+  look!: Look;
+  /** Largest change of an earlier row's attention if the last character of the text is another one; 0 if causal. */
+  leak = 0;
+  sample = "";
+  /** Mean entropy of each block's attention in nats that theory predicts before training. */
+  predicted: number[] = [];
+  private text = "";
+
+  constructor(readonly name: string, readonly faults: Set<Fault>) {}
+
+  get step(): number {
+    return this.progress?.step ?? 0;
+  }
+
+  async create(config: Config, text: string, probe: string): Promise<void> {
+    this.text = text;
+    this.lab = await createLab({ ...config, faults: [...this.faults] }, text);
+    this.begin(probe);
+  }
+
+  reset(probe: string): void {
+    this.lab.setFaults([...this.faults]);
+    this.lab.reset();
+    this.begin(probe);
+  }
+
+  private begin(probe: string): void {
+    [this.history, this.flips] = [[], []];
+    [this.progress, this.sound, this.brokenAt, this.sample] = [null, null, null, ""];
+    this.see(probe);
+    this.predicted = theory(this.lab.config, this.text).entropyAtStart;
+  }
+
+  flip(fault: Fault, on: boolean, probe: string): void {
+    if (on) this.faults.add(fault);
+    else this.faults.delete(fault);
+    if (this.step === 0) return this.reset(probe);
+    this.lab.setFaults([...this.faults]);
+    this.flips.push({ step: this.step, text: `${on ? "" : "not "}${fault}` });
+    this.see(probe);
+  }
+
+  async advance(steps: number, probe: string): Promise<void> {
+    if (this.brokenAt !== null) return;
+    const before = this.step;
+    const progress = (this.progress = await this.lab.train(steps));
+    this.history.push({ step: progress.step, loss: progress.loss, heldOut: progress.heldOut });
+    this.see(probe);
+    if (!progress.finite) {
+      this.brokenAt = progress.step;
+      return;
+    }
+    this.sound = progress;
+    const due = Math.floor(progress.step / SAMPLE_EVERY_STEPS) > Math.floor(before / SAMPLE_EVERY_STEPS);
+    if (due || !this.sample) {
+      const prompt = [...probe].slice(0, PROMPT_LENGTH).join("");
+      this.sample = prompt + this.lab.generate(prompt, SAMPLE_LENGTH, TEMPERATURE);
+    }
+  }
+
+  /** Mean entropy of the rows in nats, [block][head]: of the last batch, or before training of the text shown. */
+  get entropy(): number[][] {
+    return this.progress?.entropy ?? this.look.weights.map((heads) => heads.map(meanEntropy));
+  }
+
+  /** Look at the text, and at how much its rows change with its last character, which they must not see. */
+  private see(probe: string): void {
+    this.look = this.lab.look(probe);
+    const characters = [...probe];
+    const last = characters.pop();
+    const other = this.lab.look(characters.join("") + this.lab.vocabulary.find((character) => character !== last)).weights;
+    const changes = this.look.weights.flatMap((heads, block) => heads.flatMap((A, head) =>
+      A.slice(0, -1).flatMap((row, t) => row.map((a, s) => Math.abs(a - other[block][head][t][s])))));
+    this.leak = largest(changes);
+  }
+
+  /** Smallest and largest sum of a row of weights. */
+  get rowSums(): [number, number] {
+    const sums = this.look.weights.flat(2).map(total);
+    return [-largest(sums.map((sum) => -sum)), largest(sums)];
+  }
+
+  /** Norm of the gradient of all parameters, at the last finite step. */
+  get gradient(): number {
+    return Math.hypot(...(this.sound?.matrices ?? []).map((matrix) => matrix.gradient));
+  }
+
+  /** Sentences that say what the measurements mean; they never look at the switches. */
+  explain(theory: Theory): string[] {
+    if (this.brokenAt !== null) {
+      const worst = [...(this.sound?.matrices ?? [])].sort((a, b) => b.gradient - a.gradient)[0];
+      const before = worst
+        ? ` At step ${this.sound!.step}, all gradients had a norm of ${show(this.gradient)}, most of it in ${worst.name}.`
+        : "";
+      return [
+        `Step ${this.brokenAt}: not finite.${before} A number above 3.4·10³⁸ does not fit into 32 bits and becomes ` +
+          "infinite; ∞ − ∞ is not a number (NaN), and the next step writes it into all parameters. Press Reset.",
+      ];
+    }
+    if (!this.progress) return ["Not trained yet: attention below is that of random parameters."];
+    const { heldOut } = this.progress;
+    const { uniform, unigram, bigram } = theory;
+    const sentences = [
+      heldOut > uniform * 1.02 ? "It is worse than a guess: it is sure of wrong characters."
+      : heldOut > unigram * 1.02 ? "It does not even know how frequent each character is."
+      : heldOut > bigram ? "It knows the frequencies, but not more than the last character tells."
+      : heldOut < bigram / 2 ? "No honest model of this size is that good after so few steps."
+      : "It uses more than the last character: the loss is below the bigram's.",
+    ];
+    const [least, most] = this.rowSums;
+    if (this.leak > LEAK) sentences.push("Rows read the future: another last character changes the attention of earlier rows.");
+    if (least < 0.99 || most > 1.01) sentences.push(`Rows do not sum to 1, but to ${least.toFixed(1)} to ${most.toFixed(1)}.`);
+    const heads = this.entropy.flat();
+    const sharp = heads.filter((entropy) => entropy < ONE_HOT).length;
+    if (sharp) sentences.push(`${sharp} of ${heads.length} heads are one-hot: each row reads one position.`);
+    return sentences;
+  }
+}
+
+function largest(values: number[]): number {
+  return values.reduce((a, b) => Math.max(a, b), -Infinity);
+}
+
+function total(values: number[]): number {
+  return values.reduce((a, b) => a + b, 0);
+}
+
+function meanEntropy(A: number[][]): number {
+  const rows = A.map((row) => {
+    const sum = total(row);
+    return -total(row.map((a) => (a > 0 ? (a / sum) * Math.log(a / sum) : 0)));
+  });
+  return total(rows) / rows.length;
+}

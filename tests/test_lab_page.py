@@ -1,0 +1,203 @@
+"""The laboratory's page in a browser: training, switches, arithmetic, a second model, exercises."""
+
+import math
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.browser import browsing, complaints, wait_for
+from tests.lab import built_page
+
+pytestmark = pytest.mark.slow
+
+FAULTS = (
+    "no mask", "mask after softmax", "unscaled scores", "N(0, 1) weights", "no residual", "no norm",
+    "softmax over queries", "no positions", "large learning rate",
+)  # fmt: skip
+
+
+class LabPage:
+    """The page as a reader uses it."""
+
+    def __init__(self, browser: Any) -> None:
+        self.browser = browser
+        self.opened = 0
+
+    def text(self, selector: str) -> str:
+        return self.browser.execute_script("return document.querySelector(arguments[0]).textContent", selector)
+
+    def texts(self, selector: str) -> list[str]:
+        script = "return [...document.querySelectorAll(arguments[0])].map((element) => element.textContent)"
+        return self.browser.execute_script(script, selector)
+
+    def click(self, selector: str) -> None:
+        self.browser.execute_script("document.querySelector(arguments[0]).click()", selector)
+
+    def open(self, experiment: str) -> None:
+        """Open an experiment as a link does, and wait for its models."""
+        self.opened += 1  # an address that has not been open yet
+        script = "document.querySelector('#lanes').replaceChildren(); location.hash = arguments[0]"
+        self.browser.execute_script(script, f"{experiment}&{self.opened}")
+        wait_for(self.browser, "return document.querySelector('.maps canvas')")
+
+    def flip(self, fault: str, model: str = "A") -> None:
+        self.click(f'[data-fault="{fault}"][data-model="{model}"]')
+
+    @property
+    def step(self) -> int:
+        return int(re.findall(r"\d+", self.text("#progress"))[0])
+
+    def train(self, steps: int) -> None:
+        """Train at least so many steps."""
+        self.click("#train")
+        step = "Number(document.querySelector('#progress').textContent.match(/\\d+/)[0])"
+        has_stopped = "document.querySelector('#train').textContent === 'Train'"
+        wait_for(self.browser, f"return {step} >= {self.step + steps} || {has_stopped}")
+        if self.text("#train") == "Pause":
+            self.click("#train")
+        self.settle()
+
+    def settle(self) -> None:
+        """Wait until the page has done what was clicked."""
+        self.browser.execute_async_script(
+            "const done = arguments[0]; requestAnimationFrame(() => requestAnimationFrame(() => setTimeout(done, 50)))"
+        )
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LabPage]:
+    with browsing(built_page()) as browser:
+        lab = LabPage(browser)
+        wait_for(browser, "return document.querySelector('.maps canvas')")
+        yield lab
+        assert complaints(browser) == []
+
+
+def test_predictions_stand_before_training_and_losses_after(page: LabPage) -> None:
+    page.open("blocks=1")
+    predicted = page.texts("#chart text.theory")
+    assert [label.split()[0] for label in predicted] == ["uniform", "unigram", "bigram"]
+    assert page.browser.execute_script("return document.querySelector('.line.heldOut').getAttribute('points')") == ""
+    page.click("#step")
+    wait_for(page.browser, "return document.querySelector('#progress').textContent.startsWith('step 1,')")
+    page.train(5)
+    points = page.browser.execute_script("return document.querySelector('.line.heldOut').getAttribute('points')")
+    assert page.step >= 6 and len(points.split()) >= 2
+    assert page.texts("#chart text.theory") == predicted
+    page.click("#reset")
+    wait_for(page.browser, "return document.querySelector('#progress').textContent === 'step 0'")
+
+
+@pytest.mark.parametrize("fault", [None, *FAULTS])
+def test_arithmetic_on_the_page_arrives_at_the_weight_of_the_model(page: LabPage, fault: str | None) -> None:
+    page.open(f"blocks=1&A={fault or ''}")
+    map_ = page.browser.find_element("css selector", "canvas.large")
+    for keys in ("", "\ue014\ue014\ue015"):  # from below the diagonal to above it: right, right, down
+        map_.send_keys(*keys)
+        last = page.texts(".arithmetic li")[-1]
+        computed, model = re.fullmatch(r"Weight: (.+)\. The model has (.+)\.", last).groups()  # type: ignore[union-attr]
+        assert float(computed) == pytest.approx(float(model), rel=0.02, abs=1e-4), last
+
+
+def test_a_switch_acts_during_training(page: LabPage) -> None:
+    page.open("blocks=1")
+    page.train(3)
+    assert "Rows read the future" not in page.text("#verdicts")
+    page.flip("no mask")
+    wait_for(page.browser, "return document.querySelector('#verdicts').textContent.includes('Rows read the future')")
+    assert "no mask" in page.texts("#chart text.lane-0")
+
+
+def test_equal_models_stay_equal_and_one_switch_tells_them_apart(page: LabPage) -> None:
+    page.open("blocks=1&A=no positions&B=no positions")
+    page.train(2)
+    curves = "return [0, 1].map((i) => document.querySelector(`.line.heldOut.lane-${i}`).getAttribute('points'))"
+    a, b = page.browser.execute_script(curves)
+    assert a == b != ""
+    page.flip("no positions", "B")
+    page.train(2)
+    a, b = page.browser.execute_script(curves)
+    assert a != b
+
+
+def test_a_loss_that_is_not_finite_is_marked_and_explained(page: LabPage) -> None:
+    page.open("blocks=4&A=no norm,large learning rate")
+    page.train(100)
+    [mark] = page.texts("#chart text.mark")
+    step = int(re.fullmatch(r"not finite at step (\d+)", mark)[1])  # type: ignore[index]
+    assert f"Step {step}: not finite" in page.text("#verdicts")
+    assert page.step == step
+    assert ("Solved" in page.text("#exercises li:nth-child(5) .status")) == (step < 20)
+
+
+def test_a_matrix_shows_its_largest_gradients(page: LabPage) -> None:
+    page.open("blocks=1")
+    page.train(1)
+    page.click(".norms tbody button")
+    entries = page.texts(".largest li")
+    sizes = [abs(float(re.search(r"gradient (\S+),", entry)[1])) for entry in entries]  # type: ignore[index]
+    assert sizes == sorted(sizes, reverse=True) and sizes[0] > 0 and len(sizes) == 5
+
+
+def test_exercise_by_hand_accepts_the_right_weight_only(page: LabPage) -> None:
+    page.open("blocks=1")
+    page.click("#by-hand button")
+    asked = page.text("#by-hand + p")
+    *products, K = map(float, re.search(r"are (\S+) and (\S+), and K = (\d+)", asked).groups())  # type: ignore[union-attr]
+    a, b = (product / K**0.5 for product in products)
+    weight = 1 / (1 + math.exp(b - a))
+    answer = page.browser.find_element("css selector", "#by-hand input")
+    for typed, status in (((weight + 0.3) % 1, "Not yet"), (weight, "Solved")):
+        answer.clear()
+        answer.send_keys(f"{typed:.3f}")
+        page.click("#by-hand button:last-child")
+        assert page.text("#exercises li:nth-child(8) .status").startswith(status)
+    assert page.text("#solved").split()[0] != "0"
+
+
+def test_hidden_switch_is_not_shown_and_can_be_named(page: LabPage) -> None:
+    page.open("blocks=1")
+    page.click("#hide")
+    wait_for(page.browser, "return !document.querySelector('#guess button:last-child').disabled")
+    assert page.browser.execute_script("return document.querySelectorAll('#switches input:checked').length") == 0
+    assert "hidden" in page.text(".steps")
+    status = "#exercises li:nth-child(7) .status"
+    tried = []
+    for fault in FAULTS:
+        script = "document.querySelector('#guess select').value = arguments[0]"
+        page.browser.execute_script(script, fault)
+        page.click("#guess button:last-child")
+        tried.append(page.text(status))
+        if tried[-1].startswith("Solved"):
+            break
+    assert tried[-1].startswith(f"Solved: {fault}")
+    assert all(text.startswith("Not ") for text in tried[:-1])
+    checked = "return [...document.querySelectorAll('#switches input:checked')].map((box) => box.dataset.fault)"
+    assert page.browser.execute_script(checked) == [fault]
+
+
+def test_own_text_replaces_the_text_or_says_its_limit(page: LabPage) -> None:
+    page.open("blocks=1")
+    area = page.browser.find_element("css selector", "#text")
+    script = "arguments[0].value = arguments[1]"
+    page.browser.execute_script(script, area, "too short")
+    page.click("#use")
+    wait_for(page.browser, "return !document.querySelector('#problem').hidden")
+    assert page.text("#problem") == "The text has 9 characters, and 500 are the least; add some."
+    page.browser.execute_script(script, area, "abcd" * 200)
+    page.click("#use")
+    about = "document.querySelector('#text-about').textContent"
+    wait_for(page.browser, f"return {about}.includes('800 characters, 4 different')")
+
+    assert page.text("#problem") == ""
+
+
+def test_page_on_a_phone_does_not_scroll_sideways() -> None:
+    with browsing(built_page(), 390, "dark") as browser:
+        wait_for(browser, "return document.querySelector('.maps canvas')")
+        browser.execute_script("document.querySelector('#second').click()")
+        wait_for(browser, "return document.querySelectorAll('.model').length === 2")
+        assert browser.execute_script("return document.documentElement.scrollWidth") == 390
+        assert complaints(browser) == []
