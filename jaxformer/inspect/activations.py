@@ -65,8 +65,8 @@ def capture(
 
     Raises:
       ValueError: the inputs are a batch, or hold token ids outside the vocabulary; a pattern matches nothing; an
-        activation is computed within a transformation in the model, such as `jax.vmap`, other than the scan and remat of
-        `nn.run_blocks`.
+        activation is computed within a transformation in the model, such as `jax.vmap`, other than the scan and remat
+        of `nn.run_blocks`.
     """
     return apply_and_capture(model, params, *inputs, names=names, missing_ok=missing_ok)[1]
 
