@@ -73,7 +73,7 @@ def test_table_has_the_best_of_each_seed_and_the_largest_ratio() -> None:
     figures = outcomes(measured, base_width=128)
     assert section(json.loads(json.dumps(figures))).splitlines() == [
         "| learning rates | width | parameters | best learning rate by seed | mean | held-out loss at best |",
-        "|---|---|---|---|---|---|",
+        "|---|---:|---:|---|---:|---:|",
         "| fixed | 64 | 9 | 0.0200 | 0.0200 | 4.000 |",
         "| fixed | 128 | 9 | 0.0050, 0.0200 | 0.0100 | 4.000 |",
         "| scaled | 64 | 9 | 0.0080 | 0.0080 | 4.000 |",

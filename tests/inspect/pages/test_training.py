@@ -63,6 +63,7 @@ def test_page_follows_the_log_also_after_a_resumption(run: Path):
 def test_losses_are_drawn_beside_those_of_counting():
     rows = [{**ROWS[0], "count_losses": {"tokens": 5.5, "pairs": 4.25}}, *ROWS[1:]]
     section = by_title(rows)["Loss"]
+    assert isinstance(section, Lines)
     flat = {line.name: (list(line.x), list(line.y)) for line in section.lines if line.name.startswith("counting")}
     assert flat == {"counting tokens": ([0, 30], [5.5, 5.5]), "counting pairs": ([0, 30], [4.25, 4.25])}
     assert "counting" in section.about and not by_title(ROWS)["Loss"].about
