@@ -141,21 +141,21 @@ def test_translate_encodes_and_decodes() -> None:
         (["ab", ""], "source 2 has 0 tokens; it must have at least 1 and at most the context's 12"),
         (["é" * 7], "the source has 14 tokens"),
     ):
-        with pytest.raises(UserError, match=message):
+        with pytest.raises(ValueError, match=message):
             translate(model, params, tokenizer, texts, context_length=LONGEST)
 
 
 @pytest.mark.parametrize(
-    ("how", "message"),
+    ("how", "error", "message"),
     [
-        ({"max_new_tokens": 13}, "max_new_tokens is 13; it must be at least 1 and at most the context's 12"),
-        ({"max_new_tokens": 0}, "max_new_tokens is 0"),
-        ({"n_beams": 4}, "n_beams is 4; for a vocabulary of 7 it must be from 1 to 3"),
+        ({"max_new_tokens": 13}, UserError, "max_new_tokens is 13; it must be at least 1 and at most the context's 12"),
+        ({"max_new_tokens": 0}, UserError, "max_new_tokens is 0"),
+        ({"n_beams": 4}, ValueError, "n_beams is 4; for a vocabulary of 7 it must be from 1 to 3"),
     ],
     ids=str,
 )
-def test_invalid_arguments_are_refused(case: Case, how: dict, message: str) -> None:
-    with pytest.raises(UserError, match=message):
+def test_invalid_arguments_are_refused(case: Case, how: dict, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
         case.translate([[1]], **how)
 
 
