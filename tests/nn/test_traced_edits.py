@@ -1,6 +1,7 @@
 """A scan applies to each step its own edits, and steps are alike only if they compute the same."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 
 import flax.linen as nn
@@ -49,7 +50,7 @@ SHAPE = jax.ShapeDtypeStruct((D,), jnp.float32)
 Edit = Callable[[int, jax.Array], jax.Array]
 
 
-def editing(edit: Edit) -> handled_by:
+def editing(edit: Edit) -> AbstractContextManager[None]:
     """Return a context in which an edit of the block's number and value replaces products."""
     at = lambda path: int(path[0].removeprefix("blocks_"))  # noqa: E731
     return handled_by(lambda _, path, x: edit(at(path), x) if path[-1] == "product" else x)
