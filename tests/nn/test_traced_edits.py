@@ -50,7 +50,7 @@ SHAPE = jax.ShapeDtypeStruct((D,), jnp.float32)
 Edit = Callable[[int, jax.Array], jax.Array]
 
 
-def editing(edit: Edit) -> AbstractContextManager:
+def editing(edit: Edit) -> AbstractContextManager[None]:
     """Return a context in which an edit of the block's number and value replaces products."""
     at = lambda path: int(path[0].removeprefix("blocks_"))  # noqa: E731
     return handled_by(lambda _, path, x: edit(at(path), x) if path[-1] == "product" else x)
