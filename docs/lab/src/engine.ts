@@ -1,6 +1,6 @@
 // Training in the browser, measured step by step.
 import { Array as NDArray, init as initDevices, jit, numpy as np, random, tree, valueAndGrad } from "@jax-js/jax";
-import { crossEntropy, forward, init, makeMasks, type Inside, type Masks, type Params } from "./model";
+import { crossEntropy, forward, init, keyOf, makeMasks, type Inside, type Masks, type Params } from "./model";
 import { encode, split, type Split } from "./text";
 
 export { theory } from "./theory";
@@ -176,22 +176,22 @@ class Trainer implements Lab {
   }
 
   batch(step: number): number[][] {
-    const { contextLength: T, batchSize: B, seed } = this.config;
+    const { contextLength: T, batchSize: B } = this.config;
     const { training } = this.data;
-    const bits: number[] = random.bits(random.key(seed * 2 ** 20 + step), [B]).js();
+    const bits: number[] = random.bits(keyOf(this.config, step + 1), [B]).js();
     return bits.map((n) => n % (training.length - T)).map((start) => training.slice(start, start + T + 1));
   }
 
   look(text: string): Look {
-    const [tokens, n] = this.window(encode(this.vocabulary, text));
-    const [logits, insides] = this.compiled.look(tree.ref(this.params), tokens, this.masks(n));
+    const { tokens, insides, logits } = this.run(encode(this.vocabulary, text));
     logits.dispose();
+    const n = tokens.length;
     const heads = (name: keyof Inside) =>
       insides.map((inside) => (inside[name].js() as number[][][]).map((head) => head.slice(0, n)));
     const maps = (name: "weights" | "scores") =>
       heads(name).map((block) => block.map((head) => head.map((row) => row.slice(0, n))));
     return {
-      tokens: encode(this.vocabulary, text).slice(-n),
+      tokens,
       weights: maps("weights"),
       scores: maps("scores"),
       queries: heads("queries"),
@@ -200,14 +200,13 @@ class Trainer implements Lab {
     };
   }
 
-  generate(prompt: string, tokens: number, temperature: number): string {
+  generate(prompt: string, count: number, temperature: number): string {
     const ids = encode(this.vocabulary, prompt);
     const start = ids.length;
-    for (let i = 0; i < tokens; i++) {
-      const [window, n] = this.window(ids);
-      const [logits, insides] = this.compiled.look(tree.ref(this.params), window, this.masks(n));
+    for (let i = 0; i < count; i++) {
+      const { tokens, insides, logits } = this.run(ids);
       tree.dispose(insides);
-      ids.push(sample((logits.js() as number[][])[n - 1], temperature, random.key(this.config.seed * 2 ** 20 + i)));
+      ids.push(sample((logits.js() as number[][])[tokens.length - 1], temperature, keyOf(this.config, i + 1)));
     }
     return ids.slice(start).map((id) => this.vocabulary[id]).join("");
   }
@@ -262,13 +261,13 @@ class Trainer implements Lab {
     return makeMasks(this.config.contextLength, length, this.config.faults);
   }
 
-  /** Return the last tokens, at most a context, padded to it, and their number; a line break for none. */
-  private window(ids: number[]): [NDArray, number] {
+  /** Run the model on the last tokens, at most a context, or on the first character of the vocabulary for none. */
+  private run(ids: number[]): { tokens: number[]; logits: NDArray; insides: Inside[] } {
     const T = this.config.contextLength;
-    const last = ids.slice(-T);
-    if (!last.length) last.push(0);
-    const padded = [...last, ...Array<number>(T - last.length).fill(0)];
-    return [np.array(padded, { dtype: np.int32 }), last.length];
+    const tokens = ids.length ? ids.slice(-T) : [0];
+    const padded = np.array([...tokens, ...Array<number>(T - tokens.length).fill(0)], { dtype: np.int32 });
+    const [logits, insides] = this.compiled.look(tree.ref(this.params), padded, this.masks(tokens.length));
+    return { tokens, logits, insides };
   }
 }
 

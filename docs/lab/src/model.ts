@@ -31,11 +31,16 @@ export function makeMasks(T: number, length: number, faults: Fault[]): Masks {
   return { before: mask(faults.includes("mask after softmax") ? all : after), after: mask(after) };
 }
 
+/** Return the key of the parameters, for index 0, or that of an index after it. */
+export function keyOf({ seed }: Config, index: number): NDArray {
+  return random.key((seed * 2 ** 20 + index) % 2 ** 32);
+}
+
 /** Draw the parameters: a function of the seed. */
 export function init(config: Config, V: number): Params {
   const { contextLength: T, width: D, heads: H, hidden: F, blocks: L } = config;
   const K = D / H;
-  const keys = random.split(random.key(config.seed), 3 + 8 * L);
+  const keys = random.split(keyOf(config, 0), 3 + 8 * L);
   let drawn = 0;
   const normal = (shape: number[], std: number) => random.normal(keys.ref.slice(drawn++), shape).mul(std);
   const uniform = (shape: number[], fanIn: number) => {
