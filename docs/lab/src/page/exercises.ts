@@ -34,7 +34,7 @@ interface Exercise {
 }
 
 /** Held-out loss above which a model counts as clearly worse than another, in nats. */
-const CLEARLY = 0.5;
+const CLEARLY = 0.4;
 const EARLY = 20;
 
 const heldOut = (lane: Lane) => lane.progress?.heldOut ?? Infinity;
