@@ -73,12 +73,12 @@ export class Lane {
     const before = this.step;
     const progress = (this.progress = await this.lab.train(steps));
     this.history.push({ step: progress.step, loss: progress.loss, heldOut: progress.heldOut });
-    this.see(probe);
     if (!progress.finite) {
-      this.brokenAt = progress.step;
+      this.brokenAt = progress.step; // attention stays that of the step before: of NaN there is nothing to see
       return;
     }
     this.sound = progress;
+    this.see(probe);
     const due = Math.floor(progress.step / SAMPLE_EVERY_STEPS) > Math.floor(before / SAMPLE_EVERY_STEPS);
     if (due || !this.sample) {
       const prompt = [...probe].slice(0, PROMPT_LENGTH).join("");
@@ -86,9 +86,9 @@ export class Lane {
     }
   }
 
-  /** Mean entropy of the rows in nats, [block][head]: of the last batch, or before training of the text shown. */
+  /** Mean entropy of the rows in nats, [block][head]: of the last finite step's batch, or at first of the text shown. */
   get entropy(): number[][] {
-    return this.progress?.entropy ?? this.look.weights.map((heads) => heads.map(meanEntropy));
+    return this.sound?.entropy ?? this.look.weights.map((heads) => heads.map(meanEntropy));
   }
 
   /** Look at the text, and at how much its rows change with its last character, which they must not see. */
@@ -122,7 +122,8 @@ export class Lane {
         : "";
       return [
         `Step ${this.brokenAt}: not finite.${before} A number above 3.4·10³⁸ does not fit into 32 bits and becomes ` +
-          "infinite; ∞ − ∞ is not a number (NaN), and the next step writes it into all parameters. Press Reset.",
+          "infinite; ∞ − ∞ is not a number (NaN), and the next step writes it into all parameters. " +
+          `Below is step ${this.sound?.step ?? 0}, the last finite one.`,
       ];
     }
     if (!this.progress) return ["Not trained yet: attention below is that of random parameters."];

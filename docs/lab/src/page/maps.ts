@@ -33,7 +33,7 @@ export function makeMaps(container: HTMLElement, lane: Lane, selection: Selectio
     for (const { block, head, canvas, button, entropy, variance } of figures) {
       drawMatrix(canvas, lane.look.weights[block][head].map((row) => row.map(Math.sqrt)));
       const H = lane.entropy[block][head];
-      const spread = lane.progress?.scoreVariance[block][head];
+      const spread = lane.sound?.scoreVariance[block][head];
       entropy.textContent = `${show(H)} nats`;
       variance.textContent = spread === undefined ? "" : `variance ${show(spread)}`;
       button.setAttribute("aria-pressed", String(block === selection.block && head === selection.head));

@@ -17,7 +17,7 @@ export function makeTable(container: HTMLElement, lane: Lane, selection: Selecti
     h("table", {}, h("thead", {}, head), body)));
   let rows: { name: string; button: HTMLElement; cells: HTMLElement[] }[] = [];
   return () => {
-    const matrices = lane.progress?.matrices ?? [];
+    const matrices = lane.sound?.matrices ?? [];
     if (rows.length !== matrices.length) {
       rows = matrices.map(({ name }) => {
         const button = h("button", { click: () => { selection.matrix = selection.matrix === name ? "" : name; select(); } },
@@ -42,7 +42,7 @@ export function makeTable(container: HTMLElement, lane: Lane, selection: Selecti
 /** The gradient of the selected matrix, as a picture and by its largest entries. */
 export function makeGradient(container: HTMLElement, lane: Lane, selection: Selection) {
   return () => {
-    const matrix = lane.progress?.matrices.find(({ name }) => name === selection.matrix);
+    const matrix = lane.sound?.matrices.find(({ name }) => name === selection.matrix);
     if (!matrix) return container.replaceChildren();
     const { name, shape } = matrix;
     const columns = shape[shape.length - 1];
