@@ -62,7 +62,7 @@ export const EXERCISES: Exercise[] = [
   },
   {
     title: "Cheat",
-    task: "Bring the held-out loss below half of the bigram's within 400 steps. Then read the text that it generates: why is it nonsense?",
+    task: "Bring the held-out loss below half of the bigram's within 400 steps. Then read its text: why is it nonsense?",
     chapter: "attention",
     check: ({ lanes: [a], theory }) => [
       heldOut(a) < theory.bigram / 2 && a.step <= 400,
@@ -149,7 +149,7 @@ export function makeExercises(container: HTMLElement, actions: Actions) {
         } = actions.state();
         if (!hidden) return;
         if (names.value !== hidden) {
-          verdict.textContent = `Not ${names.value}. Give model B that switch and compare: equal switches give equal curves.`;
+          verdict.textContent = `Not ${names.value}. Give model B that switch: equal switches give equal curves.`;
           return;
         }
         solve("Which switch?", verdict, `${hidden}, at step ${a.step}. ${FAULTS[hidden].does}`);
@@ -174,7 +174,7 @@ export function makeExercises(container: HTMLElement, actions: Actions) {
   );
   const verdict = item(
     "Which switch?",
-    "The page flips one switch of model A and does not say which. Name it from the losses, maps and norms; a second model can test a guess.",
+    "The page flips one switch of model A in secret. Name it from losses, maps and norms; model B can test a guess.",
     "training",
     h("div", { class: "controls", id: "guess" }, hide, names, answer),
   );

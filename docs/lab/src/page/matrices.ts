@@ -77,7 +77,8 @@ export function makeGradient(container: HTMLElement, lane: Lane, selection: Sele
         h(
           "li",
           {},
-          `[${shape.length > 1 ? `${Math.floor(i / columns)}, ` : ""}${i % columns}]: gradient ${show(gradient[i])}, value ${show(parameter[i])}`,
+          `[${shape.length > 1 ? `${Math.floor(i / columns)}, ` : ""}${i % columns}]: ` +
+            `gradient ${show(gradient[i])}, value ${show(parameter[i])}`,
         ),
       );
     container.replaceChildren(

@@ -134,8 +134,9 @@ function layOut(): void {
     `From ${SHORTEST_TEXT} to ${LONGEST_TEXT.toLocaleString("en")} characters. The last tenth is held out. Now: ` +
     `${text.length.toLocaleString("en")} characters, ${lanes[0].lab.vocabulary.length} different ones.`;
   get("inside-about").textContent =
-    `Maps of the first ${config.contextLength} held-out characters: a row reads columns, and head 1.0 is the first of the second block. ` +
-    `Below each map: the mean entropy of a row in nats, and the variance of its scores. Choose a map, then a cell, for its arithmetic.`;
+    `Maps of the first ${config.contextLength} held-out characters: a row reads columns, and head 1.0 is the first of ` +
+    "the second block. Below each map: the mean entropy of a row in nats, and the variance of its scores. " +
+    "Choose a map, then a cell, for its arithmetic.";
   render();
 }
 
