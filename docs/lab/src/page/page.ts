@@ -28,7 +28,7 @@ function queue(action: () => Promise<void> | void): Promise<void> {
   work = work.then(action).catch((error: unknown) => {
     running = false;
     complain(error instanceof Error ? error.message : String(error));
-    render();
+    if (redraws.length) render();
   });
   return work;
 }
@@ -297,4 +297,5 @@ get("switches-about").textContent =
   "Flip one or several, before training or during it. Each takes one part away, or puts it wrong.";
 get<HTMLTextAreaElement>("text").value = text;
 readAddress();
-void queue(create);
+if ("Iterator" in globalThis) void queue(create);
+else complain("This browser is too old for the laboratory; use Chrome 122, Firefox 131, Safari 18.4 or a newer one.");
