@@ -19,8 +19,10 @@ export function makeChart(container: HTMLElement) {
     const [width, height] = [container.clientWidth, container.clientWidth < 500 ? 240 : 380];
     const last = Math.max(...lanes.map((lane) => lane.step));
     const steps = 200 * 2 ** Math.max(0, Math.ceil(Math.log2(last / 200)));
-    const highest = Math.max(...lanes.flatMap((lane) => lane.history.map((p) => Math.max(p.loss, p.heldOut)))
-      .filter(Number.isFinite), 0);
+    const highest = Math.max(
+      ...lanes.flatMap((lane) => lane.history.map((p) => Math.max(p.loss, p.heldOut))).filter(Number.isFinite),
+      0,
+    );
     const most = theory.uniform * clamp((highest * 1.05) / theory.uniform, 1.15, CEILING);
     const x = (step: number) => LEFT + (step / steps) * (width - LEFT - 8);
     const y = (loss: number) => TOP + (1 - loss / most) * (height - TOP - BOTTOM);
@@ -35,7 +37,11 @@ export function makeChart(container: HTMLElement) {
     plot.setAttribute("width", String(width));
     plot.setAttribute("height", String(height));
     const parts: Node[] = [
-      svg("clipPath", { id: "inside" }, svg("rect", { x: LEFT, y: TOP, width: width - LEFT, height: height - TOP - BOTTOM })),
+      svg(
+        "clipPath",
+        { id: "inside" },
+        svg("rect", { x: LEFT, y: TOP, width: width - LEFT, height: height - TOP - BOTTOM }),
+      ),
     ];
     const text = (x: number, y: number, value: string, anchor = "start", kind = "") =>
       svg("text", { x, y, "text-anchor": anchor, class: kind }, value);
@@ -44,7 +50,9 @@ export function makeChart(container: HTMLElement) {
       parts.push(text(LEFT - 6, y(loss) + 4, String(loss), "end"));
     }
     for (const part of [0, 0.25, 0.5, 0.75, 1]) {
-      parts.push(text(x(part * steps), height - 6, part ? String(part * steps) : "step 0", part === 1 ? "end" : "middle"));
+      parts.push(
+        text(x(part * steps), height - 6, part ? String(part * steps) : "step 0", part === 1 ? "end" : "middle"),
+      );
     }
     const meanings = { uniform: "a guess", unigram: "frequencies", bigram: "the last character" };
     for (const name of ["uniform", "unigram", "bigram"] as const) {
@@ -55,14 +63,27 @@ export function makeChart(container: HTMLElement) {
     }
     lanes.forEach((lane, i) => {
       const points = (key: "loss" | "heldOut") =>
-        lane.history.filter((p) => Number.isFinite(p[key])).map((p) => `${x(p.step)},${y(p[key])}`).join(" ");
+        lane.history
+          .filter((p) => Number.isFinite(p[key]))
+          .map((p) => `${x(p.step)},${y(p[key])}`)
+          .join(" ");
       for (const key of ["loss", "heldOut"] as const) {
-        parts.push(svg("polyline", { class: `line lane-${i} ${key}`, points: points(key), "clip-path": "url(#inside)" }));
+        parts.push(
+          svg("polyline", { class: `line lane-${i} ${key}`, points: points(key), "clip-path": "url(#inside)" }),
+        );
       }
       lane.flips.forEach(({ step, text: flipped }, n) => {
         parts.push(svg("line", { class: `flip lane-${i}`, x1: x(step), x2: x(step), y1: TOP, y2: height - BOTTOM }));
         const late = x(step) > width * 0.6;
-        parts.push(text(x(step) + (late ? -4 : 4), height - BOTTOM - 6 - 13 * (n % 4), flipped, late ? "end" : "start", `lane-${i}`));
+        parts.push(
+          text(
+            x(step) + (late ? -4 : 4),
+            height - BOTTOM - 6 - 13 * (n % 4),
+            flipped,
+            late ? "end" : "start",
+            `lane-${i}`,
+          ),
+        );
       });
       if (lane.brokenAt !== null) {
         const end = x(lane.brokenAt);
@@ -73,9 +94,22 @@ export function makeChart(container: HTMLElement) {
     });
     if (highest > most) parts.push(text(LEFT + 4, TOP - 4, `↑ up to ${show(highest)}`));
     plot.replaceChildren(...parts);
-    legend.replaceChildren(...lanes.flatMap((lane, i) => ["loss", "heldOut"].map((key) =>
-      h("span", {}, svg("svg", { width: 22, height: 10 }, svg("line", { class: `line lane-${i} ${key}`, x1: 0, x2: 22, y1: 5, y2: 5 })),
-        `${lanes.length > 1 ? `${lane.name}, ` : ""}${key === "loss" ? "batch" : "held out"}${value(lane, key)}`))));
+    legend.replaceChildren(
+      ...lanes.flatMap((lane, i) =>
+        ["loss", "heldOut"].map((key) =>
+          h(
+            "span",
+            {},
+            svg(
+              "svg",
+              { width: 22, height: 10 },
+              svg("line", { class: `line lane-${i} ${key}`, x1: 0, x2: 22, y1: 5, y2: 5 }),
+            ),
+            `${lanes.length > 1 ? `${lane.name}, ` : ""}${key === "loss" ? "batch" : "held out"}${value(lane, key)}`,
+          ),
+        ),
+      ),
+    );
     if (tip.classList.contains("shown")) tell();
   }
 

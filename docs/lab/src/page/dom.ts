@@ -59,7 +59,10 @@ export function drawMatrix(canvas: HTMLCanvasElement, shares: number[][]): void 
   const image = context.createImageData(width, height);
   shares.flat().forEach((share, at) => {
     if (Number.isNaN(share)) return;
-    image.data.set([0, 1, 2].map((i) => low[i] + (high[i] - low[i]) * Math.min(1, share)), 4 * at);
+    image.data.set(
+      [0, 1, 2].map((i) => low[i] + (high[i] - low[i]) * Math.min(1, share)),
+      4 * at,
+    );
     image.data[4 * at + 3] = 255;
   });
   context.putImageData(image, 0, 0);
@@ -68,7 +71,12 @@ export function drawMatrix(canvas: HTMLCanvasElement, shares: number[][]): void 
 /** Call `move(columns, rows)` for arrow keys, Home and End. */
 export function onArrows(element: Element, move: (columns: number, rows: number) => void): void {
   const moves: Record<string, [number, number]> = {
-    ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1], Home: [-1e9, 0], End: [1e9, 0],
+    ArrowLeft: [-1, 0],
+    ArrowRight: [1, 0],
+    ArrowUp: [0, -1],
+    ArrowDown: [0, 1],
+    Home: [-1e9, 0],
+    End: [1e9, 0],
   };
   element.addEventListener("keydown", (event) => {
     const { key, altKey, ctrlKey, metaKey } = event as KeyboardEvent;

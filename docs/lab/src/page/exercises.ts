@@ -46,24 +46,28 @@ export const EXERCISES: Exercise[] = [
     title: "Better than counting",
     task: "With no switch on, bring the held-out loss below the bigram's.",
     chapter: "mixing",
-    check: ({ lanes: [a], theory }) => [a.faults.size === 0 && heldOut(a) < theory.bigram,
-      `${measured(a)}, the bigram's is ${show(theory.bigram)}`],
+    check: ({ lanes: [a], theory }) => [
+      a.faults.size === 0 && heldOut(a) < theory.bigram,
+      `${measured(a)}, the bigram's is ${show(theory.bigram)}`,
+    ],
   },
   {
     title: "One part less",
     task: "Do it again with exactly one switch on from the start, but not one through which rows read the future.",
     chapter: "mixing",
     check: ({ lanes: [a], theory, hidden }) => [
-      !hidden && a.faults.size === 1 && !a.flips.length && a.leak < LEAK &&
-        heldOut(a) < theory.bigram,
-      `${a.faults.size} on, ${measured(a)}`],
+      !hidden && a.faults.size === 1 && !a.flips.length && a.leak < LEAK && heldOut(a) < theory.bigram,
+      `${a.faults.size} on, ${measured(a)}`,
+    ],
   },
   {
     title: "Cheat",
-    task: "Bring the held-out loss below half of the bigram's within 400 steps. Then read the text that it generates: why is it nonsense?",
+    task: "Bring the held-out loss below half of the bigram's within 400 steps. Then read its text: why is it nonsense?",
     chapter: "attention",
-    check: ({ lanes: [a], theory }) => [heldOut(a) < theory.bigram / 2 && a.step <= 400,
-      `${measured(a)}, half of the bigram's is ${show(theory.bigram / 2)}`],
+    check: ({ lanes: [a], theory }) => [
+      heldOut(a) < theory.bigram / 2 && a.step <= 400,
+      `${measured(a)}, half of the bigram's is ${show(theory.bigram / 2)}`,
+    ],
   },
   {
     title: "One-hot",
@@ -71,15 +75,20 @@ export const EXERCISES: Exercise[] = [
     chapter: "scale",
     check: ({ lanes: [a] }) => {
       const least = Math.min(...a.entropy.flat());
-      return [a.brokenAt === null && a.step >= LATE && least < ONE_HOT, `the least entropy is ${show(least)} nats at step ${a.step}`];
+      return [
+        a.brokenAt === null && a.step >= LATE && least < ONE_HOT,
+        `the least entropy is ${show(least)} nats at step ${a.step}`,
+      ];
     },
   },
   {
     title: "Break it",
     task: `Make the loss not finite before step ${EARLY}.`,
     chapter: "depth",
-    check: ({ lanes: [a] }) => [a.brokenAt !== null && a.brokenAt < EARLY,
-      a.brokenAt === null ? `finite at step ${a.step}` : `not finite at step ${a.brokenAt}`],
+    check: ({ lanes: [a] }) => [
+      a.brokenAt !== null && a.brokenAt < EARLY,
+      a.brokenAt === null ? `finite at step ${a.step}` : `not finite at step ${a.brokenAt}`,
+    ],
   },
   {
     title: "One difference",
@@ -89,8 +98,12 @@ export const EXERCISES: Exercise[] = [
       if (!b) return [false, "needs the second model"];
       const gap = heldOut(b) - heldOut(a);
       const names = differing(a, b);
-      const done = !hidden && names.length === 1 && Math.min(a.step, b.step) >= 100 && gap >= CLEARLY && b.brokenAt === null;
-      return [done, `${names.length} different, ${Number.isFinite(gap) ? `B − A = ${show(gap)} nats` : "not trained yet"}`];
+      const done =
+        !hidden && names.length === 1 && Math.min(a.step, b.step) >= 100 && gap >= CLEARLY && b.brokenAt === null;
+      return [
+        done,
+        `${names.length} different, ${Number.isFinite(gap) ? `B − A = ${show(gap)} nats` : "not trained yet"}`,
+      ];
     },
   },
 ];
@@ -113,56 +126,103 @@ export function makeExercises(container: HTMLElement, actions: Actions) {
   };
   const item = (title: string, task: string, chapter: string, ...rest: Node[]) => {
     const status = h("p", { class: "status" });
-    container.append(h("li", {}, h("b", {}, title), h("p", {}, task, " Chapter ", chapterLink(chapter)), ...rest, status));
+    container.append(
+      h("li", {}, h("b", {}, title), h("p", {}, task, " Chapter ", chapterLink(chapter)), ...rest, status),
+    );
     return status;
   };
-  const checked = EXERCISES.map((exercise) => ({ ...exercise, status: item(exercise.title, exercise.task, exercise.chapter) }));
+  const checked = EXERCISES.map((exercise) => ({
+    ...exercise,
+    status: item(exercise.title, exercise.task, exercise.chapter),
+  }));
 
   const names = h("select", { "aria-label": "The switch that is on" }, ...NAMES.map((name) => h("option", {}, name)));
-  const answer = h("button", { class: "plain", disabled: true, click: () => {
-    const { hidden, lanes: [a] } = actions.state();
-    if (!hidden) return;
-    if (names.value !== hidden) {
-      verdict.textContent = `Not ${names.value}. Give model B that switch and compare: equal switches give equal curves.`;
-      return;
-    }
-    solve("Which switch?", verdict, `${hidden}, at step ${a.step}. ${FAULTS[hidden].does}`);
-    answer.disabled = true;
-    actions.reveal();
-  } }, "Answer");
-  const hide = h("button", { class: "plain", id: "hide", click: async () => {
-    await actions.hide(NAMES[Math.floor(Math.random() * NAMES.length)]);
-    answer.disabled = false;
-    verdict.textContent = "One switch of model A is on. Train, look, and name it.";
-  } }, "Flip one in secret");
-  const verdict = item("Which switch?",
-    "The page flips one switch of model A and does not say which. Name it from the losses, maps and norms; a second model can test a guess.",
-    "training", h("div", { class: "controls", id: "guess" }, hide, names, answer));
+  const answer = h(
+    "button",
+    {
+      class: "plain",
+      disabled: true,
+      click: () => {
+        const {
+          hidden,
+          lanes: [a],
+        } = actions.state();
+        if (!hidden) return;
+        if (names.value !== hidden) {
+          verdict.textContent = `Not ${names.value}. Give model B that switch: equal switches give equal curves.`;
+          return;
+        }
+        solve("Which switch?", verdict, `${hidden}, at step ${a.step}. ${FAULTS[hidden].does}`);
+        answer.disabled = true;
+        actions.reveal();
+      },
+    },
+    "Answer",
+  );
+  const hide = h(
+    "button",
+    {
+      class: "plain",
+      id: "hide",
+      click: async () => {
+        await actions.hide(NAMES[Math.floor(Math.random() * NAMES.length)]);
+        answer.disabled = false;
+        verdict.textContent = "One switch of model A is on. Train, look, and name it.";
+      },
+    },
+    "Flip one in secret",
+  );
+  const verdict = item(
+    "Which switch?",
+    "The page flips one switch of model A in secret. Name it from losses, maps and norms; model B can test a guess.",
+    "training",
+    h("div", { class: "controls", id: "guess" }, hide, names, answer),
+  );
   verdict.setAttribute("aria-live", "polite");
 
   let question: { K: number; products: number[] } | null = null;
   const asked = h("p", {});
   const input = h("input", { type: "number", step: "0.01", min: 0, max: 1, "aria-label": "Weight of position 0" });
-  const ask = h("button", { class: "plain", click: () => {
-    const { look } = actions.state().lanes[0];
-    const [queries, keys] = [look.queries[0][0], look.keys[0][0]];
-    const products = [0, 1].map((s) => queries[1].reduce((sum, q, i) => sum + q * keys[s][i], 0));
-    question = { K: queries[1].length, products };
-    asked.textContent = `Row 1 sees positions 0 and 1. Its products q·k are ${products.map(show).join(" and ")}, and K = ${question.K}. ` +
-      "What weight does position 0 get in an intact model? Two decimals suffice.";
-  } }, "Ask");
-  const check = h("button", { class: "plain", click: () => {
-    if (!question) return void (result.textContent = "Press Ask first.");
-    const [a, b] = question.products.map((product) => product / Math.sqrt(question!.K));
-    const weight = 1 / (1 + Math.exp(b - a));
-    if (input.value !== "" && Math.abs(Number(input.value) - weight) <= 0.01) {
-      solve("By hand", result, `e^(${show(a)}) / (e^(${show(a)}) + e^(${show(b)})) = ${show(weight)}`);
-    } else {
-      result.textContent = "Not yet: divide both products by √K, then take the softmax of the two.";
-    }
-  } }, "Check");
-  const result = item("By hand", "Compute one attention weight of block 0, head 0 of model A, as it is now.", "attention",
-    h("div", { class: "controls", id: "by-hand" }, ask, input, check), asked);
+  const ask = h(
+    "button",
+    {
+      class: "plain",
+      click: () => {
+        const { look } = actions.state().lanes[0];
+        const [queries, keys] = [look.queries[0][0], look.keys[0][0]];
+        const products = [0, 1].map((s) => queries[1].reduce((sum, q, i) => sum + q * keys[s][i], 0));
+        question = { K: queries[1].length, products };
+        asked.textContent =
+          `Row 1 sees positions 0 and 1. Its products q·k are ${products.map(show).join(" and ")}, and K = ${question.K}. ` +
+          "What weight does position 0 get in an intact model? Two decimals suffice.";
+      },
+    },
+    "Ask",
+  );
+  const check = h(
+    "button",
+    {
+      class: "plain",
+      click: () => {
+        if (!question) return void (result.textContent = "Press Ask first.");
+        const [a, b] = question.products.map((product) => product / Math.sqrt(question!.K));
+        const weight = 1 / (1 + Math.exp(b - a));
+        if (input.value !== "" && Math.abs(Number(input.value) - weight) <= 0.01) {
+          solve("By hand", result, `e^(${show(a)}) / (e^(${show(a)}) + e^(${show(b)})) = ${show(weight)}`);
+        } else {
+          result.textContent = "Not yet: divide both products by √K, then take the softmax of the two.";
+        }
+      },
+    },
+    "Check",
+  );
+  const result = item(
+    "By hand",
+    "Compute one attention weight of block 0, head 0 of model A, as it is now.",
+    "attention",
+    h("div", { class: "controls", id: "by-hand" }, ask, input, check),
+    asked,
+  );
   result.setAttribute("aria-live", "polite");
   get("solved").textContent = `0 of ${count} solved.`;
 

@@ -34,7 +34,10 @@ export class Lane {
   predicted: number[] = [];
   private text = "";
 
-  constructor(readonly name: string, readonly faults: Set<Fault>) {}
+  constructor(
+    readonly name: string,
+    readonly faults: Set<Fault>,
+  ) {}
 
   get step(): number {
     return this.progress?.step ?? 0;
@@ -96,9 +99,14 @@ export class Lane {
     this.look = this.lab.look(probe);
     const characters = [...probe];
     const last = characters.pop();
-    const other = this.lab.look(characters.join("") + this.lab.vocabulary.find((character) => character !== last)).weights;
-    const changes = this.look.weights.flatMap((heads, block) => heads.flatMap((A, head) =>
-      A.slice(0, -1).flatMap((row, t) => row.map((a, s) => Math.abs(a - other[block][head][t][s])))));
+    const other = this.lab.look(
+      characters.join("") + this.lab.vocabulary.find((character) => character !== last),
+    ).weights;
+    const changes = this.look.weights.flatMap((heads, block) =>
+      heads.flatMap((A, head) =>
+        A.slice(0, -1).flatMap((row, t) => row.map((a, s) => Math.abs(a - other[block][head][t][s]))),
+      ),
+    );
     this.leak = largest(changes);
   }
 
@@ -130,15 +138,21 @@ export class Lane {
     const { heldOut } = this.progress;
     const { uniform, unigram, bigram } = theory;
     const sentences = [
-      heldOut > uniform * 1.02 ? "It is worse than a guess: it is sure of wrong characters."
-      : heldOut > unigram * 1.02 ? "It does not even know how frequent each character is."
-      : heldOut > bigram ? "It knows the frequencies, but not more than the last character tells."
-      : heldOut < bigram / 2 ? "No honest model of this size is that good after so few steps."
-      : "It uses more than the last character: the loss is below the bigram's.",
+      heldOut > uniform * 1.02
+        ? "It is worse than a guess: it is sure of wrong characters."
+        : heldOut > unigram * 1.02
+          ? "It does not even know how frequent each character is."
+          : heldOut > bigram
+            ? "It knows the frequencies, but not more than the last character tells."
+            : heldOut < bigram / 2
+              ? "No honest model of this size is that good after so few steps."
+              : "It uses more than the last character: the loss is below the bigram's.",
     ];
     const [least, most] = this.rowSums;
-    if (this.leak > LEAK) sentences.push("Rows read the future: another last character changes the attention of earlier rows.");
-    if (least < 0.99 || most > 1.01) sentences.push(`Rows do not sum to 1, but to ${least.toFixed(1)} to ${most.toFixed(1)}.`);
+    if (this.leak > LEAK)
+      sentences.push("Rows read the future: another last character changes the attention of earlier rows.");
+    if (least < 0.99 || most > 1.01)
+      sentences.push(`Rows do not sum to 1, but to ${least.toFixed(1)} to ${most.toFixed(1)}.`);
     const heads = this.entropy.flat();
     const sharp = heads.filter((entropy) => entropy < ONE_HOT).length;
     if (sharp) sentences.push(`${sharp} of ${heads.length} heads are one-hot: each row reads one position.`);

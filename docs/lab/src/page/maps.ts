@@ -20,9 +20,16 @@ export function makeMaps(container: HTMLElement, lane: Lane, selection: Selectio
   const figures = Array.from({ length: blocks * heads }, (_, i) => {
     const [block, head] = [Math.floor(i / heads), i % heads];
     const canvas = h("canvas");
-    const button = h("button", {
-      click: () => { Object.assign(selection, { block, head }); select(); },
-    }, canvas);
+    const button = h(
+      "button",
+      {
+        click: () => {
+          Object.assign(selection, { block, head });
+          select();
+        },
+      },
+      canvas,
+    );
     const entropy = h("p");
     const variance = h("p");
     container.append(h("figure", {}, button, h("figcaption", {}, `head ${block}.${head}`), entropy, variance));
@@ -31,7 +38,10 @@ export function makeMaps(container: HTMLElement, lane: Lane, selection: Selectio
   container.style.setProperty("--heads", String(heads));
   return () => {
     for (const { block, head, canvas, button, entropy, variance } of figures) {
-      drawMatrix(canvas, lane.look.weights[block][head].map((row) => row.map(Math.sqrt)));
+      drawMatrix(
+        canvas,
+        lane.look.weights[block][head].map((row) => row.map(Math.sqrt)),
+      );
       const H = lane.entropy[block][head];
       const spread = lane.sound?.scoreVariance[block][head];
       entropy.textContent = `${show(H)} nats`;
@@ -66,7 +76,10 @@ export function makeLargeMap(container: HTMLElement, lane: Lane, selection: Sele
     const A = lane.look.weights[block][head];
     const characters = lane.look.tokens.map((token) => visible(lane.lab.vocabulary[token]));
     const small = document.createElement("canvas");
-    drawMatrix(small, A.map((row) => row.map(Math.sqrt)));
+    drawMatrix(
+      small,
+      A.map((row) => row.map(Math.sqrt)),
+    );
     context.setTransform(scale, 0, 0, scale, 0, 0);
     context.clearRect(0, 0, side, side);
     context.imageSmoothingEnabled = false;
@@ -82,9 +95,11 @@ export function makeLargeMap(container: HTMLElement, lane: Lane, selection: Sele
     });
     [context.strokeStyle, context.lineWidth] = [accent, 2];
     context.strokeRect(MARGIN + key * CELL, MARGIN + query * CELL, CELL, CELL);
-    canvas.setAttribute("aria-label",
+    canvas.setAttribute(
+      "aria-label",
       `${lane.name}: attention of block ${block}, head ${head}. Rows read, columns are read. ` +
-      `Row ${query} “${characters[query]}” gives ${show(A[query][key])} to ${key} “${characters[key]}”. Arrow keys move.`);
+        `Row ${query} “${characters[query]}” gives ${show(A[query][key])} to ${key} “${characters[key]}”. Arrow keys move.`,
+    );
   };
 }
 
@@ -96,12 +111,24 @@ export function makeSteps(container: HTMLElement, lane: Lane, selection: Selecti
     const [q, k] = [look.queries[block][head][t], look.keys[block][head][s]];
     const characters = look.tokens.map((token) => visible(lane.lab.vocabulary[token]));
     const about = h("p", {}, `Row ${t} “${characters[t]}” asks, position ${s} “${characters[s]}” answers:`);
-    const largest = look.weights[block][head][t].map((a, at) => ({ a, at }))
-      .sort((x, y) => y.a - x.a).slice(0, LARGEST_BARS).filter(({ a }) => a > 0);
-    const bars = h("ul", { class: "bars" }, ...largest.map(({ a, at }) =>
-      h("li", at === s ? { class: "marked" } : {}, h("span", { class: "label" }, `${at} ${characters[at]}`),
-        h("span", { class: "track" }, h("span", { class: "bar", style: `width:${Math.min(1, a) * 100}%` })),
-        h("span", { class: "value" }, show(a)))));
+    const largest = look.weights[block][head][t]
+      .map((a, at) => ({ a, at }))
+      .sort((x, y) => y.a - x.a)
+      .slice(0, LARGEST_BARS)
+      .filter(({ a }) => a > 0);
+    const bars = h(
+      "ul",
+      { class: "bars" },
+      ...largest.map(({ a, at }) =>
+        h(
+          "li",
+          at === s ? { class: "marked" } : {},
+          h("span", { class: "label" }, `${at} ${characters[at]}`),
+          h("span", { class: "track" }, h("span", { class: "bar", style: `width:${Math.min(1, a) * 100}%` })),
+          h("span", { class: "value" }, show(a)),
+        ),
+      ),
+    );
     const row = h("p", { class: "name" }, `Largest weights of row ${t}`);
     if (isHidden()) {
       container.replaceChildren(h("p", {}, "The arithmetic is hidden while you look for the switch."), row, bars);
@@ -109,8 +136,24 @@ export function makeSteps(container: HTMLElement, lane: Lane, selection: Selecti
     }
     const numbers = (name: string, values: number[]) =>
       h("tr", {}, h("th", { scope: "row" }, name), ...values.map((value) => h("td", { class: "number" }, show(value))));
-    const table = h("div", { class: "wide", tabindex: 0, role: "region", "aria-label": "Query, key and their products" },
-      h("table", {}, h("tbody", {}, numbers("q", q), numbers("k", k), numbers("q·k", q.map((value, i) => value * k[i])))));
+    const table = h(
+      "div",
+      { class: "wide", tabindex: 0, role: "region", "aria-label": "Query, key and their products" },
+      h(
+        "table",
+        {},
+        h(
+          "tbody",
+          {},
+          numbers("q", q),
+          numbers("k", k),
+          numbers(
+            "q·k",
+            q.map((value, i) => value * k[i]),
+          ),
+        ),
+      ),
+    );
     const steps = h("ol", { class: "arithmetic" }, ...arithmetic(lane, selection).map((step) => h("li", {}, step)));
     container.replaceChildren(about, table, steps, row, bars);
   };
@@ -142,13 +185,18 @@ export function arithmetic(lane: Lane, { block, head, query: t, key: s }: Select
     faults.has("unscaled scores")
       ? `Not divided by √${K}, because of the switch.`
       : `Divided by √${K} = ${show(Math.sqrt(K))}: ${show(z)}.`,
-    unmasked ? "No mask, because of the switch."
-    : late ? "The mask comes after the softmax, because of the switch."
-    : isSeen ? `Mask: ${s} ≤ ${t}, so the score stays.`
-    : `Mask: ${s} > ${t} lies in the future, so the score becomes −∞ and its weight 0.`,
+    unmasked
+      ? "No mask, because of the switch."
+      : late
+        ? "The mask comes after the softmax, because of the switch."
+        : isSeen
+          ? `Mask: ${s} ≤ ${t}, so the score stays.`
+          : `Mask: ${s} > ${t} lies in the future, so the score becomes −∞ and its weight 0.`,
     ...(isSeen || late
-      ? [`Softmax of ${over}, over ${terms.length} scores with maximum ${show(highest)}: ` +
-         `e^(${show(z)} − ${show(highest)}) / ${show(sum)} = ${show(weight)}.`]
+      ? [
+          `Softmax of ${over}, over ${terms.length} scores with maximum ${show(highest)}: ` +
+            `e^(${show(z)} − ${show(highest)}) / ${show(sum)} = ${show(weight)}.`,
+        ]
       : []),
     ...(late && !unmasked ? [s <= t ? "Mask: kept." : "Mask: set to 0."] : []),
     `Weight: ${show(late && !sees(t, s) ? 0 : weight)}. The model has ${show(look.weights[block][head][t][s])}.`,

@@ -13,18 +13,33 @@ const MAX_PIXELS = 240;
 export function makeTable(container: HTMLElement, lane: Lane, selection: Selection, select: () => void) {
   const body = h("tbody");
   const head = h("tr", {}, ...["matrix", ...KINDS].map((name) => h("th", { scope: "col" }, name)));
-  container.append(h("div", { class: "norms", tabindex: 0, role: "region", "aria-label": `Norms of the matrices of ${lane.name}` },
-    h("table", {}, h("thead", {}, head), body)));
+  container.append(
+    h(
+      "div",
+      { class: "norms", tabindex: 0, role: "region", "aria-label": `Norms of the matrices of ${lane.name}` },
+      h("table", {}, h("thead", {}, head), body),
+    ),
+  );
   let rows: { name: string; button: HTMLElement; cells: HTMLElement[] }[] = [];
   return () => {
     const matrices = lane.sound?.matrices ?? [];
     if (rows.length !== matrices.length) {
       rows = matrices.map(({ name }) => {
-        const button = h("button", { click: () => { selection.matrix = selection.matrix === name ? "" : name; select(); } },
-          ...name.split(/(?<=\.)/).flatMap((part) => [part, h("wbr")]));
+        const button = h(
+          "button",
+          {
+            click: () => {
+              selection.matrix = selection.matrix === name ? "" : name;
+              select();
+            },
+          },
+          ...name.split(/(?<=\.)/).flatMap((part) => [part, h("wbr")]),
+        );
         return { name, button, cells: KINDS.map((kind) => h("td", { class: `log ${kind}` })) };
       });
-      body.replaceChildren(...rows.map(({ button, cells }) => h("tr", {}, h("th", { scope: "row" }, button), ...cells)));
+      body.replaceChildren(
+        ...rows.map(({ button, cells }) => h("tr", {}, h("th", { scope: "row" }, button), ...cells)),
+      );
     }
     rows.forEach(({ name, button, cells }, i) => {
       button.setAttribute("aria-pressed", String(name === selection.matrix));
@@ -51,14 +66,25 @@ export function makeGradient(container: HTMLElement, lane: Lane, selection: Sele
     const order = gradient.map((_, i) => i).sort((a, b) => Math.abs(gradient[b]) - Math.abs(gradient[a]));
     const highest = Math.abs(gradient[order[0]]);
     const rows = Array.from({ length: gradient.length / columns }, (_, i) =>
-      gradient.slice(i * columns, (i + 1) * columns).map((g) => Math.sqrt(Math.abs(g) / highest)));
+      gradient.slice(i * columns, (i + 1) * columns).map((g) => Math.sqrt(Math.abs(g) / highest)),
+    );
     const canvas = h("canvas", { class: "gradient", role: "img", "aria-label": `Gradient of ${name}, entry by entry` });
     drawMatrix(canvas, rows);
     canvas.style.width = `min(100%, ${cell * columns}px)`;
-    const list = order.slice(0, LARGEST_GRADIENTS).map((i) =>
-      h("li", {}, `[${shape.length > 1 ? `${Math.floor(i / columns)}, ` : ""}${i % columns}]: gradient ${show(gradient[i])}, value ${show(parameter[i])}`));
+    const list = order
+      .slice(0, LARGEST_GRADIENTS)
+      .map((i) =>
+        h(
+          "li",
+          {},
+          `[${shape.length > 1 ? `${Math.floor(i / columns)}, ` : ""}${i % columns}]: ` +
+            `gradient ${show(gradient[i])}, value ${show(parameter[i])}`,
+        ),
+      );
     container.replaceChildren(
       h("p", { class: "name" }, `${name} ${shape.join(" × ")}: size of each gradient, and the ${list.length} largest`),
-      canvas, h("ol", { class: "largest" }, ...list));
+      canvas,
+      h("ol", { class: "largest" }, ...list),
+    );
   };
 }
