@@ -21,6 +21,7 @@ from jaxformer.contract import contract_of
 from jaxformer.decode.generation import check_prompts, length_bucket
 from jaxformer.decode.programs import Cache, call, decode_step, extend_empty
 from jaxformer.decode.samplers import Sampling
+from jaxformer.errors import UserError
 from jaxformer.models.objective import Params
 from jaxformer.ops.masks import EMPTY
 
@@ -55,8 +56,8 @@ def beam_search(
       n_tokens: restricts the search to tokens below this id; None for no restriction.
 
     Raises:
-      ValueError: as for `generate`; or the vocabulary is too small for `n_beams`, or a text would outgrow the context.
-      UserError: the vocabulary lacks a stop token.
+      ValueError: as for `generate`; or a text would outgrow the context.
+      UserError: the vocabulary is too small for `n_beams`, or lacks a stop token.
     """
     check_prompts(model, prompts, context_length, max_new_tokens=max_new_tokens)
     lengths_P = np.array([len(prompt) for prompt in prompts], np.int32)
@@ -130,14 +131,13 @@ def search(
       logits_PV: logits of the first new token.
 
     Raises:
-      ValueError: the vocabulary is too small for `n_beams`.
-      UserError: it lacks a stop token.
+      UserError: the vocabulary is too small for `n_beams`, or lacks a stop token.
     """
     P, V = logits_PV.shape
     Sampling(stop_tokens=stop_tokens).check_vocabulary(V)
     limit = V // _candidates_per_beam(stop_tokens)
     if not 1 <= n_beams <= limit:
-        raise ValueError(f"n_beams is {n_beams}; for a vocabulary of {V} it must be from 1 to {limit}.")
+        raise UserError(f"n_beams is {n_beams}; for a vocabulary of {V} it must be from 1 to {limit}.")
     choose = jax.vmap(partial(_choose, length_penalty=length_penalty, stop_tokens=stop_tokens), in_axes=(0, 0, None))
     empty_NT = jnp.full((n_beams, max_new_tokens), EMPTY, jnp.int32)
     none_N = jnp.full(n_beams, -jnp.inf)

@@ -49,9 +49,10 @@ class Prompt:
             raise UserError(f"{self.label} has a seed, but {reason}; omit it.")
 
     def check_length(self, n_tokens: int, limit: int, name: str) -> None:
-        """Raise `UserError` if the prompt has more tokens than the limit, which the message calls `name`."""
-        if n_tokens > limit:
-            raise UserError(f"{self.label} has {n_tokens} tokens; it may have at most {name}.")
+        """Raise `UserError` if the prompt has no token, or more than the limit, which the message calls `name`."""
+        if not 1 <= n_tokens <= limit:
+            limits = f"it may have at most {name}" if n_tokens else "it must have at least one"
+            raise UserError(f"{self.label} has {n_tokens} tokens; {limits}.")
 
 
 Encoded = tuple[Prompt, list[int]]

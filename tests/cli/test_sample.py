@@ -399,7 +399,10 @@ def test_a_piped_session_reads_all_lines_and_writes_only_completions(interact):
 
 
 @pytest.mark.slow
-def test_an_interrupt_before_the_text_begins_does_not_end_the_session(monkeypatch, interact):
+def test_an_error_of_one_prompt_does_not_end_the_session(monkeypatch, interact):
+    """Neither an option that only the search itself can refuse, nor Ctrl-C before the text begins."""
+    status, out, err = interact(b"The cat\nThe dog\n", "--num-beams", "1000", "--max-new-tokens", "2")
+    assert status == 2 and not out and err.count("error: n_beams is 1000; for a vocabulary of 280 it must be") == 2
     monkeypatch.setattr(Completer, "encode", lambda *_: signal.raise_signal(signal.SIGINT) or [1])
     monkeypatch.setattr(sample, "show_completions", lambda *args: print(args[-1].is_set()))
     assert interact(b"The cat\nThe dog\n")[:2] == (0, "True\nTrue\n")

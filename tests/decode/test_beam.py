@@ -167,9 +167,9 @@ def test_cache_writes_are_no_scatter(rope: tuple) -> None:
 @pytest.mark.parametrize(
     ("changed", "error", "message"),
     [
-        ({"n_beams": 0}, ValueError, "n_beams is 0; for a vocabulary of 61 it must be from 1 to 30"),
-        ({"n_beams": 31}, ValueError, "n_beams is 31; for a vocabulary of 61 it must be from 1 to 30"),
-        ({"n_beams": 16, "stop_tokens": (1, 2, 3)}, ValueError, "n_beams is 16; .* to 15"),
+        ({"n_beams": 0}, UserError, "n_beams is 0; for a vocabulary of 61 it must be from 1 to 30"),
+        ({"n_beams": 31}, UserError, "n_beams is 31; for a vocabulary of 61 it must be from 1 to 30"),
+        ({"n_beams": 16, "stop_tokens": (1, 2, 3)}, UserError, "n_beams is 16; .* to 15"),
         ({"stop_tokens": (61,)}, UserError, "a stop token is 61; it must be from 0 to 60"),
         ({"max_new_tokens": 0}, ValueError, "max_new_tokens is 0; it must be at least 1"),
         ({"prompts": [[1], []]}, ValueError, "prompt 2 has 0 tokens; it must have at least 1"),

@@ -68,3 +68,12 @@ def test_an_empty_or_undecodable_prompt_is_refused(text, message):
 
 def test_seeds_of_samples_are_consecutive_modulo_32_bits():
     assert sample_seeds(7, 3) == [7, 8, 9] and sample_seeds(2**32 - 2, 3) == [2**32 - 2, 2**32 - 1, 0]
+
+
+def test_a_prompt_without_tokens_or_with_too_many_is_refused():
+    prompt = Prompt("~", "prompt 2")
+    prompt.check_length(1, 4, "4")
+    with pytest.raises(UserError, match="prompt 2 has 0 tokens; it must have at least one"):
+        prompt.check_length(0, 4, "4")
+    with pytest.raises(UserError, match="prompt 2 has 5 tokens; it may have at most 4"):
+        prompt.check_length(5, 4, "4")

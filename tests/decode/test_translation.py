@@ -150,7 +150,7 @@ def test_translate_encodes_and_decodes() -> None:
     [
         ({"max_new_tokens": 13}, UserError, "max_new_tokens is 13; it must be at least 1 and at most the context's 12"),
         ({"max_new_tokens": 0}, UserError, "max_new_tokens is 0"),
-        ({"n_beams": 4}, ValueError, "n_beams is 4; for a vocabulary of 7 it must be from 1 to 3"),
+        ({"n_beams": 4}, UserError, "n_beams is 4; for a vocabulary of 7 it must be from 1 to 3"),
     ],
     ids=str,
 )
