@@ -44,6 +44,7 @@ EXECUTIONS = {
     "scan": Execution(scan=True),
     "dots": Execution(remat="dots"),
     "block": Execution(remat="block"),
+    "gathered": Execution(gather=lambda name, params: params),
 }
 SCANNED = EXECUTIONS["both"]
 every_execution = pytest.mark.parametrize(
