@@ -97,7 +97,7 @@ def test_arithmetic_on_the_page_arrives_at_the_weight_of_the_model(page: LabPage
     for keys in ("", "\ue014\ue014\ue015"):  # from below the diagonal to above it: right, right, down
         map_.send_keys(*keys)
         last = page.texts(".arithmetic li")[-1]
-        computed, model = re.fullmatch(r"Weight: (.+)\. The model has (.+)\.", last).groups()  # type: ignore[union-attr]
+        computed, model = re.fullmatch(r"Weight: (.+)\. The model has (.+)\.", last).groups()
         assert float(computed) == pytest.approx(float(model), rel=0.02, abs=1e-4), last
 
 
@@ -126,7 +126,7 @@ def test_a_loss_that_is_not_finite_is_marked_and_explained(page: LabPage) -> Non
     page.open("blocks=4&A=no norm,large learning rate")
     page.train(100)
     [mark] = page.texts("#chart text.mark")
-    step = int(re.fullmatch(r"not finite at step (\d+)", mark)[1])  # type: ignore[index]
+    step = int(re.fullmatch(r"not finite at step (\d+)", mark)[1])
     assert f"Step {step}: not finite" in page.text("#verdicts")
     assert page.step == step
     assert ("Solved" in page.text("#exercises li:nth-child(5) .status")) == (step < 20)
@@ -137,7 +137,7 @@ def test_a_matrix_shows_its_largest_gradients(page: LabPage) -> None:
     page.train(1)
     page.click(".norms tbody button")
     entries = page.texts(".largest li")
-    sizes = [abs(float(re.search(r"gradient (\S+),", entry)[1])) for entry in entries]  # type: ignore[index]
+    sizes = [abs(float(re.search(r"gradient (\S+),", entry)[1])) for entry in entries]
     assert sizes == sorted(sizes, reverse=True) and sizes[0] > 0 and len(sizes) == 5
 
 
@@ -145,7 +145,7 @@ def test_exercise_by_hand_accepts_the_right_weight_only(page: LabPage) -> None:
     page.open("blocks=1")
     page.click("#by-hand button")
     asked = page.text("#by-hand + p")
-    *products, K = map(float, re.search(r"are (\S+) and (\S+), and K = (\d+)", asked).groups())  # type: ignore[union-attr]
+    *products, K = map(float, re.search(r"are (\S+) and (\S+), and K = (\d+)", asked).groups())
     a, b = (product / K**0.5 for product in products)
     weight = 1 / (1 + math.exp(b - a))
     answer = page.browser.find_element("css selector", "#by-hand input")
