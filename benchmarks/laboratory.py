@@ -28,6 +28,7 @@ FAULTS = [
 ]  # fmt: skip
 CASES: list[tuple[int, list[str]]] = [
     (1, []), (2, []), (4, []), *((2, [fault]) for fault in FAULTS), (4, ["no norm"]), (4, ["no residual"]),
+    (1, ["unscaled scores", "N(0, 1) weights", "no residual"]),  # the rung attention_unscaled
 ]  # fmt: skip
 """Blocks and faults."""
 PARTS = "first_step", "next_199"
