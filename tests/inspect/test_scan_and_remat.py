@@ -17,13 +17,13 @@ from jaxformer.inspect import (
     attribution_patching,
     capture,
     capture_gradients,
+    capturing,
     gradient_of,
     intervene,
     patch_activations,
     path_attribution,
     run_from,
 )
-from jaxformer.inspect.activations import capturing
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.objective import objective_of
 from jaxformer.nn.execution import Execution
