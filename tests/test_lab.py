@@ -148,8 +148,8 @@ def test_gradients_and_ten_steps_are_those_of_jax(page, faults):
     # With both, scores are so large that rounding changes the weights by a thousandth.
     limit = 1e-2 if {"no norm", "N(0, 1) weights"} <= {*faults} else 1e-4
     assert max(far(reference.read("gradient"), gradient).values()) < limit
-    # Nearly one-hot attention weights amplify rounding: parameters that differ by 1e-7 change JAX's own loss at step 10 by
-    # 0.5 %, and without the scale by 27 %.
+    # Nearly one-hot attention weights amplify rounding: parameters that differ by 1e-7 change JAX's own loss at step 10
+    # by 0.5 %, and without the scale by 27 %.
     losses = reference.train(2 if "N(0, 1) weights" in faults else 10)
     progress = run(page, "return await one.train(a[0] - 1)", len(losses))
     assert progress["step"] == len(losses) and progress["loss"] == pytest.approx(losses[-1], rel=1e-3)
