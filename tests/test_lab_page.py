@@ -141,6 +141,25 @@ def test_a_matrix_shows_its_largest_gradients(page: LabPage) -> None:
     assert sizes == sorted(sizes, reverse=True) and sizes[0] > 0 and len(sizes) == 5
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("exercise", "experiment", "steps"),
+    [
+        ("Cheat", "blocks=2&A=no+mask", 200),
+        ("One-hot", "blocks=1&A=unscaled+scores,N(0,+1)+weights,no+residual", 50),
+        ("One difference", "blocks=2&A=&B=no+residual", 110),
+    ],
+)
+def test_exercises_have_solutions(page: LabPage, exercise: str, experiment: str, steps: int) -> None:
+    page.open(experiment)
+    item = next(i for i, title in enumerate(page.texts("#exercises li b"), 1) if title == exercise)
+    status = f"#exercises li:nth-child({item}) .status"
+    assert page.text(status).startswith("Now: ")
+    while page.step < steps and page.text(status).startswith("Now: "):
+        page.train(10)
+    assert page.text(status).startswith("Solved: ")
+
+
 def test_exercise_by_hand_accepts_the_right_weight_only(page: LabPage) -> None:
     page.open("blocks=1")
     page.click("#by-hand button")

@@ -7,8 +7,8 @@ import { Lane } from "./lane";
 import { makeGradient, makeTable } from "./matrices";
 import { makeLargeMap, makeMaps, makeSteps, type Selection } from "./maps";
 
-/** Time between two drawings, and the most steps between them. */
-const [DRAW_MILLISECONDS, MOST_STEPS] = [250, 10];
+/** Steps between two drawings: one at first, when most happens, and more later, as measuring costs as much as three. */
+const stepsFrom = (step: number) => Math.min(6, 1 + Math.floor(step / 5));
 const [SHORTEST_TEXT, LONGEST_TEXT] = [500, 50_000];
 
 let text = DEFAULT_TEXT;
@@ -17,7 +17,6 @@ let theory: Theory;
 let lanes = [new Lane("A", new Set())];
 let hidden: Fault | null = null;
 let running = false;
-let stepsPerDrawing = 1;
 let milliseconds = 0;
 let redraws: (() => void)[] = [];
 const selection: Selection = { block: 0, head: 0, query: 12, key: 11, matrix: "" };
@@ -60,24 +59,24 @@ async function create(): Promise<void> {
 
 function begin(): void {
   running = false;
-  [milliseconds, stepsPerDrawing] = [0, 1];
+  milliseconds = 0;
 }
 
 async function advance(steps: number): Promise<void> {
   const began = performance.now();
   for (const lane of lanes) await lane.advance(steps, probe());
-  const spent = performance.now() - began;
-  milliseconds += spent;
-  stepsPerDrawing = Math.max(1, Math.min(MOST_STEPS, 2 * steps, Math.round((steps * DRAW_MILLISECONDS) / spent)));
+  milliseconds += performance.now() - began;
   if (lanes.every((lane) => lane.brokenAt !== null)) running = false;
   render();
 }
+
+const latestStep = () => Math.max(...lanes.map((lane) => lane.step));
 
 function train(): void {
   if (!running) return;
   void queue(async () => {
     if (!running) return;
-    await advance(stepsPerDrawing);
+    await advance(stepsFrom(latestStep()));
     await new Promise(requestAnimationFrame);
   }).then(train);
 }
@@ -194,7 +193,7 @@ const checkExercises = makeExercises(get("exercises"), {
 });
 
 function render(): void {
-  const step = Math.max(...lanes.map((lane) => lane.step));
+  const step = latestStep();
   const speed = step ? `, ${show(milliseconds / 1000)} s` : "";
   get("progress").textContent = `step ${step}${speed}`;
   get("train").textContent = running ? "Pause" : "Train";
