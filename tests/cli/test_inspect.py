@@ -58,7 +58,8 @@ def test_page_of_a_prompt_in_a_browser(run: Path, tmp_path: Path, capsys: pytest
         [chart] = embedded(text, title)
         return [(line["member"], chart["positions"][line["x"]], line["y"]) for line in chart["lines"]]
 
-    (_, steps, batch), (_, evaluated, held) = lines("Loss")
+    (_, steps, batch), (_, evaluated, held), *counted = lines("Loss")
+    assert [(x, y) for _, x, y in counted] == [([0, 12], rounded([x, x])) for x in rows[0]["count_losses"].values()]
     assert held == rounded([row["val_loss"] for row in rows if "val_loss" in row])
     assert evaluated == [row["step"] for row in rows if "val_loss" in row] == [0, 10, 12]
     assert batch == rounded([row["loss"] for row in rows if "loss" in row])
