@@ -155,7 +155,7 @@ def test_gradients_and_ten_steps_are_those_of_jax(page, faults):
     assert progress["step"] == len(losses) and progress["loss"] == pytest.approx(losses[-1], rel=1e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_hundred_steps_are_those_of_jax(page):
     reference = Reference(page, create(page))
     losses = reference.train(200)

@@ -92,6 +92,7 @@ def test_influence_is_the_derivative_of_training(folder, tmp_path, optimizer, ra
         np.testing.assert_allclose(influence_QN[:, n], quotients, atol=tolerance * np.abs(influence_QN).max())
 
 
+@pytest.mark.exhaustive
 def test_a_unique_sentence_is_due_to_its_document(folder, replay):
     run = load_run(folder)
     text = np.array(run.tokenizer.encode_prompt(PHRASE))
