@@ -2,9 +2,6 @@
 
 import numpy as np
 
-MAX_PAIRS = 2**24
-"""Maximum pairs counted, from the beginning of the text, which takes some seconds."""
-
 
 def token_loss(train_N: np.ndarray, held_out_M: np.ndarray, vocab_size: int) -> float:
     """Return the cross-entropy of tokens in nats under their frequencies in another text, with one added to each
@@ -16,7 +13,7 @@ def pair_loss(train_N: np.ndarray, held_out_M: np.ndarray, vocab_size: int) -> f
     """Return the cross-entropy in nats of each token given the one before it, under the pairs in another text, with one
     count added after each token, distributed like the tokens."""
     before, after = (held_out_M[part].astype(np.int64) for part in (slice(-1), slice(1, None)))
-    train_N = np.asarray(train_N[: MAX_PAIRS + 1], np.int64)
+    train_N = np.asarray(train_N, np.int64)
     pairs, count_P = np.unique(train_N[:-1] * vocab_size + train_N[1:], return_counts=True)
     at = np.searchsorted(pairs, before * vocab_size + after).clip(max=len(pairs) - 1)
     seen = np.where(pairs[at] == before * vocab_size + after, count_P[at], 0)

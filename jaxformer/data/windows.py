@@ -18,6 +18,9 @@ from jaxformer.data.tokenizer import Tokenizer, find_tokenizer
 from jaxformer.data.tokens import Corpus, CorpusConfig, load_corpus
 from jaxformer.errors import UserError
 
+MAX_COUNTED = 2**25
+"""Maximum tokens counted before training: more would take longer than some seconds, and gigabytes."""
+
 
 @dataclass(frozen=True)
 class TextConfig(CorpusConfig):
@@ -200,8 +203,9 @@ class TextDataset(Dataset):
         return self.val.held_out(batch_size, n)
 
     def count_losses(self) -> dict[str, float]:
-        """Return the held-out loss in nats per token of counting tokens, and of counting pairs; see `data.counts`."""
-        train, val = self.corpus.train.tokens, self.corpus.val.tokens
+        """Return the held-out loss in nats per token of counting tokens, and of counting pairs, in at most
+        `MAX_COUNTED` tokens from the beginning of each split; see `data.counts`."""
+        train, val = (split.tokens[:MAX_COUNTED] for split in (self.corpus.train, self.corpus.val))
         size = self.corpus.tokenizer.vocab_size
         return {"tokens": token_loss(train, val[1:], size), "pairs": pair_loss(train, val, size)}
 
