@@ -1,4 +1,4 @@
-"""Page section that runs a decoder on the reader's own text: weights and tokenizer for `assets/live.js`."""
+"""Page section that runs a decoder on the reader's own text, in scripts: `assets/decoder.js`, `assets/tokenizer.js`."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class LiveSection(Section):
     text: str
     """Initial text."""
 
-    assets: ClassVar = ("charts.css", "charts.js", "attention.css", "live.css", "live.js")
+    assets: ClassVar = ("charts.css", "charts.js", "attention.css", "live.css", "tokenizer.js", "decoder.js", "live.js")
 
     def body(self) -> str:
         """Return the HTML element with the packed model and tokenizer."""

@@ -1,0 +1,302 @@
+"use strict";
+
+// A decoder's forward pass with a KV cache; `live.py` packs its parameters. Axes as in Python: T positions, D model
+// width, H query heads, G key/value heads, K width of a head's queries and keys, J of its values, F width of the MLP,
+// V vocabulary. A matrix holds a row per output, and arrays of several axes are flat.
+
+function decodeFloat16(bytes) {
+  const number = (bits) => {
+    const [exponent, fraction] = [(bits >> 10) & 31, (bits & 1023) / 1024];
+    return (bits >> 15 ? -1 : 1) * (exponent ? 2 ** (exponent - 15) * (1 + fraction) : 2 ** -14 * fraction);
+  };
+  const table = Float32Array.from({ length: 2 ** 16 }, (_, bits) => number(bits));
+  const numbers = new Float32Array(bytes.length / 2);
+  for (let i = 0; i < numbers.length; i++) numbers[i] = table[bytes[2 * i] | (bytes[2 * i + 1] << 8)];
+  return numbers;
+}
+
+// x Wᵀ + b for rows of x, four at a time, to which zeros are added at the end: so reads are shared by several products,
+// and a sum has one order, whatever the number of rows.
+function linear(x, W, b, width) {
+  const [rows, outputs] = [x.length / width, W.length / width];
+  const y = new Float32Array(4 * Math.ceil(rows / 4) * outputs);
+  const four = new Float64Array(4 * width);
+  for (let row = 0; row < rows; row += 4) {
+    for (let r = 0; r < 4; r++) {
+      for (let i = 0; i < width; i++) four[4 * i + r] = row + r < rows ? x[(row + r) * width + i] : 0;
+    }
+    for (let j = 0; j < outputs; j += 2) {
+      const other = Math.min(j + 1, outputs - 1); // once more the last, where the number is odd
+      const start = j * width;
+      const otherStart = other * width;
+      let s0 = b ? b[j] : 0;
+      let u0 = b ? b[other] : 0;
+      let s1 = s0, s2 = s0, s3 = s0, u1 = u0, u2 = u0, u3 = u0;
+      for (let i = 0; i < width; i++) {
+        const w = W[start + i], v = W[otherStart + i];
+        const x0 = four[4 * i], x1 = four[4 * i + 1], x2 = four[4 * i + 2], x3 = four[4 * i + 3];
+        s0 += w * x0; s1 += w * x1; s2 += w * x2; s3 += w * x3;
+        u0 += v * x0; u1 += v * x1; u2 += v * x2; u3 += v * x3;
+      }
+      const at = row * outputs;
+      y[at + j] = s0; y[at + outputs + j] = s1; y[at + 2 * outputs + j] = s2; y[at + 3 * outputs + j] = s3;
+      y[at + other] = u0; y[at + outputs + other] = u1; y[at + 2 * outputs + other] = u2; y[at + 3 * outputs + other] = u3;
+    }
+  }
+  return y.subarray(0, rows * outputs);
+}
+
+// Rows of x after RMSNorm or, with a shift beta, LayerNorm.
+function normalize(x, gamma, beta, eps) {
+  const width = gamma.length;
+  const y = new Float32Array(x.length);
+  for (let start = 0; start < x.length; start += width) {
+    let mean = 0;
+    if (beta) for (let i = 0; i < width; i++) mean += x[start + i] / width;
+    let square = 0;
+    for (let i = 0; i < width; i++) square += (x[start + i] - mean) ** 2 / width;
+    const scale = 1 / Math.sqrt(square + eps);
+    for (let i = 0; i < width; i++) y[start + i] = (x[start + i] - mean) * scale * gamma[i] + (beta ? beta[i] : 0);
+  }
+  return y;
+}
+
+// Error function (Abramowitz and Stegun 1964, 7.1.26), to 1.5e-7.
+function erf(x) {
+  const t = 1 / (1 + 0.3275911 * Math.abs(x));
+  const sum = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))));
+  return Math.sign(x) * (1 - sum * Math.exp(-x * x));
+}
+
+const sigmoid = (x) => 1 / (1 + Math.exp(-x));
+const gelu = (x) => 0.5 * x * (1 + Math.tanh(Math.sqrt(2 / Math.PI) * (x + 0.044715 * x ** 3)));
+const ACTIVATIONS = {
+  relu: (x) => Math.max(0, x),
+  squared_relu: (x) => Math.max(0, x) ** 2,
+  gelu,
+  gelu_exact: (x) => 0.5 * x * (1 + erf(x * Math.SQRT1_2)),
+  quick_gelu: (x) => x * sigmoid(1.702 * x),
+  swiglu: (x) => x * sigmoid(x),
+  geglu: gelu,
+  tanh: Math.tanh,
+};
+
+// Logarithm of the sum of exponentials: a logit less this is a log-probability.
+function logSumExp(logits) {
+  let largest = -Infinity;
+  for (let i = 0; i < logits.length; i++) largest = Math.max(largest, logits[i]);
+  let sum = 0;
+  for (let i = 0; i < logits.length; i++) sum += Math.exp(logits[i] - largest);
+  return largest + Math.log(sum);
+}
+
+function softmax(logits) {
+  const total = logSumExp(logits);
+  const p = new Float64Array(logits.length);
+  for (let i = 0; i < p.length; i++) p[i] = Math.exp(logits[i] - total);
+  return p;
+}
+
+// The parameters and settings of a decoder: `config` has the fields of `DecoderConfig`, resolved.
+class Model {
+  constructor({ config, arrays, weights, max_tokens }) {
+    const numbers = decodeFloat16(decodeBase64(weights));
+    let at = 0;
+    this.parameters = Object.fromEntries(arrays.map(([name, size]) => [name, numbers.subarray(at, (at += size))]));
+    this.config = config;
+    this.maxTokens = max_tokens;
+    this.size = numbers.length;
+  }
+
+  embed(token, position) {
+    const { d_model: D, embedding_scale, positions } = this.config;
+    const { "embedding.W_E": W_E, "embedding.W_pos": W_pos } = this.parameters;
+    return Float32Array.from({ length: D }, (_, i) => {
+      let encoding = W_pos ? W_pos[position * D + i] : 0;
+      if (positions === "sinusoidal") {
+        const angle = position * 10000 ** (-(i - (i % 2)) / D);
+        encoding = i % 2 ? Math.cos(angle) : Math.sin(angle);
+      }
+      return embedding_scale * W_E[token * D + i] + encoding;
+    });
+  }
+
+  norm(x, name) {
+    const { [`${name}.gamma`]: gamma, [`${name}.beta`]: beta } = this.parameters;
+    return gamma ? normalize(x, gamma, beta, this.config.norm_eps) : x;
+  }
+
+  mlp(x, name, width) {
+    const p = (part, i) => this.parameters[`${name}.${part}_${i}`];
+    const act = ACTIVATIONS[this.config.activation];
+    for (let i = 1; ; i++) {
+      const y = linear(x, p("W", i), p("b", i), width);
+      if (!p("W", i + 1)) return y;
+      const gate = p("W_gate", i) ? linear(x, p("W_gate", i), null, width) : null;
+      for (let j = 0; j < y.length; j++) y[j] = gate ? act(gate[j]) * y[j] : act(y[j]);
+      width = p("W", i).length / width;
+      x = y;
+    }
+  }
+
+  // Logits (T, V) of rows of the residual stream, (T, D).
+  unembed(x) {
+    const { unembedding, d_model: D, logit_soft_cap: cap } = this.config;
+    const normed = this.norm(x, "final_norm");
+    if (unembedding === "mlp") return normed;
+    const logits = linear(normed, this.parameters[unembedding === "tied" ? "embedding.W_E" : "W_out"], null, D);
+    return cap ? logits.map((logit) => cap * Math.tanh(logit / cap)) : logits;
+  }
+}
+
+// A forward pass over a text with all that it computed: per block the residual stream before it, (T, D), keys, (T, G, K),
+// values, (T, G, J), and attention weights, (H, T, T), where T is the most that there may be. What is still valid is a
+// cache.
+class Pass {
+  constructor(model) {
+    this.model = model;
+    const { n_blocks: L, d_model: D, n_heads: H, n_kv_heads: G, head_dim: K, value_dim: J, vocab_size: V, unembedding } = model.config;
+    const N = model.maxTokens;
+    const arrays = (n, width) => Array.from({ length: n }, (_, i) => new Float32Array(N * width(i)));
+    this.stream = arrays(L + 1, (i) => (unembedding === "mlp" && i === L ? V : D));
+    [this.keys, this.values] = [arrays(L, () => G * K), arrays(L, () => G * J)];
+    this.weights = arrays(L, () => H * N);
+    this.losses = new Float32Array(N); // of the token after each position, in nats
+    this.tokens = [];
+    this.off = new Set();
+  }
+
+  // Read a text with some heads switched off ("block.head"): zero ablation. Before each few positions, yield how many of
+  // how many are computed; what is computed stays valid where the caller stops there. Return the number of positions.
+  *read(tokens, off = new Set()) {
+    const { n_blocks: L, n_heads: H } = this.model.config;
+    const T = tokens.length;
+    let valid = 0;
+    while (valid < T && valid < this.tokens.length && tokens[valid] === this.tokens[valid]) valid++;
+    const isSame = (block) => Array.from({ length: H }, (_, h) => `${block}.${h}`).every((head) => off.has(head) === this.off.has(head));
+    let block = 0;
+    while (block < L && isSame(block)) block++;
+    const first = block < L ? 0 : valid;
+    const few = Math.max(4, 4 * Math.floor(PRODUCTS_AT_ONCE / this.model.size / 4)); // as `linear` computes four at a time
+    this.tokens = tokens.slice(0, first);
+    this.off = new Set(off);
+    for (let start = first, end; start < T; start = end) {
+      yield [start - first, T - first];
+      end = Math.min(start + few, start < valid ? valid : T);
+      this.tokens = tokens.slice(0, end);
+      this.compute(start, end, start < valid ? block : 0);
+      this.computeLosses(Math.max(0, start - 1), end - 1);
+    }
+    return T - first;
+  }
+
+  computeLosses(first, last) {
+    if (first === last) return;
+    const width = this.width(this.model.config.n_blocks);
+    const logits = this.model.unembed(this.stream.at(-1).subarray(first * width, last * width));
+    const V = logits.length / (last - first);
+    for (let t = first; t < last; t++) {
+      const row = logits.subarray((t - first) * V, (t - first + 1) * V);
+      this.losses[t] = logSumExp(row) - row[this.tokens[t + 1]];
+    }
+  }
+
+  // Compute the positions from `first` up to `last`, from a block on.
+  compute(first, last, block) {
+    const { model, stream } = this;
+    const { n_blocks: L, d_model: D } = model.config;
+    if (block === 0) for (let t = first; t < last; t++) stream[0].set(model.embed(this.tokens[t], t), t * D);
+    for (; block < L; block++) this.computeBlock(block, first, last);
+  }
+
+  computeBlock(i, first, last) {
+    const { model } = this;
+    const { d_model: D, norm_placement, residual } = model.config;
+    const before = (x, part) => (norm_placement === "post" ? x : model.norm(x, `blocks_${i}.${part}_norm`));
+    const after = (x, y, part) => {
+      if (norm_placement === "both") y = model.norm(y, `blocks_${i}.${part}_post_norm`);
+      if (residual) for (let j = 0; j < y.length; j++) y[j] += x[j];
+      return norm_placement === "post" ? model.norm(y, `blocks_${i}.${part}_norm`) : y;
+    };
+    let x = this.stream[i].subarray(first * D, last * D);
+    x = after(x, this.attention(i, before(x, "attention"), first), "attention");
+    x = after(x, model.mlp(before(x, "mlp"), `blocks_${i}.mlp`, D), "mlp");
+    this.stream[i + 1].set(x, (first * x.length) / (last - first));
+  }
+
+  // Attention of rows x, whose positions begin at `first`, to all positions up to their own.
+  attention(i, x, first) {
+    const { model, keys, values, weights } = this;
+    const { d_model: D, n_heads: H, n_kv_heads: G, head_dim: K, value_dim: J, windows, scale, embedding_scale } = model.config;
+    const [T, N, p] = [x.length / D, model.maxTokens, (name) => model.parameters[`blocks_${i}.attention.${name}`]];
+    const q = this.rotate(i, linear(x, p("W_Q"), p("b_Q"), D), p("gamma_Q"), first, H);
+    keys[i].set(this.rotate(i, linear(x, p("W_K"), p("b_K"), D), p("gamma_K"), first, G), first * G * K);
+    const v = linear(x, p("W_V"), p("b_V"), D);
+    const table = model.parameters["value_embedding.W_E"];
+    if (table) for (let j = 0; j < v.length; j++) v[j] += embedding_scale * table[this.tokens[first + Math.floor(j / (G * J))] * G * J + (j % (G * J))];
+    values[i].set(v, first * G * J);
+    const heads = new Float32Array(T * H * J);
+    for (let t = 0; t < T; t++) {
+      const position = first + t;
+      const start = Math.max(0, position - windows[i] + 1);
+      for (let h = 0; h < H; h++) {
+        const [own, group] = [t * H + h, Math.floor(h / (H / G))];
+        const scores = new Float64Array(position + 1 - start);
+        for (let s = start; s <= position; s++) {
+          let sum = 0;
+          for (let k = 0, at = (s * G + group) * K; k < K; k++) sum += q[own * K + k] * keys[i][at + k];
+          scores[s - start] = scale * sum;
+        }
+        const row = softmax(scores);
+        weights[i].subarray((h * N + position) * N, (h * N + position + 1) * N).fill(0).set(row, start);
+        if (this.off.has(`${i}.${h}`)) continue;
+        for (let s = start; s <= position; s++) {
+          for (let j = 0, at = (s * G + group) * J; j < J; j++) heads[own * J + j] += row[s - start] * values[i][at + j];
+        }
+      }
+    }
+    if (p("W_O")) return linear(heads, p("W_O"), p("b_O"), H * J);
+    if (H * J === D) return heads;
+    const sum = new Float32Array(T * D); // of heads as wide as the model
+    heads.forEach((x, i) => (sum[Math.floor(i / (H * J)) * D + (i % D)] += x));
+    return sum;
+  }
+
+  // Queries or keys after their norm and the rotation of features k and k + K/2 by the position.
+  rotate(i, x, gamma, first, n) {
+    const { head_dim: K, frequencies, qk_eps } = this.model.config;
+    if (gamma) x = normalize(x, gamma, null, qk_eps);
+    if (!frequencies[i]) return x;
+    for (let head = 0; head < x.length / K; head++) {
+      const position = first + Math.floor(head / n);
+      frequencies[i].forEach((frequency, k) => {
+        const [cos, sin] = [Math.cos(position * frequency), Math.sin(position * frequency)];
+        const [at, other] = [head * K + k, head * K + k + K / 2];
+        [x[at], x[other]] = [x[at] * cos - x[other] * sin, x[other] * cos + x[at] * sin];
+      });
+    }
+    return x;
+  }
+
+  // Logits (V) after a position; after `block` blocks only, unembedded as if it were the last (logit lens).
+  logits(position, block = this.model.config.n_blocks) {
+    const width = this.width(block);
+    return this.model.unembed(this.stream[block].subarray(position * width, (position + 1) * width));
+  }
+
+  // Width of the residual stream before a block.
+  width(block) {
+    return this.stream[block].length / this.model.maxTokens;
+  }
+
+  // Attention weights (T) of a head from a position.
+  row(block, head, position) {
+    const start = (head * this.model.maxTokens + position) * this.model.maxTokens;
+    return this.weights[block].subarray(start, start + this.tokens.length);
+  }
+
+  loss() {
+    const losses = this.losses.subarray(0, Math.max(0, this.tokens.length - 1));
+    return losses.reduce((a, b) => a + b, 0) / losses.length;
+  }
+}
