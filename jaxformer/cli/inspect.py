@@ -29,6 +29,9 @@ class Arguments(CheckpointOptions):
     prompt: str | None = None
     """Text to show; by default a held-out one. It contains [MASK] for a masked language model, and is the source for a
     translation model."""
+    contrast: str | None = None
+    """A text with as many tokens as the prompt, which the page compares with it: how the prediction after the prompt
+    changes if a part of a causal decoder computes as it does for this text."""
     data: TextOptions = field(default_factory=TextOptions)
     out: str | None = None
     """File to write the page to; by default inspect.html in the run's folder."""
@@ -48,6 +51,8 @@ class Arguments(CheckpointOptions):
 def main(line: CommandLine) -> int:
     """Write the page; return the exit status."""
     options = line.parse(Arguments(), command("inspect"), DESCRIPTION)
+    if options.contrast is not None and options.prompt is None:
+        raise UserError("--contrast is compared with a prompt; give it with --prompt.")
     machine.set_up()
     run = open_run(with_run(options))
     path = run.path / "inspect.html" if options.out is None else Path(options.out)
@@ -70,6 +75,6 @@ def main(line: CommandLine) -> int:
         default = getattr(run.config.data, "path", "the default")
         echo_error(f"note: {run.path} has no training: it is measured on {default}; name a text with --data.path")
     limits = options.examples, options.max_live_parameters
-    write_model_page(run, path, options.prompt, *limits, progress, text, source, options.lenses)
+    write_model_page(run, path, options.prompt, *limits, progress, text, source, options.lenses, options.contrast)
     echo(f"{path}: {path.stat().st_size / 1e6:.2f} MB; open it in a browser")
     return 0

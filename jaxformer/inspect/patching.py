@@ -9,6 +9,7 @@ from functools import partial
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxformer.inspect.activations import Activations, capture, intervene, value_and_capture_gradients
 from jaxformer.models.inputs import check_example
@@ -46,19 +47,26 @@ def _patch(
     model: nn.Module, params: Params, inputs: tuple, source: tuple, names: tuple[str, ...], metric: Callable
 ) -> Activations:
     replacements = capture(model, params, *source, names=names)
+    lengths = [replacements[name].shape[_position_axis(name)] for name in replacements]
+    numbers = dict(
+        zip(replacements, jnp.arange(len(lengths)), strict=True)
+    )  # no Python numbers: one scan of all blocks
 
-    def patch_each_position(name: str) -> jax.Array:
-        replacement, axis = replacements[name], _position_axis(name)
-        T = replacement.shape[axis]
+    def patched_metric(place: tuple[jax.Array, jax.Array]) -> jax.Array:
+        number, position = place
 
-        def patched_metric(position: jax.Array) -> jax.Array:
-            at_position = jnp.expand_dims(jnp.arange(T) == position, [a for a in range(replacement.ndim) if a != axis])
-            with intervene(name, lambda _, value: jnp.where(at_position, replacement, value)):
-                return metric(model.apply({"params": params}, *inputs))
+        def patched(name: str, value: jax.Array) -> jax.Array:
+            axis = _position_axis(name)
+            is_patched = (jnp.arange(value.shape[axis]) == position) & (number == numbers[name])
+            others = [a for a in range(value.ndim) if a != axis]
+            return jnp.where(jnp.expand_dims(is_patched, others), replacements[name], value)
 
-        return jax.lax.map(patched_metric, jnp.arange(T))
+        with intervene(names, patched):
+            return metric(model.apply({"params": params}, *inputs))
 
-    return OrderedDict((name, patch_each_position(name)) for name in replacements)
+    places = np.array([(i, t) for i, length in enumerate(lengths) for t in range(length)])
+    results = jax.lax.map(patched_metric, tuple(jnp.array(places.T)))
+    return OrderedDict(zip(replacements, jnp.split(results, np.cumsum(lengths)[:-1]), strict=True))
 
 
 def attribution_patching(

@@ -23,6 +23,7 @@ from jaxformer.errors import UserError
 from jaxformer.inspect.activations import Inputs, capture_shapes
 from jaxformer.inspect.pages import model_sections
 from jaxformer.inspect.pages.charts import Heatmap
+from jaxformer.inspect.pages.contrast import contrast_sections
 from jaxformer.inspect.pages.lenses import lens_sections
 from jaxformer.inspect.pages.live import BYTES_PER_PARAMETER, live_section
 from jaxformer.inspect.pages.page import Section, Table, write_page
@@ -68,17 +69,20 @@ def write_model_page(
     text: HeldOut | None = None,
     source: str = "the text",
     lenses: bool = False,
+    contrast: str | None = None,
 ) -> None:
     """Write the page about a run with a checkpoint to an HTML file. A prompt replaces the held-out text, and heads and
     gradients are measured on `n_examples` held-out examples. A causal decoder with at most `max_live_parameters`
     parameters runs live in the page; 0 omits that section. `progress` is called with the name of each part before it is
     made. A `text` of the name `source` replaces the run's own data; a run that was imported has none, so a prompt is
-    then all that is measured. With `lenses`, lenses are fitted to held-out texts. Raises `UserError` if the prompt does
-    not suit the model or the page, or there is neither data nor a prompt."""
+    then all that is measured. With `lenses`, lenses are fitted to held-out texts; `contrast` is a text that the prompt
+    is compared with. Raises `UserError` if a text does not suit the model or the page, or there is neither data nor a
+    prompt."""
     metrics, batch, reason = read_metrics(run.path), None, ""
     if text is not None or metrics or prompt is None:
         batch, source, reason = held_out(run, n_examples, text, source)
     example = _example(run, prompt, batch)
+    other_T = None if contrast is None else _contrast(run, contrast, example)
     facts = [f"{type(run.model).__name__} of {count_parameters(run.params):,} parameters, at step {run.step:,}."]
     sections: list[Section] = []
     text_of = lambda token: token_text(run, token)  # noqa: E731
@@ -98,6 +102,8 @@ def write_model_page(
         sections.append(model_sections.attention_section(run.model, run.params, example, text_of, mask))
         progress("logit lens and logit attribution")
         sections += model_sections.residual_stream_sections(run.model, run.params, example, text_of)
+        if other_T is not None:
+            sections += contrast_sections(run.model, run.params, example[0], other_T, text_of, progress)
     if lenses:
         data = load_data(run.path, run.config) if text is None else text
         sections += lens_sections(run.model, run.params, data, progress)
@@ -303,6 +309,21 @@ def _encode(run: Run, prompt: Prompt) -> Inputs:
     # The first half of the text is the prefix, from which the second half is predicted.
     prefix = (jnp.int32(len(tokens) // 2),) if contract.has_prefix else ()
     return jnp.array(tokens), *prefix
+
+
+def _contrast(run: Run, text: str, example: Inputs | None) -> jax.Array:
+    """Return the tokens of the text that a prompt is compared with."""
+    contract = contract_of(run.model)
+    if example is None or not is_causal_lm(run.model) or not contract.has_residual_stream or contract.has_prefix:
+        raise UserError(
+            f"the run's {type(run.model).__name__} is no causal decoder with a residual stream; omit --contrast."
+        )
+    prompt = Prompt(text, "--contrast")
+    other = _encode(run, prompt)
+    if len(other[0]) != len(example[0]):
+        remedy = "give two texts whose tokens correspond; `jaxformer tokens` shows them"
+        raise UserError(f"{prompt.label} has {len(other[0])} tokens and --prompt {len(example[0])}; {remedy}.")
+    return other[0]
 
 
 def _with_translation(run: Run, source: list[int]) -> Inputs:

@@ -185,7 +185,7 @@ def _attribution_heatmap(
             heads_HT = np.asarray(values, np.float64)
             rows |= {head_label(layer, head): heads_HT[head] for head in range(len(heads_HT))}
         else:
-            rows[_part_label(name)] = np.asarray(values, np.float64)
+            rows[part_label(name)] = np.asarray(values, np.float64)
     after = [f"for “{token_text(int(token))}”" for token in next_T]
     about = (
         "Contribution of each head, each MLP and the embedding to the logit of the next token (at the last position, "
@@ -204,7 +204,7 @@ def _attribution_heatmap(
     )
 
 
-def _part_label(name: str) -> str:
+def part_label(name: str) -> str:
     """Return "MLP 0" for `blocks.0.mlp`; other names unchanged."""
     kind, _, number = name.removesuffix(".mlp").partition(".")
     return f"MLP {number}" if name.endswith(".mlp") and kind == "blocks" else name

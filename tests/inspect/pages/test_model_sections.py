@@ -1,5 +1,6 @@
 """Sections of a page agree with the probes that they show."""
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -16,9 +17,11 @@ from jaxformer.inspect import (
     head_statistics,
     logit_attribution,
     logit_lens,
+    path_attribution,
     saturation,
 )
 from jaxformer.inspect.pages.charts import Heatmap, Lines
+from jaxformer.inspect.pages.contrast import contrast_sections
 from jaxformer.inspect.pages.labels import describe_head
 from jaxformer.inspect.pages.model_sections import (
     N_TOP_TOKENS,
@@ -191,3 +194,46 @@ def test_saturation_section_draws_gradients_over_entropy(decoder):
     for number, name in enumerate(("scores", "scores_by_hand", "W_Q", "W_K")):
         np.testing.assert_allclose(figure.lines[number].y, [getattr(row, name) for row in rows], rtol=1e-5)
         np.testing.assert_allclose(figure.lines[number].x, [row.entropy for row in rows], rtol=1e-5)
+
+
+def test_contrast_sections_show_patching_and_paths_of_the_tokens_that_the_texts_predict(decoder):
+    model, params = decoder
+    other_T = (TOKENS_T + 1) % 11
+    streams, paths = contrast_sections(model, params, jnp.array(TOKENS_T), jnp.array(other_T), WORDS.__getitem__)
+    assert isinstance(streams, Heatmap) and isinstance(paths, Table)
+    logits_V, other_V = (apply(model, params, jnp.array(tokens))[-1] for tokens in (TOKENS_T, other_T))
+    token, rival = int(logits_V.argmax()), int(other_V.argmax())
+    assert token != rival and f"The logit of “{WORDS[token]}” minus that of “{WORDS[rival]}”" in streams.about
+
+    def preference(logits_TV: jax.Array) -> jax.Array:
+        return logits_TV[-1, token] - logits_TV[-1, rival]
+
+    plain, replaced = preference(logits_V[None]), preference(other_V[None])
+    # The last position of the last stream is all that the prediction is made of.
+    np.testing.assert_allclose(streams.values[-1], [*[0.0] * 5, replaced - plain], atol=1e-4)
+    assert streams.rows == ["before layer 0", "before layer 1", "at the end"]
+    assert streams.columns[0] == "three / four"
+    edge = path_attribution(model, params, (TOKENS_T,), (other_T,), preference, 1)[0]
+    np.testing.assert_allclose(paths.rows[0][2:], [edge.estimate, edge.exact], rtol=1e-4)
+
+
+def test_contrast_of_texts_with_one_prediction_is_with_the_token_that_rises_most(decoder):
+    model, params = decoder
+    tokens_T = jnp.array(TOKENS_T)
+    other_T = next(
+        other_T
+        for token in range(11)
+        if (other_T := tokens_T.at[0].set(token))[0] != tokens_T[0]
+        and apply(model, params, other_T)[-1].argmax() == apply(model, params, tokens_T)[-1].argmax()
+    )
+    before_V, after_V = (jax.nn.log_softmax(apply(model, params, x)[-1]) for x in (tokens_T, other_T))
+    rises_V = jnp.where(jnp.arange(11) == before_V.argmax(), -jnp.inf, after_V - before_V)
+    [streams, *_] = contrast_sections(model, params, tokens_T, other_T, WORDS.__getitem__)
+    assert f"minus that of “{WORDS[int(rises_V.argmax())]}”" in streams.about
+
+
+def test_contrast_of_a_model_whose_stream_is_no_sum_of_parts_shows_no_paths():
+    model, params = random_model(replace(DECODER, norm_placement="post"))
+    tokens_T = jnp.array(TOKENS_T)
+    [streams] = contrast_sections(model, params, tokens_T, (tokens_T + 1) % 11, WORDS.__getitem__)
+    assert np.abs(streams.values[-1][-1]) > 1e-3
