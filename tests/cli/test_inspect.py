@@ -261,7 +261,10 @@ def test_full_disk_is_a_user_error_and_leaves_the_old_page(
         (["--max-live-parameters", "200000000"], "it must be at least 0 and at most 150000000."),
         (["--checkpoint", "7"], "checkpoint"),
         (["--contrast", "ab"], "--contrast is compared with a prompt; give it with --prompt."),
-        (["--prompt", "ab", "--contrast", "abc"], "--contrast has 3 tokens and --prompt 2; give two texts whose tokens"),
+        (
+            ["--prompt", "ab", "--contrast", "abc"],
+            "--contrast has 3 tokens and --prompt 2; give two texts whose tokens",
+        ),
     ],
 )
 def test_wrong_input_is_a_user_error(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -32,15 +33,17 @@ def contrast_sections(
     """Return how a decoder's prediction after a text changes with activations of another text, of as many tokens: the
     residual stream at each position, and what each part writes to each later part. The second section is omitted for a
     model whose stream is no sum of parts. `progress` is called with the name of each before it is made."""
-    predict = jax.jit(lambda tokens_T: jax.nn.log_softmax(model.apply({"params": params}, tokens_T)[-1]))
-    before_V, after_V = np.asarray(predict(text_T), np.float64), np.asarray(predict(other_T), np.float64)
+    predict = jax.jit(lambda tokens_T: model.apply({"params": params}, tokens_T)[-1])
+    before_V, after_V = (
+        np.asarray(jax.nn.log_softmax(predict(tokens_T)), np.float64) for tokens_T in (text_T, other_T)
+    )
     token, rival = int(before_V.argmax()), int(after_V.argmax())
     if rival == token:
         rises_V = after_V - before_V
         rises_V[token] = -np.inf
         rival = int(rises_V.argmax())
 
-    def preference(logits_TV: jax.Array) -> jax.Array:
+    def preference(logits_TV: Any) -> Any:
         return logits_TV[-1, token] - logits_TV[-1, rival]
 
     what = f"the logit of “{token_text(token)}” minus that of “{token_text(rival)}”"

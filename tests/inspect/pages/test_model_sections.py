@@ -236,4 +236,4 @@ def test_contrast_of_a_model_whose_stream_is_no_sum_of_parts_shows_no_paths():
     model, params = random_model(replace(DECODER, norm_placement="post"))
     tokens_T = jnp.array(TOKENS_T)
     [streams] = contrast_sections(model, params, tokens_T, (tokens_T + 1) % 11, WORDS.__getitem__)
-    assert np.abs(streams.values[-1][-1]) > 1e-3
+    assert isinstance(streams, Heatmap) and np.abs(streams.values[-1][-1]) > 1e-3
