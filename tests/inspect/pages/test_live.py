@@ -15,7 +15,7 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from jaxformer.data.tokenizer import END_OF_TEXT, Tokenizer
-from jaxformer.inspect import intervene
+from jaxformer.inspect import capture_gradients, intervene
 from jaxformer.inspect.pages.live import KNOWN_SPLITS, live_section, pack_tokenizer, round_params
 from jaxformer.inspect.pages.page import write_page
 from jaxformer.models.decoder import DecoderConfig
@@ -156,7 +156,27 @@ KEYS_AND_CLICK = """
     button.click();
     return shown;
 """
-
+BACKWARD = """
+    const [, tokens, position, token, block, head, off] = arguments;
+    const data = JSON.parse(document.querySelectorAll(".live > script")[arguments[0]].textContent);
+    const model = new Model(data);
+    const pass = new Pass(model);
+    const finish = (job) => {
+      for (;;) {
+        const { done, value } = job.next();
+        if (done) return value;
+      }
+    };
+    finish(pass.read(tokens));
+    const steps = Array.from(tokens, (_, key) => weightSteps(pass, block, head, position, key));
+    const plain = (gradient) => JSON.stringify(gradient, (_, x) => (ArrayBuffer.isView(x) ? Array.from(x) : x));
+    const whole = plain(finish(backward(pass, position, token)));
+    model.size = 1e9; // four positions at a time
+    const inParts = plain(finish(backward(pass, position, token)));
+    finish(pass.read(tokens, new Set([off])));
+    const ablated = finish(backward(pass, position, token));
+    return [plain(steps), whole, inParts, plain(ablated)].map((text) => JSON.parse(text));
+"""
 
 SLOW = """
     const [section] = document.querySelectorAll(".live");
@@ -239,6 +259,64 @@ def test_logits_equal_the_models(page, browser, name: str):
     for loss, x_TV in zip(losses, (logits_TV, ablated_TV), strict=True):
         nll_T = -jax.nn.log_softmax(x_TV)[np.arange(20), tokens_T[1:]]
         assert loss == pytest.approx(float(nll_T.mean()), abs=TOLERANCE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CONFIGS)
+def test_gradient_and_arithmetic_of_a_weight_equal_the_models(page, browser, name: str):
+    case, position = page[1][name], 17
+    model, block, head = case.config.build(), case.config.n_blocks - 1, case.config.n_heads - 1
+    tokens_T = np.random.default_rng(1).integers(VOCAB, size=21)
+    names = ("embedding", "value_embedding", "blocks.*.attention", "blocks.*.attention.*", "blocks.*.mlp")
+    names = names if "value_embedding" in case.params else names[:1] + names[2:]
+
+    token = int(tokens_T[position + 1])
+
+    @jax.jit
+    def differentiate(params: Params, factor: float) -> tuple[Any, Any]:
+        def log_p() -> jax.Array:
+            return jax.nn.log_softmax(model.apply({"params": params}, jnp.array(tokens_T))[position])[token]
+
+        with intervene("blocks.0.attention.heads", lambda name, x: x.at[head].multiply(factor)):
+            return capture_gradients(log_p, names)
+
+    values, grads = differentiate(case.params, 1.0)
+    steps, whole, in_parts, ablated = browser.execute_script(
+        BACKWARD, case.index, tokens_T.tolist(), position, token, block, head, f"0.{head}"
+    )
+
+    def assert_equals(got: Any, wanted: Any) -> None:
+        wanted = np.asarray(wanted)
+        np.testing.assert_allclose(np.reshape(got, wanted.shape), wanted, rtol=0, atol=1e-4 * np.abs(wanted).max())
+
+    seen = slice(position + 1)
+    assert_equals(whole["embedding"], grads["embedding"][seen])
+    if "value_embedding" in grads:
+        assert_equals(whole["tokenValues"], grads["value_embedding"][seen])
+    of_parts, effects = {}, {}
+    for i in range(case.config.n_blocks):
+        name = f"blocks.{i}.attention.heads"
+        assert_equals(whole["heads"][i], grads[name][:, seen].swapaxes(0, 1))
+        effects[i] = (values[name] * grads[name]).sum((1, 2))
+        of_parts[i] = [(values[n] * grads[n]).sum() for n in (f"blocks.{i}.attention", f"blocks.{i}.mlp")]
+    assert_equals([effect["heads"] for effect in whole["effects"]], np.array(list(effects.values())))
+    assert_equals([[e["attention"], e["mlp"]] for e in whole["effects"]], np.array(list(of_parts.values())))
+    assert_equals(in_parts["embedding"], np.array(whole["embedding"]))
+    assert_equals(ablated["embedding"], differentiate(case.params, 0.0)[1]["embedding"][seen])
+
+    part = f"blocks.{block}.attention"
+    group = head // (case.config.n_heads // case.config.kv_heads)
+    row_S = values[f"{part}.weights"][head, position]
+    for key, step in enumerate(steps):
+        v_K = values[f"{part}.values"][group, key]
+        assert_close(step["q"], values[f"{part}.queries"][head, position], TOLERANCE)
+        assert_close(step["k"], values[f"{part}.keys"][group, key], TOLERANCE)
+        assert step["scale"] * step["sum"] == pytest.approx(
+            float(values[f"{part}.scores"][head, position, key]), abs=TOLERANCE
+        )
+        assert_close(step["weights"], row_S[step["start"] : position + 1], TOLERANCE)
+        assert_close(step["added"], row_S[key] * v_K, TOLERANCE)
+        assert_close(step["output"], values[f"{part}.heads"][head, position], TOLERANCE)
 
 
 @pytest.mark.slow
