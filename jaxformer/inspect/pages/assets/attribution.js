@@ -8,13 +8,11 @@ const [LARGEST_EFFECTS, REST_MS, FOLLOWED_PRODUCTS] = [8, 150, 1e9];
 
 function makeAttribution(container, view) {
   const { n_blocks: L, n_heads: H, d_model: D, n_kv_heads: G, value_dim: J, embedding_scale } = view.model.config;
-  const title = make("div", container, "", "title");
-  const heading = make("h3", title);
-  make("button", title, "Close", "plain").addEventListener("click", () => ask(null));
-  const status = make("p", container, "", "name");
+  const { heading, body: inner, open } = makePanel(container, () => ask(null));
+  const status = make("p", inner, "", "name");
   status.setAttribute("role", "status");
-  const body = make("div", container);
-  const signed = (value) => `${value < 0 ? "−" : "+"}${format(Math.abs(value), 3)}`;
+  const body = make("div", inner);
+  const signed = (value) => `${value > 0 ? "+" : ""}${format(value, 3)}`;
   let [asked, version, timer, grid] = [null, 0, 0, null]; // the position and token; the update of which the rest is shown
 
   function draw() {
@@ -66,7 +64,7 @@ function makeAttribution(container, view) {
     const { position, token } = asked;
     const logits = pass.logits(position);
     status.textContent = `Its log-probability is ${format(logits[token] - logSumExp(logits))} nats. Computed backwards in ${time.toFixed(0)} ms.`;
-    make("p", body, "Each number is the gradient of this log-probability times what a part puts out: to first order, what the log-probability would lose without the part. Where it is negative, the part makes the token less likely. A norm or a softmax in between bends the effect of so large a change: ablate a head to see the exact one.", "name");
+    make("p", body, "Each number is the gradient of this log-probability times what a part puts out: to first order, what the log-probability would lose without the part. Orange parts make the token more likely, green ones less. The estimate is for a small change; ablate a head to see the exact effect.", "name");
     drawTokens(gradient, position);
     const parts = make("div", body, "", "parts");
     drawParts(make("div", parts), gradient);
@@ -88,12 +86,12 @@ function makeAttribution(container, view) {
     const strip = make("div", body, "", "tokens");
     const told = make("p", body, "Point at a token for its numbers: the gradient times its embedding, and the norm of the gradient.", "name told");
     told.setAttribute("aria-live", "polite");
-    const scale = colourScale(Math.max(...effects.map(Math.abs)), true);
+    const most = Math.max(...effects.map(Math.abs), 1e-30);
     effects.forEach((effect, t) => {
       const label = view.label(view.tokens[t]);
       const button = make("button", strip, label);
       button.tabIndex = t === position ? 0 : -1;
-      button.style.background = `rgb(${scale(effect).slice(0, 3)})`;
+      button.style.background = `rgba(${rgb(effect < 0 ? "--minus" : "--plus")}, ${Math.sqrt(Math.abs(effect) / most) / 2})`;
       const tell = () => { told.textContent = `${view.quoted(view.tokens[t])} (${t}): gradient · embedding ${signed(effect)}, norm of the gradient ${format(norms[t], 3)}`; };
       for (const name of ["pointerover", "focus"]) button.addEventListener(name, tell);
       if (label.endsWith("⏎")) strip.append("\n");
@@ -133,6 +131,7 @@ function makeAttribution(container, view) {
     clear();
     [asked, version] = [choice, 0];
     draw();
+    if (choice) open();
   }
   return { draw, ask };
 }

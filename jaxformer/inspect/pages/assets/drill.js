@@ -30,27 +30,48 @@ function weightSteps(pass, block, head, query, key) {
   };
 }
 
+// A panel with a heading and a button that closes it and gives the focus back.
+function makePanel(container, close) {
+  const title = make("div", container, "", "title");
+  const heading = make("h3", title);
+  heading.setAttribute("aria-live", "polite");
+  make("button", title, "Close", "plain").addEventListener("click", () => {
+    close();
+    if (opener?.isConnected) opener.focus();
+  });
+  let opener = null;
+  container.hidden = true;
+  const open = () => {
+    opener = document.activeElement;
+    container.hidden = false;
+    container.scrollIntoView({ block: "nearest" });
+  };
+  return { heading, open, body: make("div", container) };
+}
+
 function makeDrill(container, view) {
   const { n_heads: H, n_kv_heads: G, head_dim: K, value_dim: J, frequencies } = view.model.config;
   const norm = (numbers) => Math.hypot(...numbers);
   const named = (position) => `${view.quoted(view.tokens[position])} (${position})`;
-  const title = make("div", container, "", "title");
-  const heading = make("h3", title);
-  heading.setAttribute("aria-live", "polite");
-  make("button", title, "Close", "plain").addEventListener("click", () => open(null));
-  const body = make("div", container);
+  const { heading, body, open: reveal } = makePanel(container, () => open(null));
   let [cell, drawn] = [null, ""]; // the query and the key, and what is shown of them
 
-  function table(title, rows) {
-    const wide = make("div", body, "", "wide");
-    [wide.tabIndex, wide.role, wide.ariaLabel] = [0, "region", title];
-    const lines = make("tbody", make("table", wide));
+  // A table in a box that scrolls where it is wider than the page.
+  function addTable(title, kind) {
+    const box = make("div", body, "", "wide");
+    [box.tabIndex, box.role, box.ariaLabel] = [0, "region", title];
+    const table = make("table", box, "", kind);
+    showScroll(box);
+    return table;
+  }
+
+  function drawVectors(title, rows) {
+    const lines = make("tbody", addTable(title, "vectors"));
     for (const [name, numbers] of rows) {
       const line = make("tr", lines);
       make("th", line, name).scope = "row";
       for (const number of numbers) make("td", line, format(number), "number");
     }
-    showScroll(wide);
   }
 
   function drawSoftmax({ start, scores, weights }, key) {
@@ -58,9 +79,9 @@ function makeDrill(container, view) {
     const powers = scores.map((score) => Math.exp(score - highest));
     const shown = new Set(largest(weights, SOFTMAX_ROWS));
     if (key >= start && key < start + scores.length) shown.add(key - start);
-    const table = make("table", body, "", "softmax");
+    const table = addTable("Softmax of the scores", "softmax");
     const head = make("tr", make("thead", table));
-    for (const name of ["key", "score", "e^(score − largest)", "weight", ""]) make("th", head, name, name ? "number" : "").scope = "col";
+    for (const name of ["key", "score", "e^(score − max)", "weight", ""]) make("th", head, name, name ? "number" : "").scope = "col";
     const rows = make("tbody", table);
     const add = (name, numbers, weight, isMarked) => {
       const line = make("tr", rows, "", isMarked ? "marked" : "");
@@ -93,7 +114,7 @@ function makeDrill(container, view) {
     const made = [has("gamma_Q") && "normalised (QK norm)", frequencies[block] && "rotated by their positions (RoPE)"].filter(Boolean).join(" and ");
     const group = G < H ? ` Key and value head ${Math.floor(head / (H / G))} serves ${H / G} query heads.` : "";
     make("p", body, `The query q comes from the residual stream at ${named(query)}, the key k from that at ${named(key)}, through W_Q and W_K${made ? `, ${made}` : ""}.${group}`, "name");
-    table("Query, key and their products", [["q", steps.q], ["k", steps.k], ["q·k", steps.products]]);
+    drawVectors("Query, key and their products", [["q", steps.q], ["k", steps.k], ["q·k", steps.products]]);
     const list = make("ol", body, "", "arithmetic");
     make("li", list, `The sum of the ${K} products is ${format(steps.sum)}.`);
     const root = Math.abs(scale - K ** -0.5) < 1e-6 ? ` = 1/√${K}` : "";
@@ -109,13 +130,13 @@ function makeDrill(container, view) {
     const isOff = pass.off.has(`${block}.${head}`);
     const [share, whole] = [norm(steps.added), norm(steps.output)];
     make("p", body, `The value v of ${named(key)}, times the weight, is what this key adds to the head’s output: a vector of norm ${format(share)}; the output, the sum over all visible keys, has norm ${format(whole)}.${isOff ? " As the head is ablated, zeros take the place of this output." : ""}`, "name");
-    table("Value, weighted value and the head’s output", [["v", steps.value], ["weight·v", steps.added], ["output", steps.output]]);
+    drawVectors("Value, weighted value and the head’s output", [["v", steps.value], ["weight·v", steps.added], ["output", steps.output]]);
   }
 
   function open(at) {
     cell = at;
     draw();
-    if (at) container.scrollIntoView({ block: "nearest", behavior: "smooth" });
+    if (at) reveal();
   }
   return { draw, open };
 }

@@ -82,8 +82,8 @@ function live(container, data) {
     get chosen() { return chosen; },
     get version() { return version; },
   };
-  const attribution = makeAttribution(make("div", predictions, "", "attribution"), view);
-  const drill = makeDrill(make("div", attention, "", "drill"), view);
+  const attribution = makeAttribution(make("div", predictions, "", "attribution panel"), view);
+  const drill = makeDrill(make("div", attention, "", "drill panel"), view);
   const panels = [attribution, drill];
   let drawnMap = null;
 
@@ -208,7 +208,7 @@ function live(container, data) {
       for (const p of values) make("span", make("span", tracks, "", "track"), "", "bar").style.width = `${100 * p}%`;
       make("span", line, values.map(percent).join(" → "), "value");
       const why = make("button", line, "why?", "why");
-      why.setAttribute("aria-label", `what ${quoted(token)} depends on`);
+      why.setAttribute("aria-label", `why ${quoted(token)}?`);
       why.addEventListener("click", () => attribution.ask({ position, token }));
       if (token === actual) make("span", line, "in the text", "mark");
     }
