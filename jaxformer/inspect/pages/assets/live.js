@@ -209,7 +209,7 @@ function live(container, data) {
       make("span", line, values.map(percent).join(" → "), "value");
       const why = make("button", line, "why?", "why");
       why.setAttribute("aria-label", `why ${quoted(token)}?`);
-      why.addEventListener("click", () => attribution.ask({ position, token }));
+      why.addEventListener("click", () => { if (!job) attribution.ask({ position, token }); });
       if (token === actual) make("span", line, "in the text", "mark");
     }
     if (after) make("p", next, "Above: all heads; below: with the selected heads ablated.", "name");
@@ -320,7 +320,7 @@ function live(container, data) {
       },
       told: (query, key) => `${quoted(shown[query])} (${query}) to ${quoted(shown[key])} (${key}): ${percent(rows[query][key])}`,
       chosen: (query) => { if (!pinned) select(query); },
-      picked: (query, key) => drill.open([query, key]),
+      picked: (query, key) => { if (!job) drill.open([query, key]); },
     });
   }
 
