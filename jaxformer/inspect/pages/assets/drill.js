@@ -81,7 +81,7 @@ function makeDrill(container, view) {
     if (key >= start && key < start + scores.length) shown.add(key - start);
     const table = addTable("Softmax of the scores", "softmax");
     const head = make("tr", make("thead", table));
-    for (const name of ["key", "score", "e^(score − max)", "weight", ""]) make("th", head, name, name ? "number" : "").scope = "col";
+    for (const name of ["key", "score", "e^(score − max)", "weight", ""]) make("th", head, name).scope = "col";
     const rows = make("tbody", table);
     const add = (name, numbers, weight, isMarked) => {
       const line = make("tr", rows, "", isMarked ? "marked" : "");
@@ -127,7 +127,7 @@ function makeDrill(container, view) {
     softmaxStep.textContent = isVisible
       ? `The softmax divides by the sum over the ${scores.length} visible keys: e^(${format(scale * steps.sum)} − ${format(highest)}) / ${format(total)} = ${format(weight)}, the weight.`
       : `The softmax shares a weight of 1 among the ${scores.length} visible keys: e^(score − ${format(highest)}) / ${format(total)}.`;
-    const isOff = pass.off.has(`${block}.${head}`);
+    const isOff = view.off.has(`${block}.${head}`);
     const [share, whole] = [norm(steps.added), norm(steps.output)];
     make("p", body, `The value v of ${named(key)}, times the weight, is what this key adds to the head’s output: a vector of norm ${format(share)}; the output, the sum over all visible keys, has norm ${format(whole)}.${isOff ? " As the head is ablated, zeros take the place of this output." : ""}`, "name");
     drawVectors("Value, weighted value and the head’s output", [["v", steps.value], ["weight·v", steps.added], ["output", steps.output]]);
