@@ -60,7 +60,10 @@ class LiveSection(Section):
     text: str
     """Initial text."""
 
-    assets: ClassVar = ("charts.css", "charts.js", "attention.css", "live.css", "tokenizer.js", "decoder.js", "live.js")
+    assets: ClassVar = (
+        "charts.css", "charts.js", "attention.css", "live.css", "drill.css", "attribution.css", "tokenizer.js",
+        "decoder.js", "backward.js", "drill.js", "attribution.js", "live.js",
+    )  # fmt: skip
 
     def body(self) -> str:
         """Return the HTML element with the packed model and tokenizer."""

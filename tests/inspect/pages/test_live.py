@@ -15,7 +15,7 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from jaxformer.data.tokenizer import END_OF_TEXT, Tokenizer
-from jaxformer.inspect import intervene
+from jaxformer.inspect import capture, capture_gradients, intervene
 from jaxformer.inspect.pages.live import KNOWN_SPLITS, live_section, pack_tokenizer, round_params
 from jaxformer.inspect.pages.page import write_page
 from jaxformer.models.decoder import DecoderConfig
@@ -156,7 +156,27 @@ KEYS_AND_CLICK = """
     button.click();
     return shown;
 """
-
+BACKWARD = """
+    const [, tokens, position, token, block, head, off] = arguments;
+    const data = JSON.parse(document.querySelectorAll(".live > script")[arguments[0]].textContent);
+    const model = new Model(data);
+    const pass = new Pass(model);
+    const finish = (job) => {
+      for (;;) {
+        const { done, value } = job.next();
+        if (done) return value;
+      }
+    };
+    finish(pass.read(tokens));
+    const steps = Array.from(tokens, (_, key) => weightSteps(pass, block, head, position, key));
+    const plain = (gradient) => JSON.stringify(gradient, (_, x) => (ArrayBuffer.isView(x) ? Array.from(x) : x));
+    const whole = plain(finish(backward(pass, position, token)));
+    model.size = 1e9; // four positions at a time
+    const inParts = plain(finish(backward(pass, position, token)));
+    finish(pass.read(tokens, new Set([off])));
+    const ablated = finish(backward(pass, position, token));
+    return [plain(steps), whole, inParts, plain(ablated)].map((text) => JSON.parse(text));
+"""
 
 SLOW = """
     const [section] = document.querySelectorAll(".live");
@@ -242,6 +262,64 @@ def test_logits_equal_the_models(page, browser, name: str):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", CONFIGS)
+def test_gradient_and_arithmetic_of_a_weight_equal_the_models(page, browser, name: str):
+    case, position = page[1][name], 17
+    model, block, head = case.config.build(), case.config.n_blocks - 1, case.config.n_heads - 1
+    tokens_T = np.random.default_rng(1).integers(VOCAB, size=21)
+    names = ("embedding", "value_embedding", "blocks.*.attention", "blocks.*.attention.*", "blocks.*.mlp")
+    names = names if "value_embedding" in case.params else names[:1] + names[2:]
+
+    token = int(tokens_T[position + 1])
+
+    @jax.jit
+    def differentiate(params: Params, factor: float) -> tuple[Any, Any]:
+        def log_p() -> jax.Array:
+            return jax.nn.log_softmax(model.apply({"params": params}, jnp.array(tokens_T))[position])[token]
+
+        with intervene("blocks.0.attention.heads", lambda name, x: x.at[head].multiply(factor)):
+            return capture_gradients(log_p, names)
+
+    values, grads = differentiate(case.params, 1.0)
+    steps, whole, in_parts, ablated = browser.execute_script(
+        BACKWARD, case.index, tokens_T.tolist(), position, token, block, head, f"0.{head}"
+    )
+
+    def assert_equals(got: Any, wanted: Any) -> None:
+        wanted = np.asarray(wanted)
+        np.testing.assert_allclose(np.reshape(got, wanted.shape), wanted, rtol=0, atol=1e-4 * np.abs(wanted).max())
+
+    seen = slice(position + 1)
+    assert_equals(whole["embedding"], grads["embedding"][seen])
+    if "value_embedding" in grads:
+        assert_equals(whole["tokenValues"], grads["value_embedding"][seen])
+    of_parts, effects = {}, {}
+    for i in range(case.config.n_blocks):
+        name = f"blocks.{i}.attention.heads"
+        assert_equals(whole["heads"][i], grads[name][:, seen].swapaxes(0, 1))
+        effects[i] = (values[name] * grads[name]).sum((1, 2))
+        of_parts[i] = [(values[n] * grads[n]).sum() for n in (f"blocks.{i}.attention", f"blocks.{i}.mlp")]
+    assert_equals([effect["heads"] for effect in whole["effects"]], np.array(list(effects.values())))
+    assert_equals([[e["attention"], e["mlp"]] for e in whole["effects"]], np.array(list(of_parts.values())))
+    assert_equals(in_parts["embedding"], np.array(whole["embedding"]))
+    assert_equals(ablated["embedding"], differentiate(case.params, 0.0)[1]["embedding"][seen])
+
+    part = f"blocks.{block}.attention"
+    group = head // (case.config.n_heads // case.config.kv_heads)
+    row_S = values[f"{part}.weights"][head, position]
+    for key, step in enumerate(steps):
+        v_K = values[f"{part}.values"][group, key]
+        assert_close(step["q"], values[f"{part}.queries"][head, position], TOLERANCE)
+        assert_close(step["k"], values[f"{part}.keys"][group, key], TOLERANCE)
+        assert step["scale"] * step["sum"] == pytest.approx(
+            float(values[f"{part}.scores"][head, position, key]), abs=TOLERANCE
+        )
+        assert_close(step["weights"], row_S[step["start"] : position + 1], TOLERANCE)
+        assert_close(step["added"], row_S[key] * v_K, TOLERANCE)
+        assert_close(step["output"], values[f"{part}.heads"][head, position], TOLERANCE)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_tokens_equal_the_tokenizers(page, browser, name: str):
     case = page[1][name]
@@ -262,10 +340,15 @@ def test_character_without_a_token_is_named_and_left_out(page, browser):
 def test_activations_equal_the_models(browser):
     x = np.linspace(-6, 6, 97, dtype=np.float32)
     names = list(ACTIVATIONS)
-    script = "return arguments[0].map((name) => arguments[1].map(ACTIVATIONS[name]))"
+    script = """
+        const tables = [ACTIVATIONS, SLOPES];
+        return arguments[0].map((name) => tables.map((table) => arguments[1].map((x) => table[name](x))));
+    """
     got = browser.execute_script(script, names, x.tolist())
-    for name, y in zip(names, got, strict=True):
+    for name, (y, slope) in zip(names, got, strict=True):
         np.testing.assert_allclose(y, ACTIVATIONS[name](x), rtol=0, atol=1e-5, err_msg=name)
+        wanted = jax.vmap(jax.grad(ACTIVATIONS[name]))(x)
+        np.testing.assert_allclose(slope, wanted, rtol=0, atol=1e-5, err_msg=name)
 
 
 @pytest.mark.slow
@@ -349,6 +432,51 @@ def test_typing_switching_and_decoding_change_what_is_shown(page, browser):
 
 
 @pytest.mark.slow
+def test_weight_and_token_open_panels_that_follow_text_and_heads(page, browser):
+    from selenium.webdriver import Keys
+
+    case = page[1]["llama"]
+    live = browser.find_elements("css selector", ".live")[case.index]
+    find = lambda css: live.find_elements("css selector", css)  # noqa: E731
+    text = lambda css: find(css)[0].get_property("textContent")  # noqa: E731
+    browser.execute_script("arguments[0].scrollIntoView()", live)  # which loads the model
+    wait_for(browser, f"return document.querySelectorAll('.live')[{case.index}].querySelector('.why')")
+    tokens = case.tokenizer.encode("The state  of the Union")
+    labels = [case.tokenizer.decode([token]) for token in tokens]
+
+    def log_p(token: int, off: bool) -> float:
+        with intervene("blocks.0.attention.heads", lambda name, x: x.at[0].multiply(1 - off)):
+            logits_TV = case.config.build().apply({"params": case.params}, jnp.array(tokens))
+        return float(jax.nn.log_softmax(logits_TV[2])[token])
+
+    [matrix] = find(".map svg[tabindex]")
+    matrix.send_keys(Keys.ARROW_DOWN, Keys.ARROW_DOWN, Keys.ARROW_RIGHT, Keys.ENTER)
+    assert text(".drill h3") == f"One weight: “{labels[2]}” (2) attends to “{labels[1]}” (1), head 0 of layer 0"
+    weights_HTT = capture(case.config.build(), case.params, jnp.array(tokens))["blocks.0.attention.weights"]
+    weight = float(text(".drill .arithmetic li:last-child").split(" = ")[1].split(",")[0])
+    assert weight == pytest.approx(float(weights_HTT[0, 2, 1]), rel=1e-3)
+    assert text(".drill .softmax .marked td:nth-child(4)") == str(weight)
+    matrix.send_keys(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT, Keys.ENTER)
+    assert "mask hides keys after the query (3 > 2): the weight is 0." in text(".drill .arithmetic")
+    find(".drill .title button")[0].click()
+    assert not find(".drill")[0].is_displayed()
+    assert browser.switch_to.active_element == matrix
+
+    name = find(".bars .label")[0].get_property("textContent")
+    find(".why")[0].click()
+    shown = lambda: text(".attribution [role=status]")  # noqa: E731
+    wait_for(browser, f"return document.querySelectorAll('.live')[{case.index}].querySelector('.attribution table')")
+    assert text(".attribution h3") == f"What “{name}” after “{labels[2]}” (2) depends on"
+    token = case.tokenizer.encode(name)[0]
+    assert f"log-probability is {log_p(token, False):.4g} nats" in shown()
+    find('input[aria-label="head 0 of layer 0"]')[0].click()
+    wait = "return document.querySelectorAll('.live')[1].querySelector('.attribution [role=status]').textContent"
+    wait_for(browser, f"{wait}.includes('nats')")
+    assert f"log-probability is {log_p(token, True):.4g} nats" in shown()
+    assert complaints(browser) == []
+
+
+@pytest.mark.slow
 def test_long_computation_says_so_and_gives_way_to_what_is_typed(page, browser):
     tokenizer = page[1]["quick"].tokenizer
     text = "the \x00Union\x7f\x1b is strong"
@@ -362,6 +490,13 @@ def test_long_computation_says_so_and_gives_way_to_what_is_typed(page, browser):
     assert f"{n} of at most 24 tokens; {n} computed in" in slow.find_element("css selector", ".status").text
     labels = [button.get_property("textContent") for button in slow.find_elements("css selector", ".tokens button")]
     assert "".join(labels) == "the ␀Union␡␛ is strong"  # nothing is invisible
+    slow.find_element("css selector", ".why").click()
+    wait_for(browser, "return document.querySelector('.slow .attribution table')")
+    slow.find_element("css selector", "textarea").send_keys("!")
+    again = "document.querySelector('.slow .attribution [role=status] button')"
+    wait_for(browser, f"return {again}")  # a long gradient waits until it is wanted
+    browser.execute_script(f"{again}.click()")
+    wait_for(browser, "return document.querySelector('.slow .attribution table')")
     browser.execute_script("arguments[0].remove(); delete Model.prototype.size", slow)
 
 

@@ -255,9 +255,10 @@ function colourScale(largest, diverging) {
 
 /**
  * Draw a matrix of cells: labels, a canvas of colours, and a frame around the cell that is pointed at.
- * `colours()` returns a function of (row, column); `told(row, column)` the text of a cell; `chosen` is called with it.
+ * `colours()` returns a function of (row, column); `told(row, column)` the text of a cell; `chosen` is called with it,
+ * and `picked` on a click or Enter.
  */
-function cells(container, { title, rows, columns, cell, colours, told, gap = true, columnLabels = true, images = [], chosen = null }) {
+function cells(container, { title, rows, columns, cell, colours, told, gap = true, columnLabels = true, images = [], chosen = null, picked = null }) {
   const [width, height] = [cell[0] * columns.length, cell[1] * rows.length];
   const wide = make("div", container, "", "wide");
   const table = make("div", wide, "", "cells");
@@ -284,7 +285,7 @@ function cells(container, { title, rows, columns, cell, colours, told, gap = tru
   [area.style.width, area.style.height] = [`${width}px`, `${height}px`];
   const canvas = make("canvas", area);
   const overlay = draw("svg", area, { width, height, tabindex: 0, role: "application", "aria-roledescription": "matrix" });
-  overlay.setAttribute("aria-label", `${title}: ${rows.length} rows, ${columns.length} columns. Arrow keys move from cell to cell.`);
+  overlay.setAttribute("aria-label", `${title}: ${rows.length} rows, ${columns.length} columns. Arrow keys move from cell to cell${picked ? ", Enter opens one" : ""}.`);
   if (gap) {
     let path = "";
     for (let i = 1; i < columns.length; i++) path += `M${i * cell[0]} 0V${height}`;
@@ -324,6 +325,11 @@ function cells(container, { title, rows, columns, cell, colours, told, gap = tru
     const [row, column] = at ?? [0, 0];
     tell(clamp(row + down, 0, rows.length - 1), clamp(column + right, 0, columns.length - 1), true);
   });
+  if (picked) {
+    overlay.classList.add("opens");
+    overlay.addEventListener("click", (event) => picked(...within(event)));
+    overlay.addEventListener("keydown", (event) => { if (event.key === "Enter" && at) picked(...at); });
+  }
   const repaint = () => {
     const colourAt = colours();
     paint(canvas, columns.length, rows.length, colourAt);

@@ -97,6 +97,19 @@ function softmax(logits) {
   return p;
 }
 
+// Turn features k and k + K/2 of each of n heads by an angle per position, in place; backwards with direction -1.
+function turn(x, frequencies, K, first, n, direction = 1) {
+  for (let head = 0; head < x.length / K; head++) {
+    const position = direction * (first + Math.floor(head / n));
+    frequencies.forEach((frequency, k) => {
+      const [cos, sin] = [Math.cos(position * frequency), Math.sin(position * frequency)];
+      const [at, other] = [head * K + k, head * K + k + K / 2];
+      [x[at], x[other]] = [x[at] * cos - x[other] * sin, x[other] * cos + x[at] * sin];
+    });
+  }
+  return x;
+}
+
 // The parameters and settings of a decoder: `config` has the fields of `DecoderConfig`, resolved.
 class Model {
   constructor({ config, arrays, weights, max_tokens }) {
@@ -262,20 +275,11 @@ class Pass {
     return sum;
   }
 
-  // Queries or keys after their norm and the rotation of features k and k + K/2 by the position.
+  // Queries or keys after their norm and the rotation by the position.
   rotate(i, x, gamma, first, n) {
     const { head_dim: K, frequencies, qk_eps } = this.model.config;
     if (gamma) x = normalize(x, gamma, null, qk_eps);
-    if (!frequencies[i]) return x;
-    for (let head = 0; head < x.length / K; head++) {
-      const position = first + Math.floor(head / n);
-      frequencies[i].forEach((frequency, k) => {
-        const [cos, sin] = [Math.cos(position * frequency), Math.sin(position * frequency)];
-        const [at, other] = [head * K + k, head * K + k + K / 2];
-        [x[at], x[other]] = [x[at] * cos - x[other] * sin, x[other] * cos + x[at] * sin];
-      });
-    }
-    return x;
+    return frequencies[i] ? turn(x, frequencies[i], K, first, n) : x;
   }
 
   // Logits (V) after a position; after `block` blocks only, unembedded as if it were the last (logit lens).

@@ -40,6 +40,7 @@ function live(container, data) {
   let [typed, generated, tokens] = ["", [], []]; // the text as typed, the tokens added to it, the tokens of both
   let [position, pinned, chosen, computed] = [0, false, [0, 0], 0]; // `computed` positions by the last update
   let frame = 0; // animation frame that will read what was typed
+  let version = 0; // number of updates, from their beginning
   let [job, timer] = [null, 0]; // the computation of what was read, until it is shown, and what continues it
   const active = () => (off.size ? ablated : full);
   let ink = []; // colour of attention, read once per update: reading it makes the browser compute styles
@@ -79,14 +80,18 @@ function live(container, data) {
     get tokens() { return tokens; },
     get position() { return position; },
     get chosen() { return chosen; },
+    get version() { return version; },
   };
-  const panels = [];
+  const attribution = makeAttribution(make("div", predictions, "", "attribution panel"), view);
+  const drill = makeDrill(make("div", attention, "", "drill panel"), view);
+  const panels = [attribution, drill];
   let drawnMap = null;
 
   // Read the text, compute, and show all of it, and what follows a position. What takes long lets the page go on
   // between its parts, and gives way to the next update.
   function update(at = Infinity) {
     clearTimeout(timer);
+    version++;
     const start = performance.now();
     let isAnnounced = false;
     const all = [...tokenizer.encode(typed), ...generated];
@@ -202,6 +207,9 @@ function live(container, data) {
       const values = after ? [before[token], after[token]] : [before[token]];
       for (const p of values) make("span", make("span", tracks, "", "track"), "", "bar").style.width = `${100 * p}%`;
       make("span", line, values.map(percent).join(" → "), "value");
+      const why = make("button", line, "why?", "why");
+      why.setAttribute("aria-label", `why ${quoted(token)}?`);
+      why.addEventListener("click", () => { if (!job) attribution.ask({ position, token }); });
       if (token === actual) make("span", line, "in the text", "mark");
     }
     if (after) make("p", next, "Above: all heads; below: with the selected heads ablated.", "name");
@@ -291,7 +299,7 @@ function live(container, data) {
     drawnMap?.remove();
     map.replaceChildren();
     make("h3", map, `Attention of head ${head} of layer ${block}`);
-    make("p", map, "Queries are rows, keys are columns.", "name");
+    make("p", map, "Queries are rows, keys are columns. Click a cell, or press Enter on it, for its arithmetic.", "name");
     const names = tokens.map((token) => {
       const text = label(token);
       return text.length > MAP_CELLS.letters ? `${text.slice(0, MAP_CELLS.letters - 1)}…` : text;
@@ -312,6 +320,7 @@ function live(container, data) {
       },
       told: (query, key) => `${quoted(shown[query])} (${query}) to ${quoted(shown[key])} (${key}): ${percent(rows[query][key])}`,
       chosen: (query) => { if (!pinned) select(query); },
+      picked: (query, key) => { if (!job) drill.open([query, key]); },
     });
   }
 
