@@ -137,7 +137,8 @@ def read_modules(path: Path) -> PublishedConfig:
         problem = f"{path} has the modules {', '.join(names)}, and pools by {' and '.join(modes) or 'nothing'}"
         limit = f"supported are Transformer, Pooling and Normalize, and pooling by {' or '.join(known)}"
         raise UserError(f"{problem}; {limit}; use another sentence encoder.")
-    return {POOLING: known[modes[0]], NORMALIZE: "Normalize" in names}
+    # The config may still name the architecture that the encoder was trained in, with a head.
+    return {POOLING: known[modes[0]], NORMALIZE: "Normalize" in names, "architectures": None}
 
 
 def read_object(file: Path, kind: type = Mapping) -> Any:

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 import tokenizers
-from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from jaxformer.__main__ import main
 from jaxformer.data.labelled import LabelledTextConfig, tokenize_text
@@ -21,7 +21,7 @@ from jaxformer.models.encoder import ClassifierConfig, EncoderConfig
 from jaxformer.runs.checkpoints import CheckpointReader
 from jaxformer.runs.run import load_run
 from tests.helpers import ROOT
-from tests.interop.published import installed_model, publish
+from tests.interop.published import SHAPES, installed_model, publish
 
 pytestmark = pytest.mark.exhaustive
 
@@ -259,6 +259,70 @@ def test_exported_encoders_have_the_same_outputs_in_transformers(tmp_path: Path,
         assert back.classes == ("LABEL_0", "LABEL_1", "LABEL_2")
     assert main(["export", str(run), "--format", "gguf", "--out", str(tmp_path / "out.gguf")]) == 2
     assert "the family bert cannot be exported to GGUF" in capsys.readouterr().err
+
+
+def publish_roberta(folder: Path, family: str, **changes: Any) -> Any:
+    """Write a random model with a byte-level tokenizer, as RoBERTa's; return it, a torch module."""
+    theirs = publish(folder, family, pad_token_id=1, eos_token_id=2, type_vocab_size=1, num_labels=3, **changes)
+    inner = tokenizers.Tokenizer(models.BPE())
+    inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    special = ["<s>", "<pad>", "</s>", "<unk>", tokenizers.AddedToken("<mask>", lstrip=True, special=True)]
+    trainer = trainers.BpeTrainer(
+        vocab_size=SHAPES["vocab_size"], initial_alphabet=alphabet, special_tokens=special, show_progress=False
+    )
+    inner.train_from_iterator([ROBERTA_TEXT] * 9, trainer)
+    inner.post_processor = processors.RobertaProcessing(("</s>", 2), ("<s>", 0), add_prefix_space=False)
+    inner.save(str(folder / "tokenizer.json"))
+    names = {"bos_token": "<s>", "pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>", "mask_token": "<mask>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "RobertaTokenizer", **names}))
+    return theirs
+
+
+ROBERTA_TEXT = "The cats see the dog, naïve as it is."
+
+
+@pytest.mark.parametrize("family", ["Roberta", "RobertaModel", "RobertaClassifier"])
+def test_roberta_has_the_outputs_of_transformers_and_is_exported_as_bert(tmp_path: Path, capsys: Any, family: str):
+    import torch
+    import transformers
+
+    theirs = publish_roberta(tmp_path / "model", family, hidden_act="gelu" if family == "Roberta" else "relu")
+    if family == "RobertaModel":
+        write_modules(tmp_path / "model", "mean_tokens")
+        config = tmp_path / "model" / "config.json"  # as many published sentence encoders say
+        config.write_text(config.read_text().replace("RobertaModel", "RobertaForMaskedLM"))
+    path = import_run(tmp_path / "model", tmp_path / "run")[0]
+    run = load_run(path)
+    assert run.config.model.context_length == 94 and run.params["W_segment"].shape == (1, 24)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "model", local_files_only=True)
+    tokens = tokenize_text(ROBERTA_TEXT, run.tokenizer)
+    assert tokens == tokenizer(ROBERTA_TEXT)["input_ids"] and tokens[0] == 0 and tokens[-1] == 2
+    long, short = np.resize(tokens, 94), np.array(tokens)
+    assert main(["export", str(path), "--format", "hf", "--out", str(tmp_path / "out")]) == 0
+    bert = type(theirs).__name__.replace("Roberta", "Bert")
+    exported = getattr(transformers, bert).from_pretrained(tmp_path / "out", local_files_only=True).eval()
+    again = transformers.AutoTokenizer.from_pretrained(tmp_path / "out", local_files_only=True)
+    assert again(ROBERTA_TEXT)["input_ids"] == tokens and again.mask_token == "<mask>"
+    for tokens_T in (short, long):
+        padded_T, valid_T = np.ones(94, int), np.arange(94) < len(tokens_T)
+        padded_T[: len(tokens_T)] = tokens_T
+        ours = np.asarray(run.model.apply({"params": run.params}, padded_T, valid_T))
+        for model in (theirs, exported):
+            with torch.no_grad():
+                out = model(torch.tensor(padded_T)[None], attention_mask=torch.tensor(valid_T.astype(int))[None])[0]
+            expected = out[0].numpy()
+            if family != "RobertaClassifier":
+                expected = expected[valid_T]
+            got = ours[valid_T] if family == "Roberta" else ours
+            expected = expected.mean(0) if family == "RobertaModel" else expected
+            np.testing.assert_allclose(got, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+    if family == "Roberta":
+        assert main(["sample", "--run", str(path), "--prompt", "The cats see the [MASK].", "--jsonl"]) == 0
+        (candidates,) = json.loads(capsys.readouterr().out.splitlines()[-1])["masks"]
+        fill = transformers.pipeline("fill-mask", theirs, tokenizer=tokenizer)
+        rows = fill("The cats see the <mask>.")
+        assert [row["token_str"] for row in rows] == [text for text, _ in candidates]
 
 
 def test_long_texts_are_truncated_as_by_transformers(tmp_path: Path):
