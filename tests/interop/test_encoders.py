@@ -111,16 +111,18 @@ def test_masked_training_with_another_mask_token_is_refused(tmp_path: Path, monk
 
 
 def write_modules(folder: Path, mode: str, *kinds: str) -> None:
-    """Make a folder one of sentence-transformers, with a mode of pooling and the modules after it."""
+    """Make a folder one of sentence-transformers, with a mode of pooling, by its older or newer name, and the modules
+    after it."""
     kinds = ("Transformer", "Pooling", *kinds)
     modules = [{"path": "1_Pooling" if i == 1 else "", "type": f"s.models.{kind}"} for i, kind in enumerate(kinds)]
     (folder / "modules.json").write_text(json.dumps(modules))
     (folder / "1_Pooling").mkdir(exist_ok=True)
     modes = {f"pooling_mode_{name}": name == mode for name in ("cls_token", "mean_tokens", "max_tokens")}
+    modes = modes if any(modes.values()) else {"pooling_mode": mode}
     (folder / "1_Pooling" / "config.json").write_text(json.dumps({"word_embedding_dimension": 24, **modes}))
 
 
-@pytest.mark.parametrize(("mode", "kinds"), [(None, ()), ("mean_tokens", ("Normalize",)), ("cls_token", ())])
+@pytest.mark.parametrize(("mode", "kinds"), [(None, ()), ("mean_tokens", ("Normalize",)), ("cls", ())])
 def test_vectors_of_sentence_encoders_equal_those_of_transformers(
     tmp_path: Path, mode: str | None, kinds: tuple[str, ...]
 ):
@@ -135,14 +137,15 @@ def test_vectors_of_sentence_encoders_equal_those_of_transformers(
     for ours_D, text in zip(ours_ND, texts, strict=True):
         with torch.no_grad():
             x_TD = theirs(torch.tensor([text])).last_hidden_state[0].numpy()
-        theirs_D = x_TD[0] if mode == "cls_token" else x_TD.mean(0)
-        theirs_D = theirs_D if mode == "cls_token" else theirs_D / np.linalg.norm(theirs_D)
+        theirs_D = x_TD[0] if mode == "cls" else x_TD.mean(0)
+        theirs_D = theirs_D if mode == "cls" else theirs_D / np.linalg.norm(theirs_D)
         np.testing.assert_allclose(ours_D, theirs_D, rtol=0, atol=1e-5 * np.abs(theirs_D).max())
 
 
 @pytest.mark.parametrize(("mode", "kinds", "said"), [
-    ("max_tokens", (), "pools by pooling_mode_max_tokens; .* pooling by pooling_mode_mean_tokens or pooling_mode_cls"),
-    ("mean_tokens", ("Dense",), "has the modules Transformer, Pooling, Dense, and pools"),
+    ("max_tokens", (), "pools by pooling_mode_max_tokens; .* and pooling by mean or cls; use another"),
+    ("lasttoken", ("Normalize",), "pools by lasttoken;"),
+    ("mean", ("Dense",), "has the modules Transformer, Pooling, Dense, and pools"),
 ])  # fmt: skip
 def test_other_modules_are_refused(tmp_path: Path, mode: str, kinds: tuple[str, ...], said: str):
     publish_bert(tmp_path / "model", "BertModel")
@@ -274,7 +277,13 @@ def publish_roberta(folder: Path, family: str, **changes: Any) -> Any:
     inner.train_from_iterator([ROBERTA_TEXT] * 9, trainer)
     inner.post_processor = processors.RobertaProcessing(("</s>", 2), ("<s>", 0), add_prefix_space=False)
     inner.save(str(folder / "tokenizer.json"))
-    names = {"bos_token": "<s>", "pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>", "mask_token": "<mask>"}
+    names = {
+        "bos_token": "<s>",
+        "pad_token": "<pad>",
+        "eos_token": "</s>",
+        "unk_token": "<unk>",
+        "mask_token": "<mask>",
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "RobertaTokenizer", **names}))
     return theirs
 
