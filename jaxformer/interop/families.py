@@ -403,12 +403,13 @@ BERT_MASKED = replace(
     model=EncoderConfig,
     ignored=(*BERT.ignored[:2], r"^cls\.predictions\.decoder\.", r"^cls\.seq_relationship\."),
 )
+N_CLASSES = Field("n_classes", "id2label", "01", read=len, write=lambda n: {str(i): f"LABEL_{i}" for i in range(n)})
 BERT_CLASSIFIER = replace(
     BERT,
     architecture="BertForSequenceClassification",
     fields=(
         *BERT_MASKED.fields,
-        Field("n_classes", "id2label", "01", read=len, write=lambda n: {str(i): f"LABEL_{i}" for i in range(n)}),
+        N_CLASSES,
     ),
     weights=(
         *BERT.weights,
@@ -420,6 +421,19 @@ BERT_CLASSIFIER = replace(
     model=ClassifierConfig,
     ignored=BERT.ignored[:1],
 )
+POOLED_CLASSIFIER = replace(
+    BERT_CLASSIFIER,
+    architecture="SentenceTransformer",
+    fields=(*BERT_CLASSIFIER.fields, Field("pooling", POOLING, values={"mean": "mean"})),
+    weights=(
+        *BERT.weights,
+        Weight("head.W_1", "2_Dense.linear.weight", "O D -> D O"),
+        Weight("head.b_1", "2_Dense.linear.bias", "D -> D"),
+        Weight("head.W_2", "3_Dense.linear.weight", "C D -> D C"),
+        Weight("head.b_2", "3_Dense.linear.bias", "C -> C"),
+    ),
+)
+"""For export only: modules of sentence-transformers, the vectors of which are the logits."""
 
 ROBERTA_OFFSET = 2
 """Position of RoBERTa's first token, as positions count on from the id of padding, 1."""
@@ -463,7 +477,7 @@ ROBERTA_MASKED = replace(
 ROBERTA_CLASSIFIER = replace(
     ROBERTA,
     architecture="RobertaForSequenceClassification",
-    fields=(*ROBERTA_MASKED.fields, BERT_CLASSIFIER.fields[-1]),
+    fields=(*ROBERTA_MASKED.fields, N_CLASSES),
     weights=(
         *ROBERTA.weights,
         Weight("head.W_1", "classifier.dense.weight", "O D -> D O"),
@@ -478,7 +492,7 @@ ROBERTA_CLASSIFIER = replace(
 _ALL = (LLAMA, QWEN3, GPT2, QWEN2, MISTRAL, GEMMA3, MIXTRAL)
 FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _ALL}
 """Families of decoders by their `model_type`."""
-_ENCODERS = (BERT, BERT_MASKED, BERT_CLASSIFIER, ROBERTA, ROBERTA_MASKED, ROBERTA_CLASSIFIER)
+_ENCODERS = (BERT, BERT_MASKED, BERT_CLASSIFIER, POOLED_CLASSIFIER, ROBERTA, ROBERTA_MASKED, ROBERTA_CLASSIFIER)
 ENCODERS: Mapping[str, Family] = {family.architecture: family for family in _ENCODERS}
 """Families of encoders by their architecture; those without a head before others of their `model_type`. Export takes
 the first that fits: a RoBERTa is a BERT whose positions begin at 0."""

@@ -1,5 +1,6 @@
 """Published encoders of the BERT family compute what transformers computes."""
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 import tokenizers
+from safetensors.numpy import load_file, save_file
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from jaxformer.__main__ import main
@@ -59,7 +61,6 @@ def test_logits_of_masked_language_models_equal_those_of_transformers(
     tmp_path: Path, activation: str, n_segments: int, old: bool
 ):
     import torch
-    from safetensors.numpy import load_file, save_file
 
     theirs = publish_bert(tmp_path / "model", hidden_act=activation, type_vocab_size=n_segments, layer_norm_eps=1e-3)
     if old:  # names of the first checkpoints
@@ -120,6 +121,35 @@ def write_modules(folder: Path, mode: str, *kinds: str) -> None:
     modes = {f"pooling_mode_{name}": name == mode for name in ("cls_token", "mean_tokens", "max_tokens")}
     modes = modes if any(modes.values()) else {"pooling_mode": mode}
     (folder / "1_Pooling" / "config.json").write_text(json.dumps({"word_embedding_dimension": 24, **modes}))
+
+
+def their_vectors(folder: Path, texts: list[str]) -> np.ndarray:
+    """Return the vectors of texts by a folder of sentence-transformers, by that library if it is installed, else by
+    transformers and the definitions of the modules, `(N, D)`."""
+    if importlib.util.find_spec("sentence_transformers"):
+        library = importlib.import_module("sentence_transformers")
+        vectors_ND: np.ndarray = library.SentenceTransformer(str(folder), device="cpu").encode(texts)
+        return vectors_ND
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    model = transformers.AutoModel.from_pretrained(folder, local_files_only=True).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    vectors = []
+    for text in texts:
+        with torch.no_grad():
+            x_TD = model(**tokenizer(text, truncation=True, return_tensors="pt")).last_hidden_state[0].numpy()
+        for module in json.loads((folder / "modules.json").read_text())[1:]:
+            at, kind = folder / module["path"], module["type"].rpartition(".")[2]
+            config = {} if kind == "Normalize" else json.loads((at / "config.json").read_text())
+            if kind == "Pooling":
+                x_D = x_TD.mean(0) if config["pooling_mode_mean_tokens"] else x_TD[0]
+            elif kind == "Normalize":
+                x_D = x_D / np.linalg.norm(x_D)
+            else:
+                layer = load_file(at / "model.safetensors")
+                x_D = layer["linear.weight"] @ x_D + layer["linear.bias"]
+                x_D = np.tanh(x_D) if config["activation_function"] == "torch.nn.Tanh" else x_D
+        vectors.append(x_D)
+    return np.stack(vectors)
 
 
 @pytest.mark.parametrize(("mode", "kinds"), [(None, ()), ("mean_tokens", ("Normalize",)), ("cls", ())])
@@ -218,17 +248,17 @@ def test_an_encoder_is_fine_tuned_as_a_classifier(
     assert jax.tree.map(np.shape, run.params["blocks_0"]) == jax.tree.map(np.shape, source.params["blocks_0"])
     assert main(["eval", "--run", "runs/x"]) == 0
     captured = capsys.readouterr()
-    assert main(["export", "runs/x", "--format", "hf", "--out", "out"]) == (0 if family == "Bert" else 2)
+    assert main(["export", "runs/x", "--format", "hf", "--out", "out"]) == 0
+    transformers, texts = pytest.importorskip("transformers"), ["the cat .", "the dog ."]
     if family == "Bert":
-        transformers = pytest.importorskip("transformers")
         classify = transformers.pipeline("text-classification", "out", top_k=None)
-        texts = ["the cat .", "the dog ."]
-        ours = [dict(classify_text(run, tokenize_text(text, run.tokenizer))) for text in texts]
-        for mine, scores in zip(ours, classify(texts), strict=True):
-            assert {row["label"]: row["score"] for row in scores} == pytest.approx(mine, abs=1e-5)
-    else:
-        said = "pooling 'mean' has no equivalent in BertForSequenceClassification, the nearest of"
-        assert said in capsys.readouterr().err
+        theirs = [{row["label"]: row["score"] for row in scores} for scores in classify(texts)]
+    else:  # the features are pooled by their mean: modules of sentence-transformers
+        exp_NC = np.exp(their_vectors(Path("out"), texts))
+        names = transformers.AutoConfig.from_pretrained("out", local_files_only=True).id2label
+        theirs = [{names[i]: x for i, x in enumerate(exp_C / exp_C.sum())} for exp_C in exp_NC]
+    for text, scores in zip(texts, theirs, strict=True):
+        assert scores == pytest.approx(dict(classify_text(run, tokenize_text(text, run.tokenizer))), abs=1e-5)
     accuracy = float(captured.out.split("accuracy=")[1].split()[0])
     assert accuracy > (0.5 if options is LORA else 0.8)  # LoRA leaves random embeddings as they are
     if options is LORA:  # the new head is not frozen
@@ -257,6 +287,10 @@ def test_exported_encoders_have_the_same_outputs_in_transformers(tmp_path: Path,
     assert back.config.model == ours.config.model and back.classes == ours.classes
     outputs = [np.asarray(run.model.apply({"params": run.params}, np.array(TEXT))) for run in (ours, back)]
     np.testing.assert_array_equal(*outputs)
+    if family == "BertModel":
+        texts = ["The cats see the dog.", "the dog"]
+        ours_ND = embed(ours.model, ours.params, [tokenize_text(text, ours.tokenizer) for text in texts])
+        np.testing.assert_allclose(their_vectors(tmp_path / "out", texts), ours_ND, rtol=0, atol=1e-5)
     if family == "BertClassifier":
         np.testing.assert_allclose(outputs[0], first[0], rtol=0, atol=1e-5 * np.abs(first).max())
         assert back.classes == ("LABEL_0", "LABEL_1", "LABEL_2")
@@ -372,3 +406,5 @@ def test_vectors_of_minilm_equal_those_of_transformers_and_have_the_published_co
     assert main(["sample", "--run", str(path), "--prompt", *SENTENCES]) == 0
     printed = [[float(x) for x in line.split()[:3]] for line in capsys.readouterr().out.splitlines()]
     np.testing.assert_allclose(printed, COSINES, rtol=0, atol=6e-4)
+    assert main(["export", str(path), "--format", "hf", "--out", str(tmp_path / "out")]) == 0
+    np.testing.assert_allclose(their_vectors(tmp_path / "out", texts[:9]), vectors_ND[:9], rtol=0, atol=1e-5)
