@@ -56,6 +56,8 @@ class Weight(NamedTuple):
     """Index along the numeric axis of their layout, for tensors that hold several parameters."""
     offset: float = 0.0
     """Offset added to their values."""
+    first_row: int = 0
+    """Rows of their tensor before those of ours, which are not read."""
 
 
 def always(theirs: PublishedConfig, i: int) -> bool:
@@ -401,12 +403,13 @@ BERT_MASKED = replace(
     model=EncoderConfig,
     ignored=(*BERT.ignored[:2], r"^cls\.predictions\.decoder\.", r"^cls\.seq_relationship\."),
 )
+N_CLASSES = Field("n_classes", "id2label", "01", read=len, write=lambda n: {str(i): f"LABEL_{i}" for i in range(n)})
 BERT_CLASSIFIER = replace(
     BERT,
     architecture="BertForSequenceClassification",
     fields=(
         *BERT_MASKED.fields,
-        Field("n_classes", "id2label", "01", read=len, write=lambda n: {str(i): f"LABEL_{i}" for i in range(n)}),
+        N_CLASSES,
     ),
     weights=(
         *BERT.weights,
@@ -418,9 +421,78 @@ BERT_CLASSIFIER = replace(
     model=ClassifierConfig,
     ignored=BERT.ignored[:1],
 )
+POOLED_CLASSIFIER = replace(
+    BERT_CLASSIFIER,
+    architecture="SentenceTransformer",
+    fields=(*BERT_CLASSIFIER.fields, Field("pooling", POOLING, values={"mean": "mean"})),
+    weights=(
+        *BERT.weights,
+        Weight("head.W_1", "2_Dense.linear.weight", "O D -> D O"),
+        Weight("head.b_1", "2_Dense.linear.bias", "D -> D"),
+        Weight("head.W_2", "3_Dense.linear.weight", "C D -> D C"),
+        Weight("head.b_2", "3_Dense.linear.bias", "C -> C"),
+    ),
+)
+"""For export only: modules of sentence-transformers, the vectors of which are the logits."""
+
+ROBERTA_OFFSET = 2
+"""Position of RoBERTa's first token, as positions count on from the id of padding, 1."""
+ROBERTA = replace(
+    BERT,
+    model_type="roberta",
+    architecture="RobertaModel",
+    fields=tuple(
+        row._replace(read=lambda n: n - ROBERTA_OFFSET, write=lambda n: n + ROBERTA_OFFSET)
+        if row.ours == "context_length"
+        else row
+        for row in BERT.fields
+    ),
+    weights=tuple(
+        row._replace(
+            theirs=row.theirs.replace("bert.", "roberta."),
+            first_row=ROBERTA_OFFSET if row.ours == "embedding.W_pos" else 0,
+        )
+        for row in BERT.weights
+    ),
+    required={**BERT.required, "pad_token_id": 1},
+    prefix="roberta.",
+    ignored=(*BERT.ignored[:2], r"^lm_head\."),
+)
+ROBERTA_MASKED = replace(
+    ROBERTA,
+    architecture="RobertaForMaskedLM",
+    fields=tuple(row for row in ROBERTA.fields if row.ours not in ("pooling", "normalize")),
+    weights=(
+        *ROBERTA.weights,
+        Weight("head.W_1", "lm_head.dense.weight", "O D -> D O"),
+        Weight("head.b_1", "lm_head.dense.bias", "D -> D"),
+        *_norm("head_norm", "lm_head.layer_norm"),
+        Weight("b_out", "lm_head.bias", "V -> V"),
+    ),
+    # The head's activation is exact GELU, whatever that of the blocks.
+    required={**ROBERTA.required, "tie_word_embeddings": True, "hidden_act": "gelu"},
+    model=EncoderConfig,
+    ignored=(*BERT.ignored[:2], r"^lm_head\.decoder\."),
+)
+ROBERTA_CLASSIFIER = replace(
+    ROBERTA,
+    architecture="RobertaForSequenceClassification",
+    fields=(*ROBERTA_MASKED.fields, N_CLASSES),
+    weights=(
+        *ROBERTA.weights,
+        Weight("head.W_1", "classifier.dense.weight", "O D -> D O"),
+        Weight("head.b_1", "classifier.dense.bias", "D -> D"),
+        Weight("head.W_2", "classifier.out_proj.weight", "C D -> D C"),
+        Weight("head.b_2", "classifier.out_proj.bias", "C -> C"),
+    ),
+    model=ClassifierConfig,
+    ignored=BERT.ignored[:2],
+)
 
 _ALL = (LLAMA, QWEN3, GPT2, QWEN2, MISTRAL, GEMMA3, MIXTRAL)
 FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _ALL}
 """Families of decoders by their `model_type`."""
-ENCODERS: Mapping[str, Family] = {family.architecture: family for family in (BERT, BERT_MASKED, BERT_CLASSIFIER)}
-"""Families of encoders by their architecture."""
+_ENCODERS = (BERT, BERT_MASKED, BERT_CLASSIFIER, POOLED_CLASSIFIER, ROBERTA, ROBERTA_MASKED, ROBERTA_CLASSIFIER)
+ENCODERS: Mapping[str, Family] = {family.architecture: family for family in _ENCODERS}
+"""Families of encoders by their architecture; those without a head before others of their `model_type`. Export takes
+the first that fits: a RoBERTa is a BERT whose positions begin at 0."""

@@ -19,7 +19,10 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 """Suffixes of pickled files, which can run code when they are read."""
 POOLING_MODES = {"mean_tokens": "mean", "cls_token": "cls"}
-"""Values of `families.POOLING`, by the names that sentence-transformers has for them."""
+"""Values of `families.POOLING`, which is `pooling_mode` in their config, by the flags that older versions of
+sentence-transformers have for them."""
+FLAG = "pooling_mode_"
+"""Prefix of these flags."""
 FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 """Floating-point dtypes in safetensors, and their sizes in bytes."""
 
@@ -129,15 +132,20 @@ def read_modules(path: Path) -> PublishedConfig:
         return {}
     modules = read_object(path / MODULES, list)
     names = [str(dict(module).get("type")).rpartition(".")[2] for module in modules]
-    known, modes = {f"pooling_mode_{name}": mode for name, mode in POOLING_MODES.items()}, list[str]()
+    modes = list[str]()
     if is_known := names in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
         pooling = read_object(path / str(modules[1].get("path")) / CONFIG)
-        modes = [name for name, used in pooling.items() if name.startswith("pooling_mode_") and used is True]
-    if not is_known or len(modes) != 1 or modes[0] not in known:
+        flags = [name for name, used in pooling.items() if name.startswith(FLAG) and used is True]
+        older = [POOLING_MODES.get(name.removeprefix(FLAG), name) for name in flags]
+        modes = [str(pooling["pooling_mode"])] if "pooling_mode" in pooling else older
+    if not is_known or len(modes) != 1 or modes[0] not in POOLING_MODES.values():
         problem = f"{path} has the modules {', '.join(names)}, and pools by {' and '.join(modes) or 'nothing'}"
-        limit = f"supported are Transformer, Pooling and Normalize, and pooling by {' or '.join(known)}"
+        limit = (
+            f"supported are Transformer, Pooling and Normalize, and pooling by {' or '.join(POOLING_MODES.values())}"
+        )
         raise UserError(f"{problem}; {limit}; use another sentence encoder.")
-    return {POOLING: known[modes[0]], NORMALIZE: "Normalize" in names}
+    # The config may still name the architecture that the encoder was trained in, with a head.
+    return {POOLING: modes[0], NORMALIZE: "Normalize" in names, "architectures": None}
 
 
 def read_object(file: Path, kind: type = Mapping) -> Any:

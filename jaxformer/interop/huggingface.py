@@ -18,6 +18,7 @@ from jaxformer.data.tokenizer import END_IDS, Tokenizer
 from jaxformer.errors import UserError, command, missing_extras
 from jaxformer.interop.configs import ROPE_FIELDS, read_config, write_config
 from jaxformer.interop.families import (
+    BERT,
     ENCODERS,
     FAMILIES,
     NORMALIZE,
@@ -27,7 +28,7 @@ from jaxformer.interop.families import (
     Weight,
     always,
 )
-from jaxformer.interop.folder import MODULES, POOLING_MODES
+from jaxformer.interop.folder import FLAG, MODULES, POOLING_MODES
 from jaxformer.interop.formats import Dtype
 from jaxformer.interop.output import cast, complete_path, save_safetensors
 from jaxformer.interop.weights import Layout, axis_sizes, rows
@@ -76,7 +77,7 @@ def publish(run: Run) -> Published:
         parts = [f"{name} {value!r}" for name, value in lacking[nearest].items()]
         extra = missing_extras("safetensors")
         install = f" (install it with pip install 'jaxformer[{extra}]')" if extra else ""
-        examples = {DecoderConfig: "quick:llama", ClassifierConfig: "classify --model.pooling first"}
+        examples = {DecoderConfig: "quick:llama", ClassifierConfig: "classify"}
         spec = next((spec for kind, spec in examples.items() if isinstance(model, kind)), None)
         example = "" if spec is None else f", or train one of these, such as {command('train')} --config {spec}"
         raise UserError(
@@ -88,7 +89,9 @@ def publish(run: Run) -> Published:
     if run.classes:
         theirs["id2label"] = {str(i): name for i, name in enumerate(run.classes)}
         theirs["label2id"] = {name: i for i, name in enumerate(run.classes)}
-    bare = family.prefix if family.architecture == "BertModel" else ""  # as it is saved without a head
+    bare = ""
+    if POOLING in theirs:  # modules of sentence-transformers, of which the first is saved without a head
+        theirs["architectures"], bare = [BERT.architecture], family.prefix
     tensors = ((name.removeprefix(bare), tensor) for name, tensor in published_tensors(params, config, family))
     return Published(theirs, config.n_positions, tensors)
 
@@ -209,14 +212,14 @@ def export_huggingface(run: Run, folder: Path, dtype: Dtype = "float32") -> None
     with complete_path(folder) as scratch:
         scratch.mkdir()
         arrays = {name: cast(name, tensor, dtype) for name, tensor in published.tensors}
+        if POOLING in published.config:
+            _write_modules(scratch, published.config, arrays)
         save_safetensors(arrays, scratch / "model.safetensors", {"format": "pt"})
         # Versions of transformers before 5 read torch_dtype, later ones dtype.
         config = {name: value for name, value in published.config.items() if name not in (POOLING, NORMALIZE)}
         _write_json(scratch / "config.json", config | ids | {"dtype": dtype, "torch_dtype": dtype})
         if is_decoder:
             _write_json(scratch / "generation_config.json", ids | {"pad_token_id": special.eos[0]})
-        if POOLING in published.config:
-            _write_modules(scratch, published.config)
         tokenizer.save(scratch / TOKENIZER)
         tokenizer_config = {
             "tokenizer_class": "PreTrainedTokenizerFast",
@@ -230,9 +233,11 @@ def export_huggingface(run: Run, folder: Path, dtype: Dtype = "float32") -> None
         _write_json(scratch / "tokenizer_config.json", tokenizer_config)
 
 
-def _write_modules(folder: Path, config: Mapping[str, Any]) -> None:
-    """Write the pooling and normalisation after a sentence encoder; see `folder.read_modules`."""
-    kinds = ["Transformer", "Pooling", *(["Normalize"] if config[NORMALIZE] else [])]
+def _write_modules(folder: Path, config: Mapping[str, Any], arrays: dict[str, np.ndarray]) -> None:
+    """Write the modules after a sentence encoder: pooling (see `folder.read_modules`), then normalisation or the layers
+    of a classifier, the tensors of which are taken out of `arrays`."""
+    layers = {2: "Tanh", 3: "Identity"} if NORMALIZE not in config else {}
+    kinds = ["Transformer", "Pooling", *("Dense" for _ in layers), *(["Normalize"] if config.get(NORMALIZE) else [])]
     paths = ["", *(f"{i}_{kind}" for i, kind in enumerate(kinds[1:], start=1))]
     modules = [
         {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
@@ -241,8 +246,15 @@ def _write_modules(folder: Path, config: Mapping[str, Any]) -> None:
     _write_json(folder / MODULES, modules)
     for path in paths[1:]:
         (folder / path).mkdir()
-    pooling = {f"pooling_mode_{theirs}": ours == config[POOLING] for theirs, ours in POOLING_MODES.items()}
+    pooling = {f"{FLAG}{theirs}": ours == config[POOLING] for theirs, ours in POOLING_MODES.items()}
     _write_json(folder / paths[1] / "config.json", {"word_embedding_dimension": config["hidden_size"], **pooling})
+    for i, activation in layers.items():
+        layer = {name: arrays.pop(f"{paths[i]}.{name}") for name in ("linear.weight", "linear.bias")}
+        n_out, n_in = layer["linear.weight"].shape
+        function = f"torch.nn.{activation}"
+        shape = {"in_features": n_in, "out_features": n_out, "bias": True, "activation_function": function}
+        _write_json(folder / paths[i] / "config.json", shape)
+        save_safetensors(layer, folder / paths[i] / "model.safetensors", {"format": "pt"})
 
 
 def _write_json(file: Path, value: dict[str, Any] | list[dict[str, Any]]) -> None:

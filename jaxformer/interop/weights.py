@@ -133,8 +133,9 @@ def find_sources(
         for end, older in family.older_names:
             found = [(name, name.removesuffix(end) + older) for name in names]
             names = tuple(old if name.endswith(end) and old in published.names else name for name, old in found)
+        n_rows, *rest = layout.their_shape
         for name in names:
-            _check_tensor(published, name, layout.their_shape)
+            _check_tensor(published, name, (n_rows + weight.first_row, *rest))
         sources[path] = Source(weight, layout, names)
     _check_rest(published, family, config, {name for source in sources.values() for name in source.names})
     return sources
@@ -184,7 +185,7 @@ def converter(layout: Layout, weight: Weight, dtype: jnp.dtype, sharding: Shardi
     """Return a jitted function from a parameter's tensors to the parameter, which transposes on all cores."""
 
     def convert(tensors: list[jax.Array]) -> jax.Array:
-        arrays = [layout.to_ours(tensor, weight.part) for tensor in tensors]
+        arrays = [layout.to_ours(tensor[weight.first_row :], weight.part) for tensor in tensors]
         array = jnp.stack(arrays) if "{e}" in weight.theirs else arrays[0]
         return (array.astype(jnp.float32) + weight.offset if weight.offset else array).astype(dtype)
 

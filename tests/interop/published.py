@@ -22,6 +22,8 @@ CLASSES = {
     "GPT2": ("GPT2Config", "GPT2LMHeadModel"), "Gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM"),
     "Bert": ("BertConfig", "BertForMaskedLM"), "BertModel": ("BertConfig", "BertModel"),
     "BertClassifier": ("BertConfig", "BertForSequenceClassification"),
+    "Roberta": ("RobertaConfig", "RobertaForMaskedLM"), "RobertaModel": ("RobertaConfig", "RobertaModel"),
+    "RobertaClassifier": ("RobertaConfig", "RobertaForSequenceClassification"),
 }  # fmt: skip
 """Classes of families whose names are others than those of most."""
 

@@ -1,5 +1,6 @@
 """Published encoders of the BERT family compute what transformers computes."""
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,8 @@ import jax
 import numpy as np
 import pytest
 import tokenizers
-from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
+from safetensors.numpy import load_file, save_file
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from jaxformer.__main__ import main
 from jaxformer.data.labelled import LabelledTextConfig, tokenize_text
@@ -21,7 +23,7 @@ from jaxformer.models.encoder import ClassifierConfig, EncoderConfig
 from jaxformer.runs.checkpoints import CheckpointReader
 from jaxformer.runs.run import load_run
 from tests.helpers import ROOT
-from tests.interop.published import installed_model, publish
+from tests.interop.published import SHAPES, installed_model, publish
 
 pytestmark = pytest.mark.exhaustive
 
@@ -59,7 +61,6 @@ def test_logits_of_masked_language_models_equal_those_of_transformers(
     tmp_path: Path, activation: str, n_segments: int, old: bool
 ):
     import torch
-    from safetensors.numpy import load_file, save_file
 
     theirs = publish_bert(tmp_path / "model", hidden_act=activation, type_vocab_size=n_segments, layer_norm_eps=1e-3)
     if old:  # names of the first checkpoints
@@ -111,16 +112,47 @@ def test_masked_training_with_another_mask_token_is_refused(tmp_path: Path, monk
 
 
 def write_modules(folder: Path, mode: str, *kinds: str) -> None:
-    """Make a folder one of sentence-transformers, with a mode of pooling and the modules after it."""
+    """Make a folder one of sentence-transformers, with a mode of pooling, by its older or newer name, and the modules
+    after it."""
     kinds = ("Transformer", "Pooling", *kinds)
     modules = [{"path": "1_Pooling" if i == 1 else "", "type": f"s.models.{kind}"} for i, kind in enumerate(kinds)]
     (folder / "modules.json").write_text(json.dumps(modules))
     (folder / "1_Pooling").mkdir(exist_ok=True)
     modes = {f"pooling_mode_{name}": name == mode for name in ("cls_token", "mean_tokens", "max_tokens")}
+    modes = modes if any(modes.values()) else {"pooling_mode": mode}
     (folder / "1_Pooling" / "config.json").write_text(json.dumps({"word_embedding_dimension": 24, **modes}))
 
 
-@pytest.mark.parametrize(("mode", "kinds"), [(None, ()), ("mean_tokens", ("Normalize",)), ("cls_token", ())])
+def their_vectors(folder: Path, texts: list[str]) -> np.ndarray:
+    """Return the vectors of texts by a folder of sentence-transformers, by that library if it is installed, else by
+    transformers and the definitions of the modules, `(N, D)`."""
+    if importlib.util.find_spec("sentence_transformers"):
+        library = importlib.import_module("sentence_transformers")
+        vectors_ND: np.ndarray = library.SentenceTransformer(str(folder), device="cpu").encode(texts)
+        return vectors_ND
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    model = transformers.AutoModel.from_pretrained(folder, local_files_only=True).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    vectors = []
+    for text in texts:
+        with torch.no_grad():
+            x_TD = model(**tokenizer(text, truncation=True, return_tensors="pt")).last_hidden_state[0].numpy()
+        for module in json.loads((folder / "modules.json").read_text())[1:]:
+            at, kind = folder / module["path"], module["type"].rpartition(".")[2]
+            config = {} if kind == "Normalize" else json.loads((at / "config.json").read_text())
+            if kind == "Pooling":
+                x_D = x_TD.mean(0) if config["pooling_mode_mean_tokens"] else x_TD[0]
+            elif kind == "Normalize":
+                x_D = x_D / np.linalg.norm(x_D)
+            else:
+                layer = load_file(at / "model.safetensors")
+                x_D = layer["linear.weight"] @ x_D + layer["linear.bias"]
+                x_D = np.tanh(x_D) if config["activation_function"] == "torch.nn.Tanh" else x_D
+        vectors.append(x_D)
+    return np.stack(vectors)
+
+
+@pytest.mark.parametrize(("mode", "kinds"), [(None, ()), ("mean_tokens", ("Normalize",)), ("cls", ())])
 def test_vectors_of_sentence_encoders_equal_those_of_transformers(
     tmp_path: Path, mode: str | None, kinds: tuple[str, ...]
 ):
@@ -135,14 +167,15 @@ def test_vectors_of_sentence_encoders_equal_those_of_transformers(
     for ours_D, text in zip(ours_ND, texts, strict=True):
         with torch.no_grad():
             x_TD = theirs(torch.tensor([text])).last_hidden_state[0].numpy()
-        theirs_D = x_TD[0] if mode == "cls_token" else x_TD.mean(0)
-        theirs_D = theirs_D if mode == "cls_token" else theirs_D / np.linalg.norm(theirs_D)
+        theirs_D = x_TD[0] if mode == "cls" else x_TD.mean(0)
+        theirs_D = theirs_D if mode == "cls" else theirs_D / np.linalg.norm(theirs_D)
         np.testing.assert_allclose(ours_D, theirs_D, rtol=0, atol=1e-5 * np.abs(theirs_D).max())
 
 
 @pytest.mark.parametrize(("mode", "kinds", "said"), [
-    ("max_tokens", (), "pools by pooling_mode_max_tokens; .* pooling by pooling_mode_mean_tokens or pooling_mode_cls"),
-    ("mean_tokens", ("Dense",), "has the modules Transformer, Pooling, Dense, and pools"),
+    ("max_tokens", (), "pools by pooling_mode_max_tokens; .* and pooling by mean or cls; use another"),
+    ("lasttoken", ("Normalize",), "pools by lasttoken;"),
+    ("mean", ("Dense",), "has the modules Transformer, Pooling, Dense, and pools"),
 ])  # fmt: skip
 def test_other_modules_are_refused(tmp_path: Path, mode: str, kinds: tuple[str, ...], said: str):
     publish_bert(tmp_path / "model", "BertModel")
@@ -215,17 +248,17 @@ def test_an_encoder_is_fine_tuned_as_a_classifier(
     assert jax.tree.map(np.shape, run.params["blocks_0"]) == jax.tree.map(np.shape, source.params["blocks_0"])
     assert main(["eval", "--run", "runs/x"]) == 0
     captured = capsys.readouterr()
-    assert main(["export", "runs/x", "--format", "hf", "--out", "out"]) == (0 if family == "Bert" else 2)
+    assert main(["export", "runs/x", "--format", "hf", "--out", "out"]) == 0
+    transformers, texts = pytest.importorskip("transformers"), ["the cat .", "the dog ."]
     if family == "Bert":
-        transformers = pytest.importorskip("transformers")
         classify = transformers.pipeline("text-classification", "out", top_k=None)
-        texts = ["the cat .", "the dog ."]
-        ours = [dict(classify_text(run, tokenize_text(text, run.tokenizer))) for text in texts]
-        for mine, scores in zip(ours, classify(texts), strict=True):
-            assert {row["label"]: row["score"] for row in scores} == pytest.approx(mine, abs=1e-5)
-    else:
-        said = "pooling 'mean' has no equivalent in BertForSequenceClassification, the nearest of"
-        assert said in capsys.readouterr().err
+        theirs = [{row["label"]: row["score"] for row in scores} for scores in classify(texts)]
+    else:  # the features are pooled by their mean: modules of sentence-transformers
+        exp_NC = np.exp(their_vectors(Path("out"), texts))
+        names = transformers.AutoConfig.from_pretrained("out", local_files_only=True).id2label
+        theirs = [{names[i]: x for i, x in enumerate(exp_C / exp_C.sum())} for exp_C in exp_NC]
+    for text, scores in zip(texts, theirs, strict=True):
+        assert scores == pytest.approx(dict(classify_text(run, tokenize_text(text, run.tokenizer))), abs=1e-5)
     accuracy = float(captured.out.split("accuracy=")[1].split()[0])
     assert accuracy > (0.5 if options is LORA else 0.8)  # LoRA leaves random embeddings as they are
     if options is LORA:  # the new head is not frozen
@@ -254,11 +287,85 @@ def test_exported_encoders_have_the_same_outputs_in_transformers(tmp_path: Path,
     assert back.config.model == ours.config.model and back.classes == ours.classes
     outputs = [np.asarray(run.model.apply({"params": run.params}, np.array(TEXT))) for run in (ours, back)]
     np.testing.assert_array_equal(*outputs)
+    if family == "BertModel":
+        texts = ["The cats see the dog.", "the dog"]
+        ours_ND = embed(ours.model, ours.params, [tokenize_text(text, ours.tokenizer) for text in texts])
+        np.testing.assert_allclose(their_vectors(tmp_path / "out", texts), ours_ND, rtol=0, atol=1e-5)
     if family == "BertClassifier":
         np.testing.assert_allclose(outputs[0], first[0], rtol=0, atol=1e-5 * np.abs(first).max())
         assert back.classes == ("LABEL_0", "LABEL_1", "LABEL_2")
     assert main(["export", str(run), "--format", "gguf", "--out", str(tmp_path / "out.gguf")]) == 2
     assert "the family bert cannot be exported to GGUF" in capsys.readouterr().err
+
+
+def publish_roberta(folder: Path, family: str, **changes: Any) -> Any:
+    """Write a random model with a byte-level tokenizer, as RoBERTa's; return it, a torch module."""
+    theirs = publish(folder, family, pad_token_id=1, eos_token_id=2, type_vocab_size=1, num_labels=3, **changes)
+    inner = tokenizers.Tokenizer(models.BPE())
+    inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    special = ["<s>", "<pad>", "</s>", "<unk>", tokenizers.AddedToken("<mask>", lstrip=True, special=True)]
+    trainer = trainers.BpeTrainer(
+        vocab_size=SHAPES["vocab_size"], initial_alphabet=alphabet, special_tokens=special, show_progress=False
+    )
+    inner.train_from_iterator([ROBERTA_TEXT] * 9, trainer)
+    inner.post_processor = processors.RobertaProcessing(("</s>", 2), ("<s>", 0), add_prefix_space=False)
+    inner.save(str(folder / "tokenizer.json"))
+    names = {
+        "bos_token": "<s>",
+        "pad_token": "<pad>",
+        "eos_token": "</s>",
+        "unk_token": "<unk>",
+        "mask_token": "<mask>",
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "RobertaTokenizer", **names}))
+    return theirs
+
+
+ROBERTA_TEXT = "The cats see the dog, naïve as it is."
+
+
+@pytest.mark.parametrize("family", ["Roberta", "RobertaModel", "RobertaClassifier"])
+def test_roberta_has_the_outputs_of_transformers_and_is_exported_as_bert(tmp_path: Path, capsys: Any, family: str):
+    import torch
+    import transformers
+
+    theirs = publish_roberta(tmp_path / "model", family, hidden_act="gelu" if family == "Roberta" else "relu")
+    if family == "RobertaModel":
+        write_modules(tmp_path / "model", "mean_tokens")
+        config = tmp_path / "model" / "config.json"  # as many published sentence encoders say
+        config.write_text(config.read_text().replace("RobertaModel", "RobertaForMaskedLM"))
+    path = import_run(tmp_path / "model", tmp_path / "run")[0]
+    run = load_run(path)
+    assert run.config.model.context_length == 94 and run.params["W_segment"].shape == (1, 24)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "model", local_files_only=True)
+    tokens = tokenize_text(ROBERTA_TEXT, run.tokenizer)
+    assert tokens == tokenizer(ROBERTA_TEXT)["input_ids"] and tokens[0] == 0 and tokens[-1] == 2
+    long, short = np.resize(tokens, 94), np.array(tokens)
+    assert main(["export", str(path), "--format", "hf", "--out", str(tmp_path / "out")]) == 0
+    bert = type(theirs).__name__.replace("Roberta", "Bert")
+    exported = getattr(transformers, bert).from_pretrained(tmp_path / "out", local_files_only=True).eval()
+    again = transformers.AutoTokenizer.from_pretrained(tmp_path / "out", local_files_only=True)
+    assert again(ROBERTA_TEXT)["input_ids"] == tokens and again.mask_token == "<mask>"
+    for tokens_T in (short, long):
+        padded_T, valid_T = np.ones(94, int), np.arange(94) < len(tokens_T)
+        padded_T[: len(tokens_T)] = tokens_T
+        ours = np.asarray(run.model.apply({"params": run.params}, padded_T, valid_T))
+        for model in (theirs, exported):
+            with torch.no_grad():
+                out = model(torch.tensor(padded_T)[None], attention_mask=torch.tensor(valid_T.astype(int))[None])[0]
+            expected = out[0].numpy()
+            if family != "RobertaClassifier":
+                expected = expected[valid_T]
+            got = ours[valid_T] if family == "Roberta" else ours
+            expected = expected.mean(0) if family == "RobertaModel" else expected
+            np.testing.assert_allclose(got, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+    if family == "Roberta":
+        assert main(["sample", "--run", str(path), "--prompt", "The cats see the [MASK].", "--jsonl"]) == 0
+        (candidates,) = json.loads(capsys.readouterr().out.splitlines()[-1])["masks"]
+        fill = transformers.pipeline("fill-mask", theirs, tokenizer=tokenizer)
+        rows = fill("The cats see the <mask>.")
+        assert [row["token_str"] for row in rows] == [text for text, _ in candidates]
 
 
 def test_long_texts_are_truncated_as_by_transformers(tmp_path: Path):
@@ -299,3 +406,5 @@ def test_vectors_of_minilm_equal_those_of_transformers_and_have_the_published_co
     assert main(["sample", "--run", str(path), "--prompt", *SENTENCES]) == 0
     printed = [[float(x) for x in line.split()[:3]] for line in capsys.readouterr().out.splitlines()]
     np.testing.assert_allclose(printed, COSINES, rtol=0, atol=6e-4)
+    assert main(["export", str(path), "--format", "hf", "--out", str(tmp_path / "out")]) == 0
+    np.testing.assert_allclose(their_vectors(tmp_path / "out", texts[:9]), vectors_ND[:9], rtol=0, atol=1e-5)
