@@ -68,7 +68,7 @@ def make_callbacks(setup: TrainSetup, data: Dataset, folder: Path) -> list[Callb
     if fits and t.eval_every:
         callbacks.append(Callback(t.eval_every, _probe(setup, data), at_start=True))
     if fits and t.sharpness_every and config.model.contract.task is not Task.CONTRASTIVE:  # whose loss is no mean
-        callbacks.append(Callback(t.sharpness_every, _sharpness(setup, data), also_at=FIRST_REPORT))
+        callbacks.append(Callback(t.sharpness_every, _sharpness(setup, data), at_start=True, also_at=FIRST_REPORT))
     if t.report_every:
         reports: list[Call] = [partial(_print_update_ratios, setup)]
         if fits and is_causal_lm(model):
