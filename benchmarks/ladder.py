@@ -95,8 +95,8 @@ def studies() -> dict[str, Study]:
             by_position=("residual", "two_blocks", "rmsnorm"),
         ),
         "sharpness": Study(
-            f"{size} {SGD} {BUDGET.format(32, 3000)} --train.sharpness-every 250",
-            {name: Row(name, options.get(name, "")) for name in load_module("ladder").REPORTED}
+            f"{size} {BUDGET.format(32, 3000)} --train.sharpness-every 250",
+            {name: Row(name, f"{SGD} {options.get(name, '')}".strip()) for name in load_module("ladder").REPORTED}
             | {f"four_blocks_{rate}": Row("four_blocks", f"--optimizer.learning-rate {rate}") for rate in SLOWER},
             sharpness=True,
         ),
@@ -132,7 +132,7 @@ def studies() -> dict[str, Study]:
 LEARNING = ("mlp_concat", "mlp_rowwise", "attention_unscaled", "attention_scaled", "residual")
 """Rungs of which the losses during training are stored."""
 RECURRENT = ("recurrent_tanh", "recurrent_gru", "recurrent_lstm")
-SLOWER = (0.03, 0.01)
+SLOWER = (0.03, 0.01, 0.003)
 """Lower learning rates of the rung that diverges."""
 BEFORE_ATTENTION = {
     "mix_static": "A X", "mix_dynamic": "(X B) X", "mix_gram": "X Xᵀ X", "mix_qkv": "Q Kᵀ V",
