@@ -7,8 +7,8 @@ A small model is trained on the State of the Union addresses, and again without 
 targets have weight 0, everything else being equal. For each of some held-out texts, the measured log-probabilities are
 compared with the sums of the estimates of the documents left out, by Spearman's rank correlation over the subsets: the
 derivative through training, and TracIn at every step, the product of the gradients of text and documents (Pruthi et al.
-2020). Stored in `influence.json`: as `edge`, of a training with clipped SGD at the edge of stability; with `--smooth`, as
-`smooth`, of AdamW without clipping, and GELU in place of ReLU.
+2020). Stored in `influence.json`: as `edge`, of a training with clipped SGD at the edge of stability; with `--smooth`,
+as `smooth`, of AdamW without clipping, and GELU in place of ReLU.
 """
 
 import argparse
