@@ -406,12 +406,15 @@ def learning() -> str:
 
 def curvature() -> str:
     """Return the sharpness of the rung that diverges, at lower learning rates, and of the last one, over its limit."""
-    rows = {
-        "four_blocks_0.01": ("rate 0.01", RED, "", -12), "four_blocks_0.003": ("rate 0.003", RED, "2 3", 4),
-        "four_blocks_0.03": ("rate 0.03", RED, "8 4", 20), "rmsnorm": ("rmsnorm, 0.1", BLUE, "", 36),
-    }  # fmt: skip
+    rows = (
+        ("four_blocks_0.01", "rate 0.01", RED, "", -12), ("four_blocks_0.003", "rate 0.003", RED, "2 3", 4),
+        ("four_blocks_0.03", "rate 0.03", RED, "8 4", 20), ("rmsnorm", "rmsnorm, 0.1", BLUE, "", 36),
+    )  # fmt: skip
     ratios = relative_sharpness()
-    lines = [Line(name, list(ratios[row]), list(ratios[row].values()), *style) for row, (name, *style) in rows.items()]
+    lines = [
+        Line(name, list(ratios[row]), list(ratios[row].values()), colour, dashes, dy)
+        for row, name, colour, dashes, dy in rows
+    ]
     ticks, ends = {0: "0", 1000: "1,000", 2000: "2,000", 3000: "3,000"}, {x: f"{x:g}" for x in (0.05, 0.25, 1, 4, 16)}
     parts = plot(lines, ticks, ends, "sharpness / limit; red: four_blocks", "step", log="y")
     return svg(400, 240, parts, "Sharpness of four blocks without a norm, and with one, over the limit of its rate.")
@@ -420,7 +423,7 @@ def curvature() -> str:
 def film() -> str:
     """Return the weight on the previous token and the rise of the loss with the head patched back, in a film."""
     figures = stored_figures("film")["two_blocks"]
-    shown = {"blocks.0.attention.2": ("0.2", BLUE, "", 4), "blocks.1.attention.0": ("1.0", RED, "", -4)}
+    shown = {"blocks.0.attention.2": ("0.2", BLUE, "", 4), "blocks.1.attention.0": ("1.0", RED, "", -8)}
     heads = {f"{head['layer']}.{head['head']}": head for head in figures["heads"]}
     x = [step + 1 for step in figures["steps"]]
     ticks = {1: "0", 9: "8", 65: "64", 513: "512", 3001: "3,000"}
