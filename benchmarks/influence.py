@@ -1,15 +1,18 @@
 """Whether the influence of training documents predicts what training without them does.
 
-    python -m benchmarks.influence [--subsets 40] [--texts 10] [--left-out 0.1] [--folder FOLDER] [--results FOLDER]
+    python -m benchmarks.influence [--smooth] [--subsets 40] [--texts 10] [--left-out 0.1] [--folder FOLDER]
+        [--results FOLDER]
 
 A small model is trained on the State of the Union addresses, and again without random subsets of the documents, whose
 targets have weight 0, everything else being equal. For each of some held-out texts, the measured log-probabilities are
 compared with the sums of the estimates of the documents left out, by Spearman's rank correlation over the subsets: the
 derivative through training, and TracIn at every step, the product of the gradients of text and documents (Pruthi et al.
-2020). Stored in `influence.json`.
+2020). Stored in `influence.json`: as `edge`, of a training with clipped SGD at the edge of stability; with `--smooth`,
+as `smooth`, of AdamW without clipping, and GELU in place of ReLU.
 """
 
 import argparse
+import json
 import sys
 import tempfile
 import time
@@ -32,6 +35,10 @@ OPTIONS = [
     "--config", "quick", "--steps", "400", "--model.vocab-size", "1024", "--model.context-length", "64",
     "--model.d-model", "64", "--model.n-blocks", "2", "--model.n-heads", "4", "--model.d-ff", "256",
     "--train.batch-size", f"{BATCH}",
+]  # fmt: skip
+SMOOTH = [
+    "--model.activation", "gelu", "--optimizer.name", "adamw", "--optimizer.learning-rate", "0.003",
+    "--optimizer.clip-norm", "none",
 ]  # fmt: skip
 
 
@@ -66,6 +73,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description="Influence of documents against training without them.", allow_abbrev=False
     )
+    parser.add_argument("--smooth", action="store_true", help="train smoothly")
     parser.add_argument("--subsets", type=int, default=40, help="random subsets of documents (default: 40)")
     parser.add_argument("--texts", type=int, default=10, help="held-out texts (default: 10)")
     parser.add_argument("--left-out", type=float, default=0.1, help="fraction of the documents (default: 0.1)")
@@ -76,7 +84,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch:
         folder, seconds = (own.folder or Path(scratch)) / "run", {}
         if not folder.exists():
-            assert train.main([*OPTIONS, "--run", str(folder)]) == 0
+            assert train.main([*OPTIONS, *(SMOOTH if own.smooth else ()), "--run", str(folder)]) == 0
         run = load_run(folder)
         replay = Replay(run)
         val = replay._data.corpus.val.tokens
@@ -124,7 +132,10 @@ def main() -> int:
         slopes = [float(np.polyfit(values_SQ[:, q], measured_SQ[:, q], 1)[0]) for q in range(own.texts)]
         figures[name] = {"rank_correlation": [round(x, 3) for x in ranks], "slope": [round(x, 2) for x in slopes]}
         print(f"{name}: rank correlation mean {np.mean(ranks):.3f}, from {min(ranks):.3f} to {max(ranks):.3f}")
-    record.write("influence", figures, record.versions("jax", "jaxlib"), own.results)
+    stored = own.results / "influence.json"
+    both = json.loads(stored.read_text(encoding="utf-8"))["figures"] if stored.exists() else {}
+    both["smooth" if own.smooth else "edge"] = figures
+    record.write("influence", both, record.versions("jax", "jaxlib"), own.results)
     return 0
 
 

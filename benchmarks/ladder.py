@@ -76,6 +76,8 @@ class Study:
     """Rows for which the held-out loss at each position of a window is stored."""
     curves: bool = False
     """True to store the losses on training and held-out text during each run."""
+    sharpness: bool = False
+    """True to store the sharpness during each run."""
 
 
 def studies() -> dict[str, Study]:
@@ -91,6 +93,12 @@ def studies() -> dict[str, Study]:
             },
             continues=True,
             by_position=("residual", "two_blocks", "rmsnorm"),
+        ),
+        "sharpness": Study(
+            f"{size} {BUDGET.format(32, 3000)} --train.sharpness-every 250",
+            {name: Row(name, f"{SGD} {options.get(name, '')}".strip()) for name in load_module("ladder").REPORTED}
+            | {f"four_blocks_{rate}": Row("four_blocks", f"--optimizer.learning-rate {rate}") for rate in SLOWER},
+            sharpness=True,
         ),
         "recurrent": Study(
             f"{SHAPE} {SGD} {BUDGET.format(32, 3000)}",
@@ -124,6 +132,8 @@ def studies() -> dict[str, Study]:
 LEARNING = ("mlp_concat", "mlp_rowwise", "attention_unscaled", "attention_scaled", "residual")
 """Rungs of which the losses during training are stored."""
 RECURRENT = ("recurrent_tanh", "recurrent_gru", "recurrent_lstm")
+SLOWER = (0.03, 0.01, 0.003)
+"""Lower learning rates of the rung that diverges."""
 BEFORE_ATTENTION = {
     "mix_static": "A X", "mix_dynamic": "(X B) X", "mix_gram": "X Xᵀ X", "mix_qkv": "Q Kᵀ V",
     "mix_unmasked": "Q Kᵀ V without a mask",
@@ -263,6 +273,10 @@ def main() -> int:
             stored["rows"] = {label: stored["rows"][label] for label in study.rows if label in stored["rows"]}
             if study.curves:
                 stored["rows"][label][str(seed)] |= learning(run)
+            if study.sharpness:
+                stored["rows"][label][str(seed)]["sharpness"] = {
+                    line["step"]: round(line["sharpness"], 2) for line in read_metrics(run) if "sharpness" in line
+                }
             if label in study.by_position:
                 stored["rows"][label][str(seed)]["loss_by_position"] = position_losses(run)
             if study.continues and seed == 0:

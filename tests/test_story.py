@@ -12,8 +12,8 @@ from tests.interop.published import installed_model
 
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:e[-+]\d+)?")
 DEAR = {
-    "alignment", "decoding", "depth", "experts", "images", "masks", "real", "residual", "rope", "scale",
-    "sharpness", "tasks", "training",
+    "alignment", "causes", "decoding", "depth", "experts", "film", "images", "masks", "real", "residual", "rope",
+    "scale", "sharpness", "tasks", "training",
 }  # fmt: skip
 """Chapters whose Python takes more than three seconds of CPU."""
 CHAPTERS = [exhaustive(path, id=path.stem) if path.stem in DEAR else path for path in story.PAGES]

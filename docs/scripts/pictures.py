@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from docs.scripts.story import STORY, outcomes, stored_figures
+from docs.scripts.story import STORY, outcomes, relative_sharpness, stored_figures
 from jaxformer import inspect
 from jaxformer.config.files import load_module
 from jaxformer.data import Batch
@@ -404,6 +404,40 @@ def learning() -> str:
     return svg(400, 340, parts, "Losses of rungs during training.")
 
 
+def curvature() -> str:
+    """Return the sharpness of the rung that diverges, at lower learning rates, and of the last one, over its limit."""
+    rows = (
+        ("four_blocks_0.01", "rate 0.01", RED, "", -12), ("four_blocks_0.003", "rate 0.003", RED, "2 3", 4),
+        ("four_blocks_0.03", "rate 0.03", RED, "8 4", 20), ("rmsnorm", "rmsnorm, 0.1", BLUE, "", 36),
+    )  # fmt: skip
+    ratios = relative_sharpness()
+    lines = [
+        Line(name, list(ratios[row]), list(ratios[row].values()), colour, dashes, dy)
+        for row, name, colour, dashes, dy in rows
+    ]
+    ticks, ends = {0: "0", 1000: "1,000", 2000: "2,000", 3000: "3,000"}, {x: f"{x:g}" for x in (0.05, 0.25, 1, 4, 16)}
+    parts = plot(lines, ticks, ends, "sharpness / limit; red: four_blocks", "step", log="y")
+    return svg(400, 240, parts, "Sharpness of four blocks without a norm, and with one, over the limit of its rate.")
+
+
+def film() -> str:
+    """Return the weight on the previous token and the rise of the loss with the head patched back, in a film."""
+    figures = stored_figures("film")["two_blocks"]
+    shown = {"blocks.0.attention.2": ("0.2", BLUE, "", 4), "blocks.1.attention.0": ("1.0", RED, "", -8)}
+    heads = {f"{head['layer']}.{head['head']}": head for head in figures["heads"]}
+    x = [step + 1 for step in figures["steps"]]
+    ticks = {1: "0", 9: "8", 65: "64", 513: "512", 3001: "3,000"}
+    loss = [Line("loss", x, figures["loss"], INK)]
+    parts = plot(loss, ticks, {3: "3", 5: "5", 7: "7", 9: "9"}, "held-out loss, nats", log="x")
+    for top, score, ends, title in (
+        (280, "previous", {0: "0", 0.5: "0.5", 1: "1"}, "weight on the previous token"),
+        (510, "patched", {0: "0", 0.25: "0.25", 0.5: "0.5"}, "rise of the last loss with the head of this step"),
+    ):
+        lines = [Line(style[0], x, heads[name][score], *style[1:]) for name, style in shown.items()]
+        parts += plot(lines, ticks, ends, title, "step" if score == "patched" else "", top=top, log="x")
+    return svg(330, 720, parts, "Loss, previous-token score and patched loss over the film of two_blocks.")
+
+
 def stored_map(left: float, top: float, rows: Sequence[str], cell: int, title: str) -> list[str]:
     """Return the squares of a stored attention map, whose digits are tenths of a weight, and its title above."""
     size = f'width="{cell * len(rows[0])}" height="{cell * len(rows)}"'
@@ -474,6 +508,8 @@ PICTURES: dict[str, Callable[[], str]] = {
     "mlp.svg": mlp,
     "gradients.svg": gradients,
     "order.svg": order,
+    "curvature.svg": curvature,
+    "film.svg": film,
 }
 """Functions that draw, by the file that they draw in docs/story."""
 

@@ -8,8 +8,8 @@ of `benchmarks/results/ladder.json`. Between `<!-- STUDY/ROW FIELD -->` and `<!-
 the study `ladder` without a name. Between `<!-- TABLE NAMES -->` and `<!-- end -->` stands a table, of all rows without
 names: those of `TABLES`, `<!-- seeds STUDY -->` of the perplexity of each row with each seed, `<!-- continuations -->`
 of a held-out prompt by each rung, `<!-- positions STUDIES -->` of the loss by position, `<!-- case NAME -->` of a case
-of `benchmarks/cases.py`, `<!-- heads RUN -->` of what a run's heads attend to, and `<!-- modalities -->` of
-`modalities.json`.
+of `benchmarks/cases.py`, `<!-- heads RUN -->` of what a run's heads attend to, `<!-- modalities -->` of
+`modalities.json`, and `<!-- sharpness -->` of the study `sharpness`.
 
 The README, whose Python is not run, has figures of `margins.json` (`<!-- margins/CONFIG seeds -->`, `bits`, `seconds`)
 and the blocks `<!-- first_run log -->` and `<!-- first_run sample -->` of `first_run.json`.
@@ -26,6 +26,8 @@ from statistics import mean, median, stdev
 from typing import Any
 
 import numpy as np
+
+from jaxformer.inspect import nesterov_limit
 
 ROOT = Path(__file__).resolve().parents[2]
 STORY = ROOT / "docs/story"
@@ -71,7 +73,7 @@ FORMATS = {
     "bits_per_byte": ".3f",
     "minutes": ".1f",
 }
-OTHERS = ("seeds", "positions", "continuations", "case", "heads", "first_run", "modalities")
+OTHERS = ("seeds", "positions", "continuations", "case", "heads", "first_run", "modalities", "sharpness")
 TABLE = re.compile(
     rf"^<!-- ({'|'.join((*TABLES, *OTHERS))})( [\w ]+)? -->\n.*?^<!-- end -->\n",
     re.MULTILINE | re.DOTALL,
@@ -148,6 +150,8 @@ def table(kind: str, names: list[str]) -> str:
         rows = heads(names[0])
     elif kind == "modalities":
         rows = modalities()
+    elif kind == "sharpness":
+        rows = sharpness()
     else:
         study, columns = TABLES[kind]
         figures = outcomes(study)
@@ -198,6 +202,28 @@ def modalities() -> list[list[str]]:
         ]
         model = f"{mean(figures['model']):.3f} ± {stdev(figures['model']):.3f}"
         table.append([name, f"{figures['training_tokens']:,} of {figures['vocab_size'] - 1}", *counts, model])
+    return table
+
+
+def relative_sharpness() -> dict[str, dict[int, float]]:
+    """Return the sharpness of each row of its study at each step, divided by the limit of Nesterov SGD."""
+    found = {}
+    for name, figures in outcomes("sharpness").items():
+        rate = float(figures["options"].partition("learning-rate ")[2].split()[0])
+        found[name] = {int(step): x / nesterov_limit(rate, 0.9) for step, x in figures["sharpness"].items()}
+    return found
+
+
+def sharpness() -> list[list[str]]:
+    """Return what each rung's sharpness was during training, and with which loss the training ended."""
+    table = [["rung", "sharpness / limit at first", "at most", "at step", "at last", "nats per token"]]
+    for name, ratios in relative_sharpness().items():
+        first, *_, last = [*ratios.values()] * 2
+        step, most = max(ratios.items(), key=lambda item: item[1])
+        rung, _, rate = name.partition("_0")
+        label = f"`{rung}`, rate 0{rate}" if rate else f"`{name}`"
+        loss = cell(outcomes("sharpness")[name], "loss")
+        table.append([label, f"{first:.3g}", f"{most:.3g}", f"{step:,}", f"{last:.3g}", loss])
     return table
 
 

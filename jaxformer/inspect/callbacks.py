@@ -39,8 +39,9 @@ from jaxformer.train.setup import TrainSetup, TrainState
 
 PROBE_EXAMPLES = 16
 """Held-out examples on which attention entropy and router load are measured."""
-SHARPNESS_EXAMPLES, SHARPNESS_TOLERANCE = 16, 0.02
-"""Training examples on which the sharpness is measured, and its relative accuracy."""
+SHARPNESS_EXAMPLES, SHARPNESS_TARGETS, SHARPNESS_TOLERANCE = 16, 512, 0.02
+"""Maximum numbers of the training examples and of their targets on which the sharpness is measured, at least one
+example, and its relative accuracy."""
 INIT_CHECK_EXAMPLES = 4
 """Held-out examples of the initialisation check."""
 MIN_LEARNING_RATE = 0.01
@@ -68,7 +69,7 @@ def make_callbacks(setup: TrainSetup, data: Dataset, folder: Path) -> list[Callb
     if fits and t.eval_every:
         callbacks.append(Callback(t.eval_every, _probe(setup, data), at_start=True))
     if fits and t.sharpness_every and config.model.contract.task is not Task.CONTRASTIVE:  # whose loss is no mean
-        callbacks.append(Callback(t.sharpness_every, _sharpness(setup, data), also_at=FIRST_REPORT))
+        callbacks.append(Callback(t.sharpness_every, _sharpness(setup, data), at_start=True))
     if t.report_every:
         reports: list[Call] = [partial(_print_update_ratios, setup)]
         if fits and is_causal_lm(model):
@@ -110,8 +111,10 @@ def _probe(setup: TrainSetup, data: Dataset) -> Call:
 def _sharpness(setup: TrainSetup, data: Dataset) -> Call:
     """Return a callback that logs the sharpness on some examples of the first batch and, for Nesterov SGD, that above
     which a step of the current learning rate diverges on a quadratic."""
-    n, optimizer = min(setup.config.train.batch_size, SHARPNESS_EXAMPLES), setup.config.optimizer
-    examples = data.batch(0, np.arange(n))
+    optimizer, most = setup.config.optimizer, min(setup.config.train.batch_size, SHARPNESS_EXAMPLES)
+    examples = data.batch(0, np.arange(most))
+    n = max(1, SHARPNESS_TARGETS // examples.targets[0].size)
+    examples = jax.tree.map(lambda x: x[:n], examples)
 
     from scipy.sparse.linalg import ArpackError
 

@@ -15,7 +15,7 @@ from jaxformer.data.dataset import Batch
 from jaxformer.models.objective import Params, objective_of
 from jaxformer.ops.losses import negative_log_likelihood
 
-EXAMPLES_AT_ONCE = 8
+EXAMPLES_AT_ONCE = 4
 """Examples whose gradients are computed together."""
 
 
@@ -87,7 +87,8 @@ def largest_eigenvalues(
     times = lambda x: np.asarray(ravel_pytree(product(unravel(x.astype(flat.dtype))))[0])  # noqa: E731
     matrix = LinearOperator((flat.size,) * 2, times, dtype=flat.dtype)
     first = np.random.default_rng(0).standard_normal(flat.size) if start is None else ravel_pytree(start)[0]
-    values, vectors = eigsh(matrix, n, which="LA", v0=np.asarray(first, flat.dtype), tol=tolerance)
+    few = min(2 * n + 6, flat.size)  # products before the first test of convergence; by default 20
+    values, vectors = eigsh(matrix, n, which="LA", v0=np.asarray(first, flat.dtype), ncv=few, tol=tolerance)
     return values[::-1], [unravel(jnp.asarray(v, flat.dtype)) for v in vectors.T[::-1]]
 
 
