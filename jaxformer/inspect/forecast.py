@@ -123,6 +123,18 @@ def score(forecast: Forecast, log: Sequence[Mapping[str, Any]], ended: int | Non
     return scores
 
 
+def describe_forecast(forecast: Forecast) -> str:
+    """Return a forecast in one line."""
+    between = lambda x: f"{x[0]:.3g} to {x[1]:.3g}"  # noqa: E731
+    entropy = f"entropy {' '.join(f'{x:.3g}' for x in forecast.entropy)}, " if forecast.entropy else ""
+    limits = forecast.non_finite
+    end = f"not finite at step {limits[0]} to {limits[1]}" if limits else "no divergence"
+    final = (
+        f", plateau {forecast.plateau:.3g}, at the end {between(forecast.final_loss)}" if forecast.final_loss else ""
+    )
+    return f"{entropy}loss at first {between(forecast.first_loss)}, {end}{final}"
+
+
 def _mixed(c: MLPConfig) -> tuple[float, float]:
     """Return the mean square of the MLP's input, a sum over positions of embeddings and positions of variance 1 each,
     and the part of it that is the same wherever the current token stands."""
@@ -158,7 +170,7 @@ def _random_loss(own: float, variance: float, vocab_size: int, cap: float | None
     logits[:, 0] += own
     logits = logits if cap is None else cap * np.tanh(logits / cap)
     largest = logits.max(axis=1, keepdims=True)
-    return float(np.mean(np.log(np.exp(logits - largest).sum(axis=1)) + largest[:, 0] - logits[:, 1]))
+    return float(np.mean(np.log(np.exp(logits - largest).sum(axis=1)) + largest[:, 0]) - np.mean(logits[:, 1:]))
 
 
 def _promised_decrease(config: Config, counts: Counts) -> float:
@@ -194,8 +206,8 @@ def _unlearned(config: Config, moments: Sequence[Moments]) -> float:
     optimizer, c = config.optimizer, config.model
     if optimizer.name != "nesterov_sgd" or type(optimizer).rule is not OptimizerConfig.rule:
         return 0.0
-    total = float(np.sum([make_schedule(optimizer, config.steps)(np.arange(config.steps))]))
-    total *= config.steps if total == optimizer.learning_rate else 1  # a constant schedule returns one number
+    rates = make_schedule(optimizer, config.steps)(np.arange(config.steps))
+    total = float(np.sum(np.broadcast_to(rates, config.steps)))  # a constant schedule returns one number
     if isinstance(c, MLPConfig):
         (square, own), T = _mixed(c), c.context_length if c.mixing == "concatenate" else 1
         kernel = _kernel(square, own, c.d_model * T, c.d_ff)

@@ -28,3 +28,11 @@ def test_pair_loss_equals_a_table_of_all_pairs():
     table_VV = (pairs_VV + share_V) / (pairs_VV.sum(axis=1, keepdims=True) + 1)
     np.testing.assert_allclose(table_VV.sum(axis=1), 1)
     assert count(train_N, val_M, V).loss(2) == pytest.approx(-np.log(table_VV[val_M[:-1], val_M[1:]]).mean())
+
+
+def test_triples_by_hand():
+    """After (0, 1) follow 0 twice; after (1, 0), 1 and 2. The first held-out token after one other has only pairs."""
+    counts = count(TEXT, np.array([0, 1, 0]), 4, 3)
+    pairs = np.array([(2 + 0.3 * 1) / (3 + 1), (2 + 0.4 * 1) / (2 + 1)])
+    expected = [pairs[0], (2 + pairs[1]) / (2 + 1)]
+    assert counts.loss(3) == pytest.approx(-np.log(expected).mean())
