@@ -17,7 +17,7 @@ from jaxformer.config import Config
 from jaxformer.config.files import load_module
 from jaxformer.errors import UserError, command
 from jaxformer.parallel.processes import DistributedOptions
-from jaxformer.terminal import echo
+from jaxformer.terminal import align, echo
 
 RUNGS = "ladder"
 """Config file with the rungs at the sources' size, and the candidates for a recipe."""
@@ -68,7 +68,16 @@ def main(line: CommandLine) -> int:
     configs = {name: line.parse(x, command("ladder"), DESCRIPTION).fields for name, x in defaults.items()}
 
     from jaxformer.inspect.forecast import describe_forecast
-    from jaxformer.inspect.ladder import as_text, forecast_rungs, has_ended, rung_result, score_rung
+    from jaxformer.inspect.ladder import (
+        FORECAST_HEAD,
+        FORECASTS,
+        as_text,
+        forecast_rows,
+        forecast_rungs,
+        has_ended,
+        rung_result,
+        score_rung,
+    )
     from jaxformer.inspect.pages.ladder import write_results
     from jaxformer.runs.run import read_config
     from jaxformer.train.resume import fixed_differences
@@ -96,7 +105,8 @@ def main(line: CommandLine) -> int:
         score_rung(run)
     results = [rung_result(folder / name, sources.get(name, "-")) for name in configs]
     echo(as_text(results))
-    written = write_results(results, folder)
+    echo("\n".join(align([FORECAST_HEAD, *forecast_rows(folder, list(configs))], "<<<<<")))
+    written = [*write_results(results, folder), FORECASTS]
     echo(f"also written to {folder}: {', '.join(written)}")
     return 0
 

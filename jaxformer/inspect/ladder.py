@@ -114,7 +114,7 @@ def rung_result(run: Path, sources: str) -> RungResult:
 
 def forecast_rungs(configs: Mapping[str, Config], folder: Path) -> dict[str, Forecast]:
     """Return the forecast of each rung. They are written to `FORECASTS` in the folder of the runs; one that is already
-    there, of a rung with the same fields, is kept."""
+    there is kept if the rung has begun to train, or has the same fields."""
     stored, counts = read_forecasts(folder), {}
     for name, config in configs.items():
         data, key = config.data, (config.data, config.model.vocab_size)  # type: ignore[attr-defined]
@@ -124,7 +124,7 @@ def forecast_rungs(configs: Mapping[str, Config], folder: Path) -> dict[str, For
         n_counts, vocab_size = counts[key]
         fitting: Any = replace(config.model, vocab_size=vocab_size)  # type: ignore[call-arg]
         fields = json.loads(json.dumps(to_dict(config)))
-        if stored.get(name, {}).get("config") != fields:
+        if name not in stored or (stored[name]["config"] != fields and not (folder / name).exists()):
             made = nonfinite_to_none(asdict(forecast(replace(config, model=fitting), n_counts)))
             stored[name] = {"config": fields, "forecast": made}
     folder.mkdir(parents=True, exist_ok=True)
@@ -144,6 +144,29 @@ def score_rung(run: Path) -> None:
     made = forecasts[run.name]
     made["score"] = score(Forecast(**made["forecast"]), read_metrics(run), int(cause.split()[-1]) if cause else None)
     write_atomically(run.parent / FORECASTS, json.dumps(nonfinite_to_none(forecasts), indent=1) + "\n")
+
+
+FORECAST_HEAD = ("rung", "quantity", "forecast", "outcome", "as forecast")
+
+
+def forecast_rows(folder: Path, rungs: Sequence[str]) -> list[tuple[str, ...]]:
+    """Return a row for each scored quantity of some rungs, as in `FORECAST_HEAD`."""
+    stored, rows = read_forecasts(folder), list[tuple[str, ...]]()
+    for rung in rungs:
+        entry = stored.get(rung, {})
+        for name, (outcome, hit) in entry.get("score", {}).items():
+            cells = _cell(entry["forecast"][name], " to "), _cell(outcome, " ")
+            if name == "plateau":
+                cells = cells[0], f"passed by step {outcome}" if outcome is not None else "not passed"
+            rows.append((rung, name.replace("_", " "), *cells, "yes" if hit else "no"))
+            if name == "entropy":
+                rows[-1] = (rung, name, _cell(entry["forecast"][name], " "), *rows[-1][3:])
+    return rows
+
+
+def _cell(value: float | Sequence[float] | None, between: str) -> str:
+    values = value if isinstance(value, list) else [value]
+    return between.join("none" if x is None else f"{x:.4g}" for x in values)
 
 
 def _by_head(blocks: Sequence[Sequence[float | None]], form: str, of: Callable[[float], float] = float) -> str:
