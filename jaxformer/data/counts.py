@@ -48,9 +48,9 @@ def count(train_N: np.ndarray, held_out_M: np.ndarray, vocab_size: int, max_orde
     for order in range(2, max_order + 1):
         shift = order - 1
         keys, held_keys = contexts * vocab_size + train[shift:], held_contexts * vocab_size + held_out[shift:]
-        pair = _occurrences(keys, held_keys), _occurrences(contexts, held_contexts)
-        # The first held-out tokens have no context of this length.
-        orders.append(tuple(np.concatenate([np.zeros(shift - 1, int), x]) for x in pair))
+        missing = np.zeros(shift - 1, int)  # the first held-out tokens have no context of this length
+        seen, total = _occurrences(keys, held_keys), _occurrences(contexts, held_contexts)
+        orders.append((np.concatenate([missing, seen]), np.concatenate([missing, total])))
         contexts, held_contexts = keys[:-1], held_keys[:-1]
     return Counts(frequency_V, len(train), frequency_V[held_out[1:]], tuple(orders))
 

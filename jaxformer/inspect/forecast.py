@@ -113,13 +113,14 @@ def score(forecast: Forecast, log: Sequence[Mapping[str, Any]], ended: int | Non
             near = [abs(x - y) <= max(ENTROPY_TOLERANCE * y, MIN_ENTROPY_TOLERANCE) for x, y in pairs]
             scores["entropy"] = entropy, all(near)
     limits = forecast.non_finite
-    scores["non_finite"] = ended, ended is limits if None in (ended, limits) else limits[0] <= ended <= limits[1]
+    came = ended is limits if ended is None or limits is None else limits[0] <= ended <= limits[1]
+    scores["non_finite"] = ended, came
     passed = next((step for step, loss in losses if loss <= forecast.plateau), None)
     expected = forecast.final_loss is not None and forecast.final_loss[1] < forecast.plateau
     scores["plateau"] = passed, (passed is not None) == expected
     if ended is None and losses:
-        limits = forecast.final_loss
-        scores["final_loss"] = losses[-1][1], limits is not None and limits[0] <= losses[-1][1] <= limits[1]
+        final, last = forecast.final_loss, losses[-1][1]
+        scores["final_loss"] = last, final is not None and final[0] <= last <= final[1]
     return scores
 
 
@@ -176,7 +177,8 @@ def _random_loss(own: float, variance: float, vocab_size: int, cap: float | None
 def _promised_decrease(config: Config, counts: Counts) -> float:
     """Return the decrease of the loss to first order by the first update at the peak learning rate, as a fraction of
     the loss, for fresh weights and tokens drawn by their frequencies."""
-    c, optimizer = config.model, config.optimizer
+    c: Any = config.model
+    optimizer = config.optimizer
     n, T = min(config.train.batch_size, MAX_EXAMPLES), c.context_length
     V = len(counts.frequency_V)
     windows = np.random.default_rng(0).choice(V, (n, T + 1), p=counts.frequency_V).astype(np.int32)
@@ -203,7 +205,8 @@ def _final_loss(config: Config, counts: Counts, moments: Sequence[Moments]) -> I
 
 def _unlearned(config: Config, moments: Sequence[Moments]) -> float:
     """Return the frequency of pairs below which they are not learned, 0 for optimizers other than SGD."""
-    optimizer, c = config.optimizer, config.model
+    c: Any = config.model
+    optimizer = config.optimizer
     if optimizer.name != "nesterov_sgd" or type(optimizer).rule is not OptimizerConfig.rule:
         return 0.0
     rates = make_schedule(optimizer, config.steps)(np.arange(config.steps))
