@@ -5,12 +5,12 @@ docs/alternatives.md and the README.
 
 A block of Python is followed by a block of text with its output; a page is read from top to bottom. Figures are those
 of `benchmarks/results/ladder.json`. Between `<!-- STUDY/ROW FIELD -->` and `<!-- -->` stands one of the first seed, of
-the study `ladder` without a name. Between `<!-- TABLE NAMES -->` and `<!-- end -->` stands a table, of all rows without
-names: those of `TABLES`, `<!-- seeds STUDY -->` of the perplexity of each row with each seed, `<!-- continuations -->`
-of a held-out prompt by each rung, `<!-- forecasts FIELD -->` of the forecasts of a field of
-`inspect.forecast.Forecast` and their scores, `<!-- positions STUDIES -->` of the loss by position,
-`<!-- case NAME -->` of a case of `benchmarks/cases.py`, `<!-- heads RUN -->` of what a run's heads attend to, and `<!-- modalities -->` of
-`modalities.json`.
+the study `ladder` without a name. Between `<!-- TABLE NAMES -->` and `<!-- end -->` stands a table, of all rows
+without names: those of `TABLES`, `<!-- seeds STUDY -->` of the perplexity of each row with each seed, `<!--
+continuations -->` of a held-out prompt by each rung, `<!-- forecasts FIELD -->` of the forecasts of a field of
+`inspect.forecast.Forecast` and their scores, `<!-- positions STUDIES -->` of the loss by position, `<!-- case NAME
+-->` of a case of `benchmarks/cases.py`, `<!-- heads RUN -->` of what a run's heads attend to, and `<!-- modalities
+-->` of `modalities.json`.
 
 The README, whose Python is not run, has figures of `margins.json` (`<!-- margins/CONFIG seeds -->`, `bits`, `seconds`)
 and the blocks `<!-- first_run log -->` and `<!-- first_run sample -->` of `first_run.json`.
