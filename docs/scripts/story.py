@@ -5,10 +5,11 @@ docs/alternatives.md and the README.
 
 A block of Python is followed by a block of text with its output; a page is read from top to bottom. Figures are those
 of `benchmarks/results/ladder.json`. Between `<!-- STUDY/ROW FIELD -->` and `<!-- -->` stands one of the first seed, of
-the study `ladder` without a name. Between `<!-- TABLE NAMES -->` and `<!-- end -->` stands a table, of all rows without
-names: those of `TABLES`, `<!-- seeds STUDY -->` of the perplexity of each row with each seed, `<!-- continuations -->`
-of a held-out prompt by each rung, `<!-- positions STUDIES -->` of the loss by position, `<!-- case NAME -->` of a case
-of `benchmarks/cases.py`, `<!-- heads RUN -->` of what a run's heads attend to, `<!-- modalities -->` of
+the study `ladder` without a name. Between `<!-- TABLE NAMES -->` and `<!-- end -->` stands a table, of all rows
+without names: those of `TABLES`, `<!-- seeds STUDY -->` of the perplexity of each row with each seed, `<!--
+continuations -->` of a held-out prompt by each rung, `<!-- forecasts FIELD -->` of the forecasts of a field of
+`inspect.forecast.Forecast` and their scores, `<!-- positions STUDIES -->` of the loss by position, `<!-- case NAME
+-->` of a case of `benchmarks/cases.py`, `<!-- heads RUN -->` of what a run's heads attend to, `<!-- modalities -->` of
 `modalities.json`, and `<!-- sharpness -->` of the study `sharpness`.
 
 The README, whose Python is not run, has figures of `margins.json` (`<!-- margins/CONFIG seeds -->`, `bits`, `seconds`)
@@ -73,7 +74,9 @@ FORMATS = {
     "bits_per_byte": ".3f",
     "minutes": ".1f",
 }
-OTHERS = ("seeds", "positions", "continuations", "case", "heads", "first_run", "modalities", "sharpness")
+OTHERS = (
+    "forecasts", "seeds", "positions", "continuations", "case", "heads", "first_run", "modalities", "sharpness",
+)  # fmt: skip
 TABLE = re.compile(
     rf"^<!-- ({'|'.join((*TABLES, *OTHERS))})( [\w ]+)? -->\n.*?^<!-- end -->\n",
     re.MULTILINE | re.DOTALL,
@@ -152,6 +155,8 @@ def table(kind: str, names: list[str]) -> str:
         rows = modalities()
     elif kind == "sharpness":
         rows = sharpness()
+    elif kind == "forecasts":
+        rows = forecasts(*names)
     else:
         study, columns = TABLES[kind]
         figures = outcomes(study)
@@ -224,6 +229,25 @@ def sharpness() -> list[list[str]]:
         label = f"`{rung}`, rate 0{rate}" if rate else f"`{name}`"
         loss = cell(outcomes("sharpness")[name], "loss")
         table.append([label, f"{first:.3g}", f"{most:.3g}", f"{step:,}", f"{last:.3g}", loss])
+
+
+def forecasts(field: str) -> list[list[str]]:
+    """Return the forecast of a field for each rung, of the first seed, the outcome with each seed, and the number that
+    came as forecast."""
+    figures = stored_figures("forecast")
+    seeds = sorted({seed for rung in figures.values() for seed in rung}, key=int)
+    table = [["rung", "forecast", *(f"seed {seed}" for seed in seeds), "as forecast"]]
+    for name, by_seed in figures.items():
+        scores = [by_seed[seed]["score"].get(field) for seed in seeds if seed in by_seed]
+        if not any(scores):
+            continue
+        shown = [next(iter(by_seed.values()))["forecast"][field], *(None if x is None else x[0] for x in scores)]
+        between = " to " if field != "entropy" else " "
+        cells = [
+            between.join("-" if x is None else f"{x:.4g}" for x in (value if isinstance(value, list) else [value]))
+            for value in shown
+        ]
+        table.append([f"`{name}`", *cells, f"{sum(x is not None and x[1] for x in scores)} of {len(scores)}"])
     return table
 
 

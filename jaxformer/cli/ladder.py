@@ -17,7 +17,7 @@ from jaxformer.config import Config
 from jaxformer.config.files import load_module
 from jaxformer.errors import UserError, command
 from jaxformer.parallel.processes import DistributedOptions
-from jaxformer.terminal import echo
+from jaxformer.terminal import align, echo
 
 RUNGS = "ladder"
 """Config file with the rungs at the sources' size, and the candidates for a recipe."""
@@ -31,7 +31,8 @@ options: --steps, --data.path, --train.batch-size and all others of the config; 
 first rung. On two cores, the small size takes about two minutes per rung. A rung that has ended is skipped, and an
 interrupted one is resumed, so that the same command continues the ladder. A rung that diverges or becomes non-finite
 has also ended. The results are shown in one table beside the sources' figures: in the terminal, and in the folder as
-ladder.csv and ladder.html, a page that needs no network."""
+ladder.csv and ladder.html, a page that needs no network. Before any rung trains, forecast.json states what theory
+and counts in the text forecast for each; it is scored after each rung."""
 
 
 @dataclass(frozen=True)
@@ -66,13 +67,25 @@ def main(line: CommandLine) -> int:
     defaults = {name: Arguments(load_config(spec)) for name, spec in specs.items()}
     configs = {name: line.parse(x, command("ladder"), DESCRIPTION).fields for name, x in defaults.items()}
 
-    from jaxformer.inspect.ladder import as_text, has_ended, rung_result
+    from jaxformer.inspect.forecast import describe_forecast
+    from jaxformer.inspect.ladder import (
+        FORECAST_HEAD,
+        FORECASTS,
+        as_text,
+        forecast_rows,
+        forecast_rungs,
+        has_ended,
+        rung_result,
+        score_rung,
+    )
     from jaxformer.inspect.pages.ladder import write_results
     from jaxformer.runs.run import read_config
     from jaxformer.train.resume import fixed_differences
 
+    forecasts = forecast_rungs(configs, folder)  # before any rung trains
     for name, config in configs.items():
         run = folder / name
+        echo(f"{name}: forecast: {describe_forecast(forecasts[name])}")
         if name in module.DIVERGING_RUNGS:
             echo(f"{name} is expected to diverge; training stops when it does")
         if run.exists():
@@ -82,15 +95,18 @@ def main(line: CommandLine) -> int:
                 raise UserError(f"{run} was trained with {field} {old}, not {new}; {remedy}.")
             if has_ended(run) and (config.steps, config.data) == (stored.steps, stored.data):
                 echo(f"{name}: already trained, in {run}")
+                score_rung(run)
                 continue
         status = _train(run, specs[name], line.words(without={"--rungs", "--size", "--folder"}))
         if status not in (0, 1):
             return status if status > 0 else 128 - status
         if not run.exists() or not has_ended(run):
             raise UserError(f"rung {name} ended with status {status} before its last step; the same command resumes.")
+        score_rung(run)
     results = [rung_result(folder / name, sources.get(name, "-")) for name in configs]
     echo(as_text(results))
-    written = write_results(results, folder)
+    echo("\n".join(align([FORECAST_HEAD, *forecast_rows(folder, list(configs))], "<<<<<")))
+    written = [*write_results(results, folder), FORECASTS]
     echo(f"also written to {folder}: {', '.join(written)}")
     return 0
 

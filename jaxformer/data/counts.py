@@ -1,6 +1,37 @@
-"""Losses of counting, the first plateaus of a language model: how often each token occurs, and after which token."""
+"""Losses of counting, the first plateaus of a language model: how often each token occurs, and after which tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
+
+
+@dataclass(frozen=True, eq=False)
+class Counts:
+    """Counts in a training text, and for each token of a held-out text after the first, `M` in all."""
+
+    frequency_V: np.ndarray
+    """Frequencies of the tokens in training, with one added to each count, float64."""
+    n_tokens: int
+    """Tokens of the training text."""
+    frequency_M: np.ndarray
+    """Frequencies of the held-out tokens."""
+    orders: tuple[tuple[np.ndarray, np.ndarray], ...]
+    """Counts in training of each held-out token together with the one before it, and of the one before it; then the
+    same with the two before it, and so on."""
+
+    def loss(self, order: int = 1, pseudo_count: float = 1.0) -> float:
+        """Return the cross-entropy in nats per held-out token, given the `order - 1` tokens before it.
+
+        Args:
+          order: 1 for tokens alone, 2 for pairs, and so on.
+          pseudo_count: counts added after each context, distributed as the next lower order predicts.
+        """
+        probability_M = self.frequency_M
+        for seen_M, total_M in self.orders[: order - 1]:
+            probability_M = (seen_M + pseudo_count * probability_M) / (total_M + pseudo_count)
+        return float(-np.log(probability_M).mean())
 
 
 def token_loss(train_N: np.ndarray, held_out_M: np.ndarray, vocab_size: int) -> float:
@@ -9,16 +40,26 @@ def token_loss(train_N: np.ndarray, held_out_M: np.ndarray, vocab_size: int) -> 
     return float(-np.log(_frequencies(train_N, vocab_size)[held_out_M]).mean())
 
 
-def pair_loss(train_N: np.ndarray, held_out_M: np.ndarray, vocab_size: int) -> float:
-    """Return the cross-entropy in nats of each token given the one before it, under the pairs in another text, with one
-    count added after each token, distributed like the tokens."""
-    before, after = (held_out_M[part].astype(np.int64) for part in (slice(-1), slice(1, None)))
-    train_N = np.asarray(train_N, np.int64)
-    pairs, count_P = np.unique(train_N[:-1] * vocab_size + train_N[1:], return_counts=True)
-    at = np.searchsorted(pairs, before * vocab_size + after).clip(max=len(pairs) - 1)
-    seen = np.where(pairs[at] == before * vocab_size + after, count_P[at], 0)
-    total_V = np.bincount(train_N[:-1], minlength=vocab_size)
-    return float(-np.log((seen + _frequencies(train_N, vocab_size)[after]) / (total_V[before] + 1)).mean())
+def count(train_N: np.ndarray, held_out_M: np.ndarray, vocab_size: int, max_order: int = 2) -> Counts:
+    """Count the tokens of a text, and those of another after up to `max_order - 1` tokens before them."""
+    frequency_V = _frequencies(train_N, vocab_size)
+    train, held_out, orders = np.asarray(train_N, np.int64), held_out_M.astype(np.int64), []
+    contexts, held_contexts = train[:-1], held_out[:-1]
+    for order in range(2, max_order + 1):
+        shift = order - 1
+        keys, held_keys = contexts * vocab_size + train[shift:], held_contexts * vocab_size + held_out[shift:]
+        missing = np.zeros(shift - 1, int)  # the first held-out tokens have no context of this length
+        seen, total = _occurrences(keys, held_keys), _occurrences(contexts, held_contexts)
+        orders.append((np.concatenate([missing, seen]), np.concatenate([missing, total])))
+        contexts, held_contexts = keys[:-1], held_keys[:-1]
+    return Counts(frequency_V, len(train), frequency_V[held_out[1:]], tuple(orders))
+
+
+def _occurrences(keys_N: np.ndarray, queries_M: np.ndarray) -> np.ndarray:
+    """Return how often each query occurs among the keys."""
+    unique, count = np.unique(keys_N, return_counts=True)
+    at = np.searchsorted(unique, queries_M).clip(max=len(unique) - 1)
+    return np.where(unique[at] == queries_M, count[at], 0)
 
 
 def _frequencies(tokens_N: np.ndarray, vocab_size: int) -> np.ndarray:

@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxformer.config import Fixed, ModelConfig, TokenModelConfig
 from jaxformer.config.fields import Positive
-from jaxformer.data.counts import pair_loss, token_loss
+from jaxformer.data.counts import Counts, count
 from jaxformer.data.dataset import Batch, Dataset, batch_error, batch_indices, evenly_spaced, task_error
 from jaxformer.data.infer_config import describe_changes, describe_tokenizer_sample, fit_vocab_size, infer_vocab_size
 from jaxformer.data.packing import PackedExamples, split_long
@@ -202,12 +202,15 @@ class TextDataset(Dataset):
     def held_out(self, batch_size: int, n: int | None = None) -> Iterator[Batch]:
         return self.val.held_out(batch_size, n)
 
-    def count_losses(self) -> dict[str, float]:
-        """Return the held-out loss in nats per token of counting tokens, and of counting pairs, in at most
-        `MAX_COUNTED` tokens from the beginning of each split; see `data.counts`."""
+    def counts(self, max_order: int = 2) -> Counts:
+        """Return counts in at most `MAX_COUNTED` tokens from the beginning of each split."""
         train, val = (split.tokens[:MAX_COUNTED] for split in (self.corpus.train, self.corpus.val))
-        size = self.corpus.tokenizer.vocab_size
-        return {"tokens": token_loss(train, val[1:], size), "pairs": pair_loss(train, val, size)}
+        return count(train, val, self.corpus.tokenizer.vocab_size, max_order)
+
+    def count_losses(self) -> dict[str, float]:
+        """Return the held-out loss in nats per token of counting tokens, and of counting pairs; see `counts`."""
+        counts = self.counts()
+        return {"tokens": counts.loss(1), "pairs": counts.loss(2)}
 
     def describe(self) -> str:
         splits = self.corpus.train, self.corpus.val

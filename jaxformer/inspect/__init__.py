@@ -20,6 +20,7 @@ from jaxformer.inspect.curvature import (
     sharpness,
 )
 from jaxformer.inspect.explanations import TokenExplanation, explain
+from jaxformer.inspect.forecast import Forecast, forecast
 from jaxformer.inspect.gradients import (
     GradientReport,
     PerExampleGradients,
@@ -38,12 +39,13 @@ from jaxformer.inspect.routing import router_report
 from jaxformer.inspect.softmax_saturation import saturation
 
 __all__ = [
-    "Autopsy", "Check", "Edge", "GradientReport", "PerExampleGradients", "TokenExplanation", "ablate_heads",
-    "ablation_loss", "agreement", "alignment", "attention_entropy", "attention_maps", "attribution_patching",
-    "backward_lens", "capture", "capture_gradients", "capture_shapes", "capturing", "check_init", "draw_alignment",
-    "explain", "first_non_finite", "gauss_newton_product", "gradient_of", "gradient_report", "gradients_by_position",
-    "head_statistics", "hessian_product", "intervene", "jacobian_lens", "largest_eigenvalues", "lens_logits",
-    "logit_attribution", "logit_lens", "named_attention_maps", "nesterov_limit", "patch_activations", "patched_back",
-    "path_attribution", "per_example_gradients", "regression_lens", "router_report", "run_from", "saturation",
-    "save_autopsy", "sharpness", "singular_values", "verify",
+    "Autopsy", "Check", "Edge", "Forecast", "GradientReport", "PerExampleGradients", "TokenExplanation",
+    "ablate_heads", "ablation_loss", "agreement", "alignment", "attention_entropy", "attention_maps",
+    "attribution_patching", "backward_lens", "capture", "capture_gradients", "capture_shapes", "capturing",
+    "check_init", "draw_alignment", "explain", "first_non_finite", "forecast", "gauss_newton_product",
+    "gradient_of", "gradient_report", "gradients_by_position", "head_statistics", "hessian_product", "intervene",
+    "jacobian_lens", "largest_eigenvalues", "lens_logits", "logit_attribution", "logit_lens",
+    "named_attention_maps", "nesterov_limit", "patch_activations", "patched_back", "path_attribution",
+    "per_example_gradients", "regression_lens", "router_report", "run_from", "saturation", "save_autopsy",
+    "sharpness", "singular_values", "verify",
 ]  # fmt: skip

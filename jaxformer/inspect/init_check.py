@@ -92,7 +92,7 @@ def expected_moments(config: DecoderConfig, n_tokens: int) -> tuple[Moments, ...
             attended *= c.n_heads * c.width_of_values * std**2
         stream = _after(c, before, attended)
         read = _read(c, stream)
-        mlp = _mlp(c, read)
+        mlp = mlp_mean_square(read, c.d_model, c.d_ff, c.activation, c.bias)
         if c.n_experts is not None:
             mlp *= _router_weights(read / 3, c.n_experts, c.experts_per_token, c.renormalize_experts) + c.shared_expert
         stream = _after(c, stream, mlp)
@@ -119,16 +119,19 @@ def _after(c: RungDecoderConfig, stream: float, part: float) -> float:
     return stream + part if c.residual else part
 
 
-def _mlp(c: DecoderConfig, mean_square: float) -> float:
-    """Return the mean square of an MLP's output; weights and biases are uniform with variance 1/(3·fan-in)."""
+def mlp_mean_square(
+    mean_square: float, d_in: int, d_ff: Sequence[int], activation: str = "relu", bias: bool = True
+) -> float:
+    """Return the mean square of an MLP's output at initialisation for inputs of the given mean square; weights and
+    biases are uniform with variance 1/(3·fan-in)."""
     nodes, weights = np.polynomial.hermite_e.hermegauss(64)
-    weights, gated = weights / weights.sum(), c.activation in GATED
-    for fan_in in (c.d_model, *c.d_ff[:-1]):
-        linear = mean_square / 3 + c.bias / (3 * fan_in)
+    weights, gated = weights / weights.sum(), activation in GATED
+    for fan_in in (d_in, *d_ff[:-1]):
+        linear = mean_square / 3 + bias / (3 * fan_in)
         before = mean_square / 3 if gated else linear  # a gate has no bias
-        activated = float(weights @ np.square(ACTIVATIONS[c.activation](jnp.asarray(sqrt(before) * nodes))))
+        activated = float(weights @ np.square(ACTIVATIONS[activation](jnp.asarray(sqrt(before) * nodes))))
         mean_square = activated * (linear if gated else 1)
-    return mean_square / 3 + c.bias / (3 * c.d_ff[-1])
+    return mean_square / 3 + bias / (3 * d_ff[-1])
 
 
 @lru_cache

@@ -5,15 +5,17 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from jaxformer.config import TokenModelConfig
+from jaxformer.config import Config, TokenModelConfig
+from jaxformer.config.fields import nonfinite_to_none, to_dict
 from jaxformer.data.dataset import evenly_spaced
 from jaxformer.files import write_atomically
+from jaxformer.inspect.forecast import Forecast, forecast, score
 from jaxformer.inspect.samples import continuations
 from jaxformer.runs.checkpoints import CheckpointReader
 from jaxformer.runs.run import Run, abstract_params, count_parameters, load_run, read_config
@@ -25,6 +27,8 @@ SIDES = "<>>>>>>><"
 """Columns of the terminal's table, and their alignment; see `terminal.align`."""
 CONTINUATIONS = "continuations.json"
 """File in a rung's folder."""
+FORECASTS = "forecast.json"
+"""File in the ladder's folder: the forecast of each rung, and its score once the rung has ended."""
 N_PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 3, 12, 32
 
 
@@ -106,6 +110,63 @@ def rung_result(run: Path, sources: str) -> RungResult:
         entropy_positions=_by_head(blocks, "{:.1f}", math.exp),
         sources=sources,
     )
+
+
+def forecast_rungs(configs: Mapping[str, Config], folder: Path) -> dict[str, Forecast]:
+    """Return the forecast of each rung. They are written to `FORECASTS` in the folder of the runs; one that is already
+    there is kept if the rung has begun to train, or has the same fields."""
+    stored, counts = read_forecasts(folder), {}
+    for name, config in configs.items():
+        data, key = config.data, (config.data, config.model.vocab_size)  # type: ignore[attr-defined]
+        if key not in counts:
+            loaded: Any = data.load(config.model, config.train.batch_size, config.seed)
+            counts[key] = loaded.counts(3), loaded.model.vocab_size
+        n_counts, vocab_size = counts[key]
+        fitting: Any = replace(config.model, vocab_size=vocab_size)  # type: ignore[call-arg]
+        fields = json.loads(json.dumps(to_dict(config)))
+        if name not in stored or (stored[name]["config"] != fields and not (folder / name).exists()):
+            made = nonfinite_to_none(asdict(forecast(replace(config, model=fitting), n_counts)))
+            stored[name] = {"config": fields, "forecast": made}
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(folder / FORECASTS, json.dumps(stored, indent=1) + "\n")
+    return {name: Forecast(**stored[name]["forecast"]) for name in configs}
+
+
+def read_forecasts(folder: Path) -> dict[str, Any]:
+    """Return the contents of `FORECASTS` in a folder; empty without the file."""
+    file = folder / FORECASTS
+    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+
+
+def score_rung(run: Path) -> None:
+    """Add the score of a run that has ended to the forecast in the folder above it; see `inspect.forecast.score`."""
+    cause, forecasts = ended_early(run), read_forecasts(run.parent)
+    made = forecasts[run.name]
+    made["score"] = score(Forecast(**made["forecast"]), read_metrics(run), int(cause.split()[-1]) if cause else None)
+    write_atomically(run.parent / FORECASTS, json.dumps(nonfinite_to_none(forecasts), indent=1) + "\n")
+
+
+FORECAST_HEAD = ("rung", "quantity", "forecast", "outcome", "as forecast")
+
+
+def forecast_rows(folder: Path, rungs: Sequence[str]) -> list[tuple[str, ...]]:
+    """Return a row for each scored quantity of some rungs, as in `FORECAST_HEAD`."""
+    stored, rows = read_forecasts(folder), list[tuple[str, ...]]()
+    for rung in rungs:
+        entry = stored.get(rung, {})
+        for name, (outcome, hit) in entry.get("score", {}).items():
+            cells = _cell(entry["forecast"][name], " to "), _cell(outcome, " ")
+            if name == "plateau":
+                cells = cells[0], f"passed by step {outcome}" if outcome is not None else "not passed"
+            rows.append((rung, name.replace("_", " "), *cells, "yes" if hit else "no"))
+            if name == "entropy":
+                rows[-1] = (rung, name, _cell(entry["forecast"][name], " "), *rows[-1][3:])
+    return rows
+
+
+def _cell(value: float | Sequence[float] | None, between: str) -> str:
+    values = value if isinstance(value, list) else [value]
+    return between.join("none" if x is None else f"{x:.4g}" for x in values)
 
 
 def _by_head(blocks: Sequence[Sequence[float | None]], form: str, of: Callable[[float], float] = float) -> str:

@@ -37,6 +37,12 @@ def test_rungs_are_trained_once_and_outcomes_are_written(tmp_path, monkeypatch, 
     table = {row["rung"]: row for row in csv.DictReader(Path("runs/ladder/ladder.csv").read_text().splitlines())}
     assert set(table) == {"mlp_rowwise", "residual"} and all(row["steps"] == "4" for row in table.values())
     assert 2 < float(table["residual"]["loss"]) < 7
+    forecasts = json.loads(Path("runs/ladder/forecast.json").read_text())
+    low, high = forecasts["residual"]["forecast"]["first_loss"]
+    outcome, hit = forecasts["residual"]["score"]["first_loss"]
+    assert said.index("residual: forecast: entropy") < said.index("residual: training in")
+    assert hit is (low <= outcome <= high) and forecasts["mlp_rowwise"]["forecast"]["entropy"] == []
+    assert f"{low:.4g} to {high:.4g}" in said and "Forecasts" in Path("runs/ladder/ladder.html").read_text()
     texts = [json.loads(Path("runs/ladder", rung, "continuations.json").read_text()) for rung in sorted(table)]
     prompts = [[(row["prompt"], row["temperature"]) for row in rows] for rows in texts]
     assert prompts[0] == prompts[1] and [t for _, t in prompts[0]] == [0.5] * 3 + [0.0] * 3

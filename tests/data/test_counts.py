@@ -5,7 +5,7 @@ from math import log
 import numpy as np
 import pytest
 
-from jaxformer.data.counts import pair_loss, token_loss
+from jaxformer.data.counts import count, token_loss
 
 TEXT = np.array([0, 1, 0, 1, 0, 2], np.uint16)
 
@@ -16,7 +16,7 @@ def test_counting_by_hand():
     # After 0 follow 1, 1 and 2; after 2, nothing.
     held_out = np.array([0, 1, 2, 3])
     expected = [(2 + 0.3) / (3 + 1), (0 + 0.2) / (2 + 1), 0.1]
-    assert pair_loss(TEXT, held_out, 4) == pytest.approx(-np.log(expected).mean())
+    assert count(TEXT, held_out, 4).loss(2) == pytest.approx(-np.log(expected).mean())
 
 
 def test_pair_loss_equals_a_table_of_all_pairs():
@@ -27,4 +27,12 @@ def test_pair_loss_equals_a_table_of_all_pairs():
     np.add.at(pairs_VV, (train_N[:-1], train_N[1:]), 1)
     table_VV = (pairs_VV + share_V) / (pairs_VV.sum(axis=1, keepdims=True) + 1)
     np.testing.assert_allclose(table_VV.sum(axis=1), 1)
-    assert pair_loss(train_N, val_M, V) == pytest.approx(-np.log(table_VV[val_M[:-1], val_M[1:]]).mean())
+    assert count(train_N, val_M, V).loss(2) == pytest.approx(-np.log(table_VV[val_M[:-1], val_M[1:]]).mean())
+
+
+def test_triples_by_hand():
+    """After (0, 1) follow 0 twice; after (1, 0), 1 and 2. The first held-out token after one other has only pairs."""
+    counts = count(TEXT, np.array([0, 1, 0]), 4, 3)
+    pairs = np.array([(2 + 0.3 * 1) / (3 + 1), (2 + 0.4 * 1) / (2 + 1)])
+    expected = [pairs[0], (2 + pairs[1]) / (2 + 1)]
+    assert counts.loss(3) == pytest.approx(-np.log(expected).mean())

@@ -17,7 +17,7 @@ from jaxformer.config import Config
 from jaxformer.config.fields import flatten, to_dict
 from jaxformer.data.dataset import evenly_spaced
 from jaxformer.files import write_atomically
-from jaxformer.inspect.ladder import RungResult, continue_held_out
+from jaxformer.inspect.ladder import FORECAST_HEAD, RungResult, continue_held_out, forecast_rows
 from jaxformer.inspect.pages.charts import STEP, Axis, Grid, Line, Lines, heads_heatmap
 from jaxformer.inspect.pages.page import Section, Table, as_preformatted, write_page
 from jaxformer.inspect.pages.training import Row
@@ -68,8 +68,13 @@ def ladder_sections(
     logs = {r.rung: read_metrics(folder / r.rung) for r in results}
     rows = [[r.rung, change, *OUTCOME(r)] for r, change in zip(results, changes, strict=True)]
     about = "Each rung is the one before with one change. Losses are on held-out text."
+    forecasts = forecast_rows(folder, [r.rung for r in results])
+    forecast_about = (
+        "Forecast from the config and counts in the text, before training; losses in nats per held-out token."
+    )
     return [
         Table("Outcomes", HEAD, rows, about=about),
+        *([Table("Forecasts", FORECAST_HEAD, forecasts, about=forecast_about)] if forecasts else []),
         _held_out_losses(results, configs, logs),
         _small_multiples(results, changes, logs),
         *_entropies(results, logs),

@@ -1,0 +1,240 @@
+"""Forecast of a training run of a language model, from its config and counts in its text, and its score afterwards.
+
+- Attention entropies and the loss at step 0 follow from second moments of random weights; see `init_check`.
+- The first plateau is the loss of counting tokens.
+- The final loss lies between two losses of counting. A model that sees only one token cannot be better than all pairs
+  counted, and a small one not better than all triples. Gradient descent learns a pair (a, b) of tokens at the rate
+  η κ P(a, b) / (1 - β) per step, with the momentum β and the kernel κ of logits for the same token (Jacot et al. 2018);
+  after a total Σ η of learning rates, rarer pairs than (1 - β) / (κ Σ η) are not learned, as if that fraction of the
+  text was added to the counts of each context.
+- A run becomes non-finite if its first update promises, to first order, to lower the loss by more than twice the loss
+  itself: such a step leads away from the minimum (Polyak 1987). This is the one part that is not derived: the gradient
+  is that of fresh weights, not those of the run, on tokens drawn by their frequencies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import acos, pi, sqrt
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxformer.config import Config, OptimizerConfig
+from jaxformer.data.counts import Counts
+from jaxformer.data.windows import next_token_batch
+from jaxformer.inspect.init_check import Moments, expected_moments, mlp_mean_square
+from jaxformer.models.decoder import DecoderConfig
+from jaxformer.models.mlp import MLPConfig
+from jaxformer.models.objective import mean_loss
+from jaxformer.models.rungs import RungDecoderConfig, as_rung
+from jaxformer.nn.parameters import parameter_axes
+from jaxformer.train.optimizer import make_optimizer, make_schedule
+
+ENTROPY_TOLERANCE, MIN_ENTROPY_TOLERANCE = 0.15, 0.02
+"""Relative error, and error in nats, within which an entropy counts as forecast."""
+STREAM_TOLERANCE = 0.3
+"""Relative error of the residual stream's mean square, which blocks after the first write with dependent positions."""
+LEARNED = 0.1
+"""Fraction of the nats from counting tokens to counting pairs by which a loss may exceed its estimate."""
+MAX_EXAMPLES = 32
+"""Windows of random tokens from which the gradient is computed."""
+MEMORIES = 2
+"""Number of the momentum's time constants 1/(1 - β) within which a run becomes non-finite."""
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Forecast of one run. Losses are held-out losses in nats per token."""
+
+    entropy: tuple[float, ...]
+    """Attention entropy of each block at step 0 in nats, a mean over heads and positions."""
+    first_loss: Interval
+    """Lowest and highest loss at step 0."""
+    non_finite: tuple[int, int] | None
+    """First and last step at which the run becomes non-finite or diverges; None if it does not."""
+    plateau: float
+    """First plateau of the loss: that of counting tokens."""
+    final_loss: Interval | None
+    """Lowest and highest loss at the end; None for a run that becomes non-finite."""
+
+
+def forecast(config: Config, counts: Counts) -> Forecast:
+    """Return the forecast of a run, without training.
+
+    Args:
+      config: run of a decoder or of an MLP over tokens.
+      counts: counts in its text up to triples, `TextDataset.counts(3)`.
+
+    Raises:
+      TypeError: the model is another one.
+    """
+    model = config.model
+    if not isinstance(model, MLPConfig | DecoderConfig):
+        raise TypeError(f"expected a decoder or an MLP over tokens, got a {type(model).__name__}.")
+    moments = expected_moments(model, model.context_length) if isinstance(model, DecoderConfig) else ()
+    own, variance = _logits(model, moments)
+    noise = 2 * sqrt(variance * float(np.square(counts.frequency_V).sum()))  # of the mean logit of the targets
+    vocab_size, cap = len(counts.frequency_V), getattr(model, "logit_soft_cap", None)
+    low, high = (_random_loss(own, variance * (1 + sign * STREAM_TOLERANCE), vocab_size, cap) for sign in (-1, 1))
+    diverges = _promised_decrease(config, counts) > 2
+    memory = 1 / max(1 - config.optimizer.momentum, 1e-3)
+    return Forecast(
+        entropy=tuple(block.entropy for block in moments),
+        first_loss=(low - noise, high + noise),
+        non_finite=(1, round(MEMORIES * memory)) if diverges else None,
+        plateau=counts.loss(1),
+        final_loss=None if diverges else _final_loss(config, counts, moments),
+    )
+
+
+def score(forecast: Forecast, log: Sequence[Mapping[str, Any]], ended: int | None) -> dict[str, tuple[Any, bool]]:
+    """Return the outcome for each field of a forecast, and True if it came as forecast; fields without an outcome are
+    left out. The plateau came as forecast if the loss passed it and the range of the final loss is below it.
+
+    Args:
+      log: rows of the run's log, as JSON types.
+      ended: step at which the run diverged or became non-finite; None if it did not.
+    """
+    losses = [(row["step"], row["val_loss"]) for row in log if row.get("val_loss") is not None]
+    scores: dict[str, tuple[Any, bool]] = {}
+    first = next((row for row in log if row["step"] == 0 and row.get("val_loss") is not None), None)
+    if first is not None:
+        low, high = forecast.first_loss
+        scores["first_loss"] = first["val_loss"], low <= first["val_loss"] <= high
+        if forecast.entropy:
+            entropy = tuple(float(np.mean([np.nan if x is None else x for x in heads])) for heads in first["entropy"])
+            pairs = zip(entropy, forecast.entropy, strict=True)
+            near = [abs(x - y) <= max(ENTROPY_TOLERANCE * y, MIN_ENTROPY_TOLERANCE) for x, y in pairs]
+            scores["entropy"] = entropy, all(near)
+    limits = forecast.non_finite
+    came = ended is limits if ended is None or limits is None else limits[0] <= ended <= limits[1]
+    scores["non_finite"] = ended, came
+    passed = next((step for step, loss in losses if loss <= forecast.plateau), None)
+    expected = forecast.final_loss is not None and forecast.final_loss[1] < forecast.plateau
+    scores["plateau"] = passed, (passed is not None) == expected
+    if ended is None and losses:
+        final, last = forecast.final_loss, losses[-1][1]
+        scores["final_loss"] = last, final is not None and final[0] <= last <= final[1]
+    return scores
+
+
+def describe_forecast(forecast: Forecast) -> str:
+    """Return a forecast in one line."""
+    between = lambda x: f"{x[0]:.3g} to {x[1]:.3g}"  # noqa: E731
+    entropy = f"entropy {' '.join(f'{x:.3g}' for x in forecast.entropy)}, " if forecast.entropy else ""
+    limits = forecast.non_finite
+    end = f"not finite at step {limits[0]} to {limits[1]}" if limits else "no divergence"
+    final = (
+        f", plateau {forecast.plateau:.3g}, at the end {between(forecast.final_loss)}" if forecast.final_loss else ""
+    )
+    return f"{entropy}loss at first {between(forecast.first_loss)}, {end}{final}"
+
+
+def _mixed(c: MLPConfig) -> tuple[float, float]:
+    """Return the mean square of the MLP's input, a sum over positions of embeddings and positions of variance 1 each,
+    and the part of it that is the same wherever the current token stands."""
+    T, D = c.context_length, c.d_model
+    visible = (T + 1) / (2 * T) if c.causal else 1.0  # mean fraction of all positions
+    return {
+        "none": (2.0, 1.0),
+        "concatenate": (2.0, 1 / T),  # features of the last position only
+        "static": (2 * visible, 1 / T**2),  # another weight at each position
+        "dynamic": (4 * visible, 1 / T**2),
+        "gram": (8 * (visible + D / T), 4 * D / T),  # a position's product with itself is √D times the others'
+        "qkv": (8 * visible, 1 / T),
+    }[c.mixing]
+
+
+def _logits(c: MLPConfig | DecoderConfig, moments: Sequence[Moments]) -> tuple[float, float]:
+    """Return the logit of the current token, which only a tied embedding favours, and the variance of all logits."""
+    if isinstance(c, MLPConfig):
+        d_in = c.d_model * (c.context_length if c.mixing == "concatenate" else 1)
+        return 0.0, mlp_mean_square(_mixed(c)[0], d_in, c.d_ff)
+    stream = moments[-1].stream * moments[-1].growth
+    if as_rung(c).unembedding == "mlp":
+        return 0.0, stream
+    std = c.embedding_std if c.unembedding == "tied" else c.unembedding_std
+    norm = sqrt(stream) if c.final_norm else 1.0
+    own = c.d_model * c.embedding_scale * c.embedding_std**2 / norm if c.unembedding == "tied" else 0.0
+    return own, stream / norm**2 * (1.0 if std is None else c.d_model * std**2)
+
+
+def _random_loss(own: float, variance: float, vocab_size: int, cap: float | None) -> float:
+    """Return the mean loss of normal logits, a Monte Carlo estimate."""
+    logits = sqrt(variance) * np.random.default_rng(0).normal(size=(256, vocab_size))
+    logits[:, 0] += own
+    logits = logits if cap is None else cap * np.tanh(logits / cap)
+    largest = logits.max(axis=1, keepdims=True)
+    return float(np.mean(np.log(np.exp(logits - largest).sum(axis=1)) + largest[:, 0]) - np.mean(logits[:, 1:]))
+
+
+def _promised_decrease(config: Config, counts: Counts) -> float:
+    """Return the decrease of the loss to first order by the first update at the peak learning rate, as a fraction of
+    the loss, for fresh weights and tokens drawn by their frequencies."""
+    c: Any = config.model
+    optimizer = config.optimizer
+    n, T = min(config.train.batch_size, MAX_EXAMPLES), c.context_length
+    V = len(counts.frequency_V)
+    windows = np.random.default_rng(0).choice(V, (n, T + 1), p=counts.frequency_V).astype(np.int32)
+    batch, model = jax.tree.map(jnp.asarray, next_token_batch(windows, c.n_predicted)), c.build()
+    key = jax.random.fold_in(jax.random.key(config.seed), 1)  # not the run's own
+    params = jax.jit(model.init)(key, batch.inputs[0][0])["params"]
+    loss, gradient = jax.jit(jax.value_and_grad(lambda params: mean_loss(model, params, batch)))(params)
+    schedule, width = optax.constant_schedule(optimizer.learning_rate), c.contract.scaled_width
+    rule = make_optimizer(optimizer, schedule, parameter_axes(model), width)
+    updates, _ = rule.update(gradient, rule.init(params), params)
+    return float(-optax.tree.vdot(gradient, updates) / loss)
+
+
+def _final_loss(config: Config, counts: Counts, moments: Sequence[Moments]) -> Interval:
+    c, (tokens, pairs) = config.model, (counts.loss(1), counts.loss(2))
+    if not getattr(c, "causal", True):  # it reads its targets
+        return 0.0, pairs
+    sees_one = isinstance(c, MLPConfig) and c.mixing == "none"
+    return (
+        counts.loss(2 if sees_one else 3),
+        min(tokens, counts.loss(2, _unlearned(config, moments) * counts.n_tokens) + LEARNED * (tokens - pairs)),
+    )
+
+
+def _unlearned(config: Config, moments: Sequence[Moments]) -> float:
+    """Return the frequency of pairs below which they are not learned, 0 for optimizers other than SGD."""
+    c: Any = config.model
+    optimizer = config.optimizer
+    if optimizer.name != "nesterov_sgd" or type(optimizer).rule is not OptimizerConfig.rule:
+        return 0.0
+    rates = make_schedule(optimizer, config.steps)(np.arange(config.steps))
+    total = float(np.sum(np.broadcast_to(rates, config.steps)))  # a constant schedule returns one number
+    if isinstance(c, MLPConfig):
+        (square, own), T = _mixed(c), c.context_length if c.mixing == "concatenate" else 1
+        kernel = _kernel(square, own, c.d_model * T, c.d_ff)
+    elif isinstance(c, RungDecoderConfig) and c.unembedding == "mlp":  # attention without a residual stream
+        square = moments[-1].stream * c.d_model * (c.projection_std or c.d_model**-0.5) ** 2
+        kernel = _kernel(square, square / (2 * c.context_length), c.d_model, c.d_ff)
+    else:
+        final = moments[-1].stream * moments[-1].growth if c.final_norm else 1.0
+        kernel = c.d_model * (c.embedding_scale * c.embedding_std) ** 2 / final
+    return (1 - optimizer.momentum) / (total * kernel)
+
+
+def _kernel(square: float, own: float, d_in: int, d_ff: Sequence[int]) -> float:
+    """Return the tangent kernel of an MLP's logit for two inputs with a covariance, less that without: both by the
+    recursion of Jacot et al. 2018 for ReLU, with weights and biases of variance 1/(3·fan-in)."""
+    kernels = []
+    for covariance in (own, 0.0):
+        q, cov, theta, active = square, covariance, 0.0, 0.0
+        for fan_in in (d_in, *d_ff):
+            theta = fan_in * cov + 1 + active / 3 * theta
+            q, cov = q / 3 + 1 / (3 * fan_in), cov / 3 + 1 / (3 * fan_in)
+            angle = acos(min(1.0, cov / q))
+            active = (pi - angle) / (2 * pi)
+            cov = (sqrt(max(0.0, q**2 - cov**2)) + (pi - angle) * cov) / (2 * pi)
+            q /= 2
+        kernels.append(theta)
+    return kernels[0] - kernels[1]

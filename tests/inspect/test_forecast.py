@@ -1,0 +1,93 @@
+"""Forecasts of a run agree with values computed by hand, and with the mean of many initialisations."""
+
+from dataclasses import replace
+from math import log
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from configs import ladder_small
+from jaxformer.data.counts import count
+from jaxformer.inspect.forecast import Forecast, describe_forecast, forecast, score
+from jaxformer.models.recurrent_lm import RecurrentLMConfig
+from tests.helpers import exhaustive
+
+V = 128
+RNG = np.random.default_rng(0)
+COUNTS = count(RNG.integers(V, size=4000), RNG.integers(V, size=500), V, 3)
+
+
+def small(name: str, **model):
+    config = getattr(ladder_small, name)
+    return replace(config, model=replace(config.model, vocab_size=V, **model), steps=100)
+
+
+def first_losses(model, n_seeds: int = 16) -> np.ndarray:
+    """Return the mean loss at initialisation on random tokens for each of several seeds."""
+    tokens_BT = jnp.asarray(np.random.default_rng(1).integers(V, size=(8, 33)))
+    module = model.build()
+
+    def loss(key):
+        params = module.init(key, tokens_BT[0, :-1])["params"]
+        logits = jax.vmap(lambda x: module.apply({"params": params}, x))(tokens_BT[:, :-1])
+        targets = tokens_BT[:, 1:][:, -model.n_predicted :]
+        return -jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], -1).mean()
+
+    return np.asarray(jax.jit(jax.vmap(loss))(jax.random.split(jax.random.key(7), n_seeds)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("residual", {}),
+        exhaustive("mix_gram", {}),
+        exhaustive("attention_unscaled", {}),
+        exhaustive("rmsnorm", {"n_blocks": 1, "final_norm": True, "logit_soft_cap": 2.0}),
+        exhaustive("residual", {"unembedding": "tied", "embedding_std": 0.1}),
+    ],
+)
+def test_loss_at_step_0_is_the_mean_over_initialisations(name, options):
+    config = small(name, **options)
+    low, high = forecast(config, COUNTS).first_loss
+    losses = first_losses(config.model)
+    assert low < losses.mean() < high
+    assert high - low < max(0.5, losses.mean() - log(V)) * 2  # not so wide that everything is in it
+
+
+def test_by_hand_without_attention():
+    """Inputs of mean square 2, then (2 + 1/64) / 6, and so on, so that logits have a variance of 0.02: the loss is
+    log V + 0.01."""
+    made = forecast(small("mlp_rowwise"), COUNTS)
+    square = ((2 / 3 + 1 / 192) / 2 / 3 + 1 / 768) / 2 / 3 + 1 / 768
+    assert np.mean(made.first_loss) == pytest.approx(log(V) + square / 2, abs=0.003)
+    assert made.entropy == () and made.non_finite is None and made.plateau == COUNTS.loss(1)
+    assert made.final_loss is not None and made.final_loss[0] == COUNTS.loss(2)
+
+
+@pytest.mark.slow
+def test_divergence_depends_on_the_learning_rate():
+    config = small("residual")
+    assert forecast(config, COUNTS).non_finite is None
+    made = forecast(replace(config, optimizer=replace(config.optimizer, learning_rate=50.0)), COUNTS)
+    assert made.non_finite == (1, 20) and made.final_loss is None
+
+
+def test_other_models_are_refused():
+    with pytest.raises(TypeError, match="RecurrentLMConfig"):
+        forecast(replace(small("residual"), model=RecurrentLMConfig(V, 32, "gru")), COUNTS)
+
+
+def test_scores_by_hand():
+    made = Forecast((1.0,), (4.0, 5.0), None, 3.0, (1.0, 2.0))
+    log = [{"step": 0, "val_loss": 4.5, "entropy": [[1.0, 1.4]]}, {"step": 5, "val_loss": 2.5}, {"step": 9, "loss": 1}]
+    assert score(made, log, None) == {
+        "first_loss": (4.5, True), "entropy": ((1.2,), False), "non_finite": (None, True), "plateau": (5, True),
+        "final_loss": (2.5, False),
+    }  # fmt: skip
+    ended = score(replace(made, non_finite=(1, 20), final_loss=None), log[:1], 7)
+    assert ended["non_finite"] == (7, True) and ended["plateau"] == (None, True) and "final_loss" not in ended
+    assert score(made, log[:1], 7)["non_finite"] == (7, False)
+    assert describe_forecast(made) == "entropy 1, loss at first 4 to 5, no divergence, plateau 3, at the end 1 to 2"
