@@ -58,6 +58,7 @@ def main(line: CommandLine) -> int:
     """Verify a run; return the exit status: 0 all invariants hold, 1 a check failed, 2 wrong input."""
     options = line.parse(Arguments(), command("verify"), DESCRIPTION)
     machine.set_up(machine.cores())
+    machine.return_freed_memory()
     run = open_run(with_run(options))
     echo(f"run {run.path}, step {run.step:,}: {type(run.model).__name__}, on {options.examples} random examples")
     echo(f"{'':4}  {'invariant':<18}  {'deviation':>9}  {'limit':>7}")
@@ -146,10 +147,13 @@ def _several_devices(run: Run, options: Arguments) -> Check:
     results = []
     # In float64, sums in another order differ by far less than the gradients of parameters that hardly matter.
     with jax.enable_x64(True):
-        for devices in (jax.local_devices()[:1], jax.local_devices()):
+        for devices in (jax.local_devices(), jax.local_devices()[:1]):
             setup = _setup(run, n, devices)
-            params = jax.device_put(run.params, replicated(setup.mesh))
-            results.append(jax.device_get(jax.jit(make_gradient(setup))(params, batch, setup.example_keys(0))))
+            shared = replicated(setup.mesh)
+            gradient = jax.jit(make_gradient(setup), donate_argnums=0)  # gradients take the memory of the copies
+            copies = jax.tree.map(lambda p, shared=shared: jnp.copy(jax.device_put(p, shared)), run.params)
+            results.append(jax.device_get(gradient(copies, batch, setup.example_keys(0))))
+            del copies
     (loss, grads), (expected_loss, expected) = results
     least = SMALLEST_GRADIENT * largest_of(np.abs(g).max(initial=0) for g in jax.tree.leaves(expected))
     errors = jax.tree.leaves(jax.tree.map(partial(relative_error, least=least), grads, expected))
