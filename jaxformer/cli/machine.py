@@ -126,6 +126,15 @@ def keep_freed_memory() -> None:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
+def return_freed_memory() -> None:
+    """Make glibc return each freed array of at least a megabyte to the system, after `keep_freed_memory`: programs that
+    run once or twice, each with arrays of other sizes, would leave gaps that none of the next ones fits into."""
+    with contextlib.suppress(OSError, AttributeError, TypeError):  # another C library than glibc
+        mallopt = ctypes.CDLL(None).mallopt
+        for option, value in ((-4, 65_536), (-3, 2**20)):  # M_MMAP_MAX, M_MMAP_THRESHOLD
+            mallopt(option, value)
+
+
 def release_freed_memory() -> None:
     """Make glibc return all freed memory to the system once, after much was freed that is not needed again: reading the
     checkpoint of SmolLM2-135M leaves 0.3 GB."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,6 +22,8 @@ from jaxformer.config.fields import Range, Seed
 from jaxformer.contract import Task
 from jaxformer.errors import command
 from jaxformer.inspect.property_checks import ROUNDING, Check, largest_of, random_inputs, relative_error, verify
+from jaxformer.models.objective import Params
+from jaxformer.nn.execution import PLAIN, Execution
 from jaxformer.terminal import echo
 
 if TYPE_CHECKING:
@@ -55,6 +58,7 @@ def main(line: CommandLine) -> int:
     """Verify a run; return the exit status: 0 all invariants hold, 1 a check failed, 2 wrong input."""
     options = line.parse(Arguments(), command("verify"), DESCRIPTION)
     machine.set_up(machine.cores())
+    machine.return_freed_memory()
     run = open_run(with_run(options))
     echo(f"run {run.path}, step {run.step:,}: {type(run.model).__name__}, on {options.examples} random examples")
     echo(f"{'':4}  {'invariant':<18}  {'deviation':>9}  {'limit':>7}")
@@ -95,13 +99,30 @@ def _targets(run: Run, inputs_B: tuple[jax.Array, ...], seed: int) -> jax.Array:
 
 
 def _setup(run: Run, n: int, devices: Sequence[jax.Device]) -> TrainSetup:
-    """Return the run's training setup for `n` examples on some devices, in float32."""
+    """Return the run's training setup for `n` examples on some devices, with float32 parameters and, with
+    `jax.enable_x64`, computation in float64.
+
+    A block's parameters are converted when it begins, and again in the backward pass: copies of all of them on all
+    devices would take gigabytes.
+    """
     from jaxformer.parallel.mesh import make_mesh
-    from jaxformer.train.setup import TrainSetup
+    from jaxformer.train.setup import BLOCK, TrainSetup
+
+    exact = partial(jax.tree.map, lambda w: w.astype(jax.dtypes.canonicalize_dtype(jnp.float64)))
+
+    class ExactSetup(TrainSetup):
+        def build(self, execution: Execution = PLAIN) -> nn.Module:
+            gather = lambda name, params: exact(execution.gather(name, params))  # noqa: E731
+            return super().build(dataclasses.replace(execution, gather=gather))
+
+        def compute_params(self, params: Params, *constants: Params) -> Params:
+            params = super().compute_params(params, *constants)
+            return {name: p if BLOCK.search(name) else exact(p) for name, p in params.items()}
 
     train = dataclasses.replace(run.config.train, batch_size=n)
-    config = dataclasses.replace(run.config, mesh="", compute=ComputeConfig(precision="float32"), train=train)
-    return TrainSetup(config, make_mesh("", devices))
+    compute = ComputeConfig(precision="float32", remat="block")
+    config = dataclasses.replace(run.config, mesh="", compute=compute, train=train)
+    return ExactSetup(config, make_mesh("", devices))
 
 
 def _example_keys(run: Run, options: Arguments) -> Check:
@@ -126,12 +147,13 @@ def _several_devices(run: Run, options: Arguments) -> Check:
     results = []
     # In float64, sums in another order differ by far less than the gradients of parameters that hardly matter.
     with jax.enable_x64(True):
-        for devices in (jax.local_devices()[:1], jax.local_devices()):
+        for devices in (jax.local_devices(), jax.local_devices()[:1]):
             setup = _setup(run, n, devices)
-            vars(setup)["compute_dtype"] = jnp.dtype(jnp.float64)
-            exact = jax.tree.map(lambda p: np.asarray(p, np.float64), run.params)
-            params = jax.device_put(exact, replicated(setup.mesh))
-            results.append(jax.device_get(jax.jit(make_gradient(setup))(params, batch, setup.example_keys(0))))
+            shared = replicated(setup.mesh)
+            gradient = jax.jit(make_gradient(setup), donate_argnums=0)  # gradients take the memory of the copies
+            copies = jax.tree.map(lambda p, shared=shared: jnp.copy(jax.device_put(p, shared)), run.params)
+            results.append(jax.device_get(gradient(copies, batch, setup.example_keys(0))))
+            del copies
     (loss, grads), (expected_loss, expected) = results
     least = SMALLEST_GRADIENT * largest_of(np.abs(g).max(initial=0) for g in jax.tree.leaves(expected))
     errors = jax.tree.leaves(jax.tree.map(partial(relative_error, least=least), grads, expected))

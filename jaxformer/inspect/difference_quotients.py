@@ -31,6 +31,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jaxformer.models.objective import Params
 from jaxformer.nn.parameter_norms import dotted
@@ -80,22 +81,27 @@ def compare_slopes(
     """Return the comparison of each parameter's gradient with difference quotients, by dotted name.
 
     Args:
-      loss: function of the parameters, a float64 scalar.
-      gradient: function of the parameters that should return the loss's gradient.
-      params: float64 parameters.
+      loss: function of float64 parameters, a float64 scalar.
+      gradient: function of float64 parameters that should return the loss's gradient.
+      params: parameters. Points, directions and gradients are held in float32, which halves the memory: what this
+        rounds off a gradient is far below `ACCURACY`.
     """
     slopes: dict[int, Slope] = {}
     values, tree = jax.tree.flatten(params)
-    gradient = jax.jit(gradient)
+
+    @jax.jit
+    def rounded_gradient(params: Params) -> Params:
+        return _cast(gradient(_cast(params, jnp.float64)), jnp.float32)
 
     @jax.jit
     def shifted_loss(values: list[jax.Array], directions: list[jax.Array], amounts: jax.Array) -> jax.Array:
+        values = _cast(values, jnp.float64)
         return loss(jax.tree.unflatten(tree, [x + a * d for x, d, a in zip(values, directions, amounts, strict=True)]))
 
     for seed in range(ATTEMPTS):
         left = [i for i in range(len(values)) if i not in slopes or slopes[i].is_rough or not slopes[i].holds]
         if left:
-            point = _Point(gradient, shifted_loss, params, seed)
+            point = _Point(rounded_gradient, shifted_loss, params, seed)
             for i, slope in point.compare(left):
                 slopes[i] = min(slope, slopes.get(i, slope), key=_rank)
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(params)]
@@ -118,9 +124,10 @@ class _Point:
         for i, leaf in enumerate(leaves):
             value = np.asarray(leaf, np.float64)
             value = value + LARGEST_STEP * (_rms(value) or 1) * rng.standard_normal(value.shape, np.float32)
-            self.sizes[i] = _rms(value)
-            self.values.append(jnp.asarray(value))
-        for i, grad in enumerate(map(np.asarray, jax.tree.leaves(gradient(jax.tree.unflatten(tree, self.values))))):
+            self.values.append(jnp.asarray(value, jnp.float32))
+            self.sizes[i] = _rms(np.asarray(self.values[i], np.float64))
+        for i, leaf in enumerate(jax.tree.leaves(gradient(jax.tree.unflatten(tree, self.values)))):
+            grad = np.asarray(leaf, np.float64)
             norm = np.linalg.norm(grad)
             direction = rng.standard_normal(grad.shape, np.float32)
             if 0 < norm < np.inf:  # replace the component along the gradient by 1 to 2
@@ -172,6 +179,10 @@ class _Point:
                 break
             step = (2 * self.rounding * step / bend) ** 0.5 if bend else step  # where both halves are equal
         return best
+
+
+def _cast(params: Params, dtype: DTypeLike) -> Params:
+    return jax.tree.map(lambda x: x.astype(dtype), params)
 
 
 def _rms(x: np.ndarray) -> float:
