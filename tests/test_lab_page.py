@@ -203,14 +203,13 @@ def test_own_text_replaces_the_text_or_says_its_limit(page: LabPage) -> None:
     script = "arguments[0].value = arguments[1]"
     page.browser.execute_script(script, area, "too short")
     page.click("#use")
-    wait_for(page.browser, "return !document.querySelector('#problem').hidden")
-    assert page.text("#problem") == "The text has 9 characters, and 500 are the least; add some."
+    wait_for(page.browser, "return !document.querySelector('#note').hidden")
+    assert page.text("#note") == "The text has 9 characters, and 500 are the least; add some."
     page.browser.execute_script(script, area, "abcd" * 200)
     page.click("#use")
     about = "document.querySelector('#text-about').textContent"
     wait_for(page.browser, f"return {about}.includes('800 characters, 4 different')")
-
-    assert page.text("#problem") == ""
+    assert page.text("#note") == "At step 0 again, with your text."
 
 
 def test_page_on_a_phone_does_not_scroll_sideways() -> None:

@@ -101,6 +101,8 @@ export interface Lab {
   /** Parameter, row-major. */
   parameter(name: string): number[];
   reset(): void;
+  /** Free the memory of the parameters and of the compiled functions; nothing else may be called after it. */
+  dispose(): void;
 }
 
 export interface Theory {
@@ -151,6 +153,11 @@ class Trainer implements Lab {
     this.config = { ...this.config, faults };
     this.compiled.dispose();
     this.compiled = compile(this.config);
+  }
+
+  dispose(): void {
+    tree.dispose([this.params, this.velocity]);
+    this.compiled.dispose();
   }
 
   reset(): void {
