@@ -153,7 +153,7 @@ function layOut(): void {
   get("second").setAttribute("aria-pressed", String(several));
   get("text-about").textContent =
     `From ${SHORTEST_TEXT} to ${LONGEST_TEXT.toLocaleString("en")} characters. The last tenth is held out. Now: ` +
-    `${text.length.toLocaleString("en")} characters, ${lanes[0].lab.vocabulary.length} different ones.`;
+    `${[...text].length.toLocaleString("en")} characters, ${lanes[0].lab.vocabulary.length} different ones.`;
   get("inside-about").textContent =
     `Maps of the first ${config.contextLength} held-out characters: a row reads columns, and head 1.0 is the first of ` +
     "the second block. Below each map: the mean entropy of a row in nats, and the variance of its scores. " +
