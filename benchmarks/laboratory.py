@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from math import prod
-from statistics import mean
+from statistics import mean, median
 from typing import Any
 
 from benchmarks import record
@@ -36,11 +39,20 @@ CREATE = """
 const config = { ...lab.DEFAULT_CONFIG, blocks: arguments[0], faults: arguments[1] };
 lab.createLab(config, lab.DEFAULT_TEXT).then((one) => (window.one = one)).finally(arguments[2]);
 """
+THEORY = "return lab.theory(lab.DEFAULT_CONFIG, lab.DEFAULT_TEXT)"
+OPENED = """
+const times = ["first-contentful-paint", "ready"].map((name) => performance.getEntriesByName(name)[0]?.startTime);
+return times.every(Boolean) && times.map((milliseconds) => milliseconds / 1000);
+"""
+STEP = "return Number(document.querySelector('#progress').textContent.match(/\\d+/)[0])"
+TRAIN = "document.querySelector('#train').click()"
 
 
-def measure(steps: int) -> list[dict[str, Any]]:
-    """Return the outcome of each case."""
+@contextmanager
+def browsing() -> Iterator[tuple[Any, dict[str, float]]]:
+    """Open the page; yield the browser, and the seconds until the page was painted and until it could train."""
     from selenium import webdriver
+    from selenium.webdriver.support.wait import WebDriverWait
 
     chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
     if not PAGE.exists() or chromium is None or driver is None:
@@ -49,23 +61,36 @@ def measure(steps: int) -> list[dict[str, Any]]:
     options.binary_location = chromium
     for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"):
         options.add_argument(argument)
+    browser = webdriver.Chrome(options, webdriver.ChromeService(driver))
+    try:
+        browser.set_script_timeout(100)
+        browser.execute_cdp_cmd("Performance.enable", {"timeDomain": "threadTicks"})
+        browser.get(PAGE.as_uri())
+        paint, ready = WebDriverWait(browser, 60).until(lambda browser: browser.execute_script(OPENED))
+        yield browser, {"seconds_to_first_paint": paint, "seconds_to_ready": ready}
+    finally:
+        browser.quit()
+
+
+def measure(steps: int) -> dict[str, Any]:
+    """Return the outcome of each case, the losses of models that only count, and the speed of the button Train."""
     outcomes = []
     for blocks, faults in CASES:
-        browser = webdriver.Chrome(options, webdriver.ChromeService(driver))
-        try:
-            browser.set_script_timeout(100)
-            browser.execute_cdp_cmd("Performance.enable", {"timeDomain": "threadTicks"})
-            browser.get(PAGE.as_uri())
+        with browsing() as (browser, opened):
             browser.execute_async_script(CREATE, blocks, faults)
-            outcomes.append({"blocks": blocks, "faults": faults, **outcome(browser, steps)})
-        finally:
-            browser.quit()
+            outcomes.append({"blocks": blocks, "faults": faults, **opened, **outcome(browser, steps)})
         print(*effect(outcomes[-1]), flush=True)
-    return outcomes
+    with browsing() as (browser, _):
+        theory, began = browser.execute_script(THEORY), processor_seconds(browser)
+        browser.execute_script(TRAIN)
+        while (step := browser.execute_script(STEP)) < 200:
+            time.sleep(0.2)
+        return {"cases": outcomes, "theory": theory, "seconds_page": (processor_seconds(browser) - began) * 200 / step}
 
 
 def outcome(browser: Any, steps: int) -> dict[str, Any]:
-    """Train `window.one`, and return what was measured; times are processor time of the page's thread."""
+    """Train `window.one`, and return what was measured. Held-out losses are those of every tenth step from step 100 on;
+    times are processor time of the page's thread."""
 
     def train(n: int) -> tuple[dict[str, Any], float]:
         began = processor_seconds(browser)
@@ -73,14 +98,16 @@ def outcome(browser: Any, steps: int) -> dict[str, Any]:
             processor_seconds(browser) - began
         )
 
-    (first, compiling), (hundredth, early), (_, late) = train(1), train(99), train(100)
-    last = train(steps - 200)[0]
+    (first, compiling), (hundredth, early), (second, late) = train(1), train(99), train(100)
+    later = [train(10)[0] for _ in range(200, steps, 10)]
+    last = later[-1]
     return {
         "parameters": sum(prod(matrix["shape"]) for matrix in first["matrices"]),
         "requests": browser.execute_script("return performance.getEntriesByType('resource').length"),
         "seconds_first_step": compiling,
         "seconds_next_199": early + late,
-        "held_out": [hundredth["heldOut"], last["heldOut"]],
+        "loss_before": first["loss"],
+        "held_out": {progress["step"]: progress["heldOut"] for progress in (hundredth, second, *later)},
         "not_finite_at": None if last["finite"] else last["step"],
         "score_variance_before": list(map(mean, first["scoreVariance"])),
         "entropy_before": list(map(mean, first["entropy"])),
@@ -98,13 +125,15 @@ def effect(case: dict[str, Any]) -> list[str]:
     """Return a row of the table of faults."""
     entropies = [" ".join(f"{entropy:.2f}" for entropy in case["entropy_before"])]
     if (step := case["not_finite_at"]) is None:
-        losses = [f"{case['held_out'][i]:.3f}" for i in (0, -1)]
+        *_, last = case["held_out"].values()
+        losses = [f"{case['held_out'][100]:.3f}", f"{last:.3f}"]
         entropies.append(" ".join(f"{entropy:.2f}" for entropy in case["entropy_after"]))
     else:
         losses = [f"not finite from step {step}", "-"]
         entropies.append("-")
     variance = f"{case['score_variance_before'][0]:,.2f}"
-    return [", ".join(case["faults"]) or "none", str(case["blocks"]), *losses, *entropies, variance]
+    names = [", ".join(case["faults"]) or "none", str(case["blocks"])]
+    return [*names, f"{case['loss_before']:.2f}", *losses, *entropies, variance]
 
 
 def table(names: list[str], rows: list[list[str]]) -> str:
@@ -113,7 +142,7 @@ def table(names: list[str], rows: list[list[str]]) -> str:
 
 
 def speed(figures: dict[str, Any]) -> str:
-    """Return the size of the page, and the table of speed."""
+    """Return the size of the page, how soon it opens, and the table of speed."""
     intact = [outcome for outcome in figures["cases"] if not outcome["faults"]]
     names = ["blocks", "parameters", "seconds to compile and take the first step", "for the next 199"]
     rows = [
@@ -121,23 +150,38 @@ def speed(figures: dict[str, Any]) -> str:
         for case in intact
     ]
     requests = sum(case["requests"] for case in figures["cases"])
-    return f"The page has {figures['bytes']:,} bytes, and made {requests} requests.\n\n{table(names, rows)}\n"
+    paint, ready = (
+        median(case[f"seconds_to_{event}"] for case in figures["cases"]) for event in ("first_paint", "ready")
+    )
+    return (
+        f"The page has {figures['bytes']:,} bytes, and made {requests} requests. It is painted after {paint:.2f} "
+        f"seconds, and can train after {ready:.2f} (medians of {len(figures['cases'])}).\n\n{table(names, rows)}\n\n"
+        "Measuring and drawing come on top: with two blocks, the button *Train* takes "
+        f"{figures['seconds_page']:.1f} seconds for 200 steps.\n"
+    )
 
 
 def effects(figures: dict[str, Any]) -> str:
-    """Return the table of faults."""
+    """Return the losses of models that only count, and the table of faults."""
+    uniform, unigram, bigram = (figures["theory"][name] for name in ("uniform", "unigram", "bigram"))
+    intact = next(case for case in figures["cases"] if case["blocks"] == 2)
+    passed = next((step for step, loss in intact["held_out"].items() if loss < bigram), None)
     last = f"at step {figures['steps']}"
     losses, entropies = ["held-out loss at step 100", last], ["entropy per block before training", last]
-    names = ["switch", "blocks", *losses, *entropies, "variance of scores before training"]
-    return table(names, [effect(case) for case in figures["cases"]]) + "\n"
+    names = ["switch", "blocks", "loss before training", *losses, *entropies, "variance of scores before training"]
+    return (
+        f"A guess costs {uniform:.2f} nats per character, the frequencies {unigram:.2f}, and the character before "
+        f"{bigram:.2f}; the intact model with two blocks is below that from step {passed} on.\n\n"
+        f"{table(names, [effect(case) for case in figures['cases']])}\n"
+    )
 
 
 def main() -> None:
     """Measure, store and write."""
     parser = argparse.ArgumentParser(description="The laboratory's speed and faults.", allow_abbrev=False)
-    parser.add_argument("--steps", type=int, default=300, help="at least 201")
+    parser.add_argument("--steps", type=int, default=300, help="a multiple of 10, at least 210")
     steps = parser.parse_args().steps
-    figures = {"steps": steps, "bytes": PAGE.stat().st_size, "cases": measure(steps)}
+    figures = {"steps": steps, "bytes": PAGE.stat().st_size, **measure(steps)}
     record.write("laboratory", figures, {})
     page = record.ROOT / "docs/laboratory.md"
     insert(page, SPEED[0], speed(figures), SPEED[1])

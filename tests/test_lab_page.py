@@ -40,7 +40,7 @@ class LabPage:
         self.opened += 1  # an address that has not been open yet
         script = "document.querySelector('#lanes').replaceChildren(); location.hash = arguments[0]"
         self.browser.execute_script(script, f"{experiment}&{self.opened}")
-        wait_for(self.browser, "return document.querySelector('.maps canvas')")
+        wait_for(self.browser, "return !!document.querySelector('.maps canvas')")
 
     def flip(self, fault: str, model: str = "A") -> None:
         self.click(f'[data-fault="{fault}"][data-model="{model}"]')
@@ -70,7 +70,7 @@ class LabPage:
 def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LabPage]:
     with browsing(built_page()) as browser:
         lab = LabPage(browser)
-        wait_for(browser, "return document.querySelector('.maps canvas')")
+        wait_for(browser, "return !!document.querySelector('.maps canvas')")
         yield lab
         assert complaints(browser) == []
 
@@ -141,6 +141,61 @@ def test_a_matrix_shows_its_largest_gradients(page: LabPage) -> None:
     assert sizes == sorted(sizes, reverse=True) and sizes[0] > 0 and len(sizes) == 5
 
 
+def test_what_a_click_does_not_show_is_told(page: LabPage) -> None:
+    page.open("blocks=1")
+    page.train(1)
+    page.flip("N(0, 1) weights")
+    page.settle()
+    assert page.text("#note") == "“N(0, 1) weights” acts when parameters are drawn: press Reset."
+    page.click("#second")
+    wait_for(page.browser, "return document.querySelectorAll('.model').length === 2")
+    assert "Both models begin at step 0" in page.text("#note")
+    page.train(1)
+    step = page.step
+    page.click("#second")  # without the second model, the first goes on
+    wait_for(page.browser, "return document.querySelectorAll('.model').length === 1")
+    assert page.step == step > 0
+    page.open("blocks=4&A=no norm,large learning rate")
+    page.train(100)
+    page.click("#train")
+    assert page.text("#note") == "Parameters that are not finite cannot be trained: press Reset."
+    assert page.text("#train") == "Train"
+
+
+def test_a_switch_is_compared_with_an_intact_model_where_it_shows(page: LabPage) -> None:
+    page.open("blocks=1")
+    page.click('[aria-label="compare an intact model with no norm"]')
+    wait_for(page.browser, "return document.querySelectorAll('.model').length === 2")
+    page.settle()
+    assert page.text("#note") == "4 blocks, heads per block: 4; A: intact; B: no norm. Press Train."
+    page.train(6)
+    assert "B: not finite at step" in page.texts("#chart text.mark")[0]
+    assert re.search(r"A: 0 switches on, .*; B: 1 switch on", page.text("#exercises li:nth-child(2) .status"))
+
+
+def test_memory_does_not_grow_with_new_models() -> None:
+    with browsing(built_page()) as browser:
+        count = "window.memories = []; const M = WebAssembly.Memory;"
+        count += "WebAssembly.Memory = class extends M { constructor(...a) { super(...a); memories.push(this); } }"
+        browser.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": count})
+        browser.refresh()
+        lab = LabPage(browser)
+        wait_for(browser, "return performance.getEntriesByName('ready').length")
+
+        def used(restarts: int) -> tuple[int, int]:
+            """Return bytes of WebAssembly and of JavaScript after so many new models."""
+            for _ in range(restarts):
+                lab.open("blocks=4")
+            browser.execute_cdp_cmd("HeapProfiler.collectGarbage", {})
+            heap = browser.execute_cdp_cmd("Runtime.getHeapUsage", {})["usedSize"]
+            return sum(browser.execute_script("return memories.map((memory) => memory.buffer.byteLength)")), heap
+
+        wasm, heap = used(3)
+        later_wasm, later_heap = used(10)
+        assert later_wasm == wasm
+        assert later_heap - heap < 1_000_000
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("exercise", "experiment", "steps"),
@@ -203,19 +258,24 @@ def test_own_text_replaces_the_text_or_says_its_limit(page: LabPage) -> None:
     script = "arguments[0].value = arguments[1]"
     page.browser.execute_script(script, area, "too short")
     page.click("#use")
-    wait_for(page.browser, "return !document.querySelector('#problem').hidden")
-    assert page.text("#problem") == "The text has 9 characters, and 500 are the least; add some."
-    page.browser.execute_script(script, area, "abcd" * 200)
+    wait_for(page.browser, "return !document.querySelector('#note').hidden")
+    assert page.text("#note") == "The text has 9 characters, and 500 are the least; add some."
+    page.train(1)
+    page.browser.execute_script(script, area, "".join(map(chr, range(500, 1000))))
+    page.click("#use")
+    page.settle()
+    assert page.text("#note") == "The text has 500 different characters; give one with at most 256."
+    assert page.step > 0
+    page.browser.execute_script(script, area, "abc😀" * 200)
     page.click("#use")
     about = "document.querySelector('#text-about').textContent"
     wait_for(page.browser, f"return {about}.includes('800 characters, 4 different')")
-
-    assert page.text("#problem") == ""
+    assert page.text("#note") == "At step 0 again, with your text."
 
 
 def test_page_on_a_phone_does_not_scroll_sideways() -> None:
     with browsing(built_page(), 390, "dark") as browser:
-        wait_for(browser, "return document.querySelector('.maps canvas')")
+        wait_for(browser, "return !!document.querySelector('.maps canvas')")
         browser.execute_script("document.querySelector('#second').click()")
         wait_for(browser, "return document.querySelectorAll('.model').length === 2")
         assert browser.execute_script("return document.documentElement.scrollWidth") == 390

@@ -101,6 +101,8 @@ export interface Lab {
   /** Parameter, row-major. */
   parameter(name: string): number[];
   reset(): void;
+  /** Free the memory of the parameters; nothing else may be called after it. */
+  dispose(): void;
 }
 
 export interface Theory {
@@ -149,8 +151,11 @@ class Trainer implements Lab {
 
   setFaults(faults: Fault[]): void {
     this.config = { ...this.config, faults };
-    this.compiled.dispose();
     this.compiled = compile(this.config);
+  }
+
+  dispose(): void {
+    tree.dispose([this.params, this.velocity]);
   }
 
   reset(): void {
@@ -271,8 +276,16 @@ class Trainer implements Lab {
   }
 }
 
-/** Return the jitted functions of a config. */
+const compiled = new Map<string, ReturnType<typeof jitted>>();
+
+/** Return the jitted functions of a config, made once: jax-js keeps some memory of each function for ever. */
 function compile({ learningRate, momentum, faults }: Config) {
+  const key = JSON.stringify([learningRate, momentum, [...faults].sort()]);
+  if (!compiled.has(key)) compiled.set(key, jitted(learningRate, momentum, faults));
+  return compiled.get(key)!;
+}
+
+function jitted(learningRate: number, momentum: number, faults: Fault[]) {
   const rate = learningRate * (faults.includes("large learning rate") ? LARGE_LEARNING_RATE : 1);
   const lossOf = (params: Params, tokens: NDArray, targets: NDArray, masks: Masks): NDArray => {
     const [logits, insides] = forward(params, tokens, masks, faults);
@@ -304,8 +317,7 @@ function compile({ learningRate, momentum, faults }: Config) {
     visible.dispose();
     return measured;
   });
-  const dispose = () => [step, loss, look, probe].forEach((f) => f.dispose());
-  return { step, loss, look, probe, dispose };
+  return { step, loss, look, probe };
 }
 
 /** Return the mean entropy in nats of the rows of each head, divided by their sums, (H,), with 0 · log 0 = 0. */

@@ -105,7 +105,7 @@ export function makeChart(container: HTMLElement) {
               { width: 22, height: 10 },
               svg("line", { class: `line lane-${i} ${key}`, x1: 0, x2: 22, y1: 5, y2: 5 }),
             ),
-            `${lanes.length > 1 ? `${lane.name}, ` : ""}${key === "loss" ? "batch" : "held out"}${value(lane, key)}`,
+            `${lanes.length > 1 ? `${lane.name}, ` : ""}${key === "loss" ? "training batch" : "held out"}${value(lane, key)}`,
           ),
         ),
       ),

@@ -25,12 +25,14 @@ export interface State {
   hidden: Fault | null;
 }
 
+/** Whether it is solved, and what is measured now. */
+type Check = (state: State) => [boolean, string];
+
 interface Exercise {
   title: string;
   task: string;
   chapter: string;
-  /** Return true if it is solved, and what is measured now. */
-  check(state: State): [boolean, string];
+  check: Check;
 }
 
 /** Held-out loss above which a model counts as clearly worse than another, in nats. */
@@ -40,55 +42,67 @@ const [EARLY, LATE] = [20, 50];
 const heldOut = (lane: Lane) => lane.progress?.heldOut ?? Infinity;
 const measured = (lane: Lane) => (lane.progress ? `held out ${show(lane.progress.heldOut)}` : "not trained yet");
 const differing = (a: Lane, b: Lane) => NAMES.filter((name) => a.faults.has(name) !== b.faults.has(name));
+const on = ({ faults }: Lane) => `${faults.size} ${faults.size === 1 ? "switch" : "switches"} on`;
+
+/** Return the check that one of the models passes. */
+function oneOf(check: (lane: Lane, state: State) => [boolean, string]): Check {
+  return (state) => {
+    const results = state.lanes.map((lane): [boolean, string] => {
+      const [done, now] = check(lane, state);
+      return [done, state.lanes.length > 1 ? `${lane.name}: ${now}` : now];
+    });
+    return results.find(([done]) => done) ?? [false, results.map(([, now]) => now).join("; ")];
+  };
+}
 
 export const EXERCISES: Exercise[] = [
   {
     title: "Better than counting",
     task: "With no switch on, bring the held-out loss below the bigram's.",
     chapter: "mixing",
-    check: ({ lanes: [a], theory }) => [
-      a.faults.size === 0 && heldOut(a) < theory.bigram,
-      `${measured(a)}, the bigram's is ${show(theory.bigram)}`,
-    ],
+    check: oneOf((lane, { theory }) => [
+      lane.faults.size === 0 && heldOut(lane) < theory.bigram,
+      `${on(lane)}, ${measured(lane)}, the bigram's is ${show(theory.bigram)}`,
+    ]),
   },
   {
     title: "One part less",
     task: "Do it again with exactly one switch on from the start, but not one through which rows read the future.",
     chapter: "mixing",
-    check: ({ lanes: [a], theory, hidden }) => [
-      !hidden && a.faults.size === 1 && !a.flips.length && a.leak < LEAK && heldOut(a) < theory.bigram,
-      `${a.faults.size} on, ${measured(a)}`,
-    ],
+    check: oneOf((lane, { theory, hidden }) => [
+      !hidden && lane.faults.size === 1 && !lane.flips.length && lane.leak < LEAK && heldOut(lane) < theory.bigram,
+      `${on(lane)}${lane.flips.length ? ", flipped after the start (press Reset)" : ""}, ${measured(lane)}`,
+    ]),
   },
   {
     title: "Cheat",
     task: "Bring the held-out loss below half of the bigram's within 400 steps. Then read its text: why is it nonsense?",
     chapter: "attention",
-    check: ({ lanes: [a], theory }) => [
-      heldOut(a) < theory.bigram / 2 && a.step <= 400,
-      `${measured(a)}, half of the bigram's is ${show(theory.bigram / 2)}`,
-    ],
+    check: oneOf((lane, { theory }) => [
+      heldOut(lane) < theory.bigram / 2 && lane.step <= 400,
+      `step ${lane.step}, ${measured(lane)}, half of the bigram's is ${show(theory.bigram / 2)}`,
+    ]),
   },
   {
     title: "One-hot",
     task: `Make a head whose entropy is still below ${ONE_HOT} nats after ${LATE} steps, in a model that is finite.`,
     chapter: "scale",
-    check: ({ lanes: [a] }) => {
-      const least = Math.min(...a.entropy.flat());
+    check: oneOf((lane) => {
+      const least = Math.min(...lane.entropy.flat());
       return [
-        a.brokenAt === null && a.step >= LATE && least < ONE_HOT,
-        `the least entropy is ${show(least)} nats at step ${a.step}`,
+        lane.brokenAt === null && lane.step >= LATE && least < ONE_HOT,
+        `the least entropy is ${show(least)} nats at step ${lane.step}`,
       ];
-    },
+    }),
   },
   {
     title: "Break it",
     task: `Make the loss not finite before step ${EARLY}.`,
     chapter: "depth",
-    check: ({ lanes: [a] }) => [
-      a.brokenAt !== null && a.brokenAt < EARLY,
-      a.brokenAt === null ? `finite at step ${a.step}` : `not finite at step ${a.brokenAt}`,
-    ],
+    check: oneOf(({ brokenAt, step }) => [
+      brokenAt !== null && brokenAt < EARLY,
+      brokenAt === null ? `finite at step ${step}` : `not finite at step ${brokenAt}`,
+    ]),
   },
   {
     title: "One difference",
@@ -97,12 +111,11 @@ export const EXERCISES: Exercise[] = [
     check: ({ lanes: [a, b], hidden }) => {
       if (!b) return [false, "needs the second model"];
       const gap = heldOut(b) - heldOut(a);
-      const names = differing(a, b);
-      const done =
-        !hidden && names.length === 1 && Math.min(a.step, b.step) >= 100 && gap >= CLEARLY && b.brokenAt === null;
+      const [names, step] = [differing(a, b), Math.min(a.step, b.step)];
       return [
-        done,
-        `${names.length} different, ${Number.isFinite(gap) ? `B − A = ${show(gap)} nats` : "not trained yet"}`,
+        !hidden && names.length === 1 && step >= 100 && gap >= CLEARLY && b.brokenAt === null,
+        `${names.length} different, step ${step}, ` +
+          (Number.isFinite(gap) ? `B − A = ${show(gap)} nats` : b.brokenAt === null ? "not trained yet" : "not finite"),
       ];
     },
   },
@@ -111,18 +124,20 @@ export const EXERCISES: Exercise[] = [
 export interface Actions {
   hide(fault: Fault): Promise<void>;
   reveal(): void;
+  tell(text: string): void;
   state(): State;
 }
 
 /** List the exercises; return the function that checks them. */
 export function makeExercises(container: HTMLElement, actions: Actions) {
-  const count = EXERCISES.length + 2;
   const solved = new Set<string>();
+  const count = () => write(get("solved"), `${solved.size} of ${EXERCISES.length + 2} exercises`);
   const solve = (title: string, status: HTMLElement, text: string) => {
     solved.add(title);
     status.textContent = `Solved: ${text}`;
     status.closest("li")!.classList.add("solved");
-    get("solved").textContent = `${solved.size} of ${count} solved.`;
+    count();
+    actions.tell(`Exercise solved: ${title}.`);
   };
   const item = (title: string, task: string, chapter: string, ...rest: Node[]) => {
     const status = h("p", { class: "status" });
@@ -147,7 +162,7 @@ export function makeExercises(container: HTMLElement, actions: Actions) {
           hidden,
           lanes: [a],
         } = actions.state();
-        if (!hidden) return;
+        if (!hidden) return void (verdict.textContent = "No switch is hidden now: flip one in secret again.");
         if (names.value !== hidden) {
           verdict.textContent = `Not ${names.value}. Give model B that switch: equal switches give equal curves.`;
           return;
@@ -224,7 +239,7 @@ export function makeExercises(container: HTMLElement, actions: Actions) {
     asked,
   );
   result.setAttribute("aria-live", "polite");
-  get("solved").textContent = `0 of ${count} solved.`;
+  count();
 
   return () => {
     for (const { title, check, status } of checked) {

@@ -29,6 +29,8 @@ export class Lane {
   look!: Look;
   /** Largest change of an earlier row's attention if the last character of the text is another one; 0 if causal. */
   leak = 0;
+  /** The characters that the model continues, and its continuation. */
+  prompt = "";
   sample = "";
   /** Mean entropy of each block's attention in nats that theory predicts before training. */
   predicted: number[] = [];
@@ -45,7 +47,9 @@ export class Lane {
 
   async create(config: Config, text: string, probe: string): Promise<void> {
     this.text = text;
+    const before = this.lab;
     this.lab = await createLab({ ...config, faults: [...this.faults] }, text);
+    before?.dispose();
     this.begin(probe);
   }
 
@@ -84,8 +88,8 @@ export class Lane {
     this.see(probe);
     const due = Math.floor(progress.step / SAMPLE_EVERY_STEPS) > Math.floor(before / SAMPLE_EVERY_STEPS);
     if (due || !this.sample) {
-      const prompt = [...probe].slice(0, PROMPT_LENGTH).join("");
-      this.sample = prompt + this.lab.generate(prompt, SAMPLE_LENGTH, TEMPERATURE);
+      this.prompt = [...probe].slice(0, PROMPT_LENGTH).join("");
+      this.sample = this.lab.generate(this.prompt, SAMPLE_LENGTH, TEMPERATURE);
     }
   }
 
@@ -131,7 +135,7 @@ export class Lane {
       return [
         `Step ${this.brokenAt}: not finite.${before} A number above 3.4·10³⁸ does not fit into 32 bits and becomes ` +
           "infinite; ∞ − ∞ is not a number (NaN), and the next step writes it into all parameters. " +
-          `Below is step ${this.sound?.step ?? 0}, the last finite one.`,
+          `Below is step ${this.sound?.step ?? 0}, the last finite one. Reset begins anew.`,
       ];
     }
     if (!this.progress) return ["Not trained yet: attention below is that of random parameters."];
@@ -144,8 +148,8 @@ export class Lane {
           ? "It does not even know how frequent each character is."
           : heldOut > bigram
             ? "It knows the frequencies, but not more than the last character tells."
-            : heldOut < bigram / 2
-              ? "No honest model of this size is that good after so few steps."
+            : heldOut < bigram / 2 && this.leak > LEAK
+              ? "No model is that good so early, unless it reads what it has to predict."
               : "It uses more than the last character: the loss is below the bigram's.",
     ];
     const [least, most] = this.rowSums;

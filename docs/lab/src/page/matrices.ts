@@ -65,6 +65,7 @@ export function makeGradient(container: HTMLElement, lane: Lane, selection: Sele
     const [gradient, parameter] = [lane.lab.gradient(name), lane.lab.parameter(name)];
     const order = gradient.map((_, i) => i).sort((a, b) => Math.abs(gradient[b]) - Math.abs(gradient[a]));
     const highest = Math.abs(gradient[order[0]]);
+    if (lane.brokenAt !== null) return container.replaceChildren(h("p", {}, `The gradient of ${name} is not finite.`));
     const rows = Array.from({ length: gradient.length / columns }, (_, i) =>
       gradient.slice(i * columns, (i + 1) * columns).map((g) => Math.sqrt(Math.abs(g) / highest)),
     );
