@@ -88,9 +88,7 @@ class LiveSection(Section):
             data |= {"file": self.file, "sha256": hashlib.sha256(self.weights).hexdigest()}
         else:
             data["weights"] = base64.b64encode(self.weights).decode()
-        if self.film:
-            frames = [base64.b64encode(pack_params(params)).decode() for _, params in self.film[:-1]]
-            data["film"] = {"steps": [step for step, _ in self.film], "weights": frames}
+        data["film"] = [[step, base64.b64encode(pack_params(params)).decode()] for step, params in self.film]
         return embed("live", data)
 
 
@@ -149,7 +147,11 @@ def film_frames(run: Run) -> list[tuple[int, Params]]:
     steps = [step for step in frames(run.path) if step < run.step]
     if not steps or 2 * (len(steps) + 1) * count_parameters(run.params) > MAX_EMBEDDED_BYTES:
         return []
-    return [(step, load_frame(run, step)) for step in steps] + [(run.step, run.params)]
+    film = []
+    for step in steps:
+        with suppress(NotImplementedError):  # not finite
+            film.append((step, round_params(load_frame(run, step))))
+    return [*film, (run.step, run.params)]
 
 
 def pack_settings(config: DecoderConfig) -> dict[str, Any]:

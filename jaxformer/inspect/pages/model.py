@@ -34,6 +34,8 @@ from jaxformer.runs.run import Run, count_parameters, load_data
 from jaxformer.train.evaluate import HeldOut
 from jaxformer.train.log import read_metrics, read_samples
 
+FILM_PAGE = "film.html"
+"""Name of the page about a run's film, in its folder."""
 MAX_ATTENTION_WEIGHTS = 600_000
 """Maximum attention weights on a page; 3 weights take 4 bytes, so that the page stays below 1 MB."""
 MAX_HELD_OUT_TOKENS = 128
@@ -127,7 +129,8 @@ def write_model_page(
     if live is not None and live.file is not None:
         weights = path.with_name(live.file)
         write_atomically(weights, live.weights)
-    write_page(path.resolve(), f"{run.path.resolve().name}: inspection", facts, sections)
+    links = {"Film": FILM_PAGE} if path.with_name(FILM_PAGE).exists() else {}
+    write_page(path.resolve(), f"{run.path.resolve().name}: inspection", facts, sections, links)
     return weights
 
 

@@ -30,6 +30,7 @@ function sample(probabilities) {
 }
 
 function live(container, data) {
+  const { text, film: frames } = data; // all that is read of it later: weights are not kept twice
   const [model, tokenizer] = [new Model(data), new Tokenizer(data.tokenizer)];
   const { n_blocks: L, n_heads: H, n_kv_heads: G, head_dim: K, value_dim: J, has_lens } = model.config;
   const label = (token) => tokenizer.label(token);
@@ -46,7 +47,7 @@ function live(container, data) {
   let ink = []; // colour of attention, read once per update: reading it makes the browser compute styles
   const shade = (weight) => `rgba(${ink}, ${Math.sqrt(weight) / 2})`;
 
-  if (data.film) makeFilm();
+  if (frames.length) makeFilm();
   const field = make("label", container, "Your text", "field");
   const area = make("textarea", field);
   [area.rows, area.spellcheck, area.autocapitalize, area.maxLength] = [3, false, "off", LONGEST_TEXT];
@@ -87,13 +88,12 @@ function live(container, data) {
 
   // A slider over the steps whose parameters the page has.
   function makeFilm() {
-    const frames = [...data.film.weights, data.weights];
     let shown = frames.length - 1;
     make("p", container, "The parameters at the slider's step of training read your text.", "name");
-    film(container, { steps: data.film.steps, moved({ index }) {
+    film(container, { steps: frames.map(([step]) => step), moved({ index }) {
       if (index === shown) return;
       shown = index;
-      model.numbers.set(decodeWeights({ ...data, weights: frames[index] }));
+      model.numbers.set(decodeFloat16(decodeBase64(frames[index][1])));
       [full.tokens, ablated.tokens] = [[], []];
       update(position);
     } });
@@ -381,7 +381,7 @@ function live(container, data) {
     update();
   }
   function begin() {
-    area.value = data.text;
+    area.value = text;
     off.clear();
     readArea();
   }

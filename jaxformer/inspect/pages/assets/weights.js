@@ -46,8 +46,9 @@ function decodeInt8({ buffer }, arrays, group) {
 /** Say what weights take, and where they are; call `begin(data)`, with the weights, when the reader has chosen them. */
 function offer(container, data, begin) {
   const { file, size, sha256, arrays } = data;
-  const megabytes = (bytes) => `${format(Math.round(bytes / 1e6))} MB`;
-  const takes = `${megabytes(size)}, and about ${megabytes(size + arrays.reduce((sum, [, n]) => sum + 4 * n, 0))} of memory`;
+  const memory = size + arrays.reduce((sum, [, n]) => sum + 4 * n, 0); // as float32, and a fifth for what it computes
+  const megabytes = (bytes) => `${Math.round(bytes / 1e6)} MB`;
+  const takes = `${megabytes(size)}, and about ${megabytes(Number((1.2 * memory).toPrecision(2)))} of memory`;
   const box = make("div", container, "", "offer");
   const unused = new AbortController(); // of the listeners
   const { signal } = unused;
