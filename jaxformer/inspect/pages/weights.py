@@ -32,13 +32,18 @@ def pack_params(params: Params, bits: int = 16) -> bytes:
     """Return the values of parameters, little-endian, where a matrix has one row per output. In 16 bits, all are
     float16. In 8 bits, vectors come first, as float32, then the scales of matrices, bfloat16, one per `GROUP` values,
     then the values of matrices divided by them, int8."""
-    flat = [(path[-1].key, _rows(path[-1].key, np.asarray(x)).ravel()) for path, x in tree_leaves_with_path(params)]
+    flat = flatten(params)
     if bits == 16:
         return b"".join(x.astype("<f2").tobytes() for _, x in flat)
     vectors = [x.astype("<f4") for key, x in flat if not _is_matrix(key)]
     matrices = [quantize(x) for key, x in flat if _is_matrix(key)]
     scales = [(scales.view(np.uint32) >> 16).astype("<u2") for _, scales in matrices]
     return b"".join(x.tobytes() for x in (*vectors, *scales, *(values for values, _ in matrices)))
+
+
+def flatten(params: Params) -> list[tuple[str, np.ndarray]]:
+    """Return the last part of the name of each parameter, and its values, flat, in the order of `pack_params`."""
+    return [(path[-1].key, _rows(path[-1].key, np.asarray(x)).ravel()) for path, x in tree_leaves_with_path(params)]
 
 
 def quantize(x_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

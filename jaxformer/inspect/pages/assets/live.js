@@ -89,7 +89,7 @@ function live(container, data) {
   // A slider over the steps whose parameters the page has.
   function makeFilm() {
     let shown = frames.length - 1;
-    make("p", container, "The parameters at the slider's step of training read your text.", "name");
+    make("p", container, "The slider chooses the step of training whose parameters read your text.", "name");
     film(container, { steps: frames.map(([step]) => step), moved({ index }) {
       if (index === shown) return;
       shown = index;

@@ -47,8 +47,7 @@ function decodeInt8({ buffer }, arrays, group) {
 function offer(container, data, begin) {
   const { file, size, sha256, arrays } = data;
   const memory = size + arrays.reduce((sum, [, n]) => sum + 4 * n, 0); // as float32, and a fifth for what it computes
-  const megabytes = (bytes) => `${Math.round(bytes / 1e6)} MB`;
-  const takes = `${megabytes(size)}, and about ${megabytes(Number((1.2 * memory).toPrecision(2)))} of memory`;
+  const takes = `${format(size / 1e6, 3)} MB, and about ${format((1.2 * memory) / 1e6, 2)} MB of memory`;
   const box = make("div", container, "", "offer");
   const unused = new AbortController(); // of the listeners
   const { signal } = unused;
