@@ -41,7 +41,8 @@ def main(line: CommandLine) -> int:
     machine.set_up()
     run = open_run(with_run(CheckpointOptions(options.run)))
 
-    from jaxformer.inspect.pages.film import FILM_PAGE, write_film
+    from jaxformer.inspect.pages.film import write_film
+    from jaxformer.inspect.pages.model import FILM_PAGE
 
     prompts = () if options.prompt is None else (options.prompt,)
     write_film(run, prompts, options.examples, lambda part: echo(f"{part} ...", sys.stderr))

@@ -42,9 +42,9 @@ class Arguments(CheckpointOptions):
     lenses: bool = False
     """Also fit lenses to held-out texts: how early a causal decoder's prediction can be read from its residual stream.
     Takes seconds for a small model, and minutes for one of 100 million parameters."""
-    max_live_parameters: Annotated[int, Range(least=0, most=150_000_000)] = 5_000_000
-    """Maximum parameters of a decoder that runs in the page on your own text, at 2.7 bytes each; at most 150 million,
-    as browsers read no text of more than 0.5 GB; 0 to omit it."""
+    max_live_parameters: Annotated[int, Range(least=0, most=150_000_000)] = 150_000_000
+    """Maximum parameters of a decoder that runs in the page on your own text; 0 to omit it. Those of a large one are in
+    a file beside the page, a byte each."""
 
 
 @as_command()
@@ -75,6 +75,10 @@ def main(line: CommandLine) -> int:
         default = getattr(run.config.data, "path", "the default")
         echo_error(f"note: {run.path} has no training: it is measured on {default}; name a text with --data.path")
     limits = options.examples, options.max_live_parameters
-    write_model_page(run, path, options.prompt, *limits, progress, text, source, options.lenses, options.contrast)
+    weights = write_model_page(
+        run, path, options.prompt, *limits, progress, text, source, options.lenses, options.contrast
+    )
     echo(f"{path}: {path.stat().st_size / 1e6:.2f} MB; open it in a browser")
+    if weights is not None:
+        echo(f"{weights}: {weights.stat().st_size / 1e6:.1f} MB; choose it in the page to run the model")
     return 0

@@ -21,12 +21,12 @@ from jaxformer.inspect.ladder import held_out_prompts
 from jaxformer.inspect.pages.attention import AttentionLayer, AttentionSection
 from jaxformer.inspect.pages.charts import Axis, Grid, Line, Lines
 from jaxformer.inspect.pages.labels import describe_head, head_label, layer_label
-from jaxformer.inspect.pages.model import held_out, token_text
+from jaxformer.inspect.pages.model import FILM_PAGE, held_out, token_text
 from jaxformer.inspect.pages.page import Section, Table, embed, rounded, write_page
 from jaxformer.runs.film import frames, load_frame
 from jaxformer.runs.run import Run, count_parameters
 
-FILM_PAGE, FILM_ROWS = "film.html", "film.jsonl"
+FILM_ROWS = "film.jsonl"
 MAX_ATTENTION_BYTES = 2_000_000
 """Maximum attention weights on the page, a byte each, in all frames."""
 STEP = Axis("step + 1", log=True)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -13,19 +14,23 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.tree_util import keystr, tree_leaves_with_path
 
 from jaxformer.data.tokenizer import BYTE_OF, Tokenizer
 from jaxformer.inspect.pages.page import Section, embed
+from jaxformer.inspect.pages.weights import GROUP, pack_names, pack_params, round_params
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.moe import MoEConfig
 from jaxformer.models.objective import Params
 from jaxformer.models.rungs import RungDecoderConfig, as_rung
 from jaxformer.nn.norms import epsilon
 from jaxformer.ops.positions import Llama3Scaling
+from jaxformer.runs.film import frames, load_frame
+from jaxformer.runs.run import Run, count_parameters
 
-BYTES_PER_PARAMETER = 8 / 3
-"""Size of a float16 in base64."""
+FLOAT16_PARAMETERS = 5_000_000
+"""Maximum parameters stored as float16; those of larger models are stored in 8 bits."""
+MAX_EMBEDDED_BYTES = 40_000_000
+"""Maximum size of the parameters within a page; larger ones are in a file beside it."""
 SCRIPT = "the page's script"
 MAX_TOKENS = 256
 """Maximum tokens of a text on the page, which bounds the memory for attention maps."""
@@ -56,29 +61,54 @@ class LiveSection(Section):
 
     config: DecoderConfig
     params: Params
+    bits: int
+    """Bits of a stored parameter: 16 or 8."""
+    weights: bytes
+    """The stored parameters; see `pack_params`."""
     tokenizer: Tokenizer
     text: str
     """Initial text."""
+    file: str | None = None
+    """Name of the file beside the page that holds `weights`; None where the page itself does."""
+    film: Sequence[tuple[int, Params]] = ()
+    """Steps and parameters of a film, of which those of the section are the last."""
 
     assets: ClassVar = (
-        "charts.css", "charts.js", "attention.css", "live.css", "drill.css", "attribution.css", "tokenizer.js",
-        "decoder.js", "backward.js", "drill.js", "attribution.js", "live.js",
+        "charts.css", "charts.js", "attention.css", "film.css", "film.js", "live.css", "drill.css", "attribution.css",
+        "tokenizer.js", "weights.css", "weights.js", "decoder.js", "backward.js", "drill.js", "attribution.js",
+        "live.js",
     )  # fmt: skip
 
     def body(self) -> str:
         """Return the HTML element with the packed model and tokenizer."""
-        data = pack_model(self.config, self.params) | {"tokenizer": pack_tokenizer(self.tokenizer), "text": self.text}
+        data = pack_settings(self.config) | {
+            "arrays": pack_names(self.params), "bits": self.bits, "group": GROUP, "size": len(self.weights),
+            "tokenizer": pack_tokenizer(self.tokenizer), "text": self.text,
+        }  # fmt: skip
+        if self.file is not None:
+            data |= {"file": self.file, "sha256": hashlib.sha256(self.weights).hexdigest()}
+        else:
+            data["weights"] = base64.b64encode(self.weights).decode()
+        data["film"] = [[step, base64.b64encode(pack_params(params)).decode()] for step, params in self.film]
         return embed("live", data)
 
 
 def live_section(
-    model: nn.Module, params: Params, tokenizer: Tokenizer, tokens_T: jax.Array, max_parameters: int
+    model: nn.Module,
+    params: Params,
+    tokenizer: Tokenizer,
+    tokens_T: jax.Array,
+    max_parameters: int,
+    file: str = "the weights",
+    film: Sequence[tuple[int, Params]] = (),
 ) -> LiveSection:
     """Return the section for a causal decoder, with the given tokens as initial text.
 
     Args:
-      params: parameters, stored in the page as float16.
+      params: parameters, stored as float16 or, for more than `FLOAT16_PARAMETERS`, in 8 bits.
       max_parameters: maximum number of parameters.
+      file: name of the file beside the page for parameters of more than `MAX_EMBEDDED_BYTES`.
+      film: steps and parameters of a film, of which the last are `params`; see `film_frames`.
 
     Raises:
       NotImplementedError: the page's script cannot run the model or its tokenizer, or the model is too large.
@@ -89,41 +119,45 @@ def live_section(
         raise NotImplementedError(f"{SCRIPT} supports decoders only, and this is a {type(model).__name__}.")
     if config.routes_tokens or config.prefix:
         raise NotImplementedError(f"{SCRIPT} supports neither mixtures of experts nor attention to a prefix.")
-    size = f"{BYTES_PER_PARAMETER * n_parameters / 1e6:.1f} MB"
     if n_parameters > max_parameters:
-        problem = f"it has {n_parameters:,} parameters, which take {size}, but the limit is {max_parameters:,}"
+        problem = f"it has {n_parameters:,} parameters, but the limit is {max_parameters:,}"
         raise NotImplementedError(f"{problem}; raise it with --max-live-parameters.")
     pack_tokenizer(tokenizer)  # raises if the script does not support it
-    rounded_params = round_params(params)
+    bits = 16 if n_parameters <= FLOAT16_PARAMETERS else 8
+    rounded_params = round_params(params, bits)
     text = tokenizer.decode(np.asarray(tokens_T).tolist()).strip("\ufffd")  # parts of characters at the ends
     text_T = jnp.array(tokenizer.encode_prompt(text)[: min(config.n_positions, MAX_TOKENS)] or [tokenizer.end_of_text])
     logits_TV = jax.jit(lambda params: model.apply({"params": params}, text_T))
     difference = float(jnp.abs(logits_TV(params) - logits_TV(rounded_params)).max())
+    weights = pack_params(rounded_params, bits)
     about = (
         f"The model itself, with its {n_parameters:,} parameters, runs in this page, offline: type a text, point at "
-        "its tokens, ablate heads, or generate token by token. The parameters are stored as "
-        f"float16 ({size}), which changes the logits of the text below by at most {difference:.2g}."
+        "its tokens, ablate heads, or generate token by token. The parameters are stored "
+        f"{'as float16' if bits == 16 else 'in 8 bits'} ({len(weights) / 1e6:,.1f} MB), which changes the logits of "
+        f"the text below by at most {difference:.2g}."
     )
-    return LiveSection("Your own text", config, rounded_params, tokenizer, text, about=about)
+    beside = file if len(weights) > MAX_EMBEDDED_BYTES else None
+    return LiveSection(
+        "Your own text", config, rounded_params, bits, weights, tokenizer, text, beside, film, about=about
+    )
 
 
-def round_params(params: Params) -> Params:
-    """Return parameters rounded to float16, as float32 NumPy arrays. Raises `NotImplementedError` if one is then not
-    finite."""
-    with np.errstate(over="ignore"):
-        rounded = jax.tree.map(lambda x: np.asarray(x, np.float16).astype(np.float32), params)
-    if not all(np.isfinite(x).all() for x in jax.tree.leaves(rounded)):
-        raise NotImplementedError("a parameter is not finite, or above 65,504, the largest float16 value.")
-    return rounded
+def film_frames(run: Run) -> list[tuple[int, Params]]:
+    """Return the steps and parameters of a run's film up to the run's own, which are the last; [] if there is no film,
+    or the page would hold more than `MAX_EMBEDDED_BYTES`."""
+    steps = [step for step in frames(run.path) if step < run.step]
+    if not steps or 2 * (len(steps) + 1) * count_parameters(run.params) > MAX_EMBEDDED_BYTES:
+        return []
+    film = []
+    for step in steps:
+        with suppress(NotImplementedError):  # not finite
+            film.append((step, round_params(load_frame(run, step))))
+    return [*film, (run.step, run.params)]
 
 
-def pack_model(config: DecoderConfig, params: Params) -> dict[str, Any]:
-    """Return a decoder as JSON for the script: its settings, the names and sizes of its parameters, and their values in
-    the same order as little-endian float16 in base64; matrices have one row per output."""
+def pack_settings(config: DecoderConfig) -> dict[str, Any]:
+    """Return a decoder's settings as JSON for the script."""
     c = as_rung(config)
-    leaves = tree_leaves_with_path(params)
-    arrays = {keystr(path, simple=True, separator="."): _flat(path[-1].key, np.asarray(x)) for path, x in leaves}
-    numbers = np.concatenate(list(arrays.values())).astype("<f2")
     settings = {
         **{name: getattr(c, name) for name in CONFIG_FIELDS},
         "n_kv_heads": c.kv_heads, "head_dim": c.width_of_head, "value_dim": c.width_of_values, "scale": c.scale,
@@ -132,19 +166,7 @@ def pack_model(config: DecoderConfig, params: Params) -> dict[str, Any]:
         "frequencies": [_frequencies(c, i) for i in range(c.n_blocks)],
         "has_lens": c.residual and (c.norm == "none" or c.norm_placement != "post"),
     }  # fmt: skip
-    return {
-        "config": settings,
-        "arrays": [[name, x.size] for name, x in arrays.items()],
-        "weights": base64.b64encode(numbers.tobytes()).decode(),
-        "max_tokens": min(c.n_positions, MAX_TOKENS),
-    }
-
-
-def _flat(name: str, x: np.ndarray) -> np.ndarray:
-    """Return a parameter flattened, a matrix with one row per output."""
-    if not name.startswith("W_") or name in ("W_E", "W_pos"):  # tables have a row per token or position
-        return x.ravel()
-    return x.reshape((-1, x.shape[-1]) if name == "W_O" else (len(x), -1)).T.ravel()
+    return {"config": settings, "max_tokens": min(c.n_positions, MAX_TOKENS)}
 
 
 def _frequencies(c: RungDecoderConfig, block: int) -> list[float] | None:

@@ -20,12 +20,13 @@ from jaxformer.decode.fill_mask import MASK, encode_masked
 from jaxformer.decode.prompts import Prompt
 from jaxformer.decode.translation import encode_source
 from jaxformer.errors import UserError
+from jaxformer.files import write_atomically
 from jaxformer.inspect.activations import Inputs, capture_shapes
 from jaxformer.inspect.pages import model_sections
 from jaxformer.inspect.pages.charts import Heatmap
 from jaxformer.inspect.pages.contrast import contrast_sections
 from jaxformer.inspect.pages.lenses import lens_sections
-from jaxformer.inspect.pages.live import BYTES_PER_PARAMETER, live_section
+from jaxformer.inspect.pages.live import LiveSection, film_frames, live_section
 from jaxformer.inspect.pages.page import Section, Table, write_page
 from jaxformer.inspect.pages.pictures import Picture, PictureSection, patch_attention, patch_grid, png_uri
 from jaxformer.inspect.pages.training import training_sections
@@ -34,6 +35,8 @@ from jaxformer.runs.run import Run, count_parameters, load_data
 from jaxformer.train.evaluate import HeldOut
 from jaxformer.train.log import read_metrics, read_samples
 
+FILM_PAGE = "film.html"
+"""Name of the page about a run's film, in its folder."""
 MAX_ATTENTION_WEIGHTS = 600_000
 """Maximum attention weights on a page; 3 weights take 4 bytes, so that the page stays below 1 MB."""
 MAX_HELD_OUT_TOKENS = 128
@@ -44,8 +47,6 @@ END = "∅"
 """Symbol of the end-of-text token."""
 SYMBOLS = terminal.SYMBOLS | str.maketrans({"\n": "⏎", "\t": "⇥"})
 """Symbols of control characters."""
-LARGE_PAGE = 50
-"""Size of a model in MB above which it is announced before it is written."""
 N_PICTURES, N_TRANSLATIONS = 8, 6
 """Held-out images and translations on a page."""
 N_TOP_CLASSES = 4
@@ -70,10 +71,11 @@ def write_model_page(
     source: str = "the text",
     lenses: bool = False,
     contrast: str | None = None,
-) -> None:
+) -> Path | None:
     """Write the page about a run with a checkpoint to an HTML file. A prompt replaces the held-out text, and heads and
     gradients are measured on `n_examples` held-out examples. A causal decoder with at most `max_live_parameters`
-    parameters runs live in the page; 0 omits that section. `progress` is called with the name of each part before it is
+    parameters runs live in the page; 0 omits that section. The parameters of a large one are in a file beside the page,
+    whose path is returned. `progress` is called with the name of each part before it is
     made. A `text` of the name `source` replaces the run's own data; a run that was imported has none, so a prompt is
     then all that is measured. With `lenses`, lenses are fitted to held-out texts; `contrast` is a text that the prompt
     is compared with. Raises `UserError` if a text does not suit the model or the page, or there is neither data nor a
@@ -85,16 +87,17 @@ def write_model_page(
     other_T = None if contrast is None else _contrast(run, contrast, example)
     facts = [f"{type(run.model).__name__} of {count_parameters(run.params):,} parameters, at step {run.step:,}."]
     sections: list[Section] = []
+    live: LiveSection | None = None
     text_of = lambda token: token_text(run, token)  # noqa: E731
     if example is not None:
         if max_live_parameters and is_causal_lm(run.model):
-            size = BYTES_PER_PARAMETER * count_parameters(run.params) / 1e6
-            fits = count_parameters(run.params) <= max_live_parameters
-            progress("the model on your own text" + f", {size:,.0f} MB of the page" * (fits and size >= LARGE_PAGE))
+            progress("the model on your own text")
             tokenizer = run.text_model()[1]
             text_T = example[0] if prompt else first_words(tokenizer, example[0], N_LIVE_TOKENS)
+            settings = max_live_parameters, f"{path.name}.weights", film_frames(run)
             try:
-                sections.append(live_section(run.model, run.params, tokenizer, text_T, max_live_parameters))
+                live = live_section(run.model, run.params, tokenizer, text_T, *settings)
+                sections.append(live)
             except NotImplementedError as error:
                 facts.append(f"The model does not run in this page: {error}")
         mask = mask_token(*run.text_model()) if contract_of(run.model).task is Task.MASKED_LM else None
@@ -128,7 +131,13 @@ def write_model_page(
         facts.append(f"The data of the run cannot be read: {reason}")
     progress("the training log")
     sections += training_sections(metrics, run.config.model, read_samples(run.path))
-    write_page(path.resolve(), f"{run.path.resolve().name}: inspection", facts, sections)
+    weights = None
+    if live is not None and live.file is not None:
+        weights = path.with_name(live.file)
+        write_atomically(weights, live.weights)
+    links = {"Film": FILM_PAGE} if path.with_name(FILM_PAGE).exists() else {}
+    write_page(path.resolve(), f"{run.path.resolve().name}: inspection", facts, sections, links)
+    return weights
 
 
 def first_words(tokenizer: Tokenizer, tokens_T: jax.Array, n: int) -> jax.Array:

@@ -9,9 +9,10 @@ import json
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import numpy as np
@@ -120,9 +121,13 @@ def rounded(values: Any, digits: int = SIGNIFICANT_DIGITS + 1) -> Any:
     return float(f"{values:.{digits}g}") if isinstance(values, float) and math.isfinite(values) else values
 
 
-def render_page(title: str, facts: Sequence[str], sections: Sequence[Section]) -> str:
-    """Return the HTML of a page: its title, the facts below it, and sections, each with a heading and a link."""
+def render_page(
+    title: str, facts: Sequence[str], sections: Sequence[Section], links: Mapping[str, str] = MappingProxyType({})
+) -> str:
+    """Return the HTML of a page: its title, the facts below it, and sections, each with a heading and a link; and links
+    to other pages, by name."""
     keyed = {f"section-{number}": section for number, section in enumerate(sections)}
+    targets = [(f"#{key}", section.title) for key, section in keyed.items()] + [(x, name) for name, x in links.items()]
     names = dict.fromkeys([*COMMON_ASSETS, *(name for section in sections for name in section.assets)])
     assets = {name: (ASSETS / name).read_text(encoding="utf-8") for name in names}
     scripts = [text for name, text in assets.items() if name.endswith(".js")]
@@ -132,7 +137,7 @@ def render_page(title: str, facts: Sequence[str], sections: Sequence[Section]) -
         .format(
             title=html.escape(title),
             facts="\n".join(f"<p>{html.escape(fact)}</p>" for fact in facts),
-            links="\n".join(f'<a href="#{key}">{html.escape(section.title)}</a>' for key, section in keyed.items()),
+            links="\n".join(f'<a href="{target}">{html.escape(name)}</a>' for target, name in targets),
             sections="\n".join(_section(section, key) for key, section in keyed.items()),
             css="\n".join(text for name, text in assets.items() if name.endswith(".css")),
             scripts="\n".join(f"<script>{script}</script>" for script in scripts),
@@ -141,9 +146,15 @@ def render_page(title: str, facts: Sequence[str], sections: Sequence[Section]) -
     )
 
 
-def write_page(file: Path, title: str, facts: Sequence[str], sections: Sequence[Section]) -> None:
-    """Write a page atomically: a reload gets either the old or the new page."""
-    write_atomically(file, render_page(title, facts, sections))
+def write_page(
+    file: Path,
+    title: str,
+    facts: Sequence[str],
+    sections: Sequence[Section],
+    links: Mapping[str, str] = MappingProxyType({}),
+) -> None:
+    """Write a page atomically: a reload gets either the old or the new page. See `render_page`."""
+    write_atomically(file, render_page(title, facts, sections, links))
 
 
 def _section(section: Section, key: str) -> str:

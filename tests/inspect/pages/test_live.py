@@ -1,5 +1,6 @@
 """A decoder in the page: its logits, tokens, cache and head switches against the model's own, in one browser."""
 
+import base64
 import json
 import time
 from collections.abc import Iterator
@@ -16,8 +17,10 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from jaxformer.data.tokenizer import END_OF_TEXT, Tokenizer
 from jaxformer.inspect import capture, capture_gradients, intervene
-from jaxformer.inspect.pages.live import KNOWN_SPLITS, live_section, pack_tokenizer, round_params
+from jaxformer.inspect.pages import live
+from jaxformer.inspect.pages.live import KNOWN_SPLITS, LiveSection, live_section, pack_tokenizer
 from jaxformer.inspect.pages.page import write_page
+from jaxformer.inspect.pages.weights import GROUP, flatten, pack_names, pack_params, round_params
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.objective import Params
 from jaxformer.models.rungs import RungDecoderConfig, as_rung
@@ -131,6 +134,16 @@ LOGITS = """
     read(full, tokens);
     return [...result, rows(full), computed, inParts];
 """
+DECODED = """
+    const other = JSON.parse(document.querySelector(".live > script").textContent);
+    const { numbers, parameters } = new Model({ ...other, ...arguments[0] });
+    return [Array.from(numbers), Object.keys(parameters)];
+"""
+DROP = """
+    const transfer = new DataTransfer();
+    transfer.items.add(new File([Uint8Array.from(arguments[0])], arguments[1]));
+    document.dispatchEvent(new DragEvent("drop", { dataTransfer: transfer, bubbles: true }));
+"""
 TOKENS = """
     const data = JSON.parse(document.querySelectorAll(".live > script")[arguments[0]].textContent);
     const tokenizer = new Tokenizer(data.tokenizer);
@@ -209,6 +222,16 @@ class Case:
     tokenizer: Tokenizer
 
 
+def large_section(model: Any, params: Params, tokenizer: Tokenizer, max_embedded: int) -> LiveSection:
+    """Return the section of a model as if it were large."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(live, "FLOAT16_PARAMETERS", 0)
+        patch.setattr(live, "MAX_EMBEDDED_BYTES", max_embedded)
+        return live_section(
+            model, params, tokenizer, jnp.array(tokenizer.encode("The state")), 100_000, "quick.weights"
+        )
+
+
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Case]]:
     """Return a page with a section per model, and the models."""
@@ -218,6 +241,15 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Case
         tokens_T = jnp.array(tokenizer.encode("The state  of the Union🙃")[:-1])[:CONTEXT]  # ends within a character
         sections.append(live_section(model, params, tokenizer, tokens_T, 100_000))
         cases[name] = Case(index, config, round_params(params), tokenizer)
+    (model, params), tokenizer = build(QUICK), cases["quick"].tokenizer
+    earlier = jax.tree.map(lambda x: x / 2, params)
+    film = [(0, earlier), (7, params)]
+    sections.append(live_section(model, params, tokenizer, tokens_T, 100_000, film=film))
+    cases["film"] = Case(len(sections) - 1, QUICK, round_params(earlier), tokenizer)
+    sections += [large_section(*build(QUICK), tokenizer, limit) for limit in (100_000, 0)]
+    cases["button"], cases["file"] = (
+        Case(index, QUICK, round_params(params, 8), tokenizer) for index in (len(sections) - 2, len(sections) - 1)
+    )
     path = tmp_path_factory.mktemp("live") / "page.html"
     write_page(path, "live", [], sections)
     return path, cases
@@ -431,6 +463,78 @@ def test_typing_switching_and_decoding_change_what_is_shown(page, browser):
     assert "default-src 'none'; script-src 'sha256-" in policy and "unsafe-eval" not in policy
 
 
+def likeliest(case: Case, section: Any) -> str:
+    """Return the largest probability after the section's text, as it is shown."""
+    text = section.find_element("css selector", "textarea").get_property("value")
+    tokens_T = jnp.array(case.tokenizer.encode(text))
+    p = float(jax.nn.softmax(case.config.build().apply({"params": case.params}, tokens_T)[-1]).max())
+    return f"{100 * p:.{1 if p < 0.1 else 0}f} %"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CONFIGS)
+def test_weights_in_8_bits_are_those_of_python(browser, name: str):
+    _, params = build(CONFIGS[name])
+    names, rounded = pack_names(params), round_params(params, 8)
+    data = {"arrays": names, "bits": 8, "group": GROUP, "weights": base64.b64encode(pack_params(params, 8)).decode()}
+    numbers, keys = browser.execute_script(DECODED, data)
+    assert keys == [name for name, _ in names]
+    np.testing.assert_array_equal(np.float32(numbers), np.concatenate([x_N for _, x_N in flatten(rounded)]))
+
+
+@pytest.mark.slow
+def test_large_model_says_its_size_and_loads_at_a_click(page, browser):
+    case = page[1]["button"]
+    section = browser.find_elements("css selector", ".live")[case.index]
+    button = section.find_element("css selector", ".offer button")
+    assert button.get_property("textContent") == "Load the model (0 MB, and about 0.21 MB of memory)"
+    assert not section.find_elements("css selector", "textarea")
+    button.click()
+    wait_for(browser, f"return document.querySelectorAll('.live')[{case.index}].querySelector('textarea')")
+    assert section.find_element("css selector", ".bars .value").text == likeliest(case, section)
+    assert not section.find_elements("css selector", ".offer")
+
+
+@pytest.mark.slow
+def test_weights_are_read_from_the_right_file_only(page, browser, tmp_path: Path):
+    case = page[1]["file"]
+    section = browser.find_elements("css selector", ".live")[case.index]
+    [offer] = section.find_elements("css selector", ".offer")
+    assert "in the file quick.weights, in the folder that this page was written to. Choose it, or drop it" in offer.text
+    weights, status = pack_params(case.params, 8), offer.find_element("css selector", ".status")
+    for name, content, reason in (
+        ("short.bin", b"x", f"has 1 bytes, but this model's weights have {len(weights):,}: choose quick.weights."),
+        ("other.bin", bytes(len(weights)), "holds other weights than this page's: choose the quick.weights that was"),
+    ):
+        (tmp_path / name).write_bytes(content)
+        offer.find_element("css selector", "input").send_keys(str(tmp_path / name))
+        wait_for(
+            browser, f"return [...document.querySelectorAll('.offer .status')].at(-1).textContent.includes('{name} h')"
+        )
+        assert status.text.startswith(f"{name} {reason}")
+    browser.execute_script(DROP, list(weights), "renamed")
+    wait_for(browser, f"return document.querySelectorAll('.live')[{case.index}].querySelector('textarea')")
+    assert section.find_element("css selector", ".bars .value").text == likeliest(case, section)
+    assert browser.execute_script("return document.activeElement.tagName") == "TEXTAREA"
+
+
+@pytest.mark.slow
+def test_slider_of_the_film_moves_the_model(page, browser):
+    case = page[1]["film"]
+    section = browser.find_elements("css selector", ".live")[case.index]
+    browser.execute_script("arguments[0].scrollIntoView()", section)
+    wait_for(browser, f"return document.querySelectorAll('.live')[{case.index}].querySelector('textarea')")
+    value = lambda: section.find_element("css selector", ".bars .value").text  # noqa: E731
+    after = value()
+    assert after == likeliest(replace(case, params=page[1]["quick"].params), section)
+    slider, told = (section.find_element("css selector", f".frames {tag}") for tag in ("input", "output"))
+    assert told.text == "step 7"
+    slider.send_keys("\ue012")  # arrow left
+    assert told.text == "step 0" and value() == likeliest(case, section) != after
+    slider.send_keys("\ue014")  # arrow right
+    assert told.text == "step 7" and value() == after
+
+
 @pytest.mark.slow
 def test_weight_and_token_open_panels_that_follow_text_and_heads(page, browser):
     from selenium.webdriver import Keys
@@ -525,7 +629,7 @@ def test_section_says_how_weights_are_stored(page):
         ({"prefix": True}, "nor attention to a prefix"),
         (
             {"d_ff": (4096,)},
-            "it has 291,728 parameters, which take 0.8 MB, but the limit is 100,000; raise it with --max",
+            "it has 291,728 parameters, but the limit is 100,000; raise it with --max",
         ),
     ],
 )

@@ -1,19 +1,8 @@
 "use strict";
 
-// A decoder's forward pass with a KV cache; `live.py` packs its parameters. Axes as in Python: T positions, D model
+// A decoder's forward pass with a KV cache; `weights.js` reads its parameters. Axes as in Python: T positions, D model
 // width, H query heads, G key/value heads, K width of a head's queries and keys, J of its values, F width of the MLP,
 // V vocabulary. A matrix holds a row per output, and arrays of several axes are flat.
-
-function decodeFloat16(bytes) {
-  const number = (bits) => {
-    const [exponent, fraction] = [(bits >> 10) & 31, (bits & 1023) / 1024];
-    return (bits >> 15 ? -1 : 1) * (exponent ? 2 ** (exponent - 15) * (1 + fraction) : 2 ** -14 * fraction);
-  };
-  const table = Float32Array.from({ length: 2 ** 16 }, (_, bits) => number(bits));
-  const numbers = new Float32Array(bytes.length / 2);
-  for (let i = 0; i < numbers.length; i++) numbers[i] = table[bytes[2 * i] | (bytes[2 * i + 1] << 8)];
-  return numbers;
-}
 
 // x Wᵀ + b for rows of x, four at a time, to which zeros are added at the end: so reads are shared by several products,
 // and a sum has one order, whatever the number of rows.
@@ -112,13 +101,15 @@ function turn(x, frequencies, K, first, n, direction = 1) {
 
 // The parameters and settings of a decoder: `config` has the fields of `DecoderConfig`, resolved.
 class Model {
-  constructor({ config, arrays, weights, max_tokens }) {
-    const numbers = decodeFloat16(decodeBase64(weights));
+  constructor(data) {
+    const { config, arrays, max_tokens } = data;
+    const numbers = decodeWeights(data);
     let at = 0;
     this.parameters = Object.fromEntries(arrays.map(([name, size]) => [name, numbers.subarray(at, (at += size))]));
     this.config = config;
     this.maxTokens = max_tokens;
     this.size = numbers.length;
+    this.numbers = numbers;
   }
 
   embed(token, position) {
@@ -286,6 +277,14 @@ class Pass {
   logits(position, block = this.model.config.n_blocks) {
     const width = this.width(block);
     return this.model.unembed(this.stream[block].subarray(position * width, (position + 1) * width));
+  }
+
+  // Logits (L + 1, V) after a position and none, one … all blocks.
+  lens(position) {
+    const { n_blocks: L, d_model: D } = this.model.config;
+    const x = new Float32Array((L + 1) * D);
+    this.stream.forEach((rows, block) => x.set(rows.subarray(position * D, (position + 1) * D), block * D));
+    return this.model.unembed(x);
   }
 
   // Width of the residual stream before a block.

@@ -1,7 +1,9 @@
 "use strict";
 
-/** Draw a slider over the frames of a film, whose event "frame" moves all that the page shows of them, and the texts. */
-function film(container, { steps, losses, prompts, texts }) {
+const moveAll = (detail) => document.dispatchEvent(new CustomEvent("frame", { detail }));
+
+/** Draw a slider over the frames of a film: `moved` moves all that the page shows of them, by the event "frame". */
+function film(container, { steps, losses = null, prompts = [], texts, moved = moveAll }) {
   const bar = make("div", container, "", "frames");
   const play = make("button", bar, "Play", "plain");
   const slider = make("input", bar);
@@ -16,10 +18,11 @@ function film(container, { steps, losses, prompts, texts }) {
 
   function show() {
     const index = Number(slider.value);
-    told.textContent = `step ${format(steps[index])}, held-out loss ${losses[index] === null ? "-" : losses[index].toFixed(3)}`;
+    told.textContent = `step ${format(steps[index])}`;
+    if (losses) told.textContent += `, held-out loss ${losses[index] === null ? "-" : losses[index].toFixed(3)}`;
     slider.setAttribute("aria-valuetext", told.textContent);
     samples.forEach((sample, i) => { sample.textContent = texts[index][i]; });
-    document.dispatchEvent(new CustomEvent("frame", { detail: { index, position: steps[index] + 1 } }));
+    moved({ index, position: steps[index] + 1 });
   }
   slider.addEventListener("input", show);
 

@@ -5,8 +5,8 @@
 // Most characters of a text that is typed or pasted: a browser takes a second to lay out tens of thousands of lines.
 const LONGEST_TEXT = 4096;
 // Products with weights between two looks at the clock, those of an update that is announced before it begins, and
-// milliseconds of computing after which the page goes on.
-const [PRODUCTS_AT_ONCE, LONG_PRODUCTS, TASK_MS] = [4e7, 1e8, 50];
+// milliseconds of computing after which the page goes on, and of rest before it computes the lens of a large model.
+const [PRODUCTS_AT_ONCE, LONG_PRODUCTS, TASK_MS, LENS_MS] = [4e7, 1e8, 50, 100];
 // Next tokens that are shown, likeliest tokens per layer, keys that the note names, and bounds of the map's cells.
 const [NEXT_TOKENS, LENS_TOKENS, NAMED_KEYS, MAP_CELLS] = [7, 3, 4, { least: 1, labelled: 11, most: 34, letters: 10 }];
 
@@ -30,6 +30,7 @@ function sample(probabilities) {
 }
 
 function live(container, data) {
+  const { text, film: frames } = data; // all that is read of it later: weights are not kept twice
   const [model, tokenizer] = [new Model(data), new Tokenizer(data.tokenizer)];
   const { n_blocks: L, n_heads: H, n_kv_heads: G, head_dim: K, value_dim: J, has_lens } = model.config;
   const label = (token) => tokenizer.label(token);
@@ -41,11 +42,13 @@ function live(container, data) {
   let [position, pinned, chosen, computed] = [0, false, [0, 0], 0]; // `computed` positions by the last update
   let frame = 0; // animation frame that will read what was typed
   let version = 0; // number of updates, from their beginning
+  let lensTimer = 0; // of the lens of a large model
   let [job, timer] = [null, 0]; // the computation of what was read, until it is shown, and what continues it
   const active = () => (off.size ? ablated : full);
   let ink = []; // colour of attention, read once per update: reading it makes the browser compute styles
   const shade = (weight) => `rgba(${ink}, ${Math.sqrt(weight) / 2})`;
 
+  if (frames.length) makeFilm();
   const field = make("label", container, "Your text", "field");
   const area = make("textarea", field);
   [area.rows, area.spellcheck, area.autocapitalize, area.maxLength] = [3, false, "off", LONGEST_TEXT];
@@ -86,6 +89,19 @@ function live(container, data) {
   const drill = makeDrill(make("div", attention, "", "drill panel"), view);
   const panels = [attribution, drill];
   let drawnMap = null;
+
+  // A slider over the steps whose parameters the page has.
+  function makeFilm() {
+    let shown = frames.length - 1;
+    make("p", container, "The slider chooses the step of training whose parameters read your text.", "name");
+    film(container, { steps: frames.map(([step]) => step), moved({ index }) {
+      if (index === shown) return;
+      shown = index;
+      model.numbers.set(decodeFloat16(decodeBase64(frames[index][1])));
+      [full.tokens, ablated.tokens] = [[], []];
+      update(position);
+    } });
+  }
 
   // Read the text, compute, and show all of it, and what follows a position. What takes long lets the page go on
   // between its parts, and gives way to the next update.
@@ -185,7 +201,7 @@ function live(container, data) {
     const switched = off.has(chosen.join(".")) ? ", which is ablated," : "";
     note.textContent = `Position ${at}, ${quoted(tokens[at])}: head ${head} of layer ${block}${switched} attends to ${keys}.`;
     drawNext();
-    if (lens) drawLens();
+    if (lens) drawLensLater();
     for (const panel of panels) panel.draw();
   }
 
@@ -216,18 +232,31 @@ function live(container, data) {
     else if (isLast) make("p", next, "Click to append the token.", "name");
   }
 
+  // The lens of a large model waits until the other results are shown, and for the pointer to rest.
+  function drawLensLater() {
+    clearTimeout(lensTimer);
+    if ((L + 1) * model.parameters["embedding.W_E"].length <= LONG_PRODUCTS) return drawLens();
+    lens.ariaBusy = true;
+    lensTimer = setTimeout(drawLens, LENS_MS);
+  }
+
   function drawLens() {
+    if (job) return; // which ends by drawing it
+    lens.ariaBusy = false;
     lens.replaceChildren();
     make("h3", lens, `Logit lens after ${quoted(tokens[position])}`);
     const body = make("tbody", make("table", lens));
+    const logits = active().lens(position);
+    const V = logits.length / (L + 1);
     for (let block = 0; block <= L; block++) {
       const line = make("tr", body);
       make("th", line, block === 0 ? "embedding" : `layer ${block - 1}`).scope = "row";
-      const p = softmax(active().logits(position, block));
-      for (const token of largest(p, LENS_TOKENS)) {
+      const row = logits.subarray(block * V, (block + 1) * V);
+      const total = logSumExp(row);
+      for (const token of largest(row, LENS_TOKENS)) {
         const cell = make("td", line, `${label(token)} `);
-        cell.style.background = shade(p[token]);
-        make("span", cell, percent(p[token]), "share");
+        cell.style.background = shade(Math.exp(row[token] - total));
+        make("span", cell, percent(Math.exp(row[token] - total)), "share");
       }
     }
     make("p", lens, "The most likely next tokens, were the residual stream unembedded after each layer.", "name");
@@ -361,7 +390,7 @@ function live(container, data) {
     update();
   }
   function begin() {
-    area.value = data.text;
+    area.value = text;
     off.clear();
     readArea();
   }
@@ -391,6 +420,7 @@ function live(container, data) {
 }
 
 drawEach("live", (container, data) => {
+  if (data.bits === 8) return offer(container, data, (loaded) => live(container, loaded));
   const loading = make("p", container, "Loading the model …", "loading");
   new IntersectionObserver((entries, observer) => {
     if (!entries.some((entry) => entry.isIntersecting)) return;

@@ -1,0 +1,91 @@
+"use strict";
+
+// A decoder's parameters as `weights.py` packs them. Large ones are read when the reader asks for it, from the page or
+// from a file beside it: a page that is opened from disk may read no other file by itself.
+
+function decodeWeights({ weights, bits, arrays, group }) {
+  const bytes = typeof weights === "string" ? decodeBase64(weights) : weights;
+  return bits === 8 ? decodeInt8(bytes, arrays, group) : decodeFloat16(bytes);
+}
+
+function decodeFloat16(bytes) {
+  const number = (bits) => {
+    const [exponent, fraction] = [(bits >> 10) & 31, (bits & 1023) / 1024];
+    return (bits >> 15 ? -1 : 1) * (exponent ? 2 ** (exponent - 15) * (1 + fraction) : 2 ** -14 * fraction);
+  };
+  const table = Float32Array.from({ length: 2 ** 16 }, (_, bits) => number(bits));
+  const numbers = new Float32Array(bytes.length / 2);
+  for (let i = 0; i < numbers.length; i++) numbers[i] = table[bytes[2 * i] | (bytes[2 * i + 1] << 8)];
+  return numbers;
+}
+
+function decodeInt8({ buffer }, arrays, group) {
+  const isMatrix = ([name]) => name.slice(name.lastIndexOf(".") + 1).startsWith("W_");
+  const sum = (of, sizes) => sizes.reduce((total, [, size]) => total + of(size), 0);
+  const floats = new Float32Array(buffer, 0, sum((size) => size, arrays.filter((array) => !isMatrix(array))));
+  const scales = new Uint16Array(buffer, floats.byteLength, sum((size) => Math.ceil(size / group), arrays.filter(isMatrix)));
+  const integers = new Int8Array(buffer, floats.byteLength + scales.byteLength);
+  const numbers = new Float32Array(floats.length + integers.length);
+  const scale = new Float32Array(1); // the upper half of its bits is a bfloat16
+  const bits = new Uint32Array(scale.buffer);
+  let [at, vector, integer, index] = [0, 0, 0, 0];
+  for (const array of arrays) {
+    const end = at + array[1];
+    if (!isMatrix(array)) numbers.set(floats.subarray(vector, (vector += array[1])), at);
+    else {
+      for (let last; at < end; ) {
+        bits[0] = scales[index++] << 16;
+        for (last = Math.min(at + group, end); at < last; at++) numbers[at] = scale[0] * integers[integer++];
+      }
+    }
+    at = end;
+  }
+  return numbers;
+}
+
+/** Say what weights take, and where they are; call `begin(data)`, with the weights, when the reader has chosen them. */
+function offer(container, data, begin) {
+  const { file, size, sha256, arrays } = data;
+  const memory = size + arrays.reduce((sum, [, n]) => sum + 4 * n, 0); // as float32, and a fifth for what it computes
+  const takes = `${format(size / 1e6, 3)} MB, and about ${format((1.2 * memory) / 1e6, 2)} MB of memory`;
+  const box = make("div", container, "", "offer");
+  const unused = new AbortController(); // of the listeners
+  const { signal } = unused;
+  if (file) {
+    const field = make("label", box, `The model's weights are in the file ${file}, in the folder that this page was written to. Choose it, or drop it on the page, to load the model: ${takes}.`);
+    const input = make("input", field);
+    input.type = "file";
+    input.addEventListener("change", () => read(input.files[0]));
+    document.addEventListener("dragover", (event) => event.preventDefault(), { signal });
+    document.addEventListener("drop", (event) => { event.preventDefault(); read(event.dataTransfer.files[0]); }, { signal });
+  } else {
+    make("button", box, `Load the model (${takes})`, "plain").addEventListener("click", () => load(data.weights));
+  }
+  const status = make("p", box, "", "status");
+  status.setAttribute("role", "status");
+
+  async function read(chosen) {
+    if (!chosen) return;
+    const tell = (text) => { status.textContent = `${chosen.name} ${text}`; };
+    if (chosen.size !== size) return tell(`has ${format(chosen.size)} bytes, but this model's weights have ${format(size)}: choose ${file}.`);
+    tell("is read …");
+    const bytes = await chosen.arrayBuffer().catch(() => null);
+    if (!bytes) return tell("cannot be read.");
+    if (crypto.subtle) { // which pages without TLS, but those on disk, lack
+      const digest = new Uint8Array(await crypto.subtle.digest("SHA-256", bytes));
+      const hash = Array.from(digest, (byte) => byte.toString(16).padStart(2, "0")).join("");
+      if (hash !== sha256) return tell(`holds other weights than this page's: choose the ${file} that was written with it.`);
+    }
+    load(new Uint8Array(bytes));
+  }
+
+  function load(weights) {
+    unused.abort();
+    status.textContent = "Loading the model …";
+    setTimeout(() => { // the status is painted first
+      box.remove();
+      begin({ ...data, weights });
+      container.querySelector("textarea").focus();
+    }, 30);
+  }
+}
