@@ -60,7 +60,10 @@ class LiveSection(Section):
     text: str
     """Initial text."""
 
-    assets: ClassVar = ("charts.css", "charts.js", "attention.css", "live.css", "tokenizer.js", "decoder.js", "live.js")
+    assets: ClassVar = (
+        "charts.css", "charts.js", "attention.css", "live.css", "patching.css", "tokenizer.js", "decoder.js",
+        "ablation.js", "patching.js", "live.js",
+    )  # fmt: skip
 
     def body(self) -> str:
         """Return the HTML element with the packed model and tokenizer."""

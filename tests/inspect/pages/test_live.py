@@ -105,7 +105,7 @@ TOKENIZERS = {
 }
 LOGITS = """
     const data = JSON.parse(document.querySelectorAll(".live > script")[arguments[0]].textContent);
-    const [model, tokens, off] = [new Model(data), arguments[1], new Set([arguments[2]])];
+    const [model, tokens, off] = [new Model(data), arguments[1], new Map([[arguments[2], null]])];
     const rows = (pass) => tokens.map((_, t) => Array.from(pass.logits(t)));
     const [full, cached, ablated, parted] = [1, 2, 3, 4].map(() => new Pass(model));
     const read = (pass, ...given) => {

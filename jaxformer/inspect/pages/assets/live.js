@@ -29,6 +29,29 @@ function sample(probabilities) {
   return token < 0 ? largest(probabilities, 1)[0] : token; // where rounding leaves something
 }
 
+// Run a generator to its end, in tasks between which the page goes on; return a function that stops it.
+function inTasks(job, { progress = () => {}, done }) {
+  let timer = 0;
+  function work() {
+    const begun = performance.now();
+    for (;;) {
+      const step = job.next();
+      if (step.done) return done(step.value);
+      if (performance.now() - begun < TASK_MS) continue;
+      progress();
+      timer = setTimeout(work);
+      return;
+    }
+  }
+  work();
+  return () => clearTimeout(timer);
+}
+
+// Whether the text that a panel reads is computed, and not only about to be.
+const isRead = ({ tokens, full }) => tokens.length > 0 && tokens.length === full.tokens.length;
+
+const signed = (x) => `${x < 0 ? "−" : "+"}${Math.abs(x).toFixed(3)}`;
+
 function live(container, data) {
   const [model, tokenizer] = [new Model(data), new Tokenizer(data.tokenizer)];
   const { n_blocks: L, n_heads: H, n_kv_heads: G, head_dim: K, value_dim: J, has_lens } = model.config;
@@ -36,7 +59,7 @@ function live(container, data) {
   const quoted = (token) => `“${label(token)}”`;
   const full = new Pass(model); // with all heads
   const ablated = new Pass(model); // without those in `off`
-  const off = new Set();
+  const off = new Map(); // ablated heads, as edits of a pass
   let [typed, generated, tokens] = ["", [], []]; // the text as typed, the tokens added to it, the tokens of both
   let [position, pinned, chosen, computed] = [0, false, [0, 0], 0]; // `computed` positions by the last update
   let frame = 0; // animation frame that will read what was typed
@@ -76,11 +99,13 @@ function live(container, data) {
   // What a panel, which is made in a file of its own, reads; `draw` follows each change of text, position or head.
   const view = {
     model, tokenizer, full, off, active, label, quoted, shade,
+    get text() { return area.value; },
     get tokens() { return tokens; },
     get position() { return position; },
     get chosen() { return chosen; },
   };
-  const panels = [];
+  const ablation = makeAblation(heads, view);
+  const panels = [ablation, makePatching(make("div", container, "", "patching"), view)];
   let drawnMap = null;
 
   // Read the text, compute, and show all of it, and what follows a position. What takes long lets the page go on
@@ -251,6 +276,7 @@ function live(container, data) {
       drawCache();
       select(position);
     });
+    for (const event of ["pointerenter", "focusin"]) tile.addEventListener(event, () => ablation.point(`${block}.${head}`));
     const name = make("label", tile);
     const box = make("input", name);
     [box.type, box.checked] = ["checkbox", true];
@@ -264,7 +290,7 @@ function live(container, data) {
     };
     box.addEventListener("change", () => {
       if (box.checked) off.delete(`${block}.${head}`);
-      else off.add(`${block}.${head}`);
+      else off.set(`${block}.${head}`, null);
       update(position);
     });
     return { paint: show };
