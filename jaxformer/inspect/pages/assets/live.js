@@ -50,8 +50,6 @@ function inTasks(job, { progress = () => {}, done }) {
 // Whether the text that a panel reads is computed, and not only about to be.
 const isRead = ({ tokens, full }) => tokens.length > 0 && tokens.length === full.tokens.length;
 
-const signed = (x) => `${x < 0 ? "−" : "+"}${Math.abs(x).toFixed(3)}`;
-
 function live(container, data) {
   const [model, tokenizer] = [new Model(data), new Tokenizer(data.tokenizer)];
   const { n_blocks: L, n_heads: H, n_kv_heads: G, head_dim: K, value_dim: J, has_lens } = model.config;

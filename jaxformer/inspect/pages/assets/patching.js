@@ -22,6 +22,8 @@ function distance(a, b) {
 
 const streamAt = (pass, block, t) => pass.stream[block].subarray(t * pass.width(block), (t + 1) * pass.width(block));
 
+const largestOf = (rows) => rows.flat().reduce((most, x) => Math.max(most, Math.abs(x)), 0);
+
 // Products with weights that `patchAll` computes.
 function patchProducts({ size, config: { n_blocks: L, n_heads: H } }, at) {
   const positions = ((at + 1) * (at + 2)) / 2 + H * (at + 1); // of all patches before a block
@@ -98,6 +100,7 @@ function makeComparison(box, view) {
     return Array.from({ length: n }, () => make("div", row));
   };
   const [[next, about], [apart, streams], [changes, heads]] = [columns(2), columns(2), columns(2)];
+  changes.className = "changes";
   make("h3", about, "Activation patching");
   make("p", about, "Choose a cell of the maps on the effect of patching, by a click or the Enter key: the first text is computed again with that activation from the second text.", "name");
   const told = make("p", about, "", "told");
@@ -176,7 +179,10 @@ function makeComparison(box, view) {
     };
     stop.swept = inTasks(patchAll(swept, tokens, second, { at, token: target, base }, effects), {
       progress: () => show(`Effects ${ofToken}: ${all.flat().filter((x) => x !== null).length} of ${count} computed …`),
-      done: () => show(`The maps show the effects ${ofToken}.`),
+      done() {
+        const [ofStream, ofHeads] = [effects.stream, effects.heads].map((rows) => largestOf(rows).toFixed(3));
+        show(`The maps show the effects ${ofToken}; the strongest colour is ${ofStream} nats for the stream, ${ofHeads} for heads.`);
+      },
     });
   }
 
@@ -263,7 +269,7 @@ function makeComparison(box, view) {
     const rows = [...layers("before "), `after layer ${L - 1}`];
     const stream = rows.map((_, block) => Array.from({ length: n }, (_, t) => distance(streamAt(full, block, t), streamAt(second, block, t))));
     drawMap(apart, {
-      title: "Distance of the residual streams", rows, columns: positionNames(), values: () => stream,
+      title: "Distance of the residual streams", rows, columns: positionNames(), values: stream,
       about: "Length of the difference over the mean length of both.",
       told: (block, t) => `${rows[block]}, position ${t}, ${named(t)}: ${format(stream[block][t], 3)}`,
     });
@@ -275,28 +281,29 @@ function makeComparison(box, view) {
     changes.replaceChildren();
     const ofHead = (values, text) => (block, head) => `head ${head} of layer ${block}: ${text(values[block][head])}`;
     drawMap(make("div", changes), {
-      title: `Change of attention from position ${at}`, rows: layers(), columns: headNames, values: () => weights,
+      title: `Change of attention from position ${at}`, rows: layers(), columns: headNames, values: weights,
       about: "The attention weight that moves to other positions.", told: ofHead(weights, percent),
     });
     drawMap(make("div", changes), {
-      title: `Distance of the heads' outputs at position ${at}`, rows: layers(), columns: headNames, values: () => outputs,
+      title: `Distance of the heads' outputs at position ${at}`, rows: layers(), columns: headNames, values: outputs,
       about: "As for the residual stream.", told: ofHead(outputs, (x) => format(x, 3)),
     });
     const effect = (part, row, column) => (effects[part][row][column] === null ? "not computed" : changed(effects[part][row][column]));
     drawMap(streams, {
-      title: "Effect of patching the residual stream", rows: layers("before "), columns: positionNames(), values: () => effects.stream,
+      title: "Effect of patching the residual stream", rows: layers("before "), columns: positionNames(), part: "stream",
       about: "Change of the log-probability, with the stream of the second text at one position: orange raises it, green lowers it.",
       told: (block, t) => `before layer ${block}, position ${t}, ${named(t)}: ${effect("stream", block, t)}`, name: (block, t) => `${block}@${t}`,
     });
     drawMap(heads, {
-      title: "Effect of patching a head", rows: layers(), columns: headNames, values: () => effects.heads,
+      title: "Effect of patching a head", rows: layers(), columns: headNames, part: "heads",
       about: "The same, with the output of a head for the second text, at all positions that both texts have.",
       told: (block, head) => `head ${head} of layer ${block}: ${effect("heads", block, head)}`, name: (block, head) => `${block}.${head}`,
     });
   }
 
-  // Draw a map below its heading; where its cells name patches, they can be chosen, and the present one is marked.
-  function drawMap(parent, { title, about, rows, columns, values, told, name }) {
+  // Draw a map of values, or of a part of the effects, below its heading. The cells of effects name their patches: they
+  // can be chosen, and the present one is marked.
+  function drawMap(parent, { title, about, rows, columns, values, part, told, name }) {
     parent.replaceChildren();
     make("h3", parent, title);
     make("p", parent, about, "name");
@@ -307,9 +314,9 @@ function makeComparison(box, view) {
     const { overlay, repaint, remove } = cells(parent, {
       title, rows, columns, cell: [width, PATCH_CELLS.height], gap: width > 7, columnLabels: width >= PATCH_CELLS.labelled,
       colours: () => {
-        const now = values();
-        const scale = colourScale(now.flat().reduce((most, x) => Math.max(most, Math.abs(x)), 1e-6), Boolean(name));
-        return (row, column) => scale(now[row][column]);
+        const shown = values ?? effects[part];
+        const scale = colourScale(largestOf(shown) || 1, Boolean(part));
+        return (row, column) => scale(shown[row][column]);
       },
       told, chosen: (...cell) => { pointed = cell; },
     });
