@@ -158,7 +158,7 @@ KEYS_AND_CLICK = """
 """
 PATCHES = """
     const data = JSON.parse(document.querySelectorAll(".live > script")[arguments[0]].textContent);
-    const [model, first, second, token] = [new Model(data), ...arguments.slice(1)];
+    const [model, first, second, token] = [new Model(data), ...[...arguments].slice(1)];
     const { n_blocks: L, n_heads: H } = model.config;
     const [full, other, swept, edited] = [1, 2, 3, 4].map(() => new Pass(model));
     const finish = (job) => { while (!job.next().done); };
@@ -177,8 +177,8 @@ PATCHES = """
       return logProbability(edited.logits(at), token) - base;
     };
     const again = {
-      heads: changes.heads.map((row, block) => row.map((_, head) => change(`${block}.${head}`, other.output(block, head)))),
-      stream: changes.stream.map((row, block) => row.map((_, t) => change(`${block}@${t}`, streamAt(other, block, t).slice()))),
+      heads: changes.heads.map((row, b) => row.map((_, h) => change(`${b}.${h}`, other.output(b, h)))),
+      stream: changes.stream.map((row, b) => row.map((_, t) => change(`${b}@${t}`, streamAt(other, b, t).slice()))),
     };
     finish(edited.read(first));
     const isBack = first.every((_, t) => edited.logits(t).every((logit, i) => logit === full.logits(t)[i]));
@@ -405,7 +405,8 @@ def test_typing_switching_and_decoding_change_what_is_shown(page, browser):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 def test_patches_equal_the_models(page, browser, name: str):
-    case, block, at = page[1][name], 1, 10
+    case, at = page[1][name], 10
+    block = case.config.n_blocks - 1
     model = case.config.build()
     first, second = np.random.default_rng(1).integers(VOCAB, size=(2, at + 2))
     second[:2] = first[:2]
