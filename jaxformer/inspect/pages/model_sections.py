@@ -235,10 +235,10 @@ def head_sections(
     return [heatmap, Table("Head statistics", HEAD_COLUMNS, rows, about=ABOUT_HEADS)]
 
 
-def with_ablation(section: Section, heatmap: Heatmap) -> Section:
+def with_ablation(section: Section, heatmap: Section) -> Section:
     """Return attention maps with the measured ablation of their heads, from the first of `head_sections`; other
     sections unchanged."""
-    if not isinstance(section, AttentionSection):
+    if not isinstance(section, AttentionSection) or not isinstance(heatmap, Heatmap):
         return section
     rises = dict(zip(heatmap.rows, np.asarray(heatmap.values).tolist(), strict=True))
     layers = [replace(x, ablation=rises.get(x.name, [])[: x.weights_HTS.shape[-3]]) for x in section.layers]

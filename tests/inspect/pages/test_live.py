@@ -467,7 +467,7 @@ def test_second_text_and_ablation_show_the_models_numbers(page, browser):
     difference = np.abs(np.exp(full[at]) - np.exp(compared[at]))
     target = int(difference.argmax())
     percent = lambda x: f"{100 * np.exp(x):.{1 if np.exp(x) < 0.1 else 0}f}\u00a0%"  # noqa: E731
-    signed = lambda x: f"{'−' if x < 0 else '+'}{abs(x):.3f}"  # noqa: E731
+    signed = lambda x: f"{x:+.3f}".replace("-", "\u2212")  # noqa: E731
     assert n_different == max(len(first), len(other)) - sum(a == b for a, b in zip(first, other, strict=False))
     assert status.startswith(
         f"The texts have {len(first)} and {len(other)} tokens, of which the first {n} are compared"

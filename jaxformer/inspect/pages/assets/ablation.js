@@ -8,7 +8,7 @@ function makeAblation(container, view) {
   const shown = make("p", container, "", "effect");
   shown.setAttribute("aria-live", "polite");
   const effects = new Map(); // of heads ("block.head") on the text: see `measure`
-  let [pass, pointed, text, stop] = [null, null, "", () => {}]; // `pass` computes without a head
+  let [pass, pointed, version, stop] = [null, null, 0, () => {}]; // `pass` computes without a head
 
   const atEnd = (from) => from.logits(view.tokens.length - 1);
   const likeliest = () => largest(atEnd(full), 1)[0]; // last token, of which the text does not say what follows
@@ -20,10 +20,10 @@ function makeAblation(container, view) {
   }
 
   function draw() {
-    if (view.tokens.join() !== text) {
+    if (version !== view.version) {
       stop();
       effects.clear();
-      text = view.tokens.join();
+      [version, pass] = [view.version, null];
     }
     if (!pointed) shown.textContent = "Point at a head, or move the focus to it, to see what ablating it changes.";
     else if (effects.has(pointed)) tell();

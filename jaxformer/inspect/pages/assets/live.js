@@ -61,6 +61,7 @@ function live(container, data) {
   let [typed, generated, tokens] = ["", [], []]; // the text as typed, the tokens added to it, the tokens of both
   let [position, pinned, chosen, computed] = [0, false, [0, 0], 0]; // `computed` positions by the last update
   let frame = 0; // animation frame that will read what was typed
+  let version = 0; // number of updates, from their beginning
   let [job, timer] = [null, 0]; // the computation of what was read, until it is shown, and what continues it
   const active = () => (off.size ? ablated : full);
   let ink = []; // colour of attention, read once per update: reading it makes the browser compute styles
@@ -101,6 +102,7 @@ function live(container, data) {
     get tokens() { return tokens; },
     get position() { return position; },
     get chosen() { return chosen; },
+    get version() { return version; },
   };
   const ablation = makeAblation(heads, view);
   const panels = [ablation, makePatching(make("div", container, "", "patching"), view)];
@@ -110,6 +112,7 @@ function live(container, data) {
   // between its parts, and gives way to the next update.
   function update(at = Infinity) {
     clearTimeout(timer);
+    version++;
     const start = performance.now();
     let isAnnounced = false;
     const all = [...tokenizer.encode(typed), ...generated];

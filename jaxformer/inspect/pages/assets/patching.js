@@ -113,6 +113,7 @@ function makeComparison(box, view) {
   const stop = { second() {}, patched() {}, swept() {} }; // what is being computed
   let settled = 0; // timer until all patches are computed
   let [tokens, others, n, at, shown] = [[], [], 0, 0, ""]; // of both texts; positions of both, one of them; what is shown
+  let version = 0; // of the first text, with the model's parameters
   let [target, patch] = [0, null]; // the next token whose probability is patched, and the name of the edit
   let [base, whole, effects] = [0, 0, null]; // its log-probability, change to the second text, and changes by all patches
   let maps = []; // what is drawn of them
@@ -127,6 +128,7 @@ function makeComparison(box, view) {
   function update() {
     if (!isRead(view)) return;
     stop.second();
+    if (version !== view.version) [version, second.tokens, patched.tokens] = [view.version, [], []];
     others = tokenizer.encode(area.value).slice(0, model.maxTokens);
     stop.second = inTasks(second.read(others), {
       progress() { status.textContent = "Computing the second text …"; },
@@ -138,7 +140,7 @@ function makeComparison(box, view) {
     tokens = view.tokens;
     n = Math.min(tokens.length, others.length);
     at = Math.min(view.position, n - 1);
-    const key = [tokens, others, at].join(";");
+    const key = [version, others, at].join(";");
     if (key === shown) return; // as after a change of head
     for (const name of ["patched", "swept"]) stop[name]();
     shown = key;
