@@ -23,6 +23,8 @@ class AttentionLayer:
     """Name of the text that the keys belong to."""
     weights_HTS: np.ndarray
     """Attention weights; rows sum to 1. In a film, `(frames, H, T, S)`."""
+    ablation: Sequence[float] = ()
+    """Increase in loss under mean ablation of each head, in nats; empty if it is not measured."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,7 @@ class AttentionSection(Section):
                     "columns": layer.columns,
                     "heads": layer.weights_HTS.shape[-3],
                     "causal": causal,
+                    "ablation": rounded(list(layer.ablation)) or None,
                     "frames": [base64.b64encode(frame.tobytes()).decode() for frame in frames],
                 }
             )

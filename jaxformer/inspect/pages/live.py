@@ -75,8 +75,8 @@ class LiveSection(Section):
 
     assets: ClassVar = (
         "charts.css", "charts.js", "attention.css", "film.css", "film.js", "live.css", "drill.css", "attribution.css",
-        "tokenizer.js", "weights.css", "weights.js", "decoder.js", "backward.js", "drill.js", "attribution.js",
-        "live.js",
+        "patching.css", "tokenizer.js", "weights.css", "weights.js", "decoder.js", "backward.js", "drill.js",
+        "attribution.js", "ablation.js", "patching.js", "live.js",
     )  # fmt: skip
 
     def body(self) -> str:

@@ -120,6 +120,8 @@ def write_model_page(
         progress(f"statistics and ablation of heads, on {measured_on}")
         heads = model_sections.head_sections(run.model, run.params, batch, progress)
         progress("attention saturation")
+        if heads:
+            sections = [model_sections.with_ablation(section, heads[0]) for section in sections]
         measured = heads + model_sections.saturation_sections(run.model, run.params, batch)
         names = text_of if run.tokenizer else None
         progress("per-example gradients")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import astuple, fields
+from dataclasses import astuple, fields, replace
 
 import flax.linen as nn
 import jax
@@ -233,6 +233,16 @@ def head_sections(
         for head in range(len(statistics[layer].entropy))
     ]
     return [heatmap, Table("Head statistics", HEAD_COLUMNS, rows, about=ABOUT_HEADS)]
+
+
+def with_ablation(section: Section, heatmap: Section) -> Section:
+    """Return attention maps with the measured ablation of their heads, from the first of `head_sections`; other
+    sections unchanged."""
+    if not isinstance(section, AttentionSection) or not isinstance(heatmap, Heatmap):
+        return section
+    rises = dict(zip(heatmap.rows, np.asarray(heatmap.values).tolist(), strict=True))
+    layers = [replace(x, ablation=rises.get(x.name, [])[: x.weights_HTS.shape[-3]]) for x in section.layers]
+    return replace(section, layers=layers)
 
 
 def saturation_sections(model: nn.Module, params: Params, batch: Batch) -> list[Section]:

@@ -16,7 +16,7 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from jaxformer.data.tokenizer import END_OF_TEXT, Tokenizer
-from jaxformer.inspect import capture, capture_gradients, intervene
+from jaxformer.inspect import capture, capture_gradients, intervene, patch_activations
 from jaxformer.inspect.pages import live
 from jaxformer.inspect.pages.live import KNOWN_SPLITS, LiveSection, live_section, pack_tokenizer
 from jaxformer.inspect.pages.page import write_page
@@ -108,7 +108,7 @@ TOKENIZERS = {
 }
 LOGITS = """
     const data = JSON.parse(document.querySelectorAll(".live > script")[arguments[0]].textContent);
-    const [model, tokens, off] = [new Model(data), arguments[1], new Set([arguments[2]])];
+    const [model, tokens, off] = [new Model(data), arguments[1], new Map([[arguments[2], null]])];
     const rows = (pass) => tokens.map((_, t) => Array.from(pass.logits(t)));
     const [full, cached, ablated, parted] = [1, 2, 3, 4].map(() => new Pass(model));
     const read = (pass, ...given) => {
@@ -186,10 +186,65 @@ BACKWARD = """
     const whole = plain(finish(backward(pass, position, token)));
     model.size = 1e9; // four positions at a time
     const inParts = plain(finish(backward(pass, position, token)));
-    finish(pass.read(tokens, new Set([off])));
+    finish(pass.read(tokens, new Map([[off, null]])));
     const ablated = finish(backward(pass, position, token));
     return [plain(steps), whole, inParts, plain(ablated)].map((text) => JSON.parse(text));
 """
+PATCHES = """
+    const data = JSON.parse(document.querySelectorAll(".live > script")[arguments[0]].textContent);
+    const [model, first, second, token] = [new Model(data), ...[...arguments].slice(1)];
+    const { n_blocks: L, n_heads: H } = model.config;
+    const [full, other, swept, edited] = [1, 2, 3, 4].map(() => new Pass(model));
+    const finish = (job) => { while (!job.next().done); };
+    finish(full.read(first));
+    finish(other.read(second));
+    const at = first.length - 2; // what follows has no effect
+    const base = logProbability(full.logits(at), token);
+    const changes = { heads: full.keys.map(() => []), stream: full.keys.map(() => []) };
+    model.size = 1e9; // four positions at a time
+    const patch = (to) => patchAll(swept, first, other, { at, token, base }, to);
+    const left = patch({ heads: full.keys.map(() => []), stream: full.keys.map(() => []) });
+    for (let i = 0; i < 40; i++) left.next(); // and given up
+    finish(patch(changes));
+    const change = (name, value) => {
+      finish(edited.read(first, new Map([[name, value]])));
+      return logProbability(edited.logits(at), token) - base;
+    };
+    const again = {
+      heads: changes.heads.map((row, b) => row.map((_, h) => change(`${b}.${h}`, other.output(b, h)))),
+      stream: changes.stream.map((row, b) => row.map((_, t) => change(`${b}@${t}`, streamAt(other, b, t).slice()))),
+    };
+    finish(edited.read(first));
+    const isBack = first.every((_, t) => edited.logits(t).every((logit, i) => logit === full.logits(t)[i]));
+    return [base, changes, again, isBack];
+"""
+COMPARED = """
+    const [live, done] = [document.querySelectorAll(".live")[arguments[0]], arguments[3]];
+    const find = (css) => [...live.querySelectorAll(css)];
+    const text = (css) => find(css).map((element) => element.textContent);
+    const cells = () => find(".both tbody tr").map((line) => [...line.children].map((cell) => cell.textContent));
+    find(".patching > .plain")[0].click();
+    const [area, maps] = [document.activeElement, () => find(".both .choice")];
+    const copied = area.value;
+    area.value = arguments[1];
+    area.dispatchEvent(new Event("input"));
+    const before = [copied, find(".pairs .differs").length, cells(), text(".both .told")[0], text(".both .status")[0]];
+    const tile = find(".heads .tile")[arguments[2]];
+    tile.querySelector("button").focus();
+    const wait = () => {
+      if (!text(".both .status")[1].startsWith("The maps")) return setTimeout(wait, 20);
+      maps()[1].focus();
+      const press = (key) => maps()[1].dispatchEvent(new KeyboardEvent("keydown", { key }));
+      for (const key of ["Home", "ArrowDown", "ArrowRight", "Enter"]) press(key);
+      const tips = [...maps()[1].closest(".columns > div").querySelectorAll(".tip")].map((tip) => tip.textContent);
+      const wide = document.documentElement.scrollWidth - innerWidth;
+      const after = [cells(), text(".both .told")[0], find(".both .patched").length, tips, text(".effect")[0], wide];
+      find(".both button").find((button) => button.textContent === "Remove the patch").click();
+      done([before, after, cells()[0].length]);
+    };
+    wait();
+"""
+
 
 SLOW = """
     const [section] = document.querySelectorAll(".live");
@@ -577,6 +632,92 @@ def test_weight_and_token_open_panels_that_follow_text_and_heads(page, browser):
     wait = "return document.querySelectorAll('.live')[1].querySelector('.attribution [role=status]').textContent"
     wait_for(browser, f"{wait}.includes('nats')")
     assert f"log-probability is {log_p(token, True):.4g} nats" in shown()
+    assert complaints(browser) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CONFIGS)
+def test_patches_equal_the_models(page, browser, name: str):
+    case, at = page[1][name], 10
+    block = case.config.n_blocks - 1
+    model = case.config.build()
+    first, second = np.random.default_rng(1).integers(VOCAB, size=(2, at + 2))
+    second[:2] = first[:2]
+    token = int(second[-1])
+    metric = lambda logits_TV: jax.nn.log_softmax(logits_TV[at])[token]  # noqa: E731
+    heads = f"blocks.{block}.attention.heads"
+
+    @jax.jit
+    def patch_heads(params: Params, first: jax.Array, second: jax.Array) -> tuple[jax.Array, jax.Array]:
+        source = capture(model, params, second, names=heads)[heads]
+
+        def patched(head: jax.Array) -> jax.Array:
+            with intervene(heads, lambda _, x: x.at[head].set(source[head])):
+                return metric(model.apply({"params": params}, first))
+
+        return metric(model.apply({"params": params}, first)), jax.lax.map(patched, jnp.arange(len(source)))
+
+    texts = jnp.array(first), jnp.array(second)
+    expected, of_heads = patch_heads(case.params, *texts)
+    before = f"blocks.{block}.before"
+    of_stream = patch_activations(model, case.params, [texts[0]], [texts[1]], before, metric)[before]
+    base, changes, again, is_back = browser.execute_script(PATCHES, case.index, first.tolist(), second.tolist(), token)
+    assert base == pytest.approx(float(expected), abs=TOLERANCE) and is_back
+    assert_close(np.array(changes["heads"][block]) + base, of_heads, TOLERANCE)
+    assert_close(np.array(changes["stream"][block]) + base, of_stream[: at + 1], TOLERANCE)
+    assert np.abs(changes["heads"]).min() > 0 and not np.any(np.array(changes["stream"])[:, :2])
+    for kind in ("heads", "stream"):
+        assert_close(changes[kind], np.array(again[kind])[:, : at + 1], 1e-6)
+
+
+@pytest.mark.slow
+def test_second_text_and_ablation_show_the_models_numbers(page, browser):
+    case, (block, head), second = page[1]["llama"], (1, 2), "The state  of a strong line"
+    model, tokenizer = case.config.build(), case.tokenizer
+    browser.execute_script("document.querySelectorAll('.live')[arguments[0]].scrollIntoView()", case.index)
+    wait_for(browser, f"return document.querySelectorAll('.live')[{case.index}].querySelector('.status')")
+    size = {"width": 390, "height": 800, "deviceScaleFactor": 1, "mobile": True}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    before, after, n_columns = browser.execute_async_script(
+        COMPARED, case.index, second, block * case.config.n_heads + head
+    )
+    copied, n_different, rows, told, status = before
+    first, other = tokenizer.encode(copied), tokenizer.encode(second)
+    n, name = min(len(first), len(other)), f"blocks.{block}.attention.heads"
+
+    @jax.jit
+    def apply(params: Params) -> tuple[jax.Array, ...]:
+        run = lambda tokens: model.apply({"params": params}, jnp.array(tokens))  # noqa: E731
+        source = capture(model, params, jnp.array(other), names=name)[name]
+        with intervene(name, lambda _, x: x.at[1, :n].set(source[1, :n])):
+            patched = run(first)
+        with intervene(name, lambda _, x: x.at[head].set(0)):
+            ablated = run(first)
+        return tuple(jax.nn.log_softmax(x) for x in (run(first), run(other), patched, ablated))
+
+    full, compared, patched, ablated = (np.asarray(x) for x in apply(case.params))
+    at = n - 1
+    difference = np.abs(np.exp(full[at]) - np.exp(compared[at]))
+    target = int(difference.argmax())
+    percent = lambda x: f"{100 * np.exp(x):.{1 if np.exp(x) < 0.1 else 0}f}\u00a0%"  # noqa: E731
+    signed = lambda x: f"{x:+.3f}".replace("-", "\u2212")  # noqa: E731
+    assert n_different == max(len(first), len(other)) - sum(a == b for a, b in zip(first, other, strict=False))
+    assert status.startswith(
+        f"The texts have {len(first)} and {len(other)} tokens, of which the first {n} are compared"
+    )
+    best = int(full[at].argmax())
+    assert rows[0][1:] == [percent(x[at, best]) for x in (full, compared)]
+    assert f"changes by {signed(compared[at, target] - full[at, target])} nats." in told
+    assert f"after position {at} " in told
+    assert after[0][0][1:] == [percent(x[at, best]) for x in (full, compared, patched)]
+    change = signed(patched[at, target] - full[at, target])
+    assert f"; with the output of head 1 of layer 1 from the second text, by {change} nats" in after[1]
+    assert after[2] == 1 and [tip.startswith(f"head 1 of layer 1: {change} nats") for tip in after[3]] == [True]
+    likeliest = int(full[-1].argmax())
+    loss = lambda x: -x[np.arange(len(first) - 1), first[1:]].mean()  # noqa: E731
+    assert f"as the next token by {signed(ablated[-1, likeliest] - full[-1, likeliest])} nats" in after[4]
+    assert after[4].endswith(f"the mean loss of the text by {signed(loss(ablated) - loss(full))}.")
+    assert after[5] <= 0 and n_columns == 3
     assert complaints(browser) == []
 
 

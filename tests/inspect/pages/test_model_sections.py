@@ -20,6 +20,7 @@ from jaxformer.inspect import (
     path_attribution,
     saturation,
 )
+from jaxformer.inspect.pages.attention import AttentionSection
 from jaxformer.inspect.pages.charts import Heatmap, Lines
 from jaxformer.inspect.pages.contrast import contrast_sections
 from jaxformer.inspect.pages.labels import describe_head
@@ -30,6 +31,7 @@ from jaxformer.inspect.pages.model_sections import (
     head_sections,
     residual_stream_sections,
     saturation_sections,
+    with_ablation,
 )
 from jaxformer.inspect.pages.page import Table
 from jaxformer.models.encoder import EncoderConfig
@@ -166,6 +168,10 @@ def test_head_sections_have_statistics_and_ablation_of_each_head(decoder):
     batch = Batch((inputs_BT[:, :-1],), inputs_BT[:, 1:])
     figure, table = head_sections(model, params, batch)
     assert isinstance(figure, Heatmap) and isinstance(table, Table)
+    maps = attention_section(model, params, (jnp.array(TOKENS_T),), WORDS.__getitem__)
+    shown = with_ablation(maps, figure)
+    assert isinstance(shown, AttentionSection)
+    np.testing.assert_allclose([layer.ablation for layer in shown.layers], figure.values)
     statistics, without = head_statistics(model, params, *batch.inputs), ablate_heads(model, params, batch)
     np.testing.assert_allclose(figure.values, list(without.mean.values()), atol=1e-6)
     row = next(row for row in table.rows if row[0] == "head 1.0")

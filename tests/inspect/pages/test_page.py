@@ -20,7 +20,8 @@ from tests.browser import browsing, complaints, embedded, told
 EVIL = "<script>alert(1)</script>"
 WEIGHTS_HTS = np.array([[[1, 0, 0], [0.25, 0.75, 0], [0, 0.5, 0.5]], [[1, 0, 0], [1, 0, 0], [0.2, 0.2, 0.6]]])
 ATTENTION = AttentionSection(
-    "Heads", {"text": ["The", f" {EVIL}", "⏎"]}, [AttentionLayer("layer 0", "text", "text", WEIGHTS_HTS)],
+    "Heads", {"text": ["The", f" {EVIL}", "⏎"]},
+    [AttentionLayer("layer 0", "text", "text", WEIGHTS_HTS, [0.125, -0.5])],
     {"text": [None, Prediction(f"next token after “{EVIL}”", [(EVIL, 0.6), ("b", 0.3)], ("⏎", 0.05)), None]},
 )  # fmt: skip
 LINE = Line([0, 10, 20], [2.5, None, 1.25], EVIL, "head 0")
@@ -181,7 +182,11 @@ def test_browser_shows_escaped_texts_attention_and_charts(tmp_path: Path):
         note, predicted = find(".note")[0], find(".predicted")[0]
         shades = lambda: [token.value_of_css_property("background-color") for token in tokens]  # noqa: E731
         ActionChains(browser).move_to_element(tokens[1]).perform()
-        assert note.text == f"Position 1: “ {EVIL}”. Head 0 of layer 0 attends to “ {EVIL}” 75 %, “The” 25 %."
+        attends = f"Position 1: “ {EVIL}”. Head 0 of layer 0 attends to “ {EVIL}” 75 %, “The” 25 %."
+        assert note.text == f"{attends} Its mean ablation changes the loss by +0.125 nats."
+        titles = [button.get_property("title") for button in find(".attention .layers button")]
+        assert titles[1] == "head 1 of layer 0. Its mean ablation changes the loss by \u22120.500 nats."
+        assert ["not explanation" in about.text for about in find(".attention > .about")] == [True]
         assert predicted.text.splitlines()[0] == f"next token after “{EVIL}”"
         assert [value.text for value in predicted.find_elements("css selector", ".value")] == ["60 %", "30 %", "5.0 %"]
         assert predicted.find_element("css selector", ".marked").text.split() == ["⏎", "5.0", "%", "in", "the", "text"]

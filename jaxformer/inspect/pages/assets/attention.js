@@ -15,6 +15,7 @@ function attention(container, { texts, predictions, layers }) {
     return column > row ? 0 : bytes[((head * T * (T + 1)) + row * (row + 1)) / 2 + column];
   };
   const weight = (...at) => (byte(...at) / 255) ** 2;
+  const ablation = ({ ablation }, head) => (ablation ? [`Its mean ablation changes the loss by ${signed(ablation[head])} nats.`] : []);
   const several = Object.keys(texts).length > 1;
 
   const strips = {};
@@ -51,7 +52,7 @@ function attention(container, { texts, predictions, layers }) {
       });
       const most = shares.map((share, column) => [share, column]).sort((a, b) => b[0] - a[0]).slice(0, 4);
       const named = most.filter(([share]) => share > 0).map(([share, column]) => `“${texts[layer.columns][column]}” ${percent(share)}`);
-      about.push(`Head ${head} of ${layer.name} attends to ${named.join(", ")}.`);
+      about.push(`Head ${head} of ${layer.name} attends to ${named.join(", ")}.`, ...ablation(layer, head));
     }
     note.textContent = about.join(" ");
     predicted.replaceChildren();
@@ -124,8 +125,9 @@ function attention(container, { texts, predictions, layers }) {
     select(name, first(name));
     return;
   }
-  const thumbnails = headGrid(container, layers, { paintHead, choose });
+  const thumbnails = headGrid(container, layers, { paintHead, choose, describe: ablation });
   map = make("div", container, "", "map");
+  make("p", container, NOT_EXPLANATION, "name about");
   new ResizeObserver(() => { if (map.clientWidth !== width) drawMap(); }).observe(map);
   thumbnails.querySelector("button").click();
 }

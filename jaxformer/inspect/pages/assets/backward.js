@@ -146,7 +146,7 @@ function attentionVjp(pass, i, x, first, sums) {
       const position = first + t;
       const start = Math.max(0, position - windows[i] + 1);
       for (let h = 0; h < H; h++) {
-        if (pass.off.has(`${i}.${h}`)) continue;
+        if (pass.edits.has(`${i}.${h}`)) continue;
         const [own, group, weights] = [t * H + h, Math.floor(h / (H / G)), pass.row(i, h, position)];
         const dHead = dHeads.subarray(own * J, (own + 1) * J);
         // head = Σ weight · value, and weights are a softmax: dscore = weight (dweight - Σ weight dweight).

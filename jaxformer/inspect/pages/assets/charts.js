@@ -8,6 +8,9 @@ function draw(tag, parent, attributes = {}, text = "") {
   return element;
 }
 
+// Beside attention maps.
+const NOT_EXPLANATION = "Attention weight is not explanation: a head may look hard at a token and change nothing of what the model predicts.";
+const signed = (x) => `${x < 0 ? "−" : "+"}${Math.abs(x).toFixed(3)}`;
 const clamp = (value, low, high) => Math.max(low, Math.min(high, value));
 const CHARACTER_PIXELS = 7;
 const COLOURS = 8; // --line-0 to --line-7 of charts.css

@@ -79,6 +79,8 @@ function logSumExp(logits) {
   return largest + Math.log(sum);
 }
 
+const logProbability = (logits, token) => logits[token] - logSumExp(logits);
+
 function softmax(logits) {
   const total = logSumExp(logits);
   const p = new Float64Array(logits.length);
@@ -110,6 +112,11 @@ class Model {
     this.maxTokens = max_tokens;
     this.size = numbers.length;
     this.numbers = numbers;
+  }
+
+  // Positions between two looks at the clock, a multiple of four, as `linear` computes four at a time.
+  get positionsAtOnce() {
+    return Math.max(4, 4 * Math.floor(PRODUCTS_AT_ONCE / this.size / 4));
   }
 
   embed(token, position) {
@@ -167,23 +174,24 @@ class Pass {
     this.weights = arrays(L, () => H * N);
     this.losses = new Float32Array(N); // of the token after each position, in nats
     this.tokens = [];
-    this.off = new Set();
+    this.edits = new Map();
   }
 
-  // Read a text with some heads switched off ("block.head"): zero ablation. Before each few positions, yield how many of
-  // how many are computed; what is computed stays valid where the caller stops there. Return the number of positions.
-  *read(tokens, off = new Set()) {
-    const { n_blocks: L, n_heads: H } = this.model.config;
+  // Read a text with some activations replaced: a head's output ("block.head") by null, which is zeros, or by an array
+  // (T, J) for its first positions; the stream before a block at a position ("block@position") by an array (D). An array
+  // that an edit holds must not change. Before each few positions, yield how many of how many are computed; what is
+  // computed stays valid where the caller stops there. Return the number of positions.
+  *read(tokens, edits = new Map()) {
+    const { n_blocks: L } = this.model.config;
     const T = tokens.length;
     let valid = 0;
     while (valid < T && valid < this.tokens.length && tokens[valid] === this.tokens[valid]) valid++;
-    const isSame = (block) => Array.from({ length: H }, (_, h) => `${block}.${h}`).every((head) => off.has(head) === this.off.has(head));
-    let block = 0;
-    while (block < L && isSame(block)) block++;
+    const changed = [...edits, ...this.edits].map(([name]) => name).filter((name) => edits.get(name) !== this.edits.get(name));
+    const block = Math.min(L, ...changed.map((name) => Math.max(0, parseInt(name) - name.includes("@")))); // that writes it
     const first = block < L ? 0 : valid;
-    const few = Math.max(4, 4 * Math.floor(PRODUCTS_AT_ONCE / this.model.size / 4)); // as `linear` computes four at a time
+    const few = this.model.positionsAtOnce;
     this.tokens = tokens.slice(0, first);
-    this.off = new Set(off);
+    this.edits = new Map(edits);
     for (let start = first, end; start < T; start = end) {
       yield [start - first, T - first];
       end = Math.min(start + few, start < valid ? valid : T);
@@ -201,7 +209,7 @@ class Pass {
     const V = logits.length / (last - first);
     for (let t = first; t < last; t++) {
       const row = logits.subarray((t - first) * V, (t - first + 1) * V);
-      this.losses[t] = logSumExp(row) - row[this.tokens[t + 1]];
+      this.losses[t] = -logProbability(row, this.tokens[t + 1]);
     }
   }
 
@@ -209,8 +217,21 @@ class Pass {
   compute(first, last, block) {
     const { model, stream } = this;
     const { n_blocks: L, d_model: D } = model.config;
-    if (block === 0) for (let t = first; t < last; t++) stream[0].set(model.embed(this.tokens[t], t), t * D);
-    for (; block < L; block++) this.computeBlock(block, first, last);
+    if (block === 0) {
+      for (let t = first; t < last; t++) stream[0].set(model.embed(this.tokens[t], t), t * D);
+      this.editStream(0, first, last);
+    }
+    for (; block < L; block++) {
+      this.computeBlock(block, first, last);
+      this.editStream(block + 1, first, last);
+    }
+  }
+
+  editStream(block, first, last) {
+    for (let t = first; t < last && this.edits.size; t++) {
+      const row = this.edits.get(`${block}@${t}`);
+      if (row) this.stream[block].set(row, t * row.length);
+    }
   }
 
   computeBlock(i, first, last) {
@@ -253,7 +274,12 @@ class Pass {
         }
         const row = softmax(scores);
         weights[i].subarray((h * N + position) * N, (h * N + position + 1) * N).fill(0).set(row, start);
-        if (this.off.has(`${i}.${h}`)) continue;
+        const edit = this.edits.get(`${i}.${h}`);
+        if (edit === null) continue;
+        if (position < edit?.length / J) {
+          heads.set(edit.subarray(position * J, (position + 1) * J), own * J);
+          continue;
+        }
         for (let s = start; s <= position; s++) {
           for (let j = 0, at = (s * G + group) * J; j < J; j++) heads[own * J + j] += row[s - start] * values[i][at + j];
         }
@@ -296,6 +322,20 @@ class Pass {
   row(block, head, position) {
     const start = (head * this.model.maxTokens + position) * this.model.maxTokens;
     return this.weights[block].subarray(start, start + this.tokens.length);
+  }
+
+  // Outputs (T, J) of a head: the sums of the values by its attention weights.
+  output(block, head) {
+    const { n_heads: H, n_kv_heads: G, value_dim: J } = this.model.config;
+    const y = new Float32Array(this.tokens.length * J);
+    for (let t = 0; t < this.tokens.length; t++) {
+      const row = this.row(block, head, t);
+      for (let s = 0; s <= t; s++) {
+        const at = (s * G + Math.floor(head / (H / G))) * J;
+        for (let j = 0; j < J; j++) y[t * J + j] += row[s] * this.values[block][at + j];
+      }
+    }
+    return y;
   }
 
   loss() {

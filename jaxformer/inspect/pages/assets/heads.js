@@ -4,9 +4,10 @@ const ink = () => colour("--look").split(",").map(Number);
 
 /**
  * Show a button with a thumbnail for each head, a row per layer. `paintHead(canvas, layer, head)` draws a thumbnail;
- * `choose(layer, head)` is called where one is pressed, and without arguments where it is released.
+ * `choose(layer, head)` is called where one is pressed, and without arguments where it is released. `describe(layer,
+ * head)` returns sentences that are told where one is pointed at.
  */
-function headGrid(container, layers, { paintHead, choose, canRelease = false }) {
+function headGrid(container, layers, { paintHead, choose, canRelease = false, describe = () => [] }) {
   const grid = make("div", container, "", "layers");
   const most = Math.max(...layers.map((layer) => layer.heads));
   grid.style.setProperty("--heads", most);
@@ -17,8 +18,9 @@ function headGrid(container, layers, { paintHead, choose, canRelease = false }) 
     make("span", grid, layer.name);
     for (let head = 0; head < layer.heads; head++) {
       const button = make("button", grid, "", head === 0 ? "first" : "");
-      button.title = `head ${head} of ${layer.name}`;
-      button.setAttribute("aria-label", button.title);
+      const name = `head ${head} of ${layer.name}`;
+      button.title = [name, ...describe(layer, head)].join(". ");
+      button.setAttribute("aria-label", name);
       button.setAttribute("aria-pressed", false);
       const canvas = make("canvas", button);
       painted.push(() => paintHead(canvas, layer, head));

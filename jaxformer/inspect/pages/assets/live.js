@@ -29,6 +29,27 @@ function sample(probabilities) {
   return token < 0 ? largest(probabilities, 1)[0] : token; // where rounding leaves something
 }
 
+// Run a generator to its end, in tasks between which the page goes on; return a function that stops it.
+function inTasks(job, { progress = () => {}, done }) {
+  let timer = 0;
+  function work() {
+    const begun = performance.now();
+    for (;;) {
+      const step = job.next();
+      if (step.done) return done(step.value);
+      if (performance.now() - begun < TASK_MS) continue;
+      progress();
+      timer = setTimeout(work);
+      return;
+    }
+  }
+  work();
+  return () => clearTimeout(timer);
+}
+
+// Whether the text that a panel reads is computed, and not only about to be.
+const isRead = ({ tokens, full }) => tokens.length > 0 && tokens.length === full.tokens.length;
+
 function live(container, data) {
   const { text, film: frames } = data; // all that is read of it later: weights are not kept twice
   const [model, tokenizer] = [new Model(data), new Tokenizer(data.tokenizer)];
@@ -37,7 +58,7 @@ function live(container, data) {
   const quoted = (token) => `“${label(token)}”`;
   const full = new Pass(model); // with all heads
   const ablated = new Pass(model); // without those in `off`
-  const off = new Set();
+  const off = new Map(); // ablated heads, as edits of a pass
   let [typed, generated, tokens] = ["", [], []]; // the text as typed, the tokens added to it, the tokens of both
   let [position, pinned, chosen, computed] = [0, false, [0, 0], 0]; // `computed` positions by the last update
   let frame = 0; // animation frame that will read what was typed
@@ -80,6 +101,7 @@ function live(container, data) {
   // What a panel, which is made in a file of its own, reads; `draw` follows each change of text, position or head.
   const view = {
     model, tokenizer, full, off, active, label, quoted, shade,
+    get text() { return area.value; },
     get tokens() { return tokens; },
     get position() { return position; },
     get chosen() { return chosen; },
@@ -87,7 +109,8 @@ function live(container, data) {
   };
   const attribution = makeAttribution(make("div", predictions, "", "attribution panel"), view);
   const drill = makeDrill(make("div", attention, "", "drill panel"), view);
-  const panels = [attribution, drill];
+  const ablation = makeAblation(heads, view);
+  const panels = [attribution, drill, ablation, makePatching(make("div", container, "", "patching"), view)];
   let drawnMap = null;
 
   // A slider over the steps whose parameters the page has.
@@ -288,6 +311,7 @@ function live(container, data) {
       drawCache();
       select(position);
     });
+    for (const event of ["pointerenter", "focusin"]) tile.addEventListener(event, () => ablation.point(`${block}.${head}`));
     const name = make("label", tile);
     const box = make("input", name);
     [box.type, box.checked] = ["checkbox", true];
@@ -301,7 +325,7 @@ function live(container, data) {
     };
     box.addEventListener("change", () => {
       if (box.checked) off.delete(`${block}.${head}`);
-      else off.add(`${block}.${head}`);
+      else off.set(`${block}.${head}`, null);
       update(position);
     });
     return { paint: show };

@@ -1,0 +1,59 @@
+"use strict";
+
+// Below the tiles of the heads: what ablating the head that is pointed at changes, beside its largest attention weight.
+
+function makeAblation(container, view) {
+  const { model, full, quoted } = view;
+  make("p", container, NOT_EXPLANATION, "name");
+  const shown = make("p", container, "", "effect");
+  shown.setAttribute("aria-live", "polite");
+  const effects = new Map(); // of heads ("block.head") on the text: see `measure`
+  let [pass, pointed, version, stop] = [null, null, 0, () => {}]; // `pass` computes without a head
+
+  const atEnd = (from) => from.logits(view.tokens.length - 1);
+  const likeliest = () => largest(atEnd(full), 1)[0]; // last token, of which the text does not say what follows
+
+  function point(head) {
+    if (head === pointed) return;
+    pointed = head;
+    draw();
+  }
+
+  function draw() {
+    if (version !== view.version) {
+      stop();
+      effects.clear();
+      [version, pass] = [view.version, null];
+    }
+    if (!pointed) shown.textContent = "Point at a head, or move the focus to it, to see what ablating it changes.";
+    else if (effects.has(pointed)) tell();
+    else if (isRead(view)) measure(pointed);
+  }
+
+  function measure(head) {
+    stop();
+    shown.textContent = "Computing the text without the head …";
+    pass ??= new Pass(model);
+    stop = inTasks(pass.read(view.tokens, new Map([[head, null]])), {
+      done() {
+        const losses = pass.losses.slice(0, view.tokens.length - 1);
+        effects.set(head, { losses, loss: pass.loss(), end: logProbability(atEnd(pass), likeliest()) });
+        tell();
+      },
+    });
+  }
+
+  function tell() {
+    const [{ losses, loss, end }, { tokens, position: at }] = [effects.get(pointed), view];
+    const [block, head] = pointed.split(".").map(Number);
+    const row = full.row(block, head, at);
+    const [key] = largest(row, 1);
+    const isLast = at === tokens.length - 1;
+    const next = quoted(isLast ? likeliest() : tokens[at + 1]);
+    const change = isLast ? end - logProbability(atEnd(full), likeliest()) : full.losses[at] - losses[at];
+    const ofText = tokens.length > 1 ? `, and the mean loss of the text by ${signed(loss - full.loss())}` : "";
+    shown.textContent = `Head ${head} of layer ${block} at position ${at}: the largest weight is ${percent(row[key])}, on ${quoted(tokens[key])}. Ablating this head alone changes the log-probability of ${next} as the next token by ${signed(change)} nats${ofText}.`;
+  }
+
+  return { draw, point };
+}
