@@ -75,11 +75,10 @@ def write_model_page(
     """Write the page about a run with a checkpoint to an HTML file. A prompt replaces the held-out text, and heads and
     gradients are measured on `n_examples` held-out examples. A causal decoder with at most `max_live_parameters`
     parameters runs live in the page; 0 omits that section. The parameters of a large one are in a file beside the page,
-    whose path is returned. `progress` is called with the name of each part before it is
-    made. A `text` of the name `source` replaces the run's own data; a run that was imported has none, so a prompt is
-    then all that is measured. With `lenses`, lenses are fitted to held-out texts; `contrast` is a text that the prompt
-    is compared with. Raises `UserError` if a text does not suit the model or the page, or there is neither data nor a
-    prompt."""
+    whose path is returned. `progress` is called with the name of each part before it is made. A `text` of the name
+    `source` replaces the run's own data; a run that was imported has none, so a prompt is then all that is measured.
+    With `lenses`, lenses are fitted to held-out texts; `contrast` is a text that the prompt is compared with. Raises
+    `UserError` if a text does not suit the model or the page, or there is neither data nor a prompt."""
     metrics, batch, reason = read_metrics(run.path), None, ""
     if text is not None or metrics or prompt is None:
         batch, source, reason = held_out(run, n_examples, text, source)

@@ -542,7 +542,9 @@ def test_large_model_says_its_size_and_loads_at_a_click(page, browser):
     case = page[1]["button"]
     section = browser.find_elements("css selector", ".live")[case.index]
     button = section.find_element("css selector", ".offer button")
-    assert button.get_property("textContent") == "Load the model (0 MB, and about 0.21 MB of memory)"
+    size, n = len(pack_params(case.params, 8)), sum(x.size for x in jax.tree.leaves(case.params))
+    takes = f"{size / 1e6:.3g} MB, and about {1.2 * (size + 4 * n) / 1e6:.2g} MB of memory"
+    assert button.get_property("textContent") == f"Load the model ({takes})"
     assert not section.find_elements("css selector", "textarea")
     button.click()
     wait_for(browser, f"return document.querySelectorAll('.live')[{case.index}].querySelector('textarea')")
@@ -632,6 +634,7 @@ def test_weight_and_token_open_panels_that_follow_text_and_heads(page, browser):
     wait = "return document.querySelectorAll('.live')[1].querySelector('.attribution [role=status]').textContent"
     wait_for(browser, f"{wait}.includes('nats')")
     assert f"log-probability is {log_p(token, True):.4g} nats" in shown()
+    find('input[aria-label="head 0 of layer 0"]')[0].click()
     assert complaints(browser) == []
 
 
