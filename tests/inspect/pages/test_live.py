@@ -223,6 +223,7 @@ COMPARED = """
     const find = (css) => [...live.querySelectorAll(css)];
     const text = (css) => find(css).map((element) => element.textContent);
     const cells = () => find(".both tbody tr").map((line) => [...line.children].map((cell) => cell.textContent));
+    find(".controls button").at(-1).click(); // start again, from the last position
     find(".patching > .plain")[0].click();
     const [area, maps] = [document.activeElement, () => find(".both .choice")];
     const copied = area.value;
