@@ -229,6 +229,7 @@ def sharpness() -> list[list[str]]:
         label = f"`{rung}`, rate 0{rate}" if rate else f"`{name}`"
         loss = cell(outcomes("sharpness")[name], "loss")
         table.append([label, f"{first:.3g}", f"{most:.3g}", f"{step:,}", f"{last:.3g}", loss])
+    return table
 
 
 def forecasts(field: str) -> list[list[str]]:
