@@ -404,7 +404,7 @@ def test_large_model_says_its_size_and_loads_at_a_click(page, browser):
     case = page[1]["button"]
     section = browser.find_elements("css selector", ".live")[case.index]
     button = section.find_element("css selector", ".offer button")
-    assert button.get_property("textContent") == "Load the model (0 MB, and about 0.21 MB of memory)"
+    assert button.get_property("textContent") == "Load the model (0.0255 MB, and about 0.14 MB of memory)"
     assert not section.find_elements("css selector", "textarea")
     button.click()
     wait_for(browser, f"return document.querySelectorAll('.live')[{case.index}].querySelector('textarea')")
