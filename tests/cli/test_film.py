@@ -8,7 +8,9 @@ import pytest
 
 from jaxformer.cli import film, train
 from jaxformer.inspect.heads import ablate_heads, head_statistics, target_mask
-from jaxformer.inspect.pages.model import held_out
+from jaxformer.inspect.pages import live
+from jaxformer.inspect.pages.live import film_frames
+from jaxformer.inspect.pages.model import held_out, write_model_page
 from jaxformer.inspect.residual_stream import logit_lens
 from jaxformer.runs.run import load_run
 from tests.browser import browsing, complaints, embedded, wait_for
@@ -17,7 +19,7 @@ from tests.helpers import tiny, write_books
 pytestmark = pytest.mark.slow
 
 
-def test_film_of_a_run_in_a_browser(tmp_path: Path, capsys: pytest.CaptureFixture):
+def test_film_of_a_run_in_a_browser(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch):
     changes = ["--train.batch-size", "8", "--run", str(tmp_path / "run"), "--train.film"]
     assert train.main(tiny(write_books(tmp_path / "books"), 6, *changes)) == 0
     capsys.readouterr()
@@ -43,6 +45,13 @@ def test_film_of_a_run_in_a_browser(tmp_path: Path, capsys: pytest.CaptureFixtur
     agreement = np.mean(np.array([first.argmax(-1) == final.argmax(-1) for first, final in lens])[mask_BT])
     np.testing.assert_allclose(last["stream"]["embedding"]["agreement"], agreement, rtol=1e-6)
     assert last["stream"]["blocks.0.after"]["agreement"] == 1
+
+    frames = film_frames(run)  # of the inspect page's slider
+    assert [step for step, _ in frames] == [0, 1, 2, 4, 6] and frames[-1][1] is run.params
+    write_model_page(run, tmp_path / "run/inspect.html", n_examples=1)
+    assert '<a href="film.html">Film</a>' in (tmp_path / "run/inspect.html").read_text(encoding="utf-8")
+    monkeypatch.setattr(live, "MAX_EMBEDDED_BYTES", 0)
+    assert film_frames(run) == []
 
     [shown] = embedded(page.read_text(encoding="utf-8"), "Attention maps")
     assert [len(layer["frames"]) for layer in shown["layers"]] == [5]

@@ -2,6 +2,7 @@
 
 import base64
 import errno
+import hashlib
 import json
 import math
 import os
@@ -17,6 +18,7 @@ from jaxformer.cli import inspect, train
 from jaxformer.config import Config, ModelConfig
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.data.windows import TextConfig
+from jaxformer.inspect.pages import live as live_page
 from jaxformer.inspect.pages import model
 from jaxformer.inspect.pages.page import rounded
 from jaxformer.models.decoder import DecoderConfig
@@ -85,13 +87,21 @@ def test_page_of_a_prompt_in_a_browser(run: Path, tmp_path: Path, capsys: pytest
         assert complaints(browser) == []
 
 
-def test_page_without_a_prompt_shows_a_held_out_text(run: Path, capsys: pytest.CaptureFixture):
+def test_page_without_a_prompt_shows_a_held_out_text(
+    run: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(live_page, "FLOAT16_PARAMETERS", 0)  # as if the model were large
+    monkeypatch.setattr(live_page, "MAX_EMBEDDED_BYTES", 0)
     assert inspect.main([str(run), "--examples", "2"]) == 0
-    assert capsys.readouterr().out.startswith(f"{run}/inspect.html: ")
+    page, weights = capsys.readouterr().out.splitlines()
+    assert page.startswith(f"{run}/inspect.html: ") and weights.startswith(f"{run}/inspect.html.weights: ")
     text = (run / "inspect.html").read_text()
     [shown] = embedded(text, "Attention maps")
     assert len(shown["texts"]["text"]) == 32  # a full window
     [live] = embedded(text, "Your own text")
+    stored = (run / "inspect.html.weights").read_bytes()
+    assert live["file"] == "inspect.html.weights" and "weights" not in live
+    assert live["sha256"] == hashlib.sha256(stored).hexdigest() and live["size"] == len(stored)
     whole, first = "".join(shown["texts"]["text"]).replace("∅", ""), live["text"].replace("\n", "⏎")
     assert first and whole.startswith(first) and whole[len(first)] in " ⏎"  # ends with a word
     books = run.parent / "books"
