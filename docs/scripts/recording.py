@@ -1,7 +1,9 @@
-"""Record the page of a run while a text is typed in it, as docs/page.webp.
+"""Record the page of a run while a text is typed in it, as docs/page.webp, or the laboratory while two models are
+trained in it, as docs/laboratory.webp.
 
 python -m jaxformer inspect runs/modern
 python -m docs.scripts.recording runs/modern/inspect.html
+python -m docs.scripts.recording docs/lab/build/lab.html
 """
 
 import base64
@@ -16,7 +18,7 @@ from selenium.webdriver.common.keys import Keys
 
 from tests.browser import browsing, wait_for
 
-PICTURE = Path(__file__).resolve().parents[1] / "page.webp"
+PICTURES = Path(__file__).resolve().parents[1]
 WIDTH, HEIGHT, COLOURS = 880, 716, 256
 """Pixels of the picture, and colours of all its frames."""
 TEXT, CONTINUATION = "The President of the United", " and the Secretary of the"
@@ -47,13 +49,30 @@ header, section:not(:has(.live)), section > :is(h2, p), .live > :is(.controls, .
   height: 24px; left: -99px; pointer-events: none; position: fixed; width: 20px; z-index: 9 }
 """
 """Rules by which the text, the next tokens and the heads stand side by side, and the rest of the page is left out."""
+LABORATORY = "#A=no+mask&B="
+"""Switches of two models in the laboratory: one that reads the characters that it has to predict, and an intact one."""
+LABORATORY_HEIGHT, LAST_STEP, STEPS_PER_FRAME, TRAINING_MS = 620, 300, 6, 330
+LABORATORY_STYLE = """
+html { overflow: hidden }
+body { padding: 0 }
+section { border: 0; margin: 0; padding: .5rem .75rem }
+main { display: grid; grid-template-columns: 26rem minmax(0, 1fr) }
+#bar { grid-column: 1 / -1 }
+header, main > :nth-child(n + 4), section > p, #loss-title + p, .experiment > :nth-child(2) { display: none }
+#inside-title, .model > div:nth-child(n + 2), .maps ~ *, .maps p, .model :is(h4, p) { display: none }
+.experiment, #lanes.several { gap: .25rem; grid-template-columns: minmax(0, 1fr) }
+.verdict { min-height: 7.5em }
+.verdict pre { white-space: pre-wrap; word-break: break-all }
+.maps { gap: .4rem; grid-template-columns: repeat(var(--heads), minmax(0, 6rem)) }
+"""
+"""Rules by which the controls, the losses and the attention maps stand side by side."""
 
 
 class Recorder:
     """Frames of a page, with their durations in milliseconds."""
 
-    def __init__(self, browser: Any) -> None:
-        self.browser = browser
+    def __init__(self, browser: Any, style: str = STYLE, height: int = HEIGHT) -> None:
+        self.browser, self.height = browser, height
         self.frames: list[Image.Image] = []
         self.durations: list[int] = []
         script = """
@@ -64,20 +83,24 @@ class Recorder:
               [pointer.style.left, pointer.style.top] = [`${clientX}px`, `${clientY}px`];
             });
         """
-        browser.execute_script(script, STYLE)
+        browser.execute_script(script, style)
 
     def shoot(self, duration: int) -> None:
-        """Add a frame of what the page shows when its model has read the text."""
-        wait_for(self.browser, "return document.querySelector('.live').ariaBusy !== 'true'")
+        """Add a frame of what the page shows."""
         self.browser.execute_async_script("requestAnimationFrame(() => requestAnimationFrame(arguments[0]))")
         shot = base64.b64decode(self.browser.get_screenshot_as_base64())
-        self.frames.append(Image.open(io.BytesIO(shot)).convert("RGB").crop((0, 0, WIDTH, HEIGHT)))
+        self.frames.append(Image.open(io.BytesIO(shot)).convert("RGB").crop((0, 0, WIDTH, self.height)))
         self.durations.append(duration)
+
+    def wait(self) -> None:
+        """Wait until the model of the page has read the text."""
+        wait_for(self.browser, "return document.querySelector('.live').ariaBusy !== 'true'")
 
     def type(self, text: str) -> None:
         """Type a text, with a frame per letter."""
         for letter in text:
             self.browser.switch_to.active_element.send_keys(letter)
+            self.wait()
             self.shoot(LETTER_MS)
         self.durations[-1] = LOOK_MS
 
@@ -87,6 +110,7 @@ class Recorder:
         ActionChains(self.browser, duration=0).move_to_element(element).perform()
         self.shoot(LOOK_MS // 2)
         element.click()
+        self.wait()
         self.shoot(LOOK_MS)
 
 
@@ -110,9 +134,36 @@ def record(page: Path) -> tuple[list[Image.Image], list[int]]:
         return recorder.frames, recorder.durations
 
 
+def record_laboratory(page: Path) -> tuple[list[Image.Image], list[int]]:
+    """Return frames of the laboratory while it trains two models, and their durations."""
+    with browsing(page, WIDTH) as browser:
+        browser.get(page.as_uri() + LABORATORY)
+        browser.refresh()
+        wait_for(browser, "return !document.querySelector('#controls').disabled")
+        recorder = Recorder(browser, LABORATORY_STYLE, LABORATORY_HEIGHT)
+        recorder.shoot(LOOK_MS)
+        train = browser.find_element("css selector", "#train")
+        ActionChains(browser, duration=0).move_to_element(train).perform()
+        recorder.shoot(LOOK_MS // 2)
+        train.click()
+        shown = 0
+        while shown < LAST_STEP:
+            step = browser.execute_script(
+                "return Number(document.querySelector('#progress').textContent.match(/\\d+/))"
+            )
+            if step >= shown + STEPS_PER_FRAME:
+                shown = step
+                recorder.shoot(TRAINING_MS)
+        recorder.durations[-1] = END_MS
+        return recorder.frames, recorder.durations
+
+
 if __name__ == "__main__":
-    frames, durations = record(Path(sys.argv[1]).resolve())
+    page = Path(sys.argv[1]).resolve()
+    is_laboratory = page.name == "lab.html"
+    picture = PICTURES / ("laboratory.webp" if is_laboratory else "page.webp")
+    frames, durations = record_laboratory(page) if is_laboratory else record(page)
     palette = frames[-1].quantize(COLOURS, method=Image.Quantize.FASTOCTREE)  # the last frame has all colours
     first, *others = (f.quantize(palette=palette, dither=Image.Dither.NONE).convert("RGB") for f in frames)
-    first.save(PICTURE, append_images=others, duration=durations, loop=0, lossless=True, method=4)
-    print(f"{PICTURE}: {len(durations)} frames, {sum(durations) / 1000:.1f} s, {PICTURE.stat().st_size / 1000:.0f} kB")
+    first.save(picture, append_images=others, duration=durations, loop=0, lossless=True, method=4)
+    print(f"{picture}: {len(durations)} frames, {sum(durations) / 1000:.1f} s, {picture.stat().st_size / 1000:.0f} kB")
