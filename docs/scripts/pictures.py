@@ -20,6 +20,8 @@ from jaxformer.data import Batch
 
 INK, BLUE, RED = "#808080", "#4c78c8", "#d2603a"
 """Colours that stand out from a light and from a dark page."""
+LABELS = "<style>text { fill: #595959 } @media (prefers-color-scheme: dark) { text { fill: #b8b8b8 } }</style>"
+"""Colours of labels: no single one has a contrast of 4.5:1 with a light and with a dark page."""
 
 
 def svg(width: int, height: int, parts: Sequence[str], title: str) -> str:
@@ -28,8 +30,8 @@ def svg(width: int, height: int, parts: Sequence[str], title: str) -> str:
     assert width <= 440
     size = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} '
-    head += f'role="img" font-family="sans-serif" font-size="13" fill="{INK}">'
-    return "\n".join([head, f"<title>{escape(title)}</title>", *parts, "</svg>", ""])
+    head += 'role="img" font-family="sans-serif" font-size="13">'
+    return "\n".join([head, f"<title>{escape(title)}</title>", LABELS, *parts, "</svg>", ""])
 
 
 def moving(*rules: str) -> str:

@@ -196,7 +196,7 @@ function makeSwitch(name: Fault): HTMLElement {
       "aria-label": `compare an intact model with ${name}`,
       click: () => {
         history.replaceState(null, "", `#${experiment}`);
-        void queue(open);
+        void queue(open).then(() => get("train").focus());
       },
     },
     "compare",
