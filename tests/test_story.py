@@ -98,10 +98,11 @@ def test_pictures_are_those_that_the_script_draws():
         assert len(shown) < 20_000
 
 
-def test_picture_of_the_page_is_an_animation_below_500_kilobytes():
+@pytest.mark.parametrize("name", ["page", "laboratory"])
+def test_picture_of_a_page_is_an_animation_below_500_kilobytes(name: str):
     image = pytest.importorskip("PIL.Image")
-    picture = story.ROOT / "docs/page.webp"
-    assert "(docs/page.webp)" in story.README.read_text()
+    picture = story.ROOT / f"docs/{name}.webp"
+    assert f"(docs/{name}.webp)" in story.README.read_text()
     assert picture.stat().st_size < 500_000
     with image.open(picture) as frames:
         assert frames.n_frames > 20 and frames.width <= 900

@@ -51,7 +51,7 @@ header, section:not(:has(.live)), section > :is(h2, p), .live > :is(.controls, .
 """Rules by which the text, the next tokens and the heads stand side by side, and the rest of the page is left out."""
 LABORATORY = "#A=no+mask&B="
 """Switches of two models in the laboratory: one that reads the characters that it has to predict, and an intact one."""
-LABORATORY_HEIGHT, LAST_STEP, STEPS_PER_FRAME, TRAINING_MS = 620, 300, 6, 330
+LABORATORY_HEIGHT, LAST_STEP, STEPS_PER_FRAME, TRAINING_MS = 690, 300, 6, 330
 LABORATORY_STYLE = """
 html { overflow: hidden }
 body { padding: 0 }
@@ -59,7 +59,7 @@ section { border: 0; margin: 0; padding: .5rem .75rem }
 main { display: grid; grid-template-columns: 26rem minmax(0, 1fr) }
 #bar { grid-column: 1 / -1 }
 header, main > :nth-child(n + 4), section > p, #loss-title + p, .experiment > :nth-child(2) { display: none }
-#inside-title, .model > div:nth-child(n + 2), .maps ~ *, .maps p, .model :is(h4, p) { display: none }
+#inside-title, #solved, .model > div:nth-child(n + 3), .model div > h3, .maps ~ *, .model p { display: none }
 .experiment, #lanes.several { gap: .25rem; grid-template-columns: minmax(0, 1fr) }
 .verdict { min-height: 7.5em }
 .verdict pre { white-space: pre-wrap; word-break: break-all }
