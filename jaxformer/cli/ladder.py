@@ -67,7 +67,7 @@ def main(line: CommandLine) -> int:
     defaults = {name: Arguments(load_config(spec)) for name, spec in specs.items()}
     configs = {name: line.parse(x, command("ladder"), DESCRIPTION).fields for name, x in defaults.items()}
 
-    from jaxformer.inspect.forecast import describe_forecast
+    from jaxformer.inspect.forecasts import describe_forecast
     from jaxformer.inspect.ladder import (
         FORECAST_HEAD,
         FORECASTS,

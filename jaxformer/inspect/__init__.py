@@ -20,7 +20,7 @@ from jaxformer.inspect.curvature import (
     sharpness,
 )
 from jaxformer.inspect.explanations import TokenExplanation, explain
-from jaxformer.inspect.forecast import Forecast, forecast
+from jaxformer.inspect.forecasts import Forecast, forecast
 from jaxformer.inspect.gradients import (
     GradientReport,
     PerExampleGradients,

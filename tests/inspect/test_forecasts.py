@@ -10,7 +10,7 @@ import pytest
 
 from configs import ladder_small
 from jaxformer.data.counts import count
-from jaxformer.inspect.forecast import Forecast, describe_forecast, forecast, score
+from jaxformer.inspect.forecasts import Forecast, describe_forecast, forecast, score
 from jaxformer.models.recurrent_lm import RecurrentLMConfig
 from tests.helpers import exhaustive
 
