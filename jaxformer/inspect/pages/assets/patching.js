@@ -317,7 +317,7 @@ function makeComparison(box, view) {
       title, rows, columns, cell: [width, PATCH_CELLS.height], gap: width > 7, columnLabels: width >= PATCH_CELLS.labelled,
       colours: () => {
         const shown = values ?? effects[part];
-        const scale = colourScale(largestOf(shown) || 1, Boolean(part));
+        const scale = colourScale(Math.max(largestOf(shown), 1e-4), Boolean(part));
         return (row, column) => scale(shown[row][column]);
       },
       told, chosen: (...cell) => { pointed = cell; },
