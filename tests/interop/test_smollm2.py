@@ -87,9 +87,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 def test_logits_equal_those_of_transformers(models: Models):
     forward = jax.jit(lambda params, tokens_T: models.run.model.apply({"params": params}, tokens_T))
-    longest = models.tokenizer.encode((ROOT / "docs/extending.md").read_text())[:2048]
-    for tokens in [*map(models.tokenizer.encode, TEXTS), longest]:
-        padded = np.zeros(128 if len(tokens) <= 128 else 2048, int)  # so that two programs serve all lengths
+    pages = [
+        models.tokenizer.encode((ROOT / f"docs/{name}.md").read_text()) for name in ("extending", "data", "models")
+    ]
+    pieces = [pages[i % 3][-n:] for i, n in enumerate([2, 3, 5, 8, 13, 21, 34, 55, 89, 100, 120, 128, 200, 320, 512])]
+    for tokens in [*map(models.tokenizer.encode, TEXTS), *pieces, pages[0][:2048]]:
+        padded = np.zeros(next(n for n in (128, 512, 2048) if len(tokens) <= n), int)  # three programs for all lengths
         padded[: len(tokens)] = tokens
         ours_TV = np.asarray(forward(models.run.params, padded))[: len(tokens)]
         theirs_TV = their_logits(models.theirs, tokens)
@@ -137,6 +140,18 @@ def test_greedy_answer_in_a_chat_equals_that_of_transformers(models: Models, cap
     prompt = chat_tokens(models, [{"role": "user", "content": question}])
     likeliest_T = their_logits(models.theirs, [*prompt, *answer]).argmax(-1)
     assert len(answer) == n and likeliest_T[len(prompt) - 1 : -1].tolist() == answer
+
+
+def test_greedy_tokens_of_a_batch_equal_those_of_transformers(models: Models):
+    texts = [*TEXTS[1:], "The first president of the United States was", "Water boils at"]
+    completer = Completer(models.run, CompletionOptions(max_new_tokens=64), Sampling(0))
+    prompts = [(prompt, completer.encode(prompt)) for prompt in (Prompt(text, "the prompt") for text in texts)]
+    answers = {i: completion.text.tokens for i, [completion] in completer.complete(prompts, lambda: False)}
+    assert len(answers) == 5
+    for i, (_, tokens) in enumerate(prompts):
+        answer = answers[i]
+        likeliest_T = their_logits(models.theirs, [*tokens, *answer]).argmax(-1)
+        assert answer and likeliest_T[len(tokens) - 1 : -1].tolist() == answer
 
 
 def test_answers_tuned_on_conversations_are_those_of_llama_cpp_on_the_exported_file(
