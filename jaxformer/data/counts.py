@@ -44,14 +44,15 @@ def count(train_N: np.ndarray, held_out_M: np.ndarray, vocab_size: int, max_orde
     """Count the tokens of a text, and those of another after up to `max_order - 1` tokens before them."""
     frequency_V = _frequencies(train_N, vocab_size)
     train, held_out, orders = np.asarray(train_N, np.int64), held_out_M.astype(np.int64), []
-    contexts, held_contexts = train[:-1], held_out[:-1]
+    keys, held_keys, seen = train, held_out, np.bincount(train, minlength=vocab_size)[held_out]
     for order in range(2, max_order + 1):
-        shift = order - 1
-        keys, held_keys = contexts * vocab_size + train[shift:], held_contexts * vocab_size + held_out[shift:]
-        missing = np.zeros(shift - 1, int)  # the first held-out tokens have no context of this length
-        seen, total = _occurrences(keys, held_keys), _occurrences(contexts, held_contexts)
+        total = seen[:-1] - (held_keys[:-1] == keys[-1])  # nothing follows the last one
+        keys, held_keys = (
+            key[:-1] * vocab_size + text[order - 1 :] for key, text in ((keys, train), (held_keys, held_out))
+        )
+        seen = _occurrences(keys, held_keys)
+        missing = np.zeros(order - 2, int)  # the first held-out tokens have no context of this length
         orders.append((np.concatenate([missing, seen]), np.concatenate([missing, total])))
-        contexts, held_contexts = keys[:-1], held_keys[:-1]
     return Counts(frequency_V, len(train), frequency_V[held_out[1:]], tuple(orders))
 
 

@@ -155,12 +155,10 @@ def forecast_rows(folder: Path, rungs: Sequence[str]) -> list[tuple[str, ...]]:
     for rung in rungs:
         entry = stored.get(rung, {})
         for name, (outcome, hit) in entry.get("score", {}).items():
-            cells = _cell(entry["forecast"][name], " to "), _cell(outcome, " ")
+            cells = _cell(entry["forecast"][name], " " if name == "entropy" else " to "), _cell(outcome, " ")
             if name == "plateau":
                 cells = cells[0], f"passed by step {outcome}" if outcome is not None else "not passed"
             rows.append((rung, name.replace("_", " "), *cells, "yes" if hit else "no"))
-            if name == "entropy":
-                rows[-1] = (rung, name, _cell(entry["forecast"][name], " "), *rows[-1][3:])
     return rows
 
 
