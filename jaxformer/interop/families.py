@@ -24,6 +24,8 @@ ImportedConfig = DecoderConfig | EncoderConfig
 
 POOLING, NORMALIZE = "sentence_transformers_pooling", "sentence_transformers_normalize"
 """Fields that reading adds to the config of a sentence encoder: the pooling of features, and True for unit vectors."""
+MAX_TOKENS = "sentence_transformers_max_tokens"
+"""Field that reading adds if texts may have fewer tokens than the model has positions: the maximum number."""
 REQUIRED = object()
 """Default of a field that their config must have."""
 
