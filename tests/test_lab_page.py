@@ -131,6 +131,10 @@ def test_a_loss_that_is_not_finite_is_marked_and_explained(page: LabPage) -> Non
     step = int(re.fullmatch(r"not finite at step (\d+)", mark)[1])
     assert f"Step {step}: not finite" in page.text("#verdicts")
     assert page.step == step
+    page.flip("unscaled scores")
+    page.settle()
+    computed, model = re.fullmatch(r"Weight: (.+)\. The model has (.+)\.", page.texts(".arithmetic li")[-1]).groups()
+    assert float(computed) == pytest.approx(float(model), rel=0.02, abs=1e-4)  # still of the last finite step
     assert ("Solved" in page.text("#exercises li:nth-child(5) .status")) == (step < 20)
 
 

@@ -142,7 +142,9 @@ DECODED = """
 DROP = """
     const transfer = new DataTransfer();
     transfer.items.add(new File([Uint8Array.from(arguments[0])], arguments[1]));
-    for (let i = 0; i < 2; i++) document.dispatchEvent(new DragEvent("drop", { dataTransfer: transfer, bubbles: true }));
+    const drop = () => document.dispatchEvent(new DragEvent("drop", { dataTransfer: transfer, bubbles: true }));
+    drop();
+    drop();
 """
 TOKENS = """
     const data = JSON.parse(document.querySelectorAll(".live > script")[arguments[0]].textContent);
@@ -544,6 +546,20 @@ def test_typing_switching_and_decoding_change_what_is_shown(page, browser):
     assert complaints(browser) == []
     policy = path.read_text().split("Content-Security-Policy")[1].split(">")[0]
     assert "default-src 'none'; script-src 'sha256-" in policy and " 'unsafe-eval'" not in policy
+
+
+@pytest.mark.slow
+def test_tokens_are_appended_with_the_enter_key_alone(page, browser):
+    from selenium.webdriver import Keys
+
+    live = browser.find_elements("css selector", ".live")[page[1]["quick"].index]
+    labels = lambda: live.find_elements("css selector", ".tokens button")  # noqa: E731
+    browser.execute_script("arguments[0].click()", live.find_elements("css selector", ".controls button")[2])
+    n = len(labels())
+    live.find_element("css selector", ".bars .label").send_keys(Keys.ENTER)
+    browser.switch_to.active_element.send_keys(Keys.ENTER)
+    assert len(labels()) == n + 2
+    assert browser.switch_to.active_element == live.find_element("css selector", ".bars .label")
 
 
 def likeliest(case: Case, section: Any) -> str:
