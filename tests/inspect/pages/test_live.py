@@ -304,11 +304,12 @@ class Case:
 
 
 def large_section(
-    model: Any, params: Params, tokenizer: Tokenizer, max_embedded: int, film: Sequence[tuple[int, Params]] = ()
-) -> LiveSection:
+    model: Any, params: Params, tokenizer: Tokenizer, max_embedded: int,
+    film: Sequence[tuple[int, Params]] = (), max_float16: int = 0,
+) -> LiveSection:  # fmt: skip
     """Return the section of a model as if it were large."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(live, "FLOAT16_PARAMETERS", 0)
+        patch.setattr(live, "FLOAT16_PARAMETERS", max_float16)
         patch.setattr(live, "MAX_EMBEDDED_BYTES", max_embedded)
         tokens_T = jnp.array(tokenizer.encode("The state"))
         return live_section(model, params, tokenizer, tokens_T, 100_000, "quick.weights", film)
@@ -333,8 +334,9 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Case
     cases["button"], cases["file"] = (
         Case(index, QUICK, round_params(params, 8), tokenizer) for index in (len(sections) - 2, len(sections) - 1)
     )
-    sections.append(large_section(*build(QUICK), tokenizer, 0, film))
-    cases["film in a file"] = Case(len(sections) - 1, QUICK, round_params(earlier, 8), tokenizer)
+    for bits, most in ((16, 100_000), (8, 0)):
+        sections.append(large_section(*build(QUICK), tokenizer, 0, film, most))
+        cases[f"film of {bits} bits"] = Case(len(sections) - 1, QUICK, round_params(earlier, bits), tokenizer)
     path = tmp_path_factory.mktemp("live") / "page.html"
     write_page(path, "live", [], sections)
     return path, cases
@@ -621,14 +623,14 @@ def test_weights_are_read_from_the_right_file_only(page, browser, tmp_path: Path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "bits"), [("film", 16), ("film in a file", 8)])
+@pytest.mark.parametrize(("name", "bits"), [("film", 16), ("film of 16 bits", 16), ("film of 8 bits", 8)])
 def test_slider_of_the_film_moves_the_model(page, browser, name: str, bits: int):
     case = page[1][name]
     last = round_params(build(QUICK)[1], bits)
     section = browser.find_elements("css selector", ".live")[case.index]
     browser.execute_script("arguments[0].scrollIntoView()", section)
-    if bits == 8:
-        browser.execute_script(DROP, list(pack_params(case.params, 8) + pack_params(last, 8)), "dropped")
+    if section.find_elements("css selector", ".offer"):
+        browser.execute_script(DROP, list(pack_params(case.params, bits) + pack_params(last, bits)), "dropped")
     wait_for(browser, f"return document.querySelectorAll('.live')[{case.index}].querySelector('textarea')")
     value = lambda: section.find_element("css selector", ".bars .value").text  # noqa: E731
     after = value()

@@ -6,10 +6,10 @@
 // The most columns and rows of a matrix, and bytes of a number, of a vector, and of a page of memory.
 const [MOST, NUMBER, VECTOR, PAGE] = [2 ** 20, 4, 16, 2 ** 16];
 
-// The program, instruction by instruction (https://webassembly.github.io/spec/core/binary). Its two functions take the
-// addresses of vectors, one per column of a matrix; of the matrix, which has a row per output; of vectors, one per row;
-// the bytes of a row of the matrix, and the end of the matrix. They take four rows of the matrix at a time, and thus up
-// to three that lie behind it.
+// The program, instruction by instruction (https://webassembly.github.io/spec/core/binary). Its two functions receive
+// the address of vectors, one per column of a matrix; that of the matrix, which has a row per output; that of vectors,
+// one per row; the bytes of a row of the matrix; and the end of the matrix. They take four rows of the matrix at a time,
+// and so read up to three rows behind it, whose products are not used, or are products with zeros.
 function assemble() {
   const [INT, V128, VOID, FUNCTION, LOOP, END] = [0x7f, 0x7b, 0x40, 0x60, 0x03, 0x0b];
   const unsigned = (n) => (n < 128 ? [n] : [(n & 127) | 128, ...unsigned(n >> 7)]);
@@ -24,18 +24,20 @@ function assemble() {
   const [load, splat, store] = [[0x00, 4], [0x09, 2], [0x0b, 4]].map((code) => (offset) => [0xfd, ...code, offset]);
   const [sum, product] = [[0xfd, 0xe4, 1], [0xfd, 0xe6, 1]];
   const increase = (local, by) => [...get(local), ...by, ...add, ...set(local)];
-  const loopUntil = (local, end, body) => [LOOP, VOID, ...body, ...get(local), ...get(end), 0x49, 0x0d, 0, END];
+  const [less, againIf] = [[0x49], [0x0d, 0]];
+  const loopUntil = (local, end, body) => [LOOP, VOID, ...body, ...get(local), ...get(end), ...less, ...againIf, END];
 
-  // Locals: the parameters, the current column and the last, addresses of four weights, four vectors, one more.
-  const [columns, matrix, rows, stride, end, column, lastColumn, weight, four, one] = [0, 1, 2, 3, 4, 5, 6, 7, 11, 15];
+  // Locals: the parameters; addresses of the current column, of the end of columns, and of four weights; four vectors,
+  // and one more.
+  const [columns, matrix, rows, stride, end, column, endOfColumns, weight, four, one] = [0, 1, 2, 3, 4, 5, 6, 7, 11, 15];
   const each = (body) => [0, 1, 2, 3].flatMap((k) => body(k));
   const multiply = (begin, atColumn, finish) => sized([
     ...list([6, INT], [5, V128]),
-    ...get(columns), ...get(stride), ...number(2), ...shiftLeft, ...add, ...set(lastColumn),
+    ...get(columns), ...get(stride), ...number(2), ...shiftLeft, ...add, ...set(endOfColumns),
     ...loopUntil(matrix, end, [
       ...each((k) => [...get(matrix), ...set(weight + k), ...increase(matrix, get(stride)), ...begin(k)]),
       ...get(columns), ...set(column),
-      ...loopUntil(column, lastColumn, [
+      ...loopUntil(column, endOfColumns, [
         ...get(column), ...load(0), ...set(one),
         ...each((k) => [...get(weight + k), ...splat(0), ...atColumn(k), ...increase(weight + k, number(NUMBER))]),
         ...finish.ofColumn,
@@ -57,12 +59,12 @@ function assemble() {
     ofColumn: [...get(column), ...get(one), ...store(0)], ofRows: [],
   });
   return Uint8Array.from([
-    0, 0x61, 0x73, 0x6d, 1, 0, 0, 0,
-    ...section(1, [FUNCTION, ...list(INT, INT, INT, INT, INT), 0]),
-    ...section(2, [...text("page"), ...text("memory"), 2, 0, 0]),
-    ...section(3, 0, 0),
-    ...section(7, [...text("linear"), 0, 0], [...text("transposed"), 0, 1]),
-    ...section(10, linear, transposed),
+    0, 0x61, 0x73, 0x6d, 1, 0, 0, 0, // "asm", version 1
+    ...section(1, [FUNCTION, ...list(INT, INT, INT, INT, INT), 0]), // type: five integers, and nothing returned
+    ...section(2, [...text("js"), ...text("memory"), 2, 0, 0]), // import
+    ...section(3, 0, 0), // both functions have this type
+    ...section(7, [...text("linear"), 0, 0], [...text("transposed"), 0, 1]), // exports
+    ...section(10, linear, transposed), // code
   ]);
 }
 
@@ -72,10 +74,10 @@ const program = new WebAssembly.Module(assemble());
 class Matmul {
   constructor(size) {
     const weights = 2 * VECTOR * (MOST + 3); // their address, after the vectors of columns and of rows
-    const page = new WebAssembly.Memory({ initial: Math.ceil((weights + NUMBER * (size + 3 * MOST)) / PAGE) });
-    this.functions = new WebAssembly.Instance(program, { page: { memory: page } }).exports;
-    [this.columns, this.rows] = [0, weights / 2].map((at) => new Float32Array(page.buffer, at, 4 * (MOST + 3)));
-    this.weights = new Float32Array(page.buffer, weights, size);
+    const memory = new WebAssembly.Memory({ initial: Math.ceil((weights + NUMBER * (size + 3 * MOST)) / PAGE) });
+    this.functions = new WebAssembly.Instance(program, { js: { memory } }).exports;
+    [this.columns, this.rows] = [0, weights / 2].map((at) => new Float32Array(memory.buffer, at, 4 * (MOST + 3)));
+    this.weights = new Float32Array(memory.buffer, weights, size);
   }
 
   call(name, W, width) {
