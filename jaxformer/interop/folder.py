@@ -133,7 +133,8 @@ def read_modules(path: Path) -> PublishedConfig:
     if not (path / MODULES).exists():
         return {}
     modules = read_object(path / MODULES, list)
-    names = [str(dict(module).get("type")).rpartition(".")[2] for module in modules]
+    kinds = [module.get("type") if isinstance(module, Mapping) else module for module in modules]
+    names = [str(kind).rpartition(".")[2] for kind in kinds]
     modes = list[str]()
     if is_known := names in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
         pooling = read_object(path / str(modules[1].get("path")) / CONFIG)

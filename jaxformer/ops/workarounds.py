@@ -192,6 +192,28 @@ def zero_after(x: jax.Array) -> jax.Array:
     return 0 * x
 
 
+def converted_after(matrix: jax.Array, x: jax.Array) -> jax.Array:
+    """Return a matrix in the dtype of x, converted once x is computed; under `vmap`, once x of the first example is.
+
+    XLA's CPU compiler schedules the conversions of all matrices first, and then holds all of them at once. The sum adds
+    a data dependence, which XLA does not simplify away. Gain: the prefill of 128 tokens by SmolLM2-135M with int8
+    weights needs 8 instead of 405 MiB of temporary memory, at equal speed. Seen with jax 0.10.
+    """
+    never = _first(jax.lax.stop_gradient(x)) > jnp.inf
+    return matrix.astype(x.dtype) + never.astype(x.dtype)
+
+
+@jax.custom_batching.custom_vmap
+def _first(x: jax.Array) -> jax.Array:
+    """Return the first element, under `vmap` that of the first example."""
+    return x.reshape(-1)[0]
+
+
+@_first.def_vmap
+def _first_of_batch(size: int, is_batched: list[bool], x: jax.Array) -> tuple[jax.Array, bool]:
+    return _first(x[0]), False
+
+
 def kth_largest(x: jax.Array, k: int) -> jax.Array:
     """Return the k-th largest value of a vector, as the minimum of the k largest.
 

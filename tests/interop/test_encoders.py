@@ -18,6 +18,7 @@ from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.decode.classify import classify_text
 from jaxformer.decode.embed import embed
 from jaxformer.errors import UserError
+from jaxformer.interop.folder import read_modules
 from jaxformer.interop.run import import_run
 from jaxformer.models.encoder import ClassifierConfig, EncoderConfig
 from jaxformer.runs.checkpoints import CheckpointReader
@@ -172,6 +173,12 @@ def test_vectors_of_sentence_encoders_equal_those_of_transformers(
         np.testing.assert_allclose(ours_D, theirs_D, rtol=0, atol=1e-5 * np.abs(theirs_D).max())
 
 
+def test_modules_that_are_no_objects_are_refused(tmp_path: Path):
+    (tmp_path / "modules.json").write_text('["Transformer", 1]')
+    with pytest.raises(UserError, match="has the modules Transformer, 1, and pools by nothing"):
+        read_modules(tmp_path)
+
+
 @pytest.mark.parametrize(("mode", "kinds", "said"), [
     ("max_tokens", (), "pools by pooling_mode_max_tokens; .* and pooling by mean or cls; use another"),
     ("lasttoken", ("Normalize",), "pools by lasttoken;"),
@@ -223,7 +230,7 @@ def test_texts_of_sentence_encoders_are_as_long_as_sentence_transformers_allows(
         path = import_run(tmp_path / "model", tmp_path / f"run {written}")[0]
         run = load_run(path)
         assert run.text_model()[0].context_length == expected
-        tokens = [2, *[5, 6, 9] * 40][: expected - 1] + [3]
+        tokens = [2, *([5, 6, 9] * 40)[: expected - 2], 3]
         with torch.no_grad():
             theirs_D = theirs(torch.tensor([tokens])).last_hidden_state[0].mean(0).numpy()
         ours_D = embed(run.model, run.params, [tokens])[0]
@@ -291,12 +298,17 @@ def test_an_encoder_is_fine_tuned_as_a_classifier(
         assert {"params/head/W_1", "params/blocks_0/attention/W_Q/A"} <= saved
 
 
-@pytest.mark.parametrize("family", ["Bert", "BertModel", "BertClassifier"])
-def test_exported_encoders_have_the_same_outputs_in_transformers(tmp_path: Path, capsys: Any, family: str):
+@pytest.mark.parametrize(
+    ("family", "activation"),
+    [("Bert", "gelu"), ("Bert", "relu"), ("BertModel", "gelu"), ("BertClassifier", "gelu")],
+)
+def test_exported_encoders_have_the_same_outputs_in_transformers(
+    tmp_path: Path, capsys: Any, family: str, activation: str
+):
     import torch
     import transformers
 
-    theirs = publish_bert(tmp_path / "model", family, num_labels=3)
+    theirs = publish_bert(tmp_path / "model", family, num_labels=3, hidden_act=activation)
     if family == "BertModel":
         write_modules(tmp_path / "model", "cls_token", "Normalize")
     run = import_run(tmp_path / "model", tmp_path / "run")[0]

@@ -1,7 +1,7 @@
 """Work-arounds compute what the plain form computes."""
 
 from collections.abc import Callable
-from functools import reduce
+from functools import partial, reduce
 from types import SimpleNamespace
 
 import jax
@@ -11,6 +11,7 @@ import pytest
 
 from jaxformer.ops.workarounds import (
     FirstFactor,
+    converted_after,
     kth_largest,
     low_memory_options,
     ring_groups,
@@ -63,6 +64,31 @@ def test_a_matmul_with_the_matrix_first_equals_the_matmul(n_rows):
     x_BTD, W_DF = (jax.random.normal(jax.random.key(n), shape) for n, shape in enumerate([(2, n_rows, 11), (11, 7)]))
     y_BTF = jax.vmap(lambda x_TD: x_TD @ FirstFactor(W_DF))(x_BTD)
     np.testing.assert_allclose(y_BTF, x_BTD @ W_DF, atol=1e-5)
+
+
+@pytest.mark.parametrize("axis", [None, 0])
+def test_a_matrix_converted_late_is_that_matrix_also_beside_nan(axis):
+    matrices = jnp.arange(-127, 127, dtype=jnp.int8).reshape(2, -1)
+    x = jnp.array([[jnp.nan, 1.0], [-jnp.inf, 2.0]])
+    converted = jax.vmap(converted_after, (axis, 0))(matrices, x)
+    assert converted.dtype == jnp.float32
+    np.testing.assert_array_equal(converted, matrices if axis == 0 else [matrices, matrices])
+
+
+def test_matrices_converted_late_are_not_held_at_once():
+    """Of eight, a program holds two in float32, and its gradients are those of the plain form."""
+    matrices, x = [jnp.full((256, 256), i, jnp.int8) for i in range(8)], jnp.ones((4, 64, 256))
+
+    def chain(convert, x, matrices):
+        for matrix in matrices:
+            x = x + jnp.tanh(x @ convert(matrix, x))
+        return x
+
+    late, plain = (partial(chain, convert) for convert in (converted_after, lambda matrix, x: matrix.astype(x.dtype)))
+    program = jax.jit(jax.vmap(late, (0, None))).lower(x, matrices).compile()
+    assert program.memory_analysis().temp_size_in_bytes <= 2 * 4 * 256 * 256
+    gradients = (jax.vmap(jax.grad(lambda x, f=f: f(x, matrices).sum()))(x) for f in (late, plain))
+    np.testing.assert_array_equal(*gradients)
 
 
 def test_the_kth_largest_counts_equal_numbers():
