@@ -1,6 +1,7 @@
 """Work-arounds compute what the plain form computes."""
 
-from functools import partial
+from collections.abc import Callable
+from functools import partial, reduce
 from types import SimpleNamespace
 
 import jax
@@ -12,6 +13,7 @@ from jaxformer.ops.workarounds import (
     FirstFactor,
     converted_after,
     kth_largest,
+    low_memory_options,
     ring_groups,
     rings,
     run_once_options,
@@ -108,3 +110,20 @@ def test_an_optimisation_level_in_xla_flags_is_left_alone(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")
     assert run_once_options("cpu") is None
     assert run_once_options("gpu") is None
+
+
+def test_a_program_of_low_memory_recomputes_and_changes_no_bit():
+    def gradient(remat: Callable) -> jax.stages.Lowered:
+        layer = remat(lambda x, w: jnp.sin(x @ w))
+        loss = lambda w, x: jnp.sum(reduce(layer, [w] * 8, x))  # noqa: E731
+        return jax.jit(jax.grad(loss)).lower(w, w)
+
+    w = np.random.default_rng(0).normal(size=(101, 101)).astype(np.float32) / 10
+    options = low_memory_options(jax.default_backend())
+    lean = gradient(jax.checkpoint).compile(compiler_options=options)
+    plain = gradient(lambda f: f).compile()
+    np.testing.assert_array_equal(lean(w, w), plain(w, w))
+    assert low_memory_options("gpu") is None
+    if options:
+        sizes = [program.memory_analysis().temp_size_in_bytes for program in (lean, plain)]
+        assert sizes[0] < 0.8 * sizes[1], sizes
