@@ -41,11 +41,14 @@ def token_loss(train_N: np.ndarray, held_out_M: np.ndarray, vocab_size: int) -> 
 
 
 def count(train_N: np.ndarray, held_out_M: np.ndarray, vocab_size: int, max_order: int = 2) -> Counts:
-    """Count the tokens of a text, and those of another after up to `max_order - 1` tokens before them."""
+    """Count the tokens of a text, and those of another after up to `max_order - 1` tokens before them. Raises
+    `ValueError` if so many tokens together have more than 2^63 values."""
+    if vocab_size**max_order > 2**63:
+        raise ValueError(f"expected vocab_size**max_order of at most 2**63, got {vocab_size}**{max_order}.")
     frequency_V = _frequencies(train_N, vocab_size)
     train, held_out, orders = np.asarray(train_N, np.int64), held_out_M.astype(np.int64), []
     keys, held_keys, seen = train, held_out, np.bincount(train, minlength=vocab_size)[held_out]
-    for order in range(2, max_order + 1):
+    for order in range(2, min(max_order, len(train)) + 1):  # longer contexts than the text were not seen
         total = seen[:-1] - (held_keys[:-1] == keys[-1])  # nothing follows the last one
         keys, held_keys = (
             key[:-1] * vocab_size + text[order - 1 :] for key, text in ((keys, train), (held_keys, held_out))

@@ -41,8 +41,8 @@ STREAM_TOLERANCE = 0.3
 """Relative error of the residual stream's mean square, which blocks after the first write with dependent positions."""
 LEARNED = 0.1
 """Fraction of the nats from counting tokens to counting pairs by which a loss may exceed its estimate."""
-MAX_EXAMPLES = 32
-"""Windows of random tokens from which the gradient is computed."""
+MAX_TOKENS = 1024
+"""Random tokens from which the gradient is computed, at least one window."""
 MEMORIES = 2
 """Number of the momentum's time constants 1/(1 - β) within which a run becomes non-finite."""
 Interval = tuple[float, float]
@@ -99,15 +99,19 @@ def score(forecast: Forecast, log: Sequence[Mapping[str, Any]], ended: int | Non
 
     Args:
       log: rows of the run's log, as JSON types.
-      ended: step at which the run diverged or became non-finite; None if it did not.
+      ended: step at which the run diverged or became non-finite; None if it did not. A last loss that is not finite
+        counts, too.
     """
-    losses = [(row["step"], row["val_loss"]) for row in log if row.get("val_loss") is not None]
+    evaluated = [(row["step"], row["val_loss"]) for row in log if "val_loss" in row]
+    losses = [(step, loss) for step, loss in evaluated if loss is not None]
+    if ended is None and evaluated and evaluated[-1][1] is None:
+        ended = evaluated[-1][0]
     scores: dict[str, tuple[Any, bool]] = {}
     first = next((row for row in log if row["step"] == 0 and row.get("val_loss") is not None), None)
     if first is not None:
         low, high = forecast.first_loss
         scores["first_loss"] = first["val_loss"], low <= first["val_loss"] <= high
-        if forecast.entropy:
+        if forecast.entropy and "entropy" in first:  # not measured if the model is too large to copy to one device
             entropy = tuple(float(np.mean([np.nan if x is None else x for x in heads])) for heads in first["entropy"])
             pairs = zip(entropy, forecast.entropy, strict=True)
             near = [abs(x - y) <= max(ENTROPY_TOLERANCE * y, MIN_ENTROPY_TOLERANCE) for x, y in pairs]
@@ -179,7 +183,8 @@ def _promised_decrease(config: Config, counts: Counts) -> float:
     the loss, for fresh weights and tokens drawn by their frequencies."""
     c: Any = config.model
     optimizer = config.optimizer
-    n, T = min(config.train.batch_size, MAX_EXAMPLES), c.context_length
+    T = c.context_length
+    n = max(1, min(config.train.batch_size, MAX_TOKENS // T))
     V = len(counts.frequency_V)
     windows = np.random.default_rng(0).choice(V, (n, T + 1), p=counts.frequency_V).astype(np.int32)
     batch, model = jax.tree.map(jnp.asarray, next_token_batch(windows, c.n_predicted)), c.build()
@@ -193,22 +198,21 @@ def _promised_decrease(config: Config, counts: Counts) -> float:
 
 
 def _final_loss(config: Config, counts: Counts, moments: Sequence[Moments]) -> Interval:
-    c, (tokens, pairs) = config.model, (counts.loss(1), counts.loss(2))
+    c, (tokens, pairs, triples) = config.model, (counts.loss(order) for order in (1, 2, 3))
     if not getattr(c, "causal", True):  # it reads its targets
-        return 0.0, pairs
+        return 0.0, min(tokens, pairs)
     sees_one = isinstance(c, MLPConfig) and c.mixing == "none"
-    return (
-        counts.loss(2 if sees_one else 3),
-        min(tokens, counts.loss(2, _unlearned(config, moments) * counts.n_tokens) + LEARNED * (tokens - pairs)),
-    )
+    low = min(tokens, pairs) if sees_one else min(tokens, pairs, triples)  # in a short text, rare triples mislead
+    high = counts.loss(2, _unlearned(config, counts, moments)) + LEARNED * (tokens - pairs)
+    return low, max(low, min(tokens, high))
 
 
-def _unlearned(config: Config, moments: Sequence[Moments]) -> float:
-    """Return the frequency of pairs below which they are not learned, 0 for optimizers other than SGD."""
+def _unlearned(config: Config, counts: Counts, moments: Sequence[Moments]) -> float:
+    """Return how often a pair must occur in the text to be learned; 1 for optimizers other than SGD."""
     c: Any = config.model
     optimizer = config.optimizer
     if optimizer.name != "nesterov_sgd" or type(optimizer).rule is not OptimizerConfig.rule:
-        return 0.0
+        return 1.0
     rates = make_schedule(optimizer, config.steps)(np.arange(config.steps))
     total = float(np.sum(np.broadcast_to(rates, config.steps)))  # a constant schedule returns one number
     if isinstance(c, MLPConfig):
@@ -220,7 +224,7 @@ def _unlearned(config: Config, moments: Sequence[Moments]) -> float:
     else:
         final = moments[-1].stream * moments[-1].growth if c.final_norm else 1.0
         kernel = c.d_model * (c.embedding_scale * c.embedding_std) ** 2 / final
-    return (1 - optimizer.momentum) / (total * kernel)
+    return counts.n_tokens * (1 - optimizer.momentum) / (total * kernel)
 
 
 def _kernel(square: float, own: float, d_in: int, d_ff: Sequence[int]) -> float:

@@ -22,7 +22,7 @@ from jaxformer.config.files import kind_of
 from jaxformer.contract import contract_of
 from jaxformer.data.dataset import Dataset
 from jaxformer.data.tokenizer import TOKENIZER_CONFIG, Tokenizer
-from jaxformer.errors import UserError, command, parse_json, run_name
+from jaxformer.errors import UserError, command, parse_json, resume_command, run_name
 from jaxformer.files import sha256, write_atomically
 from jaxformer.models.convert import convert
 from jaxformer.models.inputs import check_next_tokens
@@ -284,7 +284,7 @@ def create_run(
 
 
 def _exists_error(folder: Path) -> UserError:
-    return UserError(f"{folder} exists; choose another folder, or add --resume to continue its training.")
+    return UserError(f"{folder} exists; choose another folder, or continue a training there: {resume_command(folder)}")
 
 
 def check_can_create(folder: Path, allow_suffix: bool = False) -> None:

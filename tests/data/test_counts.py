@@ -36,3 +36,10 @@ def test_triples_by_hand():
     pairs = np.array([(2 + 0.3 * 1) / (3 + 1), (2 + 0.4 * 1) / (2 + 1)])
     expected = [pairs[0], (2 + pairs[1]) / (2 + 1)]
     assert counts.loss(3) == pytest.approx(-np.log(expected).mean())
+
+
+def test_contexts_longer_than_the_text_change_nothing_and_keys_do_not_overflow():
+    counts = count(TEXT[:2], np.array([0, 1, 0]), 4, 3)
+    assert counts.loss(3) == counts.loss(2) != counts.loss(1)
+    with pytest.raises(ValueError, match=r"got 65536\*\*4"):
+        count(TEXT, TEXT, 65536, 4)
