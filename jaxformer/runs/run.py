@@ -6,6 +6,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Callable, Container, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -111,13 +112,16 @@ def load_run(
     config = read_config(folder)
     model = config.model.build()
     checkpoints = CheckpointReader(folder)
-    step = checkpoints.step(checkpoint)
-    tokenizer, classes = read_tokenizer(folder, config.model.contract.vocab_size is not None), _read_classes(folder)
-    shapes = abstract_params(model)
-    if mesh is not None:
-        shapes = abstract(shapes, shardings(shapes, parameter_axes(model), mesh))
-    converted = None if convert is None else lambda params: convert(params, model)
-    params = restore_params(folder, config, checkpoints, step, shapes, converted)
+    with ThreadPoolExecutor() as pool:  # hashing and reading files leave Python free for the model and the tokenizer
+        verified = pool.submit(checkpoints.step, checkpoint)
+        shapes = abstract_params(model)
+        if mesh is not None:
+            shapes = abstract(shapes, shardings(shapes, parameter_axes(model), mesh))
+        converted = None if convert is None else lambda params: convert(params, model)
+        step, classes = verified.result(), _read_classes(folder)
+        reading = pool.submit(read_tokenizer, folder, config.model.contract.vocab_size is not None)
+        params = restore_params(folder, config, checkpoints, step, shapes, converted)
+    tokenizer = reading.result()
     return Run(folder, replace(config, lora=LoraConfig()), model, params, tokenizer, step, classes)
 
 
