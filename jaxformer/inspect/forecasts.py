@@ -2,13 +2,13 @@
 
 - Attention entropies and the loss at step 0 follow from second moments of random weights; see `init_check`.
 - The first plateau is the loss of counting tokens.
-- The final loss is not below that of counting pairs and triples in as much text as the run sees; of pairs alone, if a
-  model sees only one token. Nor is it above that of a table of logits, one for each pair of tokens, that starts at the
-  frequencies of tokens, plus noise of the logits' variance at step 0, and that gradient flow trains for the time
-  κ Σ η / (1 - β), with the momentum β and the tangent kernel κ, at step 0, of the logits of two inputs with the same
-  last token (Jacot et al. 2018). Features learned during training enlarge the kernel, so that a model learns faster.
-  The noise of batches of n targets adds at most η κ / (4 n (1 - β)), with the kernel κ of an input with itself: the
-  excess of SGD at a minimum with the curvature of a cross-entropy, whose trace is below 1.
+- The final loss is not below that of counting tokens, pairs and triples in as much text as the run sees; of tokens and
+  pairs, if a model sees only one token. Nor is it above that of a table of logits, one for each pair of tokens, that
+  starts at the frequencies of tokens, plus noise of the logits' variance at step 0, and that gradient flow trains for
+  the time κ Σ η / (1 - β), with the momentum β and the tangent kernel κ, at step 0, of the logits of two inputs with
+  the same last token (Jacot et al. 2018). Features learned during training enlarge the kernel, so that a model learns
+  faster. The noise of batches of n targets adds at most η κ / (4 n (1 - β)), with the kernel κ of an input with itself:
+  the excess of SGD at a minimum with the curvature of a cross-entropy, whose trace is below 1.
 - A run becomes non-finite if its first update promises, to first order, to lower the loss by more than twice the loss
   itself: such a step leads away from the minimum (Polyak 1987). This is the one part that is not derived: the gradient
   is that of fresh weights, not those of the run, on tokens drawn by their frequencies.
@@ -207,7 +207,7 @@ def _final_loss(
         return 0.0, pairs
     seen = counts.thinned(min(1.0, config.steps * targets / counts.n_tokens))
     sees_one = isinstance(c, MLPConfig) and c.mixing == "none"
-    lowest = min(seen.loss(order) for order in ((2,) if sees_one else (2, 3)))
+    lowest = min(seen.loss(order) for order in range(1, 3 if sees_one else 4))
     learned, noise = pairs, 0.0
     if optimizer.name == "nesterov_sgd" and type(optimizer).rule is OptimizerConfig.rule:
         rates = np.broadcast_to(make_schedule(optimizer, config.steps)(np.arange(config.steps)), config.steps)
