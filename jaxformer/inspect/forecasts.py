@@ -121,7 +121,7 @@ def score(forecast: Forecast, log: Sequence[Mapping[str, Any]], ended: int | Non
     came = ended is limits if ended is None or limits is None else limits[0] <= ended <= limits[1]
     scores["non_finite"] = ended, came
     passed = next((step for step, loss in losses if loss <= forecast.plateau), None)
-    expected = forecast.final_loss is not None and np.mean(forecast.final_loss) < forecast.plateau
+    expected = forecast.final_loss is not None and sum(forecast.final_loss) / 2 < forecast.plateau
     scores["plateau"] = passed, (passed is not None) == expected
     if ended is None and losses:
         final, last = forecast.final_loss, losses[-1][1]
