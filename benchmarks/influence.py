@@ -77,12 +77,13 @@ def main() -> int:
     parser.add_argument("--subsets", type=int, default=40, help="random subsets of documents (default: 40)")
     parser.add_argument("--texts", type=int, default=10, help="held-out texts (default: 10)")
     parser.add_argument("--left-out", type=float, default=0.1, help="fraction of the documents (default: 0.1)")
-    parser.add_argument("--folder", type=Path, help="folder for the run, kept (default: temporary)")
+    parser.add_argument("--folder", type=Path, help="folder of the runs, kept (default: temporary)")
     parser.add_argument("--results", type=Path, default=record.RESULTS, help="folder of influence.json")
     own = parser.parse_args()
     machine.set_up(BATCH)
     with tempfile.TemporaryDirectory() as scratch:
-        folder, seconds = (own.folder or Path(scratch)) / "run", {}
+        training, seconds = "smooth" if own.smooth else "edge", {}
+        folder = (own.folder or Path(scratch)) / training
         if not folder.exists():
             assert train.main([*OPTIONS, *(SMOOTH if own.smooth else ()), "--run", str(folder)]) == 0
         run = load_run(folder)
@@ -134,7 +135,7 @@ def main() -> int:
         print(f"{name}: rank correlation mean {np.mean(ranks):.3f}, from {min(ranks):.3f} to {max(ranks):.3f}")
     stored = own.results / "influence.json"
     both = json.loads(stored.read_text(encoding="utf-8"))["figures"] if stored.exists() else {}
-    both["smooth" if own.smooth else "edge"] = figures
+    both[training] = figures
     record.write("influence", both, record.versions("jax", "jaxlib"), own.results)
     return 0
 

@@ -275,7 +275,9 @@ def main() -> int:
                 stored["rows"][label][str(seed)] |= learning(run)
             if study.sharpness:
                 stored["rows"][label][str(seed)]["sharpness"] = {
-                    line["step"]: round(line["sharpness"], 2) for line in read_metrics(run) if "sharpness" in line
+                    line["step"]: round(line["sharpness"], 2)
+                    for line in read_metrics(run)
+                    if line.get("sharpness") is not None  # None where it was not found
                 }
             if label in study.by_position:
                 stored["rows"][label][str(seed)]["loss_by_position"] = position_losses(run)

@@ -475,10 +475,11 @@ def test_rows_of_the_studies_of_the_ladder_are_runs():
 def test_outcomes_of_a_study_are_stored_and_trained_once(tmp_path, monkeypatch):
     options = (
         "--model.vocab-size 280 --model.context-length 8 --model.d-model 8 --model.d-ff 12 --train.batch-size 8 "
-        "--train.eval-examples 4 --train.sample-tokens 2 --steps 4 --train.eval-every 2 --train.report-every 2"
+        "--train.eval-examples 4 --train.sample-tokens 2 --steps 4 --train.eval-every 2 --train.report-every 2 "
+        "--train.sharpness-every 2"
     )
     rope = Row("residual", "--model.positions rope", "RoPE", "1.txt")
-    study = Study(options, {"books": Row("residual"), "rope": rope}, continues=True, curves=True)
+    study = Study(options, {"books": Row("residual"), "rope": rope}, continues=True, curves=True, sharpness=True)
     monkeypatch.delenv("JAX_NUM_CPU_DEVICES")
     monkeypatch.setattr(reduced_ladder, "studies", lambda: {"ladder": study})
     monkeypatch.setattr("sys.argv", [
@@ -494,6 +495,8 @@ def test_outcomes_of_a_study_are_stored_and_trained_once(tmp_path, monkeypatch):
     counts = {name: row["0"]["loss"] for name, row in stored["counts"]["rows"].items()}
     assert 0 < counts["pairs"] < counts["tokens"] < np.log(280)
     assert [point["step"] for point in rows["rope"]["0"]["curve"]] == [2, 4]
+    curvature = rows["rope"]["0"]["sharpness"]
+    assert list(curvature) == ["0", "2", "4"] and all(0 < value < 100 for value in curvature.values())
     tokenizers = {(tmp_path / f"runs/ladder/seed-0/{row}/tokenizer.json").read_bytes() for row in rows}
     assert len(tokenizers) == 1  # one book is read in the tokens of all, so that losses can be compared
     monkeypatch.setattr(reduced_ladder, "has_ended", lambda _: True)

@@ -3,11 +3,13 @@
 import math
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.browser import browsing, complaints, wait_for
+from tests.helpers import ROOT
 from tests.lab import built_page
 
 pytestmark = pytest.mark.slow
@@ -129,6 +131,10 @@ def test_a_loss_that_is_not_finite_is_marked_and_explained(page: LabPage) -> Non
     step = int(re.fullmatch(r"not finite at step (\d+)", mark)[1])
     assert f"Step {step}: not finite" in page.text("#verdicts")
     assert page.step == step
+    page.flip("unscaled scores")
+    page.settle()
+    computed, model = re.fullmatch(r"Weight: (.+)\. The model has (.+)\.", page.texts(".arithmetic li")[-1]).groups()
+    assert float(computed) == pytest.approx(float(model), rel=0.02, abs=1e-4)  # still of the last finite step
     assert ("Solved" in page.text("#exercises li:nth-child(5) .status")) == (step < 20)
 
 
@@ -160,6 +166,22 @@ def test_what_a_click_does_not_show_is_told(page: LabPage) -> None:
     page.click("#train")
     assert page.text("#note") == "Parameters that are not finite cannot be trained: press Reset."
     assert page.text("#train") == "Train"
+
+
+def test_pausing_and_training_again_leaves_one_loop(page: LabPage) -> None:
+    page.open("blocks=1")
+    script = """
+        const [done, find] = [arguments[0], (id) => document.querySelector(id)];
+        let updates = 0;
+        new MutationObserver((_, observer) => {
+          if (++updates && find("#progress").textContent !== "step 0") return;
+          observer.disconnect();
+          done(updates);
+        }).observe(find("#progress"), { childList: true });
+        for (let i = 0; i < 21; i++) find("#train").click();
+        find("#reset").click();
+    """
+    assert page.browser.execute_async_script(script) == 2  # one training, and the reset
 
 
 def test_a_switch_is_compared_with_an_intact_model_where_it_shows(page: LabPage) -> None:
@@ -271,6 +293,19 @@ def test_own_text_replaces_the_text_or_says_its_limit(page: LabPage) -> None:
     about = "document.querySelector('#text-about').textContent"
     wait_for(page.browser, f"return {about}.includes('800 characters, 4 different')")
     assert page.text("#note") == "At step 0 again, with your text."
+
+
+def test_links_to_chapters_are_those_of_the_site(page: LabPage, tmp_path: Path) -> None:
+    page.open("blocks=1")
+    assert "Chapter 2. Weights that read" in page.text("#switches li")
+    assert page.texts("a") == []  # alone, the page has no chapters
+    in_site = tmp_path / "lab.html"
+    in_site.write_text(built_page().read_text(encoding="utf-8").replace("<html", "<html data-site", 1), "utf-8")
+    with browsing(in_site) as browser:
+        wait_for(browser, "return !!document.querySelector('.maps canvas')")
+        links = browser.execute_script("return [...document.links].map((link) => link.getAttribute('href'))")
+    assert len(links) == 1 + len(FAULTS) + 8  # about the page, and a chapter per switch and exercise
+    assert all((ROOT / "docs" / link).with_suffix(".md").exists() for link in links)
 
 
 def test_page_on_a_phone_does_not_scroll_sideways() -> None:

@@ -23,7 +23,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for name, page in TOP_LEVEL.items():
         files.append(File.generated(config, page, content=(ROOT / name).read_text(encoding="utf-8")))
     files.append(File.generated(config, "CITATION.cff", abs_src_path=str(ROOT / "CITATION.cff")))
-    files.append(File.generated(config, "lab.html", abs_src_path=str(build_laboratory())))
+    laboratory = build_laboratory().read_text(encoding="utf-8")
+    in_site = laboratory.replace("<html", "<html data-site", 1)  # where its links lead to chapters
+    files.append(File.generated(config, "lab.html", content=in_site))
     return files
 
 

@@ -35,10 +35,11 @@ header, section:not(:has(.live)), section > :is(h2, p), .live > :is(.controls, .
 .live { grid-template: repeat(4, max-content) 1fr / 25.5rem minmax(0, 1fr) }
 .live > *, .live .columns > div { grid-column: 1 / -1 }
 .live > .columns { display: contents }
+.heads > p, .patching { display: none }
 .live .columns > div { grid-column: 1 }
 .live .columns > .heads { grid-area: 4 / 2 / span 2 }
 .live textarea { height: 2.6rem; min-height: 0; resize: none }
-.live .bars li { grid-template-columns: 6rem minmax(0, 1fr) 6.5rem !important }
+.live .bars li { grid-template-columns: 6rem minmax(0, 1fr) 6.5rem max-content !important }
 .live .bars + p { white-space: nowrap }
 .live .note { min-height: 1.5em; overflow: hidden; text-overflow: ellipsis; white-space: nowrap }
 .live .bars li:nth-child(n + 8) { display: none }

@@ -8,7 +8,6 @@ from jaxformer.contract import contract_of
 from jaxformer.decode.completion import Completion, json_float
 from jaxformer.decode.prompts import Row
 from jaxformer.decode.weights import restored
-from jaxformer.inspect.explanations import explain
 from jaxformer.terminal import align
 
 if TYPE_CHECKING:
@@ -18,6 +17,8 @@ if TYPE_CHECKING:
 def explained_rows(run: Run, prompt: list[int], completion: list[int]) -> list[Row]:
     """Return JSON rows given the tokens of a prompt and its completion, one per new token that the model has a position
     for."""
+    from jaxformer.inspect.explanations import explain  # a tenth of a second that only --explain needs
+
     config, tokenizer = run.text_model()
     tokens = prompt + completion
     tokens = tokens if contract_of(run.model).extrapolates else tokens[: config.n_positions]

@@ -12,7 +12,7 @@ from jaxformer.cli.load import CheckpointOptions, open_run, run_folder, with_run
 from jaxformer.cli.options import POSITIONAL_TOO, CommandLine
 from jaxformer.config.fields import Positive
 from jaxformer.errors import UserError, command
-from jaxformer.terminal import echo
+from jaxformer.terminal import echo, echo_error
 
 if TYPE_CHECKING:
     from jaxformer.inspect.influence import Replay
@@ -22,6 +22,7 @@ DESCRIPTION = """Show which training documents made a text likely: the derivativ
 the weight of each document's loss, through all steps of training, in the time of some ten trainings. --prove then
 trains again without the documents listed, and without as many others, everything else equal to the last bit.
 --without-step instead shows the loss of a training without one batch, which may have caused a spike."""
+SMOOTHER = "train with a lower learning rate, or with adamw, for estimates that hold"
 TRIMMED_EVERY = 16
 """Steps after which freed memory is returned."""
 AFTER = 10
@@ -51,6 +52,8 @@ def main(line: CommandLine) -> int:
     options = line.parse(Arguments(), command("influence"), DESCRIPTION)
     if options.text is None and options.without_step is None:
         raise UserError("--text is missing; give the text whose probability is to be explained.")
+    if options.text is not None and options.without_step is not None:
+        raise UserError("--without-step needs no --text; give one of them.")
     opening = with_run(CheckpointOptions(options.run))
 
     from jaxformer.runs.run import read_config
@@ -80,13 +83,19 @@ def _explain(run: Run, replay: Replay, options: Arguments) -> None:
     if len(tokens) < 2:
         raise UserError(f"--text is {options.text!r}, with no token to predict; give a longer text.")
     echo(f"training {replay.n_steps:,} steps again, and back through them", sys.stderr)
-    found = causes(replay, run, tokens, options.top if options.prove else 0, _show)
+    try:
+        found = causes(replay, run, tokens, options.top if options.prove else 0, _show)
+    except FloatingPointError as error:
+        raise UserError(f"{error}, as training was at the edge of stability; {SMOOTHER}.") from error
     equals = "equals that of the run to the last bit" if found.is_equal else "differs from that of the run"
     echo(f"the training, repeated, {equals}")
     echo(f"log-probability of the text: {found.log_probability:.3f} nats in {len(tokens) - 1} tokens; added most:")
     for n in found.ranked[: options.top]:
         words = beginning(run, replay, n)[:60]
         echo(f"{found.added_N[n]:+9.3f} nats  document {n:,} of {len(replay.documents[n]):,} tokens: {words}")
+    if not found.is_plausible:
+        problem = f"an estimate exceeds the {-found.untrained:.0f} nats that there were to learn of the text"
+        echo_error(f"note: {problem}, as at the edge of stability; {SMOOTHER}.")
     for proof in found.proofs:
         which = "those" if proof is found.proofs[0] else f"{len(proof.documents)} others"
         echo(f"trained without {which}: predicted {proof.predicted:+.3f} nats, measured {proof.measured:+.3f}")

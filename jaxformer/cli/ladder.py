@@ -67,6 +67,11 @@ def main(line: CommandLine) -> int:
     defaults = {name: Arguments(load_config(spec)) for name, spec in specs.items()}
     configs = {name: line.parse(x, command("ladder"), DESCRIPTION).fields for name, x in defaults.items()}
 
+    import jax
+
+    # This process forecasts and samples, and leaves an accelerator's memory to the ones that train.
+    jax.config.update("jax_platforms", "cpu")
+
     from jaxformer.inspect.forecasts import describe_forecast
     from jaxformer.inspect.ladder import (
         FORECAST_HEAD,

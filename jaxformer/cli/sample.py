@@ -212,6 +212,7 @@ def _open_laid_out(options: RunOptions) -> Run:
     if options.weights == "bfloat16" and jax.default_backend() == "cpu":
         warn("on a CPU, bfloat16 weights are held in float32, where they are faster; int8 is faster and smaller.")
     run = open_run(options, convert=lay_out)
+    jax.block_until_ready(run.params)  # until then, the arrays that they are converted from are not freed
     machine.release_freed_memory()
     return run
 

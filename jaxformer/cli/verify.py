@@ -24,6 +24,7 @@ from jaxformer.errors import command
 from jaxformer.inspect.property_checks import ROUNDING, Check, largest_of, random_inputs, relative_error, verify
 from jaxformer.models.objective import Params
 from jaxformer.nn.execution import PLAIN, Execution
+from jaxformer.ops import workarounds
 from jaxformer.terminal import echo
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ def main(line: CommandLine) -> int:
         echo(_row(check))
         if not check.holds:
             failed.append(check.name)
+        machine.release_freed_memory()
     echo(f"failed: {', '.join(failed)}" if failed else "all invariants hold")
     return 1 if failed else 0
 
@@ -150,7 +152,9 @@ def _several_devices(run: Run, options: Arguments) -> Check:
         for devices in (jax.local_devices(), jax.local_devices()[:1]):
             setup = _setup(run, n, devices)
             shared = replicated(setup.mesh)
-            gradient = jax.jit(make_gradient(setup), donate_argnums=0)  # gradients take the memory of the copies
+            memory = workarounds.low_memory_options(devices[0].platform)
+            # Gradients take the memory of the copies.
+            gradient = jax.jit(make_gradient(setup), donate_argnums=0, compiler_options=memory)
             copies = jax.tree.map(lambda p, shared=shared: jnp.copy(jax.device_put(p, shared)), run.params)
             results.append(jax.device_get(gradient(copies, batch, setup.example_keys(0))))
             del copies

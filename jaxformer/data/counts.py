@@ -54,11 +54,15 @@ def token_loss(train_N: np.ndarray, held_out_M: np.ndarray, vocab_size: int) -> 
 
 
 def count(train_N: np.ndarray, held_out_M: np.ndarray, vocab_size: int, max_order: int = 2) -> Counts:
-    """Count the tokens of a text, and those of another after up to `max_order - 1` tokens before them."""
+    """Count the tokens of a text, and those of another after up to `max_order - 1` tokens before them. Raises
+    `ValueError` if so many tokens together have more than 2^63 values."""
+    if vocab_size**max_order > 2**63:
+        raise ValueError(f"expected vocab_size**max_order of at most 2**63, got {vocab_size}**{max_order}.")
     frequency_V = _frequencies(train_N, vocab_size)
     train, held_out, orders = np.asarray(train_N, np.int64), held_out_M.astype(np.int64), []
     keys, held_keys, seen = train, held_out, np.bincount(train, minlength=vocab_size)[held_out]
-    for order in range(2, max_order + 1):
+    pairs, held_out_pairs = (train[:0],) * 2, held_out[:-1] * vocab_size + held_out[1:]
+    for order in range(2, min(max_order, len(train)) + 1):  # longer contexts than the text were not seen
         total = seen[:-1] - (held_keys[:-1] == keys[-1])  # nothing follows the last one
         keys, held_keys = (
             key[:-1] * vocab_size + text[order - 1 :] for key, text in ((keys, train), (held_keys, held_out))
@@ -66,7 +70,7 @@ def count(train_N: np.ndarray, held_out_M: np.ndarray, vocab_size: int, max_orde
         found = np.unique(keys, return_counts=True)
         seen = _occurrences(*found, held_keys)
         if order == 2:
-            pairs, held_out_pairs = found, held_keys
+            pairs = found
         missing = np.zeros(order - 2, int)  # the first held-out tokens have no context of this length
         orders.append((np.concatenate([missing, seen]), np.concatenate([missing, total])))
     return Counts(frequency_V, len(train), frequency_V[held_out[1:]], tuple(orders), pairs, held_out_pairs)

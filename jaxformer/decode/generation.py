@@ -333,14 +333,15 @@ class Generation(PieceIterator):
         return cache
 
     def _deliver(self, outputs: Iterator[DecodeOutput]) -> Iterator[Piece]:
-        """Yield the piece of each output once the next call is under way."""
-        pending = next(outputs)
-        for output in outputs:
+        """Yield the first piece as soon as it is there, before the decode loop is compiled, and each other one once the
+        next call is under way."""
+        yield from self._piece(next(outputs))
+        pending = None if self.ended_B.all() else next(outputs, None)
+        self.last_call_done = time.perf_counter()  # compilation does not count as time of a token
+        while pending is not None:
+            output = next(outputs, None)
             yield from self._piece(pending)
-            if self.ended_B.all():
-                return
-            pending = output
-        yield from self._piece(pending)
+            pending = None if self.ended_B.all() else output
 
     def _piece(self, output: DecodeOutput) -> Iterator[Piece]:
         """Yield the piece of an output if it has any tokens."""

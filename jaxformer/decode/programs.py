@@ -237,6 +237,7 @@ def _decode(
         i, state, _ = carry
         return (i < limit) & ~state.done_B.all()
 
+    @jax.jit  # traced once for its shapes and the loop
     def step(i: jax.Array, state: DecodeState) -> tuple[DecodeState, Drawn]:
         slot = (i + counter) % n_slots
         extend = partial(decode_step, model, params, slot=slot)
@@ -251,9 +252,8 @@ def _decode(
         return i + 1, state, jax.tree.map(store, drawn_CB, drawn_B)
 
     initial = state._replace(done_B=state.done_B | rows.ended_B)
-    empty_CB = jax.tree.map(
-        lambda x: jnp.full((MAX_TOKENS_PER_CALL, *x.shape), EMPTY, x.dtype), jax.eval_shape(step, 0, initial)[1]
-    )
+    shapes_B = jax.eval_shape(step, jnp.int32(0), initial)[1]
+    empty_CB = jax.tree.map(lambda x: jnp.full((MAX_TOKENS_PER_CALL, *x.shape), EMPTY, x.dtype), shapes_B)
     n, final, drawn_CB = jax.lax.while_loop(unfinished, step_and_store, (jnp.int32(0), initial, empty_CB))
     n = n if axis is None else jax.lax.pmax(n, axis)
     return final, DecodeOutput(n, drawn_CB, final.done_B)

@@ -45,8 +45,8 @@ LEARNED = 0.1
 """Fraction of the nats from counting tokens to counting pairs by which a loss may exceed its estimate."""
 TABLE_SIZE, FLOW_STEPS = 2**22, 64
 """Maximum logits of a table at once, and steps in which it is learned, each longer than the one before it."""
-MAX_EXAMPLES = 32
-"""Windows of random tokens from which the gradient is computed."""
+MAX_TOKENS = 1024
+"""Random tokens from which the gradient is computed, at least one window."""
 MEMORIES = 2
 """Number of the momentum's time constants 1/(1 - β) within which a run becomes non-finite."""
 Interval = tuple[float, float]
@@ -104,15 +104,19 @@ def score(forecast: Forecast, log: Sequence[Mapping[str, Any]], ended: int | Non
 
     Args:
       log: rows of the run's log, as JSON types.
-      ended: step at which the run diverged or became non-finite; None if it did not.
+      ended: step at which the run diverged or became non-finite; None if it did not. A last loss that is not finite
+        counts, too.
     """
-    losses = [(row["step"], row["val_loss"]) for row in log if row.get("val_loss") is not None]
+    evaluated = [(row["step"], row["val_loss"]) for row in log if "val_loss" in row]
+    losses = [(step, loss) for step, loss in evaluated if loss is not None]
+    if ended is None and evaluated and evaluated[-1][1] is None:
+        ended = evaluated[-1][0]
     scores: dict[str, tuple[Any, bool]] = {}
     first = next((row for row in log if row["step"] == 0 and row.get("val_loss") is not None), None)
     if first is not None:
         low, high = forecast.first_loss
         scores["first_loss"] = first["val_loss"], low <= first["val_loss"] <= high
-        if forecast.entropy:
+        if forecast.entropy and "entropy" in first:  # not measured if the model is too large to copy to one device
             entropy = tuple(float(np.mean([np.nan if x is None else x for x in heads])) for heads in first["entropy"])
             pairs = zip(entropy, forecast.entropy, strict=True)
             near = [abs(x - y) <= max(ENTROPY_TOLERANCE * y, MIN_ENTROPY_TOLERANCE) for x, y in pairs]
@@ -184,7 +188,8 @@ def _promised_decrease(config: Config, counts: Counts) -> float:
     the loss, for fresh weights and tokens drawn by their frequencies."""
     c: Any = config.model
     optimizer = config.optimizer
-    n, T = min(config.train.batch_size, MAX_EXAMPLES), c.context_length
+    T = c.context_length
+    n = max(1, min(config.train.batch_size, MAX_TOKENS // T))
     V = len(counts.frequency_V)
     windows = np.random.default_rng(0).choice(V, (n, T + 1), p=counts.frequency_V).astype(np.int32)
     batch, model = jax.tree.map(jnp.asarray, next_token_batch(windows, c.n_predicted)), c.build()
@@ -204,7 +209,7 @@ def _final_loss(
     optimizer, targets = config.optimizer, config.train.batch_size * c.n_predicted
     tokens, pairs = counts.loss(1), counts.loss(2)
     if not getattr(c, "causal", True):  # it reads its targets
-        return 0.0, pairs
+        return 0.0, min(tokens, pairs)
     seen = counts.thinned(min(1.0, config.steps * targets / counts.n_tokens))
     sees_one = isinstance(c, MLPConfig) and c.mixing == "none"
     lowest = min(seen.loss(order) for order in range(1, 3 if sees_one else 4))
@@ -215,7 +220,7 @@ def _final_loss(
         kernel, own = _kernels(c, moments)
         learned = _table_loss(counts, kernel * float(rates.sum()), variance)
         noise = float(rates[-1]) * own / (4 * targets)
-    return lowest, min(learned + noise + LEARNED * (tokens - pairs), first_loss)
+    return lowest, max(lowest, min(learned + noise + LEARNED * (tokens - pairs), first_loss))
 
 
 def _table_loss(counts: Counts, time: float, variance: float) -> float:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from math import isqrt
+from math import isqrt, log
 from typing import Any
 
 import jax
@@ -143,8 +143,8 @@ class Replay:
                 to_state, of_step = self._pull(states.pop(), weights, to_state, *each)
                 to_weights = jax.block_until_ready(to_weights + of_step)
                 progress(3 * steps - 2 * int(each[-1]), 3 * steps)
-        if not jnp.isfinite(to_weights).all():
-            raise FloatingPointError("the derivative of training is not finite")
+            if not jnp.isfinite(to_weights).all():
+                raise FloatingPointError("the derivative of training is not finite")
         return params, np.asarray(to_weights)
 
     def _weights(self, weights_N: np.ndarray | None) -> jax.Array:
@@ -204,6 +204,8 @@ class Causes:
     """True if the parameters after it equal the run's to the last bit."""
     added_N: np.ndarray
     """Influence of each document, in nats."""
+    untrained: float
+    """Log-probability of the text if all tokens were equally likely, in nats."""
     proofs: Sequence[Proof] = ()
     """Trainings without the documents of most influence, and without as many others."""
 
@@ -211,6 +213,12 @@ class Causes:
     def ranked(self) -> np.ndarray:
         """Indices of the documents, `(N,)`, those that added most first."""
         return np.argsort(-self.added_N, kind="stable")
+
+    @property
+    def is_plausible(self) -> bool:
+        """True if no document has more influence on the text than there was to learn of it. More is a sign of training
+        at the edge of stability, where small changes of a weight say nothing about leaving a document out."""
+        return bool(np.abs(self.added_N).max() <= -self.untrained)
 
 
 def causes(
@@ -221,7 +229,8 @@ def causes(
     params, (added_N,) = replay.influence([tokens], progress=progress)
     is_equal = jax.tree.all(jax.tree.map(lambda x, y: np.array_equal(x, y), params, run.params))
     base = float(replay.log_probability(params, tokens))
-    found = Causes(tokens, base, is_equal, added_N)
+    untrained = -(len(tokens) - 1) * log(run.text_model()[1].vocab_size)
+    found = Causes(tokens, base, is_equal, added_N, untrained)
     proofs = []
     if prove:
         top, others = found.ranked[:prove], np.random.default_rng(0).permutation(found.ranked[prove:])[:prove]

@@ -117,16 +117,17 @@ def forecast_rungs(configs: Mapping[str, Config], folder: Path) -> dict[str, For
     there is kept if the rung has begun to train, or has the same fields."""
     stored, counts = read_forecasts(folder), {}
     for name, config in configs.items():
+        fields = json.loads(json.dumps(to_dict(config)))
+        if name in stored and (stored[name]["config"] == fields or (folder / name).exists()):
+            continue
         data, key = config.data, (config.data, config.model.vocab_size)  # type: ignore[attr-defined]
         if key not in counts:
             loaded: Any = data.load(config.model, config.train.batch_size, config.seed)
             counts[key] = loaded.counts(3), loaded.model.vocab_size
         n_counts, vocab_size = counts[key]
         fitting: Any = replace(config.model, vocab_size=vocab_size)  # type: ignore[call-arg]
-        fields = json.loads(json.dumps(to_dict(config)))
-        if name not in stored or (stored[name]["config"] != fields and not (folder / name).exists()):
-            made = nonfinite_to_none(asdict(forecast(replace(config, model=fitting), n_counts)))
-            stored[name] = {"config": fields, "forecast": made}
+        made = nonfinite_to_none(asdict(forecast(replace(config, model=fitting), n_counts)))
+        stored[name] = {"config": fields, "forecast": made}
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / FORECASTS, json.dumps(stored, indent=1) + "\n")
     return {name: Forecast(**stored[name]["forecast"]) for name in configs}

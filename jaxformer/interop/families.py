@@ -24,6 +24,8 @@ ImportedConfig = DecoderConfig | EncoderConfig
 
 POOLING, NORMALIZE = "sentence_transformers_pooling", "sentence_transformers_normalize"
 """Fields that reading adds to the config of a sentence encoder: the pooling of features, and True for unit vectors."""
+MAX_TOKENS = "sentence_transformers_max_tokens"
+"""Field that reading adds if texts may have fewer tokens than the model has positions: the maximum number."""
 REQUIRED = object()
 """Default of a field that their config must have."""
 
@@ -437,16 +439,17 @@ POOLED_CLASSIFIER = replace(
 
 ROBERTA_OFFSET = 2
 """Position of RoBERTa's first token, as positions count on from the id of padding, 1."""
+ROBERTA_FIELDS = tuple(
+    row._replace(read=lambda n: n - ROBERTA_OFFSET, write=lambda n: n + ROBERTA_OFFSET)
+    if row.ours == "context_length"
+    else row
+    for row in BERT_MASKED.fields
+)
 ROBERTA = replace(
     BERT,
     model_type="roberta",
     architecture="RobertaModel",
-    fields=tuple(
-        row._replace(read=lambda n: n - ROBERTA_OFFSET, write=lambda n: n + ROBERTA_OFFSET)
-        if row.ours == "context_length"
-        else row
-        for row in BERT.fields
-    ),
+    fields=(*ROBERTA_FIELDS, *BERT.fields[-2:]),
     weights=tuple(
         row._replace(
             theirs=row.theirs.replace("bert.", "roberta."),
@@ -461,7 +464,10 @@ ROBERTA = replace(
 ROBERTA_MASKED = replace(
     ROBERTA,
     architecture="RobertaForMaskedLM",
-    fields=tuple(row for row in ROBERTA.fields if row.ours not in ("pooling", "normalize")),
+    # The head's activation is exact GELU, whatever that of the blocks.
+    fields=tuple(
+        row._replace(values={"gelu": "gelu_exact"}) if row.ours == "activation" else row for row in ROBERTA_FIELDS
+    ),
     weights=(
         *ROBERTA.weights,
         Weight("head.W_1", "lm_head.dense.weight", "O D -> D O"),
@@ -469,15 +475,14 @@ ROBERTA_MASKED = replace(
         *_norm("head_norm", "lm_head.layer_norm"),
         Weight("b_out", "lm_head.bias", "V -> V"),
     ),
-    # The head's activation is exact GELU, whatever that of the blocks.
-    required={**ROBERTA.required, "tie_word_embeddings": True, "hidden_act": "gelu"},
+    required={**ROBERTA.required, "tie_word_embeddings": True},
     model=EncoderConfig,
     ignored=(*BERT.ignored[:2], r"^lm_head\.decoder\."),
 )
 ROBERTA_CLASSIFIER = replace(
     ROBERTA,
     architecture="RobertaForSequenceClassification",
-    fields=(*ROBERTA_MASKED.fields, N_CLASSES),
+    fields=(*ROBERTA_FIELDS, N_CLASSES),
     weights=(
         *ROBERTA.weights,
         Weight("head.W_1", "classifier.dense.weight", "O D -> D O"),

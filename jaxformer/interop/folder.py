@@ -11,10 +11,11 @@ import numpy as np
 
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError, import_extra, parse_json
-from jaxformer.interop.families import NORMALIZE, POOLING, PublishedConfig
+from jaxformer.interop.families import MAX_TOKENS, NORMALIZE, POOLING, PublishedConfig
 from jaxformer.runs.run import TOKENIZER
 
 CONFIG, GENERATION, MODULES = "config.json", "generation_config.json", "modules.json"
+TRANSFORMER_CONFIG = "sentence_bert_config.json"
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 """Suffixes of pickled files, which can run code when they are read."""
@@ -127,11 +128,13 @@ class ModelFolder:
 
 def read_modules(path: Path) -> PublishedConfig:
     """Return the fields of a sentence-transformers folder, which lists its modules, for the pooling and normalisation
-    after the encoder; none for another folder. Raises `UserError` for other modules or kinds of pooling."""
+    after the encoder and the maximum length of texts; none for another folder. Raises `UserError` for other modules or
+    kinds of pooling, or no length."""
     if not (path / MODULES).exists():
         return {}
     modules = read_object(path / MODULES, list)
-    names = [str(dict(module).get("type")).rpartition(".")[2] for module in modules]
+    kinds = [module.get("type") if isinstance(module, Mapping) else module for module in modules]
+    names = [str(kind).rpartition(".")[2] for kind in kinds]
     modes = list[str]()
     if is_known := names in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
         pooling = read_object(path / str(modules[1].get("path")) / CONFIG)
@@ -145,7 +148,13 @@ def read_modules(path: Path) -> PublishedConfig:
         )
         raise UserError(f"{problem}; {limit}; use another sentence encoder.")
     # The config may still name the architecture that the encoder was trained in, with a head.
-    return {POOLING: modes[0], NORMALIZE: "Normalize" in names, "architectures": None}
+    fields = {POOLING: modes[0], NORMALIZE: "Normalize" in names, "architectures": None}
+    file = path / TRANSFORMER_CONFIG
+    if not file.exists() or (length := read_object(file).get("max_seq_length")) is None:
+        return fields
+    if type(length) is not int or length < 1:
+        raise UserError(f"max_seq_length in {file} is {length!r}; it must be a number of tokens; restore the file.")
+    return fields | {MAX_TOKENS: length}
 
 
 def read_object(file: Path, kind: type = Mapping) -> Any:

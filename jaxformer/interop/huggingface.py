@@ -226,9 +226,9 @@ def export_huggingface(run: Run, folder: Path, dtype: Dtype = "float32") -> None
             "bos_token": special.bos_text,
             "eos_token": special.eos_text,
             "pad_token": special.eos_text,
-            "model_max_length": published.n_positions,
             "clean_up_tokenization_spaces": False,
             **own,
+            "model_max_length": published.n_positions,  # the tokenizer's own may be more
         }
         _write_json(scratch / "tokenizer_config.json", tokenizer_config)
 

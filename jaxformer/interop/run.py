@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 import jax
+import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxformer.config import Config, OptimizerConfig, TrainConfig
@@ -17,7 +18,7 @@ from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.data.windows import TextConfig
 from jaxformer.errors import UserError, parse_json
 from jaxformer.interop.configs import family_of, read_config
-from jaxformer.interop.families import ImportedConfig
+from jaxformer.interop.families import MAX_TOKENS, ImportedConfig
 from jaxformer.interop.folder import PICKLED, ModelFolder, PublishedModel
 from jaxformer.interop.gguf_file import GgufFile
 from jaxformer.interop.packages import published_name
@@ -52,9 +53,10 @@ def import_run(
 ) -> tuple[Path, Config]:
     """Import a published model, a GGUF file or a folder with `config.json`, weights in safetensors and
     `tokenizer.json`, as a run with one checkpoint, at step 0; return the run's folder, which is created atomically, and
-    its config. Training sequences have `context_length` tokens, None for at most `MAX_TRAINING_CONTEXT`; dtype 'auto'
-    stores parameters exactly, in the published dtype, and quantised ones in float32. Raises `UserError` if the source
-    cannot be read as a known family, or the run exists."""
+    its config. Training sequences have `context_length` tokens, None for at most `MAX_TRAINING_CONTEXT`; a sentence
+    encoder has as many positions as texts may have tokens. dtype 'auto' stores parameters exactly, in the published
+    dtype, and quantised ones in float32. Raises `UserError` if the source cannot be read as a known family, or the run
+    exists."""
     check_can_create(run)
     published, model, tokenizer, abstract, sources = _open(source, context_length)
     structs: dict[str, jax.ShapeDtypeStruct] = flatten_dict(abstract, sep=".")
@@ -62,6 +64,9 @@ def import_run(
         stored = stored_dtype(published, sources[path]) if dtype == "auto" else dtype
         structs[path] = jax.ShapeDtypeStruct(struct.shape, stored)
     params = load_params(published, sources, unflatten_dict(structs, sep="."))
+    if published.config.get(MAX_TOKENS, np.inf) < model.context_length:  # positions beyond it are never used
+        model = replace(model, context_length=published.config[MAX_TOKENS])
+        params["embedding"]["W_pos"] = params["embedding"]["W_pos"][: model.context_length]
     config = finetuning_config(run.name, model)
     classes = list(published.config.get("id2label", {}).values()) if isinstance(model, ClassifierConfig) else []
     return create_run(run, config, tokenizer, allow_suffix=False, classes=classes, params=params), config

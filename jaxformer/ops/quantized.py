@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jaxformer.ops.precision import accumulation_dtype
+from jaxformer.ops.workarounds import converted_after
 
 LARGEST = 127
 """Largest int8 value; the range is symmetric about 0."""
@@ -54,7 +55,7 @@ class Quantized:
 
     def __rmatmul__(self, x: jax.Array) -> jax.Array:
         """Return the matmul of `(…, D)` and `(D, F)` or `(D, H, K)`, in the dtype of x."""
-        on_cpu = _integer_matmul if x.size <= MAX_INTEGER_ROWS * x.shape[-1] else _matmul
+        on_cpu = _integer_matmul if x.size <= MAX_INTEGER_ROWS * x.shape[-1] else _late_matmul
         return jax.lax.platform_dependent(x, self.values, self.scale, cpu=on_cpu, default=_matmul)
 
 
@@ -80,6 +81,11 @@ def _matmul(x: jax.Array, values: jax.Array, scale: jax.Array) -> jax.Array:
     values = values.reshape(x.shape[-1], *values.shape[_n_summed(x, values) :])
     sums = jnp.tensordot(x, values.astype(x.dtype), 1, preferred_element_type=accumulation_dtype(x.dtype))
     return (sums * scale.reshape(values.shape[1:])).astype(x.dtype)
+
+
+def _late_matmul(x: jax.Array, values: jax.Array, scale: jax.Array) -> jax.Array:
+    """Return the matmul for a CPU, whose compiler converts whole matrices."""
+    return _matmul(x, converted_after(values, x), scale)
 
 
 def _n_summed(x: jax.Array, values: jax.Array) -> int:

@@ -6,6 +6,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Callable, Container, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from jaxformer.config.files import kind_of
 from jaxformer.contract import contract_of
 from jaxformer.data.dataset import Dataset
 from jaxformer.data.tokenizer import TOKENIZER_CONFIG, Tokenizer
-from jaxformer.errors import UserError, command, parse_json, run_name
+from jaxformer.errors import UserError, command, parse_json, resume_command, run_name
 from jaxformer.files import sha256, write_atomically
 from jaxformer.models.convert import convert
 from jaxformer.models.inputs import check_next_tokens
@@ -111,13 +112,16 @@ def load_run(
     config = read_config(folder)
     model = config.model.build()
     checkpoints = CheckpointReader(folder)
-    step = checkpoints.step(checkpoint)
-    tokenizer, classes = read_tokenizer(folder, config.model.contract.vocab_size is not None), _read_classes(folder)
-    shapes = abstract_params(model)
-    if mesh is not None:
-        shapes = abstract(shapes, shardings(shapes, parameter_axes(model), mesh))
-    converted = None if convert is None else lambda params: convert(params, model)
-    params = restore_params(folder, config, checkpoints, step, shapes, converted)
+    with ThreadPoolExecutor() as pool:  # hashing and reading files leave Python free for the model and the tokenizer
+        verified = pool.submit(checkpoints.step, checkpoint)
+        shapes = abstract_params(model)
+        if mesh is not None:
+            shapes = abstract(shapes, shardings(shapes, parameter_axes(model), mesh))
+        converted = None if convert is None else lambda params: convert(params, model)
+        step, classes = verified.result(), _read_classes(folder)
+        reading = pool.submit(read_tokenizer, folder, config.model.contract.vocab_size is not None)
+        params = restore_params(folder, config, checkpoints, step, shapes, converted)
+    tokenizer = reading.result()
     return Run(folder, replace(config, lora=LoraConfig()), model, params, tokenizer, step, classes)
 
 
@@ -280,7 +284,7 @@ def create_run(
 
 
 def _exists_error(folder: Path) -> UserError:
-    return UserError(f"{folder} exists; choose another folder, or add --resume to continue its training.")
+    return UserError(f"{folder} exists; choose another folder, or continue a training there: {resume_command(folder)}")
 
 
 def check_can_create(folder: Path, allow_suffix: bool = False) -> None:

@@ -65,7 +65,7 @@ TRAIN = [
     ("--data.val-path=", "the path of the data is ''; give a file"),
     ("--model.vocab-size 20", "at least 257"),
     ("--train.batch-size 4", "batch_size 4 does not split over 8 devices"),
-    ("--run taken", "taken exists; choose another folder, or add --resume"),
+    ("--run taken", "taken exists; choose another folder, or continue a training there: "),
     ("--run file", "--run is 'file'; it must be a local folder, such as runs/mine."),
     ("--data.path nowhere --run file/run", "file is not writable (Not a directory); choose another --run"),
     ("--run taken --resume", "taken is not a run"),

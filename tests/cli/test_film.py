@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks import film as benchmark
 from jaxformer.cli import film, train
 from jaxformer.inspect.heads import ablate_heads, head_statistics, target_mask
 from jaxformer.inspect.pages import live
@@ -46,12 +47,12 @@ def test_film_of_a_run_in_a_browser(tmp_path: Path, capsys: pytest.CaptureFixtur
     np.testing.assert_allclose(last["stream"]["embedding"]["agreement"], agreement, rtol=1e-6)
     assert last["stream"]["blocks.0.after"]["agreement"] == 1
 
-    frames = film_frames(run)  # of the inspect page's slider
-    assert [step for step, _ in frames] == [0, 1, 2, 4, 6] and frames[-1][1] is run.params
+    frames = dict(film_frames(run))  # of the inspect page's slider
+    assert list(frames) == [0, 1, 2, 4, 6] and frames[6] is run.params
     write_model_page(run, tmp_path / "run/inspect.html", n_examples=1)
     assert '<a href="film.html">Film</a>' in (tmp_path / "run/inspect.html").read_text(encoding="utf-8")
-    monkeypatch.setattr(live, "MAX_EMBEDDED_BYTES", 0)
-    assert film_frames(run) == []
+    monkeypatch.setattr(live, "MAX_FILM_PARAMETERS", 0)
+    assert list(film_frames(run)) == []
 
     [shown] = embedded(page.read_text(encoding="utf-8"), "Attention maps")
     assert [len(layer["frames"]) for layer in shown["layers"]] == [5]
@@ -68,3 +69,11 @@ def test_film_of_a_run_in_a_browser(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert start[1] == "The king" + rows[0]["texts"][0] and end[1] == "The king" + last["texts"][0]
         assert 0 < start[2] < end[2] < 390 and start[3] != end[3] and start[4] == 390
         assert complaints(browser) == []
+
+    stored = benchmark.measure(tmp_path / "run", 3)  # writes the page anew
+    assert stored["steps"] == [0, 1, 2, 4, 6] and stored["loss"] == [round(row["loss"], 4) for row in rows]
+    assert [(head["layer"], head["head"]) for head in stored["heads"]] == [(layer, 0), (layer, 1)]
+    for head in stored["heads"]:
+        expected = [row["heads"][layer]["patched"][head["head"]] for row in rows]
+        np.testing.assert_allclose(head["patched"], expected, atol=1e-4)
+        assert head["born"] in stored["steps"] and len(stored["texts"]) == 5

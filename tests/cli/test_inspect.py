@@ -273,8 +273,9 @@ def test_full_disk_is_a_user_error_and_leaves_the_old_page(
         (["--contrast", "ab"], "--contrast is compared with a prompt; give it with --prompt."),
         (
             ["--prompt", "ab", "--contrast", "abc"],
-            "--contrast has 3 tokens and --prompt 2; give two texts whose tokens",
+            "--prompt and --contrast have 2 and 3 tokens; give two texts whose tokens",
         ),
+        (["--prompt", "ab", "--contrast", "ab"], "--contrast has the same tokens as --prompt; give another text."),
     ],
 )
 def test_wrong_input_is_a_user_error(

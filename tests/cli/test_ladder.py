@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import jax
 import pytest
 
 from jaxformer.cli import ladder
@@ -31,7 +32,9 @@ def test_rungs_are_trained_once_and_outcomes_are_written(tmp_path, monkeypatch, 
     monkeypatch.delenv("JAX_NUM_CPU_DEVICES")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     options = ["--rungs", "residual", "mlp_rowwise", "--data.path", "books", *SMALL]
+    jax.config.update("jax_platforms", None)
     assert ladder.main(options) == 0
+    assert jax.config.values["jax_platforms"] == "cpu"  # an accelerator is left to the processes that train
     said = capfd.readouterr().out
     assert said.index("mlp_rowwise: training in runs/ladder/mlp_rowwise") < said.index("residual: training in")
     table = {row["rung"]: row for row in csv.DictReader(Path("runs/ladder/ladder.csv").read_text().splitlines())}

@@ -346,6 +346,22 @@ def test_the_first_piece_has_one_token_and_the_others_several(
     assert pieces[1].top_tokens_BNn.shape == pieces[1].top_logprobs_BNn.shape == (4, 8, 0)
 
 
+def test_the_first_token_is_delivered_before_the_decode_loop_is_called(
+    decoder: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compiling the loop takes longer than the prefill, and a text that has ended does not need it."""
+    calls, decode = [], programs.decode
+    monkeypatch.setattr(programs, "decode", lambda *args: calls.append(args) or decode(*args))
+    generation = begin(decoder, PROMPTS, 9)
+    assert next(generation).tokens_BN.shape == (4, 1) and not calls
+    assert next(generation).tokens_BN.shape == (4, 8) and len(calls) == 1
+    ended = begin(decoder, PROMPTS, 9)
+    assert next(ended).tokens_BN.shape == (4, 1)
+    for row in range(4):
+        ended.end(row)
+    assert list(ended) == [] and len(calls) == 1
+
+
 class SlowModel(nn.Module):
     """A model that takes 4 ms per token, and always predicts 0."""
 

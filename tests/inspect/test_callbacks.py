@@ -71,6 +71,7 @@ def test_sharpness_is_logged_beside_its_limit_and_ends_no_training(tmp_path, sca
     state = state._replace(params=jax.tree.map(lambda x: scale * x, state.params))
     row = callback.call(50, state, None, {"lr": 0.1})
     assert row["sharpness_limit"] == pytest.approx(2 * 1.9 / 2.8 / 0.1)
+    assert [step for step in range(101) if callback.is_due(step)] == [0, 50, 100]
     if np.isnan(scale):
         assert np.isnan(row["sharpness"])
     else:

@@ -115,7 +115,9 @@ def test_leaving_out_a_batch_changes_nothing_before_it(replay):
 
 def test_influence_command(folder, capsys):
     assert influence.main([str(folder), "--text", PHRASE, "--top", "2", "--prove"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    said = capsys.readouterr()
+    lines = said.out.splitlines()
+    assert "stability" not in said.err
     assert lines[0].endswith("equals that of the run to the last bit")
     assert lines[2].split(": ")[1].startswith(PHRASE)
     assert lines[4].startswith("trained without those: predicted -")
@@ -127,12 +129,32 @@ def test_influence_command(folder, capsys):
     assert rows[3].split()[0] == "9" and rows[3].split()[2] == "0.0000"
 
 
+def test_influences_without_meaning_are_called_so(folder, replay, capsys, monkeypatch):
+    tokens, influence_of = np.array([1, 2, 3]), Replay.influence
+    with pytest.raises(FloatingPointError, match="derivative of training is not finite"):
+        replay.influence([tokens], weights_N=np.full(len(replay.documents), np.nan))
+
+    def larger(*args, **named):
+        params, added_QN = influence_of(*args, **named)
+        return params, 1e6 * added_QN
+
+    monkeypatch.setattr(Replay, "influence", larger)
+    assert influence.main([str(folder), "--text", PHRASE]) == 0
+    assert "note: an estimate exceeds the" in capsys.readouterr().err
+    assert "at the edge of stability" in (folder / "influence.html").read_text()
+    unbounded = np.full(len(replay.documents), np.inf)
+    monkeypatch.setattr(Replay, "influence", lambda self, texts, **_: influence_of(self, texts, unbounded))
+    assert influence.main([str(folder), "--text", PHRASE]) == 2
+    assert "is not finite, as training was at the edge of stability; train with a lower" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
         ((), "--text is missing"),
         (("--text", ""), "no token to predict"),
         (("--without-step", "25"), "the run has 24 steps"),
+        (("--without-step", "2", "--text", "x"), "--without-step needs no --text"),
     ],
 )
 def test_wrong_options_of_influence(folder, capsys, options, problem):

@@ -18,6 +18,7 @@ from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.decode.classify import classify_text
 from jaxformer.decode.embed import embed
 from jaxformer.errors import UserError
+from jaxformer.interop.folder import read_modules
 from jaxformer.interop.run import import_run
 from jaxformer.models.encoder import ClassifierConfig, EncoderConfig
 from jaxformer.runs.checkpoints import CheckpointReader
@@ -172,6 +173,12 @@ def test_vectors_of_sentence_encoders_equal_those_of_transformers(
         np.testing.assert_allclose(ours_D, theirs_D, rtol=0, atol=1e-5 * np.abs(theirs_D).max())
 
 
+def test_modules_that_are_no_objects_are_refused(tmp_path: Path):
+    (tmp_path / "modules.json").write_text('["Transformer", 1]')
+    with pytest.raises(UserError, match="has the modules Transformer, 1, and pools by nothing"):
+        read_modules(tmp_path)
+
+
 @pytest.mark.parametrize(("mode", "kinds", "said"), [
     ("max_tokens", (), "pools by pooling_mode_max_tokens; .* and pooling by mean or cls; use another"),
     ("lasttoken", ("Normalize",), "pools by lasttoken;"),
@@ -187,7 +194,8 @@ def test_other_modules_are_refused(tmp_path: Path, mode: str, kinds: tuple[str, 
 @pytest.mark.parametrize(("change", "said"), [
     ({"position_embedding_type": "relative_key"}, "position_embedding_type is 'relative_key', and only absolute has"),
     ({"is_decoder": True}, "is_decoder is True, and only False has an equivalent"),
-    ({"architectures": ["BertForPreTraining"]}, "the architecture is 'BertForPreTraining', which is not supported"),
+    ({"architectures": ["BertForPreTraining"]}, "the architecture is 'BertForPreTraining', which is not supported; "
+        "use a checkpoint of BertModel or BertForMaskedLM or BertForSequenceClassification."),
     ({"max_position_embeddings": 95}, "embeddings.position_embeddings.weight in .* has shape"),
 ])  # fmt: skip
 def test_other_models_are_refused(tmp_path: Path, change: dict[str, Any], said: str):
@@ -209,6 +217,30 @@ def test_what_has_no_equivalent_for_an_encoder_is_refused(tmp_path: Path, monkey
     assert error == "error: the run's data is not available; give a text with --prompt.\n"
     assert main(["plan", "--init-from", run]) == 0  # of the classifier that it would become
     assert "12,274 parameters" in capsys.readouterr().out
+
+
+def test_texts_of_sentence_encoders_are_as_long_as_sentence_transformers_allows(tmp_path: Path, capsys: Any):
+    import torch
+
+    theirs = publish_bert(tmp_path / "model", "BertModel")
+    write_modules(tmp_path / "model", "mean_tokens")
+    limit = tmp_path / "model" / "sentence_bert_config.json"
+    for written, expected in ((7, 7), (97, 96), (None, 96)):
+        limit.write_text(json.dumps({"max_seq_length": written, "do_lower_case": False}))
+        path = import_run(tmp_path / "model", tmp_path / f"run {written}")[0]
+        run = load_run(path)
+        assert run.text_model()[0].context_length == expected
+        tokens = [2, *([5, 6, 9] * 40)[: expected - 2], 3]
+        with torch.no_grad():
+            theirs_D = theirs(torch.tensor([tokens])).last_hidden_state[0].mean(0).numpy()
+        ours_D = embed(run.model, run.params, [tokens])[0]
+        np.testing.assert_allclose(ours_D, theirs_D, rtol=0, atol=1e-5 * np.abs(theirs_D).max())
+    assert main(["sample", "--run", str(tmp_path / "run 7"), "--prompt", "the cat sees the dog ."]) == 2
+    assert "has 9 tokens; it may have at most 7, one before and one after the text included" in capsys.readouterr().err
+    for written in (0, "7", True):
+        limit.write_text(json.dumps({"max_seq_length": written}))
+        with pytest.raises(UserError, match=f"max_seq_length in .* is {written!r}; it must be a number of tokens"):
+            import_run(tmp_path / "model", tmp_path / "other")
 
 
 def test_context_of_an_encoder_is_its_own(tmp_path: Path):
@@ -266,12 +298,17 @@ def test_an_encoder_is_fine_tuned_as_a_classifier(
         assert {"params/head/W_1", "params/blocks_0/attention/W_Q/A"} <= saved
 
 
-@pytest.mark.parametrize("family", ["Bert", "BertModel", "BertClassifier"])
-def test_exported_encoders_have_the_same_outputs_in_transformers(tmp_path: Path, capsys: Any, family: str):
+@pytest.mark.parametrize(
+    ("family", "activation"),
+    [("Bert", "gelu"), ("Bert", "relu"), ("BertModel", "gelu"), ("BertClassifier", "gelu")],
+)
+def test_exported_encoders_have_the_same_outputs_in_transformers(
+    tmp_path: Path, capsys: Any, family: str, activation: str
+):
     import torch
     import transformers
 
-    theirs = publish_bert(tmp_path / "model", family, num_labels=3)
+    theirs = publish_bert(tmp_path / "model", family, num_labels=3, hidden_act=activation)
     if family == "BertModel":
         write_modules(tmp_path / "model", "cls_token", "Normalize")
     run = import_run(tmp_path / "model", tmp_path / "run")[0]
@@ -398,10 +435,12 @@ def test_vectors_of_minilm_equal_those_of_transformers_and_have_the_published_co
     texts = [*SENTENCES, "x", "Ça va, naïve Ærø? 日本語 🙂 \n don't", "word " * 400, *lines]
     rows = [tokenize_text(text, run.tokenizer) for text in texts]
     assert rows == [tokenizer(text)["input_ids"] for text in texts]
-    vectors_ND = embed(run.model, run.params, rows)
+    assert run.text_model()[0].context_length == 256  # of 512 positions
+    vectors_ND = embed(run.model, run.params, [row if len(row) <= 256 else [*row[:255], row[-1]] for row in rows])
     for text, ours_D in zip(texts, vectors_ND, strict=True):
         with torch.no_grad():
-            x_D = theirs(**tokenizer(text, return_tensors="pt")).last_hidden_state[0].mean(0)
+            tokens = tokenizer(text, return_tensors="pt", truncation=True, max_length=256)
+            x_D = theirs(**tokens).last_hidden_state[0].mean(0)
         np.testing.assert_allclose(ours_D, (x_D / x_D.norm()).numpy(), rtol=0, atol=1e-5)
     assert main(["sample", "--run", str(path), "--prompt", *SENTENCES]) == 0
     printed = [[float(x) for x in line.split()[:3]] for line in capsys.readouterr().out.splitlines()]

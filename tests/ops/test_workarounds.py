@@ -1,5 +1,7 @@
 """Work-arounds compute what the plain form computes."""
 
+from collections.abc import Callable
+from functools import partial, reduce
 from types import SimpleNamespace
 
 import jax
@@ -9,7 +11,9 @@ import pytest
 
 from jaxformer.ops.workarounds import (
     FirstFactor,
+    converted_after,
     kth_largest,
+    low_memory_options,
     ring_groups,
     rings,
     run_once_options,
@@ -62,6 +66,31 @@ def test_a_matmul_with_the_matrix_first_equals_the_matmul(n_rows):
     np.testing.assert_allclose(y_BTF, x_BTD @ W_DF, atol=1e-5)
 
 
+@pytest.mark.parametrize("axis", [None, 0])
+def test_a_matrix_converted_late_is_that_matrix_also_beside_nan(axis):
+    matrices = jnp.arange(-127, 127, dtype=jnp.int8).reshape(2, -1)
+    x = jnp.array([[jnp.nan, 1.0], [-jnp.inf, 2.0]])
+    converted = jax.vmap(converted_after, (axis, 0))(matrices, x)
+    assert converted.dtype == jnp.float32
+    np.testing.assert_array_equal(converted, matrices if axis == 0 else [matrices, matrices])
+
+
+def test_matrices_converted_late_are_not_held_at_once():
+    """Of eight, a program holds two in float32, and its gradients are those of the plain form."""
+    matrices, x = [jnp.full((256, 256), i, jnp.int8) for i in range(8)], jnp.ones((4, 64, 256))
+
+    def chain(convert, x, matrices):
+        for matrix in matrices:
+            x = x + jnp.tanh(x @ convert(matrix, x))
+        return x
+
+    late, plain = (partial(chain, convert) for convert in (converted_after, lambda matrix, x: matrix.astype(x.dtype)))
+    program = jax.jit(jax.vmap(late, (0, None))).lower(x, matrices).compile()
+    assert program.memory_analysis().temp_size_in_bytes <= 2 * 4 * 256 * 256
+    gradients = (jax.vmap(jax.grad(lambda x, f=f: f(x, matrices).sum()))(x) for f in (late, plain))
+    np.testing.assert_array_equal(*gradients)
+
+
 def test_the_kth_largest_counts_equal_numbers():
     assert [kth_largest(jnp.array([3.0, 7.0, 5.0, 7.0]), k) for k in (1, 2, 3, 4)] == [7, 7, 5, 3]
 
@@ -81,3 +110,20 @@ def test_an_optimisation_level_in_xla_flags_is_left_alone(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")
     assert run_once_options("cpu") is None
     assert run_once_options("gpu") is None
+
+
+def test_a_program_of_low_memory_recomputes_and_changes_no_bit():
+    def gradient(remat: Callable) -> jax.stages.Lowered:
+        layer = remat(lambda x, w: jnp.sin(x @ w))
+        loss = lambda w, x: jnp.sum(reduce(layer, [w] * 8, x))  # noqa: E731
+        return jax.jit(jax.grad(loss)).lower(w, w)
+
+    w = np.random.default_rng(0).normal(size=(101, 101)).astype(np.float32) / 10
+    options = low_memory_options(jax.default_backend())
+    lean = gradient(jax.checkpoint).compile(compiler_options=options)
+    plain = gradient(lambda f: f).compile()
+    np.testing.assert_array_equal(lean(w, w), plain(w, w))
+    assert low_memory_options("gpu") is None
+    if options:
+        sizes = [program.memory_analysis().temp_size_in_bytes for program in (lean, plain)]
+        assert sizes[0] < 0.8 * sizes[1], sizes

@@ -24,6 +24,11 @@ def write_influence(run: Run, replay: Replay, causes: Causes) -> None:
         f"{'equal' if causes.is_equal else 'differ from'} those of the run{' to the last bit' * causes.is_equal}.",
         f"The text's log-probability is {causes.log_probability:.2f} nats, {len(tokens) - 1:,} tokens.",
     ]
+    if not causes.is_plausible:
+        facts.append(
+            f"An influence exceeds the {-causes.untrained:.0f} nats that there were to learn of the text: a sign of "
+            "training at the edge of stability, where small changes say nothing about leaving a document out."
+        )
     rows = [
         (int(n), beginning(run, replay, n), len(replay.documents[n]), float(causes.added_N[n])) for n in causes.ranked
     ]

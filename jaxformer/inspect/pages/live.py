@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -30,7 +30,9 @@ from jaxformer.runs.run import Run, count_parameters
 FLOAT16_PARAMETERS = 5_000_000
 """Maximum parameters stored as float16; those of larger models are stored in 8 bits."""
 MAX_EMBEDDED_BYTES = 40_000_000
-"""Maximum size of the parameters within a page; larger ones are in a file beside it."""
+"""Maximum size of the parameters, of all frames of a film, within a page; larger ones are in a file beside it."""
+MAX_FILM_PARAMETERS = 200_000_000
+"""Maximum parameters of all frames of a film together."""
 SCRIPT = "the page's script"
 MAX_TOKENS = 256
 """Maximum tokens of a text on the page, which bounds the memory for attention maps."""
@@ -64,32 +66,31 @@ class LiveSection(Section):
     bits: int
     """Bits of a stored parameter: 16 or 8."""
     weights: bytes
-    """The stored parameters; see `pack_params`."""
+    """The stored parameters, or those of all frames of a film; see `pack_params`."""
     tokenizer: Tokenizer
     text: str
     """Initial text."""
     file: str | None = None
     """Name of the file beside the page that holds `weights`; None where the page itself does."""
-    film: Sequence[tuple[int, Params]] = ()
-    """Steps and parameters of a film, of which those of the section are the last."""
+    film: Sequence[int] = ()
+    """Steps of a film's frames, the last of which has the section's parameters."""
 
     assets: ClassVar = (
         "charts.css", "charts.js", "attention.css", "film.css", "film.js", "live.css", "drill.css", "attribution.css",
-        "patching.css", "tokenizer.js", "weights.css", "weights.js", "decoder.js", "backward.js", "drill.js",
-        "attribution.js", "ablation.js", "patching.js", "live.js",
+        "patching.css", "tokenizer.js", "weights.css", "weights.js", "matmul.js", "decoder.js", "backward.js",
+        "drill.js", "attribution.js", "ablation.js", "patching.js", "live.js",
     )  # fmt: skip
 
     def body(self) -> str:
         """Return the HTML element with the packed model and tokenizer."""
         data = pack_settings(self.config) | {
             "arrays": pack_names(self.params), "bits": self.bits, "group": GROUP, "size": len(self.weights),
-            "tokenizer": pack_tokenizer(self.tokenizer), "text": self.text,
+            "tokenizer": pack_tokenizer(self.tokenizer), "text": self.text, "film": self.film,
         }  # fmt: skip
         if self.file is not None:
             data |= {"file": self.file, "sha256": hashlib.sha256(self.weights).hexdigest()}
         else:
             data["weights"] = base64.b64encode(self.weights).decode()
-        data["film"] = [[step, base64.b64encode(pack_params(params)).decode()] for step, params in self.film]
         return embed("live", data)
 
 
@@ -100,7 +101,7 @@ def live_section(
     tokens_T: jax.Array,
     max_parameters: int,
     file: str = "the weights",
-    film: Sequence[tuple[int, Params]] = (),
+    film: Iterable[tuple[int, Params]] = (),
 ) -> LiveSection:
     """Return the section for a causal decoder, with the given tokens as initial text.
 
@@ -108,7 +109,8 @@ def live_section(
       params: parameters, stored as float16 or, for more than `FLOAT16_PARAMETERS`, in 8 bits.
       max_parameters: maximum number of parameters.
       file: name of the file beside the page for parameters of more than `MAX_EMBEDDED_BYTES`.
-      film: steps and parameters of a film, of which the last are `params`; see `film_frames`.
+      film: steps and parameters of a film, of which the last are `params`; see `film_frames`. Frames that are not
+        finite are left out.
 
     Raises:
       NotImplementedError: the page's script cannot run the model or its tokenizer, or the model is too large.
@@ -129,30 +131,32 @@ def live_section(
     text_T = jnp.array(tokenizer.encode_prompt(text)[: min(config.n_positions, MAX_TOKENS)] or [tokenizer.end_of_text])
     logits_TV = jax.jit(lambda params: model.apply({"params": params}, text_T))
     difference = float(jnp.abs(logits_TV(params) - logits_TV(rounded_params)).max())
-    weights = pack_params(rounded_params, bits)
+    packed = {}
+    for step, frame in film:
+        with suppress(NotImplementedError):
+            packed[step] = pack_params(round_params(frame, bits), bits)
+    steps = list(packed) if len(packed) > 1 else []
+    weights = b"".join(packed.values()) if steps else pack_params(rounded_params, bits)
     about = (
         f"The model itself, with its {n_parameters:,} parameters, runs in this page, offline: type a text, point at "
         "its tokens, ablate heads, or generate token by token. The parameters are stored "
-        f"{'as float16' if bits == 16 else 'in 8 bits'} ({len(weights) / 1e6:,.1f} MB), which changes the logits of "
+        f"{'as float16' if bits == 16 else 'in 8 bits'} ({len(weights) / 1e6:,.1f} MB"
+        f"{f' in {len(steps)} frames' if steps else ''}), which changes the logits of "
         f"the text below by at most {difference:.2g}."
     )
     beside = file if len(weights) > MAX_EMBEDDED_BYTES else None
     return LiveSection(
-        "Your own text", config, rounded_params, bits, weights, tokenizer, text, beside, film, about=about
+        "Your own text", config, rounded_params, bits, weights, tokenizer, text, beside, steps, about=about
     )
 
 
-def film_frames(run: Run) -> list[tuple[int, Params]]:
-    """Return the steps and parameters of a run's film up to the run's own, which are the last; [] if there is no film,
-    or the page would hold more than `MAX_EMBEDDED_BYTES`."""
+def film_frames(run: Run) -> Iterator[tuple[int, Params]]:
+    """Yield the steps and parameters of a run's film up to the run's own, which are the last; none if there is no film,
+    or its frames have more than `MAX_FILM_PARAMETERS` together."""
     steps = [step for step in frames(run.path) if step < run.step]
-    if not steps or 2 * (len(steps) + 1) * count_parameters(run.params) > MAX_EMBEDDED_BYTES:
-        return []
-    film = []
-    for step in steps:
-        with suppress(NotImplementedError):  # not finite
-            film.append((step, round_params(load_frame(run, step))))
-    return [*film, (run.step, run.params)]
+    if steps and (len(steps) + 1) * count_parameters(run.params) <= MAX_FILM_PARAMETERS:
+        yield from ((step, load_frame(run, step)) for step in steps)
+        yield run.step, run.params
 
 
 def pack_settings(config: DecoderConfig) -> dict[str, Any]:

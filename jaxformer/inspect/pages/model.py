@@ -19,7 +19,7 @@ from jaxformer.decode.classify import classify, classify_zero_shot, encode_label
 from jaxformer.decode.fill_mask import MASK, encode_masked
 from jaxformer.decode.prompts import Prompt
 from jaxformer.decode.translation import encode_source
-from jaxformer.errors import UserError
+from jaxformer.errors import UserError, command
 from jaxformer.files import write_atomically
 from jaxformer.inspect.activations import Inputs, capture_shapes
 from jaxformer.inspect.pages import model_sections
@@ -328,11 +328,12 @@ def _contrast(run: Run, text: str, example: Inputs | None) -> jax.Array:
         raise UserError(
             f"the run's {type(run.model).__name__} is no causal decoder with a residual stream; omit --contrast."
         )
-    prompt = Prompt(text, "--contrast")
-    other = _encode(run, prompt)
+    other = _encode(run, Prompt(text, "--contrast"))
     if len(other[0]) != len(example[0]):
-        remedy = "give two texts whose tokens correspond; `jaxformer tokens` shows them"
-        raise UserError(f"{prompt.label} has {len(other[0])} tokens and --prompt {len(example[0])}; {remedy}.")
+        remedy = f"give two texts whose tokens correspond; {command('tokens')} shows them"
+        raise UserError(f"--prompt and --contrast have {len(example[0])} and {len(other[0])} tokens; {remedy}.")
+    if (other[0] == example[0]).all():
+        raise UserError("--contrast has the same tokens as --prompt; give another text.")
     return other[0]
 
 

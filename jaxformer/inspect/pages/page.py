@@ -26,6 +26,8 @@ ASSETS = Path(__file__).parent / "assets"
 and forbids every request, whatever a page's texts contain."""
 COMMON_ASSETS = ("page.css", "page.js")
 """Assets of every page."""
+WEBASSEMBLY = "matmul.js"
+"""The script that compiles WebAssembly, which the policy of its pages allows."""
 SIGNIFICANT_DIGITS = 4
 """Maximum significant digits of a non-integer."""
 MAX_DECIMALS = 5
@@ -141,7 +143,7 @@ def render_page(
             sections="\n".join(_section(section, key) for key, section in keyed.items()),
             css="\n".join(text for name, text in assets.items() if name.endswith(".css")),
             scripts="\n".join(f"<script>{script}</script>" for script in scripts),
-            hashes=" ".join(map(_hash, scripts)),
+            sources=" ".join([*map(_hash, scripts), *(["'wasm-unsafe-eval'"] if WEBASSEMBLY in names else [])]),
         )
     )
 

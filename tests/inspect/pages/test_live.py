@@ -3,7 +3,7 @@
 import base64
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -136,13 +136,15 @@ LOGITS = """
 """
 DECODED = """
     const other = JSON.parse(document.querySelector(".live > script").textContent);
-    const { numbers, parameters } = new Model({ ...other, ...arguments[0] });
-    return [Array.from(numbers), Object.keys(parameters)];
+    const { matmul, parameters } = new Model({ ...other, ...arguments[0] });
+    return [Array.from(matmul.weights), Object.keys(parameters)];
 """
 DROP = """
     const transfer = new DataTransfer();
     transfer.items.add(new File([Uint8Array.from(arguments[0])], arguments[1]));
-    document.dispatchEvent(new DragEvent("drop", { dataTransfer: transfer, bubbles: true }));
+    const drop = () => document.dispatchEvent(new DragEvent("drop", { dataTransfer: transfer, bubbles: true }));
+    drop();
+    drop();
 """
 TOKENS = """
     const data = JSON.parse(document.querySelectorAll(".live > script")[arguments[0]].textContent);
@@ -225,7 +227,7 @@ COMPARED = """
     const cells = () => find(".both tbody tr").map((line) => [...line.children].map((cell) => cell.textContent));
     find(".controls button").at(-1).click(); // start again, from the last position
     find(".patching > .plain")[0].click();
-    const [area, maps] = [document.activeElement, () => find(".both .choice")];
+    const [area, maps] = [document.activeElement, () => find(".both .opens")];
     const copied = area.value;
     area.value = arguments[1];
     area.dispatchEvent(new Event("input"));
@@ -247,6 +249,29 @@ COMPARED = """
 """
 
 
+EMPTIED = """
+    const live = document.querySelectorAll(".live")[arguments[0]];
+    const find = (css) => [...live.querySelectorAll(css)];
+    const write = (area, text) => {
+      area.value = text;
+      area.dispatchEvent(new Event("input"));
+      live.click(); // reads what was typed
+      const [status] = find(".both .status");
+      return [status.textContent, !!find(".both h3")[0].offsetParent];
+    };
+    const opener = find(".patching > .plain")[0];
+    const isOpen = opener.getAttribute("aria-expanded") === "true";
+    const [first] = find("textarea");
+    first.value = "";
+    first.dispatchEvent(new Event("input"));
+    live.click();
+    for (let i = 0; i < 1 + isOpen; i++) opener.click();
+    const second = find("textarea")[1];
+    const shown = [write(second, "a"), write(first, "a"), write(second, "a b"), write(second, "b"), write(second, "")];
+    shown.push(write(second, "the state"), write(first, ""));
+    find(".controls button").at(-1).click(); // start again
+    return shown;
+"""
 SLOW = """
     const [section] = document.querySelectorAll(".live");
     const data = JSON.parse(section.querySelector("script").textContent);
@@ -278,14 +303,16 @@ class Case:
     tokenizer: Tokenizer
 
 
-def large_section(model: Any, params: Params, tokenizer: Tokenizer, max_embedded: int) -> LiveSection:
+def large_section(
+    model: Any, params: Params, tokenizer: Tokenizer, max_embedded: int,
+    film: Sequence[tuple[int, Params]] = (), max_float16: int = 0,
+) -> LiveSection:  # fmt: skip
     """Return the section of a model as if it were large."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(live, "FLOAT16_PARAMETERS", 0)
+        patch.setattr(live, "FLOAT16_PARAMETERS", max_float16)
         patch.setattr(live, "MAX_EMBEDDED_BYTES", max_embedded)
-        return live_section(
-            model, params, tokenizer, jnp.array(tokenizer.encode("The state")), 100_000, "quick.weights"
-        )
+        tokens_T = jnp.array(tokenizer.encode("The state"))
+        return live_section(model, params, tokenizer, tokens_T, 100_000, "quick.weights", film)
 
 
 @pytest.fixture(scope="module")
@@ -299,13 +326,17 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Case
         cases[name] = Case(index, config, round_params(params), tokenizer)
     (model, params), tokenizer = build(QUICK), cases["quick"].tokenizer
     earlier = jax.tree.map(lambda x: x / 2, params)
-    film = [(0, earlier), (7, params)]
+    lost = jax.tree.map(lambda x: x * np.inf, params)
+    film = [(0, earlier), (1, lost), (7, params)]
     sections.append(live_section(model, params, tokenizer, tokens_T, 100_000, film=film))
     cases["film"] = Case(len(sections) - 1, QUICK, round_params(earlier), tokenizer)
     sections += [large_section(*build(QUICK), tokenizer, limit) for limit in (100_000, 0)]
     cases["button"], cases["file"] = (
         Case(index, QUICK, round_params(params, 8), tokenizer) for index in (len(sections) - 2, len(sections) - 1)
     )
+    for bits, most in ((16, 100_000), (8, 0)):
+        sections.append(large_section(*build(QUICK), tokenizer, 0, film, most))
+        cases[f"film of {bits} bits"] = Case(len(sections) - 1, QUICK, round_params(earlier, bits), tokenizer)
     path = tmp_path_factory.mktemp("live") / "page.html"
     write_page(path, "live", [], sections)
     return path, cases
@@ -516,7 +547,21 @@ def test_typing_switching_and_decoding_change_what_is_shown(page, browser):
     assert browser.execute_script("return document.documentElement.scrollWidth") <= 390
     assert complaints(browser) == []
     policy = path.read_text().split("Content-Security-Policy")[1].split(">")[0]
-    assert "default-src 'none'; script-src 'sha256-" in policy and "unsafe-eval" not in policy
+    assert "default-src 'none'; script-src 'sha256-" in policy and " 'unsafe-eval'" not in policy
+
+
+@pytest.mark.slow
+def test_tokens_are_appended_with_the_enter_key_alone(page, browser):
+    from selenium.webdriver import Keys
+
+    live = browser.find_elements("css selector", ".live")[page[1]["quick"].index]
+    labels = lambda: live.find_elements("css selector", ".tokens button")  # noqa: E731
+    browser.execute_script("arguments[0].click()", live.find_elements("css selector", ".controls button")[2])
+    n = len(labels())
+    live.find_element("css selector", ".bars .label").send_keys(Keys.ENTER)
+    browser.switch_to.active_element.send_keys(Keys.ENTER)
+    assert len(labels()) == n + 2
+    assert browser.switch_to.active_element == live.find_element("css selector", ".bars .label")
 
 
 def likeliest(case: Case, section: Any) -> str:
@@ -566,25 +611,30 @@ def test_weights_are_read_from_the_right_file_only(page, browser, tmp_path: Path
     ):
         (tmp_path / name).write_bytes(content)
         offer.find_element("css selector", "input").send_keys(str(tmp_path / name))
-        wait_for(
-            browser, f"return [...document.querySelectorAll('.offer .status')].at(-1).textContent.includes('{name} h')"
-        )
+        told = f"document.querySelectorAll('.live')[{case.index}].querySelector('.offer .status').textContent"
+        wait_for(browser, f"return {told}.includes('{name} h')")
         assert status.text.startswith(f"{name} {reason}")
     browser.execute_script(DROP, list(weights), "renamed")
     wait_for(browser, f"return document.querySelectorAll('.live')[{case.index}].querySelector('textarea')")
     assert section.find_element("css selector", ".bars .value").text == likeliest(case, section)
     assert browser.execute_script("return document.activeElement.tagName") == "TEXTAREA"
+    browser.execute_async_script("setTimeout(arguments[0], 500)")  # for the second drop
+    assert len(section.find_elements("css selector", "textarea")) == 1
 
 
 @pytest.mark.slow
-def test_slider_of_the_film_moves_the_model(page, browser):
-    case = page[1]["film"]
+@pytest.mark.parametrize(("name", "bits"), [("film", 16), ("film of 16 bits", 16), ("film of 8 bits", 8)])
+def test_slider_of_the_film_moves_the_model(page, browser, name: str, bits: int):
+    case = page[1][name]
+    last = round_params(build(QUICK)[1], bits)
     section = browser.find_elements("css selector", ".live")[case.index]
     browser.execute_script("arguments[0].scrollIntoView()", section)
+    if section.find_elements("css selector", ".offer"):
+        browser.execute_script(DROP, list(pack_params(case.params, bits) + pack_params(last, bits)), "dropped")
     wait_for(browser, f"return document.querySelectorAll('.live')[{case.index}].querySelector('textarea')")
     value = lambda: section.find_element("css selector", ".bars .value").text  # noqa: E731
     after = value()
-    assert after == likeliest(replace(case, params=page[1]["quick"].params), section)
+    assert after == likeliest(replace(case, params=last), section)
     slider, told = (section.find_element("css selector", f".frames {tag}") for tag in ("input", "output"))
     assert told.text == "step 7"
     slider.send_keys("\ue012")  # arrow left
@@ -722,6 +772,22 @@ def test_second_text_and_ablation_show_the_models_numbers(page, browser):
     assert f"as the next token by {signed(ablated[-1, likeliest] - full[-1, likeliest])} nats" in after[4]
     assert after[4].endswith(f"the mean loss of the text by {signed(loss(ablated) - loss(full))}.")
     assert after[5] <= 0 and n_columns == 3
+    assert complaints(browser) == []
+
+
+@pytest.mark.slow
+def test_texts_are_compared_where_they_differ(page, browser):
+    longer, other = (len(page[1]["quick"].tokenizer.encode(text)) for text in ("a b", "the state"))
+    compared, same = "tokens, of which the first is compared; they", "are the same: change the second text."
+    assert browser.execute_script(EMPTIED, page[1]["quick"].index) == [
+        ["The first text is empty.", False],
+        [f"Both texts have one token; they {same}", False],
+        [f"The texts have 1 and {longer} {compared} {same}", False],
+        ["Both texts have one token; they differ at one position.", True],
+        ["The second text is empty.", False],
+        [f"The texts have 1 and {other} {compared} differ at one position.", True],
+        ["The first text is empty.", False],
+    ]
     assert complaints(browser) == []
 
 

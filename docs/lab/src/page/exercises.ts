@@ -14,7 +14,11 @@ const CHAPTERS: Record<string, string> = {
   sharpness: "18. A step too large",
 };
 
-export function chapterLink(chapter: string): HTMLElement {
+/** Whether the page is part of the documentation's site; alone, it has no chapters to link to. */
+export const IS_IN_SITE = "site" in document.documentElement.dataset;
+
+export function chapterLink(chapter: string): HTMLElement | string {
+  if (!IS_IN_SITE) return CHAPTERS[chapter];
   return h("a", { href: `story/${chapter}.html`, target: "_blank", rel: "noopener" }, CHAPTERS[chapter]);
 }
 

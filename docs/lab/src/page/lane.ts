@@ -27,6 +27,8 @@ export class Lane {
   sound: Progress | null = null;
   brokenAt: number | null = null;
   look!: Look;
+  /** The switches of the model that `look` shows. */
+  seenFaults = new Set<Fault>();
   /** Largest change of an earlier row's attention if the last character of the text is another one; 0 if causal. */
   leak = 0;
   /** The characters that the model continues, and its continuation. */
@@ -72,7 +74,7 @@ export class Lane {
     if (this.step === 0) return this.reset(probe);
     this.lab.setFaults([...this.faults]);
     this.flips.push({ step: this.step, text: `${on ? "" : "not "}${fault}` });
-    this.see(probe);
+    if (this.brokenAt === null) this.see(probe);
   }
 
   async advance(steps: number, probe: string): Promise<void> {
@@ -100,7 +102,7 @@ export class Lane {
 
   /** Look at the text, and at how much its rows change with its last character, which they must not see. */
   private see(probe: string): void {
-    this.look = this.lab.look(probe);
+    [this.look, this.seenFaults] = [this.lab.look(probe), new Set(this.faults)];
     const characters = [...probe];
     const last = characters.pop();
     const other = this.lab.look(

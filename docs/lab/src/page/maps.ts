@@ -161,7 +161,7 @@ export function makeSteps(container: HTMLElement, lane: Lane, selection: Selecti
 
 /** Compute one attention weight from its query and keys as the switches say; return each step as a sentence. */
 export function arithmetic(lane: Lane, { block, head, query: t, key: s }: Selection): string[] {
-  const { look, faults } = lane;
+  const { look, seenFaults: faults } = lane;
   const [Q, keys] = [look.queries[block][head], look.keys[block][head]];
   const K = Q[t].length;
   const dot = (a: number[], b: number[]) => a.reduce((sum, value, i) => sum + value * b[i], 0);

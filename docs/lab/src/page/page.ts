@@ -1,7 +1,7 @@
 import { DEFAULT_CONFIG, DEFAULT_TEXT, theory as theoryOf, type Config, type Fault, type Theory } from "../engine";
 import { makeChart } from "./chart";
 import { get, h, show, write } from "./dom";
-import { chapterLink, makeExercises } from "./exercises";
+import { chapterLink, IS_IN_SITE, makeExercises } from "./exercises";
 import { FAULTS, NAMES } from "./faults";
 import { Lane } from "./lane";
 import { makeGradient, makeTable } from "./matrices";
@@ -82,13 +82,19 @@ async function advance(steps: number): Promise<void> {
 
 const latestStep = () => Math.max(...lanes.map((lane) => lane.step));
 
-function train(): void {
-  if (!running) return;
-  void queue(async () => {
-    if (!running) return;
-    await advance(stepsFrom(latestStep()));
-    await new Promise(requestAnimationFrame);
-  }).then(train);
+let loops = 0;
+
+/** Train until something else stops it; a loop that a pause has ended, but not yet left, does not go on. */
+async function train(): Promise<void> {
+  const loop = ++loops;
+  const goesOn = () => running && loop === loops;
+  while (goesOn()) {
+    await queue(async () => {
+      if (!goesOn()) return;
+      await advance(stepsFrom(latestStep()));
+      await new Promise(requestAnimationFrame);
+    });
+  }
 }
 
 /** Build what depends on the number of models, blocks and heads. */
@@ -280,7 +286,7 @@ function tellIfBroken(): boolean {
 get("train").addEventListener("click", () => {
   running = !running && !tellIfBroken();
   get("train").textContent = running ? "Pause" : "Train";
-  train();
+  void train();
 });
 get("step").addEventListener(
   "click",
@@ -352,6 +358,7 @@ get("solved").addEventListener("click", () => get("exercises-title").scrollIntoV
 addEventListener("resize", () => void queue(render));
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => void queue(render));
 
+if (!IS_IN_SITE) get("about").querySelector("a")!.remove();
 get("switches-about").textContent =
   "Flip one or several, before training or during it. Each takes one part away, or puts it wrong.";
 get<HTMLTextAreaElement>("text").value = text;

@@ -23,9 +23,9 @@ function makeAblation(container, view) {
     if (version !== view.version) {
       stop();
       effects.clear();
-      [version, pass] = [view.version, null];
+      version = view.version;
     }
-    if (!pointed) shown.textContent = "Point at a head, or move the focus to it, to see what ablating it changes.";
+    if (!pointed || !view.tokens.length) shown.textContent = "Point at a head, or move the focus to it, to see what ablating it changes.";
     else if (effects.has(pointed)) tell();
     else if (isRead(view)) measure(pointed);
   }
@@ -36,6 +36,7 @@ function makeAblation(container, view) {
     pass ??= new Pass(model);
     stop = inTasks(pass.read(view.tokens, new Map([[head, null]])), {
       done() {
+        if (version !== view.version) return; // the text has changed meanwhile
         const losses = pass.losses.slice(0, view.tokens.length - 1);
         effects.set(head, { losses, loss: pass.loss(), end: logProbability(atEnd(pass), likeliest()) });
         tell();

@@ -4,7 +4,7 @@
 
 // Rows of the table of the largest effects; milliseconds for which a text rests before its gradient follows it; and the
 // most products with weights that follow it at all, where larger ones wait for a button.
-const [LARGEST_EFFECTS, REST_MS, FOLLOWED_PRODUCTS] = [8, 150, 1e9];
+const [LARGEST_EFFECTS, REST_MS, FOLLOWED_PRODUCTS] = [8, 150, 2e9];
 
 function makeAttribution(container, view) {
   const { n_blocks: L, n_heads: H, d_model: D, n_kv_heads: G, value_dim: J, embedding_scale } = view.model.config;

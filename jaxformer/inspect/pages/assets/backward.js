@@ -14,37 +14,8 @@ function dot(x, y) {
 }
 
 // y = x Wᵀ + b, so dx = dy W.
-function linearVjp(x, W, b, width) {
-  return [linear(x, W, b, width), (dy) => timesRows(dy, W, width)];
-}
-
-// dy W for rows of dy, four at a time and four rows of W at a time, which share reads and writes of the sums.
-function timesRows(dy, W, width) {
-  const outputs = W.length / width;
-  const rows = dy.length / outputs;
-  const dx = new Float32Array(rows * width);
-  const d = new Float64Array(16);
-  for (let row = 0; row < rows; row += 4) {
-    const four = new Float64Array(4 * width);
-    for (let j = 0; j < outputs; j += 4) {
-      for (let n = 0; n < 16; n++) {
-        const [r, output] = [row + (n & 3), j + (n >> 2)];
-        d[n] = r < rows && output < outputs ? dy[r * outputs + output] : 0;
-      }
-      const [a, b, c, e] = [0, 1, 2, 3].map((n) => Math.min(j + n, outputs - 1) * width); // times 0 beyond the last
-      for (let i = 0; i < width; i++) {
-        const w0 = W[a + i], w1 = W[b + i], w2 = W[c + i], w3 = W[e + i];
-        four[4 * i] += d[0] * w0 + d[4] * w1 + d[8] * w2 + d[12] * w3;
-        four[4 * i + 1] += d[1] * w0 + d[5] * w1 + d[9] * w2 + d[13] * w3;
-        four[4 * i + 2] += d[2] * w0 + d[6] * w1 + d[10] * w2 + d[14] * w3;
-        four[4 * i + 3] += d[3] * w0 + d[7] * w1 + d[11] * w2 + d[15] * w3;
-      }
-    }
-    for (let r = 0; r < 4 && row + r < rows; r++) {
-      for (let i = 0; i < width; i++) dx[(row + r) * width + i] = four[4 * i + r];
-    }
-  }
-  return dx;
+function linearVjp({ matmul }, x, W, b, width) {
+  return [matmul.linear(x, W, b, width), (dy) => matmul.transposed(dy, W, width)];
 }
 
 // y = γ n + β with n = (x - mean) · scale, so dx = scale (g - mean(g) - n mean(g n)) with g = γ dy; without β, RMSNorm
@@ -103,10 +74,10 @@ function mlpVjp(model, x, name, width) {
   const [act, slope] = [ACTIVATIONS, SLOPES].map((table) => table[model.config.activation]);
   const layers = [];
   for (let i = 1; ; i++) {
-    const [h, throughH] = linearVjp(x, p("W", i), p("b", i), width);
+    const [h, throughH] = linearVjp(model, x, p("W", i), p("b", i), width);
     if (!p("W", i + 1)) return [h, (dy) => layers.reduceRight((dh, layer) => layer(dh), throughH(dy))];
     if (p("W_gate", i)) {
-      const [gate, throughGate] = linearVjp(x, p("W_gate", i), null, width);
+      const [gate, throughGate] = linearVjp(model, x, p("W_gate", i), null, width);
       layers.push((dy) => plus(throughH(dy.map((d, j) => d * act(gate[j]))), throughGate(dy.map((d, j) => d * h[j] * slope(gate[j])))));
       x = h.map((value, j) => act(gate[j]) * value);
     } else {
@@ -121,7 +92,7 @@ function mlpVjp(model, x, name, width) {
 function projectionVjp(pass, i, name, x, first, n) {
   const { d_model: D, head_dim: K, frequencies, qk_eps } = pass.model.config;
   const p = (part) => pass.model.parameters[`blocks_${i}.attention.${part}_${name}`];
-  const [y, throughW] = linearVjp(x, p("W"), p("b"), D);
+  const [y, throughW] = linearVjp(pass.model, x, p("W"), p("b"), D);
   const [normed, throughNorm] = p("gamma") ? normalizeVjp(y, p("gamma"), null, qk_eps) : same(y);
   if (!frequencies[i]) return [normed, (d) => throughW(throughNorm(d))];
   return [turn(normed.slice(), frequencies[i], K, first, n), (d) => throughW(throughNorm(turn(d.slice(), frequencies[i], K, first, n, -1)))];
@@ -139,7 +110,7 @@ function attentionVjp(pass, i, x, first, sums) {
   const T = x.length / D;
 
   function backward(dy) {
-    const dHeads = W_O ? timesRows(dy, W_O, H * J) : H * J === D ? dy : Float32Array.from({ length: T * H * J }, (_, n) => dy[Math.floor(n / (H * J)) * D + (n % J)]);
+    const dHeads = W_O ? model.matmul.transposed(dy, W_O, H * J) : H * J === D ? dy : Float32Array.from({ length: T * H * J }, (_, n) => dy[Math.floor(n / (H * J)) * D + (n % J)]);
     sums.heads.set(dHeads, first * H * J);
     const dq = new Float32Array(T * H * K);
     for (let t = 0; t < T; t++) {
@@ -170,7 +141,7 @@ function attentionVjp(pass, i, x, first, sums) {
       }
     }
     const rows = (sum, width) => sum.subarray(first * width, (first + T) * width);
-    return [throughK(rows(sums.keys, G * K)), timesRows(rows(sums.values, G * J), W_V, D)].reduce(plus, throughQ(dq));
+    return [throughK(rows(sums.keys, G * K)), model.matmul.transposed(rows(sums.values, G * J), W_V, D)].reduce(plus, throughQ(dq));
   }
   return [y, backward];
 }
@@ -202,7 +173,7 @@ function unembedBackward(model, x, token) {
   const d = Float32Array.from(softmax(logits), (p, v) => (v === token) - p);
   if (unembedding === "mlp") return through(d);
   if (cap) logits.forEach((logit, v) => { d[v] *= 1 - (logit / cap) ** 2; });
-  return through(timesRows(d, model.parameters[unembedding === "tied" ? "embedding.W_E" : "W_out"], D));
+  return through(model.matmul.transposed(d, model.parameters[unembedding === "tied" ? "embedding.W_E" : "W_out"], D));
 }
 
 // Gradients of log p(token) after a position of a pass, which is not changed: of the embedding at each position, (T, D),

@@ -4,56 +4,6 @@
 // width, H query heads, G key/value heads, K width of a head's queries and keys, J of its values, F width of the MLP,
 // V vocabulary. A matrix holds a row per output, and arrays of several axes are flat.
 
-// x Wᵀ + b for rows of x, four at a time, to which zeros are added at the end: so reads are shared by several products,
-// and a sum has one order, whatever the number of rows.
-function linear(x, W, b, width) {
-  const [rows, outputs] = [x.length / width, W.length / width];
-  const y = new Float32Array(4 * Math.ceil(rows / 4) * outputs);
-  const four = new Float64Array(4 * width);
-  for (let row = 0; row < rows; row += 4) {
-    if (row === rows - 1) {
-      multiplyRow(x.subarray(row * width), W, b, width, y.subarray(row * outputs));
-      break;
-    }
-    for (let r = 0; r < 4; r++) {
-      for (let i = 0; i < width; i++) four[4 * i + r] = row + r < rows ? x[(row + r) * width + i] : 0;
-    }
-    for (let j = 0; j < outputs; j += 2) {
-      const other = Math.min(j + 1, outputs - 1); // once more the last, where the number is odd
-      const start = j * width;
-      const otherStart = other * width;
-      let s0 = b ? b[j] : 0;
-      let u0 = b ? b[other] : 0;
-      let s1 = s0, s2 = s0, s3 = s0, u1 = u0, u2 = u0, u3 = u0;
-      for (let i = 0; i < width; i++) {
-        const w = W[start + i], v = W[otherStart + i];
-        const x0 = four[4 * i], x1 = four[4 * i + 1], x2 = four[4 * i + 2], x3 = four[4 * i + 3];
-        s0 += w * x0; s1 += w * x1; s2 += w * x2; s3 += w * x3;
-        u0 += v * x0; u1 += v * x1; u2 += v * x2; u3 += v * x3;
-      }
-      const at = row * outputs;
-      y[at + j] = s0; y[at + outputs + j] = s1; y[at + 2 * outputs + j] = s2; y[at + 3 * outputs + j] = s3;
-      y[at + other] = u0; y[at + outputs + other] = u1; y[at + 2 * outputs + other] = u2; y[at + 3 * outputs + other] = u3;
-    }
-  }
-  return y.subarray(0, rows * outputs);
-}
-
-// One row of `linear`, with sums in the same order, four outputs at a time.
-function multiplyRow(x, W, b, width, y) {
-  const outputs = W.length / width;
-  for (let j = 0; j < outputs; j += 4) {
-    const at = [j, j + 1, j + 2, j + 3].map((output) => Math.min(output, outputs - 1)); // the last once more
-    const [w0, w1, w2, w3] = at.map((output) => output * width);
-    let [s0, s1, s2, s3] = at.map((output) => (b ? b[output] : 0));
-    for (let i = 0; i < width; i++) {
-      const xi = x[i];
-      s0 += W[w0 + i] * xi; s1 += W[w1 + i] * xi; s2 += W[w2 + i] * xi; s3 += W[w3 + i] * xi;
-    }
-    y[at[0]] = s0; y[at[1]] = s1; y[at[2]] = s2; y[at[3]] = s3;
-  }
-}
-
 // Rows of x after RMSNorm or, with a shift beta, LayerNorm.
 function normalize(x, gamma, beta, eps) {
   const width = gamma.length;
@@ -124,16 +74,24 @@ function turn(x, frequencies, K, first, n, direction = 1) {
 class Model {
   constructor(data) {
     const { config, arrays, max_tokens } = data;
-    const numbers = decodeWeights(data);
+    const size = arrays.reduce((sum, [, size]) => sum + size, 0);
+    this.size = size;
+    this.matmul = new Matmul(size);
     let at = 0;
-    this.parameters = Object.fromEntries(arrays.map(([name, size]) => [name, numbers.subarray(at, (at += size))]));
+    this.parameters = Object.fromEntries(arrays.map(([name, size]) => [name, this.matmul.weights.subarray(at, (at += size))]));
     this.config = config;
     this.maxTokens = max_tokens;
-    this.size = numbers.length;
-    this.numbers = numbers;
+    this.loads = 0;
+    this.load(data);
   }
 
-  // Positions between two looks at the clock, a multiple of four, as `linear` computes four at a time.
+  // Take the parameters of the last frame, or of another one, with which no pass has computed.
+  load(data, frame) {
+    decodeWeights(data, this.matmul.weights, frame);
+    this.loads++;
+  }
+
+  // Positions between two looks at the clock, a multiple of four, as `matmul.js` computes four at a time.
   get positionsAtOnce() {
     return Math.max(4, 4 * Math.floor(PRODUCTS_AT_ONCE / this.size / 4));
   }
@@ -160,9 +118,9 @@ class Model {
     const p = (part, i) => this.parameters[`${name}.${part}_${i}`];
     const act = ACTIVATIONS[this.config.activation];
     for (let i = 1; ; i++) {
-      const y = linear(x, p("W", i), p("b", i), width);
+      const y = this.matmul.linear(x, p("W", i), p("b", i), width);
       if (!p("W", i + 1)) return y;
-      const gate = p("W_gate", i) ? linear(x, p("W_gate", i), null, width) : null;
+      const gate = p("W_gate", i) ? this.matmul.linear(x, p("W_gate", i), null, width) : null;
       for (let j = 0; j < y.length; j++) y[j] = gate ? act(gate[j]) * y[j] : act(y[j]);
       width = p("W", i).length / width;
       x = y;
@@ -174,7 +132,7 @@ class Model {
     const { unembedding, d_model: D, logit_soft_cap: cap } = this.config;
     const normed = this.norm(x, "final_norm");
     if (unembedding === "mlp") return normed;
-    const logits = linear(normed, this.parameters[unembedding === "tied" ? "embedding.W_E" : "W_out"], null, D);
+    const logits = this.matmul.linear(normed, this.parameters[unembedding === "tied" ? "embedding.W_E" : "W_out"], null, D);
     return cap ? logits.map((logit) => cap * Math.tanh(logit / cap)) : logits;
   }
 }
@@ -203,6 +161,7 @@ class Pass {
   *read(tokens, edits = new Map()) {
     const { n_blocks: L } = this.model.config;
     const T = tokens.length;
+    if (this.loads !== this.model.loads) [this.loads, this.tokens] = [this.model.loads, []];
     let valid = 0;
     while (valid < T && valid < this.tokens.length && tokens[valid] === this.tokens[valid]) valid++;
     const changed = [...edits, ...this.edits].map(([name]) => name).filter((name) => edits.get(name) !== this.edits.get(name));
@@ -273,9 +232,9 @@ class Pass {
     const { model, keys, values, weights } = this;
     const { d_model: D, n_heads: H, n_kv_heads: G, head_dim: K, value_dim: J, windows, scale, embedding_scale } = model.config;
     const [T, N, p] = [x.length / D, model.maxTokens, (name) => model.parameters[`blocks_${i}.attention.${name}`]];
-    const q = this.rotate(i, linear(x, p("W_Q"), p("b_Q"), D), p("gamma_Q"), first, H);
-    keys[i].set(this.rotate(i, linear(x, p("W_K"), p("b_K"), D), p("gamma_K"), first, G), first * G * K);
-    const v = linear(x, p("W_V"), p("b_V"), D);
+    const q = this.rotate(i, model.matmul.linear(x, p("W_Q"), p("b_Q"), D), p("gamma_Q"), first, H);
+    keys[i].set(this.rotate(i, model.matmul.linear(x, p("W_K"), p("b_K"), D), p("gamma_K"), first, G), first * G * K);
+    const v = model.matmul.linear(x, p("W_V"), p("b_V"), D);
     const table = model.parameters["value_embedding.W_E"];
     if (table) for (let j = 0; j < v.length; j++) v[j] += embedding_scale * table[this.tokens[first + Math.floor(j / (G * J))] * G * J + (j % (G * J))];
     values[i].set(v, first * G * J);
@@ -304,7 +263,7 @@ class Pass {
         }
       }
     }
-    if (p("W_O")) return linear(heads, p("W_O"), p("b_O"), H * J);
+    if (p("W_O")) return model.matmul.linear(heads, p("W_O"), p("b_O"), H * J);
     if (H * J === D) return heads;
     const sum = new Float32Array(T * D); // of heads as wide as the model
     heads.forEach((x, i) => (sum[Math.floor(i / (H * J)) * D + (i % D)] += x));

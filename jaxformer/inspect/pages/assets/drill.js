@@ -14,7 +14,7 @@ function weightSteps(pass, block, head, query, key) {
   const parameter = (name) => model.parameters[`blocks_${block}.attention.${name}`];
   const stream = pass.stream[block].slice(query * D, (query + 1) * D);
   const x = norm_placement === "post" ? stream : model.norm(stream, `blocks_${block}.attention_norm`);
-  const q = pass.rotate(block, linear(x, parameter("W_Q"), parameter("b_Q"), D), parameter("gamma_Q"), query, H).slice(head * K, (head + 1) * K);
+  const q = pass.rotate(block, model.matmul.linear(x, parameter("W_Q"), parameter("b_Q"), D), parameter("gamma_Q"), query, H).slice(head * K, (head + 1) * K);
   const rowOf = (array, width, position) => Float64Array.from(array[block].subarray((position * G + group) * width, (position * G + group + 1) * width));
   const products = (position) => rowOf(keys, K, position).map((value, k) => q[k] * value);
   const sum = (numbers) => numbers.reduce((a, b) => a + b, 0);

@@ -39,6 +39,7 @@ function film(container, { steps, losses = null, prompts = [], texts, moved = mo
     play.textContent = "Stop";
     show();
     timer = setInterval(() => {
+      if (container.ariaBusy === "true") return; // the model of the present frame still reads
       slider.value = Number(slider.value) + 1;
       show();
       if (Number(slider.value) === steps.length - 1) stop();

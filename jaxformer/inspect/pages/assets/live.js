@@ -6,7 +6,7 @@
 const LONGEST_TEXT = 4096;
 // Products with weights between two looks at the clock, those of an update that is announced before it begins, and
 // milliseconds of computing after which the page goes on, and of rest before it computes the lens of a large model.
-const [PRODUCTS_AT_ONCE, LONG_PRODUCTS, TASK_MS, LENS_MS] = [4e7, 1e8, 50, 100];
+const [PRODUCTS_AT_ONCE, LONG_PRODUCTS, TASK_MS, LENS_MS] = [4e7, 4e8, 50, 100];
 // Next tokens that are shown, likeliest tokens per layer, keys that the note names, and bounds of the map's cells.
 const [NEXT_TOKENS, LENS_TOKENS, NAMED_KEYS, MAP_CELLS] = [7, 3, 4, { least: 1, labelled: 11, most: 34, letters: 10 }];
 
@@ -48,10 +48,10 @@ function inTasks(job, { progress = () => {}, done }) {
 }
 
 // Whether the text that a panel reads is computed, and not only about to be.
-const isRead = ({ tokens, full }) => tokens.length > 0 && tokens.length === full.tokens.length;
+const isRead = ({ tokens, full }) => tokens.length === full.tokens.length;
 
 function live(container, data) {
-  const { text, film: frames } = data; // all that is read of it later: weights are not kept twice
+  const { text, film: filmed } = data; // all that is read of it later, but by a film: weights are not kept twice
   const [model, tokenizer] = [new Model(data), new Tokenizer(data.tokenizer)];
   const { n_blocks: L, n_heads: H, n_kv_heads: G, head_dim: K, value_dim: J, has_lens } = model.config;
   const label = (token) => tokenizer.label(token);
@@ -69,7 +69,7 @@ function live(container, data) {
   let ink = []; // colour of attention, read once per update: reading it makes the browser compute styles
   const shade = (weight) => `rgba(${ink}, ${Math.sqrt(weight) / 2})`;
 
-  if (frames.length) makeFilm();
+  if (filmed.length) makeFilm({ ...data, weights: toBytes(data.weights) });
   const field = make("label", container, "Your text", "field");
   const area = make("textarea", field);
   [area.rows, area.spellcheck, area.autocapitalize, area.maxLength] = [3, false, "off", LONGEST_TEXT];
@@ -114,14 +114,13 @@ function live(container, data) {
   let drawnMap = null;
 
   // A slider over the steps whose parameters the page has.
-  function makeFilm() {
-    let shown = frames.length - 1;
+  function makeFilm(data) {
+    let shown = filmed.length - 1;
     make("p", container, "The slider chooses the step of training whose parameters read your text.", "name");
-    film(container, { steps: frames.map(([step]) => step), moved({ index }) {
+    film(container, { steps: filmed, moved({ index }) {
       if (index === shown) return;
       shown = index;
-      model.numbers.set(decodeFloat16(decodeBase64(frames[index][1])));
-      [full.tokens, ablated.tokens] = [[], []];
+      model.load(data, index);
       update(position);
     } });
   }
@@ -165,6 +164,7 @@ function live(container, data) {
       showAll(all.length, performance.now() - start);
       pinned &&= at < tokens.length;
       if (tokens.length) select(Math.min(at, tokens.length - 1));
+      else drawPanels();
     }
   }
 
@@ -225,10 +225,16 @@ function live(container, data) {
     note.textContent = `Position ${at}, ${quoted(tokens[at])}: head ${head} of layer ${block}${switched} attends to ${keys}.`;
     drawNext();
     if (lens) drawLensLater();
+    drawPanels();
+  }
+
+  function drawPanels() {
     for (const panel of panels) panel.draw();
   }
 
   function drawNext() {
+    const buttons = () => [...next.querySelectorAll("button")];
+    const focused = buttons().indexOf(document.activeElement);
     next.replaceChildren();
     make("h3", next, `Next token after ${quoted(tokens[position])}`);
     const [before, after] = [softmax(full.logits(position)), off.size ? softmax(ablated.logits(position)) : null];
@@ -253,6 +259,7 @@ function live(container, data) {
     }
     if (after) make("p", next, "Above: all heads; below: with the selected heads ablated.", "name");
     else if (isLast) make("p", next, "Click to append the token.", "name");
+    buttons()[focused]?.focus();
   }
 
   // The lens of a large model waits until the other results are shown, and for the pointer to rest.
@@ -444,7 +451,7 @@ function live(container, data) {
 }
 
 drawEach("live", (container, data) => {
-  if (data.bits === 8) return offer(container, data, (loaded) => live(container, loaded));
+  if (data.file || data.bits === 8) return offer(container, data, (loaded) => live(container, loaded));
   const loading = make("p", container, "Loading the model …", "loading");
   new IntersectionObserver((entries, observer) => {
     if (!entries.some((entry) => entry.isIntersecting)) return;

@@ -5,7 +5,7 @@
 
 // Most products with weights of all patches that are computed unasked, milliseconds for which what they depend on must
 // stay the same before, and likeliest next tokens of each text that are shown.
-const [FEW_PRODUCTS, SETTLED_MS, COMPARED_TOKENS] = [3e9, 400, 5];
+const [FEW_PRODUCTS, SETTLED_MS, COMPARED_TOKENS] = [1.2e10, 400, 5];
 // Bounds of a cell's width in a map, the least with a label above, the height of all, and letters of a label.
 const PATCH_CELLS = { least: 4, labelled: 12, most: 44, height: 24, letters: 12 };
 
@@ -111,9 +111,7 @@ function makeComparison(box, view) {
 
   const [second, patched, swept] = [1, 2, 3].map(() => new Pass(model)); // the first text with a patch, and with all in turn
   const stop = { second() {}, patched() {}, swept() {} }; // what is being computed
-  let settled = 0; // timer until all patches are computed
   let [tokens, others, n, at, shown] = [[], [], 0, 0, ""]; // of both texts; positions of both, one of them; what is shown
-  let version = 0; // of the first text, with the model's parameters
   let [target, patch] = [0, null]; // the next token whose probability is patched, and the name of the edit
   let [base, whole, effects] = [0, 0, null]; // its log-probability, change to the second text, and changes by all patches
   let maps = []; // what is drawn of them
@@ -126,29 +124,29 @@ function makeComparison(box, view) {
 
   // Read the second text, and show both; a first text that is not yet computed is drawn when it is.
   function update() {
-    if (!isRead(view)) return;
     stop.second();
-    if (version !== view.version) [version, second.tokens, patched.tokens] = [view.version, [], []];
+    if (!isRead(view)) return;
     others = tokenizer.encode(area.value).slice(0, model.maxTokens);
     stop.second = inTasks(second.read(others), {
-      progress() { status.textContent = "Computing the second text …"; },
+      progress() { [status.textContent, shown] = ["Computing the second text …", ""]; },
       done: show,
     });
   }
 
   function show() {
+    if (!isRead(view)) return; // it has changed meanwhile
     tokens = view.tokens;
     n = Math.min(tokens.length, others.length);
     at = Math.min(view.position, n - 1);
-    const key = [version, others, at].join(";");
+    const key = [model.loads, tokens, others, at, dark.matches].join(";");
     if (key === shown) return; // as after a change of head
     for (const name of ["patched", "swept"]) stop[name]();
     shown = key;
-    drawPairs();
-    results.hidden = !n;
-    if (!n) return;
+    results.hidden = !drawPairs();
+    if (results.hidden) return;
     const [p, q] = [full, second].map((pass) => softmax(pass.logits(at)));
-    target = largest(p.map((x, i) => Math.abs(x - q[i])), 1)[0];
+    const changes = p.map((x, i) => Math.abs(x - q[i]));
+    [target] = largest(changes.some(Boolean) ? changes : p, 1);
     if (patch && Number(patch.split("@")[1] ?? 0) >= n) patch = null;
     chooseTarget(target);
     drawMaps();
@@ -159,7 +157,6 @@ function makeComparison(box, view) {
   function chooseTarget(token) {
     target = token;
     stop.swept();
-    clearTimeout(settled);
     const [first, other] = [full, second].map((pass) => logProbability(pass.logits(at), target));
     [base, whole] = [first, other - first];
     effects = { stream: Array.from({ length: L }, () => new Array(n).fill(null)), heads: Array.from({ length: L }, () => new Array(H).fill(null)) };
@@ -168,7 +165,9 @@ function makeComparison(box, view) {
     compute.hidden = products <= FEW_PRODUCTS;
     compute.textContent = "Compute all patches";
     progress.textContent = compute.hidden ? "" : `They take as much computation as ${format(Math.round(products / model.size / (at + 1)))} readings of the text.`;
-    if (compute.hidden) settled = setTimeout(patchAllAndShow, SETTLED_MS);
+    if (!compute.hidden) return;
+    const settled = setTimeout(patchAllAndShow, SETTLED_MS);
+    stop.swept = () => clearTimeout(settled);
   }
 
   function patchAllAndShow() {
@@ -188,6 +187,7 @@ function makeComparison(box, view) {
     });
   }
 
+  // Show the tokens of both texts, and return at how many positions that both have they differ.
   function drawPairs() {
     pairs.replaceChildren();
     const length = Math.max(tokens.length, others.length);
@@ -198,8 +198,12 @@ function makeComparison(box, view) {
       const pair = make("li", pairs, "", [isSame ? "" : "differs", t === at ? "from" : ""].join(" ").trim());
       for (const text of [tokens, others]) make("span", pair, t < text.length ? label(text[t]) : "–");
     }
-    const counts = tokens.length === others.length ? `Both texts have ${n} tokens` : `The texts have ${tokens.length} and ${others.length} tokens, of which the first ${n} are compared`;
-    status.textContent = `${counts}; they differ at ${different === 1 ? "one position" : `${different} positions`}${at < view.position ? `; the first text's position ${view.position} has no counterpart` : ""}.`;
+    const number = (count, name) => (count === 1 ? `one ${name}` : `${count} ${name}s`);
+    const counts = tokens.length === others.length ? `Both texts have ${number(n, "token")}` : `The texts have ${tokens.length} and ${others.length} tokens, of which the first ${n === 1 ? "is" : `${n} are`} compared`;
+    const differences = different ? `differ at ${number(different, "position")}` : "are the same: change the second text";
+    const beyond = at < view.position ? `; the first text's position ${view.position} has no counterpart` : "";
+    status.textContent = n ? `${counts}; they ${differences}${beyond}.` : `The ${tokens.length ? "second" : "first"} text is empty.`;
+    return different;
   }
 
   const named = (t) => (tokens[t] === others[t] ? quoted(tokens[t]) : `${quoted(tokens[t])} and ${quoted(others[t])}`);
@@ -312,7 +316,6 @@ function makeComparison(box, view) {
     const letters = (names) => Math.max(...names.map((name) => name.length));
     const labels = CHARACTER_PIXELS * (letters(rows) + 0.72 * letters(columns)) + 24;
     const width = clamp((parent.clientWidth - labels) / columns.length, PATCH_CELLS.least, PATCH_CELLS.most);
-    let pointed = [0, 0];
     const { overlay, repaint, remove } = cells(parent, {
       title, rows, columns, cell: [width, PATCH_CELLS.height], gap: width > 7, columnLabels: width >= PATCH_CELLS.labelled,
       colours: () => {
@@ -320,7 +323,7 @@ function makeComparison(box, view) {
         const scale = colourScale(Math.max(largestOf(shown), 1e-4), Boolean(part));
         return (row, column) => scale(shown[row][column]);
       },
-      told, chosen: (...cell) => { pointed = cell; },
+      told, picked: name && ((...cell) => choosePatch(name(...cell))),
     });
     const mark = () => {
       overlay.querySelector(".patched")?.remove();
@@ -328,15 +331,6 @@ function makeComparison(box, view) {
       if (patch && name?.(row, column) === patch) draw("rect", overlay, { class: "patched", x: column * width, y: row * PATCH_CELLS.height, width, height: PATCH_CELLS.height });
     };
     maps.push({ repaint, remove, mark });
-    if (!name) return;
-    overlay.classList.add("choice");
-    overlay.setAttribute("aria-label", `${overlay.getAttribute("aria-label")} Enter patches the activation.`);
-    overlay.addEventListener("click", (event) => {
-      const corner = overlay.getBoundingClientRect();
-      const cell = [(event.clientY - corner.top) / PATCH_CELLS.height, (event.clientX - corner.left) / width].map(Math.floor);
-      choosePatch(name(clamp(cell[0], 0, rows.length - 1), clamp(cell[1], 0, columns.length - 1)));
-    });
-    overlay.addEventListener("keydown", (event) => { if (event.key === "Enter") choosePatch(name(...pointed)); });
   }
 
   return { draw: update };

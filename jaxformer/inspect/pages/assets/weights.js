@@ -3,29 +3,32 @@
 // A decoder's parameters as `weights.py` packs them. Large ones are read when the reader asks for it, from the page or
 // from a file beside it: a page that is opened from disk may read no other file by itself.
 
-function decodeWeights({ weights, bits, arrays, group }) {
-  const bytes = typeof weights === "string" ? decodeBase64(weights) : weights;
-  return bits === 8 ? decodeInt8(bytes, arrays, group) : decodeFloat16(bytes);
+const toBytes = (weights) => (typeof weights === "string" ? decodeBase64(weights) : weights);
+
+// Write the parameters of the last frame of a film, of another one, or the only ones, into an array of numbers.
+function decodeWeights({ weights, bits, arrays, group, film }, numbers, frame = film.length - 1) {
+  const all = toBytes(weights);
+  const size = all.length / film.length;
+  const bytes = film.length ? all.slice(frame * size, (frame + 1) * size) : all;
+  if (bits === 8) decodeInt8(bytes, arrays, group, numbers);
+  else decodeFloat16(bytes, numbers);
 }
 
-function decodeFloat16(bytes) {
+function decodeFloat16(bytes, numbers) {
   const number = (bits) => {
     const [exponent, fraction] = [(bits >> 10) & 31, (bits & 1023) / 1024];
     return (bits >> 15 ? -1 : 1) * (exponent ? 2 ** (exponent - 15) * (1 + fraction) : 2 ** -14 * fraction);
   };
   const table = Float32Array.from({ length: 2 ** 16 }, (_, bits) => number(bits));
-  const numbers = new Float32Array(bytes.length / 2);
   for (let i = 0; i < numbers.length; i++) numbers[i] = table[bytes[2 * i] | (bytes[2 * i + 1] << 8)];
-  return numbers;
 }
 
-function decodeInt8({ buffer }, arrays, group) {
+function decodeInt8({ buffer }, arrays, group, numbers) {
   const isMatrix = ([name]) => name.slice(name.lastIndexOf(".") + 1).startsWith("W_");
   const sum = (of, sizes) => sizes.reduce((total, [, size]) => total + of(size), 0);
   const floats = new Float32Array(buffer, 0, sum((size) => size, arrays.filter((array) => !isMatrix(array))));
   const scales = new Uint16Array(buffer, floats.byteLength, sum((size) => Math.ceil(size / group), arrays.filter(isMatrix)));
   const integers = new Int8Array(buffer, floats.byteLength + scales.byteLength);
-  const numbers = new Float32Array(floats.length + integers.length);
   const scale = new Float32Array(1); // the upper half of its bits is a bfloat16
   const bits = new Uint32Array(scale.buffer);
   let [at, vector, integer, index] = [0, 0, 0, 0];
@@ -40,7 +43,6 @@ function decodeInt8({ buffer }, arrays, group) {
     }
     at = end;
   }
-  return numbers;
 }
 
 /** Say what weights take, and where they are; call `begin(data)`, with the weights, when the reader has chosen them. */
@@ -80,6 +82,7 @@ function offer(container, data, begin) {
   }
 
   function load(weights) {
+    if (signal.aborted) return; // chosen twice
     unused.abort();
     status.textContent = "Loading the model …";
     setTimeout(() => { // the status is painted first
