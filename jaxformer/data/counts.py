@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -20,6 +20,10 @@ class Counts:
     orders: tuple[tuple[np.ndarray, np.ndarray], ...]
     """Counts in training of each held-out token together with the one before it, and of the one before it; then the
     same with the two before it, and so on."""
+    pairs: tuple[np.ndarray, np.ndarray]
+    """Pairs (a, b) of a token and the next in training, as a V + b in ascending order, and their counts."""
+    held_out_pairs_M: np.ndarray
+    """The pair of each held-out token with the one before it, as a V + b."""
 
     def loss(self, order: int = 1, pseudo_count: float = 1.0) -> float:
         """Return the cross-entropy in nats per held-out token, given the `order - 1` tokens before it.
@@ -32,6 +36,15 @@ class Counts:
         for seen_M, total_M in self.orders[: order - 1]:
             probability_M = (seen_M + pseudo_count * probability_M) / (total_M + pseudo_count)
         return float(-np.log(probability_M).mean())
+
+    def thinned(self, fraction: float) -> Counts:
+        """Return what counting pairs and longer sequences in a random fraction of the training text finds: each
+        occurrence is drawn by itself, with seed 0."""
+        rng, orders = np.random.default_rng(0), []
+        for seen_M, total_M in self.orders:
+            drawn_M = rng.binomial(seen_M, fraction)
+            orders.append((drawn_M, drawn_M + rng.binomial(total_M - seen_M, fraction)))
+        return replace(self, orders=tuple(orders))
 
 
 def token_loss(train_N: np.ndarray, held_out_M: np.ndarray, vocab_size: int) -> float:
@@ -48,22 +61,25 @@ def count(train_N: np.ndarray, held_out_M: np.ndarray, vocab_size: int, max_orde
     frequency_V = _frequencies(train_N, vocab_size)
     train, held_out, orders = np.asarray(train_N, np.int64), held_out_M.astype(np.int64), []
     keys, held_keys, seen = train, held_out, np.bincount(train, minlength=vocab_size)[held_out]
+    pairs, held_out_pairs = (train[:0],) * 2, held_out[:-1] * vocab_size + held_out[1:]
     for order in range(2, min(max_order, len(train)) + 1):  # longer contexts than the text were not seen
         total = seen[:-1] - (held_keys[:-1] == keys[-1])  # nothing follows the last one
         keys, held_keys = (
             key[:-1] * vocab_size + text[order - 1 :] for key, text in ((keys, train), (held_keys, held_out))
         )
-        seen = _occurrences(keys, held_keys)
+        found = np.unique(keys, return_counts=True)
+        seen = _occurrences(*found, held_keys)
+        if order == 2:
+            pairs = found
         missing = np.zeros(order - 2, int)  # the first held-out tokens have no context of this length
         orders.append((np.concatenate([missing, seen]), np.concatenate([missing, total])))
-    return Counts(frequency_V, len(train), frequency_V[held_out[1:]], tuple(orders))
+    return Counts(frequency_V, len(train), frequency_V[held_out[1:]], tuple(orders), pairs, held_out_pairs)
 
 
-def _occurrences(keys_N: np.ndarray, queries_M: np.ndarray) -> np.ndarray:
-    """Return how often each query occurs among the keys."""
-    unique, count = np.unique(keys_N, return_counts=True)
-    at = np.searchsorted(unique, queries_M).clip(max=len(unique) - 1)
-    return np.where(unique[at] == queries_M, count[at], 0)
+def _occurrences(keys_K: np.ndarray, count_K: np.ndarray, queries_M: np.ndarray) -> np.ndarray:
+    """Return the count of each query; 0 if it is not among the keys, which are in ascending order."""
+    at = np.searchsorted(keys_K, queries_M).clip(max=len(keys_K) - 1)
+    return np.where(keys_K[at] == queries_M, count_K[at], 0)
 
 
 def _frequencies(tokens_N: np.ndarray, vocab_size: int) -> np.ndarray:

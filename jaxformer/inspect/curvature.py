@@ -9,7 +9,6 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.flatten_util import ravel_pytree
 
 from jaxformer.data.dataset import Batch
 from jaxformer.models.objective import Params, objective_of
@@ -83,13 +82,20 @@ def largest_eigenvalues(
     """
     from scipy.sparse.linalg import LinearOperator, eigsh  # which every training would otherwise import
 
-    flat, unravel = ravel_pytree(params)
-    times = lambda x: np.asarray(ravel_pytree(product(unravel(x.astype(flat.dtype))))[0])  # noqa: E731
-    matrix = LinearOperator((flat.size,) * 2, times, dtype=flat.dtype)
-    first = np.random.default_rng(0).standard_normal(flat.size) if start is None else ravel_pytree(start)[0]
-    few = min(2 * n + 6, flat.size)  # products before the first test of convergence; by default 20
-    values, vectors = eigsh(matrix, n, which="LA", v0=np.asarray(first, flat.dtype), ncv=few, tol=tolerance)
-    return values[::-1], [unravel(jnp.asarray(v, flat.dtype)) for v in vectors.T[::-1]]
+    leaves, structure = jax.tree.flatten(params)
+    size, dtype, cuts = sum(x.size for x in leaves), leaves[0].dtype, np.cumsum([x.size for x in leaves])[:-1]
+    # In numpy: for each shape, jax would compile a program.
+    flatten = lambda tree: np.concatenate([np.ravel(x) for x in jax.tree.leaves(tree)])  # noqa: E731
+
+    def unflatten(flat: np.ndarray) -> Params:
+        parts = np.split(np.asarray(flat, dtype), cuts)
+        return jax.tree.unflatten(structure, [part.reshape(x.shape) for part, x in zip(parts, leaves, strict=True)])
+
+    matrix = LinearOperator((size, size), lambda x: flatten(product(unflatten(x))), dtype=dtype)
+    first = np.random.default_rng(0).standard_normal(size) if start is None else flatten(start)
+    few = min(2 * n + 6, size)  # products before the first test of convergence; by default 20
+    values, vectors = eigsh(matrix, n, which="LA", v0=np.asarray(first, dtype), ncv=few, tol=tolerance)
+    return values[::-1], [jax.tree.map(jnp.asarray, unflatten(v)) for v in vectors.T[::-1]]
 
 
 def sharpness(
