@@ -44,7 +44,7 @@ STREAM_TOLERANCE = 0.3
 LEARNED = 0.1
 """Fraction of the nats from counting tokens to counting pairs by which a loss may exceed its estimate."""
 TABLE_SIZE, FLOW_STEPS = 2**22, 64
-"""Maximum logits of a table at once, and steps in which it is learned, each longer than the one before it."""
+"""Maximum logits of a table of pairs, and steps in which it is learned, each longer than the one before it."""
 MAX_TOKENS = 1024
 """Random tokens from which the gradient is computed, at least one window."""
 MEMORIES = 2
@@ -225,24 +225,31 @@ def _final_loss(
 
 def _table_loss(counts: Counts, time: float, variance: float) -> float:
     """Return the held-out loss of a table of logits, one for each pair of tokens, after gradient flow on the pairs of
-    the training text for some time. The first logits predict the frequencies of tokens, plus normal noise."""
+    the training text for some time. The first logits predict the frequencies of tokens, plus normal noise.
+
+    Of a large vocabulary, rows are drawn by how often the held-out text has their token first."""
     V, rng = len(counts.frequency_V), np.random.default_rng(0)
     (pairs_K, count_K), (held_out, n_held_out) = counts.pairs, np.unique(counts.held_out_pairs_M, return_counts=True)
-    steps, total = time * np.diff(np.geomspace(1e-3, 1.0, FLOW_STEPS), prepend=0.0), 0.0
-    rows = min(V, max(1, TABLE_SIZE // V))
-    for begin in range(0, V, rows):
-        part_K, part = (slice(*np.searchsorted(x, [begin * V, (begin + rows) * V])) for x in (pairs_K, held_out))
-        count_RV = np.zeros((rows, V), np.float32)
-        count_RV.reshape(-1)[pairs_K[part_K] - begin * V] = count_K[part_K]
-        total_R1 = count_RV.sum(axis=1, keepdims=True)
-        target_RV, rate_R1 = count_RV / np.maximum(total_R1, 1), total_R1 / counts.n_tokens
-        logits_RV = np.log(counts.frequency_V) + rng.normal(0, sqrt(variance), (rows, V))
-        logits_RV = logits_RV.astype(np.float32)
-        for step in steps.astype(np.float32):
-            p_RV = _softmax(logits_RV)
-            logits_RV += step * rate_R1 * (target_RV - p_RV) / (1 + step * rate_R1 * p_RV * (1 - p_RV))
-        total -= n_held_out[part] @ np.log(_softmax(logits_RV).reshape(-1)[held_out[part] - begin * V])
-    return float(total / n_held_out.sum())
+    weight_V = np.bincount(held_out // V, n_held_out, minlength=V)
+    if V**2 > TABLE_SIZE:  # at equal distances, which leaves the frequent ones their weight
+        at = (rng.random() + np.arange(n_rows := max(1, TABLE_SIZE // V))) / n_rows * weight_V.sum()
+        weight_V = np.bincount(np.searchsorted(np.cumsum(weight_V), at), minlength=V)
+    tokens_R = np.arange(V) if V**2 <= TABLE_SIZE else np.flatnonzero(weight_V)
+    row_V = np.full(V, -1)
+    row_V[tokens_R] = np.arange(len(tokens_R))
+    count_RV, n_RV = np.zeros((2, len(tokens_R), V), np.float32)
+    for table_RV, pairs, n in ((count_RV, pairs_K, count_K), (n_RV, held_out, n_held_out)):
+        drawn = row_V[pairs // V] >= 0
+        table_RV[row_V[pairs[drawn] // V], pairs[drawn] % V] = n[drawn]
+    total_R1 = count_RV.sum(axis=1, keepdims=True)
+    target_RV, rate_R1 = count_RV / np.maximum(total_R1, 1), total_R1 / counts.n_tokens
+    logits_RV = np.log(counts.frequency_V) + rng.normal(0, sqrt(variance), count_RV.shape)
+    logits_RV = logits_RV.astype(np.float32)
+    for step in (time * np.diff(np.geomspace(1e-3, 1.0, FLOW_STEPS), prepend=0.0)).astype(np.float32):
+        p_RV = _softmax(logits_RV)
+        logits_RV += step * rate_R1 * (target_RV - p_RV) / (1 + step * rate_R1 * p_RV * (1 - p_RV))
+    loss_R = -(n_RV * np.log(_softmax(logits_RV))).sum(axis=1) / np.maximum(n_RV.sum(axis=1), 1)
+    return float(np.average(loss_R, weights=weight_V[tokens_R]))
 
 
 def _softmax(logits_RV: np.ndarray) -> np.ndarray:

@@ -107,6 +107,16 @@ def test_table_is_trained_by_gradient_flow(time):
     assert abs(noise) < 0.06 if time else noise > 0.1  # it is unlearned
 
 
+def test_some_rows_of_a_large_table_give_its_loss(monkeypatch):
+    rng, p = np.random.default_rng(3), 1 / np.arange(1, 65)
+    train_N, held_out_M = (rng.choice(64, n, p=p / p.sum()) for n in (4000, 1000))
+    train_N[1::2], held_out_M[1::2] = (train_N[::2] * 7 + 3) % 64, (held_out_M[::2] * 7 + 3) % 64
+    counts = count(train_N, held_out_M, 64)
+    whole, start = _table_loss(counts, 2000.0, 0.0), _table_loss(counts, 0.0, 0.0)
+    monkeypatch.setattr("jaxformer.inspect.forecasts.TABLE_SIZE", 32 * 64)
+    assert _table_loss(counts, 2000.0, 0.0) == pytest.approx(whole, abs=0.1 * (start - whole))
+
+
 def test_other_models_are_refused():
     with pytest.raises(TypeError, match="RecurrentLMConfig"):
         forecast(replace(small("residual"), model=RecurrentLMConfig(V, 32, "gru")), COUNTS)
