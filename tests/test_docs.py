@@ -149,7 +149,7 @@ def test_inline_options_exist():
         verify_resume.Arguments(load_config(f"{ROOT}/configs/quick.py")),
     ]
     known = {flag for d in defaults for group in option_groups(d) for o in group.options for flag in o.flags}
-    known |= {"--help", "--smoke", "--smooth", "--logdir"}
+    known |= {"--help", "--smoke", "--smooth", "--subsets", "--logdir"}
     known |= {"--topology", "--folder", "--rungs", "--size", "--long", "--no-deps"}
     for code in INLINE:
         assert set(re.findall(r"(?<!\S)--[\w.-]+", code)) <= known, code
