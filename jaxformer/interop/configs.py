@@ -10,7 +10,6 @@ from jaxformer.errors import UserError, abbreviate
 from jaxformer.interop.families import (
     ENCODERS,
     FAMILIES,
-    POOLED_CLASSIFIER,
     REQUIRED,
     Family,
     Field,
@@ -40,7 +39,7 @@ def family_of(theirs: PublishedConfig) -> Family:
     if theirs.get("quantization_config") is not None:
         raise UserError("the checkpoint is quantised, which is not supported; use the one that it was made from.")
     model_type, architectures = str(theirs.get("model_type")), theirs.get("architectures")
-    all_families = (*FAMILIES.values(), *(family for family in ENCODERS.values() if family is not POOLED_CLASSIFIER))
+    all_families = (*FAMILIES.values(), *ENCODERS.values())
     families = {family.architecture: family for family in all_families if family.model_type == model_type}
     if not families:
         known = ", ".join(dict.fromkeys(family.model_type for family in all_families))
