@@ -336,6 +336,11 @@ MIXTRAL = replace(
 )
 
 BERT_BLOCK, THEIR_LAYER = "blocks_{i}", "bert.encoder.layer.{i}"
+POOLED = (
+    Field("pooling", POOLING, "mean", {"mean": "mean", "cls": "first"}),
+    Field("normalize", NORMALIZE, True),
+)
+"""What follows a sentence encoder, which its models with a head do not have."""
 BERT = Family(
     "bert",
     "BertModel",
@@ -351,8 +356,7 @@ BERT = Family(
         Field("n_segments", "type_vocab_size", 2),
         Field("embedding_std", "initializer_range", 0.02),
         Field("dropout", "hidden_dropout_prob", 0.1),
-        Field("pooling", POOLING, "mean", {"mean": "mean", "cls": "first"}),
-        Field("normalize", NORMALIZE, True),
+        *POOLED,
     ),
     weights=(
         Weight("embedding.W_E", "bert.embeddings.word_embeddings.weight", "V D -> V D"),
@@ -393,7 +397,7 @@ BERT = Family(
 BERT_MASKED = replace(
     BERT,
     architecture="BertForMaskedLM",
-    fields=tuple(row for row in BERT.fields if row.ours not in ("pooling", "normalize")),
+    fields=tuple(row for row in BERT.fields if row not in POOLED),
     weights=(
         *BERT.weights,
         Weight("head.W_1", "cls.predictions.transform.dense.weight", "O D -> D O"),
@@ -449,7 +453,7 @@ ROBERTA = replace(
     BERT,
     model_type="roberta",
     architecture="RobertaModel",
-    fields=(*ROBERTA_FIELDS, *BERT.fields[-2:]),
+    fields=(*ROBERTA_FIELDS, *POOLED),
     weights=tuple(
         row._replace(
             theirs=row.theirs.replace("bert.", "roberta."),
