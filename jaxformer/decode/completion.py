@@ -249,6 +249,14 @@ class Completer:
     def _template(self) -> ChatTemplate:
         return ChatTemplate.of_tokenizer(self._tokenizer)
 
+    def compile(self, prompt: Encoded) -> None:
+        """Compile the programs for the first token of one prompt, sampled once and without a draft, of a run whose
+        parameters may be shapes only."""
+        if self._options.draft is None and self._options.num_beams == self._options.num_samples == 1:
+            generation = self._begin([prompt[1]], [self._options.seed])
+            assert isinstance(generation, Generation)
+            generation.compile()
+
     def complete(
         self, prompts: list[Encoded], interrupted: Callable[[], bool], show: Callable[[str], None] = lambda new: None
     ) -> Iterator[tuple[int, list[Completion]]]:
