@@ -20,13 +20,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import SingleDeviceSharding
-from optax import OptState
 from orbax.checkpoint import checkpoint_managers
 
 from jaxformer.errors import (
@@ -43,6 +42,9 @@ from jaxformer.models.objective import Params
 from jaxformer.parallel.processes import all_gather, barrier, broadcast, is_main_process
 from jaxformer.runs.integrity import MISSING, NO_ARRAYS, find_corruption, find_unindexed, write_checksums
 from jaxformer.runs.lock import LOCK, run_lock
+
+if TYPE_CHECKING:
+    from optax import OptState
 
 Position = dict[str, Any]
 """JSON values that training stores with a checkpoint, such as its step and the data's fingerprint."""
