@@ -103,8 +103,8 @@ def load_run(
         skipped with a warning.
       mesh: devices for the parameters; None for the first device.
       convert: function of some of the parameters and the model, applied to them as they are read.
-      meanwhile: function called in a thread while the parameters are read, with a run that has their shapes only: it
-        can compile programs. Not called with a mesh.
+      meanwhile: function called in a thread while the checkpoint is verified and read, to compile programs, with a run
+        at step 0 that has the shapes of the parameters only. Not called with a mesh.
 
     Raises:
       UserError: there is no such run or checkpoint, it is corrupt, a file cannot be read, or the tokenizer or class
@@ -114,29 +114,26 @@ def load_run(
     config = read_config(folder)
     model = config.model.build()
     checkpoints = CheckpointReader(folder)
+    converted = None if convert is None else lambda params: convert(params, model)
     with ThreadPoolExecutor() as pool:  # hashing and reading files leave Python free for the model and the tokenizer
         verified = pool.submit(checkpoints.step, checkpoint)
         reading = pool.submit(read_tokenizer, folder, config.model.contract.vocab_size is not None)
         shapes = abstract_params(model)
+
+        def prepare(meanwhile: Callable[[Run], None]) -> None:
+            read = jax.eval_shape(converted or (lambda params: params), shapes)
+            first = SingleDeviceSharding(jax.devices()[0])
+            params = abstract(read, jax.tree.map(lambda _: first, read))
+            meanwhile(Run(folder, replace(config, lora=LoraConfig()), model, params, reading.result(), 0))
+
+        prepared = pool.submit(prepare, meanwhile) if meanwhile is not None and mesh is None else None
         if mesh is not None:
             shapes = abstract(shapes, shardings(shapes, parameter_axes(model), mesh))
-        converted = None if convert is None else lambda params: convert(params, model)
         step, classes = verified.result(), _read_classes(folder)
-
-        def with_params(params: Params) -> Run:
-            tokenizer = reading.result()
-            return Run(folder, replace(config, lora=LoraConfig()), model, params, tokenizer, step, classes)
-
-        def prepare() -> None:
-            if meanwhile is not None and mesh is None:
-                read = jax.eval_shape(converted or (lambda params: params), shapes)
-                first = SingleDeviceSharding(jax.devices()[0])
-                meanwhile(with_params(abstract(read, jax.tree.map(lambda _: first, read))))
-
-        prepared = pool.submit(prepare)
         params = restore_params(folder, config, checkpoints, step, shapes, converted)
-        prepared.result()
-    return with_params(params)
+        if prepared is not None:
+            prepared.result()
+    return Run(folder, replace(config, lora=LoraConfig()), model, params, reading.result(), step, classes)
 
 
 def restore_params(
