@@ -132,6 +132,7 @@ def main(line: CommandLine) -> int:
     if options.interactive:
         return _converse(completer, options)
     fitting = _encode(options, prompts, completer.encode)
+    completer.keeps_programs = len(fitting) > 1
     if fitting:
         with record_signals(signal.SIGINT) as pressed:
             show_completions(completer, fitting, options, pressed)

@@ -236,6 +236,8 @@ class Generation(PieceIterator):
     """First tokens of the one row that need no prefill, as the cache has them."""
     run: Callable[..., Any] = run_program
     """Function that runs a program of the prefill, given the program and its arguments."""
+    keeps_programs: bool = True
+    """Keep compiled programs that this generation no longer needs, for later ones."""
 
     def __post_init__(self) -> None:
         super().__init__(len(self.seeds_R), self._generate())
@@ -291,6 +293,7 @@ class Generation(PieceIterator):
         keeps, self.n_cached = len(self.seeds_R) == 1 and not is_ring, 0
         self.cache = state.cache if keeps else None
         yield output
+        self._release(programs.start)
         offset_R, seeds_R = self.put(np.repeat(longest - lengths_B, n_samples)), self.put(self.seeds_R)
         done = 0
         while done < steps:
@@ -348,7 +351,13 @@ class Generation(PieceIterator):
         elif n_slots > self.slots_held:
             cache = self.run(programs.enlarge, self.model, cache, n_slots=n_slots, dtype=self.dtype)
             self.slots_held = n_slots
+            self._release(programs.decode)
         return cache
+
+    def _release(self, program: Any) -> None:
+        """Release the memory of a jitted function's compiled programs unless they are kept."""
+        if not self.keeps_programs:
+            program.clear_cache()
 
     def _deliver(self, outputs: Iterator[DecodeOutput]) -> Iterator[Piece]:
         """Yield the first piece as soon as it is there, before the decode loop is compiled, and each other one once the

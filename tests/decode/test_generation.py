@@ -374,6 +374,18 @@ def test_programs_compiled_for_shapes_give_the_first_piece(decoder: Model, chunk
     assert first.tokens_BN.shape == (4 * n_samples, 1) and not compiled
 
 
+def test_programs_that_are_not_kept_are_compiled_again() -> None:
+    model, given = build(replace(LEARNED, context_length=256)), {"context_length": 256}
+    tokens = run(model, PROMPTS, 150, **given)  # beyond 128 slots
+    for keeps, recompiled in ((True, False), (False, True)):
+        generation = begin(model, PROMPTS, 150, **given)
+        generation.keeps_programs = keeps
+        assert concatenate(list(generation)).tokens_BN.tolist() == tokens
+        with compilations() as compiled:
+            next(begin(model, PROMPTS, 150, **given))
+        assert bool(compiled) == recompiled
+
+
 class SlowModel(nn.Module):
     """A model that takes 4 ms per token, and always predicts 0."""
 
