@@ -323,16 +323,15 @@ def _translate(options: Arguments, prompts: Prompts) -> int:
     return _answer(options, prompts, partial(encode_source, run=run), answers)
 
 
-def make_completer(options: Arguments, prompts: Prompts) -> Completer:
-    """Open the run, and its draft if there is one. Raises `UserError` if a run cannot be opened, or as `Completer`."""
+def make_completer(options: Arguments, prompts: Prompts = ()) -> Completer:
+    """Open the run, and its draft if there is one, and meanwhile compile what the first token of a single prompt needs.
+    Raises `UserError` if a run cannot be opened, or as `Completer`."""
 
     def compile_meanwhile(run: Run) -> None:
-        """Compile the programs for the first token of a single prompt. Errors are raised once the run is open."""
-        match prompts:
-            case [Prompt() as prompt]:
-                with contextlib.suppress(UserError):
-                    completer = Completer(run, options.completion, options.sampling)
-                    completer.compile((prompt, completer.encode(prompt)))
+        if len(prompts) == 1 and isinstance(prompt := prompts[0], Prompt):
+            with contextlib.suppress(UserError):  # raised again once the run is open
+                completer = Completer(run, options.completion, options.sampling)
+                completer.compile((prompt, completer.encode(prompt)))
 
     run, name, draft = _open_laid_out(options.opening, compile_meanwhile), options.completion.draft, None
     if name not in (None, "lookup"):

@@ -234,7 +234,7 @@ def test_a_draft_changes_no_greedy_token(rows, capsys, draft):
     ],
 )
 def test_a_prompt_too_long_for_a_draft_or_beam_search_is_refused(monkeypatch, run, options, most):
-    def open_run(options, convert):
+    def open_run(options, convert, meanwhile):
         length, positions = (16, "rope") if options.run == "endless" else (int(options.run), "learned")
         config = Config(
             "a", DecoderConfig(vocab_size=257, context_length=length, positions=positions), data=TextConfig(), steps=1
