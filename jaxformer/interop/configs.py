@@ -10,6 +10,7 @@ from jaxformer.errors import UserError, abbreviate
 from jaxformer.interop.families import (
     ENCODERS,
     FAMILIES,
+    POOLED_CLASSIFIER,
     REQUIRED,
     Family,
     Field,
@@ -46,7 +47,8 @@ def family_of(theirs: PublishedConfig) -> Family:
         raise UserError(f"the model_type is {abbreviate(model_type)}, which is not supported; supported are {known}.")
     names = architectures or list(families)
     if not (matching := [name for name in names if name in families]):
-        remedy = f"use a checkpoint of {' or '.join(families)}"
+        published = [name for name in families if name != POOLED_CLASSIFIER.architecture]
+        remedy = f"use a checkpoint of {' or '.join(published)}"
         raise UserError(f"the architecture is {abbreviate(names[0])}, which is not supported; {remedy}.")
     return families[matching[0]]
 

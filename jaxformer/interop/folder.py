@@ -15,7 +15,8 @@ from jaxformer.interop.families import MAX_TOKENS, NORMALIZE, POOLING, Published
 from jaxformer.runs.run import TOKENIZER
 
 CONFIG, GENERATION, MODULES = "config.json", "generation_config.json", "modules.json"
-TRANSFORMER_CONFIG = "sentence_bert_config.json"
+TRANSFORMER_CONFIGS = "sentence_*_config.json"
+"""The config of the module Transformer, which sentence-transformers names after a family, such as `bert`."""
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 """Suffixes of pickled files, which can run code when they are read."""
@@ -149,8 +150,8 @@ def read_modules(path: Path) -> PublishedConfig:
         raise UserError(f"{problem}; {limit}; use another sentence encoder.")
     # The config may still name the architecture that the encoder was trained in, with a head.
     fields = {POOLING: modes[0], NORMALIZE: "Normalize" in names, "architectures": None}
-    file = path / TRANSFORMER_CONFIG
-    if not file.exists() or (length := read_object(file).get("max_seq_length")) is None:
+    file = next(iter(sorted(path.glob(TRANSFORMER_CONFIGS))), None)
+    if file is None or (length := read_object(file).get("max_seq_length")) is None:
         return fields
     if type(length) is not int or length < 1:
         raise UserError(f"max_seq_length in {file} is {length!r}; it must be a number of tokens; restore the file.")

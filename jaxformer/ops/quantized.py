@@ -105,14 +105,15 @@ def _integer_matmul(x: jax.Array, values: jax.Array, scale: jax.Array) -> jax.Ar
     size = jnp.where(size == 0, 1.0, size)  # NaN stays in the scale, as no integer is NaN
     y = x / size
     coarse = jnp.round(y)
-    parts = jnp.stack([coarse, jnp.round((y - coarse) * (2 * LARGEST))]).astype(jnp.int8)
     n = _n_summed(x, values)
     summed, outputs = values.shape[:n], values.shape[n:]
-    parts_DN = parts.reshape(-1, x.shape[-1]).T.reshape(*summed, -1)
-    contracted = tuple(range(n))
-    sums_FN = jax.lax.dot_general(
-        values, parts_DN, ((contracted, contracted), ((), ())), preferred_element_type=jnp.int32
-    )
-    both = sums_FN.astype(jnp.float32).reshape(prod(outputs), -1).T.reshape(2, *x.shape[:-1], *outputs)
+    parts = jnp.stack([coarse, jnp.round((y - coarse) * (2 * LARGEST))], axis=-1).astype(jnp.int8)
+    # The sums' axis stands between two others: of a matrix, the compiler would merge a transpose into the product, which
+    # then converts the weights to int32 and takes ten times as long.
+    parts_TDN = parts.reshape(-1, *summed, 2)
+    contracted = tuple(range(n)), tuple(range(1, n + 1))
+    sums_FTN = jax.lax.dot_general(values, parts_TDN, (contracted, ((), ())), preferred_element_type=jnp.int32)
+    both = jnp.moveaxis(sums_FTN.astype(jnp.float32).reshape(prod(outputs), -1, 2), 0, 1)
+    both = both.reshape(*x.shape[:-1], *outputs, 2)
     size = size.reshape(*size.shape[:-1], *(1 for _ in outputs))
-    return ((both[0] + both[1] / (2 * LARGEST)) * size * scale.reshape(outputs)).astype(x.dtype)
+    return ((both[..., 0] + both[..., 1] / (2 * LARGEST)) * size * scale.reshape(outputs)).astype(x.dtype)

@@ -195,7 +195,7 @@ def test_other_modules_are_refused(tmp_path: Path, mode: str, kinds: tuple[str, 
     ({"position_embedding_type": "relative_key"}, "position_embedding_type is 'relative_key', and only absolute has"),
     ({"is_decoder": True}, "is_decoder is True, and only False has an equivalent"),
     ({"architectures": ["BertForPreTraining"]}, "the architecture is 'BertForPreTraining', which is not supported; "
-        "use a checkpoint of BertModel or BertForMaskedLM or BertForSequenceClassification."),
+        r"use a checkpoint of BertModel or BertForMaskedLM or BertForSequenceClassification\."),
     ({"max_position_embeddings": 95}, "embeddings.position_embeddings.weight in .* has shape"),
 ])  # fmt: skip
 def test_other_models_are_refused(tmp_path: Path, change: dict[str, Any], said: str):
@@ -219,12 +219,15 @@ def test_what_has_no_equivalent_for_an_encoder_is_refused(tmp_path: Path, monkey
     assert "12,274 parameters" in capsys.readouterr().out
 
 
-def test_texts_of_sentence_encoders_are_as_long_as_sentence_transformers_allows(tmp_path: Path, capsys: Any):
+@pytest.mark.parametrize("name", ["bert", "xlm-roberta"])
+def test_texts_of_sentence_encoders_are_as_long_as_sentence_transformers_allows(
+    tmp_path: Path, capsys: Any, name: str
+):
     import torch
 
     theirs = publish_bert(tmp_path / "model", "BertModel")
     write_modules(tmp_path / "model", "mean_tokens")
-    limit = tmp_path / "model" / "sentence_bert_config.json"
+    limit = tmp_path / "model" / f"sentence_{name}_config.json"
     for written, expected in ((7, 7), (97, 96), (None, 96)):
         limit.write_text(json.dumps({"max_seq_length": written, "do_lower_case": False}))
         path = import_run(tmp_path / "model", tmp_path / f"run {written}")[0]

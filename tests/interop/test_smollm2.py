@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -77,11 +78,13 @@ class Models(NamedTuple):
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     file = installed_model("smollm2")
-    transformers = pytest.importorskip("transformers")
+    transformers, gguf = pytest.importorskip("transformers"), pytest.importorskip("gguf")
     pytest.importorskip("accelerate")  # which transformers needs to read GGUF
     source = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name, "local_files_only": True}
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(**source, dtype="float32").eval()
-    their_tokenizer = transformers.AutoTokenizer.from_pretrained(**source)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gguf, "GGUFReader", cache(gguf.GGUFReader))  # with which transformers parses the file thrice
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(**source, dtype="float32").eval()
+        their_tokenizer = transformers.AutoTokenizer.from_pretrained(**source)
     folder = tmp_path_factory.mktemp("runs") / "smollm2"
     run = load_run(import_run(file, folder, context_length=CONTEXT)[0])
     return Models(run, run.text_model()[1], theirs, their_tokenizer)

@@ -56,6 +56,15 @@ def test_a_cpu_multiplies_few_rows_with_integers_also_under_vmap():
     np.testing.assert_array_equal(jax.jit(matmul)(many), jax.jit(_matmul)(many, q.values, q.scale))
 
 
+@pytest.mark.parametrize("n", [1, 5])
+def test_weights_are_multiplied_without_a_copy_in_another_dtype(n):
+    """As the passes of a draft need, which are under no `vmap`."""
+    q = quantize(jnp.ones((576, 1536)), (0,))
+    matmul = lambda x, values_FD, scale: _integer_matmul(x, values_FD.T, scale)  # noqa: E731  # as `lay_out` stores it
+    program = jax.jit(matmul).lower(jnp.ones((n, 576)), q.values.T, q.scale).compile().as_text()
+    assert "s8[1536,576]" in program and "s32[1536,576]" not in program
+
+
 @pytest.mark.parametrize("multiply", [_matmul, _integer_matmul])
 def test_a_matmul_with_heads_equals_that_with_a_flat_matrix(multiply):
     multiply = jax.jit(multiply)
