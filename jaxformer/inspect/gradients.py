@@ -238,6 +238,7 @@ def _measure(name: str, g_B: jax.Array, mean: jax.Array | None) -> tuple[jax.Arr
       name: last part of the parameter's name.
       mean: the mean gradient; None for that of these examples.
     """
-    mean = sum(g_B) / len(g_B) if mean is None else mean  # XLA sums few rows faster than it reduces their axis
+    if mean is None:
+        mean = jnp.asarray(sum(g_B)) / len(g_B)  # XLA adds few rows faster than it reduces their axis
     norms = lambda g: parameter_norms({name: g})[name]  # noqa: E731
     return jax.vmap(norms)(g_B), jax.vmap(lambda g: jnp.sum(g * mean))(g_B), norms(mean)
