@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -117,14 +118,12 @@ def write_model_page(
         batch, measured_on = _as_batch(run, example), "the prompt only"
     if batch is not None:
         progress(f"statistics and ablation of heads, on {measured_on}")
-        heads = model_sections.head_sections(run.model, run.params, batch, progress)
-        progress("attention saturation")
+        with ThreadPoolExecutor(1) as beside:  # the compiler uses one core, and most of the time of a deep model
+            others = beside.submit(_gradient_sections, run, batch, text_of if run.tokenizer else None, progress)
+            heads = model_sections.head_sections(run.model, run.params, batch, progress)
         if heads:
             sections = [model_sections.with_ablation(section, heads[0]) for section in sections]
-        measured = heads + model_sections.saturation_sections(run.model, run.params, batch)
-        names = text_of if run.tokenizer else None
-        progress("per-example gradients")
-        measured += model_sections.gradient_sections(run.model, run.params, batch, names)
+        measured = heads + others.result()
         if measured:
             facts.append(f"{'Heads and gradients' if heads else 'Gradients'} are measured on {measured_on}.")
         sections += measured
@@ -139,6 +138,16 @@ def write_model_page(
     links = {"Film": FILM_PAGE} if path.with_name(FILM_PAGE).exists() else {}
     write_page(path.resolve(), f"{run.path.resolve().name}: inspection", facts, sections, links)
     return weights
+
+
+def _gradient_sections(
+    run: Run, batch: Batch, text_of: model_sections.TokenText | None, progress: Callable[[str], object]
+) -> list[Section]:
+    """Return the sections of attention saturation and of per-example gradients."""
+    progress("attention saturation")
+    sections = model_sections.saturation_sections(run.model, run.params, batch)
+    progress("per-example gradients")
+    return sections + model_sections.gradient_sections(run.model, run.params, batch, text_of)
 
 
 def first_words(tokenizer: Tokenizer, tokens_T: jax.Array, n: int) -> jax.Array:
