@@ -90,21 +90,25 @@ def write_model_page(
     live: LiveSection | None = None
     text_of = lambda token: token_text(run, token)  # noqa: E731
     if example is not None:
-        if max_live_parameters and is_causal_lm(run.model):
-            progress("the model on your own text")
-            tokenizer = run.text_model()[1]
-            text_T = example[0] if prompt else first_words(tokenizer, example[0], N_LIVE_TOKENS)
-            settings = max_live_parameters, f"{path.name}.weights", film_frames(run)
+        with ThreadPoolExecutor(1) as beside:  # the compiler uses one core
+            own_text = None
+            if max_live_parameters and is_causal_lm(run.model):
+                progress("the model on your own text")
+                tokenizer = run.text_model()[1]
+                text_T = example[0] if prompt else first_words(tokenizer, example[0], N_LIVE_TOKENS)
+                settings = max_live_parameters, f"{path.name}.weights", film_frames(run)
+                own_text = beside.submit(live_section, run.model, run.params, tokenizer, text_T, *settings)
+            mask = mask_token(*run.text_model()) if contract_of(run.model).task is Task.MASKED_LM else None
+            progress("attention maps")
+            sections.append(model_sections.attention_section(run.model, run.params, example, text_of, mask))
+            progress("logit lens and logit attribution")
+            sections += model_sections.residual_stream_sections(run.model, run.params, example, text_of)
+        if own_text is not None:
             try:
-                live = live_section(run.model, run.params, tokenizer, text_T, *settings)
-                sections.append(live)
+                live = own_text.result()
+                sections.insert(0, live)
             except NotImplementedError as error:
                 facts.append(f"The model does not run in this page: {error}")
-        mask = mask_token(*run.text_model()) if contract_of(run.model).task is Task.MASKED_LM else None
-        progress("attention maps")
-        sections.append(model_sections.attention_section(run.model, run.params, example, text_of, mask))
-        progress("logit lens and logit attribution")
-        sections += model_sections.residual_stream_sections(run.model, run.params, example, text_of)
         if other_T is not None:
             sections += contrast_sections(run.model, run.params, example[0], other_T, text_of, progress)
     if lenses:
@@ -118,7 +122,7 @@ def write_model_page(
         batch, measured_on = _as_batch(run, example), "the prompt only"
     if batch is not None:
         progress(f"statistics and ablation of heads, on {measured_on}")
-        with ThreadPoolExecutor(1) as beside:  # the compiler uses one core, and most of the time of a deep model
+        with ThreadPoolExecutor(1) as beside:
             others = beside.submit(_gradient_sections, run, batch, text_of if run.tokenizer else None, progress)
             heads = model_sections.head_sections(run.model, run.params, batch, progress)
         if heads:
