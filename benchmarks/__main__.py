@@ -78,8 +78,11 @@ def main() -> int:
 
 
 def run(name: str, options: argparse.Namespace, folder: Path | None) -> bool:
-    """Measure one case and store the result; return False if it failed."""
+    """Measure one case, storing the result after each point; return False if it failed."""
     case, gpu, began = CASES[name], options.gpu, time.monotonic()
+    hardware = {"gpu": gpu_name()} if gpu else {}
+    before = {"against": record.commit(options.against)} if options.against else {}
+    path = None
     if not case.choose(options.size, gpu):
         return True
     prefix = "gpu_" if gpu else ""
@@ -88,19 +91,19 @@ def run(name: str, options: argparse.Namespace, folder: Path | None) -> bool:
     print(f"{name}:", flush=True)
     try:
         with tempfile.TemporaryDirectory() as scratch:
-            figures = measure(
+            for figures in measure(
                 case, options.size, gpu, Path(scratch), lambda line: print(line, flush=True), options.rounds
-            )
+            ):
+                figures |= {"seconds": round(time.monotonic() - began), **before}
+                if folder is not None:
+                    versions = record.versions(*PACKAGES)
+                    path = record.write(f"{prefix}{name}", figures, versions, folder, **hardware)
     except MeasurementError as error:
         print(f"error: {name}: {error}", file=sys.stderr)
         return False
-    figures["seconds"] = round(time.monotonic() - began)
     if options.against:
-        figures["against"] = record.commit(options.against)
         print("".join(f"  SLOWER: {line}\n" for line in slower(figures)), end="")
-    if folder is not None:
-        hardware = {"gpu": gpu_name()} if gpu else {}
-        path = record.write(f"{prefix}{name}", figures, record.versions(*PACKAGES), folder, **hardware)
+    if path is not None:
         print(f"  written: {path}")
     return True
 

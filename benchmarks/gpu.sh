@@ -11,10 +11,10 @@
 set -uo pipefail
 
 #      part       seconds
-parts='attention       60
-       training       230
-       decoding       150
-       kernels         60'
+parts='attention       70
+       training       225
+       kernels         40
+       decoding       180'
 
 here=$(cd "$(dirname "$0")" && pwd)
 export PYTHONPATH=${here%/*}${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1

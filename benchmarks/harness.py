@@ -8,7 +8,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from math import isnan
@@ -160,8 +160,9 @@ class Worker:
 
 def measure(
     case: Case, size: Size, gpu: bool, folder: Path, print_line: Callable[[str], None] = print, rounds: int = 0
-) -> Figures:
-    """Measure a case, in as many rounds as its size has unless told; return its figures in the form of its JSON file.
+) -> Iterator[Figures]:
+    """Measure a case, in as many rounds as its size has unless told. After each point, yield the figures so far, in the
+    form of the case's JSON file, for a case whose time may run out.
 
     Raises:
       MeasurementError: a process ended, or the sides' results differ.
@@ -187,9 +188,10 @@ def measure(
             workers = [stack.enter_context(Worker(side, sides[side], folder, environment)) for side in sides]
             figures["points"][name] = point = measure_point(case, settings, workers, TURN_MS[size], rounds)
         print_line(f"  {name}: {describe(point)}")
+        yield figures
     if case.summarize is not None:
         figures["summary"] = case.summarize(figures["points"])
-    return figures
+        yield figures
 
 
 def measure_point(

@@ -26,7 +26,8 @@ def kernels(folder: Path, **job: Any) -> tuple[None, Figures]:
 def busiest(folder: Path, steps: int, most: int = 25) -> dict[str, float]:
     """Return the milliseconds per step of the longest kernels in the newest profile, and of all kernels as 'total'.
 
-    Kernels whose names differ only in a trailing number, such as those of different blocks, are combined. On a CPU,
+    Kernels whose names differ only in a trailing number, such as those of different blocks, or in template arguments
+    are combined. On a CPU,
     operations on XLA's threads take the place of kernels, and an operation includes those nested in it.
     """
     newest = max(folder.rglob("*.xplane.pb"), key=lambda file: file.stat().st_mtime)
@@ -37,6 +38,6 @@ def busiest(folder: Path, steps: int, most: int = 25) -> dict[str, float]:
     ms: dict[str, float] = defaultdict(float)
     for event in (event for line in lines for event in line.events):
         if gpus or re.fullmatch(r"[\w.-]+", event.name):
-            ms[re.sub(r"([._]\d+)+$", "", event.name)] += event.duration_ns / 1e6 / steps
+            ms[re.sub(r"^void |<.*|\(.*|([._]\d+)+$", "", event.name)] += event.duration_ns / 1e6 / steps
     longest = sorted(ms, key=lambda name: -ms[name])[:most]
     return {"total": round(sum(ms.values()), 3), **{name: round(ms[name], 3) for name in longest}}

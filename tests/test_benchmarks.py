@@ -36,7 +36,7 @@ from jaxformer.train.log import read_metrics
 from tests.helpers import ROOT, write_books
 
 GPU = ROOT / "benchmarks/gpu.sh"
-PARTS = ["attention", "training", "decoding", "kernels"]
+PARTS = ["attention", "training", "kernels", "decoding"]
 
 
 SIDES = """
@@ -79,7 +79,8 @@ def measured(
     case = Case("About.", sides, {}, smoke={"both": {}, "one": {"skip": ["peer"]}}, **changes)
     if checkout is not None:
         case = against(case, checkout)
-    return measure(case, "smoke", False, tmp_path / "scratch", lambda _: None)
+    *_, figures = measure(case, "smoke", False, tmp_path / "scratch", lambda _: None)
+    return figures
 
 
 def test_sides_take_turns_and_medians_and_ratios_are_of_the_rounds(tmp_path, monkeypatch):
@@ -135,7 +136,7 @@ def test_all_sides_measure_the_same_single_gpu_or_none(tmp_path, monkeypatch, si
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     points: dict[str, Any] = {"one": {"who": "devices", "ms": 0, "value": 0}}
     case = Case("About.", {"ours": Side("sides:make", role="ours")}, points, smoke=points, gpu=points)
-    measure(case, size, gpu, tmp_path / "scratch", lambda _: None)
+    list(measure(case, size, gpu, tmp_path / "scratch", lambda _: None))
     assert (tmp_path / "log").read_text() == f"devices {devices}\n"
 
 
@@ -143,6 +144,17 @@ def test_side_that_ends_is_named(tmp_path, monkeypatch, capfd):
     with pytest.raises(MeasurementError, match="the process of peer ended; what it printed stands above"):
         measured(tmp_path, monkeypatch, value="not a number")
     assert "TypeError" in capfd.readouterr().err
+
+
+def test_measured_points_are_stored_although_a_later_one_fails(tmp_path, monkeypatch):
+    (tmp_path / "sides.py").write_text(SIDES)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    points = {"fine": {"value": 1.0}, "failing": {"value": "not a number"}}
+    case = Case("About.", {"ours": Side("sides:make", {"who": "ours", "ms": 2}, role="ours")}, points)
+    monkeypatch.setitem(benchmarks.CASES, "two", case)
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "two", "--quick", "--results", str(tmp_path / "results")])
+    assert benchmarks.main() == 1
+    assert list(json.loads((tmp_path / "results/two.json").read_text())["figures"]["points"]) == ["fine"]
 
 
 def test_sides_of_all_cases_are_functions_that_exist():
@@ -422,7 +434,7 @@ def test_all_parts_run_at_tiny_shapes_on_a_cpu(tmp_path):
     pytest.importorskip("transformers")
     result = gpu(Path(sys.executable), "--smoke", "--results", str(tmp_path))
     assert result.returncode == 0, result.stdout + result.stderr
-    attention, training, decoding, kernels = (
+    attention, training, kernels, decoding = (
         json.loads((tmp_path / f"gpu_{part}.json").read_text())["figures"]["points"] for part in PARTS
     )
     facts = attention["T 16"]["facts"]["jaxformer"]
