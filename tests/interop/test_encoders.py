@@ -220,9 +220,7 @@ def test_what_has_no_equivalent_for_an_encoder_is_refused(tmp_path: Path, monkey
 
 
 @pytest.mark.parametrize("name", ["bert", "xlm-roberta"])
-def test_texts_of_sentence_encoders_are_as_long_as_sentence_transformers_allows(
-    tmp_path: Path, capsys: Any, name: str
-):
+def test_texts_of_sentence_encoders_are_as_long_as_sentence_transformers_allows(tmp_path: Path, capsys: Any, name: str):
     import torch
 
     theirs = publish_bert(tmp_path / "model", "BertModel")
