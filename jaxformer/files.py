@@ -46,8 +46,11 @@ def no_empty_parents(path: Path) -> Iterator[None]:
 
 def sha256(file: Path) -> str:
     """Return the SHA-256 of a file's content, in hexadecimal."""
-    with file.open("rb") as content:
-        return hashlib.file_digest(content, "sha256").hexdigest()
+    digest, buffer = hashlib.sha256(), memoryview(bytearray(2**22))  # in smaller parts, it would wait for other threads
+    with file.open("rb", buffering=0) as content:
+        while n := content.readinto(buffer):
+            digest.update(buffer[:n])
+    return digest.hexdigest()
 
 
 def try_lock(descriptor: int, timeout_seconds: float = 0.0, shared: bool = False) -> bool:

@@ -95,6 +95,18 @@ def small_run(folder: Path, texts: list[str], steps: int = 0, model: DecoderConf
     return run_folder
 
 
+@contextmanager
+def compilations() -> Iterator[list[str]]:
+    """Yield a list to which an event is added for each program that is compiled within this context."""
+    compiled: list[str] = []
+    listener = lambda event, seconds, **_: compiled.extend([event] * ("backend_compile" in event))  # noqa: E731
+    jax.monitoring.register_event_duration_secs_listener(listener)
+    try:
+        yield compiled
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listener)
+
+
 def start(script: str, *arguments: str, cwd: Path) -> subprocess.Popen:
     """Start `train.py` or `sample.py` as a user would, without the devices that tests pretend to have."""
     return subprocess.Popen(

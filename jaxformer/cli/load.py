@@ -91,20 +91,22 @@ def model_of(options: CheckpointOptions) -> nn.Module:
 
 
 def open_run(
-    options: CheckpointOptions, mesh: Mesh | None = None, convert: Callable[[Params, nn.Module], Params] | None = None
-) -> Run:
+    options: CheckpointOptions, mesh: Mesh | None = None, convert: Callable[[Params, nn.Module], Params] | None = None,
+    meanwhile: Callable[[Run], None] | None = None,
+) -> Run:  # fmt: skip
     """Return the run with its parameters on a mesh, by default the options' or the first device, in the format of the
-    options or float32, and then converted as in `load_run`. Raises `UserError` as `load_run` does."""
+    options or float32, and then converted as in `load_run`, which calls `meanwhile`. Raises `UserError` as `load_run`
+    does."""
     from jaxformer.decode.weights import store
     from jaxformer.parallel.mesh import make_mesh
     from jaxformer.runs.run import load_run  # orbax takes a second to import
 
     if not isinstance(options, RunOptions):
-        return load_run(run_folder(options), options.checkpoint, mesh, convert)
+        return load_run(run_folder(options), options.checkpoint, mesh, convert, meanwhile)
     mesh = make_mesh(options.mesh) if mesh is None and options.mesh else mesh
 
     def stored(params: Params, model: nn.Module) -> Params:
         params = store(params, options.weights, model)
         return params if convert is None else convert(params, model)
 
-    return load_run(run_folder(options), options.checkpoint, mesh, stored)
+    return load_run(run_folder(options), options.checkpoint, mesh, stored, meanwhile)

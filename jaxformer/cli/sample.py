@@ -128,10 +128,11 @@ def main(line: CommandLine) -> int:
     if task is Task.TEXT_EMBEDDING:
         return _embed(options, prompts)
     _check_task(options, options.given - IMAGES, "text generation")
-    completer = make_completer(options)
+    completer = make_completer(options, prompts)
     if options.interactive:
         return _converse(completer, options)
     fitting = _encode(options, prompts, completer.encode)
+    completer.keeps_programs = len(fitting) > 1
     if fitting:
         with record_signals(signal.SIGINT) as pressed:
             show_completions(completer, fitting, options, pressed)
@@ -205,13 +206,13 @@ def _open_restored(options: Arguments) -> Run:
     return dataclasses.replace(run, params=restored(run.params))
 
 
-def _open_laid_out(options: RunOptions) -> Run:
-    """Open the run with its parameters laid out for decode steps."""
+def _open_laid_out(options: RunOptions, meanwhile: Callable[[Run], None] | None = None) -> Run:
+    """Open the run with its parameters laid out for decode steps; see `load_run` for `meanwhile`."""
     import jax  # takes most of a second, which --help need not wait for
 
     if options.weights == "bfloat16" and jax.default_backend() == "cpu":
         warn("on a CPU, bfloat16 weights are held in float32, where they are faster; int8 is faster and smaller.")
-    run = open_run(options, convert=lay_out)
+    run = open_run(options, convert=lay_out, meanwhile=meanwhile)
     jax.block_until_ready(run.params)  # until then, the arrays that they are converted from are not freed
     machine.release_freed_memory()
     return run
@@ -322,9 +323,17 @@ def _translate(options: Arguments, prompts: Prompts) -> int:
     return _answer(options, prompts, partial(encode_source, run=run), answers)
 
 
-def make_completer(options: Arguments) -> Completer:
-    """Open the run, and its draft if there is one. Raises `UserError` if a run cannot be opened, or as `Completer`."""
-    run, name, draft = _open_laid_out(options.opening), options.completion.draft, None
+def make_completer(options: Arguments, prompts: Prompts = ()) -> Completer:
+    """Open the run, and its draft if there is one, and meanwhile compile what the first token of a single prompt needs.
+    Raises `UserError` if a run cannot be opened, or as `Completer`."""
+
+    def compile_meanwhile(run: Run) -> None:
+        if len(prompts) == 1 and isinstance(prompt := prompts[0], Prompt):
+            with contextlib.suppress(UserError):  # raised again once the run is open
+                completer = Completer(run, options.completion, options.sampling)
+                completer.compile((prompt, completer.encode(prompt)))
+
+    run, name, draft = _open_laid_out(options.opening, compile_meanwhile), options.completion.draft, None
     if name not in (None, "lookup"):
         draft = _open_laid_out(RunOptions(run=str(run_named("--draft", name)), mesh=options.opening.mesh))
     explain = partial(explained_rows, run) if options.explain else None

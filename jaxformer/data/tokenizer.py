@@ -198,8 +198,8 @@ class Tokenizer:
     @cached_property
     def special_texts(self) -> dict[int, str]:
         """Texts of all special tokens by id, which a user's text may contain."""
-        ends, added = self.ends_of_text, json.loads(self.as_json())["added_tokens"]
-        return {token["id"]: token["content"] for token in added if token["special"] or token["id"] in ends}
+        added = self._inner.get_added_tokens_decoder()
+        return {i: token.content for i, token in added.items() if token.special or i in self.ends_of_text}
 
     def encode_with_special(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
         """Return the tokens of each text, with special tokens encoded as such, and the character range `[start, stop)`
@@ -247,8 +247,7 @@ class Tokenizer:
     def token_bytes(self) -> list[bytes]:
         """Bytes of each token; none for special tokens and ids without a token. Raises `ValueError` if it is neither
         byte-level, nor falls back to bytes, nor WordPiece."""
-        form = json.loads(self.as_json())
-        steps = _decoder_steps(form)
+        steps = _decoder_steps(self._inner)
         if "ByteLevel" in steps:
             to_bytes = _byte_level_bytes
         elif "ByteFallback" in steps:
@@ -256,12 +255,12 @@ class Tokenizer:
         elif self._is_word_piece:
             to_bytes = _word_piece_bytes
         else:
-            kind = f"a {form['model']['type']} whose decoder has {', '.join(sorted(steps)) or 'nothing'}"
+            kind = f"a {type(self._inner.model).__name__} whose decoder has {', '.join(sorted(steps)) or 'nothing'}"
             raise ValueError(f"is {kind}, neither byte-level, nor with a fallback to bytes, nor WordPiece")
-        added = {token["id"]: token for token in form["added_tokens"]}
+        added = self._inner.get_added_tokens_decoder()
         texts = [b""] * self.vocab_size
         for piece, i in self._inner.get_vocab().items():
-            if i == self.end_of_text or (i in added and added[i]["special"]):
+            if i == self.end_of_text or (i in added and added[i].special):
                 continue
             texts[i] = piece.encode() if i in added else to_bytes(piece)
         return texts
@@ -317,9 +316,10 @@ class Tokenizer:
         return np.array([len(b) for b in self.token_bytes], np.int32)
 
 
-def _decoder_steps(form: Mapping[str, Any]) -> set[str]:
-    """Return the types of the decoder's steps, from the content of a `tokenizer.json`."""
-    return {step["type"] for step in _flat(form["decoder"])}
+def _decoder_steps(inner: tokenizers.Tokenizer) -> set[str]:
+    """Return the types of the decoder's steps."""
+    form = None if inner.decoder is None else json.loads(inner.decoder.__getstate__())
+    return {step["type"] for step in _flat(form)}
 
 
 def published_tokenizer(inner: tokenizers.Tokenizer, config: Mapping[str, Any], path: Path, remedy: str) -> Tokenizer:
@@ -329,7 +329,7 @@ def published_tokenizer(inner: tokenizers.Tokenizer, config: Mapping[str, Any], 
         tokenizer = Tokenizer(inner, config=config)
         missing = tokenizer.missing_bytes
         # With a fallback, a character with a missing byte would be encoded as unknown.
-        if missing and "ByteLevel" not in _decoder_steps(json.loads(tokenizer.as_json())):
+        if missing and "ByteLevel" not in _decoder_steps(inner):
             raise ValueError(f"has no token for the byte 0x{missing[0]:02x}, which its fallback needs")
     except ValueError as error:
         raise UserError(f"{path} {error}; {remedy}.") from error
@@ -357,9 +357,10 @@ order, by the characters from U+0100 on."""
 
 
 def _byte_level_bytes(piece: str) -> bytes:
-    if other := next((character for character in piece if character not in BYTE_OF), None):
-        raise ValueError(f"has a byte-level decoder and a token with {other!r}, which is not a byte")
-    return bytes(BYTE_OF[character] for character in piece)
+    try:
+        return bytes(map(BYTE_OF.__getitem__, piece))
+    except KeyError as error:
+        raise ValueError(f"has a byte-level decoder and a token with {error.args[0]!r}, which is not a byte") from None
 
 
 def _sentencepiece_bytes(piece: str) -> bytes:

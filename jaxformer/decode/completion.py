@@ -173,6 +173,9 @@ class Completer:
         """Earlier turns of the conversation, each a user message and its answer; None for prompts on their own."""
         self._last: Generation | None = None
         """Generation of the last answer in a conversation, whose KV cache the next one takes over."""
+        self.keeps_programs = True
+        """Keep compiled programs for other prompts; one needs each of them for a while, and each takes 0.1 GB of memory
+        for SmolLM2-135M."""
 
     def _check_cache(self) -> None:
         """Raise `UserError` for an option that needs a cache, or a prefill in chunks, which the model lacks."""
@@ -249,6 +252,14 @@ class Completer:
     def _template(self) -> ChatTemplate:
         return ChatTemplate.of_tokenizer(self._tokenizer)
 
+    def compile(self, prompt: Encoded) -> None:
+        """Compile the programs for the first token of one prompt, sampled once and without a draft, of a run whose
+        parameters may be shapes only."""
+        if self._options.draft is None and self._options.num_beams == self._options.num_samples == 1:
+            generation = self._begin([prompt[1]], [self._options.seed])
+            assert isinstance(generation, Generation)
+            generation.compile()
+
     def complete(
         self, prompts: list[Encoded], interrupted: Callable[[], bool], show: Callable[[str], None] = lambda new: None
     ) -> Iterator[tuple[int, list[Completion]]]:
@@ -321,11 +332,13 @@ class Completer:
                 n_samples=options.num_samples, n_proposed=options.draft_tokens, cache_dtype=dtype,
             )  # fmt: skip
         after, self._last = self._last, None  # not kept if this one fails
-        return generate(
+        generation = generate(
             model, params, tokens, sampling, seeds, max_new_tokens=n, context_length=length,
             n_samples=options.num_samples, cache_dtype=dtype, prefill_chunk=options.prefill_chunk,
             fill_token=self._tokenizer.end_of_text, after=after,
         )  # fmt: skip
+        generation.keeps_programs = self.keeps_programs
+        return generation
 
 
 @contextlib.contextmanager

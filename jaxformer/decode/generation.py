@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from operator import index
 from typing import Any, NamedTuple
@@ -43,7 +43,7 @@ from jaxformer.decode.programs import (
 from jaxformer.decode.samplers import History, Sampling
 from jaxformer.models.objective import Params
 from jaxformer.ops.masks import EMPTY
-from jaxformer.parallel.mesh import batch_sharding, batch_shards, make_mesh, replicated
+from jaxformer.parallel.mesh import abstract, batch_sharding, batch_shards, make_mesh, replicated
 
 MIN_TOKENS_PER_CALL = 8
 """Minimum decode steps per call, however slow: fewer calls are faster, but a user may be reading the output."""
@@ -191,6 +191,17 @@ class PieceIterator:
         self.ended_B[row] = True
 
 
+def run_program(program: Callable[..., Any], *args: Any, **static: Any) -> Any:
+    """Return the result of a jitted function."""
+    return program(*args, **static)
+
+
+def compile_program(program: Callable[..., Any], *args: Any, **static: Any) -> Any:
+    """Compile a jitted function for arguments of which some may be shapes; return the shapes of its result."""
+    lowered = program.lower(*args, **static)  # type: ignore[attr-defined]
+    return abstract(lowered.out_info, lowered.compile().output_shardings)
+
+
 @dataclass(repr=False)
 class Generation(PieceIterator):
     """An iterator over the pieces of a batch; the first piece has the first token of each row.
@@ -223,6 +234,10 @@ class Generation(PieceIterator):
     """KV cache of one row with each token in the slot of its position; None before the prefill and for others."""
     n_cached: int = 0
     """First tokens of the one row that need no prefill, as the cache has them."""
+    run: Callable[..., Any] = run_program
+    """Function that runs a program of the prefill, given the program and its arguments."""
+    keeps_programs: bool = True
+    """Keep compiled programs that this generation no longer needs, for later ones."""
 
     def __post_init__(self) -> None:
         super().__init__(len(self.seeds_R), self._generate())
@@ -237,6 +252,11 @@ class Generation(PieceIterator):
         if before.cache is not None:
             self.n_cached = int(np.append(new_T[:n] == old_T[:n], False).argmin())
             self.cache, self.slots_held, before.cache = before.cache, before.slots_held, None
+
+    def compile(self) -> None:
+        """Compile the programs that compute the first tokens, for parameters that may be shapes only. A generation with
+        the same arguments and parameters of these shapes then computes its first piece without compiling."""
+        next(replace(self, run=compile_program)._call_programs())
 
     def _generate(self) -> Iterator[Piece]:
         """Yield the pieces; when a text reaches the end of the context, restart from the context's last half."""
@@ -273,6 +293,7 @@ class Generation(PieceIterator):
         keeps, self.n_cached = len(self.seeds_R) == 1 and not is_ring, 0
         self.cache = state.cache if keeps else None
         yield output
+        self._release(programs.start)
         offset_R, seeds_R = self.put(np.repeat(longest - lengths_B, n_samples)), self.put(self.seeds_R)
         done = 0
         while done < steps:
@@ -307,12 +328,12 @@ class Generation(PieceIterator):
             cache = self._with_slots(cache, read_slots(end, n_slots))
             sizes = {"n_slots": self.slots_held, "dtype": self.dtype}
             if first != starts[-1]:
-                cache = programs.prefill(self.model, self.params, cache, chunk, **sizes)
+                cache = self.run(programs.prefill, self.model, self.params, cache, chunk, **sizes)
         is_one_pass = len(starts) == 1 and not self.n_cached
         prompts_BP = left_aligned(self.rows, width if is_one_pass else doubled(self.chunk, longest))
         start = programs.start if n_samples == 1 else programs.start_samples
-        return start(
-            self.model, self.sampling, self.params, cache, chunk, np.int32(longest - 1 - starts[-1]),
+        return self.run(
+            start, self.model, self.sampling, self.params, cache, chunk, np.int32(longest - 1 - starts[-1]),
             (self.put(prompts_BP), self.put(lengths_B)), self.history, self.put(self.seeds_R),
             self.put(self.ended_B.copy()), np.int32(self.n_new), n_samples=n_samples,
             mesh=self.mesh, **sizes,
@@ -328,9 +349,15 @@ class Generation(PieceIterator):
         if cache is None:
             self.slots_held = n_slots
         elif n_slots > self.slots_held:
-            cache = programs.enlarge(self.model, cache, n_slots=n_slots, dtype=self.dtype)
+            cache = self.run(programs.enlarge, self.model, cache, n_slots=n_slots, dtype=self.dtype)
             self.slots_held = n_slots
+            self._release(programs.decode)
         return cache
+
+    def _release(self, program: Any) -> None:
+        """Release the memory of a jitted function's compiled programs unless they are kept."""
+        if not self.keeps_programs:
+            program.clear_cache()
 
     def _deliver(self, outputs: Iterator[DecodeOutput]) -> Iterator[Piece]:
         """Yield the first piece as soon as it is there, before the decode loop is compiled, and each other one once the

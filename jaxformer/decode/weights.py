@@ -165,6 +165,8 @@ def _name(path: tuple[Any, ...]) -> str:
 
 
 def _platform(params: Params) -> str:
-    """Return the platform of the parameters' devices."""
+    """Return the platform of the parameters' devices; the default one for shapes and traced parameters."""
     leaf = next(iter(jax.tree.leaves(params)), None)
-    return next(iter(leaf.devices())).platform if isinstance(leaf, jax.Array) else jax.default_backend()
+    if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
+        return jax.default_backend()
+    return next(iter(leaf.devices())).platform

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -117,26 +117,35 @@ def head_statistics(
       inputs_B: inputs of the model, for several examples.
       target_mask_BT: True where a target is not padding.
     """
-    statistics: ByLayer = jax.device_get(_head_statistics(model, params, inputs_B, target_mask_BT))
-    return statistics
+    groups = jax.device_get(_head_statistics(model, params, inputs_B, target_mask_BT))
+    at = {place: jax.tree.map(lambda x, n=n: x[n], x) for group, x in groups.items() for n, place in enumerate(group)}
+    return {layer: x.without_positions() if CROSS in layer else x for (_, layer), x in sorted(at.items())}
 
 
 @partial(jax.jit, static_argnames="model")
-def _head_statistics(model: nn.Module, params: Params, inputs_B: Inputs, target_mask_BT: ArrayLike | None) -> ByLayer:
-    def example_statistics(example: tuple[Inputs, jax.Array | None]) -> ByLayer:
+def _head_statistics(
+    model: nn.Module, params: Params, inputs_B: Inputs, target_mask_BT: ArrayLike | None
+) -> dict[tuple[tuple[int, str], ...], HeadStatistics]:
+    """Return the statistics of layers whose maps have one shape, `(L, H)`, by their numbers and names: XLA takes
+    several times as long to compile them layer by layer."""
+
+    def example_statistics(example: tuple[Inputs, jax.Array | None]) -> dict:
         inputs, mask_T = example
         names = ("*attention.weights", "*attention.visible")
         captured = capture(model, params, *inputs, names=names, missing_ok=True)
-        statistics = OrderedDict[str, HeadStatistics]()
-        for layer in (name.removesuffix(".weights") for name in captured if name.endswith(".weights")):
-            tokens_T, valid_T = row_tokens_and_mask(model, layer, inputs, mask_T)
-            heads = layer_statistics(captured[f"{layer}.weights"], captured[f"{layer}.visible"], tokens_T, valid_T)
-            statistics[layer] = heads.without_positions() if CROSS in layer else heads
-        return statistics
+        layers = [name.removesuffix(".weights") for name in captured if name.endswith(".weights")]
+        groups = defaultdict[str, dict](dict)
+        for place in enumerate(layers):
+            layer = place[1]
+            maps = captured[f"{layer}.weights"], captured[f"{layer}.visible"]
+            arguments = *maps, *row_tokens_and_mask(model, layer, inputs, mask_T)
+            groups[str(jax.tree.map(jnp.shape, arguments))][place] = arguments
+        stacked = {tuple(group): jax.tree.map(lambda *x: jnp.stack(x), *group.values()) for group in groups.values()}
+        return {group: jax.vmap(layer_statistics)(*arguments) for group, arguments in stacked.items()}
 
     # One example at a time: the size of attention maps is quadratic in the sequence length.
     statistics_B = jax.lax.map(example_statistics, (inputs_B, target_mask_BT))
-    return jax.tree.map(lambda x_BH: jnp.nanmean(x_BH, axis=0), statistics_B)
+    return jax.tree.map(lambda x_BLH: jnp.nanmean(x_BLH, axis=0), statistics_B)
 
 
 def target_mask(batch: Batch) -> np.ndarray | None:

@@ -29,6 +29,10 @@ from jaxformer.models.objective import Params, objective_of
 from jaxformer.nn.parameter_norms import dotted
 from jaxformer.ops.attention import row_entropy
 
+TARGETS_AT_ONCE = 256
+"""Maximum targets of the examples that are computed together, unless a single one has more: a matmul of a few rows
+takes as long as its weights take to be read."""
+
 
 @dataclass(frozen=True)
 class Saturation:
@@ -92,7 +96,8 @@ def _measure(model: nn.Module, layer: str, params: Params, batch: Batch, tempera
         valid_HT = jnp.broadcast_to(True if valid_T is None else valid_T, w_HTS.shape[:2])
         return w_HTS, g[scores], g[weights], [by_name[f"{layer}.{name}"] for name in ("W_Q", "W_K")], valid_HT
 
-    w_BHTS, g_scores, g_weights, grads_B, valid_BHT = jax.lax.map(measure_example, batch)
+    chunk = min(len(batch.targets), max(1, TARGETS_AT_ONCE // batch.targets[0].size))
+    w_BHTS, g_scores, g_weights, grads_B, valid_BHT = jax.lax.map(measure_example, batch, batch_size=chunk)
     n = len(w_BHTS) if batch.weights is None else jnp.sum(batch.weights)  # the loss is a mean
     by_hand = w_BHTS * (g_weights - jnp.sum(w_BHTS * g_weights, axis=-1, keepdims=True))
     row_norms_BHT = jnp.where(valid_BHT, jnp.linalg.norm(g_scores, axis=-1), jnp.nan)

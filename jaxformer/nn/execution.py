@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jaxformer.errors import UserError
 from jaxformer.nn.capture import capture_point, is_capturing, lifted, rooted_at
 from jaxformer.nn.parameter_norms import dotted
+from jaxformer.nn.parameters import is_tracing_init, repeat_parameters
 from jaxformer.nn.traced_edits import alike, points_of, scan_with_edits, traced_edit
 from jaxformer.ops.attention import attention
 from jaxformer.ops.blockwise import SAVED
@@ -106,7 +107,13 @@ def run_blocks(
     with rooted_at(blocks[0]):
         if execution.scan and not blocks[0].is_initializing():
             return _scan_blocks(blocks, execution, x_TD, *inputs, keys=keys, known=known, **named)
+        called: list[nn.Module] = []
         for i, block in enumerate(blocks):
+            if is_tracing_init():  # a deep model's blocks would take half a second
+                if like := next((other for other in called if _recipe(other) == _recipe(block)), None):
+                    repeat_parameters(like, block)
+                    continue
+                called.append(block)
             run = _block_function(block, execution, *inputs, **named)
             x_TD = run(block, x_TD, None if keys is None else keys[i], known[i])
     return x_TD

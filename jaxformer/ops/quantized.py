@@ -108,8 +108,8 @@ def _integer_matmul(x: jax.Array, values: jax.Array, scale: jax.Array) -> jax.Ar
     n = _n_summed(x, values)
     summed, outputs = values.shape[:n], values.shape[n:]
     parts = jnp.stack([coarse, jnp.round((y - coarse) * (2 * LARGEST))], axis=-1).astype(jnp.int8)
-    # The axis that sums run over stays between two others: with two axes, the compiler would merge a transpose into the
-    # product, which then converts all weights to int32 and takes ten times as long.
+    # The sums' axis stands between two others: of a matrix, the compiler would merge a transpose into the product,
+    # which then converts the weights to int32 and takes ten times as long.
     parts_TDN = parts.reshape(-1, *summed, 2)
     contracted = tuple(range(n)), tuple(range(1, n + 1))
     sums_FTN = jax.lax.dot_general(values, parts_TDN, (contracted, ((), ())), preferred_element_type=jnp.int32)

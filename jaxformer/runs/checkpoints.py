@@ -17,15 +17,15 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import SingleDeviceSharding
-from optax import OptState
 from orbax.checkpoint import checkpoint_managers
 
 from jaxformer.errors import (
@@ -42,6 +42,9 @@ from jaxformer.models.objective import Params
 from jaxformer.parallel.processes import all_gather, barrier, broadcast, is_main_process
 from jaxformer.runs.integrity import MISSING, NO_ARRAYS, find_corruption, find_unindexed, write_checksums
 from jaxformer.runs.lock import LOCK, run_lock
+
+if TYPE_CHECKING:
+    from optax import OptState
 
 Position = dict[str, Any]
 """JSON values that training stores with a checkpoint, such as its step and the data's fingerprint."""
@@ -210,12 +213,17 @@ class CheckpointReader:
                 if convert is None:
                     args = ocp.args.StandardRestore(target)
                     return ocp.Checkpointer(ocp.StandardCheckpointHandler()).restore(folder, args=args)
-                restored: Params = {}
-                for part in _parts(target):
+
+                def read(part: Params) -> Params:
                     of_part = ocp.checkpoint_utils.construct_restore_args(part)
                     args = ocp.args.PyTreeRestore(part, restore_args=of_part, partial_restore=True)
-                    restored |= convert(ocp.PyTreeCheckpointer().restore(folder, args=args))
-                return restored
+                    return ocp.PyTreeCheckpointer().restore(folder, args=args)
+
+                restored: Params = {}
+                with ThreadPoolExecutor(1) as pool:  # reads the next part while one is converted
+                    for part in pool.map(read, _parts(target)):
+                        restored |= convert(part)
+                return {name: restored[name] for name in target}
         except READ_ERRORS as error:
             with _suppress_late_errors(lambda: True):
                 traceback.clear_frames(error.__traceback__)
@@ -296,11 +304,13 @@ class CheckpointReader:
 
 
 def _parts(abstract: Params) -> Iterator[Params]:
-    """Yield the entries of a tree in groups, each ended by the entry with which it exceeds `PART_BYTES`."""
+    """Yield the entries of a tree in groups, largest first, each ended by the entry with which it exceeds
+    `PART_BYTES`."""
+    size = lambda tree: sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))  # noqa: E731
     part: Params = {}
-    for name, entry in abstract.items():
+    for name, entry in sorted(abstract.items(), key=lambda item: -size(item[1])):
         part[name] = entry
-        if sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(part)) > PART_BYTES:
+        if size(part) > PART_BYTES:
             yield part
             part = {}
     if part:

@@ -14,7 +14,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
-from jax.sharding import Mesh
+from jax.sharding import Mesh, SingleDeviceSharding
 
 from jaxformer.config import Config, DataConfig, LoraConfig, ModelConfig, OptimizerConfig, TokenModelConfig
 from jaxformer.config.fields import from_dict, to_dict
@@ -94,7 +94,7 @@ class Run:
 
 def load_run(
     path: str | Path, checkpoint: str | int = "last", mesh: Mesh | None = None,
-    convert: Callable[[Params, nn.Module], Params] | None = None,
+    convert: Callable[[Params, nn.Module], Params] | None = None, meanwhile: Callable[[Run], None] | None = None,
 ) -> Run:  # fmt: skip
     """Load a run from its folder.
 
@@ -103,6 +103,8 @@ def load_run(
         skipped with a warning.
       mesh: devices for the parameters; None for the first device.
       convert: function of some of the parameters and the model, applied to them as they are read.
+      meanwhile: function called in a thread while the checkpoint is verified and read, to compile programs, with a run
+        at step 0 that has the shapes of the parameters only. Not called with a mesh.
 
     Raises:
       UserError: there is no such run or checkpoint, it is corrupt, a file cannot be read, or the tokenizer or class
@@ -112,17 +114,26 @@ def load_run(
     config = read_config(folder)
     model = config.model.build()
     checkpoints = CheckpointReader(folder)
+    converted = None if convert is None else lambda params: convert(params, model)
     with ThreadPoolExecutor() as pool:  # hashing and reading files leave Python free for the model and the tokenizer
         verified = pool.submit(checkpoints.step, checkpoint)
+        reading = pool.submit(read_tokenizer, folder, config.model.contract.vocab_size is not None)
         shapes = abstract_params(model)
+
+        def prepare(meanwhile: Callable[[Run], None]) -> None:
+            read = jax.eval_shape(converted or (lambda params: params), shapes)
+            first = SingleDeviceSharding(jax.devices()[0])
+            params = abstract(read, jax.tree.map(lambda _: first, read))
+            meanwhile(Run(folder, replace(config, lora=LoraConfig()), model, params, reading.result(), 0))
+
+        prepared = pool.submit(prepare, meanwhile) if meanwhile is not None and mesh is None else None
         if mesh is not None:
             shapes = abstract(shapes, shardings(shapes, parameter_axes(model), mesh))
-        converted = None if convert is None else lambda params: convert(params, model)
         step, classes = verified.result(), _read_classes(folder)
-        reading = pool.submit(read_tokenizer, folder, config.model.contract.vocab_size is not None)
         params = restore_params(folder, config, checkpoints, step, shapes, converted)
-    tokenizer = reading.result()
-    return Run(folder, replace(config, lora=LoraConfig()), model, params, tokenizer, step, classes)
+        if prepared is not None:
+            prepared.result()
+    return Run(folder, replace(config, lora=LoraConfig()), model, params, reading.result(), step, classes)
 
 
 def restore_params(

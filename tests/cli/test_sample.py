@@ -19,6 +19,7 @@ import pytest
 
 from jaxformer import load_run
 from jaxformer.cli import sample
+from jaxformer.cli.load import RunOptions
 from jaxformer.cli.options import CommandLine
 from jaxformer.config import Config
 from jaxformer.data.tokenizer import Tokenizer
@@ -30,7 +31,7 @@ from jaxformer.errors import UserError
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.mlp import MLPConfig
 from jaxformer.runs.run import Run
-from tests.helpers import small_run, start_in_terminal, write_books
+from tests.helpers import compilations, small_run, start_in_terminal, write_books
 
 BYTES = Tokenizer.train(["a b"], 257)
 
@@ -115,6 +116,20 @@ def test_prompts_of_a_file_are_completed_and_invalid_lines_named(here, rows, cap
         r"(; [\d.]+ s of compilation excluded)?",
         speed,
     )
+
+
+@pytest.mark.parametrize("weights", ["float32", "int8"])
+def test_the_first_token_of_one_prompt_is_compiled_for_while_the_run_is_opened(here, weights):
+    options = sample.Arguments(
+        opening=RunOptions("runs/quick", weights=weights),
+        sampling=sample.SamplingOptions(temperature=0.71),  # of no other test
+    )
+    prompt = Prompt("The cat sees", "the prompt")
+    completer = sample.make_completer(options, [prompt])
+    counts = []
+    with compilations() as compiled:
+        list(completer.complete([(prompt, completer.encode(prompt))], bool, lambda text: counts.append(len(compiled))))
+    assert counts[0] == 0 < counts[-1]
 
 
 @pytest.mark.parametrize("json_rows", [False, True])
@@ -219,7 +234,7 @@ def test_a_draft_changes_no_greedy_token(rows, capsys, draft):
     ],
 )
 def test_a_prompt_too_long_for_a_draft_or_beam_search_is_refused(monkeypatch, run, options, most):
-    def open_run(options, convert):
+    def open_run(options, convert, meanwhile):
         length, positions = (16, "rope") if options.run == "endless" else (int(options.run), "learned")
         config = Config(
             "a", DecoderConfig(vocab_size=257, context_length=length, positions=positions), data=TextConfig(), steps=1

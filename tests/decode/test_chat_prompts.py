@@ -120,7 +120,7 @@ def test_a_system_message_that_the_template_does_not_take_is_refused(run, templa
 def test_an_interactive_chat_remembers_until_it_is_cleared(run, monkeypatch, capsys):
     loaded = load_run(run)
     chatty = replace(loaded, tokenizer=loaded.tokenizer.with_chat_template(TEMPLATE))
-    monkeypatch.setattr("jaxformer.cli.sample._open_laid_out", lambda options: chatty)
+    monkeypatch.setattr("jaxformer.cli.sample._open_laid_out", lambda options, meanwhile: chatty)
     asked, encode = [], Completer.encode
 
     def record(self: Completer, prompt: Prompt) -> list[int]:

@@ -62,7 +62,8 @@ class LiveSection(Section):
     """A text field, and the results that a decoder in the page computes for its text."""
 
     config: DecoderConfig
-    params: Params
+    arrays: list[list]
+    """Names and sizes of the parameters; see `pack_names`."""
     bits: int
     """Bits of a stored parameter: 16 or 8."""
     weights: bytes
@@ -84,7 +85,7 @@ class LiveSection(Section):
     def body(self) -> str:
         """Return the HTML element with the packed model and tokenizer."""
         data = pack_settings(self.config) | {
-            "arrays": pack_names(self.params), "bits": self.bits, "group": GROUP, "size": len(self.weights),
+            "arrays": self.arrays, "bits": self.bits, "group": GROUP, "size": len(self.weights),
             "tokenizer": pack_tokenizer(self.tokenizer), "text": self.text, "film": self.film,
         }  # fmt: skip
         if self.file is not None:
@@ -130,7 +131,8 @@ def live_section(
     text = tokenizer.decode(np.asarray(tokens_T).tolist()).strip("\ufffd")  # parts of characters at the ends
     text_T = jnp.array(tokenizer.encode_prompt(text)[: min(config.n_positions, MAX_TOKENS)] or [tokenizer.end_of_text])
     logits_TV = jax.jit(lambda params: model.apply({"params": params}, text_T))
-    difference = float(jnp.abs(logits_TV(params) - logits_TV(rounded_params)).max())
+    placed = jax.tree.map(lambda x, like: jax.device_put(x, jnp.asarray(like).sharding), rounded_params, params)
+    difference = float(jnp.abs(logits_TV(params) - logits_TV(placed)).max())  # both by one program
     packed = {}
     for step, frame in film:
         with suppress(NotImplementedError):
@@ -146,7 +148,7 @@ def live_section(
     )
     beside = file if len(weights) > MAX_EMBEDDED_BYTES else None
     return LiveSection(
-        "Your own text", config, rounded_params, bits, weights, tokenizer, text, beside, steps, about=about
+        "Your own text", config, pack_names(params), bits, weights, tokenizer, text, beside, steps, about=about
     )
 
 

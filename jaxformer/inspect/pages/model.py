@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -89,21 +90,25 @@ def write_model_page(
     live: LiveSection | None = None
     text_of = lambda token: token_text(run, token)  # noqa: E731
     if example is not None:
-        if max_live_parameters and is_causal_lm(run.model):
-            progress("the model on your own text")
-            tokenizer = run.text_model()[1]
-            text_T = example[0] if prompt else first_words(tokenizer, example[0], N_LIVE_TOKENS)
-            settings = max_live_parameters, f"{path.name}.weights", film_frames(run)
+        with ThreadPoolExecutor(1) as beside:  # the compiler uses one core
+            own_text = None
+            if max_live_parameters and is_causal_lm(run.model):
+                progress("the model on your own text")
+                tokenizer = run.text_model()[1]
+                text_T = example[0] if prompt else first_words(tokenizer, example[0], N_LIVE_TOKENS)
+                settings = max_live_parameters, f"{path.name}.weights", film_frames(run)
+                own_text = beside.submit(live_section, run.model, run.params, tokenizer, text_T, *settings)
+            mask = mask_token(*run.text_model()) if contract_of(run.model).task is Task.MASKED_LM else None
+            progress("attention maps")
+            sections.append(model_sections.attention_section(run.model, run.params, example, text_of, mask))
+            progress("logit lens and logit attribution")
+            sections += model_sections.residual_stream_sections(run.model, run.params, example, text_of)
+        if own_text is not None:
             try:
-                live = live_section(run.model, run.params, tokenizer, text_T, *settings)
-                sections.append(live)
+                live = own_text.result()
+                sections.insert(0, live)
             except NotImplementedError as error:
                 facts.append(f"The model does not run in this page: {error}")
-        mask = mask_token(*run.text_model()) if contract_of(run.model).task is Task.MASKED_LM else None
-        progress("attention maps")
-        sections.append(model_sections.attention_section(run.model, run.params, example, text_of, mask))
-        progress("logit lens and logit attribution")
-        sections += model_sections.residual_stream_sections(run.model, run.params, example, text_of)
         if other_T is not None:
             sections += contrast_sections(run.model, run.params, example[0], other_T, text_of, progress)
     if lenses:
@@ -117,14 +122,12 @@ def write_model_page(
         batch, measured_on = _as_batch(run, example), "the prompt only"
     if batch is not None:
         progress(f"statistics and ablation of heads, on {measured_on}")
-        heads = model_sections.head_sections(run.model, run.params, batch, progress)
-        progress("attention saturation")
+        with ThreadPoolExecutor(1) as beside:
+            others = beside.submit(_gradient_sections, run, batch, text_of if run.tokenizer else None, progress)
+            heads = model_sections.head_sections(run.model, run.params, batch, progress)
         if heads:
             sections = [model_sections.with_ablation(section, heads[0]) for section in sections]
-        measured = heads + model_sections.saturation_sections(run.model, run.params, batch)
-        names = text_of if run.tokenizer else None
-        progress("per-example gradients")
-        measured += model_sections.gradient_sections(run.model, run.params, batch, names)
+        measured = heads + others.result()
         if measured:
             facts.append(f"{'Heads and gradients' if heads else 'Gradients'} are measured on {measured_on}.")
         sections += measured
@@ -139,6 +142,16 @@ def write_model_page(
     links = {"Film": FILM_PAGE} if path.with_name(FILM_PAGE).exists() else {}
     write_page(path.resolve(), f"{run.path.resolve().name}: inspection", facts, sections, links)
     return weights
+
+
+def _gradient_sections(
+    run: Run, batch: Batch, text_of: model_sections.TokenText | None, progress: Callable[[str], object]
+) -> list[Section]:
+    """Return the sections of attention saturation and of per-example gradients."""
+    progress("attention saturation")
+    sections = model_sections.saturation_sections(run.model, run.params, batch)
+    progress("per-example gradients")
+    return sections + model_sections.gradient_sections(run.model, run.params, batch, text_of)
 
 
 def first_words(tokenizer: Tokenizer, tokens_T: jax.Array, n: int) -> jax.Array:

@@ -23,6 +23,7 @@ from jaxformer.inspect.pages.page import Section, Table
 from jaxformer.inspect.residual_stream import logit_attribution, logit_lens
 from jaxformer.inspect.softmax_saturation import saturation
 from jaxformer.models.objective import Params
+from jaxformer.ops.precision import upcast
 
 MAPS = ("*attention.weights", "reader.weights")
 """Names of attention maps."""
@@ -116,6 +117,12 @@ def _likeliest(p: np.ndarray, n: int) -> np.ndarray:
     return np.take_along_axis(tokens, order, axis=-1)
 
 
+@jax.jit
+def _top(logits_TV: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the `N_ALTERNATIVES` largest probabilities in order, and their tokens, each `(T, N)`."""
+    return jax.lax.top_k(jax.nn.softmax(upcast(logits_TV), axis=-1), min(N_ALTERNATIVES, logits_TV.shape[-1]))
+
+
 def _predictions(
     logits_TV: np.ndarray, tokens_T: np.ndarray, token_text: TokenText, mask_token: int | None
 ) -> Iterator[Prediction | None]:
@@ -139,31 +146,33 @@ def residual_stream_sections(model: nn.Module, params: Params, inputs: tuple, to
         return []
     tokens_T = np.asarray(inputs[0])
     try:
-        lens = {name: np.asarray(x, np.float64) for name, x in logit_lens(model, params, *inputs).items()}
+        lens = logit_lens(model, params, *inputs)
         last_TV = list(lens.values())[-1]
-        next_T = np.append(tokens_T[1:], last_TV[-1].argmax())
+        next_T = np.append(tokens_T[1:], np.argmax(last_TV[-1]))
         parts = logit_attribution(model, params, *inputs, target_T=jnp.asarray(next_T))
     except ValueError:
         return []
     start = max(0, _prefix_length(inputs) - 1)  # predictions begin at the prefix's last token
     tokens_T, next_T = tokens_T[start:], next_T[start:]
-    lens = {name: x_TV[start:] for name, x_TV in lens.items()}
-    attributions = {name: x[..., start:] for name, x in parts.items()}
+    likeliest = {name: [x_TN[start:] for x_TN in jax.device_get(_top(x_TV))] for name, x_TV in lens.items()}
+    attributions = {name: x[..., start:] for name, x in jax.device_get(parts).items()}
     labels = [_label(token_text(int(token))) for token in tokens_T]
-    return [_lens_heatmap(lens, labels, token_text), _attribution_heatmap(attributions, labels, next_T, token_text)]
+    return [
+        _lens_heatmap(likeliest, labels, token_text),
+        _attribution_heatmap(attributions, labels, next_T, token_text),
+    ]
 
 
-def _lens_heatmap(lens: Mapping[str, np.ndarray], labels: Sequence[str], token_text: TokenText) -> Heatmap:
+def _lens_heatmap(lens: Mapping[str, Sequence[np.ndarray]], labels: Sequence[str], token_text: TokenText) -> Heatmap:
+    """Draw the likeliest tokens of each stream, given as in `_top`."""
     rows, top_p, top, notes = [], [], [], []
-    for name, logits_TV in lens.items():
+    for name, (p_TN, likeliest_TN) in lens.items():
         rows.append(name if name == "embedding" else f"after {layer_label(name.removesuffix('.after'))}")
-        p_TV = _softmax(logits_TV)
-        likeliest_TN = _likeliest(p_TV, N_ALTERNATIVES)
-        top_p.append(p_TV.max(axis=-1))
+        top_p.append(p_TN[:, 0])
         top.append([_label(token_text(int(row[0]))) for row in likeliest_TN])
         row_notes = []
-        for label, p_V, likeliest in zip(labels, p_TV, likeliest_TN, strict=True):
-            tokens = ", ".join(f"“{token_text(int(token))}” {p_V[token]:.1%}" for token in likeliest)
+        for label, p_N, likeliest in zip(labels, p_TN, likeliest_TN, strict=True):
+            tokens = ", ".join(f"“{token_text(int(t))}” {p:.1%}" for t, p in zip(likeliest, p_N, strict=True))
             row_notes.append(f"{rows[-1]}, next after “{label}”: {tokens}")
         notes.append(row_notes)
     about = (
@@ -176,7 +185,7 @@ def _lens_heatmap(lens: Mapping[str, np.ndarray], labels: Sequence[str], token_t
 
 
 def _attribution_heatmap(
-    parts: Mapping[str, jax.Array], labels: Sequence[str], next_T: np.ndarray, token_text: TokenText
+    parts: Mapping[str, np.ndarray], labels: Sequence[str], next_T: np.ndarray, token_text: TokenText
 ) -> Heatmap:
     rows: dict[str, np.ndarray] = {}
     for name, values in parts.items():

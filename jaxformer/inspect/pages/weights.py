@@ -49,7 +49,8 @@ def flatten(params: Params) -> list[tuple[str, np.ndarray]]:
 def quantize(x_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return values from -127 to 127, `(N,)` int8, and the scale that each group of `GROUP` of them is multiplied by,
     float32, but rounded to bfloat16: products have no rounding error, so quantizing them again changes nothing."""
-    groups = np.pad(x_N.astype(np.float32), (0, -len(x_N) % GROUP)).reshape(-1, GROUP)
+    x_N = x_N.astype(np.float32, copy=False)
+    groups = (np.pad(x_N, (0, rest)) if (rest := -len(x_N) % GROUP) else x_N).reshape(-1, GROUP)
     bits = (np.abs(groups).max(axis=1) / 127).view(np.uint32)
     scales = ((bits + 0x8000) & 0xFFFF0000).view(np.float32)
     values = np.rint(groups / np.where(scales, scales, 1)[:, None]).clip(-127, 127).astype(np.int8)
