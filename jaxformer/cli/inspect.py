@@ -59,6 +59,7 @@ def main(line: CommandLine) -> int:
     if not path.parent.is_dir() or (path.exists() and not path.is_file()):
         raise UserError(f"--out is {path}; it must be a file in a folder that exists.")
 
+    from jaxformer.data.windows import TextConfig
     from jaxformer.inspect.pages.model import write_model_page
     from jaxformer.models.objective import is_causal_lm
     from jaxformer.train.log import read_metrics
@@ -72,8 +73,10 @@ def main(line: CommandLine) -> int:
         for note in notes:
             echo_error(f"note: {note}")
     elif options.prompt is None and is_causal_lm(run.model) and not read_metrics(run.path):
-        default = getattr(run.config.data, "path", "the default")
-        echo_error(f"note: {run.path} has no training: it is measured on {default}; name a text with --data.path")
+        source = getattr(run.config.data, "path", "the default")
+        echo_error(f"note: {run.path} has no training: it is measured on {source}; name a text with --data.path")
+        if isinstance(run.config.data, TextConfig):
+            text, _, _ = load_held_out_text(run, None)  # without tokenizing what it was not trained on
     limits = options.examples, options.max_live_parameters
     weights = write_model_page(
         run, path, options.prompt, *limits, progress, text, source, options.lenses, options.contrast

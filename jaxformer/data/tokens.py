@@ -102,26 +102,31 @@ class Unverified(Exception):
     """The contents of a cache folder do not match its manifest."""
 
 
+def split_documents(config: CorpusConfig) -> tuple[Documents, Documents, tuple[str, ...]]:
+    """Return the training and the validation text, and notes about both; see `load_corpus`, also for errors."""
+    documents = read_documents(config.path, config.unwrap, config.column)
+    notes = documents.notes
+    if config.val_path is None:
+        return *hold_out(documents, config.val_fraction), notes
+    val = read_documents(config.val_path, config.unwrap, config.column)
+    notes += val.notes
+    train = documents[~np.isin(documents.rows_N["digest"], val.rows_N["digest"])]
+    if not len(train):
+        problem = f"every document of data.path {config.path} is in data.val_path {config.val_path}, too"
+        raise UserError(f"{problem}; give other text to train on, or omit data.val_path.")
+    if n := len(documents) - len(train):
+        excluded = f"{n:,} document(s) of {config.path} are excluded from training"
+        notes += (f"{excluded}: {config.val_path} has the same text",)
+    return train, val, notes
+
+
 def load_corpus(config: CorpusConfig, vocab_size: int, tokenizer: Tokenizer | None = None) -> Corpus:
     """Read, split and tokenize the text, or load its cached tokens; see `cached`. Training documents that equal a
     document at `val_path` are left out. Without a tokenizer, one of at most `vocab_size` tokens is trained on the
     training split. A resumed run passes its own, which its model depends on, even if the text has changed since; the
     fingerprint depends only on the tokenizer's vocabulary size. Raises `UserError` as `read_documents` and
     `Tokenizer.train` do, or if all documents are held out."""
-    documents = read_documents(config.path, config.unwrap, config.column)
-    notes = documents.notes
-    if config.val_path is None:
-        train, val = hold_out(documents, config.val_fraction)
-    else:
-        val = read_documents(config.val_path, config.unwrap, config.column)
-        notes += val.notes
-        train = documents[~np.isin(documents.rows_N["digest"], val.rows_N["digest"])]
-        if not len(train):
-            problem = f"every document of data.path {config.path} is in data.val_path {config.val_path}, too"
-            raise UserError(f"{problem}; give other text to train on, or omit data.val_path.")
-        if n := len(documents) - len(train):
-            excluded = f"{n:,} document(s) of {config.path} are excluded from training"
-            notes += (f"{excluded}: {config.val_path} has the same text",)
+    train, val, notes = split_documents(config)
     texts = hashlib.sha256(f"{FORMAT} ".encode() + train.digest() + b" split " + val.digest()).hexdigest()
     folder = _cache_folder(texts, vocab_size, tokenizer)
     train_tokens, val_tokens, tokenizer = cached(folder, train, val, vocab_size, tokenizer)

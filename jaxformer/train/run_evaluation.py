@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from jaxformer.config import ComputeConfig
 from jaxformer.data.dataset import Batch
 from jaxformer.data.text import read_documents
-from jaxformer.data.tokens import text_lengths, tokenize
+from jaxformer.data.tokens import split_documents, text_lengths, tokenize
 from jaxformer.data.windows import HeldOutText, TextConfig, pack_documents
 from jaxformer.errors import UserError
 from jaxformer.models.objective import Params, batched_apply, is_causal_lm, per_target
@@ -78,11 +78,12 @@ def check_causal_lm(run: Run, option: str) -> None:
 
 
 def load_held_out_text(
-    run: Run, path: str, stride: int | None = None, unwrap: bool | None = None, column: str | None = None
+    run: Run, path: str | None, stride: int | None = None, unwrap: bool | None = None, column: str | None = None
 ) -> tuple[HeldOut, str, tuple[str, ...]]:
     """Return a text to evaluate a run's language model on, its description, and the notes of `Documents`.
 
     Args:
+      path: the text, as in `TextConfig`; None for the validation text of the run's config, or of the default one.
       stride: tokens between the starts of two windows; None for the number of tokens that a window predicts.
       unwrap, column: see `TextConfig`; None for the values of the run's training text.
 
@@ -98,7 +99,11 @@ def load_held_out_text(
             f"stride is {stride}; it must be at most {limit}, as many tokens as a window of this run predicts."
         )
     data = run.config.data if isinstance(run.config.data, TextConfig) else TextConfig()
-    documents = read_documents(path, data.unwrap if unwrap is None else unwrap, column or data.column)
+    data = replace(data, unwrap=data.unwrap if unwrap is None else unwrap, column=column or data.column)
+    if path is None:
+        path, (_, documents, _) = f"held-out text of {data.path}", split_documents(data)
+    else:
+        documents = read_documents(path, data.unwrap, data.column)
     tokens = tokenize(documents, tokenizer)
     lengths = text_lengths(tokens, documents.n_bytes, tokenizer)
     size = f"{path}: {len(documents):,} documents, {len(tokens):,} tokens; "

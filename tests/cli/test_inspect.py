@@ -12,8 +12,10 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
+from jaxformer import load_run
 from jaxformer.cli import inspect, train
 from jaxformer.config import Config, ModelConfig
 from jaxformer.data.tokenizer import Tokenizer
@@ -26,8 +28,9 @@ from jaxformer.models.encoder import EncoderConfig
 from jaxformer.models.encoder_decoder import EncoderDecoderConfig
 from jaxformer.models.mlp import MLPConfig
 from jaxformer.runs.checkpoints import CheckpointManager
-from jaxformer.runs.run import create_run
+from jaxformer.runs.run import create_run, load_data
 from jaxformer.train.log import read_metrics
+from jaxformer.train.run_evaluation import load_held_out_text
 from tests.arrays import random_params
 from tests.browser import browsing, complaints, embedded, wait_for
 from tests.helpers import small_run, tiny, write_books
@@ -146,6 +149,10 @@ def test_run_that_was_not_trained_is_measured_on_the_prompt_or_says_on_what(
     assert inspect.main(options) == 0
     note = f"note: {imported} has no training: it is measured on {run.parent / 'books'}; name a text with --data.path"
     assert note in capsys.readouterr().err
+    opened = load_run(imported)
+    text, _, _ = load_held_out_text(opened, None)  # the same, without the training text
+    own, held_out = (next(data.held_out(4, 4)) for data in (load_data(imported, opened.config), text))
+    jax.tree.map(np.testing.assert_array_equal, held_out, own)
 
 
 def test_page_without_data_needs_a_prompt(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
