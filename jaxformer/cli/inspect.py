@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -76,7 +77,8 @@ def main(line: CommandLine) -> int:
         source = getattr(run.config.data, "path", "the default")
         echo_error(f"note: {run.path} has no training: it is measured on {source}; name a text with --data.path")
         if isinstance(run.config.data, TextConfig):
-            text, _, _ = load_held_out_text(run, None)  # without tokenizing what it was not trained on
+            with suppress(UserError):  # the page gives the reason
+                text, _, _ = load_held_out_text(run, None)  # without tokenizing what it was not trained on
     limits = options.examples, options.max_live_parameters
     weights = write_model_page(
         run, path, options.prompt, *limits, progress, text, source, options.lenses, options.contrast
