@@ -80,12 +80,11 @@ def main() -> int:
 def run(name: str, options: argparse.Namespace, folder: Path | None) -> bool:
     """Measure one case, storing the result after each point; return False if it failed."""
     case, gpu, began = CASES[name], options.gpu, time.monotonic()
-    hardware = {"gpu": gpu_name()} if gpu else {}
-    before = {"against": record.commit(options.against)} if options.against else {}
-    path = None
     if not case.choose(options.size, gpu):
         return True
-    prefix = "gpu_" if gpu else ""
+    prefix, hardware = ("gpu_", {"gpu": gpu_name()}) if gpu else ("", {})
+    before = {"against": record.commit(options.against)} if options.against else {}
+    versions, path = record.versions(*PACKAGES), None
     if options.against:
         case, prefix = against(case, options.against.resolve()), f"against_{prefix}"
     print(f"{name}:", flush=True)
@@ -96,7 +95,6 @@ def run(name: str, options: argparse.Namespace, folder: Path | None) -> bool:
             ):
                 figures |= {"seconds": round(time.monotonic() - began), **before}
                 if folder is not None:
-                    versions = record.versions(*PACKAGES)
                     path = record.write(f"{prefix}{name}", figures, versions, folder, **hardware)
     except MeasurementError as error:
         print(f"error: {name}: {error}", file=sys.stderr)

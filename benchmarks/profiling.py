@@ -27,8 +27,8 @@ def busiest(folder: Path, steps: int, most: int = 25) -> dict[str, float]:
     """Return the milliseconds per step of the longest kernels in the newest profile, and of all kernels as 'total'.
 
     Kernels whose names differ only in a trailing number, such as those of different blocks, or in template arguments
-    are combined. On a CPU,
-    operations on XLA's threads take the place of kernels, and an operation includes those nested in it.
+    are combined. On a CPU, operations on XLA's threads take the place of kernels, and an operation includes those
+    nested in it.
     """
     newest = max(folder.rglob("*.xplane.pb"), key=lambda file: file.stat().st_mtime)
     planes = list(ProfileData.from_file(str(newest)).planes)

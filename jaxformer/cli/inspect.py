@@ -76,7 +76,7 @@ def main(line: CommandLine) -> int:
     elif options.prompt is None and is_causal_lm(run.model) and not read_metrics(run.path):
         source = getattr(run.config.data, "path", "the default")
         echo_error(f"note: {run.path} has no training: it is measured on {source}; name a text with --data.path")
-        if isinstance(run.config.data, TextConfig):
+        if type(run.config.data) is TextConfig:  # its subclasses make other examples of a text
             with suppress(UserError):  # the page gives the reason
                 text, _, _ = load_held_out_text(run, None)  # without tokenizing what it was not trained on
     limits = options.examples, options.max_live_parameters

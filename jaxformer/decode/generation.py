@@ -196,9 +196,9 @@ def run_program(program: Callable[..., Any], *args: Any, **static: Any) -> Any:
     return program(*args, **static)
 
 
-def compile_program(program: Callable[..., Any], *args: Any, **static: Any) -> Any:
+def compile_program(program: jax.stages.Wrapped, *args: Any, **static: Any) -> Any:
     """Compile a jitted function for arguments of which some may be shapes; return the shapes of its result."""
-    lowered = program.lower(*args, **static)  # type: ignore[attr-defined]
+    lowered = program.lower(*args, **static)
     return abstract(lowered.out_info, lowered.compile().output_shardings)
 
 

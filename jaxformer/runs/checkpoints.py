@@ -220,9 +220,13 @@ class CheckpointReader:
                     return ocp.PyTreeCheckpointer().restore(folder, args=args)
 
                 restored: Params = {}
-                with ThreadPoolExecutor(1) as pool:  # reads the next part while one is converted
-                    for part in pool.map(read, _parts(target)):
-                        restored |= convert(part)
+                with ThreadPoolExecutor(1) as pool:  # reads the next part, and no further ones, while one is converted
+                    part, *others = _parts(target)
+                    reading = pool.submit(read, part)
+                    for part in others:
+                        ready, reading = reading.result(), pool.submit(read, part)
+                        restored |= convert(ready)
+                    restored |= convert(reading.result())
                 return {name: restored[name] for name in target}
         except READ_ERRORS as error:
             with _suppress_late_errors(lambda: True):

@@ -101,7 +101,8 @@ def load_held_out_text(
     data = run.config.data if isinstance(run.config.data, TextConfig) else TextConfig()
     data = replace(data, unwrap=data.unwrap if unwrap is None else unwrap, column=column or data.column)
     if path is None:
-        path, (_, documents, _) = f"held-out text of {data.path}", split_documents(data)
+        path = f"held-out text of {data.path}"
+        _, documents, _ = split_documents(data)
     else:
         documents = read_documents(path, data.unwrap, data.column)
     tokens = tokenize(documents, tokenizer)
