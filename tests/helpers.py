@@ -24,10 +24,8 @@ from jaxformer.runs.checkpoints import CheckpointManager
 from jaxformer.runs.run import create_run
 
 ROOT = Path(__file__).parents[1]
-exhaustive = partial(pytest.param, marks=pytest.mark.exhaustive)
-"""A case that shows once more what another has shown."""
 slow = partial(pytest.param, marks=pytest.mark.slow)
-"""A case of a test of which another case is quick enough for the fast tests."""
+"""A case that the default run leaves out: another case shows enough there."""
 
 
 def write_books(folder: Path, n: int = 6, words: int = 900) -> Path:

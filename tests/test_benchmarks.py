@@ -375,7 +375,7 @@ def test_page_without_its_marks_is_left_alone(tmp_path, text):
     assert page.read_text() == text
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_next_call_continues_where_the_time_was_over_and_fills_the_page(tmp_path):
     page = tmp_path / "alternatives.md"
     page.write_text(f"before\n{''.join(MARKS)}after\n")
@@ -412,7 +412,7 @@ def test_next_call_continues_where_the_time_was_over_and_fills_the_page(tmp_path
     assert page.read_text() == f"before\n{MARKS[0]}\n{sources.table(rungs)}\n{MARKS[1]}after\n"
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_other_cases_run_at_tiny_points(tmp_path):
     """Those of `gpu.sh` run in the next test."""
     pytest.importorskip("torch")
@@ -428,7 +428,7 @@ def test_other_cases_run_at_tiny_points(tmp_path):
     assert 1 < scaling["T"]["theory"] < 2
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_all_parts_run_at_tiny_shapes_on_a_cpu(tmp_path):
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
@@ -483,7 +483,7 @@ def test_rows_of_the_studies_of_the_ladder_are_runs():
                 assert config == getattr(small, row.config)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_outcomes_of_a_study_are_stored_and_trained_once(tmp_path, monkeypatch):
     options = (
         "--model.vocab-size 280 --model.context-length 8 --model.d-model 8 --model.d-ff 12 --train.batch-size 8 "

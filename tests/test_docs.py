@@ -38,7 +38,7 @@ from jaxformer.interop.packages import PACKAGES
 from jaxformer.runs.checkpoints import CheckpointManager
 from jaxformer.runs.run import create_run, load_run
 from tests.arrays import random_params
-from tests.helpers import ROOT, changed, exhaustive, run, tiny, write_books
+from tests.helpers import ROOT, changed, run, slow, tiny, write_books
 from tests.interop.published import installed_model
 
 PAGES = {
@@ -192,7 +192,7 @@ PRINTED = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", [exhaustive(c) if any(x in c for x in TESTED_ELSEWHERE) else c for c in COMMANDS])
+@pytest.mark.parametrize("command", [slow(c) if any(x in c for x in TESTED_ELSEWHERE) else c for c in COMMANDS])
 def test_commands_run(here, monkeypatch, capsys, command):
     """Commands run in this process, but for those that set up devices of their own."""
     if "chat" in command:
@@ -300,6 +300,6 @@ def test_named_configs_and_rungs_exist():
 def test_hooks_run_what_ci_runs():
     ci, hooks = ((ROOT / name).read_text() for name in (".ci/run", ".pre-commit-config.yaml"))
     hooks = hooks.replace(" --force-exclude", "")
-    for command in ("ruff check", "ruff format --check", "mypy", "pytest", "pytest -m exhaustive"):
+    for command in ("ruff check", "ruff format --check", "mypy", "pytest"):
         assert f"entry: {command}\n" in hooks
         assert f"\n{command}" in ci or (command == "pytest" and "&& pytest$" in ci)

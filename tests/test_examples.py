@@ -6,12 +6,12 @@ import sys
 
 import pytest
 
-from tests.helpers import ROOT, exhaustive
+from tests.helpers import ROOT, slow
 
 EXAMPLES = sorted((ROOT / "docs/examples").glob("*.py"))
 MAX_LINES = 60
 NEEDED = {"in_equinox": "equinox"}
-"""Packages of examples, beyond those of the core; CI has them for exhaustive tests."""
+"""Packages of examples, beyond those of the core; CI has them for slow tests."""
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
@@ -32,7 +32,7 @@ def test_an_example_without_its_package_says_how_to_install_it(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "path", [exhaustive(path) if path.stem in NEEDED else path for path in EXAMPLES], ids=lambda path: path.stem
+    "path", [slow(path) if path.stem in NEEDED else path for path in EXAMPLES], ids=lambda path: path.stem
 )
 def test_example_runs(path, tmp_path, monkeypatch, capsys):
     if path.stem in NEEDED:

@@ -218,7 +218,7 @@ def test_memory_does_not_grow_with_new_models() -> None:
         assert later_heap - heap < 1_000_000
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("exercise", "experiment", "steps"),
     [

@@ -12,7 +12,7 @@ import pytest
 
 from tests.helpers import ROOT, changed, tiny, write_books
 
-pytestmark = pytest.mark.exhaustive
+pytestmark = pytest.mark.slow
 pytest.importorskip("build")
 
 

@@ -34,7 +34,7 @@ def run(here: Path, *arguments: str) -> list[str]:
     return result.stdout.splitlines()
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_without_posix_a_run_trains_resumes_and_samples(tmp_path):
     write_books(tmp_path / "books")
     run(tmp_path, "train", *tiny(tmp_path / "books", steps=2))

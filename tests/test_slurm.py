@@ -69,7 +69,7 @@ def test_directives_give_each_task_all_gpus_of_its_node_and_time_to_save():
     assert subprocess.run(["bash", "-n", SCRIPT], check=False).returncode == 0
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_job_of_two_processes_saves_at_sigterm_is_requeued_and_continues(tmp_path):
     rare = ["--train.checkpoint-every", "0", "--train.eval-every", "0", "--train.report-every", "0"]
     books = write_books(tmp_path / "books")

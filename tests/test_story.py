@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from docs.scripts import formulas, pictures, story
-from tests.helpers import exhaustive
+from tests.helpers import slow
 from tests.interop.published import installed_model
 
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:e[-+]\d+)?")
@@ -16,7 +16,7 @@ DEAR = {
     "scale", "sharpness", "tasks", "training",
 }  # fmt: skip
 """Chapters whose Python takes more than three seconds of CPU."""
-CHAPTERS = [exhaustive(path, id=path.stem) if path.stem in DEAR else path for path in story.PAGES]
+CHAPTERS = [slow(path, id=path.stem) if path.stem in DEAR else path for path in story.PAGES]
 
 
 def assert_same_but_for_rounding(shown: str, expected: str) -> None:

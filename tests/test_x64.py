@@ -39,7 +39,7 @@ from jaxformer.ops import (
 from jaxformer.ops.linear_cross_entropy import Unembedding, linear_cross_entropy
 from jaxformer.ops.masks import Causal
 from tests.arrays import assert_close, normal
-from tests.helpers import exhaustive
+from tests.helpers import slow
 
 attention = importlib.import_module("jaxformer.ops.attention")  # in the package, its name is the function's
 H, G, T, K, D, V, E = 4, 2, 6, 8, 8, 11, 3
@@ -170,7 +170,7 @@ MODELS: dict[str, ModelConfig] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [exhaustive(jnp.bfloat16), exhaustive(jnp.float32), jnp.float64])
+@pytest.mark.parametrize("dtype", [slow(jnp.bfloat16), slow(jnp.float32), jnp.float64])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_computes_in_the_dtype_of_its_parameters(name: str, dtype: Any) -> None:
     config = MODELS[name]

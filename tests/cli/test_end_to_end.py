@@ -24,11 +24,11 @@ from jaxformer.train.log import read_metrics, read_samples
 from tests.helpers import (
     ROOT,
     changed,
-    exhaustive,
     fill,
     flip_a_bit,
     mounted,
     run,
+    slow,
     start,
     start_in_terminal,
     tiny,
@@ -201,8 +201,8 @@ def test_sampling_skips_a_corrupt_last_checkpoint(here, plain):
     ("name", "harm"),
     [
         ("flipped", flip_a_bit),
-        exhaustive("truncated", lambda file: file.write_bytes(file.read_bytes()[:-1])),
-        exhaustive("missing", lambda file: file.unlink()),
+        slow("truncated", lambda file: file.write_bytes(file.read_bytes()[:-1])),
+        slow("missing", lambda file: file.unlink()),
     ],
 )
 def test_resuming_from_before_a_corrupt_checkpoint_is_bit_identical(here, plain, name, harm):
@@ -215,7 +215,7 @@ def test_resuming_from_before_a_corrupt_checkpoint_is_bit_identical(here, plain,
     assert_same_run(plain, here / name)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_full_disk_is_one_sentence_and_the_run_can_be_resumed(here, plain, tmp_path):
     with mounted(tmp_path, "8m") as disk:
         shutil.copytree(plain, disk / "run")
@@ -270,7 +270,7 @@ def test_a_run_is_locked_and_a_second_interruption_stops_at_once(here):
     )
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, exhaustive(signal.SIGTERM)])
+@pytest.mark.parametrize("number", [signal.SIGINT, slow(signal.SIGTERM)])
 def test_an_interruption_saves_and_resuming_is_bit_identical(here, plain, number):
     name = f"stopped{number.value}"
     process = start("train.py", *tiny(here / "books", 20, *WITHOUT_REPORTS), "--run", name, cwd=here)
@@ -287,7 +287,7 @@ def test_an_interruption_saves_and_resuming_is_bit_identical(here, plain, number
     assert_same_run(here / name, plain)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_closed_terminal_saves_and_a_closed_pipe_does_not_interrupt(here, plain):
     options = [*tiny(here / "books", 20, *WITHOUT_REPORTS), "--run", "hung-up"]
     process, terminal = start_in_terminal("train.py", *options, cwd=here)
@@ -321,7 +321,7 @@ def test_resuming_with_another_config_or_data_is_refused(here, finished, monkeyp
     assert content() == before
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_allowed_changed_data_keeps_the_tokenizer_of_the_run(here, plain):
     shutil.copytree(plain, here / "allowed")
     write_books(here / "other", words=700)
@@ -366,7 +366,7 @@ def test_a_non_finite_loss_stops_and_names_step_and_module(here):
     assert found.origin in report and "with the step's attention: xla" in report and "float32" in report
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_divergence_stops_and_its_rollback_command_trains(here):
     options = tiny(here / "books", 40, "--optimizer.learning-rate", "100", *WITHOUT_REPORTS)
     result = run("train.py", *options, "--optimizer.name", "adamw", "--run", "lost", cwd=here)
@@ -383,7 +383,7 @@ def test_a_divergence_stops_and_its_rollback_command_trains(here):
     assert "final: step 40" in result.stdout and "no better than" not in result.stdout
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mlp_concat", "attention_unscaled", "rmsnorm"])
 def test_rungs_of_the_ladder_train(here, name):
     """Small sizes; the sources' own are for a machine with more time."""
@@ -396,7 +396,7 @@ def test_rungs_of_the_ladder_train(here, name):
     assert "final: step 3" in result.stdout
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_two_runs_started_together_have_separate_folders(here, tmp_path):
     options = tiny(here / "books", 2, *WITHOUT_REPORTS)
     processes = [start("train.py", *options, cwd=tmp_path) for _ in range(2)]
@@ -404,7 +404,7 @@ def test_two_runs_started_together_have_separate_folders(here, tmp_path):
     assert first_lines == {"run runs/quick", "run runs/quick-2"}
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_four_blocks_without_a_norm_diverge_and_name_the_module(tmp_path):
     """The sources' own sizes and settings, with fewer windows a batch."""
     write_books(tmp_path / "books", words=20_000)

@@ -15,7 +15,7 @@ import pytest
 
 from jaxformer.cli import ladder
 from jaxformer.inspect.pages.page import as_preformatted
-from tests.helpers import ROOT, exhaustive, write_books
+from tests.helpers import ROOT, slow, write_books
 
 SMALL = [
     "--model.vocab-size", "280", "--model.context-length", "8", "--model.d-model", "8", "--model.d-ff", "12",
@@ -95,7 +95,7 @@ def test_wrong_input_is_one_sentence(options, said, capsys, tmp_path, monkeypatc
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [exhaustive(signal.SIGINT), signal.SIGTERM])
+@pytest.mark.parametrize("number", [slow(signal.SIGINT), signal.SIGTERM])
 def test_a_signal_to_the_ladder_makes_its_rung_save(tmp_path, number):
     write_books(tmp_path / "books")
     (tmp_path / "configs").symlink_to(ROOT / "configs")

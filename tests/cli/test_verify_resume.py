@@ -39,7 +39,7 @@ def test_wrong_input_is_one_sentence(capsys, monkeypatch, options, said):
     assert not printed.out
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_killed_and_resumed_run_is_bit_identical_and_a_tampered_one_is_not(tmp_path, capfd, as_a_user):
     write_books(tmp_path / "books")
     without_reports = ("--train.report-every", "0")

@@ -22,7 +22,7 @@ from jaxformer.parallel.mesh import make_mesh
 from jaxformer.runs.run import abstract_params, create_run
 from jaxformer.train.setup import TrainSetup
 from jaxformer.train.step import make_train_step
-from tests.helpers import ROOT, exhaustive
+from tests.helpers import ROOT, slow
 
 LAST = [*ladder.RECIPE][-1]
 
@@ -39,7 +39,7 @@ def test_candidates_have_at_most_a_million_parameters_and_equal_tokens() -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [exhaustive(name) if name != LAST else name for name in ladder.RECIPE])
+@pytest.mark.parametrize("name", [slow(name) if name != LAST else name for name in ladder.RECIPE])
 def test_candidates_learn_a_batch_by_heart(name: str) -> None:
     config = load_config(f"ladder:{name}")
     model = replace(config.model, vocab_size=32, context_length=8, d_model=16, n_blocks=2, d_ff=(32,))

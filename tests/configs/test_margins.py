@@ -26,7 +26,7 @@ def test_excursion_is_measured_from_the_smallest_mean_before_it() -> None:
     assert excursion(np.array([3.0, np.nan, 2.0]), 1, 0) == np.inf
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_first_steps_at_twice_the_learning_rate_have_no_loss_spike(tmp_path: Path) -> None:
     configs = ["quick.py:modern", "quick.py:quick"]
     # Compiled as for a user: unoptimised code, as other tests run it, takes minutes.

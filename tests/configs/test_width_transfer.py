@@ -109,7 +109,7 @@ def test_mistakes_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
     assert status == 2 and message in capsys.readouterr().err
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_trainings_are_stored_once_and_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

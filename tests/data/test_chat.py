@@ -171,7 +171,7 @@ def test_tokens_that_share_a_character_with_a_span_count():
     assert assistant_tokens(offsets, []) == [0] * 7
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("chat", [CHAT, CHAT[:2], [CHAT[0], {"role": "assistant", "content": " ä\n\nyes "}]])
 def test_tokens_and_masks_are_those_of_transformers(published, tokenizer, chat):
     transformers = pytest.importorskip("transformers")

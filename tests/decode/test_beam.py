@@ -21,7 +21,7 @@ from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.objective import Params
 from jaxformer.ops.masks import EMPTY
 from tests.arrays import apply, assert_close, build, normal
-from tests.helpers import ROOT, exhaustive
+from tests.helpers import ROOT, slow
 
 pytestmark = pytest.mark.slow
 
@@ -81,7 +81,7 @@ def test_beams_equal_hugging_face(gpt2: tuple, hugging_face: dict, stops: str, p
     assert_close(results.scores_PN, scores_PN)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, exhaustive(jnp.bfloat16)])
+@pytest.mark.parametrize("dtype", [jnp.float32, slow(jnp.bfloat16)])
 def test_scores_equal_full_passes(rope: tuple, dtype: Any) -> None:
     # A cache that went on from another's would show here; bfloat16 rounds keys and values to 8 bits.
     n, penalty = 9, 0.7

@@ -26,7 +26,7 @@ from jaxformer.nn.parameters import parameter_axes
 from jaxformer.ops.masks import EMPTY
 from jaxformer.parallel.mesh import make_mesh, replicated, shardings
 from tests.arrays import apply, assert_close, build, random_params, random_tokens
-from tests.helpers import compilations, exhaustive
+from tests.helpers import compilations, slow
 
 V, CONTEXT = 23, 11
 GREEDY, RANDOM = Sampling(0), Sampling(1.5)
@@ -112,7 +112,7 @@ def assert_equals_full_passes(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", [exhaustive(name) if name.startswith(("sin", "no", "rope, final")) else name for name in CONFIGS]
+    "name", [slow(name) if name.startswith(("sin", "no", "rope, final")) else name for name in CONFIGS]
 )
 def test_a_ragged_batch_equals_full_passes_past_the_context_too(name: str) -> None:
     """Lengths 1 to the context in one batch. Learned positions end with the context."""
@@ -149,7 +149,7 @@ def test_a_prefill_longer_than_the_ring_of_slots_equals_full_passes() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("positions", [*map(exhaustive, ("none", "learned", "sinusoidal")), "rope"])
+@pytest.mark.parametrize("positions", [*map(slow, ("none", "learned", "sinusoidal")), "rope"])
 @settings(max_examples=3, deadline=None, derandomize=True)
 @given(
     placement=st.sampled_from(["pre", "post"]),
@@ -205,7 +205,7 @@ def test_learned_positions_continue_from_the_last_half_of_the_context() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", [exhaustive("data=8"), "data=2,fsdp=2,tensor=2"])
+@pytest.mark.parametrize("mesh", [slow("data=8"), "data=2,fsdp=2,tensor=2"])
 def test_eight_devices_equal_one(mesh: str) -> None:
     devices = jax.devices("cpu")
     if len(devices) < 8:
@@ -274,7 +274,7 @@ def test_rows_that_divide_evenly_are_spread_over_the_devices_of_a_cpu(decoder: M
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("dtype", "bound"), [exhaustive(jnp.bfloat16, 0.03, id="bfloat16"), pytest.param(jnp.int8, 0.06, id="int8")]
+    ("dtype", "bound"), [slow(jnp.bfloat16, 0.03, id="bfloat16"), pytest.param(jnp.int8, 0.06, id="int8")]
 )
 def test_a_rounded_cache_moves_logits_within_a_bound(dtype: Any, bound: float) -> None:
     """Next to logits of up to about 5; keys and values are off by 2^-9 and by 1/254 of their largest."""

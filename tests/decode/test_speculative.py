@@ -17,7 +17,7 @@ from jaxformer.models.mlp import MLPConfig
 from jaxformer.models.recurrent_lm import RecurrentLMConfig
 from jaxformer.ops.masks import EMPTY
 from tests.arrays import random_params
-from tests.helpers import exhaustive
+from tests.helpers import slow
 
 VOCABULARY, CONTEXT = 13, 64
 SHAPE = DecoderConfig(
@@ -61,7 +61,7 @@ def plainly(sampling, seed=0, n=30, prompt=PROMPT):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("draft", "n_proposed", "prompt"),
-    [("look-up", 4, PROMPT), exhaustive("look-up", 1, [7]), ("small", 3, [7]), exhaustive("itself", 4, PROMPT)],
+    [("look-up", 4, PROMPT), slow("look-up", 1, [7]), ("small", 3, [7]), slow("itself", 4, PROMPT)],
 )
 def test_greedy_tokens_and_logprobs_equal_generate(draft, n_proposed, prompt):
     sampling = Sampling(temperature=0, top_logprobs=2)
@@ -80,7 +80,7 @@ def test_greedy_tokens_and_logprobs_equal_generate(draft, n_proposed, prompt):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("draft", "dtype"), [("look-up", "int8"), exhaustive("small", "bfloat16")])
+@pytest.mark.parametrize(("draft", "dtype"), [("look-up", "int8"), slow("small", "bfloat16")])
 def test_greedy_tokens_with_penalties_equal_generate_past_the_context(draft, dtype, monkeypatch):
     """Of two samples, for which the prompt is read once. The stop token is the likeliest one, held back to the end."""
     free = tokens_of(plainly(Sampling(temperature=0), n=70))
@@ -125,7 +125,7 @@ def test_prompt_lookup_proposes_the_continuation_of_the_longest_match():
     np.testing.assert_array_equal(probs_NV, np.eye(VOCABULARY)[np.array(tokens)])
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("draft", ["look-up", "small"])
 def test_samples_are_distributed_as_those_of_generate(draft):
     """The joint distribution of three tokens, from many seeds, against the draws of `generate`."""

@@ -15,7 +15,7 @@ from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.moe import MoEConfig
 from jaxformer.ops.quantized import Quantized
 from tests.arrays import random_params
-from tests.helpers import exhaustive
+from tests.helpers import slow
 
 MODELS = {
     "rope, tied": DecoderConfig(
@@ -174,7 +174,7 @@ def test_texts_are_the_same_from_parameters_laid_out(platform):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("weights", [exhaustive("bfloat16"), "int8"])
+@pytest.mark.parametrize("weights", [slow("bfloat16"), "int8"])
 def test_generation_with_rounded_weights_is_greedy_by_full_passes(weights):
     model = MODELS["learned, biases"].build()
     params = random_params(model, TOKENS)

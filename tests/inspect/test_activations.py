@@ -37,7 +37,7 @@ from jaxformer.models.vivit import ViViTConfig
 from jaxformer.nn.capture import capture_point
 from jaxformer.nn.execution import skip_blocks
 from tests.arrays import as_array
-from tests.helpers import exhaustive, slow
+from tests.helpers import slow
 
 V, T = 30, 7
 SMALL: dict[str, Any] = {"d_model": 12, "n_heads": 3, "d_ff": (16,)}
@@ -100,7 +100,7 @@ def outputs(captured: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", [slow(name) if name in MORE else name if name in QUICK else exhaustive(name) for name in MODELS]
+    "name", [slow(name) if name in MORE else name if name in QUICK else slow(name) for name in MODELS]
 )
 def test_captured_outputs_are_bit_identical_to_the_models(name):
     model, params, inputs = random_model(MODELS[name])
@@ -220,9 +220,7 @@ def test_every_kind_of_model_has_its_own_names():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["decoder", "grouped", "encoder-decoder", "vit", *map(exhaustive, ("experts", "attending"))]
-)
+@pytest.mark.parametrize("name", ["decoder", "grouped", "encoder-decoder", "vit", *map(slow, ("experts", "attending"))])
 def test_captured_gradients_agree_with_finite_differences(name):
     model, params, inputs = random_model(MODELS[name])
     example = Batch(inputs, jnp.int32(1) if name == "vit" else jnp.arange(T) % V)

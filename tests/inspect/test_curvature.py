@@ -44,7 +44,7 @@ def test_hessian_product_is_the_difference_quotient_of_the_gradient():
         np.testing.assert_allclose(product, quotient, rtol=1e-4, atol=1e-6 * float(jnp.abs(quotient).max()))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_products_and_eigenvalues_are_those_of_the_dense_matrices():
     with jax.enable_x64(True):
         model, params, batch = example()

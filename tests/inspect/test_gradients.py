@@ -14,7 +14,7 @@ from jaxformer.models.recurrent_lm import RecurrentLMConfig
 from jaxformer.nn.parameter_norms import in_order
 from jaxformer.runs.run import parameter_order
 from tests.arrays import build, normal, random_tokens
-from tests.helpers import exhaustive
+from tests.helpers import slow
 from tests.inspect.test_activations import MODELS, T, V, random_model
 
 CONFIG = DecoderConfig(23, 7, 13, n_blocks=2, n_heads=3, n_kv_heads=1, head_dim=5, d_ff=(17,), norm="rmsnorm")
@@ -120,7 +120,7 @@ def test_report_prints_a_line_per_row_under_a_heading() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["decoder", exhaustive("masked"), exhaustive("experts"), exhaustive("vit")])
+@pytest.mark.parametrize("name", ["decoder", slow("masked"), slow("experts"), slow("vit")])
 def test_per_example_gradients_agree_with_a_loop(name: str) -> None:
     """With weights that differ, and more examples than one chunk."""
     model, params, inputs = random_model(MODELS[name])

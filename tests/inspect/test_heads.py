@@ -13,7 +13,7 @@ from jaxformer.inspect.attention import attention_entropy
 from jaxformer.inspect.heads import ablate_heads, ablation_loss, head_statistics, layer_statistics, target_mask
 from jaxformer.inspect.softmax_saturation import saturation
 from jaxformer.models.objective import objective_of
-from tests.helpers import exhaustive
+from tests.helpers import slow
 from tests.inspect.test_activations import MODELS, T, V, random_model
 
 pytestmark = pytest.mark.slow
@@ -77,7 +77,7 @@ def test_padding_of_the_target_changes_neither_statistics_nor_ablation():
         np.testing.assert_allclose(result[0][1].mean[name], result[1][1].mean[name], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("is_packed", [True, exhaustive(False)])
+@pytest.mark.parametrize("is_packed", [True, slow(False)])
 def test_padding_of_a_row_of_text_changes_no_measurement(is_packed):
     """Statistics, ablation, saturation and entropy are those of its tokens alone, whether segments tell its padding or,
     in a window at the end of a text, the targets. The first tokens are no targets, but count."""

@@ -56,7 +56,7 @@ def trained() -> tuple[Any, Any]:
     return model, params
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_induction_heads_have_high_scores_and_their_ablation_raises_the_loss(trained):
     model, params = trained
     tokens, counts = repeated(np.random.default_rng(1), 32)

@@ -14,7 +14,7 @@ from jaxformer.errors import UserError
 from jaxformer.inspect.influence import Replay
 from jaxformer.runs.run import load_run, read_config, write_config
 from jaxformer.train.log import read_metrics
-from tests.helpers import exhaustive, tiny, write_books
+from tests.helpers import slow, tiny, write_books
 
 PHRASE = "Zebras quietly juggle amber violins."
 
@@ -67,7 +67,7 @@ def test_documents_are_those_of_the_corpus(folder, replay):
 @pytest.mark.parametrize(
     ("optimizer", "rate", "tolerance"),
     # An early update of Adam is close to the sign of the gradient, so that quotients converge where rounding begins.
-    [("nesterov_sgd", 0.05, 0.01), exhaustive("adamw", 3e-3, 0.03)],
+    [("nesterov_sgd", 0.05, 0.01), slow("adamw", 3e-3, 0.03)],
 )
 def test_influence_is_the_derivative_of_training(folder, tmp_path, optimizer, rate, tolerance):
     """Of the whole function from weights to log-probabilities, which difference quotients measure by training."""
@@ -92,7 +92,7 @@ def test_influence_is_the_derivative_of_training(folder, tmp_path, optimizer, ra
         np.testing.assert_allclose(influence_QN[:, n], quotients, atol=tolerance * np.abs(influence_QN).max())
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_unique_sentence_is_due_to_its_document(folder, replay):
     run = load_run(folder)
     text = np.array(run.tokenizer.encode_prompt(PHRASE))

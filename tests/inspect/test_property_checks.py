@@ -30,7 +30,7 @@ from jaxformer.nn import attention as nn_attention
 from jaxformer.nn import experts as nn_experts
 from jaxformer.nn.block import Block
 from jaxformer.ops import blockwise, masks, norms
-from tests.helpers import exhaustive
+from tests.helpers import slow
 from tests.inspect.test_activations import DECODER, MODELS, T, random_model
 
 linear = importlib.import_module("jaxformer.ops.linear_cross_entropy")
@@ -53,7 +53,7 @@ def checks(name: str, **changes) -> dict:
     return {check.name: check for check in result}
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_all_checks_hold_for_every_model(name):
     layers = ("n_blocks", "n_encoder_blocks", "n_decoder_blocks", "n_layers")
@@ -103,9 +103,9 @@ def always_drop_out(monkeypatch: pytest.MonkeyPatch) -> None:
     ("plant", "broken"),
     [
         (attend_to_the_next, {"causality", "attention mask", "bits"}),
-        exhaustive(hide_the_own_position, {"attention mask", "attention rows"}),  # the first sees nothing
+        slow(hide_the_own_position, {"attention mask", "attention rows"}),  # the first sees nothing
         (write_the_cache_late, {"decoding"}),
-        exhaustive(mask_after_softmax, {"attention rows", "causality", "bits"}),  # the sum below it knows all
+        slow(mask_after_softmax, {"attention rows", "causality", "bits"}),  # the sum below it knows all
         (drop_the_scale, {"decoding", "padding"}),
         (always_drop_out, {"no dropout", "dropout keys"}),
     ],
@@ -166,9 +166,9 @@ def hold_the_weights_of_experts(monkeypatch: pytest.MonkeyPatch) -> None:
         None,
         scale_the_gradient_of_the_unembedding,
         flip_a_sign_in_blockwise_attention,
-        exhaustive(double_the_gradient_of_attention),
-        exhaustive(omit_a_term_of_the_norm),
-        exhaustive(hold_the_weights_of_experts),
+        slow(double_the_gradient_of_attention),
+        slow(omit_a_term_of_the_norm),
+        slow(hold_the_weights_of_experts),
     ],
 )
 def test_wrong_derivative_fails_the_gradient_check(plant, monkeypatch) -> None:
@@ -230,7 +230,7 @@ def test_infinite_slope_fails_the_gradient_check():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", ["block", exhaustive("sublayer")])
+@pytest.mark.parametrize("part", ["block", slow("sublayer")])
 def test_reused_dropout_key_fails_its_check(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = replace(MODELS["masked"], dropout=0.3)
     model, params, inputs = random_model(config)
@@ -266,7 +266,7 @@ def test_rounding_errors_do_not_fail_a_check_but_a_fault_beside_them_does(monkey
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name if name == "encoder-decoder" else exhaustive(name) for name in MODELS])
+@pytest.mark.parametrize("name", [name if name == "encoder-decoder" else slow(name) for name in MODELS])
 def test_float64_leaves_no_rounding_errors(name: str) -> None:
     model, params, _ = random_model(MODELS[name])
     inputs = random_inputs(MODELS[name], 2)

@@ -21,7 +21,7 @@ from tests.arrays import apply
 from tests.interop.published import publish
 from tests.interop.test_parity import CASES
 
-pytestmark = pytest.mark.exhaustive
+pytestmark = pytest.mark.slow
 
 FAMILIES = ("llama", "qwen3", "gpt2", "mistral", "gemma3, scaling, soft cap", "mixtral")
 T = 13

@@ -27,7 +27,7 @@ from jaxformer.inspect import (
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.objective import objective_of
 from jaxformer.nn.execution import Execution
-from tests.helpers import exhaustive, slow
+from tests.helpers import slow
 from tests.inspect.test_activations import MODELS, T, V, random_model
 
 DEEP = DecoderConfig(
@@ -48,7 +48,7 @@ EXECUTIONS = {
 }
 SCANNED = EXECUTIONS["both"]
 every_execution = pytest.mark.parametrize(
-    "execution", [execution if name == "both" else exhaustive(execution) for name, execution in EXECUTIONS.items()]
+    "execution", [execution if name == "both" else slow(execution) for name, execution in EXECUTIONS.items()]
 )
 
 
@@ -77,7 +77,7 @@ def loss_of(model: nn.Module, params: Any, inputs: tuple) -> jax.Array:
 @every_execution
 @pytest.mark.parametrize(
     "name",
-    ["llama", *map(slow, ("windows", "encoder-decoder")), *map(exhaustive, ("experts", "vit", "factorised", "clip"))],
+    ["llama", *map(slow, ("windows", "encoder-decoder")), *map(slow, ("experts", "vit", "factorised", "clip"))],
 )
 def test_values_and_their_gradients_are_those_of_the_plain_model(name, execution):
     def probe(model, params, inputs):
@@ -100,7 +100,7 @@ def edit_by_block(name: str, value: jax.Array) -> jax.Array:
 @pytest.mark.slow
 @every_execution
 @pytest.mark.parametrize("edit", [edit_one, edit_by_block])
-@pytest.mark.parametrize("name", ["llama", exhaustive("windows")])
+@pytest.mark.parametrize("name", ["llama", slow("windows")])
 def test_interventions_and_their_gradients_are_those_of_the_plain_model(name, edit, execution):
     def probe(model, params, inputs):
         with intervene("blocks.*.attention.heads", edit):
@@ -152,7 +152,7 @@ def _metric(logits_TV: jax.Array) -> jax.Array:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["decoder", exhaustive("encoder-decoder"), exhaustive("vit")])
+@pytest.mark.parametrize("name", ["decoder", slow("encoder-decoder"), slow("vit")])
 def test_head_ablation_and_paths_are_those_of_the_plain_model(name):
     model, params, inputs = random_model(CONFIGS[name])
     scanned = CONFIGS[name].build(SCANNED)

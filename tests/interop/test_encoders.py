@@ -26,7 +26,7 @@ from jaxformer.runs.run import load_run
 from tests.helpers import ROOT
 from tests.interop.published import SHAPES, installed_model, publish
 
-pytestmark = pytest.mark.exhaustive
+pytestmark = pytest.mark.slow
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "dog", "##s", "see", "."]
 TEXT = [2, 5, 6, 9, 8, 5, 7, 10, 3]

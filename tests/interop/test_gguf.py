@@ -113,7 +113,7 @@ def test_numpy_forward_of_the_file_gives_the_logits(small, tmp_path, case):
     assert np.abs(expected_TV).max() > 1
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_llama_cpp_draws_the_same_greedy_tokens(small, tmp_path, case):
     run = random_run(small, **CASES[case])

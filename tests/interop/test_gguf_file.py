@@ -50,7 +50,7 @@ def test_logits_equal_those_of_the_model_that_was_written(tmp_path: Path, archit
     assert np.abs(expected_TV).max() > 1
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", CONFIGS)
 def test_greedy_tokens_equal_those_of_llama_cpp(tmp_path: Path, architecture: str):
     file = write_gguf(tmp_path / "x.gguf", architecture, random_model(architecture).tensors)

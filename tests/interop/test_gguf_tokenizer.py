@@ -154,7 +154,7 @@ FORMS: dict[str, Any] = {
 }
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_tokens_equal_those_of_transformers(tmp_path: Path, form: str):
     transformers = pytest.importorskip("transformers")

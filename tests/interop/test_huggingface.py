@@ -167,7 +167,7 @@ def test_config_of_a_published_tokenizer_and_all_ends_of_a_text_remain(run, tmp_
         assert read_json(tmp_path / "out" / name)["eos_token_id"] == [0, 7]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_transformers_computes_the_same_and_encodes_the_same(run, tmp_path):
     transformers = pytest.importorskip("transformers")
     export_huggingface(run, tmp_path / "out")
@@ -183,7 +183,7 @@ def test_transformers_computes_the_same_and_encodes_the_same(run, tmp_path):
     assert (tokenizer.eos_token_id, tokenizer.model_max_length) == (0, 96)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_export_of_an_import_has_the_same_tensors(tmp_path, case):
     family, changes = CASES[case]

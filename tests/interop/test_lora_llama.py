@@ -16,7 +16,7 @@ from tests.arrays import apply, assert_close
 from tests.helpers import write_books
 from tests.interop.published import publish
 
-pytestmark = pytest.mark.exhaustive
+pytestmark = pytest.mark.slow
 
 
 def arrays(run: Path) -> dict[str, np.ndarray]:

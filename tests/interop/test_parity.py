@@ -15,7 +15,7 @@ from jaxformer.models.decoder import DecoderConfig
 from jaxformer.runs.run import Run, load_run
 from tests.interop.published import publish, their_greedy, their_logits
 
-pytestmark = pytest.mark.exhaustive
+pytestmark = pytest.mark.slow
 
 LLAMA3_ROPE = {
     "rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,

@@ -26,7 +26,7 @@ from tests.helpers import ROOT, run
 from tests.interop.published import installed_model, their_logits
 from tests.interop.test_gguf import llama_cpp_greedy
 
-pytestmark = pytest.mark.exhaustive
+pytestmark = pytest.mark.slow
 
 TEXTS = [
     "Rome", "The capital of Italy is", "def fibonacci(n):\n    if n < 2:\n        return n\n    return ",

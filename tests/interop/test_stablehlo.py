@@ -17,7 +17,7 @@ from jaxformer.errors import UserError
 from jaxformer.interop.stablehlo import export_stablehlo
 from jaxformer.runs.run import Run, load_run
 from tests.arrays import apply, random_params
-from tests.helpers import ROOT, exhaustive, small_run
+from tests.helpers import ROOT, slow, small_run
 
 pytest.importorskip("flatbuffers")
 WORDS = " ".join(f"{a}{b}" for a in "abcdefgh" for b in "ijklmnop")
@@ -75,8 +75,8 @@ def test_readme_program_draws_the_same_tokens_without_this_package(run, tmp_path
     ("spec", "changes"),
     [
         ("quick.py", {"positions": "learned", "n_heads": 2}),
-        exhaustive("moe.py:moe", {"n_heads": 2, "n_blocks": 1}),
-        exhaustive("prefix.py", {"n_heads": 2, "n_blocks": 1}),
+        slow("moe.py:moe", {"n_heads": 2, "n_blocks": 1}),
+        slow("prefix.py", {"n_heads": 2, "n_blocks": 1}),
     ],
 )
 def test_programs_give_the_logits_of_a_full_pass(run, tmp_path, spec, changes):
@@ -137,7 +137,7 @@ def test_signature_describes_arguments_in_order(run, tmp_path):
     assert decode["outputs"]["logits"] == {"shape": ["B", 280], "dtype": "float32"}
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_bfloat16_weights_are_rounded(run, tmp_path):
     export_stablehlo(run, tmp_path / "out", "bfloat16")
     printed = run_readme(tmp_path / "out", readme_program(tmp_path / "out").replace("range(64)", "range(2)"))

@@ -175,7 +175,7 @@ def test_the_first_scale_is_that_of_the_paper() -> None:
     assert_close(jnp.exp(log_scale), 1 / 0.07)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_execution_changes_neither_loss_nor_gradient() -> None:
     towers = {"vision": replace(VISION, dropout=0.3), "text": replace(TEXT, dropout=0.3)}
     config = replace(CONFIG, **towers)

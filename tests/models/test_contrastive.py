@@ -19,7 +19,7 @@ from jaxformer.parallel.mesh import batch_sharding, global_device_put, make_mesh
 from jaxformer.train.setup import TrainSetup
 from jaxformer.train.step import make_gradient
 from tests.arrays import assert_close, normal, random_params, random_tokens
-from tests.helpers import exhaustive
+from tests.helpers import slow
 
 B, T, V = 16, 5, 19
 CONFIG = CLIPConfig(
@@ -117,7 +117,7 @@ def shards(batch: Batch, n: int) -> tuple:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("weighted", [exhaustive(False), True])
+@pytest.mark.parametrize("weighted", [slow(False), True])
 def test_eight_devices_add_up_to_one(weighted: bool) -> None:
     """Loss and gradient to 1e-6, also where one device has no pair that counts."""
     weights = np.full(B, 1 / 13, np.float32)
@@ -129,7 +129,6 @@ def test_eight_devices_add_up_to_one(weighted: bool) -> None:
     assert max(np.abs(g).max() for g in jax.tree.leaves(grads)) > 0.01
 
 
-@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_trainer_has_the_same_gradient_on_a_mesh() -> None:
     """With parameters in shards, and heads split."""

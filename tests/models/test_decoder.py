@@ -21,7 +21,7 @@ from jaxformer.ops.masks import EMPTY
 from jaxformer.parallel.mesh import batch_sharding, make_mesh, replicated
 from jaxformer.runs.run import abstract_params, count_parameters
 from tests.arrays import apply, assert_close, build, normal, random_tokens, rung
-from tests.helpers import ROOT, exhaustive, slow
+from tests.helpers import ROOT, slow
 
 V, T, D = 23, 7, 13
 TOKENS_T = random_tokens(V, T)
@@ -69,7 +69,7 @@ CONFIGS = {name: small(name) for name in RUNGS} | {
 CASES = [
     *("attention_unscaled", "rmsnorm", "modern", "window"),
     *map(slow, ("residual", "multihead", "vaswani", "experts", "no_positions", "local and global")),
-    *map(exhaustive, ("attention_scaled", "multihead_full")),  # others but for a factor, and but for a width
+    *map(slow, ("attention_scaled", "multihead_full")),  # others but for a factor, and but for a width
 ]
 
 
@@ -274,7 +274,7 @@ def test_dropout_acts_only_with_a_key() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "fields", [exhaustive({"scan": True}), exhaustive({"remat": "dots"}), {"remat": "block", "scan": True}], ids=str
+    "fields", [slow({"scan": True}), slow({"remat": "dots"}), {"remat": "block", "scan": True}], ids=str
 )
 def test_routers_tell_the_same_however_blocks_are_run(fields: dict) -> None:
     """And their statistics are differentiated."""
@@ -404,7 +404,7 @@ def test_groups_of_blocks_are_consecutive_and_alike() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fields", [{"scan": True}, exhaustive({"scan": True, "remat": "block"})], ids=str)
+@pytest.mark.parametrize("fields", [{"scan": True}, slow({"scan": True, "remat": "block"})], ids=str)
 def test_scanned_groups_equal_the_loop_and_so_do_their_gradients(fields: dict) -> None:
     config = replace(CONFIGS["local and global"], n_blocks=5, global_blocks=(2,), dropout=0.2)
     params = build(config)[1]

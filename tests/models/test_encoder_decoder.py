@@ -25,7 +25,7 @@ from jaxformer.ops.masks import EMPTY
 from jaxformer.parallel.mesh import make_mesh, shardings
 from jaxformer.runs.run import count_parameters
 from tests.arrays import apply, assert_close, assert_same_however_computed, normal, random_params, random_tokens
-from tests.helpers import ROOT, exhaustive
+from tests.helpers import ROOT, slow
 
 V, S, T, D = 23, 7, 5, 12
 POST = EncoderDecoderConfig(V, 11, D, n_heads=3, head_dim=5, d_ff=(17,), n_encoder_blocks=1, n_decoder_blocks=2)
@@ -76,7 +76,7 @@ def test_logits_are_those_of_torch_and_of_marian(file: str, placement: str) -> N
     assert_close(ours, theirs["logits"])
 
 
-@pytest.fixture(scope="module", params=["post", "pre", exhaustive("rope"), exhaustive("learned")])
+@pytest.fixture(scope="module", params=["post", "pre", slow("rope"), slow("learned")])
 def case(request: pytest.FixtureRequest) -> tuple[EncoderDecoder, Params]:
     return build(CONFIGS[request.param])
 
@@ -148,7 +148,7 @@ def test_a_batch_equals_its_examples_computed_separately(case: tuple) -> None:
         assert_close(row[0], apply(model, params, *row[1:]))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_execution_changes_neither_loss_nor_gradient() -> None:
     config = replace(POST, norm_placement="pre", dropout=0.3)
     params = random_params(config.build(), *INPUTS)

@@ -13,7 +13,7 @@ from jaxformer.models.moe import MoEConfig
 from jaxformer.models.objective import BatchReduction, CrossEntropy, objective_of
 from jaxformer.models.rungs import RungDecoderConfig
 from tests.arrays import random_params
-from tests.helpers import exhaustive
+from tests.helpers import slow
 
 OBJECTIVE = CrossEntropy()
 B, T, D, V = 6, 5, 3, 11
@@ -58,7 +58,7 @@ def padded(batch: Batch, n: int) -> Batch:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capacity_factor", [None, exhaustive(0.75)])
+@pytest.mark.parametrize("capacity_factor", [None, slow(0.75)])
 def test_auxiliary_losses_and_gradients_do_not_depend_on_padding(capacity_factor):
     """Rows of which 0, 50 and 75 % are padding, against the equations of the losses in NumPy. Tokens without a target
     of weight count like others: they are no padding."""

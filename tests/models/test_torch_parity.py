@@ -73,7 +73,7 @@ def test_logits(drawn: tuple, torch_says: dict[str, np.ndarray]) -> None:
     assert distance(source.sample(logits_BTV, source.LOGITS), torch_says["logits"]) < TOLERANCE
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_five_steps_of_training(drawn: tuple, torch_says: dict[str, np.ndarray]) -> None:
     weights, tokens = drawn
     rmsnorm, mesh = rung("rmsnorm"), make_mesh("fsdp=2", jax.devices()[:2])

@@ -141,7 +141,7 @@ def test_dropout_acts_only_with_a_key(case: tuple) -> None:
     assert min(np.abs(np.subtract(a, b)).max() for a, b in ((drawn[0], without), (drawn[0], drawn[2]))) > 0.01
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_execution_changes_neither_loss_nor_gradient() -> None:
     model, params = build(replace(FACTORISED, n_temporal_blocks=2))
     batch, keys_B = Batch((PIXELS,), np.int32([1, 4, 0])), jax.random.split(jax.random.key(0), 3)

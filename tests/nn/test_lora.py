@@ -32,7 +32,7 @@ from jaxformer.train.resume import Resume
 from jaxformer.train.setup import TrainSetup
 from jaxformer.train.step import make_gradient
 from tests.arrays import apply, assert_close, random_params
-from tests.helpers import exhaustive, flip_a_bit, slow, small_run, write_books
+from tests.helpers import flip_a_bit, slow, small_run, write_books
 
 EXPERTS = MoEConfig(
     30, 8, 16, n_blocks=1, n_heads=2, d_ff=(32,), norm="rmsnorm", n_experts=2,
@@ -154,7 +154,7 @@ def dense_gradient():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "n_devices"),
-    [("", 1), slow("fsdp=2", 2), exhaustive("data=2,fsdp=2,tensor=2", 8), exhaustive("expert=2", 2)],
+    [("", 1), slow("fsdp=2", 2), slow("data=2,fsdp=2,tensor=2", 8), slow("expert=2", 2)],
 )
 def test_the_gradient_of_adapters_is_that_of_the_dense_matrix_by_the_chain_rule(mesh, n_devices):
     """dA = s dW B^T and dB = s A^T dW, where dW is the gradient of a training without adapters, on one device."""
@@ -310,7 +310,7 @@ def test_sharded_adapters_learn_the_same(run, base, books, tmp_path):
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_microbatches_remat_and_scan_change_no_training_of_adapters(run, base, books, tmp_path):
     compute = ComputeConfig(grad_accumulation_steps=2, remat="block", scan_blocks=True)
     tuned(tmp_path / "split", base, books, 8, compute=compute)
@@ -362,7 +362,7 @@ def test_a_merge_without_a_folder_to_write_says_how(capsys):
     assert "python -m jaxformer merge runs/tuned --out runs/merged" in capsys.readouterr().err
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_adapters_are_those_of_torch():
     """Five steps of AdamW on a low-rank layer, written with torch's own linear layers."""
     torch = pytest.importorskip("torch")

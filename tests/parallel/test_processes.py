@@ -35,7 +35,7 @@ from jaxformer.runs.checkpoints import CheckpointManager, CheckpointReader
 from jaxformer.train.setup import TrainSetup
 from jaxformer.train.step import make_train_step
 from tests.across import BATCHES, CONFIG, SAVED
-from tests.helpers import ROOT, exhaustive, fill, mounted, run, tiny, write_books
+from tests.helpers import ROOT, fill, mounted, run, slow, tiny, write_books
 
 
 @pytest.mark.parametrize(
@@ -261,7 +261,7 @@ def one_process() -> tuple[list[float], Callable[[str, Path], list[float]]]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("n", "devices", "mesh"),
-    [(2, 2, "data=2,tensor=2"), exhaustive(4, 1, "data=2,fsdp=2")],
+    [(2, 2, "data=2,tensor=2"), slow(4, 1, "data=2,fsdp=2")],
 )
 def test_several_processes_train_as_one(tmp_path, one_process, n, devices, mesh):
     expected, resumed = one_process
@@ -300,10 +300,10 @@ def train_together(cwd: Path, *data: Path) -> list[subprocess.Popen]:
 @pytest.mark.parametrize(
     ("victim", "number", "status"),
     [
-        pytest.param(1, signal.SIGTERM, 128 + signal.SIGTERM, marks=pytest.mark.exhaustive),
-        pytest.param(1, signal.SIGKILL, 1, marks=pytest.mark.exhaustive),
-        pytest.param(0, signal.SIGKILL, 1, marks=pytest.mark.exhaustive),
-        pytest.param(1, signal.SIGSTOP, 1, marks=pytest.mark.exhaustive),
+        pytest.param(1, signal.SIGTERM, 128 + signal.SIGTERM, marks=pytest.mark.slow),
+        pytest.param(1, signal.SIGKILL, 1, marks=pytest.mark.slow),
+        pytest.param(0, signal.SIGKILL, 1, marks=pytest.mark.slow),
+        pytest.param(1, signal.SIGSTOP, 1, marks=pytest.mark.slow),
     ],
 )
 def test_loss_of_one_process_ends_all_with_a_message(books, tmp_path, victim, number, status):
@@ -355,7 +355,7 @@ def test_shutdown_does_not_wait_for_devices(tmp_path):
         assert process.returncode == 0, out + err
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_failed_process_does_not_wait_for_a_save(tmp_path):
     program = """if True:
         import sys, time
@@ -409,7 +409,7 @@ def test_failed_process_does_not_wait_for_a_save(tmp_path):
         assert stored.steps() == [5] and stored.step() == 5
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_full_disk_ends_all_processes_and_the_run_resumes(books, tmp_path):
     with mounted(tmp_path, "8m") as disk:
         processes = train_together(disk, books, books)
@@ -457,7 +457,7 @@ def test_differing_programs_of_processes_are_refused(books, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_process_without_data_ends_all_processes(books, tmp_path):
     first, second = train_together(tmp_path, books, tmp_path / "nothing")
     out, err = second.communicate(timeout=120)

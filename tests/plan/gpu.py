@@ -12,7 +12,7 @@ from jaxformer.plan.topology import GPU
 from tests.helpers import ROOT
 
 needs_compiler = [
-    pytest.mark.exhaustive,
+    pytest.mark.slow,
     pytest.mark.skipif(not GPU.is_installed, reason="the compiler for NVIDIA GPUs is not installed"),
 ]
 """Marks of tests that compile for GPUs."""

@@ -93,9 +93,7 @@ ONCE = "moe.py:moe"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "spec", [pytest.param(spec, marks=[] if spec == ONCE else pytest.mark.exhaustive) for spec in CASES]
-)
+@pytest.mark.parametrize("spec", [pytest.param(spec, marks=[] if spec == ONCE else pytest.mark.slow) for spec in CASES])
 def test_every_model_trains_resumes_and_is_inspected(spec, places, tmp_path):
     config = small(spec, places, steps=4)
     load = partial(config.data.load, config.model, config.train.batch_size, config.seed)

@@ -34,7 +34,7 @@ from jaxformer.train.kernels import (
     unfused_attention,
 )
 from tests.arrays import normal
-from tests.helpers import ROOT, exhaustive
+from tests.helpers import ROOT, slow
 from tests.ops.attending import SCALE, assert_all_close, qkv, value_and_gradients
 
 
@@ -189,7 +189,7 @@ def test_unsupported_calls_use_unfused_attention() -> None:
 
 @pytest.mark.parametrize(
     "kernel",
-    [exhaustive("splash"), "cudnn"],
+    [slow("splash"), "cudnn"],
 )
 @pytest.mark.parametrize(
     ("H", "G"),

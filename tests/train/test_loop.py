@@ -44,7 +44,7 @@ def compiled_in_half_the_time() -> Iterator[None]:
     jax.config.update("jax_disable_most_optimizations", False)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_resume_on_fewer_devices_is_the_same_training(tmp_path):
     """Eight devices, then two, then one, against a run that never stopped."""
     config = Config(

@@ -32,7 +32,7 @@ from jaxformer.train.optimizer import (
 )
 from jaxformer.train.setup import TrainSetup
 from tests.arrays import first_params, normal, random_tokens
-from tests.helpers import exhaustive, slow
+from tests.helpers import slow
 from tests.inspect.test_activations import MODELS
 
 TORCH = Path(__file__).parents[1] / "fixtures/optimizers_torch.npz"
@@ -420,7 +420,7 @@ def changes(config: OptimizerConfig, width: int) -> tuple[float, float]:
     return tuple(float(jnp.sqrt(jnp.mean((a - b) ** 2))) for a, b in zip(outputs[0], outputs[4], strict=True))
 
 
-@pytest.mark.parametrize("name", [slow("adamw", id="adamw"), *(exhaustive(n, id=n) for n in ("lion", "muon"))])
+@pytest.mark.parametrize("name", [slow("adamw", id="adamw"), *(slow(n, id=n) for n in ("lion", "muon"))])
 def test_changes_of_activations_grow_with_the_width_only_without_base_width(name):
     """The coordinate check of Yang et al. 2022, appendix D.1."""
     config = OptimizerConfig(name, learning_rate=0.003)
@@ -431,7 +431,7 @@ def test_changes_of_activations_grow_with_the_width_only_without_base_width(name
         assert 0.8 * at_64 < at_512_scaled < 1.25 * at_64
 
 
-@pytest.mark.parametrize("config", [(slow if n in STATEFUL else exhaustive)(c, id=n) for n, c in CONFIGS.items()])
+@pytest.mark.parametrize("config", [slow(c, id=n) for n, c in CONFIGS.items()])
 def test_training_lowers_the_loss_and_resumes_bit_identically(tmp_path, config):
     """Compiled, with donated state, and clipped, so that a chain of states is saved."""
     config = replace(config, clip_norm=1.0, warmup_steps=2)

@@ -33,7 +33,7 @@ def test_sigterm_saves_a_checkpoint_and_stops(tmp_path):
     assert CheckpointReader(tmp_path / "run").step() == step
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_sigkill_right_after_sigterm_leaves_an_intact_checkpoint(tmp_path):
     books = write_books(tmp_path / "books")
     process = start("train.py", *tiny(books, 10**6, *ENDLESS), "--run", "run", cwd=tmp_path)

@@ -37,7 +37,7 @@ from jaxformer.train import setup
 from jaxformer.train.setup import TrainSetup, TrainState
 from jaxformer.train.step import CompiledStep, make_eval_step, make_gradient, make_train_step
 from tests.arrays import assert_close
-from tests.helpers import exhaustive
+from tests.helpers import slow
 
 V, T, B = 40, 12, 16
 MODEL = DecoderConfig(V, T, 16, n_blocks=1, n_heads=4, d_ff=(24,), norm="rmsnorm")
@@ -117,7 +117,7 @@ def assert_same_training(mesh: str, config: Config, other_mesh: str, other: Conf
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["data=8", exhaustive("fsdp=8"), exhaustive("data=2,tensor=4"), CUBE, "tensor=2"])
+@pytest.mark.parametrize("mesh", ["data=8", slow("fsdp=8"), slow("data=2,tensor=4"), CUBE, "tensor=2"])
 def test_training_is_the_same_on_every_mesh(mesh):
     assert_same_training(mesh, CONFIG, "data=1", CONFIG)
     losses = trained("data=1")[0]
@@ -125,7 +125,7 @@ def test_training_is_the_same_on_every_mesh(mesh):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("n_microbatches", [exhaustive(2), 4])
+@pytest.mark.parametrize("n_microbatches", [slow(2), 4])
 def test_gradient_accumulation_is_the_same_training(n_microbatches):
     assert_same_training("data=2,fsdp=2", computed(CONFIG, grad_accumulation_steps=n_microbatches), "data=1", CONFIG)
 
@@ -134,9 +134,9 @@ def test_gradient_accumulation_is_the_same_training(n_microbatches):
 @pytest.mark.parametrize(
     ("mesh", "fields"),
     [
-        exhaustive("data=1", {"remat": "dots"}),
-        exhaustive("fsdp=4", {"remat": "block"}),
-        exhaustive("fsdp=4", {"scan_blocks": True}),
+        slow("data=1", {"remat": "dots"}),
+        slow("fsdp=4", {"remat": "block"}),
+        slow("fsdp=4", {"scan_blocks": True}),
         (CUBE, {"remat": "block", "scan_blocks": True, "grad_accumulation_steps": 2}),
     ],
     ids=str,
@@ -149,8 +149,8 @@ def test_remat_and_scanned_blocks_are_the_same_training(mesh, fields):
 @pytest.mark.parametrize(
     ("mesh", "fields"),
     [
-        exhaustive("data=8", {}),
-        exhaustive(CUBE, {"grad_accumulation_steps": 2}),
+        slow("data=8", {}),
+        slow(CUBE, {"grad_accumulation_steps": 2}),
         ("fsdp=2", {"remat": "block", "scan_blocks": True}),
     ],
     ids=str,
@@ -171,10 +171,10 @@ def gradient_of_experts(mesh: str, **fields: object) -> tuple[jax.Array, Params]
 @pytest.mark.parametrize(
     ("mesh", "fields"),
     [
-        exhaustive("expert=4", {}),
-        exhaustive("data=8", {}),
+        slow("expert=4", {}),
+        slow("data=8", {}),
         ("fsdp=2,expert=2,tensor=2", {}),
-        exhaustive("expert=4", {"remat": "block", "scan_blocks": True}),
+        slow("expert=4", {"remat": "block", "scan_blocks": True}),
     ],
     ids=str,
 )
@@ -202,9 +202,9 @@ def gradient_of_padded_rows(mesh: str, config: Config) -> tuple[jax.Array, Param
 @pytest.mark.parametrize(
     ("mesh", "fields"),
     [
-        exhaustive("data=8", {}),
+        slow("data=8", {}),
         ("fsdp=2,expert=2", {"remat": "block", "scan_blocks": True}),
-        exhaustive("expert=2", {"grad_accumulation_steps": 4}),
+        slow("expert=2", {"grad_accumulation_steps": 4}),
         ("data=2", {"grad_accumulation_steps": 2}),
     ],
     ids=str,
@@ -257,9 +257,7 @@ def test_bfloat16_over_a_tensor_axis_of_cpus_is_refused():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [*map(exhaustive, ("nesterov_sgd", "adamw", "lion")), exhaustive("schedule_free"), "muon"]
-)
+@pytest.mark.parametrize("name", [*map(slow, ("nesterov_sgd", "adamw", "lion")), slow("schedule_free"), "muon"])
 def test_optimizer_updates_are_computed_on_shards(name):
     config = replace(CONFIG, optimizer=OptimizerConfig(name=name, learning_rate=HIGHER_RATES[name], clip_norm=1.0))
     assert_same_training("fsdp=8", config, "data=1", config)
@@ -329,7 +327,7 @@ def test_train_step_applies_optax_to_the_gradient_of_the_loss():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("n_microbatches", [exhaustive(1), 4])
+@pytest.mark.parametrize("n_microbatches", [slow(1), 4])
 def test_a_gradient_whose_sum_over_tokens_would_overflow_is_finite(n_microbatches):
     """W_out's: with blocks that give nothing, the sum over 192 tokens of 3e37 times softmax less one-hot; float32 ends
     at 3.4e38. The autopsy must not find fault with it, either."""
@@ -364,10 +362,10 @@ def loss_and_gradient(config: Config, n_chunks: int) -> tuple[jax.Array, Params]
     ("unembedding", "n_chunks"),
     [
         ("linear", 3),
-        exhaustive("linear", 13),
+        slow("linear", 13),
         ("linear", B * T),
         ("tied", 13),
-        *(exhaustive("tied", n_chunks) for n_chunks in (3, B * T)),
+        *(slow("tied", n_chunks) for n_chunks in (3, B * T)),
     ],
 )
 def test_chunked_logits_give_the_same_loss_and_gradient(unembedding, n_chunks):
