@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import film as benchmark
 from jaxformer.cli import film, train
 from jaxformer.inspect.heads import ablate_heads, head_statistics, target_mask
 from jaxformer.inspect.pages import live
@@ -14,6 +13,7 @@ from jaxformer.inspect.pages.live import film_frames
 from jaxformer.inspect.pages.model import held_out, write_model_page
 from jaxformer.inspect.residual_stream import logit_lens
 from jaxformer.runs.run import load_run
+from studies import film as benchmark
 from tests.browser import browsing, complaints, embedded, wait_for
 from tests.helpers import tiny, write_books
 

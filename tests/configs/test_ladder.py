@@ -11,7 +11,6 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import recipe
 from configs import ladder
 from jaxformer.cli.arguments import load_config
 from jaxformer.config import Config
@@ -22,6 +21,7 @@ from jaxformer.parallel.mesh import make_mesh
 from jaxformer.runs.run import abstract_params, create_run
 from jaxformer.train.setup import TrainSetup
 from jaxformer.train.step import make_train_step
+from studies import recipe
 from tests.helpers import ROOT, exhaustive
 
 LAST = [*ladder.RECIPE][-1]

@@ -1,4 +1,4 @@
-"""Stability margins of `configs/quick.py`; `benchmarks/margins.py` measures more of them."""
+"""Stability margins of `configs/quick.py`; `studies/margins.py` measures more of them."""
 
 import json
 import os
@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import margins
+from studies import margins
 from tests.helpers import ROOT
 
 STEPS = 100
@@ -32,7 +32,7 @@ def test_first_steps_at_twice_the_learning_rate_have_no_loss_spike(tmp_path: Pat
     # Compiled as for a user: unoptimised code, as other tests run it, takes minutes.
     env = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
     subprocess.run(
-        [sys.executable, "-m", "benchmarks.margins", "--out", str(tmp_path), "--only", *configs, "--seeds", "1",
+        [sys.executable, "-m", "studies.margins", "--out", str(tmp_path), "--only", *configs, "--seeds", "1",
          "--devices", "2", "--factors", "2", "--steps", str(STEPS), "--seconds", "700"],
         cwd=ROOT, env=env, check=True, capture_output=True, timeout=800,
     )  # fmt: skip

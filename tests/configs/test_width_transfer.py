@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks import record, width_transfer
-from benchmarks.recipe import read
-from benchmarks.width_transfer import FACTOR, best_rate, config_at, outcomes, search, section
+from benchmarks import record
 from jaxformer.cli.arguments import load_config
 from jaxformer.errors import UserError
+from studies import width_transfer
+from studies.recipe import read
+from studies.width_transfer import FACTOR, best_rate, config_at, outcomes, search, section
 from tests.helpers import ROOT, write_books
 
 
@@ -125,7 +126,7 @@ def test_trainings_are_stored_once_and_written(
     monkeypatch.setattr(width_transfer, "HELD_OUT", 8)
     monkeypatch.setattr(record, "ROOT", tmp_path)
     monkeypatch.setattr(record, "commit", lambda: "abc")
-    monkeypatch.setattr(record.write, "__defaults__", (tmp_path,))
+    monkeypatch.setattr(record, "STUDY_RESULTS", tmp_path)
     folder = tmp_path / "runs"
     own = ["--data.path", str(write_books(tmp_path / "books")), "--widths", "8", "16", "--seeds", "1"]
     for _ in range(2):

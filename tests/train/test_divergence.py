@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.divergence import judge
 from jaxformer.config import Config, OptimizerConfig
 from jaxformer.data.windows import TextConfig
 from jaxformer.models.clip import CLIPConfig
@@ -25,6 +24,7 @@ from jaxformer.train.divergence import (
     head_entropy,
 )
 from jaxformer.train.remedies import hints, remedies
+from studies.divergence import judge
 
 CHANCE = log(2048)
 FALLING = [CHANCE + 0.1 - 0.03 * step for step in range(80)]
@@ -33,7 +33,7 @@ MINIMUM = FALLING[-1]
 FEWEST_STEPS = int(LOST_STEPS / MAX_LOST**2)
 """Steps to notice the largest losses."""
 TRACES = json.loads((Path(__file__).parents[1] / "fixtures/divergence.json").read_text())
-"""Loss and gradient norm of each step of runs that `benchmarks/divergence.py` trained, rounded."""
+"""Loss and gradient norm of each step of runs that `studies/divergence.py` trained, rounded."""
 
 
 def watch(losses: list[float], grad_norms: list[float] | None = None, chance: float = CHANCE) -> list[Divergence]:
