@@ -9,26 +9,36 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from math import inf, log
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from benchmarks import record
+from configs import ladder as ladder_rungs
 from jaxformer.cli.arguments import load_config
 from jaxformer.cli.options import CommandLine
 from jaxformer.cli.train import Arguments
 from jaxformer.config import TokenModelConfig
 from jaxformer.config.files import load_module
+from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError
+from jaxformer.runs.run import create_run
 from jaxformer.train.log import read_metrics
-from studies import books, first_run, heads, modalities, sources
+from studies import books, first_run, heads, margins, modalities, recipe, sources, width_transfer
 from studies import ladder as reduced_ladder
+from studies.divergence import judge
 from studies.ladder import Row, Study, studies
+from studies.width_transfer import FACTOR, best_rate, config_at, outcomes, search, section
 from tests.helpers import ROOT, write_books
 
+RESULTS = ROOT / "studies/results"
 SOURCES = ROOT / "studies/sources.sh"
+LAST = [*ladder_rungs.RECIPE][-1]
 MARKS = "<!-- outcomes of studies/sources.py -->\n", "<!-- end of outcomes -->\n"
 
 
@@ -54,23 +64,30 @@ def outcome(rung: str, steps: int, **changes: Any) -> dict[str, Any]:
     } | changes  # fmt: skip
 
 
-def test_table_shows_what_is_stored():
-    rungs = {
-        "residual": outcome("residual", 10_644),
-        "two_blocks": outcome("two_blocks", 3_400, perplexity=None, bits_per_byte=None, entropy=""),
-        "four_blocks": outcome("four_blocks", 6, ended_early="not finite at step 6", ended=True),
-    }
-    _, rule, *lines = sources.table(rungs).splitlines()
-    assert rule == "|" + "---|" * 9
-    assert lines[0] == "| `residual` | 6,500,000 | 10,644 | 54.60 | 2.400 | 1.17 | 12.3 | NVIDIA H200 | 68.284 |"
-    assert lines[1].startswith("| `two_blocks` | 6,500,000 | 3,400 of 10,644 | - | - | - |")
-    assert lines[2].startswith("| `four_blocks` | 6,500,000 | not finite at step 6 |")
+@pytest.mark.parametrize(
+    ("page", "marks", "expected"),
+    [
+        ("alternatives", MARKS, lambda: sources.table(sources.read_outcomes(RESULTS / "sources.json"))),
+        (
+            "alternatives", (recipe.BEGIN, recipe.END),
+            lambda: recipe.section(recipe.read("recipe"), recipe.read("recipe_trials")),
+        ),
+        ("training", (width_transfer.BEGIN, width_transfer.END), lambda: section(recipe.read("width_transfer"))),
+    ],
+    ids=["sources", "recipe", "width_transfer"],
+)  # fmt: skip
+def test_pages_show_the_stored_outcomes(page, marks, expected):
+    shown = (ROOT / f"docs/{page}.md").read_text(encoding="utf-8").split(marks[0])[1].split(marks[1])[0]
+    assert shown == f"\n{expected()}\n"
 
 
-def test_page_of_the_ladder_shows_the_stored_outcomes_of_the_sources_size():
-    page = (ROOT / "docs/alternatives.md").read_text()
-    shown = page.split(MARKS[0])[1].split(MARKS[1])[0]
-    assert shown == f"\n{sources.table(sources.read_outcomes(ROOT / 'studies/results/sources.json'))}\n"
+@pytest.mark.slow
+def test_outcomes_of_another_size_are_not_stored_as_the_sources(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["sources.py", "--data.path", "books", "--steps", "4"])
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # handlers are those of the tests
+    monkeypatch.setattr(sources, "train", lambda *_: pytest.fail("training began"))
+    assert sources.main() == 2 and "steps 4" in capsys.readouterr().err
 
 
 def test_rung_that_has_not_gone_on_keeps_its_outcome():
@@ -93,38 +110,6 @@ def ladder(folder: Path, *options: str) -> subprocess.Popen:
         [SOURCES, "--folder", folder / "runs", *options],
         env=environment, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--data.path", "books", "--steps", "4"], "mlp_rowwise has steps 4, the sources 10644; name a folder"),
-        ([], "--data.path is missing"),
-        (["--data.path", "books", "--seconds", "60"], "--seconds is 60; it must be above 60"),
-        (["--data.path", "books", "--results", "wrong"], "sources.json holds no outcomes of the ladder"),
-    ],
-)
-def test_mistakes_are_named_before_anything_is_trained(tmp_path, monkeypatch, capsys, options, message):
-    (tmp_path / "wrong").mkdir()
-    (tmp_path / "wrong/sources.json").write_text('{"figures": {"rungs": {"residual": {"ru')
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["sources.py", *options])
-    monkeypatch.setattr(signal, "signal", lambda *_: None)  # handlers are those of the tests
-    monkeypatch.setattr(sources, "train", lambda *_: pytest.fail("training began"))
-    try:
-        status = sources.main()
-    except SystemExit as ended:
-        status = ended.code
-    assert status == 2 and message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("text", ["", "before", MARKS[0], MARKS[1] + MARKS[0]])
-def test_page_without_its_marks_is_left_alone(tmp_path, text):
-    page = tmp_path / "alternatives.md"
-    page.write_text(text)
-    with pytest.raises(UserError, match=r"alternatives\.md lacks the lines"):
-        sources.fill_page(page, {})
-    assert page.read_text() == text
 
 
 @pytest.mark.exhaustive
@@ -182,11 +167,6 @@ def test_books_are_copied_when_all_are_those_listed(tmp_path, monkeypatch, capsy
             (tmp_path / "corpora/19C/b.txt").write_bytes(content)
         assert books.main() == 2
         assert said in capsys.readouterr().err and not (tmp_path / "books").exists()
-
-
-def test_books_of_the_ladder_are_50_and_3():
-    rows = books.LIST.read_text().splitlines()[1:]
-    assert Counter(row.split("\t")[0] for row in rows) == {"train": 50, "val": 3}
 
 
 @pytest.mark.slow
@@ -268,6 +248,7 @@ def test_linear_prediction_of_a_line_is_sharp_and_sums_to_one():
     assert 5 <= np.argmax(after) <= 7
 
 
+@pytest.mark.slow
 def test_a_block_is_measured_beside_counts_on_a_periodic_sequence():
     tokens = np.where(np.arange(4000) % 5, np.random.default_rng(0).integers(3, size=4000), 3)
     data = modalities.sequences([tokens])
@@ -285,3 +266,161 @@ def test_windows_of_pieces_begin_with_a_separator_and_score_all_tokens():
     assert (data.held_out[indices][:, 0] == 3).all() and len(indices) == 2 and is_scored.all()
     indices, is_scored = modalities.windows(np.arange(1000), 0)
     assert (np.diff(indices[:, 0]) == modalities.T // 2).all() and is_scored.sum() == modalities.T // 2
+
+
+def test_gains_are_of_the_same_seeds():
+    def rung(before: str | None = None, **losses: float) -> dict:
+        seeds = {s: [[400, 9.0], [800, x]] for s, x in losses.items()}
+        return {"change": "", "before": before, "parameters": 1000, "seeds": seeds, "ended": {}}
+
+    rungs = {"a": rung(s0=5.0, s1=5.2), "b": rung("a", s0=4.0, s1=4.4, s2=1.0), "d": rung("c", s0=3.5)}
+    lines = recipe.table({"rungs": rungs, "ms_per_1000_targets": {"a": [3.0, 1.0, 2.0]}}).splitlines()[2:]
+    cells = [[cell.strip() for cell in line.split("|")[5:-1]] for line in lines]  # seeds, loss, gain, time
+    assert cells == [
+        ["2", "5.100 ± 0.141", "-", "2"], ["3", "3.133 ± 1.858", "0.900 ± 0.141", "-"], ["1", "3.500", "-", "-"],
+    ]  # fmt: skip
+
+
+def test_targets_at_a_loss_are_interpolated():
+    curve = [(0, 9.0), (2000, 5.0), (6000, 3.0), (8000, 2.5)]
+    assert recipe.targets_at(curve, 4.0) == pytest.approx(4000) and recipe.targets_at(curve, 2.0) is None
+
+
+@pytest.mark.slow
+def test_outcomes_are_those_of_ended_runs(tmp_path: Path) -> None:
+    def write(seed: int, *rows: dict) -> None:
+        config = replace(load_config(f"ladder:{LAST}"), seed=seed)
+        run = create_run(tmp_path / f"seed-{seed}" / LAST, config, Tokenizer.train([], 257), allow_suffix=False)
+        (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        if rows[-1]["step"] == config.steps:
+            (run / f"checkpoints/{config.steps}").mkdir(parents=True)
+
+    last = load_config(f"ladder:{LAST}")
+    model: Any = last.model
+    steps, per_step = last.steps, last.train.batch_size * model.context_length
+    write(0, {"step": 2, "val_loss": 5.5}, {"step": steps, "val_loss": 4.5})
+    write(1, {"step": 2, "val_loss": 5.6})
+    assert recipe.outcomes(tmp_path)[LAST]["seeds"] == {"0": [[2 * per_step, 5.5], [steps * per_step, 4.5]]}
+    write(2, {"step": 7, "diverged": {"began": 3}})
+    with pytest.raises(UserError, match=f"seed-2/{LAST} diverged at step 3, which no rung"):
+        recipe.outcomes(tmp_path)
+
+
+def test_widths_have_heads_of_one_width_and_mlps_in_proportion() -> None:
+    wide, same, narrow = (config_at(width, "scaled", "books", None, 0) for width in (256, 128, 64))
+    rung: Any = load_config(width_transfer.RUNG)
+    for config, factor in ((wide, 2), (same, 1), (narrow, 1 / 2)):
+        model: Any = config.model
+        assert (model.width_of_head, model.n_heads) == (64, 2 * factor)
+        assert model.d_ff == (1680 * factor,) and model.unembedding_std == pytest.approx(128**-0.5 / factor)
+        fixed = config_at(model.d_model, "fixed", "books", None, 0)
+        assert fixed == replace(
+            config, optimizer=replace(config.optimizer, base_width=None), model=replace(model, unembedding_std=None)
+        )
+    assert (wide.optimizer.base_width, same.optimizer.base_width) == (rung.model.d_model, None)
+    with pytest.raises(UserError, match="the width 100 is no multiple of 64"):
+        config_at(100, "fixed", "books", None, 0)
+
+
+def bowl(center: float) -> Callable[[int], float]:
+    """Losses that grow on either side of an exponent, infinite from 7 on."""
+    return lambda k: 4 + 0.01 * (k - center) ** 2 if k < 7 else inf
+
+
+@pytest.mark.parametrize(("center", "start", "exponents"), [(0.2, 0, (-1, 1)), (4.8, -1, (-2, 6)), (-3, 0, (-4, 1))])
+def test_search_ends_when_the_best_has_a_neighbour_on_either_side(center, start, exponents) -> None:
+    losses = search(bowl(center), start)
+    best = round(center)
+    assert {*range(best - 1, best + 2)} <= losses.keys() <= {*range(exponents[0], exponents[1] + 1)}
+
+
+def test_best_learning_rate_is_the_minimum_of_the_parabola() -> None:
+    losses = {0.01 * FACTOR**k: 4 + 0.3 * (log(FACTOR**k) - 0.1) ** 2 for k in range(-1, 2)}
+    expected = pytest.approx((0.01 * 2.718281828**0.1, 4))
+    assert best_rate(losses) == best_rate(losses | {0.1: 9.8, 1.0: None}) == expected
+    assert best_rate(dict(list(losses.items())[:2])) is best_rate({1.0: None}) is None
+    diverged = {rate: None if rate > 0.0101 else value for rate, value in losses.items()}
+    assert best_rate(diverged) == (0.01, losses[0.01])
+    assert best_rate(dict.fromkeys((1.0, 2.0, 3.0, 4.0), 5.0) | {1.0: 6.0}) is not None
+
+
+def pieces(rule: str, width: int, seed: int, best: float) -> list[dict[str, Any]]:
+    """Trainings whose losses have their minimum, 4, at `best`, next to the one in the middle."""
+    return [
+        {"rule": rule, "width": width, "seed": seed, "learning_rate": rate, "targets": 61_440, "parameters": 9,
+         "loss": 4 + log(rate / best) ** 2}
+        for rate in (0.9 * best * FACTOR**k for k in (-1, 0, 1))
+    ]  # fmt: skip
+
+
+def test_best_of_each_seed_and_the_largest_ratio_of_widths_are_stored():
+    measured = [
+        *pieces("fixed", 64, 0, 0.02), *pieces("fixed", 128, 0, 0.005), *pieces("fixed", 128, 1, 0.02),
+        *pieces("scaled", 64, 0, 0.008), *pieces("scaled", 256, 0, 0.008)[:2],
+    ]  # fmt: skip
+    rules = outcomes(measured, base_width=128)["rules"]
+    assert list(rules["scaled"]["widths"]) == ["64", "128"]  # 256 is incomplete; the base width has one rule
+    assert rules["fixed"]["widths"]["128"]["mean"] == pytest.approx(0.01)  # of 0.005 and 0.02
+    assert [rules[name]["ratio"] for name in ("fixed", "scaled")] == pytest.approx([2, 1.25])
+
+
+@pytest.mark.exhaustive
+def test_trainings_are_stored_once_and_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rung: Any = load_config(width_transfer.RUNG)
+    model = replace(rung.model, vocab_size=280, context_length=8, d_model=8, n_heads=2, d_ff=(12,))
+    rung = replace(rung, model=model, optimizer=replace(rung.optimizer, learning_rate=0.1))
+    (tmp_path / "docs").mkdir()
+    page = tmp_path / "docs/training.md"
+    page.write_text(width_transfer.BEGIN + width_transfer.END)
+    monkeypatch.setattr(width_transfer.machine, "set_up", lambda: None)
+    monkeypatch.setattr(width_transfer, "load_config", lambda _: rung)
+    monkeypatch.setattr(width_transfer, "STEPS", 6)
+    monkeypatch.setattr(width_transfer, "HELD_OUT", 8)
+    monkeypatch.setattr(record, "ROOT", tmp_path)
+    monkeypatch.setattr(record, "commit", lambda: "abc")
+    monkeypatch.setattr(record, "STUDY_RESULTS", tmp_path)
+    folder = tmp_path / "runs"
+    own = ["--data.path", str(write_books(tmp_path / "books")), "--widths", "8", "16", "--seeds", "1"]
+    for _ in range(2):
+        monkeypatch.setattr(sys, "argv", ["width_transfer", "train", "--folder", str(folder), *own])
+        assert width_transfer.main() == 0
+    lines = capsys.readouterr().out.splitlines()
+    files = [json.loads(file.read_text()) for file in folder.glob("*.json")]
+    assert len([line for line in lines if "seed 0" in line]) == len(files) >= 9
+    assert {(x["rule"], x["width"]) for x in files} == {("fixed", 8), ("fixed", 16), ("scaled", 16)}
+    assert {x["targets"] for x in files} == {6 * 8 * 8}
+    monkeypatch.setattr(sys, "argv", ["width_transfer", "write", "--folder", str(folder)])
+    assert width_transfer.main() == 0
+    figures = json.loads((tmp_path / "width_transfer.json").read_text())["figures"]
+    assert section(figures) in page.read_text()
+    widths = figures["rules"]["scaled"]["widths"]
+    assert widths.keys() == {"8", "16"} and all(x["loss"] < 3 for x in widths.values())  # log(280) is 5.63
+
+
+def test_excursion_is_measured_from_the_smallest_mean_before_it() -> None:
+    excursion = margins.excursion
+    losses = np.array([9.0, 5.0, 8.0, 4.0, 4.5, 3.0, 3.75])
+    assert excursion(losses, 1, 0) == 3.0  # 8 after 5
+    assert excursion(losses, 1, 2) == 0.75  # 3.75 after 3; before, 4.5 after 4
+    assert excursion(losses, 2, 1) == 0.0  # means 6.5, 6, 4.25, 3.75, 3.375
+    assert excursion(losses, 1, 4) == 3.0  # a warm-up that ends too late to leave half of the steps counts, too
+    assert excursion(np.array([3.0, np.nan, 2.0]), 1, 0) == np.inf
+
+
+@pytest.mark.parametrize(
+    ("diverges", "losses", "noticed", "outcome"),
+    [
+        (True, [5.0, 9.0, 9.0], 3, "detected in time"),
+        (True, [5.0, *[9.0] * 30], 30, "WRONG"),
+        (True, [5.0, 9.0, 9.0], None, "WRONG"),
+        (True, [5.0, 5.1, 4.9], None, "did not diverge"),
+        (False, [5.0, 5.1, 4.9], None, "not stopped"),
+        (False, [5.0, 9.0, 4.9], 2, "WRONG"),
+    ],
+)
+def test_a_run_that_never_diverged_is_not_counted_as_noticed(diverges, losses, noticed, outcome):
+    notices = [] if noticed is None else [{"step": noticed, "reason": ""}]
+    piece = {"rows": [[x, 1.0, 1.0] for x in losses], "not_finite": None, "noticed": notices, "diverges": diverges}
+    assert judge(piece)["outcome"] == outcome

@@ -6,7 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from studies import margins
@@ -14,16 +13,6 @@ from tests.helpers import ROOT
 
 STEPS = 100
 """Twice the warm-up, the fewest of which an excursion counts those after it alone."""
-
-
-def test_excursion_is_measured_from_the_smallest_mean_before_it() -> None:
-    excursion = margins.excursion
-    losses = np.array([9.0, 5.0, 8.0, 4.0, 4.5, 3.0, 3.75])
-    assert excursion(losses, 1, 0) == 3.0  # 8 after 5
-    assert excursion(losses, 1, 2) == 0.75  # 3.75 after 3; before, 4.5 after 4
-    assert excursion(losses, 2, 1) == 0.0  # means 6.5, 6, 4.25, 3.75, 3.375
-    assert excursion(losses, 1, 4) == 3.0  # a warm-up that ends too late to leave half of the steps counts, too
-    assert excursion(np.array([3.0, np.nan, 2.0]), 1, 0) == np.inf
 
 
 @pytest.mark.exhaustive
