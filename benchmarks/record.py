@@ -1,4 +1,4 @@
-"""Metadata of every benchmark: hardware, versions, commit and date."""
+"""Metadata of every benchmark and study: hardware, versions, commit and date."""
 
 import contextlib
 import datetime
@@ -12,6 +12,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
+STUDY_RESULTS = ROOT / "studies" / "results"
 
 
 def cores() -> int:
@@ -48,23 +49,22 @@ def commit(root: Path = ROOT) -> str:
     of the environment variable COMMIT."""
     try:
         git = ("git", "-C", str(root))
-        changed = output_of(*git, "status", "--porcelain", "--", ".", f":!{RESULTS.relative_to(ROOT)}")
+        others = [f":!{folder.relative_to(ROOT)}" for folder in (RESULTS, STUDY_RESULTS)]
+        changed = output_of(*git, "status", "--porcelain", "--", ".", *others)
         return output_of(*git, "rev-parse", "HEAD") + ("-dirty" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return os.environ.get("COMMIT", "unknown")
 
 
-def write(
-    name: str, figures: dict[str, Any], software: dict[str, str], folder: Path = RESULTS, **hardware: Any
-) -> Path:
+def write(name: str, figures: dict[str, Any], software: dict[str, str], folder: Path, **hardware: Any) -> Path:
     """Write `<name>.json`: the figures, and the hardware and software that they were measured on. The recorded load is
     the average number of runnable processes over five minutes, including this measurement.
 
     Args:
-      name: name of the benchmark.
+      name: name of the benchmark or study.
       figures: figures in JSON types; keys contain the units.
       software: result of `versions` in the measured processes.
-      folder: folder of the file.
+      folder: folder of the file: `RESULTS` or `STUDY_RESULTS`, unless the user named another.
       hardware: hardware besides the CPU, such as `gpu="…"`.
     """
     load = {"load": round(os.getloadavg()[1], 2)} if hasattr(os, "getloadavg") else {}  # Windows has none

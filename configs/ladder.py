@@ -6,7 +6,7 @@ steps are three epochs, is an option (`--data.path books`); by default, a rung t
 lists the sources' validation results on books: perplexity, and attention entropy in nats.
 
 The last rungs are followed by candidates for a recipe: a small model that should learn from a tenth of the tokens what
-`small` learns from all. They are trained only if named (`--rungs`), or by `benchmarks/recipe.py`, which decides.
+`small` learns from all. They are trained only if named (`--rungs`), or by `studies/recipe.py`, which decides.
 """
 
 from dataclasses import replace

@@ -257,7 +257,7 @@ def test_commands_run(here, monkeypatch, capsys, command):
             pytest.importorskip({"gguf": "gguf", "stablehlo": "flatbuffers"}.get(words[-1], "safetensors"))
             assert export.main(words[4:]) == 0
             assert capsys.readouterr().out.startswith("run runs/")
-        elif words[:2] == ["python", "-m"] and words[2].startswith("benchmarks"):
+        elif words[:2] == ["python", "-m"] and words[2].startswith(("benchmarks", "studies")):
             script = (ROOT / words[2].replace(".", "/")).with_suffix(".py").read_text()
             assert all(f'"{word}"' in script for word in words if word.startswith("--"))
         elif words[:2] == ["python", "sample.py"]:

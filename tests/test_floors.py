@@ -1,6 +1,7 @@
 """Imports run downwards only, and the top level matches the design."""
 
 import ast
+import re
 import subprocess
 from pathlib import Path
 
@@ -25,7 +26,7 @@ ACROSS = {"inspect", "plan"}
 TOP_LEVEL = {
     "pyproject.toml", "constraints.txt", "mkdocs.yml", "Makefile", "README.md", "AGENTS.md", "CHANGELOG.md",
     "CITATION.cff", "CONTRIBUTING.md", "LICENSE", "train.py", "sample.py", "jaxformer", "configs", "tests",
-    "benchmarks", "docs",
+    "benchmarks", "studies", "tools", "docs",
 }  # fmt: skip
 FILES = sorted((ROOT / "jaxformer").rglob("*.py"))
 MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}
@@ -58,6 +59,16 @@ def test_imports_run_downwards(module):
     beside = {name for name in others if FLOOR[name] == FLOOR[here]}
     wrong = others - below - (beside if here in FLOORS[0].split() else beside - ACROSS if here in ACROSS else set())
     assert not wrong, f"{here} is on floor {FLOOR[here]} and must not import {wrong}"
+
+
+NOT_INSTALLED = re.compile(r"^\s*(?:from|import) (?:benchmarks|studies|tools|docs|tests)\b.*", re.MULTILINE)
+"""Imports from folders of the repository that are not installed."""
+
+
+@pytest.mark.parametrize("folder", ["jaxformer", "configs"])
+def test_installed_files_import_nothing_that_is_not_installed(folder):
+    imports = {path: NOT_INSTALLED.findall(path.read_text("utf-8")) for path in (ROOT / folder).rglob("*.py")}
+    assert imports and not {path: lines for path, lines in imports.items() if lines}
 
 
 def test_files_have_no_import_circle():

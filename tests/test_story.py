@@ -47,7 +47,7 @@ def test_output_follows_its_block_and_figures_stand_between_their_marks(monkeypa
     figures["loss_by_position"] = [5.0, 4.0, 3.0, 2.0]
     timed = {"T 2,048": {"ms": {"a": {"median": 0.5}, "b": {"median": 1234.5}}, "derived": {"MiB": 12.5}}}
     monkeypatch.setattr(
-        story, "stored_figures", lambda name: {"unit": "ms", "roles": {"a": "", "b": ""}, "points": timed}
+        story, "stored_figures", lambda *_: {"unit": "ms", "roles": {"a": "", "b": ""}, "points": timed}
     )
     rows = {"a": {"0": figures, "1": figures | {"perplexity": 2.5}}}
     monkeypatch.setattr(story, "studies", lambda: {"ladder": {"rows": rows}})
@@ -72,7 +72,7 @@ def test_first_run_has_its_log_and_its_text(monkeypatch):
         for name, factor, bits in (("quick", 1, 1.5), ("quick", 1, 1.75), ("quick", 2, 9.0), ("modern", 1, 9.0))
     ]
     figures = {"log": ["data: a", "step 0"], "sample": "A\nman said. " + "Yes. " * 80, "pieces": pieces}
-    monkeypatch.setattr(story, "stored_figures", lambda name: figures)
+    monkeypatch.setattr(story, "stored_figures", lambda _: figures)
     page = "".join(f"<!-- first_run {part} -->\nold\n<!-- end -->\n" for part in ("log", "sample"))
     page += "In <!-- margins/quick seconds -->9<!-- --> seconds, <!-- margins/quick seeds -->9<!-- -->: "
     page += "<!-- margins/quick bits -->9<!-- -->\n"

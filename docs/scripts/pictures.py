@@ -197,7 +197,7 @@ def context() -> str:
     """Return the time of a text with and without a cache, and the memory of attention, over the length."""
     charts = []
     for case in ("cache", "scores"):
-        points = stored_figures(case)["points"]
+        points = stored_figures(case, "benchmarks")["points"]
         charts.append({int("".join(filter(str.isdigit, name))): point for name, point in points.items()})
     texts, attention = charts
     times = {

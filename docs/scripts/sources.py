@@ -35,7 +35,7 @@ class Claim:
     @property
     def measurements(self) -> list[str]:
         """Stored measurements that settle the claim."""
-        return re.findall(r"`(benchmarks/results/\w+\.json)`", self.body)
+        return re.findall(r"`((?:benchmarks|studies)/results/\w+\.json)`", self.body)
 
     @property
     def settled_by(self) -> str:

@@ -4,7 +4,7 @@ docs/alternatives.md and the README.
     python -m docs.scripts.story [PAGE.md ...]
 
 A block of Python is followed by a block of text with its output; a page is read from top to bottom. Figures are those
-of `benchmarks/results/ladder.json`. Between `<!-- STUDY/ROW FIELD -->` and `<!-- -->` stands one of the first seed, of
+of `studies/results/ladder.json`. Between `<!-- STUDY/ROW FIELD -->` and `<!-- -->` stands one of the first seed, of
 the study `ladder` without a name. Between `<!-- TABLE NAMES -->` and `<!-- end -->` stands a table, of all rows
 without names: those of `TABLES`, `<!-- seeds STUDY -->` of the perplexity of each row with each seed, `<!--
 continuations -->` of a held-out prompt by each rung, `<!-- forecasts FIELD -->` of the forecasts of a field of
@@ -83,9 +83,9 @@ TABLE = re.compile(
 )
 
 
-def stored_figures(name: str) -> dict[str, Any]:
-    """Return the figures of a file of `benchmarks/results`."""
-    stored: dict[str, Any] = json.loads((ROOT / f"benchmarks/results/{name}.json").read_text(encoding="utf-8"))
+def stored_figures(name: str, folder: str = "studies") -> dict[str, Any]:
+    """Return the figures of a file of `studies/results`, or of the results in another folder."""
+    stored: dict[str, Any] = json.loads((ROOT / folder / f"results/{name}.json").read_text(encoding="utf-8"))
     return stored["figures"]
 
 
@@ -171,7 +171,7 @@ def table(kind: str, names: list[str]) -> str:
 
 def case(name: str) -> list[list[str]]:
     """Return the median time of each side of a case at each point, and the figures that are derived from it."""
-    figures = stored_figures(name)
+    figures = stored_figures(name, "benchmarks")
     points, sides = figures["points"], list(figures["roles"])
     derived = list(next(iter(points.values()))["derived"])
     table = [[figures["unit"], *sides, *derived]]

@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import film as benchmark
 from jaxformer.cli import film, train
 from jaxformer.inspect.heads import ablate_heads, head_statistics, target_mask
 from jaxformer.inspect.pages import live
@@ -14,6 +13,7 @@ from jaxformer.inspect.pages.live import film_frames
 from jaxformer.inspect.pages.model import held_out, write_model_page
 from jaxformer.inspect.residual_stream import logit_lens
 from jaxformer.runs.run import load_run
+from studies import film as study
 from tests.browser import browsing, complaints, embedded, wait_for
 from tests.helpers import tiny, write_books
 
@@ -70,7 +70,7 @@ def test_film_of_a_run_in_a_browser(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert 0 < start[2] < end[2] < 390 and start[3] != end[3] and start[4] == 390
         assert complaints(browser) == []
 
-    stored = benchmark.measure(tmp_path / "run", 3)  # writes the page anew
+    stored = study.measure(tmp_path / "run", 3)  # writes the page anew
     assert stored["steps"] == [0, 1, 2, 4, 6] and stored["loss"] == [round(row["loss"], 4) for row in rows]
     assert [(head["layer"], head["head"]) for head in stored["heads"]] == [(layer, 0), (layer, 1)]
     for head in stored["heads"]:

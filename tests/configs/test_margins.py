@@ -1,4 +1,4 @@
-"""Stability margins of `configs/quick.py`; `benchmarks/margins.py` measures more of them."""
+"""Stability margins of `configs/quick.py`; `studies/margins.py` measures more of them."""
 
 import json
 import os
@@ -6,24 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from benchmarks import margins
+from studies import margins
 from tests.helpers import ROOT
 
 STEPS = 100
 """Twice the warm-up, the fewest of which an excursion counts those after it alone."""
-
-
-def test_excursion_is_measured_from_the_smallest_mean_before_it() -> None:
-    excursion = margins.excursion
-    losses = np.array([9.0, 5.0, 8.0, 4.0, 4.5, 3.0, 3.75])
-    assert excursion(losses, 1, 0) == 3.0  # 8 after 5
-    assert excursion(losses, 1, 2) == 0.75  # 3.75 after 3; before, 4.5 after 4
-    assert excursion(losses, 2, 1) == 0.0  # means 6.5, 6, 4.25, 3.75, 3.375
-    assert excursion(losses, 1, 4) == 3.0  # a warm-up that ends too late to leave half of the steps counts, too
-    assert excursion(np.array([3.0, np.nan, 2.0]), 1, 0) == np.inf
 
 
 @pytest.mark.slow
@@ -32,7 +21,7 @@ def test_first_steps_at_twice_the_learning_rate_have_no_loss_spike(tmp_path: Pat
     # Compiled as for a user: unoptimised code, as other tests run it, takes minutes.
     env = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
     subprocess.run(
-        [sys.executable, "-m", "benchmarks.margins", "--out", str(tmp_path), "--only", *configs, "--seeds", "1",
+        [sys.executable, "-m", "studies.margins", "--out", str(tmp_path), "--only", *configs, "--seeds", "1",
          "--devices", "2", "--factors", "2", "--steps", str(STEPS), "--seconds", "700"],
         cwd=ROOT, env=env, check=True, capture_output=True, timeout=800,
     )  # fmt: skip

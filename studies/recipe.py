@@ -1,10 +1,10 @@
 """Candidates for the ladder's recipe: the gain of each at equal tokens, over seeds, and its time per target.
 
-    python -m benchmarks.recipe train --data.path books/train --data.val-path books/val [--folder FOLDER] [--seeds N]
+    python -m studies.recipe train --data.path books/train --data.val-path books/val [--folder FOLDER] [--seeds N]
         [--rungs NAME ...] [--long] [OPTIONS OF ladder]
-    python -m benchmarks.recipe time [--folder FOLDER] [--rungs NAME ...] [--rounds N]
-    python -m benchmarks.recipe trials --folder FOLDER
-    python -m benchmarks.recipe write [--folder FOLDER]
+    python -m studies.recipe time [--folder FOLDER] [--rungs NAME ...] [--rounds N]
+    python -m studies.recipe trials --folder FOLDER
+    python -m studies.recipe write [--folder FOLDER]
 
 `train` trains the rungs of `RECIPE` in `configs/ladder.py`, each with every seed, and with --long also the first rung
 for ten times as many tokens. It can be stopped and restarted: a finished run is not trained again, and others are
@@ -34,7 +34,6 @@ import numpy as np
 
 from benchmarks import record
 from benchmarks.report import row
-from benchmarks.sources import insert
 from jaxformer.cli import machine
 from jaxformer.cli.arguments import load_config
 from jaxformer.cli.command import as_command
@@ -50,8 +49,9 @@ from jaxformer.runs.run import abstract_params, count_parameters, read_config
 from jaxformer.train.log import read_metrics
 from jaxformer.train.setup import TrainSetup
 from jaxformer.train.step import CompiledStep
+from studies.sources import insert
 
-BEGIN, END = "<!-- outcomes of benchmarks/recipe.py -->\n", "<!-- end of the recipe -->\n"
+BEGIN, END = "<!-- outcomes of studies/recipe.py -->\n", "<!-- end of the recipe -->\n"
 LONG = 10
 """Factor on the tokens for the long run of the first rung, whose loss the others should reach."""
 TIMED_TARGETS = 8_192
@@ -281,7 +281,7 @@ def section(figures: Mapping[str, Any], trials: Mapping[str, Mapping[str, Any]])
 
 def read(name: str) -> Any:
     """Return the figures in a results file; empty if there is no file."""
-    path = record.RESULTS / f"{name}.json"
+    path = record.STUDY_RESULTS / f"{name}.json"
     return json.loads(path.read_text(encoding="utf-8"))["figures"] if path.exists() else {}
 
 
@@ -316,13 +316,13 @@ def main(line: CommandLine) -> int:
     if own.what == "trials":
         if not (tried := trials(own.folder)):
             raise UserError(f"{own.folder} holds no run that has ended; name the folder of the trials.")
-        record.write("recipe_trials", tried, software)
+        record.write("recipe_trials", tried, software, record.STUDY_RESULTS)
         return 0
     if not (rungs := outcomes(own.folder)):
         raise UserError(f"{own.folder} holds no run of the recipe that has ended; train them first.")
     taken = json.loads(times.read_text(encoding="utf-8")) if times.exists() else {}
     figures = {"rungs": rungs, "ms_per_1000_targets": taken}
-    record.write("recipe", figures, software)
+    record.write("recipe", figures, software, record.STUDY_RESULTS)
     page = record.ROOT / "docs" / "alternatives.md"
     insert(page, BEGIN, section(figures, read("recipe_trials")), END)
     return 0

@@ -1,6 +1,6 @@
 """What the heads of trained rungs attend to: the figures of docs/heads.md.
 
-    python -m benchmarks.heads RUN … [--windows N] [--results FOLDER]
+    python -m studies.heads RUN … [--windows N] [--results FOLDER]
 
 For each head of each run, from windows of held-out text: the statistics of `jaxformer inspect`, the loss without the
 head, how much of the variance of its weights is explained by the distance to a key alone or by the key's token alone,
@@ -110,7 +110,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="What the heads of trained rungs attend to.", allow_abbrev=False)
     parser.add_argument("runs", nargs="+", type=Path, help="folders of runs of configs/ladder.py")
     parser.add_argument("--windows", type=int, default=1024, help="windows of held-out text (default: 1024)")
-    parser.add_argument("--results", type=Path, default=record.RESULTS, help="folder of heads.json")
+    parser.add_argument("--results", type=Path, default=record.STUDY_RESULTS, help="folder of heads.json")
     own = parser.parse_args()
     figures = {run.name: describe(run, own.windows) for run in own.runs}
     record.write("heads", {"windows": own.windows, "runs": figures}, record.versions("jax", "jaxlib"), own.results)

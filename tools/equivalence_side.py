@@ -1,4 +1,4 @@
-"""One side of `benchmarks.equivalence`: a process that trains, samples from and exports small models of one checkout.
+"""One side of `tools.equivalence`: a process that trains, samples from and exports small models of one checkout.
 
 It uses only what docs/api.md promises and the commands, so that modules may lie elsewhere in another checkout. It reads
 requests, lines of JSON `[CONFIG, MESH, FILE]`, and answers each with a line: `"done"` once the results are in FILE, or

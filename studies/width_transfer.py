@@ -1,8 +1,8 @@
 """Transfer of the best learning rate across widths, with `optimizer.base_width` and without.
 
-    python -m benchmarks.width_transfer train --data.path books/train [--data.val-path TEXT] [--folder FOLDER]
+    python -m studies.width_transfer train --data.path books/train [--data.val-path TEXT] [--folder FOLDER]
         [--widths N ...] [--seeds N]
-    python -m benchmarks.width_transfer write [--folder FOLDER]
+    python -m studies.width_transfer write [--folder FOLDER]
 
 `train` trains the rung `small_embeddings` of `configs/ladder.py`, whose width is 128, at several widths: heads keep
 their width, and MLPs scale with the model. Learning rates are the rung's times powers of 1.5, searched from the best of
@@ -10,7 +10,7 @@ the previous width in both directions until the best has a neighbour on either s
 all parameters; 'scaled' is the rung with `base_width`, and W_out initialised as in muP, with a standard deviation
 proportional to 1 / width. At the rung's own width, the two are equal. Losses are on text held out from the training
 books, or on --data.val-path, which should not be text that other figures are measured on. Each training run writes one
-JSON file below --folder when it is done, so the benchmark can be stopped and restarted.
+JSON file below --folder when it is done, so the study can be stopped and restarted.
 
 `write` fits a parabola through these three losses over the logarithm of the learning rate, for each width and seed,
 stores the minima in `width_transfer.json`, and writes their table into `docs/training.md`.
@@ -34,8 +34,6 @@ import numpy as np
 import optax
 
 from benchmarks import record
-from benchmarks.recipe import markdown
-from benchmarks.sources import insert
 from jaxformer.cli import machine
 from jaxformer.cli.arguments import load_config
 from jaxformer.cli.command import as_command
@@ -51,8 +49,10 @@ from jaxformer.train.evaluate import Evaluator
 from jaxformer.train.optimizer import make_optimizer, make_schedule
 from jaxformer.train.setup import TrainSetup
 from jaxformer.train.step import make_gradient
+from studies.recipe import markdown
+from studies.sources import insert
 
-BEGIN, END = "<!-- outcomes of benchmarks/width_transfer.py -->\n", "<!-- end of width transfer -->\n"
+BEGIN, END = "<!-- outcomes of studies/width_transfer.py -->\n", "<!-- end of width transfer -->\n"
 RUNG = "ladder:small_embeddings"
 WIDTHS = (64, 128, 256)
 FACTOR = 1.5
@@ -259,7 +259,8 @@ def main(line: CommandLine) -> int:
     figures = outcomes(pieces, base.d_model)
     if not all(x["widths"] for x in figures["rules"].values()):
         raise UserError(f"{options.folder} holds no width that is complete; train on.")
-    record.write("width_transfer", figures, record.versions("jax", "jaxlib", "flax", "optax"))
+    software = record.versions("jax", "jaxlib", "flax", "optax")
+    record.write("width_transfer", figures, software, record.STUDY_RESULTS)
     insert(record.ROOT / "docs" / "training.md", BEGIN, section(figures), END)
     return 0
 

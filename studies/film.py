@@ -1,6 +1,6 @@
 """How the heads of a trained rung came to be: the figures of docs/story/film.md.
 
-    python -m benchmarks.film RUN … [--examples 256] [--results FOLDER]
+    python -m studies.film RUN … [--examples 256] [--results FOLDER]
 
 For each run, trained with `--train.film`: `film.html` and `film.jsonl` in its folder, as by `jaxformer film RUN`, and
 of each frame the held-out loss, some scores of each head, and the continuation of a held-out prompt. Stored in
@@ -44,7 +44,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="How the heads of trained rungs came to be.", allow_abbrev=False)
     parser.add_argument("runs", nargs="+", type=Path, help="folders of runs with a film")
     parser.add_argument("--examples", type=int, default=256, help="held-out examples (default: 256)")
-    parser.add_argument("--results", type=Path, default=record.RESULTS, help="folder of film.json")
+    parser.add_argument("--results", type=Path, default=record.STUDY_RESULTS, help="folder of film.json")
     own = parser.parse_args()
     figures = {run.name: measure(run, own.examples) for run in own.runs}
     print(record.write("film", figures, record.versions("jax", "jaxlib"), own.results))

@@ -1,6 +1,6 @@
 """Whether the influence of training documents predicts what training without them does.
 
-    python -m benchmarks.influence [--smooth] [--subsets 40] [--texts 10] [--left-out 0.1] [--folder FOLDER]
+    python -m studies.influence [--smooth] [--subsets 40] [--texts 10] [--left-out 0.1] [--folder FOLDER]
         [--results FOLDER]
 
 A small model is trained on the State of the Union addresses, and again without random subsets of the documents, whose
@@ -78,7 +78,7 @@ def main() -> int:
     parser.add_argument("--texts", type=int, default=10, help="held-out texts (default: 10)")
     parser.add_argument("--left-out", type=float, default=0.1, help="fraction of the documents (default: 0.1)")
     parser.add_argument("--folder", type=Path, help="folder of the runs, kept (default: temporary)")
-    parser.add_argument("--results", type=Path, default=record.RESULTS, help="folder of influence.json")
+    parser.add_argument("--results", type=Path, default=record.STUDY_RESULTS, help="folder of influence.json")
     own = parser.parse_args()
     machine.set_up(BATCH)
     with tempfile.TemporaryDirectory() as scratch:

@@ -1,4 +1,4 @@
-"""Compare two checkouts: `python -m benchmarks.equivalence BASE`, where BASE is the folder of another checkout.
+"""Compare two checkouts: `python -m tools.equivalence BASE`, where BASE is the folder of another checkout.
 
 Each config is shrunk until it trains in seconds and trained for 20 steps by both checkouts, on one device and on two.
 Losses, learning rates, the first gradient, evaluations, parameters, samples and exported files are compared; see
@@ -31,7 +31,7 @@ from PIL import Image
 from tokenizers import ByteLevelBPETokenizer
 
 from benchmarks import record
-from benchmarks.equivalence_side import DEVICES, Results
+from tools.equivalence_side import DEVICES, Results
 
 SIDE = Path(__file__).with_name("equivalence_side.py")
 TOLERANCE = 1e-6
@@ -182,7 +182,7 @@ def write_data(folder: Path) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Compare; return the exit status: 0 if nothing is different, 1 if something is, 2 for wrong input."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.equivalence", description=__doc__.partition("\n\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m tools.equivalence", description=__doc__.partition("\n\n")[0])
     parser.add_argument("base", type=Path, metavar="BASE", help="folder of the other checkout")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="configs, such as quick:llama, or files, such as moe")
     parser.add_argument("--store", type=Path, metavar="FOLDER", help="where results of clean commits are kept")

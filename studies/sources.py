@@ -1,6 +1,6 @@
 """The ladder at the sources' own size, in pieces of nine minutes, and the table of outcomes.
 
-    python -m benchmarks.sources --data.path books/train --data.val-path books/val [--seconds 540] [--folder FOLDER]
+    python -m studies.sources --data.path books/train --data.val-path books/val [--seconds 540] [--folder FOLDER]
         [--results FOLDER] [OPTIONS OF ladder]
 
 Each call continues training `configs/ladder.py` from where the last one stopped, and saves and stops in time. Then it
@@ -47,7 +47,7 @@ from jaxformer.train.setup import resolve_precision
 SAVING_SECONDS, STORING_SECONDS = 45, 15
 """Seconds reserved at the end of a call for the checkpoint, and for the outcomes."""
 TIME_OVER = 3
-BEGIN, END = "<!-- outcomes of benchmarks/sources.py -->\n", "<!-- end of outcomes -->\n"
+BEGIN, END = "<!-- outcomes of studies/sources.py -->\n", "<!-- end of outcomes -->\n"
 HEAD = ("rung", "parameters", "steps", "perplexity", "bits/byte", "entropy by heads; blocks", "minutes", "device",
         "the sources")  # fmt: skip
 OF_NO_EFFECT = re.compile(r"name|mesh|compute\..*|data\.(path|val_path)|train\.(?!batch_size|label_smoothing|skip).*")
@@ -176,7 +176,7 @@ def main() -> int:
         parser.error("--data.path is missing; name the folder of the books")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # save, as when the time is over
     page = (own.results or record.ROOT / "docs") / "alternatives.md"
-    file = (own.results or record.RESULTS) / "sources.json"
+    file = (own.results or record.STUDY_RESULTS) / "sources.json"
     try:  # check options before minutes of training
         configs, stored = chosen_configs(options), read_outcomes(file)
         if own.results is None:

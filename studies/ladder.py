@@ -1,6 +1,6 @@
 """The ladder and other comparisons at a reduced size and equal budget: the figures of docs/ladder.md.
 
-    python -m benchmarks.ladder --data.path books/train --data.val-path books/val [--studies NAME …] [--rows NAME …]
+    python -m studies.ladder --data.path books/train --data.val-path books/val [--studies NAME …] [--rows NAME …]
         [--seeds N …] [--folder FOLDER] [--results FOLDER]
 
 A study is a table of runs that share all options but those of a row. Each run is trained with each seed, seed after
@@ -247,7 +247,7 @@ def main() -> int:
     parser.add_argument("--rows", nargs="+", help="rows to train (default: all)")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--folder", type=Path, default=Path("runs/reduced"), help="folder of the runs")
-    parser.add_argument("--results", type=Path, default=record.RESULTS, help=f"folder of {FILE}.json")
+    parser.add_argument("--results", type=Path, default=record.STUDY_RESULTS, help=f"folder of {FILE}.json")
     parser.add_argument("--data.path", dest="books", type=Path, required=True, help="folder of the books to train on")
     own, data = parser.parse_known_args()
     known = [label for name in own.studies for label in all_studies[name].rows]

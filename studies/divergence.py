@@ -1,6 +1,6 @@
 """Divergence detection: is a divergence noticed, and is a healthy run left alone? Runs that diverge, and twenty others.
 
-    JAX_PLATFORMS=cpu python -m benchmarks.divergence [--jobs N] [--steps 300] [--only WORD] --out FOLDER
+    JAX_PLATFORMS=cpu python -m studies.divergence [--jobs N] [--steps 300] [--only WORD] --out FOLDER
 
 Each piece is a separate process: it trains with the full schedule, stopped early, feeds the `DivergenceMonitor` as the
 training loop does, and writes the loss, gradient norm and update norm of each step to its own file below the folder. A
@@ -166,7 +166,7 @@ def run(piece: Piece, steps: int, out: Path) -> None:
     if piece.diverges:  # rounding as on a machine without AVX-512
         environment["XLA_FLAGS"] = f"{environment.get('XLA_FLAGS', '')} --xla_cpu_max_isa=AVX2".strip()
     options = ["--out", str(out.absolute()), "--steps", str(steps), "--piece", piece.name]
-    command = [sys.executable, "-m", "benchmarks.divergence", *options]
+    command = [sys.executable, "-m", "studies.divergence", *options]
     began = time.monotonic()
     status = subprocess.run(command, cwd=record.ROOT, env=environment, check=False).returncode
     print(f"{piece.name}: status {status}, {time.monotonic() - began:.0f} s", flush=True)
@@ -199,7 +199,8 @@ def main() -> int:
     if len(table) == len(every):
         # Record the CPUs that ran the pieces, not the one that collects them.
         cpus = sorted({piece["cpu"] for piece in found.values()})
-        print(record.write("divergence", {"pieces": table, "cpus": cpus}, record.versions("jax", "flax", "optax")))
+        figures, software = {"pieces": table, "cpus": cpus}, record.versions("jax", "flax", "optax")
+        print(record.write("divergence", figures, software, record.STUDY_RESULTS))
     return 0 if all(row["outcome"] != "WRONG" for row in table.values()) else 1
 
 

@@ -1,11 +1,11 @@
 """Margin of every committed recipe: does it train without a loss spike, whatever the seed, the number of devices, and
 at twice its learning rate?
 
-    python -m benchmarks.margins --out runs/margins --data DATA    # train the missing pieces, print the table
-    python -m benchmarks.margins --out runs/margins --write        # and write benchmarks/results/margins.json
+    python -m studies.margins --out runs/margins --data DATA    # train the missing pieces, print the table
+    python -m studies.margins --out runs/margins --write        # and write studies/results/margins.json
 
 A piece is one training run: a config, a seed, a number of virtual CPU devices, a factor on the learning rate. It writes
-one JSON file below --out when it is done, so the benchmark can be killed and restarted, or distributed over machines
+one JSON file below --out when it is done, so the study can be killed and restarted, or distributed over machines
 whose files are then merged. A piece has as many cores to itself as it has devices, as far as available.
 
 A loss spike is a mean of the training loss over `SMOOTHED` consecutive steps, after the warm-up, that exceeds the
@@ -41,7 +41,7 @@ SPIKE_NATS = 0.5
 EARLY = 300
 """Steps of the full schedule after which the cheaper pieces end."""
 OUTCOMES = ("done", "interrupted")
-"""Statuses of a stable training run: finished, or interrupted by this benchmark."""
+"""Statuses of a stable training run: finished, or interrupted by this study."""
 
 
 @dataclass(frozen=True)
@@ -234,7 +234,7 @@ def measure(pieces: list[Piece], out: Path, jobs: int, seconds: float) -> None:
 def start(piece: Piece, out: Path, cores: list[int]) -> subprocess.Popen:
     """Start a process for one piece, on its own cores."""
     fields = json.dumps(astuple(piece))
-    command = [sys.executable, "-m", "benchmarks.margins", "--out", str(out), "--piece", fields]
+    command = [sys.executable, "-m", "studies.margins", "--out", str(out), "--piece", fields]
     return subprocess.Popen(
         ["taskset", "-c", ",".join(map(str, cores)), *command],
         cwd=record.ROOT,
@@ -290,7 +290,8 @@ def main() -> None:
         return
     if options.write:
         results = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(options.out.glob("[!.]*.json"))]
-        print(f"written: {record.write('margins', {'pieces': results}, record.versions('jax', 'jaxlib', 'flax'))}")
+        software = record.versions("jax", "jaxlib", "flax")
+        print(f"written: {record.write('margins', {'pieces': results}, software, record.STUDY_RESULTS)}")
     else:
         pieces = []
         for recipe in (r for r in RECIPES if not options.only or r.config in options.only):

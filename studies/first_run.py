@@ -1,8 +1,8 @@
 """Run the first two commands of the README, and store their output.
 
-    python -m benchmarks.first_run [--run FOLDER]
+    python -m studies.first_run [--run FOLDER]
 
-The log lines that the README shows and the sampled text are written to benchmarks/results/first_run.json, and
+The log lines that the README shows and the sampled text are written to studies/results/first_run.json, and
 `python -m docs.scripts.story README.md` inserts them into the README.
 """
 
@@ -48,7 +48,7 @@ def shown(log: str) -> list[str]:
 def main() -> None:
     """Train, sample and store."""
     parser = argparse.ArgumentParser(description="The first two commands of the README.", allow_abbrev=False)
-    parser.add_argument("--results", type=Path, default=record.RESULTS, help="folder of first_run.json")
+    parser.add_argument("--results", type=Path, default=record.STUDY_RESULTS, help="folder of first_run.json")
     parser.add_argument("--run", type=Path, help="new folder to keep the run in, such as for the picture of its page")
     options = parser.parse_args()
     train, sample = commands(README.read_text(encoding="utf-8"))

@@ -1,6 +1,6 @@
 """Calibration of the ladder's forecasts: the table of docs/ladder.md.
 
-    python -m benchmarks.forecast FOLDER …
+    python -m studies.forecast FOLDER …
 
 Each folder is one of `python -m jaxformer ladder --folder FOLDER --seed N …`, whose `forecast.json` has the forecast of
 each rung, written before it was trained, and its score. They are stored in `forecast.json` by seed.
@@ -20,7 +20,7 @@ def main() -> int:
     """Store the forecasts and scores of some folders; return the exit status."""
     parser = argparse.ArgumentParser(description="Calibration of the ladder's forecasts.", allow_abbrev=False)
     parser.add_argument("folders", nargs="+", type=Path)
-    parser.add_argument("--results", type=Path, default=record.RESULTS)
+    parser.add_argument("--results", type=Path, default=record.STUDY_RESULTS)
     own = parser.parse_args()
     figures: dict[str, dict] = {}
     for folder in own.folders:
