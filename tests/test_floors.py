@@ -25,7 +25,7 @@ ACROSS = {"inspect", "plan"}
 TOP_LEVEL = {
     "pyproject.toml", "constraints.txt", "mkdocs.yml", "Makefile", "README.md", "AGENTS.md", "CHANGELOG.md",
     "CITATION.cff", "CONTRIBUTING.md", "LICENSE", "train.py", "sample.py", "jaxformer", "configs", "tests",
-    "benchmarks", "docs",
+    "benchmarks", "tools", "docs",
 }  # fmt: skip
 FILES = sorted((ROOT / "jaxformer").rglob("*.py"))
 MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}
