@@ -199,7 +199,7 @@ FAULTS = {
     "influence attributed to the document of the input": Fault(
         "next_token_batch(self._document_of.batch(read), self._model.n_predicted).targets",
         "next_token_batch(self._document_of.batch(read), self._model.n_predicted).inputs[0]",
-        ("tests/inspect/test_influence.py::test_influence_is_the_derivative_of_training",),
+        ("tests/inspect/test_influence_data.py",),
     ),
     "block of an ablated head skipped, too": Fault(
         'n_before = list(outputs_B).index(layer.rpartition(".")[0])',
