@@ -489,6 +489,46 @@ class GRULanguageModel(nn.Module):
         return self.unembed(self.extend(tokens_T, jnp.arange(len(tokens_T)), self.init_cache(0, None), 0)[0])
 
 
+class WindowSum(nn.Module):
+    """A model whose most likely next token is the sum of the last `window` tokens and their number, modulo V."""
+
+    window: int
+
+    @property
+    def contract(self) -> Contract:
+        return Contract(Task.CAUSAL_LM, vocab_size=V, has_cache=True, attention_window=self.window, extrapolates=True)
+
+    def init_cache(self, n_slots: int, dtype: Any) -> tuple[jax.Array, jax.Array]:
+        return jnp.zeros(n_slots, jnp.int32), jnp.full(n_slots, EMPTY, jnp.int32)
+
+    def extend(self, tokens_T: jax.Array, positions_T: jax.Array, cache: Any, slot: Any) -> tuple:
+        cache = tokens_S, positions_S = jax.tree.map(
+            lambda x_S, new_T: jax.lax.dynamic_update_slice(x_S, new_T, (slot,)), cache, (tokens_T, positions_T)
+        )
+        distance_TS = positions_T[:, None] - positions_S
+        visible_TS = (positions_S != EMPTY) & (distance_TS >= 0) & (distance_TS < self.window)
+        return jnp.sum(visible_TS * (tokens_S + 1), axis=1)[:, None] % V, cache
+
+    def unembed(self, sum_1: jax.Array) -> jax.Array:
+        return 1.0 * (jnp.arange(V) == sum_1)
+
+
+def test_a_ring_with_no_more_slots_than_the_window_holds_all_of_it() -> None:
+    """A window of 8 tokens, in 8 slots, which decoding fills and goes round twice."""
+    expected = []
+    for prompt in ([3, 1, 4, 1, 5], [9, 2]):
+        row = list(prompt)
+        for _ in range(17):
+            row.append(sum(token + 1 for token in row[-8:]) % V)
+        expected.append(row[len(prompt) :])
+    generation = begin(
+        (WindowSum(8), {"none": jnp.zeros(1)}), [[3, 1, 4, 1, 5], [9, 2]], 17, context_length=8, prefill_chunk=8
+    )
+    tokens_BN = concatenate(list(generation)).tokens_BN
+    assert tokens_BN.tolist() == expected
+    assert generation.slots_held == 8
+
+
 @pytest.mark.slow
 def test_a_foreign_recurrent_model_equals_full_passes() -> None:
     model = GRULanguageModel()

@@ -25,7 +25,7 @@ from jaxformer.train import log, loop, pending
 from jaxformer.train.log import read_metrics, without_timings
 from jaxformer.train.loop import Callback, Outcome, is_doubled, is_due, train
 from jaxformer.train.optimizer import make_schedule
-from jaxformer.train.resume import Resume, Rollback
+from jaxformer.train.resume import Resume, Rollback, Start
 from jaxformer.train.setup import TrainSetup, TrainState
 from jaxformer.train.signals import ReceivedSignal
 from jaxformer.train.sinks import WANDB_ID
@@ -73,6 +73,27 @@ def test_resume_on_fewer_devices_is_the_same_training(tmp_path):
     for actual, expected in zip(jax.tree.leaves(moved.state), jax.tree.leaves(uninterrupted.state), strict=True):
         if np.issubdtype(actual.dtype, np.floating):
             assert_close(actual, expected)
+
+
+class Numbered:
+    """Data whose batch at a step has the step's number in every row."""
+
+    def batch(self, step: int, rows: np.ndarray) -> Batch:
+        return Batch((np.full((8, 2), step)[rows],))
+
+    def stream(self, start: int, stop: int, rows: np.ndarray) -> Iterator[Batch]:
+        return (self.batch(step, rows) for step in range(start, stop))
+
+
+@pytest.mark.parametrize(("taken", "expected"), [(0, [3, 4, 5, 6, 7, 8]), (4, [7, 8])])
+def test_each_step_reads_its_own_batch_on_resuming_too(taken, expected):
+    """Step k, counted from 1, trains on batch k - 1, after the batches that the config skips."""
+    config = Config("test", MODEL, TextConfig(), steps=6, train=replace(TRAIN, skip_batches=3))
+    setup, data = TrainSetup(config, make_mesh("", jax.devices()[:1])), Numbered()
+    start = Start(config, taken, None, None)
+    first, batches = loop.read_batches(setup, data, start, loop.Throughput(taken, data))
+    read = [int(batch.inputs[0][0, 0]) for _, batch in zip(expected, batches, strict=False)]
+    assert [int(first.inputs[0][0, 0]), read] == [expected[0], expected]
 
 
 def test_callbacks_are_due_at_their_intervals():
