@@ -1,4 +1,4 @@
-.PHONY: install test test-fast test-newest lint format docs check
+.PHONY: install test test-all test-newest lint format docs check
 
 install:  ## Install the package with test and lint dependencies
 	pip install -e '.[dev]'
@@ -6,10 +6,10 @@ install:  ## Install the package with test and lint dependencies
 test:  ## Run the tests of the README
 	pytest
 
-test-fast:  ## Run the tests without whole runs
-	pytest -m 'not slow and not exhaustive'
+test-all:  ## Run every test
+	pytest -m ''
 
-test-newest:  ## Check part of the tests with each newer Python found, and the newest packages
+test-newest:  ## Run the tests with each newer Python found, and the newest packages
 	.ci/newest all
 
 lint:  ## Check lint, format and types

@@ -32,13 +32,8 @@ LONGEST = (
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # around the hook that leaves tests out by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None]:
-    """Mark exhaustive tests as slow, and run files that take long first.
-
-    A file belongs to one worker; if a slow one came last, the other worker would idle.
-    """
-    for item in items:
-        if "exhaustive" in item.keywords:
-            item.add_marker("slow")
+    """Run files that take long first: a file belongs to one worker, and if a slow one came last, the other worker would
+    idle."""
     yield
     slow = Counter(item.path for item in items if "slow" in item.keywords)
     items.sort(key=lambda item: (item.path.name not in LONGEST, -slow[item.path]))

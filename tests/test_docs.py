@@ -302,4 +302,4 @@ def test_hooks_run_what_ci_runs():
     hooks = hooks.replace(" --force-exclude", "")
     for command in ("ruff check", "ruff format --check", "mypy", "pytest"):
         assert f"entry: {command}\n" in hooks
-        assert f"\n{command}" in ci or (command == "pytest" and "&& pytest$" in ci)
+        assert f"\n  {command}" in ci or (command == "pytest" and "&& pytest$" in ci)
