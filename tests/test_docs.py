@@ -53,12 +53,6 @@ def here(tmp_path_factory):
     (folder / "books").symlink_to(made / "books")
     shutil.copytree(made / "runs/quick", folder / "runs/modern")
     (folder / "prompts.jsonl").write_text('{"prompt": "The war", "seed": 3, "id": "a"}\n')
-    example, template = (
-        re.search(rf"^```{kind}\n(.*?)^```", PAGES[Path("docs/finetuning.md")], re.M | re.S)[1]
-        for kind in ("text", "jinja")
-    )
-    (folder / "chats.jsonl").write_text("".join(example.replace("sea", f"{i}") for i in range(20)))
-    (folder / "chat.jinja").write_text(template)
     (folder / "configs").symlink_to(ROOT / "configs")
     return folder
 
@@ -153,7 +147,7 @@ def test_snippets_run(here, monkeypatch, capsys, page):
 
 RUN = (
     'sample.py --prompt "We must"', "--run runs/smollm2 --chat --prompt", "--run runs/tuned",
-    "runs/tuned --out", "--run runs/chat",
+    "runs/tuned --out",
 )  # fmt: skip
 """Parts of commands that run, one after another: those that work on what others have made. Other commands run in their
 own tests, below tests/cli and in tests/inspect/test_influence.py."""
@@ -164,10 +158,11 @@ def test_commands_that_follow_each_other_run(here, monkeypatch, capsys):
     pytest.importorskip("jinja2")
     pytest.importorskip("gguf")
     monkeypatch.chdir(here)
+    template = re.search(r"^```jinja\n(.*?)^```", PAGES[Path("docs/finetuning.md")], re.M | re.S)[1]
     # In place of the published model stands a small one that has learned nothing.
     config = load_config("quick:llama")
     model = replace(config.model, vocab_size=280, context_length=256, n_blocks=1, n_heads=2, d_ff=(32,), d_model=8)
-    tokenizer = load_run("runs/modern").tokenizer.with_chat_template((here / "chat.jinja").read_text())
+    tokenizer = load_run("runs/modern").tokenizer.with_chat_template(template)
     params = random_params(model.build(), *model.example())
     llama = Run(Path("llama"), replace(config, model=model), model.build(), params, tokenizer, 0)
     export_run(llama, "gguf", here / "smollm2.gguf")
@@ -181,8 +176,6 @@ def test_commands_that_follow_each_other_run(here, monkeypatch, capsys):
         match words:
             case ["python", "train.py", *options]:
                 small = tiny(here / "books", 2, "--train.batch-size", str(jax.device_count()))[2:]
-                if "chat" in options:  # conversations
-                    del small[:2]
                 assert train.main(changed(options, *small, "--steps", "2", "--train.report-every", "0")) == 0
             case ["python", "sample.py", *options]:
                 assert sample.main(options) == 0

@@ -11,8 +11,8 @@ from docs.scripts import formulas, pictures, story
 
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:e[-+]\d+)?")
 FIRST = {
-    "alignment": 1, "causes": 0, "depth": 2, "experts": 0, "film": 0, "images": 1, "masks": 0, "real": 0, "rope": 1,
-    "scale": 4, "sharpness": 0, "tasks": 0,
+    "alignment": 1, "causes": 0, "depth": 0, "experts": 0, "film": 0, "images": 1, "masks": 0, "real": 0, "rope": 1,
+    "scale": 0, "sharpness": 0, "tasks": 0,
 }  # fmt: skip
 """Number of the first blocks of a chapter that run here, where all would train for minutes. `python -m
 docs.scripts.story` runs all, and fills in what they print."""
