@@ -238,32 +238,26 @@ def test_interruption_ends_the_part_that_runs(tmp_path):
 
 
 @pytest.mark.slow
-def test_other_cases_run_at_tiny_points(tmp_path):
-    """Those of `gpu.sh` run in the next test."""
+def test_cases_run_at_tiny_points(tmp_path):
+    """Those that differ in what they measure: files, batches, a cache, kernels, and exponents over several points."""
     pytest.importorskip("torch")
-    expected = {name for name, case in CASES.items() if case.smoke and name not in PARTS}
-    command = [sys.executable, "-m", "benchmarks", *sorted(expected), "--smoke", "--results", str(tmp_path)]
+    cases = ["cache", "checkpoint", "input", "kernels", "scaling"]
+    command = [sys.executable, "-m", "benchmarks", *cases, "--smoke", "--results", str(tmp_path)]
     environment = own_devices() | {"JAX_PLATFORMS": "cpu"}
     result = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900, check=False
     )
     assert result.returncode == 0, result.stderr
-    assert {file.stem for file in tmp_path.glob("*.json")} == expected
-    scaling = json.loads((tmp_path / "scaling.json").read_text())["figures"]["summary"]
-    assert 1 < scaling["T"]["theory"] < 2
+    assert {file.stem for file in tmp_path.glob("*.json")} == {*cases}
+    figures = {name: json.loads((tmp_path / f"{name}.json").read_text())["figures"] for name in cases}
+    assert 1 < figures["scaling"]["summary"]["T"]["theory"] < 2
+    assert figures["kernels"]["points"]["tiny"]["facts"]["jaxformer"]["total, ms per step"] > 0
 
 
 @pytest.mark.slow
-def test_all_parts_run_at_tiny_shapes_on_a_cpu(tmp_path):
+def test_a_part_of_a_gpu_runs_at_tiny_shapes_on_a_cpu(tmp_path):
     pytest.importorskip("torch")
-    pytest.importorskip("transformers")
-    result = gpu(Path(sys.executable), "--smoke", "--results", str(tmp_path))
+    result = gpu(Path(sys.executable), "--smoke", "--results", str(tmp_path), "training")
     assert result.returncode == 0, result.stdout + result.stderr
-    attention, training, kernels, decoding = (
-        json.loads((tmp_path / f"gpu_{part}.json").read_text())["figures"]["points"] for part in PARTS
-    )
-    facts = attention["T 16"]["facts"]["jaxformer"]
-    assert facts["attention"] == "attention: xla (cpu has no fused kernel)" and facts["is_fused"] is False
+    training = json.loads((tmp_path / "gpu_training.json").read_text())["figures"]["points"]
     assert training["tiny"]["derived"]["fraction of large-matmul rate"] > 0
-    assert set(decoding["tiny"]["ms"]) == {"float32", "int8", "speculative", "transformers", "memory"}
-    assert kernels["tiny"]["facts"]["jaxformer"]["total, ms per step"] > 0

@@ -16,53 +16,35 @@ from jaxformer.nn.attention import MultiHeadAttention
 from tests.test_x64 import MODELS
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_inputs_are_the_arguments_of_the_call(name: str) -> None:
-    config = MODELS[name]
-    arguments = list(inspect.signature(type(config.build()).__call__).parameters)[1:]
-    assert [x.name for x in config.contract.inputs] == arguments[: len(config.contract.inputs)]
-    assert [(x.shape, x.dtype) for x in config.contract.inputs] == [(x.shape, x.dtype) for x in config.example()]
+def test_inputs_and_capabilities_are_those_of_the_module() -> None:
+    for name, config in MODELS.items():
+        model, contract = config.build(), config.contract
+        arguments = list(inspect.signature(type(model).__call__).parameters)[1:]
+        assert [x.name for x in contract.inputs] == arguments[: len(contract.inputs)], name
+        assert [(x.shape, x.dtype) for x in contract.inputs] == [(x.shape, x.dtype) for x in config.example()], name
+        assert contract_of(model) == contract, name
+        if contract.has_features:
+            methods = ("features", "unembed", "readout", "unembedding")
+            assert all(callable(getattr(model, method)) for method in methods), name
+        begin = "start" if contract.task is Task.SEQUENCE_TO_SEQUENCE else "init_cache"
+        assert contract.has_cache == hasattr(model, "extend") == hasattr(model, begin), name
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_capabilities_are_methods_of_the_module(name: str) -> None:
-    model, contract = MODELS[name].build(), MODELS[name].contract
-    assert contract_of(model) == contract
-    if contract.has_features:
-        assert all(callable(getattr(model, name)) for name in ("features", "unembed", "readout", "unembedding"))
-    begin = "start" if contract.task is Task.SEQUENCE_TO_SEQUENCE else "init_cache"
-    assert contract.has_cache == hasattr(model, "extend") == hasattr(model, begin)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_the_last_axis_of_logits_is_the_number_of_classes(name: str) -> None:
-    config = MODELS[name]
-    model = config.build()
-    outputs = jax.eval_shape(lambda *xs: model.init_with_output(jax.random.key(0), *xs)[0], *config.example())
-    if config.contract.task is Task.CONTRASTIVE:
-        assert config.contract.n_classes is None
-    else:
-        assert outputs.shape[-1] == config.contract.n_classes
+SMALL: dict[str, Any] = {"vocab_size": 13, "context_length": 6, "d_model": 8, "n_heads": 2}
 
 
 @pytest.mark.parametrize(
     "config",
     [
         *MODELS.values(),
-        *(
-            RungDecoderConfig(**{"vocab_size": 13, "context_length": 6, "d_model": 8, "n_heads": 2} | fields)
-            for fields in (
-                {"window": 2},
-                {"prefix": True},
-                {"n_kv_heads": 1},
-                {"output_projection": True, "value_dim": 3},
-            )
-        ),
+        RungDecoderConfig(**SMALL, window=2),
+        RungDecoderConfig(**SMALL, prefix=True),
+        RungDecoderConfig(**SMALL, n_kv_heads=1, output_projection=True, value_dim=3),
     ],
     ids=str,
 )
-def test_the_shape_of_attention_is_that_of_a_call(config: ModelConfig) -> None:
-    """Of the first that has no array as mask, if there is one."""
+def test_shapes_of_logits_and_of_attention_are_those_of_a_call(config: ModelConfig) -> None:
+    """Attention's of the first call that has no array as mask, if there is one."""
     calls = []
 
     def listen(call, args, kwargs, context):
@@ -72,11 +54,16 @@ def test_the_shape_of_attention_is_that_of_a_call(config: ModelConfig) -> None:
             calls.append((AttentionShape(H, G, K, value_dim, T, ARRAY if isinstance(mask, jax.Array) else mask), S))
         return call(*args, **kwargs)
 
+    model, contract = config.build(), config.contract
     with nn.intercept_methods(listen):
-        jax.eval_shape(lambda *xs: config.build().init(jax.random.key(0), *xs), *config.example())
+        outputs = jax.eval_shape(lambda *xs: model.init_with_output(jax.random.key(0), *xs)[0], *config.example())
     first = next((call for call in calls if call[0].mask != ARRAY), calls[0] if calls else (None, None))
-    shape = config.contract.attention
+    shape = contract.attention
     assert (shape, shape and shape.n_positions) == first
+    if contract.task is Task.CONTRASTIVE:
+        assert contract.n_classes is None
+    else:
+        assert outputs.shape[-1] == contract.n_classes
 
 
 def test_a_module_may_declare_its_contract_itself_or_not_at_all() -> None:

@@ -1,7 +1,5 @@
 """Messages name commands that work for the user."""
 
-import ast
-import re
 import sys
 
 import pytest
@@ -41,15 +39,3 @@ def test_a_path_with_spaces_is_quoted(monkeypatch, tmp_path):
     (tmp_path / "my code").symlink_to(ROOT)
     monkeypatch.setattr(sys, "argv", [f"{tmp_path}/my code/train.py"])
     assert command("sample") == f"python '{tmp_path}/my code/sample.py'"
-
-
-@pytest.mark.slow
-def test_no_text_for_users_spells_a_command_out():
-    for path in sorted((ROOT / "jaxformer").rglob("*.py")):
-        if path.name == "errors.py":
-            continue
-        tree = ast.parse(path.read_text())
-        docs = {ast.get_docstring(n, clean=False) for n in ast.walk(tree) if isinstance(n, ast.Module | ast.ClassDef)}
-        texts = {n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)} - docs
-        spelled = [text for text in texts if re.search(r"python (-m jaxformer|train\.py|sample\.py)", text)]
-        assert not spelled, path

@@ -13,6 +13,8 @@ import pytest
 
 from jaxformer import load_run
 from jaxformer.cli import train as command
+from jaxformer.cli.arguments import load_config
+from jaxformer.cli.options import CommandLine
 from jaxformer.contract import Role
 from jaxformer.decode import Sampling, generate
 from jaxformer.errors import UserError
@@ -21,6 +23,7 @@ from jaxformer.nn.parameters import parameter_axes
 from jaxformer.runs.run import read_config
 from jaxformer.train.log import read_metrics
 from jaxformer.train.optimizer import make_optimizer
+from tests.arrays import random_params
 from tests.helpers import ROOT, small_run, write_books
 
 PAGE = (ROOT / "docs/extending.md").read_text()
@@ -29,6 +32,9 @@ FAST = [
     *("--train.report-every", "0", "--train.eval-every", "10", "--train.batch-size", "8"),
     *("--train.eval-examples", "8", "--train.log-every", "5", "--train.checkpoint-every", "10"),
 ]
+
+
+SMALL = ["--model.context-length", "16", "--model.d-model", "16", "--model.d-ff", "16", "--model.n-blocks", "1"]
 
 
 @pytest.fixture
@@ -59,6 +65,7 @@ def learning_rates(run) -> list[float]:
 @pytest.mark.slow
 def test_a_model_is_one_file(package):
     options = ["--config", "bigram.py:bigram", "--data.path", "books", "--model.vocab-size", "280", *FAST]
+    options += ["--model.context-length", "16"]
     assert command.main([*options, "--steps", "20"]) == 0
     first, *_, last = losses(package / "runs/bigram")
     assert last < first
@@ -78,19 +85,16 @@ def test_a_model_is_one_file(package):
     assert run.step == 22
     assert parameter_axes(run.model)["W"].role is Role.EMBEDDING
     pieces = generate(
-        run.model, run.params, [run.tokenizer.encode("The")], Sampling(), seeds=[0], max_new_tokens=4, context_length=64
+        run.model, run.params, [run.tokenizer.encode("The")], Sampling(), seeds=[0], max_new_tokens=4, context_length=16
     )
     assert np.concatenate([piece.tokens_BN for piece in pieces], axis=1).shape == (1, 4)
 
 
 @pytest.mark.slow
 def test_an_activation_is_one_line(package):
-    options = ["--data.path", "books", "--model.vocab-size", "280", *FAST, "--model.n-blocks", "1"]
-    assert command.main(["--config", "mish.py:mish", *options, "--steps", "20"]) == 0
-    first, *_, last = losses(package / "runs/mish")
-    assert last < first
-    run = load_run("runs/mish")
-    mlp = run.model.bind({"params": run.params}).blocks[0].mlp
+    config = load_config("mish.py:mish").model
+    model = replace(config, n_blocks=1).build()
+    mlp = model.bind({"params": random_params(model, *config.example())}).blocks[0].mlp
     x_D = np.linspace(-1, 1, 64, dtype=np.float32)
     W_1, b_1, W_2, b_2 = (mlp.variables["params"][name] for name in ("W_1", "b_1", "W_2", "b_2"))
     h = x_D @ W_1 + b_1
@@ -115,11 +119,8 @@ def test_a_sampler_is_one_class(package):
 
 @pytest.mark.slow
 def test_an_optimizer_is_one_file(package):
-    options = ["--data.path", "books", "--model.vocab-size", "280", *FAST, "--optimizer.momentum", "0.5"]
-    assert command.main(["--config", "signum.py:signum", *options, "--steps", "20"]) == 0
-    first, *_, last = losses(package / "runs/signum")
-    assert last < first
-    optimizer = read_config(package / "runs/signum").optimizer
+    arguments = command.Arguments(load_config("signum.py:signum"))
+    optimizer = CommandLine(["--optimizer.momentum", "0.5"]).parse(arguments, "", "").fields.optimizer
     assert (type(optimizer).__name__, optimizer.momentum) == ("SignumConfig", 0.5)
     params = {"W": np.float32([1.0, 2.0])}
     rule = make_optimizer(optimizer, lambda count: 0.25, {})
@@ -130,7 +131,16 @@ def test_an_optimizer_is_one_file(package):
 @pytest.mark.slow
 def test_a_schedule_is_one_class_that_resuming_keeps(package):
     every_step = [*FAST[: FAST.index("--train.log-every") + 1], "1", *FAST[FAST.index("--train.log-every") + 2 :]]
-    options = ["--config", "one_cycle.py:one_cycle", "--data.path", "books", "--model.vocab-size", "280", *every_step]
+    options = [
+        "--config",
+        "one_cycle.py:one_cycle",
+        "--data.path",
+        "books",
+        "--model.vocab-size",
+        "280",
+        *SMALL,
+        *every_step,
+    ]
     options += ["--optimizer.learning-rate", "0.1"]
     assert command.main([*options, "--steps", "8"]) == 0
     whole = learning_rates(package / "runs/one_cycle")
@@ -142,7 +152,7 @@ def test_a_schedule_is_one_class_that_resuming_keeps(package):
 
 @pytest.mark.slow
 def test_a_dataset_is_one_file(package):
-    assert command.main(["--config", "stripes.py:stripes", "--steps", "30", *FAST]) == 0
+    assert command.main(["--config", "stripes.py:stripes", "--steps", "20", *FAST, "--model.n-blocks", "1"]) == 0
     first, *_, last = losses(package / "runs/stripes")
     assert last < first
 

@@ -1,11 +1,15 @@
-"""Imports run downwards only, and the top level matches the design."""
+"""What the source of the package looks like: imports run downwards only, optional packages are imported by one helper,
+output goes through one function, texts name commands as they were started, and the top level matches the design."""
 
 import ast
 import re
 import subprocess
+from functools import cache
 from pathlib import Path
 
 import pytest
+
+from jaxformer.errors import EXTRAS
 
 ROOT = Path(__file__).parents[1]
 FLOORS = (
@@ -32,10 +36,17 @@ FILES = sorted((ROOT / "jaxformer").rglob("*.py"))
 MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}
 
 
+@cache
+def tree(path: Path) -> ast.Module:
+    """Return the parsed text of a file."""
+    return ast.parse(path.read_text("utf-8"))
+
+
+@cache
 def imported_modules(path: Path) -> set[str]:
     """Return the modules of this package that a file imports, anywhere in it."""
     names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree(path)):
         if isinstance(node, ast.ImportFrom) and node.module:
             qualified = {f"{node.module}.{alias.name}" for alias in node.names}
             names |= {name if name in MODULES else node.module for name in qualified}
@@ -49,16 +60,19 @@ def entry(module: str) -> str:
     return module.split(".")[1] if "." in module else "__init__"
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_imports_run_downwards(module):
-    here = entry(module)
-    if here == "__init__":  # names what lies behind it
-        return
-    others = {entry(name) for name in imported_modules(MODULES[module])} - {here, "__init__"}
-    below = {name for name in others if FLOOR[name] < FLOOR[here]}
-    beside = {name for name in others if FLOOR[name] == FLOOR[here]}
-    wrong = others - below - (beside if here in FLOORS[0].split() else beside - ACROSS if here in ACROSS else set())
-    assert not wrong, f"{here} is on floor {FLOOR[here]} and must not import {wrong}"
+def test_imports_run_downwards():
+    wrong = {}
+    for module, path in MODULES.items():
+        here = entry(module)
+        if here == "__init__":  # names what lies behind it
+            continue
+        others = {entry(name) for name in imported_modules(path)} - {here, "__init__"}
+        beside = {name for name in others if FLOOR[name] == FLOOR[here]}
+        allowed = beside if here in FLOORS[0].split() else beside - ACROSS if here in ACROSS else set()
+        allowed |= {name for name in others if FLOOR[name] < FLOOR[here]}
+        if others - allowed:
+            wrong[module] = others - allowed
+    assert not wrong
 
 
 NOT_INSTALLED = re.compile(r"^\s*(?:from|import) (?:benchmarks|studies|tools|docs|tests)\b.*", re.MULTILINE)
@@ -93,6 +107,35 @@ def test_models_import_no_optimizer_files_or_mesh(folder):
         text = path.read_text()
         for word in ("optax", "orbax", "pathlib", "jax.sharding") + (("flax",) if folder == "ops" else ()):
             assert f"import {word}" not in text and f"from {word}" not in text, (path, word)
+
+
+def is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+
+
+def test_optional_packages_are_imported_by_the_helper_alone():
+    for path in FILES:
+        typing = {node for block in ast.walk(tree(path)) if is_type_checking(block) for node in ast.walk(block)}
+        for node in ast.walk(tree(path)):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            assert node in typing or not {name.partition(".")[0] for name in names} & EXTRAS.keys(), (path, names)
+
+
+def test_package_prints_only_through_echo():
+    for path in FILES:
+        calls = (node.func for node in ast.walk(tree(path)) if isinstance(node, ast.Call))
+        names = {ast.unparse(name) for name in calls if isinstance(name, ast.Name | ast.Attribute)}
+        assert path.name == "terminal.py" or not names & {"print", "sys.stdout.write", "sys.stderr.write"}, path
+
+
+def test_no_text_for_users_spells_a_command_out():
+    for path in FILES:
+        nodes = [*ast.walk(tree(path))]
+        docs = {ast.get_docstring(n, clean=False) for n in nodes if isinstance(n, ast.Module | ast.ClassDef)}
+        texts = {n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)} - docs
+        spelled = [text for text in texts if re.search(r"python (-m jaxformer|train\.py|sample\.py)", text)]
+        assert path.name == "errors.py" or not spelled, path
 
 
 def test_top_level_matches_the_design():

@@ -90,6 +90,7 @@ def test_job_of_two_processes_saves_at_sigterm_is_requeued_and_continues(tmp_pat
     assert read_metrics(tmp_path / "runs/small")[-1]["step"] == saved + 5
 
 
+@pytest.mark.slow
 def test_error_of_training_ends_the_job_without_requeueing(tmp_path):
     result = submit(tmp_path, "--config", "nothing.py", stop_at=0)
     assert result.returncode == 2 and result.stderr.count("error: ") == 2  # one per process

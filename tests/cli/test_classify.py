@@ -126,6 +126,7 @@ def test_valid_texts_of_a_file_are_ranked(runs: dict[str, str], tmp_path: Path, 
     assert "line 2, has 24 tokens; it may have at most 10" in printed.err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
@@ -160,6 +161,7 @@ def copied(runs: dict[str, str], tmp_path: Path) -> Path:
     return Path(shutil.copytree(runs["images"], tmp_path / "run"))
 
 
+@pytest.mark.slow
 def test_changed_class_names_are_refused_and_may_be_removed(copied: Path) -> None:
     (copied / "classes.json").write_text('["owl", "cat", "dog"]')
     with pytest.raises(

@@ -16,6 +16,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(small_run(tmp_path_factory.mktemp("runs") / "small", [WORDS * 3]))
 
 
+@pytest.mark.slow
 def test_export_is_named_after_run_and_format(run, tmp_path, monkeypatch, capsys):
     pytest.importorskip("safetensors")
     monkeypatch.chdir(tmp_path)
@@ -27,6 +28,7 @@ def test_export_is_named_after_run_and_format(run, tmp_path, monkeypatch, capsys
     assert "exports/small-safetensors exists" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -35,7 +35,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("weights", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("weights", ["float32", "int8"])
 def test_masks_are_filled_and_candidates_printed(run: str, weights: str, capsys: pytest.CaptureFixture) -> None:
     assert sample.main(["--run", run, "--weights", weights, "--prompt", "th [MASK]", "[MASK]a[MASK][MASK]"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -45,6 +45,7 @@ def test_masks_are_filled_and_candidates_printed(run: str, weights: str, capsys:
     assert len(lines) == 2 + 4
 
 
+@pytest.mark.slow
 def test_json_rows_have_the_filled_text_and_candidates(run: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     (tmp_path / "prompts.jsonl").write_text(
         '{"prompt": "a[MASK]", "id": 7}\n{"prompt": "no gap"}\n{"prompt": "[MASK]", "seed": 1}\n'
@@ -59,6 +60,7 @@ def test_json_rows_have_the_filled_text_and_candidates(run: str, tmp_path: Path,
     assert "line 2, has no [MASK]" in wrong[0] and "line 3, has a seed, but fill-mask does not sample" in wrong[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -8,9 +8,10 @@ import pytest
 
 from jaxformer.cli import film, train
 from jaxformer.inspect.heads import ablate_heads, head_statistics, target_mask
+from jaxformer.inspect.pages import film as film_page
 from jaxformer.inspect.pages import live
 from jaxformer.inspect.pages.live import film_frames
-from jaxformer.inspect.pages.model import held_out, write_model_page
+from jaxformer.inspect.pages.model import held_out
 from jaxformer.inspect.residual_stream import logit_lens
 from jaxformer.runs.run import load_run
 from studies import film as study
@@ -24,6 +25,8 @@ def test_film_of_a_run_in_a_browser(tmp_path: Path, capsys: pytest.CaptureFixtur
     changes = ["--train.batch-size", "8", "--run", str(tmp_path / "run"), "--train.film"]
     assert train.main(tiny(write_books(tmp_path / "books"), 6, *changes)) == 0
     capsys.readouterr()
+    written, write_film = [], film_page.write_film
+    monkeypatch.setattr(film_page, "write_film", lambda *given: written.append(write_film(*given)))
     assert film.main([str(tmp_path / "run"), "--prompt", "The king", "--examples", "3"]) == 0
     page = tmp_path / "run/film.html"
     assert capsys.readouterr().out.startswith(f"{page}: ")
@@ -49,8 +52,6 @@ def test_film_of_a_run_in_a_browser(tmp_path: Path, capsys: pytest.CaptureFixtur
 
     frames = dict(film_frames(run))  # of the inspect page's slider
     assert list(frames) == [0, 1, 2, 4, 6] and frames[6] is run.params
-    write_model_page(run, tmp_path / "run/inspect.html", n_examples=1)
-    assert '<a href="film.html">Film</a>' in (tmp_path / "run/inspect.html").read_text(encoding="utf-8")
     monkeypatch.setattr(live, "MAX_FILM_PARAMETERS", 0)
     assert list(film_frames(run)) == []
 
@@ -70,7 +71,8 @@ def test_film_of_a_run_in_a_browser(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert 0 < start[2] < end[2] < 390 and start[3] != end[3] and start[4] == 390
         assert complaints(browser) == []
 
-    stored = study.measure(tmp_path / "run", 3)  # writes the page anew
+    monkeypatch.setattr(study, "write_film", lambda *_, **__: written[0])
+    stored = study.measure(tmp_path / "run", 3)
     assert stored["steps"] == [0, 1, 2, 4, 6] and stored["loss"] == [round(row["loss"], 4) for row in rows]
     assert [(head["layer"], head["head"]) for head in stored["heads"]] == [(layer, 0), (layer, 1)]
     for head in stored["heads"]:

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from jaxformer import load_run
-from jaxformer.cli import inspect, train
+from jaxformer.cli import inspect
 from jaxformer.config import Config, ModelConfig
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.data.windows import TextConfig
@@ -28,30 +28,26 @@ from jaxformer.models.encoder import EncoderConfig
 from jaxformer.models.encoder_decoder import EncoderDecoderConfig
 from jaxformer.models.mlp import MLPConfig
 from jaxformer.runs.checkpoints import CheckpointManager
-from jaxformer.runs.run import create_run, load_data
+from jaxformer.runs.run import create_run, load_data, read_config
 from jaxformer.train.log import read_metrics
 from jaxformer.train.run_evaluation import load_held_out_text
 from tests.arrays import random_params
 from tests.browser import browsing, complaints, embedded, wait_for
-from tests.helpers import small_run, tiny, write_books
-
-pytestmark = pytest.mark.slow
+from tests.helpers import small_run
+from tests.shared import trained
 
 WORDS = " ".join(f"{a}{b}" for a in "abcdefgh" for b in "ijklmnop")
-EVIL = "The <script>alert(1)</script>"
+EVIL = "The <script>x()"
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("inspect")
-    # The batch size is the number of virtual devices in tests.
-    changes = ["--train.batch-size", "8", "--model.context-length", "32", "--run", str(path / "run")]
-    assert train.main(tiny(write_books(path / "books"), 12, *changes)) == 0
-    return path / "run"
+    copy = tmp_path_factory.mktemp("inspect") / "run"
+    return Path(shutil.copytree(trained(tmp_path_factory) / "runs/quick", copy))
 
 
-def test_page_of_a_prompt_in_a_browser(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
-    page = tmp_path / "page.html"
+def test_page_of_a_prompt(run: Path, capsys: pytest.CaptureFixture):
+    page = run.parent / "page.html"
     assert inspect.main([str(run), "--prompt", EVIL, "--out", str(page), "--examples", "2"]) == 0
     printed = capsys.readouterr()
     assert printed.out.startswith(f"{page}: ") and page.stat().st_size < 1e6
@@ -64,9 +60,9 @@ def test_page_of_a_prompt_in_a_browser(run: Path, tmp_path: Path, capsys: pytest
         return [(line["member"], chart["positions"][line["x"]], line["y"]) for line in chart["lines"]]
 
     (_, steps, batch), (_, evaluated, held), *counted = lines("Loss")
-    assert [(x, y) for _, x, y in counted] == [([0, 12], rounded([x, x])) for x in rows[0]["count_losses"].values()]
+    assert [(x, y) for _, x, y in counted] == [([0, 20], rounded([x, x])) for x in rows[0]["count_losses"].values()]
     assert held == rounded([row["val_loss"] for row in rows if "val_loss" in row])
-    assert evaluated == [row["step"] for row in rows if "val_loss" in row] == [0, 10, 12]
+    assert evaluated == [row["step"] for row in rows if "val_loss" in row] == [0, 10, 20]
     assert batch == rounded([row["loss"] for row in rows if "loss" in row])
     assert steps == [row["step"] for row in rows if "loss" in row]
     heads = [[row["entropy"][0][head] for row in rows if "entropy" in row] for head in range(2)]
@@ -76,20 +72,29 @@ def test_page_of_a_prompt_in_a_browser(run: Path, tmp_path: Path, capsys: pytest
     assert {p["name"] for p in tables[0]} == set(updates)
     expected = [p["update"] for table in tables for p in table if p["name"] == "embedding.W_E"]
     assert updates["embedding.W_E"] == rounded(expected)
+    [shown] = embedded(text, "Attention maps")
+    assert EVIL not in text and "".join(shown["texts"]["text"]) == EVIL
+    titles = re.findall("<h2>(.*?)</h2>", text)
+    assert titles[:8] == [
+        "Your own text", "Attention maps", "Logit lens", "Direct logit attribution", "Head ablation",
+        "Head statistics", "Attention saturation", "Per-example gradients",
+    ]  # fmt: skip
+    assert "Samples" in titles and "Initialisation check" in titles
+
+
+@pytest.mark.slow
+def test_page_of_a_prompt_in_a_browser(run: Path):
+    page = run.parent / "page.html"
+    assert inspect.main([str(run), "--prompt", EVIL, "--out", str(page), "--examples", "1"]) == 0
     with browsing(page) as browser:
         wait_for(browser, "return document.querySelector('.live .status')")
         for section in (".live", ".attention"):
             tokens = browser.find_elements("css selector", f"{section} .tokens button")
             assert "".join(token.get_property("textContent") for token in tokens) == EVIL
-        titles = [heading.text for heading in browser.find_elements("tag name", "h2")]
-        assert titles[:8] == [
-            "Your own text", "Attention maps", "Logit lens", "Direct logit attribution", "Head ablation",
-            "Head statistics", "Attention saturation", "Per-example gradients",
-        ]  # fmt: skip
-        assert "Samples" in titles and "Initialisation check" in titles
         assert complaints(browser) == []
 
 
+@pytest.mark.slow
 def test_page_without_a_prompt_shows_a_held_out_text(
     run: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
@@ -100,21 +105,22 @@ def test_page_without_a_prompt_shows_a_held_out_text(
     assert page.startswith(f"{run}/inspect.html: ") and weights.startswith(f"{run}/inspect.html.weights: ")
     text = (run / "inspect.html").read_text()
     [shown] = embedded(text, "Attention maps")
-    assert len(shown["texts"]["text"]) == 32  # a full window
+    assert len(shown["texts"]["text"]) == 16  # a full window
     [live] = embedded(text, "Your own text")
     stored = (run / "inspect.html.weights").read_bytes()
     assert live["file"] == "inspect.html.weights" and "weights" not in live
     assert live["sha256"] == hashlib.sha256(stored).hexdigest() and live["size"] == len(stored)
     whole, first = "".join(shown["texts"]["text"]).replace("∅", ""), live["text"].replace("\n", "⏎")
     assert first and whole.startswith(first) and whole[len(first)] in " ⏎"  # ends with a word
-    books = run.parent / "books"
-    assert f"Heads and gradients are measured on held-out data of {books}: 2 examples of up to 32 tokens." in text
+    books = read_config(run).data.path
+    assert f"Heads and gradients are measured on held-out data of {books}: 2 examples of up to 16 tokens." in text
 
 
+@pytest.mark.slow
 def test_lenses_are_fitted_and_shown_by_block(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
     options = ["--lenses", "--examples", "1", "--max-live-parameters", "0", "--out", str(tmp_path / "page")]
     assert inspect.main([str(run), *options]) == 0
-    assert re.search(r"^lenses, on \d+ held-out texts of 32 tokens \.\.\.$", capsys.readouterr().err, re.MULTILINE)
+    assert re.search(r"^lenses, on \d+ held-out texts of 16 tokens \.\.\.$", capsys.readouterr().err, re.MULTILINE)
     same, divergence = embedded((tmp_path / "page").read_text(), "Lenses")
     assert [line["name"] for line in same["lines"]] == ["logit", "Jacobian", "regression"]
     for of_same, of_divergence in zip(same["lines"], divergence["lines"], strict=True):
@@ -124,6 +130,7 @@ def test_lenses_are_fitted_and_shown_by_block(run: Path, tmp_path: Path, capsys:
     assert regression[0] < logit[0]
 
 
+@pytest.mark.slow
 def test_large_model_is_measured_on_fewer_targets_of_the_text_that_is_named(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
@@ -138,6 +145,7 @@ def test_large_model_is_measured_on_fewer_targets_of_the_text_that_is_named(
     assert f"Heads and gradients are measured on {source}." in (tmp_path / "page").read_text()
 
 
+@pytest.mark.slow
 def test_run_that_was_not_trained_is_measured_on_the_prompt_or_says_on_what(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ):
@@ -147,7 +155,8 @@ def test_run_that_was_not_trained_is_measured_on_the_prompt_or_says_on_what(
     assert "Heads and gradients are measured on the prompt only." in (imported / "inspect.html").read_text()
     assert "note: " not in capsys.readouterr().err
     assert inspect.main(options) == 0
-    note = f"note: {imported} has no training: it is measured on {run.parent / 'books'}; name a text with --data.path"
+    data = read_config(run).data.path
+    note = f"note: {imported} has no training: it is measured on {data}; name a text with --data.path"
     assert note in capsys.readouterr().err
     opened = load_run(imported)
     text, _, _ = load_held_out_text(opened, None)  # the same, without the training text
@@ -155,6 +164,7 @@ def test_run_that_was_not_trained_is_measured_on_the_prompt_or_says_on_what(
     jax.tree.map(np.testing.assert_array_equal, held_out, own)
 
 
+@pytest.mark.slow
 def test_page_without_data_needs_a_prompt(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
     moved = tmp_path / "moved"
     shutil.copytree(run, moved, ignore=shutil.ignore_patterns("*.html"))
@@ -191,6 +201,7 @@ def untrained(folder: Path, model: ModelConfig, scale: float = 1.0) -> Path:
 SMALL: dict = {"vocab_size": 280, "context_length": 16, "d_model": 8, "n_heads": 2, "d_ff": (8,)}
 
 
+@pytest.mark.slow
 def test_prefix_has_no_predictions(tmp_path: Path):
     path = untrained(tmp_path, DecoderConfig(**SMALL, n_blocks=1, prefix=True))
     assert inspect.main([str(path), "--prompt", "ai bj ck dl"]) == 0
@@ -209,6 +220,7 @@ def test_prefix_has_no_predictions(tmp_path: Path):
     assert (weights["rows"], weights["columns"], weights["heads"]) == ("text", "text", 2)
 
 
+@pytest.mark.slow
 def test_model_that_is_not_finite_has_a_page_without_a_warning(tmp_path: Path):
     path = untrained(tmp_path, DecoderConfig(**SMALL, n_blocks=1), math.nan)
     assert inspect.main([str(path), "--prompt", "ai bj"]) == 0  # tests turn warnings into errors
@@ -219,6 +231,7 @@ def test_model_that_is_not_finite_has_a_page_without_a_warning(tmp_path: Path):
     assert {p for _, p, _ in shown["predictions"]["text"][0][1]} == {None}
 
 
+@pytest.mark.slow
 def test_masked_tokens_have_predictions(tmp_path: Path):
     path = untrained(tmp_path, EncoderConfig(**SMALL | {"vocab_size": 281}, n_blocks=1))
     assert inspect.main([str(path), "--prompt", "ai [MASK] ck"]) == 0
@@ -227,6 +240,7 @@ def test_masked_tokens_have_predictions(tmp_path: Path):
     assert [prediction is not None for prediction in predictions] == [token == "[MASK]" for token in tokens]
 
 
+@pytest.mark.slow
 def test_source_is_shown_with_its_translation(tmp_path: Path):
     path = untrained(tmp_path, EncoderDecoderConfig(**SMALL, n_encoder_blocks=1, n_decoder_blocks=1))
     assert inspect.main([str(path), "--prompt", "ai bj"]) == 0
@@ -237,6 +251,7 @@ def test_source_is_shown_with_its_translation(tmp_path: Path):
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_model_of_full_windows_shows_no_text(tmp_path: Path, capsys: pytest.CaptureFixture):
     model = MLPConfig(vocab_size=280, context_length=4, d_model=4, d_ff=(8,), mixing="concatenate")
     path = untrained(tmp_path, model)
@@ -245,6 +260,7 @@ def test_model_of_full_windows_shows_no_text(tmp_path: Path, capsys: pytest.Capt
     assert inspect.main([str(path)]) == 0 and "<h1>other: inspection</h1>" in (path / "inspect.html").read_text()
 
 
+@pytest.mark.slow
 def test_out_that_is_not_a_file_is_refused(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
     os.mkfifo(tmp_path / "fifo")
     assert inspect.main([str(small), "--prompt", "ab", "--out", str(tmp_path / "fifo")]) == 2
@@ -252,23 +268,25 @@ def test_out_that_is_not_a_file_is_refused(small: Path, tmp_path: Path, capsys: 
     assert (tmp_path / "fifo").is_fifo()
 
 
+@pytest.mark.slow
 def test_full_disk_is_a_user_error_and_leaves_the_old_page(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+    small: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(model, "held_out", lambda *_: (None, "", "it is not here."))
-    path = shutil.copytree(run, tmp_path / "full")
+    path = shutil.copytree(small, tmp_path / "full")
     (path / "inspect.html").write_text("old")
 
     def full(path: Path, content: bytes) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(Path, "write_bytes", full)
-    assert inspect.main([str(path), "--prompt", EVIL]) == 2
+    assert inspect.main([str(path), "--prompt", "ab", "--max-live-parameters", "0"]) == 2
     error = capsys.readouterr().err.splitlines(keepends=True)[-1]
     assert error == f"error: {path}/inspect.html: No space left on device; free some space.\n"
     assert (path / "inspect.html").read_text() == "old" and not list(path.glob("*.new"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -295,6 +313,7 @@ def test_wrong_input_is_a_user_error(
     assert not (small / "inspect.html").exists()
 
 
+@pytest.mark.slow
 def test_prompt_with_too_many_attention_weights_is_refused(small: Path, capsys, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(model, "held_out", lambda *_: (None, "", "it is not here."))
     monkeypatch.setattr(model, "MAX_ATTENTION_WEIGHTS", 50)

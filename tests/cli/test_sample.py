@@ -118,10 +118,10 @@ def test_prompts_of_a_file_are_completed_and_invalid_lines_named(here, rows, cap
     )
 
 
-@pytest.mark.parametrize("weights", ["float32", "int8"])
-def test_the_first_token_of_one_prompt_is_compiled_for_while_the_run_is_opened(here, weights):
+@pytest.mark.slow
+def test_the_first_token_of_one_prompt_is_compiled_for_while_the_run_is_opened(here):
     options = sample.Arguments(
-        opening=RunOptions("runs/quick", weights=weights),
+        opening=RunOptions("runs/quick", weights="int8"),
         sampling=sample.SamplingOptions(temperature=0.71),  # of no other test
     )
     prompt = Prompt("The cat sees", "the prompt")

@@ -96,6 +96,7 @@ def test_an_invalid_line_of_a_file_is_named_and_the_others_translated(
     assert [(row["line"], row["text"]) for row in rows] == list(zip((1, 3), translate_texts(SOURCES), strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -87,6 +87,7 @@ def test_non_finite_outputs_fail_alone(run: str, capsys, monkeypatch: pytest.Mon
     assert last == "failed: finite"  # 280 logits of 8 tokens of 2 texts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "message"),
     [
