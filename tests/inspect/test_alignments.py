@@ -12,6 +12,8 @@ from jaxformer.inspect import alignment, draw_alignment
 from jaxformer.models.encoder_decoder import EncoderDecoderConfig
 from jaxformer.models.objective import Params
 from jaxformer.models.recurrent import RecurrentConfig
+from tests.arrays import random_params
+from tests.helpers import slow
 
 SOURCE, TARGET = jnp.array([3, 1, 4, 1, 5]), jnp.array([0, 2, 7])
 RECURRENT = RecurrentConfig(11, 8, d_embedding=4, d_model=6)
@@ -19,11 +21,10 @@ TRANSFORMER = EncoderDecoderConfig(11, 8, d_model=8, n_heads=2, d_ff=(8,), n_enc
 
 
 def params_of(config: TokenModelConfig) -> Params:
-    return jax.jit(config.build().init)(jax.random.key(0), *config.example())["params"]
+    return random_params(config.build(), *config.example())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("config", [RECURRENT, TRANSFORMER], ids=["recurrent", "transformer"])
+@pytest.mark.parametrize("config", [RECURRENT, slow(TRANSFORMER)], ids=["recurrent", "transformer"])
 def test_alignment_rows_sum_to_one_and_are_causal(config):
     align = jax.jit(partial(alignment, config.build(), params_of(config)))
     weights_TS = align(SOURCE, TARGET)

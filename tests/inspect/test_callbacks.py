@@ -55,15 +55,14 @@ def test_update_ratios_are_not_printed_once_the_learning_rate_has_decayed(tmp_pa
 @pytest.mark.slow
 @pytest.mark.parametrize("scale", [1.0, np.nan])
 def test_sharpness_is_logged_beside_its_limit_and_ends_no_training(tmp_path, scale):
-    model = DecoderConfig(24, 7, 8, n_blocks=1, n_heads=2)
-    config = Config(
-        "test", model, TextConfig(), 150, train=TrainConfig(eval_every=0, report_every=0, sharpness_every=50)
-    )
+    model = DecoderConfig(5, 4, 4, n_blocks=1, d_ff=(6,), activation="gelu")
+    train = TrainConfig(batch_size=2, eval_every=0, report_every=0, sharpness_every=50)
+    config = Config("test", model, TextConfig(), 150, train=train)
     setup = TrainSetup(config, make_mesh("", jax.devices()[:1]))
 
     class Data:
         def batch(self, step, rows):
-            tokens_BT = np.random.default_rng(step).integers(0, 24, (len(rows), 8))
+            tokens_BT = np.random.default_rng(step).integers(0, 5, (len(rows), 5))
             return Batch((tokens_BT[:, :-1],), tokens_BT[:, 1:])
 
     [callback] = make_callbacks(setup, Data(), tmp_path)
@@ -75,7 +74,7 @@ def test_sharpness_is_logged_beside_its_limit_and_ends_no_training(tmp_path, sca
     if np.isnan(scale):
         assert np.isnan(row["sharpness"])
     else:
-        expected, _ = sharpness(setup.model, setup.model_params(state), Data().batch(0, np.arange(16)))
+        expected, _ = sharpness(setup.model, setup.model_params(state), Data().batch(0, np.arange(2)))
         assert row["sharpness"] == pytest.approx(expected, rel=0.02)
 
 

@@ -33,18 +33,6 @@ def example(dtype: str = "float64") -> tuple:
 
 
 @pytest.mark.slow
-def test_hessian_product_is_the_difference_quotient_of_the_gradient():
-    with jax.enable_x64(True):
-        model, params, batch = example()
-        step = jax.tree.map(lambda x: jnp.cos(jnp.arange(x.size, dtype=x.dtype)).reshape(x.shape) * 1e-5, params)
-        grad = jax.jit(jax.grad(lambda params: mean_loss(model, params, batch)))
-        ahead, behind = (grad(jax.tree.map(f, params, step)) for f in (jnp.add, jnp.subtract))
-        quotient = ravel_pytree(jax.tree.map(lambda a, b: (a - b) / 2, ahead, behind))[0]
-        product = ravel_pytree(hessian_product(model, params, batch, step))[0]
-        np.testing.assert_allclose(product, quotient, rtol=1e-4, atol=1e-6 * float(jnp.abs(quotient).max()))
-
-
-@pytest.mark.slow
 def test_products_and_eigenvalues_are_those_of_the_dense_matrices():
     with jax.enable_x64(True):
         model, params, batch = example()
@@ -56,9 +44,9 @@ def test_products_and_eigenvalues_are_those_of_the_dense_matrices():
             return jnp.sum(nll * batch.weights) / jnp.sum(batch.weights)
 
         np.testing.assert_allclose(loss(flat), mean_loss(model, params, batch), rtol=1e-6)
-        H = jax.hessian(loss)(flat)
-        J = jax.jacobian(lambda p: jax.vmap(lambda t: model.apply({"params": unravel(p)}, t))(batch.inputs[0]))(flat)
-        p = jax.nn.softmax(jax.vmap(lambda t: model.apply({"params": params}, t))(batch.inputs[0]))
+        H = jax.jit(jax.hessian(loss))(flat)
+        logits = jax.jit(lambda p: jax.vmap(lambda t: model.apply({"params": unravel(p)}, t))(batch.inputs[0]))
+        J, p = jax.jit(jax.jacrev(logits))(flat), jax.nn.softmax(logits(flat))
         of_logits = jnp.einsum("btv,vw->btvw", p, jnp.eye(5)) - jnp.einsum("btv,btw->btvw", p, p)
         G = jnp.einsum("btvi,btvw,btwj,bt->ij", J, of_logits, J, batch.weights) / jnp.sum(batch.weights)
         v = jnp.asarray(np.random.default_rng(1).normal(size=flat.size))
@@ -87,13 +75,29 @@ def test_sharpness_from_an_earlier_eigenvector_takes_fewer_products():
             products += 1
             return hessian_product(model, moved, batch, v)
 
-        largest_eigenvalues(times, moved, start=start, tolerance=0.05)
+        (largest,), _ = largest_eigenvalues(times, moved, start=start, tolerance=0.05)
+        assert largest == pytest.approx(cold, rel=0.1)
         counts.append(products)
     assert counts[1] <= counts[0]
-    assert sharpness(model, moved, batch, vector)[0] == pytest.approx(cold, rel=0.05)
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9])
+def test_eigenvalues_are_those_of_a_dense_matrix():
+    A = np.random.default_rng(0).normal(size=(7, 7))
+    A = np.float32(A + A.T)
+    params = {"a": jnp.zeros((2, 2)), "b": jnp.zeros(3)}
+
+    def product(tree):
+        flat = A @ np.concatenate([np.ravel(tree["a"]), tree["b"]])
+        return {"a": flat[:4].reshape(2, 2), "b": flat[4:]}
+
+    values, vectors = largest_eigenvalues(product, params, 2)
+    expected, columns = np.linalg.eigh(A)
+    np.testing.assert_allclose(values, expected[:-3:-1], rtol=1e-4)
+    flat = np.concatenate([np.ravel(vectors[0]["a"]), vectors[0]["b"]])
+    np.testing.assert_allclose(abs(flat @ columns[:, -1]), 1, rtol=1e-3)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_nesterov_sgd_on_a_quadratic_diverges_above_its_limit(momentum: float):
     limit = nesterov_limit(0.1, momentum)
     optimizer = optax.sgd(0.1, momentum, nesterov=True)

@@ -9,19 +9,18 @@ import pytest
 from jaxformer.inspect import attention_maps
 from jaxformer.inspect.explanations import explain
 from tests.arrays import apply
+from tests.helpers import slow
 from tests.inspect.test_activations import MODELS, T, V, random_model
-
-pytestmark = pytest.mark.slow
 
 TEXT = [int(x) for x in np.random.default_rng(4).integers(0, V, T)]
 
 
-@pytest.mark.parametrize("name", ["decoder", "grouped", "rowwise"])
+@pytest.mark.parametrize("name", ["rowwise", slow("grouped")])
 def test_explanations_agree_with_a_full_pass(name):
     model, params, _ = random_model(MODELS[name])
     logits_TV = apply(model, params, np.array(TEXT, np.int32))
     p_TV = np.asarray(jax.nn.softmax(logits_TV), np.float64)
-    maps = attention_maps(model, params, np.array(TEXT, np.int32))
+    maps = jax.jit(attention_maps, static_argnums=0)(model, params, np.array(TEXT, np.int32))
     mean_TT = np.mean(np.concatenate(maps), axis=0) if maps else None
     rows = explain(model, params, TEXT, 2, n_alternatives=4, n_positions=2)
     assert len(rows) == T - 2
@@ -41,6 +40,7 @@ def test_explanations_agree_with_a_full_pass(name):
             assert all(position < at for position, _ in row.attended)
 
 
+@pytest.mark.slow
 def test_prompt_of_a_prefix_model_is_its_prefix():
     model, params, _ = random_model(MODELS["prefix"])
     rows = explain(model, params, TEXT, 4)
@@ -48,6 +48,7 @@ def test_prompt_of_a_prefix_model_is_its_prefix():
     np.testing.assert_allclose([r.probability for r in rows], np.asarray(p_TV)[range(3, T - 1), TEXT[4:]], rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_text_beyond_the_positions_and_full_window_models_are_errors():
     model, params, _ = random_model(MODELS["decoder"])
     with pytest.raises(ValueError, match="8 tokens, but the model has 7 positions"):
@@ -57,6 +58,7 @@ def test_text_beyond_the_positions_and_full_window_models_are_errors():
         explain(model, params, TEXT, 1)
 
 
+@pytest.mark.slow
 def test_text_may_exceed_the_context_of_an_extrapolating_model():
     config = replace(MODELS["decoder"], positions="rope", head_dim=4)
     model, params, _ = random_model(config)

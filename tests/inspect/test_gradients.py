@@ -1,3 +1,4 @@
+from dataclasses import replace
 from math import inf
 
 import jax
@@ -14,7 +15,6 @@ from jaxformer.models.recurrent_lm import RecurrentLMConfig
 from jaxformer.nn.parameter_norms import in_order
 from jaxformer.runs.run import parameter_order
 from tests.arrays import build, normal, random_tokens
-from tests.helpers import slow
 from tests.inspect.test_activations import MODELS, T, V, random_model
 
 CONFIG = DecoderConfig(23, 7, 13, n_blocks=2, n_heads=3, n_kv_heads=1, head_dim=5, d_ff=(17,), norm="rmsnorm")
@@ -120,26 +120,24 @@ def test_report_prints_a_line_per_row_under_a_heading() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["decoder", slow("masked"), slow("experts"), slow("vit")])
-def test_per_example_gradients_agree_with_a_loop(name: str) -> None:
+def test_per_example_gradients_agree_with_a_loop() -> None:
     """With weights that differ, and more examples than one chunk."""
-    model, params, inputs = random_model(MODELS[name])
+    model, params, inputs = random_model(replace(MODELS["masked"], n_blocks=1))
     n, rng = EXAMPLES_PER_CHUNK + 2, np.random.default_rng(0)
 
     def others(x: jax.Array) -> jax.Array:
         if x.dtype == bool:
             return jnp.stack([x] * n)
-        return jnp.asarray(rng.integers(0, 256 if x.dtype == np.uint8 else V, (n, *x.shape)), x.dtype)
+        return jnp.asarray(rng.integers(0, V, (n, *x.shape)), x.dtype)
 
-    shape = () if name == "vit" else (T,)
-    weights = rng.uniform(0.1, 2, (n, *shape)).astype(np.float32) if name == "masked" else None
-    batch = Batch(tuple(map(others, inputs)), jnp.asarray(rng.integers(0, 3, (n, *shape)), jnp.int32), weights)
+    weights = rng.uniform(0.1, 2, (n, T)).astype(np.float32)
+    batch = Batch(tuple(map(others, inputs)), jnp.asarray(rng.integers(0, 3, (n, T)), jnp.int32), weights)
     grads = []
     with jax.enable_x64(True):
         params = jax.tree.map(lambda p: np.asarray(p, np.float64), params)
         result = per_example_gradients(model, params, batch)
         one = jax.jit(jax.value_and_grad(lambda p, example: objective_of(model).example_loss(model, p, example)))
-        total_B = np.ones(n) if weights is None else weights.sum(axis=1)
+        total_B = weights.sum(axis=1)
         alone = [one(params, jax.tree.map(lambda x, b=b: x[b], batch)) for b in range(n)]
     for b, (nats, grad) in enumerate(alone):
         grad = jax.tree.map(lambda g, b=b: np.asarray(g) / total_B[b], grad)

@@ -14,7 +14,7 @@ from jaxformer.errors import UserError
 from jaxformer.inspect.influence import Replay
 from jaxformer.runs.run import load_run, read_config, write_config
 from jaxformer.train.log import read_metrics
-from tests.helpers import slow, tiny, write_books
+from tests.helpers import tiny, write_books
 
 PHRASE = "Zebras quietly juggle amber violins."
 
@@ -30,17 +30,9 @@ def folder(tmp_path_factory) -> Path:
     book.write_text(f"{PHRASE} ".join(book.read_text().split("The ")[:40]))
     # A smooth model, so that difference quotients converge to the derivative.
     options = tiny(
-        books,
-        24,
-        "--train.log-every",
-        "1",
-        "--model.activation",
-        "gelu",
-        "--optimizer.learning-rate",
-        "0.05",
-        "--train.batch-size",
-        "8",
-    )
+        books, 24, "--train.log-every", "1", "--model.activation", "gelu", "--optimizer.learning-rate", "0.05",
+        "--train.batch-size", "8",
+    )  # fmt: skip
     assert train_command.main([*options, "--data.val-path", str(books / "0.txt"), "--run", str(root / "run")]) == 0
     return root / "run"
 
@@ -64,25 +56,12 @@ def test_documents_are_those_of_the_corpus(folder, replay):
     assert all(tokens[-1] == tokenizer.end_of_text for tokens in replay.documents)
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "rate", "tolerance"),
-    # An early update of Adam is close to the sign of the gradient, so that quotients converge where rounding begins.
-    [("nesterov_sgd", 0.05, 0.01), slow("adamw", 3e-3, 0.03)],
-)
-def test_influence_is_the_derivative_of_training(folder, tmp_path, optimizer, rate, tolerance):
+def assert_derivative(replay: Replay, texts: list[np.ndarray], documents: tuple[int, ...], tolerance: float) -> None:
     """Of the whole function from weights to log-probabilities, which difference quotients measure by training."""
-    shutil.copytree(folder, tmp_path / "run")
-    config = read_config(folder)
-    rule = replace(config.optimizer, name=optimizer, schedule="constant", learning_rate=rate)
-    write_config(tmp_path / "run", replace(config, optimizer=rule))
-    run = load_run(tmp_path / "run")
-    replay = Replay(run)
-    replay.n_steps = 12
-    texts = [np.array(run.tokenizer.encode_prompt(text)) for text in (f"{PHRASE} The", "The king sees the sea. " * 9)]
     params, influence_QN = replay.influence(texts)
     jax.tree.map(np.testing.assert_array_equal, params, replay.train())
-    assert influence_QN.shape == (2, 5)
-    for n in (0, 3):
+    assert influence_QN.shape == (len(texts), 5)
+    for n in documents:
         ends = []
         for weight in (0.95, 1.05):
             weights_N = np.ones(5, np.float32)
@@ -92,18 +71,22 @@ def test_influence_is_the_derivative_of_training(folder, tmp_path, optimizer, ra
         np.testing.assert_allclose(influence_QN[:, n], quotients, atol=tolerance * np.abs(influence_QN).max())
 
 
-@pytest.mark.slow
-def test_a_unique_sentence_is_due_to_its_document(folder, replay):
-    run = load_run(folder)
-    text = np.array(run.tokenizer.encode_prompt(PHRASE))
-    params, (added_N,) = replay.influence([text])
-    own = next(n for n, tokens in enumerate(replay.documents) if PHRASE in run.tokenizer.decode(tokens.tolist()))
-    assert np.argmax(added_N) == own
-    without = [
-        float(replay.log_probability(replay.train(replay.leave_out([n])), text) - replay.log_probability(params, text))
-        for n in range(len(replay.documents))
-    ]
-    assert np.argmin(without) == own and without[own] < -1
+def test_influence_is_the_derivative_of_training(folder, replay, monkeypatch):
+    monkeypatch.setattr(replay, "n_steps", 12)
+    assert_derivative(replay, [np.array(load_run(folder).tokenizer.encode_prompt(f"{PHRASE} The"))], (0, 3), 0.01)
+
+
+def test_influence_is_the_derivative_of_training_by_adam(folder, tmp_path):
+    """An early update is close to the sign of the gradient, so that quotients converge where rounding begins."""
+    shutil.copytree(folder, tmp_path / "run")
+    config = read_config(folder)
+    rule = replace(config.optimizer, name="adamw", schedule="constant", learning_rate=3e-3)
+    write_config(tmp_path / "run", replace(config, optimizer=rule))
+    run = load_run(tmp_path / "run")
+    replay = Replay(run)
+    replay.n_steps = 6
+    texts = [np.array(run.tokenizer.encode_prompt(text)) for text in (f"{PHRASE} The", f"{PHRASE} Zebras")]
+    assert_derivative(replay, texts, (3,), 0.03)
 
 
 def test_leaving_out_a_batch_changes_nothing_before_it(replay):
@@ -113,7 +96,13 @@ def test_leaving_out_a_batch_changes_nothing_before_it(replay):
     assert all(x != y for x, y in zip(without[9:], losses[9:], strict=True))
 
 
-def test_influence_command(folder, capsys):
+@pytest.fixture
+def compiled(monkeypatch, replay):
+    """Let the command repeat the training by programs that are compiled."""
+    monkeypatch.setattr("jaxformer.inspect.influence.Replay", lambda run: replay)
+
+
+def test_influence_command(folder, compiled, capsys):
     assert influence.main([str(folder), "--text", PHRASE, "--top", "2", "--prove"]) == 0
     said = capsys.readouterr()
     lines = said.out.splitlines()
@@ -122,6 +111,8 @@ def test_influence_command(folder, capsys):
     assert lines[2].split(": ")[1].startswith(PHRASE)
     assert lines[4].startswith("trained without those: predicted -")
     assert lines[5].startswith("trained without 2 others: predicted ")
+    own, others = (float(line.split()[-1]) for line in lines[4:6])
+    assert own < -1 < others  # a unique sentence is due to its document
     page = (folder / "influence.html").read_text()
     assert page.count(PHRASE) > 1 and "Training without" in page and "to the last bit" in page
     assert influence.main([str(folder), "--without-step", "9"]) == 0
@@ -129,21 +120,19 @@ def test_influence_command(folder, capsys):
     assert rows[3].split()[0] == "9" and rows[3].split()[2] == "0.0000"
 
 
-def test_influences_without_meaning_are_called_so(folder, replay, capsys, monkeypatch):
-    tokens, influence_of = np.array([1, 2, 3]), Replay.influence
-    with pytest.raises(FloatingPointError, match="derivative of training is not finite"):
+def test_influences_without_meaning_are_called_so(folder, replay, compiled, capsys, monkeypatch):
+    tokens, params = np.array([1, 2, 3]), load_run(folder).params
+    with pytest.raises(FloatingPointError, match="derivative of training is not finite") as raised:
         replay.influence([tokens], weights_N=np.full(len(replay.documents), np.nan))
-
-    def larger(*args, **named):
-        params, added_QN = influence_of(*args, **named)
-        return params, 1e6 * added_QN
-
-    monkeypatch.setattr(Replay, "influence", larger)
+    monkeypatch.setattr(Replay, "influence", lambda *_, **__: (params, np.full((1, 5), 1e6)))
     assert influence.main([str(folder), "--text", PHRASE]) == 0
     assert "note: an estimate exceeds the" in capsys.readouterr().err
     assert "at the edge of stability" in (folder / "influence.html").read_text()
-    unbounded = np.full(len(replay.documents), np.inf)
-    monkeypatch.setattr(Replay, "influence", lambda self, texts, **_: influence_of(self, texts, unbounded))
+
+    def without_bound(*_, **__):
+        raise raised.value
+
+    monkeypatch.setattr(Replay, "influence", without_bound)
     assert influence.main([str(folder), "--text", PHRASE]) == 2
     assert "is not finite, as training was at the edge of stability; train with a lower" in capsys.readouterr().err
 
@@ -157,7 +146,7 @@ def test_influences_without_meaning_are_called_so(folder, replay, capsys, monkey
         (("--without-step", "2", "--text", "x"), "--without-step needs no --text"),
     ],
 )
-def test_wrong_options_of_influence(folder, capsys, options, problem):
+def test_wrong_options_of_influence(folder, compiled, capsys, options, problem):
     assert influence.main([str(folder), *options]) == 2
     assert problem in capsys.readouterr().err
 

@@ -7,39 +7,25 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from configs import ladder, quick
+from configs import ladder
 from jaxformer.inspect.init_check import check_init, expected_moments
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.rungs import RungDecoderConfig
 from tests.arrays import first_params
-from tests.helpers import slow
 
 WIDE = RungDecoderConfig(500, 32, 96, n_blocks=2, n_heads=4, output_projection=True, d_ff=(256,))
 CASES: dict[str, Any] = {
     "residual": ladder.residual.model,
-    "multihead_full": ladder.multihead_full.model,
-    "rmsnorm": replace(ladder.rmsnorm.model, n_blocks=2),
-    "modern": replace(quick.modern.model, n_blocks=1, context_length=32, vocab_size=500, norm_eps=1e-4),
-    "local heads": replace(ladder.best.model, n_blocks=1, vocab_size=500, norm_eps=1e-4),
     "qk_norm, swiglu": replace(WIDE, norm="layernorm", qk_norm=True, activation="swiglu", bias=False,
                                positions="sinusoidal"),
-    "post, window": replace(WIDE, norm="layernorm", norm_placement="post", activation="gelu", window=8, value_dim=40),
     "norms around parts, local and global": replace(
         WIDE, norm="rmsnorm", norm_placement="both", activation="geglu", window=8, global_blocks=(1,), score_scale=0.1,
         embedding_scale=2.0, embedding_std=0.5, bias=False,
     ),
-    "experts": replace(WIDE, norm="rmsnorm", embedding_std=0.3, n_experts=8, experts_per_token=2),
     "one expert": replace(WIDE, norm="rmsnorm", embedding_std=0.1, n_experts=8, experts_per_token=1),
     "post, no residual": replace(WIDE, residual=False, norm="layernorm", norm_placement="post", unembedding="mlp"),
     "no residual, sum of heads": replace(WIDE, residual=False, n_blocks=1, output_projection=False, head_dim=96),
 }  # fmt: skip
-
-CASES_BY_COST = [
-    *("residual", "modern"), *map(slow, ("experts", "post, window")),
-    slow("norms around parts, local and global"),
-    *map(slow, ("multihead_full", "rmsnorm", "qk_norm, swiglu", "one expert")),
-    *map(slow, ("local heads", "post, no residual", "no residual, sum of heads")),
-]  # fmt: skip
 
 
 def fresh(config: DecoderConfig):
@@ -51,7 +37,7 @@ def fresh(config: DecoderConfig):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES_BY_COST)
+@pytest.mark.parametrize("name", CASES)
 def test_expected_statistics_are_observed(name):
     result = check_init(*fresh(CASES[name]))
     assert len(result.expected) == len(result.observed) == CASES[name].n_blocks
@@ -89,10 +75,6 @@ def test_one_hot_attention_is_warned_of_with_rung_and_remedy():
         "set model.scaled to true, which divides them by sqrt(head_dim) and model.projection_std to 0.0625, "
         "1/sqrt(d_model)."
     )
-    cured = replace(ladder.attention_unscaled.model, scaled=True, projection_std=0.0625)
-    assert not check_init(*fresh(cured)).warnings
-    (loud,) = check_init(*fresh(replace(WIDE, n_blocks=1, embedding_std=4.0))).warnings
-    assert loud.endswith("set model.norm to rmsnorm.")  # its projections are as they should be
     (large,) = check_init(*fresh(replace(WIDE, n_blocks=1, projection_std=1.0))).warnings
     assert "set model.projection_std to 0.102" in large and "model.scaled" not in large
 
@@ -102,7 +84,6 @@ def test_deep_model_without_a_norm_is_warned_of():
     (warning,) = check_init(*fresh(replace(WIDE, n_blocks=4))).warnings
     assert warning.startswith("4 blocks without a norm, which make the stream ") and "four_blocks" in warning
     assert warning.endswith("set model.norm to rmsnorm.")
-    assert not check_init(*fresh(replace(WIDE, n_blocks=4, norm="rmsnorm"))).warnings
 
 
 @pytest.mark.slow
@@ -113,5 +94,5 @@ def test_single_token_has_no_one_hot_warning():
 
 @pytest.mark.slow
 def test_zero_stream_is_no_error():
-    result = check_init(*fresh(replace(WIDE, norm="rmsnorm", positions="rope", embedding_std=0.0)))
+    result = check_init(*fresh(replace(WIDE, n_blocks=1, norm="rmsnorm", positions="rope", embedding_std=0.0)))
     assert np.isnan(result.expected[0].growth) and result.expected[0].stream == 0

@@ -25,7 +25,7 @@ from jaxformer.runs.run import create_run
 from jaxformer.train.setup import TrainSetup
 from jaxformer.train.step import make_train_step
 from tests.browser import embedded
-from tests.helpers import ROOT, slow
+from tests.helpers import ROOT
 
 
 def write_run(folder: Path, name: str, rows: list[dict], broken: int | None = None) -> None:
@@ -38,7 +38,7 @@ def write_run(folder: Path, name: str, rows: list[dict], broken: int | None = No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["mix_gram", "mix_qkv", *map(slow, ["mix_static", "mix_dynamic", "mix_unmasked"])])
+@pytest.mark.parametrize("name", ["mix_gram", "mix_qkv"])
 def test_rungs_before_attention_learn_with_the_optimizer_of_the_ladder(name):
     """Twenty steps at a small size of texts in which each token is one more than the one before."""
     config = getattr(ladder, name)

@@ -1,14 +1,15 @@
 """Activation patching, and attribution patching beside it."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 from jaxformer.inspect import attribution_patching, capture, intervene, patch_activations
 from jaxformer.models.decoder import DecoderConfig
-from tests.arrays import apply, first_params
+from tests.arrays import apply
 from tests.inspect.test_activations import DECODER, MODELS, T, V, random_model
 
 TOKENS = jnp.arange(T)[::-1]
@@ -44,9 +45,8 @@ def test_patching_the_last_stream_gives_the_source_logits():
         )
 
 
-@pytest.mark.slow
 def test_patching_a_later_position_changes_no_earlier_logit():
-    model, params, _ = random_model(DECODER)
+    model, params, _ = random_model(replace(DECODER, n_blocks=1))
     result = patch_activations(
         model, params, [TOKENS], [(TOKENS + 5) % V], "blocks.*.attention.heads", third_of_token_3
     )
@@ -65,7 +65,7 @@ def test_patching_works_for_an_encoder_decoder():
     )
     assert result["encoder_blocks.0.before"].shape == (T,)
     same = patch_activations(model, params, inputs, inputs, "encoder_blocks.0.before", last_of_token_3)
-    plain = capture(model, params, *inputs)["logits"][-1, 3]
+    plain = apply(model, params, *inputs)[-1, 3]
     np.testing.assert_allclose(same["encoder_blocks.0.before"], jnp.full(T, plain), rtol=1e-5)
 
 
@@ -129,43 +129,6 @@ def test_attribution_is_the_directional_derivative():
                     shifted.append(model.apply({"params": params}, TOKENS)[-1, 3])
             slope = (shifted[0] - shifted[1]) / (2 * step)
             np.testing.assert_allclose(by_position[position] - plain[-1, 3], slope, rtol=0.02, atol=2e-3)
-
-
-def one_over_two(logits_TV: jax.Array) -> jax.Array:
-    return logits_TV[-1, 1] - logits_TV[-1, 2]
-
-
-@pytest.mark.slow
-def test_attribution_correlates_with_exact_patching_in_a_trained_model():
-    """Of a model that has learned, in 30 steps, to recall the first of 6 tokens at the last."""
-    config = DecoderConfig(
-        12, 6, 16, n_blocks=2, n_heads=2, d_ff=(32,), norm="rmsnorm", final_norm=True, embedding_std=0.3
-    )
-    model, optimizer, rng = config.build(), optax.adam(2e-2), np.random.default_rng(0)
-    params = first_params(model, np.zeros(6, np.int32))
-
-    @jax.jit
-    def step(params, state, tokens_BT):
-        def loss(params):
-            logits_BV = jax.vmap(lambda tokens_T: model.apply({"params": params}, tokens_T)[-1])(tokens_BT)
-            return optax.softmax_cross_entropy_with_integer_labels(logits_BV, tokens_BT[:, 0]).mean()
-
-        value, grads = jax.value_and_grad(loss)(params)
-        updates, state = optimizer.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, value
-
-    state = jax.jit(optimizer.init)(params)
-    for _ in range(30):
-        params, state, loss = step(params, state, rng.integers(0, 12, (128, 6)).astype(np.int32))
-    assert loss < 0.3  # of log 12 = 2.5 at first
-    tokens = jnp.array([1, 5, 6, 7, 8, 9])
-    pair = (model, params, [tokens], [tokens.at[0].set(2)], ["blocks.*.attention.heads", "blocks.*.mlp"], one_over_two)
-    exact, estimate = patch_activations(*pair), attribution_patching(*pair)
-    for part in ("heads", "mlp"):
-        a, b = (np.concatenate([x for name, x in sorted(r.items()) if name.endswith(part)]) for r in (exact, estimate))
-        assert np.corrcoef(a, b)[0, 1] > 0.9
-        plain = one_over_two(apply(model, params, tokens))
-        assert np.abs(a - plain).argmax() == np.abs(b - plain).argmax()
 
 
 @pytest.mark.parametrize("patch", [patch_activations, attribution_patching])

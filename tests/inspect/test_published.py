@@ -1,7 +1,6 @@
 """The tools of inspection on published models, against the intermediate values of transformers."""
 
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,11 +10,7 @@ import pytest
 
 from jaxformer import inspect
 from jaxformer.cli.explanation import explained_rows
-from jaxformer.data import next_token_batch
-from jaxformer.inspect.pages.model import write_model_page
-from jaxformer.inspect.property_checks import random_inputs
 from jaxformer.interop.run import import_run
-from jaxformer.nn.execution import PLAIN, Execution
 from jaxformer.runs.run import Run, load_run
 from tests.arrays import apply
 from tests.interop.published import publish
@@ -23,7 +18,8 @@ from tests.interop.test_parity import CASES
 
 pytestmark = pytest.mark.slow
 
-FAMILIES = ("llama", "qwen3", "gpt2", "mistral", "gemma3, scaling, soft cap", "mixtral")
+FAMILIES = ("llama", "gpt2", "gemma3, scaling, soft cap", "mixtral")
+"""Rotations; learned positions and biases; norms of queries, windows and soft caps; experts."""
 T = 13
 
 
@@ -62,11 +58,10 @@ def test_captures_equal_the_intermediate_values_of_transformers(case):
     np.testing.assert_allclose(ours["logits"], theirs.logits[0].numpy(), atol=1e-4)
 
 
-@pytest.mark.parametrize("execution", [PLAIN, Execution(scan=True, remat="block")], ids=["plain", "scan and remat"])
-def test_gradients_of_activations_equal_those_of_torch(case, execution):
+@among("llama", "gemma3, scaling, soft cap")
+def test_gradients_of_activations_equal_those_of_torch(case):
     torch = pytest.importorskip("torch")
     theirs, run = case
-    model = run.config.model.build(execution)
     with torch.enable_grad():
         out = theirs(torch.tensor(tokens())[None], output_hidden_states=True, output_attentions=True)
         theirs_of = {
@@ -82,7 +77,7 @@ def test_gradients_of_activations_equal_those_of_torch(case, execution):
         for of, value in theirs_of.items():
             expected = torch.autograd.grad(value, list(theirs_by.values()), retain_graph=True)
             at = (5, 3) if isinstance(of, str) else ()
-            got = inspect.gradient_of(model, run.params, jnp.asarray(tokens()), of=of, wrt=tuple(theirs_by), at=at)
+            got = inspect.gradient_of(run.model, run.params, jnp.asarray(tokens()), of=of, wrt=tuple(theirs_by), at=at)
             for name, grad in zip(theirs_by, expected, strict=True):
                 theirs_g = grad.numpy().reshape(got[name].shape)
                 scale = np.abs(theirs_g).max()
@@ -90,6 +85,7 @@ def test_gradients_of_activations_equal_those_of_torch(case, execution):
                 np.testing.assert_allclose(got[name] / scale, theirs_g / scale, atol=1e-4, err_msg=f"{of}, {name}")
 
 
+@among("gpt2", "gemma3, scaling, soft cap")
 def test_residual_stream_adds_up_to_the_logits(case):
     _, run = case
     tokens_T, target_T = jnp.asarray(tokens()), jnp.asarray(tokens())[::-1]
@@ -103,57 +99,12 @@ def test_residual_stream_adds_up_to_the_logits(case):
     np.testing.assert_allclose(capped_T, logits_TV[np.arange(T), target_T], atol=1e-4 * np.abs(logits_TV).max())
 
 
-@among("mixtral")
-def test_every_measurement_is_finite_and_of_the_models_shape(case):
-    _, run = case
-    model, params, c = run.model, run.params, run.config.model
-    tokens_BT = np.stack([tokens(), tokens()[::-1]]).astype(np.int32)
-    layers = [f"blocks.{i}.attention" for i in range(c.n_blocks)]
-    batch = next_token_batch(tokens_BT)
-
-    statistics = inspect.head_statistics(model, params, tokens_BT)
-    assert list(statistics) == layers and all(np.isfinite(s.entropy).all() for s in statistics.values())
-    ablation = inspect.ablate_heads(model, params, batch)
-    assert all(
-        np.isfinite(x).all() and x.shape == (c.n_heads,) for x in (*ablation.mean.values(), *ablation.zero.values())
-    )
-    gradients = inspect.per_example_gradients(model, params, batch)
-    assert np.isfinite(gradients.norm_B).all() and gradients.norm_B.shape == (2,)
-    assert [row.temperature for row in inspect.saturation(model, params, batch, [1.0, 0.5])] == [1.0, 0.5]
-    routers = inspect.router_report(model, params, (tokens_BT,))
-    assert list(routers) == ([f"blocks.{i}.mlp" for i in range(c.n_blocks)] if c.routes_tokens else [])
-    assert all(np.isclose(sum(report["share"]), 1) for report in routers.values())
-    pair = (model, params, [jnp.asarray(x) for x in tokens_BT[:1]], [jnp.asarray(x) for x in tokens_BT[1:]])
-    exact = inspect.patch_activations(*pair, "blocks.*.attention.heads", first_logit)
-    estimate = inspect.attribution_patching(*pair, "blocks.*.attention.heads", first_logit)
-    assert list(exact) == list(estimate) == [f"{layer}.heads" for layer in layers]
-    assert all(np.isfinite(x).all() and x.shape == (T,) for x in (*exact.values(), *estimate.values()))
-    autopsy = inspect.first_non_finite(model, params, batch)
-    assert autopsy is None
-
-
 def first_logit(logits_TV: jax.Array) -> jax.Array:
     return logits_TV[-1, 0]
 
 
+@among("llama")
 def test_explanations_name_tokens_that_the_tokenizer_lacks(case):
     _, run = case
     rows = explained_rows(run, [1, 2, 285], [290, 5])
     assert len(rows) == 2 and rows[0]["token"] == "[290]"
-
-
-@among("gemma3, scaling, soft cap")
-def test_page_shows_the_residual_stream(case, tmp_path: Path):
-    _, run = case
-    write_model_page(run, tmp_path / "page.html", "The cat sees the dog.", n_examples=1)
-    page = (tmp_path / "page.html").read_text()
-    assert "Direct logit attribution" in page and "Head ablation" in page
-
-
-@among("gpt2", "gemma3, scaling, soft cap")
-def test_invariants_hold(case):
-    _, run = case
-    inputs_B = random_inputs(run.config.model, 2, max_tokens=24)
-    targets_B = jax.random.randint(jax.random.key(0), inputs_B[0].shape, 0, 291)
-    checks = list(inspect.verify(run.model, run.params, inputs_B, targets_B))
-    assert len(checks) == 11 and all(check.holds for check in checks), [check for check in checks if not check.holds]

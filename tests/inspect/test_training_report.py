@@ -21,7 +21,6 @@ from jaxformer.train.setup import TrainSetup
 from tests.helpers import ROOT
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("warning", [None, "warning: attention is not fused, ..."])
 def test_the_header_warns_of_unfused_attention(monkeypatch, tmp_path, warning):
     monkeypatch.setattr(TrainSetup, "attention_warning", warning)

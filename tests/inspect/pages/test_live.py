@@ -2,7 +2,6 @@
 
 import base64
 import json
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +18,7 @@ from jaxformer.data.tokenizer import END_OF_TEXT, Tokenizer
 from jaxformer.inspect import capture, capture_gradients, intervene, patch_activations
 from jaxformer.inspect.pages import live
 from jaxformer.inspect.pages.live import KNOWN_SPLITS, LiveSection, live_section, pack_tokenizer
-from jaxformer.inspect.pages.page import write_page
+from jaxformer.inspect.pages.page import render_page, write_page
 from jaxformer.inspect.pages.weights import GROUP, flatten, pack_names, pack_params, round_params
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.objective import Params
@@ -150,6 +149,14 @@ TOKENS = """
     const data = JSON.parse(document.querySelectorAll(".live > script")[arguments[0]].textContent);
     const tokenizer = new Tokenizer(data.tokenizer);
     return arguments[1].map((text) => [tokenizer.encode(text), tokenizer.decode(tokenizer.encode(text))]);
+"""
+LOOKUPS = """
+    const data = JSON.parse(document.querySelectorAll(".live > script")[arguments[0]].textContent);
+    const tokenizer = new Tokenizer(data.tokenizer);
+    const [ranks, get] = [tokenizer.ranks, tokenizer.ranks.get.bind(tokenizer.ranks)];
+    let n = 0;
+    ranks.get = (pair) => { n++; return get(pair); };
+    return [tokenizer.encode(arguments[1]), n];
 """
 STATUS = """
     const section = document.querySelectorAll(".live")[arguments[0]];
@@ -381,7 +388,7 @@ def test_logits_equal_the_models(page, browser, name: str):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name != "quick"])
 def test_gradient_and_arithmetic_of_a_weight_equal_the_models(page, browser, name: str):
     case, position = page[1][name], 17
     model, block, head = case.config.build(), case.config.n_blocks - 1, case.config.n_heads - 1
@@ -573,9 +580,8 @@ def likeliest(case: Case, section: Any) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CONFIGS)
-def test_weights_in_8_bits_are_those_of_python(browser, name: str):
-    _, params = build(CONFIGS[name])
+def test_weights_in_8_bits_are_those_of_python(browser):
+    _, params = build(CONFIGS["gemma"])
     names, rounded = pack_names(params), round_params(params, 8)
     data = {"arrays": names, "bits": 8, "group": GROUP, "weights": base64.b64encode(pack_params(params, 8)).decode()}
     numbers, keys = browser.execute_script(DECODED, data)
@@ -690,9 +696,8 @@ def test_weight_and_token_open_panels_that_follow_text_and_heads(page, browser):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CONFIGS)
-def test_patches_equal_the_models(page, browser, name: str):
-    case, at = page[1][name], 10
+def test_patches_equal_the_models(page, browser):
+    case, at = page[1]["gemma"], 10
     block = case.config.n_blocks - 1
     model = case.config.build()
     first, second = np.random.default_rng(1).integers(VOCAB, size=(2, at + 2))
@@ -816,20 +821,20 @@ def test_long_computation_says_so_and_gives_way_to_what_is_typed(page, browser):
 
 
 @pytest.mark.slow
-def test_word_of_any_length_is_tokenized_at_once(page, browser):
+def test_pairs_of_a_long_word_are_looked_up_a_few_times_each(page, browser):
     """Each "he" makes a pair of a lower rank, with the "h" after it: a sweep of the word for each is quadratic."""
-    case, word = page[1]["gemma"], "heh" * 20_000
-    start = time.perf_counter()
-    [[tokens, _]] = browser.execute_script(TOKENS, case.index, [word])
-    assert time.perf_counter() - start < 20
+    case, word = page[1]["gemma"], "heh" * 1000
+    tokens, n_lookups = browser.execute_script(LOOKUPS, case.index, word)
     assert tokens == case.tokenizer.encode_prompt(word)
+    assert n_lookups < 20 * len(word)
 
 
-def test_section_says_how_weights_are_stored(page):
-    text = page[0].read_text()
-    assert (
-        "parameters are stored as float16 (0.1 MB), which changes the logits of the text below by at most 0.0" in text
-    )
+def test_section_says_how_weights_are_stored():
+    model, params = build(replace(QUICK, d_model=4, n_blocks=1, d_ff=(4,)))
+    tokenizer = Tokenizer.train(CORPUS, 300)
+    text = render_page("live", [], [live_section(model, params, tokenizer, jnp.array([1, 2, 3]), 100_000)])
+    assert "parameters are stored as float16 (0.0" in text
+    assert ", which changes the logits of the text below by at most 0.0" in text
     assert embedded(text, "Your own text")[0]["max_tokens"] == CONTEXT
 
 

@@ -1,6 +1,7 @@
 """Sections of a page agree with the probes that they show."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -24,6 +25,7 @@ from jaxformer.inspect.pages.attention import AttentionSection
 from jaxformer.inspect.pages.charts import Heatmap, Lines
 from jaxformer.inspect.pages.contrast import contrast_sections
 from jaxformer.inspect.pages.labels import describe_head
+from jaxformer.inspect.pages.lenses import lens_sections
 from jaxformer.inspect.pages.model_sections import (
     N_TOP_TOKENS,
     TEMPERATURES,
@@ -38,9 +40,7 @@ from jaxformer.models.encoder import EncoderConfig
 from jaxformer.models.encoder_decoder import EncoderDecoderConfig
 from jaxformer.models.recurrent import RecurrentConfig
 from jaxformer.models.rungs import RungDecoderConfig
-from tests.arrays import apply
-
-pytestmark = pytest.mark.slow
+from tests.arrays import apply, random_params
 
 DECODER = RungDecoderConfig(
     vocab_size=11, context_length=8, d_model=8, n_blocks=2, n_heads=2, output_projection=True, d_ff=(8,),
@@ -53,10 +53,9 @@ WORDS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight",
 
 
 def random_model(config: ModelConfig) -> tuple[Any, Any]:
-    """Return a model with twice its initial parameters, so that its predictions are less uniform."""
+    """Return a model with random parameters."""
     model = config.build()
-    params = jax.jit(model.init)(jax.random.key(0), *config.example())["params"]
-    return model, jax.tree.map(lambda x: 2.0 * x, params)
+    return model, random_params(model, *config.example(), seed=1)
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +63,7 @@ def decoder() -> tuple[Any, Any]:
     return random_model(DECODER)
 
 
+@pytest.mark.slow
 def test_attention_section_has_maps_and_token_probabilities(decoder):
     model, params = decoder
     result = attention_section(model, params, (jnp.array(TOKENS_T),), WORDS.__getitem__)
@@ -86,6 +86,7 @@ def test_attention_section_has_maps_and_token_probabilities(decoder):
     assert last is not None and last.actual is None and len(last.probabilities) == N_TOP_TOKENS
 
 
+@pytest.mark.slow
 def test_attention_section_has_cross_attention():
     config = EncoderDecoderConfig(
         vocab_size=11, context_length=8, d_model=8, n_heads=2, d_ff=(8,), n_encoder_blocks=1, n_decoder_blocks=1
@@ -110,19 +111,20 @@ def test_attention_section_has_cross_attention():
     assert "source" not in result.predictions
 
 
-@pytest.mark.parametrize(("attention", "layers"), [("additive", ["attention to the source"]), ("none", [])])
-def test_recurrent_attention_is_one_head(attention, layers):
-    model, params = random_model(
-        RecurrentConfig(vocab_size=11, context_length=8, d_embedding=4, d_model=4, attention=attention)
-    )
+@pytest.mark.slow
+def test_recurrent_attention_is_one_head():
+    config = RecurrentConfig(vocab_size=11, context_length=8, d_embedding=4, d_model=4, attention="additive")
     inputs = (jnp.array(TOKENS_T), jnp.ones(6, bool), jnp.array([0, 2, 7], jnp.int32))
-    result = attention_section(model, params, inputs, WORDS.__getitem__)
-    assert [layer.name for layer in result.layers] == layers
-    for layer in result.layers:
-        assert (layer.rows, layer.columns, layer.weights_HTS.shape) == ("target", "source", (1, 3, 6))
-        np.testing.assert_allclose(layer.weights_HTS.sum(-1), 1, atol=1e-5)
+    without = attention_section(*random_model(replace(config, attention="none")), inputs, WORDS.__getitem__)
+    assert without.layers == []
+    result = attention_section(*random_model(config), inputs, WORDS.__getitem__)
+    [layer] = result.layers
+    sides = (layer.name, layer.rows, layer.columns, layer.weights_HTS.shape)
+    assert sides == ("attention to the source", "target", "source", (1, 3, 6))
+    np.testing.assert_allclose(layer.weights_HTS.sum(-1), 1, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_masked_tokens_have_likeliest_tokens():
     model, params = random_model(ENCODER)
     tokens_T = jnp.array([3, 10, 4], jnp.int32)
@@ -162,6 +164,18 @@ def test_encoder_has_no_residual_stream_sections():
     assert residual_stream_sections(model, params, (jnp.array(TOKENS_T), jnp.ones(6, bool)), WORDS.__getitem__) == []
 
 
+@pytest.mark.slow
+def test_lens_sections_end_with_the_models_own_predictions():
+    model, params = random_model(replace(DECODER, n_blocks=1))
+    tokens_BT = np.random.default_rng(0).integers(0, 11, (30, 9)).astype(np.int32)
+    batch = Batch((tokens_BT[:, :-1],), tokens_BT[:, 1:])
+    data: Any = SimpleNamespace(held_out=lambda n, most: iter([jax.tree.map(lambda x: x[:n], batch)]))
+    _, table = lens_sections(model, params, data)
+    assert isinstance(table, Table) and [row[0] for row in table.rows] == ["embedding", "blocks.0.after"]
+    np.testing.assert_allclose(np.array(table.rows[-1][1:], float), [1, 0] * 3, atol=1e-3)
+
+
+@pytest.mark.slow
 def test_head_sections_have_statistics_and_ablation_of_each_head(decoder):
     model, params = decoder
     inputs_BT = np.random.default_rng(0).integers(0, 11, (3, 8)).astype(np.int32)
@@ -189,6 +203,7 @@ def test_head_sections_have_statistics_and_ablation_of_each_head(decoder):
     assert row[1] == describe_head(heads, 0)
 
 
+@pytest.mark.slow
 def test_saturation_section_draws_gradients_over_entropy(decoder):
     model, params = decoder
     inputs_BT = np.random.default_rng(0).integers(0, 11, (3, 8)).astype(np.int32)
@@ -202,6 +217,7 @@ def test_saturation_section_draws_gradients_over_entropy(decoder):
         np.testing.assert_allclose(figure.lines[number].x, [row.entropy for row in rows], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_contrast_sections_show_patching_and_paths_of_the_tokens_that_the_texts_predict(decoder):
     model, params = decoder
     other_T = (TOKENS_T + 1) % 11
@@ -223,6 +239,7 @@ def test_contrast_sections_show_patching_and_paths_of_the_tokens_that_the_texts_
     np.testing.assert_allclose(paths.rows[0][2:], [edge.estimate, edge.exact], rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_contrast_of_texts_with_one_prediction_is_with_the_token_that_rises_most(decoder):
     model, params = decoder
     tokens_T = jnp.array(TOKENS_T)
@@ -238,6 +255,7 @@ def test_contrast_of_texts_with_one_prediction_is_with_the_token_that_rises_most
     assert f"minus that of “{WORDS[int(rises_V.argmax())]}”" in streams.about
 
 
+@pytest.mark.slow
 def test_contrast_of_a_model_whose_stream_is_no_sum_of_parts_shows_no_paths():
     model, params = random_model(replace(DECODER, norm_placement="post"))
     tokens_T = jnp.array(TOKENS_T)

@@ -3,8 +3,10 @@
 import base64
 import io
 import re
+from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import flax.linen as nn
 import numpy as np
@@ -143,146 +145,163 @@ def test_page_is_written_atomically(tmp_path: Path):
     assert "<h1>two</h1>" in (tmp_path / "p.html").read_text() and [f.name for f in tmp_path.iterdir()] == ["p.html"]
 
 
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    page = tmp_path_factory.mktemp("page") / "empty.html"
+    write_page(page, "", [], [])
+    with browsing(page) as driver:
+        yield driver
+
+
+def show(browser: Any, page: Path, width: int = 1200, scheme: str = "light") -> None:
+    """Open a page on a screen."""
+    size = {"width": width, "height": 1000, "deviceScaleFactor": 1, "mobile": width < 600}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    schemes = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", schemes)
+    browser.get(page.as_uri())
+
+
 @pytest.mark.slow
-def test_browser_shows_escaped_texts_attention_and_charts(tmp_path: Path):
+def test_browser_shows_escaped_texts_attention_and_charts(tmp_path: Path, browser: Any):
     from selenium.webdriver import ActionChains, Keys
 
     long = Table("Long", ["a"], [[f"row {i}"] for i in range(82)])
     plain = AttentionSection("Next tokens", ATTENTION.texts, [], ATTENTION.predictions)
     write_page(tmp_path / "p.html", EVIL, [EVIL], [*SECTIONS, long, plain])
-    with browsing(tmp_path / "p.html") as browser:
-        find = lambda css: browser.find_elements("css selector", css)  # noqa: E731
-        assert browser.find_element("tag name", "h1").text == EVIL
-        tokens = find(".tokens button")[:3]
-        # Without attention, too, the text begins at a position with a prediction.
-        assert [note.text[:11] for note in find(".attention .note")] == ["Position 1:"] * 2
-        assert [len(each.find_elements("css selector", "li")) for each in find(".predicted")] == [3, 3]
-        tokens[0].send_keys(Keys.CONTROL, Keys.ARROW_RIGHT)  # which is not the page's
-        assert browser.switch_to.active_element == tokens[0]
-        tokens[0].send_keys(Keys.ARROW_RIGHT, Keys.END)
-        assert browser.switch_to.active_element == tokens[2]
-        assert [token.get_property("tabIndex") for token in tokens] == [-1, -1, 0]  # one stop of the Tab key
-        assert [token.get_property("textContent") for token in tokens] == ["The", f" {EVIL}", "⏎"]
-        assert [pre.text for pre in find("pre")] == [EVIL, "two\nlines"]
-        assert [text.text for text in find(".legend button")] == [EVIL, "held-out"]
+    show(browser, tmp_path / "p.html")
+    find = lambda css: browser.find_elements("css selector", css)  # noqa: E731
+    assert browser.find_element("tag name", "h1").text == EVIL
+    tokens = find(".tokens button")[:3]
+    # Without attention, too, the text begins at a position with a prediction.
+    assert [note.text[:11] for note in find(".attention .note")] == ["Position 1:"] * 2
+    assert [len(each.find_elements("css selector", "li")) for each in find(".predicted")] == [3, 3]
+    tokens[0].send_keys(Keys.CONTROL, Keys.ARROW_RIGHT)  # which is not the page's
+    assert browser.switch_to.active_element == tokens[0]
+    tokens[0].send_keys(Keys.ARROW_RIGHT, Keys.END)
+    assert browser.switch_to.active_element == tokens[2]
+    assert [token.get_property("tabIndex") for token in tokens] == [-1, -1, 0]  # one stop of the Tab key
+    assert [token.get_property("textContent") for token in tokens] == ["The", f" {EVIL}", "⏎"]
+    assert [pre.text for pre in find("pre")] == [EVIL, "two\nlines"]
+    assert [text.text for text in find(".legend button")] == [EVIL, "held-out"]
 
-        keys = Keys.HOME, Keys.ARROW_RIGHT, Keys.ARROW_DOWN, Keys.HOME
-        end, low, held = f"{EVIL}, head 0\nstep 20: 1.25", "held-out\nstep 10: 6.45·10⁻⁴", "held-out\nstep 0: 1"
-        assert told(browser, "Curve", *keys) == [f"{EVIL}, head 0\nstep 0: 2.5", end, low, held]
-        keys = Keys.HOME, Keys.ARROW_RIGHT, Keys.ARROW_DOWN
-        assert told(browser, "Map", *keys) == [f"{EVIL}, first: 0.5", f"{EVIL}, second: -1", "b, second: 0.25"]
-        path = lambda: len(find(".lines")[0].find_elements("css selector", "path.line"))  # noqa: E731
-        assert path() == 2
-        find(".legend button")[0].click()
-        assert path() == 1 and find(".legend button")[0].get_attribute("aria-pressed") == "false"
-        ActionChains(browser).move_to_element(find(".heatmap .area svg")[0]).perform()
-        told_cell = find(".heatmap .tip")[0].text
-        assert told_cell in (f"{EVIL}, first: 0.5", f"{EVIL}, second: -1", "b, first: -", "b, second: 0.25")
+    keys = Keys.HOME, Keys.ARROW_RIGHT, Keys.ARROW_DOWN, Keys.HOME
+    end, low, held = f"{EVIL}, head 0\nstep 20: 1.25", "held-out\nstep 10: 6.45·10⁻⁴", "held-out\nstep 0: 1"
+    assert told(browser, "Curve", *keys) == [f"{EVIL}, head 0\nstep 0: 2.5", end, low, held]
+    keys = Keys.HOME, Keys.ARROW_RIGHT, Keys.ARROW_DOWN
+    assert told(browser, "Map", *keys) == [f"{EVIL}, first: 0.5", f"{EVIL}, second: -1", "b, second: 0.25"]
+    path = lambda: len(find(".lines")[0].find_elements("css selector", "path.line"))  # noqa: E731
+    assert path() == 2
+    find(".legend button")[0].click()
+    assert path() == 1 and find(".legend button")[0].get_attribute("aria-pressed") == "false"
+    ActionChains(browser).move_to_element(find(".heatmap .area svg")[0]).perform()
+    told_cell = find(".heatmap .tip")[0].text
+    assert told_cell in (f"{EVIL}, first: 0.5", f"{EVIL}, second: -1", "b, first: -", "b, second: 0.25")
 
-        note, predicted = find(".note")[0], find(".predicted")[0]
-        shades = lambda: [token.value_of_css_property("background-color") for token in tokens]  # noqa: E731
-        ActionChains(browser).move_to_element(tokens[1]).perform()
-        attends = f"Position 1: “ {EVIL}”. Head 0 of layer 0 attends to “ {EVIL}” 75 %, “The” 25 %."
-        assert note.text == f"{attends} Its mean ablation changes the loss by +0.125 nats."
-        titles = [button.get_property("title") for button in find(".attention .layers button")]
-        assert titles[1] == "head 1 of layer 0. Its mean ablation changes the loss by \u22120.500 nats."
-        assert ["not explanation" in about.text for about in find(".attention > .about")] == [True]
-        assert predicted.text.splitlines()[0] == f"next token after “{EVIL}”"
-        assert [value.text for value in predicted.find_elements("css selector", ".value")] == ["60 %", "30 %", "5.0 %"]
-        assert predicted.find_element("css selector", ".marked").text.split() == ["⏎", "5.0", "%", "in", "the", "text"]
-        # Darkness is the root of the weight.
-        alpha = lambda shade: float(shade.split(",")[3].strip(" )"))  # noqa: E731
-        assert [alpha(shade) for shade in shades()] == pytest.approx([0.5 * 0.25**0.5, 0.5 * 0.75**0.5, 0], abs=0.01)
-        find(".layers button")[1].click()  # the other head, from the same token
-        assert "Head 1 of layer 0 attends to “The” 100 %." in note.text
-        find(".map .area svg")[0].send_keys(Keys.END, Keys.ARROW_DOWN, Keys.ARROW_DOWN)
-        assert find(".map .tip")[0].text == "“⏎” (2) to “⏎” (2): 60 %" and note.text.startswith("Position 2")
-        dimmed = """
-            const { data } = document.querySelector(".picture canvas").getContext("2d").getImageData(0, 0, 3, 2);
-            return [...data].filter((_, i) => i % 4 === 3);
-        """
-        share = 1 - np.sqrt([0.25, 1, 0.25, 0.25, 0.25, 0.5])  # the brighter, the more attention
-        assert browser.execute_script(dimmed) == pytest.approx(list(255 * 0.8 * share), abs=1)
-        assert find(".picture img")[0].get_property("naturalWidth") == 6
-        assert [bar.text.split() for bar in find(".pictures .marked")] == [["shirt", "6.3", "%", "true", "class"]]
-        find(".pictures .layers button")[0].click()  # released
-        assert find(".picture canvas")[0].get_property("width") == 1  # and empty
-        tokens[2].click()  # pin it
-        ActionChains(browser).move_to_element(tokens[0]).perform()
-        assert "“⏎”" in note.text and "60 %" in note.text
+    note, predicted = find(".note")[0], find(".predicted")[0]
+    shades = lambda: [token.value_of_css_property("background-color") for token in tokens]  # noqa: E731
+    ActionChains(browser).move_to_element(tokens[1]).perform()
+    attends = f"Position 1: “ {EVIL}”. Head 0 of layer 0 attends to “ {EVIL}” 75 %, “The” 25 %."
+    assert note.text == f"{attends} Its mean ablation changes the loss by +0.125 nats."
+    titles = [button.get_property("title") for button in find(".attention .layers button")]
+    assert titles[1] == "head 1 of layer 0. Its mean ablation changes the loss by \u22120.500 nats."
+    assert ["not explanation" in about.text for about in find(".attention > .about")] == [True]
+    assert predicted.text.splitlines()[0] == f"next token after “{EVIL}”"
+    assert [value.text for value in predicted.find_elements("css selector", ".value")] == ["60 %", "30 %", "5.0 %"]
+    assert predicted.find_element("css selector", ".marked").text.split() == ["⏎", "5.0", "%", "in", "the", "text"]
+    # Darkness is the root of the weight.
+    alpha = lambda shade: float(shade.split(",")[3].strip(" )"))  # noqa: E731
+    assert [alpha(shade) for shade in shades()] == pytest.approx([0.5 * 0.25**0.5, 0.5 * 0.75**0.5, 0], abs=0.01)
+    find(".layers button")[1].click()  # the other head, from the same token
+    assert "Head 1 of layer 0 attends to “The” 100 %." in note.text
+    find(".map .area svg")[0].send_keys(Keys.END, Keys.ARROW_DOWN, Keys.ARROW_DOWN)
+    assert find(".map .tip")[0].text == "“⏎” (2) to “⏎” (2): 60 %" and note.text.startswith("Position 2")
+    dimmed = """
+        const { data } = document.querySelector(".picture canvas").getContext("2d").getImageData(0, 0, 3, 2);
+        return [...data].filter((_, i) => i % 4 === 3);
+    """
+    share = 1 - np.sqrt([0.25, 1, 0.25, 0.25, 0.25, 0.5])  # the brighter, the more attention
+    assert browser.execute_script(dimmed) == pytest.approx(list(255 * 0.8 * share), abs=1)
+    assert find(".picture img")[0].get_property("naturalWidth") == 6
+    assert [bar.text.split() for bar in find(".pictures .marked")] == [["shirt", "6.3", "%", "true", "class"]]
+    find(".pictures .layers button")[0].click()  # released
+    assert find(".picture canvas")[0].get_property("width") == 1  # and empty
+    tokens[2].click()  # pin it
+    ActionChains(browser).move_to_element(tokens[0]).perform()
+    assert "“⏎”" in note.text and "60 %" in note.text
 
-        def column() -> list[str]:
-            return [row.find_elements("tag name", "td")[1].text for row in find("#section-4 tbody tr")]
+    def column() -> list[str]:
+        return [row.find_elements("tag name", "td")[1].text for row in find("#section-4 tbody tr")]
 
-        header = find("th button")[1]
-        header.click()
-        assert column() == ["1,000", "20", "3"]
-        header.click()
-        assert column() == ["3", "20", "1,000"]
-        shown = lambda: sum(row.is_displayed() for row in find("#section-7 tbody tr"))  # noqa: E731
-        assert shown() < 20
-        find(".unfold")[0].click()
-        assert shown() == 82
-        ticks = "return [[0.17, 8.5, 3], [0, 40, 4], [-Infinity, Infinity, 3]].map((x) => linearTicks(...x))"
-        assert browser.execute_script(ticks) == [[2, 4, 6, 8], [0, 10, 20, 30, 40], []]  # never one alone
-        assert complaints(browser) == []
+    header = find("th button")[1]
+    header.click()
+    assert column() == ["1,000", "20", "3"]
+    header.click()
+    assert column() == ["3", "20", "1,000"]
+    shown = lambda: sum(row.is_displayed() for row in find("#section-7 tbody tr"))  # noqa: E731
+    assert shown() < 20
+    find(".unfold")[0].click()
+    assert shown() == 82
+    ticks = "return [[0.17, 8.5, 3], [0, 40, 4], [-Infinity, Infinity, 3]].map((x) => linearTicks(...x))"
+    assert browser.execute_script(ticks) == [[2, 4, 6, 8], [0, 10, 20, 30, 40], []]  # never one alone
+    assert complaints(browser) == []
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("width", "scheme"), [(390, "dark"), (390, "light"), (1200, "dark")])
-def test_page_fits_the_screen_and_colour_scheme(tmp_path: Path, width: int, scheme: str):
+@pytest.mark.parametrize(("width", "scheme"), [(390, "dark"), (1200, "light")])
+def test_page_fits_the_screen_and_colour_scheme(tmp_path: Path, browser: Any, width: int, scheme: str):
     wide = Table("Wide", [f"column {i}" for i in range(30)], [["value"] * 30])
     write_page(tmp_path / "p.html", "t", ["a fact"], [*SECTIONS, wide])
-    with browsing(tmp_path / "p.html", width, scheme) as browser:
-        browser.find_element("css selector", ".tokens button").click()  # its first row attends to itself alone
-        assert browser.execute_script("return document.documentElement.scrollWidth") <= width
-        result = browser.execute_script("""
-            const style = (css) => getComputedStyle(document.querySelector(css));
-            return [style("body").color, style("body").backgroundColor, style("section").backgroundColor,
-                    style(".lines .labels text").fill, style(".tokens button").backgroundColor];
-        """)
-        text, behind, card, label, shade = (np.array(re.findall(r"[\d.]+", colour), float) for colour in result)
-        assert (text[:3].mean() > behind[:3].mean()) == (scheme == "dark")
-        assert min(contrast(text, behind), contrast(text, card), contrast(label, card)) >= 7  # WCAG 2, level AAA
-        assert shade[3] == 0.5  # a token of weight 1
-        shaded = shade[3] * shade[:3] + (1 - shade[3]) * card[:3]
-        assert contrast(text, shaded) >= 4.5  # level AA
-        side, inside, classes = browser.execute_script("""
-            const [cell] = document.querySelectorAll(".map .frame"), box = document.querySelector(".layers");
-            const size = [cell.getAttribute("width"), cell.getAttribute("height")];
-            const edges = [...box.children].map((child) => child.getBoundingClientRect().right);
-            const wide = document.querySelector("#section-7 .wide");
-            return [size, Math.max(...edges) <= box.parentNode.getBoundingClientRect().right + 1, wide.className];
-        """)
-        assert side[0] == side[1] and inside  # square cells, no thumbnail cut off
-        assert classes == "wide more-right"  # shows that it scrolls
-        assert complaints(browser) == []
+    show(browser, tmp_path / "p.html", width, scheme)
+    browser.find_element("css selector", ".tokens button").click()  # its first row attends to itself alone
+    assert browser.execute_script("return document.documentElement.scrollWidth") <= width
+    result = browser.execute_script("""
+        const style = (css) => getComputedStyle(document.querySelector(css));
+        return [style("body").color, style("body").backgroundColor, style("section").backgroundColor,
+                style(".lines .labels text").fill, style(".tokens button").backgroundColor];
+    """)
+    text, behind, card, label, shade = (np.array(re.findall(r"[\d.]+", colour), float) for colour in result)
+    assert (text[:3].mean() > behind[:3].mean()) == (scheme == "dark")
+    assert min(contrast(text, behind), contrast(text, card), contrast(label, card)) >= 7  # WCAG 2, level AAA
+    assert shade[3] == 0.5  # a token of weight 1
+    shaded = shade[3] * shade[:3] + (1 - shade[3]) * card[:3]
+    assert contrast(text, shaded) >= 4.5  # level AA
+    side, inside, classes = browser.execute_script("""
+        const [cell] = document.querySelectorAll(".map .frame"), box = document.querySelector(".layers");
+        const size = [cell.getAttribute("width"), cell.getAttribute("height")];
+        const edges = [...box.children].map((child) => child.getBoundingClientRect().right);
+        const wide = document.querySelector("#section-7 .wide");
+        return [size, Math.max(...edges) <= box.parentNode.getBoundingClientRect().right + 1, wide.className];
+    """)
+    assert side[0] == side[1] and inside  # square cells, no thumbnail cut off
+    assert classes == "wide more-right"  # shows that it scrolls
+    assert complaints(browser) == []
 
 
 @pytest.mark.slow
-def test_thumbnail_shows_one_hot_attention(tmp_path: Path):
+def test_thumbnail_shows_one_hot_attention(tmp_path: Path, browser: Any):
     """With more tokens than pixels, each pixel shows its largest weight."""
     previous_TS = np.eye(256, k=-1)
     previous_TS[0, 0] = 1
     layer = AttentionLayer("layer 0", "text", "text", np.stack([previous_TS, np.full((256, 256), 1 / 256)]))
     write_page(tmp_path / "p.html", "t", [], [AttentionSection("Heads", {"text": ["a"] * 256}, [layer])])
-    with browsing(tmp_path / "p.html") as browser:
-        first, second = browser.execute_script("""
-            return [...document.querySelectorAll(".layers canvas")].map((canvas) => {
-                const { width, height } = canvas;
-                const { data } = canvas.getContext("2d").getImageData(0, 0, width, height);
-                return Array.from({ length: height }, (_, y) =>
-                    Array.from({ length: width }, (_, x) => data[4 * (y * width + x) + 3]));
-            });
-        """)
-        first, second = np.array(first), np.array(second)
-        assert first.shape == (112, 112) and (np.diag(first) == 255).all()
-        assert (first[~(np.eye(112, dtype=bool) | np.eye(112, k=-1, dtype=bool))] == 0).all()
-        assert (second == round(255 * 256**-0.5)).all()
-        note = browser.find_element("css selector", ".note")
-        browser.find_elements("css selector", ".layers button")[1].click()
-        assert "“a” 0.4 %" in note.text
-        assert complaints(browser) == []
+    show(browser, tmp_path / "p.html")
+    first, second = browser.execute_script("""
+        return [...document.querySelectorAll(".layers canvas")].map((canvas) => {
+            const { width, height } = canvas;
+            const { data } = canvas.getContext("2d").getImageData(0, 0, width, height);
+            return Array.from({ length: height }, (_, y) =>
+                Array.from({ length: width }, (_, x) => data[4 * (y * width + x) + 3]));
+        });
+    """)
+    first, second = np.array(first), np.array(second)
+    assert first.shape == (112, 112) and (np.diag(first) == 255).all()
+    assert (first[~(np.eye(112, dtype=bool) | np.eye(112, k=-1, dtype=bool))] == 0).all()
+    assert (second == round(255 * 256**-0.5)).all()
+    note = browser.find_element("css selector", ".note")
+    browser.find_elements("css selector", ".layers button")[1].click()
+    assert "“a” 0.4 %" in note.text
+    assert complaints(browser) == []
 
 
 def contrast(a: np.ndarray, b: np.ndarray) -> float:
