@@ -80,7 +80,7 @@ FAULTS = {
     "microbatches are summed instead of averaged": Fault(
         "1 / (targets_B.size * across.n)",
         "1 / targets_B.size",
-        ("tests/train/test_step.py::test_gradients_are_the_same_on_a_mesh_and_in_microbatches",),
+        ("tests/models/test_objective.py::test_losses_of_microbatches_sum_to_the_loss_of_the_batch",),
     ),
     "gradients of sharded parameters summed twice": Fault(
         "sum_over_batch(grads, specs.params)",

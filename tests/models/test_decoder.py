@@ -67,9 +67,8 @@ CONFIGS = {name: small(name) for name in RUNGS} | {
 }
 
 CASES = [
-    *("attention_unscaled", "rmsnorm", "modern", "window"),
-    *map(slow, ("residual", "multihead", "vaswani", "experts", "no_positions", "local and global")),
-    *map(slow, ("attention_scaled", "multihead_full")),  # others but for a factor, and but for a width
+    "modern",
+    *map(slow, ("attention_unscaled", "window", "vaswani", "experts", "local and global")),
 ]
 
 
@@ -220,7 +219,7 @@ def test_a_prompt_without_padding_can_be_split_anywhere() -> None:
         np.testing.assert_array_equal(cache.position_S, jnp.arange(T))
 
 
-@pytest.mark.parametrize("name", ["modern", "window"])
+@pytest.mark.parametrize("name", ["window"])
 def test_a_prefix_is_visible_to_all_and_the_rest_is_causal(name: str) -> None:
     """By the gradient of each output with respect to each embedding. A window bounds it all."""
     config, n = replace(CONFIGS[name], n_blocks=1), 3

@@ -89,15 +89,16 @@ def test_auxiliary_losses_and_gradients_do_not_depend_on_padding(capacity_factor
     np.testing.assert_allclose(wanted[0][0], 2.0 * 4 * share_E @ probability_NE.mean(axis=0) + 0.5 * z, rtol=1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("weighted", [slow(True), False])
 def test_losses_of_microbatches_sum_to_the_loss_of_the_batch(batch, weighted):
     whole = batch if weighted else batch._replace(weights=None)
-    wanted = OBJECTIVE.loss(Linear(), PARAMS, whole)[0]
+    wanted = jax.jit(lambda: OBJECTIVE.loss(Linear(), PARAMS, whole)[0])()
     parts = [jax.tree.map(lambda x, i=i: x[2 * i : 2 * i + 2], whole) for i in range(3)]
-    shares = [OBJECTIVE.loss(Linear(), PARAMS, part, across=BatchReduction(3))[0] for part in parts]
+    of_part = jax.jit(lambda part: OBJECTIVE.loss(Linear(), PARAMS, part, across=BatchReduction(3))[0])
+    shares = [of_part(part) for part in parts]
     np.testing.assert_allclose(sum(shares), wanted, rtol=1e-6)
-    alone = [OBJECTIVE.example_loss(Linear(), PARAMS, jax.tree.map(lambda x, i=i: x[i], whole)) for i in range(B)]
+    of_one = jax.jit(lambda example: OBJECTIVE.example_loss(Linear(), PARAMS, example))
+    alone = [of_one(jax.tree.map(lambda x, i=i: x[i], whole)) for i in range(B)]
     np.testing.assert_allclose(np.sum(alone) if weighted else np.mean(alone), wanted, rtol=1e-6)
 
 

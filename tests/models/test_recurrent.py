@@ -77,7 +77,7 @@ def drawn(config: RecurrentConfig) -> Small:
     return Small(config, model, jax.tree.unflatten(tree, params))
 
 
-@pytest.fixture(scope="module", params=[name if name in ("bahdanau", "fixed") else slow(name) for name in CONFIGS])
+@pytest.fixture(scope="module", params=[name if name == "bahdanau" else slow(name) for name in CONFIGS])
 def case(request: pytest.FixtureRequest) -> Small:
     return drawn(CONFIGS[request.param])
 
@@ -290,6 +290,7 @@ def test_an_invalid_config_is_refused_with_its_value(fields: dict, said: list[st
     assert all(word in str(error.value) for word in said)
 
 
+@pytest.mark.slow
 def test_linear_attention_is_one_average_of_the_source_for_all_states() -> None:
     """The state's part of the score is the same for all source positions, and the softmax does not see it."""
 

@@ -22,7 +22,7 @@ from jaxformer.nn.parameters import parameter_axes
 from jaxformer.parallel.mesh import make_mesh, shardings
 from jaxformer.runs.run import abstract_params
 from tests.arrays import apply, assert_close, random_params
-from tests.helpers import ROOT
+from tests.helpers import ROOT, slow
 
 JOINT = ViViTConfig(
     image_size=(8, 6), channels=1, n_classes=5, patch_size=(4, 2), d_model=12, n_heads=3, d_ff=(17,), n_blocks=2,
@@ -39,7 +39,7 @@ def build(config: ViViTConfig) -> tuple:
     return config.build(), random_params(config.build(), *config.example())
 
 
-@pytest.fixture(scope="module", params=CONFIGS)
+@pytest.fixture(scope="module", params=["factorised", *map(slow, ("joint", "mean"))])
 def case(request: pytest.FixtureRequest) -> tuple:
     return build(CONFIGS[request.param])
 

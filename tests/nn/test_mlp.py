@@ -34,9 +34,15 @@ def test_every_name_that_a_config_may_use_is_an_activation() -> None:
     assert set(get_args(Activation)) == set(ACTIVATIONS) - {"tanh"}  # which is no MLP's
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("hidden", [(), (11,), HIDDEN], ids=str)
-@pytest.mark.parametrize("activation", [*NUMPY, *GATES])
+@pytest.mark.parametrize(
+    ("activation", "hidden", "bias"),
+    [
+        *((activation, HIDDEN, True) for activation in (*NUMPY, *GATES)),
+        *((activation, HIDDEN, False) for activation in ("relu", "swiglu")),
+        *(("relu", hidden, True) for hidden in ((), (11,))),
+    ],
+    ids=str,
+)
 def test_agrees_with_the_formula_in_numpy(activation: str, hidden: tuple[int, ...], bias: bool) -> None:
     module = MLP(hidden, OUT, activation, bias)
     x = 2 * normal(T, D)

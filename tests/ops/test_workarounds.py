@@ -87,7 +87,7 @@ def test_matrices_converted_late_are_not_held_at_once():
     late, plain = (partial(chain, convert) for convert in (converted_after, lambda matrix, x: matrix.astype(x.dtype)))
     program = jax.jit(jax.vmap(late, (0, None))).lower(x, matrices).compile()
     assert program.memory_analysis().temp_size_in_bytes <= 2 * 4 * 256 * 256
-    gradients = (jax.vmap(jax.grad(lambda x, f=f: f(x, matrices).sum()))(x) for f in (late, plain))
+    gradients = (jax.jit(jax.vmap(jax.grad(lambda x, f=f: f(x, matrices).sum())))(x) for f in (late, plain))
     np.testing.assert_array_equal(*gradients)
 
 

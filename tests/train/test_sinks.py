@@ -135,6 +135,7 @@ def test_tensorboard_shows_each_step_of_a_resumed_run_once(tmp_path):
     assert {"loss", "val_loss", "lr", "entropy/0/1", "gradients/blocks.0.attention.heads.1.W_K/update"} <= names
 
 
+@pytest.mark.slow
 def test_tensorboard_seldom_waits_for_the_disk(tmp_path, monkeypatch):
     synced = []
     monkeypatch.setattr("os.fsync", synced.append)
