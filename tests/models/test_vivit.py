@@ -29,7 +29,7 @@ JOINT = ViViTConfig(
     dropout=0.3, n_frames=6, n_temporal_blocks=1,
 )  # fmt: skip
 FACTORISED = replace(JOINT, attention="factorised")
-CONFIGS = {"joint": JOINT, "factorised": FACTORISED, "mean": replace(FACTORISED, pooling="mean")}
+CONFIGS = {"joint": JOINT, "factorised": FACTORISED}
 PIXELS = np.random.default_rng(0).integers(256, size=(3, 6, 8, 6, 1)).astype(np.uint8)
 N_TIMES, N_PATCHES = 3, 6
 """Tubelets of 2 frames of 6; patches of 4 x 2 of 8 x 6."""
@@ -39,7 +39,7 @@ def build(config: ViViTConfig) -> tuple:
     return config.build(), random_params(config.build(), *config.example())
 
 
-@pytest.fixture(scope="module", params=["factorised", *map(slow, ("joint", "mean"))])
+@pytest.fixture(scope="module", params=["factorised", slow("joint")])
 def case(request: pytest.FixtureRequest) -> tuple:
     return build(CONFIGS[request.param])
 

@@ -137,6 +137,7 @@ def test_qk_norm_then_rotation() -> None:
     assert_close(apply(module, params, *INPUTS)[0], wanted.transpose(1, 0, 2).reshape(T, H * K))
 
 
+@pytest.mark.slow
 def test_heads_with_distances_begin_by_attending_there() -> None:
     """The first three attend to the positions one and two before, and one after; the last, to no distance."""
     n, width = 24, 128
@@ -157,6 +158,7 @@ def test_heads_with_distances_begin_by_attending_there() -> None:
     assert min(max(row) for row in at[:3]) > 0.3 > 0.2 > max(at[3])
 
 
+@pytest.mark.slow
 def test_wide_heads_begin_by_attending_around_their_own_position() -> None:
     """More to every position within 4 than to any that is 8 away or more."""
     n, width = 24, 64

@@ -27,7 +27,6 @@ WEIGHTS = as_array(np.random.default_rng(3).random(N))
 CASES = {
     "plain": (None, None, 0.0),
     "bias": (BIAS, None, 0.0),
-    "smoothing": (None, None, 0.1),
     "all": (BIAS, 3.0, 0.2),
 }
 """Bias, soft cap, label smoothing."""
@@ -68,7 +67,6 @@ def program(function: Callable, *options: Any) -> Callable:
     [
         ("plain", "chunks of 10 rows"),
         ("bias", "at once"),
-        ("smoothing", "one by one"),
         ("all", "at once"),
         ("all", "chunks of 10 rows"),
         ("all", "one by one"),

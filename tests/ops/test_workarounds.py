@@ -95,6 +95,7 @@ def test_the_kth_largest_counts_equal_numbers():
     assert [kth_largest(jnp.array([3.0, 7.0, 5.0, 7.0]), k) for k in (1, 2, 3, 4)] == [7, 7, 5, 3]
 
 
+@pytest.mark.slow
 def test_options_of_a_program_that_runs_once_change_no_bit(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "")
     draw = jax.jit(lambda key: jax.random.normal(key, (17, 23))).lower(jax.random.key(0))

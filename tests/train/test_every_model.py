@@ -31,7 +31,6 @@ RECURRENT = {"vocab_size": 257, "d_embedding": 8, "d_model": 8}
 IMAGES = {**SMALL, "image_size": (4, 6), "patch_size": (2, 2), "n_classes": 3, "n_blocks": 1}
 CASES: dict[str, tuple[dict[str, Any], str]] = {
     "mlm.py": (TEXT | {"vocab_size": 281}, "books"),
-    "prefix.py": (TEXT, "books"),
     "moe.py:moe": (TEXT | {"n_experts": 4, "capacity_factor": None}, "books"),
     "dates.py:bahdanau": (RECURRENT, ""),
     "translation.py:transformer": (
