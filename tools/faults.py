@@ -75,12 +75,12 @@ FAULTS = {
     "loss over padding": Fault(
         "targets_N, jnp.reshape(weights_B, -1), _max_logits(x_ND), smoothing",
         "targets_N, jnp.full(targets_N.shape, jnp.sum(weights_B) / targets_N.size), _max_logits(x_ND), smoothing",
-        ("tests/models/test_objective.py::test_auxiliary_losses_and_gradients_do_not_depend_on_padding",),
+        ("tests/train/test_step.py::test_gradients_are_the_same_on_a_mesh_and_in_microbatches",),
     ),
     "microbatches are summed instead of averaged": Fault(
         "1 / (targets_B.size * across.n)",
         "1 / targets_B.size",
-        ("tests/train/test_step.py::test_gradient_accumulation_is_the_same_training",),
+        ("tests/models/test_objective.py::test_losses_of_microbatches_sum_to_the_loss_of_the_batch",),
     ),
     "gradients of sharded parameters summed twice": Fault(
         "sum_over_batch(grads, specs.params)",
@@ -166,7 +166,7 @@ FAULTS = {
     "gradients of experts summed twice over their axis": Fault(
         "axes = [axis for axis in BATCH if axis not in spec]",
         'axes = [axis for axis in BATCH if axis != "fsdp" or axis not in spec]',
-        ("tests/train/test_step.py::test_gradients_of_experts_are_the_same_on_every_mesh",),
+        ("tests/train/test_step.py::test_gradients_are_the_same_on_a_mesh_and_in_microbatches",),
     ),
     "devices of a process share their first rows": Fault(
         "shard = lambda index: leaf[np.searchsorted(row_indices, np.arange(n_rows)[index[0]])]",
@@ -176,7 +176,7 @@ FAULTS = {
     "devices share their dropout keys": Fault(
         "(key, jnp.arange(B))",
         "(key, jnp.arange(B) % (B // batch_shards(self.mesh)))",
-        ("tests/train/test_step.py::test_dropout_is_independent_of_mesh_remat_and_accumulation",),
+        ("tests/train/test_step.py::test_gradients_are_the_same_on_a_mesh_and_in_microbatches",),
     ),
     "imported output projection not transposed": Fault(
         '"model.layers.{i}.self_attn.o_proj.weight", "D (H K) -> H K D"',

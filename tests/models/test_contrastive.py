@@ -19,7 +19,6 @@ from jaxformer.parallel.mesh import batch_sharding, global_device_put, make_mesh
 from jaxformer.train.setup import TrainSetup
 from jaxformer.train.step import make_gradient
 from tests.arrays import assert_close, normal, random_params, random_tokens
-from tests.helpers import slow
 
 B, T, V = 16, 5, 19
 CONFIG = CLIPConfig(
@@ -104,7 +103,7 @@ def test_the_gradient_is_that_of_the_formula_in_the_paper() -> None:
 
 def shards(batch: Batch, n: int) -> tuple:
     """The loss and its gradient, each the sum of what n devices have from their parts."""
-    mesh = make_mesh(f"data={n}")
+    mesh = make_mesh(f"data={n}", jax.devices()[:n])
     across = BatchReduction(n, gather=lambda rows: jax.lax.all_gather(rows, "data", axis=0, tiled=True))
 
     @jax.jit
@@ -117,13 +116,12 @@ def shards(batch: Batch, n: int) -> tuple:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("weighted", [slow(False), True])
-def test_eight_devices_add_up_to_one(weighted: bool) -> None:
+def test_four_devices_add_up_to_one() -> None:
     """Loss and gradient to 1e-6, also where one device has no pair that counts."""
-    weights = np.full(B, 1 / 13, np.float32)
-    weights[[4, 5, 11]] = 0
-    batch = PAIRS._replace(weights=weights) if weighted else PAIRS
-    (loss, grads), (wanted, wanted_grads) = shards(batch, 8), whole(PARAMS, batch)
+    weights = np.full(B, 1 / 12, np.float32)
+    weights[4:8] = 0  # those of the second device
+    batch = PAIRS._replace(weights=weights)
+    (loss, grads), (wanted, wanted_grads) = shards(batch, 4), whole(PARAMS, batch)
     assert_close(loss, wanted, 1e-6)
     jax.tree.map(partial(assert_close, tolerance=1e-6), grads, wanted_grads)
     assert max(np.abs(g).max() for g in jax.tree.leaves(grads)) > 0.01

@@ -18,7 +18,6 @@ from jaxformer.nn.embedding import Embedding
 from jaxformer.nn.execution import ROUTER, Execution
 from jaxformer.nn.experts import routers
 from jaxformer.ops.masks import EMPTY
-from jaxformer.parallel.mesh import batch_sharding, make_mesh, replicated
 from jaxformer.runs.run import abstract_params, count_parameters
 from tests.arrays import apply, assert_close, build, normal, random_tokens, rung
 from tests.helpers import ROOT, slow
@@ -67,9 +66,8 @@ CONFIGS = {name: small(name) for name in RUNGS} | {
 }
 
 CASES = [
-    *("attention_unscaled", "rmsnorm", "modern", "window"),
-    *map(slow, ("residual", "multihead", "vaswani", "experts", "no_positions", "local and global")),
-    *map(slow, ("attention_scaled", "multihead_full")),  # others but for a factor, and but for a width
+    "modern",
+    *map(slow, ("attention_unscaled", "window", "vaswani", "experts", "local and global")),
 ]
 
 
@@ -189,21 +187,6 @@ def test_a_batch_equals_its_examples_computed_separately(case: Small) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["residual", "modern"])
-def test_eight_devices_equal_one(name: str) -> None:
-    devices = jax.devices("cpu")
-    if len(devices) < 8:
-        pytest.skip("JAX_NUM_CPU_DEVICES asks for fewer than eight devices")
-    model, params = build(CONFIGS[name])
-    tokens_BT = random_tokens(V, 24, T)  # three rows a device
-    forward = jax.jit(jax.vmap(lambda params, t: model.apply({"params": params}, t), in_axes=(None, 0)))
-    mesh = make_mesh("", devices[:8])
-    split = forward(jax.device_put(params, replicated(mesh)), jax.device_put(tokens_BT, batch_sharding(mesh)))
-    assert len(split.sharding.device_set) == 8
-    assert_close(split, forward(params, tokens_BT))
-
-
-@pytest.mark.slow
 def test_a_prompt_without_padding_can_be_split_anywhere() -> None:
     model, params = build(MODERN)
     tokens_T = random_tokens(V, T)
@@ -220,7 +203,7 @@ def test_a_prompt_without_padding_can_be_split_anywhere() -> None:
         np.testing.assert_array_equal(cache.position_S, jnp.arange(T))
 
 
-@pytest.mark.parametrize("name", ["modern", "window"])
+@pytest.mark.parametrize("name", ["window"])
 def test_a_prefix_is_visible_to_all_and_the_rest_is_causal(name: str) -> None:
     """By the gradient of each output with respect to each embedding. A window bounds it all."""
     config, n = replace(CONFIGS[name], n_blocks=1), 3
@@ -273,10 +256,7 @@ def test_dropout_acts_only_with_a_key() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "fields", [slow({"scan": True}), slow({"remat": "dots"}), {"remat": "block", "scan": True}], ids=str
-)
-def test_routers_tell_the_same_however_blocks_are_run(fields: dict) -> None:
+def test_routers_tell_the_same_however_blocks_are_run() -> None:
     """And their statistics are differentiated."""
     config = CONFIGS["experts"]
     params = build(config)[1]
@@ -291,7 +271,7 @@ def test_routers_tell_the_same_however_blocks_are_run(fields: dict) -> None:
 
         return jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
 
-    got, wanted = told(Execution(**fields)), told(Execution())
+    got, wanted = told(Execution(remat="block", scan=True)), told(Execution())
     assert list(wanted[0][1][1]) == ["blocks_0.mlp", "blocks_1.mlp"]
     jax.tree.map(assert_close, got, wanted)
     assert wanted[0][1][1]["blocks_0.mlp"].dropped > 0  # capacity was limited
@@ -316,11 +296,10 @@ def test_rungs_have_as_many_parameters_as_counted_by_hand(name: str, count: int)
         ("gpt2_124m", 124_439_808),
         ("llama_1b", 1_235_814_400),
         ("llama_7b", 6_738_415_616),
-        slow("llama_70b", 68_976_648_192),
     ],
 )
 def test_published_shapes_have_the_published_number_of_parameters(name: str, count: int) -> None:
-    """Of the released weights: GPT-2 small, Llama 3.2 1B, Llama 2 7B and 70B."""
+    """Of the released weights: GPT-2 small, Llama 3.2 1B, Llama 2 7B."""
     config = load_config(f"{ROOT}/configs/gpt.py:{name}").model
     assert count_parameters(abstract_params(config.build())) == count
 
@@ -404,9 +383,8 @@ def test_groups_of_blocks_are_consecutive_and_alike() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fields", [{"scan": True}, slow({"scan": True, "remat": "block"})], ids=str)
-def test_scanned_groups_equal_the_loop_and_so_do_their_gradients(fields: dict) -> None:
-    config = replace(CONFIGS["local and global"], n_blocks=5, global_blocks=(2,), dropout=0.2)
+def test_scanned_groups_equal_the_loop_and_so_do_their_gradients() -> None:
+    config = replace(CONFIGS["local and global"], n_blocks=3, global_blocks=(2,), dropout=0.2)
     params = build(config)[1]
 
     def loss(params: Params, execution: Execution) -> jax.Array:
@@ -415,7 +393,7 @@ def test_scanned_groups_equal_the_loop_and_so_do_their_gradients(fields: dict) -
 
     scanned, looped = (
         jax.jit(jax.value_and_grad(loss), static_argnums=1)(params, execution)
-        for execution in (Execution(**fields), Execution())
+        for execution in (Execution(remat="block", scan=True), Execution())
     )
     jax.tree.map(partial(assert_close, tolerance=1e-4), scanned, looped)
 

@@ -20,7 +20,7 @@ from jaxformer.nn.parameters import parameter_axes
 from jaxformer.parallel.mesh import make_mesh, shardings
 from jaxformer.runs.run import abstract_params, count_parameters
 from tests.arrays import apply, assert_close, assert_same_however_computed, build, normal, random_params, random_tokens
-from tests.helpers import ROOT
+from tests.helpers import ROOT, slow
 
 V, T, D, C = 23, 7, 12, 3
 MASKED = EncoderConfig(V, T, D, n_heads=3, head_dim=5, d_ff=(17,), n_blocks=2, n_segments=2)
@@ -30,7 +30,7 @@ CONFIGS = {"masked": MASKED, "pre": PRE, "first": FIRST, "mean": replace(FIRST, 
 TOKENS_T, VALID_T = np.asarray(random_tokens(V, T)), np.arange(T) < 4
 
 
-@pytest.fixture(scope="module", params=CONFIGS)
+@pytest.fixture(scope="module", params=["masked", *map(slow, ("pre", "first", "mean"))])
 def case(request: pytest.FixtureRequest) -> tuple:
     return build(CONFIGS[request.param])
 

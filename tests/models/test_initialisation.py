@@ -37,6 +37,6 @@ def test_unembedding_std_scales_w_out_alone_and_starts_the_loss_at_log_vocab_siz
     for name in params.keys() - {"W_out"}:
         jax.tree.map(np.testing.assert_array_equal, params[name], scaled[name])
     # With unit features, logits have variance D · std², and the expected loss is log V plus half of it.
-    logits_BTV = jax.vmap(lambda t: small.build().apply({"params": scaled}, t))(tokens_BT)
+    logits_BTV = jax.jit(jax.vmap(lambda t: small.build().apply({"params": scaled}, t)))(tokens_BT)
     nll = jax.nn.logsumexp(logits_BTV, axis=-1).mean() - logits_BTV.mean()
     assert abs(nll - log(config.vocab_size) - 64 * 0.01**2 / 2) < 1e-3

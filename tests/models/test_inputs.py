@@ -30,6 +30,7 @@ from jaxformer.models.recurrent import RecurrentConfig
 from jaxformer.models.recurrent_lm import RecurrentLMConfig
 from jaxformer.runs.run import Run
 from tests.arrays import build, random_params
+from tests.helpers import slow
 from tests.test_x64 import MODELS
 
 V, CONTEXT = 13, 6
@@ -83,7 +84,9 @@ def test_token_ids_that_are_no_integers_are_refused(tokens: Any, dtype: str) -> 
             call()
 
 
-@pytest.mark.parametrize("name", ["decoder", "encoder", "encoder-decoder", "mlp", "recurrent", "recurrent lm"])
+@pytest.mark.parametrize(
+    "name", ["decoder", "encoder", "mlp", *map(slow, ("encoder-decoder", "recurrent", "recurrent lm"))]
+)
 def test_a_list_of_tokens_is_an_example_and_a_mask_of_integers_is_not(name: str) -> None:
     """As a tokenizer gives them; 1 and 0 could also be added to scores."""
     config = TOKEN_MODELS[name]

@@ -20,7 +20,6 @@ BLOCKS: dict[str, Any] = {"d_model": 8, "n_heads": 2, "d_ff": (12,)}
 MODELS: dict[str, tuple[ModelConfig, str]] = {
     "classifier": (ClassifierConfig(**TEXT, **BLOCKS, n_blocks=1, pooling="mean"), "__call__"),
     "encoder-decoder": (EncoderDecoderConfig(**TEXT, **BLOCKS, n_encoder_blocks=1, n_decoder_blocks=1), "encode"),
-    "gru": (RecurrentConfig(**TEXT, d_embedding=8, d_model=8), "__call__"),
     "lstm": (RecurrentConfig(**TEXT, d_embedding=8, d_model=8, cell="lstm", attention="dot"), "__call__"),
     "clip": (CLIPConfig(ImageTowerConfig(**BLOCKS, image_size=4, patch_size=2, n_blocks=1),
                         TextTowerConfig(**TEXT, **BLOCKS, n_blocks=1), d_joint=4), "encode_text"),

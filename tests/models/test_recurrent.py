@@ -77,7 +77,7 @@ def drawn(config: RecurrentConfig) -> Small:
     return Small(config, model, jax.tree.unflatten(tree, params))
 
 
-@pytest.fixture(scope="module", params=[name if name in ("bahdanau", "fixed") else slow(name) for name in CONFIGS])
+@pytest.fixture(scope="module", params=["bahdanau", slow("sutskever")])
 def case(request: pytest.FixtureRequest) -> Small:
     return drawn(CONFIGS[request.param])
 
@@ -167,7 +167,7 @@ def test_decoding_in_any_portions_equals_the_full_pass(case: Small) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [slow("bahdanau"), slow("dot, two layers of lstm"), "fixed"])
+@pytest.mark.parametrize("name", ["dot, two layers of lstm", "fixed"])
 def test_the_gradient_is_finite_and_reaches_every_parameter(name: str) -> None:
     case = drawn(CONFIGS[name])
 
@@ -189,8 +189,7 @@ def test_a_source_of_padding_alone_gives_finite_numbers_and_gradients() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("n_beams", [1, 3])
-def test_beam_search_takes_the_model_as_it_is(n_beams: int) -> None:
+def test_beam_search_takes_the_model_as_it_is() -> None:
     """One beam is greedy decoding; a score is the log-probability that the full pass gives."""
     case, new = drawn(BAHDANAU), 4
     first = TARGET_T[:1]
@@ -204,21 +203,18 @@ def test_beam_search_takes_the_model_as_it_is(n_beams: int) -> None:
             return logits_R1V[:, 0], cache
 
         one = jax.tree.map(lambda x: x[None], cache)
-        return search(advance, one, logits_1V, 0.0, n_beams=n_beams, max_new_tokens=new, stop_tokens=())
+        return search(advance, one, logits_1V, 0.0, n_beams=3, max_new_tokens=new, stop_tokens=())
 
     found = jax.device_get(jax.jit(search_from)(SOURCE_S))
     nll = jax.jit(negative_log_likelihood)
     for tokens_T, score in zip(found.tokens_PNT[0], found.scores_PN[0], strict=True):
         logits_TV = case.forward(SOURCE_S, VALID_S, np.concatenate([first, tokens_T[:-1]]))
         assert_close(score, -np.sum(nll(logits_TV, tokens_T)))
-        if n_beams == 1:
-            np.testing.assert_array_equal(tokens_T, logits_TV.argmax(-1))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["bahdanau", "sutskever"])
-def test_matrices_of_8_bits_give_nearly_the_same(name: str) -> None:
-    case = drawn(CONFIGS[name])
+def test_matrices_of_8_bits_give_nearly_the_same() -> None:
+    case = drawn(BAHDANAU)
     small = replace(case, params=store(case.params, "int8", case.config.build()))
     got = small.forward(SOURCE_S, VALID_S, TARGET_T)
     wanted = case.forward(SOURCE_S, VALID_S, TARGET_T)
@@ -227,13 +223,12 @@ def test_matrices_of_8_bits_give_nearly_the_same(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tied", [slow(False), True])
-def test_tokens_come_in_of_size_1_and_logits_begin_of_size_1(tied: bool) -> None:
+def test_tokens_come_in_of_size_1_and_logits_begin_of_size_1() -> None:
     """So that gates begin in the middle of their range, and the loss near that of a guess."""
-    config = replace(BAHDANAU, vocab_size=211, d_embedding=64, d_model=32, tied=tied)
+    config = replace(BAHDANAU, vocab_size=211, d_embedding=64, d_model=32, tied=True)
     model = config.build()
     params = first_params(model, SOURCE_S, VALID_S, TARGET_T)
-    W_VD = params["embedding"]["W_E"] * (64**0.5 if tied else 1)
+    W_VD = params["embedding"]["W_E"] * 64**0.5
     assert_close(W_VD.std(), 1, 0.05)
     logits_TV = apply(model, params, SOURCE_S, VALID_S, random_tokens(211, T))
     assert 0.3 < logits_TV.std() < 2
@@ -290,6 +285,7 @@ def test_an_invalid_config_is_refused_with_its_value(fields: dict, said: list[st
     assert all(word in str(error.value) for word in said)
 
 
+@pytest.mark.slow
 def test_linear_attention_is_one_average_of_the_source_for_all_states() -> None:
     """The state's part of the score is the same for all source positions, and the softmax does not see it."""
 
@@ -330,9 +326,8 @@ def test_a_plain_recurrent_language_model_is_elmans_network() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cell", ["lstm", slow("tanh"), slow("gru")])
-def test_a_recurrent_language_model_generates_what_full_passes_predict(cell: str) -> None:
-    model = RecurrentLMConfig(V, T, cell, d_model=D, n_layers=2).build()
+def test_a_recurrent_language_model_generates_what_full_passes_predict() -> None:
+    model = RecurrentLMConfig(V, T, "lstm", d_model=D, n_layers=2).build()
     params = random_params(model, TARGET_T)
     prompts, greedy = [[3], [5, 1, 4]], Sampling(temperature=0)
     # Past the context, too: a state has no end.

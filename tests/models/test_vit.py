@@ -23,7 +23,7 @@ from jaxformer.nn.parameters import parameter_axes
 from jaxformer.parallel.mesh import make_mesh, shardings
 from jaxformer.runs.run import abstract_params, count_parameters
 from tests.arrays import apply, assert_close, random_params
-from tests.helpers import ROOT
+from tests.helpers import ROOT, slow
 
 CLASS = ViTConfig(
     image_size=(12, 8), channels=1, n_classes=5, patch_size=(4, 2), d_model=12, n_heads=3, d_ff=(17,), n_blocks=2,
@@ -38,7 +38,7 @@ def build(config: ViTConfig) -> tuple:
     return config.build(), random_params(config.build(), *config.example())
 
 
-@pytest.fixture(scope="module", params=CONFIGS)
+@pytest.fixture(scope="module", params=["class", slow("mean")])
 def case(request: pytest.FixtureRequest) -> tuple:
     return build(CONFIGS[request.param])
 

@@ -22,14 +22,14 @@ from jaxformer.nn.parameters import parameter_axes
 from jaxformer.parallel.mesh import make_mesh, shardings
 from jaxformer.runs.run import abstract_params
 from tests.arrays import apply, assert_close, random_params
-from tests.helpers import ROOT
+from tests.helpers import ROOT, slow
 
 JOINT = ViViTConfig(
     image_size=(8, 6), channels=1, n_classes=5, patch_size=(4, 2), d_model=12, n_heads=3, d_ff=(17,), n_blocks=2,
     dropout=0.3, n_frames=6, n_temporal_blocks=1,
 )  # fmt: skip
 FACTORISED = replace(JOINT, attention="factorised")
-CONFIGS = {"joint": JOINT, "factorised": FACTORISED, "mean": replace(FACTORISED, pooling="mean")}
+CONFIGS = {"joint": JOINT, "factorised": FACTORISED}
 PIXELS = np.random.default_rng(0).integers(256, size=(3, 6, 8, 6, 1)).astype(np.uint8)
 N_TIMES, N_PATCHES = 3, 6
 """Tubelets of 2 frames of 6; patches of 4 x 2 of 8 x 6."""
@@ -39,7 +39,7 @@ def build(config: ViViTConfig) -> tuple:
     return config.build(), random_params(config.build(), *config.example())
 
 
-@pytest.fixture(scope="module", params=CONFIGS)
+@pytest.fixture(scope="module", params=["factorised", slow("joint")])
 def case(request: pytest.FixtureRequest) -> tuple:
     return build(CONFIGS[request.param])
 

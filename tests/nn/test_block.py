@@ -20,10 +20,15 @@ INPUTS = (normal(T, D), POSITIONS_T, masks.causal(POSITIONS_T, POSITIONS_T))
 ATTENTION, FEED_FORWARD = partial(MultiHeadAttention, 3, 5, 1), partial(MLP, (11,), D)
 
 
-@pytest.mark.parametrize("residual", [True, False])
 @pytest.mark.parametrize(
-    ("norm", "placement"),
-    [(None, "pre"), (RMSNorm, "pre"), (RMSNorm, "post"), (LayerNorm, "pre"), (LayerNorm, "post"), (RMSNorm, "both")],
+    ("norm", "placement", "residual"),
+    [
+        (None, "pre", True),
+        (RMSNorm, "pre", True),
+        (LayerNorm, "post", True),
+        (RMSNorm, "both", True),
+        (RMSNorm, "post", False),
+    ],
 )
 def test_a_block_is_its_parts_by_hand(norm: type | None, placement: str, residual: bool) -> None:
     block = (Block if residual else PlainBlock)(ATTENTION, FEED_FORWARD, norm, placement)

@@ -13,13 +13,13 @@ from jaxformer.nn.experts import Experts, routers
 from jaxformer.nn.mlp import MLP
 from jaxformer.ops.experts import RouterStatistics
 from tests.arrays import apply, assert_close, first_params, normal, random_params
+from tests.helpers import slow
 
 B, T, D, E, J, F, OUT = 3, 13, 7, 5, 2, 11, 3
 EXPERT = partial(MLP, (F,), OUT)
 SWIGLU = partial(MLP, (F,), OUT, "swiglu", False)
 MODULES = {
-    "all": Experts(EXPERT, E, J),
-    "one, limited": Experts(EXPERT, E, 1, capacity_factor=1.0),
+    "one": Experts(EXPERT, E, 1),
     "shared, limited": Experts(SWIGLU, E, J, capacity_factor=0.75, shared_expert=True),
 }
 X_BTD = normal(B, T, D)
@@ -41,7 +41,7 @@ def loss(module: Experts, params: Params, x_TD: jax.Array) -> jax.Array:
     return jnp.sum(jnp.sin(output(module, params, x_TD)))
 
 
-@pytest.fixture(scope="module", params=MODULES)
+@pytest.fixture(scope="module", params=["shared, limited", slow("one")])
 def module(request: pytest.FixtureRequest) -> Experts:
     return MODULES[request.param]
 
@@ -159,7 +159,7 @@ def test_room_is_limited_in_training_alone() -> None:
 
 
 def test_nothing_is_sown_where_nobody_asks() -> None:
-    module = MODULES["all"]
+    module = MODULES["one"]
     variables = jax.eval_shape(lambda: module.init(jax.random.key(0), X_BTD[0]))
     assert set(variables) == {"params"}
     _, sown = jax.eval_shape(lambda variables: module.apply(variables, X_BTD[0], mutable=["intermediates"]), variables)
@@ -175,7 +175,7 @@ def test_statistics_are_found_by_layer() -> None:
 
 @pytest.mark.slow
 def test_experts_begin_unlike_each_other() -> None:
-    params = first_params(MODULES["all"], X_BTD[0])
+    params = first_params(MODULES["one"], X_BTD[0])
     assert params["experts"]["W_1"].shape == (E, D, F)
     assert len({float(leaf.sum()) for leaf in params["experts"]["W_1"]}) == E
     # Of the fan-in of one: U(-1/√7, 1/√7), of which 385 draws miss the last twentieth with a chance of 2e-9.
@@ -183,7 +183,7 @@ def test_experts_begin_unlike_each_other() -> None:
 
 
 def test_bfloat16_is_routed_in_float32() -> None:
-    module, params = MODULES["all"], params_of(MODULES["all"])
+    module, params = MODULES["one"], params_of(MODULES["one"])
     half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
     apply_to = lambda x: module.apply({"params": half}, x, mutable=[ROUTER])  # noqa: E731
     out, sown = jax.eval_shape(apply_to, X_BTD[0].astype(jnp.bfloat16))

@@ -2,7 +2,6 @@
 
 import shutil
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ from jaxformer.train.resume import Resume
 from jaxformer.train.setup import TrainSetup
 from jaxformer.train.step import make_gradient
 from tests.arrays import apply, assert_close, random_params
-from tests.helpers import flip_a_bit, slow, small_run, write_books
+from tests.helpers import flip_a_bit, small_run, write_books
 
 EXPERTS = MoEConfig(
     30, 8, 16, n_blocks=1, n_heads=2, d_ff=(32,), norm="rmsnorm", n_experts=2,
@@ -45,28 +44,27 @@ LORA = LoraConfig(rank=3, alpha=6.0)
 def drawn(config: LoraConfig, seed: int = 0):
     """Return parameters and adapters of which both factors are drawn."""
     params = random_params(EXPERTS.build(), jnp.zeros(8, jnp.int32), seed=seed)
-    adapters = init_adapters(jax.random.key(1), params, AXES, config)
-    return params, jax.tree.map(lambda x: x + 0.1 * jax.random.normal(jax.random.key(2), x.shape), adapters)
+    adapters = jax.jit(lambda: init_adapters(jax.random.key(1), params, AXES, config))()
+    draw = np.random.default_rng(2)
+    return params, jax.tree.map(lambda x: np.float32(x + 0.1 * draw.normal(size=x.shape)), jax.device_get(adapters))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "einsum"),
-    [
+def test_a_merged_matrix_is_the_formula_in_float64():
+    config = replace(LORA, matrices=("matrix", "embedding"))
+    params, adapters = drawn(config)
+    merged = flatten_dict(jax.jit(lambda *trees: merge(*trees, config))(params, adapters), sep=".")
+    for name, einsum in (
         ("blocks_0.attention.W_Q", "dr,rhk->dhk"),
         ("blocks_0.attention.W_O", "hkr,rd->hkd"),
         ("blocks_0.mlp.experts.W_1", "edr,erf->edf"),
         ("W_out", "dr,rv->dv"),
-    ],
-)
-def test_a_merged_matrix_is_the_formula_in_float64(name, einsum):
-    config = replace(LORA, matrices=("matrix", "embedding"))
-    params, adapters = drawn(config)
-    weight = np.float64(flatten_dict(params, sep=".")[name])
-    A, B = (np.float64(flatten_dict(adapters, sep=".")[f"{name}.{factor}"]) for factor in "AB")
-    expected = weight + 6.0 / 3 * np.einsum(einsum, A, B)
-    assert np.abs(expected - weight).max() > 0.01
-    np.testing.assert_allclose(flatten_dict(merge(params, adapters, config), sep=".")[name], expected, atol=1e-6)
+    ):
+        weight = np.float64(flatten_dict(params, sep=".")[name])
+        A, B = (np.float64(flatten_dict(adapters, sep=".")[f"{name}.{factor}"]) for factor in "AB")
+        expected = weight + 6.0 / 3 * np.einsum(einsum, A, B)
+        assert np.abs(expected - weight).max() > 0.01
+        np.testing.assert_allclose(merged[name], expected, atol=1e-6)
 
 
 @pytest.mark.slow
@@ -144,23 +142,13 @@ TOKENS_BT = np.random.default_rng(0).integers(30, size=(8, 9), dtype=np.int32)
 BATCH = next_token_batch(TOKENS_BT)
 
 
-@cache
-def dense_gradient():
-    """Return loss and gradient at the merged parameters, of a training without adapters on one device."""
-    setup = setup_of("", 1, LoraConfig())
-    return jax.jit(make_gradient(setup))(merge(*drawn(LORA), LORA), BATCH, setup.example_keys(0))
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("mesh", "n_devices"),
-    [("", 1), slow("fsdp=2", 2), slow("data=2,fsdp=2,tensor=2", 8), slow("expert=2", 2)],
-)
-def test_the_gradient_of_adapters_is_that_of_the_dense_matrix_by_the_chain_rule(mesh, n_devices):
+def test_the_gradient_of_adapters_is_that_of_the_dense_matrix_by_the_chain_rule():
     """dA = s dW B^T and dB = s A^T dW, where dW is the gradient of a training without adapters, on one device."""
     params, adapters = drawn(LORA)
-    setup = setup_of(mesh, n_devices, LORA)
-    loss, gradient = dense_gradient()
+    setup = setup_of("fsdp=2,expert=2,tensor=2", 8, LORA)
+    dense = setup_of("", 1, LoraConfig())
+    loss, gradient = jax.jit(make_gradient(dense))(merge(params, adapters, LORA), BATCH, dense.example_keys(0))
     placed = jax.device_put(adapters, setup.state_shardings.params)
     frozen = jax.device_put((params,), setup.state_shardings.constants)
     loss_2, grads = jax.jit(make_gradient(setup))(placed, BATCH, setup.example_keys(0), *frozen)
@@ -300,20 +288,13 @@ def test_resuming_adapters_is_bit_identical(run, base, books, tmp_path):
 
 
 @pytest.mark.slow
-def test_sharded_adapters_learn_the_same(run, base, books, tmp_path):
-    tuned(tmp_path / "sharded", base, books, 8, mesh="fsdp=2")
-    expected, actual = arrays(run), arrays(tmp_path / "sharded")
+def test_meshes_microbatches_remat_and_scan_change_no_training_of_adapters(run, base, books, tmp_path):
+    compute = ComputeConfig(grad_accumulation_steps=2, remat="block", scan_blocks=True)
+    tuned(tmp_path / "split", base, books, 8, mesh="fsdp=2", compute=compute)
+    expected, actual = arrays(run), arrays(tmp_path / "split")
     for name, array in expected.items():
         if name.startswith("params/"):
             assert_close(actual[name], array, 1e-3)  # Adam divides gradients near 0 by themselves
-    losses = [[row["loss"] for row in read_metrics(f)[1:]] for f in (run, tmp_path / "sharded")]
-    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
-
-
-@pytest.mark.slow
-def test_microbatches_remat_and_scan_change_no_training_of_adapters(run, base, books, tmp_path):
-    compute = ComputeConfig(grad_accumulation_steps=2, remat="block", scan_blocks=True)
-    tuned(tmp_path / "split", base, books, 8, compute=compute)
     losses = [[row["loss"] for row in read_metrics(folder)[1:]] for folder in (run, tmp_path / "split")]
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
 
@@ -330,13 +311,7 @@ def test_a_merged_run_is_the_same_model_and_needs_no_base(run, tmp_path, capsys)
     np.testing.assert_allclose(
         apply(other.model, other.params, tokens), apply(one.model, one.params, tokens), atol=1e-5
     )
-    texts = []
-    for folder in (run, out):
-        assert sample.main(["--run", str(folder), "--prompt", "The king", "--temperature", "0"]) == 0
-        texts.append(capsys.readouterr().out)
-    assert texts[0] == texts[1] and len(texts[0]) > 10
-    for weights in ("bfloat16", "int8"):
-        assert sample.main(["--run", str(run), "--weights", weights, "--max-new-tokens", "4"]) == 0
+    assert sample.main(["--run", str(run), "--weights", "int8", "--max-new-tokens", "4"]) == 0
     assert pretrained_run(run).config.lora.rank == 0  # a run that begins with this one has none of its adapters
     assert merge_command.main([str(run), "--out", str(out)]) == 2 and "exists" in capsys.readouterr().err
     assert merge_command.main([str(out), "--out", str(tmp_path / "again")]) == 2
@@ -381,14 +356,16 @@ def test_adapters_are_those_of_torch():
     ours = optax.adamw(0.05, weight_decay=0.1)
     state = ours.init(adapters)
     loss = lambda a: jnp.mean((x @ merge(params, a, config)["layer"]["W"] - y) ** 2)  # noqa: E731
+    value_and_grad = jax.jit(jax.value_and_grad(loss))
+    update = jax.jit(ours.update)
     for _ in range(5):
         theirs.zero_grad()
         error = ((frozen(torch.from_numpy(x)) + 1.5 * up(down(torch.from_numpy(x))) - torch.from_numpy(y)) ** 2).mean()
         error.backward()
         theirs.step()
-        value, grads = jax.value_and_grad(loss)(adapters)
+        value, grads = value_and_grad(adapters)
         assert float(value) == pytest.approx(error.item(), rel=1e-5)
-        updates, state = ours.update(grads, state, adapters)
+        updates, state = update(grads, state, adapters)
         adapters = optax.apply_updates(adapters, updates)
     assert_close(adapters["layer"]["W"]["B"], up.weight.detach().numpy().T)
     assert_close(adapters["layer"]["W"]["A"], down.weight.detach().numpy().T)

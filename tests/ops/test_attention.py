@@ -16,6 +16,7 @@ from jaxformer.ops.blockwise import blockwise_attention
 from jaxformer.ops.kernels import cudnn_attention, splash_attention
 from jaxformer.train.kernels import FusedAttention
 from tests.arrays import assert_close, normal
+from tests.helpers import slow
 
 ops = importlib.import_module("jaxformer.ops.attention")  # in the package, its name is the function's
 # One compiled program a call instead of one a primitive.
@@ -41,16 +42,16 @@ def length_first(x_HTK: jax.Array) -> jax.Array:
     return x_HTK.transpose(1, 0, 2)
 
 
-@pytest.mark.parametrize("G", [1, 2, 3, 6])
-@pytest.mark.parametrize("scale", [1.0, K**-0.5])
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("G", "scale", "causal"), [(1, 1.0, True), (2, K**-0.5, True), (3, 1.0, False), (6, 0.2, True)]
+)
 def test_agrees_with_jax_nn(G: int, scale: float, causal: bool) -> None:
     q, k, v = qkv(G, S=T if causal else S)
     wanted = by_jax(q, k, v, scale, is_causal=causal)
     assert_close(attention(q, k, v, CAUSAL_TT if causal else None, scale), wanted)
 
 
-@pytest.mark.parametrize("G", [1, 2, 6])
+@pytest.mark.parametrize("G", [2, 6])
 def test_segments_apart_are_what_their_mask_says(G: int) -> None:
     """Three segments of four; output and gradients."""
     q, k, v = (normal(heads, 12, K, seed=seed) for heads, seed in ((H, 1), (G, 2), (G, 3)))
@@ -265,10 +266,17 @@ HIDDEN_S = jnp.arange(S) % 3 == 1
 NOT_FINITE = {"NaN": jnp.nan, "infinity": jnp.inf}
 
 
-@pytest.mark.parametrize("value", NOT_FINITE.values(), ids=NOT_FINITE)
-@pytest.mark.parametrize("attend", [ops.attention, partial(blockwise_attention, block=3)], ids=["whole", "tiled"])
-@pytest.mark.parametrize("mask", ["padding", "causal"])
-def test_a_fully_masked_key_changes_no_bit(attend: Callable, mask: str, value: float) -> None:
+@pytest.mark.parametrize(
+    ("attend", "mask"),
+    [
+        (ops.attention, "padding"),
+        (ops.attention, "causal"),
+        (partial(blockwise_attention, block=3), "padding"),
+        slow(partial(blockwise_attention, block=3), "causal"),
+    ],
+    ids=["whole-padding", "whole-causal", "tiled-padding", "tiled-causal"],
+)
+def test_a_fully_masked_key_changes_no_bit(attend: Callable, mask: str) -> None:
     """Output and gradients, some of the other keys hidden from some queries."""
     q, k, v = qkv(G=2)
     seen_TS = ~HIDDEN_S & (jnp.arange(S) != jnp.arange(T)[:, None]) if mask == "padding" else masks.Causal(3)
@@ -277,10 +285,8 @@ def test_a_fully_masked_key_changes_no_bit(attend: Callable, mask: str, value: f
         lambda q, k, v: jax.value_and_grad(lambda *x: (attend(*x, seen_TS, 0.3) ** 2).sum(), (0, 1, 2))(q, k, v)
     )
     put = lambda x, value: jnp.where(hidden_S[:, None], value, x)  # noqa: E731
-    for ours, wanted in zip(
-        jax.tree.leaves(run(q, put(k, value), put(v, value))),
-        jax.tree.leaves(run(q, put(k, 0), put(v, 0))),
-        strict=True,
-    ):
-        np.testing.assert_array_equal(ours, wanted)
-        assert np.isfinite(ours).all()
+    clean = jax.tree.leaves(run(q, put(k, 0), put(v, 0)))
+    for value in (np.nan, np.inf):
+        for ours, wanted in zip(jax.tree.leaves(run(q, put(k, value), put(v, value))), clean, strict=True):
+            np.testing.assert_array_equal(ours, wanted)
+            assert np.isfinite(ours).all()

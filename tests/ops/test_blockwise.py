@@ -23,27 +23,26 @@ def random_mask(T: int, S: int) -> jax.Array:
     return jnp.asarray(np.random.default_rng(5).random((T, S)) < 0.3)
 
 
+SHAPES = [
+    (6, 2, 13, 13, 11, 4, Causal()),  # primes: no block is full
+    (6, 6, 12, 12, 8, 4, Causal(6)),  # all blocks full; a window across three blocks
+    (6, 1, 13, 13, 11, 13, Causal()),  # one block
+    (6, 3, 17, 17, 5, 4, Causal(1)),
+    (4, 4, 17, 7, 8, 3, Causal(2)),  # more queries than keys: the last ones see nothing
+    (4, 4, 7, 17, 8, 3, Causal()),
+    (2, 1, 7, 7, 3, 1, None),  # a position a block
+    (4, 2, 13, 3, 8, 5, random_mask(13, 3)),
+    (4, 2, 13, 17, 8, 100, random_mask(13, 17)),  # a block longer than the sequence
+    (4, 2, 13, 13, 8, 5, Packed(jnp.arange(13) // 6)),  # documents across blocks, one of a single token
+    (4, 2, 13, 13, 8, 4, Packed(jnp.arange(13) // 6, Causal(3))),
+]
+PLAIN = SHAPES[0]
+
+
 @pytest.mark.slow
-@ORDERS
 @pytest.mark.parametrize(
-    ("H", "G", "T", "S", "K", "block", "mask"),
-    [
-        (6, 2, 13, 13, 11, 4, Causal()),  # primes: no block is full
-        (6, 6, 12, 12, 8, 4, Causal()),  # all blocks full
-        (6, 1, 13, 13, 11, 13, Causal()),  # one block
-        (6, 1, 13, 13, 11, 100, Causal()),  # a block longer than the sequence
-        (2, 1, 7, 7, 3, 1, Causal()),  # a position a block
-        (6, 3, 17, 17, 5, 4, Causal(1)),
-        (6, 3, 17, 17, 5, 4, Causal(6)),  # a window across three blocks
-        (4, 4, 17, 7, 8, 3, Causal(2)),  # more queries than keys: the last ones see nothing
-        (4, 4, 7, 17, 8, 3, Causal()),
-        (6, 3, 13, 17, 11, 5, None),
-        (4, 2, 13, 17, 8, 5, random_mask(13, 17)),
-        (4, 2, 13, 3, 8, 5, random_mask(13, 3)),
-        (4, 2, 13, 13, 8, 5, Packed(jnp.arange(13) // 6)),  # documents across blocks, one of a single token
-        (4, 2, 13, 13, 8, 4, Packed(jnp.arange(13) // 6, Causal(3))),
-        (1, 1, 1, 1, 1, 512, Causal()),
-    ],
+    ("H", "G", "T", "S", "K", "block", "mask", "sequential"),
+    [*((*shape, i % 2 == 0) for i, shape in enumerate(SHAPES)), (*PLAIN, False), (*SHAPES[-1], False)],
     ids=lambda x: type(x).__name__ if isinstance(x, jax.Array | Packed) else str(x),
 )
 def test_agrees_with_the_reference_forward_and_backward(H, G, T, S, K, block, mask, sequential) -> None:
@@ -55,7 +54,7 @@ def test_agrees_with_the_reference_forward_and_backward(H, G, T, S, K, block, ma
 
 
 @pytest.mark.slow
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(st.data())
 def test_agrees_with_jax_nn_at_any_shape(data) -> None:
     size = partial(st.integers, 1)
@@ -124,8 +123,17 @@ def test_bfloat16_keeps_its_dtype_and_sums_in_float32(sequential: bool) -> None:
 
 
 @pytest.mark.slow
-@ORDERS
-@pytest.mark.parametrize("axes", [(0, 0, 0, 0), (0, 0, 0, None), (None, 0, None, 0), (0, 0, 0, "packed")], ids=str)
+@pytest.mark.parametrize(
+    ("axes", "sequential"),
+    [
+        ((0, 0, 0, 0), False),
+        ((0, 0, 0, None), True),
+        ((None, 0, None, 0), True),
+        ((None, 0, None, 0), False),
+        ((0, 0, 0, "packed"), True),
+    ],
+    ids=str,
+)
 def test_vmap_maps_over_examples_and_their_masks(axes: tuple, sequential: bool) -> None:
     arrays: list[Any] = [normal(3, 4, 9, 8), normal(3, 2, 9, 8, seed=1), normal(3, 2, 9, 8, seed=2)]
     mask: Any = np.stack([np.tri(9, dtype=bool), random_mask(9, 9), np.ones((9, 9), bool)])
@@ -156,7 +164,7 @@ def test_a_rematerialised_block_attends_once_if_it_may_save_the_result(sequentia
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mask", [Causal(), Causal(100), None, Packed], ids=str)
+@pytest.mark.parametrize("mask", [Causal(100), Packed], ids=str)
 def test_memory_is_linear_in_the_length_forward_and_backward(mask: Any) -> None:
     def temporary_bytes(attend, T: int) -> int:
         of_length = Packed(jnp.arange(T) // 100) if mask is Packed else mask

@@ -69,7 +69,7 @@ def reference(name: str, x: np.ndarray, eps: float) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", NORMS)
-@pytest.mark.parametrize("size", [1e-30, 1e-18, 1e-6, 1.0, 1e6, 1e12, 1e15, 1e18])
+@pytest.mark.parametrize("size", [1e-30, 1e-6, 1.0, 1e12, 1e18])
 def test_values_and_gradients_from_tiny_to_huge_are_those_of_float64(name: str, size: float) -> None:
     eps = 1e-6
     x, direction = size * np.asarray(normal(T, D), np.float64), np.asarray(normal(T, D, seed=3), np.float64)
@@ -112,8 +112,7 @@ def test_a_row_alone_is_as_among_others(name: str, size: float) -> None:
 
 
 @pytest.mark.parametrize("name", NORMS)
-@pytest.mark.parametrize("is_alone", [True, False])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(("is_alone", "dtype"), [(True, jnp.float32), (False, jnp.float32), (False, jnp.bfloat16)])
 def test_a_row_whose_squares_overflow_is_not_finite_and_the_others_are(
     name: str, is_alone: bool, dtype: jnp.dtype
 ) -> None:

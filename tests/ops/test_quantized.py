@@ -34,7 +34,7 @@ def test_a_channel_of_zeros_stays_zero():
 
 
 @pytest.mark.parametrize("multiply", [_matmul, _integer_matmul])
-@pytest.mark.parametrize("shape", [(17,), (1, 17), (5, 17), (2, 3, 17)])
+@pytest.mark.parametrize("shape", [(17,), (2, 3, 17)])
 def test_the_other_factor_has_15_bits(shape, multiply):
     """Also as other devices than a CPU multiply."""
     q, x = quantize(jnp.asarray(MATRIX), (0,)), DRAW.normal(size=shape).astype(np.float32)
@@ -42,7 +42,8 @@ def test_the_other_factor_has_15_bits(shape, multiply):
     # Half a step of 1/(127 · 254) of the largest number, at most, in each of 17 terms.
     bound = np.abs(x).max(-1, keepdims=True) / (127 * 254) * 0.51 * np.abs(whole(q)).sum(0) + 1e-5
     assert got.dtype == jnp.float32 and (np.abs(got - wanted) <= bound).all()
-    assert multiply(x.astype(jnp.bfloat16), q.values, q.scale).dtype == jnp.bfloat16
+    rounded = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    assert jax.eval_shape(multiply, rounded, q.values, q.scale).dtype == jnp.bfloat16
 
 
 @pytest.mark.slow
@@ -97,6 +98,7 @@ def test_rows_are_those_of_the_matrix():
 @pytest.mark.parametrize("multiply", [_matmul, _integer_matmul])
 def test_nan_in_a_row_or_a_column_stays_nan_and_changes_no_other(multiply):
     """No integer is NaN: those of a diverged model would become zeros, and its tokens look drawn from a model."""
+    multiply = jax.jit(multiply)
     matrix, x = jnp.asarray(MATRIX), jnp.asarray(DRAW.normal(size=(3, 17)), jnp.float32)
     q, spoilt = quantize(matrix, (0,)), quantize(matrix.at[4, 2].set(jnp.nan), (0,))
     wanted = multiply(x, q.values, q.scale)

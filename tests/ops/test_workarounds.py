@@ -87,7 +87,7 @@ def test_matrices_converted_late_are_not_held_at_once():
     late, plain = (partial(chain, convert) for convert in (converted_after, lambda matrix, x: matrix.astype(x.dtype)))
     program = jax.jit(jax.vmap(late, (0, None))).lower(x, matrices).compile()
     assert program.memory_analysis().temp_size_in_bytes <= 2 * 4 * 256 * 256
-    gradients = (jax.vmap(jax.grad(lambda x, f=f: f(x, matrices).sum()))(x) for f in (late, plain))
+    gradients = (jax.jit(jax.vmap(jax.grad(lambda x, f=f: f(x, matrices).sum())))(x) for f in (late, plain))
     np.testing.assert_array_equal(*gradients)
 
 
@@ -95,6 +95,7 @@ def test_the_kth_largest_counts_equal_numbers():
     assert [kth_largest(jnp.array([3.0, 7.0, 5.0, 7.0]), k) for k in (1, 2, 3, 4)] == [7, 7, 5, 3]
 
 
+@pytest.mark.slow
 def test_options_of_a_program_that_runs_once_change_no_bit(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "")
     draw = jax.jit(lambda key: jax.random.normal(key, (17, 23))).lower(jax.random.key(0))

@@ -34,7 +34,7 @@ from jaxformer.train.kernels import (
     unfused_attention,
 )
 from tests.arrays import normal
-from tests.helpers import ROOT, slow
+from tests.helpers import ROOT
 from tests.ops.attending import SCALE, assert_all_close, qkv, value_and_gradients
 
 
@@ -70,10 +70,14 @@ def like(T: int, dtype: jnp.dtype = jnp.bfloat16) -> jax.ShapeDtypeStruct:
         ("blockwise", "cpu", like(128), Causal(), cpu_blockwise_attention, "attention: blockwise, as configured"),
     ],
 )  # fmt: skip
-def test_attention_is_chosen_by_platform_shape_and_option(
-    kernels_run_here, name, platform, q, mask: Mask, function, line: str
-) -> None:
-    assert make_attention(name, platform, q, q, mask) == (function, line)
+def test_attention_is_chosen_by_platform_shape_and_option(name, platform, q, mask: Mask, function, line: str) -> None:
+    assert make_attention(name, platform, q, q, mask, try_first=False) == (function, line)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("platform", "kernel"), [("gpu", "cudnn"), ("tpu", "splash")])
+def test_a_kernel_that_passes_its_trial_is_chosen(kernels_run_here, platform: str, kernel: str) -> None:
+    assert make_attention("auto", platform, like(128), like(128), Causal())[0] == FusedAttention(kernel)
 
 
 def test_values_wider_than_keys_are_for_attention_without_a_kernel() -> None:
@@ -128,9 +132,14 @@ def kernel_calls(jaxpr: Any, forward: str) -> int:
     return found
 
 
-@pytest.mark.parametrize(("kernel", "forward"), [("cudnn", CUDNN_FORWARD), ("splash", "splash_mha_fwd")])
-@pytest.mark.parametrize("scan", [False, True])
-@pytest.mark.parametrize("remat", ["none", "dots", "block"])
+@pytest.mark.parametrize(
+    ("kernel", "forward", "scan", "remat"),
+    [
+        ("cudnn", CUDNN_FORWARD, False, "block"),
+        ("cudnn", CUDNN_FORWARD, True, "dots"),
+        ("splash", "splash_mha_fwd", True, "block"),
+    ],
+)
 def test_rematerialised_blocks_attend_once(monkeypatch, kernel: str, forward: str, scan: bool, remat: Remat) -> None:
     monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91200)
     config = DecoderConfig(vocab_size=9, context_length=128, d_model=32, n_blocks=2, n_heads=2, d_ff=(8,))
@@ -156,12 +165,9 @@ def wrong(change):
     ("attend", "reason"),
     [
         (attention, None),
-        (blockwise_attention, None),
-        (wrong(lambda y: 1.1 * y), "its output is off by 0.10"),
         (wrong(lambda y: y.at[0, 0, 0].set(jnp.nan)), "its output is off by nan"),
         (lambda q, k, v, mask, scale: attention(q, k, v, None, scale), "its output is off"),
         (lambda q, *rest: attention(jax.lax.stop_gradient(q), *rest), "its gradient to q is off by 1."),
-        (lambda q, k, v, *rest: attention(q, k, jax.lax.stop_gradient(v), *rest), "its gradient to v is off by 1."),
         (lambda *_: 1 / 0, "ZeroDivisionError: division by zero"),
     ],
 )  # fmt: skip
@@ -170,9 +176,11 @@ def test_trial_returns_the_reason_of_a_failure(attend, reason: str | None) -> No
     assert trial_reason is None if reason is None else reason in trial_reason
 
 
-@pytest.mark.parametrize("length", [100, 600])
-@pytest.mark.parametrize("mask", [Causal(50), None, "array"])
-@pytest.mark.parametrize("unfused", [unfused_attention, cpu_attention], ids=["accelerator", "cpu"])
+@pytest.mark.parametrize(
+    ("unfused", "length", "mask"),
+    [(unfused_attention, 600, None), (unfused_attention, 600, "array"), (cpu_attention, 300, Causal(50))],
+    ids=["all", "array", "window"],
+)
 def test_unfused_attention_is_attention(unfused: Any, length: int, mask: Mask | str) -> None:
     arrays = qkv(2, 1, length, length, 8)
     given = Causal(70).array(length, length) if isinstance(mask, str) else mask
@@ -187,21 +195,18 @@ def test_unsupported_calls_use_unfused_attention() -> None:
         assert_all_close(*(value_and_gradients(f, *arrays, mask) for f in (FusedAttention(kernel), attention)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "kernel",
-    [slow("splash"), "cudnn"],
-)
-@pytest.mark.parametrize(
-    ("H", "G"),
+    ("kernel", "H", "G"),
     [
-        (4, 2),  # a head a device would not be enough: two heads and their group
-        (4, 1),  # both devices share the group
-        (3, 1),  # heads do not divide: every device attends for all
+        ("cudnn", 4, 2),  # a head a device would not be enough: two heads and their group
+        ("splash", 4, 1),  # both devices share the group
+        ("cudnn", 3, 1),  # heads do not divide: every device attends for all
     ],
 )
 def test_on_a_mesh_each_device_attends_for_its_examples_and_heads(kernels_run_here, kernel, H: int, G: int) -> None:
-    mesh, split = make_mesh("data=2,fsdp=2,tensor=2"), PartitionSpec(BATCH)
-    arrays = [normal(4, h, 128, 16, seed=i).astype(jnp.bfloat16) for i, h in enumerate((H, G, G))]
+    mesh, split = make_mesh("fsdp=2,tensor=2", jax.devices()[:4]), PartitionSpec(BATCH)
+    arrays = [normal(2, h, 128, 16, seed=i).astype(jnp.bfloat16) for i, h in enumerate((H, G, G))]
 
     def gradients(attend):
         # float32 inside, as a test of where things are; bfloat16 outside, as cuDNN wants it.
@@ -211,7 +216,7 @@ def test_on_a_mesh_each_device_attends_for_its_examples_and_heads(kernels_run_he
     placed = [jax.device_put(x, batch_sharding(mesh)) for x in arrays]
     sharded = jax.jit(on_each_shard(gradients(FusedAttention(kernel, 2)), mesh, 3 * (split,), 3 * (split,)))
     for actual, expected in zip(sharded(*placed), jax.jit(gradients(FusedAttention(kernel)))(*arrays), strict=True):
-        assert actual.sharding.shard_shape(actual.shape)[0] == 1  # of four examples over data and fsdp
+        assert actual.sharding.shard_shape(actual.shape)[0] == 1  # of two examples
         # The same roundings, but for sums over heads that share a group on two devices: 2^-8 once more.
         assert jnp.linalg.norm((actual - expected).astype(jnp.float32)) <= 2**-7 * jnp.linalg.norm(
             expected.astype(jnp.float32)

@@ -46,7 +46,7 @@ def compiled_in_half_the_time() -> Iterator[None]:
 
 @pytest.mark.slow
 def test_resume_on_fewer_devices_is_the_same_training(tmp_path):
-    """Eight devices, then two, then one, against a run that never stopped."""
+    """Two devices, then one, against a run on one that never stopped."""
     config = Config(
         "test", MODEL, steps=20, data=TextConfig(str(write_books(tmp_path / "books"))), train=TRAIN,
         optimizer=OptimizerConfig("adamw", learning_rate=3e-3, warmup_steps=4, weight_decay=0.1, clip_norm=1.0),
@@ -61,9 +61,8 @@ def test_resume_on_fewer_devices_is_the_same_training(tmp_path):
         assert (outcome.status, outcome.step) == ("done", steps)
         return outcome
 
-    uninterrupted = run("uninterrupted", 20, "data=8", 8)
-    run("moved", 10, "data=2,fsdp=4", 8)
-    run("moved", 15, "tensor=2", 2, resume=True)
+    uninterrupted = run("uninterrupted", 20, "", 1)
+    run("moved", 10, "fsdp=2", 2)
     moved = run("moved", 20, "", 1, resume=True)
 
     losses = [[row["loss"] for row in read_metrics(tmp_path / name)[1:]] for name in ("uninterrupted", "moved")]
@@ -262,13 +261,6 @@ LOST = dict.fromkeys(range(12, 31), 20.0)
 
 
 @pytest.mark.slow
-def test_checkpoint_that_gave_the_first_high_loss_is_not_healthy(monkeypatch, tmp_path):
-    diverging(monkeypatch, dict.fromkeys(range(11, 31), 20.0))
-    outcome = run_on_one(falling(tmp_path / "books"), tmp_path / "run")
-    assert (outcome.divergence.began, outcome.healthy) == (11, 5)  # those of checkpoint 10 are tried by step 11
-
-
-@pytest.mark.slow
 def test_divergence_stops_training_and_retains_the_checkpoint_before_it(monkeypatch, tmp_path):
     diverging(monkeypatch, LOST)
     outcome = run_on_one(falling(tmp_path / "books"), tmp_path / "run")
@@ -345,19 +337,14 @@ def test_rollback_to_the_start_skips_the_batches_of_the_config_too(monkeypatch, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["warn", "continue"])
-def test_divergence_policies_warn_or_continue(monkeypatch, tmp_path, policy):
+def test_a_divergence_that_recovers_is_a_warning_and_a_note(monkeypatch, tmp_path):
     diverging(monkeypatch, dict.fromkeys(range(12, 20), 20.0))
-    outcome = run_on_one(falling(tmp_path / "books", divergence=policy), tmp_path / "run")
+    outcome = run_on_one(falling(tmp_path / "books", divergence="warn"), tmp_path / "run")
     assert (outcome.status, outcome.diverging_since) == ("done", 0)
     rows = read_metrics(tmp_path / "run")
-    warned, back = ([(row["step"], row[kind]) for row in rows if kind in row] for kind in ("warning", "note"))
-    assert (len(warned), len(back)) == ((1, 1) if policy == "warn" else (0, 0))
-    if warned:
-        ((step, text),) = warned
-        assert step == 17 and text.startswith("the loss has been diverging since step 12: 20 at step 17")
-        assert text.endswith("(--optimizer.warmup-steps 100)")
-        assert back == [(27, "the loss has recovered to near its minimum")]
+    (warned,), back = ([(row["step"], row[kind]) for row in rows if kind in row] for kind in ("warning", "note"))
+    assert warned[0] == 17 and warned[1].startswith("the loss has been diverging since step 12: 20 at step 17")
+    assert back == [(27, "the loss has recovered to near its minimum")]
 
 
 @pytest.mark.slow

@@ -1,47 +1,34 @@
-"""Checkpoints within the grace period of a scheduler."""
+"""Signals that a program notices, and what a second one does."""
 
 import signal
-import time
-from collections.abc import Callable
 
 import pytest
 
-from jaxformer.runs.checkpoints import CheckpointReader
-from tests.helpers import run, start, tiny, write_books
-
-ENDLESS = (
-    "--train.report-every", "0", "--train.eval-every", "0", "--train.gradients-every", "0", "--train.log-every", "1",
-    "--train.checkpoint-every", "10",
-)  # fmt: skip
+from jaxformer.train.signals import record_signals
 
 
-def wait_until(condition: Callable[[], object]) -> None:
-    until = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.01)
+@pytest.mark.parametrize(("number", "then"), [(signal.SIGTERM, signal.SIG_DFL), (signal.SIGINT, None)])
+def test_the_first_signal_is_recorded_and_a_second_has_its_own_effect(number, then):
+    before = signal.getsignal(number)
+    with record_signals(number) as received:
+        assert not received.is_set()
+        signal.raise_signal(number)
+        assert received.is_set() and int(received) == number
+        if then is None:
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(number)
+        else:
+            assert signal.getsignal(number) is then
+    assert signal.getsignal(number) is before
 
 
-@pytest.mark.slow
-def test_sigterm_saves_a_checkpoint_and_stops(tmp_path):
-    process = start("train.py", *tiny(write_books(tmp_path / "books"), 10**6, *ENDLESS), "--run", "run", cwd=tmp_path)
-    wait_until(lambda: CheckpointReader(tmp_path / "run"))
-    process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 128 + signal.SIGTERM, err
-    step = int(out.split("interrupted at step ")[1].split()[0].replace(",", ""))
-    assert CheckpointReader(tmp_path / "run").step() == step
-
-
-@pytest.mark.slow
-def test_sigkill_right_after_sigterm_leaves_an_intact_checkpoint(tmp_path):
-    books = write_books(tmp_path / "books")
-    process = start("train.py", *tiny(books, 10**6, *ENDLESS), "--run", "run", cwd=tmp_path)
-    wait_until(lambda: CheckpointReader(tmp_path / "run"))
-    process.send_signal(signal.SIGTERM)  # as a scheduler without a grace period
-    process.kill()
-    process.communicate()
-    step = CheckpointReader(tmp_path / "run").step()
-    assert step % 10 == 0 or process.returncode == 128 + signal.SIGTERM
-    result = run("train.py", "--resume", "--run", "run", "--steps", str(step + 2), cwd=tmp_path)
-    assert result.returncode == 0 and f"final: step {step + 2:,}" in result.stdout, result.stderr
+def test_a_hangup_that_is_ignored_remains_so():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with record_signals(signal.SIGHUP, signal.SIGTERM) as received:
+            signal.raise_signal(signal.SIGHUP)
+            assert not received.is_set()
+            signal.raise_signal(signal.SIGTERM)
+            assert received.number == signal.SIGTERM and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
