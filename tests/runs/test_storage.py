@@ -208,7 +208,7 @@ def test_a_run_at_a_url_resumes_on_another_machine_from_the_last_complete_checkp
     assert f"checkpoints/4/{CHECKSUMS}" in memory.names()
     loaded = load_run(URL)
     assert loaded.step == 4 and run_name(loaded.path) == URL
-    assert [row["step"] for row in read_metrics(loaded.path)] == [1, 2, 3, 4]
+    assert [row["step"] for row in read_metrics(loaded.path)] == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.slow
