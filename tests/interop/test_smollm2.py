@@ -8,7 +8,6 @@ import jax
 import numpy as np
 import pytest
 
-from jaxformer.__main__ import main
 from jaxformer.data.chat_template import ChatTemplate, encode_rendered
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.decode import Sampling
@@ -149,25 +148,6 @@ def test_the_exported_file_has_the_same_greedy_tokens_in_llama_cpp(models: Model
     theirs = [token["id"] for token in llama_cpp_greedy(tmp_path / "out.gguf", prompt, 8, [])]
     likeliest_T = their_logits(models.theirs, [*prompt, *theirs]).argmax(-1)
     assert theirs and likeliest_T[len(prompt) - 1 : -1].tolist() == theirs
-
-
-def test_perplexity_equals_that_of_transformers_on_the_same_windows(models: Models, tmp_path: Path, capsys: Any):
-    text = tmp_path / "text.txt"
-    prose = (ROOT / "docs/extending.md").read_text()[:1500]
-    text.write_text(f"{prose}\n\n\nThe end.\n")
-    options = ["--data.path", str(text), "--data.no-unwrap", "--batch-size", "8"]
-    assert main(["eval", str(models.run.path), *options]) == 0
-    printed = dict(field.split("=") for field in capsys.readouterr().out.splitlines()[-1].split())
-    end = models.tokenizer.end_of_text
-    tokens = [end, *models.tokenizer.encode(text.read_text()), end]
-    assert int(printed["targets"]) == len(tokens) - 1 > 2 * CONTEXT
-    torch = pytest.importorskip("torch")
-    nats = 0.0
-    for start in range(0, len(tokens) - 1, CONTEXT):
-        window = np.array(tokens[start : start + CONTEXT + 1])
-        logits_TV, targets_T = map(torch.tensor, (their_logits(models.theirs, window[:-1]), window[1:]))
-        nats += torch.nn.functional.cross_entropy(logits_TV, targets_T, reduction="sum").item()
-    np.testing.assert_allclose(float(printed["ppl"]), np.exp(nats / (len(tokens) - 1)), rtol=1e-4)
 
 
 def test_greedy_answers_of_a_conversation_equal_those_of_transformers(models: Models):
