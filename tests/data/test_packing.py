@@ -102,9 +102,9 @@ def test_positions_restart_in_each_segment(segments, expected):
 
 
 MODELS = {
-    "learned": DecoderConfig(vocab_size=257, context_length=16, d_model=16, n_heads=2, n_blocks=2, d_ff=(32,)),
+    "learned": DecoderConfig(vocab_size=257, context_length=16, d_model=16, n_heads=2, n_blocks=1, d_ff=(32,)),
     "rope, window": DecoderConfig(
-        vocab_size=257, context_length=16, d_model=16, n_heads=2, n_blocks=2, d_ff=(32,), positions="rope",
+        vocab_size=257, context_length=16, d_model=16, n_heads=2, n_blocks=1, d_ff=(32,), positions="rope",
         norm="rmsnorm", window=5,
     ),
 }  # fmt: skip

@@ -12,7 +12,7 @@ from jaxformer.decode.completion import Completer, CompletionOptions
 from jaxformer.decode.prompts import Prompt
 from jaxformer.errors import UserError
 from jaxformer.runs.run import load_run
-from tests.helpers import small_run
+from tests.runs.random_runs import saved_run
 
 pytest.importorskip("jinja2")
 TEMPLATE = (
@@ -23,7 +23,7 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
-    return small_run(tmp_path_factory.mktemp("runs") / "small", ["Hi you. Hi me."])
+    return saved_run(tmp_path_factory.mktemp("runs") / "small", ["Hi you. Hi me."])
 
 
 def completer(run: Path, template: str, n: int = 4, **options: Any) -> Completer:

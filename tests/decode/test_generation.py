@@ -1,5 +1,4 @@
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -26,7 +25,7 @@ from jaxformer.nn.parameters import parameter_axes
 from jaxformer.ops.masks import EMPTY
 from jaxformer.parallel.mesh import make_mesh, replicated, shardings
 from tests.arrays import apply, assert_close, build, random_params, random_tokens
-from tests.helpers import compilations, slow
+from tests.helpers import compilations
 
 V, CONTEXT = 23, 11
 GREEDY, RANDOM = Sampling(0), Sampling(1.5)
@@ -41,9 +40,6 @@ CONFIGS = {
     "learned, pre-norm": replace(ROPE, n_kv_heads=3, norm="layernorm", positions="learned", window=None),
     "sinusoidal, post-norm": replace(ROPE, positions="sinusoidal", norm_placement="post", window=None),
     "rope, window, one key head": replace(ROPE, n_blocks=2),
-    "rope, final norm, tied": replace(
-        ROPE, n_kv_heads=3, qk_norm=True, final_norm=True, unembedding="tied", window=None
-    ),
     "no positions, no norm": replace(ROPE, positions="none", norm="none", window=5),
     "mlp logits, two key heads": replace(
         as_rung(LEARNED), n_heads=4, n_kv_heads=2, output_projection=False, residual=False, unembedding="mlp"
@@ -111,9 +107,7 @@ def assert_equals_full_passes(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [slow(name) if name.startswith(("sin", "no", "rope, final")) else name for name in CONFIGS]
-)
+@pytest.mark.parametrize("name", CONFIGS)
 def test_a_ragged_batch_equals_full_passes_past_the_context_too(name: str) -> None:
     """Lengths 1 to the context in one batch. Learned positions end with the context."""
     config = CONFIGS[name]
@@ -125,9 +119,9 @@ def test_a_ragged_batch_equals_full_passes_past_the_context_too(name: str) -> No
 
 @pytest.mark.slow
 def test_a_chunked_prefill_equals_full_passes() -> None:
-    """Chunks of 4: every length from 1 to the context ends a chunk at another index."""
+    """Chunks of 4: each length ends a chunk at another index."""
     model = build(replace(ROPE, window=None))
-    for length in range(1, CONTEXT + 1):
+    for length in (1, 4, 6, CONTEXT):
         prompt = random_tokens(V, length, seed=length).tolist()
         assert_equals_full_passes(model, [prompt], 12, prefill_chunk=4, padded=CONTEXT + 12)
 
@@ -149,8 +143,8 @@ def test_a_prefill_longer_than_the_ring_of_slots_equals_full_passes() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("positions", [*map(slow, ("none", "learned", "sinusoidal")), "rope"])
-@settings(max_examples=3, deadline=None, derandomize=True)
+@pytest.mark.parametrize("positions", ["learned", "rope"])
+@settings(max_examples=2, deadline=None, derandomize=True)
 @given(
     placement=st.sampled_from(["pre", "post"]),
     heads=st.sampled_from([(1, 1), (4, 1), (4, 2), (3, 3)]),
@@ -205,14 +199,15 @@ def test_learned_positions_continue_from_the_last_half_of_the_context() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", [slow("data=8"), "data=2,fsdp=2,tensor=2"])
-def test_eight_devices_equal_one(mesh: str) -> None:
+def test_eight_devices_equal_one() -> None:
     devices = jax.devices("cpu")
     if len(devices) < 8:
         pytest.skip("JAX_NUM_CPU_DEVICES asks for fewer than eight devices")
     model, params = build(replace(ROPE, n_heads=2, n_kv_heads=2))
     prompts = PROMPTS * 2
-    split = jax.device_put(params, shardings(params, parameter_axes(model), make_mesh(mesh, devices[:8])))
+    split = jax.device_put(
+        params, shardings(params, parameter_axes(model), make_mesh("data=2,fsdp=2,tensor=2", devices[:8]))
+    )
     one, eight = (concatenate(list(begin((model, p), prompts, 9, ALL))) for p in (params, split))
     np.testing.assert_array_equal(one.tokens_BN, eight.tokens_BN)
     assert_close(distributions(eight), distributions(one))
@@ -226,26 +221,13 @@ def two_devices(decoder: Model) -> Model:
 
 
 @pytest.mark.slow
-def test_data_parallel_devices_stop_on_their_own_and_equal_one(decoder: Model, two_devices: Model) -> None:
-    """Each has two of the rows, and those of the first stop earlier."""
-    free = run(decoder, PROMPTS, CONTEXT, RANDOM)
-    sampling = replace(RANDOM, stop_tokens=(free[0][1], free[1][2]))
-    expected = concatenate(list(begin(decoder, PROMPTS, CONTEXT, sampling)))
-    drawn = expected.tokens_BN != EMPTY
-    assert drawn[:2].sum(1).max() < drawn[2:].sum(1).max()
-    split = concatenate(list(begin(two_devices, PROMPTS, CONTEXT, sampling)))
-    np.testing.assert_array_equal(split.tokens_BN, expected.tokens_BN)
-    assert_close(split.logprobs_BN[drawn], expected.logprobs_BN[drawn])
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("prompts", "options"),
     [
-        (PROMPTS[1:2], {"n_samples": 4}),
+        (PROMPTS[1:2], {"n_samples": 4, "sampling": replace(RANDOM, stop_tokens=(0, 1, 2))}),
         (PROMPTS, {"sampling": replace(RANDOM, repetition_penalty=1.3), "cache_dtype": jnp.int8, "prefill_chunk": 4}),
     ],
-    ids=["samples", "history, int8 cache, chunks"],
+    ids=["samples that stop", "history, int8 cache, chunks"],
 )
 def test_data_parallel_decoding_compiles_once_and_equals_one_device(
     decoder: Model, two_devices: Model, monkeypatch: pytest.MonkeyPatch, prompts: list[list[int]], options: dict
@@ -253,6 +235,7 @@ def test_data_parallel_decoding_compiles_once_and_equals_one_device(
     monkeypatch.setattr("jaxformer.decode.generation.MAX_TOKENS_PER_CALL", 4)  # several calls
     sampling = options.pop("sampling", RANDOM)
     expected = run(decoder, prompts, CONTEXT, sampling, **options)
+    assert len({row.count(EMPTY) for row in expected}) > 1 or not sampling.stop_tokens
     decode: Any = programs.decode
     before = decode._cache_size()
     generation = begin(two_devices, prompts, CONTEXT, sampling, **options)
@@ -273,27 +256,37 @@ def test_rows_that_divide_evenly_are_spread_over_the_devices_of_a_cpu(decoder: M
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("dtype", "bound"), [slow(jnp.bfloat16, 0.03, id="bfloat16"), pytest.param(jnp.int8, 0.06, id="int8")]
-)
-def test_a_rounded_cache_moves_logits_within_a_bound(dtype: Any, bound: float) -> None:
+def test_a_rounded_cache_moves_logits_within_a_bound() -> None:
     """Next to logits of up to about 5; keys and values are off by 2^-9 and by 1/254 of their largest."""
     model = build(replace(ROPE, n_kv_heads=3))
-    full, small = (concatenate(list(begin(model, PROMPTS, 1 + 12, ALL, cache_dtype=d))) for d in (jnp.float32, dtype))
-    same = (full.tokens_BN == small.tokens_BN).cumprod(axis=1).astype(bool)  # of one text until a draw differs
-    assert same[:, :3].all()
-    moved = np.abs(distributions(small) - distributions(full))[same]
-    assert 0 < moved.max() < bound
+    full = concatenate(list(begin(model, PROMPTS, 1 + 12, ALL)))
+    for dtype, bound in ((jnp.bfloat16, 0.03), (jnp.int8, 0.06)):
+        small = concatenate(list(begin(model, PROMPTS, 1 + 12, ALL, cache_dtype=dtype)))
+        same = (full.tokens_BN == small.tokens_BN).cumprod(axis=1).astype(bool)  # of one text until a draw differs
+        assert same[:, :3].all()
+        moved = np.abs(distributions(small) - distributions(full))[same]
+        assert 0 < moved.max() < bound
 
 
-@pytest.mark.slow
-def test_a_batch_equals_its_rows_one_by_one(decoder: Model) -> None:
-    model = decoder
-    together = concatenate(list(begin(model, PROMPTS, BEYOND, ALL, seeds=[5, 6, 7, 8])))
-    for i, prompt in enumerate(PROMPTS):
-        alone = concatenate(list(begin(model, [prompt], BEYOND, ALL, seeds=[5 + i])))
-        np.testing.assert_array_equal(together.tokens_BN[i], alone.tokens_BN[0])
-        assert_close(distributions(together)[i], distributions(alone)[0])
+class Counter(nn.Module):
+    """A model whose most likely next token is the position that follows, modulo V."""
+
+    contract = Contract(Task.CAUSAL_LM, vocab_size=V, has_cache=True, attention_window=1, extrapolates=True)
+
+    def init_cache(self, n_slots: int, dtype: Any) -> jax.Array:
+        return jnp.zeros(1)
+
+    def extend(self, tokens_T: jax.Array, positions_T: jax.Array, state: jax.Array, slot: Any) -> tuple:
+        return positions_T[:, None] + 1, state
+
+    def unembed(self, next_1: jax.Array) -> jax.Array:
+        return 1.0 * (jnp.arange(V) == next_1 % V)
+
+
+def test_positions_of_a_row_do_not_count_its_padding() -> None:
+    """In chunks of 4, of which the shortest prompt has padding alone in all but the last."""
+    generated = run((Counter(), {"none": jnp.zeros(1)}), PROMPTS, 20, prefill_chunk=4)
+    assert generated == [[(len(prompt) + i) % V for i in range(20)] for prompt in PROMPTS]
 
 
 @pytest.mark.slow
@@ -323,7 +316,7 @@ def test_a_row_depends_on_its_seed_alone(decoder: Model) -> None:
     assert first[0] != first[1] != first[2]
 
 
-@pytest.mark.parametrize("n", [1, 2, 9, 10])  # one token of the prefill and a call of 8
+@pytest.mark.parametrize("n", [1, 10])  # one token of the prefill, a call of 8, and one more
 def test_rows_have_max_new_tokens(decoder: Model, n: int) -> None:
     generated = run(decoder, PROMPTS, n)
     assert [len(row) for row in generated] == [n] * 4
@@ -362,6 +355,7 @@ def test_the_first_token_is_delivered_before_the_decode_loop_is_called(
     assert list(ended) == [] and len(calls) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("chunk", "n_samples"), [(16, 1), (4, 2)], ids=["one chunk", "chunks, two samples"])
 def test_programs_compiled_for_shapes_give_the_first_piece(decoder: Model, chunk: int, n_samples: int) -> None:
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
@@ -374,6 +368,7 @@ def test_programs_compiled_for_shapes_give_the_first_piece(decoder: Model, chunk
     assert first.tokens_BN.shape == (4 * n_samples, 1) and not compiled
 
 
+@pytest.mark.slow
 def test_programs_that_are_not_kept_are_compiled_again() -> None:
     model, given = build(replace(LEARNED, context_length=256)), {"context_length": 256}
     tokens = run(model, PROMPTS, 150, **given)  # beyond 128 slots
@@ -386,32 +381,13 @@ def test_programs_that_are_not_kept_are_compiled_again() -> None:
         assert bool(compiled) == recompiled
 
 
-class SlowModel(nn.Module):
-    """A model that takes 4 ms per token, and always predicts 0."""
-
-    contract = Contract(Task.CAUSAL_LM, vocab_size=V, has_cache=True, attention_window=1, extrapolates=True)
-
-    def init_cache(self, n_slots: int, dtype: Any) -> jax.Array:
-        return jnp.zeros(1)
-
-    def extend(self, tokens_T: jax.Array, positions_T: jax.Array, state: jax.Array, slot: Any) -> tuple:
-        wait = lambda x: time.sleep(0.004) or x  # noqa: E731
-        state = jax.pure_callback(wait, state, state + tokens_T[0], vmap_method="sequential")
-        return jnp.zeros((len(tokens_T), 1)) + state, state
-
-    def unembed(self, x: jax.Array) -> jax.Array:
-        return jnp.where(jnp.arange(V) == 0, 1.0, 0.0 * x[..., :1])
-
-
-@pytest.mark.slow
 def test_a_call_is_no_longer_than_its_limit() -> None:
-    """0.1 s are 25 tokens of 4 ms, independent of compiling and of the reader."""
-    sizes = []
-    for piece in begin((SlowModel(), {"w": jnp.zeros(1)}), [[1]], 120):
+    """0.1 s are 25 tokens of 4 ms."""
+    generation, sizes = begin((Counter(), {"none": jnp.zeros(1)}), [[1]], 120), []
+    for piece in generation:
         sizes.append(piece.tokens_BN.shape[1])
-        time.sleep(0.02)
-    assert sizes[:3] == [1, 8, 8]
-    assert all(8 < n <= 25 for n in sizes[3:-1]) and len(sizes) >= 7
+        generation.seconds_per_token = 0.004  # whatever this call took
+    assert sizes[0] == 1 and max(sizes) == 25
 
 
 @pytest.mark.slow
@@ -433,8 +409,8 @@ def test_decoding_stops_when_all_rows_are_done(decoder: Model) -> None:
     assert [piece.tokens_BN.shape for piece in begin(decoder, PROMPTS, BEYOND, stop_always)] == [(4, 1)]
 
 
-def test_a_row_can_be_ended_by_the_caller() -> None:
-    model = build(ROPE)
+def test_a_row_can_be_ended_by_the_caller(decoder: Model) -> None:
+    model = decoder
     free = run(model, PROMPTS, 40)
     generation = begin(model, PROMPTS, 40)
     generation.end(3)
@@ -449,9 +425,8 @@ def test_a_row_can_be_ended_by_the_caller() -> None:
     assert list(generation) == []
 
 
-@pytest.mark.parametrize("n", [7, BEYOND])
-def test_a_model_without_a_cache_equals_passes_over_a_sliding_window(n: int) -> None:
-    model, params = build(MLP)
+def test_a_model_without_a_cache_equals_passes_over_a_sliding_window() -> None:
+    (model, params), n = build(MLP), BEYOND
     forward = jax.jit(lambda tokens_T: model.apply({"params": params}, tokens_T)[-1])
     expected = []
     for prompt in PROMPTS:
@@ -600,20 +575,18 @@ def test_length_buckets() -> None:
 
 
 @pytest.mark.slow
-def test_a_mixed_workload_compiles_nineteen_programs() -> None:
-    """200 prompts of 1 to 500 tokens in batches of 8, counting everything that is compiled."""
-    config = replace(LEARNED, context_length=1024, d_model=6, n_heads=1, head_dim=6)
+def test_a_mixed_workload_compiles_a_program_for_each_bucket_of_lengths() -> None:
+    """40 prompts of 1 to 140 tokens in batches of 8, counting everything that is compiled."""
+    config = replace(LEARNED, context_length=256, d_model=6, n_heads=1, head_dim=6)
     model = build(config)
     model[0].init_cache(8)  # what is compiled by making the first array
-    lengths = sorted([1, 500, *np.random.default_rng(0).integers(1, 501, 198).tolist()])
+    given = {"context_length": 256, "prefill_chunk": 512}
     with compilations() as compiled:
-        for i in range(0, 200, 8):
-            prompts = [[1] * length for length in lengths[i : i + 8]]
-            generated = run(model, prompts, 64, context_length=1024, prefill_chunk=512)
-            assert np.shape(generated) == (8, 64)
-    # The longest of the batches, from 12 on, are read in 16, 32, 64, 128, 192, 256, 384 or 512 slots; decoding looks at
-    # a cache of 128, 192, 256, 384, 512 or 768 slots, and enlarges it five times.
-    assert len(compiled) == 8 + 6 + 5
+        for longest in (12, 14, 16, 120, 140):
+            generated = run(model, [[1] * n for n in range(longest - 7, longest + 1)], 20, **given)
+            assert np.shape(generated) == (8, 20)
+    # Prompts are read in 16, 128 or 192 slots; decoding looks at a cache of 128 or 192 slots, and enlarges it once.
+    assert len(compiled) == 3 + 2 + 1
 
 
 @pytest.mark.slow
@@ -661,9 +634,10 @@ def test_logits_past_the_context_attend_to_a_window_of_the_context() -> None:
     assert jnp.abs(past - full)[CONTEXT:].max() > 0.01
 
 
-CHAT = DecoderConfig(V, 64, d_model=8, n_heads=2, d_ff=(16,), n_blocks=2)
+CHAT = DecoderConfig(V, 64, d_model=8, n_heads=2, d_ff=(16,), n_blocks=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "n_kept"),
     [

@@ -3,6 +3,7 @@
 The values of Hugging Face are stored by `tests/fixtures/make_samplers_hf.py`.
 """
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from math import inf, nan
 
@@ -46,9 +47,9 @@ LARGEST = jax.jit(top_mass, static_argnames="mass")
 argmax = jax.jit(samplers.argmax)
 apply_penalties = jax.jit(samplers.apply_penalties, static_argnames="sampling")
 distribution = jax.jit(samplers.distribution, static_argnames="sampling")
-filter_min_p, filter_top_k, filter_top_p, filter_typical = (
+filter_top_k, filter_top_p, filter_typical = (
     jax.jit(function, static_argnums=1)
-    for function in (samplers.filter_min_p, samplers.filter_top_k, samplers.filter_top_p, samplers.filter_typical)
+    for function in (samplers.filter_top_k, samplers.filter_top_p, samplers.filter_typical)
 )
 EVERYTHING = Sampling(**CASES["all"])
 
@@ -110,58 +111,44 @@ def test_probabilities_equal_hugging_face(name: str, hugging_face: dict) -> None
     assert moved < 1e-6 if name in UNCHANGED else moved > 0.01
 
 
-@pytest.mark.parametrize(
-    ("probs", "k", "expected"),
-    [
-        (PROBS, 1, [1]),
-        (PROBS, 2, [1, 3]),
-        (PROBS, 4, [0, 1, 3, 4]),
-        (PROBS, 5, [0, 1, 2, 3, 4]),
-        (PROBS, 6, [0, 1, 2, 3, 4]),
-        (TIED, 2, [0, 1, 2, 3]),
-    ],
-)
-def test_top_k_by_hand(probs: np.ndarray, k: int, expected: list[int]) -> None:
+def kept_by(kept: Callable, values: Sequence[float], probs: np.ndarray = PROBS) -> list[list[int]]:
+    """Return the tokens that a filter keeps with each value, by one program."""
     logits = np.log(probs).astype(np.float32)
-    filtered = np.asarray(filter_top_k(logits, k))
-    assert kept_tokens(filtered) == expected
-    assert_array_equal(filtered[expected], logits[expected])
+    results = jax.jit(lambda logits: [kept(logits, value) for value in values])(logits)
+    for filtered in map(np.asarray, results):
+        assert_array_equal(filtered[np.isfinite(filtered)], logits[np.isfinite(filtered)])
+    return [kept_tokens(filtered) for filtered in results]
 
 
-@pytest.mark.parametrize(
-    ("probs", "p", "expected"),
-    [
-        (PROBS, 1e-60, [1]),  # 0 in float32
-        (PROBS, 0.01, [1]),
-        (PROBS, 0.39, [1]),
-        (PROBS, 0.41, [1, 3]),
-        (PROBS, 0.69, [1, 3]),
-        (PROBS, 0.71, [1, 3, 4]),
-        (PROBS, 0.94, [0, 1, 3, 4]),
-        (PROBS, 0.96, [0, 1, 2, 3, 4]),
-        (PROBS, 1.0, [0, 1, 2, 3, 4]),
-        (TIED, 0.5, [0, 1, 2, 3]),
-        (TIED, 0.3, [1]),
-    ],
-)
-def test_top_p_by_hand(probs: np.ndarray, p: float, expected: list[int]) -> None:
-    assert kept_tokens(filter_top_p(np.log(probs).astype(np.float32), p)) == expected
+ALL_TOKENS = [0, 1, 2, 3, 4]
 
 
-# Shares of the largest, 0.4: 0.25, 1, 0.125, 0.75, 0.375.
-@pytest.mark.parametrize(
-    ("p", "expected"), [(1.0, [1]), (0.76, [1]), (0.74, [1, 3]), (0.3, [1, 3, 4]), (0.1, [0, 1, 2, 3, 4])]
-)
-def test_min_p_by_hand(p: float, expected: list[int]) -> None:
-    assert kept_tokens(filter_min_p(jnp.asarray(LOGITS), p)) == expected
+def test_top_k_by_hand() -> None:
+    expected = {1: [1], 2: [1, 3], 4: [0, 1, 3, 4], 5: ALL_TOKENS, 6: ALL_TOKENS}
+    assert kept_by(samplers.filter_top_k, [*expected]) == [*expected.values()]
+    assert kept_by(samplers.filter_top_k, [2], TIED) == [[0, 1, 2, 3]]
 
 
-# Surprises 2.303, 0.916, 2.996, 1.204, 1.897; the entropy is 1.392, so distances are 0.910, 0.476, 1.604, 0.188, 0.505.
-@pytest.mark.parametrize(
-    ("p", "expected"), [(0.29, [3]), (0.31, [1, 3]), (0.71, [1, 3, 4]), (0.86, [0, 1, 3, 4]), (1.0, [0, 1, 2, 3, 4])]
-)
-def test_typical_by_hand(p: float, expected: list[int]) -> None:
-    assert kept_tokens(filter_typical(jnp.asarray(LOGITS), p)) == expected
+def test_top_p_by_hand() -> None:
+    expected = {
+        1e-60: [1],  # 0 in float32
+        0.39: [1], 0.41: [1, 3], 0.69: [1, 3], 0.71: [1, 3, 4], 0.94: [0, 1, 3, 4], 0.96: ALL_TOKENS, 1.0: ALL_TOKENS,
+    }  # fmt: skip
+    assert kept_by(samplers.filter_top_p, [*expected]) == [*expected.values()]
+    assert kept_by(samplers.filter_top_p, [0.5, 0.3], TIED) == [[0, 1, 2, 3], [1]]
+
+
+def test_min_p_by_hand() -> None:
+    """Shares of the largest, 0.4: 0.25, 1, 0.125, 0.75, 0.375."""
+    expected = {1.0: [1], 0.76: [1], 0.74: [1, 3], 0.3: [1, 3, 4], 0.1: ALL_TOKENS}
+    assert kept_by(samplers.filter_min_p, [*expected]) == [*expected.values()]
+
+
+def test_typical_by_hand() -> None:
+    """Surprises 2.303, 0.916, 2.996, 1.204, 1.897; the entropy is 1.392, so distances are 0.910,
+    0.476, 1.604, 0.188, 0.505."""
+    expected = {0.29: [3], 0.31: [1, 3], 0.71: [1, 3, 4], 0.86: [0, 1, 3, 4], 1.0: ALL_TOKENS}
+    assert kept_by(samplers.filter_typical, [*expected]) == [*expected.values()]
 
 
 @pytest.mark.parametrize("filtered", [filter_top_p, filter_typical])
@@ -179,7 +166,7 @@ def test_top_p_restores_no_token_that_top_k_removed() -> None:
     st.lists(st.tuples(st.integers(-3, 3), st.integers(0, 8)), min_size=1, max_size=12),
     st.sampled_from([1e-60, 1 / 64, 0.1, 8 / 64, 0.3, 63 / 64]),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None, derandomize=True)
 def test_top_mass_equals_a_sort(pairs: list[tuple[int, int]], mass: float) -> None:
     # 64ths, so that sums have no rounding; up to 1.5 in all. Filled up with what weighs nothing, to one shape.
     x, weights = np.full(12, -inf, np.float32), np.zeros(12, np.float32)
@@ -260,9 +247,7 @@ def test_the_order_is_bias_penalties_ban() -> None:
     assert_array_equal(apply_penalties(jnp.ones(5), after, sampling), [(1 + 4) / 2 - 1, -inf, 0.5, 1, 1])
 
 
-@pytest.mark.parametrize(
-    "sampling", [Sampling(0), Sampling(1.0, top_k=1), Sampling(3.0, top_p=1e-6), Sampling(1e-60)], ids=options
-)
+@pytest.mark.parametrize("sampling", [Sampling(0), Sampling(3.0, top_p=1e-6), Sampling(1e-60)], ids=options)
 def test_greedy_returns_the_likeliest_token(sampling: Sampling) -> None:
     token = first(jnp.array([0.1, 2.0, -1.0, 1.9, 0.0]), jax.random.key(0), sampling).token
     assert token == 1
@@ -283,12 +268,6 @@ def test_greedy_applies_bans() -> None:
     ("sampling", "probs"),
     [
         (Sampling(), PROBS),
-        (Sampling(0.5), PROBS**2),
-        (Sampling(2.0), PROBS**0.5),
-        (Sampling(top_k=3), np.where(PROBS >= 0.15, PROBS, 0)),
-        (Sampling(top_p=0.5), np.where(PROBS >= 0.3, PROBS, 0)),
-        (Sampling(min_p=0.2), np.where(PROBS >= 0.08, PROBS, 0)),
-        (Sampling(typical_p=0.5), np.where(PROBS >= 0.3, PROBS, 0)),
         # Squared: .01, .16, .0025, .09, .0225; the three largest make 0.59, 0.33, 0.08 and the first two 0.92.
         (Sampling(0.5, top_k=3, top_p=0.9), np.where(PROBS >= 0.3, PROBS**2, 0)),
         (Sampling(bad_words=((0, 1),)), np.where(PROBS == 0.4, 0, PROBS)),
@@ -307,7 +286,7 @@ def test_frequencies_are_the_filtered_probabilities(sampling: Sampling, probs: n
 
 @pytest.mark.slow
 def test_frequencies_over_several_blocks_of_the_vocabulary() -> None:
-    n, V = 100_003, 3 * TOKENS_PER_BLOCK + 7  # the last block is not full
+    n, V = 30_011, 3 * TOKENS_PER_BLOCK + 7  # the last block is not full
     logits = 2 * normal(V)
     keys = jax.random.split(jax.random.key(0), n)
     counts = np.bincount(jax.jit(jax.vmap(partial(draw, logits)))(keys), minlength=V)
@@ -325,7 +304,7 @@ def test_the_chi_squared_test_rejects_a_temperature_off_by_a_fifth() -> None:
     assert chisquare(np.bincount(drawn), PROBS * n).pvalue < SIGNIFICANCE
 
 
-@pytest.mark.parametrize("V", [3, TOKENS_PER_BLOCK, 5 * TOKENS_PER_BLOCK + 1])
+@pytest.mark.parametrize("V", [3, 5 * TOKENS_PER_BLOCK + 1])
 def test_a_filtered_token_is_never_drawn(V: int) -> None:
     # One token in 40 can be drawn, and some of these are e^60 times likelier than others.
     logits = np.where(np.arange(V) % 40 == min(V - 1, 33), 20 * np.asarray(normal(V)), -inf)

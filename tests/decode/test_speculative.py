@@ -3,10 +3,13 @@
 from dataclasses import replace
 from functools import partial
 
+import flax.linen as nn
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from scipy import stats
 
+from jaxformer.contract import Contract, Task
 from jaxformer.decode import speculative
 from jaxformer.decode.generation import generate
 from jaxformer.decode.samplers import Sampling
@@ -17,11 +20,10 @@ from jaxformer.models.mlp import MLPConfig
 from jaxformer.models.recurrent_lm import RecurrentLMConfig
 from jaxformer.ops.masks import EMPTY
 from tests.arrays import random_params
-from tests.helpers import slow
 
 VOCABULARY, CONTEXT = 13, 64
 SHAPE = DecoderConfig(
-    VOCABULARY, CONTEXT, 16, n_blocks=2, n_heads=2, d_ff=(24,), norm="rmsnorm",
+    VOCABULARY, CONTEXT, 16, n_blocks=1, n_heads=2, d_ff=(24,), norm="rmsnorm",
     positions="rope",
 )  # fmt: skip
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 3, 1]
@@ -61,7 +63,7 @@ def plainly(sampling, seed=0, n=30, prompt=PROMPT):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("draft", "n_proposed", "prompt"),
-    [("look-up", 4, PROMPT), slow("look-up", 1, [7]), ("small", 3, [7]), slow("itself", 4, PROMPT)],
+    [("look-up", 4, PROMPT), ("small", 3, [7])],
 )
 def test_greedy_tokens_and_logprobs_equal_generate(draft, n_proposed, prompt):
     sampling = Sampling(temperature=0, top_logprobs=2)
@@ -75,13 +77,10 @@ def test_greedy_tokens_and_logprobs_equal_generate(draft, n_proposed, prompt):
         a, b = (np.concatenate([getattr(p, field)[0] for p in pieces]) for pieces in (expected, got))
         np.testing.assert_allclose(a, b, atol=1e-5, err_msg=field)
     assert speculation.n_tokens == 40
-    if draft == "itself":  # everything is taken
-        assert speculation.n_passes == -(-40 // (n_proposed + 1))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("draft", "dtype"), [("look-up", "int8"), slow("small", "bfloat16")])
-def test_greedy_tokens_with_penalties_equal_generate_past_the_context(draft, dtype, monkeypatch):
+def test_greedy_tokens_with_penalties_equal_generate_past_the_context(monkeypatch):
     """Of two samples, for which the prompt is read once. The stop token is the likeliest one, held back to the end."""
     free = tokens_of(plainly(Sampling(temperature=0), n=70))
     stop, banned = np.bincount(free).argmax(), free[:2]
@@ -89,7 +88,7 @@ def test_greedy_tokens_with_penalties_equal_generate_past_the_context(draft, dty
         temperature=0, stop_tokens=(int(stop),), min_new_tokens=69, bad_words=(tuple(banned.tolist()),),
         frequency_penalty=0.1,
     )  # fmt: skip
-    options = {"max_new_tokens": 70, "context_length": CONTEXT, "n_samples": 2, "cache_dtype": dtype}
+    options = {"max_new_tokens": 70, "context_length": CONTEXT, "n_samples": 2, "cache_dtype": "int8"}
     expected = [piece.tokens_BN for piece in generate(MODEL, PARAMS, [PROMPT], sampling, [0, 1], **options)]
     calls, init = [], speculative._init
 
@@ -99,7 +98,9 @@ def test_greedy_tokens_with_penalties_equal_generate_past_the_context(draft, dty
         return init(*args, **kwargs)
 
     monkeypatch.setattr(speculative, "_init", count_prefills)
-    got = [piece.tokens_BN for piece in speculate(MODEL, PARAMS, *DRAFTS[draft], [PROMPT], sampling, [0, 1], **options)]
+    got = [
+        piece.tokens_BN for piece in speculate(MODEL, PARAMS, *DRAFTS["look-up"], [PROMPT], sampling, [0, 1], **options)
+    ]
     rows = np.concatenate(got, axis=1)
     assert [row[row != EMPTY].tolist() for row in rows] == np.concatenate(expected, axis=1).tolist()
     assert len(calls) == 1
@@ -125,14 +126,40 @@ def test_prompt_lookup_proposes_the_continuation_of_the_longest_match():
     np.testing.assert_array_equal(probs_NV, np.eye(VOCABULARY)[np.array(tokens)])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("draft", ["look-up", "small"])
-def test_samples_are_distributed_as_those_of_generate(draft):
-    """The joint distribution of three tokens, from many seeds, against the draws of `generate`."""
-    sampling = Sampling(temperature=0.7, top_k=3, frequency_penalty=1.0)
-    n_draws, n = 1500, 3
+class Coin(nn.Module):
+    """A model that says 0 or 1, each with probability 1/2, whatever was before."""
+
+    contract = Contract(Task.CAUSAL_LM, vocab_size=2, has_cache=True, attention_window=8, extrapolates=True)
+
+    def init_cache(self, n_slots, dtype):
+        return jnp.zeros(n_slots)
+
+    def extend(self, tokens_T, positions_T, cache_S, slot):
+        return jnp.zeros((len(tokens_T), 2)), cache_S
+
+    def unembed(self, x_2):
+        return x_2
+
+
+def test_a_token_that_is_proposed_is_no_likelier():
+    """The look-up proposes what it has read, 0; were a token drawn anew where that is rejected, 3/4 would be 0."""
+    n_draws = 100
     speculation = speculate(
-        MODEL, PARAMS, *DRAFTS[draft], [PROMPT], sampling, range(n_draws), n_samples=n_draws, max_new_tokens=n,
+        Coin(), {"none": jnp.zeros(1)}, PromptLookup(2), None, [[1, 0, 0, 0, 0]], Sampling(1.0), range(n_draws),
+        n_samples=n_draws, max_new_tokens=2, context_length=CONTEXT, n_proposed=1,
+    )  # fmt: skip
+    rows = np.concatenate([piece.tokens_BN for piece in speculation], axis=1)
+    zeros = sum(row[row != EMPTY][0] == 0 for row in rows)  # what follows one that is accepted is not proposed
+    assert abs(zeros - n_draws / 2) < 3.5 * np.sqrt(n_draws / 4)
+
+
+@pytest.mark.slow
+def test_samples_are_distributed_as_those_of_generate():
+    """The joint distribution of two tokens, from many seeds, against the draws of `generate`."""
+    sampling = Sampling(temperature=0.7, top_k=3, frequency_penalty=1.0)
+    n_draws, n = 300, 2
+    speculation = speculate(
+        MODEL, PARAMS, *DRAFTS["small"], [PROMPT], sampling, range(n_draws), n_samples=n_draws, max_new_tokens=n,
         context_length=CONTEXT, n_proposed=2,
     )  # fmt: skip
     rows = np.concatenate([piece.tokens_BN for piece in speculation], axis=1)
@@ -142,7 +169,7 @@ def test_samples_are_distributed_as_those_of_generate(draft):
     counts = np.array([[draws.count(text) for text in texts] for draws in (drawn, plain)])
     common = counts.sum(0) >= 20
     table = np.column_stack([counts[:, common], counts[:, ~common].sum(1)])
-    assert common.sum() >= 8
+    assert common.sum() >= 4
     assert stats.chi2_contingency(table[:, table.sum(0) > 0]).pvalue > 1e-3
 
 
@@ -159,12 +186,11 @@ def test_a_stop_token_is_the_last():
     greedy = tokens_of(plainly(Sampling(temperature=0), n=30))
     stop = int(greedy[11])
     first = greedy.tolist().index(stop)
-    for draft in (DRAFTS["look-up"], DRAFTS["itself"]):
-        got = speculate(
-            MODEL, PARAMS, *draft, [PROMPT], Sampling(temperature=0, stop_tokens=(stop,)), [0], max_new_tokens=30,
-            context_length=CONTEXT,
-        )  # fmt: skip
-        assert tokens_of(got).tolist() == greedy[: first + 1].tolist()
+    got = speculate(
+        MODEL, PARAMS, *DRAFTS["itself"], [PROMPT], Sampling(temperature=0, stop_tokens=(stop,)), [0],
+        max_new_tokens=30, context_length=CONTEXT,
+    )  # fmt: skip
+    assert tokens_of(got).tolist() == greedy[: first + 1].tolist()
 
 
 @pytest.mark.parametrize(
@@ -205,23 +231,6 @@ def test_a_text_past_the_context_of_the_draft_is_refused():
         run(drafts[0], max_new_tokens=8)
     run(drafts[0], max_new_tokens=7)
     run(drafts[1], max_new_tokens=100)  # its positions do not end
-
-
-@pytest.mark.slow
-def test_the_draft_reads_as_many_slots_as_the_model(monkeypatch):
-    """The cache has 512 slots, of which the first 128 are in use."""
-    sizes, propose = [], DraftModel.propose
-    monkeypatch.setattr(
-        DraftModel, "propose",
-        lambda self, params, text, *args: sizes.append((len(text.text_S), text.draft.position_S.shape[0]))
-        or propose(self, params, text, *args),
-    )  # fmt: skip
-    speculation = speculate(
-        MODEL, PARAMS, *DRAFTS["small"], [PROMPT], Sampling(temperature=0), [0], max_new_tokens=490,
-        context_length=CONTEXT, n_proposed=2,
-    )  # fmt: skip
-    next(speculation)
-    assert set(sizes) == {(128, 128)}
 
 
 @pytest.mark.slow

@@ -12,15 +12,15 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxformer.errors import UserError
 from jaxformer.interop.export import export_run
 from jaxformer.interop.output import complete_path
-from jaxformer.runs.run import Run, load_run, read_config
-from tests.helpers import small_run
+from jaxformer.runs.run import Run, read_config
+from tests.runs.random_runs import random_run
 
 WORDS = " ".join(f"{a}{b}" for a in "abcdefgh" for b in "ijklmnop")
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return load_run(small_run(tmp_path_factory.mktemp("runs") / "small", [WORDS * 3]))
+    return random_run(tmp_path_factory.mktemp("runs") / "small", [WORDS * 3])
 
 
 def test_safetensors_folder_rebuilds_the_model(run, tmp_path):

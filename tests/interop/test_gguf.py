@@ -14,9 +14,11 @@ from jaxformer.errors import UserError
 from jaxformer.interop.gguf import export_gguf
 from jaxformer.interop.gguf_tokenizer import pre_type
 from jaxformer.models.decoder import DecoderConfig
-from jaxformer.runs.run import Run, load_run
+from jaxformer.runs.run import Run
 from tests.arrays import apply, random_params
-from tests.helpers import small_run
+from tests.helpers import slow
+from tests.interop.numpy_llama import forward
+from tests.runs import random_runs
 
 gguf = pytest.importorskip("gguf")
 
@@ -43,7 +45,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return load_run(small_run(tmp_path_factory.mktemp("runs") / "small", [WORDS * 3]))
+    return random_runs.random_run(tmp_path_factory.mktemp("runs") / "small", [WORDS * 3], SHAPE)
 
 
 def random_run(small: Run, **changes: Any) -> Run:
@@ -53,44 +55,6 @@ def random_run(small: Run, **changes: Any) -> Run:
     return replace(small, config=config, model=model, params=random_params(model, *config.model.example()))
 
 
-def rms_norm(x: np.ndarray, gamma: np.ndarray, eps: float) -> np.ndarray:
-    return x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * gamma
-
-
-def rotate(x_THK: np.ndarray, base: float, adjacent: bool, divisors: np.ndarray | float) -> np.ndarray:
-    """Return queries or keys after RoPE of features (2i, 2i + 1), or of (i, i + K/2)."""
-    T, _, K = x_THK.shape
-    angles = np.arange(T)[:, None, None] * base ** (-np.arange(0, K, 2) / K) / divisors
-    z = x_THK[..., 0::2] + 1j * x_THK[..., 1::2] if adjacent else x_THK[..., : K // 2] + 1j * x_THK[..., K // 2 :]
-    z = z * np.exp(1j * angles)
-    return np.stack([z.real, z.imag], -1).reshape(x_THK.shape) if adjacent else np.concatenate([z.real, z.imag], -1)
-
-
-def forward(config: dict, tensors: dict[str, np.ndarray], tokens: list[int], adjacent: bool) -> np.ndarray:
-    """Return the logits `(T, V)` by NumPy in float64, from names and keys of GGUF."""
-    get = {name: tensor.astype(np.float64) for name, tensor in tensors.items()}
-    H, G, K, eps = (config[key] for key in ("head_count", "head_count_kv", "key_length", "layer_norm_rms_epsilon"))
-    x, T = get["token_embd.weight"][tokens], len(tokens)
-    divisors = get.get("rope_freqs.weight", 1.0)
-    for i in range(config["block_count"]):
-        part = {name.removeprefix(f"blk.{i}."): tensor for name, tensor in get.items() if name.startswith(f"blk.{i}.")}
-        y = rms_norm(x, part["attn_norm.weight"], eps)
-        q, k, v = ((y @ part[f"attn_{name}.weight"].T).reshape(T, -1, K) for name in "qkv")
-        if "attn_q_norm.weight" in part:
-            q, k = rms_norm(q, part["attn_q_norm.weight"], eps), rms_norm(k, part["attn_k_norm.weight"], eps)
-        q, k = (rotate(a, config["freq_base"], adjacent, divisors) for a in (q, k))
-        scores = np.einsum("thk,shk->hts", q, np.repeat(k, H // G, 1)) / np.sqrt(K)
-        scores = np.where(np.tril(np.ones((T, T), bool)), scores, -np.inf)
-        weights = np.exp(scores - scores.max(-1, keepdims=True))
-        weights /= weights.sum(-1, keepdims=True)
-        heads = np.einsum("hts,shk->thk", weights, np.repeat(v, H // G, 1)).reshape(T, -1)
-        x = x + heads @ part["attn_output.weight"].T
-        y = rms_norm(x, part["ffn_norm.weight"], eps)
-        gate = y @ part["ffn_gate.weight"].T
-        x = x + (gate / (1 + np.exp(-gate)) * (y @ part["ffn_up.weight"].T)) @ part["ffn_down.weight"].T
-    return rms_norm(x, get["output_norm.weight"], eps) @ get.get("output.weight", get["token_embd.weight"]).T
-
-
 def read(file: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """Return keys, by their last part, and tensors in float32 of a GGUF file."""
     reader = gguf.GGUFReader(file)
@@ -98,8 +62,7 @@ def read(file: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     return keys, {x.name: gguf.quants.dequantize(x.data, x.tensor_type) for x in reader.tensors}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ["llama", *(slow(case) for case in CASES if case != "llama")])
 def test_numpy_forward_of_the_file_gives_the_logits(small, tmp_path, case):
     run = random_run(small, **CASES[case])
     export_gguf(run, tmp_path / "out.gguf")
@@ -114,7 +77,7 @@ def test_numpy_forward_of_the_file_gives_the_logits(small, tmp_path, case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ["llama, llama3 scaling", "qwen3"])
 def test_llama_cpp_draws_the_same_greedy_tokens(small, tmp_path, case):
     run = random_run(small, **CASES[case])
     export_gguf(run, tmp_path / "out.gguf")
@@ -125,12 +88,12 @@ def test_llama_cpp_draws_the_same_greedy_tokens(small, tmp_path, case):
     prompt = np.random.default_rng(1).integers(n_tokens, size=7).tolist()
     pieces = list(generate(
         run.model, run.params, [prompt], Sampling(temperature=0, bad_words=tuple((i,) for i in banned)), [0],
-        max_new_tokens=64, context_length=96,
+        max_new_tokens=24, context_length=96,
     ))  # fmt: skip
     tokens, logprobs = (
         np.concatenate([getattr(piece, name)[0] for piece in pieces]) for name in ("tokens_BN", "logprobs_BN")
     )
-    theirs = llama_cpp_greedy(tmp_path / "out.gguf", prompt, 64, banned)
+    theirs = llama_cpp_greedy(tmp_path / "out.gguf", prompt, 24, banned)
     assert [token["id"] for token in theirs] == tokens.tolist()
     np.testing.assert_allclose([token["logprob"] for token in theirs], logprobs, atol=2e-3)
 
@@ -205,7 +168,6 @@ def test_normalizer_that_llama_cpp_lacks_is_refused():
         pre_type(TOKENIZER | {"normalizer": {"type": "Lowercase"}})
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -1,11 +1,11 @@
 """GGUF files, whole and broken, of every supported architecture and type of tensor."""
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -18,7 +18,6 @@ from jaxformer.interop.gguf_file import DTYPES, QUANTISED, GgufFile, find_llama3
 from jaxformer.interop.huggingface import resolved
 from jaxformer.interop.run import import_run, pretrained_model
 from jaxformer.runs.run import Run, load_run
-from tests.arrays import apply
 from tests.interop.gguf_files import CONFIGS, QUANTISABLE, V, random_model, write_gguf
 from tests.interop.test_gguf import CASES, llama_cpp_greedy, random_run, small
 
@@ -37,7 +36,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", CONFIGS)
-def test_logits_equal_those_of_the_model_that_was_written(tmp_path: Path, architecture: str):
+def test_imported_model_is_that_which_was_written(tmp_path: Path, architecture: str):
     model = random_model(architecture)
     path, config = import_run(write_gguf(tmp_path / "x.gguf", architecture, model.tensors), tmp_path / "run")
     run = load_run(path)
@@ -45,13 +44,10 @@ def test_logits_equal_those_of_the_model_that_was_written(tmp_path: Path, archit
     # Gains of Gemma are stored plus 1, and read less 1, plus 1.
     close = lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2**-22 if architecture == "gemma3" else 0)  # noqa: E731
     jax.tree.map(close, run.params, model.params)
-    expected_TV = apply(model.config.build(), model.params, jnp.asarray(TOKENS))
-    np.testing.assert_allclose(apply(run.model, run.params, jnp.asarray(TOKENS)), expected_TV, rtol=0, atol=1e-5)
-    assert np.abs(expected_TV).max() > 1
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", CONFIGS)
+@pytest.mark.parametrize("architecture", ["qwen2", "gemma3"])  # the others, in test_gguf.py
 def test_greedy_tokens_equal_those_of_llama_cpp(tmp_path: Path, architecture: str):
     file = write_gguf(tmp_path / "x.gguf", architecture, random_model(architecture).tensors)
     run = load_run(import_run(file, tmp_path / "run")[0])
@@ -59,24 +55,24 @@ def test_greedy_tokens_equal_those_of_llama_cpp(tmp_path: Path, architecture: st
     banned += range(run.tokenizer.vocab_size, V)
     sampling = Sampling(temperature=0, bad_words=tuple((i,) for i in banned))
     prompt = TOKENS[:7].tolist()
-    pieces = list(generate(run.model, run.params, [prompt], sampling, [0], max_new_tokens=48, context_length=64))
+    pieces = list(generate(run.model, run.params, [prompt], sampling, [0], max_new_tokens=24, context_length=64))
     tokens, logprobs = (
         np.concatenate([getattr(piece, name)[0] for piece in pieces]) for name in ("tokens_BN", "logprobs_BN")
     )
-    theirs = llama_cpp_greedy(file, prompt, 48, banned)
+    theirs = llama_cpp_greedy(file, prompt, 24, banned)
     assert [token["id"] for token in theirs] == tokens.tolist()
     np.testing.assert_allclose([token["logprob"] for token in theirs], logprobs, atol=2e-3)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ["llama, tied", "llama, llama3 scaling", "qwen3"])
 def test_import_of_an_export_is_the_same_model(small: Run, tmp_path: Path, case: str):
     run = random_run(small, **CASES[case])
     export_gguf(run, tmp_path / "out.gguf")
     again = load_run(import_run(tmp_path / "out.gguf", tmp_path / "run")[0])
     jax.tree.map(np.testing.assert_array_equal, again.params, run.params)
-    logits_TV = (apply(r.model, r.params, jnp.asarray(TOKENS)) for r in (run, again))
-    np.testing.assert_allclose(*logits_TV, rtol=0, atol=1e-5)
+    read, written = (replace(resolved(r.config.model), embedding_std=1.0) for r in (again, run))  # at the start alone
+    assert read == written
     text = "It's  ai bj\n\tÄ é 🙂 <|endoftext|> 1234"
     assert again.tokenizer.encode(text) == run.tokenizer.encode(text)
     assert again.tokenizer.ends_of_text == run.tokenizer.ends_of_text
@@ -247,7 +243,7 @@ def test_damaged_headers_are_one_sentence(whole: Path, tmp_path: Path):
     """Check that no byte of the header leads to an error of another kind."""
     content, draw = whole.read_bytes(), random.Random(0)
     header = content.index(b"output_norm") + 60
-    for _ in range(300):
+    for _ in range(100):
         damaged = bytearray(content)
         for _ in range(draw.choice([1, 1, 4])):
             damaged[draw.randrange(4, header)] = draw.randrange(256)

@@ -18,10 +18,11 @@ from jaxformer.errors import UserError
 from jaxformer.interop.families import FAMILIES, REQUIRED
 from jaxformer.interop.run import import_run, pretrained_model
 from jaxformer.parallel.mesh import make_mesh
-from jaxformer.runs.run import load_run
+from jaxformer.runs.run import Run, load_run
 from jaxformer.train.setup import TrainSetup
 from tests.arrays import apply
 from tests.helpers import write_books
+from tests.interop import numpy_llama
 from tests.interop.published import TEXTS
 
 numpy_files = pytest.importorskip("safetensors.numpy")
@@ -80,10 +81,39 @@ def without(weights: dict[str, np.ndarray], name: str) -> dict[str, np.ndarray]:
     return {key: value for key, value in weights.items() if key != name}
 
 
-@pytest.mark.slow
-def test_matrices_are_transposed_and_heads_are_parted(tmp_path: Path):
-    weights = tensors()
-    run = load_run(import_run(write(tmp_path / "model", shards=3), tmp_path / "run")[0])
+@pytest.fixture(scope="module")
+def imported(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Return the run of `tensors`, imported from a folder of three shards by the command."""
+    folder = tmp_path_factory.mktemp("imported")
+    assert main(["import", str(write(folder / "model", shards=3)), "--run", str(folder / "run")]) == 0
+    return load_run(folder / "run")
+
+
+def forward(weights: dict[str, np.ndarray], tokens: list[int]) -> np.ndarray:
+    """Return the logits `(T, V)` of a Llama by NumPy in float64, from names and order of transformers."""
+    names = {
+        "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q",
+        "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
+        "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+    }  # fmt: skip
+    named = {f"blk.0.{ours}.weight": weights[f"model.layers.0.{name}.weight"] for name, ours in names.items()}
+    named |= {"token_embd.weight": weights["model.embed_tokens.weight"], "output.weight": weights["lm_head.weight"]}
+    config = {
+        "head_count": H, "head_count_kv": G, "key_length": K, "block_count": 1,
+        "layer_norm_rms_epsilon": CONFIG["rms_norm_eps"], "freq_base": CONFIG["rope_theta"],
+    }  # fmt: skip
+    return numpy_llama.forward(config, named | {"output_norm.weight": weights["model.norm.weight"]}, tokens, False)
+
+
+def test_logits_of_an_imported_llama_equal_those_by_numpy(imported: Run):
+    tokens = np.random.default_rng(1).integers(V, size=19)
+    expected_TV = forward(tensors(), tokens.tolist())
+    np.testing.assert_allclose(apply(imported.model, imported.params, tokens), expected_TV, rtol=0, atol=1e-5)
+    assert np.abs(expected_TV).max() > 0.1
+
+
+def test_matrices_are_transposed_and_heads_are_parted(imported: Run):
+    weights, run = tensors(), imported
     attention, mlp = run.params["blocks_0"]["attention"], run.params["blocks_0"]["mlp"]
     query_HKD = weights["model.layers.0.self_attn.q_proj.weight"].reshape(H, K, D)
     output_DHK = weights["model.layers.0.self_attn.o_proj.weight"].reshape(D, H, K)
@@ -320,19 +350,15 @@ def test_training_begins_with_published_parameters_on_any_mesh(tmp_path: Path, m
 
 
 @pytest.mark.slow
-def test_train_begins_with_a_published_model_or_its_run(tmp_path: Path, monkeypatch: Any, capsys: Any):
+def test_train_begins_with_a_published_model(tmp_path: Path, monkeypatch: Any, capsys: Any):
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "model")
     write_books(tmp_path / "books")
     options = ["--data.path", "books", "--steps", "2", "--model.context-length", "16", "--train.report-every", "0"]
     assert main(["import", "model", "--run", "imported"]) == 0
     assert main(["train", "--init-from", "model", "--run", "one", *options]) == 0
-    assert main(["train", "--init-from", "imported", "--run", "two", *options]) == 0
-    one, two = load_run("one"), load_run("two")
-    jax.tree.map(np.testing.assert_array_equal, one.params, two.params)
+    one = load_run("one")
     assert (one.step, one.text_model()[0].n_positions) == (2, 32)
-    assert main(["eval", "--run", "imported", "--data.path", "books"]) == 0
-    assert "loss=" in capsys.readouterr().out
     assert main(["train", "--resume", "--run", "imported", "--data.path", "books"]) == 2
     assert "has parameters only, so training cannot resume from it" in capsys.readouterr().err
 
@@ -361,8 +387,8 @@ def test_rows_beyond_the_tokenizer_are_never_drawn(tmp_path: Path, monkeypatch: 
     import_run(write(tmp_path / "model", weights=weights), tmp_path / "run")
     run = load_run(tmp_path / "run")
     assert apply(run.model, run.params, np.arange(9)).argmax(-1).max() >= 280
-    for options in (["--temperature", "0"], ["--temperature", "1"], ["--num-beams", "2"], ["--draft", "lookup"]):
-        tokens = sampled(capsys, "--max-new-tokens", "20", *options)["tokens"]
+    for options in (["--temperature", "1"], ["--num-beams", "2"], ["--draft", "lookup"]):
+        tokens = sampled(capsys, "--max-new-tokens", "9", *options)["tokens"]
         assert tokens and max(tokens) < 280
 
 

@@ -1,9 +1,5 @@
 """SmolLM2-135M-Instruct, from its package, against transformers on the same file."""
 
-import json
-import re
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,17 +8,16 @@ import jax
 import numpy as np
 import pytest
 
-from jaxformer.__main__ import main
 from jaxformer.data.chat_template import ChatTemplate, encode_rendered
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.decode import Sampling
 from jaxformer.decode.completion import Completer, CompletionOptions
 from jaxformer.decode.prompts import Prompt
 from jaxformer.errors import UserError
+from jaxformer.interop.gguf import export_gguf
 from jaxformer.interop.run import import_run
 from jaxformer.runs.run import Run, load_run
-from jaxformer.train.log import read_metrics
-from tests.helpers import ROOT, run
+from tests.helpers import ROOT
 from tests.interop.published import installed_model, their_logits
 from tests.interop.test_gguf import llama_cpp_greedy
 
@@ -61,9 +56,9 @@ CHATS = [
     ],
 ]  # fmt: skip
 
-CONTEXT = 256
+CONTEXT = 128
 """Tokens in a window of an evaluation; the model reads longer texts, too."""
-GREEDY_CHAT = ["--chat", "--temperature", "0", "--jsonl", "--prompt"]
+LONG = 200
 
 
 class Models(NamedTuple):
@@ -92,12 +87,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 def test_logits_equal_those_of_transformers(models: Models):
     forward = jax.jit(lambda params, tokens_T: models.run.model.apply({"params": params}, tokens_T))
-    pages = [
-        models.tokenizer.encode((ROOT / f"docs/{name}.md").read_text()) for name in ("extending", "data", "models")
-    ]
-    pieces = [pages[i % 3][-n:] for i, n in enumerate([2, 3, 5, 8, 13, 21, 34, 55, 89, 100, 120, 128, 200, 320, 512])]
-    for tokens in [*map(models.tokenizer.encode, TEXTS), *pieces, pages[0][:2048]]:
-        padded = np.zeros(next(n for n in (128, 512, 2048) if len(tokens) <= n), int)  # three programs for all lengths
+    page = models.tokenizer.encode((ROOT / "docs/models.md").read_text())
+    for tokens in (models.tokenizer.encode(TEXTS[0]), models.tokenizer.encode(TEXTS[-1]), page[:LONG]):
+        padded = np.zeros(LONG, int)  # one program for all lengths
         padded[: len(tokens)] = tokens
         ours_TV = np.asarray(forward(models.run.params, padded))[: len(tokens)]
         theirs_TV = their_logits(models.theirs, tokens)
@@ -138,82 +130,31 @@ def test_tokens_of_chats_equal_those_of_transformers(models: Models, messages: l
     assert chat_tokens(models, messages) == theirs["input_ids"]
 
 
-def test_greedy_answer_in_a_chat_equals_that_of_transformers(models: Models, capsys: Any):
-    question, n = "Why is the sky blue?", 48
-    options = [*GREEDY_CHAT, question, "--max-new-tokens", str(n)]
-    assert main(["sample", "--run", str(models.run.path), *options]) == 0
-    answer = json.loads(capsys.readouterr().out.splitlines()[-1])["tokens"]
-    prompt = chat_tokens(models, [{"role": "user", "content": question}])
-    likeliest_T = their_logits(models.theirs, [*prompt, *answer]).argmax(-1)
-    assert len(answer) == n and likeliest_T[len(prompt) - 1 : -1].tolist() == answer
-
-
 def test_greedy_tokens_of_a_batch_equal_those_of_transformers(models: Models):
-    texts = [*TEXTS[1:], "The first president of the United States was", "Water boils at"]
-    completer = Completer(models.run, CompletionOptions(max_new_tokens=64), Sampling(0))
+    texts = [TEXTS[1], TEXTS[3], "Water boils at"]
+    completer = Completer(models.run, CompletionOptions(max_new_tokens=16), Sampling(0))
     prompts = [(prompt, completer.encode(prompt)) for prompt in (Prompt(text, "the prompt") for text in texts)]
     answers = {i: completion.text.tokens for i, [completion] in completer.complete(prompts, lambda: False)}
-    assert len(answers) == 5
+    assert len(answers) == 3
     for i, (_, tokens) in enumerate(prompts):
         answer = answers[i]
         likeliest_T = their_logits(models.theirs, [*tokens, *answer]).argmax(-1)
         assert answer and likeliest_T[len(tokens) - 1 : -1].tolist() == answer
 
 
-def test_answers_tuned_on_conversations_are_those_of_llama_cpp_on_the_exported_file(
-    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-):
-    monkeypatch.chdir(tmp_path)
-    script = re.search(r"^```python\n(.*?)^```", (ROOT / "docs/finetuning.md").read_text(), re.M | re.S)
-    assert script
-    subprocess.run([sys.executable, "-c", script[1]], check=True)
-    options = [
-        "--data.path", "home.jsonl", "--data.val-fraction", "0.04", "--steps", "12", "--model.context-length", "128",
-        "--optimizer.learning-rate", "0.002", "--optimizer.warmup-steps", "2", "--train.batch-size", "2",
-        "--train.eval-every", "12", "--train.report-every", "0", "--lora.rank", "8",
-        "--lora.matrices", "W_Q", "W_V",
-    ]  # fmt: skip
-    start = ["--config", "chat", "--init-from", str(models.run.path), "--run", "tuned"]
-    result = run("train.py", *start, *options, cwd=tmp_path)  # on two devices instead of the tests' eight
-    assert result.returncode == 0, result.stderr
-    first, last = (row["val_loss"] for row in read_metrics(Path("tuned")) if "val_loss" in row)
-    assert last < first / 4, (first, last)
-    assert main(["merge", "tuned", "--out", "merged"]) == 0
-    assert main(["export", "merged", "--format", "gguf", "--out", "tuned.gguf"]) == 0
-    question = "Please start the radio in the attic."
-    capsys.readouterr()
-    assert main(["sample", "--run", "merged", *GREEDY_CHAT, question, "--max-new-tokens", "24"]) == 0
-    answer = json.loads(capsys.readouterr().out.splitlines()[-1])
-    prompt = chat_tokens(models, [{"role": "user", "content": question}])
-    theirs = [token["id"] for token in llama_cpp_greedy(Path("tuned.gguf"), prompt, 24, [])]
-    assert theirs[: len(answer["tokens"])] == answer["tokens"]
-    assert answer["text"].lstrip().startswith("{")
-
-
-def test_perplexity_equals_that_of_transformers_on_the_same_windows(models: Models, tmp_path: Path, capsys: Any):
-    text = tmp_path / "text.txt"
-    prose = (ROOT / "docs/extending.md").read_text()[:10_000]
-    text.write_text(f"{prose}\n\n\nThe end.\n")
-    options = ["--data.path", str(text), "--data.no-unwrap", "--batch-size", "8"]
-    assert main(["eval", str(models.run.path), *options]) == 0
-    printed = dict(field.split("=") for field in capsys.readouterr().out.splitlines()[-1].split())
-    end = models.tokenizer.end_of_text
-    tokens = [end, *models.tokenizer.encode(text.read_text()), end]
-    assert int(printed["targets"]) == len(tokens) - 1 > 2000
-    torch = pytest.importorskip("torch")
-    nats = 0.0
-    for start in range(0, len(tokens) - 1, CONTEXT):
-        window = np.array(tokens[start : start + CONTEXT + 1])
-        logits_TV, targets_T = map(torch.tensor, (their_logits(models.theirs, window[:-1]), window[1:]))
-        nats += torch.nn.functional.cross_entropy(logits_TV, targets_T, reduction="sum").item()
-    np.testing.assert_allclose(float(printed["ppl"]), np.exp(nats / (len(tokens) - 1)), rtol=1e-4)
+def test_the_exported_file_has_the_same_greedy_tokens_in_llama_cpp(models: Models, tmp_path: Path):
+    export_gguf(models.run, tmp_path / "out.gguf")
+    prompt = chat_tokens(models, CHATS[0])
+    theirs = [token["id"] for token in llama_cpp_greedy(tmp_path / "out.gguf", prompt, 8, [])]
+    likeliest_T = their_logits(models.theirs, [*prompt, *theirs]).argmax(-1)
+    assert theirs and likeliest_T[len(prompt) - 1 : -1].tolist() == theirs
 
 
 def test_greedy_answers_of_a_conversation_equal_those_of_transformers(models: Models):
-    options = CompletionOptions(chat=True, max_new_tokens=24, system="Answer in one sentence.")
+    options = CompletionOptions(chat=True, max_new_tokens=12, system="Answer in one sentence.")
     chat, messages = Completer(models.run, options, Sampling(0)), [{"role": "system", "content": options.system}]
     chat.turns = []
-    for question in ("What is the capital of Italy?", "How many people live there?", "And which river is there?"):
+    for question in ("What is the capital of Italy?", "How many people live there?"):
         prompt = Prompt(question, "the prompt")
         tokens = chat.encode(prompt)
         messages.append({"role": "user", "content": question})

@@ -15,9 +15,10 @@ from jaxformer.cli.arguments import load_config
 from jaxformer.decode import Sampling, generate
 from jaxformer.errors import UserError
 from jaxformer.interop.stablehlo import export_stablehlo
-from jaxformer.runs.run import Run, load_run
+from jaxformer.runs.run import Run
 from tests.arrays import apply, random_params
-from tests.helpers import ROOT, slow, small_run
+from tests.helpers import ROOT
+from tests.runs.random_runs import random_run
 
 pytest.importorskip("flatbuffers")
 WORDS = " ".join(f"{a}{b}" for a in "abcdefgh" for b in "ijklmnop")
@@ -28,7 +29,7 @@ PROMPTS = [[1, 2, 3], [4, 5]]
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return load_run(small_run(tmp_path_factory.mktemp("runs") / "small", [WORDS * 3], 3))
+    return random_run(tmp_path_factory.mktemp("runs") / "small", [WORDS * 3])
 
 
 def run_of(run: Run, spec: str, **changes) -> Run:
@@ -62,7 +63,7 @@ def greedy(run: Run, n: int) -> np.ndarray:
 
 @pytest.mark.slow
 def test_readme_program_draws_the_same_tokens_without_this_package(run, tmp_path):
-    rope = run_of(run, "quick.py", vocab_size=280, context_length=16, n_blocks=2, n_heads=2, d_ff=(32,))
+    rope = run_of(run, "quick.py", vocab_size=280, context_length=16, n_blocks=1, n_heads=2, d_ff=(32,))
     export_stablehlo(rope, tmp_path / "out")
     printed = run_readme(tmp_path / "out", readme_program(tmp_path / "out"))
     tokens_NB = np.array([line[1:-1].split() for line in printed.splitlines()], int)
@@ -74,9 +75,9 @@ def test_readme_program_draws_the_same_tokens_without_this_package(run, tmp_path
 @pytest.mark.parametrize(
     ("spec", "changes"),
     [
-        ("quick.py", {"positions": "learned", "n_heads": 2}),
-        slow("moe.py:moe", {"n_heads": 2, "n_blocks": 1}),
-        slow("prefix.py", {"n_heads": 2, "n_blocks": 1}),
+        ("quick.py", {"positions": "learned", "n_heads": 2, "n_blocks": 1}),
+        ("moe.py:moe", {"n_heads": 2, "n_blocks": 1}),
+        ("prefix.py", {"n_heads": 2, "n_blocks": 1}),
     ],
 )
 def test_programs_give_the_logits_of_a_full_pass(run, tmp_path, spec, changes):

@@ -15,14 +15,15 @@ from jaxformer.runs.pretrained import pretrained_run
 from jaxformer.runs.run import TOKENIZER, load_run, read_config
 from jaxformer.train.log import read_metrics
 from jaxformer.train.setup import TrainSetup
-from tests.helpers import changed, flip_a_bit, small_run, tiny, write_books
+from tests.helpers import changed, flip_a_bit, tiny, write_books
+from tests.runs.random_runs import saved_run
 
 TEXTS = ["The king sees the cat. The dog likes the sea. " * 20]
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    return small_run(tmp_path_factory.mktemp("runs") / "base", TEXTS, steps=2)
+    return saved_run(tmp_path_factory.mktemp("runs") / "base", TEXTS)
 
 
 def leaves(tree):
@@ -84,7 +85,7 @@ def test_what_cannot_be_begun_with_is_one_sentence_and_leaves_no_run(run, tmp_pa
 
 @pytest.mark.slow
 def test_a_corrupt_checkpoint_is_not_begun_with(tmp_path, capsys):
-    run = small_run(tmp_path / "base", TEXTS)
+    run = saved_run(tmp_path / "base", TEXTS)
     flip_a_bit(max((run / "checkpoints/0/params").rglob("*"), key=lambda path: path.is_file() and path.stat().st_size))
     assert main(["--init-from", str(run), "--run", str(tmp_path / "new")]) == 2
     assert "every checkpoint of" in capsys.readouterr().err
@@ -93,7 +94,7 @@ def test_a_corrupt_checkpoint_is_not_begun_with(tmp_path, capsys):
 @pytest.mark.slow
 def test_a_run_begins_with_another_and_resumes_without_it(tmp_path):
     """The tokenizer is the other's; a restart before the first checkpoint begins with its parameters again."""
-    base = small_run(tmp_path / "base", TEXTS, steps=2)
+    base = saved_run(tmp_path / "base", TEXTS)
     options = changed(
         tiny(write_books(tmp_path / "books"), 2)[2:], "--train.report-every", "0", "--train.batch-size", "8"
     )
