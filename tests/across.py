@@ -1,4 +1,4 @@
-"""One of the processes of `test_distributed.py`: python -m tests.across FOLDER MESH COORDINATOR PROCESSES PROCESS"""
+"""One of the processes of `test_processes.py`: python -m tests.across FOLDER MESH COORDINATOR PROCESSES PROCESS"""
 
 import json
 import sys

@@ -24,8 +24,9 @@ import jax
 import pytest
 
 LONGEST = (
-    "test_distributed.py", "test_docs.py", "test_end_to_end.py", "test_every_model.py", "test_generation.py",
-    "test_inspect.py", "test_margins.py", "test_published.py", "test_step.py",
+    "test_docs.py", "test_encoders.py", "test_end_to_end.py", "test_every_model.py", "test_generation.py",
+    "test_influence.py", "test_inspect.py", "test_margins.py", "test_processes.py", "test_slurm.py", "test_smollm2.py",
+    "test_step.py", "test_studies.py",
 )  # fmt: skip
 """Files whose tests start processes or compile large programs: minutes, whatever their number."""
 

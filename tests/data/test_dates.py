@@ -26,7 +26,6 @@ MODEL = RecurrentConfig(257, 64)
     ],
 )
 def test_dates_have_the_format_of_their_locale(locale, form, source):
-    pytest.importorskip("babel")
     assert write_date(DAY, locale, form) == (source, "2023-09-07")
 
 
