@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.helpers import ROOT, slow
+from tests.helpers import ROOT
 
 EXAMPLES = sorted((ROOT / "docs/examples").glob("*.py"))
 MAX_LINES = 60
@@ -31,9 +31,7 @@ def test_an_example_without_its_package_says_how_to_install_it(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "path", [slow(path) if path.stem in NEEDED else path for path in EXAMPLES], ids=lambda path: path.stem
-)
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_example_runs(path, tmp_path, monkeypatch, capsys):
     if path.stem in NEEDED:
         pytest.importorskip(NEEDED[path.stem])

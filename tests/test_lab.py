@@ -17,7 +17,6 @@ from jaxformer.nn.attention import AXES
 from jaxformer.nn.parameter_norms import dotted
 from jaxformer.ops.masks import Causal, as_array
 from tests.browser import browsing, complaints
-from tests.helpers import slow
 from tests.lab import built_page
 
 SMALL = {"contextLength": 8, "width": 16, "heads": 2, "blocks": 2, "hidden": 24, "batchSize": 4, "learningRate": 0.005}
@@ -139,7 +138,7 @@ def far(a: Params, b: Params) -> dict[str, float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("faults", [(), *((fault,) for fault in FAULTS), *map(slow, PAIRS)], ids=" + ".join)
+@pytest.mark.parametrize("faults", [(), *((fault,) for fault in FAULTS), *PAIRS], ids=" + ".join)
 def test_gradients_and_ten_steps_are_those_of_jax(page, faults):
     reference = Reference(page, create(page, **SMALL, faults=list(faults)))
     progress = run(page, "return await one.train(1)")

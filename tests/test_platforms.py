@@ -37,11 +37,13 @@ def run(here: Path, *arguments: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_without_posix_and_extras_a_run_trains_resumes_and_samples(tmp_path):
+def test_without_posix_and_extras_a_run_trains_resumes_is_inspected_and_samples(tmp_path):
     write_books(tmp_path / "books")
     trained = run(tmp_path, "train", *tiny(tmp_path / "books", steps=2))
     assert "plots" not in "".join(trained)  # only the alignment of a translation is drawn with an extra
     assert (tmp_path / "runs/quick/report.html").exists()
     resumed = run(tmp_path, "train", "--resume", "--steps", "4")
     assert resumed[0].endswith("quick (resumed)") and any(line.startswith("final: step 4 ") for line in resumed)
+    page = run(tmp_path, "inspect", "runs/quick")[-1]
+    assert page.startswith("runs/quick/inspect.html: ") and (tmp_path / "runs/quick/inspect.html").exists()
     assert run(tmp_path, "sample", "--prompt", "The cat", "--max-new-tokens", "5")[0].startswith("The cat")

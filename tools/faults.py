@@ -85,7 +85,7 @@ FAULTS = {
     "gradients of sharded parameters summed twice": Fault(
         "sum_over_batch(grads, specs.params)",
         "sum_over_batch(grads)",
-        ("tests/train/test_step.py::test_training_is_the_same_on_every_mesh",),
+        ("tests/train/test_step.py::test_training_is_the_same_on_a_mesh_of_every_axis",),
     ),
     "updates clipped instead of gradients": Fault(
         "clipped = jax.tree.map(lambda g: jnp.where(norm < limit, g, (g / norm) * limit), grads)\n"

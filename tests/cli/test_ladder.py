@@ -104,7 +104,7 @@ def test_a_signal_to_the_ladder_makes_its_rung_save(tmp_path):
         assert time.monotonic() < until and process.poll() is None
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
-    out, _ = process.communicate(timeout=60)
+    out, _ = process.communicate(timeout=240)
     assert process.returncode == 128 + signal.SIGTERM, out
     assert "and saved; resume with" in out and "Traceback" not in out
     assert list((tmp_path / "runs/ladder/residual/checkpoints").glob("[0-9]*"))

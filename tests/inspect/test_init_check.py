@@ -75,6 +75,8 @@ def test_one_hot_attention_is_warned_of_with_rung_and_remedy():
         "set model.scaled to true, which divides them by sqrt(head_dim) and model.projection_std to 0.0625, "
         "1/sqrt(d_model)."
     )
+    cured = replace(ladder.attention_unscaled.model, scaled=True, projection_std=0.0625)
+    assert not check_init(*fresh(cured)).warnings
     (large,) = check_init(*fresh(replace(WIDE, n_blocks=1, projection_std=1.0))).warnings
     assert "set model.projection_std to 0.102" in large and "model.scaled" not in large
 
@@ -84,6 +86,7 @@ def test_deep_model_without_a_norm_is_warned_of():
     (warning,) = check_init(*fresh(replace(WIDE, n_blocks=4))).warnings
     assert warning.startswith("4 blocks without a norm, which make the stream ") and "four_blocks" in warning
     assert warning.endswith("set model.norm to rmsnorm.")
+    assert not check_init(*fresh(replace(WIDE, n_blocks=4, norm="rmsnorm"))).warnings
 
 
 @pytest.mark.slow

@@ -196,7 +196,7 @@ def test_missing_package_stops_training_before_a_run_folder_exists(tmp_path, mon
 
 @pytest.fixture
 def wandb(tmp_path, monkeypatch) -> Iterator[ModuleType]:
-    """Return wandb offline, isolated from the user's settings; it is not in the extra `test`, being large."""
+    """Return wandb offline, isolated from the user's settings; it is in no extra of the tests, being large."""
     package = pytest.importorskip("wandb")
     for name in ("CACHE", "CONFIG", "DATA"):
         monkeypatch.setenv(f"WANDB_{name}_DIR", str(tmp_path / "of_wandb"))

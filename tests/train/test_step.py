@@ -115,7 +115,7 @@ def assert_same_training(mesh: str, config: Config, other_mesh: str, other: Conf
     jax.tree.map(assert_close, state.params, expected_state.params)
 
 
-def test_training_is_the_same_on_every_mesh():
+def test_training_is_the_same_on_a_mesh_of_every_axis():
     """Where every axis but that of experts splits something."""
     assert_same_training(CUBE, CONFIG, "data=1", CONFIG)
     losses = trained("data=1")[0]
