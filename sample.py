@@ -1,8 +1,7 @@
 """Sample from a model: python sample.py --help"""
 
-import sys
-
+from jaxformer.cli.command import exit_program
 from jaxformer.cli.sample import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_program(main())

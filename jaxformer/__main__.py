@@ -6,8 +6,9 @@ import importlib
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
+from typing import NoReturn
 
-from jaxformer.cli.command import as_command
+from jaxformer.cli.command import as_command, exit_program
 from jaxformer.cli.options import CommandLine, paragraphs
 from jaxformer.errors import UserError, command
 from jaxformer.terminal import echo, echo_status
@@ -56,5 +57,10 @@ def _help(line: CommandLine) -> int:
     return 0
 
 
+def run() -> NoReturn:
+    """Run the command that the program's first argument names, and exit with its status."""
+    exit_program(main())
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    run()

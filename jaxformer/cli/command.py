@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 from jaxformer.cli.options import CommandLine
 from jaxformer.errors import DISK_FULL_ERRORS, UserError
@@ -57,6 +59,17 @@ def as_command(output_optional: bool = False) -> Callable[[Callable[[CommandLine
         return run
 
     return decorate
+
+
+def exit_program(status: int) -> NoReturn:
+    """Exit with the status of a command. After an interruption, exit without the interpreter's clean-up, which would
+    wait for the threads of an unfinished save: without end if the interruption came within it."""
+    if status > 128:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):  # a closed pipe or stream
+                stream.flush()
+        os._exit(status)
+    sys.exit(status)
 
 
 def _finds_devices() -> bool:

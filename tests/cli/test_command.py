@@ -1,6 +1,9 @@
 """Commands: exit statuses, one-sentence errors, and warnings on one line."""
 
 import logging
+import os
+import subprocess
+import sys
 
 import jax
 import pytest
@@ -8,6 +11,7 @@ import pytest
 from jaxformer.cli import sample, train
 from jaxformer.cli.command import _OneLine, as_command
 from jaxformer.errors import UserError
+from tests.helpers import ROOT
 
 
 def test_control_characters_of_a_path_are_escaped(capsys):
@@ -59,3 +63,16 @@ def test_a_plugin_that_cannot_be_used_is_one_line_with_the_reason():
         "WARNING: Jax plugin configuration error: Exception when calling xla_cuda13.initialize(): Unable to load "
         "cuDNN. Is it installed? JAX_PLATFORMS=cpu uses no plugin."
     )
+
+
+def test_an_interrupted_program_ends_at_once_and_prints_what_it_has_said():
+    """A thread of Orbax waits for a save that an interruption has cut off, and the interpreter would wait for it."""
+    program = (
+        "import threading\nfrom jaxformer.cli.command import exit_program\n"
+        "threading.Thread(target=threading.Event().wait).start()\nprint('saved')\nexit_program(130)"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=240
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, b"saved\n", b"")
