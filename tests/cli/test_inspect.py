@@ -40,6 +40,13 @@ WORDS = " ".join(f"{a}{b}" for a in "abcdefgh" for b in "ijklmnop")
 EVIL = "The <script>x()"
 
 
+def text_path(run: Path) -> str:
+    """Return where the texts of a run are."""
+    data = read_config(run).data
+    assert isinstance(data, TextConfig)
+    return data.path
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     copy = tmp_path_factory.mktemp("inspect") / "run"
@@ -112,7 +119,7 @@ def test_page_without_a_prompt_shows_a_held_out_text(
     assert live["sha256"] == hashlib.sha256(stored).hexdigest() and live["size"] == len(stored)
     whole, first = "".join(shown["texts"]["text"]).replace("∅", ""), live["text"].replace("\n", "⏎")
     assert first and whole.startswith(first) and whole[len(first)] in " ⏎"  # ends with a word
-    books = read_config(run).data.path
+    books = text_path(run)
     assert f"Heads and gradients are measured on held-out data of {books}: 2 examples of up to 16 tokens." in text
 
 
@@ -155,7 +162,7 @@ def test_run_that_was_not_trained_is_measured_on_the_prompt_or_says_on_what(
     assert "Heads and gradients are measured on the prompt only." in (imported / "inspect.html").read_text()
     assert "note: " not in capsys.readouterr().err
     assert inspect.main(options) == 0
-    data = read_config(run).data.path
+    data = text_path(run)
     note = f"note: {imported} has no training: it is measured on {data}; name a text with --data.path"
     assert note in capsys.readouterr().err
     opened = load_run(imported)

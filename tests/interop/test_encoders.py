@@ -61,7 +61,7 @@ def publish_bert(folder: Path, family: str = "Bert", **changes: Any) -> Any:
 def test_logits_of_masked_language_models_equal_those_of_transformers(
     tmp_path: Path, activation: str, n_segments: int, old: bool
 ):
-    import torch
+    torch = pytest.importorskip("torch")
 
     theirs = publish_bert(tmp_path / "model", hidden_act=activation, type_vocab_size=n_segments, layer_norm_eps=1e-3)
     if old:  # names of the first checkpoints
@@ -89,7 +89,7 @@ def test_logits_of_masked_language_models_equal_those_of_transformers(
 
 
 def test_masks_are_filled_as_by_transformers(tmp_path: Path, capsys: Any):
-    import torch
+    torch = pytest.importorskip("torch")
 
     theirs = publish_bert(tmp_path / "model")
     run = import_run(tmp_path / "model", tmp_path / "run")[0]
@@ -157,7 +157,7 @@ def their_vectors(folder: Path, texts: list[str]) -> np.ndarray:
 def test_vectors_of_sentence_encoders_equal_those_of_transformers(
     tmp_path: Path, mode: str | None, kinds: tuple[str, ...]
 ):
-    import torch
+    torch = pytest.importorskip("torch")
 
     theirs = publish_bert(tmp_path / "model", "BertModel")
     if mode is not None:
@@ -218,7 +218,7 @@ def test_what_has_no_equivalent_for_an_encoder_is_refused(tmp_path: Path, monkey
 
 
 def test_texts_of_sentence_encoders_are_as_long_as_sentence_transformers_allows(tmp_path: Path, capsys: Any):
-    import torch
+    torch = pytest.importorskip("torch")
 
     theirs = publish_bert(tmp_path / "model", "BertModel")
     write_modules(tmp_path / "model", "mean_tokens")
@@ -303,7 +303,7 @@ def test_an_encoder_is_fine_tuned_as_a_classifier(
 def test_exported_encoders_have_the_same_outputs_in_transformers(
     tmp_path: Path, capsys: Any, family: str, activation: str
 ):
-    import torch
+    torch = pytest.importorskip("torch")
     import transformers
 
     theirs = publish_bert(tmp_path / "model", family, num_labels=3, hidden_act=activation)
@@ -362,7 +362,7 @@ ROBERTA_TEXT = "The cats see the dog, naïve as it is."
 
 @pytest.mark.parametrize("family", ["Roberta", "RobertaModel", "RobertaClassifier"])
 def test_roberta_has_the_outputs_of_transformers_and_is_exported_as_bert(tmp_path: Path, capsys: Any, family: str):
-    import torch
+    torch = pytest.importorskip("torch")
     import transformers
 
     theirs = publish_roberta(tmp_path / "model", family, hidden_act="gelu" if family == "Roberta" else "relu")
