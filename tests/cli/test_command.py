@@ -75,4 +75,4 @@ def test_an_interrupted_program_ends_at_once_and_prints_what_it_has_said():
     ended = subprocess.run(
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=240
     )
-    assert (ended.returncode, ended.stdout, ended.stderr) == (130, b"saved\n", b"")
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "saved\n", "")
