@@ -240,19 +240,19 @@ def test_a_run_is_locked_and_a_second_interruption_stops_at_once(here, monkeypat
 
 
 @pytest.mark.slow
-def test_a_closed_terminal_saves_and_a_closed_pipe_does_not_interrupt(here, plain):
-    options = [*tiny(here / "books", 20, *WITHOUT_REPORTS), "--run", "hung-up"]
+def test_a_closed_terminal_saves_and_a_closed_pipe_does_not_interrupt(here):
+    options = [*tiny(here / "books", 1_000_000, *WITHOUT_REPORTS), "--run", "hung-up"]
     process, terminal = start_in_terminal("train.py", *options, cwd=here)
     wait_for(lambda: process.poll() is not None or rows_in(here / "hung-up") > 1)
     os.close(terminal)
     assert process.wait(timeout=300) == 128 + signal.SIGHUP
-    assert 1 <= load_run(here / "hung-up").step < 20
-    with start("train.py", "--resume", "--run", "hung-up", cwd=here) as process:
+    last = load_run(here / "hung-up").step + 5
+    with start("train.py", "--resume", "--run", "hung-up", "--steps", str(last), cwd=here) as process:
         process.stdout.readline()
         process.stdout.close()  # as `| head -n 1` does
         assert process.stderr.read() == ""
     assert process.returncode == 0
-    assert_same_run(here / "hung-up", plain)
+    assert load_run(here / "hung-up").step == last > 5
 
 
 @pytest.mark.slow
