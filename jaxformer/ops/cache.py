@@ -54,8 +54,9 @@ def init_cache(
     Raises:
       ValueError: the dtype is another one.
     """
-    if (name := jnp.dtype(dtype).name) not in ("float64", "float32", "bfloat16", "int8"):
-        raise ValueError(f"the cache's dtype is {name}; it must be float32, bfloat16 or int8.")
+    dtype = jnp.dtype(dtype)
+    if dtype.name not in ("float64", "float32", "bfloat16", "int8"):
+        raise ValueError(f"the cache's dtype is {dtype}; it must be float32, bfloat16 or int8.")
     scale_GS = jnp.zeros((n_kv_heads, n_slots), jnp.float32) if dtype == jnp.int8 else None
     k_GKS = Stored(jnp.zeros((n_kv_heads, head_dim, n_slots), dtype), scale_GS)
     v_GSK = Stored(jnp.zeros((n_kv_heads, n_slots, value_dim or head_dim), dtype), scale_GS)

@@ -44,9 +44,11 @@ def test_writes_are_read_back_and_other_slots_are_unchanged() -> None:
     np.testing.assert_array_equal(positions, [EMPTY] * 4 + [8, 9] + [EMPTY] * 5)
 
 
-@pytest.mark.parametrize(("dtype", "size"), [(jnp.float32, 4), (jnp.bfloat16, 2), (jnp.int8, 1 + 4 / K)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "size"), [(jnp.float32, 4), (jnp.bfloat16, 2), (jnp.int8, 1 + 4 / K), ("int8", 1 + 4 / K)], ids=str
+)
 def test_cache_bytes_follow_the_dtype(dtype: Any, size: float) -> None:
-    """int8 has one float32 scale a vector besides."""
+    """int8 has one float32 scale a vector besides, also if it is given by name."""
     layer = cache(dtype).layers[0]
     assert sum(x.nbytes for x in jax.tree.leaves(layer)) == round(2 * G * S * K * size)
     written = write_layer(layer, normal(G, 1, K), normal(G, 1, K), 0)
