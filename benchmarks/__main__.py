@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from functools import cache
 from pathlib import Path
 
 from benchmarks import record
@@ -15,6 +17,8 @@ from benchmarks.cases import CASES
 from benchmarks.harness import Figures, MeasurementError, Size, against, measure
 from benchmarks.report import README, write_report
 
+PROBLEMS = 3
+GPU_NAME = "GPU_NAME"
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "torch", "transformers")
 
 
@@ -55,11 +59,12 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Run the benchmarks; return the exit status: 0 done, 1 a case failed, 2 wrong input."""
+    """Run the benchmarks; return the exit status: 0 done, 1 a case failed, 2 wrong input, 3 a case on a GPU has
+    problems, which are stored beside what was measured."""
     options = parse()
     if options.list:
         for name, case in CASES.items():
-            print(f"{name:<14}{'; '.join(case.points)}")
+            print(f"{name:<16}{'; '.join(case.points or case.gpu)}")
         return 0
     if options.report:
         write_report(README, record.RESULTS)
@@ -69,19 +74,20 @@ def main() -> int:
         print(f"error: {reason}", file=sys.stderr)
         return 2
     folder = options.results or (None if options.smoke else record.RESULTS)
-    failed = [name for name in options.cases or CASES if not run(name, options, folder)]
+    statuses = {name: run(name, options, folder) for name in options.cases or CASES}
     if folder == record.RESULTS and not options.against:
         write_report(README, folder)
-    if failed:
-        print(f"error: failed: {', '.join(failed)}.", file=sys.stderr)
-    return int(bool(failed))
+    for status, what in ((1, "failed"), (PROBLEMS, "problems")):
+        if names := [name for name, each in statuses.items() if each == status]:
+            print(f"error: {what}: {', '.join(names)}.", file=sys.stderr)
+    return 1 if 1 in statuses.values() else max(statuses.values())
 
 
-def run(name: str, options: argparse.Namespace, folder: Path | None) -> bool:
-    """Measure one case, storing the result after each point; return False if it failed."""
+def run(name: str, options: argparse.Namespace, folder: Path | None) -> int:
+    """Measure one case, storing the result after each point; return the exit status."""
     case, gpu, began = CASES[name], options.gpu, time.monotonic()
     if not case.choose(options.size, gpu):
-        return True
+        return 0
     prefix, hardware = ("gpu_", {"gpu": gpu_name()}) if gpu else ("", {})
     before = {"against": record.commit(options.against)} if options.against else {}
     versions, path = record.versions(*PACKAGES), None
@@ -98,12 +104,12 @@ def run(name: str, options: argparse.Namespace, folder: Path | None) -> bool:
                     path = record.write(f"{prefix}{name}", figures, versions, folder, **hardware)
     except MeasurementError as error:
         print(f"error: {name}: {error}", file=sys.stderr)
-        return False
+        return 1
     if options.against:
         print("".join(f"  SLOWER: {line}\n" for line in slower(figures)), end="")
     if path is not None:
         print(f"  written: {path}")
-    return True
+    return PROBLEMS if figures.get("problems") else 0
 
 
 def slower(figures: Figures) -> list[str]:
@@ -122,8 +128,12 @@ def missing_gpu() -> str:
     return "" if gpu_name() else "there is no GPU; --smoke runs on any device."
 
 
+@cache
 def gpu_name() -> str:
-    """Return the name of the first GPU; empty without one. Asks in a separate process, which then frees GPU memory."""
+    """Return the name of the first GPU; empty without one. Asks in a separate process, which then frees GPU memory,
+    unless the environment variable GPU_NAME has the answer."""
+    if name := os.environ.get(GPU_NAME):
+        return name
     try:
         return record.output_of(
             sys.executable, "-c",

@@ -105,3 +105,76 @@ def torch(folder: Path, B: int, H: int, T: int, K: int) -> tuple[Any, Figures]:
     results = [x.detach().float().cpu().numpy() for x in forward_backward()]
     values = {"values": norms(results), "dtype": str(dtype).removeprefix("torch.")}
     return lambda _: forward_backward()[0][0, 0, 0, 0].detach(), values
+
+
+def layer_inputs(B: int, T: int, H: int, G: int, K: int) -> list[np.ndarray]:
+    """Return features and the gradient to the output, `(B, T, D)` with D = H · K, and the matrices by heads."""
+    draw, D = np.random.default_rng(0), H * K
+    x, dy = draw.standard_normal((2, B, T, D), np.float32)
+    W = [draw.standard_normal((D, heads, K), np.float32) * D**-0.5 for heads in (H, G, G)]
+    return [x, *W, draw.standard_normal((H, K, D), np.float32) * D**-0.5, dy]
+
+
+def layer(folder: Path, B: int, T: int, H: int, G: int, K: int, attends: bool = True) -> tuple[Any, Figures]:
+    """Project, attend as in training and project back, on one device."""
+    import jax
+    import jax.numpy as jnp
+
+    from jaxformer.cli import machine
+    from jaxformer.config import ComputeConfig
+    from jaxformer.ops.attention import from_heads, to_heads
+    from jaxformer.ops.masks import Causal
+    from jaxformer.parallel.mesh import make_mesh
+    from jaxformer.train.kernels import FusedAttention, make_attention
+    from jaxformer.train.setup import resolve_precision
+
+    machine.set_up(1)
+    dtype = resolve_precision(ComputeConfig(), make_mesh())
+    q_HTK, k_GTK = (jax.ShapeDtypeStruct((heads, T, K), dtype) for heads in (H, G))
+    attention, line = make_attention("auto", jax.default_backend(), q_HTK, k_GTK, Causal())
+
+    def forward(x_TD: jax.Array, *W: jax.Array) -> jax.Array:
+        q, k, v = (to_heads(x_TD, w) for w in W[:3])
+        if attends:
+            return from_heads(attention(q, k, v, Causal(), K**-0.5), W[3])
+        return from_heads(q + jnp.repeat(k + v, H // G, axis=0), W[3])
+
+    def forward_backward(x: jax.Array, *rest: jax.Array) -> tuple[jax.Array, ...]:
+        y, pullback = jax.vjp(jax.vmap(forward, (0, None, None, None, None)), x, *rest[:4])
+        return y, *pullback(rest[4])
+
+    arrays = [jnp.asarray(x, dtype) for x in layer_inputs(B, T, H, G, K)]
+    step = jax.jit(forward_backward).lower(*arrays).compile()
+    first = jax.jit(lambda y: y[0, 0, 0])
+    values = {"values": norms(step(*arrays))} if attends else {}
+    return lambda _: first(step(*arrays)[0]), values | {
+        "dtype": dtype.name, "attention": line, "is_fused": isinstance(attention, FusedAttention),
+    }  # fmt: skip
+
+
+def layer_torch(folder: Path, B: int, T: int, H: int, G: int, K: int) -> tuple[Any, Figures]:
+    """Do the same with torch, compiled on a GPU."""
+    import torch
+    import torch.nn.functional as F
+
+    torch.set_num_threads(record.cores())
+    on_gpu = torch.cuda.is_available()
+    device, dtype = ("cuda", torch.bfloat16) if on_gpu else ("cpu", torch.float32)
+    x, *W, dy = (torch.from_numpy(each).to(device, dtype) for each in layer_inputs(B, T, H, G, K))
+    for each in (x, *W):
+        each.requires_grad_()
+
+    def forward(x: torch.Tensor, *W: torch.Tensor) -> torch.Tensor:
+        q, k, v = ((x @ w.flatten(1)).unflatten(-1, (-1, K)).transpose(1, 2) for w in W[:3])
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=G != H)
+        return y.transpose(1, 2).flatten(2) @ W[3].flatten(0, 1)
+
+    run = torch.compile(forward) if on_gpu else forward
+
+    def forward_backward() -> tuple[torch.Tensor, ...]:
+        y = run(x, *W)
+        return y, *torch.autograd.grad(y, (x, *W), dy)
+
+    results = [each.detach().float().cpu().numpy() for each in forward_backward()]
+    facts = {"values": norms(results), "dtype": str(dtype).removeprefix("torch.")}
+    return lambda _: forward_backward()[0][0, 0, 0].detach(), facts

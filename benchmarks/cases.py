@@ -26,12 +26,17 @@ def derive_training(settings: Mapping[str, Any], facts: dict[str, Figures], ms: 
     }  # fmt: skip
 
 
+TINY_RUN = [
+    "--model.vocab-size", "300", "--model.context-length", "16", "--model.d-model", "8", "--model.n-blocks", "1",
+    "--model.n-heads", "2", "--model.d-ff", "8", "--train.eval-examples", "8", "--data.path", "docs/*.md",
+]  # fmt: skip
 TINY_DECODER = {"vocab_size": 211, "context_length": 16, "d_model": 32, "n_blocks": 1, "n_heads": 2, "d_ff": [64]}
 GPT2_SMALL = {
     "shape": {"n_blocks": 4, "n_heads": 4, "d_model": 256, "d_ff": 2048, "context_length": 512, "vocab_size": 2048},
     "prompt": 32, "new": 256,
 }  # fmt: skip
 GPT2 = {"n_blocks": 12, "n_heads": 12, "d_model": 768, "d_ff": 3072, "context_length": 1024, "vocab_size": 50257}
+LLAMA_1B = "gpt:llama_1b"
 TINY_GPT2 = {"n_blocks": 2, "n_heads": 2, "d_model": 32, "d_ff": 64, "context_length": 64, "vocab_size": 211}
 
 
@@ -43,13 +48,15 @@ def check_fused(facts: dict[str, Figures]) -> None:
 
 
 def derive_decoding(settings: Mapping[str, Any], facts: dict[str, Figures], ms: dict[str, float]) -> Figures:
-    """Return tokens per second in float32, and the fraction of memory bandwidth that each format reaches."""
+    """Return tokens per second of the first format, and the fraction of memory bandwidth that each reaches."""
     n_bytes_per_ms = facts["memory"]["bytes"] / ms["memory"]
+    formats = [name for name in ("float32", "bfloat16", "int8") if name in ms]
     shares = {
         f"{name}, of bandwidth": facts[name]["bytes_per_step"] * settings["new"] / ms[name] / n_bytes_per_ms
-        for name in ("float32", "int8") if name in ms
-    }  # fmt: skip
-    return {"tokens/s": 1e3 * facts["float32"]["tokens"] / ms["float32"], "GB/s": n_bytes_per_ms / 1e6, **shares}
+        for name in formats
+    }
+    rate = 1e3 * facts[formats[0]]["tokens"] / ms[formats[0]]
+    return {"tokens/s": rate, "GB/s": n_bytes_per_ms / 1e6, **shares}
 
 
 def derive_published(settings: Mapping[str, Any], facts: dict[str, Figures], ms: dict[str, float]) -> Figures:
@@ -136,7 +143,14 @@ TRAINING = Case(
             "config": "gpt:gpt2_124m", "size": 8192, "skip": ["torch eager", "matmuls, torch"],
             # No warm-up, so that the first steps change the loss enough to tell two models apart.
             "changes": {"train": {"batch_size": 64}, "optimizer": {"warmup_steps": 0}},
-        }
+        },
+        "llama_1b, 8 blocks": {
+            "config": LLAMA_1B, "size": 8192, "skip": ["torch eager", "matmuls, torch"],
+            "changes": {
+                "model": {"n_blocks": 8, "context_length": 2048}, "train": {"batch_size": 4}, "mesh": "",
+                "optimizer": {"warmup_steps": 0}, "compute": {"remat": "none", "scan_blocks": False},
+            },
+        },
     },
     tolerance=3e-6,
     derive=derive_training,
@@ -161,6 +175,26 @@ ATTENTION = Case(
     check=check_fused,
 )  # fmt: skip
 
+ATTENTION_LAYER = Case(
+    about="A layer of causal attention from features to features, output and all gradients, which must agree: what "
+    "attention costs in the layout that the projections leave, with the copies around its kernel. Without attention, "
+    "queries, keys and values are added instead.",
+    sides={
+        "jaxformer": Side("benchmarks.attention:layer", role="ours"),
+        "without attention": Side("benchmarks.attention:layer", {"attends": False}, role="reference"),
+        "torch": Side("benchmarks.attention:layer_torch", needs=TORCH),
+    },
+    points={},
+    smoke={"tiny": {"B": 2, "T": 16, "H": 4, "G": 2, "K": 8}},
+    gpu={
+        "gpt2_124m": {"B": 16, "T": 1024, "H": 12, "G": 12, "K": 64},
+        "llama_1b": {"B": 4, "T": 2048, "H": 32, "G": 8, "K": 64},
+    },
+    check=check_fused,
+    derive=lambda _, facts, ms: {"attention alone, ms": ms["jaxformer"] - ms["without attention"]},
+    together=True,
+)  # fmt: skip
+
 DECODING = Case(
     about="256 tokens after prompts of 32 random ones, greedily, with a GPT-2 of 4 blocks of width 256, MLP 2,048, "
     "vocabulary 2,048, randomly initialised (on a GPU GPT-2's shape); completions must start with the same tokens as "
@@ -170,17 +204,47 @@ DECODING = Case(
     unit="ms per batch",
     sides={
         "float32": Side("benchmarks.decoding:jaxformer", EXACT, role="ours"),
+        "bfloat16": Side("benchmarks.decoding:jaxformer", {"weight_format": "bfloat16"}, role="ours"),
         "int8": Side("benchmarks.decoding:jaxformer", {"weight_format": "int8"}, role="ours"),
         "speculative": Side("benchmarks.decoding:jaxformer", EXACT | {"is_speculative": True}, role="ours"),
-        "transformers": Side("benchmarks.decoding:transformers", needs=("torch", "transformers")),
+        "transformers": Side("benchmarks.decoding:transformers", needs=("torch", "transformers"), early=True),
         "memory": Side("benchmarks.decoding:memory", role="reference"),
     },
-    points={f"batch {B}": {"B": B, **GPT2_SMALL, "skip": [] if B == 1 else ["speculative"]} for B in (1, 8, 64)},
+    points={
+        f"batch {B}": {"B": B, **GPT2_SMALL, "skip": ["bfloat16"] if B == 1 else ["bfloat16", "speculative"]}
+        for B in (1, 8, 64)
+    },
     quick=["batch 1", "batch 8"],
     smoke={"tiny": {"B": 2, "shape": TINY_GPT2, "prompt": 8, "new": 8}},
-    gpu={f"batch {B}": {"B": B, "shape": GPT2, "prompt": 32, "new": 256, "skip": ["speculative"]} for B in (1, 64)},
+    gpu={
+        f"{name}, batch {B}": {
+            "B": B, "shape": shape, "prompt": 32, "new": 256,
+            "skip": ["float32", "speculative"] + ([] if (name, B) == ("gpt2_124m", 1) else ["transformers"]),
+        }
+        # The most valuable first, but transformers compiles for long.
+        for name, shape, B in (
+            ("llama_1b", LLAMA_1B, 1), ("gpt2_124m", GPT2, 1), ("gpt2_124m", GPT2, 64), ("llama_1b", LLAMA_1B, 64),
+            ("gpt2_124m", GPT2, 8), ("llama_1b", LLAMA_1B, 8),
+        )
+    },
     check=check_texts,
     derive=derive_decoding,
+    together=True,
+)  # fmt: skip
+
+DECODE_PROFILE = Case(
+    about="Greedy decoding from a profile, per token of all rows: milliseconds without the profiler, of kernels, and "
+    "between them; kernels, and copies that the host waits for.",
+    sides={"jaxformer": Side("benchmarks.profiling:decode", role="ours")},
+    points={},
+    smoke={"tiny": {"B": 1, "shape": "quick:llama", "prompt": 8, "new": 8, "weight_format": "bfloat16"}},
+    gpu={
+        f"{name}, batch 1, {weights}": {"B": 1, "shape": shape, "prompt": 32, "new": 256, "weight_format": weights}
+        for name, shape, weights in (
+            ("gpt2_124m", GPT2, "bfloat16"), ("llama_1b", LLAMA_1B, "bfloat16"), ("gpt2_124m", GPT2, "int8"),
+        )
+    },
+    together=True,
 )  # fmt: skip
 
 PUBLISHED = Case(
@@ -365,6 +429,19 @@ PRETRAINED = Case(
     quick=[],
 )  # fmt: skip
 
+FIRST_RUN = Case(
+    about="The README's first commands on a GPU: seconds by phase since the start of the process, with empty caches "
+    "and again; the end of training, a sample, the page; and with `--compute.deterministic`, a run that SIGTERM "
+    "stopped and that was resumed, beside one that ran through.",
+    sides={"jaxformer": Side("benchmarks.first_run:run", role="ours")},
+    points={},
+    smoke={
+        part: {"part": part, "options": ["--steps", "16", *TINY_RUN] if part in ("train", "resume") else []}
+        for part in ("train", "sample", "resume", "inspect")
+    },
+    gpu={part: {"part": part} for part in ("train", "sample", "resume", "inspect")},
+)  # fmt: skip
+
 RESUMING = Case(
     about="A small run that is killed repeatedly with `kill -9`, at random times and during checkpoint writes, and "
     "resumed: metrics, samples, parameters and optimizer state must equal those of an uninterrupted run.",
@@ -392,8 +469,9 @@ PLAN = Case(
 )  # fmt: skip
 
 CASES = {
-    "training": TRAINING, "attention": ATTENTION, "decoding": DECODING, "published": PUBLISHED, "cache": CACHE,
+    "training": TRAINING, "attention": ATTENTION, "attention_layer": ATTENTION_LAYER, "decoding": DECODING,
+    "decode_profile": DECODE_PROFILE, "published": PUBLISHED, "cache": CACHE,
     "scores": SCORES, "recurrence": RECURRENCE, "imports": IMPORTS, "first_step": FIRST_STEP, "input": INPUT,
     "checkpoint": CHECKPOINT, "inspection": INSPECTION, "scaling": SCALING, "kernels": KERNELS, "plan": PLAN,
-    "pretrained": PRETRAINED, "resuming": RESUMING,
+    "pretrained": PRETRAINED, "resuming": RESUMING, "first_run": FIRST_RUN,
 }  # fmt: skip

@@ -1,7 +1,9 @@
 """Greedy generation: jaxformer, with all weight formats and speculative decoding, and transformers."""
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +44,16 @@ def prompts(B: int, n: int, vocab_size: int) -> np.ndarray:
 
 
 def jaxformer(
-    folder: Path, B: int, shape: dict[str, int], prompt: int, new: int, weight_format: Any, is_speculative: bool = False
+    folder: Path,
+    B: int,
+    shape: dict[str, int] | str,
+    prompt: int,
+    new: int,
+    weight_format: Any,
+    is_speculative: bool = False,
 ) -> tuple[Any, Figures]:
-    """Continue prompts; a step generates the whole continuation of all prompts."""
+    """Continue prompts with a decoder of a shape, or of a config's, which then has its own initial parameters; a step
+    generates the whole continuation of all prompts."""
     import jax
     import jax.numpy as jnp
     from flax.traverse_util import unflatten_dict
@@ -58,14 +67,19 @@ def jaxformer(
     from jaxformer.ops.masks import EMPTY
 
     machine.set_up(1 if is_speculative else B, rows_per_device=MIN_ROWS_PER_DEVICE)
-    config = DecoderConfig(
-        **shape | {"d_ff": (shape["d_ff"],)}, attention_bias=True, activation="gelu",  # type: ignore[arg-type]
-        norm="layernorm", final_norm=True, unembedding="tied",
-    )  # fmt: skip
+    if isinstance(shape, str):
+        file, _, name = shape.partition(":")
+        config = replace(getattr(import_module(f"configs.{file}"), name).model, context_length=1024)
+    else:
+        config = DecoderConfig(
+            **shape | {"d_ff": (shape["d_ff"],)}, attention_bias=True, activation="gelu",  # type: ignore[arg-type]
+            norm="layernorm", final_norm=True, unembedding="tied",
+        )  # fmt: skip
     model, platform = config.build(), jax.default_backend()
-    if platform != "cpu" and weight_format == "float32":
-        weight_format = "bfloat16"
-    drawn = unflatten_dict({name: jnp.asarray(w) for name, w in weights(shape).items()}, sep=".")
+    if isinstance(shape, str):
+        drawn = jax.jit(lambda: model.init(jax.random.key(0), *config.example())["params"])()
+    else:
+        drawn = unflatten_dict({name: jnp.asarray(w) for name, w in weights(shape).items()}, sep=".")
     params = spread_rows(lay_out(jax.device_put(store(drawn, weight_format, model)), model), B)
     dtype = jnp.float32 if platform == "cpu" else jnp.bfloat16
     tokens_BP = prompts(B, prompt, config.vocab_size)

