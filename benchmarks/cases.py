@@ -197,10 +197,10 @@ ATTENTION_LAYER = Case(
 
 DECODING = Case(
     about="256 tokens after prompts of 32 random ones, greedily, with a GPT-2 of 4 blocks of width 256, MLP 2,048, "
-    "vocabulary 2,048, randomly initialised (on a GPU GPT-2's shape); completions must start with the same tokens as "
-    "transformers'. A step has to read all weights and the KV cache so far: the fraction of bandwidth is the rate of "
-    "that over the memory bandwidth measured in the same run. Speculative decoding drafts by prompt lookup, one "
-    "sequence after another.",
+    "vocabulary 2,048, randomly initialised (on a GPU the shapes of GPT-2 and of Llama 3.2 1B); completions "
+    "must start with the same tokens as transformers'. A step has to read all weights and the KV cache so far: "
+    "the fraction of bandwidth is the rate of that over the memory bandwidth measured in the same run. "
+    "Speculative decoding drafts by prompt lookup, one sequence after another.",
     unit="ms per batch",
     sides={
         "float32": Side("benchmarks.decoding:jaxformer", EXACT, role="ours"),

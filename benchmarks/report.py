@@ -100,4 +100,6 @@ def number(value: Any) -> str:
         return "-" if value is None else str(value).lower()
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
-    return f"{value:,}" if isinstance(value, int) else str(value)
+    if isinstance(value, list):
+        value = "; ".join(map(str, value)) or "-"
+    return f"{value:,}" if isinstance(value, int) else " ".join(str(value).replace("|", "\\|").split())
