@@ -435,11 +435,8 @@ FIRST_RUN = Case(
     "stopped and that was resumed, beside one that ran through.",
     sides={"jaxformer": Side("benchmarks.first_run:run", role="ours")},
     points={},
-    smoke={
-        part: {"part": part, "options": ["--steps", "16", *TINY_RUN] if part in ("train", "resume") else []}
-        for part in ("train", "sample", "resume", "inspect")
-    },
-    gpu={part: {"part": part} for part in ("train", "sample", "resume", "inspect")},
+    smoke={part: {"part": part, "options": ["--steps", "16", *TINY_RUN]} for part in ("train", "resume")},
+    gpu={part: {"part": part} for part in ("train", "sample", "again", "resume", "inspect")},
 )  # fmt: skip
 
 RESUMING = Case(

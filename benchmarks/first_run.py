@@ -29,7 +29,8 @@ COMPILE = "/jax/core/compile/"
 
 def run(folder: Path, part: str, options: Sequence[str] = ()) -> tuple[None, Figures]:
     """Run one part, each after 'train' in its run; return figures."""
-    return None, {"train": train, "sample": sample, "inspect": inspect, "resume": resume}[part](folder, options)
+    parts = {"train": train, "again": again, "sample": sample, "inspect": inspect, "resume": resume}
+    return None, parts[part](folder, options)
 
 
 def start(command: Sequence[str], folder: Path, log: Path, is_alone: bool = True) -> subprocess.Popen[bytes]:
@@ -75,28 +76,34 @@ def without_steps(options: Sequence[str]) -> list[str]:
 
 
 def train(folder: Path, options: Sequence[str]) -> Figures:
-    """Train with empty caches, and again, for a few steps, with those of the first."""
+    """Train with empty caches."""
+    return timed_training(folder, "cold", options)
+
+
+def again(folder: Path, options: Sequence[str]) -> Figures:
+    """Train for a few steps with the caches that `train` has filled."""
+    return timed_training(folder, "warm", [*without_steps(options), "--steps", "20"])
+
+
+def timed_training(folder: Path, name: str, options: Sequence[str]) -> Figures:
+    """Train in a run of this name; return figures."""
+    run, phases, log = folder / name, folder / f"{name}.json", folder / f"{name}.log"
+    began = time.monotonic()
+    process = start(["-m", "benchmarks.first_run", str(phases), *CONFIG, *options, "--run", str(run)], folder, log)
     figures: Figures = {}
-    for name, steps in (("cold", options), ("warm", [*without_steps(options), "--steps", "20"])):
-        run, phases, log = folder / name, folder / f"{name}.json", folder / f"{name}.log"
-        began = time.monotonic()
-        process = start(["-m", "benchmarks.first_run", str(phases), *CONFIG, *steps, "--run", str(run)],
-                        folder, log)  # fmt: skip
-        first_step = None
-        while process.poll() is None:
-            if first_step is None and any("loss" in row for row in metrics(run)):
-                first_step = round(time.monotonic() - began, 2)
-            time.sleep(0.01)
-        check(process.wait(), log)
-        seconds = round(time.monotonic() - began, 2)
-        figures |= {f"{name}: {phase}, seconds": each for phase, each in json.loads(phases.read_text()).items()}
-        figures |= {f"{name}: to the first logged steps, seconds": first_step, f"{name}: whole, seconds": seconds}
-        if name == "cold":
-            rows = metrics(run)
-            last = lambda key: next((row[key] for row in reversed(rows) if key in row), None)  # noqa: B023, E731
-            figures |= {"steps": last("step"), "held-out bits per byte": last("val_bpb"), "loss": last("loss"),
-                        "step_ms": last("step_ms"), "header": log.read_text().splitlines()[:6]}  # fmt: skip
-    return figures
+    while process.poll() is None:
+        if any("loss" in row for row in metrics(run)):
+            figures.setdefault("to the first logged steps, seconds", round(time.monotonic() - began, 2))
+        time.sleep(0.01)
+    check(process.wait(), log)
+    seconds = round(time.monotonic() - began, 2)
+    figures |= {f"{phase}, seconds": each for phase, each in json.loads(phases.read_text()).items()}
+    rows = metrics(run)
+    last = lambda key: next((row[key] for row in reversed(rows) if key in row), None)  # noqa: E731
+    figures |= {"whole, seconds": seconds, "held-out bits per byte": last("val_bpb")}
+    return (
+        figures | {key: last(key) for key in ("step", "loss", "step_ms")} | {"header": log.read_text().splitlines()[:6]}
+    )
 
 
 def sample(folder: Path, options: Sequence[str]) -> Figures:

@@ -71,16 +71,16 @@ class Job:
 OPS = ("jaxformer/ops/*.py", "jaxformer/nn/*.py", "jaxformer/models/decoder.py", "jaxformer/models/causal.py")
 STEP = (*OPS, "jaxformer/models/objective.py", "jaxformer/train/*.py", "benchmarks/training*.py")
 JOBS = {
-    "first_run": Job(120, "benchmarks", ("first_run",),
+    "first_run": Job(240, "benchmarks", ("first_run",),
                      ("train.py", "sample.py", "configs/quick.py", "jaxformer/**/*.py", "benchmarks/first_run.py")),
-    "tests": Job(100, "benchmarks.gpu_tests", (),
+    "tests": Job(300, "benchmarks.gpu_tests", (),
                  (*OPS, "jaxformer/decode/*.py", "jaxformer/train/*.py", "tests/gpu/*.py")),
-    "decoding": Job(150, "benchmarks", ("decode_profile", "decoding"),
+    "decoding": Job(300, "benchmarks", ("decode_profile", "decoding"),
                     (*OPS, "jaxformer/decode/*.py", "benchmarks/decoding.py", "benchmarks/profiling.py")),
-    "training": Job(120, "benchmarks", ("training",), STEP),
-    "attention": Job(40, "benchmarks", ("attention_layer",),
+    "training": Job(240, "benchmarks", ("training",), STEP),
+    "attention": Job(90, "benchmarks", ("attention_layer",),
                      ("jaxformer/ops/*.py", "jaxformer/train/kernels.py", "benchmarks/attention.py")),
-    "kernels": Job(40, "benchmarks", ("kernels",), (*STEP, "benchmarks/profiling.py")),
+    "kernels": Job(120, "benchmarks", ("kernels",), (*STEP, "benchmarks/profiling.py")),
 }  # fmt: skip
 
 
