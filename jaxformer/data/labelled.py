@@ -60,12 +60,14 @@ def find_classes(name: str, train: Sequence[Pair], val: Sequence[Pair]) -> tuple
     return tuple(classes)
 
 
-def tokenize_text(text: str, tokenizer: Tokenizer) -> list[int]:
+def tokenize_text(text: str, tokenizer: Tokenizer, limit: int | None = None) -> list[int]:
     """Return the tokens of a text as a classifier or sentence encoder reads it: with the tokens that a published
     tokenizer puts around it, such as BERT's [CLS] and [SEP]; without any, after an end-of-text token, whose features
-    represent the text unless all features are pooled."""
+    represent the text unless all features are pooled. A text of more than `limit` tokens is truncated before those
+    after it, as by sentence-transformers."""
     before, after = tokenizer.before_text, tokenizer.after_text
-    return [*(before if before or after else [tokenizer.end_of_text]), *tokenizer.encode(text), *after]
+    tokens = [*(before if before or after else [tokenizer.end_of_text]), *tokenizer.encode(text)]
+    return [*tokens[: None if limit is None else limit - len(after)], *after]
 
 
 def pad_texts(texts: Sequence[Sequence[int]], length: int, n_last: int = 0) -> tuple[np.ndarray, np.ndarray]:

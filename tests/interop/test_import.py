@@ -11,6 +11,8 @@ import ml_dtypes
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+import tokenizers
+from tokenizers import processors
 
 from jaxformer.__main__ import main
 from jaxformer.data.tokenizer import Tokenizer
@@ -293,6 +295,35 @@ def test_special_tokens_without_a_row_are_left_out(tmp_path: Path):
     (source / "tokenizer.json").write_text(json.dumps(tokenizer))
     with pytest.raises(UserError, match="has 281 tokens, but the model embeds 280"):
         import_run(source, tmp_path / "other")
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "message"),
+    [
+        ({"eos_token": "<|im_end|>"}, None, r"has no end-of-text token <\|im_end\|>"),
+        ({}, {"eos_token_id": [0, 280]}, "has no token 0, 280, which the model's config names as its eos_token_id"),
+        ({"chat_template": "{{ messages }}<|im_end|>"}, None, r"lacks <\|im_end\|>, which its chat template writes"),
+        ({"chat_template": "{{ bos_token }}", "bos_token": "<|im_end|>"}, None, "lacks bos_token, which its chat"),
+        ({"post_processor": True}, None, r"has no token 280, which its post-processor \(TemplateProcessing\) adds"),
+    ],
+)
+def test_special_tokens_that_texts_need_are_refused_without_a_row(
+    tmp_path: Path, config: dict[str, Any], generation: Any, message: str
+):
+    weights = {name: w[:280] if w.shape[0] == V else w for name, w in tensors().items()}
+    source = write(tmp_path / "model", CONFIG | {"vocab_size": 280}, weights)
+    inner = tokenizers.Tokenizer.from_file(str(source / "tokenizer.json"))
+    inner.add_special_tokens(["<|im_end|>"])
+    if config.pop("post_processor", False):
+        tokens = [("<|im_end|>", 280)]
+        inner.post_processor = processors.TemplateProcessing(single="<|im_end|> $A", special_tokens=tokens)
+    inner.save(str(source / "tokenizer.json"))
+    (source / "tokenizer_config.json").write_text(json.dumps(config))
+    if generation is not None:
+        (source / "generation_config.json").write_text(json.dumps(generation))
+    said = rf"without its tokens from 280 on, which the model does not embed, the tokenizer of .* {message}"
+    with pytest.raises(UserError, match=said):
+        import_run(source, tmp_path / "run")
 
 
 @pytest.mark.slow
