@@ -383,7 +383,9 @@ class Tokenizer:
         kinds |= {"post-processor": inner.post_processor, "decoder": inner.decoder}
         options = [f"{name} {value!r}" for name in MODEL_OPTIONS if (value := getattr(model, name, None))]
         parts = [f"{name} {_types(part)}" for name, part in kinds.items()]
-        return ", ".join([f"model {type(model).__name__}", *options, *parts])
+        added = [token for token in inner.get_added_tokens_decoder().values() if not token.special]
+        strip = [f"added token {token.content!r} that strips spaces" for token in added if token.lstrip or token.rstrip]
+        return ", ".join([f"model {type(model).__name__}", *options, *parts, *strip[:1]])
 
     def _encoded_bytes(self, text: str) -> bytes:
         return b"".join(self.token_bytes[t] for t in self.encode(text))

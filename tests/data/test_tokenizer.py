@@ -397,6 +397,9 @@ REMOVES = "has a pre-tokenizer that removes parts of a text, {'type': "
     ]}), "has a decoder that changes a text, {'type': 'Strip'"),
     (lambda: with_parts(sentencepiece_bpe(), model={"byte_fallback": False, "unk_token": None}),
      "turns '▁The▁king' into"),
+    (lambda: with_parts(byte_level(), added_tokens=[*json.loads(byte_level().to_str())["added_tokens"], {
+        "id": 290, "content": "king", "single_word": False, "lstrip": True, "rstrip": False, "normalized": False,
+        "special": False}]), "decoder ByteLevel, added token 'king' that strips spaces)"),
     (lambda: template("$A x", x=7), "puts nothing before a text and & after it (TemplateProcessing); supported are"),
     (lambda: template("x x $A", x=0), "puts <|begin_of_text|> <|begin_of_text|> before a text and nothing after it"),
     (lambda: template("x $A", x=999), "has no token 999, which its post-processor (TemplateProcessing) adds to a text"),
