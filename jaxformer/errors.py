@@ -128,15 +128,16 @@ def missing_extras(*packages: str) -> str:
 
 def import_extra(module: str, purpose: str) -> ModuleType:
     """Return a module of an optional package, such as `PIL.Image`. Raises `UserError`, with the purpose, such as
-    "train.log_to wandb", as its subject, if the package is not installed or its import fails."""
+    "train.log_to wandb", as its subject, if the package is not installed or its import fails for any reason."""
     package = module.partition(".")[0]
     problem = "is not installed"
     try:
         # Any folder with the package's name can be imported as a namespace package.
         if getattr(importlib.import_module(package), "__file__", None):
             return importlib.import_module(module)
-    except ImportError as error:
+    except Exception as error:  # a package's own code can raise anything
         if not isinstance(error, ModuleNotFoundError) or error.name != package:
-            problem = f"cannot be imported ({error})"
+            kind = "" if isinstance(error, ImportError) else f"{type(error).__name__}: "
+            problem = f"cannot be imported ({kind}{' '.join(str(error).split())})"
     remedy = f"install it with pip install 'jaxformer[{EXTRAS[package]}]'"
     raise UserError(f"{purpose} needs {package}, which {problem}; {remedy}.")

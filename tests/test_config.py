@@ -136,6 +136,9 @@ def test_missing_required_field_is_named():
         lambda: replace(CONFIG, steps=2**31),
         lambda: DecoderConfig(norm_eps=0.0),
         lambda: DecoderConfig(score_scale=-1e39),
+        lambda: OptimizerConfig(learning_rate=1e39),
+        lambda: OptimizerConfig(learning_rate=1e308),
+        lambda: OptimizerConfig("adamw", weight_decay=1e39),
     ],
 )
 def test_values_out_of_range_are_refused(make):

@@ -42,6 +42,10 @@ def test_a_missing_package_is_one_sentence_with_its_extra(monkeypatch):
             "raise ImportError('libz is too old')",
             "which cannot be imported (libz is too old); install it with pip install 'jaxformer[gguf]'.",
         ),
+        (
+            "raise ValueError('no such\\nbackend')",
+            "which cannot be imported (ValueError: no such backend); install it with pip install 'jaxformer[gguf]'.",
+        ),
     ],
 )
 def test_a_broken_package_is_one_sentence_with_the_reason(monkeypatch, tmp_path, content, reason):

@@ -23,7 +23,7 @@ def explained_rows(run: Run, prompt: list[int], completion: list[int]) -> list[R
     tokens = prompt + completion
     tokens = tokens if contract_of(run.model).extrapolates else tokens[: config.n_positions]
     # A published model may have more tokens than its tokenizer.
-    name = lambda token: tokenizer.decode([token]) if token < tokenizer.vocab_size else f"[{token}]"  # noqa: E731
+    name = lambda token: tokenizer.decode_part([token]) if token < tokenizer.vocab_size else f"[{token}]"  # noqa: E731
     return [
         {
             "token": name(row.token),

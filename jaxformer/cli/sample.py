@@ -291,20 +291,31 @@ def _label(options: Arguments, prompts: Prompts) -> int:
 
 def _embed(options: Arguments, prompts: Prompts) -> int:
     """Print the cosine of each pair of prompts as a table, or the vector of each prompt as JSON."""
-    from jaxformer.decode.classify import encode_labelled
+    from jaxformer.data.labelled import tokenize_text
     from jaxformer.decode.embed import cosines, embed
 
     _check_task(options, COMMON | TEXTS | {"--batch-size"}, "text embedding", TEXTS)
     run = _open_restored(options)
+    model, tokenizer = run.text_model()
+    n_truncated = 0
+
+    def encode(prompt: Prompt) -> list[int]:
+        nonlocal n_truncated
+        prompt.check_no_seed("a sentence encoder does not sample")
+        tokens = tokenize_text(prompt.text, tokenizer, model.context_length)
+        n_truncated += tokens != tokenize_text(prompt.text, tokenizer)
+        return tokens
 
     def answers(fitting: list[Encoded]) -> Iterator[tuple[Row, str]]:
+        if n_truncated:
+            warn(f"{n_truncated} of {len(fitting)} texts are truncated to the {model.context_length} tokens that fit.")
         vectors_ND = embed(run.model, run.params, [tokens for _, tokens in fitting], options.completion.batch_size)
         cosines_NN = cosines(vectors_ND)
         for (prompt, _), vector_D, cosines_N in zip(fitting, vectors_ND, cosines_NN, strict=True):
             shortest = [float(str(x)) for x in vector_D]  # float32 digits
             yield prompt.as_row() | {"vector": shortest}, "".join(f"{x:6.3f} " for x in cosines_N) + prompt.text
 
-    return _answer(options, prompts, partial(encode_labelled, run=run), answers)
+    return _answer(options, prompts, encode, answers)
 
 
 def _translate(options: Arguments, prompts: Prompts) -> int:

@@ -183,7 +183,7 @@ def _parse(line: CommandLine, stack: contextlib.ExitStack) -> Job:
     if stored is not None:
         from jaxformer.train.resume import Rollback, check_resumable
 
-        changes = check_resumable(folder, stored, options.fields, options.from_step is not None)
+        changes = check_resumable(folder, stored, options.fields, options.from_step is not None, line.given)
         if options.from_step is not None:
             rollback = Rollback(options.from_step, options.skip_batches, changes)
     return Job(options, folder, stored, rollback, pretrained)

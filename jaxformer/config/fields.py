@@ -19,6 +19,8 @@ from jaxformer.errors import UserError, abbreviate
 T = TypeVar("T")
 MAX_INTEGER = 2**31 - 1
 """Largest int32, the integer type on devices."""
+MAX_FLOAT = (2 - 2**-23) * 2.0**127
+"""Largest float32."""
 MAX_LENGTH, MAX_SIDE = 2**24, 2**14
 """Maximum number of tokens, and of pixels along a side of an image: far beyond existing models, but small enough to
 fail at once instead of exhausting memory."""
@@ -68,7 +70,7 @@ type_hints: Callable[[type], dict[str, Any]] = cache(partial(typing.get_type_hin
 def check_fields(config: object, prefix: str = "") -> None:
     """Check the numbers and choices of a config, a dataclass; NumPy scalars count as numbers. Raises `UserError`, with
     the prefix, such as `data.`, before the field's name, if a value is not a choice of its `Literal`, not finite,
-    not an int32, or outside the `Range` of its annotation."""
+    not an int32 or float32, or outside the `Range` of its annotation."""
     for f in dataclasses.fields(config):  # type: ignore[arg-type]
         _check(f"{prefix}{f.name}", type_hints(type(config))[f.name], getattr(config, f.name))
 
@@ -90,6 +92,8 @@ def _check(name: str, hint: object, value: object) -> None:
         number = int(value) if isinstance(value, Integral) else float(value)
         if not isfinite(number):
             raise UserError(f"{name} is {number}; it must be a finite number.")
+        if isinstance(number, float) and abs(number) > MAX_FLOAT:
+            raise UserError(f"{name} is {number}; it must be at most {MAX_FLOAT:.2g}, the largest float32.")
         for limits in [*ranges, *([Range(most=MAX_INTEGER)] if plain is int else [])]:
             if isinstance(limits, Range):
                 limits.check(name, number)

@@ -144,6 +144,9 @@ def _parse(row: object, label: str) -> tuple[list[Message], object]:
         raise UserError(f'{label} is no object with a list of "messages"; give one such as {EXAMPLE}.')
     for number, message in enumerate(messages, start=1):
         texts = [message.get(field) for field in ("role", "content")] if isinstance(message, dict) else [None]
+        if isinstance(message, dict) and message.get("tool_calls") and message.get("content") is None:
+            problem = f'{label} message {number}, has "tool_calls" and no "content"'
+            raise UserError(f'{problem}; give it the text beside the tool calls, or "content": "" without any.')
         if not all(isinstance(text, str) for text in texts):
             raise UserError(f'{label} message {number}, has no "role" or "content" of text; give them as in {EXAMPLE}.')
     if not any(message["role"] == ASSISTANT for message in messages):

@@ -60,12 +60,14 @@ def find_classes(name: str, train: Sequence[Pair], val: Sequence[Pair]) -> tuple
     return tuple(classes)
 
 
-def tokenize_text(text: str, tokenizer: Tokenizer) -> list[int]:
-    """Return the tokens of a text as a classifier or sentence encoder reads it: after an end-of-text token, whose
-    features represent the text unless all features are pooled; or, if the published tokenizer has a token that begins a
-    text, such as BERT's [CLS], between that and end-of-text."""
-    tokens, begin, end = tokenizer.encode(text), tokenizer.begin_of_text, tokenizer.end_of_text
-    return [end, *tokens] if begin is None else [begin, *tokens, end]
+def tokenize_text(text: str, tokenizer: Tokenizer, limit: int | None = None) -> list[int]:
+    """Return the tokens of a text as a classifier or sentence encoder reads it: with the tokens that a published
+    tokenizer puts around it, such as BERT's [CLS] and [SEP]; without any, after an end-of-text token, whose features
+    represent the text unless all features are pooled. A text of more than `limit` tokens is truncated before those
+    after it, as by sentence-transformers."""
+    before, after = tokenizer.before_text, tokenizer.after_text
+    tokens = [*(before if before or after else [tokenizer.end_of_text]), *tokenizer.encode(text)]
+    return [*tokens[: None if limit is None else limit - len(after)], *after]
 
 
 def pad_texts(texts: Sequence[Sequence[int]], length: int, n_last: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -101,7 +103,7 @@ class LabelledTextDataset(Dataset):
         self.name, self.model, self.tokenizer, self.classes = name, model, tokenizer, find_classes(name, *splits)
         self.per_step, self.steps_per_epoch = batch_size, n // batch_size
         self._batch_size, self._seed, self._drop_tokens = batch_size, seed, drop_tokens
-        self._n_last = 0 if tokenizer.begin_of_text is None else 1  # see `tokenize_text`
+        self._n_last = len(tokenizer.after_text)
         self._train, self._val = (self._encode(split) for split in splits)
         dropped = f" drops {drop_tokens}" if drop_tokens else ""
         self.fingerprint = fingerprint(

@@ -243,8 +243,9 @@ def _read_table(path: Path, column: str) -> Iterator[list[str]]:
                 if not is_stream:
                     batches = map(reader.get_batch, range(reader.num_record_batches))
             kind = schema.types[_find_column(path, column, schema.names)]
-            text = kind.value_type if types.is_dictionary(kind) else kind
-            if not (types.is_string(text) or types.is_large_string(text)):
+            text = getattr(kind, "storage_type", kind)  # of an extension, such as JSON
+            text = text.value_type if types.is_dictionary(text) or types.is_run_end_encoded(text) else text
+            if not (types.is_string(text) or types.is_large_string(text) or types.is_string_view(text)):
                 raise UserError(f"{path} has {kind} in the column {column!r}, which is not text; see data.column.")
             for batch in batches:
                 values = batch.column(column)

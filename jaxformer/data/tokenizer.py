@@ -1,6 +1,8 @@
 """Tokenizers: byte-level BPE trained on the data (Sennrich et al. 2016; over bytes as in Radford et al. 2019), and
 published ones, which are byte-level or fall back to bytes (Kudo and Richardson 2018), or WordPiece (Schuster and
-Nakajima 2012; as in BERT), which normalises a text and has one token for all words that it cannot encode.
+Nakajima 2012; as in BERT), which normalises a text and has one token for all words that it cannot encode. Published
+tokenizers of bytes must give a text back, but for what their normalizer changes (`check_round_trip`). BPE dropout is
+turned off, so that a text always has the same tokens.
 
 In a text of several documents, each document is followed by `end_of_text`, and contains no other special token. It is
 preceded by `begin_of_text` if the published tokenizer adds one; otherwise, an `end_of_text` also precedes the first
@@ -12,6 +14,7 @@ from __future__ import annotations
 import codecs
 import json
 import re
+import string
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -24,7 +27,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from jaxformer.config.fields import MAX_LENGTH
 from jaxformer.data.text import locate
-from jaxformer.errors import UserError, lone_surrogate, parse_json
+from jaxformer.errors import UserError, abbreviate, lone_surrogate, parse_json
 
 END_OF_TEXT = "<|endoftext|>"
 ENDS_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "<|eot_id|>", "[SEP]")
@@ -33,13 +36,22 @@ TOKENIZER_CONFIG = "tokenizer_config.json"
 """File beside a published tokenizer that names its `eos_token` and `bos_token`, and may hold a chat template."""
 END_IDS = "eos_token_ids"
 """Field that we add to that file for the tokens that a published model's own config names as ends of a text."""
+SPECIAL_TOKENS_MAP = "special_tokens_map.json"
+"""Older file beside a published tokenizer with what the config may lack: its special tokens."""
 CHAT_TEMPLATE = "chat_template.jinja"
 """File beside a published tokenizer with its chat template."""
 BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 SPACE = "▁"
 """Space in SentencePiece tokens."""
-CONTINUED, WITHOUT_SPACE = "##", ".,!?"
-"""Prefix of WordPiece tokens that continue a word, and tokens before which decoding puts no space, as others do."""
+PROBE = f"""The king's  KING   sees 3 ships,\t12,345.60 m off; {string.punctuation} <a b="c">\r\n
+def f(x_1):
+    return {{x_1: 'y'}} != 0x1F  # é ça Ω 日本 한국 🙂 👩‍🚀 \U0010fffd.\n\n\nEnd"""
+"""Text that a tokenizer of bytes must give back."""
+SCHEMES = ("always", "first", "never")
+MODEL_OPTIONS = ("continuing_subword_prefix", "end_of_word_suffix", "unk_token")
+"""Options of a model that can change a text."""
+CLEANED_UP = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")
+"""Texts whose spaces a WordPiece tokenizer removes if its config says so, in order."""
 MAX_LEARNED_CHARACTERS = 2**21
 """Maximum total characters of the distinct words in a tokenizer's training text, which bounds training memory to about
 250 MB; some ten million words of English have as many."""
@@ -52,7 +64,8 @@ class Tokenizer:
     had (`missing_bytes`), and refuses a text with them.
 
     Raises:
-      ValueError: it is neither byte-level, nor falls back to bytes, nor WordPiece, or has no end-of-text token.
+      ValueError: it is neither byte-level, nor falls back to bytes, nor WordPiece, or has no end-of-text token, or it
+        puts other tokens around a text than one before it and end-of-text after it.
     """
 
     def __init__(self, inner: tokenizers.Tokenizer, one_in: int = 1, config: Mapping[str, Any] | None = None) -> None:
@@ -61,9 +74,14 @@ class Tokenizer:
         self._inner, self.one_in, self.config = inner, one_in, config or {}
         inner.no_truncation()
         inner.no_padding()
+        if isinstance(inner.model, models.BPE):
+            inner.model.dropout = None  # the same text has the same tokens
         inner.encode_special_tokens = True  # "<|endoftext|>" in a user's text is text
+        self.before_text, self.after_text = self._added()
         self.end_of_text = self._find_end()
-        self.begin_of_text = self._find_begin()
+        self._check_added()
+        begin = next(iter(self.before_text), self.end_of_text)
+        self.begin_of_text = None if begin == self.end_of_text else begin
         if self.vocab_size > MAX_LENGTH:  # libraries allocate a row per id
             raise ValueError(f"has a token {self.vocab_size - 1:,}; ids must be below {MAX_LENGTH:,}")
 
@@ -108,16 +126,20 @@ class Tokenizer:
         remedy = "give the tokenizer.json of a run or of a published model"
         try:
             inner = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # tokenizers raises bare Exception
+        except BaseException as error:
+            if not is_library_error(error):
+                raise
             raise UserError(f"{path} is not a readable tokenizer: {error}; {remedy}.") from error
-        beside, config = path.with_name(TOKENIZER_CONFIG), {}
-        if beside.is_file():
-            try:
-                config = dict(parse_json(beside.read_bytes()))
-            except (OSError, ValueError, TypeError) as error:
-                raise UserError(f"{beside} is not a readable JSON object ({error}); restore it.") from error
+        config = _read_config(path.with_name(TOKENIZER_CONFIG))
+        if "added_tokens_decoder" not in config:
+            config |= _read_config(path.with_name(SPECIAL_TOKENS_MAP))
         if (template := path.with_name(CHAT_TEMPLATE)).is_file():  # takes precedence, as in transformers
             config["chat_template"] = template.read_text(encoding="utf-8", errors="replace")
+        try:
+            config = _add_tokens(inner, config)
+        except (TypeError, ValueError, AttributeError, OverflowError, LookupError) as error:
+            problem = f"{path.with_name(TOKENIZER_CONFIG)} has special tokens in an unknown form ({error})"
+            raise UserError(f"{problem}; restore the published one.") from error
         return published_tokenizer(inner, config | ({END_IDS: list(ends)} if ends else {}), path, remedy)
 
     def save(self, path: Path) -> None:
@@ -140,47 +162,65 @@ class Tokenizer:
         """Vocabulary size in tokens, including special tokens: the largest id plus one."""
         return max(self._inner.get_vocab().values()) + 1
 
+    def _added(self) -> tuple[list[int], list[int]]:
+        """Return the tokens that the post-processor puts before and after a text. Raises `ValueError` if it changes the
+        tokens of the text itself."""
+        all_ids, ids = (self._inner.encode(PROBE, add_special_tokens=added).ids for added in (True, False))
+        kind = _types(self._inner.post_processor)
+        if unknown := [token for token in all_ids if self._inner.id_to_token(token) is None]:
+            raise ValueError(f"has no token {unknown[0]}, which its post-processor ({kind}) adds to a text")
+        for start in range(len(all_ids) - len(ids) + 1):
+            if ids and all_ids[start : start + len(ids)] == ids:
+                return all_ids[:start], all_ids[start + len(ids) :]
+        raise ValueError(f"has a post-processor ({kind}) that changes the tokens of a text")
+
+    def _check_added(self) -> None:
+        """Raise `ValueError` for tokens around a text other than one before it and end-of-text after it."""
+        before, after, end = self.before_text, self.after_text, [self.end_of_text]
+        if len(before) > 1 or after not in ([], end) or before == after == end:
+            texts = [" ".join(map(self._token_text, ids)) or "nothing" for ids in (before, after)]
+            problem = f"puts {texts[0]} before a text and {texts[1]} after it ({_types(self._inner.post_processor)})"
+            limit = f"one token before it and the end of text, {self._token_text(self.end_of_text)}, after it"
+            raise ValueError(f"{problem}; supported are {limit}, or one of them")
+
     def _find_end(self) -> int:
-        """Return the id of the end-of-text token: the config's, else the first of `ENDS_OF_TEXT` in the vocabulary."""
+        """Return the id of the end-of-text token: the config's, else the one that the tokenizer puts after a text, else
+        the first of `ENDS_OF_TEXT` in the vocabulary."""
         ids = self.config.get(END_IDS, [])
-        known = [self._inner.id_to_token(token) if 0 <= token < self.vocab_size else None for token in ids]
-        texts = [text for text in known if text is not None]
-        if len(texts) < len(ids):
+        if not isinstance(ids, list) or not all(type(token) is int for token in ids):
+            raise ValueError(f"has {END_IDS} {abbreviate(ids)} in its {TOKENIZER_CONFIG}, which are no ids of tokens")
+        if not all(0 <= token < self.vocab_size and self._token_text(token) for token in ids):
             named = ", ".join(map(str, ids))
             raise ValueError(f"has no token {named}, which the model's config names as its eos_token_id")
-        given = self._named("eos_token")
-        names = [given] if given else texts or ENDS_OF_TEXT
+        given, added = self._named("eos_token"), self._inner.get_added_tokens_decoder()
+        after = [token for token in self.after_text if token in added and added[token].special]
+        names = [given] if given else [*map(self._token_text, ids or after)] or ENDS_OF_TEXT
         tokens = [token for name in names if (token := self._inner.token_to_id(name)) is not None]
         if not tokens:
             raise ValueError(f"has no end-of-text token {' or '.join(names)}; see eos_token in its {TOKENIZER_CONFIG}")
         return tokens[0]
+
+    def _token_text(self, token: int) -> str:
+        """Return the text of a token as it is published; "" for an id without one."""
+        added = self._inner.get_added_tokens_decoder()
+        return added[token].content if token in added else self._inner.id_to_token(token) or ""
 
     @cached_property
     def ends_of_text(self) -> tuple[int, ...]:
         """Ids of all tokens that end a generated text: `end_of_text`, and the config's `END_IDS`."""
         return tuple(dict.fromkeys((self.end_of_text, *self.config.get(END_IDS, ()))))
 
-    def _find_begin(self) -> int | None:
-        """Return the id of the token that the tokenizer's post-processor or config puts before a text; None if there is
-        none or it is end-of-text."""
-        first = self._inner.encode("", add_special_tokens=True).ids[:1]
-        adds, name = self.config.get("add_bos_token", bool(first)), self._named("bos_token")
-        token = self._inner.token_to_id(name) if name else next(iter(first), None)
-        return token if adds and token != self.end_of_text else None
-
     def _named(self, key: str) -> str | None:
         """Return the special token that the config names."""
-        token = self.config.get(key)
-        text = token.get("content") if isinstance(token, dict) else token
-        return text if isinstance(text, str) and text else None
+        return _content(self.config.get(key))
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text. Raises `UserError` if it has a lone surrogate or one of `missing_bytes`."""
         return self._inner.encode(self._check(text), add_special_tokens=False).ids
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Return the tokens of the start of a text: `begin_of_text`, if there is one, then those of `encode`."""
-        return [*([] if self.begin_of_text is None else [self.begin_of_text]), *self.encode(text)]
+        """Return the tokens of the start of a text: those of `before_text`, then those of `encode`."""
+        return [*self.before_text, *self.encode(text)]
 
     @cached_property
     def mask_token(self) -> int | None:
@@ -191,9 +231,8 @@ class Tokenizer:
     @cached_property
     def special_tokens(self) -> dict[str, str]:
         """Special tokens by their names in chat templates, such as `eos_token`."""
-        names = [key for key in self.config if key.endswith("_token") and not key.startswith("add_")]
-        named = {name: text for name in names if (text := self._named(name)) is not None}
-        return {"eos_token": str(self._inner.id_to_token(self.end_of_text))} | named
+        named = {name: text for name in _named_tokens(self.config) if (text := self._named(name)) is not None}
+        return {"eos_token": self._token_text(self.end_of_text)} | named
 
     @cached_property
     def special_texts(self) -> dict[int, str]:
@@ -224,10 +263,16 @@ class Tokenizer:
         return Tokenizer(self._inner, self.one_in, {**self.config, END_IDS: [*self.ends_of_text, *more]})
 
     def without_special_from(self, n: int) -> Tokenizer:
-        """Return the tokenizer without special tokens whose ids are n or above."""
-        form = json.loads(self.as_json())
-        form["added_tokens"] = [t for t in form["added_tokens"] if t["id"] < n or not t["special"]]
-        return Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(form)), self.one_in, self.config)
+        """Return the tokenizer without special tokens whose ids are n or above. Raises `ValueError` if a text needs one
+        of them: before it, at its end, or in a conversation, by the chat template."""
+        form, template = json.loads(self.as_json()), str(self.config.get("chat_template"))
+        gone = {t["content"] for t in form["added_tokens"] if t["id"] >= n and t["special"]}
+        form["added_tokens"] = [t for t in form["added_tokens"] if t["content"] not in gone]
+        names = [name for name, text in self.special_tokens.items() if text in gone and name != "eos_token"]
+        if needed := [text for text in (*sorted(gone), *names) if text in template]:
+            raise ValueError(f"lacks {needed[0]}, which its chat template writes")
+        config = {name: value for name, value in self.config.items() if name not in names}
+        return Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(form)), self.one_in, config)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the tokens of each text, encoded in parallel on all cores. Raises as `encode` does."""
@@ -235,25 +280,43 @@ class Tokenizer:
         return [e.ids for e in self._inner.encode_batch_fast(checked, add_special_tokens=False)]
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Return the text of tokens; invalid UTF-8 becomes U+FFFD, and ids beyond the vocabulary become nothing."""
-        text = b"".join(self.token_bytes[t] for t in tokens if t < self.vocab_size).decode("utf-8", "replace")
-        return text.removeprefix(" ") if self._is_word_piece else text
+        """Return the text of tokens, without a space that the tokenizer puts before a text and its decoder removes.
+        Invalid UTF-8 becomes U+FFFD; special tokens and ids beyond the vocabulary become nothing."""
+        if not self._is_word_piece:
+            text = self.decode_part(tokens)
+            return text.removeprefix(" ") if self._strips_space else text
+        text = self._inner.decode([int(token) for token in tokens if token != self.end_of_text])
+        for spaced in CLEANED_UP if self.config.get("clean_up_tokenization_spaces") else ():
+            text = text.replace(spaced, spaced.strip())
+        return text
+
+    def decode_part(self, tokens: Iterable[int]) -> str:
+        """Return the text of some of a text's tokens, which may begin with a space; otherwise as `decode`."""
+        return b"".join(self.token_bytes[t] for t in tokens if t < self.vocab_size).decode("utf-8", "replace")
+
+    @cached_property
+    def _strips_space(self) -> bool:
+        """True if the decoder removes a space before the first word."""
+        ids = self._inner.encode("a", add_special_tokens=False).ids
+        return self.decode_part(ids).startswith(" ") and not self._inner.decode(ids).startswith(" ")
 
     @cached_property
     def _is_word_piece(self) -> bool:
-        return isinstance(self._inner.decoder, decoders.WordPiece)
+        return isinstance(self._inner.model, models.WordPiece) and isinstance(self._inner.decoder, decoders.WordPiece)
 
     @cached_property
     def token_bytes(self) -> list[bytes]:
         """Bytes of each token; none for special tokens and ids without a token. Raises `ValueError` if it is neither
         byte-level, nor falls back to bytes, nor WordPiece."""
-        steps = _decoder_steps(self._inner)
-        if "ByteLevel" in steps:
+        decoder = self._inner.decoder
+        steps = {step["type"] for step in _steps(decoder)}
+        of_bytes = isinstance(self._inner.model, models.BPE | models.Unigram)
+        if self._is_word_piece:
+            to_bytes = lambda piece: decoder.decode(["a", piece]).removeprefix("a").encode()  # noqa: E731
+        elif "ByteLevel" in steps and of_bytes:
             to_bytes = _byte_level_bytes
-        elif "ByteFallback" in steps:
+        elif "ByteFallback" in steps and of_bytes:
             to_bytes = _sentencepiece_bytes
-        elif self._is_word_piece:
-            to_bytes = _word_piece_bytes
         else:
             kind = f"a {type(self._inner.model).__name__} whose decoder has {', '.join(sorted(steps)) or 'nothing'}"
             raise ValueError(f"is {kind}, neither byte-level, nor with a fallback to bytes, nor WordPiece")
@@ -262,7 +325,9 @@ class Tokenizer:
         for piece, i in self._inner.get_vocab().items():
             if i == self.end_of_text or (i in added and added[i].special):
                 continue
-            texts[i] = piece.encode() if i in added else to_bytes(piece)
+            if i in added:
+                piece = str(self._inner.id_to_token(i))  # as the normalizer, too, may have changed it
+            texts[i] = piece.encode() if i in added and to_bytes is _byte_level_bytes else to_bytes(piece)
         return texts
 
     @cached_property
@@ -287,6 +352,40 @@ class Tokenizer:
                 problem = f"the tokenizer has no token for the byte 0x{match[0][0]:02x}"
                 raise UserError(f"{problem} of {character!r}, character {start} of the text; remove it.")
         return text
+
+    def check_round_trip(self) -> None:
+        """Raise `ValueError` if `decode` or the library does not give a text back, but for what the normalizer changes.
+        WordPiece need not give it back."""
+        inner, normalizer, steps = self._inner, self._inner.normalizer, _steps(self._inner.decoder)
+        if self._is_word_piece:
+            return
+        if self.missing_bytes and "ByteLevel" not in {step["type"] for step in steps}:
+            # A character with a missing byte would be encoded as unknown.
+            raise ValueError(f"has no token for the byte 0x{self.missing_bytes[0]:02x}, which its fallback needs")
+        if removing := list(filter(_removes, _steps(inner.pre_tokenizer))):
+            raise ValueError(f"has a pre-tokenizer that removes parts of a text, {abbreviate(removing[0])}")
+        if others := [step for step in steps if not _is_plain(step)]:
+            raise ValueError(f"has a decoder that changes a text, {abbreviate(others[0])}")
+        normalize = (lambda text: text) if normalizer is None else normalizer.normalize_str
+        probe = "".join(c for c in PROBE if not {*self.missing_bytes} & {*normalize(c).encode()})
+        tokens, wanted = self.encode(probe), normalize(probe)
+        for text in (self.decode(tokens).removeprefix(" "), inner.decode(tokens).removeprefix(" ")):
+            if text != wanted and normalize(text) != wanted:  # which may have its own spaces
+                shared = zip(wanted, text, strict=False)
+                at = next((i for i, (a, b) in enumerate(shared) if a != b), min(len(wanted), len(text)))
+                problem = f"turns {wanted[max(0, at - 5) : at + 9]!r} into {text[max(0, at - 5) : at + 9]!r}"
+                raise ValueError(f"{problem} ({self._components()})")
+
+    def _components(self) -> str:
+        """Return the types of the parts that can change a text."""
+        inner, model = self._inner, self._inner.model
+        kinds = {"normalizer": inner.normalizer, "pre-tokenizer": inner.pre_tokenizer}
+        kinds |= {"post-processor": inner.post_processor, "decoder": inner.decoder}
+        options = [f"{name} {value!r}" for name in MODEL_OPTIONS if (value := getattr(model, name, None))]
+        parts = [f"{name} {_types(part)}" for name, part in kinds.items()]
+        added = [token for token in inner.get_added_tokens_decoder().values() if not token.special]
+        strip = [f"added token {token.content!r} that strips spaces" for token in added if token.lstrip or token.rstrip]
+        return ", ".join([f"model {type(model).__name__}", *options, *parts, *strip[:1]])
 
     def _encoded_bytes(self, text: str) -> bytes:
         return b"".join(self.token_bytes[t] for t in self.encode(text))
@@ -316,24 +415,66 @@ class Tokenizer:
         return np.array([len(b) for b in self.token_bytes], np.int32)
 
 
-def _decoder_steps(inner: tokenizers.Tokenizer) -> set[str]:
-    """Return the types of the decoder's steps."""
-    form = None if inner.decoder is None else json.loads(inner.decoder.__getstate__())
-    return {step["type"] for step in _flat(form)}
-
-
 def published_tokenizer(inner: tokenizers.Tokenizer, config: Mapping[str, Any], path: Path, remedy: str) -> Tokenizer:
     """Return a published tokenizer that was read from a file. Raises `UserError` with the file's path and the remedy if
     it cannot be used."""
     try:
         tokenizer = Tokenizer(inner, config=config)
-        missing = tokenizer.missing_bytes
-        # With a fallback, a character with a missing byte would be encoded as unknown.
-        if missing and "ByteLevel" not in _decoder_steps(inner):
-            raise ValueError(f"has no token for the byte 0x{missing[0]:02x}, which its fallback needs")
+        tokenizer.check_round_trip()
     except ValueError as error:
         raise UserError(f"{path} {error}; {remedy}.") from error
+    except BaseException as error:
+        if not is_library_error(error):
+            raise
+        raise UserError(f"{path} cannot encode every text ({error}); {remedy}.") from error
     return tokenizer
+
+
+def is_library_error(error: BaseException) -> bool:
+    """Return True for an error of the library: a bare exception, or a panic, which is no `Exception`."""
+    return type(error) is Exception or type(error).__name__ == "PanicException"
+
+
+def _read_config(file: Path) -> dict[str, Any]:
+    """Return the object in a file beside a tokenizer, or {} without the file. Raises `UserError` for anything else."""
+    if not file.is_file():
+        return {}
+    try:
+        if isinstance(config := parse_json(file.read_bytes()), dict):
+            return config
+        raise ValueError("it is none")
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file} is not a readable JSON object ({error}); restore it.") from error
+
+
+def _add_tokens(inner: tokenizers.Tokenizer, config: dict[str, Any]) -> dict[str, Any]:
+    """Add the tokens to a tokenizer that only its config has, as transformers does; return the config without those
+    that it does not name."""
+    lists = ("added_tokens_decoder", "extra_special_tokens", "additional_special_tokens")
+    added, *more = (config.get(key) or [] for key in lists)
+    inner.add_tokens([tokenizers.AddedToken(**added[i]) for i in sorted(added, key=int)])
+    unnamed: Any = next(filter(None, more), [])
+    named = _named_tokens(config)
+    if inner.token_to_id(_content(named.get("eos_token")) or "") is None:
+        named.pop("eos_token", None)  # a new token would have ended no text
+    values = [*named.values(), *(unnamed.values() if isinstance(unnamed, dict) else unnamed)]
+    known = {token.content for token in inner.get_added_tokens_decoder().values()}
+    for value in values:
+        if (text := _content(value)) is not None and text not in known:
+            flags = {k: v for k, v in value.items() if k in ("lstrip", "rstrip")} if isinstance(value, dict) else {}
+            inner.add_special_tokens([tokenizers.AddedToken(text, normalized=False, **flags)])
+    return {key: value for key, value in config.items() if key not in lists}
+
+
+def _named_tokens(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the special tokens in a config by their names, such as `eos_token`."""
+    return {key: value for key, value in config.items() if key.endswith("_token") and not key.startswith("add_")}
+
+
+def _content(token: object) -> str | None:
+    """Return the text of a token in a config; None for anything else."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) and text else None
 
 
 def find_tokenizer(path: str) -> Path:
@@ -342,11 +483,36 @@ def find_tokenizer(path: str) -> Path:
     return location / "tokenizer.json" if location.is_dir() else location
 
 
-def _flat(step: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """Return the steps of a decoder, with sequences flattened."""
-    if step is None:
-        return []
-    return [inner for part in step["decoders"] for inner in _flat(part)] if step["type"] == "Sequence" else [step]
+def _steps(component: object) -> list[dict[str, Any]]:
+    """Return the steps of a decoder, normalizer, pre-tokenizer or post-processor, with sequences flattened."""
+    return [] if component is None else _flat(json.loads(component.__getstate__()))  # type: ignore[arg-type]
+
+
+def _flat(step: dict[str, Any]) -> list[dict[str, Any]]:
+    if step["type"] != "Sequence":
+        return [step]
+    return [inner for value in step.values() if isinstance(value, list) for part in value for inner in _flat(part)]
+
+
+def _types(component: object) -> str:
+    """Return the types of a component's steps, such as "WhitespaceSplit, ByteLevel"."""
+    return ", ".join(step["type"] for step in _steps(component)) or "none"
+
+
+def _is_plain(step: Mapping[str, Any]) -> bool:
+    """Return True if a step of a decoder is one of those that `token_bytes` and `_strips_space` stand for."""
+    kind, settings = step["type"], {name: value for name, value in step.items() if name != "type"}
+    return kind in ("ByteLevel", "ByteFallback", "Fuse") or settings in (
+        {"pattern": {"String": SPACE}, "content": " "},  # Replace
+        {"content": " ", "start": 1, "stop": 0},  # Strip
+        *({"replacement": SPACE, "prepend_scheme": s, "split": x} for s in SCHEMES for x in (True, False)),  # Metaspace
+    )
+
+
+def _removes(step: Mapping[str, Any]) -> bool:
+    """Return True if a step of a pre-tokenizer removes what it splits at; an inverted one is left to the probe."""
+    splits = step.get("behavior") == "Removed" and not step.get("invert")
+    return splits or step["type"] in ("Whitespace", "WhitespaceSplit", "BertPreTokenizer", "CharDelimiterSplit")
 
 
 _PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
@@ -366,11 +532,6 @@ def _byte_level_bytes(piece: str) -> bytes:
 def _sentencepiece_bytes(piece: str) -> bytes:
     byte = BYTE.fullmatch(piece)
     return bytes([int(byte[1], 16)]) if byte else piece.replace(SPACE, " ").encode()
-
-
-def _word_piece_bytes(piece: str) -> bytes:
-    is_continued = piece.startswith(CONTINUED) and piece != CONTINUED
-    return (piece.removeprefix(CONTINUED) if is_continued or piece in WITHOUT_SPACE else f" {piece}").encode()
 
 
 def _sample(texts: Iterable[str], one_in: int) -> Iterator[str]:

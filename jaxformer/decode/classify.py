@@ -56,7 +56,7 @@ def encode_labelled(prompt: Prompt, run: Run) -> list[int]:
     model, tokenizer = run.text_model()
     tokens = tokenize_text(prompt.text, tokenizer)
     limit = model.context_length
-    n_added = "one before the text" if tokenizer.begin_of_text is None else "one before and one after the text"
+    n_added = "one before and one after the text" if tokenizer.after_text else "one before the text"
     prompt.check_length(len(tokens), limit, f"{limit}, {n_added} included")
     return tokens
 

@@ -367,7 +367,7 @@ def encode_logit_bias(options: Sequence[str], tokenizer: Tokenizer) -> tuple[tup
             raise UserError(f"--logit-bias {option!r} is not of the form TEXT=BIAS, such as ' the=-2.5'.")
         tokens = tokenizer.encode(text)
         if len(tokens) != 1:
-            pieces = ", ".join(repr(tokenizer.decode([token])) for token in tokens)
+            pieces = ", ".join(repr(tokenizer.decode_part([token])) for token in tokens)
             raise UserError(f"--logit-bias {text!r} is {len(tokens)} tokens of this run, {pieces}; give one of them.")
         biases.append((tokens[0], value))
     return tuple(biases)

@@ -23,9 +23,14 @@ def embed(model: nn.Module, params: Params, texts: Sequence[Sequence[int]], batc
 
     Args:
       model: an `Embedder`.
-      texts: tokens of each text, as from `data.labelled.tokenize_text`; at most as many as the model's context.
+      texts: tokens of each text, as from `data.labelled.tokenize_text`, whose limit is the model's context.
       batch_size: texts that are computed at once, of similar lengths.
+
+    Raises:
+      ValueError: a text has more tokens than the context.
     """
+    if (longest := max(map(len, texts), default=0)) > (limit := model.config.context_length):
+        raise ValueError(f"a text has {longest:,} tokens; the model reads at most {limit:,}: truncate it")
     vectors_ND = np.empty((len(texts), model.config.d_model), np.float32)
     by_length = sorted(range(len(texts)), key=lambda i: len(texts[i]))
     for start in range(0, len(texts), batch_size):

@@ -43,9 +43,7 @@ def encode_masked(prompt: Prompt, run: Run) -> list[int]:
         raise UserError(f"{prompt.label} has no {MASK}, and the run fills masks; write one, as in 'The {MASK} of'.")
     mask = mask_token(config, tokenizer)
     encoded = [[*tokenizer.encode(part.removesuffix(" ")), mask] for part in parts]
-    tokens = [*chain.from_iterable(encoded), *tokenizer.encode(last)]
-    if tokenizer.begin_of_text is not None:
-        tokens = [tokenizer.begin_of_text, *tokens, tokenizer.end_of_text]
+    tokens = [*tokenizer.before_text, *chain.from_iterable(encoded), *tokenizer.encode(last), *tokenizer.after_text]
     prompt.check_length(len(tokens), config.context_length, f"the context's {config.context_length}")
     return tokens
 

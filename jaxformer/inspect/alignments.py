@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import warnings
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxformer.errors import import_extra
+from jaxformer.errors import UserError, import_extra
 from jaxformer.inspect.activations import Activations, capture
 from jaxformer.inspect.attention import CROSS
 from jaxformer.models.inputs import check_example
@@ -43,6 +46,23 @@ def _source_weights(model: nn.Module, params: Params, *inputs: jax.Array) -> Act
     return capture(model, params, *inputs, names=names, missing_ok=True)
 
 
+def _import_figures() -> ModuleType:
+    """Return matplotlib's module of figures, which need no backend: if that of MPLBACKEND, such as a notebook's, is not
+    installed, matplotlib cannot be imported otherwise. Raises as `import_extra` does."""
+    purpose = "drawing an alignment"
+    try:
+        return import_extra("matplotlib.figure", purpose)
+    except UserError:
+        if "matplotlib" in sys.modules or (backend := os.environ.pop("MPLBACKEND", None)) is None:
+            raise
+    for part in [name for name in sys.modules if name.startswith("matplotlib.")]:
+        del sys.modules[part]  # of the import that failed
+    try:
+        return import_extra("matplotlib.figure", purpose)
+    finally:
+        os.environ["MPLBACKEND"] = backend
+
+
 def draw_alignment(weights_TS: np.ndarray, source: Sequence[str], target: Sequence[str], file: Path) -> None:
     """Draw an alignment as a PNG, one row per target token; darker cells have larger weights.
 
@@ -53,9 +73,9 @@ def draw_alignment(weights_TS: np.ndarray, source: Sequence[str], target: Sequen
       file: path of the PNG.
 
     Raises:
-      UserError: matplotlib is not installed.
+      UserError: matplotlib is not installed, or cannot be imported.
     """
-    Figure = import_extra("matplotlib.figure", "drawing an alignment").Figure
+    Figure = _import_figures().Figure
     T, S = weights_TS.shape
     figure = Figure(figsize=(1.5 + 0.22 * S, 1.5 + 0.22 * T), layout="constrained")
     axes = figure.subplots()

@@ -229,7 +229,7 @@ def _alignment(setup: TrainSetup, data: PairDataset, folder: Path) -> Call:
     source, target = max(pairs, key=lambda pair: (is_readable(pair[0]), len(pair[0])))
     source_S, target_T = jnp.array(source), jnp.array([tokenizer.end_of_text, *target])
     shown = (source, [*target, tokenizer.end_of_text])
-    source_texts, target_texts = ([tokenizer.decode([token]) for token in tokens] for tokens in shown)
+    source_texts, target_texts = ([tokenizer.decode_part([token]) for token in tokens] for tokens in shown)
 
     def call(step: int, state: TrainState, batch: Batch, row: Row) -> None:
         weights_TS = alignment(setup.model, local_copy(setup.model_params(state), setup.mesh), source_S, target_T)

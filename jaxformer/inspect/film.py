@@ -98,7 +98,7 @@ def film(
                 for layer, scores in heads.items()
             },
             _stream(run.model, params, batch),
-            [tokenizer.decode(new) for *_, new in texts] if prompts else [],
+            [tokenizer.decode_part(new) for *_, new in texts] if prompts else [],
         )
 
 

@@ -46,6 +46,8 @@ def family_of(theirs: PublishedConfig) -> Family:
         known = ", ".join(dict.fromkeys(family.model_type for family in all_families))
         raise UserError(f"the model_type is {abbreviate(model_type)}, which is not supported; supported are {known}.")
     names = architectures or list(families)
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise UserError(f"the architectures are {abbreviate(names)}, which are no names; restore the published config.")
     if not (matching := [name for name in names if name in families]):
         published = [name for name in families if name != POOLED_CLASSIFIER.architecture]
         remedy = f"use a checkpoint of {' or '.join(published)}"

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from jaxformer.data.tokenizer import Tokenizer
-from jaxformer.errors import UserError, import_extra, parse_json
+from jaxformer.errors import UserError, abbreviate, import_extra, lone_surrogate, parse_json
 from jaxformer.interop.families import MAX_TOKENS, NORMALIZE, POOLING, PublishedConfig
 from jaxformer.runs.run import TOKENIZER
 
@@ -72,7 +72,7 @@ class ModelFolder:
             raise UserError(f"{path} has no {CONFIG}; name its GGUF file, such as {ggufs[0]}.")
         config = {**read_object(path / CONFIG), **read_modules(path)}
         if (path / INDEX).exists():
-            shards = sorted(set(read_object(path / INDEX).get("weight_map", {}).values()))
+            shards = read_shards(path / INDEX)
         elif (path / SINGLE).exists():
             shards = [SINGLE]
         else:
@@ -125,6 +125,17 @@ class ModelFolder:
         if not all(type(token) is int for token in ids):  # True would be read as token 1
             raise UserError(f"the eos_token_id of {self.path} is {named!r}; it must be an id or a list of ids.")
         return tuple(ids)
+
+
+def read_shards(file: Path) -> list[str]:
+    """Return the names of the files in an index, sorted. Raises `UserError` if it maps no tensors to names of files."""
+    files = read_object(file).get("weight_map")
+    names = files.values() if isinstance(files, Mapping) else []
+    is_file = lambda name: isinstance(name, str) and Path(name).name == name and lone_surrogate(name) is None  # noqa: E731
+    if not names or not all(map(is_file, names)):
+        problem = f"the weight_map of {file} is {abbreviate(files)}"
+        raise UserError(f"{problem}; it must map tensors to files beside it; restore the published one.")
+    return sorted(set(names))
 
 
 def read_modules(path: Path) -> PublishedConfig:

@@ -136,3 +136,4 @@ def _add_tokenizer(gguf: ModuleType, writer: Any, tokenizer: Tokenizer, vocab_si
     writer.add_bos_token_id(special.bos)
     writer.add_eos_token_id(special.eos[0])
     writer.add_add_bos_token(special.adds_bos)
+    writer.add_add_eos_token(bool(tokenizer.after_text))

@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 import tokenizers
 
-from jaxformer.data.tokenizer import Tokenizer, published_tokenizer
+from jaxformer.data.tokenizer import Tokenizer, is_library_error, published_tokenizer
 from jaxformer.errors import UserError, abbreviate, import_extra
 from jaxformer.interop.families import FAMILIES, PublishedConfig
 from jaxformer.interop.gguf import ARCHITECTURES, ROTATED, llama3_divisors, pairs_apart
@@ -171,7 +171,9 @@ class GgufFile:
         try:
             inner = tokenizers.Tokenizer.from_str(json.dumps(tokenizer_json(self.metadata)))
             config = tokenizer_config(self.metadata)
-        except Exception as error:  # tokenizers raises bare Exception
+        except BaseException as error:
+            if not (isinstance(error, Exception) or is_library_error(error)):
+                raise
             problem = f"{self.path} has no readable tokenizer ({type(error).__name__}: {error})"
             raise UserError(f"{problem}; {remedy}.") from error
         return published_tokenizer(inner, config, self.path, remedy)

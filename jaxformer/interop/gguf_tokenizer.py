@@ -59,7 +59,27 @@ def tokenizer_json(metadata: Metadata) -> dict[str, Any]:
         "version": "1.0",
         "added_tokens": added,
         **parts,
+        "post_processor": _post_processor(metadata),
         "model": {"type": "BPE", "vocab": vocab, **parts["model"]},
+    }
+
+
+def _post_processor(metadata: Metadata) -> dict[str, Any] | None:
+    """Return the post-processor that puts special tokens around a text; None without any."""
+    is_llama = metadata["tokenizer.ggml.model"] == "llama" or _pre_type(metadata) == "llama-bpe"
+    defaults, tokens = {"bos": is_llama, "eos": False}, metadata["tokenizer.ggml.tokens"]  # llama.cpp's
+    ids = {name: metadata.get(f"tokenizer.ggml.{name}_token_id") for name in defaults}
+    adds = {name: metadata.get(f"tokenizer.ggml.add_{name}_token", default) for name, default in defaults.items()}
+    texts = {name: tokens[i] for name, i in ids.items() if adds[name] and i is not None}
+    if not texts:
+        return None
+    around = {name: [{"SpecialToken": {"id": texts[name], "type_id": 0}}] if name in texts else [] for name in ids}
+    first, second = ({"Sequence": {"id": name, "type_id": i}} for i, name in enumerate("AB"))
+    return {
+        "type": "TemplateProcessing",
+        "single": [*around["bos"], first, *around["eos"]],
+        "pair": [*around["bos"], first, *around["eos"], second, *around["eos"]],
+        "special_tokens": {text: {"id": text, "ids": [ids[name]], "tokens": [text]} for name, text in texts.items()},
     }
 
 
@@ -69,8 +89,6 @@ def tokenizer_config(metadata: Metadata) -> dict[str, Any]:
     tokens = metadata["tokenizer.ggml.tokens"]
     ids = {name: metadata.get(f"tokenizer.ggml.{name}_token_id") for name in (*NAMES.values(), "eot", "eom")}
     config = {name: tokens[ids[key]] for name, key in NAMES.items() if ids[key] is not None}
-    is_llama = metadata["tokenizer.ggml.model"] == "llama" or _pre_type(metadata) == "llama-bpe"
-    config["add_bos_token"] = metadata.get("tokenizer.ggml.add_bos_token", is_llama)  # with llama.cpp's default
     if isinstance(template := metadata.get("tokenizer.chat_template"), str):
         config["chat_template"] = template
     ends = [ids[name] for name in ("eos", "eot", "eom") if ids[name] is not None]

@@ -191,7 +191,7 @@ class SpecialTokens:
 def special_tokens(tokenizer: Tokenizer) -> SpecialTokens:
     """Return the special tokens of a tokenizer."""
     added = {token["id"]: token["content"] for token in json.loads(tokenizer.as_json())["added_tokens"]}
-    named, begin = tokenizer.special_tokens, tokenizer.begin_of_text
+    named, begin = tokenizer.special_tokens, next(iter(tokenizer.before_text), None)
     bos, bos_text = tokenizer.end_of_text, named["eos_token"]
     if begin is not None:
         bos, bos_text = begin, added.get(begin) or named["bos_token"]

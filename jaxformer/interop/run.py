@@ -38,10 +38,14 @@ def open_published(source: Path) -> PublishedModel:
 
 def load_published_tokenizer(published: PublishedModel, config: ImportedConfig) -> Tokenizer:
     """Return the tokenizer of a published model, without special tokens that the model has no embedding for. Raises
-    `UserError` if there is no tokenizer, or it has other tokens that the model has no embedding for."""
+    `UserError` if there is no tokenizer, a text needs one of these, or the model has no embedding for other tokens."""
     tokenizer = published.tokenizer()
     if tokenizer.vocab_size > config.vocab_size:  # such as the image token of Gemma 3's text-only models
-        tokenizer = tokenizer.without_special_from(config.vocab_size)
+        try:
+            tokenizer = tokenizer.without_special_from(config.vocab_size)
+        except ValueError as error:
+            problem = f"without its tokens from {config.vocab_size:,} on, which the model does not embed"
+            raise UserError(f"{problem}, the tokenizer of {published.path} {error}; use the model's own.") from error
     if tokenizer.vocab_size > config.vocab_size:
         problem = f"the tokenizer of {published.path} has {tokenizer.vocab_size:,} tokens, but the model embeds"
         raise UserError(f"{problem} {config.vocab_size:,}; use the model's own tokenizer.")

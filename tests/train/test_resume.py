@@ -22,8 +22,14 @@ def test_reports_may_change_on_resuming_and_the_batch_may_not():
     assert not check_resumable(Path("run"), config, replace(config, train=replace(config.train, **reports)), False)
     for name, old, new in (("batch_size", 8, 16), ("label_smoothing", 0.0, 0.1), ("skip_batches", 0, 1)):
         other = replace(config, train=replace(config.train, **{name: new}))
-        with pytest.raises(UserError, match=rf"run was trained with train\.{name} {old}, not {new}"):
-            check_resumable(Path("run"), config, other, False)
+        for given, omitted in (
+            ((), "that option"),
+            (("--config", "--steps"), "--config"),
+            ((f"--train.{name.replace('_', '-')}",), f"--train.{name.replace('_', '-')}"),
+        ):
+            message = rf"run was trained with train\.{name} {old}, not {new}; omit {omitted} to resume it"
+            with pytest.raises(UserError, match=message):
+                check_resumable(Path("run"), config, other, False, given)
 
 
 def test_a_rollback_may_change_the_optimizer_but_not_its_name():

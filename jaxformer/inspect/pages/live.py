@@ -191,7 +191,7 @@ def pack_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
     does not support."""
     form = json.loads(tokenizer.as_json())
     model, splits = form["model"], list(_splits(form["pre_tokenizer"]))
-    unknown = [name for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix") if model.get(name)]
+    unknown = [name for name in ("continuing_subword_prefix", "end_of_word_suffix") if model.get(name)]
     if model["type"] != "BPE":
         unknown = [model["type"], *unknown]
     if unknown:
@@ -213,7 +213,7 @@ def pack_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
         "merges": [[vocab[left], vocab[right], vocab[left + right]] for left, right in model["merges"]],
         "words": _unsplit_words(vocab, is_byte_level) if model.get("ignore_merges") else {},
         "lengths": [len(piece) for piece in pieces], "bytes": base64.b64encode(b"".join(pieces)).decode(),
-        "begin": [] if tokenizer.begin_of_text is None else [tokenizer.begin_of_text], "end": tokenizer.end_of_text,
+        "begin": tokenizer.before_text, "end": tokenizer.end_of_text,
     }  # fmt: skip
 
 

@@ -169,7 +169,7 @@ def token_text(run: Run, token: int) -> str:
         return f"[{token}]"
     if token == tokenizer.end_of_text:
         return END
-    return tokenizer.decode([token]).translate(SYMBOLS)
+    return tokenizer.decode_part([token]).translate(SYMBOLS)
 
 
 def held_out(

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tokenizers
-from tokenizers import decoders, models, normalizers, pre_tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from jaxformer.data.tokenizer import END_OF_TEXT, Tokenizer
 from jaxformer.inspect import capture, capture_gradients, intervene, patch_activations
@@ -85,7 +85,8 @@ def character_level(normalizer: Any, pre_tokenizer: Any, **model: Any) -> Tokeni
     inner.normalizer, inner.pre_tokenizer = normalizer, pre_tokenizer
     inner.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     inner.add_special_tokens(["<unk>", "<s>", "</s>"])
-    return Tokenizer(inner, config={"bos_token": "<s>", "add_bos_token": True})
+    inner.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return Tokenizer(inner)
 
 
 def without_controls(tokenizer: Tokenizer) -> Tokenizer:
@@ -865,7 +866,7 @@ def test_parameter_beyond_float16_is_a_reason():
     [
         ("pre_tokenizer", {"type": "Whitespace"}, "not support the pre-tokenizer Whitespace"),
         ("normalizer", {"type": "Lowercase"}, "not support the normaliser Lowercase"),
-        ("model", {"dropout": 0.1}, "script does not support dropout of"),
+        ("model", {"end_of_word_suffix": "</w>"}, "script does not support end_of_word_suffix of"),
         ("added_tokens", True, "not special"),
     ],
 )
