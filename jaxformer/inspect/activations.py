@@ -16,15 +16,16 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from jaxformer.inspect.names import activation_name
 from jaxformer.models.inputs import check_example
 from jaxformer.models.objective import Params
 from jaxformer.nn.capture import Captured, Path, handled_by
-from jaxformer.nn.parameter_norms import dotted, parameter_name
+from jaxformer.nn.parameter_norms import dotted
 
 Inputs = tuple[Any, ...]
 """Inputs of a model, for one example or with a leading axis B; None for one that is omitted."""
 Names = str | Collection[str]
-"""A pattern of names as for `fnmatch`, such as `blocks.*.attention.weights`, or several patterns."""
+"""A pattern of names as for `fnmatch`, such as `blocks.*.attention.pattern`, or several patterns."""
 Activations = OrderedDict[str, jax.Array]
 """Activations, or their gradients, by name in order of computation, which `jax.jit` preserves."""
 Edit = Callable[[str, jax.Array], jax.Array]
@@ -36,23 +37,30 @@ def capture(
 ) -> Activations:
     """Return the activations of a model for one example, by name, in order of computation.
 
-    ========================================  ====================================================================
-    `logits`                                  the model's output, `(T, V)` or `(n_classes,)`; a model with several
-                                              outputs has `output.0`, `output.1`, …
-    `blocks.0.before`, `blocks.0.after`       the residual stream around a block, `(T, D)`
-    `blocks.0.attention.queries`, `.keys`     `(H, T, K)` and `(G, S, K)`, after normalisation and rotation
-    `blocks.0.attention.values`               `(G, S, K)`
-    `blocks.0.attention.scores`               `(H, T, S)` float32, scaled, before the mask
-    `blocks.0.attention.visible`              `(T, S)` bool: the mask
-    `blocks.0.attention.weights`              `(H, T, S)` float32, the attention map: rows that sum to one
-    `blocks.0.attention.heads`                `(H, T, K)`: the weighted sums of values
-    `blocks.0.mlp.hidden.1`                   a hidden layer, `(T, F)`, after its activation
-    `blocks.0.attention`, `blocks.0.mlp`, …   the output of a module of `jaxformer.nn`: embedding, norms, and so on
-    ========================================  ====================================================================
+    The names are those of TransformerLens where it has one.
 
-    Other stacks have their own names, such as `encoder_blocks.0…`; cross-attention is `cross_attention`. A recurrent
-    model has `encoder_0`, …, and `reader.weights`, `(T, S)`, its attention to the source. Experts have
-    `blocks.0.mlp.experts`, `(E, C, D)`. The second call of a module appends ` (call 2)` to its name.
+    ===========================================  =================================================================
+    `embed`, `pos_embed`                         rows of the token and the position embedding, `(T, D)`
+    `blocks.0.resid_pre`, `.resid_post`          the residual stream before and after a block, `(T, D)`
+    `blocks.0.resid_mid`                         the stream between attention and MLP, `(T, D)`
+    `blocks.0.attn_out`, `.mlp_out`              what attention and MLP add to the stream, `(T, D)`
+    `blocks.0.attention.q`, `.k`                 `(H, T, K)` and `(G, S, K)`, after normalisation and rotation
+    `blocks.0.attention.v`                       `(G, S, K)`
+    `blocks.0.attention.attn_scores`             `(H, T, S)` float32, scaled, before the mask
+    `blocks.0.attention.mask`                    `(T, S)` bool
+    `blocks.0.attention.pattern`                 `(H, T, S)` float32, the attention map: rows that sum to one
+    `blocks.0.attention.z`                       `(H, T, K)`: the weighted sums of values
+    `blocks.0.mlp.pre`, `.post`                  the hidden layer before and after its activation, `(T, F)`; of several
+                                                 layers `pre_1`, `post_1`, …; if gated, post = act(pre) · pre_linear
+    `blocks.0.attention`, `blocks.0.mlp_norm`    the output of a module of `jaxformer.nn`
+    `logits`                                     the model's output, `(T, V)` or `(n_classes,)`; a model with several
+                                                 outputs has `output.0`, `output.1`, …
+    ===========================================  =================================================================
+
+    Other stacks have their own names, such as `encoder_blocks.0…`; a block with cross-attention also has
+    `cross_attention`, `cross_attn_out` and `resid_mid_cross`. A recurrent model has `encoder_0`, …, and
+    `reader.pattern`, `(T, S)`, its attention to the source. Experts have `blocks.0.mlp.experts`, `(E, C, D)`. The
+    second call of a module appends ` (call 2)` to its name.
 
     Modules pass these values through `nn.capture.capture_point`; any Linen module can add its own capture points. Under
     `jax.jit`, XLA removes the activations that are not used.
@@ -96,8 +104,8 @@ def capture_shapes(
 def capture_gradients(loss: Callable[[], jax.Array], names: Names = "*") -> tuple[Activations, Activations]:
     """Return the activations of the model that a loss calls, and the gradients of the loss with respect to them.
 
-    Gradients are total derivatives, as if the activation were an input: the gradient of `blocks.0.attention.weights`
-    includes every path from the weights to the loss.
+    Gradients are total derivatives, as if the activation were an input: the gradient of `blocks.0.attention.pattern`
+    includes every path from the pattern to the loss.
 
     Args:
       loss: calls a model and returns a scalar: `lambda: objective.example_loss(model, params, example)`.
@@ -157,9 +165,9 @@ def gradient_of(
 
     Args:
       inputs: inputs of the model, for one example.
-      of: the activation, such as `blocks.1.attention.scores`, or a head's part, `blocks.1.attention.heads.2.scores`;
-        the sum of its elements at `at` is differentiated. Or a function from the output to a scalar; pass the same
-        function object in each call, as a new one triggers compilation.
+      of: the activation, such as `blocks.1.attention.attn_scores`, or that of one head,
+        `blocks.1.attention.attn_scores.2`; the sum of its elements at `at` is differentiated. Or a function from the
+        output to a scalar; pass the same function object in each call, as a new one triggers compilation.
       wrt: patterns of parameters, named as in `gradient_report` without heads, such as `blocks.*.attention.W_Q`; a
         pattern that matches none of them is one of activations.
       at: index into the activation, after the head: `(5,)` for the query at position 5.
@@ -188,9 +196,8 @@ def _gradient_of(
         params = jax.tree.unflatten(structure, list((named | chosen).values()))
         if not isinstance(of, str):
             return of(model.apply({"params": params}, *inputs))
-        name = parameter_name(of)
-        head = re.findall(r"\.heads\.(\d+)\.", of)
-        return jnp.sum(capture(model, params, *inputs, names=name)[name][(*map(int, head), *at)])
+        name, *head = re.fullmatch(r"(.*?)(?:\.(\d+))?", of).groups()
+        return jnp.sum(capture(model, params, *inputs, names=name)[name][(*map(int, filter(None, head)), *at)])
 
     grads = jax.grad(scalar)(chosen) if chosen else OrderedDict()
     if names := [pattern for pattern in wrt if not any(fnmatchcase(name, pattern) for name in chosen)]:
@@ -222,7 +229,7 @@ def intervene(names: Names, edit: Edit, *, missing_ok: bool = False) -> Iterator
     """Replace activations of the models called within this context by `edit(name, value)`.
 
     The rest of the model is computed from the replacement. Returning the same object leaves the computation unchanged.
-    An attention layer whose scores, weights or visibility an edit changes uses the plain formula instead of its kernel.
+    An attention layer whose scores, mask or pattern an edit changes uses the plain formula instead of its kernel.
     Functions compiled outside the context are not affected; those compiled within it keep the replacements. In blocks
     that are scanned or rematerialised, the edit receives traced arrays, which it must not store; see `capturing`.
 
@@ -239,7 +246,7 @@ def intervene(names: Names, edit: Edit, *, missing_ok: bool = False) -> Iterator
     computed: set[str] = set()
 
     def replaced(root: object, path: Path, value: jax.Array) -> jax.Array:
-        call = root, dotted(path)
+        call = root, activation_name(path)
         calls[call] += 1
         name = call[1] if calls[call] == 1 else f"{call[1]} (call {calls[call]})"
         computed.add(name)

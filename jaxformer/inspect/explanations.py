@@ -80,7 +80,7 @@ def _explain(
 ) -> tuple[jax.Array, ...]:
     """Return, per position, the probability of the next token, the entropy, the top tokens `(T, n_top)` and their
     probabilities, and the attended positions `(T, n_positions)` and their weights."""
-    names = "*.attention.weights"
+    names = "*.attention.pattern"
     logits_TV, maps = apply_and_capture(model, params, tokens_T, *prefix, names=names, missing_ok=True)
     p_TV = jax.nn.softmax(logits_TV.astype(jnp.float32))
     next_p_T = jnp.take_along_axis(p_TV, jnp.roll(tokens_T, -1)[:, None], axis=1)[:, 0]

@@ -167,14 +167,14 @@ def per_example_gradients(model: nn.Module, params: Params, batch: Batch) -> Per
 
 @partial(jax.jit, static_argnames=("model", "names"))
 def gradients_by_position(
-    model: nn.Module, params: Params, example: Batch, names: str | tuple[str, ...] = "embedding"
+    model: nn.Module, params: Params, example: Batch, names: str | tuple[str, ...] = "embed"
 ) -> Activations:
     """Return the norm of the gradient of an example's loss with respect to activations at each position, `(T,)`
     float32: how much an earlier position can contribute to learning (Bengio et al. 1994).
 
     Args:
       example: the example; if it has weights, the loss covers the targets with nonzero weight.
-      names: activations `(T, …)`, named as by `capture`: the embedding, or `blocks.*.before` for each depth.
+      names: activations `(T, …)`, named as by `capture`: `embed`, or `blocks.*.resid_pre` for each depth.
 
     Raises:
       ValueError: a pattern matches nothing.

@@ -131,13 +131,13 @@ def _head_statistics(
 
     def example_statistics(example: tuple[Inputs, jax.Array | None]) -> dict:
         inputs, mask_T = example
-        names = ("*attention.weights", "*attention.visible")
+        names = ("*attention.pattern", "*attention.mask")
         captured = capture(model, params, *inputs, names=names, missing_ok=True)
-        layers = [name.removesuffix(".weights") for name in captured if name.endswith(".weights")]
+        layers = [name.removesuffix(".pattern") for name in captured if name.endswith(".pattern")]
         groups = defaultdict[str, dict](dict)
         for place in enumerate(layers):
             layer = place[1]
-            maps = captured[f"{layer}.weights"], captured[f"{layer}.visible"]
+            maps = captured[f"{layer}.pattern"], captured[f"{layer}.mask"]
             arguments = *maps, *row_tokens_and_mask(model, layer, inputs, mask_T)
             groups[str(jax.tree.map(jnp.shape, arguments))][place] = arguments
         stacked = {tuple(group): jax.tree.map(lambda *x: jnp.stack(x), *group.values()) for group in groups.values()}
@@ -232,14 +232,14 @@ def _mean_outputs(
 
     def example_sums(example: tuple[Inputs, jax.Array | None]) -> tuple[OrderedDict[str, Any], Activations]:
         inputs, mask_T = example
-        sums, names = OrderedDict[str, Any](), ("*attention.heads", "*.after")
+        sums, names = OrderedDict[str, Any](), ("*attention.z", "*.resid_post")
         captured = capture(model, params, *inputs, names=names, missing_ok=True)
-        for name in [name for name in captured if name.endswith(".heads")]:
+        for name in [name for name in captured if name.endswith(".z")]:
             x_HTK = captured.pop(name)
             valid_T = row_tokens_and_mask(model, name, inputs, mask_T)[1]
             valid_T = jnp.ones(x_HTK.shape[1]) if valid_T is None else valid_T.astype(jnp.float32)
-            sums[name.removesuffix(".heads")] = jnp.einsum("htk,t->hk", x_HTK, valid_T), valid_T.sum()
-        return sums, OrderedDict((name.removesuffix(".after"), x_TD) for name, x_TD in captured.items())
+            sums[name.removesuffix(".z")] = jnp.einsum("htk,t->hk", x_HTK, valid_T), valid_T.sum()
+        return sums, OrderedDict((name.removesuffix(".resid_post"), x_TD) for name, x_TD in captured.items())
 
     sums_B, outputs_B = jax.lax.map(example_sums, (inputs_B, target_mask_BT))
     means = OrderedDict((layer, sums_BHK.sum(axis=0) / n_B.sum()) for layer, (sums_BHK, n_B) in sums_B.items())
@@ -250,11 +250,11 @@ def _interpolated_heads(scales: PerHead, replacements: Activations) -> AbstractC
     """Interpolate the outputs of heads: scale 1 is the head's own, 0 its replacement `(K,)`."""
 
     def interpolate(name: str, value_HTK: jax.Array) -> jax.Array:
-        layer = name.removesuffix(".heads")
+        layer = name.removesuffix(".z")
         scale_H11, replacement_H1K = scales[layer][:, None, None], replacements[layer][:, None]
         return (scale_H11 * value_HTK + (1 - scale_H11) * replacement_H1K).astype(value_HTK.dtype)
 
-    return intervene([f"{layer}.heads" for layer in scales], interpolate)
+    return intervene([f"{layer}.z" for layer in scales], interpolate)
 
 
 @partial(jax.jit, static_argnames="model")

@@ -32,7 +32,7 @@ def patch_activations(
     Args:
       inputs: inputs of the model, whose logits are measured.
       source: inputs of the same shapes, which provide the replacements.
-      names: patterns of activations with a position axis, first or after the head axis, such as `blocks.*.before`.
+      names: patterns of activations with a position axis, first or after the head axis, such as `blocks.*.resid_pre`.
       metric: function from logits to a scalar, such as the difference between two tokens' logits at the last position.
         Pass the same function object in each call: a new one triggers compilation.
 

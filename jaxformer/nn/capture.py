@@ -36,7 +36,7 @@ def capture_point(module: nn.Module, name: str, value: jax.Array) -> jax.Array:
 
     Args:
       module: the bound module that computes the value.
-      name: name of the value within the module, such as `scores`; `OUTPUT` for the module's output.
+      name: name of the value within the module, such as `pattern`; `OUTPUT` for the module's output.
     """
     handler = _handler.get()
     if handler is None:
