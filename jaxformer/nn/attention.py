@@ -43,7 +43,7 @@ class MultiHeadAttention(nn.Module):
       norm_eps: ε of these norms.
       rope: rotation of queries and keys by their position; None for no rotation.
       attention: implementation, with the signature of `ops.attention.attention`. With that function itself, a decode
-        step uses the faster `ops.cache.decode_step`.
+        step uses the faster `ops.cache.decode_step`, unless activations are captured.
     """
 
     n_heads: int
@@ -94,7 +94,7 @@ class MultiHeadAttention(nn.Module):
         if token_values is not None:
             v_GSK = v_GSK + token_values
         q_HTK = self._normalize_and_rotate("Q", q_HTK, positions_T)
-        if cache is not None and len(x_TD) == 1 and self.attention is attention:
+        if cache is not None and len(x_TD) == 1 and self.attention is attention and not is_capturing():
             assert isinstance(mask, jax.Array)  # computed from the positions in the cache
             y_HTK, cache = decode_step(q_HTK, k_GSK, v_GSK, cache, slot, mask, self.factor)
         else:
