@@ -20,6 +20,7 @@ from jaxformer.contract import ParameterAxes, Task, contract_of
 from jaxformer.data.dataset import Batch
 from jaxformer.inspect.activations import Activations, Inputs, capture, intervene
 from jaxformer.inspect.attention import CROSS, row_tokens_and_mask
+from jaxformer.inspect.names import check_index, unknown_name
 from jaxformer.models.objective import Params, mean_loss, objective_of
 from jaxformer.nn.attention import AXES
 from jaxformer.nn.execution import skip_blocks
@@ -208,11 +209,17 @@ def ablation_loss(model: nn.Module, params: Params, batch: Batch, heads: Iterabl
 
     Args:
       batch: examples; see `mean_loss`.
-      heads: pairs of a layer's name and a head's index.
+      heads: pairs of a layer's name and a head's index, from the end if it is negative.
+
+    Raises:
+      KeyError: the model has no such layer.
+      IndexError: the layer has no such head.
     """
     batch, means, _, scales = _ablation_inputs(model, params, batch)
     for layer, head in heads:
-        scales[layer] = scales[layer].at[head].set(0)
+        if layer not in scales:
+            raise unknown_name(layer, scales, "attention layer")
+        scales[layer] = scales[layer].at[check_index(head, len(scales[layer]), "head", layer)].set(0)
     return float(_loss(model, params, batch, scales, means))
 
 
@@ -316,8 +323,15 @@ def patched_back(params: Params, earlier: Params, layer: str, head: int | jax.Ar
 
     Args:
       layer: name of an attention layer, such as `blocks.0.attention`.
+      head: index of the head, from the end if it is negative; not checked if it is traced.
+
+    Raises:
+      KeyError: there is no such layer.
+      IndexError: the layer has no such head.
     """
     H = attention_parameters(params, layer)["W_Q"].shape[HEAD_AXES["W_Q"]]
+    if not isinstance(head, jax.core.Tracer):
+        head = check_index(head, H, "head", layer)
 
     def patch(path: Sequence[Any], now: jax.Array, then: jax.Array) -> jax.Array:
         parent, _, name = dotted(path).rpartition(".")
@@ -331,6 +345,11 @@ def patched_back(params: Params, earlier: Params, layer: str, head: int | jax.Ar
 
 
 def attention_parameters(params: Params, layer: str) -> dict[str, jax.Array]:
-    """Return the parameters of a layer by name."""
-    named = {dotted(path): value for path, value in flatten_dict(params).items()}
-    return {name.removeprefix(f"{layer}."): x for name, x in named.items() if name.startswith(f"{layer}.")}
+    """Return the parameters of an attention layer by name. Raises `KeyError` for a layer without any."""
+    layers: dict[str, dict[str, jax.Array]] = defaultdict(dict)
+    for path, x in flatten_dict(params).items():
+        parent, _, name = dotted(path).rpartition(".")
+        layers[parent][name] = x
+    if layer not in layers:
+        raise unknown_name(layer, [name for name in layers if name.endswith("attention")], "attention layer")
+    return layers[layer]

@@ -145,9 +145,9 @@ def causality(model: nn.Module, params: Params, inputs: Inputs) -> Check:
         return check(NOT_CAUSAL, None)
     tokens_T = inputs[_text_index(model)]
     T = len(tokens_T)
-    names = ("*embedding", "*embedding (call 2)")
+    names = ("*embed", "*embed (call 2)")
     embeddings = capture_shapes(model, params, *inputs, names=names, missing_ok=True)
-    name = list(embeddings)[-1]
+    *_, name = (name for name in embeddings if "pos_embed" not in name)
     direction_V = None
 
     def projected_logits(shift_TD: jax.Array, params: Params) -> jax.Array:

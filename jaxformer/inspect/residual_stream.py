@@ -18,6 +18,7 @@ from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.inputs import check_example
 from jaxformer.models.objective import Params
 from jaxformer.models.rungs import as_rung
+from jaxformer.nn.embedding import check_tokens
 from jaxformer.nn.norms import epsilon
 from jaxformer.ops.precision import upcast
 
@@ -65,10 +66,17 @@ def logit_attribution(
       baseline_T: one token per position, whose logit is subtracted.
 
     Raises:
-      ValueError: the model has no residual stream, or normalises the stream after each part.
+      ValueError: the model has no residual stream, or normalises the stream after each part; a token is not in the
+        vocabulary, or there is not one per position.
     """
     check_stream(model)
     check_example(model, *inputs)
+    for chosen_T in (target_T, *([] if baseline_T is None else [baseline_T])):
+        check_tokens(chosen_T, model.config.vocab_size)
+        if len(chosen_T) != len(jnp.asarray(inputs[0])):
+            raise ValueError(
+                f"{len(chosen_T)} tokens for {len(jnp.asarray(inputs[0]))} positions; give one per position."
+            )
     return _attribute(model, params, inputs, target_T, baseline_T)
 
 

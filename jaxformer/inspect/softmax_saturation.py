@@ -64,7 +64,7 @@ def saturation(
       layer: name of a self-attention layer.
 
     Raises:
-      ValueError: the model has no such layer.
+      KeyError: the model has no such layer.
     """
     batch = jax.tree.map(jnp.asarray, batch)
     return [

@@ -132,5 +132,5 @@ def test_wrong_inputs_of_patching_are_errors(patch):
         patch(model, params, [TOKENS], [OTHER[:5]], "blocks.0.resid_pre", last_of_token_3)
     with pytest.raises(ValueError, match=r"expected an input of shape \(T,\), got \(1, 7\)"):
         patch(model, params, [TOKENS], [OTHER[None]], "blocks.0.resid_pre", last_of_token_3)
-    with pytest.raises(ValueError, match=r"no activation is named 'blocks\.0\.befor'"):
+    with pytest.raises(KeyError, match=r"no activation is named 'blocks\.0\.befor'"):
         patch(model, params, [TOKENS], [OTHER], "blocks.0.befor", last_of_token_3)
