@@ -107,10 +107,10 @@ class Reference:
         axis = -2 if "softmax over queries" in self.faults else -1
 
         def edit(name: str, value: jax.Array) -> jax.Array:
-            if name.endswith("visible"):
+            if name.endswith("mask"):
                 value = visible
-            if name.endswith("weights"):
-                scores = jnp.where(before, self.seen[name.replace("weights", "scores")], jnp.finfo(jnp.float32).min)
+            if name.endswith("pattern"):
+                scores = jnp.where(before, self.seen[name.replace("pattern", "attn_scores")], jnp.finfo(jnp.float32).min)
                 value = jnp.where(visible, jax.nn.softmax(scores, axis), 0)
             self.seen[name] = value
             return value

@@ -31,6 +31,6 @@ logits = jax.vmap(lambda x: model.apply({"params": params}, x, valid_T))(x_BTD) 
 print(logits.shape)
 
 values = capture(model, params, x_TD, valid_T)
-print(list(values))  # norm, attention.queries, …, attention.weights, …, logits
-assert values["attention.weights"].shape == (4, 6, 6)
-assert float(values["attention.weights"][:, :, 5].max()) == 0  # no weight on padding
+print(list(values))  # norm, attention.q, …, attention.pattern, …, logits
+assert values["attention.pattern"].shape == (4, 6, 6)
+assert float(values["attention.pattern"][:, :, 5].max()) == 0  # no weight on padding

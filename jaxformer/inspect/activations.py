@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any
+from typing import Any, SupportsIndex
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from jaxformer.inspect.names import Names, Selector, activation_name, check_indices
 from jaxformer.models.inputs import check_example
 from jaxformer.models.objective import Params
 from jaxformer.nn.capture import Captured, Path, handled_by
-from jaxformer.nn.parameter_norms import dotted, parameter_name
+from jaxformer.nn.parameter_norms import dotted
 
 Inputs = tuple[Any, ...]
 """Inputs of a model, for one example or with a leading axis B; None for one that is omitted."""
-Names = str | Collection[str]
-"""A pattern of names as for `fnmatch`, such as `blocks.*.attention.weights`, or several patterns."""
 Activations = OrderedDict[str, jax.Array]
 """Activations, or their gradients, by name in order of computation, which `jax.jit` preserves."""
 Edit = Callable[[str, jax.Array], jax.Array]
@@ -36,23 +33,31 @@ def capture(
 ) -> Activations:
     """Return the activations of a model for one example, by name, in order of computation.
 
-    ========================================  ====================================================================
-    `logits`                                  the model's output, `(T, V)` or `(n_classes,)`; a model with several
-                                              outputs has `output.0`, `output.1`, …
-    `blocks.0.before`, `blocks.0.after`       the residual stream around a block, `(T, D)`
-    `blocks.0.attention.queries`, `.keys`     `(H, T, K)` and `(G, S, K)`, after normalisation and rotation
-    `blocks.0.attention.values`               `(G, S, K)`
-    `blocks.0.attention.scores`               `(H, T, S)` float32, scaled, before the mask
-    `blocks.0.attention.visible`              `(T, S)` bool: the mask
-    `blocks.0.attention.weights`              `(H, T, S)` float32, the attention map: rows that sum to one
-    `blocks.0.attention.heads`                `(H, T, K)`: the weighted sums of values
-    `blocks.0.mlp.hidden.1`                   a hidden layer, `(T, F)`, after its activation
-    `blocks.0.attention`, `blocks.0.mlp`, …   the output of a module of `jaxformer.nn`: embedding, norms, and so on
-    ========================================  ====================================================================
+    The names are those of TransformerLens where it has one.
 
-    Other stacks have their own names, such as `encoder_blocks.0…`; cross-attention is `cross_attention`. A recurrent
-    model has `encoder_0`, …, and `reader.weights`, `(T, S)`, its attention to the source. Experts have
-    `blocks.0.mlp.experts`, `(E, C, D)`. The second call of a module appends ` (call 2)` to its name.
+    ===========================================  =================================================================
+    `embed`, `pos_embed`                         rows of the token and the position embedding, `(T, D)`
+    `blocks.0.resid_pre`, `.resid_post`          the residual stream before and after a block, `(T, D)`
+    `blocks.0.resid_mid`                         the stream between attention and MLP, `(T, D)`
+    `blocks.0.attn_out`, `.mlp_out`              what attention and MLP add to the stream, `(T, D)`
+    `blocks.0.attention.q`, `.k`                 `(H, T, K)` and `(G, S, K)`, after normalisation and rotation
+    `blocks.0.attention.v`                       `(G, S, K)`
+    `blocks.0.attention.attn_scores`             `(H, T, S)` float32, scaled, before the mask
+    `blocks.0.attention.mask`                    `(T, S)` bool
+    `blocks.0.attention.pattern`                 `(H, T, S)` float32, the attention map: rows that sum to one
+    `blocks.0.attention.z`                       `(H, T, K)`: the weighted sums of values
+    `blocks.0.mlp.pre`, `.post`                  the hidden layer before and after its activation, `(T, F)`; of several
+                                                 layers `pre_1`, `post_1`, …; if gated, post = act(pre) · pre_linear
+    `blocks.0.attention`, `blocks.0.mlp_norm`    the output of a module of `jaxformer.nn`
+    `logits`                                     the model's output, `(T, V)` or `(n_classes,)`; a model with several
+                                                 outputs has `output.0`, `output.1`, …
+    ===========================================  =================================================================
+
+    Other stacks have their own names, such as `encoder_blocks.0…`; a block with cross-attention also has
+    `cross_attention`, `cross_attn_out` and `resid_mid_cross`. A recurrent model has `encoder_0`, …, and
+    `reader.pattern`, `(T, S)`, its attention to the source. Experts have `blocks.0.mlp.experts`, `(E, C, D)`. The
+    second call of a module appends ` (call 2)` to its name. One head of an activation is `blocks.0.attention.z.3`; that
+    of `k` and `v` is a key/value head. A negative number counts from the end.
 
     Modules pass these values through `nn.capture.capture_point`; any Linen module can add its own capture points. Under
     `jax.jit`, XLA removes the activations that are not used.
@@ -64,9 +69,10 @@ def capture(
       missing_ok: accept patterns that match nothing, instead of raising.
 
     Raises:
-      ValueError: the inputs are a batch, or hold token ids outside the vocabulary; a pattern matches nothing; an
-        activation is computed within a transformation in the model, such as `jax.vmap`, other than the scan and remat
-        of `nn.run_blocks`.
+      ValueError: the inputs are a batch, or hold token ids outside the vocabulary; an activation is computed within a
+        transformation in the model, such as `jax.vmap`, other than the scan and remat of `nn.run_blocks`.
+      KeyError: a pattern matches nothing.
+      IndexError: a pattern names a head that an activation does not have.
     """
     return apply_and_capture(model, params, *inputs, names=names, missing_ok=missing_ok)[1]
 
@@ -96,16 +102,17 @@ def capture_shapes(
 def capture_gradients(loss: Callable[[], jax.Array], names: Names = "*") -> tuple[Activations, Activations]:
     """Return the activations of the model that a loss calls, and the gradients of the loss with respect to them.
 
-    Gradients are total derivatives, as if the activation were an input: the gradient of `blocks.0.attention.weights`
-    includes every path from the weights to the loss.
+    Gradients are total derivatives, as if the activation were an input: the gradient of `blocks.0.attention.pattern`
+    includes every path from the pattern to the loss.
 
     Args:
       loss: calls a model and returns a scalar: `lambda: objective.example_loss(model, params, example)`.
       names: the activations; integer and bool activations have no gradient.
 
     Raises:
-      ValueError: a pattern matches nothing; an activation is computed twice, or within a transformation that the loss
-        applies, such as `jax.vmap`.
+      ValueError: an activation is computed twice, or within a transformation that the loss applies, such as
+        `jax.vmap`.
+      KeyError, IndexError: see `capture`.
     """
     return value_and_capture_gradients(loss, names)[1:]
 
@@ -136,8 +143,8 @@ def run_from(model: nn.Module, params: Params, inputs: Inputs, values: Mapping[s
       values: activations, named as by `capture`.
 
     Raises:
-      ValueError: the inputs are a batch; a name matches nothing; a value has another shape or dtype than the model's
-        own.
+      ValueError: the inputs are a batch; a value has another shape or dtype than the model's own.
+      KeyError, IndexError: see `capture`.
     """
     check_example(model, *inputs)
     with intervene(tuple(values), lambda name, _: values[name]):
@@ -150,24 +157,27 @@ def gradient_of(
     *inputs: ArrayLike | None,
     of: str | Callable[[Any], jax.Array],
     wrt: Names,
-    at: tuple[int, ...] = (),
+    at: SupportsIndex | tuple[SupportsIndex, ...] = (),
 ) -> Activations:
     """Return the gradients of an activation, or of a function of the output, with respect to activations and
     parameters, by name: total derivatives, as by `capture_gradients`. `jax.vmap` gives them for each example.
 
     Args:
       inputs: inputs of the model, for one example.
-      of: the activation, such as `blocks.1.attention.scores`, or a head's part, `blocks.1.attention.heads.2.scores`;
-        the sum of its elements at `at` is differentiated. Or a function from the output to a scalar; pass the same
-        function object in each call, as a new one triggers compilation.
+      of: the activation, such as `blocks.1.attention.attn_scores`, or that of one head,
+        `blocks.1.attention.attn_scores.2`; the sum of its elements at `at` is differentiated. Or a function from the
+        output to a scalar; pass the same function object in each call, as a new one triggers compilation.
       wrt: patterns of parameters, named as in `gradient_report` without heads, such as `blocks.*.attention.W_Q`; a
         pattern that matches none of them is one of activations.
-      at: index into the activation, after the head: `(5,)` for the query at position 5.
+      at: indices into the activation, after the head: `(5,)` for the query at position 5; from the end if negative.
 
     Raises:
-      ValueError: the inputs are a batch; a name or pattern matches nothing.
+      ValueError: the inputs are a batch; `of` names several activations.
+      KeyError: a name or pattern matches nothing.
+      IndexError: an index is outside its axis, or the activation has no such head.
     """
     check_example(model, *inputs)
+    at = tuple(at) if isinstance(at, Iterable) else (at,)
     return _gradient_of(model, params, inputs, of, (wrt,) if isinstance(wrt, str) else tuple(wrt), at)
 
 
@@ -178,7 +188,7 @@ def _gradient_of(
     inputs: Inputs,
     of: str | Callable[[Any], jax.Array],
     wrt: tuple[str, ...],
-    at: tuple[int, ...],
+    at: tuple[SupportsIndex, ...],
 ) -> Activations:
     leaves, structure = jax.tree_util.tree_flatten_with_path(params)
     named = OrderedDict((dotted(path), leaf) for path, leaf in leaves)
@@ -188,13 +198,21 @@ def _gradient_of(
         params = jax.tree.unflatten(structure, list((named | chosen).values()))
         if not isinstance(of, str):
             return of(model.apply({"params": params}, *inputs))
-        name = parameter_name(of)
-        head = re.findall(r"\.heads\.(\d+)\.", of)
-        return jnp.sum(capture(model, params, *inputs, names=name)[name][(*map(int, head), *at)])
+        (name, value), *others = capture(model, params, *inputs, names=of).items()
+        if others:
+            raise ValueError(f"{of} names {1 + len(others)} activations; give one, such as {name}.")
+        return jnp.sum(value[check_indices(at, value.shape, name)])
 
     grads = jax.grad(scalar)(chosen) if chosen else OrderedDict()
     if names := [pattern for pattern in wrt if not any(fnmatchcase(name, pattern) for name in chosen)]:
-        grads |= capture_gradients(lambda: scalar(OrderedDict()), names)[1]
+        try:
+            grads |= capture_gradients(lambda: scalar(OrderedDict()), names)[1]
+        except KeyError:
+            selector = Selector(names)
+            for name, x in capture_shapes(model, params, *inputs).items():
+                list(selector.select(name, x.shape))
+            selector.check(named, "activation or parameter")
+            raise
     return grads
 
 
@@ -204,7 +222,7 @@ def capturing(names: Names, edit: Edit = lambda _, value: value, *, missing_ok: 
     the arguments are those of `intervene`.
 
     Raises:
-      UserError: a pattern matched nothing by the end of the context.
+      KeyError, IndexError: see `intervene`.
       ValueError: an activation is computed in two calls of a model, or within a transformation.
     """
     captured = Captured()
@@ -222,38 +240,41 @@ def intervene(names: Names, edit: Edit, *, missing_ok: bool = False) -> Iterator
     """Replace activations of the models called within this context by `edit(name, value)`.
 
     The rest of the model is computed from the replacement. Returning the same object leaves the computation unchanged.
-    An attention layer whose scores, weights or visibility an edit changes uses the plain formula instead of its kernel.
-    Functions compiled outside the context are not affected; those compiled within it keep the replacements. In blocks
-    that are scanned or rematerialised, the edit receives traced arrays, which it must not store; see `capturing`.
+    An attention layer whose scores, mask or pattern an edit changes uses the plain formula instead of its kernel.
+    A function under `jax.jit` that calls a model is traced anew in each context, once, and its other programs are not
+    affected; so enter the context around a loop, or within the function. Like the context managers of JAX, it concerns
+    the current thread. Under `jax.jit`, and in blocks that are scanned or rematerialised, the edit receives traced
+    arrays, which it must not store; see `capturing`.
 
     Args:
-      names: the activations to replace, named as by `capture`.
+      names: the activations to replace, named as by `capture`; for a head's name, the edit receives that head's part.
       edit: returns an array of the value's shape and dtype.
       missing_ok: accept patterns that match nothing.
 
     Raises:
-      ValueError: a pattern matched nothing by the end of the context; a replacement has another shape or dtype.
+      ValueError: a replacement has another shape or dtype.
+      KeyError: a pattern matched nothing by the end of the context.
+      IndexError: an activation has no such head.
     """
-    patterns = [names] if isinstance(names, str) else list(names)
+    selector = Selector(names)
     calls: Counter[tuple[object, str]] = Counter()
-    computed: set[str] = set()
 
     def replaced(root: object, path: Path, value: jax.Array) -> jax.Array:
-        call = root, dotted(path)
+        call = root, activation_name(path)
         calls[call] += 1
         name = call[1] if calls[call] == 1 else f"{call[1]} (call {calls[call]})"
-        computed.add(name)
-        if not any(fnmatchcase(name, pattern) for pattern in patterns):
-            return value
-        edited = edit(name, value)
-        if edited is not value:
-            _check_edit(name, value, edited)
-        return edited
+        for selected, head in selector.select(name, value.shape):
+            part = value if head is None else value[head]
+            edited = edit(selected, part)
+            if edited is not part:
+                _check_edit(selected, part, edited)
+                value = edited if head is None else value.at[head].set(edited)
+        return value
 
     with handled_by(replaced):
         yield
     if not missing_ok:
-        _check_matched(patterns, computed)
+        selector.check()
 
 
 def _check_edit(name: str, value: jax.Array, edited: ArrayLike) -> None:
@@ -262,15 +283,3 @@ def _check_edit(name: str, value: jax.Array, edited: ArrayLike) -> None:
     if expected != got:
         problem = f"an intervention must preserve shape and dtype: {name} is {expected}, and its replacement is {got}"
         raise ValueError(f"{problem}; return an array like the value.")
-
-
-def _check_matched(patterns: Collection[str], names: Collection[str]) -> None:
-    """Raise `ValueError` if a pattern matches none of the computed names."""
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            near = ", ".join(get_close_matches(pattern, names, 3, cutoff=0.0))
-            hint = f"; similar names are {near}; capture_shapes lists all"
-            if not names:
-                remedy = "call it within intervene, without a jitted function from outside"
-                hint = f": no model was called, or only one compiled before; {remedy}"
-            raise ValueError(f"no activation is named {pattern!r}{hint}.")

@@ -42,7 +42,7 @@ def alignment(model: nn.Module, params: Params, source_S: jax.Array, target_T: j
 
 @partial(jax.jit, static_argnames="model")
 def _source_weights(model: nn.Module, params: Params, *inputs: jax.Array) -> Activations:
-    names = ("reader.weights", f"*{CROSS}.weights")
+    names = ("reader.pattern", f"*{CROSS}.pattern")
     return capture(model, params, *inputs, names=names, missing_ok=True)
 
 

@@ -32,8 +32,8 @@ def named_attention_maps(model: nn.Module, params: Params, *inputs: jax.Array | 
       model: any model; `{}` is returned for one without attention.
       inputs: inputs of the model, such as tokens `(T,)`.
     """
-    weights = capture(model, params, *inputs, names="*attention.weights", missing_ok=True)
-    return OrderedDict((name.removesuffix(".weights"), weights_HTS) for name, weights_HTS in weights.items())
+    patterns = capture(model, params, *inputs, names="*attention.pattern", missing_ok=True)
+    return OrderedDict((name.removesuffix(".pattern"), pattern_HTS) for name, pattern_HTS in patterns.items())
 
 
 def row_tokens_and_mask(

@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxformer.contract import contract_of
 from jaxformer.inspect.activations import apply_and_capture
+from jaxformer.inspect.names import check_index
 from jaxformer.models.objective import Params
 from jaxformer.nn.embedding import check_tokens
 from jaxformer.ops.attention import row_entropy
@@ -44,17 +45,20 @@ def explain(
     Args:
       model: a causal language model, such as `Decoder`.
       tokens: the text.
-      start: first position to explain, 1 or more.
+      start: first position to explain, 1 or more; from the end if negative.
       n_alternatives: alternatives per token.
       n_positions: attended positions per token.
 
     Raises:
       ValueError: a token is not in the vocabulary.
+      IndexError: the text has no such position, or it is the first, which has no prediction.
       ValueError: the text has more tokens than the model has positions, or the model has logits only after a full
         window.
     """
     check_tokens(tokens, model.config.vocab_size)
     T = len(tokens)
+    if start != T and not (start := check_index(start, T, "position", "the text")):
+        raise IndexError("the token at position 0 has no prediction; start at 1 or later.")
     padded = -(-T // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
     if not contract_of(model).extrapolates:  # no positions beyond the context
         padded = min(padded, model.config.n_positions)
@@ -80,7 +84,7 @@ def _explain(
 ) -> tuple[jax.Array, ...]:
     """Return, per position, the probability of the next token, the entropy, the top tokens `(T, n_top)` and their
     probabilities, and the attended positions `(T, n_positions)` and their weights."""
-    names = "*.attention.weights"
+    names = "*.attention.pattern"
     logits_TV, maps = apply_and_capture(model, params, tokens_T, *prefix, names=names, missing_ok=True)
     p_TV = jax.nn.softmax(logits_TV.astype(jnp.float32))
     next_p_T = jnp.take_along_axis(p_TV, jnp.roll(tokens_T, -1)[:, None], axis=1)[:, 0]

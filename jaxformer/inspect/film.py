@@ -56,8 +56,8 @@ class Frame:
     repeated random tokens; `ablation`, the rise of the loss under mean ablation; `rank_QK` and `rank_OV`, the stable
     ranks of W_QK and W_OV; `patched`, the rise of the last frame's loss if only this head is as in this frame."""
     stream: dict[str, dict[str, float]]
-    """By name of the residual stream, such as `blocks.0.after`: `agreement`, the fraction of positions at which the
-    logit lens has the model's own most likely token; `norm`, the mean norm over positions. Empty without one."""
+    """By name of the residual stream, such as `blocks.0.resid_post`: `agreement`, the fraction of positions at which
+    the logit lens has the model's own most likely token; `norm`, the mean norm over positions. Empty without one."""
     texts: list[str] = field(default_factory=list)
     """Greedy continuations of the prompts."""
 

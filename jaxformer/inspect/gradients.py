@@ -16,6 +16,7 @@ import numpy as np
 
 from jaxformer.data.dataset import Batch
 from jaxformer.inspect.activations import Activations, capture_gradients
+from jaxformer.inspect.names import position_axis
 from jaxformer.models.objective import Params, objective_of
 from jaxformer.nn.parameter_norms import Row, dotted, norm_rows, parameter_name, parameter_norms, row_names, row_norms
 from jaxformer.terminal import WIDTH, align, wrap_columns
@@ -167,20 +168,21 @@ def per_example_gradients(model: nn.Module, params: Params, batch: Batch) -> Per
 
 @partial(jax.jit, static_argnames=("model", "names"))
 def gradients_by_position(
-    model: nn.Module, params: Params, example: Batch, names: str | tuple[str, ...] = "embedding"
+    model: nn.Module, params: Params, example: Batch, names: str | tuple[str, ...] = "embed"
 ) -> Activations:
     """Return the norm of the gradient of an example's loss with respect to activations at each position, `(T,)`
     float32: how much an earlier position can contribute to learning (Bengio et al. 1994).
 
     Args:
       example: the example; if it has weights, the loss covers the targets with nonzero weight.
-      names: activations `(T, …)`, named as by `capture`: the embedding, or `blocks.*.before` for each depth.
+      names: activations with a position axis, named as by `capture`: `embed`, or `blocks.*.resid_pre` for each depth.
 
     Raises:
-      ValueError: a pattern matches nothing.
+      KeyError, IndexError: see `capture`.
     """
     _, grads = capture_gradients(lambda: objective_of(model).example_loss(model, params, example), names)
-    return OrderedDict((name, _position_norms(g.reshape(len(g), -1).astype(jnp.float32))) for name, g in grads.items())
+    rows = {name: jnp.moveaxis(g, position_axis(name, g.shape), 0) for name, g in grads.items()}
+    return OrderedDict((name, _position_norms(g.reshape(len(g), -1).astype(jnp.float32))) for name, g in rows.items())
 
 
 def _position_norms(x_TD: jax.Array) -> jax.Array:

@@ -20,6 +20,7 @@ from jaxformer.contract import ParameterAxes, Task, contract_of
 from jaxformer.data.dataset import Batch
 from jaxformer.inspect.activations import Activations, Inputs, capture, intervene
 from jaxformer.inspect.attention import CROSS, row_tokens_and_mask
+from jaxformer.inspect.names import check_index, unknown_name
 from jaxformer.models.objective import Params, mean_loss, objective_of
 from jaxformer.nn.attention import AXES
 from jaxformer.nn.execution import skip_blocks
@@ -131,13 +132,13 @@ def _head_statistics(
 
     def example_statistics(example: tuple[Inputs, jax.Array | None]) -> dict:
         inputs, mask_T = example
-        names = ("*attention.weights", "*attention.visible")
+        names = ("*attention.pattern", "*attention.mask")
         captured = capture(model, params, *inputs, names=names, missing_ok=True)
-        layers = [name.removesuffix(".weights") for name in captured if name.endswith(".weights")]
+        layers = [name.removesuffix(".pattern") for name in captured if name.endswith(".pattern")]
         groups = defaultdict[str, dict](dict)
         for place in enumerate(layers):
             layer = place[1]
-            maps = captured[f"{layer}.weights"], captured[f"{layer}.visible"]
+            maps = captured[f"{layer}.pattern"], captured[f"{layer}.mask"]
             arguments = *maps, *row_tokens_and_mask(model, layer, inputs, mask_T)
             groups[str(jax.tree.map(jnp.shape, arguments))][place] = arguments
         stacked = {tuple(group): jax.tree.map(lambda *x: jnp.stack(x), *group.values()) for group in groups.values()}
@@ -208,11 +209,17 @@ def ablation_loss(model: nn.Module, params: Params, batch: Batch, heads: Iterabl
 
     Args:
       batch: examples; see `mean_loss`.
-      heads: pairs of a layer's name and a head's index.
+      heads: pairs of a layer's name and a head's index, from the end if it is negative.
+
+    Raises:
+      KeyError: the model has no such layer.
+      IndexError: the layer has no such head.
     """
     batch, means, _, scales = _ablation_inputs(model, params, batch)
     for layer, head in heads:
-        scales[layer] = scales[layer].at[head].set(0)
+        if layer not in scales:
+            raise unknown_name(layer, scales, "attention layer")
+        scales[layer] = scales[layer].at[check_index(head, len(scales[layer]), "head", layer)].set(0)
     return float(_loss(model, params, batch, scales, means))
 
 
@@ -232,14 +239,14 @@ def _mean_outputs(
 
     def example_sums(example: tuple[Inputs, jax.Array | None]) -> tuple[OrderedDict[str, Any], Activations]:
         inputs, mask_T = example
-        sums, names = OrderedDict[str, Any](), ("*attention.heads", "*.after")
+        sums, names = OrderedDict[str, Any](), ("*attention.z", "*.resid_post")
         captured = capture(model, params, *inputs, names=names, missing_ok=True)
-        for name in [name for name in captured if name.endswith(".heads")]:
+        for name in [name for name in captured if name.endswith(".z")]:
             x_HTK = captured.pop(name)
             valid_T = row_tokens_and_mask(model, name, inputs, mask_T)[1]
             valid_T = jnp.ones(x_HTK.shape[1]) if valid_T is None else valid_T.astype(jnp.float32)
-            sums[name.removesuffix(".heads")] = jnp.einsum("htk,t->hk", x_HTK, valid_T), valid_T.sum()
-        return sums, OrderedDict((name.removesuffix(".after"), x_TD) for name, x_TD in captured.items())
+            sums[name.removesuffix(".z")] = jnp.einsum("htk,t->hk", x_HTK, valid_T), valid_T.sum()
+        return sums, OrderedDict((name.removesuffix(".resid_post"), x_TD) for name, x_TD in captured.items())
 
     sums_B, outputs_B = jax.lax.map(example_sums, (inputs_B, target_mask_BT))
     means = OrderedDict((layer, sums_BHK.sum(axis=0) / n_B.sum()) for layer, (sums_BHK, n_B) in sums_B.items())
@@ -250,11 +257,11 @@ def _interpolated_heads(scales: PerHead, replacements: Activations) -> AbstractC
     """Interpolate the outputs of heads: scale 1 is the head's own, 0 its replacement `(K,)`."""
 
     def interpolate(name: str, value_HTK: jax.Array) -> jax.Array:
-        layer = name.removesuffix(".heads")
+        layer = name.removesuffix(".z")
         scale_H11, replacement_H1K = scales[layer][:, None, None], replacements[layer][:, None]
         return (scale_H11 * value_HTK + (1 - scale_H11) * replacement_H1K).astype(value_HTK.dtype)
 
-    return intervene([f"{layer}.heads" for layer in scales], interpolate)
+    return intervene([f"{layer}.z" for layer in scales], interpolate)
 
 
 @partial(jax.jit, static_argnames="model")
@@ -316,8 +323,15 @@ def patched_back(params: Params, earlier: Params, layer: str, head: int | jax.Ar
 
     Args:
       layer: name of an attention layer, such as `blocks.0.attention`.
+      head: index of the head, from the end if it is negative; not checked if it is traced.
+
+    Raises:
+      KeyError: there is no such layer.
+      IndexError: the layer has no such head.
     """
     H = attention_parameters(params, layer)["W_Q"].shape[HEAD_AXES["W_Q"]]
+    if not isinstance(head, jax.core.Tracer):
+        head = check_index(head, H, "head", layer)
 
     def patch(path: Sequence[Any], now: jax.Array, then: jax.Array) -> jax.Array:
         parent, _, name = dotted(path).rpartition(".")
@@ -331,6 +345,11 @@ def patched_back(params: Params, earlier: Params, layer: str, head: int | jax.Ar
 
 
 def attention_parameters(params: Params, layer: str) -> dict[str, jax.Array]:
-    """Return the parameters of a layer by name."""
-    named = {dotted(path): value for path, value in flatten_dict(params).items()}
-    return {name.removeprefix(f"{layer}."): x for name, x in named.items() if name.startswith(f"{layer}.")}
+    """Return the parameters of an attention layer by name. Raises `KeyError` for a layer without any."""
+    layers: dict[str, dict[str, jax.Array]] = defaultdict(dict)
+    for path, x in flatten_dict(params).items():
+        parent, _, name = dotted(path).rpartition(".")
+        layers[parent][name] = x
+    if layer not in layers:
+        raise unknown_name(layer, [name for name in layers if name.endswith("attention")], "attention layer")
+    return layers[layer]

@@ -190,11 +190,11 @@ def _observe(model: Decoder, params: Params, tokens_BT: jax.Array) -> list[tuple
         values = capture(model, params, tokens_T)
         blocks: list[tuple[jax.Array, ...]] = []
         for i in range(model.config.n_blocks):
-            before, after = (jnp.mean(jnp.square(values[f"blocks.{i}.{name}"])) for name in ("before", "after"))
-            visible = values[f"blocks.{i}.attention.visible"]
-            rows = jnp.var(values[f"blocks.{i}.attention.scores"], axis=-1, where=visible, ddof=1)
+            before, after = (jnp.mean(jnp.square(values[f"blocks.{i}.{name}"])) for name in ("resid_pre", "resid_post"))
+            visible = values[f"blocks.{i}.attention.mask"]
+            rows = jnp.var(values[f"blocks.{i}.attention.attn_scores"], axis=-1, where=visible, ddof=1)
             variance = jnp.mean(rows, where=visible.sum(-1) > 1)
-            blocks.append((before, variance, jnp.mean(row_entropy(values[f"blocks.{i}.attention.weights"])), after))
+            blocks.append((before, variance, jnp.mean(row_entropy(values[f"blocks.{i}.attention.pattern"])), after))
         return blocks
 
     means = jax.tree.map(jnp.mean, jax.lax.map(observe_example, tokens_BT))

@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxformer.data.dataset import Batch
 from jaxformer.inspect.activations import Activations, capture_gradients, capturing
+from jaxformer.inspect.names import unknown_name
 from jaxformer.inspect.residual_stream import STREAM, check_stream
 from jaxformer.models.objective import Params, objective_of
 
@@ -187,6 +188,8 @@ def _streams(model: nn.Module, params: Params, tokens_T: jax.Array, shifts: Acti
 def _through(lens: Lens, streams: Activations) -> Activations:
     if lens is None:
         return streams
+    if missing := [name for name in streams if name not in lens]:
+        raise unknown_name(missing[0], lens, "map of the lens")
     return OrderedDict((name, x_TD @ lens[name].A_DD.T + lens[name].b_D) for name, x_TD in streams.items())
 
 

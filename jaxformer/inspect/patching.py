@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxformer.inspect.activations import Activations, capture, intervene, value_and_capture_gradients
+from jaxformer.inspect.names import position_axis
 from jaxformer.models.inputs import check_example
 from jaxformer.models.objective import Params
-from jaxformer.nn.parameter_norms import HEADS_FIRST
 from jaxformer.ops.precision import upcast
 
 
@@ -32,12 +32,13 @@ def patch_activations(
     Args:
       inputs: inputs of the model, whose logits are measured.
       source: inputs of the same shapes, which provide the replacements.
-      names: patterns of activations with a position axis, first or after the head axis, such as `blocks.*.before`.
+      names: patterns of activations with a position axis, first or after the head axis, such as `blocks.*.resid_pre`.
       metric: function from logits to a scalar, such as the difference between two tokens' logits at the last position.
         Pass the same function object in each call: a new one triggers compilation.
 
     Raises:
-      ValueError: the inputs are a batch, or differ from the source in shape; a pattern matches nothing.
+      ValueError: the inputs are a batch, or differ from the source in shape; an activation has no position axis.
+      KeyError, IndexError: see `capture`.
     """
     return _patch(model, params, *check_pair(model, inputs, source, names), metric)
 
@@ -47,7 +48,7 @@ def _patch(
     model: nn.Module, params: Params, inputs: tuple, source: tuple, names: tuple[str, ...], metric: Callable
 ) -> Activations:
     replacements = capture(model, params, *source, names=names)
-    lengths = [replacements[name].shape[_position_axis(name)] for name in replacements]
+    lengths = [x.shape[position_axis(name, x.shape)] for name, x in replacements.items()]
     numbers = dict(
         zip(replacements, jnp.arange(len(lengths)), strict=True)
     )  # no Python numbers: one scan of all blocks
@@ -56,7 +57,7 @@ def _patch(
         number, position = place
 
         def patched(name: str, value: jax.Array) -> jax.Array:
-            axis = _position_axis(name)
+            axis = position_axis(name, value.shape)
             is_patched = (jnp.arange(value.shape[axis]) == position) & (number == numbers[name])
             others = [a for a in range(value.ndim) if a != axis]
             return jnp.where(jnp.expand_dims(is_patched, others), replacements[name], value)
@@ -91,7 +92,8 @@ def attribution_patching(
       metric: function from logits to a scalar.
 
     Raises:
-      ValueError: the inputs are a batch, or differ from the source in shape; a pattern matches nothing.
+      ValueError: the inputs are a batch, or differ from the source in shape; an activation has no position axis.
+      KeyError, IndexError: see `capture`.
     """
     return _estimate(model, params, *check_pair(model, inputs, source, names), metric)
 
@@ -105,7 +107,8 @@ def _estimate(
 
     def estimate_each_position(name: str, grad: jax.Array) -> jax.Array:
         effect = upcast(grad) * (upcast(replacements[name]) - upcast(values[name]))
-        return value + effect.sum(axis=[a for a in range(effect.ndim) if a != _position_axis(name)])
+        axis = position_axis(name, effect.shape)
+        return value + effect.sum(axis=[a for a in range(effect.ndim) if a != axis])
 
     return OrderedDict((name, estimate_each_position(name, grad)) for name, grad in grads.items())
 
@@ -120,7 +123,3 @@ def check_pair(
     if shapes != source_shapes:
         raise ValueError(f"inputs have shapes {shapes} and source {source_shapes}")
     return tuple(inputs), tuple(source), (names,) if isinstance(names, str) else tuple(names)
-
-
-def _position_axis(name: str) -> int:
-    return int(name.rpartition(".")[2] in HEADS_FIRST)

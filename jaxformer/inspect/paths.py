@@ -22,7 +22,7 @@ from jaxformer.models.objective import Params
 from jaxformer.models.rungs import as_rung
 from jaxformer.nn.parameter_norms import dotted
 
-PROJECTIONS = tuple(f"blocks.*.attention.{kind}" for kind in ("queries", "keys", "values"))
+PROJECTIONS = tuple(f"blocks.*.attention.{kind}" for kind in "qkv")
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,11 @@ class Edge:
     """The effect of one part through one later part."""
 
     source: str
-    """`embedding`, a head such as `blocks.0.attention.heads.2`, or an MLP such as `blocks.0.mlp`."""
+    """The activation that it writes: `embed`, a head such as `blocks.0.attention.z.2`, or an MLP such as
+    `blocks.0.mlp_out`."""
     target: str
     """The part that reads it: an attention layer, an MLP, or `logits`; or a head's projection, such as
-    `blocks.1.attention.heads.2.queries`."""
+    `blocks.1.attention.q.2`."""
     estimate: float
     """Change of the metric to first order: the gradient at the target's input times the difference."""
     exact: float | None = None
@@ -102,7 +103,7 @@ def _estimates(
     differences = OrderedDict((part, after[part] - before[part]) for part in before)
     layers = [f"blocks.{i}.attention" for i in range(c.n_blocks)]
     targets = [f"blocks.{i}.mlp" for i in range(c.n_blocks)] + ["logits"] + ([] if by_head else layers)
-    zeros_TD, stacked = jnp.zeros_like(differences["embedding"]), jnp.stack(list(differences.values()))
+    zeros_TD, stacked = jnp.zeros_like(differences["embed"]), jnp.stack(list(differences.values()))
     shifts = dict.fromkeys(targets, zeros_TD)
     grads = jax.grad(lambda shifts: _shifted_metric(model, params, inputs, shifts, metric))(shifts)
     estimates = OrderedDict((target, jnp.einsum("ptd,td->p", stacked, grads[target])) for target in targets)
@@ -111,7 +112,10 @@ def _estimates(
 
     def projected(shift_TD: jax.Array) -> Activations:
         """Return queries, keys and values if each layer reads a shift that earlier layers did not read."""
-        with _shifted_inputs(c, dict.fromkeys(layers, shift_TD)), intervene("*.before", lambda _, x: stop_gradient(x)):
+        with (
+            _shifted_inputs(c, dict.fromkeys(layers, shift_TD)),
+            intervene("*.resid_pre", lambda _, x: stop_gradient(x)),
+        ):
             return capture(model, params, *inputs, names=PROJECTIONS)
 
     _, grads = capture_gradients(lambda: metric(model.apply({"params": params}, *inputs)), PROJECTIONS)
@@ -120,8 +124,7 @@ def _estimates(
         lambda part_TD: jax.tree.map(partial(jnp.einsum, "htk,htk->h"), grads, change(part_TD)), stacked
     )
     for name, effects_PH in effects.items():
-        layer, _, kind = name.rpartition(".")
-        estimates |= {f"{layer}.heads.{h}.{kind}": effect_P for h, effect_P in enumerate(effects_PH.T)}
+        estimates |= {f"{name}.{h}": effect_P for h, effect_P in enumerate(effects_PH.T)}
     return differences, estimates
 
 
@@ -129,26 +132,23 @@ def _exact(
     model: nn.Module, params: Params, inputs: tuple, target: str, difference_TD: jax.Array, metric: Callable
 ) -> jax.Array:
     """Return the metric if the target alone reads the difference."""
-    layer, _, projection = target.partition(".heads.")
-    if not projection:
+    if target.count(".") < 4:
         return _shifted_metric(model, params, inputs, {target: difference_TD}, metric)
-    head, kind = projection.split(".")
-    return _head_metric(model, params, inputs, layer, kind, int(head), difference_TD, metric)
+    name, _, head = target.rpartition(".")
+    return _head_metric(model, params, inputs, name, int(head), difference_TD, metric)
 
 
-@partial(jax.jit, static_argnames=("model", "layer", "kind", "metric"))
+@partial(jax.jit, static_argnames=("model", "name", "metric"))
 def _head_metric(
     model: nn.Module,
     params: Params,
     inputs: tuple,
-    layer: str,
-    kind: str,
+    name: str,
     head: int,
     difference_TD: jax.Array,
     metric: Callable,
 ) -> jax.Array:
-    name = f"{layer}.{kind}"
-    with _shifted_inputs(model.config, {layer: difference_TD}):
+    with _shifted_inputs(model.config, {name.rpartition(".")[0]: difference_TD}):
         shifted_HTK = capture(model, params, *inputs, names=name)[name]
     with intervene(name, lambda _, x_HTK: x_HTK.at[head].set(shifted_HTK[head])):
         return metric(model.apply({"params": params}, *inputs))
@@ -180,23 +180,23 @@ def _shifted_inputs(c: DecoderConfig, shifts: dict[str, jax.Array]) -> Iterator[
 
 def _written(c: Any, params: Params, values: Activations) -> Activations:
     """Return what each part adds to the residual stream, `(T, D)` by part."""
-    parts = OrderedDict(embedding=values["embedding"])
+    parts = OrderedDict(embed=values["embed"])
     for i in range(c.n_blocks):
-        heads_HTK = values[f"blocks.{i}.attention.heads"]
+        heads_HTK = values[f"blocks.{i}.attention.z"]
         H, _, K = heads_HTK.shape
         if c.output_projection:
             W_HKD = params[f"blocks_{i}"]["attention"]["W_O"]
         else:  # heads are concatenated, or, each as wide as the model, summed
             W_HKD = jnp.broadcast_to(jnp.eye(c.d_model).reshape(-1, K, c.d_model), (H, K, c.d_model))
         for h, written_TD in enumerate(jnp.einsum("htk,hkd->htd", heads_HTK, W_HKD)):
-            parts[f"blocks.{i}.attention.heads.{h}"] = written_TD
-        parts[f"blocks.{i}.mlp"] = values[f"blocks.{i}.mlp"]
+            parts[f"blocks.{i}.attention.z.{h}"] = written_TD
+        parts[f"blocks.{i}.mlp_out"] = values[f"blocks.{i}.mlp_out"]
     return parts
 
 
 def _time(name: str) -> float:
     """Return the order in which a part writes, or, for a target, reads."""
     if "." not in name:
-        return -1 if name == "embedding" else float("inf")
+        return -1 if name == "embed" else float("inf")
     _, block, part, *_ = name.split(".")
-    return 2 * int(block) + (part == "mlp")
+    return 2 * int(block) + part.startswith("mlp")

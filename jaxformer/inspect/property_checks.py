@@ -145,9 +145,9 @@ def causality(model: nn.Module, params: Params, inputs: Inputs) -> Check:
         return check(NOT_CAUSAL, None)
     tokens_T = inputs[_text_index(model)]
     T = len(tokens_T)
-    names = ("*embedding", "*embedding (call 2)")
+    names = ("*embed", "*embed (call 2)")
     embeddings = capture_shapes(model, params, *inputs, names=names, missing_ok=True)
-    name = list(embeddings)[-1]
+    *_, name = (name for name in embeddings if "pos_embed" not in name)
     direction_V = None
 
     def projected_logits(shift_TD: jax.Array, params: Params) -> jax.Array:
@@ -191,7 +191,7 @@ def attention_mask(model: nn.Module, params: Params, inputs: Inputs) -> Check:
     check = partial(Check, "attention mask", limit=ROUNDING)
     if not _is_causal(model):
         return check(NOT_CAUSAL, None)
-    replaced = _capture_with(model, params, inputs, "*.scores", jnp.zeros_like, "*.attention.weights")
+    replaced = _capture_with(model, params, inputs, "*.attn_scores", jnp.zeros_like, "*.attention.pattern")
     maps = {name: weights_HTT for name, weights_HTT in replaced.items() if "encoder_blocks" not in name}
     if not maps:
         return check("it has no self-attention", None)
@@ -214,7 +214,7 @@ def attention_mask(model: nn.Module, params: Params, inputs: Inputs) -> Check:
 def attention_rows(model: nn.Module, params: Params, inputs: Inputs) -> Check:
     """Check that attention weights sum to 1: if all values are 1, so is every head's output."""
     check = partial(Check, "attention rows", limit=ROUNDING)
-    sums = _capture_with(model, params, inputs, "*attention.values", jnp.ones_like, "*attention.heads").values()
+    sums = _capture_with(model, params, inputs, "*attention.v", jnp.ones_like, "*attention.z").values()
     if not sums:
         return check("it has no attention heads", None)
     return check(f"sums of weights minus 1, {len(sums)} layers", largest_of(jnp.max(jnp.abs(y - 1)) for y in sums))

@@ -18,10 +18,12 @@ from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.inputs import check_example
 from jaxformer.models.objective import Params
 from jaxformer.models.rungs import as_rung
+from jaxformer.nn.embedding import check_tokens
 from jaxformer.nn.norms import epsilon
 from jaxformer.ops.precision import upcast
 
-STREAM = ("embedding", "blocks.*.after")
+STREAM = ("blocks.0.resid_pre", "blocks.*.resid_post")
+"""The residual stream after the embedding and after each block."""
 
 
 def logit_lens(model: nn.Module, params: Params, *inputs: ArrayLike | None) -> Activations:
@@ -64,10 +66,17 @@ def logit_attribution(
       baseline_T: one token per position, whose logit is subtracted.
 
     Raises:
-      ValueError: the model has no residual stream, or normalises the stream after each part.
+      ValueError: the model has no residual stream, or normalises the stream after each part; a token is not in the
+        vocabulary, or there is not one per position.
     """
     check_stream(model)
     check_example(model, *inputs)
+    for chosen_T in (target_T, *([] if baseline_T is None else [baseline_T])):
+        check_tokens(chosen_T, model.config.vocab_size)
+        if len(chosen_T) != len(jnp.asarray(inputs[0])):
+            raise ValueError(
+                f"{len(chosen_T)} tokens for {len(jnp.asarray(inputs[0]))} positions; give one per position."
+            )
     return _attribute(model, params, inputs, target_T, baseline_T)
 
 
@@ -77,7 +86,7 @@ def _attribute(
 ) -> Activations:
     c = as_rung(model.config)
     values = capture(model, params, *inputs)
-    last_TD = values[f"blocks.{c.n_blocks - 1}.after"]
+    last_TD = values[f"blocks.{c.n_blocks - 1}.resid_post"]
     out_VD = params["embedding"]["W_E"] if c.unembedding == "tied" else params["W_out"].T
     direction_TD = out_VD[target_T]
     if baseline_T is not None:
@@ -86,7 +95,8 @@ def _attribute(
     if c.final_norm:
         direction_TD, biases = _through_norm(c, "final_norm", params["final_norm"], last_TD, direction_TD)
     project = lambda x_TD, direction_TD: jnp.sum(x_TD * direction_TD, axis=-1)  # noqa: E731
-    parts = OrderedDict(embedding=project(values["embedding"], direction_TD))
+    embeddings = (name for name in ("embed", "pos_embed") if name in values)
+    parts = OrderedDict((name, project(values[name], direction_TD)) for name in embeddings)
     for i in range(c.n_blocks):
         block, before_TD = params[f"blocks_{i}"], {"attention": direction_TD, "mlp": direction_TD}
         if c.norm != "none" and c.norm_placement == "both":
@@ -95,17 +105,17 @@ def _attribute(
                 before_TD[part], bias = _through_norm(c, f"blocks.{i}.{norm}", block[norm], values[name], direction_TD)
                 biases |= bias
         layer, weights = f"blocks.{i}.attention", block["attention"]
-        heads_HTK = values[f"{layer}.heads"]
+        heads_HTK = values[f"{layer}.z"]
         if c.output_projection:
-            parts[f"{layer}.heads"] = jnp.einsum("htk,hkd,td->ht", heads_HTK, weights["W_O"], before_TD["attention"])
+            parts[f"{layer}.z"] = jnp.einsum("htk,hkd,td->ht", heads_HTK, weights["W_O"], before_TD["attention"])
         else:
             H, T, K = heads_HTK.shape
             direction_THK = before_TD["attention"].reshape(T, -1, K)  # summed heads share one direction
             direction_THK = jnp.broadcast_to(direction_THK, (T, H, K))
-            parts[f"{layer}.heads"] = jnp.einsum("htk,thk->ht", heads_HTK, direction_THK)
+            parts[f"{layer}.z"] = jnp.einsum("htk,thk->ht", heads_HTK, direction_THK)
         if "b_O" in weights:
             parts[f"{layer}.b_O"] = before_TD["attention"] @ weights["b_O"]
-        parts[f"blocks.{i}.mlp"] = project(values[f"blocks.{i}.mlp"], before_TD["mlp"])
+        parts[f"blocks.{i}.mlp_out"] = project(values[f"blocks.{i}.mlp"], before_TD["mlp"])
     return parts | biases
 
 

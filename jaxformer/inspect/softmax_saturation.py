@@ -64,7 +64,7 @@ def saturation(
       layer: name of a self-attention layer.
 
     Raises:
-      ValueError: the model has no such layer.
+      KeyError: the model has no such layer.
     """
     batch = jax.tree.map(jnp.asarray, batch)
     return [
@@ -76,7 +76,7 @@ def saturation(
 @partial(jax.jit, static_argnames=("model", "layer"))
 def _measure(model: nn.Module, layer: str, params: Params, batch: Batch, temperature: jax.Array) -> tuple:
     """Return the fields of `Saturation` after its temperature."""
-    names = scores, weights = f"{layer}.scores", f"{layer}.weights"
+    names = scores, weights = f"{layer}.attn_scores", f"{layer}.pattern"
 
     def loss(params: Params, shifts: Activations, example: Batch) -> tuple[jax.Array, jax.Array]:
         def edit(name: str, value: jax.Array) -> jax.Array:

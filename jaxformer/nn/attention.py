@@ -43,7 +43,7 @@ class MultiHeadAttention(nn.Module):
       norm_eps: ε of these norms.
       rope: rotation of queries and keys by their position; None for no rotation.
       attention: implementation, with the signature of `ops.attention.attention`. With that function itself, a decode
-        step uses the faster `ops.cache.decode_step`.
+        step uses the faster `ops.cache.decode_step`, unless activations are captured.
     """
 
     n_heads: int
@@ -94,7 +94,7 @@ class MultiHeadAttention(nn.Module):
         if token_values is not None:
             v_GSK = v_GSK + token_values
         q_HTK = self._normalize_and_rotate("Q", q_HTK, positions_T)
-        if cache is not None and len(x_TD) == 1 and self.attention is attention:
+        if cache is not None and len(x_TD) == 1 and self.attention is attention and not is_capturing():
             assert isinstance(mask, jax.Array)  # computed from the positions in the cache
             y_HTK, cache = decode_step(q_HTK, k_GSK, v_GSK, cache, slot, mask, self.factor)
         else:
@@ -112,15 +112,13 @@ class MultiHeadAttention(nn.Module):
 
     def attend(self, q_HTK: jax.Array, k_GSK: jax.Array, v_GSK: jax.Array, mask: Mask) -> jax.Array:
         """Return the attention output of the heads, `(H, T, K)`. Not called for a decode step."""
-        q_HTK, k_GSK, v_GSK = (
-            capture_point(self, name, x) for name, x in (("queries", q_HTK), ("keys", k_GSK), ("values", v_GSK))
-        )
-        weights_HTS = self._replaced_weights(q_HTK, k_GSK, mask) if is_capturing() else None
-        if weights_HTS is None:
+        q_HTK, k_GSK, v_GSK = (capture_point(self, name, x) for name, x in (("q", q_HTK), ("k", k_GSK), ("v", v_GSK)))
+        pattern_HTS = self._replaced_pattern(q_HTK, k_GSK, mask) if is_capturing() else None
+        if pattern_HTS is None:
             y_HTK = self.attention(q_HTK, k_GSK, v_GSK, mask, self.factor)
         else:
-            y_HTK = mix(weights_HTS, v_GSK)
-        return capture_point(self, "heads", y_HTK)
+            y_HTK = mix(pattern_HTS, v_GSK)
+        return capture_point(self, "z", y_HTK)
 
     def merge_heads(self, y_HTK: jax.Array, d_model: int) -> jax.Array:
         """Return the concatenated heads times `W_O`, `(T, D)`."""
@@ -155,17 +153,17 @@ class MultiHeadAttention(nn.Module):
     def _init(self, d_model: int) -> nn.initializers.Initializer:
         return nn.initializers.normal(1 / sqrt(d_model) if self.init_std is None else self.init_std)
 
-    def _replaced_weights(self, q_HTK: jax.Array, k_GSK: jax.Array, mask: Mask) -> jax.Array | None:
-        """Pass scores, mask and weights, which no attention implementation returns, to their capture points. Return the
-        weights `(H, T, S)` if one of the three was replaced, else None."""
+    def _replaced_pattern(self, q_HTK: jax.Array, k_GSK: jax.Array, mask: Mask) -> jax.Array | None:
+        """Pass scores, mask and pattern, which no attention implementation returns, to their capture points. Return the
+        pattern `(H, T, S)` if one of the three was replaced, else None."""
         scores_HTS = attention_scores(q_HTK, k_GSK, self.factor)
         visible_TS = as_array(mask, *scores_HTS.shape[1:])
-        new_scores_HTS = capture_point(self, "scores", scores_HTS)
-        new_visible_TS = capture_point(self, "visible", visible_TS)
-        weights_HTS = softmax(new_scores_HTS, mask if new_visible_TS is visible_TS else new_visible_TS)
-        new_weights_HTS = capture_point(self, "weights", weights_HTS)
-        is_same = new_scores_HTS is scores_HTS and new_visible_TS is visible_TS and new_weights_HTS is weights_HTS
-        return None if is_same else new_weights_HTS
+        new_scores_HTS = capture_point(self, "attn_scores", scores_HTS)
+        new_visible_TS = capture_point(self, "mask", visible_TS)
+        pattern_HTS = softmax(new_scores_HTS, mask if new_visible_TS is visible_TS else new_visible_TS)
+        new_pattern_HTS = capture_point(self, "pattern", pattern_HTS)
+        is_same = new_scores_HTS is scores_HTS and new_visible_TS is visible_TS and new_pattern_HTS is pattern_HTS
+        return None if is_same else new_pattern_HTS
 
     @property
     def factor(self) -> float:

@@ -91,15 +91,17 @@ class Block(nn.Module):
         # One dropout key per sublayer: with one for all, they would drop the same features.
         crosses = self.make_cross_attention is not None
         keys = [None] * 3 if key is None else list(jax.random.split(key, 3 if crosses else 2))
-        x_TD = capture_point(self, "before", x_TD)
-        drop = partial(self._drop, self.attention_dropout, keys[0])
+        x_TD = capture_point(self, "resid_pre", x_TD)
+        drop = partial(self._drop, "attn_out", self.attention_dropout, keys[0])
         x_TD = self.sublayer(x_TD, attention, self.attention_norm, self.attention_post_norm, drop)
+        x_TD = capture_point(self, "resid_mid", x_TD)
         if crosses:
-            drop = partial(self._drop, self.cross_attention_dropout, keys[1])
+            drop = partial(self._drop, "cross_attn_out", self.cross_attention_dropout, keys[1])
             x_TD = self.sublayer(x_TD, cross_attention, self.cross_attention_norm, self.cross_attention_post_norm, drop)
-        drop = partial(self._drop, self.mlp_dropout, keys[-1])
+            x_TD = capture_point(self, "resid_mid_cross", x_TD)
+        drop = partial(self._drop, "mlp_out", self.mlp_dropout, keys[-1])
         x_TD = self.sublayer(x_TD, mlp, self.mlp_norm, self.mlp_post_norm, drop)
-        return capture_point(self, "after", x_TD), cache
+        return capture_point(self, "resid_post", x_TD), cache
 
     def sublayer(self, x_TD: jax.Array, f: Function, norm: Function, post_norm: Function, drop: Function) -> jax.Array:
         """Return x + f(norm(x)), or the same with norms elsewhere, `(T, D)`, with dropout of f's output."""
@@ -114,7 +116,6 @@ class Block(nn.Module):
         """Return the keys and values of cross-attention from a source, each `(G, S, K)`."""
         return self.cross_attention.keys_values(source_SD, jnp.arange(len(source_SD)))
 
-    def _drop(self, dropout: nn.Dropout, key: jax.Array | None, y_TD: jax.Array) -> jax.Array:
-        if not self.dropout or key is None:
-            return y_TD
-        return capture_point(self, str(dropout.name), dropout(y_TD, rng=key))
+    def _drop(self, name: str, dropout: nn.Dropout, key: jax.Array | None, y_TD: jax.Array) -> jax.Array:
+        """Return what a sublayer adds to the residual stream, `(T, D)`, after dropout; its capture point is `name`."""
+        return capture_point(self, name, dropout(y_TD, rng=key) if self.dropout and key is not None else y_TD)

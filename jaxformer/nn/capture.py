@@ -18,6 +18,8 @@ import flax.linen as nn
 import jax
 from jax.extend.core import get_opaque_trace_state
 
+from jaxformer.nn.trace_context import TraceContext
+
 OUTPUT = "output"
 """Name of a module's output. Within a model, a module's output activation has the module's name, and `output` is the
 output of the model."""
@@ -28,7 +30,7 @@ Handler = Callable[[Any, Path, jax.Array], jax.Array]
 """`handler(root, path, value)` returns the replacement of a value, or the value itself. The root is the same object for
 all values of one `apply` of a model."""
 
-_handler: ContextVar[Handler | None] = ContextVar("handler", default=None)
+_handler = TraceContext[Handler | None](None)
 
 
 def capture_point(module: nn.Module, name: str, value: jax.Array) -> jax.Array:
@@ -36,7 +38,7 @@ def capture_point(module: nn.Module, name: str, value: jax.Array) -> jax.Array:
 
     Args:
       module: the bound module that computes the value.
-      name: name of the value within the module, such as `scores`; `OUTPUT` for the module's output.
+      name: name of the value within the module, such as `pattern`; `OUTPUT` for the module's output.
     """
     handler = _handler.get()
     if handler is None:
@@ -58,17 +60,14 @@ def handled_by(handler: Handler | None, *, after_outer: bool = True) -> Iterator
       handler: None for no handler, as under `nn.vmap`, whose inner values cannot leave it.
       after_outer: apply the outer handler first; else it receives nothing.
     """
-    outer = _handler.get()
+    outer = _handler.get() if after_outer and handler is not None else None
 
     def after(root: Any, path: Path, value: jax.Array) -> jax.Array:
         assert handler is not None and outer is not None
         return handler(root, path, outer(root, path, value))
 
-    token = _handler.set(handler if handler is None or outer is None or not after_outer else after)
-    try:
+    with _handler.set(handler if outer is None else after):
         yield
-    finally:
-        _handler.reset(token)
 
 
 def current_handler() -> Handler:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxformer.errors import batch_hint
-from jaxformer.nn.capture import OUTPUT, capture_point
+from jaxformer.nn.capture import capture_point
 from jaxformer.nn.parameters import check_name, parameter
 from jaxformer.ops.positions import check_positions, sinusoidal
 from jaxformer.ops.quantized import rows
@@ -72,13 +72,13 @@ class Embedding(nn.Module):
         outside the vocabulary or positions without a row."""
         check_tokens(tokens_T, self.vocab_size)
         positions_T = check_positions(positions_T, len(tokens_T))
-        x_TD = self.scale * rows(self.W_E, tokens_T)
+        x_TD = capture_point(self, "embed", self.scale * rows(self.W_E, tokens_T))
         if self.positions == "learned":
             check_rows(positions_T, self.n_positions)
-            x_TD = x_TD + rows(self.W_pos, positions_T)
-        elif self.positions == "sinusoidal":
-            x_TD = x_TD + sinusoidal(positions_T, self.d_model).astype(x_TD.dtype)
-        return capture_point(self, OUTPUT, x_TD)
+            return x_TD + capture_point(self, "pos_embed", rows(self.W_pos, positions_T))
+        if self.positions == "sinusoidal":
+            return x_TD + capture_point(self, "pos_embed", sinusoidal(positions_T, self.d_model).astype(x_TD.dtype))
+        return x_TD
 
     def unembed(self, x_TD: jax.Array) -> jax.Array:
         """Return logits `(T, V)` from the transposed embedding table (Press and Wolf 2017)."""

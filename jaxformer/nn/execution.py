@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, Literal
@@ -17,6 +16,7 @@ from jaxformer.errors import UserError
 from jaxformer.nn.capture import capture_point, is_capturing, lifted, rooted_at
 from jaxformer.nn.parameter_norms import dotted
 from jaxformer.nn.parameters import is_tracing_init, repeat_parameters
+from jaxformer.nn.trace_context import TraceContext
 from jaxformer.nn.traced_edits import alike, points_of, scan_with_edits, traced_edit
 from jaxformer.ops.attention import attention
 from jaxformer.ops.blockwise import SAVED
@@ -177,7 +177,7 @@ def _scan_blocks(
     return x_TD
 
 
-_skipped: ContextVar[tuple[jax.Array | int, Mapping[str, jax.Array]]] = ContextVar("skipped", default=(0, {}))
+_skipped = TraceContext[tuple[jax.Array | int, Mapping[str, jax.Array]]]((0, {}))
 
 
 @contextmanager
@@ -191,11 +191,8 @@ def skip_blocks(n: jax.Array | int, outputs: Mapping[str, jax.Array]) -> Iterato
       n: number of blocks to skip, in order of computation.
       outputs: output `(T, D)` of every block for the same example, by block, such as `blocks.0`.
     """
-    token = _skipped.set((n, outputs))
-    try:
+    with _skipped.set((n, outputs)):
         yield
-    finally:
-        _skipped.reset(token)
 
 
 def traced_once(blocks: Sequence[nn.Module]) -> Iterator[Callable[..., Any]]:

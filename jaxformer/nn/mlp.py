@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jaxformer.nn.capture import OUTPUT, capture_point
+from jaxformer.nn.capture import OUTPUT, capture_point, is_capturing
 from jaxformer.nn.parameters import check_name, parameter
 
 Activation = Literal["relu", "squared_relu", "gelu", "gelu_exact", "quick_gelu", "swiglu", "geglu"]
@@ -64,16 +64,20 @@ class MLP(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         check_name("activation", self.activation, ACTIVATIONS)
         for i in range(1, len(self.hidden) + 1):
-            x = capture_point(self, f"hidden.{i}", self._hidden_layer(x, i))
+            x = self._hidden_layer(x, i)
         return capture_point(self, OUTPUT, self._linear(x, len(self.hidden) + 1, self.d_out))
 
     def _hidden_layer(self, x: jax.Array, i: int) -> jax.Array:
         """Return the activations of the i-th hidden layer, counted from 1, `(…, hidden[i - 1])`."""
-        width = self.hidden[i - 1]
+        width, number = self.hidden[i - 1], f"_{i}" if len(self.hidden) > 1 else ""
         y, b = self._matmul(x, f"W_{i}", i, width), self._bias(x, i, width)
         if self.activation in GATED:
-            return activate(self.activation, self._matmul(x, f"W_gate_{i}", i, width)) * _add(y, b)
-        return activate(self.activation, y, b)
+            gate = capture_point(self, f"pre{number}", self._matmul(x, f"W_gate_{i}", i, width))
+            y = capture_point(self, f"pre_linear{number}", _add(y, b))
+            return capture_point(self, f"post{number}", activate(self.activation, gate) * y)
+        if is_capturing():  # else the sum is recomputed, not stored
+            y, b = capture_point(self, f"pre{number}", _add(y, b)), None
+        return capture_point(self, f"post{number}", activate(self.activation, y, b))
 
     def _linear(self, x: jax.Array, i: int, width: int) -> jax.Array:
         return _add(self._matmul(x, f"W_{i}", i, width), self._bias(x, i, width))

@@ -13,7 +13,7 @@ from jaxformer.contract import ParameterAxes, Role
 from jaxformer.nn.attention import AXES
 from jaxformer.ops import workarounds
 
-HEADS_FIRST = ("queries", "keys", "values", "scores", "weights", "heads")
+HEADS_FIRST = ("q", "k", "v", "attn_scores", "pattern", "z")
 """Activations of an attention layer whose first axis is that of the heads."""
 HEAD_AXIS = {
     name: axes.names.index("heads")
@@ -106,11 +106,12 @@ def _squares(tree: Any) -> Norms:
 
 def row_names(shapes: Any) -> list[str]:
     """Return the dotted name of each row of `row_norms`, such as `blocks.2.attention.heads.1.W_K`, from the parameters
-    or their shapes and dtypes."""
+    or their shapes and dtypes; `blocks.2.attention.z.1` for a head of an activation."""
     names = []
     for name, norm in sorted(jax.eval_shape(parameter_norms, shapes).items()):
         parent, _, last = name.rpartition(".")
-        names += [f"{parent}.heads.{head}.{last}" for head in range(len(norm))] if norm.ndim else [name]
+        of_head = f"{name}.{{}}" if last in HEADS_FIRST else f"{parent}.heads.{{}}.{last}"
+        names += list(map(of_head.format, range(len(norm)))) if norm.ndim else [name]
     return names
 
 

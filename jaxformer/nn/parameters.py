@@ -13,6 +13,7 @@ import jax
 from flax.traverse_util import flatten_dict
 
 from jaxformer.contract import ParameterAxes, contract_of
+from jaxformer.nn.capture import handled_by
 
 Params = Any
 """Pytree of parameters, `model.init(…)["params"]`, or of their shapes and dtypes."""
@@ -86,7 +87,8 @@ def trace_init(model: nn.Module) -> InitTrace:
     token = _declared.set(declared)
     try:
         init = lambda *inputs: model.init_with_output(jax.random.key(0), *inputs)  # noqa: E731
-        output, variables = jax.eval_shape(init, *inputs)
+        with handled_by(None):  # the values are those of no call of a user's
+            output, variables = jax.eval_shape(init, *inputs)
     finally:
         _declared.reset(token)
     for name, leaf in flatten_dict(variables["params"], sep=".").items():

@@ -207,7 +207,7 @@ class AttentiveRecurrence(nn.Module):
         steps = _DOT_STEPS if self.d_attention is None else _LINEAR_STEPS if self.linear else _ADDITIVE_STEPS
         x_TCD = self.recurrence.project(x_TI)
         state, h_TD, weights_TS = recur(steps[self.cell], state, x_TCD, valid_T, weights, fixed)
-        return capture_point(self, OUTPUT, h_TD), capture_point(self, "weights", weights_TS), state
+        return capture_point(self, OUTPUT, h_TD), capture_point(self, "pattern", weights_TS), state
 
 
 def _additive(state: State, u: dict, fixed: dict) -> jax.Array:

@@ -47,8 +47,8 @@ def test_film_of_a_run_in_a_browser(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert scores["patched"] == [0, 0] and all(rows[0]["heads"][layer]["patched"])
     lens = [list(logit_lens(run.model, run.params, tokens_T).values()) for tokens_T in tokens_BT]
     agreement = np.mean(np.array([first.argmax(-1) == final.argmax(-1) for first, final in lens])[mask_BT])
-    np.testing.assert_allclose(last["stream"]["embedding"]["agreement"], agreement, rtol=1e-6)
-    assert last["stream"]["blocks.0.after"]["agreement"] == 1
+    np.testing.assert_allclose(last["stream"]["blocks.0.resid_pre"]["agreement"], agreement, rtol=1e-6)
+    assert last["stream"]["blocks.0.resid_post"]["agreement"] == 1
 
     frames = dict(film_frames(run))  # of the inspect page's slider
     assert list(frames) == [0, 1, 2, 4, 6] and frames[6] is run.params

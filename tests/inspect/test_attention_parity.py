@@ -24,7 +24,7 @@ def test_weights_agree_with_torch(name):
     module = MultiHeadAttention(H, K, H, bias=True)
     mask = masks.Causal() if name == "causal" else masks.tokens(T, jnp.arange(T) < FIXTURE["n_valid"])
     result = capture(module, params, x_TD, jnp.arange(T), mask)
-    np.testing.assert_allclose(result["weights"], FIXTURE[f"{name}.weights"], atol=1e-5)
+    np.testing.assert_allclose(result["pattern"], FIXTURE[f"{name}.weights"], atol=1e-5)
     np.testing.assert_allclose(result["output"], FIXTURE[f"{name}.out"], atol=1e-5)
 
 
@@ -52,4 +52,4 @@ def test_weights_agree_with_flax(causal):
     module = MultiHeadAttention(H, K, H)
     result = capture(module, params, x_TD, jnp.arange(T), mask_TT)
     (weights,) = sown["intermediates"]["attention_weights"]
-    np.testing.assert_allclose(result["weights"], weights, atol=1e-5)
+    np.testing.assert_allclose(result["pattern"], weights, atol=1e-5)

@@ -40,7 +40,7 @@ def test_head_patched_back_computes_what_it_did_and_others_do_not_change():
     model = GROUPED.build()
     now, then = (random_params(model, TOKENS, seed=seed) for seed in (0, 1))
     then = {**now, "blocks_1": {**now["blocks_1"], "attention": then["blocks_1"]["attention"]}}
-    heads = jax.jit(lambda params: capture(model, params, TOKENS, names=f"{LAYER}.heads")[f"{LAYER}.heads"])
+    heads = jax.jit(lambda params: capture(model, params, TOKENS, names=f"{LAYER}.z")[f"{LAYER}.z"])
     patched = patched_back(now, then, LAYER, 3)
     new_HTK, old_HTK, mixed_HTK = heads(now), heads(then), heads(patched)
     np.testing.assert_array_equal(mixed_HTK[:2], new_HTK[:2])

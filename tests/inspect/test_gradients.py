@@ -197,5 +197,5 @@ def test_gradients_by_position_are_those_of_backpropagation_through_time():
         d_D = d_h * (1 - h_D**2)
         expected.insert(0, np.linalg.norm(W[0] @ d_D))
         d_h = U[0] @ d_D
-    assert list(norms) == ["embedding"] and expected[0] < 1e-22
-    np.testing.assert_allclose(norms["embedding"], expected, rtol=1e-3)
+    assert list(norms) == ["embed"] and expected[0] < 1e-22
+    np.testing.assert_allclose(norms["embed"], expected, rtol=1e-3)

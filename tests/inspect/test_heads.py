@@ -193,7 +193,7 @@ def test_ablation_loss_of_no_one_and_all_heads():
     np.testing.assert_allclose(ablation_loss(model, params, batch, []), result.loss, rtol=1e-6)
     one = ablation_loss(model, params, batch, [("blocks.0.attention", 1)])
     np.testing.assert_allclose(one - result.loss, result.mean["blocks.0.attention"][1], rtol=1e-4, atol=1e-6)
-    name = "blocks.1.attention.heads"
+    name = "blocks.1.attention.z"
     means = np.mean([capture(model, params, x)[name].mean(1) for x in batch.inputs[0]], axis=0)
 
     @jax.jit

@@ -25,7 +25,7 @@ from jaxformer.models.objective import objective_of
 from tests.arrays import apply
 from tests.inspect.test_activations import DECODER, MODELS, V, random_model
 
-STREAMS = ("embedding", "blocks.0.after", "blocks.1.after")
+STREAMS = ("blocks.0.resid_pre", "blocks.0.resid_post", "blocks.1.resid_post")
 NORMED = replace(DECODER, final_norm=True)
 TOKENS = jnp.arange(4)[::-1]
 
@@ -37,7 +37,7 @@ def test_mean_jacobian_is_that_of_jax_at_equal_positions():
 
     def last_stream(name, x_TD):  # the rest of the model, by another way
         with intervene(name, lambda *_: x_TD):
-            return capture(model, params, TOKENS, names="blocks.1.after")["blocks.1.after"]
+            return capture(model, params, TOKENS, names="blocks.1.resid_post")["blocks.1.resid_post"]
 
     # Rows of a Hadamard matrix are orthogonal, so that over all of them the other positions cancel exactly.
     signs = jnp.asarray(scipy.linalg.hadamard(4), jnp.float32)
@@ -59,14 +59,14 @@ def test_lenses_leave_the_last_stream_as_it_is():
         "regression": regression_lens(model, params, texts, ridge=1e-6),
     }
     for lens in lenses.values():
-        np.testing.assert_allclose(lens["blocks.1.after"].A_DD, np.eye(12), atol=1e-3)
-        np.testing.assert_allclose(lens["blocks.1.after"].b_D, np.zeros(12), atol=1e-3)
+        np.testing.assert_allclose(lens["blocks.1.resid_post"].A_DD, np.eye(12), atol=1e-3)
+        np.testing.assert_allclose(lens["blocks.1.resid_post"].b_D, np.zeros(12), atol=1e-3)
         np.testing.assert_allclose(
-            lens_logits(model, params, lens, texts[0])["blocks.1.after"], apply(model, params, texts[0]), atol=1e-3
+            lens_logits(model, params, lens, texts[0])["blocks.1.resid_post"], apply(model, params, texts[0]), atol=1e-3
         )
         result = agreement(model, params, lens, texts[:3])
-        assert result["blocks.1.after"].same == 1
-        assert abs(result["blocks.1.after"].divergence) < 1e-5 < result["embedding"].divergence
+        assert result["blocks.1.resid_post"].same == 1
+        assert abs(result["blocks.1.resid_post"].divergence) < 1e-5 < result["blocks.0.resid_pre"].divergence
 
 
 @pytest.mark.slow
@@ -78,10 +78,12 @@ def test_regression_predicts_better_than_the_stream_itself():
     for name in STREAMS[:2]:
         assert fitted[name].divergence < plain[name].divergence
     expected = logit_lens(model, params, texts[50])
-    p_TV = jax.nn.softmax(expected["blocks.1.after"])
-    other = jax.nn.log_softmax(expected["embedding"])
+    p_TV = jax.nn.softmax(expected["blocks.1.resid_post"])
+    other = jax.nn.log_softmax(expected["blocks.0.resid_pre"])
     by_hand = jnp.mean(jnp.sum(p_TV * (jnp.log(p_TV) - other), axis=-1))
-    np.testing.assert_allclose(agreement(model, params, None, texts[50:51])["embedding"].divergence, by_hand, rtol=1e-4)
+    np.testing.assert_allclose(
+        agreement(model, params, None, texts[50:51])["blocks.0.resid_pre"].divergence, by_hand, rtol=1e-4
+    )
 
 
 def test_lens_of_a_linear_model_is_its_map():
@@ -90,8 +92,8 @@ def test_lens_of_a_linear_model_is_its_map():
     params["blocks_0"] = jax.tree.map(np.zeros_like, params["blocks_0"])
     texts = [jnp.asarray(row) for row in np.random.default_rng(0).integers(0, V, (8, 4))]
     for lens in (jacobian_lens(model, params, texts[:2], jax.random.key(0)), regression_lens(model, params, texts)):
-        assert list(lens) == ["embedding", "blocks.0.after"]
-        np.testing.assert_allclose(lens["embedding"].A_DD, lens["blocks.0.after"].A_DD, atol=1e-5)
+        assert list(lens) == ["blocks.0.resid_pre", "blocks.0.resid_post"]
+        np.testing.assert_allclose(lens["blocks.0.resid_pre"].A_DD, lens["blocks.0.resid_post"].A_DD, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -101,15 +103,15 @@ def test_backward_lens_of_the_last_stream_is_target_minus_prediction():
     W_DV = params["W_out"]
     error_TV = jax.nn.one_hot(example.targets, V) - jax.nn.softmax(apply(model, params, TOKENS))
     lens = backward_lens(model, params, example)
-    np.testing.assert_allclose(lens["blocks.1.after"], error_TV @ W_DV.T @ W_DV, atol=1e-4)
-    stream = capture(model, params, TOKENS, names="embedding")["embedding"]
+    np.testing.assert_allclose(lens["blocks.1.resid_post"], error_TV @ W_DV.T @ W_DV, atol=1e-4)
+    stream = capture(model, params, TOKENS, names="blocks.0.resid_pre")["blocks.0.resid_pre"]
 
     def loss(x_TD):
-        log_p_TV = jax.nn.log_softmax(run_from(model, params, (TOKENS,), {"embedding": x_TD}))
+        log_p_TV = jax.nn.log_softmax(run_from(model, params, (TOKENS,), {"blocks.0.resid_pre": x_TD}))
         return -jnp.take_along_axis(log_p_TV, example.targets[:, None], 1).sum()
 
     np.testing.assert_allclose(loss(stream), objective_of(model).example_loss(model, params, example), rtol=1e-5)
-    np.testing.assert_allclose(lens["embedding"], -jax.grad(loss)(stream) @ W_DV, atol=1e-4)
+    np.testing.assert_allclose(lens["blocks.0.resid_pre"], -jax.grad(loss)(stream) @ W_DV, atol=1e-4)
 
 
 @pytest.mark.slow

@@ -30,26 +30,22 @@ def test_patching_the_last_stream_gives_the_source_logits():
     other = (TOKENS + 5) % V
     ours, theirs = (apply(model, params, tokens) for tokens in (TOKENS, other))
     result = patch_activations(
-        model, params, [TOKENS], [other], ["embedding", "blocks.*.before", "blocks.1.after"], last_of_token_3
+        model, params, [TOKENS], [other], ["embed", "blocks.*.resid_pre", "blocks.1.resid_post"], last_of_token_3
     )
-    assert list(result) == ["embedding", "blocks.0.before", "blocks.1.before", "blocks.1.after"]
+    assert list(result) == ["embed", "blocks.0.resid_pre", "blocks.1.resid_pre", "blocks.1.resid_post"]
     # Logits at a position depend only on the last stream there.
-    np.testing.assert_allclose(result["blocks.1.after"][-1], theirs[-1, 3], rtol=1e-5)
-    np.testing.assert_allclose(result["blocks.1.after"][:-1], jnp.full(T - 1, ours[-1, 3]), rtol=1e-5)
-    np.testing.assert_allclose(result["embedding"], result["blocks.0.before"], rtol=1e-5)
+    np.testing.assert_allclose(result["blocks.1.resid_post"][-1], theirs[-1, 3], rtol=1e-5)
+    np.testing.assert_allclose(result["blocks.1.resid_post"][:-1], jnp.full(T - 1, ours[-1, 3]), rtol=1e-5)
+    np.testing.assert_allclose(result["embed"], result["blocks.0.resid_pre"], rtol=1e-5)
     # Patching the embedding at a position is the same as another token there.
     for position in (0, T - 1):
         mixed = TOKENS.at[position].set(other[position])
-        np.testing.assert_allclose(
-            result["embedding"][position], apply(model, params, mixed)[-1, 3], rtol=1e-4, atol=1e-4
-        )
+        np.testing.assert_allclose(result["embed"][position], apply(model, params, mixed)[-1, 3], rtol=1e-4, atol=1e-4)
 
 
 def test_patching_a_later_position_changes_no_earlier_logit():
     model, params, _ = random_model(replace(DECODER, n_blocks=1))
-    result = patch_activations(
-        model, params, [TOKENS], [(TOKENS + 5) % V], "blocks.*.attention.heads", third_of_token_3
-    )
+    result = patch_activations(model, params, [TOKENS], [(TOKENS + 5) % V], "blocks.*.attention.z", third_of_token_3)
     plain = apply(model, params, TOKENS)[2, 3]
     for by_position in result.values():
         np.testing.assert_allclose(by_position[3:], jnp.full(T - 3, plain), rtol=1e-5)
@@ -61,12 +57,12 @@ def test_patching_works_for_an_encoder_decoder():
     model, params, inputs = random_model(MODELS["encoder-decoder"])
     source, valid, target = inputs
     result = patch_activations(
-        model, params, inputs, ((source + 1) % V, valid, target), "encoder_blocks.0.before", last_of_token_3
+        model, params, inputs, ((source + 1) % V, valid, target), "encoder_blocks.0.resid_pre", last_of_token_3
     )
-    assert result["encoder_blocks.0.before"].shape == (T,)
-    same = patch_activations(model, params, inputs, inputs, "encoder_blocks.0.before", last_of_token_3)
+    assert result["encoder_blocks.0.resid_pre"].shape == (T,)
+    same = patch_activations(model, params, inputs, inputs, "encoder_blocks.0.resid_pre", last_of_token_3)
     plain = apply(model, params, *inputs)[-1, 3]
-    np.testing.assert_allclose(same["encoder_blocks.0.before"], jnp.full(T, plain), rtol=1e-5)
+    np.testing.assert_allclose(same["encoder_blocks.0.resid_pre"], jnp.full(T, plain), rtol=1e-5)
 
 
 def first_of_token_3(logits_TV: jax.Array) -> jax.Array:
@@ -76,9 +72,7 @@ def first_of_token_3(logits_TV: jax.Array) -> jax.Array:
 @pytest.mark.slow
 def test_positions_are_patched_even_with_as_many_heads():
     model, params, _ = random_model(DecoderConfig(V, T, 14, n_blocks=1, n_heads=T, d_ff=(16,)))
-    result = patch_activations(
-        model, params, [TOKENS], [(TOKENS + 5) % V], "blocks.0.attention.heads", first_of_token_3
-    )
+    result = patch_activations(model, params, [TOKENS], [(TOKENS + 5) % V], "blocks.0.attention.z", first_of_token_3)
     (by_position,) = result.values()
     plain = apply(model, params, TOKENS)[0, 3]
     np.testing.assert_allclose(
@@ -89,8 +83,8 @@ def test_positions_are_patched_even_with_as_many_heads():
 @pytest.mark.slow
 def test_positions_of_an_image_are_its_patches():
     model, params, (pixels,) = random_model(MODELS["vit"])
-    result = patch_activations(model, params, [pixels], [255 - pixels], "blocks.0.before", first_class)
-    assert result["blocks.0.before"].shape == (5,)  # two by two patches, and the token for the class
+    result = patch_activations(model, params, [pixels], [255 - pixels], "blocks.0.resid_pre", first_class)
+    assert result["blocks.0.resid_pre"].shape == (5,)  # two by two patches, and the token for the class
 
 
 def first_class(logits: jax.Array) -> jax.Array:
@@ -101,7 +95,7 @@ def first_class(logits: jax.Array) -> jax.Array:
 def test_attribution_is_exact_where_the_metric_is_linear_in_the_activation():
     """Without a norm before the logits: the last stream, what the last MLP adds to it, and its last hidden layer."""
     model, params, _ = random_model(DECODER)
-    linear = ["blocks.1.after", "blocks.1.mlp", "blocks.1.mlp.hidden.1"]
+    linear = ["blocks.1.resid_post", "blocks.1.mlp_out", "blocks.1.mlp.post"]
     pair = (model, params, [TOKENS], [OTHER])
     exact, estimate = (f(*pair, linear, last_of_token_3) for f in (patch_activations, attribution_patching))
     assert set(estimate) == set(exact) == set(linear)
@@ -113,7 +107,7 @@ def test_attribution_is_exact_where_the_metric_is_linear_in_the_activation():
 @pytest.mark.slow
 def test_attribution_is_the_directional_derivative():
     model, params, _ = random_model(DECODER)
-    replaced = ["blocks.0.attention.weights", "blocks.1.before", "blocks.0.attention.visible"]
+    replaced = ["blocks.0.attention.pattern", "blocks.1.resid_pre", "blocks.0.attention.mask"]
     estimate = attribution_patching(model, params, [TOKENS], [OTHER], replaced, last_of_token_3)
     assert set(estimate) == set(replaced[:2])  # booleans have no gradient
     plain = apply(model, params, TOKENS)
@@ -135,8 +129,8 @@ def test_attribution_is_the_directional_derivative():
 def test_wrong_inputs_of_patching_are_errors(patch):
     model, params, _ = random_model(DECODER)
     with pytest.raises(ValueError, match=r"inputs have shapes \[\(7,\)\] and source \[\(5,\)\]"):
-        patch(model, params, [TOKENS], [OTHER[:5]], "blocks.0.before", last_of_token_3)
+        patch(model, params, [TOKENS], [OTHER[:5]], "blocks.0.resid_pre", last_of_token_3)
     with pytest.raises(ValueError, match=r"expected an input of shape \(T,\), got \(1, 7\)"):
-        patch(model, params, [TOKENS], [OTHER[None]], "blocks.0.before", last_of_token_3)
-    with pytest.raises(ValueError, match=r"no activation is named 'blocks\.0\.befor'"):
+        patch(model, params, [TOKENS], [OTHER[None]], "blocks.0.resid_pre", last_of_token_3)
+    with pytest.raises(KeyError, match=r"no activation is named 'blocks\.0\.befor'"):
         patch(model, params, [TOKENS], [OTHER], "blocks.0.befor", last_of_token_3)

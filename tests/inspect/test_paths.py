@@ -1,5 +1,6 @@
 """Attribution by path: first order, and exact."""
 
+import re
 from dataclasses import replace
 from functools import partial
 
@@ -50,8 +51,8 @@ def test_every_edge_leads_to_a_later_part_and_the_largest_come_first():
     edges = path_attribution(model, params, [TOKENS], [OTHER], preference, n_exact=2)
     pairs = {(edge.source, edge.target) for edge in edges}
     assert len(pairs) == len(edges) == 1 + 4 + 5 + 8 + DIRECT
-    assert ("blocks.0.attention.heads.2", "blocks.0.mlp") in pairs
-    assert ("blocks.0.mlp", "blocks.0.attention") not in pairs
+    assert ("blocks.0.attention.z.2", "blocks.0.mlp") in pairs
+    assert ("blocks.0.mlp_out", "blocks.0.attention") not in pairs
     sizes = [abs(edge.estimate) for edge in edges]
     assert sizes == sorted(sizes, reverse=True)
     assert [edge.exact is None for edge in edges] == [False] * 2 + [True] * (len(edges) - 2)
@@ -62,14 +63,14 @@ def test_an_edge_is_the_change_of_what_its_target_alone_reads():
     """The embedding's edge into the first MLP, written out: the MLP of another stream, in the same model."""
     model, params, _ = random_model(replace(DECODER, norm="layernorm", final_norm=True))
     edges = path_attribution(model, params, [TOKENS], [OTHER], preference, n_exact=1000)
-    (edge,) = (e for e in edges if (e.source, e.target) == ("embedding", "blocks.0.mlp"))
+    (edge,) = (e for e in edges if (e.source, e.target) == ("embed", "blocks.0.mlp"))
     ours, theirs = (jax.jit(partial(capture, model))(params, tokens) for tokens in (TOKENS, OTHER))
-    stream_TD = ours["embedding"] + ours["blocks.0.attention"]
+    stream_TD = ours["blocks.0.resid_mid"]
     block = model.bind({"params": params}).blocks[0]
     mlp = lambda x_TD: block.mlp(block.mlp_norm(x_TD))  # noqa: E731
     np.testing.assert_allclose(mlp(stream_TD), ours["blocks.0.mlp"], atol=1e-5)
     metric = jax.jit(lambda x_TD: preference(run_from(model, params, (TOKENS,), {"blocks.0.mlp": mlp(x_TD)})))
-    difference = theirs["embedding"] - ours["embedding"]
+    difference = theirs["embed"] - ours["embed"]
     np.testing.assert_allclose(edge.exact, metric(stream_TD + difference) - metric(stream_TD), atol=1e-4)
     np.testing.assert_allclose(edge.estimate, jnp.vdot(jax.grad(metric)(stream_TD), difference), atol=1e-4)
 
@@ -83,14 +84,12 @@ def test_edges_into_heads_are_those_into_their_layer_in_parts():
     whole = path_attribution(model, params, [TOKENS], [OTHER], preference, n_exact=0)
     heads = path_attribution(model, params, [TOKENS], [OTHER], preference, n_exact=0, by_head=True)
     parts = {edge.target for edge in heads if edge.target.startswith("blocks.1.attention")}
-    assert parts == {
-        f"blocks.1.attention.heads.{h}.{kind}"
-        for kind, n in (("queries", 4), ("keys", 2), ("values", 2))
-        for h in range(n)
-    }
+    assert parts == {f"blocks.1.attention.{kind}.{h}" for kind, n in (("q", 4), ("k", 2), ("v", 2)) for h in range(n)}
     for edge in whole:
         of_heads = [
-            e.estimate for e in heads if e.source == edge.source and e.target.partition(".heads")[0] == edge.target
+            e.estimate
+            for e in heads
+            if e.source == edge.source and re.sub(r"\.[qkv]\.\d+$", "", e.target) == edge.target
         ]
         np.testing.assert_allclose(sum(of_heads), edge.estimate, rtol=1e-3, atol=1e-5)
 
@@ -100,20 +99,20 @@ def test_an_edge_into_a_head_is_the_change_of_what_its_projection_alone_reads():
     """The first MLP's edges into one head of the second block, written out."""
     model, params, _ = random_model(GROUPED)
     edges = path_attribution(model, params, [TOKENS], [OTHER], preference, n_exact=1000, by_head=True)
-    edge_to = {edge.target: edge for edge in edges if edge.source == "blocks.0.mlp"}
+    edge_to = {edge.target: edge for edge in edges if edge.source == "blocks.0.mlp_out"}
     ours, theirs = (jax.jit(partial(capture, model))(params, tokens) for tokens in (TOKENS, OTHER))
     block = model.bind({"params": params}).blocks[1]
-    stream_TD, difference = ours["blocks.1.before"], theirs["blocks.0.mlp"] - ours["blocks.0.mlp"]
-    for kind in ("queries", "keys", "values"):
-        name, W_DK = f"blocks.1.attention.{kind}", params["blocks_1"]["attention"][f"W_{kind[0].upper()}"][:, 1]
+    stream_TD, difference = ours["blocks.1.resid_pre"], theirs["blocks.0.mlp"] - ours["blocks.0.mlp"]
+    for kind in "qkv":
+        name, W_DK = f"blocks.1.attention.{kind}", params["blocks_1"]["attention"][f"W_{kind.upper()}"][:, 1]
 
         def metric(stream_TD, kind=kind, name=name, W_DK=W_DK):
             x_TK = block.attention_norm(stream_TD) @ W_DK
-            x_TK = x_TK if kind == "values" else block.attention.rope(x_TK[None], jnp.arange(T))[0]
+            x_TK = x_TK if kind == "v" else block.attention.rope(x_TK[None], jnp.arange(T))[0]
             return preference(run_from(model, params, (TOKENS,), {name: ours[name].at[1].set(x_TK)}))
 
         metric = jax.jit(metric)
-        edge, slope = edge_to[f"blocks.1.attention.heads.1.{kind}"], jnp.vdot(jax.grad(metric)(stream_TD), difference)
+        edge, slope = edge_to[f"blocks.1.attention.{kind}.1"], jnp.vdot(jax.grad(metric)(stream_TD), difference)
         np.testing.assert_allclose(edge.exact, metric(stream_TD + difference) - metric(stream_TD), atol=1e-4)
         np.testing.assert_allclose(edge.estimate, slope, rtol=1e-3, atol=1e-4)
 

@@ -97,7 +97,7 @@ def drop_the_scale(monkeypatch: pytest.MonkeyPatch) -> None:
 def always_drop_out(monkeypatch: pytest.MonkeyPatch) -> None:
     drop: Callable = Block._drop
     key = jax.random.key(0)
-    monkeypatch.setattr(Block, "_drop", lambda self, name, _, y: drop(self, name, key, y))
+    monkeypatch.setattr(Block, "_drop", lambda self, name, dropout, _, y: drop(self, name, dropout, key, y))
 
 
 def small_decoder(**changes) -> tuple:

@@ -53,8 +53,8 @@ def test_captures_equal_the_intermediate_values_of_transformers(case):
     for i in range(n_blocks):
         stream_TD, weights_HTT = theirs.hidden_states[i][0].numpy(), theirs.attentions[i][0].numpy()
         scale = np.abs(stream_TD).max()
-        np.testing.assert_allclose(ours[f"blocks.{i}.before"], stream_TD, atol=1e-4 * scale, err_msg=f"block {i}")
-        np.testing.assert_allclose(ours[f"blocks.{i}.attention.weights"], weights_HTT, atol=1e-4, err_msg=f"block {i}")
+        np.testing.assert_allclose(ours[f"blocks.{i}.resid_pre"], stream_TD, atol=1e-4 * scale, err_msg=f"block {i}")
+        np.testing.assert_allclose(ours[f"blocks.{i}.attention.pattern"], weights_HTT, atol=1e-4, err_msg=f"block {i}")
     np.testing.assert_allclose(ours["logits"], theirs.logits[0].numpy(), atol=1e-4)
 
 
@@ -65,13 +65,13 @@ def test_gradients_of_activations_equal_those_of_torch(case):
     with torch.enable_grad():
         out = theirs(torch.tensor(tokens())[None], output_hidden_states=True, output_attentions=True)
         theirs_of = {
-            "blocks.1.attention.heads.2.weights": out.attentions[1][0, 2, 5, 3],
+            "blocks.1.attention.pattern.2": out.attentions[1][0, 2, 5, 3],
             first_logit: first_logit(out.logits[0]),
         }
         theirs_by = {
-            "blocks.0.before": out.hidden_states[0],
-            "blocks.1.before": out.hidden_states[1],
-            "blocks.0.attention.weights": out.attentions[0],
+            "blocks.0.resid_pre": out.hidden_states[0],
+            "blocks.1.resid_pre": out.hidden_states[1],
+            "blocks.0.attention.pattern": out.attentions[0],
             "embedding.W_E": theirs.get_input_embeddings().weight,
         }
         for of, value in theirs_of.items():
@@ -93,7 +93,7 @@ def test_residual_stream_adds_up_to_the_logits(case):
     lens = inspect.logit_lens(run.model, run.params, tokens_T)
     np.testing.assert_allclose(list(lens.values())[-1], logits_TV, atol=1e-4)
     parts = inspect.logit_attribution(run.model, run.params, tokens_T, target_T=target_T)
-    total_T = sum(x.sum(0) if name.endswith(".heads") else x for name, x in parts.items())
+    total_T = sum(x.sum(0) if name.endswith(".z") else x for name, x in parts.items())
     cap = run.config.model.logit_soft_cap
     capped_T = total_T if cap is None else cap * jnp.tanh(total_T / cap)
     np.testing.assert_allclose(capped_T, logits_TV[np.arange(T), target_T], atol=1e-4 * np.abs(logits_TV).max())

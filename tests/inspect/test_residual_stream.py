@@ -35,25 +35,25 @@ def test_attributions_sum_to_the_logit_before_a_soft_cap(name):
     chosen = lambda tokens_T: np.take_along_axis(np.asarray(logits_TV), np.asarray(tokens_T)[:, None], 1)[:, 0]  # noqa: E731
     scale = np.abs(logits_TV).max()
     parts = logit_attribution(model, params, TOKENS, target_T=target_T)
-    total = sum(x.sum(0) if name.endswith(".heads") else x for name, x in parts.items())
+    total = sum(x.sum(0) if name.endswith(".z") else x for name, x in parts.items())
     np.testing.assert_allclose(total, chosen(target_T), atol=1e-5 * scale)
     differences = logit_attribution(model, params, TOKENS, target_T=target_T, baseline_T=baseline_T)
-    total = sum(x.sum(0) if name.endswith(".heads") else x for name, x in differences.items())
+    total = sum(x.sum(0) if name.endswith(".z") else x for name, x in differences.items())
     np.testing.assert_allclose(total, chosen(target_T) - chosen(baseline_T), atol=1e-5 * scale)
-    assert parts["blocks.1.attention.heads"].shape == (3, T)
+    assert parts["blocks.1.attention.z"].shape == (3, T)
 
 
 @pytest.mark.parametrize("name", ["rmsnorm", *(slow(name) for name in STREAMS if name != "rmsnorm")])
 def test_logit_lens_ends_with_the_models_logits(name):
     model, params, _ = random_model(STREAMS[name])
     result = logit_lens(model, params, TOKENS)
-    assert list(result) == ["embedding", "blocks.0.after", "blocks.1.after"]
+    assert list(result) == ["blocks.0.resid_pre", "blocks.0.resid_post", "blocks.1.resid_post"]
     logits_TV = apply(model, params, TOKENS)
-    np.testing.assert_allclose(result["blocks.1.after"], logits_TV, rtol=1e-5, atol=1e-5 * np.abs(logits_TV).max())
+    np.testing.assert_allclose(result["blocks.1.resid_post"], logits_TV, rtol=1e-5, atol=1e-5 * np.abs(logits_TV).max())
     alone = replace(STREAMS[name], n_blocks=1).build()  # a model that ends after the first block
     first = {key: value for key, value in params.items() if key != "blocks_1"}
     expected = apply(alone, first, TOKENS)
-    np.testing.assert_allclose(result["blocks.0.after"], expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
+    np.testing.assert_allclose(result["blocks.0.resid_post"], expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
 
 
 @pytest.mark.parametrize("name", ["unscaled", "grouped"])
@@ -67,8 +67,10 @@ def test_model_without_an_additive_stream_is_refused(name):
 def test_lens_and_attribution_of_a_prefix_model():
     model, params, _ = random_model(MODELS["prefix"])
     logits_TV = apply(model, params, TOKENS, 4)
-    np.testing.assert_allclose(logit_lens(model, params, TOKENS, 4)["blocks.1.after"], logits_TV, rtol=1e-5, atol=1e-4)
+    np.testing.assert_allclose(
+        logit_lens(model, params, TOKENS, 4)["blocks.1.resid_post"], logits_TV, rtol=1e-5, atol=1e-4
+    )
     parts = logit_attribution(model, params, TOKENS, 4, target_T=TOKENS)
-    total = sum(x.sum(0) if name.endswith(".heads") else x for name, x in parts.items())
+    total = sum(x.sum(0) if name.endswith(".z") else x for name, x in parts.items())
     np.testing.assert_allclose(total, np.take_along_axis(np.asarray(logits_TV), np.asarray(TOKENS)[:, None], 1)[:, 0],
                                atol=1e-5 * np.abs(logits_TV).max())  # fmt: skip

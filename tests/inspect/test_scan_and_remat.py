@@ -86,7 +86,7 @@ def test_values_and_their_gradients_are_those_of_the_plain_model(config, executi
 
 def edit_one(name: str, value: jax.Array) -> jax.Array:
     """Change the second head of block 2 alone."""
-    return value.at[1].multiply(0.5) if name == "blocks.2.attention.heads" else value
+    return value.at[1].multiply(0.5) if name == "blocks.2.attention.z" else value
 
 
 def edit_by_block(name: str, value: jax.Array) -> jax.Array:
@@ -97,7 +97,7 @@ def edit_by_block(name: str, value: jax.Array) -> jax.Array:
 @pytest.mark.slow
 def test_interventions_by_block_and_gradients_of_values_are_those_of_the_plain_model():
     def probe(model, params, inputs):
-        with intervene("blocks.*.attention.heads", edit_by_block):
+        with intervene("blocks.*.attention.z", edit_by_block):
             return capture_gradients(lambda: loss_of(model, params, inputs), "blocks.[12].*")
 
     assert_same(LLAMA, BOTH, probe)
@@ -106,7 +106,7 @@ def test_interventions_by_block_and_gradients_of_values_are_those_of_the_plain_m
 @pytest.mark.slow
 def test_interventions_in_one_block_and_gradients_of_parameters_are_those_of_the_plain_model():
     def probe(model, params, inputs):
-        with intervene("blocks.*.attention.heads", edit_one):
+        with intervene("blocks.*.attention.z", edit_one):
             return jax.grad(lambda params: loss_of(model, params, inputs))(params)
 
     assert_same(LLAMA, BOTH, probe)
@@ -115,7 +115,7 @@ def test_interventions_in_one_block_and_gradients_of_parameters_are_those_of_the
 @pytest.mark.slow
 def test_running_from_activations_is_that_of_the_plain_model_under_grad_and_vmap():
     def probe(model, params, inputs):
-        values = capture(model, params, *inputs, names=("blocks.*.mlp", "blocks.1.attention.weights"))
+        values = capture(model, params, *inputs, names=("blocks.*.mlp", "blocks.1.attention.pattern"))
 
         def first_logit(values):
             return run_from(model, params, inputs, values)[-1, 0]
@@ -128,8 +128,8 @@ def test_running_from_activations_is_that_of_the_plain_model_under_grad_and_vmap
 @pytest.mark.slow
 def test_gradients_of_an_activation_are_those_of_the_plain_model():
     def probe(model, params, inputs):
-        wrt = ("blocks.0.attention.W_Q", "blocks.1.mlp", "embedding")
-        return gradient_of(model, params, *inputs, of="blocks.2.attention.heads.1.scores", at=(5,), wrt=wrt)
+        wrt = ("blocks.0.attention.W_Q", "blocks.1.mlp", "embed")
+        return gradient_of(model, params, *inputs, of="blocks.2.attention.attn_scores.1", at=(5,), wrt=wrt)
 
     assert_same(LLAMA, BOTH, probe)
 
@@ -175,12 +175,12 @@ def test_blocks_that_are_captured_and_edited_alike_are_one_scan():
 
     def edited(edit):
         def run(params):
-            with intervene("blocks.*.attention.heads", edit):
+            with intervene("blocks.*.attention.z", edit):
                 return model.apply({"params": params}, *inputs)
 
         return run
 
-    shift = {f"blocks.{i}.attention.heads": jnp.full((4, T, 4), i) for i in range(4)}
+    shift = {f"blocks.{i}.attention.z": jnp.full((4, T, 4), i) for i in range(4)}
     assert scan_lengths(captured("*"), params) == [4]
     assert scan_lengths(captured("blocks.2.mlp"), params) == [2, 1, 1]
     assert scan_lengths(edited(edit_one), params) == [2, 1, 1]

@@ -70,5 +70,5 @@ def test_temperature_one_gives_the_training_gradient():
 
 @pytest.mark.slow
 def test_unknown_layer_is_an_error():
-    with pytest.raises(ValueError, match=r"no activation is named 'blocks\.1\.attention\.scores'"):
+    with pytest.raises(KeyError, match=r"no activation is named 'blocks\.1\.attention\.attn_scores'"):
         saturation(*untrained(attention_scaled, n=1), [1.0], "blocks.1.attention")

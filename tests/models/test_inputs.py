@@ -141,7 +141,7 @@ def test_every_inspection_of_one_example_refuses_a_batch_and_invalid_ids() -> No
             lambda x: attention_maps(model, params, x),
             lambda x: logit_lens(model, params, x),
             lambda x: logit_attribution(model, params, x, target_T=x),
-            lambda x: patch_activations(model, params, [x], [x], "blocks.*.before", jnp.sum),
+            lambda x: patch_activations(model, params, [x], [x], "blocks.*.resid_pre", jnp.sum),
         )
         for probe in probes:
             with pytest.raises(ValueError, match=said):

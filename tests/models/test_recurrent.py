@@ -107,7 +107,7 @@ def test_logits_and_alignment_are_those_of_a_torch_model(cell: str) -> None:
     model = config.build()
     shapes = jax.eval_shape(lambda: model.init(jax.random.key(0), SOURCE_S, VALID_S, TARGET_T)["params"])
     assert jax.tree.map(np.shape, params) == jax.tree.map(lambda leaf: leaf.shape, shapes)
-    call = jax.jit(lambda *args: capture(model, params, *args, names=("logits", "reader.weights")))
+    call = jax.jit(lambda *args: capture(model, params, *args, names=("logits", "reader.pattern")))
     for i, length in enumerate(LENGTHS):
         alignment_TS, logits_TV = call(stored["source"][i], jnp.arange(S) < length, stored["target"][i]).values()
         assert_close(logits_TV, stored[f"{prefix}logits {i}"])
@@ -292,8 +292,8 @@ def test_linear_attention_is_one_average_of_the_source_for_all_states() -> None:
     def weights_and_slope(attention: str) -> tuple[np.ndarray, np.ndarray]:
         small = drawn(replace(BAHDANAU, attention=attention))
         weights = lambda params: capture(  # noqa: E731
-            small.model, params, SOURCE_S, VALID_S, TARGET_T, names=("reader.weights",)
-        )["reader.weights"]
+            small.model, params, SOURCE_S, VALID_S, TARGET_T, names=("reader.pattern",)
+        )["reader.pattern"]
         draw_TS = normal(T, S)
 
         @jax.jit

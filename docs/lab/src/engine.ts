@@ -73,15 +73,15 @@ export interface Progress {
 /**
  * What attention computes: [block][head][query][key], and [block][head][position][K].
  *
- * The scores are those that the softmax receives, but without the mask; the weights are those that multiply the values.
+ * The scores are those that the softmax receives, but without the mask; the pattern is what multiplies the values.
  */
 export interface Look {
   tokens: number[];
-  weights: number[][][][];
-  scores: number[][][][];
-  queries: number[][][][];
-  keys: number[][][][];
-  values: number[][][][];
+  pattern: number[][][][];
+  attn_scores: number[][][][];
+  q: number[][][][];
+  k: number[][][][];
+  v: number[][][][];
 }
 
 export interface Lab {
@@ -193,15 +193,15 @@ class Trainer implements Lab {
     const n = tokens.length;
     const heads = (name: keyof Inside) =>
       insides.map((inside) => (inside[name].js() as number[][][]).map((head) => head.slice(0, n)));
-    const maps = (name: "weights" | "scores") =>
+    const maps = (name: "pattern" | "attn_scores") =>
       heads(name).map((block) => block.map((head) => head.map((row) => row.slice(0, n))));
     return {
       tokens,
-      weights: maps("weights"),
-      scores: maps("scores"),
-      queries: heads("queries"),
-      keys: heads("keys"),
-      values: heads("values"),
+      pattern: maps("pattern"),
+      attn_scores: maps("attn_scores"),
+      q: heads("q"),
+      k: heads("k"),
+      v: heads("v"),
     };
   }
 
@@ -310,9 +310,9 @@ function jitted(learningRate: number, momentum: number, faults: Fault[]) {
     const visible = np.where(masks.after.ref, 1, 0);
     const [logits, insides] = forward(params, tokens, masks, faults);
     logits.dispose();
-    const measured = insides.map(({ queries, keys, values, scores, weights }) => {
-      tree.dispose([queries, keys, values]);
-      return { entropy: entropy(weights), variance: variance(scores, visible.ref) };
+    const measured = insides.map(({ q, k, v, attn_scores, pattern }) => {
+      tree.dispose([q, k, v]);
+      return { entropy: entropy(pattern), variance: variance(attn_scores, visible.ref) };
     });
     visible.dispose();
     return measured;

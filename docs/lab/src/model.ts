@@ -15,8 +15,8 @@ export type Params = { embedding: { W_E: NDArray; W_pos: NDArray }; blocks: Bloc
 /** Keys (T, S) that a query may attend to: those of the softmax, and those whose weights remain after it. */
 export type Masks = { before: NDArray; after: NDArray };
 
-/** What attention computes in one block: queries, keys, values (…, H, T, K), and scores and weights (…, H, T, S). */
-export type Inside = { queries: NDArray; keys: NDArray; values: NDArray; scores: NDArray; weights: NDArray };
+/** What attention computes in one block, by the library's names: q, k, v (…, H, T, K), the others (…, H, T, S). */
+export type Inside = { q: NDArray; k: NDArray; v: NDArray; attn_scores: NDArray; pattern: NDArray };
 
 const EPSILON = 1e-6;
 const MASKED = -3.4028234663852886e38; // finite, so that a row without a visible key does not become NaN
@@ -101,16 +101,16 @@ function rmsNorm({ gamma }: Norm, x: NDArray, faults: Fault[]): NDArray {
 
 function attention(params: Attention, x: NDArray, masks: Masks, faults: Fault[]): [NDArray, Inside] {
   const K = params.W_Q.shape[2];
-  const queries = np.einsum("...td,dhk->...htk", x.ref, params.W_Q);
-  const keys = np.einsum("...sd,dhk->...hsk", x.ref, params.W_K);
-  const values = np.einsum("...sd,dhk->...hsk", x, params.W_V);
+  const q = np.einsum("...td,dhk->...htk", x.ref, params.W_Q);
+  const k = np.einsum("...sd,dhk->...hsk", x.ref, params.W_K);
+  const v = np.einsum("...sd,dhk->...hsk", x, params.W_V);
   const scale = faults.includes("unscaled scores") ? 1 : K ** -0.5;
-  const scores = np.einsum("...htk,...hsk->...hts", queries.ref.mul(scale), keys.ref);
+  const attn_scores = np.einsum("...htk,...hsk->...hts", q.ref.mul(scale), k.ref);
   const axis = faults.includes("softmax over queries") ? -2 : -1;
-  const shares = nn.softmax(np.where(masks.before.ref, scores.ref, MASKED), axis);
-  const weights = np.where(masks.after.ref, shares, 0);
-  const heads = np.einsum("...hts,...hsk->...htk", weights.ref, values.ref);
-  return [np.einsum("...htk,hkd->...td", heads, params.W_O), { queries, keys, values, scores, weights }];
+  const shares = nn.softmax(np.where(masks.before.ref, attn_scores.ref, MASKED), axis);
+  const pattern = np.where(masks.after.ref, shares, 0);
+  const z = np.einsum("...hts,...hsk->...htk", pattern.ref, v.ref);
+  return [np.einsum("...htk,hkd->...td", z, params.W_O), { q, k, v, attn_scores, pattern }];
 }
 
 function mlp({ W_1, b_1, W_2, b_2 }: MLP, x: NDArray): NDArray {

@@ -47,7 +47,7 @@ def contrast_sections(
         return logits_TV[-1, token] - logits_TV[-1, rival]
 
     what = f"the logit of “{token_text(token)}” minus that of “{token_text(rival)}”"
-    names = ("blocks.*.before", f"blocks.{model.config.n_blocks - 1}.after")
+    names = ("blocks.*.resid_pre", f"blocks.{model.config.n_blocks - 1}.resid_post")
     progress(f"patching, {(model.config.n_blocks + 1) * len(text_T):,} forward passes")
     patched = patch_activations(model, params, (text_T,), (other_T,), names, preference)
     texts = [[token_text(int(token)) for token in tokens] for tokens in (text_T, other_T)]
@@ -81,8 +81,7 @@ def contrast_sections(
 
 def _part(name: str) -> str:
     """Return "head 0.2", "attention 1", "MLP 0" and so on for names of `Edge`."""
-    layer, _, head = name.partition(".heads.")
-    if head:
-        return head_label(layer, int(head))
+    if match := re.fullmatch(r"(blocks\.\d+\.attention)\.z\.(\d+)", name):
+        return head_label(match[1], int(match[2]))
     match = re.fullmatch(r"blocks\.(\d+)\.attention", name)
     return f"attention {match[1]}" if match else part_label(name)

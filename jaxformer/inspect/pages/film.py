@@ -20,7 +20,7 @@ from jaxformer.inspect.heads import HeadStatistics
 from jaxformer.inspect.ladder import held_out_prompts
 from jaxformer.inspect.pages.attention import AttentionLayer, AttentionSection
 from jaxformer.inspect.pages.charts import Axis, Grid, Line, Lines
-from jaxformer.inspect.pages.labels import describe_head, head_label, layer_label
+from jaxformer.inspect.pages.labels import describe_head, head_label, layer_label, stream_label
 from jaxformer.inspect.pages.model import FILM_PAGE, held_out, token_text
 from jaxformer.inspect.pages.page import Section, Table, embed, rounded, write_page
 from jaxformer.runs.film import frames, load_frame
@@ -115,7 +115,7 @@ def film_sections(rows: Sequence[Frame]) -> list[Section]:
     if rows[0].heads:
         sections.append(Grid("Heads", [Lines(*chart, 240) for chart in _head_charts(rows, x)]))
     if rows[0].stream:
-        names = {name: "embedding" if name == "embedding" else layer_label(name[:-6]) for name in rows[0].stream}
+        names = {name: stream_label(name).removeprefix("after ") for name in rows[0].stream}
         charts = [
             Lines(
                 title,

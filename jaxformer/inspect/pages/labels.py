@@ -23,6 +23,11 @@ def layer_label(name: str) -> str:
     return f"{STACKS[match[1]]}layer {match[2]}{', cross-attention' if match[3] else ''}"
 
 
+def stream_label(name: str) -> str:
+    """Return "embedding" or "after layer 0" for a residual stream of the logit lens, such as `blocks.0.resid_post`."""
+    return f"after {layer_label(name.removesuffix('.resid_post'))}" if name.endswith(".resid_post") else "embedding"
+
+
 def head_label(layer: str, head: int) -> str:
     """Return "head 2.1" for head 1 of `blocks.2.attention`; other stacks are named."""
     match = re.fullmatch(r"blocks\.(\d+)\.attention", layer)

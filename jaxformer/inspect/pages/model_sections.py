@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, fields, replace
 
@@ -18,14 +19,14 @@ from jaxformer.inspect.gradients import per_example_gradients
 from jaxformer.inspect.heads import HeadStatistics, ablate_heads, head_statistics, target_mask
 from jaxformer.inspect.pages.attention import AttentionLayer, AttentionSection, Prediction
 from jaxformer.inspect.pages.charts import Axis, Heatmap, Line, Lines, heads_heatmap
-from jaxformer.inspect.pages.labels import describe_head, head_label, layer_label, position_unit
+from jaxformer.inspect.pages.labels import describe_head, head_label, layer_label, position_unit, stream_label
 from jaxformer.inspect.pages.page import Section, Table
 from jaxformer.inspect.residual_stream import logit_attribution, logit_lens
 from jaxformer.inspect.softmax_saturation import saturation
 from jaxformer.models.objective import Params
 from jaxformer.ops.precision import upcast
 
-MAPS = ("*attention.weights", "reader.weights")
+MAPS = ("*attention.pattern", "reader.pattern")
 """Names of attention maps."""
 N_ALTERNATIVES = 3
 """Most likely tokens per cell of the logit lens."""
@@ -67,7 +68,7 @@ def attention_section(
     texts = {name: [token_text(int(token)) for token in text] for name, text in zip(names, tokens, strict=True)}
     layers = [
         AttentionLayer(
-            layer_label(name.removesuffix(".weights")),
+            layer_label(name.removesuffix(".pattern")),
             *_sides(name, names),
             np.reshape(weights, (-1, *weights.shape[-2:])),
         )
@@ -167,7 +168,7 @@ def _lens_heatmap(lens: Mapping[str, Sequence[np.ndarray]], labels: Sequence[str
     """Draw the likeliest tokens of each stream, given as in `_top`."""
     rows, top_p, top, notes = [], [], [], []
     for name, (p_TN, likeliest_TN) in lens.items():
-        rows.append(name if name == "embedding" else f"after {layer_label(name.removesuffix('.after'))}")
+        rows.append(stream_label(name))
         top_p.append(p_TN[:, 0])
         top.append([_label(token_text(int(row[0]))) for row in likeliest_TN])
         row_notes = []
@@ -214,9 +215,9 @@ def _attribution_heatmap(
 
 
 def part_label(name: str) -> str:
-    """Return "MLP 0" for `blocks.0.mlp`; other names unchanged."""
-    kind, _, number = name.removesuffix(".mlp").partition(".")
-    return f"MLP {number}" if name.endswith(".mlp") and kind == "blocks" else name
+    """Return "MLP 0" for `blocks.0.mlp` and what it writes, `blocks.0.mlp_out`; other names unchanged."""
+    match = re.fullmatch(r"blocks\.(\d+)\.mlp(?:_out)?", name)
+    return f"MLP {match[1]}" if match else name
 
 
 def head_sections(
@@ -258,7 +259,7 @@ def saturation_sections(model: nn.Module, params: Params, batch: Batch) -> list[
     """Return the gradients of a decoder's first attention layer as it becomes one-hot; `[]` for other models."""
     layer, first = "blocks.0.attention", jax.tree.map(lambda x: x[0], batch.inputs)
     if contract_of(model).task is not Task.CAUSAL_LM or not capture_shapes(
-        model, params, *first, names=f"{layer}.weights", missing_ok=True
+        model, params, *first, names=f"{layer}.pattern", missing_ok=True
     ):
         return []
     rows = [row for row in saturation(model, params, batch, TEMPERATURES, layer) if row.entropy > 0 and row.scores > 0]

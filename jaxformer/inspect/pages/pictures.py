@@ -97,14 +97,14 @@ def patch_attention(model: nn.Module, params: Params, inputs_B: Inputs) -> dict[
         return {}
     n_patches = prod(patch_grid(model))
     maps = jax.device_get(_patch_attention(model, n_patches, params, inputs_B))
-    return {layer_label(name.removesuffix(".weights")): map_BHN for name, map_BHN in maps.items()}
+    return {layer_label(name.removesuffix(".pattern")): map_BHN for name, map_BHN in maps.items()}
 
 
 @partial(jax.jit, static_argnums=(0, 1))
 def _patch_attention(model: nn.Module, n_patches: int, params: Params, inputs_B: Inputs) -> Activations:
     def example_maps(inputs: Inputs) -> OrderedDict[str, jax.Array]:
         weights = capture(
-            model, params, *inputs, names=("blocks.*.weights", "vision_blocks.*.weights"), missing_ok=True
+            model, params, *inputs, names=("blocks.*.pattern", "vision_blocks.*.pattern"), missing_ok=True
         )
         return OrderedDict(
             (name, w_HTS.mean(axis=1) if w_HTS.shape[-1] == n_patches else w_HTS[:, 0, -n_patches:])

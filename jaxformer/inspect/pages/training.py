@@ -88,8 +88,8 @@ def attention_layers(config: ModelConfig) -> tuple[str, ...]:
     """Return the labels of a model's attention layers, in the order of the log."""
     model = config.build()
     params, example = abstract_params(model), config.example()
-    maps = capture_shapes(model, params, *example, names="*attention.weights", missing_ok=True)
-    return tuple(layer_label(name.removesuffix(".weights")) for name in maps)
+    maps = capture_shapes(model, params, *example, names="*attention.pattern", missing_ok=True)
+    return tuple(layer_label(name.removesuffix(".pattern")) for name in maps)
 
 
 def _lines_by_layer(rows: Sequence[Row], layers: Sequence[Mapping[str, Sequence[Any]]], member: str) -> list[Line]:

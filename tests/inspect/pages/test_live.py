@@ -368,9 +368,9 @@ def test_logits_equal_the_models(page, browser, name: str):
     def apply(params: Params) -> tuple[jax.Array, jax.Array, jax.Array]:
         weights = []
         keep = lambda name, x: weights.append(x) or x  # noqa: E731
-        with intervene("blocks.0.attention.weights", keep):
+        with intervene("blocks.0.attention.pattern", keep):
             logits_TV = model.apply({"params": params}, jnp.array(tokens_T))
-        with intervene("blocks.0.attention.heads", lambda name, x: x.at[head].set(0)):
+        with intervene("blocks.0.attention.z", lambda name, x: x.at[head].set(0)):
             return logits_TV, model.apply({"params": params}, jnp.array(tokens_T)), weights[0]
 
     logits_TV, ablated_TV, weights_HTT = apply(case.params)
@@ -394,7 +394,7 @@ def test_gradient_and_arithmetic_of_a_weight_equal_the_models(page, browser, nam
     case, position = page[1][name], 17
     model, block, head = case.config.build(), case.config.n_blocks - 1, case.config.n_heads - 1
     tokens_T = np.random.default_rng(1).integers(VOCAB, size=21)
-    names = ("embedding", "value_embedding", "blocks.*.attention", "blocks.*.attention.*", "blocks.*.mlp")
+    names = ("embed", "value_embed", "blocks.*.attention", "blocks.*.attention.*", "blocks.*.mlp")
     names = names if "value_embedding" in case.params else names[:1] + names[2:]
 
     token = int(tokens_T[position + 1])
@@ -404,7 +404,7 @@ def test_gradient_and_arithmetic_of_a_weight_equal_the_models(page, browser, nam
         def log_p() -> jax.Array:
             return jax.nn.log_softmax(model.apply({"params": params}, jnp.array(tokens_T))[position])[token]
 
-        with intervene("blocks.0.attention.heads", lambda name, x: x.at[head].multiply(factor)):
+        with intervene("blocks.0.attention.z", lambda name, x: x.at[head].multiply(factor)):
             return capture_gradients(log_p, names)
 
     values, grads = differentiate(case.params, 1.0)
@@ -417,33 +417,33 @@ def test_gradient_and_arithmetic_of_a_weight_equal_the_models(page, browser, nam
         np.testing.assert_allclose(np.reshape(got, wanted.shape), wanted, rtol=0, atol=1e-4 * np.abs(wanted).max())
 
     seen = slice(position + 1)
-    assert_equals(whole["embedding"], grads["embedding"][seen])
-    if "value_embedding" in grads:
-        assert_equals(whole["tokenValues"], grads["value_embedding"][seen])
+    assert_equals(whole["embedding"], grads["embed"][seen])
+    if "value_embed" in grads:
+        assert_equals(whole["tokenValues"], grads["value_embed"][seen])
     of_parts, effects = {}, {}
     for i in range(case.config.n_blocks):
-        name = f"blocks.{i}.attention.heads"
+        name = f"blocks.{i}.attention.z"
         assert_equals(whole["heads"][i], grads[name][:, seen].swapaxes(0, 1))
         effects[i] = (values[name] * grads[name]).sum((1, 2))
         of_parts[i] = [(values[n] * grads[n]).sum() for n in (f"blocks.{i}.attention", f"blocks.{i}.mlp")]
     assert_equals([effect["heads"] for effect in whole["effects"]], np.array(list(effects.values())))
     assert_equals([[e["attention"], e["mlp"]] for e in whole["effects"]], np.array(list(of_parts.values())))
     assert_equals(in_parts["embedding"], np.array(whole["embedding"]))
-    assert_equals(ablated["embedding"], differentiate(case.params, 0.0)[1]["embedding"][seen])
+    assert_equals(ablated["embedding"], differentiate(case.params, 0.0)[1]["embed"][seen])
 
     part = f"blocks.{block}.attention"
     group = head // (case.config.n_heads // case.config.kv_heads)
-    row_S = values[f"{part}.weights"][head, position]
+    row_S = values[f"{part}.pattern"][head, position]
     for key, step in enumerate(steps):
-        v_K = values[f"{part}.values"][group, key]
-        assert_close(step["q"], values[f"{part}.queries"][head, position], TOLERANCE)
-        assert_close(step["k"], values[f"{part}.keys"][group, key], TOLERANCE)
+        v_K = values[f"{part}.v"][group, key]
+        assert_close(step["q"], values[f"{part}.q"][head, position], TOLERANCE)
+        assert_close(step["k"], values[f"{part}.k"][group, key], TOLERANCE)
         assert step["scale"] * step["sum"] == pytest.approx(
-            float(values[f"{part}.scores"][head, position, key]), abs=TOLERANCE
+            float(values[f"{part}.attn_scores"][head, position, key]), abs=TOLERANCE
         )
         assert_close(step["weights"], row_S[step["start"] : position + 1], TOLERANCE)
         assert_close(step["added"], row_S[key] * v_K, TOLERANCE)
-        assert_close(step["output"], values[f"{part}.heads"][head, position], TOLERANCE)
+        assert_close(step["output"], values[f"{part}.z"][head, position], TOLERANCE)
 
 
 @pytest.mark.slow
@@ -491,7 +491,7 @@ def test_typing_switching_and_decoding_change_what_is_shown(page, browser):
 
     def p_V(text: str, off: bool = False) -> np.ndarray:
         edit = lambda name, x: x.at[1].set(0) if off else x  # noqa: E731
-        with intervene("blocks.1.attention.heads", edit):
+        with intervene("blocks.1.attention.z", edit):
             logits_TV = case.config.build().apply({"params": case.params}, jnp.array(case.tokenizer.encode(text)))
         return np.asarray(jax.nn.softmax(logits_TV[-1]))
 
@@ -664,14 +664,14 @@ def test_weight_and_token_open_panels_that_follow_text_and_heads(page, browser):
     labels = [case.tokenizer.decode([token]) for token in tokens]
 
     def log_p(token: int, off: bool) -> float:
-        with intervene("blocks.0.attention.heads", lambda name, x: x.at[0].multiply(1 - off)):
+        with intervene("blocks.0.attention.z", lambda name, x: x.at[0].multiply(1 - off)):
             logits_TV = case.config.build().apply({"params": case.params}, jnp.array(tokens))
         return float(jax.nn.log_softmax(logits_TV[2])[token])
 
     [matrix] = find(".map svg[tabindex]")
     matrix.send_keys(Keys.ARROW_DOWN, Keys.ARROW_DOWN, Keys.ARROW_RIGHT, Keys.ENTER)
     assert text(".drill h3") == f"One weight: “{labels[2]}” (2) attends to “{labels[1]}” (1), head 0 of layer 0"
-    weights_HTT = capture(case.config.build(), case.params, jnp.array(tokens))["blocks.0.attention.weights"]
+    weights_HTT = capture(case.config.build(), case.params, jnp.array(tokens))["blocks.0.attention.pattern"]
     weight = float(text(".drill .arithmetic li:last-child").split(" = ")[1].split(",")[0])
     assert weight == pytest.approx(float(weights_HTT[0, 2, 1]), rel=1e-3)
     assert text(".drill .softmax .marked td:nth-child(4)") == str(weight)
@@ -705,7 +705,7 @@ def test_patches_equal_the_models(page, browser):
     second[:2] = first[:2]
     token = int(second[-1])
     metric = lambda logits_TV: jax.nn.log_softmax(logits_TV[at])[token]  # noqa: E731
-    heads = f"blocks.{block}.attention.heads"
+    heads = f"blocks.{block}.attention.z"
 
     @jax.jit
     def patch_heads(params: Params, first: jax.Array, second: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -719,7 +719,7 @@ def test_patches_equal_the_models(page, browser):
 
     texts = jnp.array(first), jnp.array(second)
     expected, of_heads = patch_heads(case.params, *texts)
-    before = f"blocks.{block}.before"
+    before = f"blocks.{block}.resid_pre"
     of_stream = patch_activations(model, case.params, [texts[0]], [texts[1]], before, metric)[before]
     base, changes, again, is_back = browser.execute_script(PATCHES, case.index, first.tolist(), second.tolist(), token)
     assert base == pytest.approx(float(expected), abs=TOLERANCE) and is_back
@@ -743,7 +743,7 @@ def test_second_text_and_ablation_show_the_models_numbers(page, browser):
     )
     copied, n_different, rows, told, status = before
     first, other = tokenizer.encode(copied), tokenizer.encode(second)
-    n, name = min(len(first), len(other)), f"blocks.{block}.attention.heads"
+    n, name = min(len(first), len(other)), f"blocks.{block}.attention.z"
 
     @jax.jit
     def apply(params: Params) -> tuple[jax.Array, ...]:

@@ -68,7 +68,7 @@ def test_attention_section_has_maps_and_token_probabilities(decoder):
     model, params = decoder
     result = attention_section(model, params, (jnp.array(TOKENS_T),), WORDS.__getitem__)
     assert result.texts == {"text": ["three", "one", "four", "one", "five", "nine"]}
-    expected = capture(model, params, jnp.array(TOKENS_T), names="*.weights")
+    expected = capture(model, params, jnp.array(TOKENS_T), names="*.pattern")
     assert [(layer.name, layer.rows, layer.columns) for layer in result.layers] == [
         (f"layer {i}", "text", "text") for i in range(2)
     ]
@@ -153,10 +153,8 @@ def test_logit_lens_and_attribution_agree_with_the_probes(decoder):
     np.testing.assert_allclose(np.sum(spoke.values, axis=0), last_TV[np.arange(6), next_T], atol=1e-4)
     rows = logit_attribution(model, params, *inputs, target_T=jnp.array(next_T))
     names = [name for i in range(2) for name in (f"head {i}.0", f"head {i}.1", f"MLP {i}")]
-    assert spoke.rows == ["embedding", *names]
-    np.testing.assert_allclose(
-        spoke.values[spoke.rows.index("head 1.1")], rows["blocks.1.attention.heads"][1], atol=1e-4
-    )
+    assert spoke.rows == ["embed", "pos_embed", *names]
+    np.testing.assert_allclose(spoke.values[spoke.rows.index("head 1.1")], rows["blocks.1.attention.z"][1], atol=1e-4)
 
 
 def test_encoder_has_no_residual_stream_sections():
@@ -171,7 +169,7 @@ def test_lens_sections_end_with_the_models_own_predictions():
     batch = Batch((tokens_BT[:, :-1],), tokens_BT[:, 1:])
     data: Any = SimpleNamespace(held_out=lambda n, most: iter([jax.tree.map(lambda x: x[:n], batch)]))
     _, table = lens_sections(model, params, data)
-    assert isinstance(table, Table) and [row[0] for row in table.rows] == ["embedding", "blocks.0.after"]
+    assert isinstance(table, Table) and [row[0] for row in table.rows] == ["blocks.0.resid_pre", "blocks.0.resid_post"]
     np.testing.assert_allclose(np.array(table.rows[-1][1:], float), [1, 0] * 3, atol=1e-3)
 
 

@@ -208,7 +208,7 @@ export function makeExercises(container: HTMLElement, actions: Actions) {
       class: "plain",
       click: () => {
         const { look } = actions.state().lanes[0];
-        const [queries, keys] = [look.queries[0][0], look.keys[0][0]];
+        const [queries, keys] = [look.q[0][0], look.k[0][0]];
         const products = [0, 1].map((s) => queries[1].reduce((sum, q, i) => sum + q * keys[s][i], 0));
         question = { K: queries[1].length, products };
         asked.textContent =

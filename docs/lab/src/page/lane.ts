@@ -97,7 +97,7 @@ export class Lane {
 
   /** Mean entropy of the rows in nats, [block][head]: of the last finite step's batch, or at first of the text shown. */
   get entropy(): number[][] {
-    return this.sound?.entropy ?? this.look.weights.map((heads) => heads.map(meanEntropy));
+    return this.sound?.entropy ?? this.look.pattern.map((heads) => heads.map(meanEntropy));
   }
 
   /** Look at the text, and at how much its rows change with its last character, which they must not see. */
@@ -107,8 +107,8 @@ export class Lane {
     const last = characters.pop();
     const other = this.lab.look(
       characters.join("") + this.lab.vocabulary.find((character) => character !== last),
-    ).weights;
-    const changes = this.look.weights.flatMap((heads, block) =>
+    ).pattern;
+    const changes = this.look.pattern.flatMap((heads, block) =>
       heads.flatMap((A, head) =>
         A.slice(0, -1).flatMap((row, t) => row.map((a, s) => Math.abs(a - other[block][head][t][s]))),
       ),
@@ -118,7 +118,7 @@ export class Lane {
 
   /** Smallest and largest sum of a row of weights. */
   get rowSums(): [number, number] {
-    const sums = this.look.weights.flat(2).map(total);
+    const sums = this.look.pattern.flat(2).map(total);
     return [-largest(sums.map((sum) => -sum)), largest(sums)];
   }
 

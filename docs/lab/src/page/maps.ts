@@ -40,7 +40,7 @@ export function makeMaps(container: HTMLElement, lane: Lane, selection: Selectio
     for (const { block, head, canvas, button, entropy, variance } of figures) {
       drawMatrix(
         canvas,
-        lane.look.weights[block][head].map((row) => row.map(Math.sqrt)),
+        lane.look.pattern[block][head].map((row) => row.map(Math.sqrt)),
       );
       const H = lane.entropy[block][head];
       const spread = lane.sound?.scoreVariance[block][head];
@@ -73,7 +73,7 @@ export function makeLargeMap(container: HTMLElement, lane: Lane, selection: Sele
   return () => {
     const context = canvas.getContext("2d")!;
     const { block, head, query, key } = selection;
-    const A = lane.look.weights[block][head];
+    const A = lane.look.pattern[block][head];
     const characters = lane.look.tokens.map((token) => visible(lane.lab.vocabulary[token]));
     const small = document.createElement("canvas");
     drawMatrix(
@@ -108,10 +108,10 @@ export function makeSteps(container: HTMLElement, lane: Lane, selection: Selecti
   return () => {
     const { block, head, query: t, key: s } = selection;
     const { look } = lane;
-    const [q, k] = [look.queries[block][head][t], look.keys[block][head][s]];
+    const [q, k] = [look.q[block][head][t], look.k[block][head][s]];
     const characters = look.tokens.map((token) => visible(lane.lab.vocabulary[token]));
     const about = h("p", {}, `Row ${t} “${characters[t]}” asks, position ${s} “${characters[s]}” answers:`);
-    const largest = look.weights[block][head][t]
+    const largest = look.pattern[block][head][t]
       .map((a, at) => ({ a, at }))
       .sort((x, y) => y.a - x.a)
       .slice(0, LARGEST_BARS)
@@ -162,7 +162,7 @@ export function makeSteps(container: HTMLElement, lane: Lane, selection: Selecti
 /** Compute one attention weight from its query and keys as the switches say; return each step as a sentence. */
 export function arithmetic(lane: Lane, { block, head, query: t, key: s }: Selection): string[] {
   const { look, seenFaults: faults } = lane;
-  const [Q, keys] = [look.queries[block][head], look.keys[block][head]];
+  const [Q, keys] = [look.q[block][head], look.k[block][head]];
   const K = Q[t].length;
   const dot = (a: number[], b: number[]) => a.reduce((sum, value, i) => sum + value * b[i], 0);
   const score = (row: number, column: number) =>
@@ -199,6 +199,6 @@ export function arithmetic(lane: Lane, { block, head, query: t, key: s }: Select
         ]
       : []),
     ...(late && !unmasked ? [s <= t ? "Mask: kept." : "Mask: set to 0."] : []),
-    `Weight: ${show(late && !sees(t, s) ? 0 : weight)}. The model has ${show(look.weights[block][head][t][s])}.`,
+    `Weight: ${show(late && !sees(t, s) ? 0 : weight)}. The model has ${show(look.pattern[block][head][t][s])}.`,
   ];
 }
