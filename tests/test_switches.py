@@ -81,7 +81,7 @@ def test_a_model_and_its_gradient_are_traced(name: str, switch: str) -> None:
 def trained(model: Any, optimizer: str = "adamw") -> Any:
     """Return parameters and loss after two steps."""
     config = Config(
-        "small", model, TextConfig(), 3, OptimizerConfig(optimizer, 0.1, warmup_steps=1),
+        "small", model, data=TextConfig(), steps=3, optimizer=OptimizerConfig(optimizer, 0.01, warmup_steps=1),
         train=TrainConfig(batch_size=4, label_smoothing=0.1),
     )  # fmt: skip
     setup = TrainSetup(config, make_mesh("", jax.devices()[:1]))
