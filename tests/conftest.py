@@ -40,6 +40,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None]:
     items.sort(key=lambda item: (item.path.name not in LONGEST, -slow[item.path]))
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Let the default run show that the package works where users forbid implicit axes, which are often a mistake."""
+    if config.getoption("markexpr") == "not slow":
+        jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
 def pytest_collection_finish() -> None:
     """Spare the garbage collector the modules that tests have imported."""
     gc.collect()

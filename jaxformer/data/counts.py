@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -36,15 +36,6 @@ class Counts:
         for seen_M, total_M in self.orders[: order - 1]:
             probability_M = (seen_M + pseudo_count * probability_M) / (total_M + pseudo_count)
         return float(-np.log(probability_M).mean())
-
-    def thinned(self, fraction: float) -> Counts:
-        """Return what counting pairs and longer sequences in a random fraction of the training text finds: each
-        occurrence is drawn by itself, with seed 0."""
-        rng, orders = np.random.default_rng(0), []
-        for seen_M, total_M in self.orders:
-            drawn_M = rng.binomial(seen_M, fraction)
-            orders.append((drawn_M, drawn_M + rng.binomial(total_M - seen_M, fraction)))
-        return replace(self, orders=tuple(orders))
 
 
 def token_loss(train_N: np.ndarray, held_out_M: np.ndarray, vocab_size: int) -> float:

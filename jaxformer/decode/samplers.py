@@ -217,7 +217,7 @@ def bad_word_ends(vocab_size: int, recent_N: jax.Array, words: tuple[tuple[int, 
     N = recent_N.shape[0]
     before = [[EMPTY] * (N + 1 - len(word)) + list(word[:-1]) for word in words]
     before_WN = np.array(before, np.int32).reshape(len(words), N)
-    matches_W = ((before_WN == EMPTY) | (before_WN == recent_N)).all(axis=1)
+    matches_W = ((before_WN == EMPTY) | (before_WN == recent_N[None])).all(axis=1)
     return jnp.zeros(vocab_size, bool).at[np.array([word[-1] for word in words])].max(matches_W)
 
 

@@ -134,7 +134,7 @@ def replay(
     if compute_dtype is not None:
         params = jax.tree.map(lambda p: p.astype(compute_dtype), params)
     batch = jax.tree.map(jnp.asarray, batch)
-    record: dict[str, np.ndarray] = {}
+    record: dict[str, jax.Array] = {}
     example = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), (batch, keys_B))
     jax.eval_shape(lambda params, example: _tapped_loss(model, params, record, *example), params, example)
     names = tuple(record)
@@ -203,7 +203,7 @@ def _measure_all(
         example_loss = jax.checkpoint(lambda example: _tapped_loss(model, params, *example))
         return reduce(jax.lax.map(example_loss, (records_B, batch, keys_B), batch_size=chunk))
 
-    records_B = dict.fromkeys(names, jnp.zeros((len(jax.tree.leaves(batch)[0]), *EMPTY.shape)))
+    records_B = dict.fromkeys(names, jnp.zeros((len(jax.tree.leaves(batch)[0]), *empty_record().shape)))
     grads, measured_B = jax.grad(mean_loss, argnums=(0, 1))(params, records_B)
     modules = _over_batch(jnp.stack([measured_B[name] for name in names], axis=1))
     return modules, jax.tree.map(lambda p, g: jnp.stack([_measure(p), _measure(g)]), params, grads)
@@ -220,15 +220,17 @@ def _tapped_loss(model: nn.Module, params: Params, record: dict, example: Batch,
         path = dotted(context.module.path) or MODEL
         calls.append(path)
         n_calls = calls.count(path)
-        return tap(out, record.setdefault(path if n_calls == 1 else f"{path} (call {n_calls})", EMPTY))
+        return tap(out, record.setdefault(path if n_calls == 1 else f"{path} (call {n_calls})", empty_record()))
 
     with nn.intercept_methods(intercept):
         loss = objective_of(model).example_loss(model, params, example, key)
-    return tap(loss, record.setdefault(LOSS, EMPTY))
+    return tap(loss, record.setdefault(LOSS, empty_record()))
 
 
-EMPTY = np.zeros((2, 4), np.float32)
-"""Empty record of `tap`: `_measure` of the values, and of their gradients."""
+def empty_record() -> jax.Array:
+    """Return an empty record of `tap`, `(2, 4)` in JAX's widest float: `_measure` of the values, and of their
+    gradients."""
+    return jnp.zeros((2, 4))
 
 
 @jax.custom_vjp
@@ -245,14 +247,15 @@ tap.defvjp(
 
 
 def _measure(tree: Any) -> jax.Array:
-    """Return the largest magnitude, root mean square, and counts of finite and non-finite values, `(4,)` float32."""
+    """Return the largest magnitude, root mean square, and counts of finite and non-finite values, `(4,)` in JAX's
+    widest float, in which a value is finite if it is in its own dtype."""
     floats = [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.floating)]
-    x = jnp.concatenate([jnp.zeros(0), *(jnp.ravel(leaf).astype(jnp.float32) for leaf in floats)])
+    x = jnp.concatenate([jnp.zeros(0), *(jnp.ravel(leaf).astype(float) for leaf in floats)])
     finite = jnp.isfinite(x)
     magnitude = jnp.where(finite, jnp.abs(x), 0.0)
     largest, n_finite = jnp.max(magnitude, initial=0.0), jnp.sum(finite)
     rms = _root_mean_square(magnitude, 1.0, n_finite, largest)
-    return jnp.stack([largest, rms, n_finite, x.size - n_finite]).astype(jnp.float32)
+    return jnp.stack([largest, rms, *(n.astype(x.dtype) for n in (n_finite, x.size - n_finite))])
 
 
 def _over_batch(measured_B: jax.Array) -> jax.Array:
@@ -264,9 +267,10 @@ def _over_batch(measured_B: jax.Array) -> jax.Array:
 
 
 def _root_mean_square(x: jax.Array, weights: ArrayLike, total: jax.Array, largest: jax.Array) -> jax.Array:
-    """Return √(Σ w·x² / total) over the first axis, 0 for a total of 0, even if the squares would overflow float32."""
-    unit = jnp.clip(largest, 1e-30, 1e37)  # keeps the reciprocal a normal float32
-    return unit * jnp.sqrt(jnp.sum(weights * (x / unit) ** 2, axis=0) / jnp.maximum(total, 1))
+    """Return √(Σ w·x² / total) over the first axis, 0 for a total of 0, even if the squares would overflow."""
+    tiny = jnp.finfo(x.dtype).tiny
+    unit = jnp.clip(largest, tiny, 1 / tiny)  # keeps the reciprocal a normal number
+    return unit * jnp.sqrt(jnp.sum(weights * (x / unit[None]) ** 2, axis=0) / jnp.maximum(total, 1).astype(x.dtype))
 
 
 def _row(name: str, measured: np.ndarray) -> Row:

@@ -82,7 +82,7 @@ def layer_statistics(
       valid_T: False for rows of padding.
     """
     _, T, S = weights_HTS.shape
-    query_T1, key_S = jnp.arange(T)[:, None], jnp.arange(S)
+    query_T1, key_1S = jnp.arange(T)[:, None], jnp.arange(S)[None]
     valid_T = jnp.ones(T, bool) if valid_T is None else valid_T
     n_visible_T = jnp.sum(visible_TS, axis=-1)
     later_T = valid_T & (jnp.arange(T) > 0)
@@ -91,16 +91,18 @@ def layer_statistics(
         return jnp.mean(value_HT, axis=-1, where=jnp.broadcast_to(rows_T, value_HT.shape))
 
     def weight_on(keys_TS: jax.Array, rows_T: jax.Array) -> jax.Array:
-        return mean(jnp.sum(weights_HTS * keys_TS, axis=-1), rows_T & keys_TS.any(axis=-1))
+        return mean(jnp.sum(weights_HTS * keys_TS[None], axis=-1), rows_T & keys_TS.any(axis=-1))
 
     entropy_HT = row_entropy(weights_HTS)
-    same_TS = jnp.zeros((T, S), bool) if tokens_T is None else (tokens_T[:, None] == tokens_T) & (key_S < query_T1)
+    same_TS = (
+        jnp.zeros((T, S), bool) if tokens_T is None else (tokens_T[:, None] == tokens_T[None]) & (key_1S < query_T1)
+    )
     return HeadStatistics(
         entropy=mean(entropy_HT, valid_T),
-        normalized_entropy=mean(entropy_HT / jnp.log(jnp.maximum(n_visible_T, 2)), valid_T & (n_visible_T > 1)),
-        distance=mean(jnp.sum(weights_HTS * jnp.abs(query_T1 - key_S), axis=-1), valid_T),
-        first=weight_on(jnp.broadcast_to(key_S == 0, (T, S)), later_T),
-        previous=weight_on(key_S == query_T1 - 1, later_T),
+        normalized_entropy=mean(entropy_HT / jnp.log(jnp.maximum(n_visible_T, 2))[None], valid_T & (n_visible_T > 1)),
+        distance=mean(jnp.sum(weights_HTS * jnp.abs(query_T1 - key_1S)[None], axis=-1), valid_T),
+        first=weight_on(jnp.broadcast_to(key_1S == 0, (T, S)), later_T),
+        previous=weight_on(key_1S == query_T1 - 1, later_T),
         duplicate=weight_on(same_TS, valid_T),
         induction=weight_on(jnp.pad(same_TS, ((0, 0), (1, 0)))[:, :S], valid_T),
     )

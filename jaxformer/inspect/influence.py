@@ -3,9 +3,10 @@ document, through all steps of training, and the proof, which is to train again 
 
 The batch at a step is a pure function of data, seed and step, and on the same devices a step is bit-identical. So
 training can be repeated with other weights for the losses of some documents, and everything else equal: batches,
-denominators, dropout, schedule. The derivative is that of this function of the weights, computed backwards through the
-steps from states that are computed again (REPLAY, Engstrom et al. 2025). TracIn (Pruthi et al. 2020, section 3.2) is
-cheaper, and leaves out how an update changes those after it.
+denominators, dropout, schedule. A step whose weights are all 1 is the run's own program; one with other weights is
+another program, which rounds differently. The derivative is that of this function of the weights, computed backwards
+through the steps from states that are computed again (REPLAY, Engstrom et al. 2025). TracIn (Pruthi et al. 2020,
+section 3.2) is cheaper, and leaves out how an update changes those after it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from jaxformer.models.objective import Params, objective_of
 from jaxformer.parallel.mesh import batch_sharding, global_device_put, make_mesh
 from jaxformer.runs.run import Run, load_data, read_config
 from jaxformer.train.setup import TrainSetup, TrainState
-from jaxformer.train.step import make_train_step
+from jaxformer.train.step import CompiledStep, make_train_step
 
 SMALLEST = 1e-30
 """Replaces zeros of the optimizer's state where a derivative is taken: a square root has none at 0."""
@@ -62,7 +63,8 @@ class Replay:
             raise UserError(f"{run.path} was not trained on windows of text, from random parameters; name such a run.")
         self._data, self._model, self.n_steps = data, run.text_model()[0], run.step
         self._setup = TrainSetup(config, make_mesh(config.mesh))
-        self._train_step, self._split = make_train_step(self._setup), batch_sharding(self._setup.mesh)
+        self._step, self._weighted_step = CompiledStep(self._setup, lambda _: None), make_train_step(self._setup)
+        self._split = batch_sharding(self._setup.mesh)
         tokens, tokenizer = data.corpus.train.tokens, data.corpus.tokenizer
         first = tokenizer.end_of_text if tokenizer.begin_of_text is None else tokenizer.begin_of_text
         starts = np.flatnonzero(tokens == first) + 1
@@ -75,8 +77,9 @@ class Replay:
     def train(
         self, weights_N: np.ndarray | None = None, without: Container[int] = (), progress: Progress = lambda *_: None
     ) -> Params:
-        """Train again and return the last parameters, float32. By default, they equal the run's to the last bit on the
-        same devices and versions.
+        """Train again and return the last parameters, float32. By default, and if all weights are 1, they equal the
+        run's to the last bit on the same devices, versions and XLA flags. A step in which a target has another weight
+        also rounds differently.
 
         Args:
           weights_N: weight of each document, float32; 1 by default.
@@ -92,9 +95,9 @@ class Replay:
     ) -> Iterator[tuple[int, TrainState, float]]:
         """Train again as `train`, and yield each step, counted from 1, the state after it, whose memory the next one
         takes, and its loss."""
-        state, weights = self._setup.init_state(), self._weights(weights_N)
+        state, weights_N = self._setup.init_state(), self._weights(weights_N)
         for step, inputs in enumerate(self._inputs(0, self.n_steps), 1):
-            state, loss = self._advance(state, jnp.zeros_like(weights) if step in without else weights, *inputs)
+            state, loss = self._advance(state, np.zeros_like(weights_N) if step in without else weights_N, *inputs)
             yield step, state, float(loss)  # virtual devices with many steps in flight wait for each other forever
 
     def leave_out(self, documents: Sequence[int] | np.ndarray) -> np.ndarray:
@@ -131,24 +134,25 @@ class Replay:
         gradients = [jax.grad(self.log_probability)(params, tokens) for tokens in texts]
         zeros = jax.tree.map(lambda x: jnp.zeros((len(texts), *x.shape), x.dtype), _split(state)[0])
         to_state = zeros._replace(params=jax.tree.map(lambda *x: jnp.stack(x), *gradients))
-        weights, to_weights = self._weights(weights_N), jnp.zeros((len(texts), len(self.documents)), jnp.float32)
+        weights_N = self._weights(weights_N)
+        to_weights = jnp.zeros((len(texts), len(self.documents)), jnp.float32)
         for start in reversed(range(0, steps, part)):
             states, inputs = [], list(self._inputs(start, min(start + part, steps)))
             state = jax.device_put(kept[start // part], self._setup.state_shardings)
             for each in inputs:
                 states.append(jax.tree.map(jnp.copy, state))
-                state, loss = self._advance(state, weights, *each)
+                state, loss = self._advance(state, weights_N, *each)
                 jax.block_until_ready(loss)
             for each in reversed(inputs):
-                to_state, of_step = self._pull(states.pop(), weights, to_state, *each)
+                to_state, of_step = self._pull(states.pop(), weights_N, to_state, *each)
                 to_weights = jax.block_until_ready(to_weights + of_step)
                 progress(3 * steps - 2 * int(each[-1]), 3 * steps)
             if not jnp.isfinite(to_weights).all():
                 raise FloatingPointError("the derivative of training is not finite")
         return params, np.asarray(to_weights)
 
-    def _weights(self, weights_N: np.ndarray | None) -> jax.Array:
-        return jnp.ones(len(self.documents)) if weights_N is None else jnp.array(weights_N, jnp.float32)
+    def _weights(self, weights_N: np.ndarray | None) -> np.ndarray:
+        return np.ones(len(self.documents), np.float32) if weights_N is None else np.asarray(weights_N, np.float32)
 
     def _inputs(self, start: int, stop: int) -> Iterator[tuple[Batch, np.ndarray, np.int32]]:
         """Yield the batch, the index of the document of each target, and the step, for the steps start, …, stop - 1."""
@@ -157,13 +161,22 @@ class Replay:
             documents = next_token_batch(self._document_of.batch(read), self._model.n_predicted).targets
             yield (*global_device_put((self._data.batch(read), documents), self._split), np.int32(step))
 
-    @partial(jax.jit, static_argnums=0, donate_argnums=1)
     def _advance(
+        self, state: TrainState, weights_N: np.ndarray, batch: Batch, documents: jax.Array, step: np.int32
+    ) -> tuple[TrainState, jax.Array]:
+        """Return state and loss of a step, by the run's own program if all targets have weight 1."""
+        if (weights_N == 1).all() or (weights_N[np.asarray(documents)] == 1).all():
+            state, metrics = self._step(state, batch, int(step))
+            return state, metrics.loss
+        return self._weighted(state, weights_N, batch, documents, step)
+
+    @partial(jax.jit, static_argnums=0, donate_argnums=1)
+    def _weighted(
         self, state: TrainState, weights_N: jax.Array, batch: Batch, documents: jax.Array, step: jax.Array
     ) -> tuple[TrainState, jax.Array]:
         """Return state and loss of a step in which targets have the weights of their documents."""
         weights = weights_N[documents] * np.float32(1 / documents.size)
-        state, metrics = self._train_step(state, batch._replace(weights=weights), step)
+        state, metrics = self._weighted_step(state, batch._replace(weights=weights), step)
         return state, metrics.loss
 
     @partial(jax.jit, static_argnums=0)
@@ -173,7 +186,7 @@ class Replay:
         floats, others = _split(state)
 
         def advance(floats: TrainState, weights_N: jax.Array) -> TrainState:
-            return _split(self._advance(_join(floats, others), weights_N, *inputs)[0])[0]
+            return _split(self._weighted(_join(floats, others), weights_N, *inputs)[0])[0]
 
         inside = jax.tree.map(lambda x: jnp.where(x == 0, SMALLEST, x), floats.opt_state)
         _, pull = jax.vjp(advance, floats._replace(opt_state=inside), weights_N)

@@ -123,7 +123,7 @@ def forecast_rungs(configs: Mapping[str, Config], folder: Path) -> dict[str, For
         data, key = config.data, (config.data, config.model.vocab_size)  # type: ignore[attr-defined]
         if key not in counts:
             loaded: Any = data.load(config.model, config.train.batch_size, config.seed)
-            counts[key] = loaded.counts(3), loaded.model.vocab_size
+            counts[key] = loaded.counts(), loaded.model.vocab_size
         n_counts, vocab_size = counts[key]
         fitting: Any = replace(config.model, vocab_size=vocab_size)  # type: ignore[call-arg]
         made = nonfinite_to_none(asdict(forecast(replace(config, model=fitting), n_counts)))

@@ -83,7 +83,7 @@ def mean_jacobian(
     last_TD, pullback, streams = jax.vjp(last_stream, zeros, has_aux=True)
 
     def row(unit_D: jax.Array) -> Activations:
-        (grads,) = pullback((sign_T[:, None] * unit_D).astype(last_TD.dtype))
+        (grads,) = pullback((sign_T[:, None] * unit_D[None]).astype(last_TD.dtype))
         return OrderedDict((name, jnp.einsum("t,td->d", sign_T, g_TD) / len(sign_T)) for name, g_TD in grads.items())
 
     jacobians = jax.lax.map(row, jnp.eye(last_TD.shape[1]), batch_size=ROWS_AT_ONCE)
@@ -140,8 +140,13 @@ def agreement(model: nn.Module, params: Params, lens: Lens, texts: Iterable[jax.
       texts: tokens `(T,)`, others than a lens was fitted to; equal lengths share a program.
     """
     check_stream(model)
-    measured = [jax.device_get(_agreement(model, params, lens, jnp.asarray(tokens_T))) for tokens_T in texts]
-    return {name: Agreement(*np.mean([x[name] for x in measured], axis=0).tolist()) for name in measured[0]}
+    texts = [jnp.asarray(tokens_T) for tokens_T in texts]
+    measured = [jax.device_get(_agreement(model, params, lens, tokens_T)) for tokens_T in texts]
+    lengths = [len(tokens_T) for tokens_T in texts]
+    return {
+        name: Agreement(*np.average([x[name] for x in measured], axis=0, weights=lengths).tolist())
+        for name in measured[0]
+    }
 
 
 @partial(jax.jit, static_argnames="model")
@@ -166,15 +171,15 @@ def _agreement(
 def backward_lens(model: nn.Module, params: Params, example: Batch) -> Activations:
     """Return minus the gradient of an example's loss with respect to the residual stream after the embedding and each
     block, unembedded, `(T, V)` by name: the tokens towards which the loss pulls the stream (Katz et al. 2024). The
-    final norm is left out, since a gradient is a direction.
+    final norm, a bias and a soft cap of the logits are left out, since a gradient is a direction: -g W.
 
     Raises:
       ValueError: the model has no residual stream, or normalises the stream after each part.
     """
     check_stream(model)
     _, grads = capture_gradients(lambda: objective_of(model).example_loss(model, params, example), STREAM)
-    unembed: Callable[..., Any] = partial(model.apply, {"params": params}, method=_unembed)
-    return OrderedDict((name, unembed(-g_TD)) for name, g_TD in grads.items())
+    unembedding: Any = model.apply({"params": params}, method="unembedding")
+    return OrderedDict((name, -g_TD @ unembedding.W_DV) for name, g_TD in grads.items())
 
 
 @partial(jax.jit, static_argnames="model")
@@ -190,9 +195,4 @@ def _through(lens: Lens, streams: Activations) -> Activations:
         return streams
     if missing := [name for name in streams if name not in lens]:
         raise unknown_name(missing[0], lens, "map of the lens")
-    return OrderedDict((name, x_TD @ lens[name].A_DD.T + lens[name].b_D) for name, x_TD in streams.items())
-
-
-def _unembed(model: Any, x_TD: jax.Array) -> jax.Array:
-    layer = model.unembedding()
-    return x_TD if layer is None else layer.logits(x_TD)
+    return OrderedDict((name, x_TD @ lens[name].A_DD.T + lens[name].b_D[None]) for name, x_TD in streams.items())

@@ -36,9 +36,19 @@ class Edge:
     """The part that reads it: an attention layer, an MLP, or `logits`; or a head's projection, such as
     `blocks.1.attention.q.2`."""
     estimate: float
-    """Change of the metric to first order: the gradient at the target's input times the difference."""
+    """Change of the metric to first order: the gradient at the target's input times the difference. A difference that
+    takes the target far from there may have another effect, even of the other sign; see `exact`."""
     exact: float | None = None
     """Change of the metric when the target alone reads the difference; None if it was not computed."""
+
+    @property
+    def is_linear(self) -> bool | None:
+        """True if the exact effect has the sign of the estimate, and is from half to twice as large; None if it was not
+        computed."""
+        if self.exact is None:
+            return None
+        small, large = sorted((self.estimate, self.exact), key=abs)
+        return small == large or small / large >= 0.5
 
 
 def path_attribution(
@@ -47,11 +57,12 @@ def path_attribution(
     inputs: Sequence[jax.Array],
     source: Sequence[jax.Array],
     metric: Callable[[jax.Array], jax.Array],
-    n_exact: int = 10,
+    n_exact: int | None = 10,
     by_head: bool = False,
 ) -> list[Edge]:
-    """Return the edges of a decoder in order of their effect, the largest first: path patching (Goldowsky-Dill et al.
-    2023) to first order for all edges, from one gradient (Syed et al. 2023), and exactly for the largest.
+    """Return the edges of a decoder in order of their estimated effect, the largest first: path patching
+    (Goldowsky-Dill et al. 2023) to first order for all edges, from one gradient (Syed et al. 2023), and exactly for the
+    largest estimates. `Edge.is_linear` says where both agree.
 
     An edge's source writes to the residual stream, and its target reads the stream. The metric's change is that by the
     source's output for the other inputs, added to what the target reads while all other parts read the original.
@@ -61,7 +72,7 @@ def path_attribution(
       source: inputs of the same shapes, which provide the other outputs.
       metric: function from logits to a scalar. Pass the same function object in each call: a new one triggers
         compilation.
-      n_exact: number of edges that are computed exactly, with a forward pass each.
+      n_exact: number of edges that are computed exactly, with a forward pass each; None for all.
       by_head: instead of attention layers, the targets are the queries, keys and values of each of their heads, of
         which one alone reads the difference.
 
@@ -84,7 +95,7 @@ def path_attribution(
         if _time(part) < _time(target)
     ]
     edges.sort(key=lambda edge: -abs(edge[0]))
-    plain = float(_shifted_metric(model, params, inputs, {}, metric)) if n_exact else 0.0
+    plain = 0.0 if n_exact == 0 else float(_shifted_metric(model, params, inputs, {}, metric))
     exact = [
         float(_exact(model, params, inputs, target, differences[part], metric)) - plain
         for _, part, target in edges[:n_exact]

@@ -196,14 +196,15 @@ def attention_mask(model: nn.Module, params: Params, inputs: Inputs) -> Check:
     if not maps:
         return check("it has no self-attention", None)
     T = len(inputs[_text_index(model)])
-    contract, age_TT = contract_of(model), jnp.arange(T)[:, None] - jnp.arange(T)
+    contract, age_TT = contract_of(model), jnp.arange(T)[:, None] - jnp.arange(T)[None]
     windows = contract.layer_windows or (contract.attention_window or T,) * len(maps)
 
     def deviation(window: int, weights_HTT: jax.Array) -> jax.Array:
         visible_TT = (age_TT >= 0) & (age_TT < window)
         if len(inputs) == 2:
-            visible_TT |= (jnp.arange(T) < inputs[1]) & (age_TT < window)
-        return jnp.max(jnp.abs(weights_HTT - visible_TT / visible_TT.sum(-1, keepdims=True)))
+            visible_TT |= (jnp.arange(T) < inputs[1])[None] & (age_TT < window)
+        expected_TT = visible_TT / visible_TT.sum(-1, keepdims=True)
+        return jnp.max(jnp.abs(weights_HTT - expected_TT[None]))
 
     largest = largest_of(deviation(*layer) for layer in zip(windows, maps.values(), strict=True))
     detail = f"weights for equal scores, {len(maps)} layers, {T} tokens"

@@ -226,7 +226,8 @@ class Decoder(nn.Module):
         mask_TS = Causal(window)(query_T, key_S)
         if prefix is not None:
             masks.check_prefix(prefix)
-            mask_TS |= (key_S < prefix) & (query_T[:, None] - key_S < window)
+            key_1S = key_S[None, :]
+            mask_TS |= (key_1S < prefix) & (query_T[:, None] - key_1S < window)
         return mask_TS & masks.padding(query_T, key_S)
 
     def _mask(

@@ -173,7 +173,7 @@ class Encoder(nn.Module):
         """Return the features of a sequence that contains a token, `(D,)`, for those of `features`."""
         if pooling == "first":
             return x_TD[0]
-        return x_TD.sum(0) / (len(x_TD) if valid_T is None else valid_T.sum())
+        return x_TD.sum(0) / (len(x_TD) if valid_T is None else valid_T.sum().astype(x_TD.dtype))
 
 
 class MaskedLanguageModel(Encoder):

@@ -19,6 +19,7 @@ from jaxformer.nn.execution import ROUTER
 from jaxformer.nn.experts import routers
 from jaxformer.nn.parameters import Params
 from jaxformer.ops.experts import average_statistics, balance_loss
+from jaxformer.ops.explicit_axes import with_auto_axes
 from jaxformer.ops.linear_cross_entropy import Unembedding, linear_cross_entropy, rows_per_chunk
 from jaxformer.ops.losses import negative_log_likelihood, pair_nll, top1_correct, uniform_cross_entropy
 
@@ -87,6 +88,7 @@ class Objective(Protocol):
 class CrossEntropy:
     """Cross-entropy of logits over classes: next tokens, masked tokens, or an image's class."""
 
+    @with_auto_axes
     def loss(
         self,
         model: nn.Module,
@@ -119,6 +121,7 @@ class CrossEntropy:
                 smoothed = (1 - smoothing) * nll + smoothing * uniform
         return smoothed + auxiliary_loss(model, sown.get(ROUTER, {}), across), nll
 
+    @with_auto_axes
     def example_loss(self, model: nn.Module, params: Params, example: Batch, key: jax.Array | None = None) -> jax.Array:
         """Return the weighted sum in nats, or the mean without weights."""
         logits = model.apply({"params": params}, *example.inputs, rngs=_rngs(key))
@@ -126,6 +129,7 @@ class CrossEntropy:
         nll = negative_log_likelihood(logits, example.targets)
         return jnp.mean(nll) if example.weights is None else jnp.sum(nll * example.weights)
 
+    @with_auto_axes
     def measure(self, model: nn.Module, params: Params, batch: Batch) -> dict[str, jax.Array]:
         """Return, per example, the weighted sums of nats and of top-1 correct targets, and the sum of weights."""
 
@@ -153,6 +157,7 @@ class Contrastive:
     count as correct.
     """
 
+    @with_auto_axes
     def loss(
         self,
         model: nn.Module,
@@ -179,6 +184,7 @@ class Contrastive:
         nll = jnp.mean(nll_B) / across.n if batch.weights is None else jnp.sum(nll_B * batch.weights)
         return nll, nll
 
+    @with_auto_axes
     def measure(self, model: nn.Module, params: Params, batch: Batch) -> dict[str, jax.Array]:
         """Return, per pair, both embeddings, its caption index, its weight, and the log of the logit scale."""
         image_BE, text_BE, log_scale = self._pairs(model, params, batch)
@@ -206,6 +212,7 @@ class Contrastive:
             metrics[f"text_to_image_recall_at_{k}"] = recall(cosine_NN.T, correct_NN, k)
         return metrics
 
+    @with_auto_axes
     def example_loss(self, model: nn.Module, params: Params, example: Batch, key: jax.Array | None = None) -> jax.Array:
         """Return minus the logit of a pair: without negatives, only the term that pulls the pair together remains."""
         image_E, text_E, log_scale = model.apply({"params": params}, *example.inputs, rngs=_rngs(key))  # type: ignore[misc]

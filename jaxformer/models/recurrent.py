@@ -214,7 +214,7 @@ class Recurrent(nn.Module):
             h_TD, state = layer(self._drop(h_TD), begin, valid_T)
             states.append(state)
         context_TE = weights_TS.astype(x_TI.dtype) @ memory.annotations_SE
-        both_T = self._drop(jnp.concatenate([h_TD, x_TI, context_TE], axis=-1)) @ self.W_o + self.b_o
+        both_T = self._drop(jnp.concatenate([h_TD, x_TI, context_TE], axis=-1)) @ self.W_o + self.b_o[None]
         return both_T.reshape(len(both_T), -1, 2).max(axis=-1), tuple(states)
 
     def _embed(self, embedding: Embedding, tokens_T: jax.Array) -> jax.Array:

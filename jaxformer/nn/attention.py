@@ -125,7 +125,7 @@ class MultiHeadAttention(nn.Module):
         K = self.value_dim or self.head_dim
         y_TD = from_heads(y_HTK, self._parameter("W_O", self._init(d_model), self.n_heads, K, d_model))
         if self.bias if self.output_bias is None else self.output_bias:
-            y_TD = y_TD + self._parameter("b_O", nn.initializers.zeros, d_model)
+            y_TD = y_TD + self._parameter("b_O", nn.initializers.zeros, d_model)[None]
         return y_TD
 
     def init_bias(self, name: str) -> nn.initializers.Initializer:

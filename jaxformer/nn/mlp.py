@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 
 from jaxformer.nn.capture import OUTPUT, capture_point, is_capturing
 from jaxformer.nn.parameters import check_name, parameter
+from jaxformer.ops.broadcasting import expand
 
 Activation = Literal["relu", "squared_relu", "gelu", "gelu_exact", "quick_gelu", "swiglu", "geglu"]
 """Names of MLP activations in configs."""
@@ -101,4 +102,4 @@ def activate(activation: str, y: jax.Array, b: jax.Array | None = None) -> jax.A
 
 def _add(y: jax.Array, b: jax.Array | None) -> jax.Array:
     """Return y + b, or y without a bias."""
-    return y if b is None else y + b
+    return y if b is None else y + expand(b, y.ndim)

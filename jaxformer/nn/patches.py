@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxformer.nn.capture import OUTPUT, capture_point
 from jaxformer.nn.mlp import uniform_fan_in
 from jaxformer.nn.parameters import parameter
+from jaxformer.ops.broadcasting import expand
 
 
 class PatchEmbedding(nn.Module):
@@ -19,7 +20,7 @@ class PatchEmbedding(nn.Module):
         init = uniform_fan_in(patches.shape[-1])
         W_PD = parameter(self, "W_patch", init, (patches.shape[-1], self.d_model), "pixels -> embed")
         b_D = parameter(self, "b_patch", init, (self.d_model,), "embed")
-        return capture_point(self, OUTPUT, patches.astype(b_D.dtype) @ W_PD + b_D)
+        return capture_point(self, OUTPUT, patches.astype(b_D.dtype) @ W_PD + expand(b_D, patches.ndim))
 
 
 class LearnedPositions(nn.Module):
@@ -45,4 +46,4 @@ class LearnedPositions(nn.Module):
         shape = (self.length + self.class_token, x.shape[-1])
         W_pos = parameter(self, "W_pos", nn.initializers.normal(self.init_std), shape, "positions -> embed")
         before = [(0, 0)] * (x.ndim - 2) + [(int(self.class_token), 0), (0, 0)]
-        return capture_point(self, OUTPUT, jnp.pad(x, before) + W_pos)
+        return capture_point(self, OUTPUT, jnp.pad(x, before) + expand(W_pos, x.ndim))

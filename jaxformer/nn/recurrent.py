@@ -88,7 +88,7 @@ class Recurrence(nn.Module):
 
     def project(self, x_TI: jax.Array) -> jax.Array:
         """Return the projected input of each step, `(T, C, D)`, from one matmul for all steps."""
-        return gates_of(x_TI, self.W) + self.b_W
+        return gates_of(x_TI, self.W) + self.b_W[None]
 
     @property
     def recurrent_weights(self) -> jax.Array:

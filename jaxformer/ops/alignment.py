@@ -15,13 +15,13 @@ from jaxformer.ops.precision import upcast
 def additive_scores(q_A: jax.Array, k_SA: jax.Array, v_A: jax.Array) -> jax.Array:
     """Return vᵀ tanh(q + k), `(S,)`: the alignment model of Bahdanau et al. 2015 (appendix A.1.2), where q = W_a s and
     k = U_a h."""
-    return jnp.tanh(q_A + k_SA) @ v_A
+    return jnp.tanh(q_A[None] + k_SA) @ v_A
 
 
 def linear_scores(q_A: jax.Array, k_SA: jax.Array, v_A: jax.Array) -> jax.Array:
     """Return vᵀ (q + k), `(S,)`: additive scores without the tanh. vᵀ q is the same for all positions and cancels in
     the softmax, so the weights do not depend on the query."""
-    return (q_A + k_SA) @ v_A
+    return (q_A[None] + k_SA) @ v_A
 
 
 def dot_scores(q_A: jax.Array, k_SA: jax.Array) -> jax.Array:

@@ -160,7 +160,7 @@ def backward(tiles: Tiles, saved: tuple, dy: jax.Array) -> tuple:
     differentiate = (
         over_examples(gradients_sequentially, tiles) if tiles.sequential else partial(gradients_at_once, tiles)
     )
-    dot = jnp.sum(upcast(dy) * y, -1)  # Σ over keys of weight · its gradient
+    dot = jnp.sum(upcast(dy) * upcast(y), -1)  # Σ over keys of weight · its gradient
     gradients = differentiate(rest, q, k, v, dy, log_total, dot)
     return *(x.astype(like.dtype) for x, like in zip(gradients, (q, k, v), strict=True)), None
 

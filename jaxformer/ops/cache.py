@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
 from jaxformer.ops.attention import MASKED
@@ -154,7 +155,7 @@ def _store(x_GTK: jax.Array, dtype: DTypeLike) -> Stored:
 
 def _rounded(x_GTK: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Return vectors rounded to the cache's dtype, in their original dtype."""
-    if jnp.promote_types(x_GTK.dtype, dtype) == dtype:
+    if np.can_cast(x_GTK.dtype, dtype):
         return x_GTK
     if dtype != jnp.int8:  # the compiler would remove a round trip of conversions
         return jax.lax.reduce_precision(x_GTK, jnp.finfo(dtype).nexp, jnp.finfo(dtype).nmant)

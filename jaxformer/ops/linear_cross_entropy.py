@@ -7,6 +7,7 @@ computed twice.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,6 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
+from jaxformer.ops.broadcasting import expand
+from jaxformer.ops.explicit_axes import with_auto_axes
 from jaxformer.ops.losses import check_targets
 from jaxformer.ops.precision import accumulation_dtype, upcast
 from jaxformer.ops.quantized import Quantized
@@ -23,8 +26,10 @@ ALIGNMENT = 128
 a multiple of this many classes."""
 
 
-class Unembedding(NamedTuple):
-    """Linear layer from features to logits.
+@partial(jax.tree_util.register_dataclass, data_fields=["W_DV", "b_V"], meta_fields=["soft_cap"])
+@dataclass(frozen=True, eq=False)
+class Unembedding:
+    """Linear layer from features to logits. Its arrays are the leaves of a pytree.
 
     Attributes:
       W_DV: matrix, an array or an `ops.quantized.Quantized`.
@@ -40,7 +45,7 @@ class Unembedding(NamedTuple):
         """Return logits `(T, V)` for features `(T, D)`, or `(V,)` for `(D,)`."""
         logits_TV = x_TD @ self.W_DV
         if self.b_V is not None:
-            logits_TV = logits_TV + self.b_V
+            logits_TV = logits_TV + expand(self.b_V, logits_TV.ndim)
         return logits_TV if self.soft_cap is None else self.soft_cap * jnp.tanh(logits_TV / self.soft_cap)
 
 
@@ -58,6 +63,7 @@ def rows_per_chunk(n_rows: int, n_classes: int, max_logits: int) -> int:
     return -(-n_rows // (n_chunks * unit)) * unit
 
 
+@with_auto_axes
 def linear_cross_entropy(
     x_ND: jax.Array,
     unembedding: Unembedding,
@@ -78,12 +84,13 @@ def linear_cross_entropy(
       smoothing: ε of label smoothing (Szegedy et al. 2016, section 7).
     """
     targets_N = check_targets(x_ND.shape[:1], targets_N, weights_N)
-    W_DV, b_V, soft_cap = unembedding
+    weights_N = jnp.asarray(weights_N).astype(accumulation_dtype(x_ND.dtype))
+    W_DV = unembedding.W_DV
     if isinstance(W_DV, Quantized):
-        W_DV = (W_DV.values * W_DV.scale).astype(x_ND.dtype)
+        W_DV = (W_DV.values.astype(W_DV.scale.dtype) * W_DV.scale).astype(x_ND.dtype)
     n_rows, n_classes = len(x_ND), W_DV.shape[-1]
-    shape = _Shape(n_classes, rows_per_chunk(n_rows, n_classes, max_logits), soft_cap, smoothing)
-    return _weighted_sums(shape, x_ND, W_DV, b_V, weights_N, targets_N)
+    shape = _Shape(n_classes, rows_per_chunk(n_rows, n_classes, max_logits), unembedding.soft_cap, smoothing)
+    return _weighted_sums(shape, x_ND, W_DV, unembedding.b_V, weights_N, targets_N)
 
 
 class _Shape(NamedTuple):
@@ -203,7 +210,7 @@ def _chunk(
     upcast_CV = upcast(logits_CV)
     among_CV = upcast_CV
     if len(class_V) > V:
-        among_CV += jnp.where(class_V < V, 0, -jnp.inf).astype(upcast_CV.dtype)
+        among_CV += jnp.where(class_V < V, 0, -jnp.inf).astype(upcast_CV.dtype)[None]
     largest_C, total_C = _largest_and_total(among_CV)
     # The maximum is subtracted first: added to a large logit, the logarithm would lose its digits.
     of_target_C = jnp.take_along_axis(logits_CV, targets_C[:, None], axis=1, mode="clip")[:, 0]
@@ -213,13 +220,13 @@ def _chunk(
     nll_C = smoothed_C = jnp.log(total_C) - of_target_C
     share_V = jnp.where(class_V < V, ε / V, 0).astype(upcast_CV.dtype)
     if ε:
-        smoothed_C = nll_C + ε * of_target_C - jnp.sum(share_V * (upcast_CV - largest_C[:, None]), axis=1)
+        smoothed_C = nll_C + ε * of_target_C - jnp.sum(share_V[None] * (upcast_CV - largest_C[:, None]), axis=1)
     if not any(needed):
         return _Chunk(smoothed_C, nll_C)
-    one_hot_CV = (class_V == targets_C[:, None]).astype(upcast_CV.dtype)
+    one_hot_CV = (class_V[None] == targets_C[:, None]).astype(upcast_CV.dtype)
     grad_CV = jnp.exp(among_CV - largest_C[:, None]) / total_C[:, None] - (1 - ε) * one_hot_CV
     if ε:
-        grad_CV -= share_V
+        grad_CV -= share_V[None]
     grad_CV *= weights_C[:, None]
     if shape.soft_cap is not None:
         grad_CV *= 1 - jnp.square(upcast_CV / shape.soft_cap)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxformer.ops import workarounds
+from jaxformer.ops.broadcasting import expand
 from jaxformer.ops.precision import upcast
 
 
@@ -19,7 +20,8 @@ def rms_norm(x: jax.Array, gamma: jax.Array, eps: float = 1e-6) -> jax.Array:
 
     `gamma` is `(D,)`."""
     _check(x, eps, gamma)
-    return (divide_by_rms(upcast(x), eps) * gamma).astype(x.dtype)
+    y = divide_by_rms(upcast(x), eps)
+    return (y * _matched(gamma, y)).astype(x.dtype)
 
 
 def layer_norm(x: jax.Array, gamma: jax.Array, beta: jax.Array, eps: float = 1e-5) -> jax.Array:
@@ -27,7 +29,8 @@ def layer_norm(x: jax.Array, gamma: jax.Array, beta: jax.Array, eps: float = 1e-
 
     `gamma` and `beta` are `(D,)`."""
     _check(x, eps, gamma, beta)
-    return (divide_by_rms(center(upcast(x)), eps) * gamma + beta).astype(x.dtype)
+    y = divide_by_rms(center(upcast(x)), eps)
+    return (y * _matched(gamma, y) + _matched(beta, y)).astype(x.dtype)
 
 
 def l2_normalize(x: jax.Array, eps: float = 1e-12) -> jax.Array:
@@ -47,6 +50,11 @@ def _check(x: jax.Array, eps: float | jax.Array, *vectors: jax.Array) -> None:
     for vector in vectors:
         if np.shape(vector) != x.shape[-1:]:
             raise ValueError(f"expected a gain or shift of shape {x.shape[-1:]}, got {np.shape(vector)}")
+
+
+def _matched(vector_D: jax.Array, y: jax.Array) -> jax.Array:
+    """Return a gain or shift in the dtype and the number of axes of y `(…, D)`."""
+    return expand(vector_D, y.ndim).astype(y.dtype)
 
 
 @jax.custom_jvp

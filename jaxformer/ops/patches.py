@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxformer.errors import batch_hint
+from jaxformer.ops.broadcasting import expand
+from jaxformer.ops.explicit_axes import with_auto_axes
 
 
 def standardize(pixels: jax.Array, mean: Sequence[float], std: Sequence[float]) -> jax.Array:
@@ -22,9 +24,11 @@ def standardize(pixels: jax.Array, mean: Sequence[float], std: Sequence[float]) 
     if pixels.dtype != jnp.uint8 and not jnp.issubdtype(pixels.dtype, jnp.floating):
         raise TypeError(f"pixels are {pixels.dtype}; give uint8, or floating-point numbers with white at 1")
     x = pixels / 255 if pixels.dtype == jnp.uint8 else pixels
-    return (x.astype(jnp.float32) - jnp.asarray(mean, jnp.float32)) / jnp.asarray(std, jnp.float32)
+    mean_C, std_C = (expand(jnp.asarray(values, jnp.float32), x.ndim) for values in (mean, std))
+    return (x.astype(jnp.float32) - mean_C) / std_C
 
 
+@with_auto_axes
 def patchify(pixels: jax.Array, size: Sequence[int]) -> jax.Array:
     """Return the patches of an image `(height, width, C)`, or the tubelets of a video `(frames, height, width, C)`
     (Dosovitskiy et al. 2021, section 3.1; Arnab et al. 2021, section 3.2).

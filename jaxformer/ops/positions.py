@@ -1,7 +1,7 @@
 """Position encodings without parameters."""
 
+from dataclasses import dataclass
 from math import pi
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,12 +35,14 @@ def sinusoidal(positions_T: jax.Array, d_model: int) -> jax.Array:
     PE(pos, 2i) = sin(pos / 10000^(2i/D)), PE(pos, 2i+1) = cos of the same angle."""
     positions_T = check_positions(positions_T)
     rates = 10_000.0 ** (-jnp.arange(0, d_model, 2, dtype=jnp.float32) / d_model)
-    angles = positions_T[:, None] * rates[None, :]
+    angles = positions_T[:, None].astype(rates.dtype) * rates[None, :]
     both = jnp.stack([jnp.sin(angles), jnp.cos(angles)], axis=-1)
     return both.reshape(len(positions_T), -1)[:, :d_model]
 
 
-class Llama3Scaling(NamedTuple):
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class Llama3Scaling:
     """Scaling of RoPE by frequency, for sequences longer than the training context (Llama 3.1; Grattafiori et al.
     2024).
 
@@ -80,20 +82,24 @@ def rope(
     if x_HTK.ndim != 3 or x_HTK.shape[-1] % 2:
         got = f"{x_HTK.shape}{batch_hint(x_HTK.shape, 3)}"
         raise ValueError(f"expected vectors of shape (H, T, K) with even K, got {got}")
-    positions_T = check_positions(positions_T, x_HTK.shape[1])
+    positions_T = check_positions(positions_T, x_HTK.shape[1]).astype(float)
     half = x_HTK.shape[-1] // 2
     if isinstance(scaling, Llama3Scaling):
-        angles_TK = positions_T[:, None] * jnp.asarray(scaling.frequencies(half, base), jnp.float32)
+        frequencies_K = jnp.asarray(scaling.frequencies(half, base), jnp.float32)
+        angles_TK = positions_T[:, None].astype(jnp.float32) * frequencies_K[None, :]
     else:
-        angles_TK = positions_T[:, None] / scaling * base ** (-jnp.arange(half) / half)[None, :]
+        angles_TK = positions_T[:, None] / scaling * (base ** (-jnp.arange(half) / half))[None, :]
     cos, sin = jnp.cos(angles_TK).astype(x_HTK.dtype), jnp.sin(angles_TK).astype(x_HTK.dtype)
     # With the rotated halves concatenated, XLA's CPU compiler would recompute sine and cosine per head and example.
     cos_TK, sin_TK = jnp.concatenate([cos, cos], axis=-1), jnp.concatenate([-sin, sin], axis=-1)
-    return x_HTK * cos_TK + jnp.roll(x_HTK, half, axis=-1) * sin_TK
+    return x_HTK * cos_TK[None] + jnp.roll(x_HTK, half, axis=-1) * sin_TK[None]
 
 
-class RoPE(NamedTuple):
-    """Rotary position embedding with fixed options: `RoPE(base)(x_HTK, positions_T)`; see `rope`."""
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class RoPE:
+    """Rotary position embedding with fixed options: `RoPE(base)(x_HTK, positions_T)`; see `rope`. Hashable and
+    without leaves, so it can be an argument of a jitted function."""
 
     base: float = 10_000.0
     scaling: float | Llama3Scaling = 1.0

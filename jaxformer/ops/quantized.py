@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from jaxformer.ops.broadcasting import expand
+from jaxformer.ops.explicit_axes import with_auto_axes
 from jaxformer.ops.precision import accumulation_dtype
 from jaxformer.ops.workarounds import converted_after
 
@@ -51,7 +53,7 @@ class Quantized:
     def __getitem__(self, rows: jax.Array) -> jax.Array:
         """Return rows."""
         scale = self.scale[rows] if self.scale.shape[0] > 1 else self.scale
-        return (self.values[rows] * scale).astype(self.dtype)
+        return (self.values[rows].astype(scale.dtype) * scale).astype(self.dtype)
 
     def __rmatmul__(self, x: jax.Array) -> jax.Array:
         """Return the matmul of `(…, D)` and `(D, F)` or `(D, H, K)`, in the dtype of x."""
@@ -68,9 +70,10 @@ def quantize(matrix: jax.Array, summed: tuple[int, ...], dtype: DTypeLike = jnp.
     """
     scale = jnp.max(jnp.abs(matrix), axis=summed, keepdims=True).astype(jnp.float32) / LARGEST
     scale = jnp.where(scale == 0, 1.0, scale)
-    return Quantized(jnp.round(matrix / scale).astype(jnp.int8), scale, dtype)
+    return Quantized(jnp.round(matrix.astype(scale.dtype) / scale).astype(jnp.int8), scale, dtype)
 
 
+@with_auto_axes
 def rows(matrix: jax.Array | Quantized, index: jax.Array) -> jax.Array:
     """Return `matrix[index]`, also for a NumPy array, and for a list of indices."""
     return (matrix if isinstance(matrix, Quantized) else jnp.asarray(matrix))[jnp.asarray(index)]
@@ -80,7 +83,7 @@ def _matmul(x: jax.Array, values: jax.Array, scale: jax.Array) -> jax.Array:
     """Return the matmul; the compiler converts a weight where it reads it. Sums are float32 until they are scaled."""
     values = values.reshape(x.shape[-1], *values.shape[_n_summed(x, values) :])
     sums = jnp.tensordot(x, values.astype(x.dtype), 1, preferred_element_type=accumulation_dtype(x.dtype))
-    return (sums * scale.reshape(values.shape[1:])).astype(x.dtype)
+    return (sums * expand(scale.reshape(values.shape[1:]), sums.ndim)).astype(x.dtype)
 
 
 def _late_matmul(x: jax.Array, values: jax.Array, scale: jax.Array) -> jax.Array:
@@ -103,7 +106,7 @@ def _integer_matmul(x: jax.Array, values: jax.Array, scale: jax.Array) -> jax.Ar
     """
     size = jnp.max(jnp.abs(x), axis=-1, keepdims=True).astype(jnp.float32) / LARGEST
     size = jnp.where(size == 0, 1.0, size)  # NaN stays in the scale, as no integer is NaN
-    y = x / size
+    y = x.astype(size.dtype) / size
     coarse = jnp.round(y)
     n = _n_summed(x, values)
     summed, outputs = values.shape[:n], values.shape[n:]
@@ -116,4 +119,5 @@ def _integer_matmul(x: jax.Array, values: jax.Array, scale: jax.Array) -> jax.Ar
     both = jnp.moveaxis(sums_FTN.astype(jnp.float32).reshape(prod(outputs), -1, 2), 0, 1)
     both = both.reshape(*x.shape[:-1], *outputs, 2)
     size = size.reshape(*size.shape[:-1], *(1 for _ in outputs))
-    return ((both[..., 0] + both[..., 1] / (2 * LARGEST)) * size * scale.reshape(outputs)).astype(x.dtype)
+    y = (both[..., 0] + both[..., 1] / (2 * LARGEST)) * size
+    return (y * expand(scale.reshape(outputs), y.ndim)).astype(x.dtype)

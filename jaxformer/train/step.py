@@ -108,10 +108,11 @@ def make_train_step(setup: TrainSetup) -> jax.stages.Wrapped:
     def train_step(state: TrainState, batch: Batch, step: jax.Array) -> tuple[TrainState, StepMetrics]:
         point = gradient_point(setup.config.optimizer, state.params, state.opt_state)
         loss, grads = sharded_grads(point, batch, setup.example_keys(step), *state.constants)
-        learning_rate = jnp.float32(schedule(updates_taken(state.opt_state)))
         weights_R, params = workarounds.in_order(row_norms(state.params), state.params)
         state = state._replace(params=params)
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        with jax.numpy_dtype_promotion("standard"):  # optax mixes integer counts with floats
+            learning_rate = jnp.float32(schedule(updates_taken(state.opt_state)))
+            updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         grads_R, updates_R = row_norms(grads), row_norms(updates)
         grad_norm, update_norm = global_norm(grads_R), global_norm(updates_R)
         # Updates overflow float32 only in a network that has already diverged, and checking each entry costs another

@@ -38,16 +38,6 @@ def test_triples_by_hand():
     assert counts.loss(3) == pytest.approx(-np.log(expected).mean())
 
 
-def test_thinned_counts_lie_between_those_of_pairs_and_of_tokens():
-    """With half of 400 equal pairs, a context has 100 of 200 after it, within a few standard deviations."""
-    text = np.tile([0, 1, 0, 2], 100)
-    counts = count(text, np.array([0, 1]), 3)
-    assert counts.thinned(1.0).loss(2) == counts.loss(2)
-    assert counts.thinned(0.0).loss(2) == pytest.approx(counts.loss(1))
-    (seen_M, total_M), (all_M, of_M) = counts.thinned(0.5).orders[0], counts.orders[0]
-    assert abs(seen_M[0] - all_M[0] / 2) < 25 and abs(total_M[0] - of_M[0] / 2) < 35
-
-
 def test_contexts_longer_than_the_text_change_nothing_and_keys_do_not_overflow():
     counts = count(TEXT[:2], np.array([0, 1, 0]), 4, 3)
     assert counts.loss(3) == counts.loss(2) != counts.loss(1)

@@ -480,9 +480,9 @@ class WindowSum(nn.Module):
         cache = tokens_S, positions_S = jax.tree.map(
             lambda x_S, new_T: jax.lax.dynamic_update_slice(x_S, new_T, (slot,)), cache, (tokens_T, positions_T)
         )
-        distance_TS = positions_T[:, None] - positions_S
-        visible_TS = (positions_S != EMPTY) & (distance_TS >= 0) & (distance_TS < self.window)
-        return jnp.sum(visible_TS * (tokens_S + 1), axis=1)[:, None] % V, cache
+        distance_TS = positions_T[:, None] - positions_S[None]
+        visible_TS = (positions_S != EMPTY)[None] & (distance_TS >= 0) & (distance_TS < self.window)
+        return jnp.sum(visible_TS * (tokens_S + 1)[None], axis=1)[:, None] % V, cache
 
     def unembed(self, sum_1: jax.Array) -> jax.Array:
         return 1.0 * (jnp.arange(V) == sum_1)

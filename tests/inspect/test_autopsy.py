@@ -11,7 +11,7 @@ import pytest
 
 from jaxformer.data.windows import next_token_batch
 from jaxformer.inspect import Autopsy, first_non_finite, save_autopsy
-from jaxformer.inspect.autopsy import CONTEXT_ROWS, EXAMPLES_PER_CHUNK, Magnitude, Row, _measure_all, replay
+from jaxformer.inspect.autopsy import CONTEXT_ROWS, EXAMPLES_PER_CHUNK, Magnitude, Row, _measure, _measure_all, replay
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.objective import Params, next_token_nll
 from jaxformer.nn.parameter_norms import dotted
@@ -350,3 +350,10 @@ def test_save_autopsy_replaces_an_earlier_one_atomically(tmp_path, monkeypatch):
         save_autopsy(tmp_path, 7, BATCH, None, REPORT, "")
     assert [p.name for p in path.parent.iterdir()] == ["step-7"]
     np.testing.assert_array_equal(np.load(path / "batch.npz")["targets"], BATCH.targets + 1)
+
+
+@pytest.mark.parametrize("largest", [1e39, 1e300])
+def test_values_beyond_float32_are_finite_in_float64(largest):
+    with jax.enable_x64(True):
+        measured = np.asarray(_measure({"w": jnp.array([largest, -3.0, jnp.nan, jnp.inf])}))
+    np.testing.assert_allclose(measured, [largest, largest / np.sqrt(2), 2, 2], rtol=1e-12)

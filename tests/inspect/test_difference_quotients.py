@@ -26,7 +26,7 @@ def network(p: Params) -> jax.Array:
     """Return a loss whose last inputs put every unit at its kink, and whose jumps are those of a choice by logits."""
     x_ND = np.random.default_rng(1).normal(size=(N, D))
     x_ND[-3:] = 0
-    hidden_NF = jax.nn.relu(x_ND @ p["W"] + p["b"])
+    hidden_NF = jax.nn.relu(x_ND @ p["W"] + p["b"][None])
     y_ND = p["scale"] * hidden_NF @ p["out"]
     chosen_N = p["small"][jnp.argmax(y_ND, axis=-1) % 3]
     return jnp.mean(jnp.square(y_ND)) + jnp.mean(chosen_N * hidden_NF[:, 0]) + 1e-7 * jnp.sum(jnp.sin(p["tiny"]))

@@ -65,15 +65,18 @@ def test_by_hand_without_attention():
 
 
 @pytest.mark.slow
-def test_range_of_the_final_loss_begins_at_the_best_of_the_counts_and_ends_near_that_of_pairs():
-    """Random tokens, whose rare pairs and triples say nothing; and tokens that follow one another in order, with an
-    optimizer that learns pairs whatever their frequency."""
-    final = forecast(small("residual"), COUNTS).final_loss
-    assert COUNTS.loss(1) < COUNTS.loss(2) < COUNTS.loss(3) and final[0] == COUNTS.loss(1) < final[1]
+def test_highest_final_loss_is_near_that_of_pairs_with_an_optimizer_that_learns_all():
+    """Of tokens that follow one another in order."""
     ordered, config = count(np.arange(4000) % V, np.arange(500) % V, V, 3), small("residual")
     low, high = forecast(replace(config, optimizer=OptimizerConfig("adamw", 1e-3)), ordered).final_loss
-    assert low == ordered.loss(3) and high == pytest.approx(0.9 * ordered.loss(2) + 0.1 * ordered.loss(1))
-    assert forecast(small("mlp_rowwise"), ordered).final_loss[0] == ordered.loss(2) > low
+    assert low == 0 and high == pytest.approx(0.9 * ordered.loss(2) + 0.1 * ordered.loss(1))
+
+
+def test_a_model_may_end_below_all_counts():
+    """It shares between contexts what counting keeps apart: 3.64 nats, as `quick:modern` reaches, score as forecast."""
+    made = forecast(replace(small("mlp_rowwise"), steps=1), COUNTS)
+    outcome, as_forecast = score(made, [{"step": 1, "val_loss": 0.8 * COUNTS.loss(1)}], None)["final_loss"]
+    assert as_forecast and outcome < min(COUNTS.loss(order) for order in (1, 2, 3))
 
 
 @pytest.mark.slow
@@ -132,4 +135,4 @@ def test_scores_by_hand():
     assert score(made, log[:1], 7)["non_finite"] == (7, False)
     last = score(made, [{"step": 0, "val_loss": 4.5}, {"step": 9, "val_loss": None}], None)  # without entropies
     assert last["non_finite"] == (9, False) and last.keys() == {"first_loss", "non_finite", "plateau"}
-    assert describe_forecast(made) == "entropy 1, loss at first 4 to 5, no divergence, plateau 3, at the end 1 to 2"
+    assert describe_forecast(made) == "entropy 1, loss at first 4 to 5, no divergence, plateau 3, at the end at most 2"

@@ -1,6 +1,9 @@
 """Influence of documents: derivatives through training against difference quotients, and training without documents."""
 
+import os
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +17,7 @@ from jaxformer.errors import UserError
 from jaxformer.inspect.influence import Replay
 from jaxformer.runs.run import load_run, read_config, write_config
 from jaxformer.train.log import read_metrics
-from tests.helpers import tiny, write_books
+from tests.helpers import ROOT, tiny, write_books
 
 PHRASE = "Zebras quietly juggle amber violins."
 
@@ -47,6 +50,29 @@ def test_training_again_equals_the_run_to_the_last_bit(folder, replay):
     jax.tree.map(np.testing.assert_array_equal, replay.train(), run.params)
     losses = [loss for *_, loss in replay.steps()]
     assert losses == [row["loss"] for row in read_metrics(folder) if "loss" in row]
+
+
+AS_A_USER = """
+import sys
+import jax, numpy as np
+from jaxformer.cli import train
+from jaxformer.inspect.influence import Replay
+from jaxformer.runs.run import load_run
+assert train.main([*sys.argv[2:], "--run", sys.argv[1]]) == 0
+run = load_run(sys.argv[1])
+replay = Replay(run)
+for weights_N in (None, np.ones(len(replay.documents))):
+    jax.tree.map(np.testing.assert_array_equal, replay.train(weights_N), run.params)
+"""
+
+
+def test_training_again_equals_the_run_with_the_flags_that_a_user_has(folder, tmp_path):
+    """With those of the tests, the compiler would also round another program as it rounds the run's."""
+    options = tiny(folder.parent / "books", 8, "--model.activation", "gelu", "--train.batch-size", "8")
+    env = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
+    command = [sys.executable, "-c", AS_A_USER, str(tmp_path / "run"), *options]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
 
 
 def test_documents_are_those_of_the_corpus(folder, replay):

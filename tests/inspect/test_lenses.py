@@ -96,6 +96,27 @@ def test_lens_of_a_linear_model_is_its_map():
         np.testing.assert_allclose(lens["blocks.0.resid_pre"].A_DD, lens["blocks.0.resid_post"].A_DD, atol=1e-5)
 
 
+def test_backward_lens_leaves_out_the_soft_cap():
+    """Whose tanh would make all large values equal."""
+    model, params, _ = random_model(replace(DECODER, n_blocks=1, logit_soft_cap=3.0))
+    params["W_out"] *= 100
+    example = Batch((TOKENS,), (TOKENS + 3) % V)
+    capped_TV = apply(model, params, TOKENS)
+    error_TV = (jax.nn.one_hot(example.targets, V) - jax.nn.softmax(capped_TV)) * (1 - (capped_TV / 3) ** 2) / 4
+    W_DV = params["W_out"]
+    expected = error_TV @ W_DV.T @ W_DV
+    lens = backward_lens(model, params, example)["blocks.0.after"]
+    np.testing.assert_allclose(lens, expected, atol=1e-4 * float(jnp.abs(expected).max()))
+
+
+def test_agreement_is_the_mean_over_positions():
+    model, params, _ = random_model(replace(DECODER, n_blocks=1))
+    texts = [jnp.arange(4), jnp.array([5])]
+    same, *singles = (agreement(model, params, None, each)["embedding"] for each in (texts, texts[:1], texts[1:]))
+    np.testing.assert_allclose(same, (4 * np.array(singles[0]) + np.array(singles[1])) / 5, rtol=1e-6)
+    assert singles[0].divergence != singles[1].divergence
+
+
 @pytest.mark.slow
 def test_backward_lens_of_the_last_stream_is_target_minus_prediction():
     model, params, _ = random_model(DECODER)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxformer.inspect import capture, path_attribution, run_from
+from jaxformer.inspect import Edge, capture, path_attribution, run_from
 from jaxformer.models.decoder import DecoderConfig
 from tests.arrays import apply
 from tests.inspect.test_activations import DECODER, MODELS, T, V, random_model
@@ -34,10 +34,25 @@ def test_estimates_of_edges_into_the_logits_sum_to_the_change_without_a_final_no
     np.testing.assert_allclose(sum(direct), change, rtol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("estimate", "exact", "is_linear"),
+    [
+        (0.311, -0.335, False),
+        (-1.0, -0.6, True),
+        (0.2, 0.5, False),
+        (0.0, 0.0, True),
+        (0.0, 0.1, False),
+        (1, None, None),
+    ],
+)
+def test_an_edge_says_where_its_estimate_is_wrong(estimate, exact, is_linear):
+    assert Edge("embedding", "logits", estimate, exact).is_linear is is_linear
+
+
 @pytest.mark.slow
 def test_edges_into_the_logits_are_exact_without_a_final_norm_and_sum_to_the_change():
     model, params, _ = random_model(DECODER)
-    edges = path_attribution(model, params, [TOKENS], [OTHER], preference, n_exact=1000)
+    edges = path_attribution(model, params, [TOKENS], [OTHER], preference, n_exact=None)
     direct = [edge for edge in edges if edge.target == "logits"]
     assert len(direct) == DIRECT
     np.testing.assert_allclose([edge.exact for edge in direct], [edge.estimate for edge in direct], atol=1e-4)

@@ -315,7 +315,7 @@ def test_example_that_sees_its_batch_fails_the_batching_check(monkeypatch: pytes
     def mixed(x_TD: jax.Array) -> jax.Array:
         return x_TD
 
-    mixed.def_vmap(lambda n, is_batched, x_BTD: (x_BTD + 1e-3 * x_BTD.mean(0), True))
+    mixed.def_vmap(lambda n, is_batched, x_BTD: (x_BTD + 1e-3 * x_BTD.mean(0, keepdims=True), True))
     monkeypatch.setattr(norms, "rms_norm", lambda x, *rest: rms_norm(mixed(x), *rest))
     assert not batching(model, params, random_inputs(DECODER, 3)).holds
 

@@ -25,10 +25,10 @@ def changed_rows(config: MLPConfig) -> np.ndarray:
     """`(S, rows)`: does a row of the logits change when token s does?"""
     model, params = build(config)
     tokens_T = random_tokens(V, T)
-    variants_ST = (tokens_T + jnp.eye(T, dtype=jnp.int32)) % V
+    variants_ST = (tokens_T[None] + jnp.eye(T, dtype=jnp.int32)) % V
     logits = jax.jit(jax.vmap(lambda t: model.apply({"params": params}, t)))(jnp.vstack([tokens_T[None], variants_ST]))
     assert logits.shape == (T + 1, 1 if config.mixing == "concatenate" else T, V)
-    return np.asarray((jnp.abs(logits[1:] - logits[0]) > 1e-6).any(-1))
+    return np.asarray((jnp.abs(logits[1:] - logits[:1]) > 1e-6).any(-1))
 
 
 @pytest.mark.slow
@@ -99,7 +99,7 @@ def test_agrees_with_numpy(config: MLPConfig) -> None:
     h = np.asarray(params["embedding"]["W_E"])[tokens_T] + params["embedding"]["W_pos"]
     h = h.reshape(1, -1) if config.mixing == "concatenate" else h
     for i in (1, 2, 3):
-        h = h @ params["mlp"][f"W_{i}"] + params["mlp"][f"b_{i}"]
+        h = h @ params["mlp"][f"W_{i}"] + params["mlp"][f"b_{i}"][None]
         h = np.maximum(h, 0) if i < 3 else h
     assert_close(apply(model, params, tokens_T), h)
 

@@ -88,7 +88,7 @@ def test_gelu_saves_its_product_alone_for_the_backward_pass(activation: str) -> 
     saved = [leaf for leaf in jax.tree.leaves(pullback) if leaf.shape == y.shape]
     assert len(saved) == 1
     np.testing.assert_array_equal(saved[0], y)
-    gradients = jax.jit(jax.grad(lambda y, b: jax.nn.gelu(y + b).sum(), argnums=(0, 1)))(y, b)
+    gradients = jax.jit(jax.grad(lambda y, b: jax.nn.gelu(y + b[None]).sum(), argnums=(0, 1)))(y, b)
     for actual, expected in zip(jax.jit(pullback)(jnp.ones_like(y)), gradients, strict=True):
         assert_close(actual, expected)
 

@@ -14,7 +14,7 @@ N, P, D = 5, 7, 3
 def test_an_embedding_is_a_linear_layer() -> None:
     x_NP = normal(N, P)
     params = random_params(PatchEmbedding(D), x_NP)
-    assert_close(apply(PatchEmbedding(D), params, x_NP), x_NP @ params["W_patch"] + params["b_patch"])
+    assert_close(apply(PatchEmbedding(D), params, x_NP), x_NP @ params["W_patch"] + params["b_patch"][None])
 
 
 def test_pixels_take_the_dtype_of_the_weights() -> None:

@@ -279,7 +279,9 @@ NOT_FINITE = {"NaN": jnp.nan, "infinity": jnp.inf}
 def test_a_fully_masked_key_changes_no_bit(attend: Callable, mask: str) -> None:
     """Output and gradients, some of the other keys hidden from some queries."""
     q, k, v = qkv(G=2)
-    seen_TS = ~HIDDEN_S & (jnp.arange(S) != jnp.arange(T)[:, None]) if mask == "padding" else masks.Causal(3)
+    seen_TS = (
+        ~HIDDEN_S[None] & (jnp.arange(S)[None] != jnp.arange(T)[:, None]) if mask == "padding" else masks.Causal(3)
+    )
     hidden_S = HIDDEN_S if mask == "padding" else jnp.arange(S) >= T
     run = jax.jit(
         lambda q, k, v: jax.value_and_grad(lambda *x: (attend(*x, seen_TS, 0.3) ** 2).sum(), (0, 1, 2))(q, k, v)

@@ -73,7 +73,7 @@ def test_a_step_attends_as_if_its_key_and_value_were_written_first(dtype: Any, s
     """With their rounding; so that it does not matter to a text where it is cut into passes."""
     layer = write_layer(cache(dtype).layers[0], normal(G, S, K, seed=1), normal(G, S, K, seed=2), 0)
     q, k, v = normal(2 * G, 1, K, seed=3), normal(G, 1, K, seed=4), normal(G, 1, K, seed=5)
-    mask_1S = (jnp.arange(S) % 3 > 0)[None] | (jnp.arange(S) == slot)
+    mask_1S = ((jnp.arange(S) % 3 > 0) | (jnp.arange(S) == slot))[None]
     y, got = jax.jit(decode_step)(q, k, v, layer, slot, mask_1S, 0.3)
     wanted = write_layer(layer, k, v, slot)
     for a, b in zip(read_layer(got, jnp.float32), read_layer(wanted, jnp.float32), strict=True):

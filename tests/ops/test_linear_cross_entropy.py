@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -35,7 +36,7 @@ LIMITS = {"at once": 10**6, "chunks of 10 rows": 10 * V, "one by one": V}
 
 def by_optax(smoothing: float, soft_cap: float | None, x: Any, W: Any, b: Any, weights: Any) -> tuple[Any, Any]:
     """Return both sums from all logits."""
-    logits = x @ W + (0 if b is None else b)
+    logits = x @ W + (0 if b is None else b[None])
     logits = logits if soft_cap is None else soft_cap * jnp.tanh(logits / soft_cap)
     labels = optax.smooth_labels(jax.nn.one_hot(TARGETS, V), smoothing)
     plain = optax.softmax_cross_entropy_with_integer_labels(logits, TARGETS)
@@ -44,6 +45,15 @@ def by_optax(smoothing: float, soft_cap: float | None, x: Any, W: Any, b: Any, w
 
 def by_chunks(limit: int, smoothing: float, soft_cap: float | None, x: Any, W: Any, b: Any, weights: Any) -> Any:
     return linear_cross_entropy(x, Unembedding(W, b, soft_cap), TARGETS, weights, limit, smoothing)
+
+
+def test_leaves_of_an_unembedding_are_its_arrays():
+    """A soft cap among them would be trained."""
+    leaves, tree = jax.tree.flatten(Unembedding(W, BIAS, 3.0))
+    assert len(leaves) == 2 and leaves[0] is W and leaves[1] is BIAS
+    assert jax.tree.unflatten(tree, leaves).soft_cap == 3.0
+    grad = jax.jit(jax.grad(lambda layer: jnp.sum(layer.logits(X))))(Unembedding(W, BIAS, 3.0))
+    assert grad.W_DV.shape == W.shape and grad.soft_cap == 3.0
 
 
 def objective(function: Callable, *args: Any) -> Any:
@@ -127,7 +137,7 @@ def test_loss_beside_large_logits_keeps_its_digits() -> None:
 def test_padded_classes_and_rows_count_for_nothing_beside_very_negative_logits() -> None:
     """A class of logit 0 would outweigh them all, as would a row without a weight."""
     layer = Unembedding(jnp.zeros((D, V)), jnp.full(V, -1e4))
-    loss = lambda b: linear_cross_entropy(X, layer._replace(b_V=b), TARGETS, jnp.ones(N), 10 * V)  # noqa: E731
+    loss = lambda b: linear_cross_entropy(X, replace(layer, b_V=b), TARGETS, jnp.ones(N), 10 * V)  # noqa: E731
     losses, to_bias = jax.jit(lambda b: (loss(b), jax.grad(partial(objective, loss))(b)))(layer.b_V)
     np.testing.assert_allclose(losses, N * np.log(V), rtol=1e-6)
     assert_close(to_bias, N / V - np.bincount(TARGETS, minlength=V))

@@ -1,10 +1,11 @@
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxformer.ops.positions import Llama3Scaling, query_and_key_at, rope, sinusoidal
+from jaxformer.ops.positions import Llama3Scaling, RoPE, query_and_key_at, rope, sinusoidal
 from tests.arrays import assert_close, normal
 
 H, T, K = 3, 7, 10
@@ -123,3 +124,11 @@ def test_positions_that_would_broadcast_or_be_rounded_are_refused(
         rope(normal(*x), positions)
     with pytest.raises(ValueError, match="expected positions of shape"):
         sinusoidal(T, K)
+
+
+def test_rope_is_an_argument_of_a_jitted_function():
+    x_HTK, positions_T = normal(2, 3, 10), jnp.arange(3)
+    call = jax.jit(lambda rope, *args: rope(*args))
+    for scaling in (2.0, Llama3Scaling(8.0, 1.0, 4.0, 16)):
+        assert not jax.tree.leaves(RoPE(100.0, scaling))
+        assert_close(call(RoPE(100.0, scaling), x_HTK, positions_T), rope(x_HTK, positions_T, 100.0, scaling))

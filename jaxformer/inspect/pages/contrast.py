@@ -19,6 +19,8 @@ from jaxformer.inspect.paths import path_attribution
 from jaxformer.models.objective import Params
 
 N_EDGES, N_EXACT = 40, 10
+AGREES = {True: "right", False: "wrong", None: "not checked"}
+"""Text for `Edge.is_linear`."""
 """Paths on a page, and those of them that are computed exactly."""
 
 
@@ -70,13 +72,16 @@ def contrast_sections(
     except ValueError:
         return [streams]
     rows: list[list[str | float]] = [
-        [_part(e.source), _part(e.target), e.estimate, np.nan if e.exact is None else e.exact] for e in edges[:N_EDGES]
+        [_part(e.source), _part(e.target), e.estimate, np.nan if e.exact is None else e.exact, AGREES[e.is_linear]]
+        for e in edges[:N_EDGES]
     ]
     about = (
         f"Change of {what} if one part reads what an earlier part writes for the other text, and all other parts read "
-        f"what it writes for the text: estimated from one gradient, and computed for the {N_EXACT} largest."
+        f"what it writes for the text: estimated from one gradient, and computed for the {N_EXACT} largest. The "
+        "estimate is of first order, and counts as wrong if the exact effect has the other sign, or is not from half "
+        "to twice as large."
     )
-    return [streams, Table("Paths", ("from", "to", "estimate", "exact"), rows, about=about)]
+    return [streams, Table("Paths", ("from", "to", "estimate", "exact", "the estimate is"), rows, about=about)]
 
 
 def _part(name: str) -> str:

@@ -179,11 +179,10 @@ def _frequencies(c: RungDecoderConfig, block: int) -> list[float] | None:
     """Return the K/2 RoPE frequencies of a block in radians per position; None without RoPE."""
     if (rope := c.rope(block)) is None:
         return None
-    base, scaling = rope
     half = c.width_of_head // 2
-    if isinstance(scaling, Llama3Scaling):
-        return scaling.frequencies(half, base).tolist()
-    return (base ** (-np.arange(half) / half) / scaling).tolist()
+    if isinstance(rope.scaling, Llama3Scaling):
+        return rope.scaling.frequencies(half, rope.base).tolist()
+    return (rope.base ** (-np.arange(half) / half) / rope.scaling).tolist()
 
 
 def pack_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:

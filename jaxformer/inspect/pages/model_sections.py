@@ -40,10 +40,11 @@ HEAD_COLUMNS = (
     *("mean ablation", "estimate", "zero ablation", "estimate"),
 )
 ABOUT_HEADS = (
-    "Means over rows: entropy in nats and as a fraction of its maximum; distance to the attended positions; weight on "
-    "the first position, on the previous one, on earlier ones with the same token, and on those that followed them "
-    "(induction). Then the increase in loss under mean and zero ablation of the head, each with its first-order "
-    "estimate from one gradient."
+    "Means over rows, one per query: entropy in nats and distance to the attended positions, over all rows; entropy as "
+    "a fraction of its maximum, over rows with more than one visible position; weight on the first position and on the "
+    "previous one, over all rows but the first; weight on earlier positions with the same token, and on those that "
+    "followed them (induction), over rows that have one. Then the increase in loss under mean and zero "
+    "ablation of the head, each with its first-order estimate from one gradient."
 )
 ABOUT_SATURATION = (
     "The attention scores of layer 0 are divided by decreasing temperatures. Where attention is one-hot, no gradient "

@@ -1,0 +1,158 @@
+"""Process-wide switches of JAX: ops, models, gradients and a training step work under each, and give the same numbers.
+
+conftest.py sets `jax_numpy_rank_promotion` to raise for the default run; test_x64.py has `jax_enable_x64`."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from jaxformer.config import Config, OptimizerConfig, TrainConfig
+from jaxformer.data.windows import TextConfig, next_token_batch
+from jaxformer.models.objective import mean_loss, objective_of
+from jaxformer.nn.execution import PLAIN, Execution
+from jaxformer.ops import blockwise, cache, quantized
+from jaxformer.ops.linear_cross_entropy import Unembedding, linear_cross_entropy
+from jaxformer.parallel.mesh import make_mesh
+from jaxformer.train.setup import TrainSetup
+from jaxformer.train.step import make_train_step
+from tests.arrays import build, normal, random_tokens
+from tests.helpers import slow
+from tests.test_x64 import MODELS, OPS, WIDE_OPS, V, arguments
+
+STRICT = partial(jax.numpy_dtype_promotion, "strict")
+SWITCHES: dict[str, Callable[[], Any]] = {
+    "strict": STRICT,
+    "leaks": jax.checking_leaks,
+    "no jit": jax.disable_jit,
+    "nans": partial(jax.debug_nans, True),
+}
+TOKENS = random_tokens(13, 4, 7)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, slow(jnp.bfloat16)])
+@pytest.mark.parametrize("name", OPS | WIDE_OPS)
+def test_an_op_and_its_gradient_need_no_implicit_dtype_promotion(name: str, dtype: Any) -> None:
+    op, *shapes = (OPS | WIDE_OPS)[name]
+    args = arguments(dtype, tuple(shapes))
+    floats = [i for i, x in enumerate(args) if jnp.issubdtype(x.dtype, jnp.floating)]
+    with STRICT():
+        jax.eval_shape(op, *args)
+        if name != "quantized product":  # which is rounded, and has no gradient
+            jax.eval_shape(jax.grad(lambda *xs: op(*xs).sum().astype(jnp.float32), argnums=floats), *args)
+
+
+@pytest.mark.parametrize("stored", [jnp.int8, slow(jnp.bfloat16), slow(jnp.float32)])
+def test_caches_and_quantized_rows_need_no_implicit_dtype_promotion(stored: Any) -> None:
+    def decode(q_H1K: jax.Array, k_GSK: jax.Array, W_DV: jax.Array) -> Any:
+        (layer,) = cache.init_cache(1, 2, 6, 8, stored).layers
+        layer = cache.write_layer(layer, k_GSK, k_GSK, 0)
+        own_G1K = k_GSK[:, :1]
+        step = cache.decode_step(q_H1K, own_G1K, own_G1K, layer, jnp.int32(2), jnp.ones((1, 6), bool), 0.3)
+        return step, cache.read_layer(layer, q_H1K.dtype), quantized.quantize(W_DV, (1,))[jnp.array([0, 1])]
+
+    with STRICT():
+        jax.eval_shape(decode, normal(4, 1, 8), normal(2, 6, 8), normal(5, 7))
+
+
+@pytest.mark.parametrize("switch", [slow("leaks"), "strict"])
+@pytest.mark.parametrize("name", ["decoder", *(slow(name) for name in MODELS if name != "decoder")])
+def test_a_model_and_its_gradient_are_traced(name: str, switch: str) -> None:
+    config = MODELS[name]
+    example = config.example()
+    executions = [PLAIN, Execution(partial(blockwise.blockwise_attention, block=4), "block", scan=True)]
+    with SWITCHES[switch]():
+        for model in map(config.build, executions):
+            params = jax.eval_shape(lambda *xs: model.init(jax.random.key(0), *xs)["params"], *example)  # noqa: B023
+
+            def total(params: Any, *example: Any) -> jax.Array:
+                return sum(jnp.sum(x) for x in jax.tree.leaves(model.apply({"params": params}, *example)))  # noqa: B023
+
+            jax.eval_shape(jax.grad(total), params, *example)
+
+
+def trained(model: Any, optimizer: str = "adamw") -> Any:
+    """Return parameters and loss after two steps."""
+    config = Config(
+        "small", model, data=TextConfig(), steps=3, optimizer=OptimizerConfig(optimizer, 0.01, warmup_steps=1),
+        train=TrainConfig(batch_size=4, label_smoothing=0.1),
+    )  # fmt: skip
+    setup = TrainSetup(config, make_mesh("", jax.devices()[:1]))
+    step, state = make_train_step(setup), setup.init_state()
+    batch = jax.tree.map(jnp.asarray, next_token_batch(np.asarray(TOKENS), model.n_predicted))
+    for i in range(2):
+        state, metrics = step(state, batch, np.int32(i))
+    return state.params, metrics.loss
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "switch"),
+    # Without jit, a step takes half a minute.
+    [*(("decoder", switch) for switch in SWITCHES), ("experts", "strict"), ("experts", "leaks"), ("experts", "nans")],
+)
+def test_training_steps_are_those_without_a_switch(name: str, switch: str) -> None:
+    expected = trained(MODELS[name])
+    with SWITCHES[switch]():
+        measured = trained(MODELS[name])
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-4), measured, expected)
+
+
+def on_axes(function: Callable, kind: AxisType, params: Any, *arrays: Any, with_context: bool = True) -> Any:
+    """Return the results with parameters on both of two devices, and other arrays split over them."""
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(kind,), devices=jax.devices()[:2])
+    split, whole = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("data",), ()))
+    with jax.set_mesh(mesh) if with_context else nullcontext():
+        return jax.jit(function)(jax.device_put(params, whole), *jax.device_put(arrays, split))
+
+
+@pytest.mark.parametrize("max_logits", [10**6, slow(3 * V)])
+@pytest.mark.parametrize("with_context", [True, slow(False)])
+def test_linear_cross_entropy_on_explicit_axes(max_logits: int, with_context: bool) -> None:
+    def sums(W_DV: jax.Array, x_ND: jax.Array, targets_N: jax.Array) -> Any:
+        weights_N = jnp.full(len(x_ND), 1 / len(x_ND))
+        loss = lambda W_DV, x_ND: linear_cross_entropy(x_ND, Unembedding(W_DV), targets_N, weights_N, max_logits)[0]  # noqa: E731
+        return jax.value_and_grad(loss, (0, 1))(W_DV, x_ND)
+
+    arrays = normal(5, V), normal(8, 5), random_tokens(V, 8)
+    ours, expected = (
+        on_axes(sums, kind, *arrays, with_context=with_context) for kind in (AxisType.Explicit, AxisType.Auto)
+    )
+    jax.tree.map(np.testing.assert_array_equal, ours, expected)
+    assert jax.typeof(ours[0]).sharding.spec == PartitionSpec()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", ["objective", "mean_loss", "logits", "per example"])
+def test_a_decoder_is_trained_on_explicit_axes_as_on_automatic_ones(loss: str) -> None:
+    model, params = build(MODELS["decoder"])
+    batch, optimizer = jax.tree.map(np.asarray, next_token_batch(np.asarray(TOKENS))), optax.adamw(0.01)
+
+    def from_logits(params: Any, batch: Any) -> jax.Array:
+        logits_BTV = jax.vmap(partial(model.apply, {"params": params}))(*batch.inputs)
+        return optax.softmax_cross_entropy_with_integer_labels(logits_BTV, batch.targets).mean()
+
+    def per_example(params: Any, batch: Any) -> Any:
+        grad = jax.grad(partial(objective_of(model).example_loss, model))
+        return jax.tree.map(lambda g_B: g_B.mean(axis=0), jax.vmap(grad, (None, 0))(params, batch))
+
+    losses = {
+        "objective": lambda params, batch: objective_of(model).loss(model, params, batch)[0],
+        "mean_loss": partial(mean_loss, model),
+        "logits": from_logits,
+    }
+
+    def step(params: Any, batch: Any) -> Any:
+        grads = per_example(params, batch) if loss == "per example" else jax.grad(losses[loss])(params, batch)
+        updates, _ = optimizer.update(grads, optimizer.init(params), params)
+        return optax.apply_updates(params, updates)
+
+    ours, expected = (on_axes(step, kind, params, batch) for kind in (AxisType.Explicit, AxisType.Auto))
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), ours, expected)
