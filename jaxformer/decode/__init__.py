@@ -9,7 +9,7 @@ from jaxformer import lazy_names
 
 if TYPE_CHECKING:
     from jaxformer.decode.beam import Beams, beam_search
-    from jaxformer.decode.generation import Generation, Piece, generate
+    from jaxformer.decode.generation import Generation, Piece, generate_tokens
     from jaxformer.decode.samplers import Sampling
     from jaxformer.decode.speculative import DraftModel, PromptLookup, Speculation, speculate
     from jaxformer.decode.streaming import GeneratedText, StopStrings, Throughput, stream_texts
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Beams", "DraftModel", "GeneratedText", "Generation", "Piece", "PromptLookup", "Sampling", "Speculation",
-    "StopStrings", "Throughput", "beam_search", "exact_match", "generate", "scores", "speculate", "stream_texts",
+    "StopStrings", "Throughput", "beam_search", "exact_match", "generate_tokens", "scores", "speculate", "stream_texts",
     "translate", "translate_tokens",
 ]  # fmt: skip
 
 _NAMES = {
     "beam": ("Beams", "beam_search"),
-    "generation": ("Generation", "Piece", "generate"),
+    "generation": ("Generation", "Piece", "generate_tokens"),
     "samplers": ("Sampling",),
     "speculative": ("DraftModel", "PromptLookup", "Speculation", "speculate"),
     "streaming": ("GeneratedText", "StopStrings", "Throughput", "stream_texts"),

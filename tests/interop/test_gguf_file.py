@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxformer.__main__ import main
-from jaxformer.decode import Sampling, generate
+from jaxformer.decode import Sampling, generate_tokens
 from jaxformer.errors import UserError
 from jaxformer.interop.configs import read_config
 from jaxformer.interop.gguf import export_gguf, llama3_divisors
@@ -55,7 +55,7 @@ def test_greedy_tokens_equal_those_of_llama_cpp(tmp_path: Path, architecture: st
     banned += range(run.tokenizer.vocab_size, V)
     sampling = Sampling(temperature=0, bad_words=tuple((i,) for i in banned))
     prompt = TOKENS[:7].tolist()
-    pieces = list(generate(run.model, run.params, [prompt], sampling, [0], max_new_tokens=24, context_length=64))
+    pieces = list(generate_tokens(run.model, run.params, [prompt], sampling, [0], max_new_tokens=24, context_length=64))
     tokens, logprobs = (
         np.concatenate([getattr(piece, name)[0] for piece in pieces]) for name in ("tokens_BN", "logprobs_BN")
     )
