@@ -12,12 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxformer.inspect.activations import Activations, capture, intervene, value_and_capture_gradients
+from jaxformer.inspect.of_run import of_run
 from jaxformer.models.inputs import check_example
 from jaxformer.models.objective import Params
 from jaxformer.nn.parameter_norms import HEADS_FIRST
 from jaxformer.ops.precision import upcast
 
 
+@of_run
 def patch_activations(
     model: nn.Module,
     params: Params,
@@ -69,6 +71,7 @@ def _patch(
     return OrderedDict(zip(replacements, jnp.split(results, np.cumsum(lengths)[:-1]), strict=True))
 
 
+@of_run
 def attribution_patching(
     model: nn.Module,
     params: Params,
