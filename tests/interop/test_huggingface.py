@@ -54,10 +54,12 @@ def greedy(run: Run, prompt: list[int], n: int) -> list[int]:
 
 @pytest.mark.slow
 def test_import_of_an_export_is_bit_identical(run, tmp_path):
+    run = replace(run, sampling={"temperature": 0.6, "top_p": 0.95})
     export_huggingface(run, tmp_path / "out")
     path, _ = import_run(tmp_path / "out", tmp_path / "run")
     again = load_run(path)
     assert_equal_params(again.params, run.params)
+    assert again.sampling == run.sampling
     assert again.tokenizer.as_json() == run.tokenizer.as_json()
     export_huggingface(again, tmp_path / "again")
     for name in ("config.json", "model.safetensors", "tokenizer_config.json", "generation_config.json"):
