@@ -12,7 +12,7 @@ from benchmarks.attention import with_jax
 from benchmarks.decoding import prompts
 from benchmarks.harness import Figures
 from jaxformer.cli import machine
-from jaxformer.decode.generation import generate
+from jaxformer.decode.generation import generate_tokens
 from jaxformer.decode.samplers import Sampling
 from jaxformer.models.decoder import Decoder, DecoderConfig
 from jaxformer.ops.masks import Causal
@@ -38,7 +38,7 @@ def with_cache(folder: Path, shape: dict[str, Any], prompt: int, new: int) -> tu
     prompt_P = prompts(1, prompt, model.config.vocab_size)[0].tolist()
 
     def run() -> list[int]:
-        pieces = generate(
+        pieces = generate_tokens(
             model, params, [prompt_P], Sampling(temperature=0), [0], max_new_tokens=new,
             context_length=model.config.context_length,
         )  # fmt: skip

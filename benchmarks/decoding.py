@@ -59,7 +59,7 @@ def jaxformer(
     from flax.traverse_util import unflatten_dict
 
     from jaxformer.cli import machine
-    from jaxformer.decode.generation import MIN_ROWS_PER_DEVICE, generate, spread_rows
+    from jaxformer.decode.generation import MIN_ROWS_PER_DEVICE, generate_tokens, spread_rows
     from jaxformer.decode.samplers import Sampling
     from jaxformer.decode.speculative import PromptLookup, speculate
     from jaxformer.decode.weights import lay_out, store
@@ -83,7 +83,7 @@ def jaxformer(
     params = spread_rows(lay_out(jax.device_put(store(drawn, weight_format, model)), model), B)
     dtype = jnp.float32 if platform == "cpu" else jnp.bfloat16
     tokens_BP = prompts(B, prompt, config.vocab_size)
-    complete: Any = partial(generate, model, params)
+    complete: Any = partial(generate_tokens, model, params)
     if is_speculative:
         complete = partial(speculate, model, params, PromptLookup(config.vocab_size), {})
 

@@ -22,7 +22,7 @@ def jaxformer(folder: Path, B: int, prompt: int, new: int, weights: Any) -> tupl
     import numpy as np
 
     from jaxformer.cli import machine
-    from jaxformer.decode.generation import MIN_ROWS_PER_DEVICE, generate, spread_rows
+    from jaxformer.decode.generation import MIN_ROWS_PER_DEVICE, generate_tokens, spread_rows
     from jaxformer.decode.samplers import Sampling
     from jaxformer.decode.weights import lay_out, store
     from jaxformer.interop.packages import find_model
@@ -41,7 +41,7 @@ def jaxformer(folder: Path, B: int, prompt: int, new: int, weights: Any) -> tupl
     prompts = [tokenizer.encode(TEXT)[:prompt]] * B
 
     def complete() -> np.ndarray:
-        pieces = generate(
+        pieces = generate_tokens(
             model, params, prompts, Sampling(temperature=0), [0] * B, max_new_tokens=new,
             context_length=config.n_positions,
         )  # fmt: skip

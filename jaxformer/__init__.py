@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jaxformer.config import Config
+    from jaxformer.decode.text import generate
     from jaxformer.errors import UserError
     from jaxformer.runs.run import Run, load_run
 
 __version__ = "0.1.0"
-__all__ = ["Config", "Run", "UserError", "load_run"]
+__all__ = ["Config", "Run", "UserError", "generate", "load_run"]
 
 
 def lazy_names(
@@ -37,6 +38,7 @@ def lazy_names(
     return get, lambda: sorted({*vars(sys.modules[package]), *modules})
 
 
-__getattr__, __dir__ = lazy_names(
-    __name__, {"config": ("Config",), "errors": ("UserError",), "runs.run": ("Run", "load_run")}
-)
+_NAMES = {
+    "config": ("Config",), "decode.text": ("generate",), "errors": ("UserError",), "runs.run": ("Run", "load_run"),
+}  # fmt: skip
+__getattr__, __dir__ = lazy_names(__name__, _NAMES)

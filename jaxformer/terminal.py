@@ -41,6 +41,12 @@ def align(rows: Sequence[Sequence[str]], sides: str) -> list[str]:
     return ["  ".join(f"{x:{side}{n}}" for x, side, n in zip(row, sides, widths, strict=False)) for row in rows]
 
 
+def first_rows(heading: Sequence[str], rows: Sequence[Sequence[str]], sides: str, n: int = 20) -> str:
+    """Return a table of the first n rows, which fits on a screen, with a last line that counts the others."""
+    left = len(rows) - n
+    return "\n".join(align([heading, *rows[:n]], sides) + ([f"… {left:,} more"] if left > 0 else []))
+
+
 def escape_control(text: str) -> str:
     """Return text with control characters replaced by symbols or escapes."""
     return text.translate(REPLACEMENTS)

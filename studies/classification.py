@@ -109,7 +109,7 @@ def classifier(run: Path, start: list[str], data: Path, seed: int, options: list
     subprocess.run([*command, *train, *FIXED, *options], check=True)
     done = subprocess.run([*command, "eval", "--run", str(run)], check=True, capture_output=True, text=True)
     print(done.stdout, end="")
-    return float(re.findall(r"accuracy=([\d.]+)", done.stdout.splitlines()[-1])[0])
+    return float(re.findall(r"([\d.]+)% accuracy", done.stdout.splitlines()[-1])[0]) / 100
 
 
 def measure(name: str, splits: Texts, folder: Path, seeds: int, options: list[str], pretrained: bool) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from jaxformer.cli import train as command
 from jaxformer.cli.arguments import load_config
 from jaxformer.cli.options import CommandLine
 from jaxformer.contract import Role
-from jaxformer.decode import Sampling, generate
+from jaxformer.decode import Sampling, generate_tokens
 from jaxformer.errors import UserError
 from jaxformer.nn.mlp import ACTIVATIONS
 from jaxformer.nn.parameters import parameter_axes
@@ -84,7 +84,7 @@ def test_a_model_is_one_file(package):
     run = load_run("runs/bigram")
     assert run.step == 22
     assert parameter_axes(run.model)["W"].role is Role.EMBEDDING
-    pieces = generate(
+    pieces = generate_tokens(
         run.model, run.params, [run.tokenizer.encode("The")], Sampling(), seeds=[0], max_new_tokens=4, context_length=16
     )
     assert np.concatenate([piece.tokens_BN for piece in pieces], axis=1).shape == (1, 4)
@@ -111,8 +111,8 @@ def test_a_sampler_is_one_class(package):
         replace(sampler, top_a=1.5)
     run = load_run(small_run(package / "small", ["The cat sees."]))
     arguments = {"seeds": [0], "max_new_tokens": 3, "context_length": 16}
-    pieces = generate(run.model, run.params, [[5, 6]], replace(sampler, top_a=0.0), **arguments)
-    plain = generate(run.model, run.params, [[5, 6]], Sampling(), **arguments)
+    pieces = generate_tokens(run.model, run.params, [[5, 6]], replace(sampler, top_a=0.0), **arguments)
+    plain = generate_tokens(run.model, run.params, [[5, 6]], Sampling(), **arguments)
     for piece, other in zip(pieces, plain, strict=True):
         np.testing.assert_array_equal(piece.tokens_BN, other.tokens_BN)
 

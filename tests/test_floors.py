@@ -25,7 +25,7 @@ FLOORS = (
 """The folders and modules of the package, from the lowest floor to the highest; those of the lowest may import each
 other."""
 FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names.split()}
-ACROSS = {"inspect", "plan"}
+ACROSS = {"inspect", "interop", "plan"}
 """Folders that may import from the others on their floor, but not from each other."""
 TOP_LEVEL = {
     "pyproject.toml", "constraints.txt", "mkdocs.yml", "Makefile", "README.md", "AGENTS.md", "CHANGELOG.md",

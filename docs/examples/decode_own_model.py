@@ -6,14 +6,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxformer.contract import Contract, Task, token_inputs
-from jaxformer.decode import Sampling, generate
+from jaxformer.decode import Sampling, generate_tokens
 from jaxformer.ops import KVCache, attention, init_cache, masks, read_layer, rope, write_layer, write_positions
 
 V, H, K = 20, 2, 8
 
 
 class Model(nn.Module):
-    """One layer of causal attention on layers of Flax; `generate` calls `init_cache`, `extend` and `unembed`."""
+    """One layer of causal attention on layers of Flax; `generate_tokens` calls `init_cache`, `extend` and `unembed`."""
 
     contract = Contract(
         Task.CAUSAL_LM, token_inputs(32, "tokens_T"), vocab_size=V, n_classes=V, has_cache=True, extrapolates=True
@@ -44,7 +44,7 @@ class Model(nn.Module):
 model, prompts = Model(), [[1, 2, 3], [4, 5, 6, 7, 8]]
 params = model.init(jax.random.key(0), jnp.array(prompts[0]))["params"]
 settings = {"seeds": [0, 1], "max_new_tokens": 6, "context_length": 32}
-pieces = generate(model, params, prompts, Sampling(temperature=0), **settings)
+pieces = generate_tokens(model, params, prompts, Sampling(temperature=0), **settings)
 greedy = np.concatenate([piece.tokens_BN for piece in pieces], axis=1)
 print(greedy)
 text = [*prompts[0], *greedy[0].tolist()]

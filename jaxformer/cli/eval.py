@@ -96,9 +96,7 @@ def main(line: CommandLine) -> int:
     evaluation = evaluate_run(run, params, data, mesh, options.batch_size, options.precision)
     rounded = "" if weights == "float32" else f"; weights rounded to {weights}"
     echo(f"run {run.path}, step {run.step:,}; {description}{rounded}")
-    row = {name.removeprefix("val_"): value for name, value in evaluation.as_row().items()}
-    metrics = [f"{name}={value:.6g}" if name == "ppl" else f"{name}={value:.6f}" for name, value in row.items()]
-    echo(" ".join([*metrics[:-1], f"targets={evaluation.targets}"]))
+    echo(f"{'held-out' if path is None else 'loss'} {evaluation}")
     if options.by_position:
         sums = loss_by_position(run, params, data, mesh, options.batch_size, options.precision)
         echo(f"loss by position: {_by_position(*sums)}")

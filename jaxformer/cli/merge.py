@@ -47,6 +47,6 @@ def main(line: CommandLine) -> int:
         raise UserError(f"{folder} was trained without --lora.rank; it has no adapters to merge.")
     run = load_run(folder, options.checkpoint)
     with no_empty_parents(out):
-        create_run(out, run.config, run.tokenizer, False, run.classes, run.params, run.step)
+        create_run(out, run.config, run.tokenizer, False, run.classes, run.params, run.step, run.sampling)
     echo(f"{out}: step {run.step:,} of {folder}, adapters merged")
     return 0

@@ -25,6 +25,7 @@ from jaxformer.decode import Sampling, StopStrings, Throughput
 from jaxformer.decode.completion import Completer, Completion, CompletionOptions
 from jaxformer.decode.generation import MIN_ROWS_PER_DEVICE
 from jaxformer.decode.prompts import Encoded, Prompt, Row, encode_prompts, read_prompts
+from jaxformer.decode.text import OF_TEXTS, SETTINGS, default_settings
 from jaxformer.decode.weights import lay_out, restored
 from jaxformer.errors import UserError, command
 from jaxformer.terminal import echo, echo_error
@@ -57,9 +58,11 @@ vectors. An image classifier classifies the images of --images, and a model of i
 class SamplingOptions(Sampling):
     """Options for sampling a token; options with a run's tokens are given as text, in `CompletionOptions`."""
 
-    temperature: float = 0.8
-    """Divisor of the logits: below 1 sharpens the distribution, above 1 flattens it; 0 is greedy, without filters."""
-    min_p: float | None = 0.05
+    temperature: float = OF_TEXTS["temperature"]
+    """Divisor of the logits: below 1 sharpens the distribution, above 1 flattens it; 0 is greedy, without filters. This
+    and the filters have the defaults that a model was published with; in chats without them, temperature 0.2 and top-p
+    0.9."""
+    min_p: float | None = OF_TEXTS["min_p"]
     """Minimum probability of a token, as a fraction of the most likely token's; 0 keeps all. Combined with the other
     filters."""
     logit_bias: Annotated[tuple[tuple[int, float], ...], HIDDEN] = ()
@@ -341,14 +344,31 @@ def make_completer(options: Arguments, prompts: Prompts = ()) -> Completer:
     def compile_meanwhile(run: Run) -> None:
         if len(prompts) == 1 and isinstance(prompt := prompts[0], Prompt):
             with contextlib.suppress(UserError):  # raised again once the run is open
-                completer = Completer(run, options.completion, options.sampling)
+                completer = Completer(run, options.completion, with_defaults(options, run)[0])
                 completer.compile((prompt, completer.encode(prompt)))
 
     run, name, draft = _open_laid_out(options.opening, compile_meanwhile), options.completion.draft, None
     if name not in (None, "lookup"):
         draft = _open_laid_out(RunOptions(run=str(run_named("--draft", name)), mesh=options.opening.mesh))
     explain = partial(explained_rows, run) if options.explain else None
-    return Completer(run, options.completion, options.sampling, draft, explain)
+    sampling, about = with_defaults(options, run)
+    if about and options.completion.num_beams == 1:
+        echo(about, sys.stderr)
+    return Completer(run, options.completion, sampling, draft, explain)
+
+
+def with_defaults(options: Arguments, run: Run) -> tuple[Sampling, str]:
+    """Return the sampling options, with the settings of a run or of chats where none was given; and a line that says
+    which are used, unless they are those of texts. Raises as `default_settings` does."""
+    settings, source = default_settings(run, options.completion.chat)
+    given = [name for name in SETTINGS if f"--{name.replace('_', '-')}" in options.given]
+    sampling = dataclasses.replace(options.sampling, **{n: x for n, x in settings.items() if n not in given})
+    if not run.sampling and not options.completion.chat:
+        return sampling, ""
+    values = {name: getattr(sampling, name) for name in SETTINGS}
+    used = {name: x for name, x in values.items() if name == "temperature" or x != getattr(Sampling, name)}
+    described = ", ".join(f"{name.replace('_', '-')} {value}" for name, value in used.items())
+    return sampling, f"sampling: {described} ({'where not given, ' if given else ''}{source})"
 
 
 def show_completions(completer: Completer, prompts: list[Encoded], options: Arguments, pressed: ReceivedSignal) -> None:

@@ -288,7 +288,8 @@ def _prepare(job: Job) -> tuple[TrainSetup, Dataset, Path]:
 
     if job.stored is None:
         if is_main_process():
-            folder = create_run(folder, config, data.tokenizer, options.run is None, data.classes)
+            sampling = None if pretrained is None else pretrained.sampling
+            folder = create_run(folder, config, data.tokenizer, options.run is None, data.classes, sampling=sampling)
         folder = Path(broadcast(str(folder)))
     for line in header(setup, data, folder, options.resume):
         print_line(line)

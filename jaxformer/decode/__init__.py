@@ -9,24 +9,26 @@ from jaxformer import lazy_names
 
 if TYPE_CHECKING:
     from jaxformer.decode.beam import Beams, beam_search
-    from jaxformer.decode.generation import Generation, Piece, generate
+    from jaxformer.decode.generation import Generation, Piece, generate_tokens
     from jaxformer.decode.samplers import Sampling
     from jaxformer.decode.speculative import DraftModel, PromptLookup, Speculation, speculate
     from jaxformer.decode.streaming import GeneratedText, StopStrings, Throughput, stream_texts
+    from jaxformer.decode.text import generate
     from jaxformer.decode.translation import exact_match, scores, translate, translate_tokens
 
 __all__ = [
     "Beams", "DraftModel", "GeneratedText", "Generation", "Piece", "PromptLookup", "Sampling", "Speculation",
-    "StopStrings", "Throughput", "beam_search", "exact_match", "generate", "scores", "speculate", "stream_texts",
-    "translate", "translate_tokens",
+    "StopStrings", "Throughput", "beam_search", "exact_match", "generate", "generate_tokens", "scores", "speculate",
+    "stream_texts", "translate", "translate_tokens",
 ]  # fmt: skip
 
 _NAMES = {
     "beam": ("Beams", "beam_search"),
-    "generation": ("Generation", "Piece", "generate"),
+    "generation": ("Generation", "Piece", "generate_tokens"),
     "samplers": ("Sampling",),
     "speculative": ("DraftModel", "PromptLookup", "Speculation", "speculate"),
     "streaming": ("GeneratedText", "StopStrings", "Throughput", "stream_texts"),
+    "text": ("generate",),
     "translation": ("exact_match", "scores", "translate", "translate_tokens"),
 }
 __getattr__, __dir__ = lazy_names(__name__, _NAMES)

@@ -56,7 +56,7 @@ def beam_search(
       n_tokens: restricts the search to tokens below this id; None for no restriction.
 
     Raises:
-      ValueError: as for `generate`; or a text would outgrow the context.
+      ValueError: as for `generate_tokens`; or a text would outgrow the context.
       UserError: the vocabulary is too small for `n_beams`, or lacks a stop token.
     """
     check_prompts(model, prompts, context_length, max_new_tokens=max_new_tokens)

@@ -19,7 +19,7 @@ from jaxformer.data.chat import check_texts
 from jaxformer.data.chat_template import ASSISTANT, ChatTemplate, Message, encode_rendered
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.decode.beam import beam_search
-from jaxformer.decode.generation import Generation, generate, spread_rows
+from jaxformer.decode.generation import Generation, generate_tokens, spread_rows
 from jaxformer.decode.prompts import Encoded, Prompt, Row, sample_seeds
 from jaxformer.decode.samplers import Sampling
 from jaxformer.decode.speculative import Draft, DraftModel, PromptLookup, Speculation, speculate
@@ -332,7 +332,7 @@ class Completer:
                 n_samples=options.num_samples, n_proposed=options.draft_tokens, cache_dtype=dtype,
             )  # fmt: skip
         after, self._last = self._last, None  # not kept if this one fails
-        generation = generate(
+        generation = generate_tokens(
             model, params, tokens, sampling, seeds, max_new_tokens=n, context_length=length,
             n_samples=options.num_samples, cache_dtype=dtype, prefill_chunk=options.prefill_chunk,
             fill_token=self._tokenizer.end_of_text, after=after,

@@ -76,7 +76,7 @@ class Piece(NamedTuple):
     top_logprobs_BNn: np.ndarray
 
 
-def generate(
+def generate_tokens(
     model: nn.Module, params: Params, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int], *,
     max_new_tokens: int, context_length: int, n_samples: int = 1, cache_dtype: DTypeLike = jnp.float32,
     prefill_chunk: int = 512, fill_token: int = 0, after: Generation | None = None,

@@ -199,21 +199,21 @@ def speculate(
     sampling: Sampling, seeds: Sequence[int], *, max_new_tokens: int, context_length: int, n_samples: int = 1,
     n_proposed: int = 4, cache_dtype: DTypeLike = jnp.float32,
 ) -> Speculation:  # fmt: skip
-    """Complete prompts as `generate` does, in fewer model passes, but one prompt after another.
+    """Complete prompts as `generate_tokens` does, in fewer model passes, but one prompt after another.
 
     The prefill of a prompt is one pass, whatever its length, and its samples share it. A text whose first
     `TOKENS_PER_CALL` tokens show that its proposals do not pay is continued without them.
 
     Args:
-      model: model with the methods that `generate` needs; its cache must hold keys and values, not a state.
+      model: model with the methods that `generate_tokens` needs; its cache must hold keys and values, not a state.
       draft: `PromptLookup(vocab_size)`, whose parameters are None, or `DraftModel(model, context_length)`.
       n_proposed: tokens that the draft proposes at a time.
 
     Raises:
       UserError: the model or the draft has no cache from which tokens can be removed.
-      ValueError: as for `generate`; or the draft has another vocabulary, the model's contract has `has_prefix`, or a
-        text would outgrow the context of the model or the draft.
-      OverflowError: as for `generate`.
+      ValueError: as for `generate_tokens`; or the draft has another vocabulary, the model's contract has `has_prefix`,
+        or a text would outgrow the context of the model or the draft.
+      OverflowError: as for `generate_tokens`.
     """
     counts = {"max_new_tokens": max_new_tokens, "n_samples": n_samples, "n_proposed": n_proposed}
     check_prompts(model, prompts, context_length, **counts)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any, SupportsIndex
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import flax.linen as nn
 import jax
@@ -15,10 +15,14 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jaxformer.inspect.names import Names, Selector, activation_name, check_indices
+from jaxformer.inspect.of_run import of_run
 from jaxformer.models.inputs import check_example
 from jaxformer.models.objective import Params
 from jaxformer.nn.capture import Captured, Path, handled_by
 from jaxformer.nn.parameter_norms import dotted
+
+if TYPE_CHECKING:
+    from jaxformer.runs.run import Run
 
 Inputs = tuple[Any, ...]
 """Inputs of a model, for one example or with a leading axis B; None for one that is omitted."""
@@ -28,6 +32,7 @@ Edit = Callable[[str, jax.Array], jax.Array]
 """`edit(name, value)` returns the replacement of an activation, or the value itself."""
 
 
+@of_run
 def capture(
     model: nn.Module, params: Params, *inputs: ArrayLike | None, names: Names = "*", missing_ok: bool = False
 ) -> Activations:
@@ -87,6 +92,7 @@ def apply_and_capture(
     return output, captured
 
 
+@of_run
 def capture_shapes(
     model: nn.Module, params: Params, *inputs: ArrayLike | None, names: Names = "*", missing_ok: bool = False
 ) -> OrderedDict[str, jax.ShapeDtypeStruct]:
@@ -99,14 +105,17 @@ def capture_shapes(
     return jax.eval_shape(lambda params: captured(params, *inputs), params)
 
 
-def capture_gradients(loss: Callable[[], jax.Array], names: Names = "*") -> tuple[Activations, Activations]:
+def capture_gradients(
+    loss: Callable[..., jax.Array] | Run, *arguments: Any, names: Names = "*"
+) -> tuple[Activations, Activations]:
     """Return the activations of the model that a loss calls, and the gradients of the loss with respect to them.
 
     Gradients are total derivatives, as if the activation were an input: the gradient of `blocks.0.attention.pattern`
     includes every path from the pattern to the loss.
 
     Args:
-      loss: calls a model and returns a scalar: `lambda: objective.example_loss(model, params, example)`.
+      loss: function that calls a model and returns a scalar, such as `run.loss`; or a run, for its loss of a text.
+      arguments: arguments of the loss, such as `run.params` and tokens.
       names: the activations; integer and bool activations have no gradient.
 
     Raises:
@@ -114,7 +123,9 @@ def capture_gradients(loss: Callable[[], jax.Array], names: Names = "*") -> tupl
         `jax.vmap`.
       KeyError, IndexError: see `capture`.
     """
-    return value_and_capture_gradients(loss, names)[1:]
+    of: Any = loss
+    call = partial(of.loss, of.params, *arguments) if hasattr(of, "params") else partial(of, *arguments)
+    return value_and_capture_gradients(call, names)[1:]
 
 
 def value_and_capture_gradients(
@@ -133,6 +144,7 @@ def value_and_capture_gradients(
     return value, values, grads
 
 
+@of_run
 def run_from(model: nn.Module, params: Params, inputs: Inputs, values: Mapping[str, jax.Array]) -> Any:
     """Return the model's output for one example, computed from given activations instead of its own.
 
@@ -151,6 +163,7 @@ def run_from(model: nn.Module, params: Params, inputs: Inputs, values: Mapping[s
         return model.apply({"params": params}, *inputs)
 
 
+@of_run
 def gradient_of(
     model: nn.Module,
     params: Params,
@@ -206,7 +219,7 @@ def _gradient_of(
     grads = jax.grad(scalar)(chosen) if chosen else OrderedDict()
     if names := [pattern for pattern in wrt if not any(fnmatchcase(name, pattern) for name in chosen)]:
         try:
-            grads |= capture_gradients(lambda: scalar(OrderedDict()), names)[1]
+            grads |= capture_gradients(scalar, OrderedDict(), names=names)[1]
         except KeyError:
             selector = Selector(names)
             for name, x in capture_shapes(model, params, *inputs).items():

@@ -12,6 +12,7 @@ from jax.typing import ArrayLike
 
 from jaxformer.contract import contract_of
 from jaxformer.inspect.activations import Activations, Inputs, capture
+from jaxformer.inspect.of_run import of_run
 from jaxformer.models.inputs import valid_tokens
 from jaxformer.models.objective import Params, is_causal_lm
 from jaxformer.ops.attention import row_entropy
@@ -20,11 +21,13 @@ CROSS = "cross_attention"
 """Substring in the names of layers that attend to another sequence."""
 
 
+@of_run
 def attention_maps(model: nn.Module, params: Params, *inputs: jax.Array | None) -> list[jax.Array]:
     """Return the attention map of each layer for one example, `(H, T, S)` float32, in order of computation."""
     return list(named_attention_maps(model, params, *inputs).values())
 
 
+@of_run
 def named_attention_maps(model: nn.Module, params: Params, *inputs: jax.Array | None) -> Activations:
     """Return the attention maps of one example, `(H, T, S)` float32, by layer, such as `blocks.0.attention`.
 
@@ -60,6 +63,7 @@ def row_tokens_and_mask(
     return tokens, valid_T
 
 
+@of_run
 @partial(jax.jit, static_argnums=0)
 def attention_entropy(
     model: nn.Module, params: Params, *inputs_B: ArrayLike | None, target_mask_BT: ArrayLike | None = None

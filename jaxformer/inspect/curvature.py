@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxformer.data.dataset import Batch
+from jaxformer.inspect.of_run import of_run
 from jaxformer.models.objective import Params, objective_of
 from jaxformer.ops.losses import negative_log_likelihood
 
@@ -18,6 +19,7 @@ EXAMPLES_AT_ONCE = 4
 """Examples whose gradients are computed together."""
 
 
+@of_run
 @partial(jax.jit, static_argnames="model")
 def hessian_product(model: nn.Module, params: Params, batch: Batch, direction: Params) -> Params:
     """Return H v, the Hessian of a batch's mean loss times a direction: the derivative of the gradient along it
@@ -30,6 +32,7 @@ def hessian_product(model: nn.Module, params: Params, batch: Batch, direction: P
     return jax.jvp(jax.grad(lambda params: _mean_loss(model, params, batch)), (params,), (direction,))[1]
 
 
+@of_run
 @partial(jax.jit, static_argnames="model")
 def gauss_newton_product(model: nn.Module, params: Params, batch: Batch, direction: Params) -> Params:
     """Return G v, the Gauss-Newton matrix of a batch's mean cross-entropy times a direction (Schraudolph 2002): the
@@ -98,6 +101,7 @@ def largest_eigenvalues(
     return values[::-1], [jax.tree.map(jnp.asarray, unflatten(v)) for v in vectors.T[::-1]]
 
 
+@of_run
 def sharpness(
     model: nn.Module, params: Params, batch: Batch, start: Params | None = None, tolerance: float = 1e-3
 ) -> tuple[float, Params]:

@@ -14,6 +14,7 @@ import numpy as np
 from jaxformer.contract import contract_of
 from jaxformer.inspect.activations import apply_and_capture
 from jaxformer.inspect.names import check_index
+from jaxformer.inspect.of_run import of_run
 from jaxformer.models.objective import Params
 from jaxformer.nn.embedding import check_tokens
 from jaxformer.ops.attention import row_entropy
@@ -37,8 +38,14 @@ class TokenExplanation:
     blocks. Empty for a model without attention."""
 
 
+@of_run
 def explain(
-    model: nn.Module, params: Params, tokens: Sequence[int], start: int, n_alternatives: int = 3, n_positions: int = 3
+    model: nn.Module,
+    params: Params,
+    tokens: Sequence[int],
+    start: int = 1,
+    n_alternatives: int = 3,
+    n_positions: int = 3,
 ) -> list[TokenExplanation]:
     """Explain the tokens of a text from position `start` on.
 

@@ -17,9 +17,10 @@ import numpy as np
 from jaxformer.data.dataset import Batch
 from jaxformer.inspect.activations import Activations, capture_gradients
 from jaxformer.inspect.names import position_axis
+from jaxformer.inspect.of_run import of_run
 from jaxformer.models.objective import Params, objective_of
 from jaxformer.nn.parameter_norms import Row, dotted, norm_rows, parameter_name, parameter_norms, row_names, row_norms
-from jaxformer.terminal import WIDTH, align, wrap_columns
+from jaxformer.terminal import WIDTH, align, first_rows, wrap_columns
 
 EXAMPLES_PER_CHUNK, MAX_GRADIENT_BYTES = 8, 1_200_000_000
 """Maximum number of examples whose full gradients are in memory at the same time, and their maximum size if there are
@@ -33,27 +34,34 @@ class GradientReport:
     """Norms per parameter, shown as a table."""
 
     rows: tuple[Row, ...]
+    lr: float | None = None
+    """Learning rate in `u`; None for the ratio g / w alone."""
 
     def __repr__(self) -> str:
-        table = [("parameter", "g", "w", "u = lr·g/w", "update/w")]
+        has_updates = any(row.update is not None for row in self.rows)
+        heading = ("parameter", "g", "w", "g/w" if self.lr is None else "u = lr·g/w", *["update/w"] * has_updates)
+        table = [heading]
         for row in self.rows:
             update = "" if row.update is None else f"{row.update:9.2e}"
-            table.append((row.name, f"{row.g:9.2e}", f"{row.w:9.2e}", f"{row.u:.2e}", update))
+            values = (row.name, f"{row.g:9.2e}", f"{row.w:9.2e}", f"{row.u:.2e}", update)
+            table.append(values[: len(heading)])
         return "\n".join(align(table, "<>>>>"))
 
 
-def gradient_report(params: Params, grads: Params, lr: float, updates: Params | None = None) -> GradientReport:
+def gradient_report(
+    params: Params, grads: Params, lr: float | None = None, updates: Params | None = None
+) -> GradientReport:
     """Return the norms of each parameter's gradient, weights and update; or those of activations by name and of their
     gradients, as from `capture_gradients`.
 
     Args:
       params: the parameters, or activations by name.
       grads: gradients, with the same structure.
-      lr: learning rate, for `u`.
+      lr: learning rate, for `u`; None for a learning rate of 1, with which `u` is g / w.
       updates: the optimizer's updates, with the same structure.
     """
     norms = [row_norms(tree).tolist() for tree in (grads, params, *([] if updates is None else [updates]))]
-    return GradientReport(tuple(norm_rows(row_names(params), lr, *norms)))
+    return GradientReport(tuple(norm_rows(row_names(params), 1.0 if lr is None else lr, *norms)), lr)
 
 
 def update_grid(rows: Sequence[Row], order: Sequence[str], learning_rate: float) -> str:
@@ -138,7 +146,14 @@ class PerExampleGradients:
         """Gradient noise scale in examples; see `noise_scale`."""
         return noise_scale(self.norm_B, self.mean_norm)
 
+    def __repr__(self) -> str:
+        columns = zip(self.loss_B, self.norm_B, self.cosine_B, strict=True)
+        rows = [(str(i), *(f"{value:.4g}" for value in row)) for i, row in enumerate(columns)]
+        mean = f"mean gradient: norm {self.mean_norm:.4g}, noise scale {self.noise_scale:.4g} examples"
+        return f"{first_rows(('example', 'loss', 'norm', 'cosine'), rows, '>>>>')}\n{mean}"
 
+
+@of_run
 def per_example_gradients(model: nn.Module, params: Params, batch: Batch) -> PerExampleGradients:
     """Measure the gradient of each example of a batch, without dropout; the mean weights all examples equally.
 
@@ -166,6 +181,7 @@ def per_example_gradients(model: nn.Module, params: Params, batch: Batch) -> Per
     return PerExampleGradients(np.concatenate(losses), norm_B, cosine_B, norms, mean_norm)
 
 
+@of_run
 @partial(jax.jit, static_argnames=("model", "names"))
 def gradients_by_position(
     model: nn.Module, params: Params, example: Batch, names: str | tuple[str, ...] = "embed"
@@ -180,7 +196,7 @@ def gradients_by_position(
     Raises:
       KeyError, IndexError: see `capture`.
     """
-    _, grads = capture_gradients(lambda: objective_of(model).example_loss(model, params, example), names)
+    _, grads = capture_gradients(lambda: objective_of(model).example_loss(model, params, example), names=names)
     rows = {name: jnp.moveaxis(g, position_axis(name, g.shape), 0) for name, g in grads.items()}
     return OrderedDict((name, _position_norms(g.reshape(len(g), -1).astype(jnp.float32))) for name, g in rows.items())
 

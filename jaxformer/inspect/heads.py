@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
@@ -21,11 +21,13 @@ from jaxformer.data.dataset import Batch
 from jaxformer.inspect.activations import Activations, Inputs, capture, intervene
 from jaxformer.inspect.attention import CROSS, row_tokens_and_mask
 from jaxformer.inspect.names import check_index, unknown_name
+from jaxformer.inspect.of_run import of_run
 from jaxformer.models.objective import Params, mean_loss, objective_of
 from jaxformer.nn.attention import AXES
 from jaxformer.nn.execution import skip_blocks
 from jaxformer.nn.parameter_norms import dotted
 from jaxformer.ops.attention import row_entropy
+from jaxformer.terminal import first_rows
 
 MAX_ABLATED_TARGETS = 2048
 """Maximum number of targets whose losses are computed at once, over examples and ablated heads."""
@@ -60,6 +62,13 @@ class HeadStatistics:
     induction: jax.Array
     """Induction score: weight on the token after an earlier occurrence of the same token; over rows that have one (the
     prefix-matching score of Olsson et al. 2022)."""
+
+    def __repr__(self) -> str:
+        columns = {f.name: getattr(self, f.name) for f in fields(self)}
+        if any(isinstance(x, jax.core.Tracer) or np.ndim(x) != 1 for x in columns.values()):
+            return object.__repr__(self)  # within a transformation
+        rows = [(str(h), *(f"{x:.3f}" for x in row)) for h, row in enumerate(zip(*columns.values(), strict=True))]
+        return "\n" + first_rows(("head", *columns), rows, ">" * (len(columns) + 1))
 
     def without_positions(self) -> HeadStatistics:
         """Return the statistics with NaN for those that compare positions; for cross-attention."""
@@ -108,6 +117,7 @@ def layer_statistics(
     )
 
 
+@of_run
 def head_statistics(
     model: nn.Module, params: Params, *inputs_B: ArrayLike | None, target_mask_BT: ArrayLike | None = None
 ) -> ByLayer:
@@ -173,7 +183,18 @@ class Ablation:
     mean_estimate: PerHead
     """First-order estimate of `mean`."""
 
+    def __repr__(self) -> str:
+        kinds = ("mean", "mean_estimate", "zero", "zero_estimate")
+        heads = [(layer, h) for layer, rises_H in self.mean.items() for h in range(len(rises_H))]
+        heads.sort(key=lambda head: -self.mean[head[0]][head[1]])
+        rows = [
+            (f"{layer}, head {h}", *(f"{getattr(self, kind)[layer][h]:+.4f}" for kind in kinds)) for layer, h in heads
+        ]
+        heading = (f"rise of the loss of {self.loss:.4f}", *(kind.replace("_", " ") for kind in kinds))
+        return first_rows(heading, rows, "<>>>>")
 
+
+@of_run
 def ablate_heads(
     model: nn.Module, params: Params, batch: Batch, progress: Callable[[str], object] = lambda _: None
 ) -> Ablation:
@@ -205,6 +226,7 @@ def ablate_heads(
     return Ablation(float(loss), **jax.device_get(rises | estimates))
 
 
+@of_run
 def ablation_loss(model: nn.Module, params: Params, batch: Batch, heads: Iterable[tuple[str, int]]) -> float:
     """Return the mean loss in nats with several heads mean-ablated together. Unlike single ablations, this shows
     redundant heads, which compensate for each other.

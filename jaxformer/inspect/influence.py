@@ -162,7 +162,7 @@ class Replay:
             yield (*global_device_put((self._data.batch(read), documents), self._split), np.int32(step))
 
     def _advance(
-        self, state: TrainState, weights_N: np.ndarray, batch: Batch, documents: jax.Array, step: np.int32
+        self, state: TrainState, weights_N: np.ndarray, batch: Batch, documents: np.ndarray, step: np.int32
     ) -> tuple[TrainState, jax.Array]:
         """Return state and loss of a step, by the run's own program if all targets have weight 1."""
         if (weights_N == 1).all() or (weights_N[np.asarray(documents)] == 1).all():

@@ -15,6 +15,7 @@ import numpy as np
 from jaxformer.data.dataset import Batch
 from jaxformer.inspect.activations import Activations, capture_gradients, capturing
 from jaxformer.inspect.names import unknown_name
+from jaxformer.inspect.of_run import of_run
 from jaxformer.inspect.residual_stream import STREAM, check_stream
 from jaxformer.models.objective import Params, objective_of
 
@@ -27,6 +28,9 @@ class Affine(NamedTuple):
 
     A_DD: np.ndarray
     b_D: np.ndarray
+
+    def __repr__(self) -> str:
+        return f"Affine(A_DD: {np.shape(self.A_DD)}, b_D: {np.shape(self.b_D)})"
 
 
 Lens = Mapping[str, Affine] | None
@@ -42,7 +46,10 @@ class Agreement(NamedTuple):
     """Mean Kullback-Leibler divergence of the lens from the model's distribution, in nats."""
 
 
-def jacobian_lens(model: nn.Module, params: Params, texts: Iterable[jax.Array], key: jax.Array) -> dict[str, Affine]:
+@of_run
+def jacobian_lens(
+    model: nn.Module, params: Params, texts: Iterable[jax.Array], key: jax.Array | None = None
+) -> dict[str, Affine]:
     """Return the model's own linear map from each residual stream to the last one at the same position, to first order
     around the mean stream: the mean Jacobian over positions and texts.
 
@@ -52,11 +59,13 @@ def jacobian_lens(model: nn.Module, params: Params, texts: Iterable[jax.Array], 
 
     Args:
       texts: tokens `(T,)`; equal lengths share a program.
+      key: key of the signs; by default the same in each call.
 
     Raises:
       ValueError: the model has no residual stream, or normalises the stream after each part.
     """
     check_stream(model)
+    key = jax.random.key(0) if key is None else key
     sums: Any = None
     for n, tokens_T in enumerate(texts, start=1):
         sign_T = jax.random.rademacher(jax.random.fold_in(key, n), jnp.shape(tokens_T), jnp.float32)
@@ -90,6 +99,7 @@ def mean_jacobian(
     return jacobians, OrderedDict((name, x_TD.mean(axis=0)) for name, x_TD in streams.items())
 
 
+@of_run
 def regression_lens(
     model: nn.Module, params: Params, texts: Iterable[jax.Array], ridge: float = 0.001
 ) -> dict[str, Affine]:
@@ -124,6 +134,7 @@ def regression_lens(
     return {name: fit(moments) for name, moments in sums.items()}
 
 
+@of_run
 @partial(jax.jit, static_argnames="model")
 def lens_logits(model: nn.Module, params: Params, lens: Mapping[str, Affine], tokens_T: jax.Array) -> Activations:
     """Return the logits, `(T, V)`, that a lens gives for the residual stream after the embedding and after each block;
@@ -133,6 +144,7 @@ def lens_logits(model: nn.Module, params: Params, lens: Mapping[str, Affine], to
     return OrderedDict((name, unembed(x_TD)) for name, x_TD in streams.items())
 
 
+@of_run
 def agreement(model: nn.Module, params: Params, lens: Lens, texts: Iterable[jax.Array]) -> dict[str, Agreement]:
     """Return how far the predictions of a lens after the embedding and each block are the model's own.
 
@@ -167,6 +179,7 @@ def _agreement(
     return OrderedDict((name, (same_L[i], divergence_L[i])) for i, name in enumerate(streams))
 
 
+@of_run
 @partial(jax.jit, static_argnames="model")
 def backward_lens(model: nn.Module, params: Params, example: Batch) -> Activations:
     """Return minus the gradient of an example's loss with respect to the residual stream after the embedding and each
@@ -177,7 +190,7 @@ def backward_lens(model: nn.Module, params: Params, example: Batch) -> Activatio
       ValueError: the model has no residual stream, or normalises the stream after each part.
     """
     check_stream(model)
-    _, grads = capture_gradients(lambda: objective_of(model).example_loss(model, params, example), STREAM)
+    _, grads = capture_gradients(lambda: objective_of(model).example_loss(model, params, example), names=STREAM)
     unembedding: Any = model.apply({"params": params}, method="unembedding")
     return OrderedDict((name, -g_TD @ unembedding.W_DV) for name, g_TD in grads.items())
 

@@ -13,11 +13,13 @@ import numpy as np
 
 from jaxformer.inspect.activations import Activations, capture, intervene, value_and_capture_gradients
 from jaxformer.inspect.names import position_axis
+from jaxformer.inspect.of_run import of_run
 from jaxformer.models.inputs import check_example
 from jaxformer.models.objective import Params
 from jaxformer.ops.precision import upcast
 
 
+@of_run
 def patch_activations(
     model: nn.Module,
     params: Params,
@@ -70,6 +72,7 @@ def _patch(
     return OrderedDict(zip(replacements, jnp.split(results, np.cumsum(lengths)[:-1]), strict=True))
 
 
+@of_run
 def attribution_patching(
     model: nn.Module,
     params: Params,

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.lax import stop_gradient
 
 from jaxformer.inspect.activations import Activations, capture, capture_gradients, intervene
+from jaxformer.inspect.of_run import of_run
 from jaxformer.inspect.patching import check_pair
 from jaxformer.inspect.residual_stream import check_stream
 from jaxformer.models.decoder import DecoderConfig
@@ -51,6 +52,7 @@ class Edge:
         return small == large or small / large >= 0.5
 
 
+@of_run
 def path_attribution(
     model: nn.Module,
     params: Params,
@@ -129,7 +131,7 @@ def _estimates(
         ):
             return capture(model, params, *inputs, names=PROJECTIONS)
 
-    _, grads = capture_gradients(lambda: metric(model.apply({"params": params}, *inputs)), PROJECTIONS)
+    _, grads = capture_gradients(lambda: metric(model.apply({"params": params}, *inputs)), names=PROJECTIONS)
     _, change = jax.linearize(projected, zeros_TD)
     effects = jax.lax.map(
         lambda part_TD: jax.tree.map(partial(jnp.einsum, "htk,htk->h"), grads, change(part_TD)), stacked

@@ -14,6 +14,7 @@ from jax.typing import ArrayLike
 
 from jaxformer.contract import contract_of
 from jaxformer.inspect.activations import Activations, Inputs, capture
+from jaxformer.inspect.of_run import of_run
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.inputs import check_example
 from jaxformer.models.objective import Params
@@ -26,6 +27,7 @@ STREAM = ("blocks.0.resid_pre", "blocks.*.resid_post")
 """The residual stream after the embedding and after each block."""
 
 
+@of_run
 def logit_lens(model: nn.Module, params: Params, *inputs: ArrayLike | None) -> Activations:
     """Return the logits, `(T, V)`, of the residual stream after the embedding and after each block, unembedded as if it
     were the final one (nostalgebraist 2020); the last entry has the model's own logits.
@@ -48,12 +50,13 @@ def _lens(model: nn.Module, params: Params, *inputs: ArrayLike | None) -> Activa
     return OrderedDict((name, unembed(x_TD)) for name, x_TD in stream.items())
 
 
+@of_run
 def logit_attribution(
     model: nn.Module,
     params: Params,
     *inputs: ArrayLike | None,
-    target_T: jax.Array,
-    baseline_T: jax.Array | None = None,
+    target_T: ArrayLike | None = None,
+    baseline_T: ArrayLike | None = None,
 ) -> Activations:
     """Return the contribution of each part to the logit of a token at each position, `(T,)` by name, `(H, T)` for
     heads: direct logit attribution (Elhage et al. 2021). The contributions sum to the logit before a soft cap.
@@ -62,8 +65,8 @@ def logit_attribution(
 
     Args:
       inputs: inputs of the model.
-      target_T: one token per position.
-      baseline_T: one token per position, whose logit is subtracted.
+      target_T: one token per position, or a token for all; by default, those that the model finds most likely.
+      baseline_T: one token per position, or a token for all, whose logit is subtracted.
 
     Raises:
       ValueError: the model has no residual stream, or normalises the stream after each part; a token is not in the
@@ -71,26 +74,28 @@ def logit_attribution(
     """
     check_stream(model)
     check_example(model, *inputs)
-    for chosen_T in (target_T, *([] if baseline_T is None else [baseline_T])):
-        check_tokens(chosen_T, model.config.vocab_size)
-        if len(chosen_T) != len(jnp.asarray(inputs[0])):
-            raise ValueError(
-                f"{len(chosen_T)} tokens for {len(jnp.asarray(inputs[0]))} positions; give one per position."
-            )
+    for chosen in (target_T, baseline_T):
+        if chosen is None:
+            continue
+        tokens = jnp.atleast_1d(jnp.asarray(chosen))
+        check_tokens(tokens, model.config.vocab_size)
+        if len(tokens) not in (1, T := len(jnp.asarray(inputs[0]))):
+            raise ValueError(f"{len(tokens)} tokens for {T} positions; give one per position, or one for all.")
     return _attribute(model, params, inputs, target_T, baseline_T)
 
 
 @partial(jax.jit, static_argnames="model")
 def _attribute(
-    model: nn.Module, params: Params, inputs: Inputs, target_T: jax.Array, baseline_T: jax.Array | None
+    model: nn.Module, params: Params, inputs: Inputs, target_T: ArrayLike | None, baseline_T: ArrayLike | None
 ) -> Activations:
     c = as_rung(model.config)
     values = capture(model, params, *inputs)
     last_TD = values[f"blocks.{c.n_blocks - 1}.resid_post"]
     out_VD = params["embedding"]["W_E"] if c.unembedding == "tied" else params["W_out"].T
-    direction_TD = out_VD[target_T]
+    likeliest_T = values["logits"].argmax(axis=-1)
+    direction_TD = out_VD[likeliest_T if target_T is None else jnp.broadcast_to(target_T, likeliest_T.shape)]
     if baseline_T is not None:
-        direction_TD -= out_VD[baseline_T]
+        direction_TD -= out_VD[jnp.asarray(baseline_T)]
     biases: dict[str, jax.Array] = {}
     if c.final_norm:
         direction_TD, biases = _through_norm(c, "final_norm", params["final_norm"], last_TD, direction_TD)

@@ -10,6 +10,7 @@ import flax.linen as nn
 import jax
 
 from jaxformer.inspect.activations import Inputs
+from jaxformer.inspect.of_run import of_run
 from jaxformer.models.objective import Params
 from jaxformer.nn.execution import ROUTER
 from jaxformer.nn.experts import routers
@@ -17,17 +18,18 @@ from jaxformer.nn.parameter_norms import dotted
 from jaxformer.ops.experts import RouterStatistics, average_statistics
 
 
-def router_report(model: nn.Module, params: Params, inputs: Inputs) -> dict[str, dict[str, Any]]:
+@of_run
+def router_report(model: nn.Module, params: Params, inputs_B: Inputs) -> dict[str, dict[str, Any]]:
     """Return, per expert layer, the fraction of choices that each expert gets, and the fraction dropped in training.
 
     Args:
       model: any model; `{}` is returned for one without experts.
-      inputs: inputs of the model, each array with leading axis B.
+      inputs_B: inputs of the model, each array with leading axis B.
 
     Returns:
       JSON for the log: `{'blocks.0.mlp': {'share': [0.3, …], 'dropped': 0.02}}`.
     """
-    layers = jax.device_get(_statistics(model, params, inputs))
+    layers = jax.device_get(_statistics(model, params, inputs_B))
     return {name: {"share": s.share_E.tolist(), "dropped": float(s.dropped)} for name, s in layers.items()}
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxformer.config import TokenModelConfig
 from jaxformer.data.tokenizer import Tokenizer
-from jaxformer.decode.generation import generate
+from jaxformer.decode.generation import generate_tokens
 from jaxformer.decode.samplers import Sampling
 from jaxformer.models.objective import Params
 
@@ -29,7 +29,7 @@ def continuations(
     encoded = [list(prompt[-config.n_positions :]) for prompt in prompts]
     n_tokens = tokenizer.vocab_size if tokenizer.vocab_size < config.vocab_size else None
     for temperature in temperatures:
-        pieces = generate(
+        pieces = generate_tokens(
             model,
             params,
             encoded,

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from jaxformer.data.dataset import Batch
 from jaxformer.inspect.activations import Activations, capture_shapes, capturing
 from jaxformer.inspect.attention import row_tokens_and_mask
+from jaxformer.inspect.of_run import of_run
 from jaxformer.models.objective import Params, objective_of
 from jaxformer.nn.parameter_norms import dotted
 from jaxformer.ops.attention import row_entropy
@@ -54,6 +55,7 @@ class Saturation:
     """Norm of the gradient of `W_K`."""
 
 
+@of_run
 def saturation(
     model: nn.Module, params: Params, batch: Batch, temperatures: Sequence[float], layer: str = "blocks.0.attention"
 ) -> list[Saturation]:

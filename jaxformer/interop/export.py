@@ -9,7 +9,7 @@ from jaxformer.interop.gguf import export_gguf
 from jaxformer.interop.huggingface import export_huggingface
 from jaxformer.interop.output import complete_path, copy_files, flat_params, save_safetensors
 from jaxformer.interop.stablehlo import export_stablehlo
-from jaxformer.runs.run import CLASSES, TOKENIZER, Run, write_config
+from jaxformer.runs.run import CLASSES, SAMPLING, TOKENIZER, Run, write_config
 
 
 def export_run(run: Run, file_format: Format, path: Path, dtype: Dtype = "float32", n_slots: int | None = None) -> None:
@@ -24,10 +24,11 @@ def export_run(run: Run, file_format: Format, path: Path, dtype: Dtype = "float3
 
 
 def export_safetensors(run: Run, folder: Path, dtype: Dtype = "float32") -> None:
-    """Write the parameters of any model, named by their paths, with the run's config, tokenizer and class names. Raises
+    """Write the parameters of any model, named by their paths, with the run's config, tokenizer, class names and
+    sampling settings. Raises
     `UserError` if the folder exists, or safetensors is not installed."""
     with complete_path(folder) as scratch:
         scratch.mkdir()
         save_safetensors(flat_params(run.params, dtype), scratch / "model.safetensors")
         write_config(scratch, run.config)  # adapters are already merged
-        copy_files(run.path, scratch, TOKENIZER, CLASSES)
+        copy_files(run.path, scratch, TOKENIZER, CLASSES, SAMPLING)

@@ -12,6 +12,7 @@ import numpy as np
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError, abbreviate, import_extra, lone_surrogate, parse_json
 from jaxformer.interop.families import MAX_TOKENS, NORMALIZE, POOLING, PublishedConfig
+from jaxformer.interop.sampling import from_generation_config
 from jaxformer.runs.run import TOKENIZER
 
 CONFIG, GENERATION, MODULES = "config.json", "generation_config.json", "modules.json"
@@ -51,6 +52,9 @@ class PublishedModel(Protocol):
 
     def tokenizer(self) -> Tokenizer:
         """Return the tokenizer. Raises `UserError` if there is none that can be used."""
+
+    def sampling(self) -> dict[str, float]:
+        """Return the sampling settings; empty if there are none. Raises `UserError` if they cannot be used."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +118,11 @@ class ModelFolder:
             remedy = "write it with save_pretrained of transformers' AutoTokenizer"
             raise UserError(f"{self.path} has no {TOKENIZER}; {remedy}.")
         return Tokenizer.load(file, self._eos_token_ids())
+
+    def sampling(self) -> dict[str, float]:
+        """Return the sampling settings, of which older folders have some in their config."""
+        file = next((file for name in (GENERATION, CONFIG) if (file := self.path / name).exists()), self.path)
+        return from_generation_config(read_object(file), file)
 
     def _eos_token_ids(self) -> tuple[int, ...]:
         """Return the ids of the tokens that end a text, of which a published config may name any number. Raises

@@ -21,6 +21,7 @@ from jaxformer.interop.formats import Dtype
 from jaxformer.interop.gguf_tokenizer import pre_type
 from jaxformer.interop.huggingface import publish, special_tokens
 from jaxformer.interop.output import cast, complete_path
+from jaxformer.interop.sampling import as_gguf
 from jaxformer.runs.run import Run
 
 ARCHITECTURES = {"llama": ("llama", True), "qwen3": ("qwen3", False)}
@@ -66,6 +67,8 @@ def export_gguf(run: Run, file: Path, dtype: Dtype = "float32") -> None:
         writer.add_file_type(gguf.LlamaFileType[f"{'ALL' if dtype == 'float32' else 'MOSTLY'}_{DTYPES[dtype]}"])
         for added, field in CONFIG_FIELDS.items():
             getattr(writer, f"add_{added}")(theirs[field])
+        for key, value in as_gguf(run.sampling).items():
+            (writer.add_int32 if key.endswith(".top_k") else writer.add_float32)(key, value)
         writer.add_rope_freq_base(theirs["rope_parameters"]["rope_theta"])
         _add_tokenizer(gguf, writer, tokenizer, theirs["vocab_size"])
         if isinstance(chat_template := tokenizer.config.get("chat_template"), str):  # llama.cpp's default is ChatML

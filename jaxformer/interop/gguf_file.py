@@ -20,6 +20,7 @@ from jaxformer.errors import UserError, abbreviate, import_extra
 from jaxformer.interop.families import FAMILIES, PublishedConfig
 from jaxformer.interop.gguf import ARCHITECTURES, ROTATED, llama3_divisors, pairs_apart
 from jaxformer.interop.gguf_tokenizer import tokenizer_config, tokenizer_json
+from jaxformer.interop.sampling import from_gguf
 
 FAMILIES_BY_ARCHITECTURE = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3_text"}
 """Our families by llama.cpp's architecture."""
@@ -177,6 +178,10 @@ class GgufFile:
             problem = f"{self.path} has no readable tokenizer ({type(error).__name__}: {error})"
             raise UserError(f"{problem}; {remedy}.") from error
         return published_tokenizer(inner, config, self.path, remedy)
+
+    def sampling(self) -> dict[str, float]:
+        """Return the sampling settings; empty if there are none. Raises `UserError` if they cannot be used."""
+        return from_gguf(self.metadata, self.path)
 
 
 def _read_header(header: Header, gguf: Any) -> tuple[dict[str, Any], dict[str, Stored]]:

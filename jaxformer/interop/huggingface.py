@@ -31,6 +31,7 @@ from jaxformer.interop.families import (
 from jaxformer.interop.folder import FLAG, MODULES, POOLING_MODES
 from jaxformer.interop.formats import Dtype
 from jaxformer.interop.output import cast, complete_path, save_safetensors
+from jaxformer.interop.sampling import as_generation_config
 from jaxformer.interop.weights import Layout, axis_sizes, rows
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.encoder import ClassifierConfig, EncoderConfig
@@ -219,7 +220,8 @@ def export_huggingface(run: Run, folder: Path, dtype: Dtype = "float32") -> None
         config = {name: value for name, value in published.config.items() if name not in (POOLING, NORMALIZE)}
         _write_json(scratch / "config.json", config | ids | {"dtype": dtype, "torch_dtype": dtype})
         if is_decoder:
-            _write_json(scratch / "generation_config.json", ids | {"pad_token_id": special.eos[0]})
+            generation = ids | {"pad_token_id": special.eos[0]}
+            _write_json(scratch / "generation_config.json", generation | as_generation_config(run.sampling))
         tokenizer.save(scratch / TOKENIZER)
         tokenizer_config = {
             "tokenizer_class": "PreTrainedTokenizerFast",

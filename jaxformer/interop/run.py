@@ -23,6 +23,7 @@ from jaxformer.interop.folder import PICKLED, ModelFolder, PublishedModel
 from jaxformer.interop.gguf_file import GgufFile
 from jaxformer.interop.packages import published_name
 from jaxformer.interop.weights import Source, find_sources, load_params, stored_dtype
+from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.encoder import ClassifierConfig, EmbedderConfig, EncoderConfig
 from jaxformer.models.objective import Params
 from jaxformer.runs.pretrained import Pretrained
@@ -63,6 +64,7 @@ def import_run(
     exists."""
     check_can_create(run)
     published, model, tokenizer, abstract, sources = _open(source, context_length)
+    sampling = _sampling(published, model)
     structs: dict[str, jax.ShapeDtypeStruct] = flatten_dict(abstract, sep=".")
     for path, struct in structs.items():
         stored = stored_dtype(published, sources[path]) if dtype == "auto" else dtype
@@ -73,7 +75,8 @@ def import_run(
         params["embedding"]["W_pos"] = params["embedding"]["W_pos"][: model.context_length]
     config = finetuning_config(run.name, model)
     classes = list(published.config.get("id2label", {}).values()) if isinstance(model, ClassifierConfig) else []
-    return create_run(run, config, tokenizer, allow_suffix=False, classes=classes, params=params), config
+    created = create_run(run, config, tokenizer, allow_suffix=False, classes=classes, params=params, sampling=sampling)
+    return created, config
 
 
 def _open(
@@ -103,7 +106,13 @@ def pretrained_model(source: Path) -> Pretrained:
     does."""
     published, model, tokenizer, _, sources = _open(source)
     config = finetuning_config(published_name(source), model)
-    return Pretrained(source, model, tokenizer, lambda abstract: load_params(published, sources, abstract), config)
+    load = lambda abstract: load_params(published, sources, abstract)  # noqa: E731
+    return Pretrained(source, model, tokenizer, load, config, _sampling(published, model))
+
+
+def _sampling(published: PublishedModel, model: ImportedConfig) -> dict[str, float]:
+    """Return the sampling settings of a model that generates text."""
+    return published.sampling() if isinstance(model, DecoderConfig) else {}
 
 
 def finetuning_config(name: str, model: ImportedConfig) -> Config:

@@ -24,7 +24,7 @@ from jaxformer.interop.formats import Dtype
 from jaxformer.interop.output import complete_path, copy_files, flat_params
 from jaxformer.models.objective import Params
 from jaxformer.ops.masks import EMPTY
-from jaxformer.runs.run import CLASSES, TOKENIZER, Run
+from jaxformer.runs.run import CLASSES, SAMPLING, TOKENIZER, Run
 
 PLATFORMS = ("cpu", "cuda", "tpu")
 Weights = Mapping[str, jax.Array]
@@ -70,7 +70,7 @@ def export_stablehlo(run: Run, folder: Path, dtype: Dtype = "float32", n_slots: 
             (scratch / f"{name}.bin").write_bytes(exported.serialize())
             signatures[name] = signature(program, exported)
         np.savez(scratch / WEIGHTS, **weights)  # type: ignore[arg-type]  # no weight is named allow_pickle
-        copy_files(run.path, scratch, TOKENIZER, CLASSES)
+        copy_files(run.path, scratch, TOKENIZER, CLASSES, SAMPLING)
         description = {
             "format": "jax.export",
             "jax": jax.__version__,

@@ -7,7 +7,10 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from jaxformer.nn.attention import MultiHeadAttention
 from jaxformer.nn.capture import capture_point
+from jaxformer.nn.mlp import MLP
+from jaxformer.nn.norms import RMSNorm
 from jaxformer.nn.parameters import check_name
 from jaxformer.ops.cache import LayerCache
 from jaxformer.ops.masks import Mask
@@ -26,6 +29,8 @@ def identity(x_TD: jax.Array) -> jax.Array:
 class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)); optionally with cross-attention in between.
 
+    The default layers have the sizes of the base model of Vaswani et al. 2017, and any width D.
+
     Attributes:
       make_attention, make_mlp, make_norm: functions that construct the sublayers and norms; None for no norm.
       norm_placement: 'pre', 'post' or 'both'; see `sublayer`.
@@ -33,9 +38,9 @@ class Block(nn.Module):
       make_cross_attention: function that constructs cross-attention; None for no cross-attention.
     """
 
-    make_attention: Make
-    make_mlp: Make
-    make_norm: Make | None = None
+    make_attention: Make = partial(MultiHeadAttention, n_heads=8, head_dim=64)
+    make_mlp: Make = partial(MLP, hidden=(2048,))
+    make_norm: Make | None = RMSNorm
     norm_placement: str = "pre"
     dropout: float = 0.0
     make_cross_attention: Make | None = None
@@ -55,8 +60,8 @@ class Block(nn.Module):
     def __call__(
         self,
         x_TD: jax.Array,
-        positions_T: jax.Array,
-        mask: Mask,
+        positions_T: jax.Array | None = None,
+        mask: Mask = None,
         cache: LayerCache | None = None,
         slot: jax.Array | int = 0,
         source: jax.Array | LayerCache | None = None,
@@ -68,6 +73,8 @@ class Block(nn.Module):
         """Map `(T, D)` to `(T, D)`, and the layer's cache, if given, to the cache with the new keys and values.
 
         Args:
+          positions_T: int32 positions; by default 0, 1, 2, …
+          mask: keys that a query may attend to, True for visible; by default all.
           source: for cross-attention, a sequence `(S, D)`, or a cache with its `keys_values`.
           source_mask: mask of cross-attention.
           key: dropout key; None for no dropout.

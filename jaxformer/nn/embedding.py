@@ -19,7 +19,9 @@ Positions = Literal["none", "learned", "sinusoidal", "rope"]
 
 def check_tokens(tokens_T: Any, vocab_size: int) -> None:
     """Check the token ids of one sequence, `(T,)`; under tracing, only their shape and dtype. Raises `ValueError` for
-    another number of axes or ids outside the vocabulary, `TypeError` for a non-integer dtype."""
+    another number of axes or ids outside the vocabulary, `TypeError` for a text or a non-integer dtype."""
+    if isinstance(tokens_T, str):
+        raise TypeError(f"expected token ids, got the text {tokens_T:.40}; encode it: run.tokens(text)")
     if len(shape := np.shape(tokens_T)) != 1:
         raise ValueError(f"expected an input of shape (T,), got {shape}{batch_hint(shape, 1)}.")
     dtype = tokens_T.dtype if isinstance(tokens_T, jax.Array | np.ndarray) else np.asarray(tokens_T).dtype

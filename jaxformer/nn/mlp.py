@@ -51,22 +51,23 @@ def uniform_fan_in(fan_in: int) -> nn.initializers.Initializer:
 
 
 class MLP(nn.Module):
-    """Linear layers with an activation between them: `(…, D)` to `(…, d_out)`.
+    """Linear layers with an activation between them: `(…, D)` to `(…, d_out)`, by default D.
 
     Its parameters are `W_1`, `b_1`, … in order of use, and `W_gate_i` in addition to `W_i` for a gated activation.
     """
 
     hidden: tuple[int, ...]
-    d_out: int
+    d_out: int | None = None
     activation: str = "relu"
     bias: bool = True
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         check_name("activation", self.activation, ACTIVATIONS)
+        d_out = x.shape[-1] if self.d_out is None else self.d_out
         for i in range(1, len(self.hidden) + 1):
             x = self._hidden_layer(x, i)
-        return capture_point(self, OUTPUT, self._linear(x, len(self.hidden) + 1, self.d_out))
+        return capture_point(self, OUTPUT, self._linear(x, len(self.hidden) + 1, d_out))
 
     def _hidden_layer(self, x: jax.Array, i: int) -> jax.Array:
         """Return the activations of the i-th hidden layer, counted from 1, `(…, hidden[i - 1])`."""

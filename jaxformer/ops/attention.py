@@ -107,11 +107,13 @@ def attention(
     v_GSK: jax.Array,
     mask: Mask = None,
     scale: float | None = None,
+    *,
+    is_causal: bool = False,
 ) -> jax.Array:
     """Compute scaled dot-product attention, softmax(scale · q kᵀ) v over the visible keys, `(H, T, K)`.
 
     The result has the dtype and width of the values, which may differ from those of queries and keys. The arguments are
-    those of `attention_weights`.
+    those of `attention_weights`; `is_causal` stands for the mask `Causal()`, and excludes another.
 
     A query without a visible key gets zeros and passes no gradient.
 
@@ -119,6 +121,10 @@ def attention(
     is masked for some queries only, as by a causal mask, must be finite: a NaN there reaches the output of every
     query. Checking every key would take 4 % of the time of a causal pass; fused kernels (`ops.kernels`) do not check
     either."""
+    if is_causal:
+        if mask is not None:
+            raise ValueError("is_causal is set, and there is a mask; give one of them: mask & Causal().array(T, S)")
+        mask = Causal()
     scale = check_inputs(q_HTK, k_GSK, v_GSK, mask, scale)
     weights_HTS = attention_weights(q_HTK, k_GSK, mask, scale)
     return mix(weights_HTS, zero_hidden(v_GSK, mask, q_HTK.shape[1]))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from jaxformer.errors import UserError
 from jaxformer.models.objective import Params
 from jaxformer.nn.parameter_norms import dotted
 from jaxformer.runs.checkpoints import CheckpointReader, first_difference
-from jaxformer.runs.run import abstract_params, read_config, read_tokenizer, restore_params
+from jaxformer.runs.run import abstract_params, read_config, read_sampling, read_tokenizer, restore_params
 
 POSITIONS = "embedding.W_pos"
 """Name of the table of positions."""
@@ -35,6 +35,8 @@ class Pretrained:
     """Function from the parameters' shapes, dtypes and shardings to the parameters."""
     config: Config | None = None
     """Config of the run; None for a model published elsewhere."""
+    sampling: Mapping[str, float] = field(default_factory=dict)
+    """Sampling settings that the model was published with; see `Run`."""
 
     def has_new_head(self, model: ModelConfig) -> bool:
         """Return True for a model of another task, whose head this one does not have."""
@@ -77,7 +79,7 @@ def pretrained_run(folder: Path) -> Pretrained:
     step = checkpoints.step()
     load = lambda shapes: restore_params(folder, config, checkpoints, step, shapes)  # noqa: E731
     own = replace(config, lora=LoraConfig())  # adapters are merged
-    return Pretrained(folder, config.model, read_tokenizer(folder), load, own)
+    return Pretrained(folder, config.model, read_tokenizer(folder), load, own, read_sampling(folder))
 
 
 def _in_head(name: str, config: ModelConfig) -> bool:

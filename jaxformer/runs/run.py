@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh, SingleDeviceSharding
+from jax.typing import ArrayLike
 
 from jaxformer.config import Config, DataConfig, LoraConfig, ModelConfig, OptimizerConfig, TokenModelConfig
 from jaxformer.config.fields import from_dict, to_dict
@@ -25,7 +27,7 @@ from jaxformer.data.tokenizer import TOKENIZER_CONFIG, Tokenizer
 from jaxformer.errors import UserError, command, parse_json, resume_command, run_name
 from jaxformer.files import sha256, write_atomically
 from jaxformer.models.convert import convert
-from jaxformer.models.inputs import check_next_tokens
+from jaxformer.models.inputs import check_example, check_next_tokens
 from jaxformer.models.objective import Params, is_causal_lm, next_token_nll
 from jaxformer.nn.lora import adapter_axes, init_adapters, merge
 from jaxformer.nn.parameter_norms import dotted
@@ -36,7 +38,7 @@ from jaxformer.runs.classes import BASE, CONFIG, find_class
 from jaxformer.runs.integrity import CHECKSUMS
 from jaxformer.runs.storage import local_folder
 
-TOKENIZER, CLASSES = "tokenizer.json", "classes.json"
+TOKENIZER, CLASSES, SAMPLING = "tokenizer.json", "classes.json", "sampling.json"
 METRICS, SAMPLES = "metrics.jsonl", "samples.txt"
 PLOTS = "plots"
 SCRATCH = ".new-"
@@ -59,6 +61,8 @@ class Run:
     """Number of optimizer steps after which the parameters were saved."""
     classes: tuple[str, ...] = ()
     """Names of the target classes; empty if targets are tokens or have no names."""
+    sampling: Mapping[str, float] = field(default_factory=dict)
+    """Sampling settings that the model was published with, named as in `decode.Sampling`; empty if there are none."""
 
     def __repr__(self) -> str:
         n, kind = count_parameters(self.params), type(self.model).__name__
@@ -75,11 +79,44 @@ class Run:
             raise UserError(f"{self.path} holds a {kind}, which does not generate text; name a run that does.")
         return self.config.model, self.tokenizer
 
-    def loss(self, params: Params, tokens_T: jax.Array) -> jax.Array:
+    def tokens(self, text: str | Sequence[int] | ArrayLike) -> jax.Array:
+        """Return the tokens of a text, `(T,)` int32, after the token that the tokenizer puts before a text, if any; or
+        the given tokens as an array.
+
+        Raises:
+          TypeError: the model reads no texts, or formats them, as masked language models and translators do.
+          UserError: the tokenizer cannot encode the text.
+        """
+        if not isinstance(text, str):
+            if isinstance(text, Sequence) and [part for part in text if isinstance(part, str)]:
+                raise TypeError(f"expected one text or its tokens, got {len(text)} texts; give one at a time")
+            return jnp.asarray(text)
+        if self.tokenizer is None or not is_causal_lm(self.model):
+            problem = f"a {type(self.model).__name__} does not read plain text"
+            raise TypeError(f"{problem}; give the model's inputs as arrays, or use sample.py")
+        return jnp.array(self.tokenizer.encode_prompt(text), jnp.int32)
+
+    def logits(self, *inputs: str | ArrayLike | None) -> jax.Array:
+        """Return the model's output for one example: for a text or tokens `(T,)`, the logits `(T, V)`, of which row t
+        predicts token t + 1.
+
+        Args:
+          inputs: a text or its tokens; for other models, their inputs.
+
+        Raises:
+          TypeError: as `tokens` raises.
+          ValueError: the inputs are a batch, or hold token ids outside the vocabulary.
+        """
+        arrays = [None if x is None else self.tokens(x) for x in inputs]
+        check_example(self.model, *arrays)
+        logits: Any = self.model.apply({"params": self.params}, *arrays)
+        return logits
+
+    def loss(self, params: Params, tokens_T: str | ArrayLike) -> jax.Array:
         """Return the mean next-token cross-entropy of one sequence in nats per token, a float32 scalar, for `jax.grad`.
 
         Args:
-          tokens_T: at least 2 token ids; for learned positions, at most one more than the context length.
+          tokens_T: a text, or at least 2 token ids; for learned positions, at most one more than the context length.
 
         Raises:
           TypeError: the model is not a causal language model.
@@ -87,7 +124,7 @@ class Run:
         """
         if not is_causal_lm(self.model):
             raise TypeError(f"{type(self.model).__name__} predicts no next token; see models.objective")
-        tokens_T = jnp.asarray(tokens_T)
+        tokens_T = self.tokens(tokens_T)
         check_next_tokens(contract_of(self.model), tokens_T)
         return jnp.mean(next_token_nll(self.model, params, tokens_T))
 
@@ -112,7 +149,7 @@ def load_run(
     """
     folder = local_folder(path) if isinstance(path, str) else path
     config = read_config(folder)
-    model = config.model.build()
+    own, model = replace(config, lora=LoraConfig()), config.model.build()
     checkpoints = CheckpointReader(folder)
     converted = None if convert is None else lambda params: convert(params, model)
     with ThreadPoolExecutor() as pool:  # hashing and reading files leave Python free for the model and the tokenizer
@@ -124,7 +161,8 @@ def load_run(
             read = jax.eval_shape(converted or (lambda params: params), shapes)
             first = SingleDeviceSharding(jax.devices()[0])
             params = abstract(read, jax.tree.map(lambda _: first, read))
-            meanwhile(Run(folder, replace(config, lora=LoraConfig()), model, params, reading.result(), 0))
+            settings = read_sampling(folder)
+            meanwhile(Run(folder, own, model, params, reading.result(), 0, sampling=settings))
 
         prepared = pool.submit(prepare, meanwhile) if meanwhile is not None and mesh is None else None
         if mesh is not None:
@@ -133,7 +171,7 @@ def load_run(
         params = restore_params(folder, config, checkpoints, step, shapes, converted)
         if prepared is not None:
             prepared.result()
-    return Run(folder, replace(config, lora=LoraConfig()), model, params, reading.result(), step, classes)
+    return Run(folder, own, model, params, reading.result(), step, classes, read_sampling(folder))
 
 
 def restore_params(
@@ -207,6 +245,25 @@ def _read_classes(folder: Path) -> tuple[str, ...]:
     return tuple(parse_json(_verified(folder, CLASSES, ", or remove it to use class numbers").read_bytes()))
 
 
+def read_sampling(folder: Path) -> dict[str, float]:
+    """Return the sampling settings of a run, by name; empty if it has none.
+
+    Raises:
+      UserError: the file cannot be read.
+    """
+    file = folder / SAMPLING
+    if not file.exists():
+        return {}
+    try:
+        settings = parse_json(file.read_bytes())
+        if not isinstance(settings, dict) or any(type(value) not in (int, float) for value in settings.values()):
+            raise ValueError("it is not an object of numbers")
+    except (OSError, ValueError) as error:
+        problem = f"{file} cannot be read as sampling settings ({error})"
+        raise UserError(f'{problem}; mend it, such as {{"temperature": 0.6, "top_p": 0.95}}, or remove it.') from error
+    return settings
+
+
 def load_data(
     folder: Path | None, config: Config, fixed: Container[str] | None = None, tokenizer: Tokenizer | None = None
 ) -> Dataset:
@@ -245,9 +302,9 @@ def count_parameters(params: Params) -> int:
 
 def create_run(
     folder: Path, config: Config, tokenizer: Tokenizer | None, allow_suffix: bool, classes: Sequence[str] = (),
-    params: Params | None = None, step: int = 0,
+    params: Params | None = None, step: int = 0, sampling: Mapping[str, float] | None = None,
 ) -> Path:  # fmt: skip
-    """Create a run's folder with its config, tokenizer, class names and checksums; return its path.
+    """Create a run's folder with its config, tokenizer, class names, sampling settings and checksums; return its path.
 
     A rename publishes the complete folder. An existing folder, even one that another process creates meanwhile, is left
     unchanged: with `allow_suffix`, the next free number is appended to the name.
@@ -255,6 +312,7 @@ def create_run(
     Args:
       params: parameters for a checkpoint without optimizer state; None for no checkpoint.
       step: step of that checkpoint.
+      sampling: sampling settings that the model was published with; none for no such file.
 
     Raises:
       UserError: the folder exists.
@@ -269,6 +327,8 @@ def create_run(
             tokenizer.save(scratch / TOKENIZER)
         if classes:
             write_atomically(scratch / CLASSES, json.dumps(list(classes), indent=2) + "\n")
+        if sampling:  # without a checksum, as the user may change them
+            write_atomically(scratch / SAMPLING, json.dumps(dict(sampling), indent=2) + "\n")
         files = (TOKENIZER, TOKENIZER_CONFIG, CLASSES)
         checksums = {name: sha256(scratch / name) for name in files if (scratch / name).exists()}
         write_atomically(scratch / CHECKSUMS, json.dumps(checksums, indent=2) + "\n")

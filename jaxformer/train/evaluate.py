@@ -50,6 +50,13 @@ class Evaluation:
         """exp(loss)."""
         return perplexity(self.loss)
 
+    def __str__(self) -> str:
+        """Return the metrics in the words of the training log."""
+        bits = "" if self.bits_per_byte is None else f" ({self.bits_per_byte:.6f} bits/byte)"
+        perplexity = [] if self.bits_per_byte is None else [f"perplexity {self.perplexity:.6g}"]
+        others = [f"{value:.4%} {name.replace('_', ' ')}" for name, value in self.others.items()]
+        return "  ".join([f"{self.loss:.6f}{bits}", *perplexity, *others, f"{self.targets:,} targets"])
+
     def as_row(self) -> dict[str, float]:
         """Return the metrics, by their names in the log."""
         text = {} if self.bits_per_byte is None else {"ppl": self.perplexity, "bpb": self.bits_per_byte}

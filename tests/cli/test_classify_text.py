@@ -27,7 +27,7 @@ def test_a_classifier_learns_evaluates_and_labels(tmp_path: Path, monkeypatch, c
     assert train.main(SMALL) == 0
     assert "n_classes" not in capsys.readouterr().out  # two, as the config says
     assert evaluate.main(["--run", "runs/x"]) == 0
-    assert "accuracy=1.000000 targets=20" in capsys.readouterr().out
+    assert "  100.0000% accuracy  20 targets" in capsys.readouterr().out
 
     assert sample.main(["--run", "runs/x", "--prompt", "99 is good", "98 is bad"]) == 0
     first, second = capsys.readouterr().out.splitlines()

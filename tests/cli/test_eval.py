@@ -42,6 +42,15 @@ def here(tmp_path_factory):
     return folder
 
 
+def metrics_in(line: str) -> dict[str, float]:
+    """Return the metrics in the line that eval prints, which has the words of the training log."""
+    numbers = re.fullmatch(
+        r"(?:held-out|loss) (\S+)(?: \((\S+) bits/byte\)  perplexity (\S+))?  (\S+)% accuracy  (\S+) targets", line
+    )
+    names = ("loss", "bpb", "ppl", "accuracy", "targets")
+    return {name: float(x.replace(",", "")) for name, x in zip(names, numbers.groups(), strict=True) if x}
+
+
 @pytest.fixture
 def evaluate(here, monkeypatch, capsys):
     """Return the metrics that eval prints, by name."""
@@ -50,7 +59,7 @@ def evaluate(here, monkeypatch, capsys):
     def call(*options: str) -> dict[str, float]:
         assert command.main(options) == 0, capsys.readouterr().err
         last = capsys.readouterr().out.splitlines()[-1]
-        return {name: float(value) for name, value in re.findall(r"(\w+)=(\S+)", last)}
+        return metrics_in(last)
 
     return call
 
@@ -95,14 +104,14 @@ def test_the_losses_by_position_average_to_the_loss(here, monkeypatch, capsys):
     metrics, by_position = capsys.readouterr().out.splitlines()[1:]
     means = dict(part.split("=") for part in by_position.removeprefix("loss by position: ").split())
     assert list(means) == ["1", "2", "3-4", "5-8", "9-16"]
-    loss = float(metrics.split("=")[1].split()[0])
+    loss = metrics_in(metrics)["loss"]
     np.testing.assert_allclose(np.dot([1, 1, 2, 4, 8], [float(x) for x in means.values()]) / 16, loss, rtol=2e-3)
     assert float(means["1"]) > float(means["9-16"])
 
     Path("short.txt").write_text("a b a")
     assert command.main(["--data.path", "short.txt", "--by-position"]) == 0
     metrics, by_position = capsys.readouterr().out.splitlines()[1:]
-    n_targets = int(metrics.rsplit("=", 1)[1])
+    n_targets = int(metrics_in(metrics)["targets"])
     positions = [part.split("=")[0] for part in by_position.removeprefix("loss by position: ").split()]
     assert n_targets < 16 and positions == ["1", "2", "3-4", "5-8", "9-16"][: 1 + (n_targets - 1).bit_length()]
     assert "nan" not in by_position

@@ -123,6 +123,7 @@ def test_the_first_token_of_one_prompt_is_compiled_for_while_the_run_is_opened(h
     options = sample.Arguments(
         opening=RunOptions("runs/quick", weights="int8"),
         sampling=sample.SamplingOptions(temperature=0.71),  # of no other test
+        given=frozenset({"--temperature"}),
     )
     prompt = Prompt("The cat sees", "the prompt")
     completer = sample.make_completer(options, [prompt])

@@ -14,7 +14,7 @@ import pytest
 from flax.traverse_util import unflatten_dict
 
 from jaxformer.decode.beam import _beam_search, beam_search, search
-from jaxformer.decode.generation import generate
+from jaxformer.decode.generation import generate_tokens
 from jaxformer.decode.samplers import Sampling
 from jaxformer.errors import UserError
 from jaxformer.models.decoder import DecoderConfig
@@ -105,7 +105,7 @@ def test_a_prefix_prompt_is_prefilled_as_by_generate() -> None:
     model, params = build(config)
     options = {"max_new_tokens": 5, "context_length": 16}
     results = beam_search(model, params, PROMPTS, n_beams=1, **options)
-    pieces = list(generate(model, params, PROMPTS, Sampling(0), [0] * len(PROMPTS), **options))
+    pieces = list(generate_tokens(model, params, PROMPTS, Sampling(0), [0] * len(PROMPTS), **options))
     np.testing.assert_array_equal(results.tokens_PNT[:, 0], np.concatenate([p.tokens_BN for p in pieces], axis=1))
     assert_close(results.scores_PN[:, 0], np.concatenate([p.logprobs_BN for p in pieces], axis=1).mean(axis=1))
 

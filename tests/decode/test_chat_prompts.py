@@ -136,7 +136,7 @@ def test_an_interactive_chat_remembers_until_it_is_cleared(run, monkeypatch, cap
 
 def test_a_run_without_a_template_says_so(run, capsys):
     assert main(["--run", str(run), "--chat", "--prompt", "Hi"]) == 2
-    error = capsys.readouterr().err.strip()
+    error = capsys.readouterr().err.splitlines()[-1]
     assert error == (
         "error: the tokenizer has no chat template; name a file with one in training, with --data.template."
     )

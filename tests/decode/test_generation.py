@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from jaxformer.config import ModelConfig
 from jaxformer.contract import Contract, Task, contract_of
-from jaxformer.decode import Generation, Piece, Sampling, generate, programs
+from jaxformer.decode import Generation, Piece, Sampling, generate_tokens, programs
 from jaxformer.decode.generation import length_bucket, spread_rows
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.mlp import MLPConfig
@@ -61,10 +61,10 @@ def decoder() -> Model:
 def begin(
     model: Model, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling = GREEDY, **kwargs: Any
 ) -> Generation:
-    """Call `generate` with seeds 0, 1, …, and no more slots than the prompt needs."""
+    """Call `generate_tokens` with seeds 0, 1, …, and no more slots than the prompt needs."""
     seeds = range(len(prompts) * kwargs.get("n_samples", 1))
     given = {"seeds": seeds, "max_new_tokens": n, "context_length": CONTEXT, "prefill_chunk": 16} | kwargs
-    return generate(*model, prompts, sampling, **given)
+    return generate_tokens(*model, prompts, sampling, **given)
 
 
 def concatenate(pieces: Sequence[Piece]) -> Piece:

@@ -11,7 +11,7 @@ from scipy import stats
 
 from jaxformer.contract import Contract, Task
 from jaxformer.decode import speculative
-from jaxformer.decode.generation import generate
+from jaxformer.decode.generation import generate_tokens
 from jaxformer.decode.samplers import Sampling
 from jaxformer.decode.speculative import DraftModel, PromptLookup, speculate
 from jaxformer.errors import UserError
@@ -57,7 +57,7 @@ def tokens_of(speculation):
 
 
 def plainly(sampling, seed=0, n=30, prompt=PROMPT):
-    return generate(MODEL, PARAMS, [prompt], sampling, [seed], max_new_tokens=n, context_length=CONTEXT)
+    return generate_tokens(MODEL, PARAMS, [prompt], sampling, [seed], max_new_tokens=n, context_length=CONTEXT)
 
 
 @pytest.mark.slow
@@ -89,7 +89,7 @@ def test_greedy_tokens_with_penalties_equal_generate_past_the_context(monkeypatc
         frequency_penalty=0.1,
     )  # fmt: skip
     options = {"max_new_tokens": 70, "context_length": CONTEXT, "n_samples": 2, "cache_dtype": "int8"}
-    expected = [piece.tokens_BN for piece in generate(MODEL, PARAMS, [PROMPT], sampling, [0, 1], **options)]
+    expected = [piece.tokens_BN for piece in generate_tokens(MODEL, PARAMS, [PROMPT], sampling, [0, 1], **options)]
     calls, init = [], speculative._init
 
     def count_prefills(*args, **kwargs):
@@ -155,7 +155,7 @@ def test_a_token_that_is_proposed_is_no_likelier():
 
 @pytest.mark.slow
 def test_samples_are_distributed_as_those_of_generate():
-    """The joint distribution of two tokens, from many seeds, against the draws of `generate`."""
+    """The joint distribution of two tokens, from many seeds, against the draws of `generate_tokens`."""
     sampling = Sampling(temperature=0.7, top_k=3, frequency_penalty=1.0)
     n_draws, n = 300, 2
     speculation = speculate(
@@ -174,7 +174,7 @@ def test_samples_are_distributed_as_those_of_generate():
 
 
 def all_draws(sampling, n, n_draws):
-    pieces = generate(
+    pieces = generate_tokens(
         MODEL, PARAMS, [PROMPT], sampling, range(10**6, 10**6 + n_draws), n_samples=n_draws, max_new_tokens=n,
         context_length=CONTEXT,
     )  # fmt: skip
@@ -240,7 +240,9 @@ def test_a_text_past_the_context_of_the_model_is_refused():
     with pytest.raises(ValueError, match="context of 16"):
         run(max_new_tokens=8, context_length=16)
     got = tokens_of(run(max_new_tokens=7, context_length=16))
-    expected = generate(model, params, [PROMPT], Sampling(temperature=0), [0], max_new_tokens=7, context_length=16)
+    expected = generate_tokens(
+        model, params, [PROMPT], Sampling(temperature=0), [0], max_new_tokens=7, context_length=16
+    )
     assert got.tolist() == tokens_of(expected).tolist()
 
 

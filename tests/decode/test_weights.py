@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxformer.contract import ParameterAxes
-from jaxformer.decode.generation import generate
+from jaxformer.decode.generation import generate_tokens
 from jaxformer.decode.samplers import Sampling
 from jaxformer.decode.weights import Transposed, as_declared, lay_out, restored, store, summed_axes
 from jaxformer.models.decoder import DecoderConfig
@@ -164,7 +164,7 @@ def test_texts_are_the_same_from_parameters_laid_out(platform):
     params = random_params(model, TOKENS)
 
     def run(params):
-        pieces = generate(
+        pieces = generate_tokens(
             model, params, [[1, 2, 3], [4]], Sampling(temperature=0), [0, 0], max_new_tokens=6, context_length=16
         )
         return np.concatenate([piece.tokens_BN for piece in pieces], axis=1)
@@ -178,7 +178,7 @@ def test_generation_with_rounded_weights_is_greedy_by_full_passes():
     params = random_params(model, TOKENS)
     small = store(params, "int8", model)
     run = lambda params, prompts: list(  # noqa: E731
-        generate(
+        generate_tokens(
             model, params, prompts, Sampling(temperature=0), [0] * len(prompts), max_new_tokens=4, context_length=16
         )
     )

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxformer.decode.generation import generate
+from jaxformer.decode.generation import generate_tokens
 from jaxformer.decode.samplers import Sampling
 from jaxformer.decode.weights import lay_out, restored, store
 from jaxformer.models.decoder import DecoderConfig
@@ -32,7 +32,7 @@ def test_greedy_tokens_have_the_largest_logit_of_a_full_pass_in_float64(
     model, params = CONFIG.build(), random_params(CONFIG.build(), *CONFIG.example())
     stored = store(jax.device_put(params, beside.device), weights, model)
     prompts = np.random.default_rng(0).integers(CONFIG.vocab_size, size=(3, 10)).tolist()
-    pieces = generate(
+    pieces = generate_tokens(
         model, lay_out(stored, model), prompts, Sampling(0), [0] * 3, max_new_tokens=NEW,
         context_length=CONFIG.context_length, cache_dtype=jnp.dtype(cache),
     )  # fmt: skip

@@ -347,7 +347,9 @@ def test_value_of_an_inner_transformation_can_be_replaced_and_not_captured():
     with pytest.raises(ValueError, match=r"layer\.input is computed within a transformation, such as jax\.vmap"):
         capture(model, params, x_D)
     with pytest.raises(ValueError, match=r"logits is computed within a transformation"):
-        capture_gradients(lambda: jax.vmap(lambda x: model.apply({"params": params}, x).sum())(x_D[None])[0], "logits")
+        capture_gradients(
+            lambda: jax.vmap(lambda x: model.apply({"params": params}, x).sum())(x_D[None])[0], names="logits"
+        )
 
 
 @pytest.mark.slow
@@ -361,7 +363,9 @@ def test_intervention_covers_every_call_of_a_model():
         with intervene("blocks.1.mlp", zero):
             np.testing.assert_array_equal(result, model.apply({"params": params}, x))
     with pytest.raises(ValueError, match=r"logits is computed in two calls of a model"):
-        capture_gradients(lambda: sum(model.apply({"params": params}, x).sum() for x in (tokens, other)), "logits")
+        capture_gradients(
+            lambda: sum(model.apply({"params": params}, x).sum() for x in (tokens, other)), names="logits"
+        )
 
 
 def test_capture_within_an_intervention_returns_replaced_values():

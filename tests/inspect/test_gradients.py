@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxformer.data.dataset import Batch
-from jaxformer.inspect import gradient_report, gradients_by_position, per_example_gradients
+from jaxformer.inspect import PerExampleGradients, gradient_report, gradients_by_position, per_example_gradients
 from jaxformer.inspect.gradients import EXAMPLES_PER_CHUNK, Row, noise_scale, update_grid
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.objective import Params, objective_of
@@ -101,6 +101,21 @@ def test_report_without_updates_has_an_empty_column() -> None:
     report = gradient_report(PARAMS, GRADS, LR)
     assert {row.update for row in report.rows} == {None}
     assert [row.name for row in report.rows] == [row.name for row in REPORT.rows]
+
+
+def test_report_has_no_column_without_values() -> None:
+    alone = gradient_report(PARAMS, GRADS)
+    assert repr(alone).splitlines()[0].split() == ["parameter", "g", "w", "g/w"]
+    assert [row.u for row in alone.rows] == [row.u / LR for row in REPORT.rows]  # LR is a power of 2
+    assert "update/w" not in repr(gradient_report(PARAMS, GRADS, LR))
+
+
+def test_per_example_gradients_are_shown_on_a_screen() -> None:
+    values = np.linspace(1, 2, 50)
+    shown = repr(PerExampleGradients(values, values, values / 2, {"W": np.ones((50, 300))}, 1.5)).splitlines()
+    assert shown[0].split() == ["example", "loss", "norm", "cosine"]
+    assert shown[1].split() == ["0", "1", "1", "0.5"] and shown[-2] == "… 30 more"
+    assert shown[-1].startswith("mean gradient: norm 1.5, noise scale") and len(shown) == 23
 
 
 def test_zero_weights_have_infinite_ratios() -> None:

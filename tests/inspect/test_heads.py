@@ -1,5 +1,6 @@
 """Head statistics by hand, and head ablation by changed weights."""
 
+from collections import OrderedDict
 from dataclasses import astuple, replace
 
 import jax
@@ -10,7 +11,15 @@ import pytest
 from jaxformer.data.dataset import Batch
 from jaxformer.inspect.activations import capture, intervene
 from jaxformer.inspect.attention import attention_entropy, attention_maps
-from jaxformer.inspect.heads import ablate_heads, ablation_loss, head_statistics, layer_statistics, target_mask
+from jaxformer.inspect.heads import (
+    Ablation,
+    HeadStatistics,
+    ablate_heads,
+    ablation_loss,
+    head_statistics,
+    layer_statistics,
+    target_mask,
+)
 from jaxformer.inspect.softmax_saturation import saturation
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.objective import objective_of
@@ -58,6 +67,21 @@ def test_head_statistics_are_means_over_examples():
     for name in ("entropy", "normalized_entropy", "distance", "previous", "duplicate"):
         expected = np.nanmean([getattr(x, name) for x in one], axis=0)
         np.testing.assert_allclose(getattr(result["blocks.1.attention"], name), expected, rtol=1e-4, atol=1e-6)
+
+
+def test_results_for_many_heads_fit_on_a_screen():
+    """The heads with the largest effect come first."""
+    rises = OrderedDict((f"blocks.{i}.attention", np.arange(9.0) + 9 * i) for i in range(6))
+    shown = repr(Ablation(2.0, rises, rises, rises, rises)).splitlines()
+    assert shown[0].startswith("rise of the loss of 2.0000  ") and shown[-1] == "… 34 more" and len(shown) == 22
+    assert shown[1].split("  ")[0] == "blocks.5.attention, head 8"
+    values_H = np.linspace(0, 1, 64)
+    shown = repr(HeadStatistics(*[values_H] * 7)).strip().splitlines()
+    assert shown[0].split()[:2] == ["head", "entropy"] and shown[2].split()[:2] == ["1", "0.016"]
+    assert shown[-1] == "… 44 more" and max(map(len, shown)) <= 100
+    shown = []
+    jax.make_jaxpr(lambda x: shown.append(repr(HeadStatistics(*[x] * 7))))(values_H)  # within a transformation
+    assert "HeadStatistics object" in shown[0]
 
 
 @pytest.mark.slow

@@ -105,7 +105,7 @@ def test_backward_lens_leaves_out_the_soft_cap():
     error_TV = (jax.nn.one_hot(example.targets, V) - jax.nn.softmax(capped_TV)) * (1 - (capped_TV / 3) ** 2) / 4
     W_DV = params["W_out"]
     expected = error_TV @ W_DV.T @ W_DV
-    lens = backward_lens(model, params, example)["blocks.0.after"]
+    lens = backward_lens(model, params, example)["blocks.0.resid_post"]
     np.testing.assert_allclose(lens, expected, atol=1e-4 * float(jnp.abs(expected).max()))
 
 

@@ -24,7 +24,8 @@ BATCH, EXAMPLE = Batch((TOKENS[None],), OTHER[None]), Batch((TOKENS,), OTHER)
 LAYER = "blocks.0.attention"
 SHAPES: dict[str, tuple[int, ...]] = {
     "embed": (T, 16), f"{LAYER}.q": (4, T, 4), f"{LAYER}.k": (2, T, 4), f"{LAYER}.mask": (T, T),
-    f"{LAYER}.z": (4, T, 4), f"{LAYER}.z (call 2)": (4, T, 4), LAYER: (T, 16), "reader.pattern": (T, 3), "output.0": (3,),
+    f"{LAYER}.z": (4, T, 4), f"{LAYER}.z (call 2)": (4, T, 4), LAYER: (T, 16), "reader.pattern": (T, 3),
+    "output.0": (3,),
 }  # fmt: skip
 
 
@@ -162,7 +163,7 @@ def test_heads_are_parts_of_their_activations_for_every_instrument():
         with intervene(of, lambda _, x, head=head: x.at[head].multiply(2)):
             np.testing.assert_array_equal(edited, call())
         np.testing.assert_array_equal(run_from(MODEL, PARAMS, (TOKENS,), {name: 2 * part[name]}), edited)
-        grads = [capture_gradients(lambda: _logit(call()), names)[1][names] for names in (name, of)]
+        grads = [capture_gradients(lambda: _logit(call()), names=names)[1][names] for names in (name, of)]
         np.testing.assert_allclose(grads[0], grads[1][head], rtol=1e-5, atol=1e-6)
     late = "blocks.1.attention.z"
     one = [gradient_of(MODEL, PARAMS, TOKENS, of=f"{late}.{h}", at=(-1,), wrt=f"{LAYER}.z.2") for h in range(4)]

@@ -41,6 +41,11 @@ def test_attributions_sum_to_the_logit_before_a_soft_cap(name):
     total = sum(x.sum(0) if name.endswith(".z") else x for name, x in differences.items())
     np.testing.assert_allclose(total, chosen(target_T) - chosen(baseline_T), atol=1e-5 * scale)
     assert parts["blocks.1.attention.z"].shape == (3, T)
+    likeliest = logit_attribution(model, params, TOKENS, baseline_T=2)
+    total = sum(x.sum(0) if name.endswith(".z") else x for name, x in likeliest.items())
+    np.testing.assert_allclose(total, logits_TV.max(axis=-1) - logits_TV[:, 2], atol=1e-5 * scale)
+    with pytest.raises(ValueError, match=f"token {V} at position 0 is not in the vocabulary"):
+        logit_attribution(model, params, TOKENS, target_T=V)
 
 
 @pytest.mark.parametrize("name", ["rmsnorm", *(slow(name) for name in STREAMS if name != "rmsnorm")])

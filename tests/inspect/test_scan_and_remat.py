@@ -98,7 +98,7 @@ def edit_by_block(name: str, value: jax.Array) -> jax.Array:
 def test_interventions_by_block_and_gradients_of_values_are_those_of_the_plain_model():
     def probe(model, params, inputs):
         with intervene("blocks.*.attention.z", edit_by_block):
-            return capture_gradients(lambda: loss_of(model, params, inputs), "blocks.[12].*")
+            return capture_gradients(lambda: loss_of(model, params, inputs), names="blocks.[12].*")
 
     assert_same(LLAMA, BOTH, probe)
 

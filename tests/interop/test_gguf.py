@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxformer.decode import Sampling, generate
+from jaxformer.decode import Sampling, generate_tokens
 from jaxformer.errors import UserError
 from jaxformer.interop.gguf import export_gguf
 from jaxformer.interop.gguf_tokenizer import pre_type
@@ -86,7 +86,7 @@ def test_llama_cpp_draws_the_same_greedy_tokens(small, tmp_path, case):
     banned = [i for i, text in enumerate(run.tokenizer.token_bytes) if not text.isascii() or not text]
     banned += range(n_tokens, 300)
     prompt = np.random.default_rng(1).integers(n_tokens, size=7).tolist()
-    pieces = list(generate(
+    pieces = list(generate_tokens(
         run.model, run.params, [prompt], Sampling(temperature=0, bad_words=tuple((i,) for i in banned)), [0],
         max_new_tokens=24, context_length=96,
     ))  # fmt: skip

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxformer.__main__ import main
-from jaxformer.decode import Sampling, generate
+from jaxformer.decode import Sampling, generate_tokens
 from jaxformer.errors import UserError
 from jaxformer.interop.configs import read_config
 from jaxformer.interop.gguf import export_gguf, llama3_divisors
@@ -55,7 +55,7 @@ def test_greedy_tokens_equal_those_of_llama_cpp(tmp_path: Path, architecture: st
     banned += range(run.tokenizer.vocab_size, V)
     sampling = Sampling(temperature=0, bad_words=tuple((i,) for i in banned))
     prompt = TOKENS[:7].tolist()
-    pieces = list(generate(run.model, run.params, [prompt], sampling, [0], max_new_tokens=24, context_length=64))
+    pieces = list(generate_tokens(run.model, run.params, [prompt], sampling, [0], max_new_tokens=24, context_length=64))
     tokens, logprobs = (
         np.concatenate([getattr(piece, name)[0] for piece in pieces]) for name in ("tokens_BN", "logprobs_BN")
     )
@@ -67,9 +67,10 @@ def test_greedy_tokens_equal_those_of_llama_cpp(tmp_path: Path, architecture: st
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["llama, tied", "llama, llama3 scaling", "qwen3"])
 def test_import_of_an_export_is_the_same_model(small: Run, tmp_path: Path, case: str):
-    run = random_run(small, **CASES[case])
+    run = replace(random_run(small, **CASES[case]), sampling={"temperature": 0.6, "top_k": 20, "top_p": 0.95})
     export_gguf(run, tmp_path / "out.gguf")
     again = load_run(import_run(tmp_path / "out.gguf", tmp_path / "run")[0])
+    assert again.sampling == run.sampling
     jax.tree.map(np.testing.assert_array_equal, again.params, run.params)
     read, written = (replace(resolved(r.config.model), embedding_std=1.0) for r in (again, run))  # at the start alone
     assert read == written

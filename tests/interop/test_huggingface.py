@@ -11,7 +11,7 @@ import pytest
 import tokenizers
 
 from jaxformer.cli.arguments import load_config
-from jaxformer.decode import Sampling, generate
+from jaxformer.decode import Sampling, generate_tokens
 from jaxformer.errors import UserError
 from jaxformer.interop.families import FAMILIES
 from jaxformer.interop.huggingface import export_huggingface, resolved, unmatched
@@ -46,7 +46,7 @@ def assert_equal_params(ours: Any, theirs: Any) -> None:
 
 def greedy(run: Run, prompt: list[int], n: int) -> list[int]:
     """Return n greedy tokens."""
-    pieces = generate(
+    pieces = generate_tokens(
         run.model, run.params, [prompt], Sampling(temperature=0), [0], max_new_tokens=n, context_length=96
     )  # fmt: skip
     return np.concatenate([piece.tokens_BN[0] for piece in pieces]).tolist()
@@ -54,10 +54,12 @@ def greedy(run: Run, prompt: list[int], n: int) -> list[int]:
 
 @pytest.mark.slow
 def test_import_of_an_export_is_bit_identical(run, tmp_path):
+    run = replace(run, sampling={"temperature": 0.6, "top_p": 0.95})
     export_huggingface(run, tmp_path / "out")
     path, _ = import_run(tmp_path / "out", tmp_path / "run")
     again = load_run(path)
     assert_equal_params(again.params, run.params)
+    assert again.sampling == run.sampling
     assert again.tokenizer.as_json() == run.tokenizer.as_json()
     export_huggingface(again, tmp_path / "again")
     for name in ("config.json", "model.safetensors", "tokenizer_config.json", "generation_config.json"):

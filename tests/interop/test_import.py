@@ -385,13 +385,13 @@ def test_training_begins_with_published_parameters_on_any_mesh(tmp_path: Path, m
 @pytest.mark.slow
 def test_train_begins_with_a_published_model(tmp_path: Path, monkeypatch: Any, capsys: Any):
     monkeypatch.chdir(tmp_path)
-    write(tmp_path / "model")
+    (write(tmp_path / "model") / "generation_config.json").write_text('{"do_sample": false}')
     write_books(tmp_path / "books")
     options = ["--data.path", "books", "--steps", "2", "--model.context-length", "16", "--train.report-every", "0"]
     assert main(["import", "model", "--run", "imported"]) == 0
     assert main(["train", "--init-from", "model", "--run", "one", *options]) == 0
     one = load_run("one")
-    assert (one.step, one.text_model()[0].n_positions) == (2, 32)
+    assert (one.step, one.text_model()[0].n_positions, one.sampling) == (2, 32, {"temperature": 0})
     assert main(["train", "--resume", "--run", "imported", "--data.path", "books"]) == 2
     assert "has parameters only, so training cannot resume from it" in capsys.readouterr().err
 

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxformer.decode import Sampling, generate
+from jaxformer.decode import Sampling, generate_tokens
 from jaxformer.interop.run import import_run
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.runs.run import Run, load_run
@@ -110,7 +110,7 @@ def test_greedy_tokens_equal_those_of_transformers_and_log_probabilities_those_o
     """Of what decoding has by itself: positions that are scaled, learned or of each layer, windows and experts."""
     model, run, logits = case
     prompt = tokens(5).tolist()
-    pieces = generate(
+    pieces = generate_tokens(
         run.model, run.params, [prompt], Sampling(temperature=0), [0], max_new_tokens=N_NEW, context_length=96
     )  # fmt: skip
     tokens_N, logprobs_N = (

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxformer.cli.arguments import load_config
-from jaxformer.decode import Sampling, generate
+from jaxformer.decode import Sampling, generate_tokens
 from jaxformer.errors import UserError
 from jaxformer.interop.stablehlo import export_stablehlo
 from jaxformer.runs.run import Run
@@ -55,7 +55,7 @@ def run_readme(folder, program: str) -> str:
 def greedy(run: Run, n: int) -> np.ndarray:
     """Return n greedy tokens for each of `PROMPTS`, `(B, n)`."""
     context = run.text_model()[0].context_length
-    pieces = generate(
+    pieces = generate_tokens(
         run.model, run.params, PROMPTS, Sampling(temperature=0), [0, 0], max_new_tokens=n, context_length=context
     )
     return np.concatenate([piece.tokens_BN for piece in pieces], axis=1)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxformer.decode.beam import Beams, search
-from jaxformer.decode.generation import generate
+from jaxformer.decode.generation import generate_tokens
 from jaxformer.decode.samplers import Sampling
 from jaxformer.decode.weights import store
 from jaxformer.errors import UserError
@@ -331,7 +331,7 @@ def test_a_recurrent_language_model_generates_what_full_passes_predict() -> None
     params = random_params(model, TARGET_T)
     prompts, greedy = [[3], [5, 1, 4]], Sampling(temperature=0)
     # Past the context, too: a state has no end.
-    pieces = generate(model, params, prompts, greedy, [0, 0], max_new_tokens=2 * T, context_length=T)
+    pieces = generate_tokens(model, params, prompts, greedy, [0, 0], max_new_tokens=2 * T, context_length=T)
     generated = np.concatenate([piece.tokens_BN for piece in pieces], axis=1).tolist()
     for prompt, new in zip(prompts, generated, strict=True):
         text = [*prompt, *new]

@@ -58,6 +58,12 @@ def test_a_block_is_its_parts_by_hand(norm: type | None, placement: str, residua
     )
 
 
+def test_the_default_block_is_that_of_the_base_model_at_any_width() -> None:
+    params = jax.eval_shape(Block().init, jax.random.key(0), jnp.zeros((T, D)))["params"]
+    shapes = {name: params["attention" if "Q" in name else "mlp"][name].shape for name in ("W_Q", "W_1", "W_2")}
+    assert shapes == {"W_Q": (D, 8, 64), "W_1": (D, 2048), "W_2": (2048, D)} and "attention_norm" in params
+
+
 @pytest.mark.parametrize("placement", ["pre", "post"])
 def test_a_block_with_a_source_attends_to_it_between_attention_and_mlp(placement: str) -> None:
     block = Block(ATTENTION, FEED_FORWARD, LayerNorm, placement, make_cross_attention=ATTENTION)
@@ -89,7 +95,7 @@ class Ones(nn.Module):
 
 def dropped(residual: bool, rate: float = 0.3, key: jax.Array | None = None) -> np.ndarray:
     x = jnp.zeros((101, 211))
-    block = (Block if residual else PlainBlock)(partial(Ones, pair=True), Ones, dropout=rate)
+    block = (Block if residual else PlainBlock)(partial(Ones, pair=True), Ones, None, dropout=rate)
     return np.asarray(block.apply({}, x, jnp.arange(101), None, key=key)[0])
 
 

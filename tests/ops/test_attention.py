@@ -96,6 +96,13 @@ def test_weights_agree_with_flax() -> None:
     assert_close(attention_weights(q, k, CAUSAL_TT, K**-0.5), wanted)  # Flax scales by 1/√K itself
 
 
+def test_is_causal_is_the_causal_mask_and_excludes_another() -> None:
+    q, k, v = normal(4, 5, 3), normal(2, 7, 3, seed=1), normal(2, 7, 3, seed=2)
+    assert_close(ops.attention(q, k, v, is_causal=True), ops.attention(q, k, v, masks.Causal()))
+    with pytest.raises(ValueError, match="is_causal is set, and there is a mask; give one of them"):
+        ops.attention(q, k, v, jnp.ones((5, 7), bool), is_causal=True)
+
+
 def test_weights_of_three_scores_by_hand() -> None:
     # e^1.2, e^0.5, e^1.1 = 3.320, 1.649, 3.004; their sum 7.973.
     weights = attention_weights(jnp.ones((1, 1, 1)), jnp.array([1.2, 0.5, 1.1]).reshape(1, 3, 1))

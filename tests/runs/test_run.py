@@ -7,8 +7,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+import tokenizers
 
 from jaxformer.config import Config, ModelConfig
 from jaxformer.config.files import load_module
@@ -34,8 +37,10 @@ from jaxformer.runs.run import (
     read_tokenizer,
     write_config,
 )
+from tests.arrays import apply
 from tests.data.test_tokenizer import byte_level, publish
 from tests.helpers import small_run
+from tests.runs.random_runs import random_run
 
 
 @pytest.mark.parametrize("model", [DecoderConfig(d_ff=(3,)), MLPConfig(mixing="concatenate")])
@@ -296,6 +301,34 @@ def test_loss_refuses_models_without_next_token_prediction(tmp_path):
     run = Run(tmp_path / "x", config, config.model.build(), {}, None, step=1)
     with pytest.raises(TypeError, match="MaskedLanguageModel predicts no next token"):
         run.loss({}, [1, 2, 3])
+    with pytest.raises(TypeError, match="a MaskedLanguageModel does not read plain text; give the model's inputs"):
+        run.logits("a")
+
+
+def test_a_text_stands_for_its_tokens_after_the_token_that_begins_a_text(tmp_path):
+    run = random_run(tmp_path / "x", ["The cat sees the sea."])
+    begins = Tokenizer(tokenizers.Tokenizer.from_str(run.tokenizer.as_json()), config={
+        "bos_token": "a", "add_bos_token": True, "eos_token": "<|endoftext|>",
+    })  # fmt: skip
+    tokens = run.tokenizer.encode("The sea")
+    assert run.tokens("The sea").tolist() == run.tokens(tokens).tolist() == tokens
+    assert replace(run, tokenizer=begins).tokens("The sea").tolist() == [*run.tokenizer.encode("a"), *tokens]
+    with pytest.raises(TypeError, match="expected one text or its tokens, got 2 texts; give one at a time"):
+        run.logits(["The sea", "a"])
+    with pytest.raises(ValueError, match="is not in the vocabulary"):
+        run.logits([280])
+    with pytest.raises(TypeError, match=r"got the text The sea; encode it: run\.tokens\(text\)"):
+        run.model.apply({"params": run.params}, "The sea")
+
+
+@pytest.mark.slow
+def test_logits_and_loss_of_a_text_are_those_of_its_tokens(tmp_path):
+    run = random_run(tmp_path / "x", ["The cat sees the sea."])
+    tokens = run.tokens("The sea")
+    logits_TV = run.logits("The sea")
+    np.testing.assert_allclose(logits_TV, apply(run.model, run.params, tokens), rtol=1e-4, atol=1e-5)
+    expected = -jax.nn.log_softmax(logits_TV)[jnp.arange(len(tokens) - 1), tokens[1:]].mean()
+    np.testing.assert_allclose(run.loss(run.params, "The sea"), expected, rtol=1e-5)
 
 
 @dataclass(frozen=True)

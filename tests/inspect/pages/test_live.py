@@ -405,7 +405,7 @@ def test_gradient_and_arithmetic_of_a_weight_equal_the_models(page, browser, nam
             return jax.nn.log_softmax(model.apply({"params": params}, jnp.array(tokens_T))[position])[token]
 
         with intervene("blocks.0.attention.z", lambda name, x: x.at[head].multiply(factor)):
-            return capture_gradients(log_p, names)
+            return capture_gradients(log_p, names=names)
 
     values, grads = differentiate(case.params, 1.0)
     steps, whole, in_parts, ablated = browser.execute_script(

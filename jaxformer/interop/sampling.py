@@ -1,0 +1,108 @@
+"""Sampling settings of published models: `generation_config.json` as transformers reads it, and the keys
+`general.sampling.*` of GGUF as llama.cpp does. Here they are fields of `decode.Sampling`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from jaxformer.decode.samplers import Sampling
+from jaxformer.errors import UserError
+
+warn = logging.getLogger(__name__).warning
+WARPERS = ("temperature", "top_k", "top_p", "min_p", "typical_p")
+THEIRS = (*WARPERS, "repetition_penalty")
+"""Settings by their names in transformers, which are those of `Sampling`."""
+DEFAULTS = {"temperature": 1.0, "top_k": 50}
+"""Settings that transformers samples with if they are not given."""
+NEUTRAL = {"top_k": 0, "top_p": 1, "min_p": 0, "typical_p": 1, "repetition_penalty": 1}
+"""Values that change nothing, which `Sampling` leaves out."""
+UNUSED = (
+    "num_beams", "no_repeat_ngram_size", "min_length", "min_new_tokens", "bad_words_ids", "suppress_tokens",
+    "begin_suppress_tokens", "sequence_bias", "forced_bos_token_id", "forced_eos_token_id", "epsilon_cutoff",
+    "eta_cutoff", "top_h", "exponential_decay_length_penalty", "guidance_scale", "stop_strings",
+)  # fmt: skip
+"""Other settings that change what transformers generates."""
+PREFIX = "general.sampling."
+GGUF_KEYS = {
+    "temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "penalty_repeat": "repetition_penalty",
+}  # fmt: skip
+"""Fields of `Sampling` by their keys in GGUF, after `PREFIX`."""
+GGUF_DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
+"""Settings that llama.cpp samples with if they are not given."""
+GGUF_UNUSED = ("sequence", "xtc_probability", "mirostat")
+"""Other keys that change what llama.cpp generates."""
+
+
+def from_generation_config(values: Mapping[str, Any], source: object) -> dict[str, float]:
+    """Return the settings in the values of a `generation_config.json`; empty if it has none. Warns of those that are
+    not used.
+
+    Without `do_sample`, which transformers takes for greedy decoding, a temperature or a filter is applied.
+
+    Raises:
+      UserError: a value is not a number, or out of range.
+    """
+    given = {name: values[name] for name in THEIRS if values.get(name) is not None}
+    samples = values.get("do_sample")
+    if samples is None:
+        samples = any(name in given for name in WARPERS)
+        if not given:
+            return {}
+    _warn_unused([name for name in UNUSED if values.get(name) not in (None, False, 0, 1, [], {})], source)
+    if not samples:
+        given = {"temperature": 0, **{name: x for name, x in given.items() if name not in WARPERS}}
+    return _checked(DEFAULTS | given if samples else given, source)
+
+
+def from_gguf(metadata: Mapping[str, Any], source: object) -> dict[str, float]:
+    """Return the settings in the metadata of a GGUF file; empty if it has none. Warns and raises as
+    `from_generation_config` does."""
+    values = {key.removeprefix(PREFIX): value for key, value in metadata.items() if key.startswith(PREFIX)}
+    given = {ours: values[key] for key, ours in GGUF_KEYS.items() if key in values}
+    if not given:
+        return {}
+    _warn_unused([PREFIX + name for name in GGUF_UNUSED if values.get(name)], source)
+    settings = {**GGUF_DEFAULTS, **given}
+    for name in ("temperature", "top_k"):  # below 0, they are as at 0
+        settings[name] = max(settings[name], 0) if isinstance(settings[name], int | float) else settings[name]
+    return _checked(settings, source)
+
+
+def as_generation_config(settings: Mapping[str, float]) -> dict[str, float | bool]:
+    """Return the values of a `generation_config.json`, of which `from_generation_config` returns these settings."""
+    if not settings:
+        return {}
+    if settings.get("temperature") == 0:
+        return {"do_sample": False, **{name: x for name, x in settings.items() if name not in WARPERS}}
+    return {"do_sample": True, "temperature": 1.0, "top_k": 0, **settings}
+
+
+def as_gguf(settings: Mapping[str, float]) -> dict[str, float]:
+    """Return the metadata of a GGUF file, of which `from_gguf` returns these settings; warns of those that it lacks."""
+    if not settings:
+        return {}
+    lacking = [name for name in settings if name not in GGUF_KEYS.values()]
+    if lacking:
+        warn(f"GGUF has no key for {', '.join(lacking)}, which {'is' if len(lacking) == 1 else 'are'} left out.")
+    values = {"temperature": 1.0, **NEUTRAL, **settings}
+    return {PREFIX + key: values[ours] for key, ours in GGUF_KEYS.items()}
+
+
+def _checked(settings: Mapping[str, Any], source: object) -> dict[str, float]:
+    """Return settings without neutral ones. Raises `UserError` if `Sampling` does not accept them."""
+    kept = {name: x for name, x in settings.items() if name not in NEUTRAL or x != NEUTRAL[name]}
+    for name, x in kept.items():
+        if type(x) is not int and (type(x) is not float or name == "top_k"):
+            raise UserError(f"{name} in {source} is {x!r}; it must be a number; mend it, or remove it there.")
+    try:
+        Sampling(**kept)
+    except UserError as error:
+        raise UserError(f"{source} cannot be used: {error} Mend it, or remove it there.") from error
+    return kept
+
+
+def _warn_unused(names: list[str], source: object) -> None:
+    if names:
+        warn(f"{source} sets {', '.join(names)}, which sampling here does not use.")
