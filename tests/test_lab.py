@@ -110,7 +110,9 @@ class Reference:
             if name.endswith("mask"):
                 value = visible
             if name.endswith("pattern"):
-                scores = jnp.where(before, self.seen[name.replace("pattern", "attn_scores")], jnp.finfo(jnp.float32).min)
+                scores = jnp.where(
+                    before, self.seen[name.replace("pattern", "attn_scores")], jnp.finfo(jnp.float32).min
+                )
                 value = jnp.where(visible, jax.nn.softmax(scores, axis), 0)
             self.seen[name] = value
             return value

@@ -44,7 +44,7 @@ def test_program_that_read_no_context_is_shared_by_all():
     for factor in (2.0, 3.0, 4.0):
         with FACTOR.set(factor):
             assert float(f.call(3.0) * FACTOR.get()) == 3 * factor and f.n == 1
-            assert float(jax.grad(lambda x: f.call(x) * FACTOR.get())(3.0)) == factor  # noqa: B023
+            assert float(jax.grad(lambda x: f.call(x) * FACTOR.get())(3.0)) == factor
 
 
 @pytest.mark.parametrize("transform", [jax.grad, jax.vmap, jax.jit, jax.checkpoint, jax.linearize])
