@@ -24,8 +24,8 @@ BATCH, EXAMPLE = Batch((TOKENS[None],), OTHER[None]), Batch((TOKENS,), OTHER)
 LAYER = "blocks.0.attention"
 SHAPES: dict[str, tuple[int, ...]] = {
     "embed": (T, 16), f"{LAYER}.q": (4, T, 4), f"{LAYER}.k": (2, T, 4), f"{LAYER}.mask": (T, T),
-    f"{LAYER}.z": (4, T, 4), f"{LAYER}.z (call 2)": (4, T, 4), LAYER: (T, 16), "reader.pattern": (T, 3),
-    "output.0": (3,),
+    f"{LAYER}.z": (4, T, 4), f"{LAYER}.z (call 2)": (4, T, 4), LAYER: (T, 16),
+    "reader.pattern": (T, 3), "output.0": (3,),
 }  # fmt: skip
 
 
