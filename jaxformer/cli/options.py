@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import inspect
 import re
@@ -14,11 +13,9 @@ import typing
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from functools import cache
-from itertools import pairwise
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
-from jaxformer.config.fields import check_fields, not_a_choice, type_hints
+from jaxformer.config.fields import check_fields, field_docstrings, not_a_choice, type_hints
 from jaxformer.errors import UserError
 from jaxformer.terminal import echo
 
@@ -320,23 +317,3 @@ def _metavar(hint: object) -> str:
     if typing.get_origin(hint) is tuple:
         return f"{_metavar(args[0])} …"
     return METAVARS.get(hint, "VALUE")
-
-
-@cache
-def field_docstrings(cls: type) -> dict[str, str]:
-    """Return the docstring below each field of a dataclass, including inherited fields."""
-    docs: dict[str, str] = {}
-    for base in reversed(cls.__mro__):
-        if not dataclasses.is_dataclass(base):
-            continue
-        try:
-            (node,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
-        except (OSError, TypeError, SyntaxError):  # not defined in a file, or not parsable after a dedent
-            continue
-        assert isinstance(node, ast.ClassDef)
-        for statement, following in pairwise(node.body):
-            if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-                docs.pop(statement.target.id, None)
-                if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
-                    docs[statement.target.id] = str(following.value.value)
-    return docs
