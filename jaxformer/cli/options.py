@@ -207,6 +207,14 @@ class CommandLine:
         return parsed
 
 
+def as_words(path: str, value: object) -> str:
+    """Return the option that sets a field of the config to a value, such as `--model.no-bias`."""
+    flag, values = f"--{path}".replace("_", "-"), value if isinstance(value, tuple) else (value,)
+    if isinstance(value, bool):
+        return Option((), flag, bool).flags[not value]
+    return " ".join([flag, *("none" if x is None else str(x) for x in values)])
+
+
 def nearest_flag(flag: str, known: Sequence[str]) -> str | None:
     """Return the known flag that is probably meant: one with the same name in another group, or a similar one."""
     by_name = {_name(other): other for other in reversed(known)}
