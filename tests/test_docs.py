@@ -91,8 +91,10 @@ def test_named_files_exist():
 
 def arguments(command: str, *words: str) -> object:
     """Return the options of a command, with the defaults of the config that it names."""
-    cls = importlib.import_module(COMMANDS_OF_PACKAGE[command][0]).Arguments
-    if command not in ("train", "plan", "ladder", "verify-resume"):
+    module = importlib.import_module(COMMANDS_OF_PACKAGE[command][0])
+    checks = command == "export" and "--check" in words
+    cls = module.CheckArguments if checks else module.Arguments
+    if command not in ("train", "plan", "ladder", "verify-resume") and not checks:
         return cls()
     spec = CommandLine(words).value("--config", str, "quick")
     return cls(load_config(spec if "/" not in spec else f"{ROOT}/{spec}"))

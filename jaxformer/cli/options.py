@@ -200,8 +200,12 @@ class CommandLine:
             for word in words:
                 if not positional:
                     raise UserError(f"{word!r} belongs to no option; omit it, or name its option; see --help.")
-                option = positional.pop(0)
-                store(option, read_value(option.flag, option.hint, word))
+                option = positional[0]
+                if typing.get_origin(option.hint) is tuple:  # all words that follow
+                    item = read_value(option.flag, typing.get_args(option.hint)[0], word)
+                    values[option.path] = (*typing.cast("tuple[Any, ...]", values.get(option.path, ())), item)
+                else:
+                    store(positional.pop(0), read_value(option.flag, option.hint, word))
         parsed = _replaced(default, values)
         check_fields(parsed)  # nested configs have checked themselves
         return parsed

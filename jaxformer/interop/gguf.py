@@ -120,7 +120,7 @@ def _add_tokenizer(gguf: ModuleType, writer: Any, tokenizer: Tokenizer, vocab_si
     """Add tokens, merges and special tokens, and unused tokens for further rows of the embedding. Raises `UserError` if
     llama.cpp does not know the tokenizer."""
     content, special = json.loads(tokenizer.as_json()), special_tokens(tokenizer)
-    kind, model = check_tokenizer(content), content["model"]
+    pre, model = check_tokenizer(content), content["model"]
     tokens = [f"[PAD{i}]" for i in range(vocab_size)]
     types = [gguf.TokenType.UNUSED] * vocab_size
     for token, index in model["vocab"].items():
@@ -129,7 +129,7 @@ def _add_tokenizer(gguf: ModuleType, writer: Any, tokenizer: Tokenizer, vocab_si
         kind = gguf.TokenType.CONTROL if added["special"] else gguf.TokenType.USER_DEFINED
         tokens[added["id"]], types[added["id"]] = added["content"], kind
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(kind)
+    writer.add_tokenizer_pre(pre)
     writer.add_token_list(tokens)
     writer.add_token_types(types)
     writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]])
