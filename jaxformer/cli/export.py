@@ -13,7 +13,6 @@ from jaxformer.cli.arguments import DEFAULT_CONFIG
 from jaxformer.cli.command import as_command
 from jaxformer.cli.load import CheckpointOptions, open_run, run_folder, with_run
 from jaxformer.cli.options import MERGED, CommandLine, as_words
-from jaxformer.cli.train import named_config
 from jaxformer.config import Config
 from jaxformer.config.fields import Length
 from jaxformer.errors import UserError, command
@@ -73,6 +72,8 @@ class CheckArguments:
 def main(line: CommandLine) -> int:
     """Export; return the exit status: 0 done, 1 a check found obstacles, 2 wrong input."""
     if {"--check", "--config"} <= line.given:
+        from jaxformer.cli.train import named_config  # imports jax
+
         arguments = line.parse(CheckArguments(*named_config(line)), command("export"), DESCRIPTION)
         return _check(arguments.config, arguments.fields, arguments.format)
     options = line.parse(Arguments(), command("export"), DESCRIPTION)

@@ -35,6 +35,10 @@ if TYPE_CHECKING:
     import flax.linen as nn
     import optax
 
+__all__ = [
+    "ComputeConfig", "Config", "DataConfig", "ImageModelConfig", "LoraConfig", "ModelConfig", "OptimizerConfig",
+    "TokenModelConfig", "TrainConfig",
+]  # fmt: skip
 MAX_PROFILED_STEPS = 100
 """Maximum number of steps in a trace, which the profiler holds in memory until it is written."""
 
