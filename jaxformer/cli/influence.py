@@ -114,8 +114,8 @@ def _skip(replay: Replay, step: int) -> None:
 
 
 def _show(done: int, total: int) -> None:
-    """Report each tenth of the steps on stderr if it is a terminal, and return memory, of which each backward pass frees
-    pieces that the next one does not reuse: 10 GB after 300 steps."""
+    """Report each tenth of the steps on stderr if it is a terminal, and return memory, of which each backward pass
+    frees pieces that the next one does not reuse: 10 GB after 300 steps."""
     if done % TRIMMED_EVERY == 0:
         machine.release_freed_memory()
     if done * 10 // total > (done - 1) * 10 // total:
