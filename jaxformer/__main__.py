@@ -27,7 +27,7 @@ COMMANDS = {
     "export": ("jaxformer.cli.export", "export a trained model to transformers, llama.cpp or plain jax"),
     "merge": ("jaxformer.cli.merge", "merge the LoRA adapters of a run into its parameters"),
     "verify": ("jaxformer.cli.verify", "check the invariants of a trained model"),
-    "diff": ("jaxformer.cli.diff", "report where two runs diverge"),
+    "diff": ("jaxformer.cli.diff", "say which run is better, and where two diverge"),
     "verify-resume": ("jaxformer.cli.verify_resume", "kill a run, resume it, and compare it with an uninterrupted one"),
 }
 """Module and description of each command; the module's `main` runs it."""

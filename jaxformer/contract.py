@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, NamedTuple
 
+__all__ = ["Contract", "Input", "Task", "token_inputs"]
+
 
 class Task(StrEnum):
     """Task that a model is trained for."""

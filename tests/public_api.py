@@ -8,7 +8,11 @@ from types import ModuleType
 
 from tests.helpers import ROOT
 
-PACKAGES = ("jaxformer", *(f"jaxformer.{name}" for name in ("ops", "nn", "models", "data", "decode", "inspect")))
+PACKAGES = (
+    "jaxformer",
+    *(f"jaxformer.{name}" for name in ("ops", "nn", "models", "data", "decode", "inspect")),
+    *(f"jaxformer.{name}" for name in ("config", "contract", "parallel", "runs", "interop")),
+)
 PATH = ROOT / "docs/api.md"
 HEAD = """# Public API
 

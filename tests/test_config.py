@@ -1,16 +1,18 @@
 """Configs: bounds, JSON and differences."""
 
+import inspect
 import json
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import pytest
 
 from jaxformer.config import Config, ImageModelConfig, LoraConfig, OptimizerConfig, TokenModelConfig, TrainConfig
-from jaxformer.config.fields import Fraction, differences, from_dict, to_dict
+from jaxformer.config.fields import Fraction, differences, field_docstrings, from_dict, to_dict
 from jaxformer.data.windows import TextConfig
 from jaxformer.errors import UserError
+from jaxformer.models.causal import CausalAttentionConfig
 from jaxformer.models.clip import CLIPConfig
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.encoder import EncoderConfig
@@ -36,7 +38,7 @@ def test_json_round_trip_is_identity():
         ({"stride": "5"}, "stride is '5'"),
         ({"unwrap": 1}, "unwrap is 1"),
         ({"val_fraction": None}, "val_fraction is None"),
-        ({"stride": [[0] * 10_000]}, r"stride is \[\[0, 0.{1,80}0\]\], which is not"),
+        ({"stride": [[0] * 10_000]}, r"stride is \[\[0, 0.{1,80}0\]\]; it must be a whole number"),
     ],
 )
 def test_unknown_names_and_wrong_types_are_refused(values, message):
@@ -76,6 +78,55 @@ def test_a_value_that_is_no_choice_is_answered_with_the_choices(cls, values, mes
 def test_numpy_and_huge_numbers_are_checked(fields, message):
     with pytest.raises(UserError, match=message):
         replace(DecoderConfig(), **fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "same"),
+    [
+        ({"d_ff": 64}, {"d_ff": (64,)}),
+        ({"d_ff": [64, 32]}, {"d_ff": (64, 32)}),
+        ({"d_ff": np.int64(64)}, {"d_ff": (64,)}),
+        ({"window": 8, "global_blocks": 0}, {"window": 8, "global_blocks": (0,)}),
+    ],
+)
+def test_one_value_or_a_list_is_accepted_for_a_tuple(fields, same):
+    config = DecoderConfig(**fields)
+    assert config == DecoderConfig(**same) and hash(config) == hash(DecoderConfig(**same))
+    assert json.dumps(to_dict(config)) == json.dumps(to_dict(DecoderConfig(**same)))
+    assert config.build() == DecoderConfig(**same).build()
+
+
+def test_one_word_of_several_is_not_taken_apart_and_a_path_is_a_text(tmp_path):
+    assert LoraConfig(matrices="W_Q").matrices == ("W_Q",) and TrainConfig(log_to="wandb").log_to == ("wandb",)
+    assert TextConfig(path=tmp_path).path == str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: DecoderConfig(d_model="64"), "d_model is '64'; it must be a whole number"),
+        (lambda: DecoderConfig(d_model=64.0), "d_model is 64.0; it must be a whole number"),
+        (lambda: DecoderConfig(d_ff=(64, "32")), "d_ff is '32'; it must be a whole number"),
+        (lambda: DecoderConfig(d_ff=None), "d_ff is None; it must be a whole number"),
+        (lambda: DecoderConfig(bias="no"), "bias is 'no'; it must be True or False"),
+        (lambda: DecoderConfig(n_blocks=True), "n_blocks is True; it must be a whole number"),
+        (lambda: OptimizerConfig(learning_rate="1e-3"), "learning_rate is '1e-3'; it must be a number"),
+        (lambda: OptimizerConfig(learning_rate=10**400), "learning_rate is inf; it must be a finite number"),
+        (lambda: TextConfig(path=3), "data.path is 3; it must be text"),
+        (lambda: replace(CONFIG, model="decoder"), "model is 'decoder'; it must be a ModelConfig"),
+    ],
+)
+def test_values_of_another_type_are_refused_with_the_type(make, message):
+    with pytest.raises(UserError, match=message):
+        make()
+
+
+def test_help_on_a_config_class_shows_a_sentence_on_each_field():
+    doc = inspect.getdoc(DecoderConfig)
+    assert doc.startswith("Shape of a `Decoder`.\n\n")
+    for f in fields(DecoderConfig):
+        assert re.search(rf"^{f.name}: [A-Zε][^.]{{8,}}[.;]", doc, re.MULTILINE), f.name
+    assert f"n_blocks: {field_docstrings(CausalAttentionConfig)['n_blocks']}" in doc  # inherited
 
 
 def test_integer_maxima_apply_to_integer_fields_only():

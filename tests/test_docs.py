@@ -1,5 +1,6 @@
 """Commands, snippets, links and names in the README and in docs/ are those of the project."""
 
+import ast
 import importlib
 import re
 import shlex
@@ -22,6 +23,7 @@ from jaxformer.interop.packages import PACKAGES
 from jaxformer.runs.run import Run, load_run
 from tests.arrays import random_params
 from tests.helpers import ROOT, changed, tiny
+from tests.public_api import PACKAGES as PACKAGES_OF_API
 from tests.shared import trained
 
 PAGES = {
@@ -91,8 +93,10 @@ def test_named_files_exist():
 
 def arguments(command: str, *words: str) -> object:
     """Return the options of a command, with the defaults of the config that it names."""
-    cls = importlib.import_module(COMMANDS_OF_PACKAGE[command][0]).Arguments
-    if command not in ("train", "plan", "ladder", "verify-resume"):
+    module = importlib.import_module(COMMANDS_OF_PACKAGE[command][0])
+    checks = command == "export" and "--check" in words
+    cls = module.CheckArguments if checks else module.Arguments
+    if command not in ("train", "plan", "ladder", "verify-resume") and not checks:
         return cls()
     spec = CommandLine(words).value("--config", str, "quick")
     return cls(load_config(spec if "/" not in spec else f"{ROOT}/{spec}"))
@@ -133,6 +137,25 @@ def test_commands_are_understood():
                 assert all(f'"{word}"' in script for word in options if word.startswith("--"))
             case _:
                 pytest.fail(f"it is no command of this project: {words}")
+
+
+OWN_COMMAND = {"jaxformer.cli.command", "jaxformer.cli.options", "jaxformer.terminal"}
+"""Modules that a new command of this project itself imports, in docs/extending.md."""
+
+
+def test_guides_and_examples_import_public_names():
+    guides = [text for path, text in PAGES.items() if path.parent in (Path(), Path("docs"))]
+    code = [text for page in guides for text in re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)]
+    code += [path.read_text() for path in (ROOT / "docs/examples").glob("*.py")]
+    imports = {
+        (node.module, name.name)
+        for text in code
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("jaxformer")
+        for name in node.names
+    }
+    public = {(package, name) for package in PACKAGES_OF_API for name in importlib.import_module(package).__all__}
+    assert len(imports) > 40 and not {x for x in imports - public if x[0] not in OWN_COMMAND}
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxformer.decode.samplers import Sampling, distribution, init_history, sample, update_history
+from jaxformer.decode import Sampling, distribution, init_history, sample, update_history
 
 text = "the cat sees the dog and the dog sees the sea "
 letters = sorted({*text})

@@ -12,7 +12,7 @@ from jaxformer.cli.load import CheckpointOptions, open_run, run_folder, with_run
 from jaxformer.cli.options import POSITIONAL_TOO, CommandLine
 from jaxformer.config.fields import Positive
 from jaxformer.errors import UserError, command
-from jaxformer.terminal import echo, echo_error
+from jaxformer.terminal import echo, echo_error, echo_status
 
 if TYPE_CHECKING:
     from jaxformer.inspect.influence import Replay
@@ -114,9 +114,9 @@ def _skip(replay: Replay, step: int) -> None:
 
 
 def _show(done: int, total: int) -> None:
-    """Report each tenth of the steps on stderr, and return memory, of which each backward pass frees pieces that the
-    next one does not reuse: 10 GB after 300 steps."""
+    """Report each tenth of the steps on stderr if it is a terminal, and return memory, of which each backward pass
+    frees pieces that the next one does not reuse: 10 GB after 300 steps."""
     if done % TRIMMED_EVERY == 0:
         machine.release_freed_memory()
     if done * 10 // total > (done - 1) * 10 // total:
-        echo(f"{done / total:.0%}", sys.stderr)
+        echo_status(f"{done / total:.0%}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import inspect
 import re
@@ -14,11 +13,9 @@ import typing
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from functools import cache
-from itertools import pairwise
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
-from jaxformer.config.fields import check_fields, not_a_choice, type_hints
+from jaxformer.config.fields import check_fields, field_docstrings, not_a_choice, type_hints
 from jaxformer.errors import UserError
 from jaxformer.terminal import echo
 
@@ -203,11 +200,23 @@ class CommandLine:
             for word in words:
                 if not positional:
                     raise UserError(f"{word!r} belongs to no option; omit it, or name its option; see --help.")
-                option = positional.pop(0)
-                store(option, read_value(option.flag, option.hint, word))
+                option = positional[0]
+                if typing.get_origin(option.hint) is tuple:  # all words that follow
+                    item = read_value(option.flag, typing.get_args(option.hint)[0], word)
+                    values[option.path] = (*typing.cast("tuple[Any, ...]", values.get(option.path, ())), item)
+                else:
+                    store(positional.pop(0), read_value(option.flag, option.hint, word))
         parsed = _replaced(default, values)
         check_fields(parsed)  # nested configs have checked themselves
         return parsed
+
+
+def as_words(path: str, value: object) -> str:
+    """Return the option that sets a field of the config to a value, such as `--model.no-bias`."""
+    flag, values = f"--{path}".replace("_", "-"), value if isinstance(value, tuple) else (value,)
+    if isinstance(value, bool):
+        return Option((), flag, bool).flags[not value]
+    return " ".join([flag, *("none" if x is None else str(x) for x in values)])
 
 
 def nearest_flag(flag: str, known: Sequence[str]) -> str | None:
@@ -320,23 +329,3 @@ def _metavar(hint: object) -> str:
     if typing.get_origin(hint) is tuple:
         return f"{_metavar(args[0])} …"
     return METAVARS.get(hint, "VALUE")
-
-
-@cache
-def field_docstrings(cls: type) -> dict[str, str]:
-    """Return the docstring below each field of a dataclass, including inherited fields."""
-    docs: dict[str, str] = {}
-    for base in reversed(cls.__mro__):
-        if not dataclasses.is_dataclass(base):
-            continue
-        try:
-            (node,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
-        except (OSError, TypeError, SyntaxError):  # not defined in a file, or not parsable after a dedent
-            continue
-        assert isinstance(node, ast.ClassDef)
-        for statement, following in pairwise(node.body):
-            if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-                docs.pop(statement.target.id, None)
-                if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
-                    docs[statement.target.id] = str(following.value.value)
-    return docs

@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
 from jaxformer.cli import machine
-from jaxformer.cli.arguments import DEFAULT_CONFIG, load_config
+from jaxformer.cli.arguments import DEFAULT_CONFIG
 from jaxformer.cli.command import as_command
 from jaxformer.cli.options import MERGED, CommandLine
-from jaxformer.cli.train import open_pretrained, starting_config
+from jaxformer.cli.train import named_config
 from jaxformer.config import Config
 from jaxformer.errors import UserError, command
 from jaxformer.parallel.determinism import set_deterministic
@@ -87,12 +87,7 @@ def main(line: CommandLine) -> int:
 
 
 def _parse(line: CommandLine) -> Arguments:
-    spec = line.value("--config", str | None)
-    named = None if spec is None else load_config(spec)
-    config, init_from = named or load_config(DEFAULT_CONFIG), line.value("--init-from", str | None)
-    if init_from is not None:
-        config = starting_config(open_pretrained(init_from), named)
-    return line.parse(Arguments(config, spec or DEFAULT_CONFIG), command("plan"), "Plan a training step.")
+    return line.parse(Arguments(*named_config(line)), command("plan"), "Plan a training step.")
 
 
 @as_command()

@@ -189,6 +189,16 @@ def _parse(line: CommandLine, stack: contextlib.ExitStack) -> Job:
     return Job(options, folder, stored, rollback, pretrained)
 
 
+def named_config(line: CommandLine) -> tuple[Config, str]:
+    """Return the config that --config and --init-from name, with defaults, and the name of the former."""
+    spec = line.value("--config", str | None)
+    named = None if spec is None else load_config(spec)
+    config, init_from = named or load_config(DEFAULT_CONFIG), line.value("--init-from", str | None)
+    if init_from is not None:
+        config = starting_config(open_pretrained(init_from), named)
+    return config, spec or DEFAULT_CONFIG
+
+
 def starting_config(pretrained: Pretrained, named: Config | None) -> Config:
     """Return the config of a run that starts from a pretrained model: the one that --config names, or the model's own,
     with the pretrained model or, for another task, a new head, which is trained in full beside adapters."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import numpy as np
 
 from jaxformer.config.fields import (
+    FieldDocs,
     Fraction,
     Length,
     NonNegative,
@@ -34,12 +35,16 @@ if TYPE_CHECKING:
     import flax.linen as nn
     import optax
 
+__all__ = [
+    "ComputeConfig", "Config", "DataConfig", "ImageModelConfig", "LoraConfig", "ModelConfig", "OptimizerConfig",
+    "TokenModelConfig", "TrainConfig",
+]  # fmt: skip
 MAX_PROFILED_STEPS = 100
 """Maximum number of steps in a trace, which the profiler holds in memory until it is written."""
 
 
 @dataclass(frozen=True)
-class ModelConfig:
+class ModelConfig(FieldDocs):
     """Base of all model configs."""
 
     def __post_init__(self) -> None:
@@ -120,7 +125,7 @@ Fixed = Container[str] | None
 
 
 @dataclass(frozen=True)
-class DataConfig:
+class DataConfig(FieldDocs):
     """Base of all data configs."""
 
     @property
@@ -145,7 +150,7 @@ class DataConfig:
 
 
 @dataclass(frozen=True)
-class OptimizerConfig:
+class OptimizerConfig(FieldDocs):
     """Optimizer (optax) and learning-rate schedule."""
 
     name: Literal["nesterov_sgd", "adamw", "muon", "lion", "schedule_free"] = "nesterov_sgd"
@@ -226,7 +231,7 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True)
-class TrainConfig:
+class TrainConfig(FieldDocs):
     """Batch size, intervals in optimizer steps, and responses to failures of training."""
 
     batch_size: Size = 32
@@ -293,7 +298,7 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
-class LoraConfig:
+class LoraConfig(FieldDocs):
     """Low-rank adaptation (Hu et al. 2021): if rank is set, only adapters of some matrices are trained."""
 
     rank: Annotated[NonNegative, Range(most=2**20)] = 0
@@ -314,7 +319,7 @@ class LoraConfig:
 
 
 @dataclass(frozen=True)
-class ComputeConfig:
+class ComputeConfig(FieldDocs):
     """Settings of speed, memory and rounding, which leave the trained function unchanged."""
 
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -341,24 +346,30 @@ class ComputeConfig:
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(FieldDocs):
     """A training run: everything that its results depend on."""
 
     name: str
     """Name of the run's folder."""
     model: ModelConfig
+    """Model."""
     data: DataConfig
+    """Data."""
     steps: Positive
     """Optimizer steps."""
     seed: Seed = 0
     """Seed of the initialisation, the order of the data and dropout."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """Optimizer and learning-rate schedule."""
     train: TrainConfig = field(default_factory=TrainConfig)
+    """Batch size, intervals, and responses to failures."""
     compute: ComputeConfig = field(default_factory=ComputeConfig)
+    """Speed, memory and rounding."""
     mesh: str = ""
     """Device mesh, such as 'data=2,fsdp=4', with axes data, fsdp, expert and tensor. Remaining devices are
     data-parallel, as all are by default."""
     lora: LoraConfig = field(default_factory=LoraConfig)
+    """Low-rank adaptation."""
     init_from: str | None = None
     """Folder of a run or of a published model (config.json, safetensors, tokenizer.json), whose parameters (a run's
     last), model and tokenizer training starts from, at step 0; by default, parameters are randomly initialised."""

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import inspect
+import os
+import textwrap
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache, partial
+from itertools import pairwise
 from math import inf, isfinite
 from numbers import Integral, Real
 from typing import Annotated, Any, Literal, TypeVar
@@ -24,6 +29,11 @@ MAX_FLOAT = (2 - 2**-23) * 2.0**127
 MAX_LENGTH, MAX_SIDE = 2**24, 2**14
 """Maximum number of tokens, and of pixels along a side of an image: far beyond existing models, but small enough to
 fail at once instead of exhausting memory."""
+
+KINDS: dict[object, str] = {int: "a whole number", float: "a number", bool: "True or False", str: "text"}
+"""Description of each plain type in error messages."""
+NUMBERS: dict[object, type] = {int: Integral, float: Real}
+"""Types of the values that a number may have, also NumPy's; bool is none of them here."""
 
 
 @dataclass(frozen=True)
@@ -67,36 +77,83 @@ type_hints: Callable[[type], dict[str, Any]] = cache(partial(typing.get_type_hin
 """Return the resolved annotations of a class, with the metadata of `Annotated`."""
 
 
+class FieldDocs:
+    """Base of configs whose docstring, as `help` shows it, ends with those of the fields."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls.__doc__ = typing.cast("str", _DocWithFields(cls.__doc__ or ""))
+
+
+class _DocWithFields:
+    """Docstring of a dataclass that adds those of the fields when it is read, as sources are slow to parse."""
+
+    def __init__(self, doc: str) -> None:
+        self._doc = doc
+
+    def __get__(self, _: object, cls: type) -> str:
+        if "__match_args__" not in vars(cls):  # the decorator is still making the dataclass, and only needs any text
+            return self._doc
+        docs = field_docstrings(cls)
+        lines = [f"{f.name}: {docs.get(f.name, '')}" for f in dataclasses.fields(cls)]
+        return "\n".join(
+            [inspect.cleandoc(self._doc), "", *(textwrap.fill(x, 100, subsequent_indent="    ") for x in lines)]
+        )
+
+
 def check_fields(config: object, prefix: str = "") -> None:
-    """Check the numbers and choices of a config, a dataclass; NumPy scalars count as numbers. Raises `UserError`, with
-    the prefix, such as `data.`, before the field's name, if a value is not a choice of its `Literal`, not finite,
-    not an int32 or float32, or outside the `Range` of its annotation."""
+    """Check and convert the fields of a config, a dataclass, by their annotations: NumPy scalars become numbers, paths
+    strings, and a list or a single value of a tuple field a tuple. Raises `UserError`, with the prefix, such as
+    `data.`, before the field's name, if a value has another type, is not a choice of its `Literal`, not finite, not an
+    int32 or float32, or outside the `Range` of its annotation."""
     for f in dataclasses.fields(config):  # type: ignore[arg-type]
-        _check(f"{prefix}{f.name}", type_hints(type(config))[f.name], getattr(config, f.name))
+        value = checked(f"{prefix}{f.name}", type_hints(type(config))[f.name], getattr(config, f.name))
+        object.__setattr__(config, f.name, value)
 
 
-def _check(name: str, hint: object, value: object) -> None:
-    """Check a value against the annotation of its field; see `check_fields`."""
+def checked(name: str, hint: object, value: Any) -> Any:
+    """Return a value in the form of `check_fields`, and a mapping, such as of JSON, as the dataclass of its annotation.
+    Raises `UserError` as `check_fields` does, with the value's name."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
+    plain, *marks = args if origin is Annotated else (hint,)
     if origin is tuple:
-        for item in value if isinstance(value, tuple | list) else (value,):
-            _check(name, args[0], item)
-    elif origin in (types.UnionType, typing.Union):
-        if value is not None:
-            _check(name, next(arg for arg in args if arg is not type(None)), value)
-    elif origin is Literal:
+        return tuple(checked(name, args[0], item) for item in (value if isinstance(value, tuple | list) else (value,)))
+    if origin in (types.UnionType, typing.Union):
+        others = [arg for arg in args if arg is not type(None)]
+        return value if value is None or len(others) > 1 else checked(name, others[0], value)
+    if origin is Literal:
         if value not in args:
             raise not_a_choice(name, value, args)
-    elif not isinstance(value, bool) and isinstance(value, Real):
-        plain, *ranges = args if origin is Annotated else (hint,)
-        number = int(value) if isinstance(value, Integral) else float(value)
-        if not isfinite(number):
-            raise UserError(f"{name} is {number}; it must be a finite number.")
-        if isinstance(number, float) and abs(number) > MAX_FLOAT:
-            raise UserError(f"{name} is {number}; it must be at most {MAX_FLOAT:.2g}, the largest float32.")
-        for limits in [*ranges, *([Range(most=MAX_INTEGER)] if plain is int else [])]:
-            if isinstance(limits, Range):
-                limits.check(name, number)
+        return value
+    if isinstance(value, NUMBERS.get(plain, ())) and not isinstance(value, bool):
+        return _number(name, plain, value, marks)
+    if origin is Annotated:
+        return checked(name, plain, value)
+    if plain is str and isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if dataclasses.is_dataclass(plain) and isinstance(value, Mapping):
+        return from_dict(typing.cast("type", plain), value, name)
+    is_checked = plain in (bool, str) or dataclasses.is_dataclass(plain)
+    if plain in NUMBERS or (is_checked and not isinstance(value, typing.cast("type", plain))):
+        kind = KINDS.get(plain) or f"a {getattr(plain, '__name__', plain)}"
+        raise UserError(f"{name} is {abbreviate(value)}; it must be {kind}.")
+    return value
+
+
+def _number(name: str, plain: Any, value: Any, marks: Iterable[object]) -> int | float:
+    """Return a number as `plain`, int or float, within its bounds and the `Range`s among the marks; see `checked`."""
+    try:
+        number: int | float = plain(value)
+    except OverflowError:
+        number = inf
+    if plain is float and not isfinite(number):
+        raise UserError(f"{name} is {number}; it must be a finite number.")
+    if plain is float and abs(number) > MAX_FLOAT:
+        raise UserError(f"{name} is {number}; it must be at most {MAX_FLOAT:.2g}, the largest float32.")
+    for limits in [*marks, *([Range(most=MAX_INTEGER)] if plain is int else [])]:
+        if isinstance(limits, Range):
+            limits.check(name, number)
+    return number
 
 
 def not_a_choice(name: str, value: object, choices: Iterable[object]) -> UserError:
@@ -111,12 +168,10 @@ def expand_sides(config: object, *names: str) -> None:
     """Expand fields with one value to a height and a width in pixels. Raises `UserError` unless there are one or
     two."""
     for name in names:
-        value = getattr(config, name)
-        sides = value if isinstance(value, tuple) else (value,)
-        sides = sides * 2 if len(sides) == 1 else sides
-        if len(sides) != 2:
-            raise UserError(f"{name} is {value}; it must be a height and a width in pixels, or one for both.")
-        object.__setattr__(config, name, sides)
+        sides = getattr(config, name)
+        if len(sides) not in (1, 2):
+            raise UserError(f"{name} is {sides}; it must be a height and a width in pixels, or one for both.")
+        object.__setattr__(config, name, sides * 2 if len(sides) == 1 else sides)
 
 
 def expand_patches(config: Any) -> None:
@@ -187,29 +242,26 @@ def from_dict(cls: type[T], values: Mapping[str, object], path: str = "config") 
         hint = f"did you mean {near[0]!r}?" if near else f"the known ones are {', '.join(names)}."
         raise UserError(f"{path} has a field {abbreviate(name)} that {cls.__name__} does not know; {hint}")
     try:
-        return cls(**{name: _convert(type_hints(cls)[name], x, f"{path}.{name}") for name, x in values.items()})
+        return cls(**{name: checked(f"{path}.{name}", type_hints(cls)[name], x) for name, x in values.items()})
     except TypeError as error:
         raise UserError(f"{path} is incomplete: {error}.") from error
 
 
-def _convert(hint: object, value: Any, path: str) -> Any:
-    """Return a JSON value as the annotated type, lists as tuples. Raises `UserError` if it has another type."""
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin is Annotated:
-        return _convert(args[0], value, path)
-    if origin in (types.UnionType, typing.Union):
-        plain = next(arg for arg in args if arg is not type(None))
-        return None if value is None and type(None) in args else _convert(plain, value, path)
-    if origin is Literal:
-        if value not in args:
-            raise not_a_choice(path, value, args)
-        return value
-    if origin is tuple and isinstance(value, list | tuple):
-        return tuple(_convert(args[0], item, path) for item in value)
-    if dataclasses.is_dataclass(hint) and isinstance(value, Mapping):
-        return from_dict(typing.cast("type", hint), value, path)
-    if hint is float and type(value) in (int, float):
-        return float(value)
-    if type(value) is hint or (dataclasses.is_dataclass(hint) and isinstance(value, typing.cast("type", hint))):
-        return value
-    raise UserError(f"{path} is {abbreviate(value)}, which is not {getattr(hint, '__name__', None) or hint}.")
+@cache
+def field_docstrings(cls: type) -> dict[str, str]:
+    """Return the docstring below each field of a dataclass, including inherited fields and docstrings."""
+    docs: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        if not dataclasses.is_dataclass(base):
+            continue
+        try:
+            (node,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+        except (OSError, TypeError, SyntaxError):  # not defined in a file, or not parsable after a dedent
+            continue
+        assert isinstance(node, ast.ClassDef)
+        for statement, following in pairwise(node.body):
+            if not (isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)):
+                continue
+            if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
+                docs[statement.target.id] = str(following.value.value)
+    return docs

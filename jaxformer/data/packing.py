@@ -25,6 +25,8 @@ import numpy as np
 
 from jaxformer.data.dataset import Batch, batch_error, batch_indices, evenly_spaced, padded_batches
 
+LENGTH_MULTIPLE = 128
+"""Divisor of the lengths of short rows; that of the blocks of fused attention."""
 ROWS_AT_ONCE = 64
 """Number of open rows in first-fit packing: more leave less padding, but take longer."""
 
@@ -42,6 +44,12 @@ def pack(lengths_N: np.ndarray, length: int) -> list[np.ndarray]:
         length_struct={"tokens": length}, num_packing_bins=ROWS_AT_ONCE, shuffle_bins=False, meta_features=("index",),
     )  # fmt: skip
     return [np.array(row["index"]) for row in rows]
+
+
+def fitting_length(n: int, length: int) -> int:
+    """Return the length of rows for n inputs that fit in a row of `length`: n, rounded up so that fused attention
+    supports it; and otherwise `length`."""
+    return min(length, -(-n // LENGTH_MULTIPLE) * LENGTH_MULTIPLE)
 
 
 def split_long(starts_N: np.ndarray, lengths_N: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:

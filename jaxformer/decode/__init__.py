@@ -10,7 +10,7 @@ from jaxformer import lazy_names
 if TYPE_CHECKING:
     from jaxformer.decode.beam import Beams, beam_search
     from jaxformer.decode.generation import Generation, Piece, generate_tokens
-    from jaxformer.decode.samplers import Sampling
+    from jaxformer.decode.samplers import Sampling, distribution, init_history, sample, update_history
     from jaxformer.decode.speculative import DraftModel, PromptLookup, Speculation, speculate
     from jaxformer.decode.streaming import GeneratedText, StopStrings, Throughput, stream_texts
     from jaxformer.decode.text import generate
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Beams", "DraftModel", "GeneratedText", "Generation", "Piece", "PromptLookup", "Sampling", "Speculation",
-    "StopStrings", "Throughput", "beam_search", "exact_match", "generate", "generate_tokens", "scores", "speculate",
-    "stream_texts", "translate", "translate_tokens",
+    "StopStrings", "Throughput", "beam_search", "distribution", "exact_match", "generate", "generate_tokens",
+    "init_history", "sample", "scores", "speculate", "stream_texts", "translate", "translate_tokens", "update_history",
 ]  # fmt: skip
 
 _NAMES = {
     "beam": ("Beams", "beam_search"),
     "generation": ("Generation", "Piece", "generate_tokens"),
-    "samplers": ("Sampling",),
+    "samplers": ("Sampling", "distribution", "init_history", "sample", "update_history"),
     "speculative": ("DraftModel", "PromptLookup", "Speculation", "speculate"),
     "streaming": ("GeneratedText", "StopStrings", "Throughput", "stream_texts"),
     "text": ("generate",),

@@ -29,6 +29,7 @@ from jaxformer.inspect.gradients import (
     per_example_gradients,
 )
 from jaxformer.inspect.heads import ablate_heads, ablation_loss, head_statistics, patched_back, singular_values
+from jaxformer.inspect.influence import Replay
 from jaxformer.inspect.init_check import check_init
 from jaxformer.inspect.lenses import agreement, backward_lens, jacobian_lens, lens_logits, regression_lens
 from jaxformer.inspect.patching import attribution_patching, patch_activations
@@ -39,7 +40,7 @@ from jaxformer.inspect.routing import router_report
 from jaxformer.inspect.softmax_saturation import saturation
 
 __all__ = [
-    "Autopsy", "Check", "Edge", "Forecast", "GradientReport", "PerExampleGradients", "TokenExplanation",
+    "Autopsy", "Check", "Edge", "Forecast", "GradientReport", "PerExampleGradients", "Replay", "TokenExplanation",
     "ablate_heads", "ablation_loss", "agreement", "alignment", "attention_entropy", "attention_maps",
     "attribution_patching", "backward_lens", "capture", "capture_gradients", "capture_shapes", "capturing",
     "check_init", "draw_alignment", "explain", "first_non_finite", "forecast", "gauss_newton_product",

@@ -1,17 +1,19 @@
-"""Differences between two runs in their configs, logs and checkpoints. Timings are ignored."""
+"""Differences between runs in their results, configs, logs and checkpoints. Timings are ignored."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
-from math import isfinite
+from math import inf, isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxformer.config import Config
 from jaxformer.config.fields import flatten, to_dict
+from jaxformer.errors import command
 from jaxformer.runs.checkpoints import CheckpointReader
 from jaxformer.runs.run import read_config
 from jaxformer.train.log import read_metrics, without_timings
@@ -20,12 +22,64 @@ Row = dict[str, Any]
 """Values logged at a step, by flattened name."""
 
 
-def config_differences(a: Path, b: Path) -> Iterator[str]:
-    """Yield a description of each field in which the configs of two runs differ."""
-    ours, theirs = (flatten(to_dict(read_config(run))) for run in (a, b))
-    for name in {**ours, **theirs}:
-        if ours.get(name) != theirs.get(name) or (name in ours) != (name in theirs):
-            yield f"{name}: {_values(ours, theirs, name)}"
+FORM_OF_TEXT = {"tokenizer", "stride", "packing"}
+"""Fields of a text's config that change its tokens or windows, but not the text."""
+
+
+class Result(NamedTuple):
+    """The last evaluation of a run."""
+
+    run: Path
+    step: int
+    value: float
+    """Held-out loss or bits per byte; infinity if it is not finite."""
+
+    @property
+    def text(self) -> str:
+        """The value; "not finite" for infinity."""
+        return f"{self.value:.4f}" if isfinite(self.value) else "not finite"
+
+
+def verdict(runs: Sequence[Path]) -> list[str]:
+    """Return which run has the lowest held-out loss at its last evaluation, by how much and on what data, and then, of
+    more than two runs, the loss of each, best first. Losses on different data are listed in the order of the runs. The
+    same text in different tokens is compared in bits per byte."""
+    configs, logs = [read_config(run) for run in runs], [list(read_metrics(run)) for run in runs]
+    same_data, same_tokens = _same_data(runs, configs)
+    metric, unit = ("val_bpb", "bits per byte") if same_data and not same_tokens else ("val_loss", "loss")
+    results = [result for run, rows in zip(runs, logs, strict=True) if (result := _last(run, rows, metric))]
+    if len(results) < len(runs):
+        missing = next(run for run in runs if run not in {result.run for result in results})
+        return [f"no run is better: {missing} has no evaluation with a held-out {unit}"]
+    lines = [f"{x.run}: held-out {unit} {x.text} at step {x.step:,}" for x in results]
+    if not same_data:
+        different = ", ".join(dict.fromkeys(_data_name(config) for config in configs))
+        remedy = f"{command('eval')} measures each on one text"
+        return [f"no run is better: their data differ ({different}), so their losses do not compare; {remedy}", *lines]
+    data = f"the same data, {_data_name(configs[0])}"
+    best, *others = sorted(results, key=lambda result: result.value)
+    if best.value == others[-1].value:
+        return [f"no run is better: held-out {unit} {best.text} of all, on {data}"]
+    first = others[0]
+    by = (
+        f", {first.value - best.value:.4f} ({1 - best.value / first.value:.1%}) less than"
+        if isfinite(first.value)
+        else "; of"
+    )
+    line = f"{best.run} is better: held-out {unit} {best.text} at step {best.step:,}{by} {first.run}"
+    line += f" ({first.text} at step {first.step:,}), on {data}"
+    if best.step != first.step:
+        line += _at_common_step([logs[runs.index(result.run)] for result in (best, first)], metric)
+    return [line, *(f"{x.run}: {x.text} at step {x.step:,}" for x in (best, *others) if len(runs) > 2)]
+
+
+def config_differences(*runs: Path) -> Iterator[str]:
+    """Yield a description of each field in which the configs of runs differ."""
+    configs = [flatten(to_dict(read_config(run))) for run in runs]
+    for name in dict.fromkeys(name for config in configs for name in config):
+        first = configs[0]
+        if any(c.get(name) != first.get(name) or (name in c) != (name in first) for c in configs):
+            yield f"{name}: {_values(configs, name)}"
 
 
 def log_differences(a: Path, b: Path, tolerance: float = 0.0) -> Iterator[str]:
@@ -53,16 +107,16 @@ def log_differences(a: Path, b: Path, tolerance: float = 0.0) -> Iterator[str]:
     if first is None:
         return
     name = changed[first][0]
-    yield f"first difference at step {first:,}, in {name}: {_values(ours[first], theirs[first], name)}"
+    yield f"first difference at step {first:,}, in {name}: {_values([ours[first], theirs[first]], name)}"
     tables = ((step, name) for step in common for name in changed[step] if name.startswith("gradients."))
     for step, name in islice(tables, 1):
         parameter, statistic = name.removeprefix("gradients.").rsplit(".", 1)
-        values = _values(ours[step], theirs[step], name)
+        values = _values([ours[step], theirs[step]], name)
         yield f"first difference in a parameter at step {step:,}, in {statistic} of {parameter}: {values}"
     for step in dict.fromkeys((first, common[-1])):
         for name in changed[step]:
             if not name.startswith("gradients."):
-                yield f"step {step:,}, {name}: {_values(ours[step], theirs[step], name)}"
+                yield f"step {step:,}, {name}: {_values([ours[step], theirs[step]], name)}"
 
 
 def checkpoint_differences(a: Path, b: Path, tolerance: float = 0.0) -> Iterator[str]:
@@ -124,8 +178,45 @@ def _changed(ours: Row, theirs: Row, tolerance: float) -> Iterator[str]:
             yield name
 
 
-def _values(ours: Row, theirs: Row, name: str) -> str:
-    """Return both values as text, with all digits if nine digits do not distinguish them."""
-    x, y = ours.get(name, "nothing"), theirs.get(name, "nothing")
-    short = [f"{value:.9g}" if isinstance(value, float) else str(value) for value in (x, y)]
-    return " and ".join(short if short[0] != short[1] else map(repr, (x, y)))
+def _values(rows: Sequence[Row], name: str) -> str:
+    """Return the values of rows as text, with all digits if nine digits do not distinguish them."""
+    values = [row.get(name, "nothing") for row in rows]
+    short = [f"{value:.9g}" if isinstance(value, float) else str(value) for value in values]
+    return " and ".join(short if len({*short}) == len({*map(repr, values)}) else map(repr, values))
+
+
+def _last(run: Path, rows: Iterable[Row], metric: str) -> Result | None:
+    """Return the last evaluation in a log; None if there is none."""
+    values = [(row["step"], row[metric]) for row in rows if metric in row]
+    if not values:
+        return None
+    step, value = values[-1]
+    return Result(run, step, value if value is not None and isfinite(value) else inf)
+
+
+def _at_common_step(logs: Sequence[Iterable[Row]], metric: str) -> str:
+    """Return the values of two runs at the last step at which both were evaluated; empty if there is none."""
+    ours, theirs = ({row["step"]: row[metric] for row in rows if row.get(metric) is not None} for rows in logs)
+    if not (common := ours.keys() & theirs.keys()):
+        return "; no step has an evaluation of both"
+    step = max(common)
+    return f"; at step {step:,}, the last with an evaluation of both, {ours[step]:.4f} and {theirs[step]:.4f}"
+
+
+def _same_data(runs: Sequence[Path], configs: Sequence[Config]) -> tuple[bool, bool]:
+    """Return whether all runs were evaluated on the same data, and whether it is in the same tokens. Without a
+    checkpoint, which stores a fingerprint of the data, the configs decide."""
+    readers = [CheckpointReader(run) for run in runs]
+    prints = {reader.fingerprint(reader.steps()[-1]) if reader else None for reader in readers}
+    tokens = {config.model.contract.vocab_size for config in configs}
+    kinds = {(type(config.data), config.model.contract.task) for config in configs}
+    forms = [{k: v for k, v in to_dict(config.data).items() if k not in FORM_OF_TEXT} for config in configs]
+    same_config = len(kinds) == 1 and all(form == forms[0] for form in forms)
+    if len(tokens) > 1:
+        return same_config, False
+    return len(kinds) == 1 and (len(prints) == 1 if None not in prints else same_config), True
+
+
+def _data_name(config: Config) -> str:
+    """Return the path of a config's data, or its kind."""
+    return str(getattr(config.data, "path", None) or type(config.data).__name__)

@@ -52,16 +52,10 @@ def export_gguf(run: Run, file: Path, dtype: Dtype = "float32") -> None:
     Raises `UserError` if the file exists, gguf is not installed, or llama.cpp has no equivalent for a part of the model
     or of its tokenizer."""
     gguf = import_extra("gguf", "--format gguf")
-    published = publish(run)
+    published = publish(run, "gguf")
     theirs = published.config
     _, tokenizer = run.text_model()
-    if (model_type := theirs["model_type"]) not in ARCHITECTURES:
-        known = ", ".join(ARCHITECTURES)
-        raise UserError(f"the family {model_type} cannot be exported to GGUF; supported are {known}.")
-    for part, field in {"attention windows": "sliding_window", "biases of attention": "attention_bias"}.items():
-        if theirs.get(field):
-            raise UserError(f"the model has {part}, which cannot be exported to GGUF; use --format hf.")
-    architecture, adjacent = ARCHITECTURES[model_type]
+    architecture, adjacent = ARCHITECTURES[theirs["model_type"]]
     with complete_path(file) as scratch, closing(gguf.GGUFWriter(scratch, architecture)) as writer:
         writer.add_name(run.config.name)
         writer.add_file_type(gguf.LlamaFileType[f"{'ALL' if dtype == 'float32' else 'MOSTLY'}_{DTYPES[dtype]}"])
@@ -117,13 +111,19 @@ def llama3_divisors(scaling: Mapping[str, float], head_dim: int) -> np.ndarray:
     return (1 / ((1 - undivided) / scaling["factor"] + undivided)).astype(np.float32)
 
 
+def check_tokenizer(content: Mapping[str, Any]) -> str:
+    """Return llama.cpp's name of a tokenizer's pre-tokenizer, given the content of `tokenizer.json`. Raises `UserError`
+    if llama.cpp does not know the tokenizer."""
+    if (kind := content["model"]["type"]) != "BPE":
+        raise UserError(f"the tokenizer is a {kind} model, which cannot be exported to GGUF; only BPE can.")
+    return pre_type(content)
+
+
 def _add_tokenizer(gguf: ModuleType, writer: Any, tokenizer: Tokenizer, vocab_size: int) -> None:
     """Add tokens, merges and special tokens, and unused tokens for further rows of the embedding. Raises `UserError` if
     llama.cpp does not know the tokenizer."""
     content, special = json.loads(tokenizer.as_json()), special_tokens(tokenizer)
-    model = content["model"]
-    if model["type"] != "BPE":
-        raise UserError(f"the tokenizer is a {model['type']} model, which cannot be exported to GGUF; only BPE can.")
+    pre, model = check_tokenizer(content), content["model"]
     tokens = [f"[PAD{i}]" for i in range(vocab_size)]
     types = [gguf.TokenType.UNUSED] * vocab_size
     for token, index in model["vocab"].items():
@@ -132,7 +132,7 @@ def _add_tokenizer(gguf: ModuleType, writer: Any, tokenizer: Tokenizer, vocab_si
         kind = gguf.TokenType.CONTROL if added["special"] else gguf.TokenType.USER_DEFINED
         tokens[added["id"]], types[added["id"]] = added["content"], kind
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(pre_type(content))
+    writer.add_tokenizer_pre(pre)
     writer.add_token_list(tokens)
     writer.add_token_types(types)
     writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]])

@@ -54,7 +54,9 @@ class BlocksConfig(ModelConfig):
     """Shape of a block, its dropout and positions. The defaults are those of `base` in Vaswani et al. 2017, table 3."""
 
     d_model: Size = 512
+    """Width of the residual stream."""
     n_heads: Size = 8
+    """Attention heads per block."""
     head_dim: Size | None = None
     """Width of a head; by default, d_model / n_heads."""
     attention_bias: bool = False
@@ -62,15 +64,20 @@ class BlocksConfig(ModelConfig):
     d_ff: tuple[Size, ...] = (2048,)
     """Widths of the MLP's hidden layers."""
     activation: Activation = "relu"
+    """Activation of the MLP's hidden layers; with swiglu and geglu these are gated."""
     bias: bool = True
     """Biases in the MLP."""
     norm: Norm = "layernorm"
+    """Kind of norm."""
     norm_eps: NormEps | None = None
     """ε added to the mean square or variance in norms; by default, 1e-6 for rmsnorm and 1e-5 for layernorm."""
     norm_placement: Literal["pre", "post"] = "post"
     """Norms after each residual connection (post), or before each sublayer and after the last block (pre)."""
     positions: Positions = "sinusoidal"
+    """Position encoding: learned or sinusoidal vectors added to the embedding, rotated queries and keys (rope), or
+    none."""
     rope_base: Annotated[float, Range(least=1)] = 10_000.0
+    """Base of RoPE: pair i of a head's K features rotates by rope_base^(-2i/K) per position."""
     dropout: Fraction = 0.1
     """Dropout probability, in training, of features of the embedding and of each sublayer's output."""
 

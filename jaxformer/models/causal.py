@@ -23,6 +23,7 @@ class CausalAttentionConfig(TokenBlocksConfig):
     """Shape of blocks with causal self-attention."""
 
     n_blocks: Depth = 1
+    """Number of blocks."""
     n_kv_heads: Size | None = None
     """Key/value heads, shared by the query heads; by default, n_heads."""
     output_bias: bool | None = None

@@ -47,6 +47,7 @@ class TowerConfig(BlocksConfig):
     """Base of both towers' configs, with blocks as in GPT-2 (section 2.4)."""
 
     n_blocks: Depth = 12
+    """Number of blocks."""
     attention_bias: bool = True
     activation: Activation = "quick_gelu"
     norm_placement: Literal["pre", "post"] = "pre"
@@ -87,9 +88,11 @@ class TextTowerConfig(TowerConfig, TokenBlocksConfig):
     """Shape of the text tower. The defaults are those paired with ViT-B/32."""
 
     vocab_size: Length = 49_408
+    """Vocabulary size in tokens, including the start and end tokens."""
     context_length: Length = 77
     """Maximum length of a caption in tokens, including its start and end tokens."""
     embedding_std: NonNegativeFloat = 0.02
+    """Standard deviation of the embeddings of tokens and positions at initialisation."""
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from jaxformer.ops.positions import positions_in_segments
 
 @dataclass(frozen=True)
 class DecoderConfig(CausalAttentionConfig):
-    """Shape of a `Decoder`. The defaults are those of the `residual` rung, but for the projection W_O of the heads."""
+    """Shape of a `Decoder`."""
 
     d_model: Size = 256
     n_heads: Size = 1
@@ -40,6 +40,7 @@ class DecoderConfig(CausalAttentionConfig):
     length is an input; in generation, the prefix is the prompt."""
     d_ff: tuple[Size, ...] = (2048, 2048)
     norm: Literal["none", Norm] = "none"  # type: ignore[assignment]
+    """Kind of norm; none for no norms, whatever norm_placement is."""
     norm_placement: Literal["pre", "post", "both"] = "pre"  # type: ignore[assignment]
     """Norms before each sublayer (pre), after each residual connection (post), or before and after each sublayer
     (both)."""
@@ -47,6 +48,7 @@ class DecoderConfig(CausalAttentionConfig):
     """Additional norm before the unembedding."""
     positions: Positions = "learned"
     embedding_std: NonNegativeFloat = 1.0
+    """Standard deviation of the embeddings of tokens and, if learned, positions at initialisation."""
     embedding_scale: float = 1.0
     """Factor applied to a token's row of the embedding."""
     unembedding: Literal["linear", "tied"] = "linear"

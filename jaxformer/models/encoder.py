@@ -37,12 +37,14 @@ class EncoderConfig(TokenBlocksConfig):
 
     d_model: Size = 256
     n_blocks: Depth = 4
+    """Number of blocks."""
     n_heads: Size = 4
     attention_bias: bool = True
     d_ff: tuple[Size, ...] = (1024,)
     activation: Activation = "gelu"
     positions: Positions = "learned"
     embedding_std: NonNegativeFloat = 0.02
+    """Standard deviation of the embeddings of tokens, positions and segments at initialisation."""
     embedding_norm: bool = True
     """A norm before the first block."""
     n_segments: Annotated[NonNegative, Range(most=2**20)] = 0
@@ -77,6 +79,7 @@ class ClassifierConfig(EncoderConfig):
     """Shape of a `Classifier`, an encoder that predicts one class per sequence."""
 
     n_classes: Size = 2
+    """Number of classes."""
     pooling: Pooling = "first"
     """Features of the sequence: those of its first token, or their mean over all tokens."""
 

@@ -31,13 +31,15 @@ class EncoderDecoderConfig(TokenBlocksConfig):
     tokens. The defaults are those of the paper's `base`."""
 
     n_encoder_blocks: Depth = 6
+    """Number of blocks of the encoder."""
     n_decoder_blocks: Depth = 6
+    """Number of blocks of the decoder."""
     local_heads: NonNegative = 0
     """Heads of each self-attention that attend to a fixed distance at initialisation. In the decoder, the first attends
     one position back, the second two back, and so on; in the encoder, one back, one ahead, two back, and so on. Needs
     RoPE and attention_bias, whose b_Q and b_K are initialised accordingly."""
     diagonal_heads: NonNegative = 0
-    """Heads of each cross-attention that, at initialisation, attend to some 10 positions around the token's own
+    """Heads of each cross-attention that, at initialisation, attend to about ten positions around the token's own
     position in the source. RoPE is then also applied in cross-attention. Needs RoPE and attention_bias."""
 
     def __post_init__(self) -> None:

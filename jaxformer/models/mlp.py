@@ -27,6 +27,7 @@ class MLPConfig(TokenModelConfig):
     """Shape of an `MLPLanguageModel`."""
 
     d_model: Size = 256
+    """Width of the embedding."""
     d_ff: tuple[Size, ...] = (2048, 2048)
     """Widths of the hidden layers."""
     mixing: Literal["none", "concatenate", "static", "dynamic", "gram", "qkv"] = "none"

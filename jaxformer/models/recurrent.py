@@ -31,6 +31,7 @@ class RecurrentConfig(TokenModelConfig):
     """Shape of a `Recurrent`. Source and target share one vocabulary."""
 
     cell: Literal["tanh", "gru", "lstm"] = "gru"
+    """Recurrent cell."""
     d_embedding: Size = 256
     """Width of the token embedding, and of the features before the logits."""
     d_model: Size = 256
@@ -47,6 +48,7 @@ class RecurrentConfig(TokenModelConfig):
     tied: bool = False
     """One embedding for source, target and logits (weight tying), as in Vaswani et al. 2017, section 3.4."""
     dropout: Fraction = 0.0
+    """Dropout probability in training."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -29,10 +29,13 @@ class RecurrentLMConfig(TokenModelConfig):
     """Shape of a `RecurrentLM`."""
 
     cell: Literal["tanh", "gru", "lstm"] = "gru"
+    """Recurrent cell."""
     d_model: Size = 256
     """Width of the token embedding, and of the state of each layer."""
     n_layers: Depth = 1
+    """Number of layers."""
     dropout: Fraction = 0.0
+    """Dropout probability in training."""
 
     @property
     def contract(self) -> Contract:

@@ -24,7 +24,7 @@ from jaxformer.ops.linear_cross_entropy import Unembedding
 
 @dataclass(frozen=True)
 class RungDecoderConfig(MoEConfig):
-    """Shape of a `RungDecoder`. The defaults are those of the `residual` rung."""
+    """Shape of a `RungDecoder`."""
 
     value_dim: Size | None = None
     """Width of a head's values and output; by default, that of its queries and keys."""
@@ -36,6 +36,7 @@ class RungDecoderConfig(MoEConfig):
     """Multiply the concatenated heads by W_O. If false, heads that split the model's width are concatenated, and heads
     as wide as the model are summed."""
     residual: bool = True
+    """Add the output of attention and of the MLP to their input (residual connections)."""
     value_embedding: bool = False
     """A second embedding per token, times embedding_scale, added to the token's values in every block, so that values
     carry the token's identity (after Zhou et al. 2024, who share the values of the first block). Zero at

@@ -34,8 +34,10 @@ class ViTConfig(BlocksConfig, ImageModelConfig):
     mean: tuple[float, ...] = (0.5,)
     """Mean of pixels from 0 to 1, for all channels or per channel. The model reads (pixel - mean) / std."""
     std: tuple[PositiveFloat, ...] = (0.5,)
+    """Standard deviation of pixels from 0 to 1, for all channels or per channel."""
     d_model: Size = 768
     n_blocks: Depth = 12
+    """Number of blocks."""
     n_heads: Size = 12
     attention_bias: bool = True
     d_ff: tuple[Size, ...] = (3072,)

@@ -26,6 +26,7 @@ class ViViTConfig(ViTConfig):
     """Shape of a `ViViT` or `FactorisedViViT`. The defaults are those of the paper's ViViT-B/16x2."""
 
     n_frames: Side = 32
+    """Frames per video."""
     tubelet_frames: Side = 2
     """Frames per tubelet, whose height and width are `patch_size`; it must divide n_frames."""
     attention: Literal["joint", "factorised"] = "joint"

@@ -6,14 +6,14 @@ from jaxformer.nn.capture import OUTPUT, capture_point
 from jaxformer.nn.embedding import Embedding
 from jaxformer.nn.execution import PLAIN, Execution, run_blocks
 from jaxformer.nn.experts import Experts
-from jaxformer.nn.mlp import MLP
+from jaxformer.nn.mlp import ACTIVATIONS, MLP
 from jaxformer.nn.norms import LayerNorm, RMSNorm
-from jaxformer.nn.parameters import parameter
+from jaxformer.nn.parameters import parameter, parameter_axes
 from jaxformer.nn.patches import LearnedPositions, PatchEmbedding
 from jaxformer.nn.recurrent import AttentiveRecurrence, FixedContext, Recurrence
 
 __all__ = [
-    "MLP", "OUTPUT", "PLAIN", "AttentiveRecurrence", "Block", "Embedding", "Execution", "Experts", "FixedContext",
-    "LayerNorm", "LearnedPositions", "MultiHeadAttention", "PatchEmbedding", "RMSNorm", "Recurrence", "capture_point",
-    "parameter", "run_blocks",
+    "ACTIVATIONS", "MLP", "OUTPUT", "PLAIN", "AttentiveRecurrence", "Block", "Embedding", "Execution", "Experts",
+    "FixedContext", "LayerNorm", "LearnedPositions", "MultiHeadAttention", "PatchEmbedding", "RMSNorm", "Recurrence",
+    "capture_point", "parameter", "parameter_axes", "run_blocks",
 ]  # fmt: skip

@@ -38,7 +38,7 @@ class LocalHeads(MultiHeadAttention):
 
     Attributes:
       distances: positions back, or ahead if negative, of the key of each of the first heads.
-      is_wide: attend less sharply, to some 10 positions around each distance.
+      is_wide: attend less sharply, to about ten positions around each distance.
     """
 
     distances: tuple[int, ...] = ()

@@ -14,7 +14,7 @@ from jaxformer.nn.capture import OUTPUT, capture_point, is_capturing
 from jaxformer.nn.parameters import check_name, parameter
 from jaxformer.ops.broadcasting import expand
 
-Activation = Literal["relu", "squared_relu", "gelu", "gelu_exact", "quick_gelu", "swiglu", "geglu"]
+Activation = Literal["relu", "squared_relu", "gelu", "gelu_exact", "quick_gelu", "silu", "swiglu", "geglu"]
 """Names of MLP activations in configs."""
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "relu": jax.nn.relu,
@@ -22,13 +22,14 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu": jax.nn.gelu,
     "gelu_exact": partial(jax.nn.gelu, approximate=False),
     "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
+    "silu": jax.nn.silu,
     "swiglu": jax.nn.silu,
     "geglu": jax.nn.gelu,
     "tanh": jnp.tanh,
 }
 """Activations by name. 'swiglu' and 'geglu' are gated: silu(x W_gate) · (x W), or the same with gelu (Shazeer 2020).
 'gelu' is the tanh approximation of GPT-2, 'gelu_exact' the exact function, as in BERT, and 'quick_gelu' the sigmoid
-approximation of CLIP (Hendrycks and Gimpel 2016)."""
+approximation of CLIP (Hendrycks and Gimpel 2016); 'silu' is x · sigmoid(x)."""
 GATED = ("swiglu", "geglu")
 """Activations of gated MLPs."""
 RECOMPUTED = ("gelu", "geglu")

@@ -13,6 +13,7 @@ from jaxformer.ops.attention import (
     multi_head_attention,
     row_entropy,
 )
+from jaxformer.ops.blockwise import blockwise_attention
 from jaxformer.ops.cache import KVCache, LayerCache, init_cache, read_layer, write_layer, write_positions
 from jaxformer.ops.linear_cross_entropy import Unembedding, linear_cross_entropy
 from jaxformer.ops.losses import cross_entropy, negative_log_likelihood
@@ -24,7 +25,8 @@ from jaxformer.ops.recurrent import gru_step, lstm_step
 
 __all__ = [
     "Causal", "KVCache", "LayerCache", "Packed", "RoPE", "Unembedding", "attention", "attention_scores",
-    "attention_weights", "cross_attention", "cross_entropy", "gru_step", "init_cache", "l2_normalize", "layer_norm",
-    "linear_cross_entropy", "lstm_step", "masks", "multi_head_attention", "negative_log_likelihood", "patchify",
-    "read_layer", "rms_norm", "rope", "row_entropy", "sinusoidal", "write_layer", "write_positions",
+    "attention_weights", "blockwise_attention", "cross_attention", "cross_entropy", "gru_step", "init_cache",
+    "l2_normalize", "layer_norm", "linear_cross_entropy", "lstm_step", "masks", "multi_head_attention",
+    "negative_log_likelihood", "patchify", "read_layer", "rms_norm", "rope", "row_entropy", "sinusoidal",
+    "write_layer", "write_positions",
 ]  # fmt: skip

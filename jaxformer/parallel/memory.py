@@ -90,19 +90,22 @@ def check_parameters(params: object, n_devices: int, device: jax.Device) -> None
 
 
 def check_memory(compiled: jax.stages.Compiled, device: jax.Device) -> str:
-    """Return a log line with the memory that a compiled step needs and that the device has. Raises `UserError` if the
-    step needs more than the device has or, on a CPU, more than other programs leave, where Linux would kill it
-    silently."""
+    """Return a log line with the memory that a compiled step needs and that the device has; of a CPU, whose devices
+    share the process, also of all its devices, and what else the process holds. Raises `UserError` if the step needs
+    more than the device has or, on a CPU, more than other programs leave, where Linux would kill it silently."""
     needed, capacity = memory_needed(compiled), memory_capacity(device)
     if capacity is None:
         return f"memory per device: {format_bytes(needed)}"
     problem = f"a step needs {format_bytes(needed)} of memory per device, but"
     if needed > capacity:
         raise UserError(f"{problem} there are {format_bytes(capacity)}; {REMEDY}.")
-    free = _free_memory() if device.platform == "cpu" else None
-    if free is not None and needed > (share := free // jax.local_device_count()):
+    line, n = f"memory per device: {format_bytes(needed)} of {format_bytes(capacity)}", jax.local_device_count()
+    if device.platform != "cpu":
+        return line
+    if (free := _free_memory()) is not None and needed > (share := free // n):
         raise UserError(f"{problem} other programs leave {format_bytes(share)}; close some, or {REMEDY}.")
-    return f"memory per device: {format_bytes(needed)} of {format_bytes(capacity)}"
+    total = f", {format_bytes(n * needed)} on all {n} devices" if n > 1 else ""
+    return f"{line}{total}, besides Python, compiled programs and evaluations"
 
 
 def format_bytes(n_bytes: float) -> str:

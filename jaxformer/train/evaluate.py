@@ -69,6 +69,19 @@ def perplexity(loss: float) -> float:
     return inf if loss >= 700 else exp(loss)
 
 
+def full_batches(batches: Iterator[Batch], n_shards: int) -> Iterator[Batch]:
+    """Yield batches of held-out examples, the first without those of weight 0 at its end, which pad few examples to a
+    batch, but for those that divide it among the shards. Other batches keep their shape, for which the step is
+    compiled."""
+    for number, batch in enumerate(batches):
+        if number:
+            yield batch
+            continue
+        used = np.flatnonzero(batch.weights.reshape(len(batch.weights), -1).any(axis=1))
+        n = -(-(max(used, default=0) + 1) // n_shards) * n_shards
+        yield jax.tree.map(lambda x, n=n: x[:n], batch)
+
+
 class Evaluator:
     """Evaluation of parameters on held-out examples, with one compiled step per batch shape."""
 
@@ -90,7 +103,7 @@ class Evaluator:
         unread, measures = deque[dict[str, jax.Array]](), list[dict[str, np.ndarray]]()
         read = lambda: measures.append({name: np.asarray(x) for name, x in unread.popleft().items()})  # noqa: E731
         batch_size = self._batch_size if n is None else min(self._batch_size, -(-n // self._n_shards) * self._n_shards)
-        for batch in self._data.held_out(batch_size, n):
+        for batch in full_batches(self._data.held_out(batch_size, n), self._n_shards):
             unread.append(self._step(params, global_device_put(batch, self._split)))
             if len(unread) > BATCHES_IN_FLIGHT:
                 read()

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 from jaxformer.config import ComputeConfig
 from jaxformer.data.dataset import Batch
+from jaxformer.data.packing import fitting_length
 from jaxformer.data.text import read_documents
 from jaxformer.data.tokens import split_documents, text_lengths, tokenize
 from jaxformer.data.windows import HeldOutText, TextConfig, pack_documents
@@ -22,7 +23,7 @@ from jaxformer.models.objective import Params, batched_apply, is_causal_lm, per_
 from jaxformer.ops.losses import negative_log_likelihood
 from jaxformer.parallel.mesh import batch_sharding, batch_shards, global_device_put
 from jaxformer.runs.run import Run
-from jaxformer.train.evaluate import Evaluation, Evaluator, HeldOut
+from jaxformer.train.evaluate import Evaluation, Evaluator, HeldOut, full_batches
 from jaxformer.train.setup import TrainSetup
 
 Precision = Literal["auto", "float32", "bfloat16"]
@@ -51,13 +52,14 @@ def loss_by_position(
       UserError: the run's model is not a causal language model.
     """
     check_causal_lm(run, "--by-position")
-    setup, T = _evaluation_setup(run, mesh, batch_size, precision), run.text_model()[0].context_length
-    nats_T, weights_T, split = np.zeros(T), np.zeros(T), batch_sharding(mesh)
+    setup, c = _evaluation_setup(run, mesh, batch_size, precision), run.text_model()[0]
+    nats_T, weights_T = np.zeros((2, c.context_length))
+    first, split = c.context_length - c.n_predicted, batch_sharding(mesh)  # a model may predict only a window's end
     params = jax.tree.map(lambda w: w.astype(setup.compute_dtype), params)
-    for batch in data.held_out(setup.config.train.batch_size):
+    for batch in full_batches(data.held_out(setup.config.train.batch_size), setup.n_shards):
         nats, weights = _position_sums(run.model, params, global_device_put(batch, split))
-        nats_T[-len(nats) :] += nats  # a model may predict only the end of a window
-        weights_T[-len(weights) :] += weights
+        nats_T[first : first + len(nats)] += nats
+        weights_T[first : first + len(nats)] += weights
     return nats_T, weights_T
 
 
@@ -111,7 +113,8 @@ def load_held_out_text(
     if run.config.data.has_segments:
         if stride is not None:
             raise UserError(f"stride is {stride}, but this run has packed documents, not windows; omit it.")
-        packed = replace(pack_documents(tokens, tokenizer, length), token_lengths=lengths)
-        return packed, f"{size}packed into {len(packed.rows):,} rows of {length}", documents.notes
+        packed = replace(pack_documents(tokens, tokenizer, fitting_length(len(tokens), length)), token_lengths=lengths)
+        return packed, f"{size}packed into {len(packed.rows):,} rows of {packed.length}", documents.notes
     text = HeldOutText(tokens, lengths, length, limit, stride)
-    return text, f"{size}windows of {length} tokens, {stride or limit} apart", documents.notes
+    windows = "one window" if len(tokens) <= length + 1 else f"windows of {length} tokens, {stride or limit} apart"
+    return text, f"{size}{windows}", documents.notes

@@ -1,6 +1,7 @@
 """`python -m jaxformer diff`."""
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.data.windows import TextConfig
 from jaxformer.inspect.comparison import exact_differences
 from jaxformer.models.decoder import DecoderConfig
-from jaxformer.runs.checkpoints import CheckpointManager
+from jaxformer.runs.checkpoints import CheckpointManager, CheckpointReader
 from jaxformer.runs.run import create_run
 
 CONFIG = Config("run", DecoderConfig(257, 8, 4, d_ff=(6,)), TextConfig("books"), steps=3)
@@ -62,7 +63,72 @@ def row(step: int, **changes: Any) -> list[dict]:
 
 def test_runs_that_differ_in_timings_are_the_same(one: str, tmp_path: Path, capsys) -> None:
     assert diff.main([one, make(tmp_path / "other", rows=row(1, step_ms=9.0))]) == 0
-    assert capsys.readouterr().out == "configs: the same\nlogs: the same\ncheckpoints: the same\n"
+    verdict, *others = capsys.readouterr().out.splitlines()
+    assert verdict == f"no run is better: {one} has no evaluation with a held-out loss"
+    same = ["configs: the same", "logs: the same", "checkpoints: the same"]
+    assert others == [*same, f"curves: {Path(one).parent / 'diff.html'}; open it in a browser"]
+
+
+def evaluated(*losses: float, bpb: float = 1.0) -> list[dict]:
+    return [{"step": step, "loss": 3.0, "val_loss": loss, "val_bpb": bpb} for step, loss in enumerate(losses)]
+
+
+OTHER_TEXT = {"config": replace(CONFIG, data=replace(CONFIG.data, path="songs")), "fingerprint": "other"}
+MORE_TOKENS = replace(CONFIG, model=replace(CONFIG.model, vocab_size=300))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"rows": evaluated(5.0, 4.0)},
+            "other is better: held-out loss 4.0000 at step 1, 1.0000 (20.0%) less than a (5.0000 at step 1), on the "
+            "same data, books",
+        ),
+        (
+            {"rows": evaluated(5.5, 5.25, 5.125)},
+            "a is better: held-out loss 5.0000 at step 1, 0.1250 (2.4%) less than other (5.1250 at step 2), on the "
+            "same data, books; at step 1, the last with an evaluation of both, 5.0000 and 5.2500",
+        ),
+        ({"rows": evaluated(5.0, None)}, "a is better: held-out loss 5.0000 at step 1; of other (not finite at "),
+        ({"rows": evaluated(7.0, 5.0)}, "no run is better: held-out loss 5.0000 of all, on the same data, books"),
+        ({"rows": evaluated(1.0), **OTHER_TEXT}, "no run is better: their data differ (books, songs)"),
+        ({"rows": evaluated(1.0), "fingerprint": "other"}, "no run is better: their data differ (books), so"),
+        (
+            {"rows": evaluated(9.0, bpb=0.5), "config": MORE_TOKENS, "fingerprint": "other"},
+            "other is better: held-out bits per byte 0.5000 at step 0, 0.5000 (50.0%) less than a (1.0000 at step 1)",
+        ),
+        ({"rows": ROWS}, "no run is better: other has no evaluation with a held-out loss"),
+    ],
+)  # fmt: skip
+def test_the_first_line_says_which_run_is_better_by_how_much_on_what_data(tmp_path, monkeypatch, capsys, changes, said):
+    monkeypatch.chdir(tmp_path)
+    fingerprint = changes.pop("fingerprint", "data")
+    prints = {Path("a"): "data", Path("other"): fingerprint}
+    monkeypatch.setattr(CheckpointReader, "fingerprint", lambda self, _: prints[self._folder])
+    make(Path("a"), rows=evaluated(6.0, 5.0))
+    make(Path("other"), **changes)
+    assert diff.main(["a", "other"]) == 1
+    assert capsys.readouterr().out.startswith(said)
+
+
+def test_several_runs_are_ranked_and_share_a_page(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name, loss in {"a": 5.0, "b": 4.0, "c": 4.5}.items():
+        make(Path(name), replace(CONFIG, seed=len(name + name * (name == "b"))), evaluated(6.0, loss))
+    assert diff.main(["a", "b", "c", "--page", "all.html"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith(
+        "b is better: held-out loss 4.0000 at step 1, 0.5000 (11.1%) less than c (4.5000 at step 1)"
+    )
+    assert lines[1:4] == ["b: 4.0000 at step 1", "c: 4.5000 at step 1", "a: 5.0000 at step 1"]
+    assert lines[4:] == ["configs:", "  seed: 1 and 2 and 1", "curves: all.html; open it in a browser"]
+    page = Path("all.html").read_text()
+    assert "Held-out loss" in page and "Training loss" in page
+    assert all(
+        len(re.findall(rf"name&quot;:\W*&quot;{name}&quot;|\"name\":\W*\"{name}\"", page)) == 3 for name in "abc"
+    )
+    assert diff.main(["a", "b", "--page", "none"]) == 1 and not Path("diff.html").exists()
 
 
 @pytest.mark.parametrize(
@@ -144,7 +210,7 @@ def test_runs_without_logs_and_checkpoints_are_not_the_same(tmp_path: Path, caps
     runs = [create_run(tmp_path / name, CONFIG, Tokenizer.train([], 257), allow_suffix=False) for name in "ab"]
     assert diff.main([str(run) for run in runs]) == 1
     expected = "logs:\n  neither run has logged a step\ncheckpoints:\n  neither run has a checkpoint\n"
-    assert capsys.readouterr().out == f"configs: the same\n{expected}"
+    assert capsys.readouterr().out.partition("\n")[2] == f"configs: the same\n{expected}"
 
 
 @pytest.mark.parametrize(

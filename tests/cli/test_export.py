@@ -1,11 +1,14 @@
 """`python -m jaxformer export`."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from jaxformer.cli import export
-from jaxformer.runs.run import read_config
+from jaxformer.cli.arguments import load_config
+from jaxformer.data.tokenizer import Tokenizer
+from jaxformer.runs.run import read_config, write_config
 from tests.helpers import small_run
 
 WORDS = " ".join(f"{a}{b}" for a in "abcdefgh" for b in "ijklmnop")
@@ -14,6 +17,60 @@ WORDS = " ".join(f"{a}{b}" for a in "abcdefgh" for b in "ijklmnop")
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(small_run(tmp_path_factory.mktemp("runs") / "small", [WORDS * 3]))
+
+
+LLAMA_BUT_BIAS = (
+    "--config quick --model.n-heads 4 --model.n-kv-heads 2 --model.positions rope --model.activation swiglu"
+)
+
+
+@pytest.mark.parametrize(
+    ("options", "status", "lines"),
+    [
+        (f"{LLAMA_BUT_BIAS} --format hf", 1, ["  model.bias True; needed: --model.no-bias"]),
+        (f"{LLAMA_BUT_BIAS} --model.no-bias", 0, ["quick as hf: can be exported", "quick as gguf: can be exported"]),
+        (
+            "--config quick --model.window 8 --model.d-ff 4 5 --format gguf", 1,
+            [
+                "  model.d_ff 4 5; needed: --model.d-ff 4",
+                "  model.activation relu; needed: --model.activation swiglu",
+                "  model.bias True; needed: --model.no-bias", "  model.window 8; needed: --model.window none",
+            ],
+        ),
+        ("--config vision:vit --format hf", 1, ["  model ViTConfig; needed: a Decoder (--config quick:llama)"]),
+        ("--config vision:vit --format stablehlo", 0, ["vision:vit as stablehlo: can be exported"]),
+    ],
+)  # fmt: skip
+def test_a_check_lists_all_obstacles_of_a_config_with_the_options_that_remove_them(capsys, options, status, lines):
+    assert export.main(["--check", *options.split()]) == status
+    shown = capsys.readouterr().out.splitlines()
+    assert {*lines} <= {*shown}
+    assert len([line for line in shown if line.startswith("  ")]) == len(lines) * status
+
+
+def test_a_run_with_obstacles_is_refused_with_all_of_them_and_checked_alike(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write_config(tmp_path, load_config("quick"))
+    assert export.main([str(tmp_path), "--format", "hf"]) == 2
+    obstacles, remedy = "model.activation relu and model.bias True have no equivalent", "--model.activation swiglu"
+    error = capsys.readouterr().err
+    assert f"cannot be exported as hf: {obstacles}; use --format safetensors, or train with {remedy}" in error
+    assert error.endswith("--model.no-bias.\n") and error.count("\n") == 1
+    assert export.main(["--check", str(tmp_path), "--format", "hf"]) == 1
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        "  model.activation relu; needed: --model.activation swiglu", "  model.bias True; needed: --model.no-bias",
+    ]  # fmt: skip
+
+
+def test_a_tokenizer_that_llama_cpp_does_not_know_is_an_obstacle_to_gguf(tmp_path, capsys):
+    content = json.loads(Tokenizer.train([], 257).as_json())
+    parts = [{"type": "Punctuation", "behavior": "Isolated"}, content["pre_tokenizer"]]
+    content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": parts}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    options = ["--check", "--config", "quick:llama", "--data.tokenizer", str(tmp_path / "tokenizer.json")]
+    assert export.main([*options, "--format", "hf"]) == 0
+    assert export.main([*options, "--format", "gguf"]) == 1
+    assert "  the tokenizer changes or splits text by " in capsys.readouterr().out
 
 
 @pytest.mark.slow

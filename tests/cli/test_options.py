@@ -1,6 +1,9 @@
 """Options: words of a command line as typed values, and the text of --help."""
 
 import contextlib
+import dataclasses
+import importlib
+import pkgutil
 import re
 from dataclasses import dataclass
 from itertools import pairwise
@@ -9,11 +12,15 @@ from typing import Annotated, Literal
 import pytest
 
 from jaxformer import __main__ as everything
+from jaxformer import data, models
 from jaxformer.__main__ import COMMANDS
 from jaxformer.cli import eval as eval_command
 from jaxformer.cli import sample, train
 from jaxformer.cli.arguments import load_config
-from jaxformer.cli.options import MERGED, POSITIONAL, CommandLine, help_text, option_groups
+from jaxformer.cli.options import HIDDEN, MERGED, POSITIONAL, CommandLine, help_text, option_groups
+from jaxformer.config.fields import FieldDocs, field_docstrings, type_hints
+from jaxformer.decode.completion import CompletionOptions
+from jaxformer.decode.samplers import Sampling
 from jaxformer.errors import UserError
 from tests.helpers import ROOT
 
@@ -51,6 +58,27 @@ def test_help_wraps_lines_once_and_breaks_no_flag(capsys, monkeypatch, command):
     for line, following in pairwise(lines):  # a text goes on where the line is full
         if line.startswith("      ") and following.startswith("      "):
             assert len(line) + 1 + len(following.split()[0]) > columns, line
+
+
+def subclasses(cls):
+    return {cls, *(deeper for below in cls.__subclasses__() for deeper in subclasses(below))}
+
+
+def test_every_field_of_every_config_has_a_sentence_and_none_speaks_of_rungs():
+    for info in [
+        *pkgutil.iter_modules(models.__path__, "jaxformer.models."),
+        *pkgutil.iter_modules(data.__path__, "jaxformer.data."),
+    ]:
+        importlib.import_module(info.name)
+    configs = {cls for base in (FieldDocs, CompletionOptions, Sampling) for cls in subclasses(base)} - {FieldDocs}
+    configs = {cls for cls in configs if cls.__module__.startswith("jaxformer.")}
+    assert len(configs) > 25
+    for cls in configs:
+        docs = field_docstrings(cls)
+        assert "rung" not in f"{cls.__doc__} {docs}".lower().replace("rungdecoder", ""), cls
+        for f in dataclasses.fields(cls):
+            if HIDDEN not in getattr(type_hints(cls)[f.name], "__metadata__", ()):
+                assert re.fullmatch(r"\W?[A-Zε].*\.", docs.get(f.name, ""), re.DOTALL), f"{cls.__name__}.{f.name}"
 
 
 def test_help_shows_type_text_and_default_of_an_option():

@@ -177,8 +177,10 @@ def test_text_that_is_no_path_is_refused(path, message):
 
 @pytest.mark.parametrize("name", ["nowhere.txt", "*.nothing", ""])
 def test_missing_text_is_refused(tmp_path, name):
-    (tmp_path / "a.md").write_text("only markdown")
-    with pytest.raises(UserError, match=r"no data at .*(nowhere.txt|\*.nothing|\.arrow \(left out: 1 \.md\)); give a"):
+    (tmp_path / "a.json").write_text("{}")
+    with pytest.raises(
+        UserError, match=r"no data at .*(nowhere.txt|\*.nothing|\.arrow \(left out: 1 \.json\)); give a"
+    ):
         find_files(str(tmp_path / name))
 
 
@@ -197,6 +199,27 @@ def test_files_of_several_kinds_are_refused(tmp_path):
         with pytest.raises(UserError, match=r"several kinds \(3 \.jsonl, 2 \.txt, 1 \.csv\); name those of"):
             find_files(str(path))
     assert len(find_files(str(tmp_path / "*.jsonl*")).files) == 3
+    (tmp_path / "g.md").write_text("")
+    with pytest.raises(UserError, match=r"1 \.csv\) \(left out: 1 \.md\); name those of"):
+        find_files(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("names", "read", "note"),
+    [
+        (["b.md", "a.md", "deep/c.rst", "LICENSE"], ["a.md", "b.md", "deep/c.rst"], ("left out: 1 without a suffix",)),
+        (["one", "deep/two"], ["deep/two", "one"], ()),
+        (["a.md", "b.txt"], ["b.txt"], ("left out: 1 .md",)),
+    ],
+)
+def test_folder_of_markup_or_of_files_without_suffix_is_read_as_text(tmp_path, names, read, note):
+    (tmp_path / "deep").mkdir()
+    for name in names:
+        (tmp_path / name).write_text("# Title\n\nText.")
+    listing = find_files(str(tmp_path))
+    assert [str(p.relative_to(tmp_path)) for p in listing.files] == read
+    assert all(text in listing.notes("folder")[0] for text in note) and len(listing.notes("folder")) == len(note)
+    assert [texts_of(file) for file in listing.files] == [["# Title\n\nText."]] * len(read)
 
 
 def test_saved_dataset_of_several_splits_names_them(tmp_path):

@@ -99,6 +99,19 @@ def test_targets_are_the_next_tokens():
     assert whole.weights is None
 
 
+@pytest.mark.parametrize(
+    ("n", "n_predicted", "length"), [(34, 300, 128), (130, 300, 256), (280, 300, 300), (302, 1, 300)]
+)
+def test_the_only_window_of_a_short_text_fits_it(n, n_predicted, length):
+    text = HeldOutText(np.arange(n), np.ones(n), 300, n_predicted)
+    batch = next(text.held_out(2))
+    assert batch.inputs[0].shape == (2, length) and batch.targets.shape == batch.weights.shape == (
+        2,
+        min(length, n_predicted),
+    )
+    assert batch.targets[batch.weights > 0].tolist() == ([*range(1, n)] if n_predicted > 1 else [300, 301])
+
+
 def test_held_out_text_of_one_token_is_refused():
     with pytest.raises(UserError, match="the held-out text has 1 tokens, too few to predict one, which needs 1 before"):
         HeldOutText(TOKENS[:1], np.ones(103), 4, 4)

@@ -15,7 +15,7 @@ from jaxformer.errors import UserError
 from jaxformer.interop.configs import read_config
 from jaxformer.interop.gguf import export_gguf, llama3_divisors
 from jaxformer.interop.gguf_file import DTYPES, QUANTISED, GgufFile, find_llama3
-from jaxformer.interop.huggingface import resolved
+from jaxformer.interop.obstacles import resolved
 from jaxformer.interop.run import import_run, pretrained_model
 from jaxformer.runs.run import Run, load_run
 from tests.interop.gguf_files import CONFIGS, QUANTISABLE, V, random_model, write_gguf
@@ -172,7 +172,7 @@ BROKEN: dict[str, dict[str, Any]] = {
     },
     "ZeroDivisionError": {"llama.attention.head_count": 0},
     "TypeError": {"llama.attention.head_count": [6, 6]},
-    "n_blocks is '2', which is not int|TypeError": {"llama.block_count": "2"},
+    "n_blocks is '2'; it must be a whole number|TypeError": {"llama.block_count": "2"},
     "it splits text as 'tekken', which is not supported; supported are gpt-2, smollm, llama-bpe, qwen2": {
         "tokenizer.ggml.pre": "tekken"
     },

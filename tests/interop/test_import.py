@@ -194,10 +194,10 @@ BAD_CONFIGS = {
         "rope_scaling": {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     },
     "n_heads is 0": {"num_attention_heads": 0},
-    "d_model is '12', which is not int": {"hidden_size": "12"},
+    "d_model is '12'; it must be a whole number": {"hidden_size": "12"},
     "its config implies .283, 16": {"hidden_size": 16, "head_dim": 4},
     "n_blocks is 1000000000000": {"num_hidden_layers": 10**12},
-    "n_blocks is 1e.30, which is not int": {"num_hidden_layers": 1e30},
+    "n_blocks is 1e.30; it must be a whole number": {"num_hidden_layers": 1e30},
     "there is no n_embd": {"model_type": "gpt2", "architectures": None},
     "no equivalent as a gemma3_text: ZeroDivisionError": {
         "model_type": "gemma3_text",
@@ -207,7 +207,7 @@ BAD_CONFIGS = {
     "layer_types is .'linear_attention'.; it must have 1 of": {"layer_types": ["linear_attention"]},
     "layer_types is .'full_attention', 'full_attention'.": {"layer_types": ["full_attention"] * 2},
     "no sliding_window": {"layer_types": ["sliding_attention"]},
-    "rope_base is 'x', which is not float": {"rope_theta": "x"},
+    "rope_base is 'x'; it must be a number": {"rope_theta": "x"},
     "there is no hidden_size": {"hidden_size": None},
     "no tensor model.layers.1": {"num_hidden_layers": 2},
 }

@@ -25,6 +25,7 @@ NUMPY: dict[str, Callable] = {
     "gelu": lambda x: 0.5 * x * (1 + np.tanh(sqrt(2 / np.pi) * (x + 0.044715 * x**3))),  # Hendrycks and Gimpel 2016
     "gelu_exact": lambda x: 0.5 * x * (1 + np.vectorize(erf)(x / sqrt(2))),
     "quick_gelu": lambda x: x / (1 + np.exp(-1.702 * x)),
+    "silu": silu,
     "tanh": np.tanh,
 }
 GATES: dict[str, Callable] = {"swiglu": silu, "geglu": NUMPY["gelu"]}
@@ -94,5 +95,5 @@ def test_gelu_saves_its_product_alone_for_the_backward_pass(activation: str) -> 
 
 
 def test_an_unknown_activation_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="activation is 'silu'; it must be one of relu, squared_relu"):
-        MLP((D,), OUT, "silu").init(jax.random.key(0), normal(T, D))
+    with pytest.raises(ValueError, match="activation is 'swish'; it must be one of relu, squared_relu"):
+        MLP((D,), OUT, "swish").init(jax.random.key(0), normal(T, D))

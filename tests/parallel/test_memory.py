@@ -52,12 +52,25 @@ def test_container_limit_bounds_the_machine_memory(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("has", "expected"), [(None, "memory per device: 8 MiB"), (2**30, "memory per device: 8 MiB of 1 GiB")]
+    ("platform", "has", "n", "expected"),
+    [
+        ("gpu", None, 8, "memory per device: 8 MiB"),
+        ("gpu", 2**30, 8, "memory per device: 8 MiB of 1 GiB"),
+        (
+            "cpu",
+            2**30,
+            8,
+            "memory per device: 8 MiB of 1 GiB, 64 MiB on all 8 devices, besides Python, ",
+        ),
+        ("cpu", 2**30, 1, "memory per device: 8 MiB of 1 GiB, besides Python, compiled programs and evaluations"),
+    ],
 )
-def test_check_memory_reports_need_and_capacity(monkeypatch, has, expected):
+def test_check_memory_reports_need_and_capacity_and_what_a_process_holds(monkeypatch, platform, has, n, expected):
     monkeypatch.setattr(memory, "memory_needed", lambda compiled: 2**23)
     monkeypatch.setattr(memory, "memory_capacity", lambda device: has)
-    assert check_memory(None, jax.devices()[0]) == expected
+    monkeypatch.setattr(jax, "local_device_count", lambda: n)
+    line = check_memory(None, SimpleNamespace(platform=platform))
+    assert line == expected if n == 1 or platform == "gpu" else line.startswith(expected)
 
 
 def test_step_that_does_not_fit_is_refused_with_remedies(monkeypatch):
@@ -76,12 +89,12 @@ def test_step_that_other_programs_leave_no_memory_for_is_refused(monkeypatch, tm
     monkeypatch.setattr(memory, "Path", lambda *path: free)
     device, share = jax.devices()[0], 2**21 // jax.local_device_count()
     monkeypatch.setattr(memory, "memory_needed", lambda compiled: share)
-    assert check_memory(None, device).endswith("of 1 GiB")
+    assert check_memory(None, device).startswith("memory per device: 256 KiB of 1 GiB, 2 MiB on all 8 devices")
     monkeypatch.setattr(memory, "memory_needed", lambda compiled: share + 1)
     with pytest.raises(UserError, match=r"other programs leave .*; close some, or lower train\.batch_size"):
         check_memory(None, device)
     free.write_text("no fields")
-    assert check_memory(None, device).endswith("of 1 GiB")
+    assert check_memory(None, device).startswith("memory per device: 256 KiB of 1 GiB, 2 MiB on all 8 devices")
 
 
 @pytest.mark.parametrize(

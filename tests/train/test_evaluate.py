@@ -1,6 +1,7 @@
 """Evaluation of a text."""
 
 from collections.abc import Iterator
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -54,8 +55,8 @@ def test_evaluation_covers_all_tokens_at_any_batch_size(config):
         np.testing.assert_allclose(evaluation.perplexity, np.exp(np.mean(nll)), rtol=1e-5)
 
 
-@pytest.mark.parametrize(("batch_size", "n", "rows"), [(64, 10, 12), (8, 10, 8), (64, None, 64)])
-def test_few_examples_are_not_padded_to_a_batch_of_training(monkeypatch, batch_size, n, rows):
+@pytest.mark.parametrize(("batch_size", "n", "rows"), [(64, 10, 12), (8, 10, 8), (64, None, 16), (8, None, 8)])
+def test_few_examples_are_not_padded_to_a_batch(monkeypatch, batch_size, n, rows):
     config = Config(
         "test", DecoderConfig(**SHAPE), data=TextConfig(), steps=1, train=TrainConfig(batch_size=batch_size)
     )
@@ -69,6 +70,36 @@ def test_few_examples_are_not_padded_to_a_batch_of_training(monkeypatch, batch_s
     monkeypatch.setattr(evaluate, "_step", step)
     evaluate({}, n)
     assert set(sizes) == {rows}
+
+
+SHORT = TOKENS[:34]
+MODELS_OF_SHORT_TEXTS = {
+    "windows": DecoderConfig(37, 300, 8, d_ff=5, positions="rope"),
+    "learned positions": DecoderConfig(37, 300, 8, d_ff=5),
+    "static mixing": MLPConfig(37, 300, d_model=8, d_ff=5, mixing="static"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS_OF_SHORT_TEXTS)
+def test_a_short_text_is_one_short_window_with_the_loss_of_its_tokens(monkeypatch, name):
+    model_config = MODELS_OF_SHORT_TEXTS[name]
+    config = Config("test", model_config, data=TextConfig(), steps=1, train=TrainConfig(batch_size=16))
+    model = model_config.build()
+    params = first_params(model, jnp.zeros(7, jnp.int32))
+    evaluate = Evaluator(TrainSetup(config, make_mesh("", jax.devices()[:1])), HeldOutText(SHORT, LENGTHS, 300, 300))
+    shapes, step = [], evaluate._step
+
+    def recorded(params: object, batch: Batch) -> dict[str, jax.Array]:
+        shapes.append((batch.inputs[0].shape, batch.targets.shape))
+        return step(params, batch)
+
+    monkeypatch.setattr(evaluate, "_step", recorded)
+    evaluation = evaluate(params)
+    assert shapes == [((1, 128), (1, 128))] and evaluation.targets == 33
+    np.testing.assert_allclose(
+        evaluation.loss, np.mean(jax.jit(partial(next_token_nll, model))(params, SHORT)), rtol=1e-6
+    )
 
 
 def test_results_are_read_while_other_batches_are_in_flight(monkeypatch):

@@ -161,7 +161,8 @@ def _bump_table(found: Sequence[Bump]) -> Table:
     ]
     about = (
         "The steps at which the held-out loss changes its slope most, in nats per doubling of the steps, and the heads "
-        "whose scores changed most between the frames around them. That they changed together shows no cause."
+        "whose scores changed most between the frames around them. That they changed together "
+        "does not show which caused which."
     )
     head = ("step", "slope before", "slope after", "between steps", "heads that changed most")
     return Table("Bumps of the loss", head, table, about=about)

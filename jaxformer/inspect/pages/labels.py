@@ -73,8 +73,8 @@ def describe_head(statistics: HeadStatistics, head: int, unit: str = "token") ->
     if spread >= SPREAD:
         return "spreads its attention evenly"
     if weight >= WEAK:
-        return f"looks partly at {targets[strongest]} ({weight:.0%})"
+        return f"gives part of its attention to {targets[strongest]} ({weight:.0%})"
     distance = score("distance")
     if distance < NEAR:
         return f"looks at {unit}{'es' if unit == 'patch' else 's'} nearby ({distance:.1f} positions away)"
-    return f"attends to some {math.exp(entropy):.0f} positions"
+    return f"attends to about {math.exp(entropy):.0f} positions"

@@ -68,6 +68,24 @@ def write_training_page(folder: Path, rows: Sequence[Row]) -> bool:
     return True
 
 
+def write_comparison(file: Path, logs: Mapping[str, Sequence[Row]]) -> bool:
+    """Write a page with the curves of several runs, one over the other; return False, and write nothing, if no log has
+    a loss. `logs` has the rows by the run's name."""
+    sections = []
+    for key, title, axis in (
+        ("val_loss", "Held-out loss", "loss, nats"),
+        ("loss", "Training loss", "loss, nats"),
+        ("val_bpb", "Held-out bits per byte", "bits per byte"),
+        ("val_accuracy", "Held-out accuracy", "accuracy"),
+        ("lr", "Learning rate", "learning rate"),
+    ):
+        if lines := [line for name, rows in logs.items() for line in _curve(rows, key, name, 100)]:
+            sections.append(Lines(title, lines, STEP, Axis(axis)))
+    if sections:
+        write_page(file, " and ".join(logs), [f"{len(logs)} runs."], sections)
+    return bool(sections)
+
+
 def training_sections(rows: Sequence[Row], config: ModelConfig, samples: Sequence[str] = ()) -> list[Section]:
     """Return sections for whatever the log, rows in step order, contains of losses, attention entropy, update ratios,
     learning rate, tokens per expert and the initialisation check; and for the samples, given oldest first."""

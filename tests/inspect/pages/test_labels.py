@@ -39,10 +39,10 @@ def test_only_layers_of_images_have_patches():
     [
         ({"previous": 0.83, "induction": 0.1}, "looks at the previous patch (83%)"),
         ({"induction": 0.6}, "looks at the patch that followed the same one before: induction (60%)"),
-        ({"first": 0.3}, "looks partly at the first position (30%)"),
+        ({"first": 0.3}, "gives part of its attention to the first position (30%)"),
         ({"normalized_entropy": 0.9, "first": 0.3}, "spreads its attention evenly"),
         ({"distance": 1.84}, "looks at patches nearby (1.8 positions away)"),
-        ({"entropy": math.log(5), "distance": math.nan}, "attends to some 5 positions"),
+        ({"entropy": math.log(5), "distance": math.nan}, "attends to about 5 positions"),
         (
             {"entropy": math.nan, "normalized_entropy": math.nan, "distance": math.nan},
             "has weights that are not finite",

@@ -63,6 +63,7 @@ const SLOPES = {
   gelu: geluSlope,
   gelu_exact: (x) => 0.5 * (1 + erf(x * Math.SQRT1_2)) + (x * Math.exp(-0.5 * x * x)) / Math.sqrt(2 * Math.PI),
   quick_gelu: (x) => sigmoid(1.702 * x) * (1 + 1.702 * x * sigmoid(-1.702 * x)),
+  silu: (x) => sigmoid(x) * (1 + x * sigmoid(-x)),
   swiglu: (x) => sigmoid(x) * (1 + x * sigmoid(-x)),
   geglu: geluSlope,
   tanh: (x) => 1 - Math.tanh(x) ** 2,

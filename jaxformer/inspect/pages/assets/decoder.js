@@ -34,6 +34,7 @@ const ACTIVATIONS = {
   gelu,
   gelu_exact: (x) => 0.5 * x * (1 + erf(x * Math.SQRT1_2)),
   quick_gelu: (x) => x * sigmoid(1.702 * x),
+  silu: (x) => x * sigmoid(x),
   swiglu: (x) => x * sigmoid(x),
   geglu: gelu,
   tanh: Math.tanh,
