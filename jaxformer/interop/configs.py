@@ -97,7 +97,7 @@ def _read_field(field: Field, theirs: PublishedConfig) -> Any:
 
 def write_config(config: RungDecoderConfig | EncoderConfig, family: Family) -> dict[str, Any]:
     """Return the published form of our config, every field of which must have an equivalent in the family; see
-    `huggingface.unmatched`."""
+    `obstacles`."""
     theirs: dict[str, Any] = {"model_type": family.model_type, "architectures": [family.architecture]}
     theirs |= family.required
     for field in family.fields:

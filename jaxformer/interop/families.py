@@ -505,3 +505,14 @@ _ENCODERS = (BERT, BERT_MASKED, BERT_CLASSIFIER, POOLED_CLASSIFIER, ROBERTA, ROB
 ENCODERS: Mapping[str, Family] = {family.architecture: family for family in _ENCODERS}
 """Families of encoders by their architecture; those without a head before others of their `model_type`. Export takes
 the first that fits: a RoBERTa is a BERT whose positions begin at 0."""
+
+GGUF_FAMILIES: Mapping[str, Family] = {
+    family.model_type: replace(
+        family,
+        fields=tuple(row for row in family.fields if row.ours != "attention_bias"),
+        constants={**family.constants, "attention_bias": False},
+        has_window=None,
+    )
+    for family in (LLAMA, QWEN3)
+}
+"""Families that are exported to GGUF, without what llama.cpp lacks in them."""

@@ -51,16 +51,10 @@ def export_gguf(run: Run, file: Path, dtype: Dtype = "float32") -> None:
     Raises `UserError` if the file exists, gguf is not installed, or llama.cpp has no equivalent for a part of the model
     or of its tokenizer."""
     gguf = import_extra("gguf", "--format gguf")
-    published = publish(run)
+    published = publish(run, "gguf")
     theirs = published.config
     _, tokenizer = run.text_model()
-    if (model_type := theirs["model_type"]) not in ARCHITECTURES:
-        known = ", ".join(ARCHITECTURES)
-        raise UserError(f"the family {model_type} cannot be exported to GGUF; supported are {known}.")
-    for part, field in {"attention windows": "sliding_window", "biases of attention": "attention_bias"}.items():
-        if theirs.get(field):
-            raise UserError(f"the model has {part}, which cannot be exported to GGUF; use --format hf.")
-    architecture, adjacent = ARCHITECTURES[model_type]
+    architecture, adjacent = ARCHITECTURES[theirs["model_type"]]
     with complete_path(file) as scratch, closing(gguf.GGUFWriter(scratch, architecture)) as writer:
         writer.add_name(run.config.name)
         writer.add_file_type(gguf.LlamaFileType[f"{'ALL' if dtype == 'float32' else 'MOSTLY'}_{DTYPES[dtype]}"])

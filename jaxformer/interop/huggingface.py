@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
-from math import isclose
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,37 +14,18 @@ import numpy as np
 from flax.traverse_util import flatten_dict
 
 from jaxformer.data.tokenizer import END_IDS, Tokenizer
-from jaxformer.errors import UserError, command, missing_extras
-from jaxformer.interop.configs import ROPE_FIELDS, read_config, write_config
-from jaxformer.interop.families import (
-    BERT,
-    ENCODERS,
-    FAMILIES,
-    NORMALIZE,
-    POOLING,
-    Family,
-    ImportedConfig,
-    Weight,
-    always,
-)
+from jaxformer.errors import UserError, missing_extras
+from jaxformer.interop.configs import write_config
+from jaxformer.interop.families import BERT, NORMALIZE, POOLING, Family, ImportedConfig, Weight
 from jaxformer.interop.folder import FLAG, MODULES, POOLING_MODES
-from jaxformer.interop.formats import Dtype
+from jaxformer.interop.formats import Dtype, Format
+from jaxformer.interop.obstacles import FAMILIES_BY_FORMAT, Obstacle, nearest_family, resolved
 from jaxformer.interop.output import cast, complete_path, save_safetensors
 from jaxformer.interop.weights import Layout, axis_sizes, rows
 from jaxformer.models.decoder import DecoderConfig
-from jaxformer.models.encoder import ClassifierConfig, EncoderConfig
+from jaxformer.models.encoder import EncoderConfig
 from jaxformer.models.objective import Params
-from jaxformer.models.rungs import RungDecoderConfig, as_rung
-from jaxformer.nn.norms import NORMS, epsilon
 from jaxformer.runs.run import TOKENIZER, Run
-
-TRAINING_FIELDS = {
-    *("context_length", "embedding_std", "projection_std", "unembedding_std"),
-    *("dropout", "capacity_factor", "balance_weight", "router_z_weight"),
-}
-"""Fields that do not affect the outputs of a trained model."""
-ROPE = {"rope_base", "rope_periods", *(ours for fields in ROPE_FIELDS.values() for ours in fields)}
-"""Fields of RoPE."""
 
 
 class Published(NamedTuple):
@@ -57,34 +37,17 @@ class Published(NamedTuple):
     tensors: Iterator[tuple[str, np.ndarray]]
 
 
-def publish(run: Run) -> Published:
-    """Return a run's model in the layout of the first family with an equivalent for each part. If there is none, raises
-    `UserError` with the parts that the nearest family lacks."""
-    model, params = run.config.model, run.params
-    if not isinstance(model, DecoderConfig | EncoderConfig):
-        problem = f"{run.path} holds a {type(run.model).__name__}, which no published family has"
-        raise UserError(f"{problem}; use --format safetensors.")
-    config = resolved(model)
-    families = {name: family for name, family in {**FAMILIES, **ENCODERS}.items() if family.model is type(config)}
-    if isinstance(config, EncoderConfig) and not config.n_segments:  # one, whose embedding is 0, is the same
-        config = dataclasses.replace(config, n_segments=1)
-        params = params | {"W_segment": np.zeros((1, config.d_model))}
-    if own := [f.name for f in dataclasses.fields(model) if not hasattr(config, f.name)]:
-        raise UserError(f"{run.path} has {own[0]}, which no published family has; use --format safetensors.")
-    lacking = {name: unmatched(config, family) for name, family in families.items()}
-    nearest = min(lacking, key=lambda name: len(lacking[name]))  # the first of equals
-    if lacking[nearest]:
-        parts = [f"{name} {value!r}" for name, value in lacking[nearest].items()]
-        extra = missing_extras("safetensors")
-        install = f" (install it with pip install 'jaxformer[{extra}]')" if extra else ""
-        examples = {DecoderConfig: "quick:llama", ClassifierConfig: "classify"}
-        spec = next((spec for kind, spec in examples.items() if isinstance(model, kind)), None)
-        example = "" if spec is None else f", or train one of these, such as {command('train')} --config {spec}"
-        raise UserError(
-            f"{' and '.join(parts)} {'have' if parts[1:] else 'has'} no equivalent in {nearest}, the nearest of the "
-            f"published families {', '.join(families)}; use --format safetensors{install}{example}."
-        )
-    family = families[nearest]
+def publish(run: Run, file_format: Format = "hf") -> Published:
+    """Return a run's model in the layout of the first family of a format with an equivalent for each part. If there is
+    none, raises `UserError` with the parts that the nearest family lacks, and the fields that would remove them."""
+    model, params, families = run.config.model, run.params, FAMILIES_BY_FORMAT[file_format]
+    nearest, lacking = nearest_family(model, families)
+    if lacking:
+        raise UserError(f"{_no_equivalent(run, lacking, families, nearest)}.")
+    assert isinstance(model, DecoderConfig | EncoderConfig)
+    family, config = families[nearest], resolved(model)
+    if isinstance(model, EncoderConfig) and not model.n_segments:
+        params = params | {"W_segment": np.zeros((1, model.d_model))}
     theirs = write_config(config, family)
     if run.classes:
         theirs["id2label"] = {str(i): name for i, name in enumerate(run.classes)}
@@ -96,66 +59,23 @@ def publish(run: Run) -> Published:
     return Published(theirs, config.n_positions, tensors)
 
 
-def resolved(model: ImportedConfig) -> RungDecoderConfig | EncoderConfig:
-    """Return a config with default fields of None replaced by their values, which published configs state."""
-    if isinstance(model, EncoderConfig):
-        return dataclasses.replace(model, head_dim=model.width_of_head, norm_eps=epsilon(model.norm, model.norm_eps))
-    config = as_rung(model)
-    renormalize = config.experts_per_token > 1 if config.renormalize_experts is None else config.renormalize_experts
-    return dataclasses.replace(
-        config,
-        n_kv_heads=config.kv_heads,
-        head_dim=config.width_of_head,
-        value_dim=None if config.width_of_values == config.width_of_head else config.value_dim,
-        max_context=config.n_positions,
-        norm_eps=epsilon(config.norm, config.norm_eps) if config.norm in NORMS else config.norm_eps,
-        output_bias=config.attention_bias if config.output_bias is None else config.output_bias,
-        score_scale=config.scale,
-        scaled=True,
-        renormalize_experts=None if config.n_experts is None else renormalize,
+def _no_equivalent(run: Run, lacking: list[Obstacle], families: Mapping[str, Family], nearest: str) -> str:
+    """Return the message for a run that no family has an equivalent for."""
+    known = ", ".join(name for name, family in families.items() if family.model is families[nearest].model)
+    extra = missing_extras("safetensors")
+    remedy = "use --format safetensors" + (f" (install it with pip install 'jaxformer[{extra}]')" if extra else "")
+    if lacking[0].field == "model":
+        return f"{run.path} holds a {lacking[0].value}, which none of {known} describes; {remedy}"
+    parts = " and ".join(f"{field.removeprefix('model.')} {value!r}" for field, value, _ in lacking)
+    fields = ", ".join(f"{field} {needed!r}" for field, _, needed in lacking)
+    problem = (
+        f"{parts} {'have' if lacking[1:] else 'has'} no equivalent in {nearest}, the nearest of the families {known}"
     )
-
-
-def unmatched(config: RungDecoderConfig | EncoderConfig, family: Family) -> dict[str, Any]:
-    """Return the fields of a config, with their values, for which a family has no equivalent."""
-    defaults = {f.name: f.default for f in dataclasses.fields(config)}
-    fixed = {
-        **defaults,
-        "n_kv_heads": config.n_heads,
-        "head_dim": config.d_model / config.n_heads,
-        "output_bias": config.attention_bias,
-        "score_scale": config.width_of_head**-0.5,
-        **family.constants,
-    }
-    expected: dict[str, Collection[object]] = {name: (value,) for name, value in fixed.items()}
-    for field in family.fields:
-        expected[field.ours] = (getattr(config, field.ours),) if field.values is None else field.values.values()
-    if len(config.d_ff) != 1:
-        expected["d_ff"] = ()
-    ignored = TRAINING_FIELDS | converted_fields(config, family)
-    lacking = {name for name in defaults if name not in ignored and getattr(config, name) not in expected[name]}
-    if not lacking:  # conversions that combine several fields may still differ
-        again = resolved(read_config(write_config(config, family), config.context_length))
-        for name in defaults.keys() - TRAINING_FIELDS:
-            ours, back = getattr(config, name), getattr(again, name)
-            are_floats = isinstance(ours, float) and isinstance(back, float)
-            if not (isclose(ours, back, rel_tol=1e-12) if are_floats else ours == back):  # a conversion may round
-                lacking.add(name)
-    return {name: getattr(config, name) for name in defaults if name in lacking}
-
-
-def converted_fields(config: ImportedConfig, family: Family) -> set[str]:
-    """Return the fields of RoPE and windows that a family has an equivalent for, in a form other than a row."""
-    fields = set(ROPE) if family.rope_base is not None or config.positions != "rope" else set()
-    if family.local_rope_base is not None:
-        fields.add("local_rope_base")
-    if family.has_window is not None:
-        fields |= {"window"} if family.has_window is always else {"window", "global_blocks"}
-    return fields
+    return f"{problem}; {remedy}, or train with {fields}"
 
 
 def published_tensors(params: Params, config: ImportedConfig, family: Family) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield the names and tensors of a family, in float32, one at a time; `config` must have no `unmatched` field."""
+    """Yield the names and tensors of a family, in float32, one at a time; `config` must have no obstacle."""
     leaves, sizes = flatten_dict(params, sep="."), axis_sizes(config)
     paths: dict[str, list[tuple[Weight, str, int]]] = defaultdict(list)
     for path, (weight, names) in rows(family, config).items():

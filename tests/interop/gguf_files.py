@@ -9,7 +9,8 @@ import pytest
 
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.interop.configs import family_of, read_config
-from jaxformer.interop.huggingface import published_tensors, resolved
+from jaxformer.interop.huggingface import published_tensors
+from jaxformer.interop.obstacles import resolved
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.objective import Params
 from tests.arrays import random_params

@@ -15,7 +15,7 @@ from jaxformer.errors import UserError
 from jaxformer.interop.configs import read_config
 from jaxformer.interop.gguf import export_gguf, llama3_divisors
 from jaxformer.interop.gguf_file import DTYPES, QUANTISED, GgufFile, find_llama3
-from jaxformer.interop.huggingface import resolved
+from jaxformer.interop.obstacles import resolved
 from jaxformer.interop.run import import_run, pretrained_model
 from jaxformer.runs.run import Run, load_run
 from tests.interop.gguf_files import CONFIGS, QUANTISABLE, V, random_model, write_gguf

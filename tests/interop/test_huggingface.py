@@ -14,7 +14,8 @@ from jaxformer.cli.arguments import load_config
 from jaxformer.decode import Sampling, generate
 from jaxformer.errors import UserError
 from jaxformer.interop.families import FAMILIES
-from jaxformer.interop.huggingface import export_huggingface, resolved, unmatched
+from jaxformer.interop.huggingface import export_huggingface
+from jaxformer.interop.obstacles import resolved, unmatched
 from jaxformer.interop.run import import_run
 from jaxformer.models.rungs import as_rung
 from jaxformer.runs.run import Run, load_run
@@ -97,7 +98,7 @@ def test_bfloat16_rounds_and_the_config_says_so(run, tmp_path):
     [
         ({"activation": "squared_relu"}, "activation 'squared_relu' has no equivalent in "),
         ({"norm_placement": "post"}, "norm_placement 'post' has no equivalent in "),
-        ({"scaled": False}, "score_scale 1.0 has no equivalent in "),
+        ({"scaled": False}, "scaled False has no equivalent in "),
         ({"value_dim": 5}, "value_dim 5 has no equivalent in "),
         ({"value_embedding": True}, "value_embedding True has no equivalent in "),
         ({"d_ff": (8, 8)}, r"d_ff \(8, 8\) has no equivalent in "),
@@ -117,8 +118,8 @@ def test_a_model_without_an_equivalent_is_answered_with_one_and_the_extra_to_ins
         export_huggingface(replace(run, config=load_config("quick")), tmp_path / "out")
     message = str(error.value)
     assert message.startswith("activation 'relu' and bias True have no equivalent in qwen3")
-    assert "use --format safetensors (install it with pip install 'jaxformer[hf]'), or train" in message
-    assert message.endswith("train --config quick:llama.")
+    assert "use --format safetensors (install it with pip install 'jaxformer[hf]'), or train with" in message
+    assert message.endswith(" model.activation 'swiglu', model.bias False.")
 
 
 @pytest.mark.parametrize("name", ["quick.py:llama", "gpt.py:llama_1b", "gpt.py:llama_7b", "gpt.py:llama_70b"])
@@ -135,7 +136,7 @@ def test_limits_of_a_rope_scaling_have_an_equivalent():
 def test_other_model_is_refused(run, tmp_path):
     config = load_config(f"{ROOT}/configs/vision.py:vit")
     other = replace(run, config=config, model=config.model.build())
-    with pytest.raises(UserError, match="holds a ViT, which no published family has; use --format saf"):
+    with pytest.raises(UserError, match=r"holds a ViT.*, which none of llama, .* describes; use --format saf"):
         export_huggingface(other, tmp_path / "out")
 
 
