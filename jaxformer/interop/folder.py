@@ -71,10 +71,10 @@ class ModelFolder:
         if not (path / CONFIG).exists() and (ggufs := sorted(path.glob("*.gguf"))):
             raise UserError(f"{path} has no {CONFIG}; name its GGUF file, such as {ggufs[0]}.")
         config = {**read_object(path / CONFIG), **read_modules(path)}
-        if (path / INDEX).exists():
-            shards = sorted(set(read_object(path / INDEX).get("weight_map", {}).values()))
-        elif (path / SINGLE).exists():
+        if (path / SINGLE).exists():  # takes precedence, as in transformers
             shards = [SINGLE]
+        elif (path / INDEX).exists():
+            shards = sorted(set(read_object(path / INDEX).get("weight_map", {}).values()))
         else:
             remedy = "convert pickled weights, which would run code when they are read"
             raise UserError(f"{path} has neither {SINGLE} nor {INDEX}; {remedy}.")

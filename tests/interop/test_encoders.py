@@ -194,7 +194,7 @@ def test_other_modules_are_refused(tmp_path: Path, mode: str, kinds: tuple[str, 
 @pytest.mark.parametrize(("change", "said"), [
     ({"position_embedding_type": "relative_key"}, "position_embedding_type is 'relative_key', and only absolute has"),
     ({"is_decoder": True}, "is_decoder is True, and only False has an equivalent"),
-    ({"architectures": ["BertForPreTraining"]}, "the architecture is 'BertForPreTraining', which is not supported; "
+    ({"architectures": ["BertForPreTraining"]}, "architectures is 'BertForPreTraining', which is not supported; "
         r"use a checkpoint of BertModel or BertForMaskedLM or BertForSequenceClassification\."),
     ({"max_position_embeddings": 95}, "embeddings.position_embeddings.weight in .* has shape"),
 ])  # fmt: skip

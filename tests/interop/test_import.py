@@ -146,14 +146,14 @@ def test_a_tied_head_may_be_absent_or_a_copy(tmp_path: Path):
     runs = [load_run(import_run(tmp_path / name, tmp_path / f"run-{name}")[0]) for name in ("absent", "copy")]
     jax.tree.map(np.testing.assert_array_equal, *(run.params for run in runs))
     assert "W_out" not in runs[0].params
-    with pytest.raises(UserError, match=r"ties lm_head\.weight to the embedding, but the two differ"):
+    with pytest.raises(UserError, match=r"ties lm_head\.weight to model\.embed_tokens\.weight, but the two differ"):
         import_run(write(tmp_path / "other", config, weights), tmp_path / "run")
     float8 = write(tmp_path / "float8", config, weights | {"lm_head.weight": np.zeros((V, D), np.int8)})
     content = (float8 / "model.safetensors").read_bytes()
     n = int.from_bytes(content[:8], "little")
     header = content[8 : 8 + n].replace(b'"I8"', b'"F8_E4M3"')  # NumPy has no such dtype
     (float8 / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + content[8 + n :])
-    with pytest.raises(UserError, match=r"ties lm_head\.weight to the embedding, but the two differ"):
+    with pytest.raises(UserError, match=r"ties lm_head\.weight to model\.embed_tokens\.weight, but the two differ"):
         import_run(float8, tmp_path / "run")
 
 
@@ -179,30 +179,31 @@ def test_base_models_without_prefix_are_read(tmp_path: Path):
     np.testing.assert_array_equal(run.params["embedding"]["W_E"], bare["embed_tokens.weight"])
 
 
+QWEN: dict[str, Any] = {"model_type": "qwen2", "architectures": None}
 BAD_CONFIGS = {
     "model_type is 'mamba'": {"model_type": "mamba"},
-    "architecture is 'LlamaForSequenceClassification'": {"architectures": ["LlamaForSequenceClassification"]},
+    "first of architectures is 'LlamaForSequenceClassification'": {"architectures": ["LlamaForSequenceClassification"]},
     "checkpoint is quantised": {"quantization_config": {"quant_method": "gptq"}},
-    "rope_type is 'yarn'": {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
+    "rope_type of rope_parameters or rope_scaling is 'yarn'": {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
     "hidden_act is 'relu'": {"hidden_act": "relu"},
     "mlp_bias is True": {"mlp_bias": True},
-    "KeyError: 'original_max_position_embeddings'": {
-        "rope_scaling": {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    },
-    "n_heads is 0": {"num_attention_heads": 0},
+    "KeyError: 'low_freq_factor'": {"rope_scaling": {"rope_type": "llama3", "factor": 2.0, "high_freq_factor": 4.0}},
+    "n_heads is 0.*; in the published config, n_heads is num_attention_heads": {"num_attention_heads": 0},
     "d_model is '12', which is not int": {"hidden_size": "12"},
     "its config implies .283, 16": {"hidden_size": 16, "head_dim": 4},
     "n_blocks is 1000000000000": {"num_hidden_layers": 10**12},
     "n_blocks is 1e.30, which is not int": {"num_hidden_layers": 1e30},
-    "there is no n_embd": {"model_type": "gpt2", "architectures": None},
+    "there is no n_embd": {"model_type": "gpt2", "architectures": None, "hidden_size": None},
     "no equivalent as a gemma3_text: ZeroDivisionError": {
         "model_type": "gemma3_text",
         "architectures": [],
         "sliding_window_pattern": 0,
     },
-    "layer_types is .'linear_attention'.; it must have 1 of": {"layer_types": ["linear_attention"]},
-    "layer_types is .'full_attention', 'full_attention'.": {"layer_types": ["full_attention"] * 2},
-    "no sliding_window": {"layer_types": ["sliding_attention"]},
+    "layer_types is .'linear_attention'.; it must have 1 of": QWEN | {"layer_types": ["linear_attention"]},
+    "layer_types is .'full_attention', 'full_attention'.": QWEN | {"layer_types": ["full_attention"] * 2},
+    "no sliding_window": QWEN | {"layer_types": ["sliding_attention"]},
+    "rope_scaling has full_attention": {"rope_scaling": {"full_attention": {"rope_type": "default"}}},
+    "is_causal is None, and only True has": {"is_causal": None},
     "rope_base is 'x', which is not float": {"rope_theta": "x"},
     "there is no hidden_size": {"hidden_size": None},
     "no tensor model.layers.1": {"num_hidden_layers": 2},
