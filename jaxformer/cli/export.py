@@ -52,11 +52,14 @@ def main(line: CommandLine) -> int:
         raise UserError(f"--cache-length has no effect on {options.format}; omit it.")
     machine.set_up()
     from jaxformer.interop.export import export_run
+    from jaxformer.interop.omissions import loading
 
     run = open_run(with_run(options))
     suffix = ".gguf" if options.format == "gguf" else f"-{options.format}"
     path = Path(f"exports/{run.path.resolve().name}{suffix}" if options.out is None else options.out)
     with no_empty_parents(path):
-        export_run(run, options.format, path, options.dtype, options.cache_length)
-    echo(f"run {run.path}, step {run.step:,}: {type(run.model).__name__} as {options.format} in {path}")
+        omitted = export_run(run, options.format, path, options.dtype, options.cache_length)
+    written = f"run {run.path}, step {run.step:,}: {type(run.model).__name__} as {options.format} in {path}"
+    without = f", without {', '.join(omitted)}" if omitted else ""
+    echo(f"{written}{without}; load it with: {loading(options.format, path)}")
     return 0

@@ -201,7 +201,7 @@ def read_rope(family: Family, theirs: PublishedConfig, ours: Mapping[str, Any]) 
             values["local_rope_base"] = local["rope_theta"]
     kind = _rope_type(rope, ROPE_FIELDS)
     if (part := rope.get(PARTIAL, theirs.get(PARTIAL))) not in (None, 1) and kind != "default":
-        raise ValueError(f"{PARTIAL} is {abbreviate(part)}, and only 1 has an equivalent")
+        raise ValueError(f"the {PARTIAL} of {ROPE} is {abbreviate(part)}, and only 1 has an equivalent")
     if kind == "llama3":
         rope = {ORIGINAL: ours["max_context"]} | rope
         if ORIGINAL in theirs and family.local_rope_base is None:

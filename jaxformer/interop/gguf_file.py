@@ -234,15 +234,14 @@ def _config(metadata: Mapping[str, Any], stored: Mapping[str, Stored]) -> dict[s
     kind = values.get("rope.scaling.type", "linear")
     expected = {
         "attention.value_length": head_dim,
-        "attention.key_length_swa": head_dim,
-        "attention.value_length_swa": head_dim,
         "rope.dimension_count": head_dim,
-        "rope.dimension_count_swa": head_dim,
         "rope.scaling.attn_factor": 1,
         "attention.causal": True,
         "expert_count": 0,
         "rope.scaling.type": kind if kind in ("none", "linear") else "none or linear",
     }
+    if architecture == "gemma3":
+        expected["rope.dimension_count_swa"] = head_dim
     for key, value in expected.items():
         if values.get(key, value) != value:
             raise ValueError(f"{architecture}.{key} is {abbreviate(values[key])}, and only {value} has an equivalent")

@@ -116,39 +116,42 @@ def our_logprobs(file: Path) -> np.ndarray:
     return np.asarray(jax.nn.log_softmax(logits_TV[-1]))
 
 
+REFUSED = {"attention.causal", "rope.scaling.attn_factor", "rope.scaling.type"}
+"""Keys that are refused in every architecture, in some of the values drawn."""
+REFUSED_MORE = {"qwen2": {"rope.dimension_count"}, "gemma3": {"rope.dimension_count_swa"}}
+"""Other keys that are refused."""
+
+
 @pytest.mark.parametrize("architecture", CONFIGS)
-def test_keys_mean_what_they_mean_in_llama_cpp(architecture: str, llama_cpp: LlamaCpp, tmp_path: Path):
-    counts, refused, effect, wrong = Counter(), set(), set(), []
+def test_keys_mean_what_they_mean_in_llama_cpp(
+    architecture: str, llama_cpp: LlamaCpp, tmp_path: Path, request: pytest.FixtureRequest
+):
+    counts, refused, wrong = Counter(), set(), []
     tensors, file = random_model(architecture).tensors, tmp_path / "x.gguf"
-    base = llama_cpp.logprobs(write_gguf(tmp_path / "base.gguf", architecture, tensors))
     draws = [{key: x} for key, xs in keys_of_package(architecture).items() for x in xs]
     draws += [{key: None} for key in written_keys(architecture)]
-    random, keys = (
-        np.random.default_rng(0),
-        [draw for draw in draws if re.search("rope|attention|window|soft", str(draw))],
-    )
+    random, keys = np.random.default_rng(0), [draw for draw in draws if re.search("rope|attention|soft", str(draw))]
     draws += [keys[i] | keys[j] for i, j in random.integers(len(keys), size=(40, 2))]
     with jax.disable_jit():
-        for changes in draws:
+        for changes in draws[:: 200 // request.config.getoption("--config-draws")]:
             write_gguf(file, architecture, tensors, changes)
             theirs = llama_cpp.logprobs(file)
             try:
                 ours, refusal = our_logprobs(file), ""
             except UserError as error:
                 ours, refusal = None, str(error)
-            names = [key.removeprefix(f"{architecture}.") for key in changes]
+            names = {key.removeprefix(f"{architecture}.") for key in changes}
             if theirs is None:
                 counts["rejected"] += 1
             elif ours is not None and np.abs(ours - theirs).max() < 1e-3 * np.abs(theirs).max():
                 counts["equal"] += 1
-                effect |= {*names} if np.abs(theirs - base).max() > 1e-3 * np.abs(theirs).max() else set()
             elif ours is None and any(name in refusal for name in names):
                 counts["refused"] += 1
-                refused |= {*names}
+                refused |= names if len(names) == 1 else set()
             else:
                 wrong.append((changes, refusal or np.abs(ours - theirs).max()))
             file.unlink()
-    print(f"\n{architecture}: {len(draws)} draws, {dict(counts)}\nrefused {sorted(refused)}\neffect {sorted(effect)}")
-    for x in wrong:
-        print("WRONG", *x)
+    print(f"\n{architecture}: {counts.total()} draws, {dict(counts)}, refused: {sorted(refused)}")
     assert not wrong
+    assert counts["equal"] >= counts.total() // 2
+    assert refused <= REFUSED | REFUSED_MORE.get(architecture, set())

@@ -15,7 +15,9 @@ import pytest
 from jaxformer.__main__ import main
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError
+from jaxformer.interop.configs import read_config
 from jaxformer.interop.families import FAMILIES, REQUIRED
+from jaxformer.interop.folder import ModelFolder
 from jaxformer.interop.run import import_run, pretrained_model
 from jaxformer.parallel.mesh import make_mesh
 from jaxformer.runs.run import Run, load_run
@@ -216,6 +218,59 @@ def test_configs_without_equivalent_are_refused(tmp_path: Path, message: str):
     with pytest.raises(UserError, match=message):
         import_run(source, tmp_path / "run")
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def published(model_type: str, **changes: Any) -> Any:
+    """Return our config for `CONFIG` of another family with two blocks, and changes; one of None is left out."""
+    theirs = CONFIG | {"model_type": model_type, "architectures": None, "num_hidden_layers": 2, "head_dim": K} | changes
+    return read_config({name: value for name, value in theirs.items() if value is not None})
+
+
+def test_rope_scaling_takes_precedence_over_rope_parameters_as_in_transformers():
+    saved = {"rope_type": "default", "rope_theta": 300.0}
+    linear = {"rope_type": "linear", "factor": 2.0}
+    both = published("llama", rope_theta=None, rope_parameters=saved, rope_scaling=linear)
+    assert (both.rope_base, both.rope_scaling) == (10_000.0, 2.0)  # that of `saved` is replaced, too
+    assert published("llama", rope_parameters=saved, rope_scaling=linear).rope_base == CONFIG["rope_theta"]
+    assert published("llama", rope_parameters=saved, rope_scaling={}).rope_base == 300.0
+    for scaling in ({"rope_type": "yarn", "factor": 2.0}, {"type": "dynamic", "factor": 2.0}):
+        with pytest.raises(
+            UserError, match=r"rope_type of rope_parameters or rope_scaling is '(yarn|dynamic)', not one"
+        ):
+            published("llama", rope_parameters=saved, rope_scaling=scaling)
+    llama3 = {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    assert published("llama", rope_scaling=llama3).rope_original_context == CONFIG["max_position_embeddings"]
+    outer = published("llama", rope_scaling=llama3, original_max_position_embeddings=8)
+    assert outer.rope_original_context == 8
+    gemma = published("gemma3_text", rope_scaling=linear, rope_parameters={"full_attention": saved}, sliding_window=5)
+    assert (gemma.rope_base, gemma.rope_scaling, gemma.local_rope_base) == (300.0, 2.0, 10_000.0)
+
+
+def test_windows_and_kinds_of_layers_are_those_of_the_family():
+    kinds = {"layer_types": ["sliding_attention", "full_attention"]}
+    assert published("mistral").window == 4096 and published("mixtral").window is None
+    assert published("mistral", **kinds).global_blocks == () and published("mistral", **kinds).window == 4096
+    assert published("llama", sliding_window=5, **kinds).window is None
+    assert published("qwen2", **kinds, use_sliding_window=True).block_windows == (4096, 32)
+    assert published("qwen2").window is None
+    gemma = published("gemma3_text", **kinds)
+    assert (gemma.window, gemma.global_blocks) == (4096, (1,))
+    theirs = CONFIG | {"model_type": "mistral", "architectures": None, "sliding_window": None}
+    assert read_config(theirs).window is None
+
+
+def test_other_names_of_a_field_take_precedence():
+    gpt2 = {"n_embd": 12, "n_layer": 1, "n_head": 3, "vocab_size": V, "model_type": "gpt2"}
+    assert read_config(gpt2).n_heads == 3 and read_config(gpt2 | {"num_attention_heads": 2}).n_heads == 2
+
+
+def test_a_whole_file_of_weights_takes_precedence_over_an_index(tmp_path: Path):
+    source, whole = write(tmp_path / "model", shards=3), tensors()
+    whole["lm_head.weight"] = whole["lm_head.weight"] + 1
+    numpy_files.save_file(whole, source / "model.safetensors")
+    for file in source.glob("model-0000*"):
+        file.unlink()  # nothing of them is read
+    np.testing.assert_array_equal(ModelFolder.open(source).read("lm_head.weight"), whole["lm_head.weight"])
 
 
 def break_shard(folder: Path) -> None:
