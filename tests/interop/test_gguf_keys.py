@@ -118,7 +118,7 @@ def our_logprobs(file: Path) -> np.ndarray:
 
 REFUSED = {"attention.causal", "rope.scaling.attn_factor", "rope.scaling.type"}
 """Keys that are refused in every architecture, in some of the values drawn."""
-REFUSED_MORE = {"qwen2": {"rope.dimension_count"}, "gemma3": {"rope.dimension_count_swa"}}
+REFUSED_MORE = {"gemma3": {"rope.dimension_count", "rope.dimension_count_swa"}}
 """Other keys that are refused."""
 
 
@@ -154,4 +154,5 @@ def test_keys_mean_what_they_mean_in_llama_cpp(
     print(f"\n{architecture}: {counts.total()} draws, {dict(counts)}, refused: {sorted(refused)}")
     assert not wrong
     assert counts["equal"] >= counts.total() // 2
-    assert refused <= REFUSED | REFUSED_MORE.get(architecture, set())
+    expected = REFUSED | REFUSED_MORE.get(architecture, set())
+    assert refused == expected if counts.total() >= 200 else refused <= expected

@@ -293,6 +293,7 @@ BROKEN = {
     "config.json cannot be read .*No such file": lambda folder: (folder / "config.json").unlink(),
     "config.json cannot be read": lambda folder: (folder / "config.json").write_text("{"),
     "config.json cannot be read .it is not an object": lambda folder: (folder / "config.json").write_text("[1]"),
+    "has an adapter": lambda folder: (folder / "adapter_config.json").write_text("{}"),
     "has no tokenizer.json": lambda folder: (folder / "tokenizer.json").unlink(),
     "tokenizer.json is not a readable tokenizer": lambda folder: (folder / "tokenizer.json").write_text("{}"),
     "has a token 4,000,000,000; ids must be below 16,777,216": lambda folder: (folder / "tokenizer.json").write_text(
