@@ -16,7 +16,7 @@ from jaxformer.__main__ import main
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError
 from jaxformer.interop.configs import read_config
-from jaxformer.interop.families import FAMILIES, REQUIRED
+from jaxformer.interop.families import FAMILIES, REQUIRED, class_names
 from jaxformer.interop.folder import ModelFolder
 from jaxformer.interop.run import import_run, pretrained_model
 from jaxformer.parallel.mesh import make_mesh
@@ -262,6 +262,18 @@ def test_windows_and_kinds_of_layers_are_those_of_the_family():
 def test_other_names_of_a_field_take_precedence():
     gpt2 = {"n_embd": 12, "n_layer": 1, "n_head": 3, "vocab_size": V, "model_type": "gpt2"}
     assert read_config(gpt2).n_heads == 3 and read_config(gpt2 | {"num_attention_heads": 2}).n_heads == 2
+
+
+def test_classes_are_in_the_order_of_their_ids():
+    names = {str(i): f"class {i}" for i in reversed(range(11))}
+    assert class_names({"id2label": names}) == [f"class {i}" for i in range(11)]
+    assert class_names({"num_labels": 3, "id2label": None}) == ["LABEL_0", "LABEL_1", "LABEL_2"]
+    assert class_names({}) == ["LABEL_0", "LABEL_1"]
+    bert = {"model_type": "bert", "architectures": ["BertForSequenceClassification"], "num_attention_heads": H}
+    bert |= {"vocab_size": V, "hidden_size": D, "num_hidden_layers": 1, "intermediate_size": F}
+    assert read_config(bert | {"num_labels": 3}).n_classes == 3
+    with pytest.raises(UserError, match=r"id2label is .'x': 'y'. .invalid literal for int"):
+        read_config(bert | {"id2label": {"x": "y"}})
 
 
 def test_a_whole_file_of_weights_takes_precedence_over_an_index(tmp_path: Path):
