@@ -47,6 +47,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
     "class token": ({"cls_token": "<s>"}, {}, ["the cls_token <s>"]),
     "side of padding": ({"padding_side": "left"}, {}, ["the settings padding_side of the tokenizer"]),
     "begin": ({"bos_token": "<s>", "add_bos_token": True}, {}, []),
+    "begin that is named alone": ({"bos_token": "<s>", "add_bos_token": False}, {}, []),
     "normalizer": ({}, {"normalizer": normalizers.NFC()}, ["the tokenizer's normalizer NFC"]),
     "end after a text": (
         {"bos_token": "<s>", "add_bos_token": True},
