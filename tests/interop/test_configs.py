@@ -17,7 +17,9 @@ from jaxformer.interop.run import pretrained_model
 from jaxformer.runs.run import abstract_params
 from tests.interop.published import CLASSES, publish
 
-pytestmark = pytest.mark.slow
+pytestmark = [  # transformers warns of older fields
+    pytest.mark.slow, *(pytest.mark.filterwarnings(f"ignore::{kind}Warning") for kind in ("Future", "Deprecation")),
+]  # fmt: skip
 
 REMOVED = object()
 """Value of a field that is taken out of a config."""
