@@ -31,6 +31,12 @@ LONGEST = (
 """Files whose tests start processes or compile large programs: minutes, whatever their number."""
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the options of this project's tests."""
+    text = "configs per family that are compared with transformers, at most 200 (interop/test_configs.py)"
+    parser.addoption("--config-draws", type=int, default=20, help=text)
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # around the hook that leaves tests out by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None]:
     """Run files that take long first: a file belongs to one worker, and if a slow one came last, the other worker would

@@ -89,6 +89,7 @@ def main(line: CommandLine) -> int:
     machine.set_up()
     from jaxformer.interop.export import export_run
     from jaxformer.interop.obstacles import obstacles
+    from jaxformer.interop.omissions import loading
     from jaxformer.runs.run import read_config
 
     options = with_run(options)
@@ -100,8 +101,10 @@ def main(line: CommandLine) -> int:
     suffix = ".gguf" if file_format == "gguf" else f"-{file_format}"
     path = Path(f"exports/{run.path.resolve().name}{suffix}" if options.out is None else options.out)
     with no_empty_parents(path):
-        export_run(run, file_format, path, options.dtype, options.cache_length)
-    echo(f"run {run.path}, step {run.step:,}: {type(run.model).__name__} as {file_format} in {path}")
+        omitted = export_run(run, file_format, path, options.dtype, options.cache_length)
+    written = f"run {run.path}, step {run.step:,}: {type(run.model).__name__} as {file_format} in {path}"
+    without = f", without {', '.join(omitted)}" if omitted else ""
+    echo(f"{written}{without}; load it with: {loading(file_format, path)}")
     return 0
 
 

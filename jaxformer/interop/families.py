@@ -37,12 +37,15 @@ class Field(NamedTuple):
     theirs: str
     """Names of the fields. Several of ours may depend on one of theirs."""
     default: Any = REQUIRED
-    """Their value if their config has none, or a function of their config that returns it."""
+    """Their value if their config has none, or a function of their config that returns it: the default of their class
+    in transformers."""
     values: Mapping[Any, Any] | None = None
     """Our value by theirs; None for the same value."""
     read: Callable[[Any], Any] = lambda value: value
     write: Callable[[Any], Any] = lambda value: value
     """Conversions from their value and back, if there is no table `values`."""
+    is_optional: bool = False
+    """True if their null is None, whatever the default; otherwise null is the default."""
 
 
 class Weight(NamedTuple):
@@ -62,19 +65,34 @@ class Weight(NamedTuple):
     """Rows of their tensor before those of ours, which are not read."""
 
 
-def always(theirs: PublishedConfig, i: int) -> bool:
-    """Return True if there is a window, which then applies to every block."""
-    return theirs.get("sliding_window") is not None
+class Windows(NamedTuple):
+    """Attention windows of a family, of the length `sliding_window`."""
+
+    is_local: Callable[[PublishedConfig, int, int | None], bool]
+    """Function that returns True for a block, by index, that has a window, of this length, if there is one; for configs
+    without `layer_types`."""
+    default: int | None = 4096
+    """Length for configs without the field; null is no window."""
+    enabled_by: str | None = None
+    """Field without which there are no windows, whatever the length."""
+    by_layer: bool = True
+    """True if the family reads `layer_types`; others ignore the field."""
 
 
-def last_layers(theirs: PublishedConfig, i: int) -> bool:
-    """Return True for the blocks from `max_window_layers` on, if windows are enabled."""
-    return bool(theirs.get("use_sliding_window")) and i >= theirs.get("max_window_layers", 28)
+def last_layers(theirs: PublishedConfig, i: int, window: int | None) -> bool:
+    """Return True for the blocks from `max_window_layers` on, if there is a window."""
+    return window is not None and bool(i >= theirs.get("max_window_layers", 28))
 
 
-def all_but_every_sixth(theirs: PublishedConfig, i: int) -> bool:
+def all_but_every_sixth(theirs: PublishedConfig, i: int, window: int | None) -> bool:
     """Return False for every sixth block, or with another period from their config."""
     return bool((i + 1) % theirs.get("sliding_window_pattern", 6))
+
+
+ALWAYS = Windows(lambda theirs, i, window: window is not None, by_layer=False)
+LAST_LAYERS = Windows(last_layers, enabled_by="use_sliding_window")
+NONE_OF: Mapping[str, Any] = dict.fromkeys(("per_layer_config", "configuration_files", "transformers_weights"))
+"""Fields that no config may have: other fields by layer, and other files of the config or the weights."""
 
 
 @dataclass(frozen=True)
@@ -96,15 +114,18 @@ class Family:
     """Default of `rope_theta`; None for models without RoPE."""
     local_rope_base: float | None = None
     """Default of `rope_local_base_freq`, the base of blocks with a window; None if all blocks share a base."""
-    has_window: Callable[[PublishedConfig, int], bool] | None = None
-    """Function that returns True for a block, by index, that attends within `sliding_window`, for configs without
-    `layer_types`; None for families without windows."""
+    windows: Windows | None = None
+    """Attention windows; None for families without."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Other names of their fields, which take precedence, and the names in `fields`."""
     model: type[RungDecoderConfig | EncoderConfig] = RungDecoderConfig
     """Class of our config."""
     prefix: str = "model."
     """Prefix of tensor names, absent if the model was saved without its head."""
     ignored: tuple[str, ...] = (r"rotary_emb\.inv_freq$",)
     """Patterns for names of tensors that are not parameters."""
+    copies: Mapping[str, str] = field(default_factory=dict)
+    """Names of tensors that may be stored a second time, and those of the same content."""
     older_names: tuple[tuple[str, str], ...] = ()
     """Ends of tensor names, and what they were in older checkpoints."""
 
@@ -131,6 +152,8 @@ def _norm(ours: str, theirs: str) -> tuple[Weight, Weight]:
 
 
 EXPERTS, THEIR_EXPERTS = "blocks_{i}.mlp.experts", "model.layers.{i}.block_sparse_moe.experts.{e}"
+ACTIVATIONS = {"gelu": "gelu_exact", "gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "relu": "relu"}
+"""Activations of MLPs without gates."""
 TIED = {True: "tied", False: "linear"}
 LLAMA_FIELDS = (
     Field("vocab_size", "vocab_size"),
@@ -138,10 +161,10 @@ LLAMA_FIELDS = (
     Field("d_model", "hidden_size"),
     Field("n_blocks", "num_hidden_layers"),
     Field("n_heads", "num_attention_heads"),
-    Field("n_kv_heads", "num_key_value_heads", None),
-    Field("head_dim", "head_dim", None),
+    Field("n_kv_heads", "num_key_value_heads", None, is_optional=True),
+    Field("head_dim", "head_dim", None, is_optional=True),
     Field("d_ff", "intermediate_size", read=to_widths, write=only_width),
-    Field("activation", "hidden_act", "silu", {"silu": "swiglu"}),
+    Field("activation", "hidden_act", "silu", {"silu": "swiglu", "swish": "swiglu"}),
     Field("norm_eps", "rms_norm_eps", 1e-6),
     Field("unembedding", "tie_word_embeddings", False, TIED),
     Field("embedding_std", "initializer_range", 0.02),
@@ -184,19 +207,19 @@ MISTRAL = replace(
     LLAMA,
     model_type="mistral",
     architecture="MistralForCausalLM",
-    fields=with_defaults(LLAMA_FIELDS, max_context=131_072),
+    fields=with_defaults(LLAMA_FIELDS, n_kv_heads=8, max_context=131_072),
     required={},
-    has_window=always,
+    windows=ALWAYS,
 )
 
 QWEN2 = replace(
     LLAMA,
     model_type="qwen2",
     architecture="Qwen2ForCausalLM",
-    fields=with_defaults(LLAMA_FIELDS, max_context=32_768),
+    fields=with_defaults(LLAMA_FIELDS, n_kv_heads=32, max_context=32_768),
     constants={**LLAMA_CONSTANTS, "attention_bias": True, "output_bias": False},
     required={},
-    has_window=last_layers,
+    windows=LAST_LAYERS,
 )
 
 QK_NORM = (
@@ -207,11 +230,11 @@ QWEN3 = replace(
     LLAMA,
     model_type="qwen3",
     architecture="Qwen3ForCausalLM",
-    fields=with_defaults(LLAMA.fields, head_dim=128, max_context=32_768),
+    fields=with_defaults(LLAMA.fields, n_kv_heads=32, head_dim=128, max_context=32_768),
     weights=(*LLAMA.weights, *QK_NORM),
     constants={**LLAMA_CONSTANTS, "qk_norm": True},
     required={},
-    has_window=last_layers,
+    windows=LAST_LAYERS,
 )
 
 GPT2 = Family(
@@ -228,7 +251,7 @@ GPT2 = Family(
             "activation",
             "activation_function",
             "gelu_new",
-            {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_exact", "relu": "relu"},
+            ACTIVATIONS,
         ),
         Field("norm_eps", "layer_norm_epsilon", 1e-5),
         Field("unembedding", "tie_word_embeddings", True, TIED),
@@ -269,6 +292,12 @@ GPT2 = Family(
     rope_base=None,
     prefix="transformer.",
     ignored=(r"attn\.(masked_)?bias$",),
+    aliases={
+        "hidden_size": "n_embd",
+        "max_position_embeddings": "n_positions",
+        "num_attention_heads": "n_head",
+        "num_hidden_layers": "n_layer",
+    },
 )
 
 GEMMA3 = Family(
@@ -278,6 +307,7 @@ GEMMA3 = Family(
         *with_defaults(
             tuple(row for row in LLAMA_FIELDS if row.ours != "activation"),
             max_context=131_072,
+            n_kv_heads=4,
             head_dim=256,
             unembedding=True,
         ),
@@ -307,7 +337,7 @@ GEMMA3 = Family(
     required={"attn_logit_softcapping": None, "use_bidirectional_attention": False},
     rope_base=1e6,
     local_rope_base=1e4,
-    has_window=all_but_every_sixth,
+    windows=Windows(all_but_every_sixth),
 )
 
 MIXTRAL = replace(
@@ -315,7 +345,7 @@ MIXTRAL = replace(
     model_type="mixtral",
     architecture="MixtralForCausalLM",
     fields=(
-        *with_defaults(LLAMA_FIELDS, max_context=131_072, norm_eps=1e-5),
+        *with_defaults(LLAMA_FIELDS, n_kv_heads=8, max_context=131_072, norm_eps=1e-5),
         Field("n_experts", "num_local_experts", 8),
         Field("experts_per_token", "num_experts_per_tok", 2),
         Field("balance_weight", "router_aux_loss_coef", 0.001),
@@ -332,7 +362,8 @@ MIXTRAL = replace(
     constants={**LLAMA_CONSTANTS, "renormalize_experts": True},
     required={},
     rope_base=1e6,
-    has_window=always,
+    windows=ALWAYS._replace(default=None),
+    aliases={"num_experts": "num_local_experts"},
 )
 
 BERT_BLOCK, THEIR_LAYER = "blocks_{i}", "bert.encoder.layer.{i}"
@@ -351,7 +382,7 @@ BERT = Family(
         Field("n_blocks", "num_hidden_layers"),
         Field("n_heads", "num_attention_heads"),
         Field("d_ff", "intermediate_size", read=to_widths, write=only_width),
-        Field("activation", "hidden_act", "gelu", {"gelu": "gelu_exact", "gelu_new": "gelu", "relu": "relu"}),
+        Field("activation", "hidden_act", "gelu", ACTIVATIONS),
         Field("norm_eps", "layer_norm_eps", 1e-12),
         Field("n_segments", "type_vocab_size", 2),
         Field("embedding_std", "initializer_range", 0.02),
@@ -407,9 +438,33 @@ BERT_MASKED = replace(
     ),
     required={**BERT.required, "tie_word_embeddings": True},
     model=EncoderConfig,
-    ignored=(*BERT.ignored[:2], r"^cls\.predictions\.decoder\.", r"^cls\.seq_relationship\."),
+    ignored=(*BERT.ignored[:2], r"^cls\.seq_relationship\."),
+    copies={
+        "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
+        "cls.predictions.decoder.bias": "cls.predictions.bias",
+    },
 )
-N_CLASSES = Field("n_classes", "id2label", "01", read=len, write=lambda n: {str(i): f"LABEL_{i}" for i in range(n)})
+
+
+def unnamed_classes(theirs: PublishedConfig) -> dict[int, str]:
+    """Return the names of classes by their ids for a config without."""
+    return {i: f"LABEL_{i}" for i in range(theirs.get("num_labels", 2))}
+
+
+def class_names(theirs: PublishedConfig) -> list[str]:
+    """Return the names of a classifier's classes in the order of their ids. Raises ordinary exceptions if ids are no
+    numbers."""
+    names = theirs.get("id2label") or unnamed_classes(theirs)
+    return [str(names[i]) for i in sorted(names, key=int)]
+
+
+N_CLASSES = Field(
+    "n_classes",
+    "id2label",
+    unnamed_classes,
+    read=lambda names: len(class_names({"id2label": names})),
+    write=lambda n: {str(i): f"LABEL_{i}" for i in range(n)},
+)
 BERT_CLASSIFIER = replace(
     BERT,
     architecture="BertForSequenceClassification",
@@ -481,7 +536,11 @@ ROBERTA_MASKED = replace(
     ),
     required={**ROBERTA.required, "tie_word_embeddings": True},
     model=EncoderConfig,
-    ignored=(*BERT.ignored[:2], r"^lm_head\.decoder\."),
+    ignored=BERT.ignored[:2],
+    copies={
+        "lm_head.decoder.weight": "roberta.embeddings.word_embeddings.weight",
+        "lm_head.decoder.bias": "lm_head.bias",
+    },
 )
 ROBERTA_CLASSIFIER = replace(
     ROBERTA,
@@ -511,7 +570,7 @@ GGUF_FAMILIES: Mapping[str, Family] = {
         family,
         fields=tuple(row for row in family.fields if row.ours != "attention_bias"),
         constants={**family.constants, "attention_bias": False},
-        has_window=None,
+        windows=None,
     )
     for family in (LLAMA, QWEN3)
 }

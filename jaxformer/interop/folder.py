@@ -18,6 +18,7 @@ from jaxformer.runs.run import TOKENIZER
 CONFIG, GENERATION, MODULES = "config.json", "generation_config.json", "modules.json"
 TRANSFORMER_CONFIGS = "sentence_*_config.json"
 """The config of the module Transformer, which sentence-transformers names after a family, such as `bert`."""
+ADAPTER = "adapter_config.json"
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 """Suffixes of pickled files, which can run code when they are read."""
@@ -74,11 +75,15 @@ class ModelFolder:
             raise UserError(f"{path} does not exist; name a folder with {CONFIG} and safetensors, or a GGUF file.")
         if not (path / CONFIG).exists() and (ggufs := sorted(path.glob("*.gguf"))):
             raise UserError(f"{path} has no {CONFIG}; name its GGUF file, such as {ggufs[0]}.")
+        if (path / ADAPTER).exists():  # which transformers would apply
+            raise UserError(
+                f"{path} has an adapter ({ADAPTER}), which is not supported; merge it into the model first."
+            )
         config = {**read_object(path / CONFIG), **read_modules(path)}
-        if (path / INDEX).exists():
-            shards = read_shards(path / INDEX)
-        elif (path / SINGLE).exists():
+        if (path / SINGLE).exists():  # takes precedence, as in transformers
             shards = [SINGLE]
+        elif (path / INDEX).exists():
+            shards = read_shards(path / INDEX)
         else:
             remedy = "convert pickled weights, which would run code when they are read"
             raise UserError(f"{path} has neither {SINGLE} nor {INDEX}; {remedy}.")

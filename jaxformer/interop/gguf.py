@@ -43,6 +43,10 @@ CONFIG_FIELDS = {
     "layer_norm_rms_eps": "rms_norm_eps",
 }
 """Fields of a published config by their names in the `gguf` package."""
+ENDS = ("eos", "eot", "eom")
+"""Tokens that end a text, a turn or a message, all of which llama.cpp takes for ends."""
+SPECIAL = {"unk_token": "unk", "pad_token": "pad", "sep_token": "sep", "mask_token": "mask"}
+"""Other special tokens and their names in the `gguf` package."""
 ROTATED = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
 """Projections whose outputs RoPE rotates, and the fields with their numbers of heads."""
 
@@ -65,7 +69,7 @@ def export_gguf(run: Run, file: Path, dtype: Dtype = "float32") -> None:
             (writer.add_int32 if key.endswith(".top_k") else writer.add_float32)(key, value)
         writer.add_rope_freq_base(theirs["rope_parameters"]["rope_theta"])
         _add_tokenizer(gguf, writer, tokenizer, theirs["vocab_size"])
-        if isinstance(chat_template := tokenizer.config.get("chat_template"), str):  # llama.cpp's default is ChatML
+        if chat_template := tokenizer.config.get("chat_template"):  # one or several; llama.cpp's default is ChatML
             writer.add_chat_template(chat_template)
         kind = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == architecture)
         names = gguf.get_tensor_name_map(kind, theirs["num_hidden_layers"])
@@ -137,6 +141,10 @@ def _add_tokenizer(gguf: ModuleType, writer: Any, tokenizer: Tokenizer, vocab_si
     writer.add_token_types(types)
     writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]])
     writer.add_bos_token_id(special.bos)
-    writer.add_eos_token_id(special.eos[0])
+    for name, end in zip(ENDS, special.eos, strict=False):
+        getattr(writer, f"add_{name}_token_id")(end)
+    for name, key in SPECIAL.items():
+        if (text := tokenizer.special_tokens.get(name)) in tokens:
+            getattr(writer, f"add_{key}_token_id")(tokens.index(text))
     writer.add_add_bos_token(special.adds_bos)
     writer.add_add_eos_token(bool(tokenizer.after_text))

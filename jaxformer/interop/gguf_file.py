@@ -17,6 +17,7 @@ import tokenizers
 
 from jaxformer.data.tokenizer import Tokenizer, is_library_error, published_tokenizer
 from jaxformer.errors import UserError, abbreviate, import_extra
+from jaxformer.interop.configs import read_config
 from jaxformer.interop.families import FAMILIES, PublishedConfig
 from jaxformer.interop.gguf import ARCHITECTURES, ROTATED, llama3_divisors, pairs_apart
 from jaxformer.interop.gguf_tokenizer import tokenizer_config, tokenizer_json
@@ -33,6 +34,8 @@ FIELDS = {
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
 }
 """Keys that each file must have, below its architecture, by fields of a published config."""
+PER_LAYER = {"feed_forward_length", "attention.head_count", "attention.head_count_kv"}
+"""Keys that may have a value for each block, which must be equal."""
 DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 QUANTISED = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
 """Types of tensors that can be read; quantised ones are read as float32."""
@@ -137,6 +140,9 @@ class GgufFile:
                 scaling = find_llama3(_read(gguf, data, divisors), config["rope_parameters"], config["head_dim"])
                 config["rope_parameters"] |= scaling
             tensors = _published_names(gguf, config, architecture, stored)
+            read_config(config)
+        except UserError as error:
+            raise UserError(_in_file(error, architecture)) from error
         except (ValueError, LookupError, TypeError, ArithmeticError) as error:
             problem = f"{path} has no equivalent as a {architecture} ({type(error).__name__}: {error})"
             raise UserError(f"{problem}; {REMEDY}, or choose another model.") from error
@@ -225,14 +231,27 @@ def _config(metadata: Mapping[str, Any], stored: Mapping[str, Stored]) -> dict[s
     """Return the published config. Raises ordinary exceptions if a value is missing or has no equivalent."""
     architecture = metadata["general.architecture"]
     values = {k.removeprefix(f"{architecture}."): v for k, v in metadata.items() if k.startswith(f"{architecture}.")}
+    for key in PER_LAYER & values.keys():
+        if isinstance(values[key], list) and len({*values[key]}) == 1:
+            values[key] = values[key][0]
     config = {field: values[key] for field, key in FIELDS.items()}
     family, heads = FAMILIES[FAMILIES_BY_ARCHITECTURE[architecture]], config["num_attention_heads"]
     head_dim = values.get("attention.key_length", config["hidden_size"] // heads)
-    for key in ("attention.value_length", "rope.dimension_count"):
-        if values.get(key, head_dim) != head_dim:
-            raise ValueError(f"{key} is {abbreviate(values[key])}, and heads have {head_dim} features")
-    if values.get("expert_count"):
-        raise ValueError("it has experts")
+    factor = values.get("rope.scaling.factor", values.get("rope.scale_linear", 0))
+    kind = values.get("rope.scaling.type", "linear")
+    expected = {
+        "attention.value_length": head_dim,
+        "rope.dimension_count": head_dim,
+        "rope.scaling.attn_factor": 1,
+        "attention.causal": True,
+        "expert_count": 0,
+        "rope.scaling.type": kind if kind in ("none", "linear") else "none or linear",
+    }
+    if architecture == "gemma3":
+        expected["rope.dimension_count_swa"] = head_dim
+    for key, value in expected.items():
+        if values.get(key, value) != value:
+            raise ValueError(f"{architecture}.{key} is {abbreviate(values[key])}, and only {value} has an equivalent")
     config |= {
         "model_type": family.model_type,
         "architectures": [family.architecture],
@@ -242,20 +261,37 @@ def _config(metadata: Mapping[str, Any], stored: Mapping[str, Stored]) -> dict[s
         "tie_word_embeddings": "output.weight" not in stored,
         "attention_bias": "blk.0.attn_output.bias" in stored,
     }
-    kind, factor = values.get("rope.scaling.type", "linear"), values.get("rope.scaling.factor", 1.0)
-    kind = "default" if kind == "none" or (kind == "linear" and factor in (0, 1)) else kind
+    kind = "default" if kind == "none" or factor in (0, 1) else kind
     rope = {"rope_type": kind, "rope_theta": values.get("rope.freq_base", 10_000.0), "factor": factor}
     config["rope_parameters"] = rope
     if architecture == "gemma3":
         local = {"rope_type": "default", "rope_theta": values.get("rope.freq_base_swa", 10_000.0)}
-        is_27b = config["num_hidden_layers"] == 62  # as llama.cpp finds out
+        is_27b, window = config["num_hidden_layers"] == 62, values.get("attention.sliding_window", 0)
+        period = values.get("attention.sliding_window_pattern", 6)
+        is_local = (
+            period if isinstance(period, list) else [(i + 1) % period > 0 for i in range(config["num_hidden_layers"])]
+        )
         config |= {
             "rope_parameters": {"full_attention": rope, "sliding_attention": local},
-            "sliding_window": values.get("attention.sliding_window"),
-            "query_pre_attn_scalar": config["hidden_size"] // heads if is_27b else head_dim,
+            "sliding_window": window,
+            "layer_types": ["sliding_attention" if window and local else "full_attention" for local in is_local],
+            "query_pre_attn_scalar": config["hidden_size"] // heads if is_27b else head_dim,  # as llama.cpp finds out
             "final_logit_softcapping": values.get("final_logit_softcapping") or None,  # 0 is none
         }
     return config
+
+
+def _in_file(error: UserError, architecture: str) -> str:
+    """Return the message of an error about a published config, with the file's keys for its fields."""
+    keys = {**FIELDS, "num_key_value_heads": "attention.head_count_kv", "head_dim": "attention.key_length"}
+    keys |= {
+        "rope_theta": "rope.freq_base",
+        "factor": "rope.scaling.factor",
+        "sliding_window": "attention.sliding_window",
+    }
+    keys |= {"layer_types": "attention.sliding_window_pattern", "final_logit_softcapping": "final_logit_softcapping"}
+    given = [f"{field} is {architecture}.{key}" for field, key in keys.items() if field in str(error)]
+    return f"{str(error).rstrip('.')}; in the file, {', '.join(given)}." if given else str(error)
 
 
 def find_llama3(divisors: np.ndarray, rope: Mapping[str, Any], head_dim: int) -> dict[str, Any]:

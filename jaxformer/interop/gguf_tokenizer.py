@@ -23,9 +23,14 @@ ALIASES = {"llama3": "llama-bpe", "llama-v3": "llama-bpe", "deepseek-r1-qwen": "
 """Other names of the same pre-tokenizers."""
 SETTINGS = {"ByteLevel": "use_regex", "Digits": "individual_digits"}
 """Setting that determines the splits of a pre-tokenizer, by type."""
+TEMPLATE = "tokenizer.chat_template"
+"""Key of the chat template; those of others follow it, after a dot, and their names are in another."""
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5
 """Types of tokens."""
-NAMES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+NAMES = {
+    "bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding", "sep_token": "seperator",
+    "mask_token": "mask",
+}  # fmt: skip
 """Special tokens in a `tokenizer_config.json`, and their names in keys."""
 
 Metadata = Mapping[str, Any]
@@ -89,8 +94,11 @@ def tokenizer_config(metadata: Metadata) -> dict[str, Any]:
     tokens = metadata["tokenizer.ggml.tokens"]
     ids = {name: metadata.get(f"tokenizer.ggml.{name}_token_id") for name in (*NAMES.values(), "eot", "eom")}
     config = {name: tokens[ids[key]] for name, key in NAMES.items() if ids[key] is not None}
-    if isinstance(template := metadata.get("tokenizer.chat_template"), str):
-        config["chat_template"] = template
+    default = metadata.get(TEMPLATE)
+    names = {"default": TEMPLATE, **{name: f"{TEMPLATE}.{name}" for name in metadata.get(f"{TEMPLATE}s", [])}}
+    templates = [{"name": name, "template": metadata[key]} for name, key in names.items() if key in metadata]
+    if templates:
+        config["chat_template"] = default if len(templates) == 1 and default is not None else templates
     ends = [ids[name] for name in ("eos", "eot", "eom") if ids[name] is not None]
     return config | ({END_IDS: ends} if ends else {})
 

@@ -97,8 +97,8 @@ class SpecialTokens:
     """Special tokens, by their names in other libraries' configs."""
 
     bos: int
-    """Id of the token that the tokenizer puts before each text; if there is none, of end-of-text, which precedes each
-    document in training."""
+    """Id of the token that the tokenizer puts before each text, or else names; if there is none, of end-of-text, which
+    precedes each document in training."""
     eos: tuple[int, ...]
     """Ids of the tokens that end a text, end-of-text first."""
     adds_bos: bool
@@ -116,6 +116,8 @@ def special_tokens(tokenizer: Tokenizer) -> SpecialTokens:
     bos, bos_text = tokenizer.end_of_text, named["eos_token"]
     if begin is not None:
         bos, bos_text = begin, added.get(begin) or named["bos_token"]
+    elif (text := named.get("bos_token")) in added.values():
+        bos, bos_text = next((i, content) for i, content in added.items() if content == text)
     return SpecialTokens(bos, tokenizer.ends_of_text, begin is not None, bos_text, named["eos_token"])
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from jaxformer.config import Config, ModelConfig
 from jaxformer.errors import UserError
 from jaxformer.interop.configs import ROPE_FIELDS, read_config, write_config
-from jaxformer.interop.families import ENCODERS, FAMILIES, GGUF_FAMILIES, Family, ImportedConfig, always
+from jaxformer.interop.families import ENCODERS, FAMILIES, GGUF_FAMILIES, Family, ImportedConfig
 from jaxformer.interop.formats import Format
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.encoder import EncoderConfig
@@ -155,6 +155,6 @@ def converted_fields(config: ImportedConfig, family: Family) -> set[str]:
     fields = set(ROPE) if family.rope_base is not None or config.positions != "rope" else set()
     if family.local_rope_base is not None:
         fields.add("local_rope_base")
-    if family.has_window is not None:
-        fields |= {"window"} if family.has_window is always else {"window", "global_blocks"}
+    if family.windows is not None:
+        fields |= {"window", "global_blocks"} if family.windows.by_layer else {"window"}
     return fields

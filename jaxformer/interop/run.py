@@ -18,7 +18,7 @@ from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.data.windows import TextConfig
 from jaxformer.errors import UserError, parse_json
 from jaxformer.interop.configs import family_of, read_config
-from jaxformer.interop.families import MAX_TOKENS, ImportedConfig
+from jaxformer.interop.families import MAX_TOKENS, ImportedConfig, class_names
 from jaxformer.interop.folder import PICKLED, ModelFolder, PublishedModel
 from jaxformer.interop.gguf_file import GgufFile
 from jaxformer.interop.packages import published_name
@@ -74,7 +74,7 @@ def import_run(
         model = replace(model, context_length=published.config[MAX_TOKENS])
         params["embedding"]["W_pos"] = params["embedding"]["W_pos"][: model.context_length]
     config = finetuning_config(run.name, model)
-    classes = list(published.config.get("id2label", {}).values()) if isinstance(model, ClassifierConfig) else []
+    classes = class_names(published.config) if isinstance(model, ClassifierConfig) else []
     created = create_run(run, config, tokenizer, allow_suffix=False, classes=classes, params=params, sampling=sampling)
     return created, config
 

@@ -19,6 +19,7 @@ import numpy as np
 from flax.traverse_util import unflatten_dict
 
 from jaxformer.contract import Task, contract_of
+from jaxformer.data.tokenizer import TOKENIZER_CONFIG
 from jaxformer.errors import UserError, import_extra
 from jaxformer.interop.formats import Dtype
 from jaxformer.interop.output import complete_path, copy_files, flat_params
@@ -70,7 +71,7 @@ def export_stablehlo(run: Run, folder: Path, dtype: Dtype = "float32", n_slots: 
             (scratch / f"{name}.bin").write_bytes(exported.serialize())
             signatures[name] = signature(program, exported)
         np.savez(scratch / WEIGHTS, **weights)  # type: ignore[arg-type]  # no weight is named allow_pickle
-        copy_files(run.path, scratch, TOKENIZER, CLASSES, SAMPLING)
+        copy_files(run.path, scratch, TOKENIZER, TOKENIZER_CONFIG, CLASSES, SAMPLING)
         description = {
             "format": "jax.export",
             "jax": jax.__version__,
@@ -82,6 +83,7 @@ def export_stablehlo(run: Run, folder: Path, dtype: Dtype = "float32", n_slots: 
             "max_tokens": contract.max_tokens,
             "n_slots": n_slots,
             "end_of_text": None if run.tokenizer is None else run.tokenizer.end_of_text,
+            "ends_of_text": [] if run.tokenizer is None else run.tokenizer.ends_of_text,
             "weights": {"file": WEIGHTS, "dtype": dtype},
             "programs": signatures,
         }

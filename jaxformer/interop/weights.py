@@ -22,6 +22,14 @@ from jaxformer.interop.families import Family, ImportedConfig, Weight
 from jaxformer.interop.folder import FLOATS, PublishedModel
 from jaxformer.models.objective import Params
 
+FIELDS = (
+    *(("{i}", "n_blocks"), ("W_out", "unembedding"), ("{e}", "n_experts"), ("E", "n_experts"), ("V", "vocab_size")),
+    *(("P", "max_context"), ("P", "context_length"), ("S", "n_segments"), ("H", "n_heads"), ("G", "n_kv_heads")),
+    *(("K", "head_dim"), ("F", "d_ff"), ("D", "d_model"), ("O", "d_model"), ("C", "n_classes")),
+    *((f"b_{letter}", "attention_bias") for letter in "QKVO"),
+)
+"""Marks of a table row, axes or parts of names, and the fields of ours that they depend on."""
+
 
 def axis_sizes(config: ImportedConfig) -> dict[str, int]:
     """Return axis sizes by letter."""
@@ -135,17 +143,25 @@ def find_sources(
             names = tuple(old if name.endswith(end) and old in published.names else name for name, old in found)
         n_rows, *rest = layout.their_shape
         for name in names:
-            _check_tensor(published, name, (n_rows + weight.first_row, *rest))
+            _check_tensor(published, name, (n_rows + weight.first_row, *rest), _fields(family, weight))
         sources[path] = Source(weight, layout, names)
     _check_rest(published, family, config, {name for source in sources.values() for name in source.names})
     return sources
 
 
-def _check_tensor(published: PublishedModel, name: str, shape: tuple[int, ...]) -> None:
+def _fields(family: Family, weight: Weight) -> str:
+    """Return the names of the published config's fields that the presence and shape of a tensor follow from."""
+    theirs = {field.ours: field.theirs for field in family.fields}
+    marks = {*weight.layout, *re.findall(r"\{.\}|W_out$|b_[QKVO]$", weight.ours), *re.findall(r"\{e\}", weight.theirs)}
+    return ", ".join(dict.fromkeys(theirs[ours] for mark, ours in FIELDS if mark in marks and ours in theirs))
+
+
+def _check_tensor(published: PublishedModel, name: str, shape: tuple[int, ...], fields: str) -> None:
     if name not in published.names:
-        raise UserError(f"{published.path} has no tensor {name}, which its config implies; download it again.")
+        problem = f"{published.path} has no tensor {name}, which {fields} of its config imply"
+        raise UserError(f"{problem}; download it again.")
     if (actual := published.shape(name)) != shape:
-        problem = f"{name} in {published.path} has shape {actual}, but its config implies {shape}"
+        problem = f"{name} in {published.path} has shape {actual}, but its config implies {shape} by {fields}"
         raise UserError(f"{problem}; restore the files that belong together.")
     if (dtype := published.dtype(name)) not in FLOATS:
         problem = f"{name} in {published.path} is {dtype}, and quantised weights are not supported"
@@ -155,16 +171,21 @@ def _check_tensor(published: PublishedModel, name: str, shape: tuple[int, ...]) 
 def _check_rest(published: PublishedModel, family: Family, config: ImportedConfig, used: set[str]) -> None:
     """Raise `UserError` for a tensor without a parameter in the model, other than a copy of a tied head."""
     theirs = {weight.ours: weight.theirs for weight in family.weights}
+    is_tied = getattr(config, "unembedding", None) == "tied"
+    copies = {**family.copies, **({theirs["W_out"]: theirs["embedding.W_E"]} if is_tied else {})}
     for name in sorted(set(published.names) - used):
-        if name == theirs.get("W_out") and getattr(config, "unembedding", None) == "tied":
-            embedding = theirs["embedding.W_E"].removeprefix(family.prefix)
-            table = next(name for name in used if name.endswith(embedding))
-            if published.dtype(name) not in FLOATS or not np.array_equal(published.read(name), published.read(table)):
-                problem = f"config.json of {published.path} ties {name} to the embedding, but the two differ"
+        if name in copies:
+            bare = copies[name].removeprefix(family.prefix)
+            first = next(name for name in used if name.endswith(bare))
+            if published.dtype(name) not in FLOATS or not np.array_equal(published.read(name), published.read(first)):
+                problem = f"config.json of {published.path} ties {name} to {first}, but the two differ"
                 raise UserError(f"{problem}; set tie_word_embeddings to false.")
         elif not any(re.search(pattern, name) for pattern in family.ignored):
-            problem = f"{published.path} has a tensor {name}, which {family.architecture} of this config does not have"
-            raise UserError(f"{problem}; use the checkpoint of the model only.")
+            pattern = re.sub(r"\.\d+\.", ".{i}.", name, count=1)
+            rows_of_name = (weight for weight in family.weights if weight.theirs == pattern)
+            fields = next((_fields(family, weight) for weight in rows_of_name), "architectures")
+            problem = f"{published.path} has a tensor {name}, which {family.architecture} does not have by {fields}"
+            raise UserError(f"{problem} of its config; use the checkpoint of the model only.")
 
 
 def load_params(published: PublishedModel, sources: Mapping[str, Source], abstract: Params) -> Params:

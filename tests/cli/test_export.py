@@ -78,7 +78,8 @@ def test_export_is_named_after_run_and_format(run, tmp_path, monkeypatch, capsys
     pytest.importorskip("safetensors")
     monkeypatch.chdir(tmp_path)
     assert export.main([run, "--format", "safetensors"]) == 0
-    expected = f"run {run}, step 0: Decoder as safetensors in exports/small-safetensors\n"
+    expected = f"run {run}, step 0: Decoder as safetensors in exports/small-safetensors; load it with: "
+    expected += 'safetensors.numpy.load_file("exports/small-safetensors/model.safetensors")\n'
     assert capsys.readouterr().out == expected
     assert read_config(tmp_path / "exports/small-safetensors") == read_config(Path(run))
     assert export.main([run, "--format", "safetensors"]) == 2

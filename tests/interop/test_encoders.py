@@ -20,7 +20,7 @@ from jaxformer.decode.classify import classify_text
 from jaxformer.decode.embed import embed
 from jaxformer.errors import UserError
 from jaxformer.interop.folder import read_modules
-from jaxformer.interop.run import import_run
+from jaxformer.interop.run import import_run, pretrained_model
 from jaxformer.models.encoder import ClassifierConfig, EncoderConfig
 from jaxformer.runs.checkpoints import CheckpointReader
 from jaxformer.runs.run import load_run
@@ -195,7 +195,7 @@ def test_other_modules_are_refused(tmp_path: Path, mode: str, kinds: tuple[str, 
 @pytest.mark.parametrize(("change", "said"), [
     ({"position_embedding_type": "relative_key"}, "position_embedding_type is 'relative_key', and only absolute has"),
     ({"is_decoder": True}, "is_decoder is True, and only False has an equivalent"),
-    ({"architectures": ["BertForPreTraining"]}, "the architecture is 'BertForPreTraining', which is not supported; "
+    ({"architectures": ["BertForPreTraining"]}, "architectures is 'BertForPreTraining', which is not supported; "
         r"use a checkpoint of BertModel or BertForMaskedLM or BertForSequenceClassification\."),
     ({"max_position_embeddings": 95}, "embeddings.position_embeddings.weight in .* has shape"),
 ])  # fmt: skip
@@ -205,6 +205,23 @@ def test_other_models_are_refused(tmp_path: Path, change: dict[str, Any], said: 
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
     with pytest.raises(UserError, match=said):
         import_run(tmp_path / "model", tmp_path / "run")
+
+
+def test_a_head_that_is_no_copy_of_the_embedding_is_refused(tmp_path: Path):
+    publish_bert(tmp_path / "model", "Bert")
+    file = tmp_path / "model" / "model.safetensors"
+    table = "bert.embeddings.word_embeddings.weight"
+    for name, first in {
+        "cls.predictions.decoder.weight": table,
+        "cls.predictions.decoder.bias": "cls.predictions.bias",
+    }.items():
+        tensors = load_file(file)
+        save_file(tensors | {name: tensors[first]}, tmp_path / "model" / "model.safetensors")
+        pretrained_model(tmp_path / "model")
+        save_file(tensors | {name: tensors[first] + 1}, tmp_path / "model" / "model.safetensors")
+        with pytest.raises(UserError, match=f"ties {name} to {first}, but the two differ; set tie_word_embeddings"):
+            pretrained_model(tmp_path / "model")
+        save_file(tensors, file)
 
 
 def test_what_has_no_equivalent_for_an_encoder_is_refused(tmp_path: Path, monkeypatch: Any, capsys: Any):

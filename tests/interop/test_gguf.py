@@ -17,6 +17,7 @@ from jaxformer.models.decoder import DecoderConfig
 from jaxformer.runs.run import Run
 from tests.arrays import apply, random_params
 from tests.helpers import slow
+from tests.interop.llama_cpp import llama_cpp
 from tests.interop.numpy_llama import forward
 from tests.runs import random_runs
 
@@ -100,17 +101,11 @@ def test_llama_cpp_draws_the_same_greedy_tokens(small, tmp_path, case):
 
 def llama_cpp_greedy(file: Path, prompt: list[int], n: int, banned: list[int]) -> list[dict[str, Any]]:
     """Return n greedy tokens of llama.cpp, without the banned ones, and their log-probabilities."""
-    xlc = pytest.importorskip("xllamacpp")
-    params = xlc.CommonParams()
-    params.model.path, params.n_ctx, params.n_parallel, params.warmup = str(file), 96, 1, False
-    params.cache_type_k = params.cache_type_v = xlc.ggml_type.GGML_TYPE_F32
-    params.flash_attn_type = xlc.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
-    params.cpuparams.n_threads, params.verbosity = 1, 0
+    pytest.importorskip("xllamacpp")
     request = {
         "prompt": prompt, "n_predict": n, "temperature": 0, "n_probs": 1, "logit_bias": [[i, False] for i in banned],
     }  # fmt: skip
-    answer = xlc.Server(params).handle_completions(request)
-    return answer["choices"][0]["logprobs"]["content"]
+    return llama_cpp(file, request)["choices"][0]["logprobs"]["content"]
 
 
 def part(kind: str, **settings: Any) -> dict[str, Any]:

@@ -160,18 +160,18 @@ BROKEN: dict[str, dict[str, Any]] = {
         "general.architecture": "mamba"
     },
     "is one of 3 parts of a model; merge them with llama-gguf-split": {"split.count": 3},
-    "no equivalent as a llama .ValueError: it has experts": {"llama.expert_count": 8},
-    "rope.dimension_count is 2, and heads have 4": {"llama.rope.dimension_count": 2},
+    "no equivalent as a llama .ValueError: llama.expert_count is 8, and only 0 has": {"llama.expert_count": 8},
+    "rope.dimension_count is 2, and only 4 has": {"llama.rope.dimension_count": 2},
     "KeyError: 'block_count'": {"llama.block_count": None},
     "KeyError: 'attention.layer_norm_rms_epsilon'": {"llama.attention.layer_norm_rms_epsilon": None},
-    "the rope_type is 'yarn', not one of default": {"llama.rope.scaling.type": "yarn"},
-    "no tensor model.layers.2.*, which its config implies": {"llama.block_count": 3},
+    "llama.rope.scaling.type is 'yarn', and only none or linear has": {"llama.rope.scaling.type": "yarn"},
+    "no tensor model.layers.2.*, which num_hidden_layers, num_key_value_heads.* imply": {"llama.block_count": 3},
     "has shape .24, 24., but its config implies .24, 32": {
         "llama.attention.head_count": 8,
         "llama.attention.key_length": 4,
     },
     "ZeroDivisionError": {"llama.attention.head_count": 0},
-    "TypeError": {"llama.attention.head_count": [6, 6]},
+    "TypeError": {"llama.attention.head_count": [6, 3]},
     "n_blocks is '2'; it must be a whole number|TypeError": {"llama.block_count": "2"},
     "it splits text as 'tekken', which is not supported; supported are gpt-2, smollm, llama-bpe, qwen2": {
         "tokenizer.ggml.pre": "tekken"

@@ -19,7 +19,8 @@ from jaxformer.__main__ import main
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError
 from jaxformer.interop.configs import read_config
-from jaxformer.interop.families import FAMILIES, REQUIRED
+from jaxformer.interop.families import FAMILIES, REQUIRED, class_names
+from jaxformer.interop.folder import ModelFolder
 from jaxformer.interop.run import import_run, load_published_tokenizer, open_published, pretrained_model
 from jaxformer.parallel.mesh import make_mesh
 from jaxformer.runs.run import Run, load_run
@@ -150,14 +151,14 @@ def test_a_tied_head_may_be_absent_or_a_copy(tmp_path: Path):
     runs = [load_run(import_run(tmp_path / name, tmp_path / f"run-{name}")[0]) for name in ("absent", "copy")]
     jax.tree.map(np.testing.assert_array_equal, *(run.params for run in runs))
     assert "W_out" not in runs[0].params
-    with pytest.raises(UserError, match=r"ties lm_head\.weight to the embedding, but the two differ"):
+    with pytest.raises(UserError, match=r"ties lm_head\.weight to model\.embed_tokens\.weight, but the two differ"):
         import_run(write(tmp_path / "other", config, weights), tmp_path / "run")
     float8 = write(tmp_path / "float8", config, weights | {"lm_head.weight": np.zeros((V, D), np.int8)})
     content = (float8 / "model.safetensors").read_bytes()
     n = int.from_bytes(content[:8], "little")
     header = content[8 : 8 + n].replace(b'"I8"', b'"F8_E4M3"')  # NumPy has no such dtype
     (float8 / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + content[8 + n :])
-    with pytest.raises(UserError, match=r"ties lm_head\.weight to the embedding, but the two differ"):
+    with pytest.raises(UserError, match=r"ties lm_head\.weight to model\.embed_tokens\.weight, but the two differ"):
         import_run(float8, tmp_path / "run")
 
 
@@ -183,30 +184,31 @@ def test_base_models_without_prefix_are_read(tmp_path: Path):
     np.testing.assert_array_equal(run.params["embedding"]["W_E"], bare["embed_tokens.weight"])
 
 
+QWEN: dict[str, Any] = {"model_type": "qwen2", "architectures": None}
 BAD_CONFIGS = {
     "model_type is 'mamba'": {"model_type": "mamba"},
-    "architecture is 'LlamaForSequenceClassification'": {"architectures": ["LlamaForSequenceClassification"]},
+    "first of architectures is 'LlamaForSequenceClassification'": {"architectures": ["LlamaForSequenceClassification"]},
     "checkpoint is quantised": {"quantization_config": {"quant_method": "gptq"}},
-    "rope_type is 'yarn'": {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
+    "rope_type of rope_parameters or rope_scaling is 'yarn'": {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
     "hidden_act is 'relu'": {"hidden_act": "relu"},
     "mlp_bias is True": {"mlp_bias": True},
-    "KeyError: 'original_max_position_embeddings'": {
-        "rope_scaling": {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    },
-    "n_heads is 0": {"num_attention_heads": 0},
+    "KeyError: 'low_freq_factor'": {"rope_scaling": {"rope_type": "llama3", "factor": 2.0, "high_freq_factor": 4.0}},
+    "n_heads is 0.*; in the published config, n_heads is num_attention_heads": {"num_attention_heads": 0},
     "d_model is '12'; it must be a whole number": {"hidden_size": "12"},
     "its config implies .283, 16": {"hidden_size": 16, "head_dim": 4},
     "n_blocks is 1000000000000": {"num_hidden_layers": 10**12},
     "n_blocks is 1e.30; it must be a whole number": {"num_hidden_layers": 1e30},
-    "there is no n_embd": {"model_type": "gpt2", "architectures": None},
+    "there is no n_embd": {"model_type": "gpt2", "architectures": None, "hidden_size": None},
     "no equivalent as a gemma3_text: ZeroDivisionError": {
         "model_type": "gemma3_text",
         "architectures": [],
         "sliding_window_pattern": 0,
     },
-    "layer_types is .'linear_attention'.; it must have 1 of": {"layer_types": ["linear_attention"]},
-    "layer_types is .'full_attention', 'full_attention'.": {"layer_types": ["full_attention"] * 2},
-    "no sliding_window": {"layer_types": ["sliding_attention"]},
+    "layer_types is .'linear_attention'.; it must have 1 of": QWEN | {"layer_types": ["linear_attention"]},
+    "layer_types is .'full_attention', 'full_attention'.": QWEN | {"layer_types": ["full_attention"] * 2},
+    "no sliding_window": QWEN | {"layer_types": ["sliding_attention"]},
+    "rope_scaling has full_attention": {"rope_scaling": {"full_attention": {"rope_type": "default"}}},
+    "is_causal is None, and only True has": {"is_causal": None},
     "rope_base is 'x'; it must be a number": {"rope_theta": "x"},
     "there is no hidden_size": {"hidden_size": None},
     "no tensor model.layers.1": {"num_hidden_layers": 2},
@@ -219,6 +221,71 @@ def test_configs_without_equivalent_are_refused(tmp_path: Path, message: str):
     with pytest.raises(UserError, match=message):
         import_run(source, tmp_path / "run")
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def published(model_type: str, **changes: Any) -> Any:
+    """Return our config for `CONFIG` of another family with two blocks, and changes; one of None is left out."""
+    theirs = CONFIG | {"model_type": model_type, "architectures": None, "num_hidden_layers": 2, "head_dim": K} | changes
+    return read_config({name: value for name, value in theirs.items() if value is not None})
+
+
+def test_rope_scaling_takes_precedence_over_rope_parameters_as_in_transformers():
+    saved = {"rope_type": "default", "rope_theta": 300.0}
+    linear = {"rope_type": "linear", "factor": 2.0}
+    both = published("llama", rope_theta=None, rope_parameters=saved, rope_scaling=linear)
+    assert (both.rope_base, both.rope_scaling) == (10_000.0, 2.0)  # that of `saved` is replaced, too
+    assert published("llama", rope_parameters=saved, rope_scaling=linear).rope_base == CONFIG["rope_theta"]
+    assert published("llama", rope_parameters=saved, rope_scaling={}).rope_base == 300.0
+    for scaling in ({"rope_type": "yarn", "factor": 2.0}, {"type": "dynamic", "factor": 2.0}):
+        with pytest.raises(
+            UserError, match=r"rope_type of rope_parameters or rope_scaling is '(yarn|dynamic)', not one"
+        ):
+            published("llama", rope_parameters=saved, rope_scaling=scaling)
+    llama3 = {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    assert published("llama", rope_scaling=llama3).rope_original_context == CONFIG["max_position_embeddings"]
+    outer = published("llama", rope_scaling=llama3, original_max_position_embeddings=8)
+    assert outer.rope_original_context == 8
+    gemma = published("gemma3_text", rope_scaling=linear, rope_parameters={"full_attention": saved}, sliding_window=5)
+    assert (gemma.rope_base, gemma.rope_scaling, gemma.local_rope_base) == (300.0, 2.0, 10_000.0)
+
+
+def test_windows_and_kinds_of_layers_are_those_of_the_family():
+    kinds = {"layer_types": ["sliding_attention", "full_attention"]}
+    assert published("mistral").window == 4096 and published("mixtral").window is None
+    assert published("mistral", **kinds).global_blocks == () and published("mistral", **kinds).window == 4096
+    assert published("llama", sliding_window=5, **kinds).window is None
+    assert published("qwen2", **kinds, use_sliding_window=True).block_windows == (4096, 32)
+    assert published("qwen2").window is None
+    gemma = published("gemma3_text", **kinds)
+    assert (gemma.window, gemma.global_blocks) == (4096, (1,))
+    theirs = CONFIG | {"model_type": "mistral", "architectures": None, "sliding_window": None}
+    assert read_config(theirs).window is None
+
+
+def test_other_names_of_a_field_take_precedence():
+    gpt2 = {"n_embd": 12, "n_layer": 1, "n_head": 3, "vocab_size": V, "model_type": "gpt2"}
+    assert read_config(gpt2).n_heads == 3 and read_config(gpt2 | {"num_attention_heads": 2}).n_heads == 2
+
+
+def test_classes_are_in_the_order_of_their_ids():
+    names = {str(i): f"class {i}" for i in reversed(range(11))}
+    assert class_names({"id2label": names}) == [f"class {i}" for i in range(11)]
+    assert class_names({"num_labels": 3, "id2label": None}) == ["LABEL_0", "LABEL_1", "LABEL_2"]
+    assert class_names({}) == ["LABEL_0", "LABEL_1"]
+    bert = {"model_type": "bert", "architectures": ["BertForSequenceClassification"], "num_attention_heads": H}
+    bert |= {"vocab_size": V, "hidden_size": D, "num_hidden_layers": 1, "intermediate_size": F}
+    assert read_config(bert | {"num_labels": 3}).n_classes == 3
+    with pytest.raises(UserError, match=r"id2label is .'x': 'y'. .invalid literal for int"):
+        read_config(bert | {"id2label": {"x": "y"}})
+
+
+def test_a_whole_file_of_weights_takes_precedence_over_an_index(tmp_path: Path):
+    source, whole = write(tmp_path / "model", shards=3), tensors()
+    whole["lm_head.weight"] = whole["lm_head.weight"] + 1
+    numpy_files.save_file(whole, source / "model.safetensors")
+    for file in source.glob("model-0000*"):
+        file.unlink()  # nothing of them is read
+    np.testing.assert_array_equal(ModelFolder.open(source).read("lm_head.weight"), whole["lm_head.weight"])
 
 
 def break_shard(folder: Path) -> None:
@@ -241,6 +308,7 @@ BROKEN = {
     "config.json cannot be read .*No such file": lambda folder: (folder / "config.json").unlink(),
     "config.json cannot be read": lambda folder: (folder / "config.json").write_text("{"),
     "config.json cannot be read .it is not an object": lambda folder: (folder / "config.json").write_text("[1]"),
+    "has an adapter": lambda folder: (folder / "adapter_config.json").write_text("{}"),
     "has no tokenizer.json": lambda folder: (folder / "tokenizer.json").unlink(),
     "tokenizer.json is not a readable tokenizer": lambda folder: (folder / "tokenizer.json").write_text("{}"),
     "has a token 4,000,000,000; ids must be below 16,777,216": lambda folder: (folder / "tokenizer.json").write_text(
