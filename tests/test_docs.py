@@ -106,7 +106,7 @@ def test_options_in_the_text_exist():
     defaults = [arguments(command) for command in COMMANDS_OF_PACKAGE]
     defaults += [arguments("train", "--config", spec) for spec in ("vision:vit", "clip")]
     known = {flag for d in defaults for group in option_groups(d) for o in group.options for flag in o.flags}
-    known |= {"--help", "--smoke", "--smooth", "--subsets", "--logdir", "--long", "--no-deps"}
+    known |= {"--help", "--smoke", "--smooth", "--subsets", "--config-draws", "--logdir", "--long", "--no-deps"}
     assert {flag for code in INLINE for flag in re.findall(r"(?<!\S)--[\w.-]+", code)} <= known
 
 

@@ -58,8 +58,8 @@ FAULTS = {
         "list(jax.random.split(key, 3 if crosses else 2))", "[key] * 3", ("tests/nn/test_block.py",)
     ),
     "dropout without a key": Fault(
-        "if not self.dropout or key is None:",
-        "key = jax.random.key(0) if key is None else key\n        if not self.dropout:",
+        "dropout(y_TD, rng=key) if self.dropout and key is not None else y_TD",
+        "dropout(y_TD, rng=jax.random.key(0) if key is None else key) if self.dropout else y_TD",
         ("tests/nn/test_block.py", "tests/models/test_decoder.py"),
     ),
     "no gradient through tied weights": Fault(

@@ -112,7 +112,9 @@ def test_backward_lens_leaves_out_the_soft_cap():
 def test_agreement_is_the_mean_over_positions():
     model, params, _ = random_model(replace(DECODER, n_blocks=1))
     texts = [jnp.arange(4), jnp.array([5])]
-    same, *singles = (agreement(model, params, None, each)["embedding"] for each in (texts, texts[:1], texts[1:]))
+    same, *singles = (
+        agreement(model, params, None, each)["blocks.0.resid_pre"] for each in (texts, texts[:1], texts[1:])
+    )
     np.testing.assert_allclose(same, (4 * np.array(singles[0]) + np.array(singles[1])) / 5, rtol=1e-6)
     assert singles[0].divergence != singles[1].divergence
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tokenizers
+from tokenizers.processors import TemplateProcessing
 
 from jaxformer.config import Config, ModelConfig
 from jaxformer.config.files import load_module
@@ -307,9 +308,9 @@ def test_loss_refuses_models_without_next_token_prediction(tmp_path):
 
 def test_a_text_stands_for_its_tokens_after_the_token_that_begins_a_text(tmp_path):
     run = random_run(tmp_path / "x", ["The cat sees the sea."])
-    begins = Tokenizer(tokenizers.Tokenizer.from_str(run.tokenizer.as_json()), config={
-        "bos_token": "a", "add_bos_token": True, "eos_token": "<|endoftext|>",
-    })  # fmt: skip
+    content = tokenizers.Tokenizer.from_str(run.tokenizer.as_json())
+    content.post_processor = TemplateProcessing(single="a $A", special_tokens=[("a", *run.tokenizer.encode("a"))])
+    begins = Tokenizer(content, config={"bos_token": "a", "eos_token": "<|endoftext|>"})
     tokens = run.tokenizer.encode("The sea")
     assert run.tokens("The sea").tolist() == run.tokens(tokens).tolist() == tokens
     assert replace(run, tokenizer=begins).tokens("The sea").tolist() == [*run.tokenizer.encode("a"), *tokens]
