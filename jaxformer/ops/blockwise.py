@@ -44,10 +44,10 @@ def blockwise_attention(
     """Return the output of `ops.attention.attention`, with memory linear in T and S in both passes.
 
     Blocks hidden by a `Causal` mask, or by the causal part of a `Packed`, are skipped. Differentiable once, in reverse
-    mode. Masked keys are treated as in `attention`.
+    mode. Masked keys are treated as in `attention`, as are the arguments that it shares, but a mask array is the same
+    for all heads.
 
     Args:
-      q_HTK, k_GSK, v_GSK, mask, scale: as in `attention`, but a mask array is the same for all heads.
       block: maximum number of queries, and of keys, per block.
       sequential: compute the groups of heads of all examples one after another, also under `jax.vmap`, instead of all
         at once.
