@@ -31,7 +31,6 @@ STRICT = partial(jax.numpy_dtype_promotion, "strict")
 SWITCHES: dict[str, Callable[[], Any]] = {
     "strict": STRICT,
     "leaks": jax.checking_leaks,
-    "no jit": jax.disable_jit,
     "nans": partial(jax.debug_nans, True),
 }
 TOKENS = random_tokens(13, 4, 7)
@@ -95,7 +94,6 @@ def trained(model: Any, optimizer: str = "adamw") -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "switch"),
-    # Without jit, a step takes half a minute.
     [*(("decoder", switch) for switch in SWITCHES), ("experts", "strict"), ("experts", "leaks"), ("experts", "nans")],
 )
 def test_training_steps_are_those_without_a_switch(name: str, switch: str) -> None:
