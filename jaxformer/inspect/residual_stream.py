@@ -79,7 +79,7 @@ def logit_attribution(
             continue
         tokens = jnp.atleast_1d(jnp.asarray(chosen))
         check_tokens(tokens, model.config.vocab_size)
-        if len(tokens) not in (1, T := len(jnp.asarray(inputs[0]))):
+        if jnp.ndim(chosen) and len(tokens) != (T := len(jnp.asarray(inputs[0]))):
             raise ValueError(f"{len(tokens)} tokens for {T} positions; give one per position, or one for all.")
     return _attribute(model, params, inputs, target_T, baseline_T)
 
