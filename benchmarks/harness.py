@@ -267,7 +267,9 @@ def prepare(
     for worker in workers:
         if problems is not None and worker.name not in known:
             worker.start()
-    answers = known if pool is None else {w.name: pool.submit(w.prepare, settings) for w in workers} | dict(known)
+    answers = dict(known)
+    if pool is not None:
+        answers |= {w.name: pool.submit(w.prepare, settings) for w in workers if w.name not in known}
     for worker in workers:
         try:
             answer = answers.get(worker.name)
