@@ -67,7 +67,7 @@ def from_gguf(metadata: Mapping[str, Any], source: object) -> dict[str, float]:
     settings = {**GGUF_DEFAULTS, **given}
     for name in ("temperature", "top_k"):  # below 0, they are as at 0
         settings[name] = max(settings[name], 0) if isinstance(settings[name], int | float) else settings[name]
-    return _checked(settings, source)
+    return _checked(settings, source, {ours: PREFIX + key for key, ours in GGUF_KEYS.items()})
 
 
 def as_generation_config(settings: Mapping[str, float]) -> dict[str, float | bool]:
@@ -90,12 +90,19 @@ def as_gguf(settings: Mapping[str, float]) -> dict[str, float]:
     return {PREFIX + key: values[ours] for key, ours in GGUF_KEYS.items()}
 
 
-def _checked(settings: Mapping[str, Any], source: object) -> dict[str, float]:
-    """Return settings without neutral ones. Raises `UserError` if `Sampling` does not accept them."""
+def _checked(settings: Mapping[str, Any], source: object, keys: Mapping[str, str] | None = None) -> dict[str, float]:
+    """Return settings without neutral ones; `keys` are their names in the source, if they differ.
+
+    Raises:
+      UserError: `Sampling` does not accept them.
+    """
+    keys = {} if keys is None else keys
     kept = {name: x for name, x in settings.items() if name not in NEUTRAL or x != NEUTRAL[name]}
     for name, x in kept.items():
         if type(x) is not int and (type(x) is not float or name == "top_k"):
-            raise UserError(f"{name} in {source} is {x!r}; it must be a number; mend it, or remove it there.")
+            raise UserError(
+                f"{keys.get(name, name)} in {source} is {x!r}; it must be a number; mend it, or remove it there."
+            )
     try:
         Sampling(**kept)
     except UserError as error:

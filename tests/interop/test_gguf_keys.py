@@ -16,6 +16,7 @@ import pytest
 
 from jaxformer.errors import UserError
 from jaxformer.interop.run import pretrained_model
+from jaxformer.interop.sampling import GGUF_KEYS, PREFIX
 from jaxformer.runs.run import abstract_params
 from tests.helpers import ROOT
 from tests.interop.gguf_files import CONFIGS, KEYS, SHAPE_KEYS, V, random_model, write_gguf
@@ -116,7 +117,7 @@ def our_logprobs(file: Path) -> np.ndarray:
     return np.asarray(jax.nn.log_softmax(logits_TV[-1]))
 
 
-REFUSED = {"attention.causal", "rope.scaling.attn_factor", "rope.scaling.type"}
+REFUSED = {"attention.causal", "rope.scaling.attn_factor", "rope.scaling.type"} | {PREFIX + name for name in GGUF_KEYS}
 """Keys that are refused in every architecture, in some of the values drawn."""
 REFUSED_MORE = {"gemma3": {"rope.dimension_count", "rope.dimension_count_swa"}}
 """Other keys that are refused."""
