@@ -3,11 +3,11 @@
 
 from jaxformer.config import Config, OptimizerConfig, TrainConfig
 from jaxformer.data.chat import ChatConfig
-from jaxformer.models.rungs import RungDecoderConfig
+from jaxformer.models.decoder import DecoderConfig
 
 chat = Config(
     name="chat",
-    model=RungDecoderConfig(context_length=512, d_ff=(1024,), norm="rmsnorm", positions="rope"),
+    model=DecoderConfig(context_length=512, d_ff=(1024,), norm="rmsnorm", positions="rope"),
     data=ChatConfig(),
     steps=300,
     optimizer=OptimizerConfig(

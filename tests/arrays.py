@@ -11,10 +11,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxformer.cli.arguments import load_config
+from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.objective import Params
+from jaxformer.models.rungs import RungDecoderConfig
 from jaxformer.nn.execution import Execution
 
 LADDER = Path(__file__).parents[1] / "configs" / "ladder.py"
+
+
+def rung_like(config: DecoderConfig, **changes: Any) -> RungDecoderConfig:
+    """Return a decoder's config, with the fields that only rungs have, after changes."""
+    return RungDecoderConfig(**vars(config) | {"output_projection": True} | changes)
 
 
 def rung(name: str) -> Any:

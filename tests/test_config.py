@@ -25,8 +25,8 @@ CONFIG = Config(
 
 def test_json_round_trip_is_identity():
     values = json.loads(json.dumps(to_dict(CONFIG)))
-    assert values["model"].pop("kind") == "decoder.DecoderConfig"
-    assert values["data"].pop("kind") == "windows.TextConfig"
+    assert values["model"].pop("kind") == "jaxformer.models.decoder:DecoderConfig"
+    assert values["data"].pop("kind") == "jaxformer.data.windows:TextConfig"
     kinds = {"model": from_dict(DecoderConfig, values["model"]), "data": from_dict(TextConfig, values["data"])}
     assert from_dict(Config, {**values, **kinds}) == CONFIG
 

@@ -65,9 +65,10 @@ class ModelConfig(FieldDocs):
         supports a new head, that of `other`, or is not trained without one; the task is then another."""
         return self
 
-    def simplest(self) -> ModelConfig:
-        """Return the config of the same model that has the fewest fields."""
-        return self
+    def is_same_model(self, other: object) -> bool:
+        """Return True if another config, perhaps of another class, has the same model, apart from its initial
+        parameters."""
+        return self == other
 
     def example(self) -> tuple[np.ndarray, ...]:
         """Return the inputs of an example of maximum size, all zeros."""

@@ -183,10 +183,9 @@ def expand_patches(config: Any) -> None:
 
 def differences(a: object, b: object, prefix: str = "") -> list[tuple[str, object, object]]:
     """Return the fields in which two configs differ, as `(dotted name, value in a, value in b)`."""
-    if type(a) is not type(b):  # two classes may configure the same model
-        a, b = (x.simplest() if hasattr(x, "simplest") else x for x in (a, b))
     if type(a) is not type(b) or not dataclasses.is_dataclass(a):
-        return [] if a == b else [(prefix, a, b)]
+        same = a == b or any(x.is_same_model(y) for x, y in ((a, b), (b, a)) if hasattr(x, "is_same_model"))
+        return [] if same else [(prefix, a, b)]
     return [
         row
         for f in dataclasses.fields(a)

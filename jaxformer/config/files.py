@@ -18,11 +18,9 @@ PACKAGE = "config_files"
 
 
 def kind_of(cls: type) -> str:
-    """Return the name under which a run stores a config class: `file.Class` for one of this package,
-    `/folder/FILE.py:Class` for one defined in a config file or in the program, else `module:Class`."""
-    package, _, stem = cls.__module__.rpartition(".")
-    if package.partition(".")[0] == "jaxformer":
-        return f"{stem}.{cls.__name__}"
+    """Return the name under which a run stores a config class: `/folder/FILE.py:Class` for one defined in a config file
+    or in the program, else `module:Class`."""
+    package = cls.__module__.rpartition(".")[0]
     is_in_file = package == PACKAGE or (cls.__module__ == "__main__" and file_of(cls).endswith(".py"))
     return f"{file_of(cls) if is_in_file else cls.__module__}:{cls.__name__}"
 

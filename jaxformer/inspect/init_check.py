@@ -13,8 +13,8 @@ import numpy as np
 
 from jaxformer.inspect.activations import capture
 from jaxformer.models.decoder import Decoder, DecoderConfig
+from jaxformer.models.moe import MoEConfig
 from jaxformer.models.objective import Params
-from jaxformer.models.rungs import RungDecoderConfig, as_rung
 from jaxformer.nn.local_heads import biases_at
 from jaxformer.nn.mlp import ACTIVATIONS, GATED
 from jaxformer.nn.norms import epsilon
@@ -75,25 +75,21 @@ def expected_moments(config: DecoderConfig, n_tokens: int) -> tuple[Moments, ...
     scales the mean square by n·v. The scores of a query are then normal; the entropy of their softmax, and how much it
     averages the values, are Monte Carlo estimates.
     """
-    c = as_rung(config)
-    std = 1 / sqrt(c.d_model) if c.projection_std is None else c.projection_std
+    c = config
     stream, moments = (c.embedding_scale * c.embedding_std) ** 2, []
     stream += {"learned": c.embedding_std**2, "sinusoidal": 0.5}.get(c.positions, 0.0)
     for window in c.block_windows:
         before = stream
-        projected = c.d_model * std**2 * _read(c, before)
+        projected = c.d_model * c.attention_std**2 * _read(c, before)
         scores = c.width_of_head * (1.0 if c.qk_norm else projected**2) * c.scale**2
         visible = min(n_tokens, window)
         heads = [(scores, *_softmax_of_normal(scores, n_tokens, visible))] * (c.n_heads - c.local_heads)
         heads += [_local_head(c, d, projected, c.scale, n_tokens, visible) for d in range(1, c.local_heads + 1)]
         scores, entropy, averaged = map(float, np.mean(heads, axis=0))
-        attended = projected * averaged * (c.n_heads if c.sums_heads else 1)
-        if c.output_projection:
-            attended *= c.n_heads * c.width_of_values * std**2
-        stream = _after(c, before, attended)
+        stream = _after(c, before, projected * averaged * c.attention_gain)
         read = _read(c, stream)
         mlp = mlp_mean_square(read, c.d_model, c.d_ff, c.activation, c.bias)
-        if c.n_experts is not None:
+        if isinstance(c, MoEConfig) and c.n_experts is not None:
             mlp *= _router_weights(read / 3, c.n_experts, c.experts_per_token, c.renormalize_experts) + c.shared_expert
         stream = _after(c, stream, mlp)
         moments.append(Moments(before, scores, entropy, stream / before if before else nan))
@@ -112,11 +108,11 @@ def _router_weights(variance: float, n_experts: int, per_token: int, renormalize
     return float(jnp.mean(jnp.sum(jnp.square(route(jnp.asarray(logits), per_token, renormalize)[1]), axis=-1)))
 
 
-def _after(c: RungDecoderConfig, stream: float, part: float) -> float:
+def _after(c: DecoderConfig, stream: float, part: float) -> float:
     if c.norm != "none" and c.norm_placement == "post":
         return 1.0
     part = 1.0 if c.norm != "none" and c.norm_placement == "both" else part
-    return stream + part if c.residual else part
+    return stream + part if c.contract.has_residual_stream else part
 
 
 def mlp_mean_square(
@@ -203,10 +199,12 @@ def _observe(model: Decoder, params: Params, tokens_BT: jax.Array) -> list[tuple
 
 def _warnings(config: DecoderConfig, observed: tuple[Moments, ...], n_tokens: int) -> list[str]:
     """Return warnings about unstable configurations, each with the ladder rung that shows the problem and a remedy."""
-    c, warnings = as_rung(config), []
+    c, warnings = config, []
     max_entropy = float(np.mean(np.log(np.minimum(np.arange(1, n_tokens + 1), c.attention_window))))
-    remedies = [] if c.scaled else ["model.scaled to true, which divides them by sqrt(head_dim)"]
-    if (c.projection_std or 0) > 2 / sqrt(c.d_model):
+    remedies = []
+    if c.scale > c.width_of_head**-0.5:
+        remedies.append(f"model.score_scale to {c.width_of_head**-0.5:.3g}, 1/sqrt(head_dim)")
+    if c.attention_std > 2 / sqrt(c.d_model):
         remedies.append(f"model.projection_std to {1 / sqrt(c.d_model):.3g}, 1/sqrt(d_model)")
     if not remedies:
         remedies.append("model.norm to rmsnorm" if c.norm == "none" else "model.qk_norm to true")
@@ -218,7 +216,7 @@ def _warnings(config: DecoderConfig, observed: tuple[Moments, ...], n_tokens: in
             f"scores of blocks.{one_hot} have variance {block.scores:.3g}, so attention is one-hot ({entropy}) and "
             f"learns little, as on the rung attention_unscaled; set {' and '.join(remedies)}."
         )
-    if c.norm == "none" and c.residual and c.n_blocks >= DEEP:
+    if c.norm == "none" and c.contract.has_residual_stream and c.n_blocks >= DEEP:
         growth = float(np.prod([block.growth for block in observed]))
         warnings.append(
             f"{c.n_blocks} blocks without a norm, which make the stream {growth:.3g} times larger already, as on the "

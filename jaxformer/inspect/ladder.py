@@ -13,12 +13,11 @@ from typing import Any
 
 from jaxformer.config import Config, TokenModelConfig
 from jaxformer.config.fields import nonfinite_to_none, to_dict
-from jaxformer.data.dataset import evenly_spaced
 from jaxformer.files import write_atomically
 from jaxformer.inspect.forecasts import Forecast, forecast, score
-from jaxformer.inspect.samples import continuations
+from jaxformer.inspect.samples import continuations, held_out_prompts
 from jaxformer.runs.checkpoints import CheckpointReader
-from jaxformer.runs.run import Run, abstract_params, count_parameters, load_run, read_config
+from jaxformer.runs.run import abstract_params, count_parameters, load_run, read_config
 from jaxformer.terminal import align
 from jaxformer.train.log import read_metrics
 
@@ -29,7 +28,7 @@ CONTINUATIONS = "continuations.json"
 """File in a rung's folder."""
 FORECASTS = "forecast.json"
 """File in the ladder's folder: the forecast of each rung, and its score once the rung has ended."""
-N_PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 3, 12, 32
+NEW_TOKENS = 32
 
 
 @dataclass(frozen=True)
@@ -193,16 +192,6 @@ def continue_held_out(runs: Sequence[Path]) -> list[tuple[str, str, float, str]]
         if file.exists():
             rows += [(run.name, *row.values()) for row in json.loads(file.read_text(encoding="utf-8"))]
     return rows
-
-
-def held_out_prompts(run: Run) -> list[str]:
-    """Return prompts of a few words each, from evenly spaced positions of a run's held-out text."""
-    (model, tokenizer), config = run.text_model(), run.config
-    tokens = config.data.load(model, config.train.batch_size, config.seed, tokenizer).corpus.val.tokens
-    starts = evenly_spaced(max(1, len(tokens) - PROMPT_TOKENS), N_PROMPTS)
-    parts = (tokens[start : start + PROMPT_TOKENS].tolist() for start in starts.tolist())
-    texts = [tokenizer.decode(part).strip("\ufffd") for part in parts]  # bytes of truncated characters
-    return [" ".join(text.split()[1:]) or text for text in texts]  # the first word may be truncated
 
 
 def as_text(results: Sequence[RungResult]) -> str:

@@ -20,7 +20,6 @@ from jaxformer.inspect.patching import check_pair
 from jaxformer.inspect.residual_stream import check_stream
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.objective import Params
-from jaxformer.models.rungs import as_rung
 from jaxformer.nn.parameter_norms import dotted
 
 PROJECTIONS = tuple(f"blocks.*.attention.{kind}" for kind in "qkv")
@@ -111,7 +110,7 @@ def _estimates(
     model: nn.Module, params: Params, inputs: tuple, source: tuple, metric: Callable, by_head: bool
 ) -> tuple[Activations, Activations]:
     """Return the differences of what each part writes, `(T, D)` by part; and the estimates by target, one per part."""
-    c = as_rung(model.config)
+    c = model.config
     before, after = (_written(c, params, capture(model, params, *example)) for example in (inputs, source))
     differences = OrderedDict((part, after[part] - before[part]) for part in before)
     layers = [f"blocks.{i}.attention" for i in range(c.n_blocks)]
@@ -197,9 +196,8 @@ def _written(c: Any, params: Params, values: Activations) -> Activations:
     for i in range(c.n_blocks):
         heads_HTK = values[f"blocks.{i}.attention.z"]
         H, _, K = heads_HTK.shape
-        if c.output_projection:
-            W_HKD = params[f"blocks_{i}"]["attention"]["W_O"]
-        else:  # heads are concatenated, or, each as wide as the model, summed
+        W_HKD = params[f"blocks_{i}"]["attention"].get("W_O")
+        if W_HKD is None:  # heads are concatenated, or, each as wide as the model, summed
             W_HKD = jnp.broadcast_to(jnp.eye(c.d_model).reshape(-1, K, c.d_model), (H, K, c.d_model))
         for h, written_TD in enumerate(jnp.einsum("htk,hkd->htd", heads_HTK, W_HKD)):
             parts[f"blocks.{i}.attention.z.{h}"] = written_TD

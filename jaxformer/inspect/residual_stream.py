@@ -18,7 +18,6 @@ from jaxformer.inspect.of_run import of_run
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.inputs import check_example
 from jaxformer.models.objective import Params
-from jaxformer.models.rungs import as_rung
 from jaxformer.nn.embedding import check_tokens
 from jaxformer.nn.norms import epsilon
 from jaxformer.ops.precision import upcast
@@ -88,7 +87,7 @@ def logit_attribution(
 def _attribute(
     model: nn.Module, params: Params, inputs: Inputs, target_T: ArrayLike | None, baseline_T: ArrayLike | None
 ) -> Activations:
-    c = as_rung(model.config)
+    c = model.config
     values = capture(model, params, *inputs)
     last_TD = values[f"blocks.{c.n_blocks - 1}.resid_post"]
     out_VD = params["embedding"]["W_E"] if c.unembedding == "tied" else params["W_out"].T
@@ -111,7 +110,7 @@ def _attribute(
                 biases |= bias
         layer, weights = f"blocks.{i}.attention", block["attention"]
         heads_HTK = values[f"{layer}.z"]
-        if c.output_projection:
+        if "W_O" in weights:
             parts[f"{layer}.z"] = jnp.einsum("htk,hkd,td->ht", heads_HTK, weights["W_O"], before_TD["attention"])
         else:
             H, T, K = heads_HTK.shape

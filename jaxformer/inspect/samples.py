@@ -8,10 +8,14 @@ import flax.linen as nn
 import numpy as np
 
 from jaxformer.config import TokenModelConfig
+from jaxformer.data.dataset import evenly_spaced
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.decode.generation import generate_tokens
 from jaxformer.decode.samplers import Sampling
 from jaxformer.models.objective import Params
+from jaxformer.runs.run import Run
+
+N_PROMPTS, PROMPT_TOKENS = 3, 12
 
 
 def continuations(
@@ -42,3 +46,13 @@ def continuations(
         new_BN = np.concatenate([piece.tokens_BN for piece in pieces], axis=1).tolist()
         for i, (prompt, new) in enumerate(zip(encoded, new_BN, strict=True)):
             yield temperature, i, prompt, new
+
+
+def held_out_prompts(run: Run) -> list[str]:
+    """Return prompts of a few words each, from evenly spaced positions of a run's held-out text."""
+    (model, tokenizer), config = run.text_model(), run.config
+    tokens = config.data.load(model, config.train.batch_size, config.seed, tokenizer).corpus.val.tokens
+    starts = evenly_spaced(max(1, len(tokens) - PROMPT_TOKENS), N_PROMPTS)
+    parts = (tokens[start : start + PROMPT_TOKENS].tolist() for start in starts.tolist())
+    texts = [tokenizer.decode(part).strip("\ufffd") for part in parts]  # bytes of truncated characters
+    return [" ".join(text.split()[1:]) or text for text in texts]  # the first word may be truncated

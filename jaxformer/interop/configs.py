@@ -21,7 +21,6 @@ from jaxformer.interop.families import (
 )
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.encoder import EncoderConfig
-from jaxformer.models.rungs import RungDecoderConfig
 
 MAX_TRAINING_CONTEXT = 2048
 """Default maximum training sequence length of an imported model, in tokens; its own maximum context is kept."""
@@ -77,7 +76,7 @@ def read_config(theirs: PublishedConfig, context_length: int | None = None) -> I
     tokens; None for at most `MAX_TRAINING_CONTEXT`, and for an encoder its number of positions. Raises `UserError` if
     the family is unknown, or a field is missing or has a value without an equivalent."""
     family = family_of(theirs)
-    is_encoder = family.model is not RungDecoderConfig
+    is_encoder = issubclass(family.model, EncoderConfig)
     theirs = {**theirs, **{name: theirs[alias] for alias, name in family.aliases.items() if alias in theirs}}
     try:
         for name, expected in {**NONE_OF, **({} if is_encoder else {"is_causal": True}), **family.required}.items():
@@ -98,11 +97,10 @@ def read_config(theirs: PublishedConfig, context_length: int | None = None) -> I
     except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
         problem = f"the config has no equivalent as a {family.model_type}: {type(error).__name__}: {error}"
         raise UserError(f"{problem}; restore the published one, or choose another model.") from error
-    config = _checked(family, values)
-    return config.simplest() if isinstance(config, RungDecoderConfig) else config
+    return _checked(family, values)
 
 
-def _checked(family: Family, values: Mapping[str, Any]) -> RungDecoderConfig | EncoderConfig:
+def _checked(family: Family, values: Mapping[str, Any]) -> ImportedConfig:
     """Return our config. Raises `UserError`, with their names of the fields, if a value has another type or is out of
     range."""
     try:
@@ -130,7 +128,7 @@ def _read_field(field: Field, theirs: PublishedConfig) -> Any:
     raise ValueError(f"{field.theirs} is {abbreviate(value)}, not one of {', '.join(map(repr, field.values))}")
 
 
-def write_config(config: RungDecoderConfig | EncoderConfig, family: Family) -> dict[str, Any]:
+def write_config(config: ImportedConfig, family: Family) -> dict[str, Any]:
     """Return the published form of our config, every field of which must have an equivalent in the family; see
     `obstacles`."""
     theirs: dict[str, Any] = {"model_type": family.model_type, "architectures": [family.architecture]}

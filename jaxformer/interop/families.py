@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.encoder import ClassifierConfig, EmbedderConfig, EncoderConfig
-from jaxformer.models.rungs import RungDecoderConfig
+from jaxformer.models.moe import MoEConfig
 
 PublishedConfig = Mapping[str, Any]
 """Content of a published `config.json`."""
@@ -118,7 +118,7 @@ class Family:
     """Attention windows; None for families without."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Other names of their fields, which take precedence, and the names in `fields`."""
-    model: type[RungDecoderConfig | EncoderConfig] = RungDecoderConfig
+    model: type[ImportedConfig] = DecoderConfig
     """Class of our config."""
     prefix: str = "model."
     """Prefix of tensor names, absent if the model was saved without its head."""
@@ -169,7 +169,7 @@ LLAMA_FIELDS = (
     Field("unembedding", "tie_word_embeddings", False, TIED),
     Field("embedding_std", "initializer_range", 0.02),
 )
-LLAMA_CONSTANTS = {"output_projection": True, "norm": "rmsnorm", "final_norm": True, "positions": "rope", "bias": False}
+LLAMA_CONSTANTS = {"norm": "rmsnorm", "final_norm": True, "positions": "rope", "bias": False}
 
 LLAMA_ENDS = (
     Weight("embedding.W_E", "model.embed_tokens.weight", "V D -> V D"),
@@ -281,7 +281,6 @@ GPT2 = Family(
         Weight("W_out", "lm_head.weight", "V D -> D V"),
     ),
     constants={
-        "output_projection": True,
         "norm": "layernorm",
         "final_norm": True,
         "positions": "learned",
@@ -360,6 +359,7 @@ MIXTRAL = replace(
         Weight(f"{EXPERTS}.W_2", f"{THEIR_EXPERTS}.w2.weight", "D F -> F D"),
     ),
     constants={**LLAMA_CONSTANTS, "renormalize_experts": True},
+    model=MoEConfig,
     required={},
     rope_base=1e6,
     windows=ALWAYS._replace(default=None),

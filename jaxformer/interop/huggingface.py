@@ -19,7 +19,7 @@ from jaxformer.interop.configs import write_config
 from jaxformer.interop.families import BERT, NORMALIZE, POOLING, Family, ImportedConfig, Weight
 from jaxformer.interop.folder import FLAG, MODULES, POOLING_MODES
 from jaxformer.interop.formats import Dtype, Format
-from jaxformer.interop.obstacles import FAMILIES_BY_FORMAT, Obstacle, nearest_family, resolved
+from jaxformer.interop.obstacles import FAMILIES_BY_FORMAT, Obstacle, nearest_family, resolved, same_kind
 from jaxformer.interop.output import cast, complete_path, save_safetensors
 from jaxformer.interop.sampling import as_generation_config
 from jaxformer.interop.weights import Layout, axis_sizes, rows
@@ -62,7 +62,7 @@ def publish(run: Run, file_format: Format = "hf") -> Published:
 
 def _no_equivalent(run: Run, lacking: list[Obstacle], families: Mapping[str, Family], nearest: str) -> str:
     """Return the message for a run that no family has an equivalent for."""
-    known = ", ".join(name for name, family in families.items() if family.model is families[nearest].model)
+    known = ", ".join(name for name, family in families.items() if same_kind(family.model, families[nearest].model))
     extra = missing_extras("safetensors")
     remedy = "use --format safetensors" + (f" (install it with pip install 'jaxformer[{extra}]')" if extra else "")
     if lacking[0].field == "model":

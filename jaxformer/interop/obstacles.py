@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from math import isclose
 from typing import Any, NamedTuple
 
@@ -14,11 +15,11 @@ from jaxformer.interop.families import ENCODERS, FAMILIES, GGUF_FAMILIES, Family
 from jaxformer.interop.formats import Format
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.encoder import EncoderConfig
-from jaxformer.models.rungs import RungDecoderConfig, as_rung
+from jaxformer.models.moe import MoEConfig
 from jaxformer.nn.norms import NORMS, epsilon
 
 TRAINING_FIELDS = {
-    *("context_length", "embedding_std", "projection_std", "unembedding_std"),
+    *("context_length", "embedding_std", "unembedding_std"),
     *("dropout", "capacity_factor", "balance_weight", "router_z_weight"),
 }
 """Fields that do not affect the outputs of a trained model."""
@@ -50,29 +51,41 @@ def obstacles(config: Config, file_format: Format) -> list[Obstacle]:
 def nearest_family(model: ModelConfig, families: Mapping[str, Family]) -> tuple[str, list[Obstacle]]:
     """Return the name of the family with the fewest obstacles for a model, the first of equals, and these obstacles."""
     found = {}
-    if isinstance(model, DecoderConfig | EncoderConfig):
-        config = resolved(model)
-        if all(hasattr(config, f.name) for f in dataclasses.fields(model)):  # not of a class with fields of its own
-            same = {name: family for name, family in families.items() if family.model is type(config)}
-            found = {name: _obstacles(model, family) for name, family in same.items()}
+    if (known := as_known(model)) is not None:
+        same = {name: family for name, family in families.items() if same_kind(family.model, type(known))}
+        found = {name: _obstacles(known, family) for name, family in same.items()}
     if not found:
         return next(iter(families)), [Obstacle("model", type(model).__name__, DecoderConfig.__name__)]
     nearest = min(found, key=lambda name: len(found[name]))
     return nearest, found[nearest]
 
 
+def as_known(model: ModelConfig) -> ImportedConfig | None:
+    """Return the config of the same model that families describe: a decoder's with the fields of experts, or an
+    encoder's. None if there is none, such as for a subclass, which may change the computation."""
+    if isinstance(model, DecoderConfig):
+        values = {f.name: getattr(model, f.name) for f in dataclasses.fields(MoEConfig) if hasattr(model, f.name)}
+        with suppress(UserError):  # a subclass may permit other values
+            known = MoEConfig(**values)
+            return known if type(model) is DecoderConfig or model.is_same_model(known) else None
+    return model if type(model) in {family.model for family in ENCODERS.values()} else None  # type: ignore[return-value]
+
+
+def same_kind(a: type, b: type) -> bool:
+    """Return True for two classes of decoders, or the same class of encoders."""
+    return a is b or (issubclass(a, DecoderConfig) and issubclass(b, DecoderConfig))
+
+
 def _obstacles(model: ImportedConfig, family: Family) -> list[Obstacle]:
-    """Return the obstacles of a model in a family of its class."""
-    changed = as_rung(model) if isinstance(model, DecoderConfig) else model
+    """Return the obstacles of a model, `as_known`, in a family of its kind."""
+    changed = model
     found: dict[str, Obstacle] = {}
     # Some fields are compared only once all others have an equivalent.
     while lacking := unmatched(resolved(changed), family):
         needed: dict[str, Any] = {}
         for name, allowed in lacking.items():
-            name = "scaled" if name == "score_scale" and not getattr(changed, "scaled", True) else name
-            needed[name] = True if name == "scaled" else _first_that_fits(changed, family, name, allowed)
-            value = getattr(model, name, getattr(changed, name))
-            found[f"model.{name}"] = Obstacle(f"model.{name}", value, needed[name])
+            needed[name] = _first_that_fits(changed, family, name, allowed)
+            found[f"model.{name}"] = Obstacle(f"model.{name}", getattr(model, name), needed[name])
         try:
             again = dataclasses.replace(changed, **needed)
         except UserError:  # such as d_model and n_heads without a common head width
@@ -95,8 +108,8 @@ def _first_that_fits(model: ImportedConfig, family: Family, name: str, allowed: 
     return next(iter(allowed))
 
 
-def resolved(model: ImportedConfig) -> RungDecoderConfig | EncoderConfig:
-    """Return a config with default fields of None replaced by their values, which published configs state."""
+def resolved(model: ImportedConfig) -> ImportedConfig:
+    """Return a config, `as_known`, with default fields of None as their values, which published configs state."""
     if isinstance(model, EncoderConfig):
         # One segment, whose embedding is 0, is the same as none.
         return dataclasses.replace(
@@ -105,23 +118,22 @@ def resolved(model: ImportedConfig) -> RungDecoderConfig | EncoderConfig:
             norm_eps=epsilon(model.norm, model.norm_eps),
             n_segments=model.n_segments or 1,
         )
-    config = as_rung(model)
+    config = as_known(model)
+    assert isinstance(config, MoEConfig)
     renormalize = config.experts_per_token > 1 if config.renormalize_experts is None else config.renormalize_experts
     return dataclasses.replace(
         config,
         n_kv_heads=config.kv_heads,
         head_dim=config.width_of_head,
-        value_dim=None if config.width_of_values == config.width_of_head else config.value_dim,
         max_context=config.n_positions,
         norm_eps=epsilon(config.norm, config.norm_eps) if config.norm in NORMS else config.norm_eps,
         output_bias=config.attention_bias if config.output_bias is None else config.output_bias,
         score_scale=config.scale,
-        scaled=True,
         renormalize_experts=None if config.n_experts is None else renormalize,
     )
 
 
-def unmatched(config: RungDecoderConfig | EncoderConfig, family: Family) -> dict[str, Collection[Any]]:
+def unmatched(config: ImportedConfig, family: Family) -> dict[str, Collection[Any]]:
     """Return the fields of a `resolved` config for which a family has no equivalent, with the values that have one."""
     defaults = {f.name: f.default for f in dataclasses.fields(config)}
     fixed = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import sqrt
 from typing import Annotated, Any
 
 from jaxformer.config.fields import Depth, Length, NonNegative, PositiveFloat, Range, Size
@@ -85,6 +86,16 @@ class CausalAttentionConfig(TokenBlocksConfig):
     def scale(self) -> float:
         """Factor applied to the attention scores."""
         return self.width_of_head**-0.5 if self.score_scale is None else self.score_scale
+
+    @property
+    def attention_std(self) -> float:
+        """Standard deviation of the attention projections at initialisation."""
+        return 1 / sqrt(self.d_model)
+
+    @property
+    def attention_gain(self) -> float:
+        """Mean square of attention's output at initialisation, divided by that of the heads' outputs."""
+        return self.n_heads * self.width_of_values * self.attention_std**2
 
     @property
     def n_positions(self) -> int:

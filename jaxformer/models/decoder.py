@@ -160,7 +160,7 @@ class Decoder(nn.Module):
         if segments_T is not None:
             positions_T = positions_in_segments(segments_T)
             valid_T = segments_T != 0 if c.routes_tokens else None
-        x_TD, values_GTK = self.embedding(tokens_T, positions_T), self.token_values(tokens_T, positions_T)
+        x_TD = self.embedding(tokens_T, positions_T)
         keys = jax.random.split(self.make_rng("dropout"), c.n_blocks) if self.has_rng("dropout") else None
         for window, part in c.block_groups:  # a scan needs blocks with the same mask
             x_TD = run_blocks(
@@ -170,7 +170,6 @@ class Decoder(nn.Module):
                 positions_T,
                 mask_of[window],
                 keys=None if keys is None else keys[part],
-                token_values=values_GTK,
                 valid_T=valid_T,
             )
         return x_TD
@@ -194,16 +193,12 @@ class Decoder(nn.Module):
         # Positions are written before it is computed, because a token attends to itself.
         c, position_S = self.config, write_positions(cache.position_S, positions_T, slot)
         mask_of = {window: self.mask(positions_T, position_S, prefix, window) for window in set(c.block_windows)}
-        x_TD, values_GTK = self.embedding(tokens_T, positions_T), self.token_values(tokens_T, positions_T)
+        x_TD = self.embedding(tokens_T, positions_T)
         layers: list[LayerCache] = []
         for block, layer, window in zip(traced_once(self.blocks), cache.layers, c.block_windows, strict=True):
-            x_TD, updated = block(x_TD, positions_T, mask_of[window], layer, slot, token_values=values_GTK)
+            x_TD, updated = block(x_TD, positions_T, mask_of[window], layer, slot)
             layers.append(updated)
         return x_TD, KVCache(tuple(layers), position_S)
-
-    def token_values(self, tokens_T: jax.Array, positions_T: jax.Array) -> jax.Array | None:
-        """Return values of the tokens themselves, `(G, T, K)`, that every block adds to its own; None for none."""
-        return None
 
     def unembed(self, x_TD: jax.Array) -> jax.Array:
         """Return logits `(T, V)` for the residual stream `(T, D)`, or `(V,)` for `(D,)`."""

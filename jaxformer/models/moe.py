@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 from jaxformer.config.fields import NonNegativeFloat, Range, Size
 from jaxformer.errors import UserError
@@ -12,8 +12,6 @@ from jaxformer.models.decoder import DecoderConfig
 from jaxformer.nn.block import Make
 from jaxformer.nn.execution import Execution
 from jaxformer.nn.experts import Experts
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -49,9 +47,6 @@ class MoEConfig(DecoderConfig):
     def routes_tokens(self) -> bool:
         return self.n_experts is not None
 
-    def simplest(self) -> DecoderConfig:
-        return narrowed(self, DecoderConfig) if type(self) is MoEConfig and self.n_experts is None else self
-
     def make_mlp(self, execution: Execution) -> Make:
         mlp = super().make_mlp(execution)
         if self.n_experts is None:
@@ -66,8 +61,3 @@ class MoEConfig(DecoderConfig):
             shards=execution.expert_shards,
             renormalize=self.renormalize_experts,
         )
-
-
-def narrowed(config: DecoderConfig, cls: type[T]) -> T:
-    """Return a config as one of a class that its own extends."""
-    return cls(**{field.name: getattr(config, field.name) for field in fields(cls)})  # type: ignore[arg-type]

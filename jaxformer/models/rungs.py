@@ -3,22 +3,27 @@ logits directly from an MLP, other scales of attention, and values of the tokens
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
+import flax.linen as nn
 import jax
+import jax.numpy as jnp
 
 from jaxformer.config.fields import NonNegativeFloat, Size
 from jaxformer.contract import Contract
 from jaxformer.errors import UserError
 from jaxformer.models.decoder import Decoder, DecoderConfig
-from jaxformer.models.moe import MoEConfig, narrowed
+from jaxformer.models.moe import MoEConfig
 from jaxformer.nn.attention import MultiHeadAttention
 from jaxformer.nn.block import Block, Function, Make
 from jaxformer.nn.embedding import Embedding
 from jaxformer.nn.execution import PLAIN, Execution
 from jaxformer.nn.local_heads import LocalHeads
+from jaxformer.ops.cache import KVCache
 from jaxformer.ops.linear_cross_entropy import Unembedding
 
 
@@ -78,16 +83,24 @@ class RungDecoderConfig(MoEConfig):
         return super().scale if self.scaled or self.score_scale is not None else 1.0
 
     @property
+    def attention_std(self) -> float:
+        return super().attention_std if self.projection_std is None else self.projection_std
+
+    @property
+    def attention_gain(self) -> float:
+        return super().attention_gain if self.output_projection else self.n_heads if self.sums_heads else 1
+
+    @property
     def contract(self) -> Contract:
         return replace(super().contract, has_residual_stream=self.residual)
 
+    def is_same_model(self, other: object) -> bool:
+        if type(other) in (DecoderConfig, MoEConfig):
+            other = RungDecoderConfig(**vars(other), output_projection=True, projection_std=self.projection_std)
+        return self == other
+
     def build(self, execution: Execution = PLAIN) -> RungDecoder:
         return RungDecoder(self, execution)
-
-    def simplest(self) -> DecoderConfig:
-        if self.unembedding == "mlp" or as_rung(narrowed(self, MoEConfig)) != self:
-            return self
-        return narrowed(self, MoEConfig).simplest()
 
     def make_attention(
         self, execution: Execution, heads: type[MultiHeadAttention] = LocalHeads, **options: Any
@@ -108,14 +121,6 @@ class RungDecoderConfig(MoEConfig):
         return super().make_decoder_block(execution, i, **parts)
 
 
-def as_rung(config: DecoderConfig) -> RungDecoderConfig:
-    """Return the config of the same model that also has the fields of rungs, without those that a subclass adds."""
-    if isinstance(config, RungDecoderConfig):
-        return config
-    known = [field.name for field in fields(RungDecoderConfig) if hasattr(config, field.name)]
-    return RungDecoderConfig(**{name: getattr(config, name) for name in known}, output_projection=True)
-
-
 class RungDecoder(Decoder):
     """`Decoder` of a rung."""
 
@@ -134,12 +139,31 @@ class RungDecoder(Decoder):
                 scale=c.embedding_scale,
             )
 
-    def token_values(self, tokens_T: jax.Array, positions_T: jax.Array) -> jax.Array | None:
-        """Return the value embedding per key/value head, `(G, T, K)`; None without one."""
+    def features(self, tokens_T: jax.Array, *args: Any, **options: Any) -> jax.Array:
+        with self._adding_values(tokens_T):
+            return super().features(tokens_T, *args, **options)
+
+    def extend(self, tokens_T: jax.Array, *args: Any, **options: Any) -> tuple[jax.Array, KVCache]:
+        with self._adding_values(tokens_T):
+            return super().extend(tokens_T, *args, **options)
+
+    @contextmanager
+    def _adding_values(self, tokens_T: jax.Array) -> Iterator[None]:
+        """Add the value embedding, `(G, T, K)`, to the values of each block, before they are cached."""
         if not self.config.value_embedding:
-            return None
-        rows_TD = self.value_embedding(tokens_T, positions_T)
-        return rows_TD.reshape(len(tokens_T), self.config.kv_heads, -1).swapaxes(0, 1)
+            yield
+            return
+        rows_TD = self.value_embedding(tokens_T, jnp.arange(len(tokens_T)))
+        added_GTK = rows_TD.reshape(len(tokens_T), self.config.kv_heads, -1).swapaxes(0, 1)
+
+        def with_added(call: Callable, args: tuple, named: dict, context: nn.module.InterceptorContext) -> Any:
+            if context.method_name != "keys_values":
+                return call(*args, **named)
+            k_GTK, v_GTK = call(*args, **named)
+            return k_GTK, v_GTK + added_GTK
+
+        with nn.intercept_methods(with_added):
+            yield
 
     def unembedding(self) -> Unembedding | None:
         return None if self.config.unembedding == "mlp" else super().unembedding()

@@ -67,7 +67,6 @@ class MultiHeadAttention(nn.Module):
         cache: LayerCache | None = None,
         slot: jax.Array | int = 0,
         source: jax.Array | LayerCache | None = None,
-        token_values: jax.Array | None = None,
     ) -> tuple[jax.Array, LayerCache | None]:
         """Map `(T, D)` to `(T, D)`, and the cache, if given, to the cache with keys and values written at `slot`.
 
@@ -76,7 +75,6 @@ class MultiHeadAttention(nn.Module):
           mask: keys that a query may attend to, True for visible, as in `ops.attention.attention`; by default all.
           source: sequence `(S, D)` to attend to instead of x_TD, or a cache that holds its `keys_values`; `cache` must
             then be None.
-          token_values: additional values `(G, T, K)` for self-attention, added to those of x_TD before they are cached.
 
         Raises:
           ValueError: the input is a batch, or positions or mask do not have the shape that it requires.
@@ -91,8 +89,6 @@ class MultiHeadAttention(nn.Module):
         else:
             k_GSK, v_GSK = self.keys_values(x_TD, positions_T)
         # Keys are rotated by their own positions before they are cached, so they never have to be rotated again.
-        if token_values is not None:
-            v_GSK = v_GSK + token_values
         q_HTK = self._normalize_and_rotate("Q", q_HTK, positions_T)
         if cache is not None and len(x_TD) == 1 and self.attention is attention and not is_capturing():
             assert isinstance(mask, jax.Array)  # computed from the positions in the cache

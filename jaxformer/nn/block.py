@@ -67,7 +67,6 @@ class Block(nn.Module):
         source: jax.Array | LayerCache | None = None,
         source_mask: Mask = None,
         key: jax.Array | None = None,
-        token_values: jax.Array | None = None,
         valid_T: jax.Array | None = None,
     ) -> tuple[jax.Array, LayerCache | None]:
         """Map `(T, D)` to `(T, D)`, and the layer's cache, if given, to the cache with the new keys and values.
@@ -78,15 +77,12 @@ class Block(nn.Module):
           source: for cross-attention, a sequence `(S, D)`, or a cache with its `keys_values`.
           source_mask: mask of cross-attention.
           key: dropout key; None for no dropout.
-          token_values: additional values of self-attention, `(G, T, K)`; see `MultiHeadAttention`.
           valid_T: False for padding, for an MLP whose tokens depend on each other; see `Experts`.
         """
 
         def attention(x_TD: jax.Array) -> jax.Array:
             nonlocal cache
-            # Attention modules defined elsewhere need not accept `token_values`.
-            named = {} if token_values is None else {"token_values": token_values}
-            y_TD, cache = self.attention(x_TD, positions_T, mask, cache, slot, **named)
+            y_TD, cache = self.attention(x_TD, positions_T, mask, cache, slot)
             return y_TD
 
         def cross_attention(x_TD: jax.Array) -> jax.Array:

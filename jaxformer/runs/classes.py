@@ -4,22 +4,21 @@ but never code from the run's own folder."""
 from __future__ import annotations
 
 import importlib
-import pkgutil
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
-from typing import TypeVar
+from typing import Any, TypeVar
 
-import jaxformer.data
-import jaxformer.models
 from jaxformer.config.files import file_of, kind_of, load_module
 from jaxformer.errors import UserError, abbreviate, command
 from jaxformer.terminal import echo_error
 
 T = TypeVar("T")
 CONFIG = "config.json"
+PACKAGE = "jaxformer."
 BASE = "base"
 """Folder of the frozen base parameters of a run with adapters; it is itself a run."""
 
@@ -29,32 +28,34 @@ def find_class(kind: str, base: type[T], folder: Path) -> type[T]:
     file of the same name is used. A class from another package is imported, after a note on stderr, from the installed
     modules or from the config file that the run was trained with. Raises `UserError` if there is no such class, it
     cannot be imported, or its file is in the run's folder."""
-    where, colon, name = _split_kind(kind)
-    packages = () if colon == ":" else (jaxformer.models, jaxformer.data)
-    for package in packages:
-        if where in {module.name for module in pkgutil.iter_modules(package.__path__)}:
-            importlib.import_module(f"{package.__name__}.{where}")
-    classes = [base]
-    for cls in classes:
-        classes += cls.__subclasses__()
-    kinds = [(cls, _split_kind(kind_of(cls))) for cls in classes]
-    named = [cls for cls, (module, *rest) in kinds if rest == [colon, name] and _stem(module) == _stem(where)]
-    file = Path(where) if where.endswith(".py") else None
-    same = [cls for cls in named if kind_of(cls) == kind or (file and Path(file_of(cls)).resolve() == file.resolve())]
-    has_other_file = file is not None and file.is_absolute() and file.is_file() and not _is_in_run(file, folder)
-    named = same or ([] if has_other_file else named)
-    if not named and colon == ":":
-        imported = vars(_import_foreign(where, name, folder)).get(name)
-        named = [imported] if isinstance(imported, type) and issubclass(imported, base) else []
-    if named:
-        return named[-1]
+    where, _, name = kind.rpartition(":")
+    found: Any = None
+    if where.startswith(PACKAGE):
+        if not any(_is_in_run(file, folder) for file in _module_files(where)):
+            with suppress(ImportError):
+                found = vars(importlib.import_module(where)).get(name)
+    elif (found := _find_imported(where, name, base, folder)) is None and where:
+        found = vars(_import_foreign(where, name, folder)).get(name)
+    if isinstance(found, type) and issubclass(found, base):
+        return found
     remedy = "restore the one that was written with the run, or train again"
     raise UserError(f"{folder / CONFIG} cannot be read, as there is no {base.__name__} {abbreviate(kind)}; {remedy}.")
 
 
-def _split_kind(kind: str) -> tuple[str, str, str]:
-    """Return the module or file of a class, the separator and its name."""
-    return kind.rpartition(":" if ":" in kind else ".")
+def _find_imported(where: str, name: str, base: type[T], folder: Path) -> type[T] | None:
+    """Return an already imported class from another package or a config file; if the file no longer exists, one from a
+    file of the same name."""
+    classes = [base]
+    for cls in classes:
+        classes += cls.__subclasses__()
+    kinds = [(cls, *kind_of(cls).rpartition(":")) for cls in classes if not cls.__module__.startswith(PACKAGE)]
+    named = [(cls, module) for cls, module, _, other in kinds if other == name and _stem(module) == _stem(where)]
+    file = Path(where) if where.endswith(".py") else None
+    same = [
+        cls for cls, module in named if module == where or (file and Path(file_of(cls)).resolve() == file.resolve())
+    ]
+    has_other_file = file is not None and file.is_absolute() and file.is_file() and not _is_in_run(file, folder)
+    return next(reversed(same or ([] if has_other_file else [cls for cls, _ in named])), None)
 
 
 def _stem(where: str) -> str:

@@ -26,7 +26,6 @@ from jaxformer.data.dataset import Dataset
 from jaxformer.data.tokenizer import TOKENIZER_CONFIG, Tokenizer
 from jaxformer.errors import UserError, command, parse_json, resume_command, run_name
 from jaxformer.files import sha256, write_atomically
-from jaxformer.models.convert import convert
 from jaxformer.models.inputs import check_example, check_next_tokens
 from jaxformer.models.objective import Params, is_causal_lm, next_token_nll
 from jaxformer.nn.lora import adapter_axes, init_adapters, merge
@@ -35,6 +34,7 @@ from jaxformer.nn.parameters import parameter_axes, trace_init
 from jaxformer.parallel.mesh import abstract, shardings
 from jaxformer.runs.checkpoints import CheckpointManager, CheckpointReader
 from jaxformer.runs.classes import BASE, CONFIG, find_class
+from jaxformer.runs.convert import convert
 from jaxformer.runs.integrity import CHECKSUMS
 from jaxformer.runs.storage import local_folder
 
@@ -394,9 +394,8 @@ def read_config(folder: Path) -> Config:
         values = dict(parse_json(file.read_bytes()))
         for field, base in (("model", ModelConfig), ("data", DataConfig), ("optimizer", OptimizerConfig)):
             part = dict(values[field])
-            kind = str(part.pop("kind", kind_of(base)))
-            path = f"{file}: {field}"
-            values[field] = convert(kind, part, path) or from_dict(find_class(kind, base, folder), part, path)
+            kind, part = convert(field, str(part.pop("kind", kind_of(base))), part)
+            values[field] = from_dict(find_class(kind, base, folder), part, f"{file}: {field}")
     except (ValueError, TypeError, KeyError) as error:
         raise UserError(
             f"{file} cannot be read as a run's config ({type(error).__name__}: {error}); restore the one that was "

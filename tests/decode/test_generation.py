@@ -20,11 +20,10 @@ from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.mlp import MLPConfig
 from jaxformer.models.objective import Params
 from jaxformer.models.recurrent_lm import RecurrentLMConfig
-from jaxformer.models.rungs import as_rung
 from jaxformer.nn.parameters import parameter_axes
 from jaxformer.ops.masks import EMPTY
 from jaxformer.parallel.mesh import make_mesh, replicated, shardings
-from tests.arrays import apply, assert_close, build, random_params, random_tokens
+from tests.arrays import apply, assert_close, build, random_params, random_tokens, rung_like
 from tests.helpers import compilations
 
 V, CONTEXT = 23, 11
@@ -41,8 +40,13 @@ CONFIGS = {
     "sinusoidal, post-norm": replace(ROPE, positions="sinusoidal", norm_placement="post", window=None),
     "rope, window, one key head": replace(ROPE, n_blocks=2),
     "no positions, no norm": replace(ROPE, positions="none", norm="none", window=5),
-    "mlp logits, two key heads": replace(
-        as_rung(LEARNED), n_heads=4, n_kv_heads=2, output_projection=False, residual=False, unembedding="mlp"
+    "mlp logits, two key heads": rung_like(
+        LEARNED,
+        n_heads=4,
+        n_kv_heads=2,
+        output_projection=False,
+        residual=False,
+        unembedding="mlp",
     ),
 }
 MLP = MLPConfig(V, CONTEXT, d_model=5, d_ff=(13,), mixing="concatenate")

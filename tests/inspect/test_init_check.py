@@ -72,13 +72,12 @@ def test_one_hot_attention_is_warned_of_with_rung_and_remedy():
     (warning,) = check_init(*fresh(ladder.attention_unscaled.model)).warnings
     assert warning.startswith("scores of blocks.0 have variance 6") and "as on the rung attention_unscaled" in warning
     assert warning.endswith(
-        "set model.scaled to true, which divides them by sqrt(head_dim) and model.projection_std to 0.0625, "
-        "1/sqrt(d_model)."
+        "set model.score_scale to 0.0625, 1/sqrt(head_dim) and model.projection_std to 0.0625, 1/sqrt(d_model)."
     )
-    cured = replace(ladder.attention_unscaled.model, scaled=True, projection_std=0.0625)
+    cured = replace(ladder.attention_unscaled.model, score_scale=0.0625, projection_std=0.0625)
     assert not check_init(*fresh(cured)).warnings
     (large,) = check_init(*fresh(replace(WIDE, n_blocks=1, projection_std=1.0))).warnings
-    assert "set model.projection_std to 0.102" in large and "model.scaled" not in large
+    assert "set model.projection_std to 0.102" in large and "model.score_scale" not in large
 
 
 @pytest.mark.slow

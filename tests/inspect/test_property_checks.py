@@ -27,7 +27,7 @@ from jaxformer.inspect.property_checks import (
     without_rounding,
 )
 from jaxformer.models import encoder
-from jaxformer.models.rungs import as_rung
+from jaxformer.models.moe import MoEConfig
 from jaxformer.nn import attention as nn_attention
 from jaxformer.nn import experts as nn_experts
 from jaxformer.nn.block import Block
@@ -187,7 +187,7 @@ def test_wrong_derivative_fails_the_gradient_check(plant, monkeypatch) -> None:
     """Also one of a single parameter that is wrong by a thousandth."""
     if plant is not None:
         plant(monkeypatch)
-    config = replace(as_rung(DECODER), n_blocks=1, n_experts=2, balance_weight=0.1)
+    config = replace(MoEConfig(**vars(DECODER)), n_blocks=1, n_experts=2, balance_weight=0.1)
     model, params, inputs = random_model(config)
     result = gradients(model, params, Batch((inputs[0][None],), jnp.zeros((1, T), jnp.int32)))
     assert result.holds == (plant is None), result

@@ -7,13 +7,18 @@ import numpy as np
 import pytest
 
 from jaxformer.inspect import logit_attribution, logit_lens
-from jaxformer.models.rungs import RungDecoderConfig, as_rung
-from tests.arrays import apply
+from jaxformer.models.rungs import RungDecoderConfig
+from tests.arrays import apply, rung_like
 from tests.helpers import slow
 from tests.inspect.test_activations import DECODER, MODELS, T, V, random_model
 
 STREAMS = {
-    "no norm, sum of heads": replace(as_rung(DECODER), norm="none", output_projection=False, head_dim=DECODER.d_model),
+    "no norm, sum of heads": rung_like(
+        DECODER,
+        norm="none",
+        output_projection=False,
+        head_dim=DECODER.d_model,
+    ),
     "rmsnorm": replace(DECODER, final_norm=True, attention_bias=True, norm_eps=0.1),
     "layernorm, tied": replace(DECODER, norm="layernorm", final_norm=True, unembedding="tied"),
     "norms of outputs, soft cap": replace(

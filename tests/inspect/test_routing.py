@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from jaxformer.inspect.routing import router_report
-from jaxformer.models.rungs import RungDecoderConfig
+from jaxformer.models.moe import MoEConfig
 from jaxformer.nn.execution import Execution
 from tests.arrays import build, random_tokens
 
 V, T, D, E = 23, 8, 7, 4
-CONFIG = RungDecoderConfig(
+CONFIG = MoEConfig(
     V, T, D, n_blocks=2, d_ff=(5,), norm="rmsnorm", n_experts=E, experts_per_token=1, capacity_factor=1.0
 )
 

@@ -17,7 +17,6 @@ from jaxformer.interop.families import FAMILIES
 from jaxformer.interop.huggingface import export_huggingface
 from jaxformer.interop.obstacles import resolved, unmatched
 from jaxformer.interop.run import import_run
-from jaxformer.models.rungs import as_rung
 from jaxformer.runs.run import Run, load_run
 from tests.arrays import apply
 from tests.helpers import ROOT
@@ -100,15 +99,12 @@ def test_bfloat16_rounds_and_the_config_says_so(run, tmp_path):
     [
         ({"activation": "squared_relu"}, "activation 'squared_relu' has no equivalent in "),
         ({"norm_placement": "post"}, "norm_placement 'post' has no equivalent in "),
-        ({"scaled": False}, "scaled False has no equivalent in "),
-        ({"value_dim": 5}, "value_dim 5 has no equivalent in "),
-        ({"value_embedding": True}, "value_embedding True has no equivalent in "),
         ({"d_ff": (8, 8)}, r"d_ff \(8, 8\) has no equivalent in "),
-        ({"prefix": True, "residual": False}, "prefix True and residual False have no equivalent in llama, the neare"),
+        ({"prefix": True, "bias": True}, "bias True and prefix True have no equivalent in llama, the nearest of the "),
     ],
 )
 def test_part_without_an_equivalent_is_named(run, tmp_path, changes, message):
-    model = replace(as_rung(SMALL), **changes)
+    model = replace(SMALL, **changes)
     with pytest.raises(UserError, match=message):
         export_huggingface(replace(run, config=replace(run.config, model=model)), tmp_path / "out")
     assert not list(tmp_path.iterdir())

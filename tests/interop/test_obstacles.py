@@ -10,18 +10,18 @@ from hypothesis import strategies as st
 from jaxformer.cli.arguments import load_config
 from jaxformer.errors import UserError
 from jaxformer.interop.obstacles import Obstacle, obstacles
-from jaxformer.models.rungs import as_rung
+from jaxformer.models.moe import MoEConfig
 from tests.helpers import ROOT
 
 LLAMA = load_config(f"{ROOT}/configs/quick.py:llama")
-MODEL = replace(as_rung(LLAMA.model), n_heads=4, n_blocks=2)
+MODEL = replace(MoEConfig(**vars(LLAMA.model)), n_heads=4, n_blocks=2)
 VALUES: dict[str, list[Any]] = {
     "activation": ["relu", "gelu", "geglu", "squared_relu"], "bias": [True], "norm": ["none", "layernorm"],
     "norm_placement": ["post", "both"], "positions": ["learned", "sinusoidal", "none"], "attention_bias": [True],
     "output_bias": [True, False], "window": [8], "global_blocks": [(1,)], "local_rope_base": [1e4],
-    "unembedding": ["tied", "mlp"], "embedding_scale": [3.0], "logit_soft_cap": [30.0], "scaled": [False],
-    "score_scale": [0.3], "value_dim": [6], "output_projection": [False], "residual": [False], "final_norm": [False],
-    "value_embedding": [True], "prefix": [True], "n_experts": [4], "shared_expert": [True], "qk_norm": [True],
+    "unembedding": ["tied"], "embedding_scale": [3.0], "logit_soft_cap": [30.0],
+    "score_scale": [0.3], "final_norm": [False],
+    "prefix": [True], "n_experts": [4], "shared_expert": [True], "qk_norm": [True],
     "d_ff": [(8, 8)], "rope_scaling": [2.0], "rope_original_context": [16], "n_kv_heads": [2], "head_dim": [20],
     "renormalize_experts": [False], "local_heads": [1],
 }  # fmt: skip

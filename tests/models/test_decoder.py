@@ -12,14 +12,14 @@ import pytest
 from jaxformer.cli.arguments import load_config
 from jaxformer.errors import UserError
 from jaxformer.models.decoder import Decoder, DecoderConfig
+from jaxformer.models.moe import MoEConfig
 from jaxformer.models.objective import Params
-from jaxformer.models.rungs import as_rung
 from jaxformer.nn.embedding import Embedding
 from jaxformer.nn.execution import ROUTER, Execution
 from jaxformer.nn.experts import routers
 from jaxformer.ops.masks import EMPTY
 from jaxformer.runs.run import abstract_params, count_parameters
-from tests.arrays import apply, assert_close, build, normal, random_tokens, rung
+from tests.arrays import apply, assert_close, build, normal, random_tokens, rung, rung_like
 from tests.helpers import ROOT, slow
 
 V, T, D = 23, 7, 13
@@ -45,11 +45,18 @@ MODERN = replace(
 CONFIGS = {name: small(name) for name in RUNGS} | {
     "modern": MODERN,
     "vaswani": replace(PLAIN, positions="sinusoidal", norm="layernorm", norm_placement="post", activation="gelu"),
-    "window": replace(as_rung(PLAIN), window=3, positions="rope", head_dim=4, value_dim=7, value_embedding=True),
-    "experts": replace(as_rung(MODERN), n_experts=4, capacity_factor=1.0, shared_expert=True),
+    "window": rung_like(
+        PLAIN,
+        window=3,
+        positions="rope",
+        head_dim=4,
+        value_dim=7,
+        value_embedding=True,
+    ),
+    "experts": replace(MoEConfig(**vars(MODERN)), n_experts=4, capacity_factor=1.0, shared_expert=True),
     "no_positions": replace(PLAIN, positions="none", activation="squared_relu"),
-    "local and global": replace(
-        as_rung(MODERN),
+    "local and global": rung_like(
+        MODERN,
         n_blocks=3,
         window=3,
         global_blocks=(1,),
@@ -353,15 +360,14 @@ def test_published_shapes_have_the_published_number_of_parameters(name: str, cou
 )
 def test_an_invalid_config_is_refused_with_its_value(fields: dict, said: list[str]) -> None:
     with pytest.raises(UserError) as error:
-        replace(as_rung(PLAIN), **fields)
+        rung_like(PLAIN, **fields)
     assert all(word in str(error.value) for word in said)
 
 
 @pytest.mark.slow
 def test_blocks_attend_within_their_own_windows() -> None:
     """Without a residual stream, an output depends on what its block attends to, and on nothing else."""
-    config = replace(
-        as_rung(PLAIN), n_blocks=1, window=3, positions="rope", head_dim=4, residual=False, context_length=T,
+    config = rung_like(PLAIN, n_blocks=1, window=3, positions="rope", head_dim=4, residual=False, context_length=T,
         norm="none",
     )  # fmt: skip
     for global_blocks, reach in (((), 3), ((0,), T)):

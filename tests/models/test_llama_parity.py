@@ -11,7 +11,7 @@ import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxformer.models.decoder import DecoderConfig
-from jaxformer.models.rungs import as_rung
+from jaxformer.models.moe import MoEConfig
 from jaxformer.runs.run import abstract_params
 from tests.arrays import apply, assert_close
 from tests.helpers import ROOT
@@ -23,7 +23,7 @@ LLAMA = DecoderConfig(
 MODELS = {
     "llama": LLAMA,
     "llama, scaled": replace(LLAMA, rope_base=500.0, rope_scaling=4.0),
-    "mixtral": replace(as_rung(LLAMA), n_experts=5, experts_per_token=2),
+    "mixtral": replace(MoEConfig(**vars(LLAMA)), n_experts=5, experts_per_token=2),
 }
 
 

@@ -110,14 +110,6 @@ def test_values_may_be_of_another_width_than_keys() -> None:
     assert_close(apply(module, unbiased, *INPUTS)[0], explicit(params, 1 / sqrt(K)).reshape(T, H * 3))
 
 
-def test_values_of_tokens_are_added_to_those_of_the_input_as_a_bias_of_each_position() -> None:
-    module, added_GTK = ConcatenatedHeads(H, K, 2), normal(2, T, K, seed=1)
-    params = random_params(module, *INPUTS)
-    q, k, v = (jnp.einsum("td,dhk->thk", X_TD, params[name]) for name in ("W_Q", "W_K", "W_V"))
-    wanted = jax.nn.dot_product_attention(q, k, v + added_GTK.swapaxes(0, 1), is_causal=True)
-    assert_close(apply(module, params, *INPUTS, token_values=added_GTK)[0], wanted.reshape(T, H * K))
-
-
 def test_unscaled_scores_are_not_divided() -> None:
     module = ConcatenatedHeads(H, K, H, scale=1.0)
     params = random_params(module, *INPUTS)

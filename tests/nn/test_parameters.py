@@ -7,7 +7,7 @@ import pytest
 
 from jaxformer.contract import Contract, Input, ParameterAxes, Role
 from jaxformer.models.decoder import DecoderConfig
-from jaxformer.models.rungs import RungDecoderConfig
+from jaxformer.models.moe import MoEConfig
 from jaxformer.nn.parameters import parameter, parameter_axes, trace_init
 
 
@@ -32,7 +32,7 @@ def test_axes_decide_the_role(text: str, role: Role, stack: tuple, inputs: tuple
 
 
 def test_experts_are_stacked() -> None:
-    model = RungDecoderConfig(12, 6, 8, d_ff=(16,), n_experts=4, shared_expert=True).build()
+    model = MoEConfig(12, 6, 8, d_ff=(16,), n_experts=4, shared_expert=True).build()
     axes = parameter_axes(model)
     assert axes["blocks_0.mlp.experts.W_1"] == ParameterAxes.parse("experts embed -> hidden")
     assert axes["blocks_0.mlp.experts.b_2"] == ParameterAxes.parse("embed", ("experts",))

@@ -8,7 +8,6 @@ import pytest
 
 from jaxformer.cli.arguments import load_config
 from jaxformer.models.decoder import DecoderConfig
-from jaxformer.models.rungs import as_rung
 from jaxformer.ops.kernels import cudnn_attention
 from jaxformer.parallel.mesh import make_mesh
 from jaxformer.plan.costs import Part, cache_bytes, count_parts, describe_parts, examples_per_microbatch
@@ -16,6 +15,7 @@ from jaxformer.plan.roofline import matmul_flops, model_flops
 from jaxformer.plan.topology import assume_gpu
 from jaxformer.runs.run import count_parameters
 from jaxformer.train.setup import TrainSetup
+from tests.arrays import rung_like
 from tests.helpers import ROOT
 from tests.plan.test_roofline import CONFIG, MODEL
 
@@ -23,7 +23,10 @@ T, D, L, F, V = 12, 16, 3, 32, 48  # of MODEL
 
 
 def setup_of(config, **changes) -> TrainSetup:
-    return TrainSetup(replace(config, model=replace(as_rung(config.model), **changes)), make_mesh())
+    return TrainSetup(
+        replace(config, model=rung_like(config.model, **changes)),
+        make_mesh(),
+    )
 
 
 def parts_of(setup: TrainSetup) -> dict[str, Part]:

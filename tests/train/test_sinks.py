@@ -265,7 +265,7 @@ def test_resumed_run_is_one_wandb_run_and_its_last_upload_is_complete(tmp_path, 
     assert {run.run_id for run in runs} == {(folder / "wandb/id").read_text().strip()}
     assert {(run.project, run.display_name) for run in runs} == {("jaxformer", "quick")}
     values = {item.key: json.loads(item.value_json) for item in runs[0].config.update}
-    assert values["steps"] == 6 and values["model"]["kind"] == "decoder.DecoderConfig"
+    assert values["steps"] == 6 and values["model"]["kind"] == "jaxformer.models.decoder:DecoderConfig"
     codes = [record.exit.exit_code for file in (first, second) for record in uploads(file) if record.HasField("exit")]
     assert codes == [1, 0]
 

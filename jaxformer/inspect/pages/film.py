@@ -17,12 +17,12 @@ from jaxformer.files import write_atomically
 from jaxformer.inspect.attention import named_attention_maps
 from jaxformer.inspect.film import Birth, Bump, Frame, births, bumps, film
 from jaxformer.inspect.heads import HeadStatistics
-from jaxformer.inspect.ladder import held_out_prompts
 from jaxformer.inspect.pages.attention import AttentionLayer, AttentionSection
 from jaxformer.inspect.pages.charts import Axis, Grid, Line, Lines
 from jaxformer.inspect.pages.labels import describe_head, head_label, layer_label, stream_label
 from jaxformer.inspect.pages.model import FILM_PAGE, held_out, token_text
 from jaxformer.inspect.pages.page import Section, Table, embed, rounded, write_page
+from jaxformer.inspect.samples import held_out_prompts
 from jaxformer.runs.film import frames, load_frame
 from jaxformer.runs.run import Run, count_parameters
 

@@ -19,9 +19,7 @@ from jaxformer.data.tokenizer import BYTE_OF, Tokenizer
 from jaxformer.inspect.pages.page import Section, embed
 from jaxformer.inspect.pages.weights import GROUP, pack_names, pack_params, round_params
 from jaxformer.models.decoder import DecoderConfig
-from jaxformer.models.moe import MoEConfig
 from jaxformer.models.objective import Params
-from jaxformer.models.rungs import RungDecoderConfig, as_rung
 from jaxformer.nn.norms import epsilon
 from jaxformer.ops.positions import Llama3Scaling
 from jaxformer.runs.film import frames, load_frame
@@ -37,10 +35,10 @@ SCRIPT = "the page's script"
 MAX_TOKENS = 256
 """Maximum tokens of a text on the page, which bounds the memory for attention maps."""
 CONFIG_FIELDS = (
-    "vocab_size", "d_model", "n_blocks", "n_heads", "activation", "norm_placement", "residual", "positions",
-    "embedding_scale", "unembedding", "logit_soft_cap",
+    "vocab_size", "d_model", "n_blocks", "n_heads", "activation", "norm_placement", "positions", "embedding_scale",
+    "unembedding", "logit_soft_cap",
 )  # fmt: skip
-"""Fields of `RungDecoderConfig` that the script reads unchanged."""
+"""Fields of `DecoderConfig` that the script reads unchanged."""
 ENDINGS = "'s|'t|'re|'ve|'m|'ll|'d"
 ENDINGS_OF_ANY_CASE = "'[sS\u017f]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD]"
 """`ENDINGS` under Unicode case folding, which maps the long s to s."""
@@ -118,7 +116,8 @@ def live_section(
     """
     config: Any = getattr(model, "config", None)
     n_parameters = sum(x.size for x in jax.tree.leaves(params))
-    if type(config) not in (DecoderConfig, MoEConfig, RungDecoderConfig):  # another subclass may change the computation
+    is_own = type(config).__module__.startswith("jaxformer.")  # another subclass may change the computation
+    if not (isinstance(config, DecoderConfig) and is_own):
         raise NotImplementedError(f"{SCRIPT} supports decoders only, and this is a {type(model).__name__}.")
     if config.routes_tokens or config.prefix:
         raise NotImplementedError(f"{SCRIPT} supports neither mixtures of experts nor attention to a prefix.")
@@ -163,19 +162,19 @@ def film_frames(run: Run) -> Iterator[tuple[int, Params]]:
 
 def pack_settings(config: DecoderConfig) -> dict[str, Any]:
     """Return a decoder's settings as JSON for the script."""
-    c = as_rung(config)
+    c, is_residual = config, config.contract.has_residual_stream
     settings = {
-        **{name: getattr(c, name) for name in CONFIG_FIELDS},
+        **{name: getattr(c, name) for name in CONFIG_FIELDS}, "residual": is_residual,
         "n_kv_heads": c.kv_heads, "head_dim": c.width_of_head, "value_dim": c.width_of_values, "scale": c.scale,
         "windows": c.block_windows,
         "norm_eps": None if c.norm == "none" else epsilon(c.norm, c.norm_eps), "qk_eps": epsilon("rmsnorm", c.norm_eps),
         "frequencies": [_frequencies(c, i) for i in range(c.n_blocks)],
-        "has_lens": c.residual and (c.norm == "none" or c.norm_placement != "post"),
+        "has_lens": is_residual and (c.norm == "none" or c.norm_placement != "post"),
     }  # fmt: skip
     return {"config": settings, "max_tokens": min(c.n_positions, MAX_TOKENS)}
 
 
-def _frequencies(c: RungDecoderConfig, block: int) -> list[float] | None:
+def _frequencies(c: DecoderConfig, block: int) -> list[float] | None:
     """Return the K/2 RoPE frequencies of a block in radians per position; None without RoPE."""
     if (rope := c.rope(block)) is None:
         return None

@@ -22,9 +22,9 @@ from jaxformer.inspect.pages.page import render_page, write_page
 from jaxformer.inspect.pages.weights import GROUP, flatten, pack_names, pack_params, round_params
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.objective import Params
-from jaxformer.models.rungs import RungDecoderConfig, as_rung
+from jaxformer.models.rungs import RungDecoderConfig
 from jaxformer.nn.mlp import ACTIVATIONS
-from tests.arrays import assert_close, build
+from tests.arrays import assert_close, build, rung_like
 from tests.browser import browsing, complaints, embedded, wait_for
 
 VOCAB, CONTEXT, TOLERANCE = 600, 24, 1e-4
@@ -38,8 +38,8 @@ CONFIGS = {
         QUICK, d_model=24, n_heads=6, n_kv_heads=2, head_dim=8, activation="swiglu", bias=False, qk_norm=False,
         unembedding="tied", rope_scaling=8.0, rope_original_context=12, rope_base=100.0,
     ),
-    "gemma": replace(
-        as_rung(QUICK), n_blocks=3, n_kv_heads=1, activation="geglu", bias=False, norm_placement="both", norm_eps=1e-3,
+    "gemma": rung_like(
+        QUICK, n_blocks=3, n_kv_heads=1, activation="geglu", bias=False, norm_placement="both", norm_eps=1e-3,
         window=5, global_blocks=(1,), local_rope_base=50.0, rope_scaling=2.0, embedding_scale=4.0, logit_soft_cap=3.0,
         score_scale=0.3, value_dim=11, value_embedding=True,
     ),
@@ -851,7 +851,7 @@ def test_section_says_how_weights_are_stored():
     ],
 )
 def test_model_that_the_script_does_not_run_is_a_reason(changes: dict, reason: str):
-    model, params = build(replace(as_rung(QUICK), **changes))
+    model, params = build(rung_like(QUICK, **changes))
     with pytest.raises(NotImplementedError, match=reason):
         live_section(model, params, Tokenizer.train(CORPUS, 300), jnp.zeros(3, jnp.int32), 100_000)
 
