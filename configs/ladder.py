@@ -14,9 +14,9 @@ from typing import Any
 
 from jaxformer.config import ComputeConfig, Config, ModelConfig, OptimizerConfig, TrainConfig
 from jaxformer.data.windows import TextConfig
-from jaxformer.models.mlp import MLPConfig
+from jaxformer.ladder.mlp import MLPConfig
+from jaxformer.ladder.rungs import RungDecoderConfig
 from jaxformer.models.recurrent_lm import RecurrentLMConfig
-from jaxformer.models.rungs import RungDecoderConfig
 
 REPORTED: dict[str, str] = {}
 """Results that the sources report, by rung, in the order of the ladder."""

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from benchmarks import record
-from jaxformer.inspect.ladder import read_forecasts
+from jaxformer.ladder.results import read_forecasts
 
 
 def main() -> int:

@@ -29,7 +29,7 @@ import numpy as np
 from benchmarks import record
 from jaxformer.config.fields import nonfinite_to_none
 from jaxformer.config.files import load_module
-from jaxformer.inspect.ladder import continue_held_out, has_ended, rung_result
+from jaxformer.ladder.results import continue_held_out, has_ended, rung_result
 from jaxformer.parallel.mesh import make_mesh
 from jaxformer.runs.run import load_data, load_run
 from jaxformer.train.log import read_metrics

@@ -43,7 +43,7 @@ from jaxformer.config.fields import flatten, to_dict
 from jaxformer.config.files import load_module
 from jaxformer.data.windows import next_token_batch
 from jaxformer.errors import UserError
-from jaxformer.inspect.ladder import ended_early, has_ended
+from jaxformer.ladder.results import ended_early, has_ended
 from jaxformer.parallel.mesh import batch_sharding, global_device_put, make_mesh
 from jaxformer.runs.run import abstract_params, count_parameters, read_config
 from jaxformer.train.log import read_metrics

@@ -38,7 +38,7 @@ from jaxformer.config.fields import differences, nonfinite_to_none
 from jaxformer.config.files import load_module
 from jaxformer.errors import UserError
 from jaxformer.files import write_atomically
-from jaxformer.inspect.ladder import has_ended, rung_result
+from jaxformer.ladder.results import has_ended, rung_result
 from jaxformer.parallel.mesh import make_mesh
 from jaxformer.runs.run import read_config
 from jaxformer.train.log import read_metrics

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxformer.cli.arguments import load_config
+from jaxformer.ladder.rungs import RungDecoderConfig
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.objective import Params
-from jaxformer.models.rungs import RungDecoderConfig
 from jaxformer.nn.execution import Execution
 
 LADDER = Path(__file__).parents[1] / "configs" / "ladder.py"

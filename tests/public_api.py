@@ -10,7 +10,7 @@ from tests.helpers import ROOT
 
 PACKAGES = (
     "jaxformer",
-    *(f"jaxformer.{name}" for name in ("ops", "nn", "models", "data", "decode", "inspect")),
+    *(f"jaxformer.{name}" for name in ("ops", "nn", "models", "data", "decode", "inspect", "ladder")),
     *(f"jaxformer.{name}" for name in ("config", "contract", "parallel", "runs", "interop")),
 )
 PATH = ROOT / "docs/api.md"

@@ -10,8 +10,8 @@ from flax import linen as nn
 
 from jaxformer.config import ModelConfig
 from jaxformer.contract import ARRAY, UNDECLARED, AttentionShape, Contract, ParameterAxes, Task, contract_of
+from jaxformer.ladder.rungs import RungDecoderConfig
 from jaxformer.models.decoder import DecoderConfig
-from jaxformer.models.rungs import RungDecoderConfig
 from jaxformer.nn.attention import MultiHeadAttention
 from tests.test_x64 import MODELS
 

@@ -18,15 +18,20 @@ FLOORS = (
     "nn data parallel",
     "models",
     "runs",
-    "train decode interop inspect plan",
+    "train decode",
+    "inspect interop plan ladder",
     "cli",
     "__main__",
 )
 """The folders and modules of the package, from the lowest floor to the highest; those of the lowest may import each
 other."""
 FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names.split()}
-ACROSS = {"inspect", "interop", "plan"}
-"""Folders that may import from the others on their floor, but not from each other."""
+BESIDE = {name: {*FLOORS[0].split()} for name in FLOORS[0].split()} | {"ladder": {"inspect"}}
+"""What a folder or module may import from its own floor."""
+GUESTS = {"inspect", "interop", "plan", "ladder", "cli"}
+"""Folders that the others, the core, do not know."""
+GUEST_WORDS = {"ladder", "rung", "rungs", "forecast", "forecasts", "influence"}
+"""Words of guests, of which no name in the core is made."""
 TOP_LEVEL = {
     "pyproject.toml", "constraints.txt", "mkdocs.yml", "Makefile", "README.md", "AGENTS.md", "CHANGELOG.md",
     "CITATION.cff", "CONTRIBUTING.md", "LICENSE", "train.py", "sample.py", "jaxformer", "configs", "tests",
@@ -67,12 +72,20 @@ def test_imports_run_downwards():
         if here == "__init__":  # names what lies behind it
             continue
         others = {entry(name) for name in imported_modules(path)} - {here, "__init__"}
-        beside = {name for name in others if FLOOR[name] == FLOOR[here]}
-        allowed = beside if here in FLOORS[0].split() else beside - ACROSS if here in ACROSS else set()
-        allowed |= {name for name in others if FLOOR[name] < FLOOR[here]}
+        allowed = BESIDE.get(here, set()) | {name for name in others if FLOOR[name] < FLOOR[here]}
         if others - allowed:
             wrong[module] = others - allowed
     assert not wrong
+
+
+def test_the_core_names_nothing_of_its_guests():
+    core = {module: path for module, path in MODULES.items() if entry(module) not in GUESTS | {"__main__", "__init__"}}
+    assert {entry(module) for module in core} == FLOOR.keys() - GUESTS - {"__main__"}
+    for module, path in core.items():
+        fields = (value for node in ast.walk(tree(path)) for _, value in ast.iter_fields(node))
+        names = {name for name in fields if isinstance(name, str) and name.isidentifier()}
+        words = {word for name in names for word in re.findall("[A-Z]?[a-z]+", name)}
+        assert not {word.lower() for word in words} & GUEST_WORDS, module
 
 
 NOT_INSTALLED = {"benchmarks", "studies", "tools", "docs", "tests"}

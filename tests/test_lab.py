@@ -11,8 +11,8 @@ import optax
 import pytest
 
 from jaxformer.inspect import intervene
+from jaxformer.ladder.rungs import RungDecoderConfig
 from jaxformer.models.objective import Params, next_token_nll
-from jaxformer.models.rungs import RungDecoderConfig
 from jaxformer.nn.attention import AXES
 from jaxformer.nn.parameter_norms import dotted
 from jaxformer.ops.masks import Causal, as_array

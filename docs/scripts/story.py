@@ -8,7 +8,7 @@ of `studies/results/ladder.json`. Between `<!-- STUDY/ROW FIELD -->` and `<!-- -
 the study `ladder` without a name. Between `<!-- TABLE NAMES -->` and `<!-- end -->` stands a table, of all rows
 without names: those of `TABLES`, `<!-- seeds STUDY -->` of the perplexity of each row with each seed, `<!--
 continuations -->` of a held-out prompt by each rung, `<!-- forecasts FIELD -->` of the forecasts of a field of
-`inspect.forecasts.Forecast` and their scores, `<!-- positions STUDIES -->` of the loss by position, `<!-- case NAME
+`ladder.forecasts.Forecast` and their scores, `<!-- positions STUDIES -->` of the loss by position, `<!-- case NAME
 -->` of a case of `benchmarks/cases.py`, `<!-- heads RUN -->` of what a run's heads attend to, `<!-- modalities -->` of
 `modalities.json`, and `<!-- sharpness -->` of the study `sharpness`.
 

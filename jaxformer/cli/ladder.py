@@ -72,8 +72,9 @@ def main(line: CommandLine) -> int:
     # This process forecasts and samples, and leaves an accelerator's memory to the ones that train.
     jax.config.update("jax_platforms", "cpu")
 
-    from jaxformer.inspect.forecasts import describe_forecast
-    from jaxformer.inspect.ladder import (
+    from jaxformer.ladder.forecasts import describe_forecast
+    from jaxformer.ladder.page import write_results
+    from jaxformer.ladder.results import (
         FORECAST_HEAD,
         FORECASTS,
         as_text,
@@ -83,7 +84,6 @@ def main(line: CommandLine) -> int:
         rung_result,
         score_rung,
     )
-    from jaxformer.inspect.pages.ladder import write_results
     from jaxformer.runs.run import read_config
     from jaxformer.train.resume import fixed_differences
 

@@ -20,7 +20,6 @@ from jaxformer.inspect.curvature import (
     sharpness,
 )
 from jaxformer.inspect.explanations import TokenExplanation, explain
-from jaxformer.inspect.forecasts import Forecast, forecast
 from jaxformer.inspect.gradients import (
     GradientReport,
     PerExampleGradients,
@@ -40,10 +39,10 @@ from jaxformer.inspect.routing import router_report
 from jaxformer.inspect.softmax_saturation import saturation
 
 __all__ = [
-    "Autopsy", "Check", "Edge", "Forecast", "GradientReport", "PerExampleGradients", "Replay", "TokenExplanation",
+    "Autopsy", "Check", "Edge", "GradientReport", "PerExampleGradients", "Replay", "TokenExplanation",
     "ablate_heads", "ablation_loss", "agreement", "alignment", "attention_entropy", "attention_maps",
     "attribution_patching", "backward_lens", "capture", "capture_gradients", "capture_shapes", "capturing",
-    "check_init", "draw_alignment", "explain", "first_non_finite", "forecast", "gauss_newton_product",
+    "check_init", "draw_alignment", "explain", "first_non_finite", "gauss_newton_product",
     "gradient_of", "gradient_report", "gradients_by_position", "head_statistics", "hessian_product", "intervene",
     "jacobian_lens", "largest_eigenvalues", "lens_logits", "logit_attribution", "logit_lens",
     "named_attention_maps", "nesterov_limit", "patch_activations", "patched_back", "path_attribution",

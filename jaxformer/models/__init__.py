@@ -14,12 +14,10 @@ from jaxformer.models.encoder import (
     MaskedLanguageModel,
 )
 from jaxformer.models.encoder_decoder import EncoderDecoder, EncoderDecoderConfig
-from jaxformer.models.mlp import MLPConfig, MLPLanguageModel
 from jaxformer.models.moe import MoEConfig
 from jaxformer.models.objective import mean_loss, next_token_nll, objective_of
 from jaxformer.models.recurrent import Recurrent, RecurrentConfig
 from jaxformer.models.recurrent_lm import RecurrentLM, RecurrentLMConfig
-from jaxformer.models.rungs import RungDecoder, RungDecoderConfig
 from jaxformer.models.vit import ViT, ViTConfig
 from jaxformer.models.vivit import FactorisedViViT, ViViT, ViViTConfig
 
@@ -37,16 +35,12 @@ __all__ = [
     "EncoderDecoderConfig",
     "FactorisedViViT",
     "ImageTowerConfig",
-    "MLPConfig",
-    "MLPLanguageModel",
     "MaskedLanguageModel",
     "MoEConfig",
     "Recurrent",
     "RecurrentConfig",
     "RecurrentLM",
     "RecurrentLMConfig",
-    "RungDecoder",
-    "RungDecoderConfig",
     "TextTowerConfig",
     "ViT",
     "ViTConfig",

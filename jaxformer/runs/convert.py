@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-MOVED: Mapping[str, str] = {}
+MOVED = {"jaxformer.models.rungs": "jaxformer.ladder.rungs", "jaxformer.models.mlp": "jaxformer.ladder.mlp"}
 """Modules of classes that are now in another one."""
 PLAIN: Mapping[str, Any] = {
     "value_dim": None, "scaled": True, "projection_std": None, "output_projection": True, "residual": True,
@@ -33,7 +33,7 @@ def convert(field: str, kind: str, stored: Mapping[str, Any]) -> tuple[str, dict
         kind = f"jaxformer.{'models' if field == 'model' else field}.{file}:{name}"
     if kind == "jaxformer.models.decoder:DecoderConfig" and "output_projection" in values:  # one class of all decoders
         if values.get("unembedding") == "mlp" or any(values.get(name, x) != x for name, x in PLAIN.items()):
-            return "jaxformer.models.rungs:RungDecoderConfig", values
+            return "jaxformer.ladder.rungs:RungDecoderConfig", values
         has_experts = values.get("n_experts") is not None
         values = {name: x for name, x in values.items() if not (name in PLAIN or (name in EXPERTS and not has_experts))}
         return "jaxformer.models.moe:MoEConfig" if has_experts else kind, values

@@ -13,7 +13,7 @@ from jaxformer.cli import eval as command
 from jaxformer.config import Config
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.data.windows import TextConfig
-from jaxformer.models.mlp import MLPConfig
+from jaxformer.ladder.mlp import MLPConfig
 from jaxformer.parallel.mesh import make_mesh
 from jaxformer.runs.checkpoints import CheckpointManager
 from jaxformer.runs.run import Run, load_data, read_config, write_config

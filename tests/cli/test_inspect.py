@@ -23,10 +23,10 @@ from jaxformer.data.windows import TextConfig
 from jaxformer.inspect.pages import live as live_page
 from jaxformer.inspect.pages import model
 from jaxformer.inspect.pages.page import rounded
+from jaxformer.ladder.mlp import MLPConfig
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.encoder import EncoderConfig
 from jaxformer.models.encoder_decoder import EncoderDecoderConfig
-from jaxformer.models.mlp import MLPConfig
 from jaxformer.runs.checkpoints import CheckpointManager
 from jaxformer.runs.run import create_run, load_data, read_config
 from jaxformer.train.log import read_metrics

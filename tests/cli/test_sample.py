@@ -28,8 +28,8 @@ from jaxformer.decode import GeneratedText
 from jaxformer.decode.completion import Completer, Completion, CompletionOptions, encode_bad_words, encode_logit_bias
 from jaxformer.decode.prompts import Prompt
 from jaxformer.errors import UserError
+from jaxformer.ladder.mlp import MLPConfig
 from jaxformer.models.decoder import DecoderConfig
-from jaxformer.models.mlp import MLPConfig
 from jaxformer.runs.run import Run
 from tests.helpers import compilations, small_run, start_in_terminal, write_books
 

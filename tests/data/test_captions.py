@@ -15,8 +15,8 @@ from jaxformer.data.captions import CaptionDataset, CaptionsConfig, draw_word_ma
 from jaxformer.data.dataset import epoch_permutation
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError
+from jaxformer.ladder.mlp import MLPConfig
 from jaxformer.models.clip import CLIPConfig, ImageTowerConfig, TextTowerConfig
-from jaxformer.models.mlp import MLPConfig
 
 SIDE, T = 4, 12
 MODEL = CLIPConfig(

@@ -19,9 +19,9 @@ from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.data.tokens import Corpus, Split
 from jaxformer.data.windows import PackedTextDataset, TextConfig, pack_documents
 from jaxformer.errors import UserError
+from jaxformer.ladder.mlp import MLPConfig
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.encoder import EncoderConfig
-from jaxformer.models.mlp import MLPConfig
 from jaxformer.models.objective import next_token_nll, objective_of
 from jaxformer.ops.positions import positions_in_segments
 from jaxformer.parallel.mesh import make_mesh

@@ -16,8 +16,8 @@ from jaxformer.config import ModelConfig
 from jaxformer.contract import Contract, Task, contract_of
 from jaxformer.decode import Generation, Piece, Sampling, generate_tokens, programs
 from jaxformer.decode.generation import length_bucket, spread_rows
+from jaxformer.ladder.mlp import MLPConfig
 from jaxformer.models.decoder import DecoderConfig
-from jaxformer.models.mlp import MLPConfig
 from jaxformer.models.objective import Params
 from jaxformer.models.recurrent_lm import RecurrentLMConfig
 from jaxformer.nn.parameters import parameter_axes

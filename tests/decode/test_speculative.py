@@ -15,8 +15,8 @@ from jaxformer.decode.generation import generate_tokens
 from jaxformer.decode.samplers import Sampling
 from jaxformer.decode.speculative import DraftModel, PromptLookup, speculate
 from jaxformer.errors import UserError
+from jaxformer.ladder.mlp import MLPConfig
 from jaxformer.models.decoder import DecoderConfig
-from jaxformer.models.mlp import MLPConfig
 from jaxformer.models.recurrent_lm import RecurrentLMConfig
 from jaxformer.ops.masks import EMPTY
 from tests.arrays import random_params

@@ -23,15 +23,15 @@ from jaxformer.inspect import (
     intervene,
     run_from,
 )
+from jaxformer.ladder.mlp import MLPConfig
+from jaxformer.ladder.rungs import RungDecoderConfig
 from jaxformer.models.clip import CLIPConfig, ImageTowerConfig, TextTowerConfig
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.encoder import ClassifierConfig, EncoderConfig
 from jaxformer.models.encoder_decoder import EncoderDecoderConfig
-from jaxformer.models.mlp import MLPConfig
 from jaxformer.models.objective import objective_of
 from jaxformer.models.recurrent import RecurrentConfig
 from jaxformer.models.recurrent_lm import RecurrentLMConfig
-from jaxformer.models.rungs import RungDecoderConfig
 from jaxformer.models.vit import ViTConfig
 from jaxformer.models.vivit import ViViTConfig
 from jaxformer.nn.capture import capture_point

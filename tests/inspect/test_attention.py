@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from jaxformer.inspect import attention_entropy, attention_maps
+from jaxformer.ladder.mlp import MLPConfig
 from jaxformer.models.decoder import DecoderConfig
-from jaxformer.models.mlp import MLPConfig
 from tests.arrays import apply, assert_close, build, random_tokens
 
 V, T, D = 23, 7, 13

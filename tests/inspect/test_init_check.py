@@ -9,8 +9,8 @@ import pytest
 
 from configs import ladder
 from jaxformer.inspect.init_check import check_init, expected_moments
+from jaxformer.ladder.rungs import RungDecoderConfig
 from jaxformer.models.decoder import DecoderConfig
-from jaxformer.models.rungs import RungDecoderConfig
 from tests.arrays import first_params
 
 WIDE = RungDecoderConfig(500, 32, 96, n_blocks=2, n_heads=4, output_projection=True, d_ff=(256,))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxformer.inspect import logit_attribution, logit_lens
-from jaxformer.models.rungs import RungDecoderConfig
+from jaxformer.ladder.rungs import RungDecoderConfig
 from tests.arrays import apply, rung_like
 from tests.helpers import slow
 from tests.inspect.test_activations import DECODER, MODELS, T, V, random_model

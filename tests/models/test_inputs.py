@@ -21,11 +21,11 @@ from jaxformer.inspect import (
     logit_lens,
     patch_activations,
 )
+from jaxformer.ladder.mlp import MLPConfig
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.encoder import EncoderConfig
 from jaxformer.models.encoder_decoder import EncoderDecoderConfig
 from jaxformer.models.inputs import check_example
-from jaxformer.models.mlp import MLPConfig
 from jaxformer.models.recurrent import RecurrentConfig
 from jaxformer.models.recurrent_lm import RecurrentLMConfig
 from jaxformer.runs.run import Run

@@ -9,9 +9,9 @@ import pytest
 
 from jaxformer.data.dataset import Batch
 from jaxformer.inspect import capture
+from jaxformer.ladder.rungs import RungDecoderConfig
 from jaxformer.models.moe import MoEConfig
 from jaxformer.models.objective import BatchReduction, CrossEntropy, objective_of
-from jaxformer.models.rungs import RungDecoderConfig
 from tests.arrays import random_params
 from tests.helpers import slow
 

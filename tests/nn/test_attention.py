@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxformer.models.rungs import ConcatenatedHeads, SummedHeads
+from jaxformer.ladder.rungs import ConcatenatedHeads, SummedHeads
 from jaxformer.nn.attention import MultiHeadAttention
 from jaxformer.nn.local_heads import LocalHeads
 from jaxformer.ops import masks

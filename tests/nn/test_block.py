@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxformer.models.rungs import PlainBlock
+from jaxformer.ladder.rungs import PlainBlock
 from jaxformer.nn.attention import MultiHeadAttention
 from jaxformer.nn.block import Block
 from jaxformer.nn.mlp import MLP

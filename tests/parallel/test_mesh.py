@@ -16,10 +16,10 @@ from jaxformer.config import Config, ModelConfig, OptimizerConfig
 from jaxformer.contract import ParameterAxes, Role
 from jaxformer.data.windows import TextConfig
 from jaxformer.errors import UserError
+from jaxformer.ladder.rungs import RungDecoderConfig
 from jaxformer.models.clip import CLIPConfig, ImageTowerConfig, TextTowerConfig
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.recurrent import RecurrentConfig
-from jaxformer.models.rungs import RungDecoderConfig
 from jaxformer.nn.parameters import parameter_axes
 from jaxformer.ops import workarounds
 from jaxformer.parallel import mesh as sharding

@@ -10,9 +10,9 @@ import pytest
 
 from configs.quick import modern
 from jaxformer.config.fields import to_dict
+from jaxformer.ladder.rungs import RungDecoderConfig
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.moe import MoEConfig
-from jaxformer.models.rungs import RungDecoderConfig
 from jaxformer.runs.run import read_config, write_config
 from tests.helpers import ROOT
 

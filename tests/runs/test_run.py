@@ -22,9 +22,9 @@ from jaxformer.data.prefix import PrefixTextConfig
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.data.windows import TextConfig
 from jaxformer.errors import UserError
+from jaxformer.ladder.mlp import MLPConfig
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.encoder import EncoderConfig
-from jaxformer.models.mlp import MLPConfig
 from jaxformer.models.recurrent import RecurrentConfig
 from jaxformer.models.vit import ViTConfig
 from jaxformer.runs.run import (

@@ -12,8 +12,8 @@ from jaxformer.config import Config, TrainConfig
 from jaxformer.data.dataset import Batch
 from jaxformer.data.windows import HeldOutText, TextConfig
 from jaxformer.errors import UserError
+from jaxformer.ladder.mlp import MLPConfig
 from jaxformer.models.decoder import DecoderConfig
-from jaxformer.models.mlp import MLPConfig
 from jaxformer.models.objective import next_token_nll
 from jaxformer.parallel.mesh import make_mesh
 from jaxformer.train.evaluate import BATCHES_IN_FLIGHT, Evaluator, perplexity

@@ -16,8 +16,8 @@ import pytest
 from jaxformer.config import Config, OptimizerConfig
 from jaxformer.contract import ParameterAxes
 from jaxformer.data.windows import TextConfig
+from jaxformer.ladder.mlp import MLPConfig
 from jaxformer.models.decoder import DecoderConfig
-from jaxformer.models.mlp import MLPConfig
 from jaxformer.models.objective import next_token_nll
 from jaxformer.nn.parameters import parameter_axes
 from jaxformer.parallel.mesh import make_mesh

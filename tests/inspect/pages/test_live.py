@@ -20,9 +20,9 @@ from jaxformer.inspect.pages import live
 from jaxformer.inspect.pages.live import KNOWN_SPLITS, LiveSection, live_section, pack_tokenizer
 from jaxformer.inspect.pages.page import render_page, write_page
 from jaxformer.inspect.pages.weights import GROUP, flatten, pack_names, pack_params, round_params
+from jaxformer.ladder.rungs import RungDecoderConfig
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.objective import Params
-from jaxformer.models.rungs import RungDecoderConfig
 from jaxformer.nn.mlp import ACTIVATIONS
 from tests.arrays import assert_close, build, rung_like
 from tests.browser import browsing, complaints, embedded, wait_for

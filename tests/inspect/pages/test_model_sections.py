@@ -36,10 +36,10 @@ from jaxformer.inspect.pages.model_sections import (
     with_ablation,
 )
 from jaxformer.inspect.pages.page import Table
+from jaxformer.ladder.rungs import RungDecoderConfig
 from jaxformer.models.encoder import EncoderConfig
 from jaxformer.models.encoder_decoder import EncoderDecoderConfig
 from jaxformer.models.recurrent import RecurrentConfig
-from jaxformer.models.rungs import RungDecoderConfig
 from tests.arrays import apply, random_params
 
 DECODER = RungDecoderConfig(

@@ -14,11 +14,11 @@ from jaxformer.config import TokenModelConfig
 from jaxformer.config.fields import Size
 from jaxformer.contract import Contract
 from jaxformer.errors import UserError
+from jaxformer.ladder.mixing import Mixing
 from jaxformer.models.inputs import check_length
 from jaxformer.nn.capture import capture_point
 from jaxformer.nn.embedding import Embedding
 from jaxformer.nn.execution import PLAIN, Execution
-from jaxformer.nn.mixing import Mixing
 from jaxformer.nn.mlp import MLP
 
 

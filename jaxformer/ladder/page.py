@@ -17,10 +17,10 @@ from jaxformer.config import Config
 from jaxformer.config.fields import flatten, to_dict
 from jaxformer.data.dataset import evenly_spaced
 from jaxformer.files import write_atomically
-from jaxformer.inspect.ladder import FORECAST_HEAD, RungResult, continue_held_out, forecast_rows
 from jaxformer.inspect.pages.charts import STEP, Axis, Grid, Line, Lines, heads_heatmap
 from jaxformer.inspect.pages.page import Section, Table, as_preformatted, write_page
 from jaxformer.inspect.pages.training import Row
+from jaxformer.ladder.results import FORECAST_HEAD, RungResult, continue_held_out, forecast_rows
 from jaxformer.runs.run import read_config
 from jaxformer.train.log import read_metrics
 

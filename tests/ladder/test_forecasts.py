@@ -11,7 +11,7 @@ import pytest
 from configs import ladder_small
 from jaxformer.config import OptimizerConfig
 from jaxformer.data.counts import count
-from jaxformer.inspect.forecasts import Forecast, _table_loss, describe_forecast, forecast, score
+from jaxformer.ladder.forecasts import Forecast, _table_loss, describe_forecast, forecast, score
 from jaxformer.models.recurrent_lm import RecurrentLMConfig
 from tests.helpers import slow
 
@@ -114,7 +114,7 @@ def test_some_rows_of_a_large_table_give_its_loss(monkeypatch):
     train_N[1::2], held_out_M[1::2] = (train_N[::2] * 7 + 3) % 64, (held_out_M[::2] * 7 + 3) % 64
     counts = count(train_N, held_out_M, 64)
     whole, start = _table_loss(counts, 2000.0, 0.0), _table_loss(counts, 0.0, 0.0)
-    monkeypatch.setattr("jaxformer.inspect.forecasts.TABLE_SIZE", 32 * 64)
+    monkeypatch.setattr("jaxformer.ladder.forecasts.TABLE_SIZE", 32 * 64)
     assert _table_loss(counts, 2000.0, 0.0) == pytest.approx(whole, abs=0.1 * (start - whole))
 
 

@@ -14,8 +14,8 @@ from typing import Any
 from jaxformer.config import Config, TokenModelConfig
 from jaxformer.config.fields import nonfinite_to_none, to_dict
 from jaxformer.files import write_atomically
-from jaxformer.inspect.forecasts import Forecast, forecast, score
 from jaxformer.inspect.samples import continuations, held_out_prompts
+from jaxformer.ladder.forecasts import Forecast, forecast, score
 from jaxformer.runs.checkpoints import CheckpointReader
 from jaxformer.runs.run import abstract_params, count_parameters, load_run, read_config
 from jaxformer.terminal import align
@@ -139,7 +139,7 @@ def read_forecasts(folder: Path) -> dict[str, Any]:
 
 
 def score_rung(run: Path) -> None:
-    """Add the score of a run that has ended to the forecast in the folder above it; see `inspect.forecasts.score`."""
+    """Add the score of a run that has ended to the forecast in the folder above it; see `forecasts.score`."""
     cause, forecasts = ended_early(run), read_forecasts(run.parent)
     made = forecasts[run.name]
     made["score"] = score(Forecast(**made["forecast"]), read_metrics(run), int(cause.split()[-1]) if cause else None)

@@ -31,10 +31,10 @@ from jaxformer.config import Config, OptimizerConfig
 from jaxformer.data.counts import Counts
 from jaxformer.data.windows import next_token_batch
 from jaxformer.inspect.init_check import Moments, expected_moments, mlp_mean_square
+from jaxformer.ladder.mlp import MLPConfig
+from jaxformer.ladder.rungs import RungDecoderConfig
 from jaxformer.models.decoder import DecoderConfig
-from jaxformer.models.mlp import MLPConfig
 from jaxformer.models.objective import mean_loss
-from jaxformer.models.rungs import RungDecoderConfig
 from jaxformer.nn.parameters import parameter_axes
 from jaxformer.train.optimizer import make_optimizer, make_schedule
 

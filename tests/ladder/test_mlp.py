@@ -8,9 +8,9 @@ import pytest
 
 from jaxformer.decode.weights import restored, store
 from jaxformer.errors import UserError
-from jaxformer.models.mlp import MLPConfig
+from jaxformer.ladder.mixing import Mixing
+from jaxformer.ladder.mlp import MLPConfig
 from jaxformer.models.objective import next_token_nll
-from jaxformer.nn.mixing import Mixing
 from tests.arrays import apply, assert_close, build, normal, random_params, random_tokens
 
 V, T = 23, 7
