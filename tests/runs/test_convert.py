@@ -2,12 +2,15 @@
 of all decoders."""
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from configs import ladder
 from configs.quick import modern
 from jaxformer.config.fields import to_dict
 from jaxformer.ladder.rungs import RungDecoderConfig
@@ -60,6 +63,27 @@ def test_earlier_fields_of_rope_are_read_for_any_decoder(tmp_path):
     assert read_config(tmp_path) == replace(modern, model=replace(modern.model, rope_periods=(2.0, 8.0)))
 
 
-def test_a_rung_is_stored_as_one(tmp_path):
-    write_config(tmp_path, read(tmp_path, value_embedding=True))
-    assert type(read_config(tmp_path).model) is RungDecoderConfig
+@pytest.mark.parametrize("module", ["{file}.", "jaxformer.models.{file}:", "jaxformer.ladder.{file}:"])
+@pytest.mark.parametrize("name", ["mix_qkv", "attention_unscaled", "rmsnorm"])
+def test_a_rung_is_found_where_earlier_versions_had_its_class(tmp_path, name, module):
+    config = getattr(ladder, name)
+    write_config(tmp_path, config)
+    stored = json.loads((tmp_path / "config.json").read_text())
+    where, _, cls = stored["model"]["kind"].rpartition(":")
+    stored["model"]["kind"] = module.format(file=where.rpartition(".")[2]) + cls
+    (tmp_path / "config.json").write_text(json.dumps(stored))
+    assert read_config(tmp_path) == config
+    assert type(read_config(tmp_path).model) is type(config.model)
+
+
+@pytest.mark.slow
+def test_a_class_is_imported_from_the_package_alone(tmp_path):
+    """A run knows its class by the name of its module, which nothing else need have imported."""
+    write_config(tmp_path, ladder.attention_unscaled)
+    program = f"""
+from pathlib import Path
+from jaxformer.runs.run import read_config
+print(type(read_config(Path({str(tmp_path)!r})).model).__module__)
+"""
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert (found.stdout, found.stderr) == ("jaxformer.ladder.rungs\n", "")

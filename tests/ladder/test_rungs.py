@@ -1,0 +1,68 @@
+"""Decoders of the ladder beside a plain decoder."""
+
+from dataclasses import replace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxformer.config import Config
+from jaxformer.config.fields import differences
+from jaxformer.data.windows import TextConfig
+from jaxformer.inspect.activations import capture
+from jaxformer.interop.obstacles import Obstacle, obstacles
+from jaxformer.models.decoder import DecoderConfig
+from jaxformer.models.moe import MoEConfig
+from jaxformer.ops.cache import read_layer
+from tests.arrays import apply, build, random_tokens, rung_like
+
+PLAIN = DecoderConfig(11, 5, 12, n_blocks=2, n_heads=6, n_kv_heads=2, d_ff=(8,), norm="rmsnorm", positions="rope")
+
+
+def test_a_value_embedding_is_added_to_the_values_of_each_block_and_cached_with_them() -> None:
+    config = rung_like(PLAIN, value_embedding=True, value_dim=3, embedding_scale=2.0)
+    (model, params), tokens_T = build(config), random_tokens(11, 5)
+    for i in range(2):
+        params[f"blocks_{i}"]["attention"]["W_V"] *= 0
+    added_GTK = 2 * params["value_embedding"]["W_E"][tokens_T].reshape(5, 2, 3).swapaxes(0, 1)
+    for v_GTK in capture(model, params, tokens_T, names="*.v").values():
+        np.testing.assert_array_equal(v_GTK, added_GTK)
+    empty = model.init_cache(5)
+    _, cache = apply(model, params, tokens_T, jnp.arange(5), empty, 0, method="extend")
+    for layer in cache.layers:
+        np.testing.assert_array_equal(read_layer(layer, jnp.float32)[1], added_GTK)
+
+
+def test_a_rung_with_the_parts_of_a_plain_decoder_is_one_in_exports_and_resumed_runs() -> None:
+    config = Config("x", PLAIN, TextConfig(), 1)
+    for plain in (PLAIN, MoEConfig(**vars(PLAIN), n_experts=2)):
+        same = replace(config, model=rung_like(plain, projection_std=0.02))
+        assert differences(same.model, plain) == differences(plain, same.model) == []
+        assert obstacles(same, "hf") == obstacles(replace(config, model=plain), "hf") != []
+        assert differences(replace(same.model, n_blocks=3), plain)
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"scaled": False},
+        {"residual": False},
+        {"value_embedding": True},
+        {"value_dim": 5},
+        {"head_dim": 12, "output_projection": False},
+        {"unembedding": "mlp", "residual": False},
+    ],
+    ids=str,
+)
+def test_a_rung_with_a_part_of_its_own_is_not_exported_as_a_decoder(part: dict[str, Any]) -> None:
+    model = rung_like(PLAIN, **part)
+    assert differences(model, PLAIN)
+    assert obstacles(Config("x", model, TextConfig(), 1), "hf") == [
+        Obstacle("model", "RungDecoderConfig", "DecoderConfig")
+    ]
+
+
+def test_a_subclass_of_ones_own_is_not_exported_as_a_decoder() -> None:
+    own = type("OwnConfig", (DecoderConfig,), {})(**vars(PLAIN))
+    assert obstacles(Config("x", own, TextConfig(), 1), "hf") == [Obstacle("model", "OwnConfig", "DecoderConfig")]
