@@ -75,8 +75,7 @@ class Contract:
     """True if the model reads exactly `max_tokens` tokens and predicts only the next one."""
     has_features: bool = False
     """True if the call is `unembed(features(*inputs))`, from `(T, D)` to `(T, V)`. To allow computing logits in chunks,
-    `unembed` is `unembedding()`, an `ops.linear_cross_entropy.Unembedding`, applied to `readout(features)`; if the
-    readout is already the logits, `unembedding()` is None."""
+    `unembed` is `unembedding()`, an `ops.linear_cross_entropy.Unembedding`, applied to `readout(features)`."""
     has_cache: bool = False
     """True if the method `extend(tokens_T, positions_T, cache, slot)` returns features and the updated cache. A causal
     language model creates the cache with `init_cache(n_slots, dtype)`, a sequence-to-sequence model with

@@ -24,7 +24,6 @@ from jaxformer.nn.embedding import Embedding
 from jaxformer.nn.execution import PLAIN, Execution
 from jaxformer.nn.local_heads import LocalHeads
 from jaxformer.ops.cache import KVCache
-from jaxformer.ops.linear_cross_entropy import Unembedding
 
 
 @dataclass(frozen=True)
@@ -92,7 +91,8 @@ class RungDecoderConfig(MoEConfig):
 
     @property
     def contract(self) -> Contract:
-        return replace(super().contract, has_residual_stream=self.residual)
+        has_features = self.unembedding != "mlp"  # the last block returns the logits
+        return replace(super().contract, has_residual_stream=self.residual, has_features=has_features)
 
     def is_same_model(self, other: object) -> bool:
         if type(other) in (DecoderConfig, MoEConfig):
@@ -165,8 +165,8 @@ class RungDecoder(Decoder):
         with nn.intercept_methods(with_added):
             yield
 
-    def unembedding(self) -> Unembedding | None:
-        return None if self.config.unembedding == "mlp" else super().unembedding()
+    def unembed(self, x_TD: jax.Array) -> jax.Array:
+        return self.readout(x_TD) if self.config.unembedding == "mlp" else super().unembed(x_TD)
 
 
 class PlainBlock(Block):

@@ -202,15 +202,14 @@ class Decoder(nn.Module):
 
     def unembed(self, x_TD: jax.Array) -> jax.Array:
         """Return logits `(T, V)` for the residual stream `(T, D)`, or `(V,)` for `(D,)`."""
-        x_TD, layer = self.readout(x_TD), self.unembedding()
-        return x_TD if layer is None else layer.logits(x_TD)
+        return self.unembedding().logits(self.readout(x_TD))
 
     def readout(self, x_TD: jax.Array) -> jax.Array:
         """Return the input of `unembedding`, `(T, D)`: the residual stream after the final norm."""
         return self.final_norm(x_TD) if self.config.final_norm else x_TD
 
-    def unembedding(self) -> Unembedding | None:
-        """Return the layer from readout to logits; None if the readout is already the logits."""
+    def unembedding(self) -> Unembedding:
+        """Return the layer from readout to logits."""
         c = self.config
         return Unembedding(self.embedding.W_E.T if c.unembedding == "tied" else self.W_out, None, c.logit_soft_cap)
 
