@@ -93,7 +93,7 @@ class Evaluator:
     def __call__(self, params: Params, n: int | None = None) -> Evaluation:
         """Return the evaluation on all held-out examples, or on `n` evenly spaced ones.
 
-        The batch size is that of training, but no larger than `n` needs: the plain ladder trains with 4,096 examples
+        The batch size is that of training, but no larger than `n` needs: a run may train with 4,096 examples
         per batch, and is evaluated on 512.
 
         Raises:

@@ -20,6 +20,7 @@ from tests.arrays import apply, build, random_tokens, rung_like
 PLAIN = DecoderConfig(11, 5, 12, n_blocks=2, n_heads=6, n_kv_heads=2, d_ff=(8,), norm="rmsnorm", positions="rope")
 
 
+@pytest.mark.slow
 def test_a_value_embedding_is_added_to_the_values_of_each_block_and_cached_with_them() -> None:
     config = rung_like(PLAIN, value_embedding=True, value_dim=3, embedding_scale=2.0)
     (model, params), tokens_T = build(config), random_tokens(11, 5)
