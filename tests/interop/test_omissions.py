@@ -85,6 +85,16 @@ def test_folders_hold_the_whole_tokenizer(small: Run, tmp_path: Path, case: str,
     assert export_run(run, file_format, tmp_path / "out") == [TRAINING] * (file_format == "hf")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("file_format", "omitted"), [("hf", []), ("gguf", ["the sampling setting typical_p 0.3"])])
+def test_sampling_settings_come_back_or_are_named(small: Run, tmp_path: Path, file_format: Any, omitted: list[str]):
+    held = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.05, "repetition_penalty": 1.2}
+    run = replace(small, sampling={**held, "typical_p": 0.3})
+    path = tmp_path / f"x.{file_format}"
+    assert export_run(run, file_format, path) == [TRAINING, *omitted]
+    assert load_run(import_run(path, tmp_path / "run")[0]).sampling == (held if omitted else run.sampling)
+
+
 def test_three_ends_of_text_are_those_of_the_file(small: Run, tmp_path: Path):
     gguf = pytest.importorskip("gguf")
     run = with_tokenizer(small, {"eos_token_ids": [0, 280, 281], "pad_token": "<pad>"})
