@@ -285,7 +285,8 @@ def _interpolated_heads(scales: PerHead, replacements: Activations) -> AbstractC
         scale_H11, replacement_H1K = scales[layer][:, None, None], replacements[layer][:, None]
         return (scale_H11 * value_HTK + (1 - scale_H11) * replacement_H1K).astype(value_HTK.dtype)
 
-    return intervene([f"{layer}.z" for layer in scales], interpolate)
+    names = [f"{layer}.z" for layer in scales]
+    return intervene(names, interpolate, missing_ok=True)  # without jit, blocks that are skipped are not traced either
 
 
 @partial(jax.jit, static_argnames="model")
@@ -374,6 +375,6 @@ def attention_parameters(params: Params, layer: str) -> dict[str, jax.Array]:
     for path, x in flatten_dict(params).items():
         parent, _, name = dotted(path).rpartition(".")
         layers[parent][name] = x
-    if layer not in layers:
-        raise unknown_name(layer, [name for name in layers if name.endswith("attention")], "attention layer")
+    if "W_Q" not in layers.get(layer, ()):
+        raise unknown_name(layer, [name for name in layers if "W_Q" in layers[name]], "attention layer")
     return layers[layer]

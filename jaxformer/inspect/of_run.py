@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxformer.contract import contract_of
 from jaxformer.data.dataset import Batch
-from jaxformer.models.inputs import check_next_tokens
+from jaxformer.models.inputs import check_example, check_examples, check_next_tokens
 from jaxformer.models.objective import Params, is_causal_lm
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def _refuse_text(x: Any) -> Any:
 def _is_one(texts: Any) -> bool:
     """Return True for a single text: a string, or token ids `(T,)`."""
     if isinstance(texts, list):
-        return bool(texts) and all(isinstance(token, int) for token in texts)
+        return bool(texts) and all(isinstance(x, int | np.integer) and not isinstance(x, bool) for x in texts)
     return isinstance(texts, str) or (_are_ids(texts) and texts.ndim == 1)
 
 
@@ -82,7 +82,9 @@ def _are_several(texts: Any) -> bool:
 
 
 def _rows(texts: Any, encode: Encode) -> list[jax.Array]:
-    """Return the tokens of each of several texts, or of one."""
+    """Return the tokens of each of several texts, or of one. Raises `ValueError` without any."""
+    if isinstance(texts, list | tuple) and not texts:
+        raise ValueError("there are no texts; give at least one.")
     return [jnp.asarray(encode(text)) for text in ([texts] if _is_one(texts) else texts)]
 
 
@@ -113,7 +115,8 @@ def next_token_batch(model: nn.Module, rows: list[jax.Array]) -> Batch:
 
 
 def _convert_tokens(bound: inspect.BoundArguments, name: str, encode: Encode) -> None:
-    bound.arguments[name] = encode(bound.arguments[name])
+    bound.arguments[name] = tokens = encode(bound.arguments[name])
+    check_example(bound.args[0], tokens)
 
 
 def _convert_inputs(bound: inspect.BoundArguments, name: str, encode: Encode) -> None:
@@ -124,19 +127,23 @@ def _convert_inputs(bound: inspect.BoundArguments, name: str, encode: Encode) ->
 
 
 def _convert_texts(bound: inspect.BoundArguments, name: str, encode: Encode) -> None:
-    bound.arguments[name] = _rows(bound.arguments[name], encode)
+    bound.arguments[name] = texts = _rows(bound.arguments[name], encode)
+    for tokens_T in texts:
+        check_example(bound.args[0], tokens_T)
 
 
 def _convert_example(bound: inspect.BoundArguments, name: str, encode: Encode) -> None:
     if _is_one(text := bound.arguments[name]):
         batch = next_token_batch(bound.args[0], _rows(text, encode))
         bound.arguments[name] = jax.tree.map(lambda x: x[0], batch)
+    check_example(bound.args[0], *bound.arguments[name].inputs)
 
 
 def _convert_batch(bound: inspect.BoundArguments, name: str, encode: Encode) -> None:
     texts = bound.arguments[name]
     if _is_one(texts) or _are_several(texts) or (_are_ids(texts) and texts.ndim == 2):
         bound.arguments[name] = next_token_batch(bound.args[0], _rows(texts, encode))
+    check_examples(bound.args[0], *bound.arguments[name].inputs)
 
 
 def _convert_inputs_B(bound: inspect.BoundArguments, name: str, encode: Encode) -> None:
@@ -151,6 +158,7 @@ def _convert_inputs_B(bound: inspect.BoundArguments, name: str, encode: Encode) 
                 raise ValueError("the texts have different numbers of tokens; give texts of one length")
             bound.arguments["target_mask_BT"] = mask_BT
     bound.arguments[name] = inputs
+    check_examples(bound.args[0], *inputs)
 
 
 CONVERSIONS: dict[str, Callable[[inspect.BoundArguments, str, Encode], None]] = {

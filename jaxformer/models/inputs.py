@@ -11,6 +11,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxformer.contract import Contract, contract_of
 from jaxformer.errors import batch_hint
@@ -31,6 +32,15 @@ def check_example(model: nn.Module, *inputs: Any) -> None:
         elif len(got := jnp.shape(x)) != (n_axes := len(declared.shape)):
             hint = batch_hint(got, n_axes)
             raise ValueError(f"expected an input of shape {declared.shape}, got {got}{hint}.")
+
+
+def check_examples(model: nn.Module, *inputs_B: Any) -> None:
+    """Check each of several examples as `check_example` does; not under tracing, nor if other processes hold some."""
+    arrays = [x for x in inputs_B if x is not None]
+    if not any(isinstance(x, jax.core.Tracer) or not getattr(x, "is_fully_addressable", True) for x in arrays):
+        inputs_B = tuple(None if x is None else np.asarray(x) for x in inputs_B)
+        for i in range(min(map(len, arrays), default=0)):
+            check_example(model, *(None if x is None else x[i] for x in inputs_B))
 
 
 def valid_tokens(contract: Contract, inputs: tuple[Any, ...]) -> Any:
