@@ -78,9 +78,10 @@ class Replay:
     def train(
         self, weights_N: np.ndarray | None = None, without: Collection[int] = (), progress: Progress = lambda *_: None
     ) -> Params:
-        """Train again and return the last parameters, float32. By default, and if all weights are 1, they equal the
-        run's to the last bit on the same devices, versions and XLA flags. A step in which a target has another weight
-        also rounds differently.
+        """Train again, with the run's present config and data, and return the last parameters, float32. By default, and
+        if all weights are 1, they equal the run's to the last bit on the same devices, versions and XLA flags, unless
+        the run was resumed with other settings or data than it began with, such as more steps of a schedule. A step in
+        which a target has another weight also rounds differently.
 
         Args:
           weights_N: weight of each document, float32; 1 by default.
