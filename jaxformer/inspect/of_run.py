@@ -78,7 +78,7 @@ def _are_ids(x: Any) -> bool:
 
 
 def _are_several(texts: Any) -> bool:
-    return isinstance(texts, list) and bool(texts) and all(map(_is_one, texts))
+    return isinstance(texts, list | tuple) and bool(texts) and all(map(_is_one, texts))
 
 
 def _rows(texts: Any, encode: Encode) -> list[jax.Array]:
@@ -114,9 +114,20 @@ def next_token_batch(model: nn.Module, rows: list[jax.Array]) -> Batch:
     return Batch((tokens_BT[:, :-1],), tokens_BT[:, first:], weights_BT)
 
 
+def _batch(bound: inspect.BoundArguments, name: str) -> Batch:
+    if not isinstance(batch := bound.arguments[name], Batch):
+        shape = f" of shape {batch.shape}" if hasattr(batch, "shape") else ""
+        raise TypeError(f"the {name} is a {type(batch).__name__}{shape}; give a Batch, or a text or its tokens (T,).")
+    return batch
+
+
 def _convert_tokens(bound: inspect.BoundArguments, name: str, encode: Encode) -> None:
-    bound.arguments[name] = tokens = encode(bound.arguments[name])
-    check_example(bound.args[0], tokens)
+    bound.arguments[name] = encode(bound.arguments[name])
+
+
+def _convert_tokens_T(bound: inspect.BoundArguments, name: str, encode: Encode) -> None:
+    _convert_tokens(bound, name, encode)
+    check_example(bound.args[0], bound.arguments[name])
 
 
 def _convert_inputs(bound: inspect.BoundArguments, name: str, encode: Encode) -> None:
@@ -136,14 +147,14 @@ def _convert_example(bound: inspect.BoundArguments, name: str, encode: Encode) -
     if _is_one(text := bound.arguments[name]):
         batch = next_token_batch(bound.args[0], _rows(text, encode))
         bound.arguments[name] = jax.tree.map(lambda x: x[0], batch)
-    check_example(bound.args[0], *bound.arguments[name].inputs)
+    check_example(bound.args[0], *_batch(bound, name).inputs)
 
 
 def _convert_batch(bound: inspect.BoundArguments, name: str, encode: Encode) -> None:
     texts = bound.arguments[name]
     if _is_one(texts) or _are_several(texts) or (_are_ids(texts) and texts.ndim == 2):
         bound.arguments[name] = next_token_batch(bound.args[0], _rows(texts, encode))
-    check_examples(bound.args[0], *bound.arguments[name].inputs)
+    check_examples(bound.args[0], *_batch(bound, name).inputs)
 
 
 def _convert_inputs_B(bound: inspect.BoundArguments, name: str, encode: Encode) -> None:
@@ -162,7 +173,8 @@ def _convert_inputs_B(bound: inspect.BoundArguments, name: str, encode: Encode) 
 
 
 CONVERSIONS: dict[str, Callable[[inspect.BoundArguments, str, Encode], None]] = {
-    **dict.fromkeys(("tokens", "tokens_T"), _convert_tokens),
+    "tokens": _convert_tokens,
+    "tokens_T": _convert_tokens_T,
     **dict.fromkeys(("inputs", "source"), _convert_inputs),
     "texts": _convert_texts,
     "example": _convert_example,

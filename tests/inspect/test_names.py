@@ -161,6 +161,8 @@ AT_ONCE = {
     "an example": (lambda: inspect.backward_lens(MODEL, PARAMS, Batch((OUTSIDE,), TOKENS[:2])), ValueError),
     "a batch": (lambda: inspect.per_example_gradients(MODEL, PARAMS, Batch((OUTSIDE[None],), TOKENS[:2])), ValueError),
     "inputs": (lambda: inspect.head_statistics(MODEL, PARAMS, OUTSIDE[None]), ValueError),
+    "a batch for an example": (lambda: inspect.backward_lens(MODEL, PARAMS, TOKENS[None]), TypeError),
+    "tokens of three axes": (lambda: inspect.sharpness(MODEL, PARAMS, TOKENS[None, None]), TypeError),
     "bools for tokens": (lambda: inspect.backward_lens(MODEL, PARAMS, Batch(([True, False],), TOKENS[:2])), TypeError),
 }  # fmt: skip
 """Calls that are refused before a program is traced, in which tokens have no values."""
