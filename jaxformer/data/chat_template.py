@@ -69,6 +69,14 @@ class ChatTemplate:
         self._compiled, self._unmarked = self._compile(self._mark), self._compile(lambda text: text)
         self._for_tools = None if for_tools is None else ChatTemplate(for_tools, tokenizer, f"{name} for tools")
 
+    @property
+    def published(self) -> str | list[dict[str, str]]:
+        """Its value in a `tokenizer_config.json`: its source, or that of both templates by name."""
+        if self._for_tools is None:
+            return self.source
+        sources = {"default": self.source, FOR_TOOLS: self._for_tools.source}
+        return [{"name": name, "template": source} for name, source in sources.items()]
+
     @classmethod
     def of_tokenizer(cls, tokenizer: Tokenizer) -> ChatTemplate:
         """Return the template that a tokenizer was published with. Raises `UserError` if it has none."""

@@ -267,9 +267,9 @@ class Tokenizer:
         """Chat templates in the config, by name; a single one is named default."""
         return named_templates(self.config)
 
-    def with_chat_template(self, source: str) -> Tokenizer:
-        """Return the tokenizer with a chat template in its config."""
-        return Tokenizer(self._inner, self.one_in, {**self.config, "chat_template": source})
+    def with_chat_template(self, template: str | list[dict[str, str]]) -> Tokenizer:
+        """Return the tokenizer with a chat template, or several by name, in its config."""
+        return Tokenizer(self._inner, self.one_in, {**self.config, "chat_template": template})
 
     def with_ends(self, texts: Iterable[str]) -> Tokenizer:
         """Return the tokenizer with more special tokens, given by their texts, that end a generated text."""

@@ -522,6 +522,7 @@ def test_a_template_beside_the_tokenizer_has_precedence(published, tmp_path):
     template = ChatTemplate.of_tokenizer(tokenizer)
     assert template.source == CHATML
     assert template.render(CHAT, [{}, {}]).text == "2<|x|>" != template.render(CHAT).text
+    assert {each["name"]: each["template"] for each in template.published} == tokenizer.chat_templates
     (tmp_path / "additional_chat_templates").mkdir()
     (tmp_path / "additional_chat_templates/tool_use.jinja").write_text("other")
     with pytest.raises(UserError, match=r"has no chat template but tool_use, which only tools or documents have; name"):
