@@ -27,6 +27,7 @@ from jaxformer.nn.attention import AXES
 from jaxformer.nn.execution import skip_blocks
 from jaxformer.nn.parameter_norms import dotted
 from jaxformer.ops.attention import row_entropy
+from jaxformer.ops.precision import upcast
 from jaxformer.terminal import first_rows
 
 MAX_ABLATED_TARGETS = 2048
@@ -333,6 +334,7 @@ def singular_values(attention: Params) -> tuple[jax.Array, jax.Array]:
     Args:
       attention: parameters of an attention layer; without a `W_O`, W_OV is W_V.
     """
+    attention = jax.tree.map(upcast, attention)  # XLA has no decomposition of bfloat16
     W_Q_HDK, W_K_HDK, W_V_HDK = (jnp.moveaxis(attention[name], 1, 0) for name in ("W_Q", "W_K", "W_V"))
     W_K_HDK, W_V_HDK = (jnp.repeat(W, len(W_Q_HDK) // len(W), axis=0) for W in (W_K_HDK, W_V_HDK))
     R = partial(jnp.linalg.qr, mode="r")  # A Bᵀ has the singular values of R_A R_Bᵀ, which is small
