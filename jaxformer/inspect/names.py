@@ -58,7 +58,7 @@ def check_index(index: SupportsIndex, size: int, kind: str, of: str) -> int:
 
 def as_indices(at: SupportsIndex | Iterable[SupportsIndex]) -> tuple[SupportsIndex, ...]:
     """Return one index, or several, as a tuple."""
-    return tuple(at) if isinstance(at, Iterable) and np.ndim(at) else (at,)  # type: ignore[arg-type]
+    return tuple(at) if isinstance(at, Iterable) and np.ndim(at) else (at,)  # type: ignore[arg-type, return-value]
 
 
 def check_indices(at: SupportsIndex | Iterable[SupportsIndex], shape: tuple[int, ...], of: str) -> tuple[int, ...]:
