@@ -9,8 +9,6 @@ from fnmatch import fnmatchcase
 from operator import index as as_int
 from typing import SupportsIndex
 
-import numpy as np
-
 from jaxformer.nn.capture import Path
 from jaxformer.nn.parameter_norms import HEADS_FIRST, dotted
 
@@ -58,7 +56,9 @@ def check_index(index: SupportsIndex, size: int, kind: str, of: str) -> int:
 
 def as_indices(at: SupportsIndex | Iterable[SupportsIndex]) -> tuple[SupportsIndex, ...]:
     """Return one index, or several, as a tuple."""
-    return tuple(at) if isinstance(at, Iterable) and np.ndim(at) else (at,)  # type: ignore[arg-type, return-value]
+    if isinstance(at, Iterable) and getattr(at, "ndim", 1):  # an array without axes is one index
+        return tuple(at)
+    return (at,)  # type: ignore[return-value]
 
 
 def check_indices(at: SupportsIndex | Iterable[SupportsIndex], shape: tuple[int, ...], of: str) -> tuple[int, ...]:
