@@ -56,7 +56,7 @@ def check_index(index: SupportsIndex, size: int, kind: str, of: str) -> int:
 
 def as_indices(at: SupportsIndex | Iterable[SupportsIndex]) -> tuple[SupportsIndex, ...]:
     """Return one index, or several, as a tuple."""
-    if isinstance(at, Iterable) and getattr(at, "ndim", 1):  # an array without axes is one index
+    if isinstance(at, Iterable) and getattr(at, "ndim", True):  # an array without axes is one index
         return tuple(at)
     return (at,)  # type: ignore[return-value]
 
