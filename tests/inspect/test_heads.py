@@ -20,6 +20,7 @@ from jaxformer.inspect.heads import (
     layer_statistics,
     target_mask,
 )
+from jaxformer.inspect.pages.model_sections import ABOUT_HEADS
 from jaxformer.inspect.softmax_saturation import saturation
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.objective import objective_of
@@ -43,6 +44,8 @@ def test_layer_statistics_by_hand():
     np.testing.assert_allclose(result.previous, [(1 / 2 + 1 / 3 + 1 / 4) / 3, 1, 1], rtol=1e-6)
     np.testing.assert_allclose(result.duplicate, [(1 / 3 + 1 / 4) / 2, 0, 0], rtol=1e-6)
     np.testing.assert_allclose(result.induction, [(1 / 3 + 1 / 4) / 2, 1, 1], rtol=1e-6)
+    rows = "distance to the attended positions, over all rows;", "on the previous one, over all rows but the first;"
+    assert all(part in ABOUT_HEADS for part in rows)  # the caption of the page
 
 
 @pytest.mark.slow
