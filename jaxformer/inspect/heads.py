@@ -131,7 +131,8 @@ def head_statistics(
       inputs_B: inputs of the model, for several examples.
       target_mask_BT: True where a target is not padding.
     """
-    groups = jax.device_get(_head_statistics(model, params, inputs_B, target_mask_BT))
+    with jax.debug_nans(False):  # NaN is no fault here
+        groups = jax.device_get(_head_statistics(model, params, inputs_B, target_mask_BT))
     at = {place: jax.tree.map(lambda x, n=n: x[n], x) for group, x in groups.items() for n, place in enumerate(group)}
     return {layer: x.without_positions() if CROSS in layer else x for (_, layer), x in sorted(at.items())}
 

@@ -70,6 +70,8 @@ def test_head_statistics_are_means_over_examples():
     for name in ("entropy", "normalized_entropy", "distance", "previous", "duplicate"):
         expected = np.nanmean([getattr(x, name) for x in one], axis=0)
         np.testing.assert_allclose(getattr(result["blocks.1.attention"], name), expected, rtol=1e-4, atol=1e-6)
+    with jax.debug_nans(True):  # which takes no statistic without rows for a fault
+        assert np.isnan(head_statistics(model, params, jnp.arange(5)[None])["blocks.0.attention"].induction).all()
 
 
 def test_results_for_many_heads_fit_on_a_screen():
