@@ -71,7 +71,7 @@ def _encode(run: Run | None, x: Any) -> Any:
 def _is_one(texts: Any) -> bool:
     """Return True for a single text: a string, or token ids `(T,)`."""
     if isinstance(texts, list):
-        return bool(texts) and all(isinstance(token, int | np.integer) for token in texts)
+        return bool(texts) and all(isinstance(x, int | np.integer) or (_are_ids(x) and x.ndim == 0) for x in texts)
     return isinstance(texts, str) or (_are_ids(texts) and texts.ndim == 1)
 
 
@@ -84,8 +84,11 @@ def _are_several(texts: Any) -> bool:
 
 
 def _rows(texts: Any, run: Run | None) -> list[jax.Array]:
-    """Return the tokens of each of several texts, or of one."""
-    return [as_array(_encode(run, text)) for text in ([texts] if _is_one(texts) else texts)]
+    """Return the tokens of each of several texts, or of one. Raises `ValueError` if there is none."""
+    rows = [as_array(_encode(run, text)) for text in ([texts] if _is_one(texts) else texts)]
+    if not rows:
+        raise ValueError("there is no text; give one or more")
+    return rows
 
 
 def _padded(rows: list[jax.Array]) -> tuple[jax.Array, np.ndarray | None]:

@@ -63,7 +63,10 @@ def test_a_run_stands_for_its_model_and_parameters_and_a_text_for_its_tokens(run
     equal([got[name] for name in ("tokens", "inputs", "texts")], [one, (one,), [one, two]])
     equal(instrument(run, run.params, texts=one)["texts"], [one])
     equal(instrument(run.model, run.params, inputs=[one, None])["inputs"], (one, None))
-    equal([instrument(*of, tokens=one.tolist())["tokens"] for of in ((run,), (run.model, run.params))], [one, one])
+    for ids in (one.tolist(), list(np.asarray(one)), list(one)):
+        equal([instrument(*of, tokens=ids)["tokens"] for of in ((run,), (run.model, run.params))], [one, one])
+    with pytest.raises(ValueError, match="there is no text; give one or more"):
+        instrument(run, texts=[])
     with pytest.raises(TypeError, match=r"the text 'The cat sees\.' needs a tokenizer; give the run in place"):
         instrument(run.model, run.params, tokens=TEXTS[0])
     with pytest.raises(TypeError, match="expected a run, or a model and its parameters; got a dict"):
