@@ -63,6 +63,11 @@ def test_pages_hold_commands_and_snippets():
     assert len(list(filter(None, SNIPPETS.values()))) >= 3 and len(COMMANDS) >= 20
 
 
+def test_the_comparison_has_the_projects_that_readers_know():
+    page = (ROOT / "docs/comparison.md").read_text()
+    assert {"nanoGPT", "transformers", "Keras", "Penzai", "Bonsai", "Tunix", "nanochat"} <= {*re.findall(r"\w+", page)}
+
+
 def test_the_readme_is_short():
     shown = re.sub("<!--.*?-->", "", PAGES[Path("README.md")])
     assert len(shown.split()) <= MAX_README_WORDS
@@ -164,7 +169,9 @@ def test_snippets_run(here, monkeypatch, capsys, page):
     # The reader's text is longer than the small model's context.
     snippet = SNIPPETS[page].replace("The state of the Union is strong.", "The cat sees.").replace(" of the world", "")
     monkeypatch.chdir(here)
-    exec(snippet, {})
+    # Instruments work where users forbid implicit axes and dtypes.
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        exec(snippet, {})
     assert bool(capsys.readouterr().out) == ("print" in snippet)
 
 

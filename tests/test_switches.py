@@ -16,6 +16,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxformer.config import Config, OptimizerConfig, TrainConfig
 from jaxformer.data.windows import TextConfig, next_token_batch
+from jaxformer.inspect import intervene
 from jaxformer.models.objective import mean_loss, objective_of
 from jaxformer.nn.execution import PLAIN, Execution
 from jaxformer.ops import blockwise, cache, quantized
@@ -101,6 +102,16 @@ def test_training_steps_are_those_without_a_switch(name: str, switch: str) -> No
     with SWITCHES[switch]():
         measured = trained(MODELS[name])
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-4), measured, expected)
+
+
+@pytest.mark.slow
+def test_an_intervention_holds_no_traced_value_of_a_model() -> None:
+    """Not even that a model sows within `jax.vmap`, while the context is open."""
+    model = MODELS["experts"].build()
+    batch = next_token_batch(np.asarray(TOKENS), model.config.n_predicted)
+    params = jax.eval_shape(lambda: model.init(jax.random.key(0), batch.inputs[0][0])["params"])
+    with jax.checking_leaks(), intervene("blocks.0.attn_out", lambda _, value: value):
+        jax.eval_shape(partial(mean_loss, model), params, batch)
 
 
 def on_axes(function: Callable, kind: AxisType, params: Any, *arrays: Any, with_context: bool = True) -> Any:

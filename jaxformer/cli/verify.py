@@ -20,6 +20,7 @@ from jaxformer.cli.options import CommandLine
 from jaxformer.config import ComputeConfig
 from jaxformer.config.fields import Range, Seed
 from jaxformer.contract import Task
+from jaxformer.data.dataset import Batch
 from jaxformer.errors import command
 from jaxformer.inspect.property_checks import ROUNDING, Check, largest_of, random_inputs, relative_error, verify
 from jaxformer.models.objective import Params
@@ -82,7 +83,7 @@ def _row(check: Check) -> str:
 
 def _checks(run: Run, options: Arguments) -> Iterator[Check]:
     inputs = random_inputs(run.config.model, options.examples, options.seed, options.tokens)
-    for check in verify(run.model, run.params, inputs, _targets(run, inputs, options.seed)):
+    for check in verify(run, Batch(inputs, _targets(run, inputs, options.seed))):
         yield check
     if check.name == "finite":  # it failed and ended the checks
         return
@@ -137,7 +138,6 @@ def _example_keys(run: Run, options: Arguments) -> Check:
 
 def _several_devices(run: Run, options: Arguments) -> Check:
     """Check that a batch has the same training loss and gradient, including dropout, on one device and on all."""
-    from jaxformer.data.dataset import Batch
     from jaxformer.parallel.mesh import replicated
     from jaxformer.train.step import make_gradient
 

@@ -145,14 +145,17 @@ def check_context(model: nn.Module, context_length: int) -> None:
 
 def check_rows(model: nn.Module, rows: Sequence[Sequence[int]], context_length: int, name: str) -> None:
     """Raise `ValueError` if a row, which messages call `name`, does not have 1 to `context_length` tokens, or has one
-    outside the vocabulary; `TypeError` if tokens are no integers."""
+    outside the vocabulary; `TypeError` if it is no sequence of integers."""
     last = vocab_size(model) - 1
     for number, row in enumerate(rows, start=1):
         label = f"{name} {number}" if len(rows) > 1 else f"the {name}"
-        if not 1 <= len(row) <= context_length:
+        tokens_T = np.asarray(row)
+        if tokens_T.ndim == 1 and not 1 <= len(row) <= context_length:
             limit = f"it must have at least 1 and at most the context's {context_length}"
             raise ValueError(f"{label} has {len(row)} tokens; {limit}.")
-        tokens_T = np.asarray(row).astype(np.int64, casting="same_kind")
+        if tokens_T.ndim != 1 or not np.issubdtype(tokens_T.dtype, np.integer):
+            problem = f"{label} is {tokens_T.dtype} of shape {tokens_T.shape}"
+            raise TypeError(f"{problem}; it must be a sequence of integers, such as int32.")
         if len(outside := tokens_T[(tokens_T < 0) | (tokens_T > last)]):
             raise ValueError(f"{label} has a token {outside[0]}; it must be from 0 to {last}, the vocabulary's last.")
 

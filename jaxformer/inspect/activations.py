@@ -10,6 +10,7 @@ from fnmatch import fnmatchcase
 from functools import partial
 from operator import index as as_int
 from typing import TYPE_CHECKING, Any, SupportsIndex
+from weakref import WeakKeyDictionary
 
 import flax.linen as nn
 import jax
@@ -277,12 +278,13 @@ def intervene(names: Names, edit: Edit, *, missing_ok: bool = False) -> Iterator
       IndexError: an activation has no such head.
     """
     selector = Selector(names)
-    calls: Counter[tuple[object, str]] = Counter()
+    # A root holds traced values, which must not outlive their transformation.
+    calls: WeakKeyDictionary[object, Counter[str]] = WeakKeyDictionary()
 
     def replaced(root: object, path: Path, value: jax.Array) -> jax.Array:
-        call = root, activation_name(path)
-        calls[call] += 1
-        name = call[1] if calls[call] == 1 else f"{call[1]} (call {calls[call]})"
+        name, counts = activation_name(path), calls.setdefault(replaced if root is None else root, Counter())
+        counts[name] += 1
+        name = name if counts[name] == 1 else f"{name} (call {counts[name]})"
         for selected, head in selector.select(name, value.shape):
             part = value if head is None else value[head]
             edited = edit(selected, part)

@@ -18,10 +18,12 @@ import numpy as np
 from jaxformer.errors import UserError, import_extra
 from jaxformer.inspect.activations import Activations, capture
 from jaxformer.inspect.attention import CROSS
+from jaxformer.inspect.of_run import of_run
 from jaxformer.models.inputs import check_example
 from jaxformer.models.objective import Params
 
 
+@of_run
 def alignment(model: nn.Module, params: Params, source_S: jax.Array, target_T: jax.Array) -> jax.Array | None:
     """Return the attention over the source when predicting each next target token, `(T, S)` float32, rows sum to 1.
 
@@ -29,8 +31,8 @@ def alignment(model: nn.Module, params: Params, source_S: jax.Array, target_T: j
     encodes the source as one vector; for a transformer, the mean over the heads of the last cross-attention.
 
     Args:
-      source_S: int32 tokens, without padding.
-      target_T: int32 tokens, the first of which is the start token.
+      source_S: int32 tokens, without padding; with a run, also a text.
+      target_T: int32 tokens, the first of which is the start token; with a run, also a text, before which it is put.
     """
     valid_S = jnp.ones(len(source_S), bool)
     check_example(model, source_S, valid_S, target_T)

@@ -18,6 +18,7 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxformer.data.dataset import Batch
+from jaxformer.inspect.of_run import of_run
 from jaxformer.models import objective
 from jaxformer.models.objective import Params, objective_of
 from jaxformer.nn.parameter_norms import dotted
@@ -76,6 +77,7 @@ class Autopsy:
         return "\n".join(lines)
 
 
+@of_run
 def first_non_finite(
     model: nn.Module,
     params: Params,

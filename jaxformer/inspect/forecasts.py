@@ -213,7 +213,8 @@ def _final_loss(
         return 0.0, min(tokens, pairs)
     learned, noise = pairs, 0.0
     if optimizer.name == "nesterov_sgd" and type(optimizer).rule is OptimizerConfig.rule:
-        rates = np.broadcast_to(make_schedule(optimizer, config.steps)(np.arange(config.steps)), config.steps)
+        steps_N = np.arange(config.steps, dtype=np.float32)
+        rates = np.broadcast_to(make_schedule(optimizer, config.steps)(steps_N), config.steps)
         rates = rates / (1 - optimizer.momentum)
         kernel, own = _kernels(c, moments)
         learned = _table_loss(counts, kernel * float(rates.sum()), variance)

@@ -101,16 +101,17 @@ def layer_statistics(
         return jnp.mean(value_HT, axis=-1, where=jnp.broadcast_to(rows_T, value_HT.shape))
 
     def weight_on(keys_TS: jax.Array, rows_T: jax.Array) -> jax.Array:
-        return mean(jnp.sum(weights_HTS * keys_TS[None], axis=-1), rows_T & keys_TS.any(axis=-1))
+        on_HT = jnp.sum(weights_HTS * keys_TS[None].astype(weights_HTS.dtype), axis=-1)
+        return mean(on_HT, rows_T & keys_TS.any(axis=-1))
 
-    entropy_HT = row_entropy(weights_HTS)
+    entropy_HT, distance_TS = row_entropy(weights_HTS), jnp.abs(query_T1 - key_1S)
     same_TS = (
         jnp.zeros((T, S), bool) if tokens_T is None else (tokens_T[:, None] == tokens_T[None]) & (key_1S < query_T1)
     )
     return HeadStatistics(
         entropy=mean(entropy_HT, valid_T),
         normalized_entropy=mean(entropy_HT / jnp.log(jnp.maximum(n_visible_T, 2))[None], valid_T & (n_visible_T > 1)),
-        distance=mean(jnp.sum(weights_HTS * jnp.abs(query_T1 - key_1S)[None], axis=-1), valid_T),
+        distance=mean(jnp.sum(weights_HTS * distance_TS[None].astype(weights_HTS.dtype), axis=-1), valid_T),
         first=weight_on(jnp.broadcast_to(key_1S == 0, (T, S)), later_T),
         previous=weight_on(key_1S == query_T1 - 1, later_T),
         duplicate=weight_on(same_TS, valid_T),
@@ -131,7 +132,8 @@ def head_statistics(
       inputs_B: inputs of the model, for several examples.
       target_mask_BT: True where a target is not padding.
     """
-    groups = jax.device_get(_head_statistics(model, params, inputs_B, target_mask_BT))
+    with jax.debug_nans(False):  # NaN is no fault here
+        groups = jax.device_get(_head_statistics(model, params, inputs_B, target_mask_BT))
     at = {place: jax.tree.map(lambda x, n=n: x[n], x) for group, x in groups.items() for n, place in enumerate(group)}
     return {layer: x.without_positions() if CROSS in layer else x for (_, layer), x in sorted(at.items())}
 

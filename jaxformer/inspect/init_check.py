@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxformer.inspect.activations import capture
+from jaxformer.inspect.of_run import of_run
 from jaxformer.models.decoder import Decoder, DecoderConfig
 from jaxformer.models.objective import Params
 from jaxformer.models.rungs import RungDecoderConfig, as_rung
@@ -59,8 +60,14 @@ class InitReport:
         return "\n".join([*lines, *(f"warning: {text}" for text in self.warnings)])
 
 
+@of_run
 def check_init(model: Decoder, params: Params, tokens_BT: jax.Array) -> InitReport:
-    """Compare a decoder's statistics at initialisation with the expected ones, and warn of unstable configurations."""
+    """Compare a decoder's statistics with those expected at initialisation, and warn of unstable configurations.
+
+    Args:
+      params: fresh parameters, or those of a run, whose distance from the expected statistics is due to training.
+      tokens_BT: tokens of several examples; with a run, also texts of one length.
+    """
     n_tokens = tokens_BT.shape[1]
     observed = tuple(Moments(*map(float, block)) for block in _observe(model, params, tokens_BT))
     return InitReport(

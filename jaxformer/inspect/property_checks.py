@@ -19,6 +19,7 @@ from jaxformer.contract import Task, contract_of
 from jaxformer.data.dataset import Batch
 from jaxformer.inspect.activations import Activations, Inputs, capture, capture_shapes, intervene
 from jaxformer.inspect.difference_quotients import ACCURACY, compare_slopes
+from jaxformer.inspect.of_run import of_run
 from jaxformer.models.clip import LARGEST_LOG_SCALE
 from jaxformer.models.objective import Params, is_causal_lm, objective_of
 from jaxformer.nn.execution import Execution
@@ -57,16 +58,18 @@ class Check:
         return self.deviation is None or self.deviation <= self.limit
 
 
-def verify(model: nn.Module, params: Params, inputs_B: Inputs, targets_B: jax.Array) -> Iterator[Check]:
+@of_run
+def verify(model: nn.Module, params: Params, batch: Batch) -> Iterator[Check]:
     """Yield a check of each property of one model; stop after the first, finite outputs, if it fails.
 
     The model runs in float32 or, where that deviates by more than `ROUNDING`, in float64.
 
     Args:
       model: model without scanned blocks.
-      inputs_B: inputs of the model, for several examples; see `random_inputs`.
-      targets_B: valid int32 training targets.
+      batch: several examples with valid targets, such as `random_inputs`; with a run, also texts.
     """
+    batch = jax.tree.map(jnp.asarray, batch)
+    inputs_B = batch.inputs
     params = jax.tree.map(upcast, params)
     first = jax.tree.map(lambda x: x[0], inputs_B)
     checks: tuple[tuple[Callable[..., Check], Any], ...] = (
@@ -80,7 +83,7 @@ def verify(model: nn.Module, params: Params, inputs_B: Inputs, targets_B: jax.Ar
         (bits, inputs_B),
         (no_dropout, first),
         (dropout_keys, first),
-        (gradients, jax.tree.map(lambda x: x[:2], Batch(inputs_B, targets_B))),
+        (gradients, jax.tree.map(lambda x: x[:2], batch)),
     )
     for check, argument in checks:
         result = without_rounding(check, model, params, argument)
@@ -203,7 +206,8 @@ def attention_mask(model: nn.Module, params: Params, inputs: Inputs) -> Check:
         visible_TT = (age_TT >= 0) & (age_TT < window)
         if len(inputs) == 2:
             visible_TT |= (jnp.arange(T) < inputs[1])[None] & (age_TT < window)
-        expected_TT = visible_TT / visible_TT.sum(-1, keepdims=True)
+        dtype = weights_HTT.dtype
+        expected_TT = visible_TT.astype(dtype) / visible_TT.sum(-1, keepdims=True, dtype=dtype)
         return jnp.max(jnp.abs(weights_HTT - expected_TT[None]))
 
     largest = largest_of(deviation(*layer) for layer in zip(windows, maps.values(), strict=True))

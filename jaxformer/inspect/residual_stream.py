@@ -96,7 +96,7 @@ def _attribute(
     likeliest_T = values["logits"].argmax(axis=-1)
     direction_TD = out_VD[likeliest_T if target_T is None else jnp.broadcast_to(target_T, likeliest_T.shape)]
     if baseline_T is not None:
-        direction_TD -= out_VD[baseline_T]
+        direction_TD -= out_VD[jnp.broadcast_to(baseline_T, likeliest_T.shape)]
     biases: dict[str, jax.Array] = {}
     if c.final_norm:
         direction_TD, biases = _through_norm(c, "final_norm", params["final_norm"], last_TD, direction_TD)
@@ -134,7 +134,7 @@ def _through_norm(
     if is_layernorm:
         upcast_TD -= upcast_TD.mean(axis=-1, keepdims=True)
     scale_T1 = jax.lax.rsqrt(jnp.mean(jnp.square(upcast_TD), axis=-1, keepdims=True) + epsilon(c.norm, c.norm_eps))
-    before_TD = direction_TD * norm["gamma"] * scale_T1
+    before_TD = direction_TD * norm["gamma"][None] * scale_T1
     if not is_layernorm:
         return before_TD, {}
     # Centring is symmetric: (x - mean x) · d = x · (d - mean d).

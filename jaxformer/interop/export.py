@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from jaxformer.data.tokenizer import TOKENIZER_CONFIG
+from jaxformer.decode.text import default_settings
 from jaxformer.interop.formats import Dtype, Format
 from jaxformer.interop.gguf import export_gguf
 from jaxformer.interop.huggingface import export_huggingface
@@ -19,7 +20,9 @@ def export_run(
 ) -> list[str]:
     """Write a run with weights in a dtype to a new folder or, as GGUF, to a new file; return what the run knows and the
     export does not hold, one phrase each. For `n_slots` see `export_stablehlo`. Raises `UserError` if the path exists,
-    a package for the format is not installed, or the format has no equivalent for a part of the model."""
+    a package for the format is not installed, the format has no equivalent for a part of the model, or a sampling
+    setting of the run is out of range."""
+    default_settings(run)
     if file_format == "stablehlo":
         export_stablehlo(run, path, dtype, n_slots)
     else:

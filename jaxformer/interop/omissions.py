@@ -11,7 +11,8 @@ from jaxformer.data.tokenizer import END_IDS, Tokenizer
 from jaxformer.interop.folder import CONFIG, MODULES, ModelFolder, read_object
 from jaxformer.interop.formats import Format
 from jaxformer.interop.gguf_file import GgufFile
-from jaxformer.runs.run import TOKENIZER, Run
+from jaxformer.interop.sampling import lost
+from jaxformer.runs.run import TOKENIZER, Run, read_sampling
 
 LENGTH = "model_max_length"
 """Setting that is written from the model, whatever the tokenizer's own."""
@@ -26,13 +27,14 @@ def omissions(run: Run, file_format: Format, path: Path) -> list[str]:
     found = [] if file_format == "safetensors" else ["the settings of training"]
     if (tokenizer := run.tokenizer) is None:
         return found
-    if file_format == "gguf":
-        again = GgufFile.open(path).tokenizer()
-    elif file_format == "hf":
-        again = ModelFolder(path, read_object(path / CONFIG), {}).tokenizer()
+    if file_format in ("gguf", "hf"):
+        gguf = file_format == "gguf"
+        published = GgufFile.open(path) if gguf else ModelFolder(path, read_object(path / CONFIG), {})
+        again, sampling = published.tokenizer(), published.sampling()
     else:
-        again = Tokenizer.load(path / TOKENIZER)
-    return found + tokenizer_omissions(tokenizer, again)
+        again, sampling = Tokenizer.load(path / TOKENIZER), read_sampling(path)
+    settings = [f"the sampling setting {name} {value}" for name, value in lost(run.sampling, sampling).items()]
+    return found + settings + tokenizer_omissions(tokenizer, again)
 
 
 def tokenizer_omissions(ours: Tokenizer, again: Tokenizer) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from math import isclose, nan
 from typing import Any
 
 from jaxformer.decode.samplers import Sampling
@@ -80,14 +81,23 @@ def as_generation_config(settings: Mapping[str, float]) -> dict[str, float | boo
 
 
 def as_gguf(settings: Mapping[str, float]) -> dict[str, float]:
-    """Return the metadata of a GGUF file, of which `from_gguf` returns these settings; warns of those that it lacks."""
+    """Return the metadata of a GGUF file, of which `from_gguf` returns these settings, but for those without a key."""
     if not settings:
         return {}
-    lacking = [name for name in settings if name not in GGUF_KEYS.values()]
-    if lacking:
-        warn(f"GGUF has no key for {', '.join(lacking)}, which {'is' if len(lacking) == 1 else 'are'} left out.")
     values = {"temperature": 1.0, **NEUTRAL, **settings}
     return {PREFIX + key: values[ours] for key, ours in GGUF_KEYS.items()}
+
+
+def lost(settings: Mapping[str, float], again: Mapping[str, float]) -> dict[str, float]:
+    """Return the settings that change what is sampled and that another set of them has not. At temperature 0, warpers
+    change nothing."""
+    unread = WARPERS[1:] if settings.get("temperature") == 0 else ()
+    held = {"temperature": 1.0, **NEUTRAL, **again}
+    return {
+        name: x
+        for name, x in settings.items()
+        if name not in unread and not isclose(held.get(name, nan), x, rel_tol=1e-6)  # GGUF holds float32
+    }
 
 
 def _checked(settings: Mapping[str, Any], source: object, keys: Mapping[str, str] | None = None) -> dict[str, float]:

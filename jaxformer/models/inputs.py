@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxformer.contract import Contract, contract_of
+from jaxformer.contract import Contract, Input, contract_of
 from jaxformer.errors import batch_hint
-from jaxformer.nn.embedding import check_tokens
+from jaxformer.nn.embedding import check_tokens, values_are_known
 
 
 def check_example(model: nn.Module, *inputs: Any) -> None:
@@ -26,21 +26,46 @@ def check_example(model: nn.Module, *inputs: Any) -> None:
     for x, declared in zip(inputs, contract.inputs, strict=False):
         if x is None:
             continue
-        if contract.vocab_size is not None and (len(declared.shape), declared.dtype) == (1, "int32"):
-            check_tokens(x, contract.vocab_size)
-            check_length(contract, len(x))
+        if _are_tokens(contract, declared):
+            _check_tokens(contract, x)
         elif len(got := jnp.shape(x)) != (n_axes := len(declared.shape)):
             hint = batch_hint(got, n_axes)
             raise ValueError(f"expected an input of shape {declared.shape}, got {got}{hint}.")
 
 
-def check_examples(model: nn.Module, *inputs_B: Any) -> None:
-    """Check each of several examples as `check_example` does; not under tracing, nor if other processes hold some."""
-    arrays = [x for x in inputs_B if x is not None]
-    if not any(isinstance(x, jax.core.Tracer) or not getattr(x, "is_fully_addressable", True) for x in arrays):
-        inputs_B = tuple(None if x is None else np.asarray(x) for x in inputs_B)
-        for i in range(min(map(len, arrays), default=0)):
-            check_example(model, *(None if x is None else x[i] for x in inputs_B))
+def check_batch(model: nn.Module, *inputs_B: Any) -> None:
+    """Check the inputs of several examples, each with a first axis B, as `check_example` does."""
+    contract = contract_of(model)
+    for x, declared in zip(inputs_B, contract.inputs, strict=False):
+        if x is None:
+            continue
+        are_tokens = _are_tokens(contract, declared)
+        if len(got := jnp.shape(x)) != 1 + len(declared.shape):
+            axes = ", ".join(["B", *(["T"] if are_tokens else map(str, declared.shape))])
+            raise ValueError(f"expected a batch of shape ({axes}), got {got}.")
+        if are_tokens:
+            for tokens_T in np.asarray(x) if values_are_known(x) else [jax.ShapeDtypeStruct(got[1:], x.dtype)]:
+                _check_tokens(contract, tokens_T)
+
+
+def as_array(x: Any) -> jax.Array:
+    """Return an array. Raises `ValueError` for a number that JAX would wrap around, such as 2**32 + 5 to 5."""
+    array = jnp.asarray(x)
+    if not any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(x)) and array.dtype.kind in "iu":
+        given = np.asarray(x)
+        if (wrapped := given[np.asarray(array) != given]).size:
+            raise ValueError(f"{wrapped[0]} is beyond the range of {array.dtype}")
+    return array
+
+
+def _are_tokens(contract: Contract, declared: Input) -> bool:
+    return contract.vocab_size is not None and (len(declared.shape), declared.dtype) == (1, "int32")
+
+
+def _check_tokens(contract: Contract, tokens_T: Any) -> None:
+    assert contract.vocab_size is not None
+    check_tokens(tokens_T, contract.vocab_size)
+    check_length(contract, len(tokens_T))
 
 
 def valid_tokens(contract: Contract, inputs: tuple[Any, ...]) -> Any:

@@ -140,7 +140,11 @@ class CrossEntropy:
         nll_B, correct_B = per_target(target_metrics, model, params, outputs_B, batch.targets)
         weights_B = jnp.ones(nll_B.shape) if batch.weights is None else batch.weights
         total = lambda x_B: jnp.sum((x_B * weights_B).reshape(len(x_B), -1), axis=1)  # noqa: E731
-        return {"nats": total(nll_B), "correct": total(correct_B), "weight": total(jnp.ones_like(nll_B))}
+        return {
+            "nats": total(nll_B),
+            "correct": total(correct_B.astype(nll_B.dtype)),
+            "weight": total(jnp.ones_like(nll_B)),
+        }
 
     def summary(self, measures: Mapping[str, np.ndarray]) -> dict[str, float]:
         """Return the loss in nats per target, and the top-1 accuracy."""

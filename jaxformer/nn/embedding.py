@@ -24,10 +24,10 @@ def check_tokens(tokens_T: Any, vocab_size: int) -> None:
         raise TypeError(f"expected token ids, got the text {tokens_T:.40}; encode it: run.tokens(text)")
     if len(shape := np.shape(tokens_T)) != 1:
         raise ValueError(f"expected an input of shape (T,), got {shape}{batch_hint(shape, 1)}.")
-    dtype = tokens_T.dtype if isinstance(tokens_T, jax.Array | np.ndarray) else np.asarray(tokens_T).dtype
+    dtype = tokens_T.dtype if hasattr(tokens_T, "dtype") else np.asarray(tokens_T).dtype
     if len(tokens_T) and not jnp.issubdtype(dtype, jnp.integer):
         raise TypeError(f"token ids are {dtype}; give integers, such as int32.")
-    if isinstance(tokens_T, jax.core.Tracer):
+    if not values_are_known(tokens_T):
         return
     ids_T = np.asarray(tokens_T)
     outside_T = (ids_T < 0) | (ids_T >= vocab_size)
@@ -36,10 +36,16 @@ def check_tokens(tokens_T: Any, vocab_size: int) -> None:
         raise ValueError(f"token {ids_T[position]} at position {position} is not in the vocabulary of {vocab_size}")
 
 
+def values_are_known(x: Any) -> bool:
+    """Return False for an array under tracing, the shape of one, or one that other processes hold parts of."""
+    unknown = jax.core.Tracer | jax.ShapeDtypeStruct
+    return not isinstance(x, unknown) and getattr(x, "is_fully_addressable", True)
+
+
 def check_rows(positions_T: jax.Array, n_positions: int) -> None:
     """Raise `ValueError` for a position beyond the last row of `W_pos`, which JAX would take instead; under tracing,
     positions are not known."""
-    if isinstance(positions_T, jax.core.Tracer) or not len(positions_T):
+    if not values_are_known(positions_T) or not len(positions_T):
         return
     if (last := np.asarray(positions_T).max()) >= n_positions:
         raise ValueError(f"position {last} is beyond the {n_positions} learned positions")

@@ -27,7 +27,7 @@ from jaxformer.data.tokenizer import TOKENIZER_CONFIG, Tokenizer
 from jaxformer.errors import UserError, command, parse_json, resume_command, run_name
 from jaxformer.files import sha256, write_atomically
 from jaxformer.models.convert import convert
-from jaxformer.models.inputs import check_example, check_next_tokens
+from jaxformer.models.inputs import as_array, check_example, check_next_tokens
 from jaxformer.models.objective import Params, is_causal_lm, next_token_nll
 from jaxformer.nn.lora import adapter_axes, init_adapters, merge
 from jaxformer.nn.parameter_norms import dotted
@@ -85,12 +85,13 @@ class Run:
 
         Raises:
           TypeError: the model reads no texts, or formats them, as masked language models and translators do.
+          ValueError: a token is beyond the range of int32.
           UserError: the tokenizer cannot encode the text.
         """
         if not isinstance(text, str):
             if isinstance(text, Sequence) and [part for part in text if isinstance(part, str)]:
                 raise TypeError(f"expected one text or its tokens, got {len(text)} texts; give one at a time")
-            return jnp.asarray(text)
+            return as_array(text)
         if self.tokenizer is None or not is_causal_lm(self.model):
             problem = f"a {type(self.model).__name__} does not read plain text"
             raise TypeError(f"{problem}; give the model's inputs as arrays, or use sample.py")

@@ -161,6 +161,8 @@ class CompiledStep:
 
     def __call__(self, state: TrainState, batch: Batch, step: int) -> tuple[TrainState, StepMetrics]:
         """Apply `make_train_step`."""
+        if jax.config.jax_disable_jit:  # type: ignore[attr-defined]  # JAX then calls nothing that is compiled
+            return self._step(state, batch, np.int32(step))
         if _shapes(batch) not in self._compiled:
             sizes = " and ".join(dict.fromkeys(str(x.shape) for x in jax.tree.leaves(batch)))
             self._print_line(f"step {step + 1:,} is recompiled for a batch of {sizes}")

@@ -1,5 +1,6 @@
 """Forecasts of a run agree with values computed by hand, and with the mean of many initialisations."""
 
+import json
 from dataclasses import replace
 from math import log
 
@@ -13,7 +14,7 @@ from jaxformer.config import OptimizerConfig
 from jaxformer.data.counts import count
 from jaxformer.inspect.forecasts import Forecast, _table_loss, describe_forecast, forecast, score
 from jaxformer.models.recurrent_lm import RecurrentLMConfig
-from tests.helpers import slow
+from tests.helpers import ROOT, slow
 
 V = 128
 RNG = np.random.default_rng(0)
@@ -116,6 +117,15 @@ def test_some_rows_of_a_large_table_give_its_loss(monkeypatch):
     whole, start = _table_loss(counts, 2000.0, 0.0), _table_loss(counts, 0.0, 0.0)
     monkeypatch.setattr("jaxformer.inspect.forecasts.TABLE_SIZE", 32 * 64)
     assert _table_loss(counts, 2000.0, 0.0) == pytest.approx(whole, abs=0.1 * (start - whole))
+
+
+def test_stored_plateaus_are_scored_by_the_rule_of_today():
+    figures = json.loads((ROOT / "studies/results/forecast.json").read_text())["figures"]
+    for entry in (entry for seeds in figures.values() for entry in seeds.values()):
+        made, (passed, came) = Forecast(**entry["forecast"]), entry["score"]["plateau"]
+        log = [{"step": 0, "val_loss": 2 * made.plateau}]
+        log += [] if passed is None else [{"step": passed, "val_loss": made.plateau}]
+        assert score(made, log, None)["plateau"] == (passed, came)
 
 
 def test_other_models_are_refused():

@@ -20,6 +20,7 @@ from jaxformer.inspect.heads import (
     layer_statistics,
     target_mask,
 )
+from jaxformer.inspect.pages.model_sections import ABOUT_HEADS
 from jaxformer.inspect.softmax_saturation import saturation
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.objective import objective_of
@@ -43,6 +44,8 @@ def test_layer_statistics_by_hand():
     np.testing.assert_allclose(result.previous, [(1 / 2 + 1 / 3 + 1 / 4) / 3, 1, 1], rtol=1e-6)
     np.testing.assert_allclose(result.duplicate, [(1 / 3 + 1 / 4) / 2, 0, 0], rtol=1e-6)
     np.testing.assert_allclose(result.induction, [(1 / 3 + 1 / 4) / 2, 1, 1], rtol=1e-6)
+    rows = "distance to the attended positions, over all rows;", "on the previous one, over all rows but the first;"
+    assert all(part in ABOUT_HEADS for part in rows)  # the caption of the page
 
 
 @pytest.mark.slow
@@ -67,6 +70,8 @@ def test_head_statistics_are_means_over_examples():
     for name in ("entropy", "normalized_entropy", "distance", "previous", "duplicate"):
         expected = np.nanmean([getattr(x, name) for x in one], axis=0)
         np.testing.assert_allclose(getattr(result["blocks.1.attention"], name), expected, rtol=1e-4, atol=1e-6)
+    with jax.debug_nans(True):  # which takes no statistic without rows for a fault
+        assert np.isnan(head_statistics(model, params, jnp.arange(5)[None])["blocks.0.attention"].induction).all()
 
 
 def test_results_for_many_heads_fit_on_a_screen():

@@ -49,7 +49,7 @@ def checks(name: str, **changes) -> dict:
     inputs = random_inputs(config, 3)
     example = [x[0] for x in inputs]
     outputs = jax.tree.leaves(jax.eval_shape(lambda: model.apply({"params": params}, *example)))[0]
-    result = list(verify(model, params, inputs, jnp.zeros((3, *outputs.shape[:-1]), jnp.int32)))
+    result = list(verify(model, params, Batch(inputs, jnp.zeros((3, *outputs.shape[:-1]), jnp.int32))))
     assert [check.name for check in result] == NAMES
     return {check.name: check for check in result}
 
@@ -67,11 +67,11 @@ def test_all_checks_hold_for_each_kind_of_model(name):
 
 
 def attend_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(masks, "causal", lambda query_T, key_S: query_T[:, None] + 1 >= key_S)
+    monkeypatch.setattr(masks, "causal", lambda query_T, key_S: query_T[:, None] + 1 >= key_S[None])
 
 
 def hide_the_own_position(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(masks, "causal", lambda query_T, key_S: query_T[:, None] > key_S)
+    monkeypatch.setattr(masks, "causal", lambda query_T, key_S: query_T[:, None] > key_S[None])
 
 
 def write_the_cache_late(monkeypatch: pytest.MonkeyPatch) -> None:

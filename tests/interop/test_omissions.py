@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import pytest
@@ -83,6 +84,22 @@ def test_folders_hold_the_whole_tokenizer(small: Run, tmp_path: Path, case: str,
     for name, content in run.tokenizer.files("tokenizer.json").items():
         (small.path / name).write_text(content)
     assert export_run(run, file_format, tmp_path / "out") == [TRAINING] * (file_format == "hf")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("file_format", "omitted"), [("hf", []), ("gguf", ["the sampling setting typical_p 0.3"]), ("safetensors", [])]
+)
+def test_sampling_settings_come_back_or_are_named(small: Run, tmp_path: Path, file_format: Any, omitted: list[str]):
+    held = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.05, "repetition_penalty": 1.2}
+    folder = copytree(small.path, tmp_path / "small")
+    run = replace(small, path=folder, sampling={**held, "typical_p": 0.3})
+    (folder / "sampling.json").write_text(json.dumps(run.sampling))
+    path = tmp_path / f"x.{file_format}"
+    assert export_run(run, file_format, path) == [TRAINING] * (file_format != "safetensors") + omitted
+    if file_format != "safetensors":
+        again = load_run(import_run(path, tmp_path / "run")[0]).sampling
+        assert again == (held if omitted else run.sampling)
 
 
 def test_three_ends_of_text_are_those_of_the_file(small: Run, tmp_path: Path):

@@ -12,7 +12,7 @@ from jaxformer.cli import sample
 from jaxformer.decode.samplers import Sampling
 from jaxformer.decode.text import OF_CHATS, default_settings
 from jaxformer.errors import UserError
-from jaxformer.interop.sampling import as_generation_config, as_gguf, from_generation_config, from_gguf
+from jaxformer.interop.sampling import as_generation_config, as_gguf, from_generation_config, from_gguf, lost
 from jaxformer.runs.run import SAMPLING, Run, load_run, read_sampling
 from tests.interop.test_import import write
 
@@ -67,11 +67,12 @@ def test_settings_equal_those_that_transformers_samples_with() -> None:
         assert ours == Sampling(**kept), values
 
 
-def test_settings_survive_both_formats() -> None:
+def test_settings_survive_both_formats_or_are_named() -> None:
     for values in draws(100):
         settings = from_generation_config(values, "it")
         assert from_generation_config(as_generation_config(settings), "it") == settings
         within = {name: x for name, x in settings.items() if name != "typical_p"}  # for which GGUF has no key
+        assert lost(settings, from_gguf(as_gguf(settings), "it")).keys() == settings.keys() - within.keys()
         again = Sampling(**from_gguf(as_gguf(within), "it"))
         expected = Sampling(**within)
         assert again == expected if expected.temperature else again.temperature == 0
@@ -153,6 +154,7 @@ def test_imported_settings_are_the_defaults_and_options_win(tmp_path: Path, monk
         ('{"temperature"', "cannot be read as sampling settings"),
         ('{"temprature": 0.6}', "cannot be used: temprature is unknown; the known ones are temperature, top_k"),
         ('{"top_p": 2}', "cannot be used: top-p is 2; it must be above 0"),
+        ('{"top_k": 50.0}', "cannot be used: top-k is 50.0; it must be a whole number"),
     ],
 )
 def test_settings_of_a_run_that_cannot_be_used_are_one_sentence(tmp_path: Path, text: str, problem: str) -> None:

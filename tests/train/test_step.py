@@ -315,6 +315,14 @@ def test_a_gradient_whose_sum_over_tokens_would_overflow_is_finite():
     assert first_non_finite(setup.model, zeros, batch) is None
 
 
+def test_a_compiled_step_is_called_itself_without_jit(monkeypatch):
+    """JAX does not call what is compiled then."""
+    step = CompiledStep(setup_of("data=1", CONFIG), print)
+    monkeypatch.setattr(step, "_step", jax.jit(lambda state, batch, i: (state + batch[0], i)))
+    with jax.disable_jit():
+        assert step(np.float32(2), (np.float32(3),), 4) == (5, 4)
+
+
 @lru_cache
 def loss_and_gradient(config: Config, n_chunks: int) -> tuple[jax.Array, Params]:
     """Of the first batch, with its logits made in so many pieces."""
