@@ -135,7 +135,9 @@ def import_extra(module: str, purpose: str) -> ModuleType:
         # Any folder with the package's name can be imported as a namespace package.
         if getattr(importlib.import_module(package), "__file__", None):
             return importlib.import_module(module)
-    except Exception as error:  # a package's own code can raise anything
+    except BaseException as error:  # a package's own code can raise anything, as a panic of Rust or a call of exit
+        if isinstance(error, KeyboardInterrupt):
+            raise
         if not isinstance(error, ModuleNotFoundError) or error.name != package:
             kind = "" if isinstance(error, ImportError) else f"{type(error).__name__}: "
             problem = f"cannot be imported ({kind}{' '.join(str(error).split())})"

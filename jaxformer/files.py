@@ -26,10 +26,11 @@ def write_atomically(file: Path, content: str | bytes) -> None:
         scratch.write_bytes(content.encode() if isinstance(content, str) else content)
         scratch.replace(file)
     except OSError as error:
-        error.filename = error.filename or str(file)  # write errors do not name a file
+        error.filename = str(file)  # not that of the new file, or none
         raise
     finally:
-        scratch.unlink(missing_ok=True)
+        with suppress(OSError):
+            scratch.unlink()
 
 
 @contextmanager

@@ -46,6 +46,10 @@ def test_a_missing_package_is_one_sentence_with_its_extra(monkeypatch):
             "raise ValueError('no such\\nbackend')",
             "which cannot be imported (ValueError: no such backend); install it with pip install 'jaxformer[gguf]'.",
         ),
+        (
+            "raise SystemExit('no licence')",
+            "which cannot be imported (SystemExit: no licence); install it with pip install 'jaxformer[gguf]'.",
+        ),
     ],
 )
 def test_a_broken_package_is_one_sentence_with_the_reason(monkeypatch, tmp_path, content, reason):

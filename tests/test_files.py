@@ -14,7 +14,7 @@ from jaxformer.data.image_folder import open_image_folder
 from jaxformer.data.pairs import find_splits
 from jaxformer.data.text import find_files
 from jaxformer.errors import UserError
-from jaxformer.files import cache_root, expand_home
+from jaxformer.files import cache_root, expand_home, write_atomically
 
 
 @pytest.fixture
@@ -45,6 +45,13 @@ def test_without_a_home_folder_the_error_names_the_variable(monkeypatch: pytest.
 def test_data_in_an_unknown_home_folder_is_refused(read: Callable[[str], Any]) -> None:
     with pytest.raises(UserError, match=r"'~/data' is not a readable path .*home"):
         read("~/data")
+
+
+def test_a_file_that_cannot_be_written_is_named_itself(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for file in (tmp_path / "none" / "x.html", tmp_path / "file" / "x.html"):
+        with pytest.raises(OSError, match=r"x\.html'$"):
+            write_atomically(file, "")
 
 
 def test_no_other_module_asks_for_the_home_folder_or_the_users_name() -> None:

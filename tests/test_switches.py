@@ -138,6 +138,16 @@ def test_linear_cross_entropy_on_explicit_axes(max_logits: int, with_context: bo
     assert jax.typeof(ours[0]).sharding.spec == PartitionSpec()
 
 
+@pytest.mark.parametrize("sequential", [False, slow(True)])
+def test_blockwise_attention_is_differentiated_on_explicit_axes_without_a_context(sequential: bool) -> None:
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
+    split = NamedSharding(mesh, PartitionSpec("data"))
+    x_BHTK = jax.ShapeDtypeStruct((4, 2, 6, 4), jnp.float32, sharding=split)
+    attend = partial(blockwise.blockwise_attention, block=4, sequential=sequential)
+    grad = jax.jit(jax.grad(lambda *x_BHTK: jax.vmap(attend)(*x_BHTK).sum()))
+    assert jax.typeof(grad.trace(*[x_BHTK] * 3).out_info).sharding.spec[0] == "data"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", ["objective", "mean_loss", "logits", "per example"])
 def test_a_decoder_is_trained_on_explicit_axes_as_on_automatic_ones(loss: str) -> None:

@@ -87,7 +87,8 @@ def _explain(run: Run, replay: Replay, options: Arguments) -> None:
         found = causes(replay, run, tokens, options.top if options.prove else 0, _show)
     except FloatingPointError as error:
         raise UserError(f"{error}, as training was at the edge of stability; {SMOOTHER}.") from error
-    equals = "equals that of the run to the last bit" if found.is_equal else "differs from that of the run"
+    differs = "differs from that of the run, which had other devices or versions, or was resumed with other settings"
+    equals = "equals that of the run to the last bit" if found.is_equal else differs
     echo(f"the training, repeated, {equals}")
     echo(f"log-probability of the text: {found.log_probability:.3f} nats in {len(tokens) - 1} tokens; added most:")
     for n in found.ranked[: options.top]:

@@ -78,7 +78,7 @@ class ChatConfig(DataConfig):
             template = ChatTemplate.of_tokenizer(tokenizer)
         else:
             template = ChatTemplate.read(self.template, tokenizer)
-            tokenizer = tokenizer.with_chat_template(template.source)
+            tokenizer = tokenizer.with_chat_template(template.published)
         train = read_conversations(self.path, template)
         if self.val_path is not None:
             val = read_conversations(self.val_path, template)

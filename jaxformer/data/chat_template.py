@@ -16,7 +16,7 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from jaxformer.data.text import locate
-from jaxformer.data.tokenizer import Tokenizer
+from jaxformer.data.tokenizer import Tokenizer, named_templates
 from jaxformer.errors import UserError, import_extra, parse_json
 
 if TYPE_CHECKING:
@@ -33,6 +33,8 @@ MARK = "\ufdd0"
 reserves this code point for such internal use, and no message may contain it."""
 BEGIN, END = "{% generation %}", "{% endgeneration %}"
 """Names of the marks around a generation block."""
+FOR_TOOLS = "tool_use"
+"""Name of the chat template for conversations with tools, if a tokenizer has several."""
 DATE = "2024-07-26"
 """Date that templates get as today's, the default of Llama 3.1's template: the tokens must not depend on the day."""
 
@@ -55,23 +57,34 @@ class Rendered(NamedTuple):
 class ChatTemplate:
     """A chat template for a tokenizer."""
 
-    def __init__(self, source: str, tokenizer: Tokenizer, name: str) -> None:
-        """Compile a template; error messages call it `name`, such as its path. Raises `UserError` if it is not a
-        template, or Jinja is not installed."""
+    def __init__(self, source: str, tokenizer: Tokenizer, name: str, for_tools: str | None = None) -> None:
+        """Compile a template; error messages call it `name`, such as its path. `for_tools` is another one for
+        conversations with tools, None for the same. Raises `UserError` if it is not a template, or Jinja is not
+        installed."""
         self.source, self.tokenizer, self.name = source, tokenizer, name
         longest_first = sorted(tokenizer.special_texts.values(), key=len, reverse=True)
         self._special = f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})"
         self._stops = [tokenizer.special_texts.get(token) for token in tokenizer.ends_of_text]
         self._names: dict[str, object] = {k: self._mark(text) for k, text in tokenizer.special_tokens.items()}
-        self._compiled = self._compile()
+        self._compiled, self._unmarked = self._compile(self._mark), self._compile(lambda text: text)
+        self._for_tools = None if for_tools is None else ChatTemplate(for_tools, tokenizer, f"{name} for tools")
+
+    @property
+    def published(self) -> str | list[dict[str, str]]:
+        """Its value in a `tokenizer_config.json`: its source, or that of both templates by name."""
+        if self._for_tools is None:
+            return self.source
+        sources = {"default": self.source, FOR_TOOLS: self._for_tools.source}
+        return [{"name": name, "template": source} for name, source in sources.items()]
 
     @classmethod
     def of_tokenizer(cls, tokenizer: Tokenizer) -> ChatTemplate:
         """Return the template that a tokenizer was published with. Raises `UserError` if it has none."""
-        if (source := _default(tokenizer.config.get("chat_template"))) is None:
+        if "default" not in (templates := tokenizer.chat_templates):
+            others = f" but {', '.join(sorted(templates))}, which only tools or documents have" if templates else ""
             remedy = "name a file with one in training, with --data.template"
-            raise UserError(f"the tokenizer has no chat template; {remedy}.")
-        return cls(source, tokenizer, "the tokenizer's chat template")
+            raise UserError(f"the tokenizer has no chat template{others}; {remedy}.")
+        return cls(templates["default"], tokenizer, "the tokenizer's chat template", templates.get(FOR_TOOLS))
 
     @classmethod
     def read(cls, path: str, tokenizer: Tokenizer) -> ChatTemplate:
@@ -80,20 +93,23 @@ class ChatTemplate:
         file = locate(path, "a chat template")
         try:
             text = file.read_text(encoding="utf-8")
-            source = _default(parse_json(text)["chat_template"]) if file.suffix == ".json" else text
-            if source is None:
+            templates = named_templates(parse_json(text)) if file.suffix == ".json" else {"default": text}
+            if "default" not in templates:
                 raise ValueError("its chat_template is not text")
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, AttributeError) as error:
             problem = f"data.template {path} is no chat template ({type(error).__name__}: {error})"
             raise UserError(f"{problem}; give a file with a Jinja template, or a tokenizer_config.json.") from error
-        return cls(source, tokenizer, path)
+        return cls(templates["default"], tokenizer, path, templates.get(FOR_TOOLS))
 
     def render(
         self, messages: Sequence[Message], tools: object = None, add_generation_prompt: bool = False
     ) -> Rendered:
         """Return the text of messages, and the spans of its generation blocks. `tools` have the form that the template
         expects, None for none. With `add_generation_prompt`, the text ends with the start of an answer, such as the
-        name of its role. Raises `ValueError` if the template raises an error or takes a special token apart."""
+        name of its role. Raises `ValueError` if the template raises an error, or takes a special token apart or
+        compares it with a text."""
+        if tools is not None and self._for_tools is not None:  # as in transformers
+            return self._for_tools.render(messages, tools, add_generation_prompt)
         rendered = self._render(messages, tools, add_generation_prompt)
         if len(re.findall(self._special, rendered.text)) == rendered.special.total():
             return rendered
@@ -111,6 +127,8 @@ class ChatTemplate:
         difference is the assistant's. An answer includes the special token that ends it, even if that begins the next
         turn; after the last answer, it is added. Raises `ValueError` as `render` does, or if the text before a message
         depends on later messages, so that its span is unknown."""
+        if tools is not None and self._for_tools is not None:
+            return self._for_tools.render_conversation(messages, tools)
         text, spans, special, _ = self.render(messages, tools)
         if not re.search(r"\{%[-+]?\s*generation\b", self.source):
             spans = self._find_answers(messages, tools, text)
@@ -125,9 +143,15 @@ class ChatTemplate:
 
     def _render(self, messages: object, tools: object, add_generation_prompt: bool = False) -> Rendered:
         """Return what `render` does, with the special tokens that the template writes whole."""
-        names = self._names | {"messages": messages, "tools": tools, "documents": None}
+        names = {
+            "messages": messages,
+            "tools": tools,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
         try:
-            marked = self._compiled.render(names, add_generation_prompt=add_generation_prompt)
+            marked = self._compiled.render(self._names | names)
+            unmarked = self._unmarked.render(self.tokenizer.special_tokens | names)
         except Exception as error:  # its expressions can raise anything
             raise ValueError(f"{self.name} raises {type(error).__name__}: {error}".replace(MARK, "")) from error
         text, spans, special, start = "", list[tuple[int, int]](), Counter[str](), 0
@@ -141,8 +165,10 @@ class ChatTemplate:
             else:
                 text += part
                 special[part] += 1
-        if MARK in text or not special.keys() <= {*self.tokenizer.special_texts.values()}:
-            raise ValueError(f"{self.name} takes a special token apart; write special tokens whole")
+        is_whole = MARK not in text and special.keys() <= {*self.tokenizer.special_texts.values()}
+        if not is_whole or text != re.sub(f"{MARK}({BEGIN}|{END}){MARK}", "", unmarked):
+            problem = "takes a special token apart, or compares it with a text"
+            raise ValueError(f"{self.name} {problem}; write special tokens whole, and only write them")
         return Rendered(text, spans, special)
 
     def _plain(self, value: object) -> object:
@@ -199,8 +225,8 @@ class ChatTemplate:
         """Return a text with marks around its special tokens."""
         return re.sub(self._special, rf"{MARK}\1{MARK}", text)
 
-    def _compile(self) -> Template:
-        """Return the compiled Jinja template."""
+    def _compile(self, mark: Callable[[str], str]) -> Template:
+        """Return the compiled Jinja template, with its texts changed by `mark`."""
         jinja2 = import_extra("jinja2", "a chat template")
         sandbox = import_extra("jinja2.sandbox", "a chat template")
         environment = sandbox.ImmutableSandboxedEnvironment(
@@ -214,10 +240,10 @@ class ChatTemplate:
             self._fields = {node.attr for node in parsed.find_all(jinja2.nodes.Getattr)}
             self._fields |= {node.value for node in parsed.find_all(jinja2.nodes.Const)}
             for constant in parsed.find_all(jinja2.nodes.TemplateData):
-                constant.data = self._mark(constant.data)
+                constant.data = mark(constant.data)
             for constant in parsed.find_all(jinja2.nodes.Const):
                 if isinstance(constant.value, str):
-                    constant.value = self._mark(constant.value)
+                    constant.value = mark(constant.value)
             return environment.from_string(parsed)
         except jinja2.TemplateSyntaxError as error:
             problem = f"{self.name}, line {error.lineno}, is not a valid Jinja template: {error.message}"
@@ -262,10 +288,3 @@ def encode_rendered(
             problem = f"{label} holds text that becomes the special token {next(iter(formed))!r} in the chat template"
             raise UserError(f"{problem}; rephrase it, or remove the line.")
     return encoded
-
-
-def _default(source: object) -> str | None:
-    """Return the template in a config, or the one named default if there are several; None if there is none."""
-    if isinstance(source, list):
-        source = {e.get("name"): e.get("template") for e in source if isinstance(e, dict)}.get("default")
-    return source if isinstance(source, str) else None

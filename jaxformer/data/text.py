@@ -101,14 +101,23 @@ def locate(path: str, needed: str) -> Path:
 
 def _saved_dataset(folder: Path) -> list[Path]:
     """Return the Arrow files of a Hugging Face dataset on disk, in order; an empty list for other folders. Raises
-    `UserError` if the folder holds several splits."""
-    splits, state = folder / "dataset_dict.json", folder / "state.json"
-    if splits.is_file():
-        names = ", ".join(parse_json(splits.read_bytes())["splits"])
-        raise UserError(f"{folder} holds the splits {names} of a dataset; name the folder of one.")
-    parts = parse_json(state.read_bytes()).get("_data_files", []) if state.is_file() else []
-    # The folder may come from elsewhere, and its files may not lead out of it. Other .arrow files in it are caches.
-    return [folder / Path(part["filename"]).name for part in parts]
+    `UserError` if the folder holds several splits, or a file that describes them cannot be read."""
+    for file in (folder / "dataset_dict.json", folder / "state.json"):
+        if not file.is_file():
+            continue
+        try:
+            content = parse_json(file.read_bytes())
+            if file.name == "dataset_dict.json":
+                names = ", ".join(content["splits"])
+                raise UserError(f"{folder} holds the splits {names} of a dataset; name the folder of one.")
+            parts = content.get("_data_files", []) if isinstance(content, dict) else []  # else of another program
+            # The folder may come from elsewhere, and its files may not lead out of it. Other .arrow files in it are
+            # caches.
+            return [folder / Path(part["filename"]).name for part in parts]
+        except (OSError, ValueError, TypeError, LookupError) as error:
+            problem = f"{file} does not describe a dataset ({type(error).__name__}: {error})"
+            raise UserError(f"{problem}; restore it, or name the files to read with a glob.") from error
+    return []
 
 
 def suffix_of(path: Path) -> str:

@@ -38,8 +38,8 @@ END_IDS = "eos_token_ids"
 """Field that we add to that file for the tokens that a published model's own config names as ends of a text."""
 SPECIAL_TOKENS_MAP = "special_tokens_map.json"
 """Older file beside a published tokenizer with what the config may lack: its special tokens."""
-CHAT_TEMPLATE = "chat_template.jinja"
-"""File beside a published tokenizer with its chat template."""
+CHAT_TEMPLATE, MORE_TEMPLATES = "chat_template.jinja", "additional_chat_templates/*.jinja"
+"""Files beside a published tokenizer with its chat template, and with others, by name."""
 BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 SPACE = "▁"
 """Space in SentencePiece tokens."""
@@ -50,6 +50,15 @@ def f(x_1):
 SCHEMES = ("always", "first", "never")
 MODEL_OPTIONS = ("continuing_subword_prefix", "end_of_word_suffix", "unk_token")
 """Options of a model that can change a text."""
+PREFIX_SPACE = "add_prefix_space"
+BYTE_LEVEL = ("GPT2Tokenizer", "RobertaTokenizer", "Qwen2Tokenizer")
+"""Classes of transformers for which a config decides about a space before a text; false by default."""
+OF_BERT = ("BertTokenizer", "DistilBertTokenizer", "ElectraTokenizer")
+BERT_OPTIONS: Mapping[str, tuple[str, Any]] = {
+    "lowercase": ("do_lower_case", True), "strip_accents": ("strip_accents", None),
+    "handle_chinese_chars": ("tokenize_chinese_chars", True),
+}  # fmt: skip
+"""Settings of the normalizer of such a class, by which its config decides: names there, and defaults."""
 CLEANED_UP = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")
 """Texts whose spaces a WordPiece tokenizer removes if its config says so, in order."""
 MAX_LEARNED_CHARACTERS = 2**21
@@ -133,12 +142,12 @@ class Tokenizer:
         config = _read_config(path.with_name(TOKENIZER_CONFIG))
         if "added_tokens_decoder" not in config:
             config |= _read_config(path.with_name(SPECIAL_TOKENS_MAP))
-        if (template := path.with_name(CHAT_TEMPLATE)).is_file():  # takes precedence, as in transformers
-            config["chat_template"] = template.read_text(encoding="utf-8", errors="replace")
+        config |= _read_templates(path.parent)  # which take precedence, as in transformers
         try:
+            inner = _with_options(inner, config)
             config = _add_tokens(inner, config)
         except (TypeError, ValueError, AttributeError, OverflowError, LookupError) as error:
-            problem = f"{path.with_name(TOKENIZER_CONFIG)} has special tokens in an unknown form ({error})"
+            problem = f"{path.with_name(TOKENIZER_CONFIG)} has options or special tokens in an unknown form ({error})"
             raise UserError(f"{problem}; restore the published one.") from error
         return published_tokenizer(inner, config | ({END_IDS: list(ends)} if ends else {}), path, remedy)
 
@@ -253,9 +262,14 @@ class Tokenizer:
         inner.encode_special_tokens = False
         return inner
 
-    def with_chat_template(self, source: str) -> Tokenizer:
-        """Return the tokenizer with a chat template in its config."""
-        return Tokenizer(self._inner, self.one_in, {**self.config, "chat_template": source})
+    @property
+    def chat_templates(self) -> dict[str, str]:
+        """Chat templates in the config, by name; a single one is named default."""
+        return named_templates(self.config)
+
+    def with_chat_template(self, template: str | list[dict[str, str]]) -> Tokenizer:
+        """Return the tokenizer with a chat template, or several by name, in its config."""
+        return Tokenizer(self._inner, self.one_in, {**self.config, "chat_template": template})
 
     def with_ends(self, texts: Iterable[str]) -> Tokenizer:
         """Return the tokenizer with more special tokens, given by their texts, that end a generated text."""
@@ -447,6 +461,45 @@ def _read_config(file: Path) -> dict[str, Any]:
         raise UserError(f"{file} is not a readable JSON object ({error}); restore it.") from error
 
 
+def _with_options(inner: tokenizers.Tokenizer, config: Mapping[str, Any]) -> tokenizers.Tokenizer:
+    """Return a tokenizer with the options that its class in transformers takes from the config, whatever its file has.
+    Raises `ValueError` for one that cannot be set."""
+    kind = str(config.get("tokenizer_class")).removesuffix("Fast")
+    options = {option: config.get(option) for option in (PREFIX_SPACE, *(name for name, _ in BERT_OPTIONS.values()))}
+    if wrong := [f"{name} is {abbreviate(x)}" for name, x in options.items() if not isinstance(x, bool | None)]:
+        raise ValueError(f"{wrong[0]}, not true or false")
+    parts = {part: getattr(inner, part) for part in ("normalizer", "pre_tokenizer")}
+    form = {name: None if part is None else json.loads(part.__getstate__()) for name, part in parts.items()}
+    before = json.dumps(form)
+    for step in [step for part in form.values() if part is not None for step in _flat(part)]:
+        adds_space = step["type"] == "Prepend" or step.get("prepend_scheme", "never") != "never"
+        if kind in OF_BERT and step["type"] == "BertNormalizer":
+            given = {name: options[option] for name, (option, _) in BERT_OPTIONS.items()}
+            step |= {name: BERT_OPTIONS[name][1] if x is None else x for name, x in given.items()}
+        elif kind in BYTE_LEVEL and step["type"] == "ByteLevel":
+            step["add_prefix_space"] = bool(options[PREFIX_SPACE])
+        elif kind == "LlamaTokenizer" and adds_space and options[PREFIX_SPACE] is False:
+            raise ValueError(f"{PREFIX_SPACE} is false, but its tokenizer.json puts a space before a text")
+    unchanged = json.dumps(form) == before
+    return inner if unchanged else tokenizers.Tokenizer.from_str(json.dumps(json.loads(inner.to_str()) | form))
+
+
+def _read_templates(folder: Path) -> dict[str, Any]:
+    """Return the chat templates that have files of their own, in a config; {} without any. Raises `UserError` if one
+    cannot be read."""
+    files = {"default": folder / CHAT_TEMPLATE} | {file.stem: file for file in sorted(folder.glob(MORE_TEMPLATES))}
+    templates = []
+    for name, file in files.items():
+        try:
+            if file.is_file():
+                templates.append({"name": name, "template": file.read_text(encoding="utf-8")})
+        except (OSError, ValueError) as error:
+            raise UserError(f"{file} is not a readable chat template ({error}); restore it.") from error
+    if [template["name"] for template in templates] == ["default"]:
+        return {"chat_template": templates[0]["template"]}
+    return {"chat_template": templates} if templates else {}
+
+
 def _add_tokens(inner: tokenizers.Tokenizer, config: dict[str, Any]) -> dict[str, Any]:
     """Add the tokens to a tokenizer that only its config has, as transformers does; return the config without those
     that it does not name."""
@@ -463,7 +516,18 @@ def _add_tokens(inner: tokenizers.Tokenizer, config: dict[str, Any]) -> dict[str
         if (text := _content(value)) is not None and text not in known:
             flags = {k: v for k, v in value.items() if k in ("lstrip", "rstrip")} if isinstance(value, dict) else {}
             inner.add_special_tokens([tokenizers.AddedToken(text, normalized=False, **flags)])
+    config = (_named_tokens(unnamed) if isinstance(unnamed, dict) else {}) | config
     return {key: value for key, value in config.items() if key not in lists}
+
+
+def named_templates(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the chat templates in a `tokenizer_config.json` by name, of which a single one is named default; without
+    what is no template."""
+    source = config.get("chat_template")
+    if isinstance(source, list):
+        source = {each.get("name"): each.get("template") for each in source if isinstance(each, dict)}
+    named = source if isinstance(source, dict) else {"default": source}
+    return {name: text for name, text in named.items() if isinstance(name, str) and isinstance(text, str)}
 
 
 def _named_tokens(config: Mapping[str, Any]) -> dict[str, Any]:

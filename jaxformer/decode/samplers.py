@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf, log, ulp
+from numbers import Real
 from typing import Any, NamedTuple
 
 import jax
@@ -66,7 +67,8 @@ class Sampling:
         for name, (least, most, limit) in LIMITS.items():
             value = getattr(self, name)
             is_off = value is None and getattr(Sampling, name) is None
-            self._require(name, is_off or (value is not None and least <= value <= most), limit)
+            is_number = isinstance(value, Real) and not isinstance(value, bool)
+            self._require(name, is_off or (is_number and least <= value <= most), limit)
         biases_fit = all(-1e6 <= bias <= 1e6 for _, bias in self.logit_bias)
         self._require("logit_bias", biases_fit, "finite, from -1e6 to 1e6: to rule a token out, make it a bad word")
         self._require("bad_words", all(self.bad_words), "words of at least 1 token each")

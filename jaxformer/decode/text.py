@@ -72,9 +72,12 @@ def generate(
         or prompts, the result is a list, in which the samples of a prompt stand together.
 
     Raises:
-      TypeError: an option is unknown, or a prompt is not a text.
+      TypeError: an option is unknown, a prompt is not a text, or there is no run.
       UserError: the run does not generate text, an option is out of range, or a prompt is empty or too long.
     """
+    if not hasattr(run, "text_model"):
+        remedy = "generate(load_run(path), text) continues a text"
+        raise TypeError(f"expected a run, got a {type(run).__name__}; {remedy}")
     of_completion, of_sampling = ({f.name for f in fields(kind)} for kind in (CompletionOptions, Sampling))
     for name in options:
         if name not in of_completion | of_sampling:
@@ -82,6 +85,8 @@ def generate(
             raise TypeError(f"generate() has no option {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
     if options.get("draft") not in (None, "lookup"):
         raise TypeError("a draft is 'lookup' here; for another model, see decode.speculate")
+    if options.get("system") is not None and not chat:
+        raise UserError("system has no effect without a chat; omit it, or give chat=True.")
     completion = CompletionOptions(
         max_new_tokens, chat, seed=seed, **{name: x for name, x in options.items() if name in of_completion}
     )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from functools import partial
+from operator import index as as_int
 from typing import TYPE_CHECKING, Any, SupportsIndex
 from weakref import WeakKeyDictionary
 
@@ -15,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jaxformer.inspect.names import Names, Selector, activation_name, check_indices
+from jaxformer.inspect.names import Names, Selector, activation_name, as_indices, check_indices
 from jaxformer.inspect.of_run import of_run
 from jaxformer.models.inputs import check_example
 from jaxformer.models.objective import Params
@@ -160,6 +162,8 @@ def run_from(model: nn.Module, params: Params, inputs: Inputs, values: Mapping[s
       KeyError, IndexError: see `capture`.
     """
     check_example(model, *inputs)
+    if wild := [name for name in values if re.search(r"[*?[]", name)]:
+        raise KeyError(f"{wild[0]!r} is a pattern; name each activation, as its value is its own.")
     with intervene(tuple(values), lambda name, _: values[name]):
         return model.apply({"params": params}, *inputs)
 
@@ -191,7 +195,10 @@ def gradient_of(
       IndexError: an index is outside its axis, or the activation has no such head.
     """
     check_example(model, *inputs)
-    at = tuple(at) if isinstance(at, Iterable) else (at,)
+    at = as_indices(at)
+    if any(isinstance(i, bool) for i in at):  # True would share the program of 1
+        raise TypeError(f"at is {at}; give integers.")
+    at = tuple(map(as_int, at))
     return _gradient_of(model, params, inputs, of, (wrt,) if isinstance(wrt, str) else tuple(wrt), at)
 
 

@@ -14,6 +14,7 @@ from jaxformer.data.dataset import Batch
 from jaxformer.inspect.of_run import of_run
 from jaxformer.models.objective import Params, objective_of
 from jaxformer.ops.losses import negative_log_likelihood
+from jaxformer.ops.precision import accumulation_dtype, upcast
 
 EXAMPLES_AT_ONCE = 4
 """Examples whose gradients are computed together."""
@@ -86,13 +87,15 @@ def largest_eigenvalues(
     from scipy.sparse.linalg import LinearOperator, eigsh  # which every training would otherwise import
 
     leaves, structure = jax.tree.flatten(params)
-    size, dtype, cuts = sum(x.size for x in leaves), leaves[0].dtype, np.cumsum([x.size for x in leaves])[:-1]
+    size, cuts = sum(x.size for x in leaves), np.cumsum([x.size for x in leaves])[:-1]
+    dtype = accumulation_dtype(leaves[0].dtype)  # scipy has no bfloat16
     # In numpy: for each shape, jax would compile a program.
-    flatten = lambda tree: np.concatenate([np.ravel(x) for x in jax.tree.leaves(tree)])  # noqa: E731
+    flatten = lambda tree: np.concatenate([np.ravel(x) for x in jax.tree.leaves(tree)]).astype(dtype)  # noqa: E731
 
     def unflatten(flat: np.ndarray) -> Params:
         parts = np.split(np.asarray(flat, dtype), cuts)
-        return jax.tree.unflatten(structure, [part.reshape(x.shape) for part, x in zip(parts, leaves, strict=True)])
+        arrays = [part.reshape(x.shape).astype(x.dtype) for part, x in zip(parts, leaves, strict=True)]
+        return jax.tree.unflatten(structure, arrays)
 
     matrix = LinearOperator((size, size), lambda x: flatten(product(unflatten(x))), dtype=dtype)
     first = np.random.default_rng(0).standard_normal(size) if start is None else flatten(start)
@@ -105,13 +108,14 @@ def largest_eigenvalues(
 def sharpness(
     model: nn.Module, params: Params, batch: Batch, start: Params | None = None, tolerance: float = 1e-3
 ) -> tuple[float, Params]:
-    """Return the largest eigenvalue of the Hessian of a batch's mean loss, and its eigenvector.
+    """Return the largest eigenvalue of the Hessian of a batch's mean loss, in float32 or wider, and its eigenvector.
 
     Args:
       batch: examples; see `hessian_product`.
       start: eigenvector of an earlier step, from which it is found in fewer iterations.
       tolerance: relative accuracy.
     """
+    params = jax.tree.map(upcast, params)  # in bfloat16, products are too inexact for the iterations
     product = partial(hessian_product, model, params, jax.tree.map(jnp.asarray, batch))
     values, vectors = largest_eigenvalues(product, params, 1, start, tolerance)
     return float(values[0]), vectors[0]

@@ -53,19 +53,21 @@ def explain(
       model: a causal language model, such as `Decoder`.
       tokens: the text.
       start: first position to explain, 1 or more; from the end if negative.
-      n_alternatives: alternatives per token.
-      n_positions: attended positions per token.
+      n_alternatives: alternatives per token, at most as many as there are other tokens.
+      n_positions: attended positions per token, at most as many as there are.
 
     Raises:
-      ValueError: a token is not in the vocabulary.
+      ValueError: a token is not in the vocabulary; a number of alternatives or positions is negative.
       IndexError: the text has no such position, or it is the first, which has no prediction.
       ValueError: the text has more tokens than the model has positions, or the model has logits only after a full
         window.
     """
-    check_tokens(tokens, model.config.vocab_size)
+    check_tokens(tokens, V := model.config.vocab_size)
     T = len(tokens)
     if start != T and not (start := check_index(start, T, "position", "the text")):
         raise IndexError("the token at position 0 has no prediction; start at 1 or later.")
+    if min(n_alternatives, n_positions) < 0:
+        raise ValueError(f"n_alternatives is {n_alternatives} and n_positions {n_positions}; give 0 or more.")
     padded = -(-T // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
     if not contract_of(model).extrapolates:  # no positions beyond the context
         padded = min(padded, model.config.n_positions)
@@ -75,7 +77,7 @@ def explain(
         raise ValueError("the model has logits after a full window only")
     text_T = jnp.asarray(np.pad(np.asarray(tokens, np.int32), (0, padded - T)))
     prefix = (jnp.int32(start),) if contract_of(model).has_prefix else ()
-    outputs = _explain(model, params, text_T, prefix, n_alternatives + 1, min(n_positions, padded))
+    outputs = _explain(model, params, text_T, prefix, min(n_alternatives + 1, V), min(n_positions, padded))
     outputs_T = (np.asarray(x)[start - 1 : T - 1].tolist() for x in outputs)
     rows, explanations = zip(map(int, tokens[start:]), *outputs_T, strict=True), []
     for token, p, entropy, top_N, top_p_N, position_N, weight_N in rows:

@@ -27,6 +27,7 @@ from jaxformer.nn.attention import AXES
 from jaxformer.nn.execution import skip_blocks
 from jaxformer.nn.parameter_norms import dotted
 from jaxformer.ops.attention import row_entropy
+from jaxformer.ops.precision import upcast
 from jaxformer.terminal import first_rows
 
 MAX_ABLATED_TARGETS = 2048
@@ -287,7 +288,8 @@ def _interpolated_heads(scales: PerHead, replacements: Activations) -> AbstractC
         scale_H11, replacement_H1K = scales[layer][:, None, None], replacements[layer][:, None]
         return (scale_H11 * value_HTK + (1 - scale_H11) * replacement_H1K).astype(value_HTK.dtype)
 
-    return intervene([f"{layer}.z" for layer in scales], interpolate)
+    names = [f"{layer}.z" for layer in scales]
+    return intervene(names, interpolate, missing_ok=True)  # without jit, blocks that are skipped are not traced either
 
 
 @partial(jax.jit, static_argnames="model")
@@ -334,6 +336,7 @@ def singular_values(attention: Params) -> tuple[jax.Array, jax.Array]:
     Args:
       attention: parameters of an attention layer; without a `W_O`, W_OV is W_V.
     """
+    attention = jax.tree.map(upcast, attention)  # XLA has no decomposition of bfloat16
     W_Q_HDK, W_K_HDK, W_V_HDK = (jnp.moveaxis(attention[name], 1, 0) for name in ("W_Q", "W_K", "W_V"))
     W_K_HDK, W_V_HDK = (jnp.repeat(W, len(W_Q_HDK) // len(W), axis=0) for W in (W_K_HDK, W_V_HDK))
     R = partial(jnp.linalg.qr, mode="r")  # A Bᵀ has the singular values of R_A R_Bᵀ, which is small
@@ -376,6 +379,6 @@ def attention_parameters(params: Params, layer: str) -> dict[str, jax.Array]:
     for path, x in flatten_dict(params).items():
         parent, _, name = dotted(path).rpartition(".")
         layers[parent][name] = x
-    if layer not in layers:
-        raise unknown_name(layer, [name for name in layers if name.endswith("attention")], "attention layer")
+    if "W_Q" not in layers.get(layer, ()):
+        raise unknown_name(layer, [name for name in layers if "W_Q" in layers[name]], "attention layer")
     return layers[layer]

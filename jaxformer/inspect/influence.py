@@ -11,7 +11,7 @@ section 3.2) is cheaper, and leaves out how an update changes those after it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import isqrt, log
@@ -25,6 +25,7 @@ from jaxformer.data.dataset import Batch
 from jaxformer.data.windows import TextDataset, eval_batches, next_token_batch
 from jaxformer.errors import UserError
 from jaxformer.models.objective import Params, objective_of
+from jaxformer.nn.embedding import check_tokens
 from jaxformer.parallel.mesh import batch_sharding, global_device_put, make_mesh
 from jaxformer.runs.run import Run, load_data, read_config
 from jaxformer.train.setup import TrainSetup, TrainState
@@ -61,7 +62,7 @@ class Replay:
         data = load_data(run.path, config)
         if type(data) is not TextDataset or config.init_from is not None:
             raise UserError(f"{run.path} was not trained on windows of text, from random parameters; name such a run.")
-        self._data, self._model, self.n_steps = data, run.text_model()[0], run.step
+        self._data, self._run, self._model, self.n_steps = data, run, run.text_model()[0], run.step
         self._setup = TrainSetup(config, make_mesh(config.mesh))
         self._step, self._weighted_step = CompiledStep(self._setup, lambda _: None), make_train_step(self._setup)
         self._split = batch_sharding(self._setup.mesh)
@@ -75,15 +76,20 @@ class Replay:
         self._document_of = replace(data.windows, tokens=document_of.clip(0))
 
     def train(
-        self, weights_N: np.ndarray | None = None, without: Container[int] = (), progress: Progress = lambda *_: None
+        self, weights_N: np.ndarray | None = None, without: Collection[int] = (), progress: Progress = lambda *_: None
     ) -> Params:
-        """Train again and return the last parameters, float32. By default, and if all weights are 1, they equal the
-        run's to the last bit on the same devices, versions and XLA flags. A step in which a target has another weight
-        also rounds differently.
+        """Train again, with the run's present config and data, and return the last parameters, float32. By default, and
+        if all weights are 1, they equal the run's to the last bit on the same devices, versions and XLA flags, unless
+        the run was resumed with other settings or data than it began with, such as more steps of a schedule. A step in
+        which a target has another weight also rounds differently.
 
         Args:
           weights_N: weight of each document, float32; 1 by default.
           without: steps, counted from 1, at which all targets have weight 0.
+
+        Raises:
+          ValueError: there is not one weight per document.
+          IndexError: there is no such step.
         """
         for step, state, _ in self.steps(weights_N, without):
             progress(step, self.n_steps)
@@ -91,10 +97,12 @@ class Replay:
         return params
 
     def steps(
-        self, weights_N: np.ndarray | None = None, without: Container[int] = ()
+        self, weights_N: np.ndarray | None = None, without: Collection[int] = ()
     ) -> Iterator[tuple[int, TrainState, float]]:
         """Train again as `train`, and yield each step, counted from 1, the state after it, whose memory the next one
         takes, and its loss."""
+        if outside := [step for step in without if not 1 <= step <= self.n_steps]:
+            raise IndexError(f"there is no step {outside[0]}; the run has {self.n_steps}, from 1 on.")
         state, weights_N = self._setup.init_state(), self._weights(weights_N)
         for step, inputs in enumerate(self._inputs(0, self.n_steps), 1):
             state, loss = self._advance(state, np.zeros_like(weights_N) if step in without else weights_N, *inputs)
@@ -106,19 +114,26 @@ class Replay:
         weights_N[documents] = 0
         return weights_N
 
-    def log_probability(self, params: Params, tokens: np.ndarray) -> jax.Array:
-        """Return the log-probability in nats of the tokens after the first, a float32 scalar, in windows of the context
-        length."""
+    def log_probability(self, params: Params, tokens: np.ndarray | str) -> jax.Array:
+        """Return the log-probability in nats of the tokens of a text after the first, a float32 scalar, in windows of
+        the context length. Raises `ValueError` for fewer than two tokens, or ids outside the vocabulary."""
+        tokens = np.asarray(self._run.tokens(tokens))
+        check_tokens(tokens, self._model.vocab_size)
+        if len(tokens) < 2:
+            raise ValueError(f"expected 2 tokens or more, got {len(tokens)}; the first token is not predicted.")
         length, n_predicted = self._model.context_length + 1, self._model.n_predicted
         windows = eval_batches(tokens, length, n_predicted, WINDOWS)
         batches = (next_token_batch(windows_BT, n_predicted, weights) for windows_BT, weights in windows)
         return -sum((_nats(self._setup.model, params, batch) for batch in batches), jnp.float32(0))
 
     def influence(
-        self, texts: Sequence[np.ndarray], weights_N: np.ndarray | None = None, progress: Progress = lambda *_: None
+        self,
+        texts: Sequence[np.ndarray | str],
+        weights_N: np.ndarray | None = None,
+        progress: Progress = lambda *_: None,
     ) -> tuple[Params, np.ndarray]:
         """Return the last parameters, and the derivative of each text's log-probability by the weight of each document,
-        in nats, `(texts, N)` float32: to first order, what the document added to it.
+        in nats, `(texts, N)` float32: to first order, what the document added to it. A text may be given as its tokens.
 
         It takes two trainings and a backward pass through each step, in the memory of 2·√steps states.
 
@@ -152,7 +167,11 @@ class Replay:
         return params, np.asarray(to_weights)
 
     def _weights(self, weights_N: np.ndarray | None) -> np.ndarray:
-        return np.ones(len(self.documents), np.float32) if weights_N is None else np.asarray(weights_N, np.float32)
+        N = len(self.documents)
+        weights_N = np.ones(N, np.float32) if weights_N is None else np.asarray(weights_N, np.float32)
+        if weights_N.shape != (N,):
+            raise ValueError(f"weights of shape {weights_N.shape} for {N} documents; give one per document.")
+        return weights_N
 
     def _inputs(self, start: int, stop: int) -> Iterator[tuple[Batch, np.ndarray, np.int32]]:
         """Yield the batch, the index of the document of each target, and the step, for the steps start, …, stop - 1."""

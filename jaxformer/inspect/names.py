@@ -42,19 +42,28 @@ def position_axis(name: str, shape: tuple[int, ...]) -> int:
 
 def check_index(index: SupportsIndex, size: int, kind: str, of: str) -> int:
     """Return an index, counted from the end if it is negative, as one from the start. Raises `IndexError` for one
-    outside an axis of that size, which JAX would clamp or ignore.
+    outside an axis of that size, which JAX would clamp or ignore, and `TypeError` for what is no integer.
 
     Args:
       kind, of: words of the message, such as 'head' and 'blocks.0.attention'.
     """
+    if isinstance(index, bool):  # an integer for Python
+        raise TypeError(f"{index} is no {kind} of {of}; give an integer.")
     if not -size <= (i := as_int(index)) < size:
         raise IndexError(f"{of} has no {kind} {i}; it has {size}, 0 to {size - 1}.")
     return i % size
 
 
+def as_indices(at: SupportsIndex | Iterable[SupportsIndex]) -> tuple[SupportsIndex, ...]:
+    """Return one index, or several, as a tuple."""
+    if isinstance(at, Iterable) and getattr(at, "ndim", True):  # an array without axes is one index
+        return tuple(at)
+    return (at,)  # type: ignore[return-value]
+
+
 def check_indices(at: SupportsIndex | Iterable[SupportsIndex], shape: tuple[int, ...], of: str) -> tuple[int, ...]:
     """Return indices into the first axes of an array, by `check_index`; raises `IndexError` for too many as well."""
-    at = tuple(at) if isinstance(at, Iterable) else (at,)
+    at = as_indices(at)
     if len(at) > len(shape):
         raise IndexError(f"{of} has {len(shape)} axes, {shape}, but {len(at)} indices are given.")
     return tuple(check_index(i, shape[axis], "index", f"axis {axis} of {of}") for axis, i in enumerate(at))

@@ -71,8 +71,12 @@ def _encode(run: Run | None, x: Any) -> Any:
 def _is_one(texts: Any) -> bool:
     """Return True for a single text: a string, or token ids `(T,)`."""
     if isinstance(texts, list):
-        return bool(texts) and all(isinstance(x, int | np.integer) or (_are_ids(x) and x.ndim == 0) for x in texts)
+        return bool(texts) and all(_is_id(x) for x in texts)
     return isinstance(texts, str) or (_are_ids(texts) and texts.ndim == 1)
+
+
+def _is_id(x: Any) -> bool:
+    return (isinstance(x, int | np.integer) and not isinstance(x, bool)) or (_are_ids(x) and x.ndim == 0)
 
 
 def _are_ids(x: Any) -> bool:

@@ -39,7 +39,8 @@ def patch_activations(
         Pass the same function object in each call: a new one triggers compilation.
 
     Raises:
-      ValueError: the inputs are a batch, or differ from the source in shape; an activation has no position axis.
+      ValueError: the inputs are a batch, or differ from the source in shape; an activation has no position axis; the
+        metric is no scalar.
       KeyError, IndexError: see `capture`.
     """
     return _patch(model, params, *check_pair(model, inputs, source, names), metric)
@@ -65,7 +66,10 @@ def _patch(
             return jnp.where(jnp.expand_dims(is_patched, others), replacements[name], value)
 
         with intervene(names, patched):
-            return metric(model.apply({"params": params}, *inputs))
+            value = metric(model.apply({"params": params}, *inputs))
+        if shape := jnp.shape(value):
+            raise ValueError(f"the metric returns an array of shape {shape}; it must return a scalar.")
+        return value
 
     places = np.array([(i, t) for i, length in enumerate(lengths) for t in range(length)])
     results = jax.lax.map(patched_metric, tuple(jnp.array(places.T)))

@@ -73,16 +73,18 @@ def path_attribution(
       source: inputs of the same shapes, which provide the other outputs.
       metric: function from logits to a scalar. Pass the same function object in each call: a new one triggers
         compilation.
-      n_exact: number of edges that are computed exactly, with a forward pass each; None for all.
+      n_exact: number of edges that are computed exactly, with a forward pass each, 0 or more; None for all.
       by_head: instead of attention layers, the targets are the queries, keys and values of each of their heads, of
         which one alone reads the difference.
 
     Raises:
-      ValueError: the inputs are a batch.
+      ValueError: the inputs are a batch; `n_exact` is negative.
       ValueError: the inputs differ from the source in shape; the model has no residual stream, or normalises what its
         parts add to it.
     """
     check_stream(model)
+    if n_exact is not None and n_exact < 0:
+        raise ValueError(f"n_exact is {n_exact}; give 0 or more, or None for all.")
     if model.config.norm != "none" and model.config.norm_placement != "pre":
         raise ValueError("the parts' outputs are normalised before they are added, so heads have no part of their own")
     inputs, source, _ = check_pair(model, inputs, source, ())

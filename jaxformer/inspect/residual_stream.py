@@ -73,10 +73,11 @@ def logit_attribution(
     """
     check_stream(model)
     check_example(model, *inputs)
+    target_T, baseline_T = (None if x is None else jnp.asarray(x) for x in (target_T, baseline_T))
     for chosen in (target_T, baseline_T):
         if chosen is None:
             continue
-        tokens = jnp.atleast_1d(jnp.asarray(chosen))
+        tokens = jnp.atleast_1d(chosen)
         check_tokens(tokens, model.config.vocab_size)
         if jnp.ndim(chosen) and len(tokens) != (T := len(jnp.asarray(inputs[0]))):
             raise ValueError(f"{len(tokens)} tokens for {T} positions; give one per position, or one for all.")
@@ -85,7 +86,7 @@ def logit_attribution(
 
 @partial(jax.jit, static_argnames="model")
 def _attribute(
-    model: nn.Module, params: Params, inputs: Inputs, target_T: ArrayLike | None, baseline_T: ArrayLike | None
+    model: nn.Module, params: Params, inputs: Inputs, target_T: jax.Array | None, baseline_T: jax.Array | None
 ) -> Activations:
     c = model.config
     values = capture(model, params, *inputs)

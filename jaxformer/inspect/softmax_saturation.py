@@ -21,6 +21,7 @@ from functools import partial
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxformer.data.dataset import Batch
 from jaxformer.inspect.activations import Activations, capture_shapes, capturing
@@ -57,21 +58,28 @@ class Saturation:
 
 @of_run
 def saturation(
-    model: nn.Module, params: Params, batch: Batch, temperatures: Sequence[float], layer: str = "blocks.0.attention"
+    model: nn.Module,
+    params: Params,
+    batch: Batch,
+    temperatures: Sequence[float] | float,
+    layer: str = "blocks.0.attention",
 ) -> list[Saturation]:
     """Measure the gradients of one attention layer at several temperatures.
 
     Args:
-      temperatures: divisors of the layer's scores.
+      temperatures: divisors of the layer's scores, above 0, or one of them.
       layer: name of a self-attention layer.
 
     Raises:
       KeyError: the model has no such layer.
+      ValueError: a temperature is not above 0.
     """
+    if not (np.atleast_1d(temperatures) > 0).all():
+        raise ValueError(f"the temperatures are {temperatures}; they must be above 0.")
     batch = jax.tree.map(jnp.asarray, batch)
     return [
         Saturation(float(temperature), *map(float, _measure(model, layer, params, batch, jnp.float32(temperature))))
-        for temperature in temperatures
+        for temperature in np.atleast_1d(temperatures)
     ]
 
 

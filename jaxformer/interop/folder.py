@@ -18,6 +18,8 @@ from jaxformer.runs.run import TOKENIZER
 CONFIG, GENERATION, MODULES = "config.json", "generation_config.json", "modules.json"
 TRANSFORMER_CONFIGS = "sentence_*_config.json"
 """The config of the module Transformer, which sentence-transformers names after a family, such as `bert`."""
+SENTENCES_CONFIG = "config_sentence_transformers.json"
+"""The config of all modules of sentence-transformers."""
 ADAPTER = "adapter_config.json"
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -176,6 +178,10 @@ def read_modules(path: Path) -> PublishedConfig:
     # The config may still name the architecture that the encoder was trained in, with a head.
     fields = {POOLING: modes[0], NORMALIZE: "Normalize" in names, "architectures": None}
     file = next(iter(sorted(path.glob(TRANSFORMER_CONFIGS))), None)
+    for config, option in ((file, "do_lower_case"), (path / SENTENCES_CONFIG, "default_prompt_name")):
+        # Both change a text before it is tokenized.
+        if config is not None and config.exists() and (value := read_object(config).get(option)):
+            raise UserError(f"{option} in {config} is {value!r}, which is not supported; use another sentence encoder.")
     if file is None or (length := read_object(file).get("max_seq_length")) is None:
         return fields
     if type(length) is not int or length < 1:

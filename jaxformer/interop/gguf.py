@@ -69,8 +69,8 @@ def export_gguf(run: Run, file: Path, dtype: Dtype = "float32") -> None:
             (writer.add_int32 if key.endswith(".top_k") else writer.add_float32)(key, value)
         writer.add_rope_freq_base(theirs["rope_parameters"]["rope_theta"])
         _add_tokenizer(gguf, writer, tokenizer, theirs["vocab_size"])
-        if chat_template := tokenizer.config.get("chat_template"):  # one or several; llama.cpp's default is ChatML
-            writer.add_chat_template(chat_template)
+        if templates := tokenizer.chat_templates:  # llama.cpp's default is ChatML
+            writer.add_chat_template([{"name": name, "template": text} for name, text in templates.items()])
         kind = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == architecture)
         names = gguf.get_tensor_name_map(kind, theirs["num_hidden_layers"])
         for their_name, tensor in published.tensors:

@@ -107,6 +107,8 @@ class SpecialTokens:
     """Text of `bos`."""
     eos_text: str
     """Text of end-of-text."""
+    pad: int
+    """Id of the token for padding; of end-of-text if the tokenizer names none."""
 
 
 def special_tokens(tokenizer: Tokenizer) -> SpecialTokens:
@@ -118,7 +120,8 @@ def special_tokens(tokenizer: Tokenizer) -> SpecialTokens:
         bos, bos_text = begin, added.get(begin) or named["bos_token"]
     elif (text := named.get("bos_token")) in added.values():
         bos, bos_text = next((i, content) for i, content in added.items() if content == text)
-    return SpecialTokens(bos, tokenizer.ends_of_text, begin is not None, bos_text, named["eos_token"])
+    pad = next((i for i, content in added.items() if content == named.get("pad_token")), tokenizer.end_of_text)
+    return SpecialTokens(bos, tokenizer.ends_of_text, begin is not None, bos_text, named["eos_token"], pad)
 
 
 def export_huggingface(run: Run, folder: Path, dtype: Dtype = "float32") -> None:
@@ -142,7 +145,7 @@ def export_huggingface(run: Run, folder: Path, dtype: Dtype = "float32") -> None
         config = {name: value for name, value in published.config.items() if name not in (POOLING, NORMALIZE)}
         _write_json(scratch / "config.json", config | ids | {"dtype": dtype, "torch_dtype": dtype})
         if is_decoder:
-            generation = ids | {"pad_token_id": special.eos[0]}
+            generation = ids | {"pad_token_id": special.pad}
             _write_json(scratch / "generation_config.json", generation | as_generation_config(run.sampling))
         tokenizer.save(scratch / TOKENIZER)
         tokenizer_config = {

@@ -47,7 +47,7 @@ def tokenizer_omissions(ours: Tokenizer, again: Tokenizer) -> list[str]:
         found.append(f"that {first} precedes a text")
     special = {name: text for name, text in ours.special_tokens.items() if again.special_tokens.get(name) != text}
     found += [f"the {name} {text}" for name, text in special.items()]
-    templates, theirs = _templates(ours), _templates(again)
+    templates, theirs = ours.chat_templates, again.chat_templates
     found += [f"the chat template {name}" for name, template in templates.items() if theirs.get(name) != template]
     known = {END_IDS, LENGTH, "chat_template", "add_bos_token", *ours.special_tokens}
     settings = [key for key in ours.config if key not in known and again.config.get(key) != ours.config[key]]
@@ -55,13 +55,6 @@ def tokenizer_omissions(ours: Tokenizer, again: Tokenizer) -> list[str]:
         found.append(f"the settings {', '.join(settings)} of the tokenizer")
     contents = json.loads(ours.as_json()), json.loads(again.as_json())
     return found if contents[0] == contents[1] else [*found, *(f"the tokenizer's {part}" for part in _parts(*contents))]
-
-
-def _templates(tokenizer: Tokenizer) -> dict[str, str]:
-    """Return the chat templates by name; a single one is named default."""
-    source = tokenizer.config.get("chat_template") or []
-    several = [{"name": "default", "template": source}] if isinstance(source, str) else source
-    return {template["name"]: template["template"] for template in several}
 
 
 def _parts(ours: Mapping[str, Any], again: Mapping[str, Any]) -> Iterator[str]:

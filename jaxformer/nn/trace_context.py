@@ -32,6 +32,10 @@ class TraceContext(Generic[T]):
         key: _Key[T] | None = self._context.value
         if key is None:
             return self._default
+        if not key.cell:  # of a `set` that ended before one within it, which has restored its key
+            key.is_read = True
+            self._context(None).__enter__()
+            return self._default
         if is_staging():  # else nothing is being traced that JAX would cache
             key.is_read = True
             self._context(_Key(key.cell)).__enter__()  # of what is traced next; `set` ends it

@@ -23,6 +23,7 @@ from jax.lax import dynamic_index_in_dim, dynamic_update_index_in_dim
 from jax.typing import DTypeLike
 
 from jaxformer.ops.attention import MASKED, check_inputs, zero_hidden
+from jaxformer.ops.explicit_axes import with_auto_axes
 from jaxformer.ops.masks import Causal, Mask, Packed, causal_part, segment
 from jaxformer.ops.precision import accumulation_dtype, upcast
 
@@ -31,6 +32,7 @@ SAVED = "attention"
 does not recompute attention."""
 
 
+@with_auto_axes
 def blockwise_attention(
     q_HTK: jax.Array,
     k_GSK: jax.Array,

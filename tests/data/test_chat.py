@@ -349,9 +349,17 @@ def test_a_template_may_form_its_own_special_tokens_from_roles_and_in_json(publi
     assert texts == ["<|user|>", "<|im_end|>", "<|assistant|>", "<|im_end|>", "<|im_end|>", "<s>"]
 
 
-def test_a_template_that_takes_special_tokens_apart_is_refused(tokenizer):
-    with pytest.raises(ValueError, match=r"it takes a special token apart; write special tokens whole"):
-        ChatTemplate("{{ '<|im_end|>'[:4] }}", tokenizer, "it").render(CHAT)
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ '<|im_end|>'[:4] }}", "{{ eos_token | length }}",
+        "{% for m in messages %}{{ m.content.split('<|im_end|>')[0] }}{% endfor %}",
+    ],
+)  # fmt: skip
+def test_a_template_that_does_more_than_to_write_special_tokens_is_refused(tokenizer, source):
+    chat = [{"role": "assistant", "content": "a<|im_end|>b"}]
+    with pytest.raises(ValueError, match=r"it takes a special token apart, or compares it .*; write special tokens wh"):
+        ChatTemplate(source, tokenizer, "it").render(chat)
 
 
 def test_long_conversations_are_truncated_and_those_without_a_target_skipped(published, tmp_path):
@@ -500,10 +508,28 @@ def test_a_template_beside_the_tokenizer_has_precedence(published, tmp_path):
     (tmp_path / "chat_template.jinja").write_text(MARKED)
     assert ChatTemplate.of_tokenizer(Tokenizer.load(tmp_path / "tokenizer.json")).source == MARKED
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "chat_template.jinja").write_bytes(b"caf\xe9")
+    with pytest.raises(UserError, match=r"chat_template\.jinja is not a readable chat template \(.*; restore it"):
+        Tokenizer.load(tmp_path / "tokenizer.json")
     (tmp_path / "chat_template.jinja").unlink()
-    named = [{"name": "tools", "template": "x"}, {"name": "default", "template": CHATML}]
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": named}))
-    assert ChatTemplate.of_tokenizer(Tokenizer.load(tmp_path / "tokenizer.json")).source == CHATML
+    named = [
+        {"name": "tool_use", "template": "{{ tools | length }}{{ x_token }}"},
+        {"name": "default", "template": CHATML},
+    ]
+    more = {"chat_template": named, "extra_special_tokens": {"x_token": "<|x|>"}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | more))
+    tokenizer = Tokenizer.load(tmp_path / "tokenizer.json")
+    template = ChatTemplate.of_tokenizer(tokenizer)
+    assert template.source == CHATML
+    assert template.render(CHAT, [{}, {}]).text == "2<|x|>" != template.render(CHAT).text
+    assert {each["name"]: each["template"] for each in template.published} == tokenizer.chat_templates
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates/tool_use.jinja").write_text("other")
+    with pytest.raises(UserError, match=r"has no chat template but tool_use, which only tools or documents have; name"):
+        ChatTemplate.of_tokenizer(Tokenizer.load(tmp_path / "tokenizer.json"))
+    (tmp_path / "chat_template.jinja").write_text(MARKED)
+    tokenizer = Tokenizer.load(tmp_path / "tokenizer.json")
+    assert tokenizer.chat_templates == {"default": MARKED, "tool_use": "other"}
 
 
 @pytest.mark.slow

@@ -222,6 +222,27 @@ def test_folder_of_markup_or_of_files_without_suffix_is_read_as_text(tmp_path, n
     assert [texts_of(file) for file in listing.files] == [["# Title\n\nText."]] * len(read)
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("dataset_dict.json", "{}"), ("dataset_dict.json", "[]"), ("dataset_dict.json", '{"splits": [1]}'),
+        ("state.json", "{"), ("state.json", '{"_data_files": null}'), ("state.json", '{"_data_files": ["a.arrow"]}'),
+        ("state.json", '{"_data_files": [{}]}'),
+    ],
+)  # fmt: skip
+def test_file_that_describes_no_dataset_is_refused(tmp_path, name, content):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(UserError, match=rf"{name} does not describe a dataset \(.*\); restore it, or name the files"):
+        find_files(str(tmp_path))
+
+
+def test_state_of_another_program_does_not_matter(tmp_path):
+    for content in ("[1]", '{"epoch": 3}'):
+        (tmp_path / "state.json").write_text(content)
+        (tmp_path / "a.txt").write_text("a text")
+        assert find_files(str(tmp_path)).files == [tmp_path / "a.txt"]
+
+
 def test_saved_dataset_of_several_splits_names_them(tmp_path):
     (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
     with pytest.raises(UserError, match=r"holds the splits train, test of a dataset; name the folder of one"):

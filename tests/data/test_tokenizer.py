@@ -3,6 +3,7 @@
 import json
 import re
 from collections import Counter
+from functools import partial
 from unittest import mock
 
 import numpy as np
@@ -433,6 +434,54 @@ def test_dropout_is_turned_off(tmp_path):
     assert json.loads(tokenizer.as_json())["model"]["dropout"] is None
 
 
+def bert(**normalizer):
+    inner = tokenizers.Tokenizer(models.WordPiece({w: i for i, w in enumerate(WORDS)}, unk_token="[UNK]"))
+    inner.normalizer, inner.pre_tokenizer = normalizers.BertNormalizer(**normalizer), pre_tokenizers.BertPreTokenizer()
+    inner.decoder = decoders.WordPiece()
+    inner.add_special_tokens(["[UNK]", "[SEP]"])
+    return inner
+
+
+def gpt2(add_prefix_space):
+    step = {"type": "ByteLevel", "add_prefix_space": add_prefix_space, "trim_offsets": True, "use_regex": True}
+    return with_parts(byte_level(), pre_tokenizer=step, truncation=None, padding=None)
+
+
+WORDS = ["[UNK]", "[SEP]", "the", "The", "été", "ete", "日", "日本"]
+
+
+@pytest.mark.parametrize(
+    ("make", "config", "same"),
+    [
+        (bert, {"tokenizer_class": "BertTokenizerFast", "do_lower_case": False}, lambda: bert(lowercase=False)),
+        (partial(bert, lowercase=False), {"tokenizer_class": "BertTokenizer"}, bert),
+        (bert, {"tokenizer_class": "BertTokenizer", "strip_accents": False}, lambda: bert(strip_accents=False)),
+        (
+            bert, {"tokenizer_class": "BertTokenizer", "tokenize_chinese_chars": False},
+            lambda: bert(handle_chinese_chars=False),
+        ),
+        (bert, {"tokenizer_class": "PreTrainedTokenizerFast", "do_lower_case": False}, bert),
+        (partial(gpt2, False), {"tokenizer_class": "RobertaTokenizer", "add_prefix_space": True}, partial(gpt2, True)),
+        (partial(gpt2, True), {"tokenizer_class": "GPT2TokenizerFast"}, partial(gpt2, False)),
+        (partial(gpt2, True), {"add_prefix_space": False}, partial(gpt2, True)),
+    ],
+)  # fmt: skip
+def test_options_that_a_class_of_transformers_takes_from_the_config_are_those_of_the_config(
+    tmp_path, make, config, same
+):
+    tokenizer = Tokenizer.load(publish(tmp_path, make, config))
+    text = "The été 日本 the"
+    assert tokenizer.encode(text) == same().encode(text, add_special_tokens=False).ids
+
+
+def test_a_space_before_a_text_that_the_config_excludes_is_refused(tmp_path):
+    config = {"tokenizer_class": "LlamaTokenizer", "add_prefix_space": False}
+    with pytest.raises(
+        UserError, match=r"add_prefix_space is false, but its tokenizer\.json puts a space before a text"
+    ):
+        Tokenizer.load(publish(tmp_path, sentencepiece_bpe, config))
+
+
 def test_special_tokens_that_only_the_config_has_are_added(tmp_path):
     """Check markers of a conversation that a fine-tuning has added beside the tokenizer."""
     flags = {"lstrip": False, "rstrip": True, "single_word": False, "normalized": False, "special": True}
@@ -449,10 +498,11 @@ def test_special_tokens_that_only_the_config_has_are_added(tmp_path):
 
 
 @pytest.mark.parametrize(("config", "message"), [
-    ({"added_tokens_decoder": [3]}, "has special tokens in an unknown form"),
-    ({"added_tokens_decoder": {"x": {}}}, "has special tokens in an unknown form"),
-    ({"added_tokens_decoder": {"5": {"content": 3}}}, "has special tokens in an unknown form"),
-    ({"extra_special_tokens": 3}, "has special tokens in an unknown form"),
+    ({"added_tokens_decoder": [3]}, "special tokens in an unknown form"),
+    ({"added_tokens_decoder": {"x": {}}}, "special tokens in an unknown form"),
+    ({"added_tokens_decoder": {"5": {"content": 3}}}, "special tokens in an unknown form"),
+    ({"do_lower_case": "yes"}, "unknown form \\(do_lower_case is 'yes', not true or false\\)"),
+    ({"extra_special_tokens": 3}, "special tokens in an unknown form"),
     ({END_IDS: "x"}, "which are no ids of tokens"),
     ({END_IDS: [True]}, "which are no ids of tokens"),
 ])  # fmt: skip

@@ -45,6 +45,13 @@ def test_settings_of_a_run_are_used_unless_given(run):
 def test_wrong_options_are_named(run):
     with pytest.raises(TypeError, match=r"generate\(\) has no option 'temprature'; did you mean 'temperature'"):
         generate(run, "a", temprature=0.5)
+    with pytest.raises(TypeError, match=r"expected a run, got a str; generate\(load_run\(path\), text\)"):
+        generate("runs/quick", "The cat")
+    with pytest.raises(UserError, match="system has no effect without a chat; omit it, or give chat=True"):
+        generate(run, "The cat", system="Be brief.")
+    for temperature in ("0.5", True):
+        with pytest.raises(UserError, match=f"temperature`? is {temperature}; it must be at least 0"):
+            generate(run, "The cat", temperature=temperature)
     with pytest.raises(UserError, match="max_new_tokens is 0; it must be at least 1"):
         generate(run, "a", max_new_tokens=0)
     with pytest.raises(UserError, match="prompt 2 is empty"):

@@ -81,6 +81,14 @@ def test_sharpness_from_an_earlier_eigenvector_takes_fewer_products():
     assert counts[1] <= counts[0]
 
 
+@pytest.mark.slow
+def test_sharpness_of_bfloat16_parameters_is_computed_in_float32():
+    model, params, batch = example("float32")
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), half)
+    assert sharpness(model, half, batch)[0] == sharpness(model, wide, batch)[0]
+
+
 def test_eigenvalues_are_those_of_a_dense_matrix():
     A = np.random.default_rng(0).normal(size=(7, 7))
     A = np.float32(A + A.T)
@@ -95,6 +103,8 @@ def test_eigenvalues_are_those_of_a_dense_matrix():
     np.testing.assert_allclose(values, expected[:-3:-1], rtol=1e-4)
     flat = np.concatenate([np.ravel(vectors[0]["a"]), vectors[0]["b"]])
     np.testing.assert_allclose(abs(flat @ columns[:, -1]), 1, rtol=1e-3)
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)  # directions of which are rounded
+    np.testing.assert_allclose(largest_eigenvalues(product, half, tolerance=0.1)[0], expected[-1], rtol=0.05)
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])

@@ -32,6 +32,8 @@ def test_singular_values_are_those_of_the_whole_matrices():
     for h in range(4):
         for values_K, matrix in ((qk_HK[h], W_Q[:, h] @ W_K[:, h // 2].T), (ov_HK[h], W_V[:, h // 2] @ W_O[h])):
             np.testing.assert_allclose(values_K, np.linalg.svd(matrix, compute_uv=False)[:5], rtol=1e-4)
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), attention)
+    assert {x.dtype for x in jax.eval_shape(singular_values, half)} == {jnp.dtype(jnp.float32)}
 
 
 @pytest.mark.slow

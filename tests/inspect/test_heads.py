@@ -192,6 +192,17 @@ def test_zero_ablation_equals_zero_output_weights(n_blocks):
 
 
 @pytest.mark.slow
+def test_ablation_without_jit_is_that_with_it():
+    """Without jit, blocks that are skipped are not traced, and have no activations to replace."""
+    model, params, _ = random_model(DecoderConfig(V, 3, 4, n_blocks=2, n_heads=2, d_ff=(4,), norm="rmsnorm"))
+    batch = Batch((jnp.array([[1, 5, 2]]),), jnp.array([[5, 2, 6]]))
+    with jax.disable_jit():
+        result = ablate_heads(model, params, batch)
+    for layer, rises_H in ablate_heads(model, params, batch).mean.items():
+        np.testing.assert_allclose(result.mean[layer], rises_H, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.slow
 def test_estimates_approach_ablation_for_small_heads():
     model, params, batch = batch_of("decoder")
     for block in ("blocks_0", "blocks_1"):

@@ -52,6 +52,19 @@ def test_training_again_equals_the_run_to_the_last_bit(folder, replay):
     assert losses == [row["loss"] for row in read_metrics(folder) if "loss" in row]
 
 
+def test_weights_and_steps_that_do_not_exist_are_refused_and_a_text_is_its_tokens(replay):
+    with pytest.raises(ValueError, match=r"weights of shape \(1,\) for \d+ documents; give one per document"):
+        replay.train(np.ones(1))
+    for step in (0, 25):
+        with pytest.raises(IndexError, match=f"there is no step {step}; the run has 24, from 1 on"):
+            replay.train(without=[step])
+    run = load_run(replay._run.path)
+    tokens = np.array(run.tokenizer.encode_prompt(PHRASE))
+    assert replay.log_probability(run.params, PHRASE) == replay.log_probability(run.params, tokens)
+    with pytest.raises(ValueError, match="expected 2 tokens or more, got 1"):
+        replay.log_probability(run.params, tokens[:1])
+
+
 AS_A_USER = """
 import sys
 import jax, numpy as np

@@ -87,8 +87,10 @@ def test_indices_are_pythons_within_their_axis():
             check_indices((0, index), (2, 3), "x")
     with pytest.raises(IndexError, match=r"x has 2 axes, .* but 3 indices"):
         check_indices((0, 0, 0), (2, 3), "x")
-    with pytest.raises(TypeError):
-        check_index(1.0, 3, "head", "x")
+    assert check_indices(np.array(1), (2, 3), "x") == check_indices(np.array([1]), (2, 3), "x") == (1,)
+    for index in (1.0, True, np.True_, "1", slice(1)):  # True would be 1
+        with pytest.raises(TypeError):
+            check_index(index, 3, "head", "x")
 
 
 def test_embeddings_are_named_without_their_module():
@@ -127,8 +129,7 @@ REFUSED = {
     "ablation_loss's layer": (
         lambda: inspect.ablation_loss(MODEL, PARAMS, BATCH, [("blocks.2.attention", 0)]), KeyError
     ),
-    "patched_back": (lambda: inspect.patched_back(PARAMS, PARAMS, LAYER, 4), IndexError),
-    "patched_back's layer": (lambda: inspect.patched_back(PARAMS, PARAMS, "blocks.2.attention", 0), KeyError),
+    "patch_activations' metric": (lambda: inspect.patch_activations(*PAIR, "embed", lambda logits: logits), ValueError),
     "explain": (lambda: inspect.explain(MODEL, PARAMS, TOKENS.tolist(), 6), IndexError),
     "explain the first": (lambda: inspect.explain(MODEL, PARAMS, TOKENS.tolist(), 0), IndexError),
     "lens_logits": (lambda: inspect.lens_logits(MODEL, PARAMS, {"embedding": None}, TOKENS), KeyError),
@@ -141,9 +142,35 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [name if "patched_back" in name else slow(name) for name in REFUSED])
+OUTSIDE = jnp.array([0, V])
+AT_ONCE = {
+    "patched_back": (lambda: inspect.patched_back(PARAMS, PARAMS, LAYER, 4), IndexError),
+    "patched_back's bool": (lambda: inspect.patched_back(PARAMS, PARAMS, LAYER, True), TypeError),
+    "patched_back's layer": (lambda: inspect.patched_back(PARAMS, PARAMS, "blocks.2.attention", 0), KeyError),
+    "patched_back's MLP": (lambda: inspect.patched_back(PARAMS, PARAMS, "blocks.0.mlp", 0), KeyError),
+    "gradient_of at a bool": (lambda: _gradient_of(of=f"{LAYER}.z.1", at=(True,)), TypeError),
+    "gradient_of at a slice": (lambda: _gradient_of(of=f"{LAYER}.z.1", at=slice(1)), TypeError),
+    "explain's bool": (lambda: inspect.explain(MODEL, PARAMS, [0, 1, 2], True), TypeError),
+    "explain's alternatives": (lambda: inspect.explain(MODEL, PARAMS, [0, 1, 2], 1, -1), ValueError),
+    "path_attribution's edges": (lambda: inspect.path_attribution(*PAIR, _logit, n_exact=-1), ValueError),
+    "saturation's temperature": (lambda: inspect.saturation(MODEL, PARAMS, BATCH, [1.0, 0.0]), ValueError),
+    "run_from's pattern": (lambda: run_from(MODEL, PARAMS, (TOKENS,), {"blocks.*.mlp_out": TOKENS}), KeyError),
+    "no texts": (lambda: inspect.jacobian_lens(MODEL, PARAMS, []), ValueError),
+    "texts": (lambda: inspect.regression_lens(MODEL, PARAMS, [TOKENS, OUTSIDE]), ValueError),
+    "tokens": (lambda: inspect.lens_logits(MODEL, PARAMS, {}, OUTSIDE), ValueError),
+    "an example": (lambda: inspect.backward_lens(MODEL, PARAMS, Batch((OUTSIDE,), TOKENS[:2])), ValueError),
+    "a batch": (lambda: inspect.per_example_gradients(MODEL, PARAMS, Batch((OUTSIDE[None],), TOKENS[:2])), ValueError),
+    "inputs": (lambda: inspect.head_statistics(MODEL, PARAMS, OUTSIDE[None]), ValueError),
+    "a batch for an example": (lambda: inspect.backward_lens(MODEL, PARAMS, TOKENS[None]), TypeError),
+    "tokens of three axes": (lambda: inspect.sharpness(MODEL, PARAMS, TOKENS[None, None]), TypeError),
+    "bools for tokens": (lambda: inspect.backward_lens(MODEL, PARAMS, Batch(([True, False],), TOKENS[:2])), TypeError),
+}  # fmt: skip
+"""Calls that are refused before a program is traced, in which tokens have no values."""
+
+
+@pytest.mark.parametrize("name", [*AT_ONCE, *map(slow, REFUSED)])
 def test_every_instrument_refuses_what_does_not_exist(name):
-    call, error = REFUSED[name]
+    call, error = (AT_ONCE | REFUSED)[name]
     with pytest.raises(error) as raised:
         call()
     assert len(str(raised.value)) > 20

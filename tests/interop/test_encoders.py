@@ -270,6 +270,20 @@ def test_texts_of_sentence_encoders_are_as_long_as_sentence_transformers_allows(
             import_run(tmp_path / "model", tmp_path / "other")
 
 
+@pytest.mark.parametrize(
+    ("file", "option", "value"),
+    [
+        ("sentence_bert_config.json", "do_lower_case", True),
+        ("config_sentence_transformers.json", "default_prompt_name", "query"),
+    ],
+)
+def test_changes_of_texts_by_sentence_transformers_are_refused(tmp_path: Path, file: str, option: str, value: object):
+    write_modules(tmp_path, "mean_tokens")
+    (tmp_path / file).write_text(json.dumps({option: value}))
+    with pytest.raises(UserError, match=f"{option} in .*{file} is {value!r}, which is not supported; use another"):
+        read_modules(tmp_path)
+
+
 def test_context_of_an_encoder_is_its_own(tmp_path: Path):
     publish_bert(tmp_path / "model", "BertModel")
     with pytest.raises(

@@ -159,12 +159,15 @@ def test_token_before_each_text_is_named(run, tmp_path):
 
 def test_config_of_a_published_tokenizer_and_all_ends_of_a_text_remain(run, tmp_path):
     inner = tokenizers.Tokenizer.from_str(run.tokenizer.as_json())
+    inner.add_special_tokens(["<pad>"])
     config = {"eos_token": "<|endoftext|>", "chat_template": "{{ messages }}", "eos_token_ids": [0, 7]}
+    config |= {"pad_token": "<pad>"}
     export_huggingface(replace(run, tokenizer=type(run.tokenizer)(inner, config=config)), tmp_path / "out")
     written = read_json(tmp_path / "out/tokenizer_config.json")
     assert written["chat_template"] == "{{ messages }}" and "eos_token_ids" not in written
     for name in ("config.json", "generation_config.json"):
         assert read_json(tmp_path / "out" / name)["eos_token_id"] == [0, 7]
+    assert read_json(tmp_path / "out/generation_config.json")["pad_token_id"] == inner.token_to_id("<pad>")
 
 
 @pytest.mark.slow

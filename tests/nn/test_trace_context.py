@@ -47,6 +47,19 @@ def test_program_that_read_no_context_is_shared_by_all():
             assert float(jax.grad(lambda x: f.call(x) * FACTOR.get())(3.0)) == factor
 
 
+def test_contexts_that_end_in_another_order_leave_nothing_behind():
+    f, first, second = Counted(reads=True), FACTOR.set(2.0), FACTOR.set(3.0)
+    first.__enter__()
+    second.__enter__()
+    assert float(f.call(3.0)) == 9.0
+    first.__exit__(None, None, None)
+    second.__exit__(None, None, None)
+    assert float(f.call(3.0)) == 3.0
+    with FACTOR.set(5.0):
+        assert float(f.call(3.0)) == 15.0
+    assert float(f.call(3.0)) == 3.0
+
+
 @pytest.mark.parametrize("transform", [jax.grad, jax.vmap, jax.jit, jax.checkpoint, jax.linearize])
 def test_contexts_reach_programs_within_transformations(transform):
     f = Counted(reads=True)
