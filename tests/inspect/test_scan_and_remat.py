@@ -160,35 +160,6 @@ def test_remat_alone_changes_no_bit_of_captures():
     jax.tree.map(np.testing.assert_array_equal, got, expected)
 
 
-def scan_lengths(f: Callable[..., Any], *args: Any) -> list[int]:
-    """Return the lengths of the scans of a program."""
-    return [eqn.params["length"] for eqn in jax.make_jaxpr(f)(*args).eqns if eqn.primitive.name == "scan"]
-
-
-@pytest.mark.slow
-def test_blocks_that_are_captured_and_edited_alike_are_one_scan():
-    _, params, inputs = random_model(DEEP)
-    model = DEEP.build(BOTH)
-
-    def captured(names):
-        return lambda params: capture(model, params, *inputs, names=names)
-
-    def edited(edit):
-        def run(params):
-            with intervene("blocks.*.attention.z", edit):
-                return model.apply({"params": params}, *inputs)
-
-        return run
-
-    shift = {f"blocks.{i}.attention.z": jnp.full((4, T, 4), i) for i in range(4)}
-    assert scan_lengths(captured("*"), params) == [4]
-    assert scan_lengths(captured("blocks.2.mlp"), params) == [2, 1, 1]
-    assert scan_lengths(edited(edit_one), params) == [2, 1, 1]
-    assert scan_lengths(edited(lambda name, x: x + shift[name]), params) == [4]
-    assert scan_lengths(edited(lambda name, x: 0 * x), params) == [4]
-    assert scan_lengths(edited(edit_by_block), params) == [1, 1, 1, 1]  # a number is part of the program
-
-
 @pytest.mark.slow
 def test_captures_do_not_undo_activation_checkpointing():
     """What the backward pass stores grows by the captured values at most."""
@@ -205,4 +176,4 @@ def test_captures_do_not_undo_activation_checkpointing():
         return sum(leaf.size for leaf in jax.tree.leaves(pull))
 
     for execution in (BOTH, REMAT):
-        assert stored(execution, "*") == stored(execution, ()) < 0.7 * stored(Execution(), ())
+        assert stored(execution, "*") <= stored(REMAT, ()) < 0.7 * stored(Execution(), ())
