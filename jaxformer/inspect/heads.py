@@ -24,7 +24,6 @@ from jaxformer.inspect.names import check_index, unknown_name
 from jaxformer.inspect.of_run import of_run
 from jaxformer.models.objective import Params, mean_loss, objective_of
 from jaxformer.nn.attention import AXES
-from jaxformer.nn.execution import skip_blocks
 from jaxformer.nn.parameter_norms import dotted
 from jaxformer.ops.attention import row_entropy
 from jaxformer.ops.precision import upcast
@@ -203,14 +202,13 @@ def ablate_heads(
 ) -> Ablation:
     """Ablate each head of every attention layer, one at a time.
 
-    The heads of a layer are ablated together, as a batch, and from their block on: blocks before it return what they
-    computed for the whole model.
+    The heads of a layer are ablated together, as a batch.
 
     Args:
       batch: examples; see `mean_loss`.
       progress: called with the name of each layer before its heads are ablated.
     """
-    batch, means, outputs_B, scales = _ablation_inputs(model, params, batch)
+    batch, means, scales = _ablation_inputs(model, params, batch)
     estimates: dict[str, PerHead] = {}
     rises: dict[str, PerHead] = {"zero": OrderedDict(), "mean": OrderedDict()}
     replacements = {"zero": jax.tree.map(jnp.zeros_like, means), "mean": means}
@@ -220,12 +218,10 @@ def ablate_heads(
     for layer, scale_H in scales.items():
         progress(layer)
         H = len(scale_H)
-        n_before = list(outputs_B).index(layer.rpartition(".")[0])
         scales_H = OrderedDict((name, jnp.broadcast_to(x, (H, *x.shape))) for name, x in scales.items())
         scales_H[layer] = 1 - jnp.eye(H)
         for kind, replacement in replacements.items():
-            losses_H = _losses(model, params, batch, scales_H, replacement, outputs_B, jnp.int32(n_before))
-            rises[kind][layer] = losses_H - loss
+            rises[kind][layer] = _losses(model, params, batch, scales_H, replacement) - loss
     return Ablation(float(loss), **jax.device_get(rises | estimates))
 
 
@@ -242,7 +238,7 @@ def ablation_loss(model: nn.Module, params: Params, batch: Batch, heads: Iterabl
       KeyError: the model has no such layer.
       IndexError: the layer has no such head.
     """
-    batch, means, _, scales = _ablation_inputs(model, params, batch)
+    batch, means, scales = _ablation_inputs(model, params, batch)
     for layer, head in heads:
         if layer not in scales:
             raise unknown_name(layer, scales, "attention layer")
@@ -250,34 +246,28 @@ def ablation_loss(model: nn.Module, params: Params, batch: Batch, heads: Iterabl
     return float(_loss(model, params, batch, scales, means))
 
 
-def _ablation_inputs(model: nn.Module, params: Params, batch: Batch) -> tuple[Batch, Activations, Activations, PerHead]:
+def _ablation_inputs(model: nn.Module, params: Params, batch: Batch) -> tuple[Batch, Activations, PerHead]:
     """Return the batch as arrays, the results of `_mean_outputs`, and scales of 1 for all heads."""
     batch = jax.tree.map(jnp.asarray, batch)
-    means, outputs_B = _mean_outputs(model, params, batch.inputs, target_mask(batch))
-    return batch, means, outputs_B, OrderedDict((layer, jnp.ones(len(x_HK))) for layer, x_HK in means.items())
+    means = _mean_outputs(model, params, batch.inputs, target_mask(batch))
+    return batch, means, OrderedDict((layer, jnp.ones(len(x_HK))) for layer, x_HK in means.items())
 
 
 @partial(jax.jit, static_argnames="model")
-def _mean_outputs(
-    model: nn.Module, params: Params, inputs_B: Inputs, target_mask_BT: ArrayLike | None
-) -> tuple[Activations, Activations]:
-    """Return the mean output of each head over examples and positions, without padding, `(H, K)` by layer; and the
-    outputs of blocks for each example, `(B, T, D)` by block."""
+def _mean_outputs(model: nn.Module, params: Params, inputs_B: Inputs, target_mask_BT: ArrayLike | None) -> Activations:
+    """Return the mean output of each head over examples and positions, without padding, `(H, K)` by layer."""
 
-    def example_sums(example: tuple[Inputs, jax.Array | None]) -> tuple[OrderedDict[str, Any], Activations]:
+    def example_sums(example: tuple[Inputs, jax.Array | None]) -> OrderedDict[str, Any]:
         inputs, mask_T = example
-        sums, names = OrderedDict[str, Any](), ("*attention.z", "*.resid_post")
-        captured = capture(model, params, *inputs, names=names, missing_ok=True)
-        for name in [name for name in captured if name.endswith(".z")]:
-            x_HTK = captured.pop(name)
+        sums = OrderedDict[str, Any]()
+        for name, x_HTK in capture(model, params, *inputs, names="*attention.z", missing_ok=True).items():
             valid_T = row_tokens_and_mask(model, name, inputs, mask_T)[1]
             valid_T = jnp.ones(x_HTK.shape[1]) if valid_T is None else valid_T.astype(jnp.float32)
             sums[name.removesuffix(".z")] = jnp.einsum("htk,t->hk", x_HTK, valid_T), valid_T.sum()
-        return sums, OrderedDict((name.removesuffix(".resid_post"), x_TD) for name, x_TD in captured.items())
+        return sums
 
-    sums_B, outputs_B = jax.lax.map(example_sums, (inputs_B, target_mask_BT))
-    means = OrderedDict((layer, sums_BHK.sum(axis=0) / n_B.sum()) for layer, (sums_BHK, n_B) in sums_B.items())
-    return means, outputs_B
+    sums_B = jax.lax.map(example_sums, (inputs_B, target_mask_BT))
+    return OrderedDict((layer, sums_BHK.sum(axis=0) / n_B.sum()) for layer, (sums_BHK, n_B) in sums_B.items())
 
 
 def _interpolated_heads(scales: PerHead, replacements: Activations) -> AbstractContextManager[None]:
@@ -303,28 +293,20 @@ _loss_and_slopes = jax.jit(jax.value_and_grad(_loss, argnums=3), static_argnums=
 
 
 @partial(jax.jit, static_argnames="model")
-def _losses(
-    model: nn.Module,
-    params: Params,
-    batch: Batch,
-    scales_N: PerHead,
-    replacements: Activations,
-    outputs_B: Activations,
-    n_before: jax.Array,
-) -> jax.Array:
-    """Return the mean loss for each of N sets of scales, `(N,)`, where the first blocks return `outputs_B`."""
+def _losses(model: nn.Module, params: Params, batch: Batch, scales_N: PerHead, replacements: Activations) -> jax.Array:
+    """Return the mean loss for each of N sets of scales, `(N,)`."""
 
-    def of_example(example: tuple[Batch, Activations]) -> jax.Array:
+    def of_example(example: Batch) -> jax.Array:
         def loss(scales: PerHead) -> jax.Array:
-            with _interpolated_heads(scales, replacements), skip_blocks(n_before, example[1]):
-                return objective_of(model).example_loss(model, params, example[0])
+            with _interpolated_heads(scales, replacements):
+                return objective_of(model).example_loss(model, params, example)
 
         return jax.vmap(loss)(scales_N)
 
     if contract_of(model).task is Task.CONTRASTIVE:  # examples are each other's negatives
         return jax.lax.map(lambda scales: _loss(model, params, batch, scales, replacements), scales_N)
     chunk = max(1, MAX_ABLATED_TARGETS // (len(jax.tree.leaves(scales_N)[0]) * batch.targets[0].size))
-    nats_BN = jax.lax.map(of_example, (batch, outputs_B), batch_size=min(chunk, len(batch.targets)))
+    nats_BN = jax.lax.map(of_example, batch, batch_size=min(chunk, len(batch.targets)))
     return nats_BN.mean(axis=0) if batch.weights is None else nats_BN.sum(axis=0) / jnp.sum(batch.weights)
 
 

@@ -103,8 +103,7 @@ class CrossEntropy:
         The auxiliary losses cover all tokens computed at once, without padding: the batch of all devices, or a
         microbatch with `compute.grad_accumulation_steps`, weighted by its share of the tokens.
         """
-        outputs_B, sown = batched_apply(model, params)(*batch.inputs, rngs=_rngs(keys_B))
-        x_B, layer = _last_layer(model, params, outputs_B)
+        (x_B, layer), sown = batched_apply(model, params)(*batch.inputs, rngs=_rngs(keys_B))
         targets_B, weights_B = jnp.asarray(batch.targets), batch.weights
         if weights_B is None:
             weights_B = jnp.full(targets_B.shape, 1 / (targets_B.size * across.n), jnp.float32)
@@ -137,7 +136,7 @@ class CrossEntropy:
             return negative_log_likelihood(logits, targets), top1_correct(logits, targets)
 
         outputs_B, _ = batched_apply(model, params)(*batch.inputs)
-        nll_B, correct_B = per_target(target_metrics, model, params, outputs_B, batch.targets)
+        nll_B, correct_B = per_target(target_metrics, outputs_B, batch.targets)
         weights_B = jnp.ones(nll_B.shape) if batch.weights is None else batch.weights
         total = lambda x_B: jnp.sum((x_B * weights_B).reshape(len(x_B), -1), axis=1)  # noqa: E731
         return {
@@ -254,26 +253,33 @@ def mean_loss(model: nn.Module, params: Params, batch: Batch) -> jax.Array:
     return nats if batch.weights is None else nats / jnp.sum(batch.weights)
 
 
-def batched_apply(model: nn.Module, params: Params) -> Callable[..., tuple[Any, Any]]:
-    """Return a function of `(*inputs_B, rngs)` that returns features or, without `has_features`, logits, and a dict
-    with the collection `ROUTER`."""
-    method = "features" if contract_of(model).has_features else None
-    return jax.vmap(partial(model.apply, {"params": params}, mutable=[ROUTER], method=method))
+Outputs = tuple[Any, Unembedding | None]
+"""Readout `(B, T, D)` and the layer from it to the logits; or logits and None."""
 
 
-def per_target(
-    function: Callable[[jax.Array, jax.Array], Any], model: nn.Module, params: Params, outputs_B: Any, targets: Any
-) -> Any:
+def batched_apply(model: nn.Module, params: Params) -> Callable[..., tuple[Outputs, Any]]:
+    """Return a function of `(*inputs_B, rngs)` that returns readouts and the last layer or, without `has_features`,
+    logits and None; and a dict with the collection `ROUTER`."""
+    has_features = contract_of(model).has_features
+
+    def outputs(model: Any, *inputs: Any) -> Outputs:
+        return (model.readout(model.features(*inputs)), model.unembedding()) if has_features else (model(*inputs), None)
+
+    apply = partial(model.apply, {"params": params}, mutable=[ROUTER], method=outputs)
+    return jax.vmap(apply, out_axes=((0, None), 0))
+
+
+def per_target(function: Callable[[jax.Array, jax.Array], Any], outputs_B: Outputs, targets: Any) -> Any:
     """Return `function(logits, targets)` for each example, a tree of arrays in the shape of the targets.
 
-    For a model with `has_features`, about `MAX_LOGITS_BYTES` of logits are computed at a time.
+    From readouts, about `MAX_LOGITS_BYTES` of logits are computed at a time.
 
     Args:
       function: function of logits `(…, V)` and int32 targets `(…,)` that treats each target independently.
       outputs_B: outputs of `batched_apply`.
       targets: int32 `(B, …)`.
     """
-    targets_B, (x_B, layer) = jnp.asarray(targets), _last_layer(model, params, outputs_B)
+    targets_B, (x_B, layer) = jnp.asarray(targets), outputs_B
     if layer is None:
         return function(x_B, targets_B)
     rows_N = _token_rows(x_B, targets_B)
@@ -281,15 +287,6 @@ def per_target(
     of_row = lambda row: function(layer.logits(row[0]), row[1])  # noqa: E731
     values = jax.vmap(of_row)(rows_N) if chunk == targets_B.size else jax.lax.map(of_row, rows_N, batch_size=chunk)
     return jax.tree.map(lambda x: x.reshape(targets_B.shape), values)
-
-
-def _last_layer(model: nn.Module, params: Params, outputs_B: Any) -> tuple[Any, Unembedding | None]:
-    """Return the readout of the outputs of `batched_apply` and the layer from readout to logits; for a model without
-    `has_features`, logits and None."""
-    if not contract_of(model).has_features:
-        return outputs_B, None
-    apply: Callable[..., Any] = partial(model.apply, {"params": params})
-    return jax.vmap(partial(apply, method="readout"))(outputs_B), apply(method="unembedding")
 
 
 def _token_rows(x_BTD: jax.Array, targets_B: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -80,7 +80,7 @@ class MultiHeadAttention(nn.Module):
           ValueError: the input is a batch, or positions or mask do not have the shape that it requires.
           TypeError: the mask is not boolean.
         """
-        q_HTK = self._project("Q", x_TD, self.n_heads)
+        q_HTK = self._project("W_Q", "b_Q", x_TD, self.n_heads, self.head_dim)
         positions_T = jnp.arange(len(x_TD)) if positions_T is None else check_positions(positions_T, len(x_TD))
         if isinstance(source, LayerCache):
             k_GSK, v_GSK = read_layer(source, x_TD.dtype)
@@ -89,7 +89,7 @@ class MultiHeadAttention(nn.Module):
         else:
             k_GSK, v_GSK = self.keys_values(x_TD, positions_T)
         # Keys are rotated by their own positions before they are cached, so they never have to be rotated again.
-        q_HTK = self._normalize_and_rotate("Q", q_HTK, positions_T)
+        q_HTK = self._normalize_and_rotate("gamma_Q", q_HTK, positions_T)
         if cache is not None and len(x_TD) == 1 and self.attention is attention and not is_capturing():
             assert isinstance(mask, jax.Array)  # computed from the positions in the cache
             y_HTK, cache = decode_step(q_HTK, k_GSK, v_GSK, cache, slot, mask, self.factor)
@@ -103,8 +103,10 @@ class MultiHeadAttention(nn.Module):
 
     def keys_values(self, x_SD: jax.Array, positions_S: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return the keys and values of a sequence, each `(G, S, K)`."""
-        k_GSK, v_GSK = (self._project(name, x_SD, self.n_kv_heads or self.n_heads) for name in "KV")
-        return self._normalize_and_rotate("K", k_GSK, positions_S), v_GSK
+        G = self.n_kv_heads or self.n_heads
+        k_GSK = self._project("W_K", "b_K", x_SD, G, self.head_dim)
+        v_GSK = self._project("W_V", "b_V", x_SD, G, self.value_dim or self.head_dim)
+        return self._normalize_and_rotate("gamma_K", k_GSK, positions_S), v_GSK
 
     def attend(self, q_HTK: jax.Array, k_GSK: jax.Array, v_GSK: jax.Array, mask: Mask) -> jax.Array:
         """Return the attention output of the heads, `(H, T, K)`. Not called for a decode step."""
@@ -125,20 +127,19 @@ class MultiHeadAttention(nn.Module):
         return y_TD
 
     def init_bias(self, name: str) -> nn.initializers.Initializer:
-        """Return the initialiser of `b_Q`, `b_K` or `b_V`, by the letter."""
+        """Return the initialiser of `b_Q`, `b_K` or `b_V`."""
         return nn.initializers.zeros
 
-    def _project(self, name: str, x_TD: jax.Array, n_heads: int) -> jax.Array:
-        """Return queries, keys or values, `(H, T, K)`, by the letter of their projection."""
-        D, K = x_TD.shape[-1], self.value_dim or self.head_dim if name == "V" else self.head_dim
-        y_HTK = to_heads(x_TD, self._parameter(f"W_{name}", self._init(D), D, n_heads, K))
-        return y_HTK + self._parameter(f"b_{name}", self.init_bias(name), n_heads, 1, K) if self.bias else y_HTK
+    def _project(self, weight: str, bias: str, x_TD: jax.Array, n_heads: int, width: int) -> jax.Array:
+        """Return queries, keys or values, `(H, T, K)`, by the names of their parameters."""
+        D = x_TD.shape[-1]
+        y_HTK = to_heads(x_TD, self._parameter(weight, self._init(D), D, n_heads, width))
+        return y_HTK + self._parameter(bias, self.init_bias(bias), n_heads, 1, width) if self.bias else y_HTK
 
-    def _normalize_and_rotate(self, name: str, x_HTK: jax.Array, positions_T: jax.Array) -> jax.Array:
-        """Return queries or keys after `qk_norm` and RoPE, `(H, T, K)`."""
+    def _normalize_and_rotate(self, gain: str, x_HTK: jax.Array, positions_T: jax.Array) -> jax.Array:
+        """Return queries or keys after `qk_norm`, by the name of its gain, and RoPE: `(H, T, K)`."""
         if self.qk_norm:
-            gamma_K = self._parameter(f"gamma_{name}", nn.initializers.ones, self.head_dim)
-            x_HTK = rms_norm(x_HTK, gamma_K, self.norm_eps)
+            x_HTK = rms_norm(x_HTK, self._parameter(gain, nn.initializers.ones, self.head_dim), self.norm_eps)
         return x_HTK if self.rope is None else self.rope(x_HTK, positions_T)
 
     @nn.compact

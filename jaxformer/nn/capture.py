@@ -70,11 +70,6 @@ def handled_by(handler: Handler | None, *, after_outer: bool = True) -> Iterator
         yield
 
 
-def current_handler() -> Handler:
-    """Return a function that passes a value to the handler of the present context."""
-    return _handler.get() or (lambda root, path, value: value)
-
-
 @contextmanager
 def rooted_at(module: nn.Module) -> Iterator[None]:
     """Pass on the values of all capture points as those of the `apply` to which a module belongs, also if they are
@@ -125,31 +120,22 @@ class _Leaving:
 
 _leaving: ContextVar[_Leaving | None] = ContextVar("leaving", default=None)
 
-Slots = list[tuple[Captured, str]]
-"""Where values are stored after a transformation."""
-
-
-def with_kept(f: Callable[..., Any], *args: Any) -> tuple[Any, Slots, list[jax.Array]]:
-    """Return the result of `f(*args)`, a function under transformation, and the values that handlers keep in it, with
-    their slots."""
-    token = _leaving.set(leaving := _Leaving())
-    try:
-        result = f(*args)
-    finally:
-        _leaving.reset(token)
-    return result, [(store, name) for store, name, _ in leaving.values], [value for *_, value in leaving.values]
-
 
 def lifted(transform: Callable[[Callable[..., Any]], Callable[..., Any]], f: Callable[..., Any]) -> Callable[..., Any]:
     """Return `transform(f)`, such as `nn.checkpoint(f)`, with values captured in `f` as additional outputs of the
     transformed function, from where they are stored."""
 
     def call(*args: Any) -> Any:
-        slots: Slots = []
+        slots: list[tuple[Captured, str]] = []  # where the values are stored
 
         def inner(*args: Any) -> tuple[Any, list[jax.Array]]:
-            result, slots[:], values = with_kept(f, *args)
-            return result, values
+            token = _leaving.set(leaving := _Leaving())
+            try:
+                result = f(*args)
+            finally:
+                _leaving.reset(token)
+            slots[:] = [(store, name) for store, name, _ in leaving.values]
+            return result, [value for *_, value in leaving.values]
 
         result, values = transform(inner)(*args)
         for (store, name), value in zip(slots, values, strict=True):

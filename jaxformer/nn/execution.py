@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, Literal
@@ -14,10 +13,7 @@ import jax.numpy as jnp
 
 from jaxformer.errors import UserError
 from jaxformer.nn.capture import capture_point, is_capturing, lifted, rooted_at
-from jaxformer.nn.parameter_norms import dotted
 from jaxformer.nn.parameters import is_tracing_init, repeat_parameters
-from jaxformer.nn.trace_context import TraceContext
-from jaxformer.nn.traced_edits import alike, points_of, scan_with_edits, traced_edit
 from jaxformer.ops.attention import attention
 from jaxformer.ops.blockwise import SAVED
 from jaxformer.ops.kernels import is_cudnn_forward
@@ -100,13 +96,10 @@ def run_blocks(
     Raises:
       UserError: the blocks differ in shape and cannot be scanned.
     """
-    first, outputs = _skipped.get()
-    names = [dotted(block.path) for block in blocks]
-    # For each block, whether it is skipped, and its known output.
-    known = [(list(outputs).index(name) < first, outputs[name]) if name in outputs else None for name in names]
     with rooted_at(blocks[0]):
-        if execution.scan and not blocks[0].is_initializing():
-            return _scan_blocks(blocks, execution, x_TD, *inputs, keys=keys, known=known, **named)
+        # Values of a scan's body have no names of their own, so what is captured is computed block by block.
+        if execution.scan and not blocks[0].is_initializing() and not is_capturing():
+            return _scan_blocks(blocks, execution, x_TD, *inputs, keys=keys, **named)
         called: list[nn.Module] = []
         for i, block in enumerate(blocks):
             if is_tracing_init():  # a deep model's blocks would take half a second
@@ -115,17 +108,16 @@ def run_blocks(
                     continue
                 called.append(block)
             run = _block_function(block, execution, *inputs, **named)
-            x_TD = run(block, x_TD, None if keys is None else keys[i], known[i])
+            x_TD = run(block, x_TD, None if keys is None else keys[i])
     return x_TD
 
 
 def _block_function(block: nn.Module, execution: Execution, *inputs: Any, **named: Any) -> Callable[..., jax.Array]:
-    """Return a function of `(block, x_TD, key, known)` that computes the residual stream `(T, D)` after the block,
-    including gather and remat."""
+    """Return a function of `(block, x_TD, key)` that computes the residual stream `(T, D)` after the block, including
+    gather and remat."""
 
-    def run(block: nn.Module, x_TD: jax.Array, key: jax.Array | None, known: tuple | None) -> jax.Array:
-        compute = lambda block: block(x_TD, *inputs, key=key, **named)[0]  # noqa: E731
-        return compute(block) if known is None else nn.cond(known[0], lambda _: known[1], compute, block)
+    def run(block: nn.Module, x_TD: jax.Array, key: jax.Array | None) -> jax.Array:
+        return block(x_TD, *inputs, key=key, **named)[0]
 
     if not block.is_initializing():
         if execution.gather is not no_gather:
@@ -133,7 +125,8 @@ def _block_function(block: nn.Module, execution: Execution, *inputs: Any, **name
             run = nn.map_variables(run, "params", trans_in_fn=gather)
         if execution.remat != "none":
             # A scan already prevents the compiler from merging the recomputation with the first computation.
-            remat = partial(nn.checkpoint, policy=POLICIES[execution.remat], prevent_cse=not execution.scan)
+            is_scan = execution.scan and not is_capturing()
+            remat = partial(nn.checkpoint, policy=POLICIES[execution.remat], prevent_cse=not is_scan)
             run = lifted(remat, run)
     return run
 
@@ -144,11 +137,9 @@ def _scan_blocks(
     x_TD: jax.Array,
     *inputs: Any,
     keys: jax.Array | None,
-    known: Sequence[Any],
     **named: Any,
 ) -> jax.Array:
-    """Return the residual stream `(T, D)` after all blocks, from a scan over their stacked parameters. If activations
-    are captured or replaced, consecutive blocks that this affects in the same way are one scan."""
+    """Return the residual stream `(T, D)` after all blocks, from a scan over their stacked parameters."""
     # JAX transformations cannot handle bound modules: extract the parameters, and apply the first block with each.
     params = [block.variables["params"] for block in blocks]
     shapes = [jax.tree.map(jnp.shape, p) for p in params]
@@ -156,43 +147,19 @@ def _scan_blocks(
         raise UserError("the blocks differ in shape and cannot be scanned; set compute.scan_blocks to false.")
     unbound = blocks[0].clone(parent=None)
     mutable = [ROUTER] if blocks[0].is_mutable_collection(ROUTER) else []
+    run = _block_function(blocks[0], execution, *inputs, **named)
 
-    def body(x_TD: jax.Array, of_block: tuple[Any, jax.Array | None, Any]) -> tuple[jax.Array, Any]:
-        params, key, known = of_block
-        run: Any = lambda block: _block_function(block, execution, *inputs, **named)(block, x_TD, key, known)  # noqa: E731
+    def body(x_TD: jax.Array, of_block: tuple[Any, jax.Array | None]) -> tuple[jax.Array, Any]:
+        params, key = of_block
         rngs = None if key is None else {"dropout": key}
-        out: Any = unbound.apply({"params": params}, rngs=rngs, mutable=mutable, method=run)
+        out: Any = unbound.apply({"params": params}, x_TD, key, rngs=rngs, mutable=mutable, method=run)
         return out[0], out[1].get(ROUTER, {})
 
-    first = params[0], None if keys is None else keys[0], known[0]
-    points = points_of(body, x_TD, first) if is_capturing() else []
-    edits = [[traced_edit((*block.path, *path), value) for path, value in points] for block in blocks]
-    for part in alike(edits):
-        stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *zip(params[part], known[part], strict=True))
-        xs = stacked[0], None if keys is None else keys[part], stacked[1]
-        x_TD, sown_L = scan_with_edits(body, x_TD, xs, edits[part])
-        for i, block in enumerate(blocks[part]):
-            for name, value in sown_L.items():
-                block.put_variable(ROUTER, name, jax.tree.map(lambda leaf, i=i: leaf[i], value))
+    x_TD, sown_L = jax.lax.scan(body, x_TD, (jax.tree.map(lambda *leaves: jnp.stack(leaves), *params), keys))
+    for i, block in enumerate(blocks):
+        for name, value in sown_L.items():
+            block.put_variable(ROUTER, name, jax.tree.map(lambda leaf, i=i: leaf[i], value))
     return x_TD
-
-
-_skipped = TraceContext[tuple[jax.Array | int, Mapping[str, jax.Array]]]((0, {}))
-
-
-@contextmanager
-def skip_blocks(n: jax.Array | int, outputs: Mapping[str, jax.Array]) -> Iterator[None]:
-    """Skip the first blocks of the models called within this context: they return known outputs.
-
-    One program serves every number of skipped blocks, which need not be known when it is compiled. Under `jax.vmap`,
-    blocks are skipped if the number is the same for all examples.
-
-    Args:
-      n: number of blocks to skip, in order of computation.
-      outputs: output `(T, D)` of every block for the same example, by block, such as `blocks.0`.
-    """
-    with _skipped.set((n, outputs)):
-        yield
 
 
 def traced_once(blocks: Sequence[nn.Module]) -> Iterator[Callable[..., Any]]:

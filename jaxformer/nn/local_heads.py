@@ -45,12 +45,12 @@ class LocalHeads(MultiHeadAttention):
     is_wide: bool = False
 
     def init_bias(self, name: str) -> nn.initializers.Initializer:
-        if name == "V" or not self.distances:
+        if name == "b_V" or not self.distances:
             return nn.initializers.zeros
         assert self.rope is not None  # scores do not depend on distances otherwise
         pairs = [biases_at(d, self.head_dim, self.rope.base, self.factor, self.is_wide) for d in self.distances]
         queries, keys = zip(*pairs, strict=True)
-        biases = queries if name == "Q" else keys[:: self.n_heads // (self.n_kv_heads or self.n_heads)]
+        biases = queries if name == "b_Q" else keys[:: self.n_heads // (self.n_kv_heads or self.n_heads)]
 
         def init(key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike = jnp.float32) -> jax.Array:
             return jnp.zeros(shape, dtype).at[: len(biases), 0].set(jnp.stack(biases).astype(dtype))

@@ -67,7 +67,7 @@ def loss_by_position(
 def _position_sums(model: nn.Module, params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
     """Return the weighted sum of nats and the sum of weights at each predicted position over a batch."""
     outputs_B, _ = batched_apply(model, params)(*batch.inputs)
-    nll_BT = per_target(negative_log_likelihood, model, params, outputs_B, batch.targets)
+    nll_BT = per_target(negative_log_likelihood, outputs_B, batch.targets)
     weights_BT = jnp.ones(nll_BT.shape) if batch.weights is None else batch.weights
     return jnp.sum(nll_BT * weights_BT, axis=0), jnp.sum(weights_BT, axis=0)
 

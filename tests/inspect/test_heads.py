@@ -110,16 +110,15 @@ def test_padding_of_source_and_target_changes_neither_statistics_nor_ablation():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_packed", [True, False])
-def test_padding_of_a_row_of_text_changes_no_measurement(is_packed):
-    """Statistics, ablation, saturation and entropy are those of its tokens alone, whether segments tell its padding or,
-    in a window at the end of a text, the targets. The first tokens are no targets, but count."""
+def test_padding_of_a_row_of_text_changes_no_measurement():
+    """Statistics, ablation, saturation and entropy are those of its tokens alone. The first tokens are no targets, but
+    count."""
     model, params, (tokens_T,) = random_model(replace(MODELS["decoder"], n_blocks=1, positions="rope", head_dim=4))
     n, result = T - 3, []
     for stop in (n, T):
         is_real = np.arange(stop) < n
         tokens_BT = jnp.where(is_real, tokens_T[:stop], 0)[None]
-        inputs = (tokens_BT, None, jnp.asarray(is_real, jnp.int32)[None]) if is_packed else (tokens_BT,)
+        inputs = tokens_BT, None, jnp.asarray(is_real, jnp.int32)[None]
         batch = Batch(inputs, tokens_BT, jnp.asarray(is_real & (np.arange(stop) > 1), jnp.float32)[None])
         mask_BT = target_mask(batch)
         result.append((

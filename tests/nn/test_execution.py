@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxformer.errors import UserError
+from jaxformer.nn.capture import Captured, capture_point, handled_by
 from jaxformer.nn.execution import PLAIN, Execution, run_blocks
 from tests.arrays import first_params, normal
 
@@ -25,7 +26,7 @@ class Layer(nn.Module):
     @nn.compact
     def __call__(self, x, scale, key=None):
         y = nn.tanh(x @ self.param("W_1", nn.initializers.normal(0.5), (D, self.width))) * scale
-        y = y @ self.param("W_2", nn.initializers.normal(0.5), (self.width, D))
+        y = capture_point(self, "product", y @ self.param("W_2", nn.initializers.normal(0.5), (self.width, D)))
         return x + (y if key is None else nn.Dropout(0.5, deterministic=False)(y, rng=key)), None
 
 
@@ -108,3 +109,58 @@ def test_blocks_that_differ_run_one_by_one_but_cannot_be_scanned():
     np.testing.assert_allclose(again, loss(params, PLAIN, widths=widths), rtol=1e-6)
     with pytest.raises(UserError, match="differ in shape and cannot be scanned"):
         loss(params, Execution(scan=True), widths=widths)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def scale_gradient(factor, x):
+    return x
+
+
+scale_gradient.defvjp(lambda factor, x: (x, None), lambda factor, _, g: (factor * g,))
+EDITS = {
+    "array": lambda i, x: jnp.arange(2.0, 5)[i] * x,
+    "one block": lambda i, x: x[::-1] if i == 1 else x,
+    "gradients alone": lambda i, x: scale_gradient(1.0 + i, x),
+    "branches": lambda i, x: jax.lax.cond(x[0, 0] > 0, lambda x: x, lambda x: x + i, x),
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_each_block_has_its_own_edit_and_keeps_its_value(name):
+    def edited_loss(params, execution):
+        stored = Captured()
+
+        def edit(root, path, x):
+            x = EDITS[name](int(path[0].removeprefix("blocks_")), x)
+            stored.keep(path[0], x)
+            return x
+
+        with handled_by(edit):
+            return jnp.sum(Stack(execution).apply(params, X_TD, KEYS) ** 2), stored.values
+
+    run = jax.grad(edited_loss, has_aux=True)
+    expected, got = run(PARAMS, PLAIN), run(PARAMS, Execution(scan=True, remat="block"))
+    assert list(got[1]) == ["blocks_0", "blocks_1", "blocks_2"]
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), got, expected)
+
+
+@pytest.mark.parametrize("fields", [{"scan": True}, {"remat": "block"}])
+def test_each_call_of_a_block_keeps_its_values(fields):
+    """Two passes through the same blocks are two calls in one `apply`, whose root they share."""
+
+    class Twice(Stack):
+        def __call__(self, x, keys=None):
+            return run_blocks(self.blocks, self.execution, super().__call__(x, keys), 0.5)
+
+    roots, captured = set(), Captured()
+
+    def keep(root, path, x):
+        if path[0] == "blocks_2":
+            roots.add(root)
+            captured.keep(f"pass {len(captured.values)}", x)
+        return x
+
+    with handled_by(keep):
+        Twice(Execution(**fields)).apply(PARAMS, X_TD)
+    assert len(roots) == 1 and list(captured.values) == ["pass 0", "pass 1"]
+    assert bool((captured.values["pass 0"] != captured.values["pass 1"]).all())

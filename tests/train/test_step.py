@@ -188,7 +188,7 @@ def test_the_load_balancing_loss_is_minimised_and_not_reported():
 
     def both(params: Params) -> tuple[jax.Array, jax.Array]:
         outputs, sown = batched_apply(model, params)(*BATCHES[0].inputs, rngs={"dropout": keys})
-        nll = per_target(negative_log_likelihood, model, params, outputs, BATCHES[0].targets)
+        nll = per_target(negative_log_likelihood, outputs, BATCHES[0].targets)
         added = 0.0
         for layer in routers(sown["router"]).values():
             share_E, probability_E = layer.share_E.mean(0), layer.probability_E.mean(0)
@@ -380,7 +380,7 @@ def test_logits_of_a_sequence_classifier_are_not_chunked(monkeypatch):
 
     def call(params: Params) -> jax.Array:
         logits = batched_apply(model, params)(*batch.inputs)[0]
-        return per_target(negative_log_likelihood, model, params, logits, batch.targets)
+        return per_target(negative_log_likelihood, logits, batch.targets)
 
     assert jax.eval_shape(call, params).shape == (B,)
 
