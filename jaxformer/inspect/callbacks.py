@@ -77,7 +77,7 @@ def make_callbacks(setup: TrainSetup, data: Dataset, folder: Path) -> list[Callb
         if fits and isinstance(data, PairDataset):
             reports.append(partial(_print_samples, setup, folder, partial(_translations, setup, data)))
             callbacks.append(Callback(t.report_every, _alignment(setup, data, folder)))
-        callbacks += [Callback(t.report_every, report, also_at=FIRST_REPORT) for report in reports]
+        callbacks += [Callback(t.report_every, report, also_at=(FIRST_REPORT,)) for report in reports]
     return callbacks
 
 

@@ -8,6 +8,16 @@ from jaxformer.config import ModelConfig
 from jaxformer.config.fields import from_dict
 from jaxformer.models.rungs import RungDecoderConfig
 
+EARLIER_SNAPSHOTS = "film"
+"""Earlier name of the folder of snapshots in a run's folder."""
+
+
+def convert_train(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a `TrainConfig` as JSON, of which an earlier one is replaced."""
+    if values.pop("film", False):
+        values["snapshots"] = "doubling"
+    return values
+
 
 def convert(kind: str, values: dict[str, Any], path: str) -> ModelConfig | None:
     """Return the config of a decoder that was stored when one class had the fields of all decoders; None for another

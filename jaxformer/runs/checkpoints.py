@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -48,10 +48,8 @@ if TYPE_CHECKING:
 
 Position = dict[str, Any]
 """JSON values that training stores with a checkpoint, such as its step and the data's fingerprint."""
-Kind = Literal["checkpoints", "film"]
-CHECKPOINTS: Kind = "checkpoints"
-FILM: Kind = "film"
-"""Folders of a run: its checkpoints, and the parameters of all its frames; see `runs.film`."""
+CHECKPOINTS, SNAPSHOTS = "checkpoints", "snapshots"
+"""Folders of a run: its checkpoints, and its snapshots, which have only parameters; see `runs.snapshots`."""
 TEMPORARY = ".orbax-checkpoint-tmp"
 """Suffix of a checkpoint's folder in Orbax until it is complete."""
 SAVE_TIMEOUT_SECONDS = 6 * 3600
@@ -74,7 +72,7 @@ INTENDED = (
     "Waiting for previous save to complete took",
 )
 """Beginnings of Orbax's warnings about a save without a validation loss, about a folder that was removed during a save,
-which our own errors name, and about a wait for a save, which a film intends."""
+which our own errors name, and about a wait for a save, which snapshots intend."""
 
 
 def _is_relevant(record: logging.LogRecord) -> bool:
@@ -97,9 +95,9 @@ class CheckpointReader:
     the step and the data's fingerprint) are separate items, so that sampling reads only the parameters.
     """
 
-    def __init__(self, folder: Path, kind: Kind = CHECKPOINTS) -> None:
+    def __init__(self, folder: Path, kind: str = CHECKPOINTS) -> None:
         self._folder, self._kind, self._path = folder, kind, (folder / kind).absolute()
-        self._title = run_name(folder) if kind == CHECKPOINTS else f"the film of {run_name(folder)}"
+        self._title = run_name(folder) if kind == CHECKPOINTS else f"the snapshots of {run_name(folder)}"
         self._corruption: dict[int, str | None] = {}
 
     def steps(self) -> list[int]:
@@ -384,14 +382,14 @@ class CheckpointManager(CheckpointReader):
     quarantined with a warning, so that its step can be saved again, and the previous one is verified. Older checkpoints
     are only checked for missing files.
 
-    A film is written next to the checkpoints, by the process that holds their lock. All its frames are preserved, and
-    saving one waits until it is complete, so that a checkpoint has all frames before it.
+    Snapshots are written next to the checkpoints, by the process that holds their lock. All are preserved, and saving
+    one waits until it is complete, so that a checkpoint has all snapshots before it.
 
     Raises on entering:
       UserError: another process is training in the folder, it cannot be written, or every checkpoint is corrupt.
     """
 
-    def __init__(self, folder: Path, kind: Kind = CHECKPOINTS) -> None:
+    def __init__(self, folder: Path, kind: str = CHECKPOINTS) -> None:
         super().__init__(folder, kind)
         self._saving: int | None = None
         self._saved: dict[str, str] = {}
@@ -491,7 +489,7 @@ class CheckpointManager(CheckpointReader):
                 # NaN would count as the best.
                 metrics=None if val_loss is None or not math.isfinite(val_loss) else {"val_loss": val_loss},
             )
-            if failure or self._kind == FILM:
+            if failure or self._kind != CHECKPOINTS:
                 self._manager.wait_until_finished()
         except (OSError, ValueError) as error:
             raise self._explain(error) from error

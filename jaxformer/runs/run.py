@@ -26,7 +26,7 @@ from jaxformer.data.dataset import Dataset
 from jaxformer.data.tokenizer import TOKENIZER_CONFIG, Tokenizer
 from jaxformer.errors import UserError, command, parse_json, resume_command, run_name
 from jaxformer.files import sha256, write_atomically
-from jaxformer.models.convert import convert
+from jaxformer.models.convert import convert, convert_train
 from jaxformer.models.inputs import check_example, check_next_tokens
 from jaxformer.models.objective import Params, is_causal_lm, next_token_nll
 from jaxformer.nn.lora import adapter_axes, init_adapters, merge
@@ -397,6 +397,7 @@ def read_config(folder: Path) -> Config:
             kind = str(part.pop("kind", kind_of(base)))
             path = f"{file}: {field}"
             values[field] = convert(kind, part, path) or from_dict(find_class(kind, base, folder), part, path)
+        values["train"] = convert_train(dict(values.get("train", {})))
     except (ValueError, TypeError, KeyError) as error:
         raise UserError(
             f"{file} cannot be read as a run's config ({type(error).__name__}: {error}); restore the one that was "
