@@ -22,7 +22,6 @@ from jaxformer.nn.execution import Execution
 from jaxformer.parallel.mesh import local_copy
 from jaxformer.parallel.processes import is_main_process
 from jaxformer.runs.run import count_parameters
-from jaxformer.train.divergence import head_entropy
 from jaxformer.train.kernels import FusedAttention
 from jaxformer.train.log import Row, final_line
 from jaxformer.train.loop import Outcome
@@ -79,10 +78,8 @@ def footer(setup: TrainSetup, data: Dataset, folder: Path, outcome: Outcome, row
             rollback_line(config, outcome, folder),
         ]
     if outcome.status == "diverged":
-        mover = outcome.mover
-        moved = [] if mover is None else [f"First unusual update: {mover}{head_entropy(mover.name, rows)}."]
         cause = f"stopped at step {step:,}: {outcome.divergence}."
-        return [cause, *moved, help_line, rollback_line(config, outcome, folder)]
+        return [cause, help_line, rollback_line(config, outcome, folder)]
     lines = []
     if (warning := no_improvement(rows, outcome)) is not None:
         lines.append(f"warning: {warning}: training did not improve the model. {help_line}")

@@ -19,7 +19,7 @@ from jaxformer.parallel.mesh import assemble, batch_sharding, local_rows
 from jaxformer.parallel.processes import AsyncMax, barrier, is_main_process
 from jaxformer.runs.checkpoints import CheckpointManager
 from jaxformer.runs.snapshots import snapshots_folder
-from jaxformer.train.divergence import Divergence, Mover
+from jaxformer.train.divergence import Divergence
 from jaxformer.train.evaluate import Evaluation, Evaluator, perplexity
 from jaxformer.train.log import Log, Row, Sink, print_line
 from jaxformer.train.pending import PendingStep, PendingSteps
@@ -73,8 +73,6 @@ class Outcome:
     """Number of the signal that interrupted training; 0 for none."""
     divergence: Divergence | None = None
     """Divergence, for 'diverged'."""
-    mover: Mover | None = None
-    """Parameter that moved first when the loss left its minimum; None if none stands out."""
     healthy: int = 0
     """Step of the last checkpoint before the loss left its minimum; 0 if there is none."""
     diverging_since: int = 0
@@ -113,7 +111,7 @@ def train(
         callbacks = [*callbacks, *stack.enter_context(open_snapshots(start, folder))]
         log = stack.enter_context(open_log(start, folder, sinks))
         profiler = stack.enter_context(Profiler(folder, t.profiled_steps, start.step, print_line))
-        pending, reports = PendingSteps(setup, data, start, log), Reports(setup, data, callbacks, log)
+        pending, reports = PendingSteps(data, start, log), Reports(setup, data, callbacks, log)
         timer, state, evaluation, val_loss = Throughput(start.step, data), start.state, None, None
         batch, batches = read_batches(setup, data, start, timer)
         for note in start.notes:
@@ -219,7 +217,6 @@ def fail(failed: PendingStep, state: TrainState, pending: PendingSteps, checkpoi
         state,
         failed.batch,
         divergence=pending.divergence,
-        mover=pending.mover(failed),
         healthy=checkpoints.last_healthy_step(pending.began(failed)),
     )
 
