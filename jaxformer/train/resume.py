@@ -87,7 +87,7 @@ def find_start(
     else:
         state = setup.init_state()
         if config.lora.rank:
-            _save_base(folder / BASE, replace(config, lora=LoraConfig()), data, *state.constants)
+            _save_base(folder / BASE, replace(config, lora=LoraConfig()), data, state.frozen_params)
     data_changed = resumed and position["fingerprint"] != data.fingerprint
     if data_changed:
         if not (resume and resume.allow_changed_data):
@@ -138,7 +138,8 @@ def restore_state(
     like = setup.abstract_state
     params, opt_state, position = checkpoints.restore(step, like.params, like.opt_state)
     failures = global_device_put(np.array(position["failures"], np.int32), replicated(setup.mesh))
-    return step, TrainState(params, opt_state, failures, setup.load_constants()), position
+    frozen = setup.load_params() if setup.config.lora.rank else None
+    return step, TrainState(params, opt_state, failures, frozen), position
 
 
 def _describe(rollback: Rollback, skip_batches: int, removed: Sequence[int]) -> str:
