@@ -351,15 +351,15 @@ def _open_start(job: Job) -> Pretrained | None:
 
 def _train(job: Job, setup: TrainSetup, data: Dataset, folder: Path) -> Outcome:
     """Train; the folder of a new run that fails before its first log row is removed."""
-    from jaxformer.inspect.callbacks import make_callbacks
+    from jaxformer.inspect.callbacks import make_callbacks, make_printer
     from jaxformer.inspect.pages.training import page_sink
     from jaxformer.runs.run import METRICS
     from jaxformer.train.loop import train
     from jaxformer.train.resume import Resume
 
-    options = job.options
+    options, t = job.options, setup.config.train
     resume = Resume(options.allow_changed_data, job.rollback) if options.resume else None
-    sinks = [page_sink(folder)] if setup.config.train.report_every else []
+    sinks = [make_printer(t.show_entropy), *([page_sink(folder)] if t.report_every else [])]
     try:
         with exit_on_lost_process(f"resume from the last checkpoint with: {resume_command(folder)}"):
             return train(setup, data, folder, make_callbacks(setup, data, folder), resume, sinks)

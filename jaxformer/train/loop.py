@@ -172,7 +172,7 @@ def open_log(start: Start, folder: Path, sinks: Sequence[Sink]) -> Iterator[Log]
     show_every = 0 if t.eval_every else 10 * t.log_every
     with (
         open_sinks(written, config) as own,
-        Log(written, start.step, config.steps, [*own, *sinks], t.show_entropy, show_every) as log,
+        Log(written, start.step, config.steps, [*own, *sinks], show_every) as log,
     ):
         yield log
 
