@@ -109,7 +109,9 @@ def train(
         checkpoints = stack.enter_context(CheckpointManager(folder))
         start = find_start(setup, data, folder, checkpoints, resume)
         callbacks = [*callbacks, *stack.enter_context(open_snapshots(start, folder))]
-        log = stack.enter_context(open_log(start, folder, sinks))
+        written, show_every = folder if is_main_process() else None, 0 if t.eval_every else 10 * t.log_every
+        sinks = [*stack.enter_context(open_sinks(written, start.config)), *sinks]
+        log = stack.enter_context(Log(written, start.step, config.steps, sinks, show_every))
         profiler = stack.enter_context(Profiler(folder, t.profiled_steps, start.step, print_line))
         pending, reports = PendingSteps(data, start, log), Reports(setup, data, callbacks, log)
         timer, state, evaluation, val_loss = Throughput(start.step, data), start.state, None, None
@@ -163,18 +165,6 @@ def compile_step(setup: TrainSetup, data: Dataset) -> CompiledStep:
     print_line(train_step.compile(data.batch(0, rows)))
     barrier()  # processes that had the compiled step in their cache wait for the others
     return train_step
-
-
-@contextmanager
-def open_log(start: Start, folder: Path, sinks: Sequence[Sink]) -> Iterator[Log]:
-    """Open the log and the sinks in the run's config, which only the first process writes."""
-    config, t, written = start.config, start.config.train, folder if is_main_process() else None
-    show_every = 0 if t.eval_every else 10 * t.log_every
-    with (
-        open_sinks(written, config) as own,
-        Log(written, start.step, config.steps, [*own, *sinks], show_every) as log,
-    ):
-        yield log
 
 
 @contextmanager

@@ -61,9 +61,7 @@ def make_gradient(setup: TrainSetup) -> Callable[..., tuple[jax.Array, Params]]:
     model, reduction = setup.config.model.build(setup.execution), batch_reduction(setup.mesh, n_microbatches)
     objective, smoothing = objective_of(model), setup.config.train.label_smoothing
 
-    def device_grads(
-        params: Params, batch: Batch, keys_B: jax.Array, frozen: Params | None
-    ) -> tuple[jax.Array, Params]:
+    def device_grads(params: Params, batch: Batch, keys_B: jax.Array, frozen: Params) -> tuple[jax.Array, Params]:
         """Accumulate gradients over the microbatches of one device, and sum them over all devices."""
         n_tokens = None if n_microbatches == 1 else sum_over_batch(count_tokens(model, batch))
 
