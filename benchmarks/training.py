@@ -78,7 +78,7 @@ def jaxformer(folder: Path, config: str, changes: dict[str, Any], **others: Any)
     return step, {
         "values": [float(step(number)) for number in range(WARM_UP)],
         "parameters": count_parameters(state.params), "tokens_per_step": B * T, "flops_per_token": flops,
-        "dtype": dtype, "attention": setup.attention_line, "memory_bytes": memory_needed(compiled),
+        "dtype": dtype, "attention": setup.attention.line, "memory_bytes": memory_needed(compiled),
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
     }  # fmt: skip
 

@@ -21,7 +21,7 @@ COMMANDS = {
     "tokens": ("jaxformer.cli.tokens", "print the tokens of a text"),
     "inspect": ("jaxformer.cli.inspect", "write a page of attention maps and activations of a trained model"),
     "influence": ("jaxformer.cli.influence", "show which documents made a text likely, and prove it"),
-    "film": ("jaxformer.cli.film", "show how the heads of a model came to be, from --train.film"),
+    "film": ("jaxformer.cli.film", "show how the heads of a model came to be, from its snapshots"),
     "plan": ("jaxformer.cli.plan", "compile a training step for any devices, and report memory, time and MFU"),
     "ladder": ("jaxformer.cli.ladder", "train the ladder, rung by rung, and compare the results"),
     "export": ("jaxformer.cli.export", "export a trained model to transformers, llama.cpp or plain jax"),

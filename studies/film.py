@@ -2,9 +2,9 @@
 
     python -m studies.film RUN … [--examples 256] [--results FOLDER]
 
-For each run, trained with `--train.film`: `film.html` and `film.jsonl` in its folder, as by `jaxformer film RUN`, and
-of each frame the held-out loss, some scores of each head, and the continuation of a held-out prompt. Stored in
-`film.json` by the names of the runs.
+For each run, trained with `--train.snapshots doubling`: `film.html` and `film.jsonl` in its folder, as by `jaxformer
+film RUN`, and of each frame the held-out loss, some scores of each head, and the continuation of a held-out prompt.
+Stored in `film.json` by the names of the runs.
 """
 
 import argparse

@@ -14,11 +14,11 @@ from jaxformer.config.fields import Positive
 from jaxformer.errors import command
 from jaxformer.terminal import echo
 
-DESCRIPTION = """Show how a language model that was trained with --train.film came to be: write film.html to its folder,
-one HTML page that opens from disk and needs no network, and film.jsonl with a line per frame. A slider moves through
-the steps: previous-token and induction scores, entropy, ablation and stable ranks of each head; logit lens and norm of
-the residual stream; attention maps; greedy continuations of the same prompts. Each head is patched back to its earlier
-selves, which shows when it became what it is."""
+DESCRIPTION = """Show how a language model that was trained with --train.snapshots doubling came to be: write film.html
+to its folder, one HTML page that opens from disk and needs no network, and film.jsonl with a line per frame. A slider
+moves through the steps: previous-token and induction scores, entropy, ablation and stable ranks of each head; logit
+lens and norm of the residual stream; attention maps; greedy continuations of the same prompts. Each head is patched
+back to its earlier selves, which shows when it became what it is."""
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Annotated
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,7 +23,7 @@ from jaxformer.data.dataset import Batch
 from jaxformer.errors import command
 from jaxformer.inspect.property_checks import ROUNDING, Check, largest_of, random_inputs, relative_error, verify
 from jaxformer.models.objective import Params
-from jaxformer.nn.execution import PLAIN, Execution
+from jaxformer.nn.execution import Execution
 from jaxformer.ops import workarounds
 from jaxformer.terminal import echo
 
@@ -114,12 +113,14 @@ def _setup(run: Run, n: int, devices: Sequence[jax.Device]) -> TrainSetup:
     exact = partial(jax.tree.map, lambda w: w.astype(jax.dtypes.canonicalize_dtype(jnp.float64)))
 
     class ExactSetup(TrainSetup):
-        def build(self, execution: Execution = PLAIN) -> nn.Module:
+        @cached_property
+        def execution(self) -> Execution:
+            execution = super().execution
             gather = lambda name, params: exact(execution.gather(name, params))  # noqa: E731
-            return super().build(dataclasses.replace(execution, gather=gather))
+            return dataclasses.replace(execution, gather=gather)
 
-        def compute_params(self, params: Params, *constants: Params) -> Params:
-            params = super().compute_params(params, *constants)
+        def compute_params(self, params: Params, frozen: Params | None = None) -> Params:
+            params = super().compute_params(params, frozen)
             return {name: p if BLOCK.search(name) else exact(p) for name, p in params.items()}
 
     train = dataclasses.replace(run.config.train, batch_size=n)

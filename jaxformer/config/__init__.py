@@ -254,9 +254,9 @@ class TrainConfig(FieldDocs):
     examples, each as long as some 20 steps; 0: none."""
     checkpoint_every: NonNegative = 100
     """Steps between checkpoints; 0: only at the end and when training is interrupted."""
-    film: bool = False
-    """Also save the parameters after steps 0, 1, 2, 4, 8, ... and the last, all of which are kept, for the command
-    film."""
+    snapshots: Literal["none", "doubling"] = "none"
+    """Steps after which the parameters alone are also saved, for good: none, or steps 0, 1, 2, 4, 8, ... and the last
+    (doubling)."""
     non_finite: Literal["stop", "skip"] = "stop"
     """Response to a non-finite loss or gradient: stop and report its origin, or skip the step."""
     max_skips: Positive = 10

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
+from math import nan
 from pathlib import Path
 
 import jax
@@ -33,7 +34,8 @@ from jaxformer.parallel.memory import memory_capacity
 from jaxformer.parallel.mesh import local_copy
 from jaxformer.parallel.processes import is_main_process
 from jaxformer.runs.run import PLOTS, SAMPLES, count_parameters
-from jaxformer.train.log import Row, print_line
+from jaxformer.terminal import wrap_columns
+from jaxformer.train.log import Row, Sink, print_line
 from jaxformer.train.loop import FIRST_REPORT, Callback
 from jaxformer.train.setup import TrainSetup, TrainState
 
@@ -77,7 +79,7 @@ def make_callbacks(setup: TrainSetup, data: Dataset, folder: Path) -> list[Callb
         if fits and isinstance(data, PairDataset):
             reports.append(partial(_print_samples, setup, folder, partial(_translations, setup, data)))
             callbacks.append(Callback(t.report_every, _alignment(setup, data, folder)))
-        callbacks += [Callback(t.report_every, report, also_at=FIRST_REPORT) for report in reports]
+        callbacks += [Callback(t.report_every, report, also_at=(FIRST_REPORT,)) for report in reports]
     return callbacks
 
 
@@ -106,6 +108,31 @@ def _probe(setup: TrainSetup, data: Dataset) -> Call:
         return {name: value for name, value in values.items() if value}
 
     return call
+
+
+def make_printer(show_entropy: bool) -> Sink:
+    """Return a sink that prints, below the line of an evaluation, how tokens are spread over experts and, with
+    `show_entropy`, the attention entropy of each head."""
+
+    def sink(row: Row) -> None:
+        for line in probe_lines(row, show_entropy) if "val_loss" in row else ():
+            print_line(line)
+
+    return sink
+
+
+def probe_lines(row: Row, show_entropy: bool) -> list[str]:
+    """Return lines, wrapped to `WIDTH`, with the smallest and largest share of tokens that an expert has, and with the
+    attention entropy in nats of each head, grouped by block."""
+    parts = []
+    if "router" in row:
+        shares = [share for layer in row["router"].values() for share in layer["share"]]
+        parts = [f"     tokens per expert {100 * min(shares):.1f} to {100 * max(shares):.1f} %"]
+    if not show_entropy or "entropy" not in row:
+        return parts
+    shown = [" ".join(f"{nan if head is None else head:.2f}" for head in heads) for heads in row["entropy"]]
+    blocks = [f"{i}: {heads}" for i, heads in enumerate(shown)]
+    return parts + wrap_columns(["     entropy (nats) of heads per block", *blocks], indent=14)
 
 
 def _sharpness(setup: TrainSetup, data: Dataset) -> Call:

@@ -1,5 +1,5 @@
-"""How a trained model came to be: measurements of the frames of a run's film, and its heads patched back to earlier
-ones. See `runs.film`."""
+"""The training film of a run: measurements of its snapshots, the frames, and its heads patched back to earlier ones.
+See `runs.snapshots`."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from jaxformer.inspect.heads import (
 from jaxformer.inspect.residual_stream import STREAM, logit_lens
 from jaxformer.inspect.samples import continuations
 from jaxformer.models.objective import Params, is_causal_lm, mean_loss
-from jaxformer.runs.film import frames, load_frame
 from jaxformer.runs.run import Run
+from jaxformer.runs.snapshots import load_snapshot, snapshot_steps
 
 N_REPEATED, MAX_REPEATED = 16, 128
 """Sequences of repeated random tokens, and their maximum length."""
@@ -73,21 +73,21 @@ def film(
       progress: called with the name of each frame before it is measured.
 
     Raises:
-      UserError: the run has no film, or its model is no causal language model that reads parts of a window.
+      UserError: the run has no snapshots, or its model is no causal language model that reads parts of a window.
     """
-    contract, steps = contract_of(run.model), frames(run.path)
+    contract, steps = contract_of(run.model), snapshot_steps(run.path)
     if not is_causal_lm(run.model) or contract.has_prefix or contract.fixed_length:
         kind = type(run.model).__name__
         raise UserError(f"{run.path} holds a {kind}; a film shows causal language models without a prefix.")
     if not steps:
-        raise UserError(f"{run.path} has no film; train it anew with --train.film.")
-    last, batch = load_frame(run, steps[-1]), jax.tree.map(jnp.asarray, batch)
+        raise UserError(f"{run.path} has no snapshots; train it anew with `train.snapshots='doubling'`.")
+    last, batch = load_snapshot(run, steps[-1]), jax.tree.map(jnp.asarray, batch)
     config, tokenizer = run.text_model()
     encoded = list(map(tokenizer.encode_prompt, prompts))
     repeated_BT = repeated_tokens(tokenizer.vocab_size, min(config.context_length, MAX_REPEATED))
     for step in steps:
         progress(f"step {step:,}")
-        params = load_frame(run, step)
+        params = load_snapshot(run, step)
         heads = _heads(run.model, params, last, batch, repeated_BT)
         texts = continuations(config, run.model, params, tokenizer, encoded, range(len(encoded)), NEW_TOKENS, (0.0,))
         yield Frame(

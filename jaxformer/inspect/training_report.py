@@ -22,9 +22,8 @@ from jaxformer.nn.execution import Execution
 from jaxformer.parallel.mesh import local_copy
 from jaxformer.parallel.processes import is_main_process
 from jaxformer.runs.run import count_parameters
-from jaxformer.train.divergence import head_entropy
 from jaxformer.train.kernels import FusedAttention
-from jaxformer.train.log import Row, final_line
+from jaxformer.train.log import VAL_METRICS, Row
 from jaxformer.train.loop import Outcome
 from jaxformer.train.optimizer import gradient_point
 from jaxformer.train.remedies import hints, remedies
@@ -46,13 +45,13 @@ def header(setup: TrainSetup, data: Dataset, folder: Path, resumed: bool) -> lis
         f"devices: {mesh.size} x {mesh.devices.flat[0].device_kind}{split}{processes}, jax {jax.__version__}",
         f"data: {data.describe()}",
         *(f"note: {note}" for note in data.notes),
-        f"model: {kind}, {parameters:,} parameters{share}; matmuls in {setup.compute_dtype}; {setup.attention_line}",
+        f"model: {kind}, {parameters:,} parameters{share}; matmuls in {setup.compute_dtype}; {setup.attention.line}",
         f"training: {config.steps:,} steps of {config.train.batch_size:,} examples{tokens}, "
         f"{config.steps / data.steps_per_epoch:.2f} epochs; "
         f"{config.optimizer.name}, peak learning rate {config.optimizer.learning_rate:g}",
     ]
-    if setup.attention_warning:
-        lines.append(setup.attention_warning)
+    if setup.attention.warning:
+        lines.append(setup.attention.warning)
     if (warmup := config.optimizer.warmup_steps) > config.steps:
         lines.append(
             f"warning: the warm-up of {warmup:,} steps is longer than the run of {config.steps:,}, which never "
@@ -79,10 +78,8 @@ def footer(setup: TrainSetup, data: Dataset, folder: Path, outcome: Outcome, row
             rollback_line(config, outcome, folder),
         ]
     if outcome.status == "diverged":
-        mover = outcome.mover
-        moved = [] if mover is None else [f"First unusual update: {mover}{head_entropy(mover.name, rows)}."]
         cause = f"stopped at step {step:,}: {outcome.divergence}."
-        return [cause, *moved, help_line, rollback_line(config, outcome, folder)]
+        return [cause, help_line, rollback_line(config, outcome, folder)]
     lines = []
     if (warning := no_improvement(rows, outcome)) is not None:
         lines.append(f"warning: {warning}: training did not improve the model. {help_line}")
@@ -97,6 +94,18 @@ def footer(setup: TrainSetup, data: Dataset, folder: Path, outcome: Outcome, row
         options = "--chat" if isinstance(data, ChatDataset) else f"--prompt {shlex.quote(prompt)}"
         lines.append(f"sample from it: {command('sample')} --run {quoted} {options}")
     return lines
+
+
+def final_line(step: int, row: Row) -> str:
+    """Return the last line of a run: held-out loss and all other validation metrics of `row`, or the loss of the last
+    batch if there is no evaluation."""
+    if "val_loss" not in row:
+        return f"final: step {step:,}" + (f"  loss {row['loss']:.3f}" if row.get("loss") is not None else "")
+    others = {name: x for name, x in row.items() if isinstance(x, float) and name.startswith("val_")}
+    loss = others.pop("val_loss")
+    words = {name: name.removeprefix("val_").replace("ppl", "perplexity").replace("_", " ") for name in others}
+    shown = [VAL_METRICS.get(name, f"{words[name]} {{:.4g}}").format(x) for name, x in others.items()]
+    return f"final: step {step:,}  held-out {loss:.3f}" + (f" ({', '.join(shown)})" if shown else "")
 
 
 def no_improvement(rows: Sequence[Row], outcome: Outcome) -> str | None:
@@ -139,7 +148,7 @@ def rollback_line(config: Config, outcome: Outcome, folder: Path) -> str:
 
 def _autopsy(setup: TrainSetup, folder: Path, outcome: Outcome) -> tuple[str, Path]:
     """Repeat the non-finite step; return its first non-finite value and the path of the evidence."""
-    config, mesh, attention = setup.config, setup.mesh, setup.attention
+    config, mesh, attention = setup.config, setup.mesh, setup.attention.function
     if isinstance(attention, FusedAttention):
         attention = dataclasses.replace(attention, tensor=1)  # the autopsy runs on one device with all heads
     state = outcome.state
@@ -147,7 +156,7 @@ def _autopsy(setup: TrainSetup, folder: Path, outcome: Outcome) -> tuple[str, Pa
     params = local_copy(setup.model_params(state), mesh)
     keys_B = setup.example_keys(outcome.step - 1)
     batch = local_copy(outcome.batch, mesh)
-    model = setup.build(Execution(attention=attention))
+    model = config.model.build(Execution(attention=attention))
     report = first_non_finite(model, params, batch, keys_B, setup.compute_dtype)
     evidence = folder / "autopsy"
     if is_main_process():
@@ -157,7 +166,7 @@ def _autopsy(setup: TrainSetup, folder: Path, outcome: Outcome) -> tuple[str, Pa
             jax.tree.map(np.asarray, batch),
             np.asarray(jax.random.key_data(keys_B)),
             report,
-            f"{setup.attention_line}, precision: {setup.compute_dtype}",
+            f"{setup.attention.line}, precision: {setup.compute_dtype}",
         )
     overflow = "the norm of the gradient, although every entry is finite"
     return overflow if report is None else report.origin, evidence

@@ -187,6 +187,11 @@ def on_each_shard(function: Callable, mesh: Mesh, in_specs: object, out_specs: o
     return jax.shard_map(function, mesh=mesh, axis_names=axes, check_vma=False, **specs)
 
 
+def specs_of(tree: object) -> Any:
+    """Return the `PartitionSpec` of each array of a tree, or of its `ShapeDtypeStruct`."""
+    return jax.tree.map(lambda x: x.sharding.spec, tree)
+
+
 def abstract(tree: object, shardings: object) -> Any:
     """Return a tree of `ShapeDtypeStruct` for a tree's leaves, with their shardings."""
     struct = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)  # noqa: E731

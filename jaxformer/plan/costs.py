@@ -12,6 +12,7 @@ import jax
 from flax.traverse_util import flatten_dict
 
 from jaxformer.contract import ParameterAxes, Role, Task
+from jaxformer.parallel.mesh import batch_shards
 from jaxformer.plan.roofline import ModelFlops
 from jaxformer.train.setup import TrainSetup
 
@@ -108,4 +109,4 @@ def cache_bytes(setup: TrainSetup) -> float | None:
 
 def examples_per_microbatch(setup: TrainSetup) -> int:
     """Return the number of examples per device and microbatch."""
-    return setup.config.train.batch_size // setup.n_shards // setup.config.compute.grad_accumulation_steps
+    return setup.config.train.batch_size // batch_shards(setup.mesh) // setup.config.compute.grad_accumulation_steps

@@ -97,7 +97,7 @@ def make_plan(setup: TrainSetup) -> Plan:
     of_model = model.total * setup.config.train.batch_size
     known: dict[str, Any] = {
         "device": device.device_kind,
-        "attention": setup.attention_line,
+        "attention": setup.attention.line,
         "n_parameters": count_parameters(setup.abstract_params),
         "shape": (setup.config.train.batch_size,) if batch.targets is None else batch.targets.shape,
         "capacity": memory_capacity(device) if device in jax.local_devices() else _absent_capacity(device, chip),

@@ -252,7 +252,7 @@ def model_flops(setup: TrainSetup) -> ModelFlops:
     if getattr(config.model, "n_experts", None) is not None:  # a dropout key selects the capacity of training
         routed, rngs = replace(config.model, capacity_factor=1.0), {"dropout": jax.random.key(0)}  # type: ignore[call-arg]
         setup = replace(setup, config=replace(config, model=routed))
-    model = setup.build(Execution(attention=record))
+    model = setup.config.model.build(Execution(attention=record))
     jaxpr = jax.make_jaxpr(lambda params, *example: model.apply({"params": params}, *example, rngs=rngs))(
         params, *config.model.example()
     )

@@ -5,13 +5,15 @@ from typing import TYPE_CHECKING
 from jaxformer import lazy_names
 
 if TYPE_CHECKING:
-    from jaxformer.runs.film import frames, load_frame
     from jaxformer.runs.run import Run, abstract_params, count_parameters, load_run, read_config
+    from jaxformer.runs.snapshots import load_snapshot, snapshot_steps
 
-__all__ = ["Run", "abstract_params", "count_parameters", "frames", "load_frame", "load_run", "read_config"]
+__all__ = [
+    "Run", "abstract_params", "count_parameters", "load_run", "load_snapshot", "read_config", "snapshot_steps",
+]  # fmt: skip
 
 _NAMES = {
-    "film": ("frames", "load_frame"),
     "run": ("Run", "abstract_params", "count_parameters", "load_run", "read_config"),
+    "snapshots": ("load_snapshot", "snapshot_steps"),
 }
 __getattr__, __dir__ = lazy_names(__name__, _NAMES)

@@ -15,12 +15,11 @@ import tempfile
 import threading
 import time
 import traceback
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -48,10 +47,8 @@ if TYPE_CHECKING:
 
 Position = dict[str, Any]
 """JSON values that training stores with a checkpoint, such as its step and the data's fingerprint."""
-Kind = Literal["checkpoints", "film"]
-CHECKPOINTS: Kind = "checkpoints"
-FILM: Kind = "film"
-"""Folders of a run: its checkpoints, and the parameters of all its frames; see `runs.film`."""
+CHECKPOINTS, SNAPSHOTS = "checkpoints", "snapshots"
+"""Folders of a run: its checkpoints, and its snapshots, which have only parameters; see `runs.snapshots`."""
 TEMPORARY = ".orbax-checkpoint-tmp"
 """Suffix of a checkpoint's folder in Orbax until it is complete."""
 SAVE_TIMEOUT_SECONDS = 6 * 3600
@@ -68,18 +65,20 @@ separator, and take `/s3/` for a bucket."""
 warn = logging.getLogger(__name__).warning
 
 
-INTENDED = (
-    "Requested `tracked_metric`; did not provide metrics",
-    "Metadata file does not exist",
-    "Waiting for previous save to complete took",
+IRRELEVANT = (
+    "Requested `tracked_metric`; did not provide metrics",  # a save without a validation loss
+    "Waiting for previous save to complete took",  # snapshots intend this
+    "Metadata file does not exist",  # a folder that was removed during a save, which our own errors name
+    "_SignalingThread.run() raised an exception",  # parts of a failed save, whose error is raised
+    "or the Commit callback in background save thread",
+    "Save Finalize thread",
+    "Checkpointer failed: one or more items may not be finalized",
 )
-"""Beginnings of Orbax's warnings about a save without a validation loss, about a folder that was removed during a save,
-which our own errors name, and about a wait for a save, which a film intends."""
+"""Parts of what Orbax logs about what is intended or said otherwise."""
 
 
 def _is_relevant(record: logging.LogRecord) -> bool:
-    """Return False for a warning about what is intended or said otherwise."""
-    return not record.getMessage().startswith(INTENDED)
+    return not any(part in record.getMessage() for part in IRRELEVANT)
 
 
 logging.getLogger("absl").setLevel(logging.WARNING)  # Orbax logs every file at a lower level
@@ -97,9 +96,9 @@ class CheckpointReader:
     the step and the data's fingerprint) are separate items, so that sampling reads only the parameters.
     """
 
-    def __init__(self, folder: Path, kind: Kind = CHECKPOINTS) -> None:
+    def __init__(self, folder: Path, kind: str = CHECKPOINTS) -> None:
         self._folder, self._kind, self._path = folder, kind, (folder / kind).absolute()
-        self._title = run_name(folder) if kind == CHECKPOINTS else f"the film of {run_name(folder)}"
+        self._title = run_name(folder) if kind == CHECKPOINTS else f"the snapshots of {run_name(folder)}"
         self._corruption: dict[int, str | None] = {}
 
     def steps(self) -> list[int]:
@@ -229,7 +228,7 @@ class CheckpointReader:
                     restored |= convert(reading.result())
                 return {name: restored[name] for name in target}
         except READ_ERRORS as error:
-            with _suppress_late_errors(lambda: True):
+            with _ignore_late_errors():
                 traceback.clear_frames(error.__traceback__)
             raise self._unreadable(step, error) from error
 
@@ -384,23 +383,22 @@ class CheckpointManager(CheckpointReader):
     quarantined with a warning, so that its step can be saved again, and the previous one is verified. Older checkpoints
     are only checked for missing files.
 
-    A film is written next to the checkpoints, by the process that holds their lock. All its frames are preserved, and
-    saving one waits until it is complete, so that a checkpoint has all frames before it.
+    Snapshots are written next to the checkpoints, by the process that holds their lock. All are preserved, and saving
+    one waits until it is complete, so that a checkpoint has all snapshots before it.
 
     Raises on entering:
       UserError: another process is training in the folder, it cannot be written, or every checkpoint is corrupt.
     """
 
-    def __init__(self, folder: Path, kind: Kind = CHECKPOINTS) -> None:
+    def __init__(self, folder: Path, kind: str = CHECKPOINTS) -> None:
         super().__init__(folder, kind)
         self._saving: int | None = None
         self._saved: dict[str, str] = {}
-        self._has_failed = False
         self._healthy: set[int] = set()
 
     def __enter__(self) -> CheckpointManager:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(_suppress_late_errors(lambda: self._has_failed))
+            stack.enter_context(_ignore_late_errors())
             self._plain = path = stack.enter_context(_plain_path(self._path))
             if self._kind == CHECKPOINTS and is_main_process():
                 stack.enter_context(run_lock(self._folder))
@@ -433,7 +431,6 @@ class CheckpointManager(CheckpointReader):
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Wait for the save in progress. An error that is already being raised takes precedence over an error of the
         save; in that case a multi-process job does not wait, because the other processes may never finish the save."""
-        self._has_failed |= kind is not None
         with self._stack:
             if kind is not None and jax.process_count() > 1:
                 return
@@ -491,7 +488,7 @@ class CheckpointManager(CheckpointReader):
                 # NaN would count as the best.
                 metrics=None if val_loss is None or not math.isfinite(val_loss) else {"val_loss": val_loss},
             )
-            if failure or self._kind == FILM:
+            if failure or self._kind != CHECKPOINTS:
                 self._manager.wait_until_finished()
         except (OSError, ValueError) as error:
             raise self._explain(error) from error
@@ -536,9 +533,7 @@ class CheckpointManager(CheckpointReader):
 
     def _explain(self, error: Exception) -> Exception:
         """Return the `UserError` for a file-system failure, or any other error unchanged."""
-        self._has_failed = True
-        # Releases the other parts of the save while their late errors are suppressed.
-        traceback.clear_frames(error.__traceback__)
+        traceback.clear_frames(error.__traceback__)  # releases the other parts of the save
         gc.collect()
         if isinstance(error.__cause__, jax.errors.JaxRuntimeError):  # Orbax reports a lost process as a timeout
             return error.__cause__
@@ -639,34 +634,16 @@ class _LatestOf:
 
 
 @contextlib.contextmanager
-def _suppress_late_errors(is_reported: Callable[[], bool]) -> Iterator[None]:
-    """Hold back what the parts of a failed save report in addition to its error: to a log, to the interpreter, or
-    because their event loop is closed by then. What was logged becomes a warning at the end unless `is_reported()`."""
-    hook, logs, held = sys.unraisablehook, (logging.getLogger("absl"), logging.getLogger("asyncio")), list[str]()
-
-    def report(unraisable: sys.UnraisableHookArgs) -> None:
-        if str(unraisable.exc_value) != "Event loop is closed":
-            hook(unraisable)
-
-    def is_other(record: logging.LogRecord) -> bool:
-        message = record.getMessage()
-        is_late = record.name == "absl" or "exception was never retrieved" in message
-        if not (is_late and record.exc_info and record.levelno >= logging.ERROR):
-            return True
-        held.append(f"{message}: {record.exc_info[1]}")
-        return False
-
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
-        for log in logs:
-            log.addFilter(is_other)
-        sys.unraisablehook = report
-        try:
-            yield
-        finally:
-            gc.collect()  # raises the late errors now
-            sys.unraisablehook = hook
-            for log in logs:
-                log.removeFilter(is_other)
-            for message in () if is_reported() else held:
-                warn(message)
+def _ignore_late_errors() -> Iterator[None]:
+    """Ignore what Python prints of the parts of a save or read whose error is raised: that their own errors were not
+    retrieved, or that their event loop is closed by then."""
+    hook, log = sys.unraisablehook, logging.getLogger("asyncio")
+    is_other = lambda record: "exception was never retrieved" not in record.getMessage()  # noqa: E731
+    sys.unraisablehook = lambda late: None if str(late.exc_value) == "Event loop is closed" else hook(late)
+    log.addFilter(is_other)
+    try:
+        yield
+    finally:
+        gc.collect()  # the late errors come now
+        sys.unraisablehook = hook
+        log.removeFilter(is_other)

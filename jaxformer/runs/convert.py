@@ -18,6 +18,16 @@ EXPERTS = (
 )  # fmt: skip
 """Fields that only mixtures of experts still have."""
 
+EARLIER_SNAPSHOTS = "film"
+"""Earlier name of the folder of snapshots in a run's folder."""
+
+
+def convert_train(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a `TrainConfig` as JSON, of which an earlier one is replaced."""
+    if values.pop("film", False):
+        values["snapshots"] = "doubling"
+    return values
+
 
 def convert(field: str, kind: str, stored: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """Return the name of a config's class, see `config.files.kind_of`, and its fields as JSON, as they are stored now.

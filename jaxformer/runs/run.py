@@ -34,7 +34,7 @@ from jaxformer.nn.parameters import parameter_axes, trace_init
 from jaxformer.parallel.mesh import abstract, shardings
 from jaxformer.runs.checkpoints import CheckpointManager, CheckpointReader
 from jaxformer.runs.classes import BASE, CONFIG, find_class
-from jaxformer.runs.convert import convert
+from jaxformer.runs.convert import convert, convert_train
 from jaxformer.runs.integrity import CHECKSUMS
 from jaxformer.runs.storage import local_folder
 
@@ -397,6 +397,7 @@ def read_config(folder: Path) -> Config:
             part = dict(values[field])
             kind, part = convert(field, str(part.pop("kind", kind_of(base))), part)
             values[field] = from_dict(find_class(kind, base, folder), part, f"{file}: {field}")
+        values["train"] = convert_train(dict(values.get("train", {})))
     except (ValueError, TypeError, KeyError) as error:
         raise UserError(
             f"{file} cannot be read as a run's config ({type(error).__name__}: {error}); restore the one that was "

@@ -16,11 +16,13 @@ from pathlib import Path
 
 from jaxformer.data.storage import Storage, StorageError, cache_folder, is_url
 from jaxformer.errors import UserError
+from jaxformer.runs.convert import EARLIER_SNAPSHOTS
 from jaxformer.runs.integrity import CHECKSUMS
 from jaxformer.runs.lock import run_lock
 
-CHECKPOINT_FILE = re.compile(r"((?:film|(?:base/)?checkpoints)/(?:0|[1-9]\d*))/[^.].*")
-OTHER_FILE = re.compile(r"(?!(?:film|(?:base/)?checkpoints)/|.*\.new$)[^.].*")
+FOLDERS = rf"(?:(?:base/)?checkpoints|snapshots|{EARLIER_SNAPSHOTS})"
+CHECKPOINT_FILE = re.compile(rf"({FOLDERS}/(?:0|[1-9]\d*))/[^.].*")
+OTHER_FILE = re.compile(rf"(?!{FOLDERS}/|.*\.new$)[^.].*")
 """Patterns of the files that are stored. Hidden files and those that are being written are not."""
 LOG = "metrics.jsonl"
 UPLOAD_SECONDS = 5.0

@@ -1,15 +1,11 @@
-"""Detection of divergence while the loss is still finite, and of the parameter that moved first."""
+"""Detection of divergence while the loss is still finite."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from math import inf, isfinite, log
 from typing import Any
-
-import numpy as np
-import optax
 
 from jaxformer.config import ModelConfig
 
@@ -24,12 +20,6 @@ of a warm-up may overshoot."""
 LOST_STEPS = 24
 """Consecutive steps with everything that was learned lost that make a divergence; a fraction counts by its square.
 Spikes that recovered lost 0.7 for 30 steps."""
-HISTORY_STEPS = 250
-"""Steps whose norms are stored to find the parameter that moved first."""
-MOVED_FACTOR, MOVING_STEPS = 5.0, 25
-"""A parameter counts as moved when its update norm per unit of learning rate exceeds `MOVED_FACTOR` times its median
-over the `MOVING_STEPS` recorded steps before those that are searched. The move is sought within `MOVING_STEPS` steps
-before the loss leaves its minimum."""
 
 
 @dataclass(frozen=True)
@@ -149,85 +139,3 @@ def chance_loss(model: ModelConfig) -> float:
     """Return the loss of a uniform prediction in nats; minus infinity for a model without classes."""
     n_classes = model.contract.n_classes
     return log(n_classes) if n_classes else -inf
-
-
-@dataclass(frozen=True)
-class Mover:
-    """Parameter, or one head's part of it, whose updates exceeded their usual norm."""
-
-    name: str
-    """Dotted path; see `parameter_norms.row_names`."""
-    step: int
-    update: float
-    """Norm of its update over the norm of its weights, at that step."""
-    grad_norm: float
-    """Norm of its gradient at that step."""
-    factor: float | None
-    """Update norm over its usual value, both relative to the learning rate; None without a usual value."""
-
-    def __str__(self) -> str:
-        usual = (
-            "the largest update, with no earlier ones to compare"
-            if self.factor is None
-            else f"{self.factor:.3g} times the usual"
-        )
-        return (
-            f"{self.name} at step {self.step:,}, by an update of {self.update:.2g} of its norm, {usual}; "
-            f"its gradient's norm was {self.grad_norm:.2g}"
-        )
-
-
-def first_to_move(
-    names: Sequence[str], norms: Sequence[tuple[int, np.ndarray]], began: int, schedule: optax.Schedule
-) -> Mover | None:
-    """Return the parameter whose updates were first to exceed their usual norm as a divergence began; None if none did.
-
-    For a run that diverges from the start, where no usual norm exists, it is the parameter with the largest last update
-    relative to its weights.
-
-    Args:
-      names: parameter names, one per head where heads are separate; see `parameter_norms.row_names`.
-      norms: steps in order, each with the norms of gradients, updates and weights, `(3, R)`.
-      began: step at which the loss left its minimum; only updates before it can have caused that.
-      schedule: learning rate by step, counted from 0; updates that grow in proportion to it are usual.
-    """
-    known = [(step, norms_3R) for step, norms_3R in norms if step < began and np.isfinite(norms_3R).all()]
-    if not known:
-        return None
-    tiny = np.finfo(np.float32).tiny
-    steps, norms_S3R = np.array([step for step, _ in known]), np.stack([norms_3R for _, norms_3R in known])
-    grads_SR, updates_SR, weights_SR = np.moveaxis(norms_S3R.astype(np.float64), 1, 0)
-    ratios_SR = updates_SR / np.maximum(weights_SR, tiny)
-
-    def mover(at: int, row: int, factor: float | None) -> Mover:
-        return Mover(names[row], int(steps[at]), float(ratios_SR[at, row]), float(grads_SR[at, row]), factor)
-
-    before = steps <= began - MOVING_STEPS
-    if before.sum() < MOVING_STEPS // 5:  # a run that diverges from the start has no usual norms
-        return mover(-1, int(ratios_SR[-1].argmax()), None)
-    learning_rate_S = np.maximum([float(schedule(step - 1)) for step in steps], tiny)
-    relative_SR = updates_SR / learning_rate_S[:, None]
-    usual_R = np.maximum(np.median(relative_SR[before][-MOVING_STEPS:], axis=0), tiny)
-    factor_SR = relative_SR / usual_R
-    moved = np.flatnonzero((factor_SR > MOVED_FACTOR).any(axis=1) & ~before)
-    if not len(moved):
-        return None
-    row = int(factor_SR[moved[0]].argmax())
-    return mover(int(moved[0]), row, float(factor_SR[moved[0], row]))
-
-
-def head_entropy(name: str, rows: Sequence[dict[str, Any]]) -> str:
-    """Return the end of a sentence that states the last measured attention entropy of a parameter's head, in nats;
-    empty if the parameter belongs to no head or nothing was measured.
-
-    Args:
-      name: dotted path; see `parameter_norms.row_names`.
-      rows: rows of the log, in order.
-    """
-    match = re.match(r"blocks\.(\d+)\.attention\.heads\.(\d+)\.", name)
-    measured = [row for row in rows if row.get("entropy")]
-    if match is None or not measured:
-        return ""
-    block, head = map(int, match.groups())
-    entropy, step = measured[-1]["entropy"][block][head], measured[-1]["step"]
-    return "" if entropy is None else f"; its head's attention entropy was {entropy:.2f} nats at step {step:,}"

@@ -14,7 +14,7 @@ import numpy as np
 from jaxformer.data.dataset import Batch
 from jaxformer.errors import UserError
 from jaxformer.models.objective import OBJECTIVES, Params
-from jaxformer.parallel.mesh import batch_sharding, global_device_put
+from jaxformer.parallel.mesh import batch_sharding, batch_shards, global_device_put
 from jaxformer.train.setup import TrainSetup
 from jaxformer.train.step import make_eval_step
 
@@ -87,7 +87,7 @@ class Evaluator:
 
     def __init__(self, setup: TrainSetup, data: HeldOut) -> None:
         self._step, self._split = make_eval_step(setup), batch_sharding(setup.mesh)
-        self._data, self._batch_size, self._n_shards = data, setup.config.train.batch_size, setup.n_shards
+        self._data, self._batch_size, self._n_shards = data, setup.config.train.batch_size, batch_shards(setup.mesh)
         self._objective = OBJECTIVES[setup.config.model.contract.task]
 
     def __call__(self, params: Params, n: int | None = None) -> Evaluation:

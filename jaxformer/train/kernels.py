@@ -6,13 +6,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from math import lcm
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
+from jax.typing import DTypeLike
 
+from jaxformer.config import Config
+from jaxformer.contract import ARRAY
 from jaxformer.errors import UserError
 from jaxformer.ops.attention import attention
 from jaxformer.ops.blockwise import blockwise_attention
@@ -23,7 +26,8 @@ from jaxformer.ops.kernels import (
     splash_attention,
     splash_refuses,
 )
-from jaxformer.ops.masks import Mask, Packed
+from jaxformer.ops.masks import Causal, Mask, Packed
+from jaxformer.parallel.processes import all_gather
 
 MIN_BLOCKWISE_POSITIONS = 512
 """Positions from which attention without a kernel is blockwise, with all heads at once. Measured forward and backward
@@ -127,6 +131,53 @@ class FusedAttention:
         in_specs = (spec, spec, spec, PartitionSpec())
         split = jax.shard_map(attend, in_specs=in_specs, out_specs=spec, axis_names={"tensor"}, check_vma=False)
         return split(q_HTK, k_GSK, v_GSK, mask)
+
+
+class ChosenAttention(NamedTuple):
+    """An attention implementation."""
+
+    function: Attention
+    line: str
+    """Line for the log that names the implementation and the reason for it."""
+    warning: str | None = None
+    """Warning with reason and remedy if an accelerator's attention is not fused."""
+
+
+def choose_attention(config: Config, mesh: Mesh, dtype: DTypeLike) -> ChosenAttention:
+    """Return the attention of a config's model on the devices of a mesh, with matmuls in `dtype`; see `make_attention`.
+
+    Raises:
+      UserError: `compute.attention` cannot run there, or processes would use different implementations.
+    """
+    if (shape := config.model.contract.attention) is None:
+        return ChosenAttention(attention, "attention: no multi-head layers")
+    H, G, K, value_dim, T, mask = shape
+    platform, tensor = mesh.devices.flat[0].platform, mesh.shape["tensor"]
+    q_HTK, k_GTK = (jax.ShapeDtypeStruct((n_heads, T, K), dtype) for n_heads in (H, G))
+
+    def make(is_packed: bool, try_first: bool) -> tuple[Attention, str]:
+        segments_T: Any = jax.ShapeDtypeStruct((T,), jnp.int32)
+        packed: Any = Packed(segments_T, mask) if isinstance(mask, Causal) else ARRAY
+        own, name = packed if is_packed else mask, config.compute.attention
+        return make_attention(name, platform, q_HTK, k_GTK, own, tensor, value_dim=value_dim, try_first=try_first)
+
+    is_local = bool(set(mesh.devices.flat) & set(jax.local_devices()))
+    function, line = make(config.data.has_segments, try_first=is_local)
+    lines = list(dict.fromkeys(all_gather(line[:1000]))) if is_local else [line]
+    if len(lines) > 1:  # processes with different programs would deadlock
+        raise UserError(f"processes differ ({'; '.join(lines)}); set compute.attention to xla or blockwise.")
+    if platform == "cpu" or isinstance(function, FusedAttention):
+        return ChosenAttention(function, line)
+    if config.compute.attention != "auto":
+        remedy = "set compute.attention to auto"
+    elif dtype == jnp.float32:
+        remedy = "set compute.precision to bfloat16"
+    elif config.data.has_segments and isinstance(make(False, try_first=False)[0], FusedAttention):
+        remedy = "set data.packing to windows"
+    else:
+        remedy = "docs/accelerators.md lists remedies"
+    warning = f"warning: attention is not fused, which costs time and memory; {line}; {remedy}"
+    return ChosenAttention(function, line, warning)
 
 
 def make_attention(

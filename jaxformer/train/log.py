@@ -49,21 +49,19 @@ class Log:
     """Writer of metrics to the run's folder and to `sinks`, with a progress bar in the terminal."""
 
     def __init__(
-        self, folder: Path | None, start: int, steps: int, sinks: Sequence[Sink] = (), show_entropy: bool = False,
-        show_every: int = 0,
-    ) -> None:  # fmt: skip
+        self, folder: Path | None, start: int, steps: int, sinks: Sequence[Sink] = (), show_every: int = 0
+    ) -> None:
         """Open the log for appending.
 
         Args:
           folder: the run's folder; None writes nothing.
           start: step at which training begins.
           steps: step at which training ends.
-          sinks: receivers of each row.
-          show_entropy: print the attention entropy of each head at evaluations.
+          sinks: receivers of each row, once it is stored and printed.
           show_every: steps between printed rows without an evaluation, in addition to the last step; 0 prints none.
         """
-        self._folder, self._sinks, self._show_entropy = folder, sinks, show_entropy
-        self._steps, self._show_every, self._time_left = steps, show_every, TimeLeft(steps)
+        self._folder, self._sinks, self._show_every = folder, sinks, show_every
+        self._steps, self._time_left = steps, TimeLeft(steps)
         self._is_estimated = False
         if folder is not None:
             with user_error_on_write(folder, METRICS):
@@ -116,15 +114,18 @@ class Log:
         with user_error_on_write(self._folder, METRICS):
             self._file.write(json.dumps(stored) + "\n")
             self._file.flush()
+        self._show(row)
         for sink in self._sinks:
             sink(stored)
+
+    def _show(self, row: Row) -> None:
         left = self._time_left(row)
         if "step_ms" in row:
             self._progress.update(self._task, note="  ".join([f"loss {row['loss']:.3f}", *_speed(row), *left]))
         step, every = row["step"], self._show_every
         shows_loss = every and "step_ms" in row and (step % every == 0 or step == self._steps)
         if "val_loss" in row or shows_loss:
-            print_line("\n".join([format_row(row, left), *(entropy_lines(row) if self._show_entropy else [])]))
+            print_line(format_row(row, left))
             self._is_estimated |= bool(left)
         elif left:
             self.estimate(row["step"], row["step_ms"])
@@ -137,19 +138,16 @@ class TimeLeft:
     """Estimator of the time until the last step, from step times that exclude evaluations."""
 
     def __init__(self, steps: int) -> None:
-        self._steps, self._first, self._mean_ms = steps, True, 0.0
+        self._steps, self._is_first, self._mean_ms = steps, True, 0.0
 
     def __call__(self, row: Row) -> list[str]:
         """Return `["3 min left"]`, or `[]` for the first row with a step time, which includes compilation."""
-        if "step_ms" not in row:
+        ms, is_first = row.get("step_ms"), self._is_first
+        self._is_first &= ms is None
+        if ms is None or is_first or row["step"] >= self._steps:
             return []
-        if self._first:
-            self._first = False
-            return []
-        ms = row["step_ms"]
-        self._mean_ms = SMOOTHING * self._mean_ms + (1 - SMOOTHING) * ms if self._mean_ms else ms
-        seconds = self._mean_ms * (self._steps - row["step"]) / 1e3
-        return [f"{duration(seconds)} left"] if row["step"] < self._steps else []
+        self._mean_ms = SMOOTHING * (self._mean_ms or ms) + (1 - SMOOTHING) * ms
+        return [f"{duration(self._mean_ms * (self._steps - row['step']) / 1e3)} left"]
 
 
 def duration(seconds: float) -> str:
@@ -161,36 +159,14 @@ def duration(seconds: float) -> str:
 
 
 def format_row(row: Row, left: Sequence[str] = ()) -> str:
-    """Return a row for the terminal, wrapped to `WIDTH`: losses in nats, throughput, time left, tokens per expert."""
+    """Return a row for the terminal, wrapped to `WIDTH`: losses in nats, throughput, time left."""
     parts = [f"step {row['step']:>7,}"]
     if "loss" in row:
         parts.append(f"loss {row['loss']:.3f}")
     if "val_loss" in row:
         shown = [text.format(row[name]) for name, text in VAL_METRICS.items() if name in row]
         parts.append(f"held-out {row['val_loss']:.3f}" + (f" ({shown[0]})" if shown else ""))
-    parts += [*_speed(row), *left]
-    if "router" in row:
-        shares = [share for layer in row["router"].values() for share in layer["share"]]
-        parts.append(f"tokens per expert {100 * min(shares):.1f} to {100 * max(shares):.1f} %")
-    return "\n".join(wrap_columns(parts, indent=14))
-
-
-def final_line(step: int, row: Row) -> str:
-    """Return the last line of a run: held-out loss and all other validation metrics of `row`, or the loss of the last
-    batch if there is no evaluation."""
-    if "val_loss" not in row:
-        return f"final: step {step:,}" + (f"  loss {row['loss']:.3f}" if row.get("loss") is not None else "")
-    others = {name: x for name, x in row.items() if isinstance(x, float) and name.startswith("val_")}
-    loss = others.pop("val_loss")
-    words = {name: name.removeprefix("val_").replace("ppl", "perplexity").replace("_", " ") for name in others}
-    shown = [VAL_METRICS.get(name, f"{words[name]} {{:.4g}}").format(x) for name, x in others.items()]
-    return f"final: step {step:,}  held-out {loss:.3f}" + (f" ({', '.join(shown)})" if shown else "")
-
-
-def entropy_lines(row: Row) -> list[str]:
-    """Return lines with the attention entropy in nats of each head, grouped by block and wrapped to `WIDTH`."""
-    blocks = [f"{i}: {' '.join(f'{head:.2f}' for head in heads)}" for i, heads in enumerate(row.get("entropy", []))]
-    return wrap_columns(["     entropy (nats) of heads per block", *blocks], indent=14) if blocks else []
+    return "\n".join(wrap_columns([*parts, *_speed(row), *left], indent=14))
 
 
 def _speed(row: Row) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,8 +17,9 @@ from jaxformer.nn.parameter_norms import in_order, norm_rows, row_names
 from jaxformer.parallel.determinism import check_deterministic
 from jaxformer.parallel.mesh import assemble, batch_sharding, local_rows
 from jaxformer.parallel.processes import AsyncMax, barrier, is_main_process
-from jaxformer.runs.checkpoints import FILM, CheckpointManager
-from jaxformer.train.divergence import Divergence, Mover
+from jaxformer.runs.checkpoints import CheckpointManager
+from jaxformer.runs.snapshots import snapshots_folder
+from jaxformer.train.divergence import Divergence
 from jaxformer.train.evaluate import Evaluation, Evaluator, perplexity
 from jaxformer.train.log import Log, Row, Sink, print_line
 from jaxformer.train.pending import PendingStep, PendingSteps
@@ -35,7 +36,7 @@ FIRST_REPORT = 100
 
 @dataclass(frozen=True)
 class Callback:
-    """Function that training calls as `call(step, state, batch, row)` after every `every`-th step, after step
+    """Function that training calls as `call(step, state, batch, row)` after every `every`-th step, after the steps
     `also_at` and after the last; with `at_start` also before the first.
 
     The row holds the step's metrics so far, and the entries that `call` returns are added to it. The batch is the one
@@ -45,11 +46,11 @@ class Callback:
     every: int
     call: Callable[[int, TrainState, Batch, Row], Row | None]
     at_start: bool = False
-    also_at: int = 0
+    also_at: Collection[int] = ()
 
     def is_due(self, step: int) -> bool:
         """Return True if the callback is called after a step other than the last."""
-        return (is_due(self.every, step) or step == self.also_at) if step else self.at_start
+        return (is_due(self.every, step) or step in self.also_at) if step else self.at_start
 
 
 @dataclass(frozen=True)
@@ -72,8 +73,6 @@ class Outcome:
     """Number of the signal that interrupted training; 0 for none."""
     divergence: Divergence | None = None
     """Divergence, for 'diverged'."""
-    mover: Mover | None = None
-    """Parameter that moved first when the loss left its minimum; None if none stands out."""
     healthy: int = 0
     """Step of the last checkpoint before the loss left its minimum; 0 if there is none."""
     diverging_since: int = 0
@@ -109,20 +108,18 @@ def train(
         # Entering locks the folder, so that `find_start` does not truncate the log of another process.
         checkpoints = stack.enter_context(CheckpointManager(folder))
         start = find_start(setup, data, folder, checkpoints, resume)
-        film = stack.enter_context(CheckpointManager(folder, FILM)) if t.film or (folder / FILM).exists() else None
-        if film is not None:  # steps after the start are taken again
-            film.remove_after(start.step if start.resumed else -1)
-        log = stack.enter_context(open_log(start, folder, sinks))
+        callbacks = [*callbacks, *stack.enter_context(open_snapshots(start, folder))]
+        written, show_every = folder if is_main_process() else None, 0 if t.eval_every else 10 * t.log_every
+        sinks = [*stack.enter_context(open_sinks(written, start.config)), *sinks]
+        log = stack.enter_context(Log(written, start.step, config.steps, sinks, show_every))
         profiler = stack.enter_context(Profiler(folder, t.profiled_steps, start.step, print_line))
-        pending, reports = PendingSteps(setup, data, start, log), Reports(setup, data, callbacks, log)
+        pending, reports = PendingSteps(data, start, log), Reports(setup, data, callbacks, log)
         timer, state, evaluation, val_loss = Throughput(start.step, data), start.state, None, None
         batch, batches = read_batches(setup, data, start, timer)
         for note in start.notes:
             log.row({"step": start.step, "note": note})
         if not start.resumed:
             reports.log({"step": 0, "epoch": 0.0, data.unit: 0}, state, batch)
-            if film is not None and reports.is_frame(0):
-                film.save(0, state.params, None, {"step": 0}, None)
         timer.restart(start.step)
 
         for step in range(start.step + 1, config.steps + 1):
@@ -142,8 +139,6 @@ def train(
             if due:
                 row = reports.row(step, metrics, {**pending.take_skipped(), **timer.since_restart(step)})
                 evaluation = reports.log(row, state, batch)
-            if film is not None and reports.is_frame(step):
-                film.save(step, state.params, None, {"step": step}, None)
             if is_last or pending.signal or is_due(t.checkpoint_every, step):
                 # The last evaluation is on all held-out examples, but checkpoints are ranked on the same ones.
                 ranked = reports.evaluate(state, t.eval_examples) if evaluation and is_last else evaluation
@@ -173,15 +168,22 @@ def compile_step(setup: TrainSetup, data: Dataset) -> CompiledStep:
 
 
 @contextmanager
-def open_log(start: Start, folder: Path, sinks: Sequence[Sink]) -> Iterator[Log]:
-    """Open the log and the sinks in the run's config, which only the first process writes."""
-    config, t, written = start.config, start.config.train, folder if is_main_process() else None
-    show_every = 0 if t.eval_every else 10 * t.log_every
-    with (
-        open_sinks(written, config) as own,
-        Log(written, start.step, config.steps, [*own, *sinks], t.show_entropy, show_every) as log,
-    ):
-        yield log
+def open_snapshots(start: Start, folder: Path) -> Iterator[list[Callback]]:
+    """Open the run's snapshots, if it has any, and remove those of the steps that are taken again; yield the callback
+    that saves them, if `train.snapshots` names steps."""
+    steps, name = start.config.steps, snapshots_folder(folder)
+    is_on = start.config.train.snapshots == "doubling"
+    if not is_on and not (folder / name).exists():
+        yield []
+        return
+    with CheckpointManager(folder, name) as snapshots:
+        snapshots.remove_after(start.step if start.resumed else -1)
+
+        def save(step: int, state: TrainState, batch: Batch, row: Row) -> None:
+            snapshots.save(step, state.params, None, {"step": step}, None)
+
+        doubling = [2**i for i in range(steps.bit_length())]
+        yield [Callback(steps, save, at_start=True, also_at=doubling)] if is_on else []
 
 
 def read_batches(setup: TrainSetup, data: Dataset, start: Start, timer: Throughput) -> tuple[Batch, Iterator[Batch]]:
@@ -205,7 +207,6 @@ def fail(failed: PendingStep, state: TrainState, pending: PendingSteps, checkpoi
         state,
         failed.batch,
         divergence=pending.divergence,
-        mover=pending.mover(failed),
         healthy=checkpoints.last_healthy_step(pending.began(failed)),
     )
 
@@ -218,15 +219,11 @@ class Reports:
         self._steps, self._train, self._evaluator = setup.config.steps, setup.config.train, Evaluator(setup, data)
 
     def are_due(self, step: int) -> bool:
-        """Return True if a step has a row in the log, an evaluation, a checkpoint, a frame or a callback."""
+        """Return True if a step has a row in the log, an evaluation, a checkpoint or a callback."""
         t = self._train
         intervals = t.log_every, t.eval_every, t.checkpoint_every, t.gradients_every
         called = any(callback.is_due(step) for callback in self._callbacks)
-        return called or step == self._steps or self.is_frame(step) or any(is_due(every, step) for every in intervals)
-
-    def is_frame(self, step: int) -> bool:
-        """Return True if the parameters after a step are saved for the film."""
-        return self._train.film and (step in (0, self._steps) or is_doubled(1, step))
+        return called or step == self._steps or any(is_due(every, step) for every in intervals)
 
     def row(self, step: int, metrics: StepMetrics, others: dict[str, float]) -> Row:
         """Return a row with a step's metrics and, at the steps that report them, the norms of parameters."""

@@ -8,16 +8,14 @@ from dataclasses import asdict
 from typing import NamedTuple, SupportsInt
 
 import jax
-import numpy as np
 
 from jaxformer.data.dataset import Batch, Dataset
-from jaxformer.nn.parameter_norms import row_names
 from jaxformer.runs.checkpoints import Position
-from jaxformer.train.divergence import HISTORY_STEPS, Divergence, Mover, first_to_move
+from jaxformer.train.divergence import Divergence
 from jaxformer.train.log import Log, print_line
 from jaxformer.train.remedies import remedies
 from jaxformer.train.resume import Start
-from jaxformer.train.setup import TrainSetup, TrainState
+from jaxformer.train.setup import TrainState
 from jaxformer.train.step import StepMetrics, allowed_failures
 
 SLOW_STEP_MS = 2000
@@ -42,15 +40,14 @@ class PendingSteps:
     one.
     """
 
-    def __init__(self, setup: TrainSetup, data: Dataset, start: Start, log: Log) -> None:
+    def __init__(self, data: Dataset, start: Start, log: Log) -> None:
         self.signal = 0
         """Number of the signal that ends training; 0 for none."""
         self.divergence: Divergence | None = None
         """Divergence that ends training."""
         self.monitor, self._n_skipped, self._failures = start.monitor, start.skipped, int(start.state.failures)
-        self._setup, self._data, self._config, self._log = setup, data, start.config, log
+        self._data, self._config, self._log = data, start.config, log
         self._steps = deque[PendingStep]()
-        self._norms = deque[tuple[int, jax.Array]](maxlen=HISTORY_STEPS)
         self._is_slow, self._read_at = False, time.perf_counter()
 
     def add(self, step: int, batch: Batch, metrics: StepMetrics, signal: SupportsInt) -> None:
@@ -63,7 +60,6 @@ class PendingSteps:
         at_once = self._is_slow and jax.process_count() == 1  # several processes could disagree
         while len(self._steps) > (0 if all_steps or self.signal or at_once else 1):
             done = self._steps.popleft()
-            self._norms.append((done.step, done.metrics.norms_3R))
             is_failure = self._read_loss(done) if done.metrics.finite else self._count_failure(done.step)
             self.signal = self.signal or int(done.signal)
             if is_failure:
@@ -92,12 +88,6 @@ class PendingSteps:
     def began(self, failed: PendingStep) -> int:
         """Return the step at which the loss left its minimum."""
         return self.divergence.began if self.divergence else self.monitor.began or failed.step
-
-    def mover(self, failed: PendingStep) -> Mover | None:
-        """Return the parameter that moved first; None if none stands out."""
-        names = row_names(self._setup.abstract_state.params)
-        norms = [(step, np.asarray(norms_3R)) for step, norms_3R in self._norms]
-        return first_to_move(names, norms, self.began(failed), self._setup.schedule)
 
     def _read_loss(self, done: PendingStep) -> bool:
         """Monitor the loss; return True at a divergence that ends training, or log a warning, as set by

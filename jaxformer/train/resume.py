@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from pathlib import Path
 
@@ -87,7 +87,7 @@ def find_start(
     else:
         state = setup.init_state()
         if config.lora.rank:
-            _save_base(folder / BASE, replace(config, lora=LoraConfig()), data, *state.constants)
+            _save_base(folder / BASE, replace(config, lora=LoraConfig()), data, state.frozen_params)
     data_changed = resumed and position["fingerprint"] != data.fingerprint
     if data_changed:
         if not (resume and resume.allow_changed_data):
@@ -138,7 +138,8 @@ def restore_state(
     like = setup.abstract_state
     params, opt_state, position = checkpoints.restore(step, like.params, like.opt_state)
     failures = global_device_put(np.array(position["failures"], np.int32), replicated(setup.mesh))
-    return step, TrainState(params, opt_state, failures, setup.load_constants()), position
+    frozen = setup.load_params() if setup.config.lora.rank else None
+    return step, TrainState(params, opt_state, failures, frozen), position
 
 
 def _describe(rollback: Rollback, skip_batches: int, removed: Sequence[int]) -> str:
@@ -159,32 +160,7 @@ def fixed_differences(stored: Config, config: Config) -> Iterator[tuple[str, str
         yield name, old, new
 
 
-def check_resumable(folder: Path, stored: Config, config: Config, rolls_back: bool, given: Collection[str] = ()) -> str:
-    """Return the optimizer options that differ from those of a run, as text; they may differ only when rolling back.
-    `given` are the flags on the command line, for the message.
-
-    Raises:
-      UserError: an option differs that must not.
-    """
-    changes = []
-    for name, old, new in fixed_differences(stored, config):
-        of_optimizer = name.startswith("optimizer.") and name != "optimizer.name"
-        if not (rolls_back and of_optimizer):
-            hint = ", keep it and roll back with --from-step" if of_optimizer else ""
-            if name == "train.skip_batches":
-                hint = ", skip batches with --from-step and --skip-batches"
-            group, _, field = name.replace("_", "-").rpartition(".")
-            flags = ("--config", f"--{group}.{field}", f"--{group}.no-{field}", f"--{field}")
-            omitted = " and ".join(flag for flag in flags if flag in given) or "that option"
-            raise UserError(
-                f"{folder} was trained with {name} {old}, not {new}; omit {omitted} to resume it{hint}, or start a "
-                "new run."
-            )
-        changes.append(f"{name} {new} instead of {old}")
-    return ", ".join(changes)
-
-
-def begins_anew(folder: Path, from_step: int | None) -> bool:
+def starts_from_scratch(folder: Path, from_step: int | None) -> bool:
     """Return True if a resumed run has no checkpoint to continue from, or is rolled back to its start."""
     return from_step == 0 or not CheckpointReader(folder)
 

@@ -56,7 +56,7 @@ def loss_by_position(
     nats_T, weights_T = np.zeros((2, c.context_length))
     first, split = c.context_length - c.n_predicted, batch_sharding(mesh)  # a model may predict only a window's end
     params = jax.tree.map(lambda w: w.astype(setup.compute_dtype), params)
-    for batch in full_batches(data.held_out(setup.config.train.batch_size), setup.n_shards):
+    for batch in full_batches(data.held_out(setup.config.train.batch_size), batch_shards(mesh)):
         nats, weights = _position_sums(run.model, params, global_device_put(batch, split))
         nats_T[first : first + len(nats)] += nats
         weights_T[first : first + len(nats)] += weights

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -17,23 +17,20 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh
 
 from jaxformer.config import ComputeConfig, Config
-from jaxformer.contract import ARRAY, ParameterAxes, Task
+from jaxformer.contract import ParameterAxes, Task
 from jaxformer.data.dataset import Batch
 from jaxformer.errors import UserError
 from jaxformer.models.objective import Params
-from jaxformer.nn.execution import PLAIN, Execution
+from jaxformer.nn.execution import Execution
 from jaxformer.nn.lora import adapter_axes, init_adapters, merge
 from jaxformer.nn.parameter_norms import parameter_name, row_names
 from jaxformer.nn.parameters import parameter_axes, trace_init
 from jaxformer.ops import workarounds
-from jaxformer.ops.attention import attention
-from jaxformer.ops.masks import Causal, Packed
 from jaxformer.parallel.memory import check_parameters
-from jaxformer.parallel.mesh import abstract, batch_sharding, batch_shards, gather, shardings
-from jaxformer.parallel.processes import all_gather
+from jaxformer.parallel.mesh import abstract, batch_sharding, batch_shards, gather, shardings, specs_of
 from jaxformer.runs.pretrained import Pretrained
 from jaxformer.runs.run import abstract_params, parameter_order
-from jaxformer.train.kernels import FusedAttention, make_attention
+from jaxformer.train.kernels import ChosenAttention, choose_attention
 from jaxformer.train.optimizer import make_optimizer, make_schedule
 
 BLOCK = re.compile(r"blocks_\d+$")
@@ -58,8 +55,8 @@ class TrainState(NamedTuple):
     opt_state: optax.OptState
     failures: jax.Array
     """Number of latest consecutive steps that were not finite, int32."""
-    constants: tuple[Params, ...] = ()
-    """Arrays that the loss reads and no step changes: with `lora`, the parameters that adapters are added to."""
+    frozen_params: Params | None = None
+    """With `lora`, the parameters that adapters are added to, which no step changes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,7 +76,7 @@ class TrainSetup:
 
     def __post_init__(self) -> None:
         B, n_microbatches = self.config.train.batch_size, self.config.compute.grad_accumulation_steps
-        n = self.n_shards
+        n = batch_shards(self.mesh)
         if B % (n * n_microbatches):
             up = -(-B // (n * n_microbatches)) * n * n_microbatches
             also = f" in {n_microbatches} microbatches" if n_microbatches > 1 else ""
@@ -90,11 +87,6 @@ class TrainSetup:
                 f"the data packs its examples, but this {kind} does not attend within segments; set data.packing to "
                 "windows, or use a decoder without a prefix."
             )
-
-    @property
-    def n_shards(self) -> int:
-        """Number of shards of a batch."""
-        return batch_shards(self.mesh)
 
     @cached_property
     def compute_dtype(self) -> jnp.dtype:
@@ -115,11 +107,7 @@ class TrainSetup:
     @cached_property
     def model(self) -> nn.Module:
         """Model for one example on one device with plain execution, for initialisation and inspection."""
-        return self.build()
-
-    def build(self, execution: Execution = PLAIN) -> nn.Module:
-        """Return the model for one example with an `execution`."""
-        return self.config.model.build(execution)
+        return self.config.model.build()
 
     @cached_property
     def parameter_axes(self) -> Mapping[str, ParameterAxes]:
@@ -157,28 +145,14 @@ class TrainSetup:
         """`NamedSharding` of each array of the state."""
         return jax.tree.map(lambda x: x.sharding, self.abstract_state)
 
-    @cached_property
-    def param_specs(self) -> Params:
-        """`PartitionSpec` of each parameter of the model."""
-        return jax.tree.map(lambda x: x.sharding.spec, self.abstract_params)
-
-    @cached_property
-    def state_specs(self) -> TrainState:
-        """`PartitionSpec` of each array of the state."""
-        return jax.tree.map(lambda x: x.spec, self.state_shardings)
-
-    def merge(self, params: Params, frozen: Params = None) -> Params:
-        """Return the model's parameters, or a device's shards of them, from the trained parameters and
-        `TrainState.constants`."""
-        return params if frozen is None else merge(frozen, params, self.config.lora)
-
     def model_params(self, state: TrainState) -> Params:
         """Return the model's parameters in their shardings, for evaluation and sampling."""
-        return self._merge(state.params, *state.constants) if state.constants else state.params
+        return self._merge(state.frozen_params, state.params) if self.config.lora.rank else state.params
 
     @cached_property
-    def _merge(self) -> Callable[..., Params]:
-        return jax.jit(self.merge, out_shardings=jax.tree.map(lambda x: x.sharding, self.abstract_params))
+    def _merge(self) -> Callable[[Params, Params], Params]:
+        merge_adapters = partial(merge, config=self.config.lora)
+        return jax.jit(merge_adapters, out_shardings=jax.tree.map(lambda x: x.sharding, self.abstract_params))
 
     def check_devices(self) -> None:
         """Raise `UserError` if the parameters do not fit into memory, the configured attention cannot run, or `lora`
@@ -196,19 +170,21 @@ class TrainSetup:
         """
         if self.config.init_from is None:
             options = workarounds.run_once_options(self.mesh.devices.flat[0].platform)
-            return jax.jit(self._init, out_shardings=self.state_shardings, compiler_options=options)()
-        params = self._load()
-        loaded: dict[str, Any] = {"constants": (params,)} if self.config.lora.rank else {"params": params}
-        without: dict[str, Any] = dict.fromkeys(loaded)
+            init = lambda: self._begin(self._init_params())  # noqa: E731
+            return jax.jit(init, out_shardings=self.state_shardings, compiler_options=options)()
+        params, loaded = self.load_params(), "frozen_params" if self.config.lora.rank else "params"
+        without: dict[str, Any] = {loaded: None}
         # Each array of the state needs its own buffer, because a step donates them all.
         begin = lambda params: self._begin(jax.tree.map(jnp.copy, params))._replace(**without)  # noqa: E731
-        return jax.jit(begin, out_shardings=self.state_shardings._replace(**without))(params)._replace(**loaded)
+        state = jax.jit(begin, out_shardings=self.state_shardings._replace(**without))(params)
+        return state._replace(**{loaded: params})
 
-    def load_constants(self) -> tuple[Params, ...]:
-        """Return `TrainState.constants`, which a checkpoint does not hold."""
-        return (self._load(),) if self.config.lora.rank else ()
+    def load_params(self) -> Params:
+        """Return the model's parameters from `pretrained`, with new ones where that has none, as for another head.
 
-    def _load(self) -> Params:
+        Raises:
+          UserError: they are missing or cannot be read.
+        """
         assert self.pretrained is not None, "init_from needs `pretrained`"
         loaded = flatten_dict(self.pretrained.read(self.abstract_params, self.config.model))
         new = {path: x.sharding for path, x in flatten_dict(self.abstract_params).items() if path not in loaded}
@@ -216,9 +192,6 @@ class TrainSetup:
             init = lambda: {path: flatten_dict(self._init_params())[path] for path in new}  # noqa: E731
             loaded |= jax.jit(init, out_shardings=new)()
         return unflatten_dict(loaded)
-
-    def _init(self) -> TrainState:
-        return self._begin(self._init_params())
 
     def _init_params(self) -> Params:
         return self.model.init(jax.random.key(self.config.seed), *self.config.model.example())["params"]
@@ -229,80 +202,32 @@ class TrainSetup:
             return TrainState(params, self.optimizer.init(params), jnp.int32(0))
         key = jax.random.fold_in(jax.random.key(self.config.seed), ADAPTER_KEY_ID)
         adapters = init_adapters(key, params, self.parameter_axes, self.config.lora)
-        return TrainState(adapters, self.optimizer.init(adapters), jnp.int32(0), (params,))
-
-    @property
-    def attention(self) -> Callable[..., jax.Array]:
-        """Attention implementation on these devices.
-
-        Raises:
-          UserError: see `make_attention`; or processes would use different implementations.
-        """
-        return self._attention[0]
-
-    @property
-    def attention_line(self) -> str:
-        """Line for the log that names the attention implementation and the reason for it."""
-        return self._attention[1]
-
-    @property
-    def attention_warning(self) -> str | None:
-        """Warning with reason and remedy if an accelerator's attention is not fused; otherwise None."""
-        is_cpu, config = self.mesh.devices.flat[0].platform == "cpu", self.config
-        if is_cpu or config.model.contract.attention is None or isinstance(self.attention, FusedAttention):
-            return None
-        if config.compute.attention != "auto":
-            remedy = "set compute.attention to auto"
-        elif self.compute_dtype == jnp.float32:
-            remedy = "set compute.precision to bfloat16"
-        elif config.data.has_segments and isinstance(self._make_attention(is_packed=False)[0], FusedAttention):
-            remedy = "set data.packing to windows"
-        else:
-            remedy = "docs/accelerators.md lists remedies"
-        return f"warning: attention is not fused, which costs time and memory; {self.attention_line}; {remedy}"
+        return TrainState(adapters, self.optimizer.init(adapters), jnp.int32(0), params)
 
     @cached_property
-    def _attention(self) -> tuple[Callable[..., jax.Array], str]:
-        if self.config.model.contract.attention is None:
-            return attention, "attention: no multi-head layers"
-        is_local = bool(set(self.mesh.devices.flat) & set(jax.local_devices()))
-        chosen, line = self._make_attention(self.config.data.has_segments, try_first=is_local)
-        lines = list(dict.fromkeys(all_gather(line[:1000]))) if is_local else [line]
-        if len(lines) > 1:  # processes with different programs would deadlock
-            raise UserError(f"processes differ ({'; '.join(lines)}); set compute.attention to xla or blockwise.")
-        return chosen, line
-
-    def _make_attention(self, is_packed: bool, try_first: bool = False) -> tuple[Callable[..., jax.Array], str]:
-        """Return the attention for the model's shapes, with or without packed documents, and its line for the log."""
-        shape, platform = self.config.model.contract.attention, self.mesh.devices.flat[0].platform
-        assert shape is not None
-        H, G, K, value_dim, T, mask = shape
-        if is_packed:
-            segments_T: Any = jax.ShapeDtypeStruct((T,), jnp.int32)
-            mask = Packed(segments_T, mask) if isinstance(mask, Causal) else ARRAY
-        q_HTK, k_GTK = (jax.ShapeDtypeStruct((n_heads, T, K), self.compute_dtype) for n_heads in (H, G))
-        name, tensor = self.config.compute.attention, self.mesh.shape["tensor"]
-        return make_attention(name, platform, q_HTK, k_GTK, mask, tensor, value_dim=value_dim, try_first=try_first)
+    def attention(self) -> ChosenAttention:
+        """Attention implementation on these devices; see `choose_attention`."""
+        return choose_attention(self.config, self.mesh, self.compute_dtype)
 
     @cached_property
-    def sharded_model(self) -> nn.Module:
-        """Model that steps apply to the result of `compute_params`, inside `mesh.on_each_shard`."""
-        c, specs, mesh = self.config.compute, self.param_specs, self.mesh
-        execution = Execution(
-            self.attention,
+    def execution(self) -> Execution:
+        """Execution of the model that steps apply to the result of `compute_params`, inside `mesh.on_each_shard`."""
+        c, specs, mesh = self.config.compute, specs_of(self.abstract_params), self.mesh
+        return Execution(
+            self.attention.function,
             c.remat,
             c.scan_blocks,
             # A module without its own spec belongs to one that `compute_params` has gathered.
             lambda name, params: gather(params, specs[name], mesh) if name in specs else params,
             mesh.shape["expert"] if any("expert" in axes for axes in jax.tree.leaves(specs)) else 1,
         )
-        return self.build(execution)
 
-    def compute_params(self, params: Params, *constants: Params) -> Params:
-        """Merge a device's shards, cast them to the compute dtype and gather those outside blocks, for
-        `sharded_model`."""
-        specs, mesh = self.param_specs, self.mesh
-        params = jax.tree.map(lambda w: w.astype(self.compute_dtype), self.merge(params, *constants))
+    def compute_params(self, params: Params, frozen: Params | None = None) -> Params:
+        """Merge a device's shards of `TrainState.params` and `frozen_params`, cast them to the compute dtype and gather
+        those outside blocks; see `execution`."""
+        specs, mesh = specs_of(self.abstract_params), self.mesh
+        params = params if frozen is None else merge(frozen, params, self.config.lora)
+        params = jax.tree.map(lambda w: w.astype(self.compute_dtype), params)
         if mesh.devices.flat[0].platform == "cpu":
             params = jax.tree.map(lambda w: workarounds.separate_gradient_transpose(w) if w.ndim == 2 else w, params)
         return {name: p if BLOCK.search(name) else gather(p, specs[name], mesh) for name, p in params.items()}
@@ -315,24 +240,20 @@ class TrainSetup:
 
     @cached_property
     def abstract_batch(self) -> Batch:
-        """Shapes, dtypes and shardings of a batch of examples of maximum length."""
-        B, split = self.config.train.batch_size, batch_sharding(self.mesh)
-        inputs: tuple[Any, ...] = self.config.model.example()
+        """Shapes, dtypes and shardings of a batch of examples of maximum length, without targets if these are not
+        classes."""
+        B, split, model = self.config.train.batch_size, batch_sharding(self.mesh), self.config.model
+        inputs: tuple[Any, ...] = model.example()
         if self.config.data.has_segments:
             inputs = (*inputs, None, np.zeros_like(inputs[0]))
-        example = Batch(inputs, self.abstract_targets)
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct((B, *x.shape), x.dtype, sharding=split), example)
-
-    @cached_property
-    def abstract_targets(self) -> jax.ShapeDtypeStruct | None:
-        """Shape and dtype of the target classes of an example of maximum size; None without classes."""
-        if self.config.model.contract.task is Task.CONTRASTIVE:
-            return None
-        return jax.ShapeDtypeStruct(trace_init(self.model).output.shape[:-1], jnp.int32)
+        has_classes = model.contract.task is not Task.CONTRASTIVE
+        targets = jax.ShapeDtypeStruct(trace_init(self.model).output.shape[:-1], jnp.int32) if has_classes else None
+        shaped = lambda x: jax.ShapeDtypeStruct((B, *x.shape), x.dtype, sharding=split)  # noqa: E731
+        return jax.tree.map(shaped, Batch(inputs, targets))
 
     def check_fit(self, batch: Batch) -> None:
         """Raise `UserError` if a batch does not have the inputs or the targets that the model expects."""
-        batch = batch._replace(targets=None) if self.abstract_targets is None else batch  # without classes, any will do
+        batch = batch._replace(targets=None) if self.abstract_batch.targets is None else batch  # any will do
         expected, actual = (jax.tree.leaves((b.inputs, b.targets)) for b in (self.abstract_batch, batch))
         if [(x.dtype, x.ndim) for x in expected] != [(x.dtype, x.ndim) for x in actual]:
             texts = [", ".join(f"{x.dtype} {x.shape[1:]}" for x in xs) for xs in (expected, actual)]

@@ -25,6 +25,7 @@ from jaxformer.parallel.mesh import (
     batch_shards,
     on_each_shard,
     replicated,
+    specs_of,
     sum_over_batch,
 )
 from jaxformer.train.optimizer import gradient_point, updates_taken
@@ -50,23 +51,23 @@ class StepMetrics(NamedTuple):
 
 
 def make_gradient(setup: TrainSetup) -> Callable[..., tuple[jax.Array, Params]]:
-    """Return a function of `(params, batch, keys_B, *constants)` that returns the mean loss, a float32 scalar, and the
-    gradient, sharded like `params`; `constants` are `TrainState.constants`, by default none.
+    """Return a function of `(params, batch, keys_B, frozen=None)` that returns the mean loss, a float32 scalar, and the
+    gradient, sharded like `params`; `frozen` are `TrainState.frozen_params`.
 
     Both cover the whole batch, however it is split into devices and microbatches, each of which differentiates its
     contribution to the mean. (The gradient of a sum, divided at the end, would overflow sooner.)
     """
-    specs, n_microbatches = setup.state_specs, setup.config.compute.grad_accumulation_steps
-    model, reduction = setup.sharded_model, batch_reduction(setup.mesh, n_microbatches)
+    specs, n_microbatches = specs_of(setup.abstract_state), setup.config.compute.grad_accumulation_steps
+    model, reduction = setup.config.model.build(setup.execution), batch_reduction(setup.mesh, n_microbatches)
     objective, smoothing = objective_of(model), setup.config.train.label_smoothing
 
-    def device_grads(params: Params, batch: Batch, keys_B: jax.Array, *constants: Params) -> tuple[jax.Array, Params]:
+    def device_grads(params: Params, batch: Batch, keys_B: jax.Array, frozen: Params) -> tuple[jax.Array, Params]:
         """Accumulate gradients over the microbatches of one device, and sum them over all devices."""
         n_tokens = None if n_microbatches == 1 else sum_over_batch(count_tokens(model, batch))
 
         def microbatch_loss(params: Params, batch: Batch, keys_B: jax.Array) -> tuple[jax.Array, jax.Array]:
             """Return the contributions of one device's microbatch to the objective and to the mean loss."""
-            params = setup.compute_params(params, *constants)
+            params = setup.compute_params(params, frozen)
             return objective.loss(model, params, batch, keys_B, smoothing, reduction._replace(n_tokens=n_tokens))
 
         microbatch_grads = jax.grad(microbatch_loss, has_aux=True)
@@ -82,8 +83,9 @@ def make_gradient(setup: TrainSetup) -> Callable[..., tuple[jax.Array, Params]]:
             (grads, loss), _ = jax.lax.scan(add_microbatch, zeros, microbatches)
         return sum_over_batch(loss), sum_over_batch(grads, specs.params)
 
-    in_specs = (specs.params, *2 * [PartitionSpec(BATCH)], *specs.constants)
-    return on_each_shard(device_grads, setup.mesh, in_specs, (REPLICATED, specs.params))
+    in_specs = (specs.params, *2 * [PartitionSpec(BATCH)], specs.frozen_params)
+    gradient = on_each_shard(device_grads, setup.mesh, in_specs, (REPLICATED, specs.params))
+    return lambda params, batch, keys_B, frozen=None: gradient(params, batch, keys_B, frozen)
 
 
 def batch_reduction(mesh: Mesh, n_microbatches: int = 1) -> BatchReduction:
@@ -107,7 +109,7 @@ def make_train_step(setup: TrainSetup) -> jax.stages.Wrapped:
 
     def train_step(state: TrainState, batch: Batch, step: jax.Array) -> tuple[TrainState, StepMetrics]:
         point = gradient_point(setup.config.optimizer, state.params, state.opt_state)
-        loss, grads = sharded_grads(point, batch, setup.example_keys(step), *state.constants)
+        loss, grads = sharded_grads(point, batch, setup.example_keys(step), state.frozen_params)
         weights_R, params = workarounds.in_order(row_norms(state.params), state.params)
         state = state._replace(params=params)
         with jax.numpy_dtype_promotion("standard"):  # optax mixes integer counts with floats
@@ -121,7 +123,7 @@ def make_train_step(setup: TrainSetup) -> jax.stages.Wrapped:
         params = optax.apply_updates(state.params, updates)
         updated = state._replace(params=params, opt_state=opt_state, failures=jnp.int32(0))
         skipped = state._replace(failures=state.failures + 1)
-        # Constants are the same arrays in both, and need no selection.
+        # Frozen parameters are the same arrays in both, and need no selection.
         state = jax.tree.map(lambda new, old: new if new is old else jnp.where(finite, new, old), updated, skipped)
         norms_3R = jnp.stack([grads_R, updates_R, weights_R])
         loss, update_norm = jnp.where(finite, loss, jnp.nan), jnp.where(finite, update_norm, 0.0)
@@ -181,10 +183,10 @@ def allowed_failures(config: Config) -> int:
 
 def make_eval_step(setup: TrainSetup) -> Callable[[Params, Batch], dict[str, jax.Array]]:
     """Return the jitted function from `(params, batch)` to the objective's measurements of each example."""
-    model, split = setup.sharded_model, PartitionSpec(BATCH)
+    model, split = setup.config.model.build(setup.execution), PartitionSpec(BATCH)
 
     def eval_step(params: Params, batch: Batch) -> dict[str, jax.Array]:
         return objective_of(model).measure(model, setup.compute_params(params), batch)
 
-    sharded = on_each_shard(eval_step, setup.mesh, (setup.param_specs, split), split)
+    sharded = on_each_shard(eval_step, setup.mesh, (specs_of(setup.abstract_params), split), split)
     return jax.jit(sharded, out_shardings=replicated(setup.mesh))

@@ -324,10 +324,10 @@ def test_a_divergence_stops_and_its_rollback_command_trains(here):
     options = tiny(here / "books", 40, "--optimizer.learning-rate", "100", *WITHOUT_REPORTS)
     result = run("train.py", *options, "--optimizer.name", "adamw", "--run", "lost", cwd=here)
     assert result.returncode == 1, result.stdout + result.stderr
-    what, mover, helps, back = result.stdout.splitlines()[-4:]
+    what, helps, back = result.stdout.splitlines()[-3:]
     stopped = r"stopped at step (\d+): the loss has been diverging since step \d+: [\d.e+]+ at step \1, after"
     assert re.match(stopped, what), what
-    assert mover.startswith("First unusual update: ") and "--optimizer.learning-rate 0.003" in helps
+    assert "--optimizer.learning-rate 0.003" in helps
     command = back.partition(" with: python ")[2]
     result = run(*shlex.split(command), cwd=here)
     assert result.returncode == 0, result.stdout + result.stderr

@@ -10,7 +10,7 @@ from jaxformer.config import Config, TrainConfig
 from jaxformer.data.dataset import Batch
 from jaxformer.data.windows import TextConfig
 from jaxformer.inspect import sharpness
-from jaxformer.inspect.callbacks import _full_rows, _unpadded_examples, make_callbacks
+from jaxformer.inspect.callbacks import _full_rows, _unpadded_examples, make_callbacks, make_printer, probe_lines
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.nn.parameter_norms import Row
 from jaxformer.parallel.mesh import make_mesh
@@ -107,3 +107,16 @@ def test_packed_rows_are_probed_without_their_padding():
     assert _full_rows(CONTRACT, batch).tolist() == [[10, 11, 22, 10], [10, 11, 12, 13]]
     short = jax.tree.map(lambda x: x[1:2], batch)
     assert _full_rows(CONTRACT, short).tolist() == [[10]]
+
+
+def test_probes_are_printed_below_an_evaluation_entropies_only_on_request(capsys):
+    share = {"blocks.0.mlp": {"share": [0.5, 0.2, 0.3]}, "blocks.1.mlp": {"share": [0.1, 0.3, 0.6]}}
+    row = {"step": 8, "val_loss": 2.0, "router": share, "entropy": [[1.0, None], [1.234] * 64]}
+    make_printer(False)(row)
+    assert capsys.readouterr().out == "     tokens per expert 10.0 to 60.0 %\n"
+    make_printer(True)(row)
+    _, *lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("     entropy (nats) of heads per block  0: 1.00 nan")
+    assert "\n".join(lines).count("1.23") == 64 and probe_lines({"step": 8, "val_loss": 1.0}, True) == []
+    make_printer(True)({"step": 9, "loss": 2.0, "entropy": [[1.0]]})
+    assert capsys.readouterr().out == ""

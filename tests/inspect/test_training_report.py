@@ -13,9 +13,11 @@ from jaxformer.cli.arguments import load_config
 from jaxformer.data.dates import DatesConfig
 from jaxformer.errors import EXTRAS
 from jaxformer.inspect import training_report
-from jaxformer.inspect.training_report import example_prompt, header, no_improvement, rollback_line
+from jaxformer.inspect.training_report import example_prompt, final_line, header, no_improvement, rollback_line
+from jaxformer.ops.attention import attention
 from jaxformer.parallel.mesh import make_mesh
 from jaxformer.train.evaluate import Evaluation
+from jaxformer.train.kernels import ChosenAttention
 from jaxformer.train.loop import Outcome
 from jaxformer.train.setup import TrainSetup
 from tests.helpers import ROOT
@@ -23,7 +25,7 @@ from tests.helpers import ROOT
 
 @pytest.mark.parametrize("warning", [None, "warning: attention is not fused, ..."])
 def test_the_header_warns_of_unfused_attention(monkeypatch, tmp_path, warning):
-    monkeypatch.setattr(TrainSetup, "attention_warning", warning)
+    monkeypatch.setattr(TrainSetup, "attention", ChosenAttention(attention, "attention: xla", warning))
     setup = TrainSetup(load_config(f"{ROOT}/configs/quick.py"), make_mesh())
     data: Any = SimpleNamespace(unit="tokens", per_step=8, steps_per_epoch=9, notes=(), describe=lambda: "books")
     assert [line for line in header(setup, data, tmp_path, False) if "not fused" in line] == [warning] * bool(warning)
@@ -99,3 +101,14 @@ def test_the_rollback_command_has_values():
         "No checkpoint precedes the divergence; start again with: "
         "python -m jaxformer train --resume --run r --from-step 0 "
     )
+
+
+def test_final_line_shows_all_validation_metrics():
+    evaluated = {"val_loss": 5.1712, "val_ppl": 176.13, "val_bpb": 2.063, "val_accuracy": 0.146, "val_targets": 9}
+    assert final_line(1500, evaluated) == (
+        "final: step 1,500  held-out 5.171 (perplexity 176.1, 2.063 bits/byte, 14.6% accuracy)"
+    )
+    assert final_line(3, {"loss": 1.5, "lr": 0.1}) == "final: step 3  loss 1.500"
+    assert final_line(3, {}) == "final: step 3"
+    pairs = {"val_loss": 0.5, "val_image_to_text_recall_at_1": 0.25}
+    assert final_line(3, pairs) == "final: step 3  held-out 0.500 (image to text recall at 1 0.25)"

@@ -150,8 +150,8 @@ def test_the_gradient_of_adapters_is_that_of_the_dense_matrix_by_the_chain_rule(
     dense = setup_of("", 1, LoraConfig())
     loss, gradient = jax.jit(make_gradient(dense))(merge(params, adapters, LORA), BATCH, dense.example_keys(0))
     placed = jax.device_put(adapters, setup.state_shardings.params)
-    frozen = jax.device_put((params,), setup.state_shardings.constants)
-    loss_2, grads = jax.jit(make_gradient(setup))(placed, BATCH, setup.example_keys(0), *frozen)
+    frozen = jax.device_put(params, setup.state_shardings.frozen_params)
+    loss_2, grads = jax.jit(make_gradient(setup))(placed, BATCH, setup.example_keys(0), frozen)
     assert float(loss_2) == pytest.approx(float(loss), rel=1e-5)
     assert jax.tree.structure(grads) == jax.tree.structure(adapters)  # and nothing of the base
     dW, factors, actual = (flatten_dict(tree, sep=".") for tree in (gradient, adapters, grads))
@@ -168,7 +168,7 @@ def test_a_factor_is_sharded_like_its_side_of_the_matrix():
     shardings = setup_of("fsdp=2,tensor=2", 4, LORA).state_shardings
     factors = shardings.params["blocks_0"]["attention"]["W_Q"]
     assert tuple(factors["A"].spec) == ("fsdp", None) and tuple(factors["B"].spec) == (None, "tensor", None)
-    assert tuple(shardings.constants[0]["blocks_0"]["attention"]["W_Q"].spec) == ("fsdp", "tensor", None)
+    assert tuple(shardings.frozen_params["blocks_0"]["attention"]["W_Q"].spec) == ("fsdp", "tensor", None)
     assert optax.tree.get(shardings.opt_state, "mu")["blocks_0"]["attention"]["W_Q"]["A"] == factors["A"]
 
 
@@ -219,7 +219,7 @@ def run(base, books, tmp_path_factory) -> Path:
     outcome = tuned(folder, base, books, 8)
     assert outcome.status == "done"
     for frozen, first in zip(
-        jax.tree.leaves(outcome.state.constants), jax.tree.leaves(load_run(base).params), strict=True
+        jax.tree.leaves(outcome.state.frozen_params), jax.tree.leaves(load_run(base).params), strict=True
     ):
         np.testing.assert_array_equal(frozen, first)
     return folder

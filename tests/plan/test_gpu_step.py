@@ -49,7 +49,7 @@ print(json.dumps({
     "traffic": program.memory_traffic(),
     "kernels": len(kernels),
     "copies": kernels.count("copy"),
-    "attention": setup.attention_line,
+    "attention": setup.attention.line,
     "forward": text.count('custom_call_target="__cudnn$fmhaSoftmax"'),
     "backward": text.count('custom_call_target="__cudnn$fmhaSoftmaxBackward"'),
     "products": products,

@@ -16,7 +16,7 @@ from jaxformer.ops.kernels import cudnn_attention
 from jaxformer.ops.masks import Causal
 from jaxformer.parallel.mesh import make_mesh
 from jaxformer.plan.topology import assume_gpu
-from jaxformer.train import setup as train_setup
+from jaxformer.train import kernels
 from jaxformer.train.setup import TrainSetup
 from jaxformer.train.step import make_train_step
 
@@ -37,12 +37,12 @@ def gpu(monkeypatch):
     for name in ("check_cudnn_version", "check_compute_capability", "is_cuda_compute_capability_equal"):
         monkeypatch.setattr(cudnn, name, getattr(cudnn, name))  # restored after the test
     assume_gpu("9.0")
-    choose = train_setup.make_attention
+    choose = kernels.make_attention
 
     def on_gpu(name, platform, *arguments, value_dim, try_first):
         return choose(name, "gpu", *arguments, value_dim=value_dim, try_first=False)
 
-    monkeypatch.setattr(train_setup, "make_attention", on_gpu)
+    monkeypatch.setattr(kernels, "make_attention", on_gpu)
 
 
 def count_calls(module: str, target: str) -> int:
@@ -64,7 +64,7 @@ def lower(config: Config) -> tuple[str, str]:
     traced = make_train_step(setup).trace(
         setup.abstract_state, setup.abstract_batch, jax.ShapeDtypeStruct((), jnp.int32)
     )
-    return setup.attention_line, traced.lower(lowering_platforms=("cuda",)).as_text()
+    return setup.attention.line, traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
 def test_calls_are_counted_through_functions():

@@ -13,8 +13,6 @@ from jaxformer.train.log import (
     Log,
     TimeLeft,
     duration,
-    entropy_lines,
-    final_line,
     format_row,
     read_metrics,
     truncate_log,
@@ -44,23 +42,14 @@ def test_format_row_shows_losses_throughput_and_time_left():
     assert format_row(text, ["3 min left"]) == (
         "step       0  loss 1.500  held-out 2.000 (1.000 bits/byte)  1,234 tokens/s  3 min left"
     )
-    share = {"blocks.0.mlp": {"share": [0.5, 0.2, 0.3], "dropped": 0.0}, "blocks.1.mlp": {"share": [0.1, 0.3, 0.6]}}
-    images = {"step": 1200, "epoch": 1.5, "examples": 9600, "val_loss": 0.5, "val_accuracy": 0.9, "router": share}
-    assert format_row(images) == "step   1,200  held-out 0.500 (90.0% accuracy)  tokens per expert 10.0 to 60.0 %"
+    images = {"step": 1200, "epoch": 1.5, "examples": 9600, "val_loss": 0.5, "val_accuracy": 0.9}
+    assert format_row(images) == "step   1,200  held-out 0.500 (90.0% accuracy)"
 
 
 def test_rows_wrap_between_parts_within_100_columns():
-    row = {
-        **ROW, "step": 100_000, "loss": 10.123, "val_loss": 10.123, "val_bpb": 3.123, "tokens_per_s": 1_234_567.0,
-        "router": {"mlp": {"share": [0.001, 0.999]}}, "entropy": [[1.234] * 16] * 4,
-    }  # fmt: skip
-    shown = format_row(row, ["12 h 05 min left"]).split("\n")
-    assert shown[1].strip() == "tokens per expert 0.1 to 99.9 %"
-    entropies = entropy_lines(row)
-    assert [part.split(":")[0].split()[-1] for part in entropies] == ["block", "0", "1", "2", "3"]
-    assert "  ".join(entropies).count("1.23") == 64
-    assert max(map(len, shown + entropies)) <= 100
-    assert entropy_lines({"step": 0, "val_loss": 1.0}) == []
+    long = {"step": 100_000, "loss": 10.123, "val_loss": 10.123, "val_bpb": 3.123, "tokens_per_s": 1_234_567.0}
+    shown = format_row({**ROW, **long}, ["12 h 05 min left", "and some more text"]).split("\n")
+    assert shown[1].strip() == "and some more text" and max(map(len, shown)) <= 100
 
 
 def test_time_left_is_smoothed_and_omitted_for_the_first_row():
@@ -79,14 +68,6 @@ def test_format_row_shows_recall_by_the_name_of_the_objective():
     result = {f"val_{name}": value for name, value in OBJECTIVES["contrastive"].summary(measures).items()}
     shown = format_row({"step": 0, "epoch": 0.0, CaptionDataset.unit: 0, **result})
     assert shown == "step       0  held-out 0.313 (100.0% recall at 5)"  # log(1 + 1/e)
-
-
-def test_entropies_are_printed_only_with_show_entropy(tmp_path, capsys):
-    for name, show_entropy in (("a", False), ("b", True)):
-        (tmp_path / name).mkdir()
-        with Log(tmp_path / name, 0, 3, show_entropy=show_entropy) as log:
-            log.row(ROW)
-        assert ("0: 1.00 0.50" in capsys.readouterr().out) == show_entropy
 
 
 def test_truncate_log_keeps_rows_and_samples_up_to_the_step(tmp_path):
@@ -152,17 +133,6 @@ def test_time_left_is_printed_once_as_soon_as_it_is_known(tmp_path, capsys):
         log.estimate(100, 75_000)  # of slow steps, one suffices
         log.estimate(101, 75_000)
     assert capsys.readouterr().out == "step     100  1 min per step, about 2 h 05 min left\n"
-
-
-def test_final_line_shows_all_validation_metrics():
-    evaluated = {"val_loss": 5.1712, "val_ppl": 176.13, "val_bpb": 2.063, "val_accuracy": 0.146, "val_targets": 9}
-    assert final_line(1500, evaluated) == (
-        "final: step 1,500  held-out 5.171 (perplexity 176.1, 2.063 bits/byte, 14.6% accuracy)"
-    )
-    assert final_line(3, {"loss": 1.5, "lr": 0.1}) == "final: step 3  loss 1.500"
-    assert final_line(3, {}) == "final: step 3"
-    pairs = {"val_loss": 0.5, "val_image_to_text_recall_at_1": 0.25}
-    assert final_line(3, pairs) == "final: step 3  held-out 0.500 (image to text recall at 1 0.25)"
 
 
 @pytest.mark.parametrize("line", ["3", "{", '{"loss": 1}', '{"step": "x"}', '{"step": true}', "\xff", "[" * 100_000])

@@ -1,5 +1,6 @@
 """The training loop."""
 
+import json
 import re
 import shutil
 from collections.abc import Iterator, Mapping
@@ -19,8 +20,8 @@ from jaxformer.errors import UserError
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.parallel.mesh import make_mesh
 from jaxformer.runs.checkpoints import CheckpointReader
-from jaxformer.runs.film import frames, load_frame
 from jaxformer.runs.run import create_run, load_run, read_config
+from jaxformer.runs.snapshots import load_snapshot, snapshot_steps
 from jaxformer.train import log, loop, pending
 from jaxformer.train.log import read_metrics, without_timings
 from jaxformer.train.loop import Callback, Outcome, is_doubled, is_due, train
@@ -96,7 +97,7 @@ def test_each_step_reads_its_own_batch_on_resuming_too(taken, expected):
 
 
 def test_callbacks_are_due_at_their_intervals():
-    samples, check = Callback(500, print, also_at=100), Callback(20, print, at_start=True)
+    samples, check = Callback(500, print, also_at=(100,)), Callback(20, print, at_start=True)
     assert [step for step in range(1001) if samples.is_due(step)] == [100, 500, 1000]
     assert [step for step in range(50) if check.is_due(step)] == [0, 20, 40]
     assert not any(is_due(0, step) for step in range(10))
@@ -201,9 +202,9 @@ def test_steps_skipped_before_an_interruption_are_logged_after_it(monkeypatch, t
 
 
 @pytest.mark.slow
-def test_film_has_the_parameters_of_doubled_steps_and_follows_resumes_and_rollbacks(monkeypatch, tmp_path, caught):
+def test_snapshots_have_the_parameters_of_doubled_steps_and_follow_resumes_and_rollbacks(monkeypatch, tmp_path, caught):
     plain = replace(skipping(tmp_path / "books"), train=replace(TRAIN, log_every=20, eval_every=0, checkpoint_every=5))
-    config, trained = replace(plain, train=replace(plain.train, film=True)), dict[int, np.ndarray]()
+    config, trained = replace(plain, train=replace(plain.train, snapshots="doubling")), dict[int, np.ndarray]()
 
     class Noting(CompiledStep):
         def __call__(self, state: TrainState, batch: Batch, step: int) -> tuple[TrainState, StepMetrics]:
@@ -211,29 +212,35 @@ def test_film_has_the_parameters_of_doubled_steps_and_follows_resumes_and_rollba
             caught.number = 2 if step + 1 == interrupted else caught.number
             return super().__call__(state, batch, step)
 
-    def filmed() -> dict[int, np.ndarray]:
+    def snapshots() -> dict[int, np.ndarray]:
         run = load_run(tmp_path / "run")
-        return {step: np.asarray(load_frame(run, step)["W_out"]) for step in frames(tmp_path / "run")}
+        return {step: np.asarray(load_snapshot(run, step)["W_out"]) for step in snapshot_steps(tmp_path / "run")}
 
     monkeypatch.setattr(loop, "CompiledStep", Noting)
     interrupted = 0
     last = run_on_one(plain, tmp_path / "plain").state.params
     folder = create_run(tmp_path / "run", config, config.data.load(MODEL, 8, 0).tokenizer, False)
     trained[10] = np.asarray(run_on_one(config, folder).state.params["W_out"])
-    assert jax.tree.all(jax.tree.map(np.array_equal, load_frame(load_run(folder), 10), last))
-    whole = filmed()
+    assert jax.tree.all(jax.tree.map(np.array_equal, load_snapshot(load_run(folder), 10), last))
+    whole = snapshots()
     assert list(whole) == [0, 1, 2, 4, 8, 10]
     assert all(np.array_equal(whole[step], trained[step]) for step in whole)
 
-    shutil.rmtree(folder / "checkpoints/10")  # killed after frame 8, while frame 10 was being saved
-    (folder / "film/10").rename(folder / "film/10.orbax-checkpoint-tmp")
+    shutil.rmtree(folder / "checkpoints/10")  # killed after snapshot 8, while snapshot 10 was being saved
+    (folder / "snapshots/10").rename(folder / "snapshots/10.orbax-checkpoint-tmp")
+    (folder / "snapshots").rename(folder / "film")  # the rest is that of an earlier version
+    stored = json.loads((folder / "config.json").read_text())
+    del stored["train"]["snapshots"]
+    stored["train"]["film"] = True
+    (folder / "config.json").write_text(json.dumps(stored))
+    assert read_config(folder) == config
     slower = replace(config, optimizer=replace(config.optimizer, learning_rate=0.05))
     interrupted = 6
     run_on_one(slower, folder, Resume(rollback=Rollback(5)))
-    assert frames(folder) == [0, 1, 2, 4]
+    assert snapshot_steps(folder) == [0, 1, 2, 4]
     caught.number = interrupted = 0
     run_on_one(slower, folder, Resume())
-    again = filmed()
+    again = snapshots()
     assert list(again) == list(whole) and not list(folder.glob("film/*tmp*"))
     assert [np.array_equal(again[step], whole[step]) for step in again] == [True, True, True, True, False, False]
 
@@ -265,7 +272,7 @@ def test_divergence_stops_training_and_retains_the_checkpoint_before_it(monkeypa
     diverging(monkeypatch, LOST)
     outcome = run_on_one(falling(tmp_path / "books"), tmp_path / "run")
     assert (outcome.status, outcome.step, outcome.healthy) == ("diverged", 17, 10)
-    assert outcome.divergence.began == 12 and outcome.mover.step <= 12
+    assert outcome.divergence.began == 12
     stored = CheckpointReader(tmp_path / "run")
     assert {step: stored.is_healthy(step) for step in stored.steps()} == {5: True, 10: True, 15: False}
     last = read_metrics(tmp_path / "run")[-1]

@@ -33,7 +33,7 @@ from jaxformer.ops.losses import negative_log_likelihood
 from jaxformer.parallel import memory
 from jaxformer.parallel.mesh import AXES, batch_sharding, global_device_put, make_mesh, parse_mesh
 from jaxformer.runs.run import abstract_params
-from jaxformer.train import setup
+from jaxformer.train import kernels
 from jaxformer.train.setup import TrainSetup, TrainState
 from jaxformer.train.step import CompiledStep, make_eval_step, make_gradient, make_train_step
 from tests.arrays import assert_close
@@ -514,11 +514,9 @@ def test_batch_that_does_not_split_is_refused_with_a_size_that_does(batch_size, 
         setup_of(mesh, config)
 
 
-def test_compute_options_reach_the_sharded_model():
-    """What the command line asks for reaches the model."""
-    built = setup_of("data=1", computed(TWO_BLOCKS, remat="dots", scan_blocks=True)).sharded_model
-    assert (built.execution.remat, built.execution.scan) == ("dots", True)
-    assert built.config == TWO_BLOCKS.model
+def test_compute_options_reach_the_execution():
+    execution = setup_of("data=1", computed(TWO_BLOCKS, remat="dots", scan_blocks=True)).execution
+    assert (execution.remat, execution.scan) == ("dots", True)
 
 
 class Accelerator:
@@ -546,15 +544,15 @@ def test_unfused_attention_of_an_accelerator_is_a_warning_with_reason_and_remedy
     one_head = replace(CONFIG, model=replace(MODEL, n_heads=1, **model))  # of a width that kernels take
     config = replace(computed(one_head, **fields), data=replace(CONFIG.data, **data))
     mesh = SimpleNamespace(devices=np.array([Accelerator(platform)]), shape=dict.fromkeys(AXES, 1))
-    said = TrainSetup(config, cast(Mesh, mesh)).attention_warning
+    said = TrainSetup(config, cast(Mesh, mesh)).attention.warning
     assert said is None if warning is None else re.search(f"^warning: attention is not fused, .*{warning}", said)
 
 
 def test_processes_that_choose_different_attention_are_refused(monkeypatch):
-    line = setup_of("data=1").attention_line
-    monkeypatch.setattr(setup, "all_gather", lambda mine: [mine, "attention: other"])
+    line = setup_of("data=1").attention.line
+    monkeypatch.setattr(kernels, "all_gather", lambda mine: [mine, "attention: other"])
     with pytest.raises(UserError) as caught:
-        setup_of("data=1").attention_line  # noqa: B018
+        setup_of("data=1").attention.line  # noqa: B018
     assert str(caught.value) == (
         f"processes differ ({line}; attention: other); set compute.attention to xla or blockwise."
     )

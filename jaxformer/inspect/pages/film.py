@@ -23,8 +23,8 @@ from jaxformer.inspect.pages.labels import describe_head, head_label, layer_labe
 from jaxformer.inspect.pages.model import FILM_PAGE, held_out, token_text
 from jaxformer.inspect.pages.page import Section, Table, embed, rounded, write_page
 from jaxformer.inspect.samples import held_out_prompts
-from jaxformer.runs.film import frames, load_frame
 from jaxformer.runs.run import Run, count_parameters
+from jaxformer.runs.snapshots import load_snapshot, snapshot_steps
 
 FILM_ROWS = "film.jsonl"
 MAX_ATTENTION_BYTES = 2_000_000
@@ -201,10 +201,10 @@ def biography(last: Frame, layer: str, head: int, birth: Birth) -> str:
 
 def _attention(run: Run, tokens_T: np.ndarray) -> AttentionSection:
     """Return the attention maps of all frames on the beginning of a held-out text."""
-    steps, maps = frames(run.path), jax.jit(lambda params, x_T: named_attention_maps(run.model, params, x_T))
+    steps, maps = snapshot_steps(run.path), jax.jit(lambda params, x_T: named_attention_maps(run.model, params, x_T))
     n_heads = sum(len(x_HTS) for x_HTS in jax.eval_shape(maps, run.params, tokens_T).values())
     tokens_T = tokens_T[: int((2 * MAX_ATTENTION_BYTES / (len(steps) * n_heads)) ** 0.5)]
-    films = [jax.device_get(maps(load_frame(run, step), tokens_T)) for step in steps]
+    films = [jax.device_get(maps(load_snapshot(run, step), tokens_T)) for step in steps]
     layers = [
         AttentionLayer(layer_label(name), "text", "text", np.stack([frame[name] for frame in films]))
         for name in films[0]

@@ -22,8 +22,8 @@ from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.objective import Params
 from jaxformer.nn.norms import epsilon
 from jaxformer.ops.positions import Llama3Scaling
-from jaxformer.runs.film import frames, load_frame
 from jaxformer.runs.run import Run, count_parameters
+from jaxformer.runs.snapshots import load_snapshot, snapshot_steps
 
 FLOAT16_PARAMETERS = 5_000_000
 """Maximum parameters stored as float16; those of larger models are stored in 8 bits."""
@@ -154,9 +154,9 @@ def live_section(
 def film_frames(run: Run) -> Iterator[tuple[int, Params]]:
     """Yield the steps and parameters of a run's film up to the run's own, which are the last; none if there is no film,
     or its frames have more than `MAX_FILM_PARAMETERS` together."""
-    steps = [step for step in frames(run.path) if step < run.step]
+    steps = [step for step in snapshot_steps(run.path) if step < run.step]
     if steps and (len(steps) + 1) * count_parameters(run.params) <= MAX_FILM_PARAMETERS:
-        yield from ((step, load_frame(run, step)) for step in steps)
+        yield from ((step, load_snapshot(run, step)) for step in steps)
         yield run.step, run.params
 
 
