@@ -69,7 +69,7 @@ class ChatTemplate:
     def of_tokenizer(cls, tokenizer: Tokenizer) -> ChatTemplate:
         """Return the template that a tokenizer was published with. Raises `UserError` if it has none."""
         if (source := _default(tokenizer.config.get("chat_template"))) is None:
-            remedy = "name a file with one in training, with --data.template"
+            remedy = "name a file with one in training, with `data.template`"
             raise UserError(f"the tokenizer has no chat template; {remedy}.")
         return cls(source, tokenizer, "the tokenizer's chat template")
 
@@ -84,7 +84,7 @@ class ChatTemplate:
             if source is None:
                 raise ValueError("its chat_template is not text")
         except (OSError, ValueError, KeyError, TypeError) as error:
-            problem = f"data.template {path} is no chat template ({type(error).__name__}: {error})"
+            problem = f"`data.template` {path} is no chat template ({type(error).__name__}: {error})"
             raise UserError(f"{problem}; give a file with a Jinja template, or a tokenizer_config.json.") from error
         return cls(source, tokenizer, path)
 
@@ -168,7 +168,7 @@ class ChatTemplate:
             if not (through.startswith(before) and text.startswith(through)):
                 when = "after a generation prompt or if other messages follow"
                 problem = f"{self.name} renders message {i + 1} differently {when}"
-                remedy = "set data.template to one with {% generation %} blocks"
+                remedy = "set `data.template` to one with {% generation %} blocks"
                 raise ValueError(f"{problem}, so that the assistant's part is unknown; {remedy}")
             # The model does not generate white space after a special token.
             end = through.rstrip()

@@ -112,8 +112,8 @@ def split_documents(config: CorpusConfig) -> tuple[Documents, Documents, tuple[s
     notes += val.notes
     train = documents[~np.isin(documents.rows_N["digest"], val.rows_N["digest"])]
     if not len(train):
-        problem = f"every document of data.path {config.path} is in data.val_path {config.val_path}, too"
-        raise UserError(f"{problem}; give other text to train on, or omit data.val_path.")
+        problem = f"every document of `data.path` {config.path} is in `data.val_path` {config.val_path}, too"
+        raise UserError(f"{problem}; give other text to train on, or omit `data.val_path`.")
     if n := len(documents) - len(train):
         excluded = f"{n:,} document(s) of {config.path} are excluded from training"
         notes += (f"{excluded}: {config.val_path} has the same text",)

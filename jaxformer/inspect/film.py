@@ -80,7 +80,7 @@ def film(
         kind = type(run.model).__name__
         raise UserError(f"{run.path} holds a {kind}; a film shows causal language models without a prefix.")
     if not steps:
-        raise UserError(f"{run.path} has no film; train it anew with --train.film.")
+        raise UserError(f"{run.path} has no film; train it anew with `train.film`.")
     last, batch = load_frame(run, steps[-1]), jax.tree.map(jnp.asarray, batch)
     config, tokenizer = run.text_model()
     encoded = list(map(tokenizer.encode_prompt, prompts))

@@ -172,7 +172,7 @@ def make_attention(
             return fused, f"attention: {kernel}"
         reason = f"not {kernel}: {refused}"
     if name != "auto":
-        raise UserError(f"compute.attention is {name!r}, which cannot be used ({reason}); set it to auto.")
+        raise UserError(f"`compute.attention` is {name!r}, which cannot be used ({reason}); set it to auto.")
     min_positions = MIN_CPU_BLOCKWISE_POSITIONS if is_cpu else MIN_BLOCKWISE_POSITIONS
     unfused = "blockwise" if min(q_HTK.shape[1], k_GSK.shape[1]) >= min_positions else "xla"
     return cpu_attention if is_cpu else unfused_attention, f"attention: {unfused} ({reason})"

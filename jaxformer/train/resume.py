@@ -94,7 +94,7 @@ def find_start(
             reason = "its content has changed, or this version splits or tokenizes it differently"
             raise UserError(
                 f"the data differs from what this run was trained on: {reason}; it is now {data.describe()}; restore "
-                "it, start a new run, or resume regardless with --allow-changed-data."
+                "it, start a new run, or resume regardless with `allow_changed_data`."
             )
         notes.append(f"the data has changed; it is now {data.describe()}")
     if rollback is not None:
@@ -134,7 +134,7 @@ def restore_state(
     """
     step, steps = checkpoints.step(which), setup.config.steps
     if step > steps:
-        raise UserError(f"steps is {steps}; it must be at least {step}, the steps that the run has already taken.")
+        raise UserError(f"`steps` is {steps}; it must be at least {step}, the steps that the run has already taken.")
     like = setup.abstract_state
     params, opt_state, position = checkpoints.restore(step, like.params, like.opt_state)
     failures = global_device_put(np.array(position["failures"], np.int32), replicated(setup.mesh))
@@ -161,7 +161,7 @@ def fixed_differences(stored: Config, config: Config) -> Iterator[tuple[str, str
 
 def check_resumable(folder: Path, stored: Config, config: Config, rolls_back: bool, given: Collection[str] = ()) -> str:
     """Return the optimizer options that differ from those of a run, as text; they may differ only when rolling back.
-    `given` are the flags on the command line, for the message.
+    `given` are the paths of the fields that were set, for the message.
 
     Raises:
       UserError: an option differs that must not.
@@ -170,12 +170,10 @@ def check_resumable(folder: Path, stored: Config, config: Config, rolls_back: bo
     for name, old, new in fixed_differences(stored, config):
         of_optimizer = name.startswith("optimizer.") and name != "optimizer.name"
         if not (rolls_back and of_optimizer):
-            hint = ", keep it and roll back with --from-step" if of_optimizer else ""
+            hint = ", keep it and roll back with `from_step`" if of_optimizer else ""
             if name == "train.skip_batches":
-                hint = ", skip batches with --from-step and --skip-batches"
-            group, _, field = name.replace("_", "-").rpartition(".")
-            flags = ("--config", f"--{group}.{field}", f"--{group}.no-{field}", f"--{field}")
-            omitted = " and ".join(flag for flag in flags if flag in given) or "that option"
+                hint = ", skip batches with `from_step` and `skip_batches`"
+            omitted = " and ".join(f"`{path}`" for path in ("config", name) if path in given) or "that option"
             raise UserError(
                 f"{folder} was trained with {name} {old}, not {new}; omit {omitted} to resume it{hint}, or start a "
                 "new run."

@@ -104,5 +104,5 @@ def test_repeated_tokens_repeat_their_first_half():
 def test_run_without_a_film_says_how_to_get_one(tmp_path):
     run = load_run(small_run(tmp_path / "run", ["The cat sees the dog."]))
     tokens_BT = np.zeros((1, 8), np.int32)
-    with pytest.raises(UserError, match=r"run has no film; train it anew with --train\.film\.$"):
+    with pytest.raises(UserError, match=r"run has no film; train it anew with `train\.film`\.$"):
         next(film(run, Batch((tokens_BT,), tokens_BT)))

@@ -24,8 +24,8 @@ def test_reports_may_change_on_resuming_and_the_batch_may_not():
         other = replace(config, train=replace(config.train, **{name: new}))
         for given, omitted in (
             ((), "that option"),
-            (("--config", "--steps"), "--config"),
-            ((f"--train.{name.replace('_', '-')}",), f"--train.{name.replace('_', '-')}"),
+            (("config", "steps"), "`config`"),
+            ((f"train.{name}",), f"`train.{name}`"),
         ):
             message = rf"run was trained with train\.{name} {old}, not {new}; omit {omitted} to resume it"
             with pytest.raises(UserError, match=message):
@@ -37,7 +37,7 @@ def test_a_rollback_may_change_the_optimizer_but_not_its_name():
     other = replace(config, optimizer=replace(config.optimizer, clip_norm=0.5, learning_rate=0.001))
     changes = "optimizer.learning_rate 0.001 instead of 0.003, optimizer.clip_norm 0.5 instead of 1.0"
     assert check_resumable(Path("run"), config, other, True) == changes
-    with pytest.raises(UserError, match=r"learning_rate 0\.003, not 0\.001; omit .*, keep it and roll back with --fr"):
+    with pytest.raises(UserError, match=r"learning_rate 0\.003, not 0\.001; omit .*, keep it and roll back with `fr"):
         check_resumable(Path("run"), config, other, False)
     named = replace(config, optimizer=replace(config.optimizer, name="lion"))
     with pytest.raises(UserError, match=r"optimizer\.name 'adamw', not 'lion'; omit .* to resume it, or start a new"):
@@ -49,7 +49,7 @@ def test_a_rollback_may_change_the_optimizer_but_not_its_name():
 def test_skipped_batches_change_by_rollback_only():
     config = load_config(f"{ROOT}/configs/quick.py")
     other = replace(config, train=replace(config.train, skip_batches=3))
-    with pytest.raises(UserError, match=r"skip_batches 0, not 3; omit .*, skip batches with --from-step and --sk"):
+    with pytest.raises(UserError, match=r"skip_batches 0, not 3; omit .*, skip batches with `from_step` and `sk"):
         check_resumable(Path("run"), config, other, False)
 
 
