@@ -459,7 +459,7 @@ def test_files_that_are_left_out_of_a_folder_are_noted(published, tmp_path):
     written(tmp_path / "a.jsonl", CHAT, CHAT[:2])
     written(tmp_path / "._a.jsonl", CHAT)
     (tmp_path / "README.md").write_text("about them")
-    note = f"1 file(s) of {tmp_path} are read (left out: 1 hidden, 1 .md)"
+    note = f"1 file(s) of {tmp_path} are read (left out: 1 .md)"
     assert note in load(tmp_path, published, val_fraction=0.5).notes
 
 

@@ -382,10 +382,10 @@ def test_hidden_and_empty_folders_are_no_classes_and_what_is_not_read_is_counted
     (tmp_path / "train/loose.png").write_bytes((tmp_path / "train/a/00.png").read_bytes())
     opened = open_image_folder(str(tmp_path))
     assert opened.classes == ("a", "b", "c") and len(opened.train) == N
-    left_out = "2 hidden, 1 .heic, 1 .txt, 1 in no folder of a class, 1 folder(s) without images"
+    left_out = "1 .heic, 1 .txt, 1 in no folder of a class, 1 folder(s) without images"
     assert opened.notes == (
         f"11 file(s) of {tmp_path / 'train'} are read (left out: {left_out})",
-        f"4 file(s) of {tmp_path / 'val'} are read (left out: 2 folder(s) without images, 1 hidden)",
+        f"4 file(s) of {tmp_path / 'val'} are read (left out: 2 folder(s) without images)",
     )
 
 

@@ -122,11 +122,11 @@ def test_notes_of_both_texts_are_those_of_the_data(config, tmp_path):
     val.mkdir()
     (val / "a.txt").write_text("another text of the and of")
     for folder in (tmp_path / "texts", val):
-        (folder / ".b.txt").write_text("hidden")
+        (folder / "b.md").write_text("another kind")
     data = replace(config, val_path=str(val)).load(DecoderConfig(context_length=8, vocab_size=300), 2, 0)
     assert [note for note in data.notes if "are read" in note] == [
-        f"5 file(s) of {tmp_path / 'texts'} are read (left out: 1 hidden)",
-        f"1 file(s) of {val} are read (left out: 1 hidden)",
+        f"5 file(s) of {tmp_path / 'texts'} are read (left out: 1 .md)",
+        f"1 file(s) of {val} are read (left out: 1 .md)",
     ]
 
 
