@@ -395,7 +395,7 @@ def read_documents(path: str, unwrap_lines: bool, column: str = "text") -> Docum
     rows_N, notes = np.frombuffer(bytes(rows), DOCUMENT), listing.notes(path)
     if n_wrapped := int((rows_N["width"] > 0).sum()):
         joined = f"{n_wrapped:,} of {len(rows_N):,} document(s) of {path} are wrapped to a page's width"
-        notes = (*notes, f"{joined}; their lines are joined into paragraphs, unless `data.unwrap=False` is given")
+        notes = (*notes, f"{joined}; their lines are joined into paragraphs")
     return Documents(tuple(files), column, rows_N, notes)
 
 

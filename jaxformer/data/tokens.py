@@ -60,8 +60,9 @@ class CorpusConfig(DataConfig):
     """Field or column with the text in .jsonl, .csv, .tsv, .parquet and Arrow files."""
     val_fraction: ValFraction = 0.05
     """Fraction of the bytes to hold out if there is no val_path."""
-    unwrap: bool = True
-    """Removal of line breaks that only wrap prose to a page's width. Other texts keep them: code, tables, verse."""
+    unwrap: bool = False
+    """Join the lines of prose that is wrapped to a page's width, such as that of books, into paragraphs. Other texts
+    keep their lines: code, tables, verse. Also remove white space at the ends of lines, and repeated empty lines."""
     tokenizer: str | None = None
     """Published tokenizer, a tokenizer.json or its folder; by default, one is trained on the training text. A resumed
     run keeps its own."""

@@ -454,8 +454,7 @@ def test_only_prose_is_unwrapped_which_is_noted_with_counts(tmp_path):
     assert [text.count("\n") for text in whole(read)] == [1, 2]
     assert read.notes == (
         f"2 file(s) of {tmp_path} are read (left out: 1 .py)",
-        f"1 of 2 document(s) of {tmp_path} are wrapped to a page's width; their lines are joined into paragraphs, "
-        "unless `data.unwrap=False` is given",
+        f"1 of 2 document(s) of {tmp_path} are wrapped to a page's width; their lines are joined into paragraphs",
     )
     for path, unwrap in ((tmp_path / "c.py", True), (tmp_path / "a.txt", False)):
         read = read_documents(str(path), unwrap)
