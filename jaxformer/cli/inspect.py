@@ -18,9 +18,9 @@ from jaxformer.terminal import echo, echo_error
 
 DESCRIPTION = """Inspect a trained model: write one HTML page that opens from disk and needs no network. In it, a
 decoder runs on text that you type. Depending on the model, it shows attention maps of a text and the most likely next
-tokens; the logit lens and direct logit attribution; head statistics and head ablation; attention saturation;
-per-example gradients; images with attention over their patches, best-matching captions, translations; and the training
-log: losses, attention entropy, update ratios, samples."""
+tokens; the logit lens and direct logit attribution; head statistics and head ablation; per-example gradients;
+images with attention over their patches, best-matching captions, translations; and the training log: losses, attention
+entropy, update ratios, samples."""
 
 
 @dataclass(frozen=True)

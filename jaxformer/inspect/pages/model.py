@@ -147,11 +147,9 @@ def write_model_page(
 def _gradient_sections(
     run: Run, batch: Batch, text_of: model_sections.TokenText | None, progress: Callable[[str], object]
 ) -> list[Section]:
-    """Return the sections of attention saturation and of per-example gradients."""
-    progress("attention saturation")
-    sections = model_sections.saturation_sections(run.model, run.params, batch)
+    """Return the sections of per-example gradients."""
     progress("per-example gradients")
-    return sections + model_sections.gradient_sections(run.model, run.params, batch, text_of)
+    return model_sections.gradient_sections(run.model, run.params, batch, text_of)
 
 
 def first_words(tokenizer: Tokenizer, tokens_T: jax.Array, n: int) -> jax.Array:
