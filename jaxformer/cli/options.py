@@ -164,11 +164,6 @@ class CommandLine:
         """Flags of the options, such as `--batch-size`; `--no-resume` counts as `--resume`."""
         return frozenset(given.name for given in self.flags if given.flag)
 
-    @property
-    def fields(self) -> set[str]:
-        """Paths of the fields that the options set, such as `train.batch_size`."""
-        return {flag.removeprefix("--").replace("-", "_") for flag in self.given}
-
     def words(self, without: Container[str] = ()) -> list[str]:
         """Return the words of all options but some."""
         return [word for given in self.flags if given.name not in without for word in given.words]

@@ -7,7 +7,7 @@ import dataclasses
 import os
 import shutil
 import traceback
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -181,12 +181,39 @@ def _parse(line: CommandLine, stack: contextlib.ExitStack) -> Job:
     if folder is None:
         folder = RUNS / options.fields.name
     if stored is not None:
-        from jaxformer.train.resume import Rollback, check_resumable
+        from jaxformer.train.resume import Rollback
 
-        changes = check_resumable(folder, stored, options.fields, options.from_step is not None, line.fields)
+        changes = check_resumable(folder, stored, options.fields, options.from_step is not None, line.given)
         if options.from_step is not None:
             rollback = Rollback(options.from_step, options.skip_batches, changes)
     return Job(options, folder, stored, rollback, pretrained)
+
+
+def check_resumable(folder: Path, stored: Config, config: Config, rolls_back: bool, given: Collection[str] = ()) -> str:
+    """Return the optimizer options that differ from those of a run, as text; they may differ only when rolling back.
+    `given` are the flags on the command line, for the message.
+
+    Raises:
+      UserError: an option differs that must not.
+    """
+    from jaxformer.train.resume import fixed_differences
+
+    changes = []
+    for name, old, new in fixed_differences(stored, config):
+        of_optimizer = name.startswith("optimizer.") and name != "optimizer.name"
+        if not (rolls_back and of_optimizer):
+            hint = ", keep it and roll back with --from-step" if of_optimizer else ""
+            if name == "train.skip_batches":
+                hint = ", skip batches with --from-step and --skip-batches"
+            group, _, field = name.replace("_", "-").rpartition(".")
+            flags = ("--config", f"--{group}.{field}", f"--{group}.no-{field}", f"--{field}")
+            omitted = " and ".join(flag for flag in flags if flag in given) or "that option"
+            raise UserError(
+                f"{folder} was trained with {name} {old}, not {new}; omit {omitted} to resume it{hint}, or start a "
+                "new run."
+            )
+        changes.append(f"{name} {new} instead of {old}")
+    return ", ".join(changes)
 
 
 def named_config(line: CommandLine) -> tuple[Config, str]:
@@ -312,14 +339,14 @@ def _open_start(job: Job) -> Pretrained | None:
     from jaxformer.runs.checkpoints import CheckpointReader
     from jaxformer.runs.pretrained import pretrained_run
     from jaxformer.runs.run import BASE
-    from jaxformer.train.resume import begins_anew
+    from jaxformer.train.resume import starts_from_scratch
 
     if (init_from := job.config.init_from) is None:
         return None
-    anew, base = begins_anew(job.folder, job.options.from_step), job.folder / BASE
-    if job.config.lora.rank and (CheckpointReader(base) or not anew):
+    from_scratch, base = starts_from_scratch(job.folder, job.options.from_step), job.folder / BASE
+    if job.config.lora.rank and (CheckpointReader(base) or not from_scratch):
         return pretrained_run(base)
-    return open_pretrained(init_from) if anew else None
+    return open_pretrained(init_from) if from_scratch else None
 
 
 def _train(job: Job, setup: TrainSetup, data: Dataset, folder: Path) -> Outcome:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from pathlib import Path
 
@@ -159,30 +159,7 @@ def fixed_differences(stored: Config, config: Config) -> Iterator[tuple[str, str
         yield name, old, new
 
 
-def check_resumable(folder: Path, stored: Config, config: Config, rolls_back: bool, given: Collection[str] = ()) -> str:
-    """Return the optimizer options that differ from those of a run, as text; they may differ only when rolling back.
-    `given` are the paths of the fields that were set, for the message.
-
-    Raises:
-      UserError: an option differs that must not.
-    """
-    changes = []
-    for name, old, new in fixed_differences(stored, config):
-        of_optimizer = name.startswith("optimizer.") and name != "optimizer.name"
-        if not (rolls_back and of_optimizer):
-            hint = ", keep it and roll back with `from_step`" if of_optimizer else ""
-            if name == "train.skip_batches":
-                hint = ", skip batches with `from_step` and `skip_batches`"
-            omitted = " and ".join(f"`{path}`" for path in ("config", name) if path in given) or "that option"
-            raise UserError(
-                f"{folder} was trained with {name} {old}, not {new}; omit {omitted} to resume it{hint}, or start a "
-                "new run."
-            )
-        changes.append(f"{name} {new} instead of {old}")
-    return ", ".join(changes)
-
-
-def begins_anew(folder: Path, from_step: int | None) -> bool:
+def starts_from_scratch(folder: Path, from_step: int | None) -> bool:
     """Return True if a resumed run has no checkpoint to continue from, or is rolled back to its start."""
     return from_step == 0 or not CheckpointReader(folder)
 

@@ -3,12 +3,14 @@
 import os
 import signal
 from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from jaxformer.cli.arguments import load_config
 from jaxformer.cli.options import CommandLine
-from jaxformer.cli.train import Arguments, _parse, _report, main
+from jaxformer.cli.train import Arguments, _parse, _report, check_resumable, main
 from jaxformer.config import Config, TokenModelConfig
 from jaxformer.data.windows import TextConfig
 from jaxformer.errors import UserError
@@ -104,3 +106,43 @@ def test_a_run_that_is_refused_before_its_first_step_leaves_nothing(tmp_path, mo
     assert main(tiny(tmp_path / "books", 4, "--train.batch-size", "8")) == 2
     assert "needs more memory" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["books"]
+
+
+def test_reports_may_change_on_resuming_and_the_batch_may_not():
+    config = load_config(f"{ROOT}/configs/quick.py")
+    reports = {
+        "log_every": 11, "eval_every": 0, "eval_examples": 8, "report_every": 0, "gradients_every": 0,
+        "checkpoint_every": 7, "sample_prompt": "A", "sample_tokens": 3, "log_to": ("tensorboard",),
+    }  # fmt: skip
+    assert not check_resumable(Path("run"), config, replace(config, train=replace(config.train, **reports)), False)
+    for name, old, new in (("batch_size", 8, 16), ("label_smoothing", 0.0, 0.1), ("skip_batches", 0, 1)):
+        other = replace(config, train=replace(config.train, **{name: new}))
+        for given, omitted in (
+            ((), "that option"),
+            (("--config", "--steps"), "--config"),
+            ((f"--train.{name.replace('_', '-')}",), f"--train.{name.replace('_', '-')}"),
+        ):
+            message = rf"run was trained with train\.{name} {old}, not {new}; omit {omitted} to resume it"
+            with pytest.raises(UserError, match=message):
+                check_resumable(Path("run"), config, other, False, given)
+
+
+def test_a_rollback_may_change_the_optimizer_but_not_its_name():
+    config = load_config(f"{ROOT}/configs/quick.py:modern")
+    other = replace(config, optimizer=replace(config.optimizer, clip_norm=0.5, learning_rate=0.001))
+    changes = "optimizer.learning_rate 0.001 instead of 0.003, optimizer.clip_norm 0.5 instead of 1.0"
+    assert check_resumable(Path("run"), config, other, True) == changes
+    with pytest.raises(UserError, match=r"learning_rate 0\.003, not 0\.001; omit .*, keep it and roll back with --fr"):
+        check_resumable(Path("run"), config, other, False)
+    named = replace(config, optimizer=replace(config.optimizer, name="lion"))
+    with pytest.raises(UserError, match=r"optimizer\.name 'adamw', not 'lion'; omit .* to resume it, or start a new"):
+        check_resumable(Path("run"), config, named, True)
+    with pytest.raises(UserError, match=r"train\.batch_size 8, not 16"):
+        check_resumable(Path("run"), config, replace(other, train=replace(config.train, batch_size=16)), True)
+
+
+def test_skipped_batches_change_by_rollback_only():
+    config = load_config(f"{ROOT}/configs/quick.py")
+    other = replace(config, train=replace(config.train, skip_batches=3))
+    with pytest.raises(UserError, match=r"skip_batches 0, not 3; omit .*, skip batches with --from-step and --sk"):
+        check_resumable(Path("run"), config, other, False)
