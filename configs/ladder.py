@@ -41,7 +41,7 @@ def in_budget(name: str, model: ModelConfig) -> Config:
         name=name,
         model=model,
         steps=10_644,
-        data=TextConfig(stride=1),
+        data=TextConfig(stride=1, unwrap=True),  # books, wrapped to a page's width
         optimizer=OptimizerConfig(name="nesterov_sgd", learning_rate=0.05, momentum=0.9),
         train=TrainConfig(batch_size=4096, eval_examples=512),
     )

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import NoReturn
 
-from jaxformer.cli.command import as_command, exit_program
+from jaxformer.cli.command import as_command, command, exit_program
 from jaxformer.cli.options import CommandLine, paragraphs
-from jaxformer.errors import UserError, command
+from jaxformer.errors import UserError
 from jaxformer.terminal import echo, echo_status
 
 COMMANDS = {

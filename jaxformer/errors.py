@@ -1,4 +1,4 @@
-"""`UserError`, and what its sentences name: commands to type, extras to install, file-system failures."""
+"""`UserError`, and what its sentences name: extras to install, file-system failures."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import importlib.util
 import json
 import os
 import re
-import shlex
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,8 +14,6 @@ from types import ModuleType
 from typing import Any
 from urllib.parse import unquote
 
-ROOT = Path(__file__).resolve().parents[1]
-"""Folder of the checkout, or of the installed packages outside a checkout."""
 EXTRAS = {
     "PIL": "images", "babel": "dates", "flatbuffers": "stablehlo", "gguf": "gguf", "jinja2": "hf",
     "matplotlib": "plots", "pyarrow": "data", "sacrebleu": "translation",
@@ -30,7 +26,8 @@ SURROGATE = re.compile("[\ud800-\udfff]")
 class UserError(Exception):
     """An error that the user can resolve; its message is one sentence with the value, the limit and the remedy.
 
-    The command line prints the message and exits with status 2.
+    Fields of configs and parameters of functions stand in backticks, with their path and maybe a value:
+    `train.batch_size`, `mesh='fsdp=4'`. The command line shows them as its options, and exits with status 2.
     """
 
 
@@ -38,16 +35,6 @@ def batch_hint(shape: Sequence[int], n_axes: int) -> str:
     """Return the end of an error for an array with one axis more than its `n_axes`, which may be a batch; empty for
     another number of axes."""
     return "; use jax.vmap for a batch" if len(shape) == n_axes + 1 else ""
-
-
-def command(name: str) -> str:
-    """Return a command that works in the user's folder, such as `jaxformer train`, or a call of train.py or sample.py
-    if one of them was run."""
-    program = Path(sys.argv[0] if sys.argv else "")
-    script = program.with_name(f"{name}.py") if program.name else program
-    if program.name in ("train.py", "sample.py") and program.resolve().parent == ROOT and script.is_file():
-        return f"python {shlex.quote(str(script))}"
-    return f"jaxformer {name}" if program.stem == "jaxformer" else f"python -m jaxformer {name}"
 
 
 def abbreviate(value: object) -> str:
@@ -89,22 +76,23 @@ def run_name(folder: Path) -> str:
     return url if "://" in url else str(folder)
 
 
-def resume_command(folder: Path) -> str:
-    """Return the command that resumes a run."""
-    return f"{command('train')} --resume --run {shlex.quote(run_name(folder))}"
+def resume_fields(folder: Path) -> str:
+    """Return what resumes a run, for the end of a message."""
+    return f"`resume=True` `run={run_name(folder)!r}`"
 
 
 def write_error(folder: Path, name: str, reason: str) -> UserError:
-    """Return the error for a file in a run's folder that cannot be written, with the command to resume."""
+    """Return the error for a file in a run's folder that cannot be written."""
     remedy = "free some space" if reason in map(os.strerror, DISK_FULL_ERRORS) else "make the folder writable"
-    resume = f"then resume with: {resume_command(folder)}"
-    return UserError(f"{name} cannot be written to {folder}: {reason}; {remedy}, {resume}")
+    return UserError(
+        f"{name} cannot be written to {folder}: {reason}; {remedy}, then resume with {resume_fields(folder)}"
+    )
 
 
 def folder_vanished_error(folder: Path, name: str) -> UserError:
     """Return the error for a file that cannot be written because the run's folder was removed or renamed."""
     return UserError(
-        f"{name} cannot be written: {folder} no longer exists; restore it and add --resume, or train again."
+        f"{name} cannot be written: {folder} no longer exists; restore it and add `resume`, or train again."
     )
 
 

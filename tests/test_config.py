@@ -110,10 +110,10 @@ def test_one_word_of_several_is_not_taken_apart_and_a_path_is_a_text(tmp_path):
         (lambda: DecoderConfig(d_ff=None), "d_ff is None; it must be a whole number"),
         (lambda: DecoderConfig(bias="no"), "bias is 'no'; it must be True or False"),
         (lambda: DecoderConfig(n_blocks=True), "n_blocks is True; it must be a whole number"),
-        (lambda: OptimizerConfig(learning_rate="1e-3"), "learning_rate is '1e-3'; it must be a number"),
-        (lambda: OptimizerConfig(learning_rate=10**400), "learning_rate is inf; it must be a finite number"),
-        (lambda: TextConfig(path=3), "data.path is 3; it must be text"),
-        (lambda: replace(CONFIG, model="decoder"), "model is 'decoder'; it must be a ModelConfig"),
+        (lambda: OptimizerConfig(learning_rate="1e-3"), "learning_rate` is '1e-3'; it must be a number"),
+        (lambda: OptimizerConfig(learning_rate=10**400), "learning_rate` is inf; it must be a finite number"),
+        (lambda: TextConfig(path=3), "`data.path` is 3; it must be text"),
+        (lambda: replace(CONFIG, model="decoder"), "`model` is 'decoder'; it must be a ModelConfig"),
     ],
 )
 def test_values_of_another_type_are_refused_with_the_type(make, message):
@@ -201,7 +201,7 @@ def test_warmup_ends_before_wsd_decay():
     """Check a run of 10 steps, of which the last 2 decay."""
     optimizer = OptimizerConfig(schedule="wsd", warmup_steps=8)
     assert replace(CONFIG, steps=10, optimizer=optimizer).optimizer == optimizer
-    with pytest.raises(UserError, match="warmup_steps is 9, but 'wsd' decays from step 8 on"):
+    with pytest.raises(UserError, match="warmup_steps` is 9, but 'wsd' decays from step 8 on"):
         replace(CONFIG, steps=10, optimizer=replace(optimizer, warmup_steps=9))
 
 
@@ -210,15 +210,15 @@ def test_base_width_is_stored_and_refused_where_it_means_nothing():
     adamw = OptimizerConfig("adamw", base_width=64)
     config = replace(CONFIG, optimizer=adamw)
     assert from_dict(OptimizerConfig, json.loads(json.dumps(to_dict(config)))["optimizer"]) == adamw
-    with pytest.raises(UserError, match="base_width is 64, but nesterov_sgd does not scale by width; omit it"):
+    with pytest.raises(UserError, match="base_width` is 64, but nesterov_sgd does not scale by width; omit it"):
         OptimizerConfig(base_width=64)
-    with pytest.raises(UserError, match=r"optimizer\.base_width is 0; it must be at least 1"):
+    with pytest.raises(UserError, match=r"`optimizer\.base_width` is 0; it must be at least 1"):
         OptimizerConfig("adamw", base_width=0)
     several = "has several widths, or logits from its embedding; omit it"
     for model in (replace(CONFIG.model, unembedding="tied"), EncoderConfig(), CLIPConfig()):
-        with pytest.raises(UserError, match=f"base_width is 64, but this {type(model).__name__} {several}"):
+        with pytest.raises(UserError, match=f"base_width` is 64, but this {type(model).__name__} {several}"):
             replace(config, model=model)
-    with pytest.raises(UserError, match="base_width is 64, but adapters have a width of their own"):
+    with pytest.raises(UserError, match="base_width` is 64, but adapters have a width of their own"):
         replace(config, lora=LoraConfig(rank=2), init_from="runs/a")
 
 

@@ -107,7 +107,7 @@ def test_a_sampler_is_one_class(package):
     logits_V = np.log(np.float32([0.5, 0.3, 0.15, 0.05]))
     kept_V = np.isfinite(sampler.filter_logits(logits_V))
     assert kept_V.tolist() == [True, True, False, False]  # at least 0.25
-    with pytest.raises(UserError, match=r"top-a is 1\.5; it must be from 0 to 1"):  # could exclude all tokens
+    with pytest.raises(UserError, match=r"`top_a` is 1\.5; it must be from 0 to 1"):  # could exclude all tokens
         replace(sampler, top_a=1.5)
     run = load_run(small_run(package / "small", ["The cat sees."]))
     arguments = {"seeds": [0], "max_new_tokens": 3, "context_length": 16}

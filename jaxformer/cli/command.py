@@ -1,4 +1,5 @@
-"""Commands: functions of the options on a command line that return an exit status, and one-sentence errors."""
+"""Commands: functions of the options on a command line that return an exit status, one-sentence errors, and commands to
+type."""
 
 from __future__ import annotations
 
@@ -6,15 +7,19 @@ import contextlib
 import functools
 import logging
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NoReturn
 
-from jaxformer.cli.options import CommandLine
-from jaxformer.errors import DISK_FULL_ERRORS, UserError
+from jaxformer.cli.options import CommandLine, with_flags
+from jaxformer.errors import DISK_FULL_ERRORS, UserError, run_name
 from jaxformer.terminal import echo_error, escape_control, escape_line, prepare_streams
 
+ROOT = Path(__file__).resolve().parents[2]
+"""Folder of the checkout, or of the installed packages outside a checkout."""
 SIGPIPE = 13
 """Number of the signal for a pipe without a reader; Windows does not define its name."""
 
@@ -37,7 +42,7 @@ def as_command(output_optional: bool = False) -> Callable[[Callable[[CommandLine
             try:
                 return function(CommandLine(words))
             except UserError as error:
-                problem = str(error)
+                problem = with_flags(str(error))
             except (RuntimeError, AssertionError):
                 if (platforms := os.environ.get("JAX_PLATFORMS")) is None or _finds_devices():
                     raise
@@ -59,6 +64,21 @@ def as_command(output_optional: bool = False) -> Callable[[Callable[[CommandLine
         return run
 
     return decorate
+
+
+def command(name: str) -> str:
+    """Return a command that works in the user's folder, such as `jaxformer train`, or a call of train.py or sample.py
+    if one of them was run."""
+    program = Path(sys.argv[0] if sys.argv else "")
+    script = program.with_name(f"{name}.py") if program.name else program
+    if program.name in ("train.py", "sample.py") and program.resolve().parent == ROOT and script.is_file():
+        return f"python {shlex.quote(str(script))}"
+    return f"jaxformer {name}" if program.stem == "jaxformer" else f"python -m jaxformer {name}"
+
+
+def resume_command(folder: Path) -> str:
+    """Return the command that resumes a run."""
+    return f"{command('train')} --resume --run {shlex.quote(run_name(folder))}"
 
 
 def exit_program(status: int) -> NoReturn:

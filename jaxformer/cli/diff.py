@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from jaxformer.cli.command import as_command
+from jaxformer.cli.command import as_command, command
 from jaxformer.cli.options import POSITIONAL, CommandLine
 from jaxformer.config.fields import Fraction
-from jaxformer.errors import UserError, command
+from jaxformer.errors import UserError
 from jaxformer.terminal import echo
 
 DESCRIPTION = """Compare runs: which has the lowest held-out loss, by how much and on what data; the fields in which

@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from jaxformer.cli import machine
-from jaxformer.cli.command import as_command
+from jaxformer.cli.command import as_command, command
 from jaxformer.cli.load import RunOptions, TextOptions, open_run, with_run
-from jaxformer.cli.options import MERGED, CommandLine
+from jaxformer.cli.options import MERGED, CommandLine, with_flags
 from jaxformer.config.fields import Positive, Size
 from jaxformer.contract import Task
-from jaxformer.errors import UserError, command
+from jaxformer.errors import UserError
 from jaxformer.terminal import echo, echo_error
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def main(line: CommandLine) -> int:
         text = options.data
         data, description, notes = load_held_out_text(run, path, options.stride, text.unwrap, text.column)
         for note in notes:
-            echo_error(f"note: {note}")
+            echo_error(f"note: {with_flags(note)}")
     evaluation = evaluate_run(run, params, data, mesh, options.batch_size, options.precision)
     rounded = "" if weights == "float32" else f"; weights rounded to {weights}"
     echo(f"run {run.path}, step {run.step:,}; {description}{rounded}")
@@ -128,5 +128,5 @@ def _translation_scores(run: Run, params: Params, data: PairDataset, batch_size:
     try:
         return scores(translations, references) | exact
     except UserError as missing:
-        echo_error(f"note: {missing}")
+        echo_error(f"note: {with_flags(str(missing))}")
         return exact

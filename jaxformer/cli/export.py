@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 from jaxformer.cli import machine
 from jaxformer.cli.arguments import DEFAULT_CONFIG
-from jaxformer.cli.command import as_command
+from jaxformer.cli.command import as_command, command
 from jaxformer.cli.load import CheckpointOptions, open_run, run_folder, with_run
-from jaxformer.cli.options import MERGED, CommandLine, as_words
+from jaxformer.cli.options import MERGED, CommandLine, as_words, with_flags
 from jaxformer.config import Config
 from jaxformer.config.fields import Length
-from jaxformer.errors import UserError, command
+from jaxformer.errors import UserError
 from jaxformer.files import no_empty_parents
 from jaxformer.interop.formats import Dtype, Format
 from jaxformer.terminal import echo
@@ -137,7 +137,7 @@ def _tokenizer_obstacle(config: Config) -> list[str]:
     try:
         check_tokenizer(content)
     except UserError as error:
-        return [str(error)]
+        return [with_flags(str(error))]
     return []
 
 

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from jaxformer.cli import machine
-from jaxformer.cli.command import as_command
+from jaxformer.cli.command import as_command, command
 from jaxformer.cli.load import CheckpointOptions, open_run, with_run
 from jaxformer.cli.options import POSITIONAL_TOO, CommandLine
 from jaxformer.config.fields import Positive
-from jaxformer.errors import command
 from jaxformer.terminal import echo
 
 DESCRIPTION = """Show how a language model that was trained with --train.snapshots doubling came to be: write film.html

@@ -8,10 +8,10 @@ from typing import Annotated, Literal
 
 from jaxformer.cli import machine
 from jaxformer.cli.arguments import RUNS, folder_named
-from jaxformer.cli.command import as_command
+from jaxformer.cli.command import as_command, command
 from jaxformer.cli.options import POSITIONAL, CommandLine
 from jaxformer.config.fields import Length
-from jaxformer.errors import UserError, command
+from jaxformer.errors import UserError
 from jaxformer.files import no_empty_parents
 from jaxformer.terminal import echo, echo_status
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 from jaxformer.cli import machine
-from jaxformer.cli.command import as_command
+from jaxformer.cli.command import as_command, command
 from jaxformer.cli.load import CheckpointOptions, open_run, run_folder, with_run
 from jaxformer.cli.options import POSITIONAL_TOO, CommandLine
 from jaxformer.config.fields import Positive
-from jaxformer.errors import UserError, command
+from jaxformer.errors import UserError
 from jaxformer.terminal import echo, echo_error, echo_status
 
 if TYPE_CHECKING:

@@ -9,18 +9,18 @@ from pathlib import Path
 from typing import Annotated
 
 from jaxformer.cli import machine
-from jaxformer.cli.command import as_command
+from jaxformer.cli.command import as_command, command
 from jaxformer.cli.load import CheckpointOptions, TextOptions, open_run, with_run
-from jaxformer.cli.options import CommandLine
+from jaxformer.cli.options import CommandLine, with_flags
 from jaxformer.config.fields import Positive, Range
-from jaxformer.errors import UserError, command
+from jaxformer.errors import UserError
 from jaxformer.terminal import echo, echo_error
 
 DESCRIPTION = """Inspect a trained model: write one HTML page that opens from disk and needs no network. In it, a
 decoder runs on text that you type. Depending on the model, it shows attention maps of a text and the most likely next
-tokens; the logit lens and direct logit attribution; head statistics and head ablation; attention saturation;
-per-example gradients; images with attention over their patches, best-matching captions, translations; and the training
-log: losses, attention entropy, update ratios, samples."""
+tokens; the logit lens and direct logit attribution; head statistics and head ablation; per-example gradients;
+images with attention over their patches, best-matching captions, translations; and the training log: losses, attention
+entropy, update ratios, samples."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def main(line: CommandLine) -> int:
         source = options.data.path
         text, _, notes = load_held_out_text(run, source, unwrap=options.data.unwrap, column=options.data.column)
         for note in notes:
-            echo_error(f"note: {note}")
+            echo_error(f"note: {with_flags(note)}")
     elif options.prompt is None and is_causal_lm(run.model) and not read_metrics(run.path):
         source = getattr(run.config.data, "path", "the default")
         echo_error(f"note: {run.path} has no training: it is measured on {source}; name a text with --data.path")

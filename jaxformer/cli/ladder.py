@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from jaxformer.cli.arguments import RUNS, folder_named, load_config
-from jaxformer.cli.command import as_command
+from jaxformer.cli.command import as_command, command
 from jaxformer.cli.options import MERGED, CommandLine
 from jaxformer.config import Config
 from jaxformer.config.files import load_module
-from jaxformer.errors import UserError, command
+from jaxformer.errors import UserError
 from jaxformer.parallel.processes import DistributedOptions
 from jaxformer.terminal import align, echo
 

@@ -7,9 +7,9 @@ from typing import Annotated
 
 from jaxformer.cli import machine
 from jaxformer.cli.arguments import folder_named, run_named
-from jaxformer.cli.command import as_command
+from jaxformer.cli.command import as_command, command
 from jaxformer.cli.options import POSITIONAL_TOO, CommandLine
-from jaxformer.errors import UserError, command
+from jaxformer.errors import UserError
 from jaxformer.files import no_empty_parents
 from jaxformer.terminal import echo
 

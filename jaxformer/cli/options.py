@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import inspect
 import re
+import shlex
 import shutil
 import sys
 import textwrap
@@ -30,6 +32,8 @@ HIDDEN = "hidden"
 """Marker for a field that is not an option."""
 FLAG = re.compile(r"--[\w.-]*\w")
 """Pattern of a flag; words such as `-1` or `--` are none."""
+FIELD = re.compile(r"`([a-z]\w*(?:\.[a-z]\w*)*)(?:=([^`]+))?`")
+"""Pattern of a field in a text of the library, with or without a value; see `UserError`."""
 OTHER_NAMES = {
     "lr": "learning-rate", "max-steps": "steps", "max-iters": "steps", "grad-clip": "clip-norm",
     "n-layer": "n-blocks", "n-layers": "n-blocks", "n-embd": "d-model", "hidden-size": "d-model",
@@ -129,7 +133,7 @@ class Option:
 
     def help(self) -> str:
         """Return the field's docstring and its default."""
-        doc = field_docstrings(self.owner).get(self.path[-1], "")
+        doc = with_flags(field_docstrings(self.owner).get(self.path[-1], ""))
         if self.default is None or self.default in ((), ""):
             return doc
         words = map(str, self.default if isinstance(self.default, tuple) else (self.default,))
@@ -206,17 +210,41 @@ class CommandLine:
                     values[option.path] = (*typing.cast("tuple[Any, ...]", values.get(option.path, ())), item)
                 else:
                     store(positional.pop(0), read_value(option.flag, option.hint, word))
-        parsed = _replaced(default, values)
-        check_fields(parsed)  # nested configs have checked themselves
+        try:
+            parsed = _replaced(default, values)
+        except UserError as error:  # may begin with a field of a model, which does not know the path to it
+            field, _, rest = str(error).partition(" ")
+            flags = [option.flag for option in options if option.path in values and option.path[-1] == field]
+            raise UserError(f"{flags[0]} {rest}" if len(flags) == 1 else str(error)) from error
+        check_fields(parsed, "")  # nested configs have checked themselves
         return parsed
 
 
+def as_flag(path: str) -> str:
+    """Return the flag of a field, such as `--train.batch-size`."""
+    return f"--{path}".replace("_", "-")
+
+
 def as_words(path: str, value: object) -> str:
-    """Return the option that sets a field of the config to a value, such as `--model.no-bias`."""
-    flag, values = f"--{path}".replace("_", "-"), value if isinstance(value, tuple) else (value,)
+    """Return the option that sets a field to a value, such as `--model.no-bias`, quoted for a shell."""
+    flag, values = as_flag(path), value if isinstance(value, tuple) else (value,)
     if isinstance(value, bool):
         return Option((), flag, bool).flags[not value]
-    return " ".join([flag, *("none" if x is None else str(x) for x in values)])
+    return " ".join([flag, *("none" if x is None else shlex.quote(str(x)) for x in values)])
+
+
+def with_flags(text: str) -> str:
+    """Return a text of the library with options in place of the fields that it names in backticks: `--train.batch-size`
+    for `train.batch_size`, `--mesh fsdp=4` for `mesh='fsdp=4'`."""
+
+    def option(match: re.Match[str]) -> str:
+        path, value = match.groups()
+        try:
+            return as_flag(path) if value is None else as_words(path, ast.literal_eval(value))
+        except (ValueError, SyntaxError):  # no value of Python: quoted from the user's text
+            return match[0]
+
+    return FIELD.sub(option, text)
 
 
 def nearest_flag(flag: str, known: Sequence[str]) -> str | None:
@@ -291,7 +319,7 @@ def option_groups(default: Any, prefix: str = "", path: tuple[str, ...] = ()) ->
         elif dataclasses.is_dataclass(value):
             inner += option_groups(value, f"{prefix}{f.name}.", field_path)
         elif HIDDEN not in marks:
-            flag = f.name if POSITIONAL in marks else f"--{prefix}{f.name}".replace("_", "-")
+            flag = f.name if POSITIONAL in marks else as_flag(f"{prefix}{f.name}")
             positional = bool({POSITIONAL, POSITIONAL_TOO} & {*marks})
             group.options.append(Option(field_path, flag, hint, value, type(default), positional))
     return [group, *inner]

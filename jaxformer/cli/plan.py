@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Annotated
 
 from jaxformer.cli import machine
 from jaxformer.cli.arguments import DEFAULT_CONFIG
-from jaxformer.cli.command import as_command
-from jaxformer.cli.options import MERGED, CommandLine
+from jaxformer.cli.command import as_command, command
+from jaxformer.cli.options import MERGED, CommandLine, with_flags
 from jaxformer.cli.train import named_config
 from jaxformer.config import Config
-from jaxformer.errors import UserError, command
+from jaxformer.errors import UserError
 from jaxformer.parallel.determinism import set_deterministic
 from jaxformer.terminal import echo
 
@@ -106,7 +106,7 @@ def _plan(config: Config, devices: Sequence[jax.Device]) -> int:
 
     setup = TrainSetup(config, make_mesh(config.mesh, devices))
     plan = make_plan(setup)
-    echo("\n".join(describe(plan, setup)))
+    echo(with_flags("\n".join(describe(plan, setup))))
     return 0 if plan.fits else 1
 
 

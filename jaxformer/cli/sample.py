@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 from jaxformer.cli import machine
 from jaxformer.cli.arguments import run_named
-from jaxformer.cli.command import as_command
+from jaxformer.cli.command import as_command, command
 from jaxformer.cli.explanation import explained_rows, explanation_table
 from jaxformer.cli.load import RunOptions, model_of, open_run, run_folder, with_run
-from jaxformer.cli.options import HIDDEN, MERGED, CommandLine, CommandOptions
+from jaxformer.cli.options import HIDDEN, MERGED, CommandLine, CommandOptions, with_flags
 from jaxformer.contract import Task, contract_of
 from jaxformer.decode import Sampling, StopStrings, Throughput
 from jaxformer.decode.completion import Completer, Completion, CompletionOptions
@@ -27,7 +27,7 @@ from jaxformer.decode.generation import MIN_ROWS_PER_DEVICE
 from jaxformer.decode.prompts import Encoded, Prompt, Row, encode_prompts, read_prompts
 from jaxformer.decode.text import OF_TEXTS, SETTINGS, default_settings
 from jaxformer.decode.weights import lay_out, restored
-from jaxformer.errors import UserError, command
+from jaxformer.errors import UserError
 from jaxformer.terminal import echo, echo_error
 from jaxformer.train.signals import ReceivedSignal, record_signals
 
@@ -190,7 +190,7 @@ def _encode(options: Arguments, prompts: Prompts, encode: Callable[[Prompt], T])
 
 
 def _print_error(error: UserError) -> None:
-    echo_error(f"error: {error}")
+    echo_error(f"error: {with_flags(str(error))}")
 
 
 def _check_task(options: Arguments, known: Set[str], task: str, *needed: Set[str]) -> None:

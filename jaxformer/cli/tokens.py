@@ -7,11 +7,11 @@ import sys
 from dataclasses import dataclass
 from typing import Annotated
 
-from jaxformer.cli.command import as_command
+from jaxformer.cli.command import as_command, command
 from jaxformer.cli.load import CheckpointOptions, run_folder
 from jaxformer.cli.options import POSITIONAL, POSITIONAL_TOO, CommandLine
 from jaxformer.data.tokenizer import Tokenizer, find_tokenizer
-from jaxformer.errors import UserError, command
+from jaxformer.errors import UserError
 from jaxformer.terminal import echo
 
 DESCRIPTION = """Print the tokens of a text, one per line: position, id, and bytes, as a JSON string if they are whole

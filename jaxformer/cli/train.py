@@ -23,12 +23,12 @@ from jaxformer.cli.arguments import (
     run_named,
     with_fitting_patches,
 )
-from jaxformer.cli.command import as_command
+from jaxformer.cli.command import as_command, command, resume_command
 from jaxformer.cli.options import MERGED, CommandLine, CommandOptions
 from jaxformer.config import Config
 from jaxformer.config.fields import NonNegative
 from jaxformer.data.storage import is_url
-from jaxformer.errors import UserError, command, resume_command, run_name
+from jaxformer.errors import UserError, run_name
 from jaxformer.files import no_empty_parents
 from jaxformer.parallel.determinism import set_deterministic
 from jaxformer.parallel.processes import (
@@ -292,7 +292,7 @@ def _is_finished(job: Job) -> bool:
 
 def _prepare(job: Job) -> tuple[TrainSetup, Dataset, Path]:
     """Read the data, create the folder of a new run, and print the header."""
-    from jaxformer.inspect.training_report import header
+    from jaxformer.cli.training_report import header
     from jaxformer.parallel.mesh import make_mesh
     from jaxformer.runs.run import create_run, load_data
     from jaxformer.train.log import console, print_line
@@ -371,8 +371,8 @@ def _train(job: Job, setup: TrainSetup, data: Dataset, folder: Path) -> Outcome:
 
 def _report(setup: TrainSetup, data: Dataset, folder: Path, outcome: Outcome) -> int:
     """Write the page, print the outcome, and return the exit status, even if the terminal closes."""
+    from jaxformer.cli.training_report import footer
     from jaxformer.inspect.pages.training import write_training_page
-    from jaxformer.inspect.training_report import footer
     from jaxformer.train.log import print_line, read_metrics
 
     with record_signals(*HANGUP):

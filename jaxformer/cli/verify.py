@@ -13,14 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxformer.cli import machine
-from jaxformer.cli.command import as_command
+from jaxformer.cli.command import as_command, command
 from jaxformer.cli.load import CheckpointOptions, open_run, with_run
 from jaxformer.cli.options import CommandLine
 from jaxformer.config import ComputeConfig
 from jaxformer.config.fields import Range, Seed
 from jaxformer.contract import Task
 from jaxformer.data.dataset import Batch
-from jaxformer.errors import command
 from jaxformer.inspect.property_checks import ROUNDING, Check, largest_of, random_inputs, relative_error, verify
 from jaxformer.models.objective import Params
 from jaxformer.nn.execution import Execution

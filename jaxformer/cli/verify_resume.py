@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Annotated
 
 from jaxformer.cli.arguments import DEFAULT_CONFIG, load_config
-from jaxformer.cli.command import as_command
+from jaxformer.cli.command import as_command, command
 from jaxformer.cli.options import MERGED, CommandLine
 from jaxformer.config import Config
-from jaxformer.errors import UserError, command
+from jaxformer.errors import UserError
 from jaxformer.terminal import echo
 
 DETERMINISTIC = "--compute.deterministic"
@@ -49,7 +49,7 @@ def main(line: CommandLine) -> int:
     config, fields = options.fields, line.words(without={"--config", "--folder", "--kill-at"})
     kill_at = config.steps // 2 if options.kill_at is None else options.kill_at
     if not 1 <= kill_at < config.steps:
-        raise UserError(f"kill-at is {kill_at}; it must be at least 1 and below the {config.steps} steps.")
+        raise UserError(f"--kill-at is {kill_at}; it must be at least 1 and below the {config.steps} steps.")
     every = config.train.checkpoint_every
     if not 0 < every <= kill_at:
         if EVERY in line.given:

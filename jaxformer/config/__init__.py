@@ -204,7 +204,7 @@ class OptimizerConfig(FieldDocs):
         ]
         for is_met, name, reason in conflicts:
             if is_met:
-                raise UserError(f"optimizer.{name} is {getattr(self, name)}, but {reason}.")
+                raise UserError(f"`optimizer.{name}` is {getattr(self, name)}, but {reason}.")
 
     def rule(self, schedule: optax.Schedule, axes: Mapping[str, ParameterAxes]) -> optax.GradientTransformation | None:
         """Return the optax transformation of a subclass, without gradient clipping; None for the one selected by
@@ -264,8 +264,8 @@ class TrainConfig(FieldDocs):
     divergence: Literal["stop", "warn", "continue"] = "stop"
     """Response to a finite training loss that stays far above its minimum: stop, warn once, or ignore it."""
     skip_batches: NonNegative = 0
-    """Batches of data to skip: step k trains on batch k + skip_batches. Rolling back with --skip-batches increases
-    it."""
+    """Batches of data to skip: step k trains on batch k + skip_batches. Rolling back with `skip_batches`
+    increases it."""
     label_smoothing: Fraction = 0.0
     """Fraction of each target's probability spread over all classes (Szegedy et al. 2016); the logged loss excludes
     it."""
@@ -274,20 +274,20 @@ class TrainConfig(FieldDocs):
     profile: str | None = None
     """Steps START:STOP to trace with the profiler, such as 10:13 for steps 10, 11 and 12, into the run's folder."""
     show_entropy: bool = False
-    """Print the attention entropy of each head, in nats, at every evaluation; `metrics.jsonl` always has it."""
+    """Print the attention entropy of each head, in nats, at every evaluation; metrics.jsonl always has it."""
     sample_prompt: str = "The"
     """Prompt of the samples generated during training."""
     sample_tokens: Annotated[Positive, Range(most=2**16)] = 48
     """Tokens per sample."""
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        check_fields(self, "train.")
         if not self.sample_prompt:
-            raise UserError("train.sample_prompt is empty; give it at least one character.")
+            raise UserError("`train.sample_prompt` is empty; give it at least one character.")
         steps = self.profiled_steps
         if self.profile is not None and not (steps and steps[0] > 0 and len(steps) <= MAX_PROFILED_STEPS):
             raise UserError(
-                f"train.profile is {abbreviate(self.profile)}; it must be START:STOP with 1 <= START < STOP, at most "
+                f"`train.profile` is {abbreviate(self.profile)}; it must be START:STOP with 1 <= START < STOP, at most "
                 f"{MAX_PROFILED_STEPS} steps, such as 10:13 for steps 10, 11 and 12."
             )
 
@@ -316,7 +316,7 @@ class LoraConfig(FieldDocs):
     def __post_init__(self) -> None:
         check_fields(self, "lora.")
         if not self.matrices:
-            raise UserError("lora.matrices is empty; name at least one matrix, such as W_Q.")
+            raise UserError("`lora.matrices` is empty; name at least one matrix, such as W_Q.")
 
 
 @dataclass(frozen=True)
@@ -343,7 +343,7 @@ class ComputeConfig(FieldDocs):
     CPUs."""
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        check_fields(self, "compute.")
 
 
 @dataclass(frozen=True)
@@ -376,29 +376,29 @@ class Config(FieldDocs):
     last), model and tokenizer training starts from, at step 0; by default, parameters are randomly initialised."""
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        check_fields(self, "")
         if not re.fullmatch(r"\w[\w.-]*", self.name):
-            raise UserError(f"name is {self.name!r}; it names a folder: letters, digits, '_', '-' and '.' only.")
+            raise UserError(f"`name` is {self.name!r}; it names a folder: letters, digits, '_', '-' and '.' only.")
         if self.lora.rank and self.init_from is None:
-            remedy = "name a run with --init-from, or set it to 0"
-            raise UserError(f"lora.rank is {self.lora.rank}, but there is nothing to adapt; {remedy}.")
+            remedy = "name a run with `init_from`, or set it to 0"
+            raise UserError(f"`lora.rank` is {self.lora.rank}, but there is nothing to adapt; {remedy}.")
         if (base_width := self.optimizer.base_width) is not None:
             if self.lora.rank:
                 remedy = "omit one of them"
                 raise UserError(
-                    f"optimizer.base_width is {base_width}, but adapters have a width of their own; {remedy}."
+                    f"`optimizer.base_width` is {base_width}, but adapters have a width of their own; {remedy}."
                 )
             if self.model.contract.scaled_width is None:
                 reason = f"but this {type(self.model).__name__} has several widths, or logits from its embedding"
-                raise UserError(f"optimizer.base_width is {base_width}, {reason}; omit it.")
+                raise UserError(f"`optimizer.base_width` is {base_width}, {reason}; omit it.")
         profiled = self.train.profiled_steps
         if profiled and profiled[-1] > self.steps:
             raise UserError(
-                f"train.profile is {self.train.profile}, but the last step is {self.steps}; name earlier steps, or "
+                f"`train.profile` is {self.train.profile}, but the last step is {self.steps}; name earlier steps, or "
                 "none."
             )
         stable_end = self.steps - self.optimizer.decay_steps(self.steps)
         if self.optimizer.schedule == "wsd" and (warmup := self.optimizer.warmup_steps) > stable_end:
             remedy = "shorten the warm-up or decay_fraction, or train for more steps"
             conflict = f"but 'wsd' decays from step {stable_end} on"
-            raise UserError(f"optimizer.warmup_steps is {warmup}, {conflict}; {remedy}.")
+            raise UserError(f"`optimizer.warmup_steps` is {warmup}, {conflict}; {remedy}.")

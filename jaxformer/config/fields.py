@@ -101,13 +101,15 @@ class _DocWithFields:
         )
 
 
-def check_fields(config: object, prefix: str = "") -> None:
+def check_fields(config: object, section: str | None = None) -> None:
     """Check and convert the fields of a config, a dataclass, by their annotations: NumPy scalars become numbers, paths
-    strings, and a list or a single value of a tuple field a tuple. Raises `UserError`, with the prefix, such as
-    `data.`, before the field's name, if a value has another type, is not a choice of its `Literal`, not finite, not an
-    int32 or float32, or outside the `Range` of its annotation."""
+    strings, and a list or a single value of a tuple field a tuple. Raises `UserError`, with the field's path, which
+    begins with the section, such as `data.` (None for a config that may be part of any other: the name alone), if a
+    value has another type, is not a choice of its `Literal`, not finite, not an int32 or float32, or outside the
+    `Range` of its annotation."""
     for f in dataclasses.fields(config):  # type: ignore[arg-type]
-        value = checked(f"{prefix}{f.name}", type_hints(type(config))[f.name], getattr(config, f.name))
+        path = f.name if section is None else f"`{section}{f.name}`"
+        value = checked(path, type_hints(type(config))[f.name], getattr(config, f.name))
         object.__setattr__(config, f.name, value)
 
 

@@ -51,7 +51,7 @@ class CaptionsConfig(DataConfig):
     """Random horizontal flip of half of the images in each epoch; not for captions that tell left from right."""
     jitter: Annotated[float, Range(least=0, most=1)] = 0.0
     """Colour jitter: maximum change of each channel's brightness, as a fraction of half the pixel range, and of its
-    contrast, as a factor like that of `scale`."""
+    contrast, as a factor like that of scale."""
     drop_words: Fraction = 0.0
     """Fraction of the words randomly dropped from training captions in each epoch; at least one stays."""
 

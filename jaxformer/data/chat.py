@@ -53,7 +53,7 @@ class ChatConfig(DataConfig):
     template: str | None = None
     """Chat template: a Jinja file or a tokenizer_config.json; by default, the one published with the tokenizer."""
     tokenizer: str | None = None
-    """Published tokenizer, a tokenizer.json or its folder; with --init-from, the model's own is used."""
+    """Published tokenizer, a tokenizer.json or its folder; with `init_from`, the model's own is used."""
 
     @property
     def has_segments(self) -> bool:
@@ -69,7 +69,7 @@ class ChatConfig(DataConfig):
             notes += find_conversations(path).notes(path)
         if tokenizer is None:
             if self.tokenizer is None:
-                remedy = "start from a model with --init-from, or name a tokenizer with --data.tokenizer"
+                remedy = "start from a model with `init_from`, or name a tokenizer with `data.tokenizer`"
                 raise UserError(f"conversations need a tokenizer; {remedy}.")
             tokenizer = Tokenizer.load(find_tokenizer(self.tokenizer))
             inferred = fit_vocab_size(model, tokenizer, 0, fixed)
@@ -255,7 +255,7 @@ class ChatDataset(Dataset):
         for split, encoded in (("training", train), ("validation", val)):
             if not len(encoded.lengths_N):
                 problem = f"no {split} conversation has a token of the assistant among its first {T + 1:,}"
-                remedy = "raise model.context_length, or give other conversations or another data.template"
+                remedy = "raise `model.context_length`, or give other conversations or another `data.template`"
                 raise UserError(f"{problem}; {remedy}.")
             noted = [f"{encoded.counts[key]:,} {note}" for key, note in NOTES.items() if encoded.counts[key]]
             if noted:

@@ -82,7 +82,7 @@ class ChatTemplate:
         """Return the template that a tokenizer was published with. Raises `UserError` if it has none."""
         if "default" not in (templates := tokenizer.chat_templates):
             others = f" but {', '.join(sorted(templates))}, which only tools or documents have" if templates else ""
-            remedy = "name a file with one in training, with --data.template"
+            remedy = "name a file with one in training, with `data.template`"
             raise UserError(f"the tokenizer has no chat template{others}; {remedy}.")
         return cls(templates["default"], tokenizer, "the tokenizer's chat template", templates.get(FOR_TOOLS))
 
@@ -97,7 +97,7 @@ class ChatTemplate:
             if "default" not in templates:
                 raise ValueError("its chat_template is not text")
         except (OSError, ValueError, AttributeError) as error:
-            problem = f"data.template {path} is no chat template ({type(error).__name__}: {error})"
+            problem = f"`data.template` {path} is no chat template ({type(error).__name__}: {error})"
             raise UserError(f"{problem}; give a file with a Jinja template, or a tokenizer_config.json.") from error
         return cls(templates["default"], tokenizer, path, templates.get(FOR_TOOLS))
 
@@ -194,7 +194,7 @@ class ChatTemplate:
             if not (through.startswith(before) and text.startswith(through)):
                 when = "after a generation prompt or if other messages follow"
                 problem = f"{self.name} renders message {i + 1} differently {when}"
-                remedy = "set data.template to one with {% generation %} blocks"
+                remedy = "set `data.template` to one with {% generation %} blocks"
                 raise ValueError(f"{problem}, so that the assistant's part is unknown; {remedy}")
             # The model does not generate white space after a special token.
             end = through.rstrip()

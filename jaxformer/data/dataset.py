@@ -86,8 +86,8 @@ def task_error(model: ModelConfig, data: str, needed: str) -> UserError:
 
 def batch_error(name: str, n: int, examples: str, batch_size: int) -> UserError:
     """Return the error for a training split with fewer examples than a batch needs."""
-    remedy = f"set it to at most {n}" if n else "shorten model.context_length"
-    return UserError(f"{name} has {n} {examples}, fewer than train.batch_size {batch_size}; {remedy}, or give more.")
+    remedy = f"set it to at most {n}" if n else "shorten `model.context_length`"
+    return UserError(f"{name} has {n} {examples}, fewer than `train.batch_size` {batch_size}; {remedy}, or give more.")
 
 
 @lru_cache(maxsize=2)

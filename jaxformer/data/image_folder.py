@@ -117,7 +117,7 @@ def hold_out(images: LabelledImages, fraction: float) -> tuple[LabelledImages, L
     held_out = np.array(digests, np.uint64) < np.uint64(int(fraction * 2**64))
     if held_out.all() or not held_out.any():
         purpose = "train" if held_out.all() else "evaluate"
-        problem = f"data.val_fraction {fraction} of {len(held_out)} images leaves nothing to {purpose} on"
+        problem = f"`data.val_fraction` {fraction} of {len(held_out)} images leaves nothing to {purpose} on"
         raise UserError(f"{problem}; change it, or give a folder val.")
     train, val = (LabelledImages(images.images[rows], images.labels[rows]) for rows in (~held_out, held_out))
     return train, val

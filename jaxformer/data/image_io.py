@@ -111,7 +111,7 @@ def read_model_input(file: str, shape: tuple[int, ...]) -> np.ndarray:
 def _open_image(file: str | Path | IO[bytes], name: str, channels: int) -> Iterator[Image.Image]:
     """Open an image. Raises `UserError` with its name for decoding errors."""
     if channels not in MODES:
-        raise UserError(f"model.channels is {channels}; set it to 1, for grey images, or 3, for colour.")
+        raise UserError(f"`model.channels` is {channels}; set it to 1, for grey images, or 3, for colour.")
     Image = import_extra("PIL.Image", READING)
     try:
         with Image.open(file) as image:

@@ -30,7 +30,7 @@ def infer_n_classes(model: Config, n: int, path: str, fixed: Fixed) -> Config:
     if not is_fixed("n_classes", fixed):
         return replace(model, n_classes=n)  # type: ignore[call-arg]
     if (own := model.contract.n_classes) != n:
-        raise UserError(f"{path} has {n} classes, but model.n_classes is {own}; set --model.n-classes {n}.")
+        raise UserError(f"{path} has {n} classes, but `model.n_classes` is {own}; set `model.n_classes={n}`.")
     return model
 
 
@@ -46,7 +46,7 @@ def fit_vocab_size(model: TokenModelConfig, tokenizer: Tokenizer, extra: int, fi
     if fixed is None or "vocab_size" not in fixed:
         return replace(model, vocab_size=needed)
     if model.vocab_size < needed:
-        problem = f"model.vocab_size is {model.vocab_size:,}, but the tokenizer of data.tokenizer needs {needed:,}"
+        problem = f"`model.vocab_size` is {model.vocab_size:,}, but the tokenizer of `data.tokenizer` needs {needed:,}"
         raise UserError(f"{problem}; set it to that, or omit it.")
     return model
 

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
+import glob
 import os
-import re
-import stat
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatch
 from pathlib import Path
 
 from jaxformer.errors import UserError
-
-MAGIC = re.compile(r"[*?[]")
-"""Pattern of the characters that make a name a glob."""
-LeftOut = defaultdict[str, set[Path]]
-"""Paths that are left out, by reason."""
 
 
 @dataclass(frozen=True)
@@ -26,11 +19,11 @@ class Listing:
     files: list[Path]
     """Sorted."""
     left_out: Counter[str] = field(default_factory=Counter)
-    """Number of paths by reason, such as a suffix."""
+    """Number of paths by reason, such as a suffix; hidden ones are not counted."""
 
     @property
     def omission(self) -> str:
-        """Return what is left out, in brackets, such as " (left out: 2 hidden, 1 .md)"; empty if nothing is."""
+        """Return what is left out, in brackets, such as " (left out: 2 .pdf, 1 .md)"; empty if nothing is."""
         reasons = [f"{n:,} {reason}" for reason, n in self.left_out.most_common(8)] + ["…"] * (len(self.left_out) > 8)
         return f" (left out: {', '.join(reasons)})" if reasons else ""
 
@@ -43,86 +36,55 @@ def list_files(location: Path, is_known_kind: Callable[[Path], bool]) -> Listing
     """Return the files of a location: the file itself, those of a known kind below a folder, or the matches of a glob.
 
     What exists is taken literally, also as the beginning of a glob. Hidden names, which begin with a dot, are left out
-    unless the location spells them. Links are followed, but nothing is read twice. Raises `UserError` for a folder or a
-    link that cannot be read, as what it holds would be missing from the data.
+    unless the location spells them. Links are followed, but nothing is read twice. Raises `UserError` for a link that
+    leads nowhere, and `OSError` for a folder below that cannot be listed, as what it holds would be missing.
     """
     base, parts = location, list[str]()
     while not base.exists() and base != base.parent:
         base, parts = base.parent, [base.name, *parts]
     is_folder = not parts and base.is_dir()
-    parts = ["**", "*"] if is_folder else parts
-    left_out: LeftOut = defaultdict(set)
-    files: dict[str, Path] = {}
-    for path in sorted({*_match(base, parts, left_out)}):
+    files, left_out = dict[str, Path](), Counter[str]()
+    for path in sorted({*_match(base, ["**"] if is_folder else parts)}):
         is_unknown = is_folder and not is_known_kind(path)
-        try:
-            mode = path.stat().st_mode
-        except OSError as error:
-            is_missing = isinstance(error, FileNotFoundError | NotADirectoryError) and not path.is_symlink()
-            if is_missing or (is_unknown and path.suffix):  # without a suffix, it may have led to a folder
-                continue
-            raise _unreadable(path, error) from error
-        if stat.S_ISDIR(mode):
-            if "**" not in parts:
-                left_out["folder(s), which ** would search"].add(path)
-        elif is_unknown:
-            left_out[path.suffix.lower() or "without a suffix"].add(path)
-        elif stat.S_ISREG(mode) and files.setdefault(os.path.realpath(path), path) is not path:
-            left_out["repeated by a link"].add(path)
-    return Listing([*files.values()], Counter({reason: len(paths) for reason, paths in left_out.items()}))
+        if path.is_file() and is_unknown:
+            left_out[path.suffix.lower() or "without a suffix"] += 1
+        elif path.is_file():
+            left_out["repeated by a link"] += files.setdefault(os.path.realpath(path), path) is not path
+        elif path.is_dir():
+            left_out["folder(s), which ** would search"] += "**" not in parts and not is_folder
+        elif path.is_symlink() and not path.exists() and not (is_unknown and path.suffix):
+            # Without a suffix, it may have led to a folder.
+            remedy = "restore it, remove the link, or name what to read with a glob"
+            raise UserError(f"{path}, a link to {path.readlink()}, leads nowhere; {remedy}.")
+    return Listing([*files.values()], +left_out)
 
 
-def _match(folder: Path, parts: Sequence[str], left_out: LeftOut) -> Iterator[Path]:
-    """Yield the paths below a folder that match the parts of a glob, and those that may not exist if its last parts
-    have no pattern."""
-    if not parts:
-        yield folder
-    elif parts[0] == "**":
-        for below in _folders(folder, left_out):
-            yield from _match(below, parts[1:] or ["*"], left_out)
-    elif not MAGIC.search(parts[0]):
-        yield from _match(folder / parts[0], parts[1:], left_out)
-    else:
-        for path, _ in _entries(folder):
-            if fnmatch(path.name, parts[0]):
-                if is_hidden(path) and not parts[0].startswith("."):
-                    left_out["hidden"].add(path)
-                else:
-                    yield from _match(path, parts[1:], left_out)
+def _match(base: Path, parts: Sequence[str]) -> Iterator[Path]:
+    """Yield the paths below a folder that match the parts of a glob, or itself without any."""
+    first = parts.index("**") if "**" in parts else len(parts)
+    pattern = Path(glob.escape(str(base)), *parts[:first])
+    for path in map(Path, glob.iglob(str(pattern))):  # noqa: PTH207, whose * matches hidden names
+        if first == len(parts):
+            yield path
+        elif path.is_dir():
+            for folder in _folders(path):
+                yield from _match(folder, parts[first + 1 :] or ["*"])
 
 
-def _folders(top: Path, left_out: LeftOut) -> Iterator[Path]:
-    """Yield a folder and those below it, each once, and by a link only what is not there otherwise."""
+def _folders(top: Path) -> Iterator[Path]:
+    """Yield a folder and those below it that are not hidden, each once, and by a link only what is not there
+    otherwise."""
     folders, links, visited = [top], list[Path](), set[str]()
     while folders or links:
         folder = (folders or links).pop(0)
         if (real := os.path.realpath(folder)) in visited:
-            left_out["repeated by a link"].add(folder)
             continue
         visited.add(real)
         yield folder
-        for path, is_folder in _entries(folder):
-            if is_folder and is_hidden(path):
-                left_out["hidden"].add(path)
-            elif is_folder:
-                (links if path.is_symlink() else folders).append(path)
-
-
-def _entries(folder: Path) -> list[tuple[Path, bool]]:
-    """Return the paths in a folder, sorted, each with True for a folder; none if there is no such folder."""
-    try:
         with os.scandir(folder) as entries:
-            return sorted((folder / entry.name, entry.is_dir()) for entry in entries)
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    except OSError as error:
-        raise _unreadable(Path(error.filename or folder), error) from error
-
-
-def _unreadable(path: Path, error: OSError) -> UserError:
-    link = f", a link to {path.readlink()}," if isinstance(error, FileNotFoundError) else ""
-    remedy = "make it readable, remove it, or name what to read with a glob"
-    return UserError(f"{path}{link} cannot be read: {error.strerror}; {remedy}.")
+            below = sorted(Path(entry) for entry in entries if entry.is_dir() and not entry.name.startswith("."))
+        for path in below:
+            (links if path.is_symlink() else folders).append(path)
 
 
 def is_hidden(path: Path) -> bool:

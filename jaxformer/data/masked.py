@@ -36,7 +36,7 @@ class MaskedTextConfig(TextConfig):
             problem = (
                 f"the mask token is {mask}, but masked training uses the vocabulary's last, {model.vocab_size - 1}"
             )
-            raise UserError(f"{problem}; fine-tune this model as a classifier, with --config classify.")
+            raise UserError(f"{problem}; fine-tune this model as a classifier, with `config='classify'`.")
         return MaskedTextDataset(self, model, corpus, batch_size, seed)
 
 

@@ -83,7 +83,7 @@ class PackedExamples:
 
     def __post_init__(self) -> None:
         if len(self.rows) < self.batch_size:
-            rows = f"row(s) of model.context_length {self.length} tokens"
+            rows = f"row(s) of `model.context_length` {self.length} tokens"
             raise batch_error("the packed training text", len(self.rows), rows, self.batch_size)
 
     @cached_property

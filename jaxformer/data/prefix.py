@@ -28,13 +28,13 @@ class PrefixTextConfig(TextConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.longest_prefix is not None:
-            Range(least=self.shortest_prefix).check("data.longest_prefix", self.longest_prefix)
+            Range(least=self.shortest_prefix).check("`data.longest_prefix`", self.longest_prefix)
 
     def build_dataset(self, model: TokenModelConfig, corpus: Corpus, batch_size: int, seed: int) -> PrefixTextDataset:
         for name in ("shortest_prefix", "longest_prefix"):
             if (getattr(self, name) or 0) > model.context_length:
                 limit = f"it must be at most the model's context_length, {model.context_length}"
-                raise UserError(f"data.{name} is {getattr(self, name)}; {limit}.")
+                raise UserError(f"`data.{name}` is {getattr(self, name)}; {limit}.")
         return PrefixTextDataset(self, model, corpus, batch_size, seed)
 
 

@@ -95,7 +95,7 @@ def locate(path: str, needed: str) -> Path:
     """Return the `Path` for a string; for a URL, that of its download. Raises `UserError`, with what is `needed`, if
     the string is empty, which `Path` would take for the current folder, or no valid path."""
     if not path.strip():
-        raise UserError(f"the path of the data is {path!r}; give {needed}, such as with --data.path.")
+        raise UserError(f"the path of the data is {path!r}; give {needed}, such as with `data.path`.")
     return download_data(path) if is_url(path) else expand_home(path)
 
 
@@ -222,10 +222,10 @@ def _read_jsonl(path: Path, field: str) -> Iterator[list[str]]:
     for name, row in read_json_lines(path):
         if not isinstance(row, dict) or field not in row:
             has = f"has the fields {', '.join(row)}" if isinstance(row, dict) else "is not a JSON object"
-            raise UserError(f"{name} {has}, and no field {field!r}; name the one with the text with data.column.")
+            raise UserError(f"{name} {has}, and no field {field!r}; name the one with the text with `data.column`.")
         text = row[field]
         if not isinstance(text, str | None) or lone_surrogate(text or "") is not None:  # possible in JSON
-            raise UserError(f"{name} has no text in the field {field!r}, but {abbreviate(text)}; see data.column.")
+            raise UserError(f"{name} has no text in the field {field!r}, but {abbreviate(text)}; see `data.column`.")
         yield _as_document(text or "")
 
 
@@ -263,7 +263,7 @@ def _read_table(path: Path, column: str) -> Iterator[list[str]]:
             text = getattr(kind, "storage_type", kind)  # of an extension, such as JSON
             text = text.value_type if types.is_dictionary(text) or types.is_run_end_encoded(text) else text
             if not (types.is_string(text) or types.is_large_string(text) or types.is_string_view(text)):
-                raise UserError(f"{path} has {kind} in the column {column!r}, which is not text; see data.column.")
+                raise UserError(f"{path} has {kind} in the column {column!r}, which is not text; see `data.column`.")
             for batch in batches:
                 values = batch.column(column)
                 values.validate(full=True)  # invalid UTF-8 or offsets outside the file would raise or crash later
@@ -278,7 +278,7 @@ def _find_column(path: Path, column: str, names: list[str]) -> int:
     """Return the index of a column. Raises `UserError` unless there is one of that name."""
     if (n := names.count(column)) != 1:
         problem = f"{path} has the columns {', '.join(names)}, {n or 'none'} of them {column!r}"
-        raise UserError(f"{problem}; name the one with the text with data.column.")
+        raise UserError(f"{problem}; name the one with the text with `data.column`.")
     return names.index(column)
 
 
@@ -370,7 +370,7 @@ class Documents:
         position = after["\n"] or after[" "] or (latest if latest - earliest > MAX_WORD_CHARACTERS else 0)
         if position == 0:
             name = ", ".join(file.path.name for file in self.files)
-            raise UserError(f"{name} is too short for a held-out split; give data.val_path.")
+            raise UserError(f"{name} is too short for a held-out split; give `data.val_path`.")
         return replace(self, span=(0, position)), replace(self, span=(position, None))
 
     def digest(self) -> bytes:
@@ -404,7 +404,7 @@ def read_documents(path: str, unwrap_lines: bool, column: str = "text") -> Docum
     rows_N, notes = np.frombuffer(bytes(rows), DOCUMENT), listing.notes(path)
     if n_wrapped := int((rows_N["width"] > 0).sum()):
         joined = f"{n_wrapped:,} of {len(rows_N):,} document(s) of {path} are wrapped to a page's width"
-        notes = (*notes, f"{joined}; their lines are joined into paragraphs, unless --data.no-unwrap is given")
+        notes = (*notes, f"{joined}; their lines are joined into paragraphs")
     return Documents(tuple(files), column, rows_N, notes)
 
 

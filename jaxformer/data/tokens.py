@@ -60,8 +60,9 @@ class CorpusConfig(DataConfig):
     """Field or column with the text in .jsonl, .csv, .tsv, .parquet and Arrow files."""
     val_fraction: ValFraction = 0.05
     """Fraction of the bytes to hold out if there is no val_path."""
-    unwrap: bool = True
-    """Removal of line breaks that only wrap prose to a page's width. Other texts keep them: code, tables, verse."""
+    unwrap: bool = False
+    """Join the lines of prose that is wrapped to a page's width, such as that of books, into paragraphs. Other texts
+    keep their lines: code, tables, verse. Also remove white space at the ends of lines, and repeated empty lines."""
     tokenizer: str | None = None
     """Published tokenizer, a tokenizer.json or its folder; by default, one is trained on the training text. A resumed
     run keeps its own."""
@@ -112,8 +113,8 @@ def split_documents(config: CorpusConfig) -> tuple[Documents, Documents, tuple[s
     notes += val.notes
     train = documents[~np.isin(documents.rows_N["digest"], val.rows_N["digest"])]
     if not len(train):
-        problem = f"every document of data.path {config.path} is in data.val_path {config.val_path}, too"
-        raise UserError(f"{problem}; give other text to train on, or omit data.val_path.")
+        problem = f"every document of `data.path` {config.path} is in `data.val_path` {config.val_path}, too"
+        raise UserError(f"{problem}; give other text to train on, or omit `data.val_path`.")
     if n := len(documents) - len(train):
         excluded = f"{n:,} document(s) of {config.path} are excluded from training"
         notes += (f"{excluded}: {config.val_path} has the same text",)

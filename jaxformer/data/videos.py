@@ -43,7 +43,7 @@ class MovingImagesConfig(ImageFolderConfig):
         n_frames, *canvas, _ = model_input_shape(model, 4)
         assert isinstance(model, ImageModelConfig)
         if n_frames == 1 and self.label == "direction":
-            raise UserError("model.n_frames is 1, but a direction needs at least 2; raise it.")
+            raise UserError("`model.n_frames` is 1, but a direction needs at least 2; raise it.")
         folder = open_image_folder(self.path)
         n_classes = self.n_directions if self.label == "direction" else len(folder.classes)
         inferred = infer_n_classes(infer_channels(model, folder.channels, fixed), n_classes, self.path, fixed)
@@ -55,8 +55,8 @@ class MovingImagesConfig(ImageFolderConfig):
         reason = f"images of {size[0]} x {size[1]} pixels move {distance} in {n_frames} frames"
         if any(side < length for side, length in zip(canvas, needed, strict=True)):
             if is_fixed("image_size", fixed):
-                remedy = f"set --model.image-size {needed[0]} {needed[1]} or more, or lower data.max_speed"
-                raise UserError(f"model.image_size is {canvas[0]} x {canvas[1]}, but {reason}; {remedy}.")
+                remedy = f"set `model.image_size=({needed[0]}, {needed[1]})` or more, or lower `data.max_speed`"
+                raise UserError(f"`model.image_size` is {canvas[0]} x {canvas[1]}, but {reason}; {remedy}.")
             patch = getattr(model, "patch_size", (1, 1))
             fitting = tuple(-(-length // side) * side for length, side in zip(needed, patch, strict=True))
             inferred = replace(inferred, image_size=fitting)

@@ -38,7 +38,7 @@ class TextConfig(CorpusConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.stride is not None and self.has_segments:
-            raise UserError(f"data.stride is {self.stride}, but packed documents have no windows; omit it.")
+            raise UserError(f"`data.stride` is {self.stride}, but packed documents have no windows; omit it.")
 
     @property
     def has_segments(self) -> bool:
@@ -85,7 +85,7 @@ class Windows:
 
     def __post_init__(self) -> None:
         if (n := self.n_windows) < self.batch_size:
-            windows = f"window(s) of model.context_length + 1 = {self.length} tokens at stride {self.stride}"
+            windows = f"window(s) of `model.context_length` + 1 = {self.length} tokens at stride {self.stride}"
             raise batch_error(f"the training text of {len(self.tokens)} tokens", n, windows, self.batch_size)
 
     @property

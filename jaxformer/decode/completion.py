@@ -45,9 +45,9 @@ class CompletionOptions:
     """Chat mode: each prompt is a user message, formatted with the chat template of the run's tokenizer. An interactive
     session is one conversation; its oldest turns are forgotten at the context's end, and /clear begins another."""
     system: str | None = None
-    """System message, the first of each conversation; with --chat."""
+    """System message, the first of each conversation; with `chat`."""
     num_samples: Positive = 1
-    """Completions per prompt; completion k, from 0, uses the seed --seed + k, or is the k-th best beam."""
+    """Completions per prompt; completion k, from 0, uses the seed `seed` + k, or is the k-th best beam."""
     seed: Seed = 0
     """Random seed for sampling; equal seeds give equal texts."""
     batch_size: Size = 16
@@ -68,14 +68,14 @@ class CompletionOptions:
     several tokens, which the model verifies in one pass. The distribution of the text does not change; greedy decoding
     gives the same text. Decodes one text at a time."""
     draft_tokens: Annotated[int, Range(least=1, most=64)] = 4
-    """Tokens that --draft proposes at a time."""
+    """Tokens that `draft` proposes at a time."""
     cache_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
     """Dtype of the model's KV cache; a draft's is float32."""
     prefill_chunk: Positive = 512
     """Prompt tokens per prefill pass."""
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        check_fields(self, "")
 
     def prompts_per_batch(self, n_prompts: int) -> int:
         """Return the number of prompts per batch, of n in all."""
@@ -184,11 +184,11 @@ class Completer:
         used = [name for name in names if getattr(options, name) != getattr(CompletionOptions, name)]
         used += ["explain"] if self._explain else []  # other models read left-padded windows
         if used and not contract.has_cache:
-            flag = f"--{used[0].replace('_', '-')}"
-            raise UserError(f"{self._run.path} has a model without a KV cache, which {flag} needs; omit {flag}.")
+            name = used[0]
+            raise UserError(f"{self._run.path} has a model without a KV cache, which `{name}` needs; omit `{name}`.")
         if contract.has_prefix and (excluded := {"draft", "prefill_chunk"}.intersection(used)):
             problem = f"{self._run.path} reads a prompt with bidirectional attention, in one pass"
-            raise UserError(f"{problem}; omit --{min(excluded).replace('_', '-')}.")
+            raise UserError(f"{problem}; omit `{min(excluded)}`.")
 
     def _check_draft(self, draft: Run) -> Draft:
         config, tokenizer = draft.text_model()
@@ -209,7 +209,7 @@ class Completer:
             room = max(0, end - (self._options.max_new_tokens - 1))  # the last one is never fed back
             if room < limit:
                 method = "a draft" if self._draft else "beam search"
-                limit, name = room, f"{room}, as {method} cannot exceed the context's {end}; lower --max-new-tokens"
+                limit, name = room, f"{room}, as {method} cannot exceed the context's {end}; lower `max_new_tokens`"
         turns = self.turns or []
         if not self._options.chat:
             tokens = self._tokenizer.encode_prompt(prompt.text)
@@ -235,10 +235,10 @@ class Completer:
         try:
             rendered = template.render(messages, add_generation_prompt=True)
         except ValueError as error:
-            remedy = "omit --chat" if system is None else "omit --system"
+            remedy = "omit `chat`" if system is None else "omit `system`"
             raise UserError(f"{error}; {remedy}, or train with another template.") from error
         if system is not None and system.strip() not in rendered.text:
-            raise UserError(f"the chat template of {self._run.path} takes no system message; omit --system.")
+            raise UserError(f"the chat template of {self._run.path} takes no system message; omit `system`.")
         ((tokens, _),) = encode_rendered([rendered], [label], self._tokenizer)
         return tokens
 
@@ -348,7 +348,7 @@ def fitting_memory(n_texts: int) -> Iterator[None]:
         yield
     except (MemoryError, jax.errors.JaxRuntimeError) as error:
         if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
-            remedy = "lower --batch-size, --num-samples, --num-beams or --max-new-tokens"
+            remedy = "lower `batch_size`, `num_samples`, `num_beams` or `max_new_tokens`"
             raise UserError(f"{n_texts} texts at once do not fit into the memory; {remedy}.") from error
         raise
 
@@ -364,11 +364,11 @@ def encode_logit_bias(options: Sequence[str], tokenizer: Tokenizer) -> tuple[tup
         except ValueError:
             value = None
         if not text or value is None:
-            raise UserError(f"--logit-bias {option!r} is not of the form TEXT=BIAS, such as ' the=-2.5'.")
+            raise UserError(f"`logit_bias` {option!r} is not of the form TEXT=BIAS, such as ' the=-2.5'.")
         tokens = tokenizer.encode(text)
         if len(tokens) != 1:
             pieces = ", ".join(repr(tokenizer.decode_part([token])) for token in tokens)
-            raise UserError(f"--logit-bias {text!r} is {len(tokens)} tokens of this run, {pieces}; give one of them.")
+            raise UserError(f"`logit_bias` {text!r} is {len(tokens)} tokens of this run, {pieces}; give one of them.")
         biases.append((tokens[0], value))
     return tuple(biases)
 

@@ -75,7 +75,7 @@ class Sampling:
 
     def _require(self, name: str, valid: bool, limit: str) -> None:
         if not valid:
-            raise UserError(f"{name.replace('_', '-')} is {getattr(self, name)}; it must be {limit}.")
+            raise UserError(f"`{name}` is {getattr(self, name)}; it must be {limit}.")
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise `UserError` if a token is not in the vocabulary, or there are fewer than `top_logprobs`."""

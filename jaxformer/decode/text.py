@@ -41,7 +41,8 @@ def default_settings(run: Run, chat: bool = False) -> tuple[dict[str, Any], str]
             raise UserError(f"top-k is {own['top_k']}; it must be a whole number.")
         Sampling(**settings)
     except UserError as error:
-        raise UserError(f"the sampling settings of {run.path} cannot be used: {error}") from error
+        reason = str(error).replace("`", "")  # no option sets them
+        raise UserError(f"the sampling settings of {run.path} cannot be used: {reason}") from error
     return settings, source
 
 

@@ -13,7 +13,6 @@ import numpy as np
 
 from jaxformer.config import Config
 from jaxformer.config.fields import flatten, to_dict
-from jaxformer.errors import command
 from jaxformer.runs.checkpoints import CheckpointReader
 from jaxformer.runs.run import read_config
 from jaxformer.train.log import read_metrics, without_timings
@@ -54,7 +53,7 @@ def verdict(runs: Sequence[Path]) -> list[str]:
     lines = [f"{x.run}: held-out {unit} {x.text} at step {x.step:,}" for x in results]
     if not same_data:
         different = ", ".join(dict.fromkeys(_data_name(config) for config in configs))
-        remedy = f"{command('eval')} measures each on one text"
+        remedy = "the command eval measures each on one text"
         return [f"no run is better: their data differ ({different}), so their losses do not compare; {remedy}", *lines]
     data = f"the same data, {_data_name(configs[0])}"
     best, *others = sorted(results, key=lambda result: result.value)

@@ -86,7 +86,7 @@ def read_config(theirs: PublishedConfig, context_length: int | None = None) -> I
         longest = values["context_length" if is_encoder else "max_context"]
         if context_length is not None and not (longest if is_encoder else 0) <= context_length <= longest:
             limit = f"the model has {longest} positions{', all of which an encoder takes' if is_encoder else ''}"
-            raise UserError(f"--context-length is {context_length}; {limit}; omit it.")
+            raise UserError(f"`context_length` is {context_length}; {limit}; omit it.")
         if is_encoder:
             return _checked(family, values)
         values["context_length"] = context_length or min(longest, MAX_TRAINING_CONTEXT)

@@ -16,15 +16,15 @@ from jaxformer.runs.run import CLASSES, SAMPLING, TOKENIZER, Run, write_config
 
 
 def export_run(
-    run: Run, file_format: Format, path: Path, dtype: Dtype = "float32", n_slots: int | None = None
+    run: Run, file_format: Format, path: Path, dtype: Dtype = "float32", cache_length: int | None = None
 ) -> list[str]:
     """Write a run with weights in a dtype to a new folder or, as GGUF, to a new file; return what the run knows and the
-    export does not hold, one phrase each. For `n_slots` see `export_stablehlo`. Raises `UserError` if the path exists,
-    a package for the format is not installed, the format has no equivalent for a part of the model, or a sampling
-    setting of the run is out of range."""
+    export does not hold, one phrase each. For `cache_length` see `export_stablehlo`. Raises `UserError` if the path
+    exists, a package for the format is not installed, the format has no equivalent for a part of the model, or a
+    sampling setting of the run is out of range."""
     default_settings(run)
     if file_format == "stablehlo":
-        export_stablehlo(run, path, dtype, n_slots)
+        export_stablehlo(run, path, dtype, cache_length)
     else:
         exports = {"hf": export_huggingface, "safetensors": export_safetensors, "gguf": export_gguf}
         exports[file_format](run, path, dtype)

@@ -55,7 +55,7 @@ def export_gguf(run: Run, file: Path, dtype: Dtype = "float32") -> None:
     """Write a run to a new GGUF file. `dtype` applies to matrices; vectors stay in float32, as llama.cpp requires.
     Raises `UserError` if the file exists, gguf is not installed, or llama.cpp has no equivalent for a part of the model
     or of its tokenizer."""
-    gguf = import_extra("gguf", "--format gguf")
+    gguf = import_extra("gguf", "`format='gguf'`")
     published = publish(run, "gguf")
     theirs = published.config
     _, tokenizer = run.text_model()

@@ -180,7 +180,8 @@ def pre_type(tokenizer: Mapping[str, Any]) -> str:
     if changes_text or key not in PRE_TYPES or any(part.get("add_prefix_space") for part in parts):
         steps = abbreviate([normalizer, *parts] if changes_text else parts)
         known = f"has no equivalent among llama.cpp's {', '.join(PRE_TYPES.values())}"
-        raise UserError(f"the tokenizer changes or splits text by {steps}, which {known}; export it with --format hf.")
+        problem = f"the tokenizer changes or splits text by {steps}, which {known}"
+        raise UserError(f"{problem}; export it with `format='hf'`.")
     return PRE_TYPES[key]
 
 

@@ -64,11 +64,11 @@ def _no_equivalent(run: Run, lacking: list[Obstacle], families: Mapping[str, Fam
     """Return the message for a run that no family has an equivalent for."""
     known = ", ".join(name for name, family in families.items() if same_kind(family.model, families[nearest].model))
     extra = missing_extras("safetensors")
-    remedy = "use --format safetensors" + (f" (install it with pip install 'jaxformer[{extra}]')" if extra else "")
+    remedy = "use `format='safetensors'`" + (f" (install it with pip install 'jaxformer[{extra}]')" if extra else "")
     if lacking[0].field == "model":
         return f"{run.path} holds a {lacking[0].value}, which none of {known} describes; {remedy}"
     parts = " and ".join(f"{field.removeprefix('model.')} {value!r}" for field, value, _ in lacking)
-    fields = ", ".join(f"{field} {needed!r}" for field, _, needed in lacking)
+    fields = ", ".join(f"`{field}={needed!r}`" for field, _, needed in lacking)
     problem = (
         f"{parts} {'have' if lacking[1:] else 'has'} no equivalent in {nearest}, the nearest of the families {known}"
     )

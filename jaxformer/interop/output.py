@@ -31,13 +31,13 @@ def complete_path(target: Path) -> Iterator[Path]:
             _check_new(target)  # the rename would replace an empty folder that another process has created meanwhile
             path.rename(target)
     except OSError as error:
-        remedy = "free some space, or choose another --out"
+        remedy = "free some space, or choose another `out`"
         raise UserError(f"{target} cannot be written: {error.strerror or error}; {remedy}.") from error
 
 
 def _check_new(target: Path) -> None:
     if target.exists() or target.is_symlink():
-        raise UserError(f"{target} exists, and an export overwrites nothing; remove it, or choose another --out.")
+        raise UserError(f"{target} exists, and an export overwrites nothing; remove it, or choose another `out`.")
 
 
 def flat_params(params: Params, dtype: Dtype) -> dict[str, np.ndarray]:
@@ -54,7 +54,7 @@ def cast(name: str, array: jax.typing.ArrayLike, dtype: Dtype) -> np.ndarray:
         converted = np.ascontiguousarray(array.astype(jnp.dtype(dtype)))
     if dtype == "float16" and not np.isfinite(converted).all() and np.isfinite(array).all():
         largest = np.abs(array).max()
-        raise UserError(f"{name} has values up to {largest:.3g}, but float16 ends at 65504; use --dtype bfloat16.")
+        raise UserError(f"{name} has values up to {largest:.3g}, but float16 ends at 65504; use `dtype='bfloat16'`.")
     return converted
 
 

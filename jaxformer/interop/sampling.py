@@ -116,7 +116,8 @@ def _checked(settings: Mapping[str, Any], source: object, keys: Mapping[str, str
     try:
         Sampling(**kept)
     except UserError as error:
-        raise UserError(f"{source} cannot be used: {error} Mend it, or remove it there.") from error
+        reason = str(error).replace("`", "")  # no option sets it
+        raise UserError(f"{source} cannot be used: {reason} Mend it, or remove it there.") from error
     return kept
 
 

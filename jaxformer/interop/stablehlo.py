@@ -43,25 +43,25 @@ class Program(NamedTuple):
     outputs: tuple[str, ...]
 
 
-def export_stablehlo(run: Run, folder: Path, dtype: Dtype = "float32", n_slots: int | None = None) -> None:
+def export_stablehlo(run: Run, folder: Path, dtype: Dtype = "float32", cache_length: int | None = None) -> None:
     """Write the programs of a run, its weights, and a description of both to a new folder. A causal language model with
-    a KV cache has the programs `prefill` and `decode`, with `n_slots` cache slots, which is also the length of padded
+    a KV cache has the programs `prefill` and `decode`, with a cache of `cache_length` tokens, also the length of padded
     prompts (None for the context length); any other model has `forward`. The batch size B is symbolic. Raises
-    `UserError` if the folder exists, flatbuffers is not installed, the dtype is float16, or `n_slots` is given for a
-    model without such a cache."""
+    `UserError` if the folder exists, flatbuffers is not installed, the dtype is float16, or `cache_length` is given for
+    a model without such a cache."""
     contract, kind = contract_of(run.model), type(run.model).__name__
     if dtype == "float16":
-        raise UserError("--dtype is float16, which activations may exceed; use float32 or bfloat16 for stablehlo.")
-    import_extra("flatbuffers", "--format stablehlo")
+        raise UserError("`dtype` is float16, which activations may exceed; use float32 or bfloat16 for stablehlo.")
+    import_extra("flatbuffers", "`format='stablehlo'`")
     weights = flat_params(run.params, dtype)
     shapes = {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in weights.items()}
     if contract.task is Task.CAUSAL_LM and contract.has_cache:
-        n_slots = n_slots or run.text_model()[0].context_length
-        programs, readme = cached_programs(run.model, shapes, n_slots, dtype), "cached.md"
-    elif n_slots is None:
+        cache_length = cache_length or run.text_model()[0].context_length
+        programs, readme = cached_programs(run.model, shapes, cache_length, dtype), "cached.md"
+    elif cache_length is None:
         programs, readme = {"forward": forward_program(run.model, shapes)}, "forward.md"
     else:
-        raise UserError(f"--cache-length is {n_slots}, but {run.path} holds a {kind} without a cache; omit it.")
+        raise UserError(f"`cache_length` is {cache_length}, but {run.path} holds a {kind} without a cache; omit it.")
     n_tokens = contract.vocab_size if run.tokenizer is None else run.tokenizer.vocab_size
     with complete_path(folder) as scratch:
         scratch.mkdir()
@@ -81,7 +81,7 @@ def export_stablehlo(run: Run, folder: Path, dtype: Dtype = "float32", n_slots: 
             "vocab_size": contract.vocab_size,
             "n_tokens": n_tokens,
             "max_tokens": contract.max_tokens,
-            "n_slots": n_slots,
+            "n_slots": cache_length,
             "end_of_text": None if run.tokenizer is None else run.tokenizer.end_of_text,
             "ends_of_text": [] if run.tokenizer is None else run.tokenizer.ends_of_text,
             "weights": {"file": WEIGHTS, "dtype": dtype},

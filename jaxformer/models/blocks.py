@@ -46,7 +46,10 @@ def check_local_heads(config: BlocksConfig) -> None:
         if not (config.positions == "rope" and config.attention_bias):
             problem = f"{name} is {n}, but heads at a fixed distance need RoPE and attention biases"
             raise UserError(f"{problem}; set positions to rope and attention_bias to true.")
-        query_and_key_at(0, config.width_of_head, config.rope_base, *frequencies)
+        try:
+            query_and_key_at(0, config.width_of_head, config.rope_base, *frequencies)
+        except ValueError as error:
+            raise UserError(f"{error}; make the heads wider, or rope_base smaller.") from error
 
 
 @dataclass(frozen=True)

@@ -179,7 +179,7 @@ class Contrastive:
           UserError: label smoothing is set, but there are no classes.
         """
         if smoothing:
-            raise UserError(f"train.label_smoothing is {smoothing}, but pairs have no labels to smooth; set it to 0.")
+            raise UserError(f"`train.label_smoothing` is {smoothing}, but pairs have no labels to smooth; set it to 0.")
         image_BE, text_BE, log_scale = self._pairs(model, params, batch, keys_B)
         counts_N = None if batch.weights is None else across.gather(jnp.asarray(batch.weights)) > 0
         among = (across.gather(image_BE), across.gather(text_BE), log_scale, counts_N)

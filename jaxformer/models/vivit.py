@@ -28,7 +28,7 @@ class ViViTConfig(ViTConfig):
     n_frames: Side = 32
     """Frames per video."""
     tubelet_frames: Side = 2
-    """Frames per tubelet, whose height and width are `patch_size`; it must divide n_frames."""
+    """Frames per tubelet, whose height and width are patch_size; it must divide n_frames."""
     attention: Literal["joint", "factorised"] = "joint"
     """Attention among all tubelets (model 1), or first within and then across time steps (model 2)."""
     n_temporal_blocks: Depth = 4

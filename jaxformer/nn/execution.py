@@ -11,7 +11,6 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jaxformer.errors import UserError
 from jaxformer.nn.capture import capture_point, is_capturing, lifted, rooted_at
 from jaxformer.nn.parameters import is_tracing_init, repeat_parameters
 from jaxformer.ops.attention import attention
@@ -94,7 +93,7 @@ def run_blocks(
       keys: one dropout key per block.
 
     Raises:
-      UserError: the blocks differ in shape and cannot be scanned.
+      ValueError: the blocks differ in shape and cannot be scanned.
     """
     with rooted_at(blocks[0]):
         # Values of a scan's body have no names of their own, so what is captured is computed block by block.
@@ -144,7 +143,7 @@ def _scan_blocks(
     params = [block.variables["params"] for block in blocks]
     shapes = [jax.tree.map(jnp.shape, p) for p in params]
     if any(shape != shapes[0] for shape in shapes):
-        raise UserError("the blocks differ in shape and cannot be scanned; set compute.scan_blocks to false.")
+        raise ValueError("the blocks differ in shape and cannot be scanned")
     unbound = blocks[0].clone(parent=None)
     mutable = [ROUTER] if blocks[0].is_mutable_collection(ROUTER) else []
     run = _block_function(blocks[0], execution, *inputs, **named)

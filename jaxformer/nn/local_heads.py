@@ -23,7 +23,7 @@ def biases_at(
     themselves yield the score of `NARROW` or `WIDE` there.
 
     Raises:
-      UserError: see `query_and_key_at`.
+      ValueError: see `query_and_key_at`.
     """
     score, frequencies = WIDE if is_wide else NARROW
     query_K, key_K = query_and_key_at(distance, head_dim, rope_base, *frequencies)

@@ -19,14 +19,13 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxformer.config import LoraConfig
 from jaxformer.contract import ParameterAxes
-from jaxformer.errors import UserError
 from jaxformer.nn.parameter_norms import dotted
 from jaxformer.nn.parameters import Params
 
 
 def adapted_matrices(axes: Mapping[str, ParameterAxes], config: LoraConfig) -> list[str]:
     """Return the names of the matrices that `config.matrices` selects, such as `blocks_0.attention.W_Q`, from
-    parameters with these `axes` (`nn.parameters.parameter_axes`). Raises `UserError` if an entry selects no matrix."""
+    parameters with these `axes` (`nn.parameters.parameter_axes`). Raises `ValueError` if an entry selects no matrix."""
     matrices = {name: sides for name, sides in axes.items() if sides.inputs}
     selected: set[str] = set()
     for pattern in config.matrices:
@@ -40,18 +39,18 @@ def adapted_matrices(axes: Mapping[str, ParameterAxes], config: LoraConfig) -> l
             known = sorted({name.rpartition(".")[2] for name in matrices})
             near = [x for x in known if x.lower() == pattern.lower()] or get_close_matches(pattern, known, 1)
             hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(known)}."
-            raise UserError(f"lora.matrices names {pattern!r}, which the model has no matrix of; {hint}")
+            raise ValueError(f"`lora.matrices` names {pattern!r}, which the model has no matrix of; {hint}")
         selected |= names
     whole = whole_parameters(axes, config)
     return [name for name in matrices if name in selected and name not in whole]
 
 
 def whole_parameters(axes: Mapping[str, ParameterAxes], config: LoraConfig) -> list[str]:
-    """Return the names of the parameters that `config.whole` selects. Raises `UserError` if an entry selects none."""
+    """Return the names of the parameters that `config.whole` selects. Raises `ValueError` if an entry selects none."""
     selects = lambda pattern, name: fnmatchcase(dotted(name.split(".")), pattern)  # noqa: E731
     for pattern in config.whole:
         if not any(selects(pattern, name) for name in axes):
-            raise UserError(f"lora.whole names {pattern!r}, but the model has no such parameter; omit it.")
+            raise ValueError(f"`lora.whole` names {pattern!r}, but the model has no such parameter; omit it.")
     return [name for name in axes if any(selects(pattern, name) for pattern in config.whole)]
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jaxformer.errors import UserError, batch_hint
+from jaxformer.errors import batch_hint
 
 
 def check_positions(positions_T: ArrayLike, n_tokens: int | None = None) -> jax.Array:
@@ -121,13 +121,13 @@ def query_and_key_at(
     approaches 1 is farther away.
 
     Raises:
-      UserError: no frequency is in this range.
+      ValueError: no frequency is in this range.
     """
     frequencies_K = base ** (-np.arange(head_dim // 2) / (head_dim // 2))
     in_range_K = ((frequencies_K >= low) & (frequencies_K <= high)).astype(np.float32)
     if not in_range_K.any():
-        problem = f"RoPE with base {base:g} has no frequency from {low:g} to {high:g} in heads of width {head_dim}"
-        raise UserError(f"{problem}; make the heads wider, or the base smaller.")
+        problem = f"RoPE with base {base:g} has no frequency from {low:g} to {high:g}"
+        raise ValueError(f"{problem} in heads of width {head_dim}")
     angles_K, norm = distance * frequencies_K, 1 / np.sqrt(in_range_K.sum())
     query_K = norm * np.concatenate([in_range_K * np.cos(angles_K), -in_range_K * np.sin(angles_K)])
     key_K = norm * np.concatenate([in_range_K, np.zeros_like(in_range_K)])

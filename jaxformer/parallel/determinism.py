@@ -37,7 +37,7 @@ def check_deterministic(platform: str) -> None:
       platform: platform of the devices: cpu, gpu or tpu.
     """
     if platform == "gpu" and (missing := missing_flags()):
-        problem = "compute.deterministic is true, but JAX has initialised its GPUs without the flags it needs"
+        problem = "`compute.deterministic` is true, but JAX has initialised its GPUs without the flags it needs"
         raise UserError(f"{problem}; set XLA_FLAGS='{missing}' before the first array.")
 
 

@@ -12,8 +12,8 @@ import jax
 from jaxformer.errors import UserError
 
 REMEDY = (
-    "lower train.batch_size, raise compute.grad_accumulation_steps, set compute.remat to block, or split the "
-    "parameters with --mesh fsdp=N"
+    "lower `train.batch_size`, raise `compute.grad_accumulation_steps`, set `compute.remat='block'`, or split the "
+    "parameters with `mesh='fsdp=N'`"
 )
 """Changes that reduce the memory of a step, for error messages."""
 

@@ -53,16 +53,16 @@ def parse_mesh(text: str) -> dict[str, int]:
     return sizes
 
 
-def make_mesh(text: str = "", devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(mesh: str = "", devices: Sequence[jax.Device] | None = None) -> Mesh:
     """Return a mesh of all devices with the axes `AXES`; by default, `data` has all devices that the other axes leave.
     Raises `UserError` if the product of the sizes is not the number of devices."""
     devices = jax.devices() if devices is None else devices
-    sizes = parse_mesh(text)
+    sizes = parse_mesh(mesh)
     n, n_others = len(devices), prod(size for axis, size in sizes.items() if axis != "data")
     sizes.setdefault("data", max(1, n // n_others))
     if prod(sizes.values()) != n:
         product = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
-        raise UserError(f"the mesh needs {product} = {prod(sizes.values())} devices, but there are {n}; change --mesh.")
+        raise UserError(f"the mesh needs {product} = {prod(sizes.values())} devices, but there are {n}; change `mesh`.")
     shape = tuple(sizes.get(axis, 1) for axis in AXES)
     # Devices are neighbours where the machine allows it; its axes are split if none is as long as one of the mesh.
     device_mesh = create_device_mesh(shape, devices, allow_split_physical_axes=True)

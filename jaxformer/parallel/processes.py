@@ -55,15 +55,15 @@ class DistributedOptions:
         check_fields(self, "distributed.")
         given = [self.coordinator, self.processes, self.process]
         if any(x is not None for x in given) and any(x is None for x in given):
-            names = "distributed.coordinator, distributed.processes and distributed.process"
+            names = "`distributed.coordinator`, `distributed.processes` and `distributed.process`"
             raise UserError(f"{names} must be given together.")
         if self.coordinator is not None:
             host, _, port = self.coordinator.rpartition(":")
             if not (host and port.isdecimal() and 0 < int(port) < 2**16):
-                raise UserError(f"distributed.coordinator is {self.coordinator!r}; it must be HOST:PORT.")
+                raise UserError(f"`distributed.coordinator` is {self.coordinator!r}; it must be HOST:PORT.")
         if self.processes is not None and self.process is not None and not 0 <= self.process < self.processes:
             limit = f"of {self.processes} processes it must be at least 0 and below {self.processes}"
-            raise UserError(f"distributed.process is {self.process}; {limit}.")
+            raise UserError(f"`distributed.process` is {self.process}; {limit}.")
 
 
 def connect(options: DistributedOptions, environment: Mapping[str, str] = os.environ) -> None:
@@ -127,7 +127,7 @@ def _check_address(coordinator: str, bound: str | None, is_main: bool) -> None:
         except OSError as error:
             if time.monotonic() > deadline:
                 problem = f"process 0 does not respond at {coordinator} after {CONNECT_SECONDS} s ({error})"
-                raise UserError(f"{problem}; start it, or correct distributed.coordinator.") from error
+                raise UserError(f"{problem}; start it, or correct `distributed.coordinator`.") from error
             time.sleep(0.2)
 
 

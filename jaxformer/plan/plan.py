@@ -202,18 +202,18 @@ def describe(plan: Plan, setup: TrainSetup) -> list[str]:
 
 
 def remedies(plan: Plan, setup: TrainSetup) -> str:
-    """Return options that save memory, cheapest first."""
+    """Return changes of the config that save memory, cheapest first."""
     c, shape, options, examples = setup.config.compute, setup.mesh.shape, [], examples_per_microbatch(setup)
     if c.remat != "block":
-        options.append("--compute.remat block")
+        options.append("`compute.remat='block'`")
     if not c.scan_blocks and getattr(setup.config.model, "n_blocks", 1) > 2:
-        options.append("--compute.scan-blocks")
+        options.append("`compute.scan_blocks=True`")
     if examples > 1 and examples % 2 == 0:
-        options.append(f"--compute.grad-accumulation-steps {_accumulation_that_fits(plan, setup)}")
+        options.append(f"`compute.grad_accumulation_steps={_accumulation_that_fits(plan, setup)}`")
     elif examples > 1:
-        options.append("a smaller --train.batch-size")
+        options.append("a smaller `train.batch_size`")
     if shape["data"] > 1:
-        options.append(f"--mesh fsdp={shape['data'] * shape['fsdp']}")
+        options.append(f"`mesh='fsdp={shape['data'] * shape['fsdp']}'`")
     return " or ".join(", ".join([*options, "more devices"]).rsplit(", ", 1))
 
 

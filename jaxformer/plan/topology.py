@@ -85,7 +85,7 @@ def check_topology(topology: str, mesh: str) -> None:
     if not _fits(axes, n):
         devices = "chips" if compiler_of(topology) is TPU else "GPUs"
         problem = f"the mesh {mesh} has {prod(axes.values())} devices, but {topology} has {n} {devices}"
-        raise UserError(f"{problem}; change --mesh.")
+        raise UserError(f"{problem}; change `mesh`.")
 
 
 def rescale_mesh(mesh: str, n: int) -> str:

@@ -8,7 +8,6 @@ import json
 import logging
 import math
 import re
-import shlex
 import shutil
 import sys
 import tempfile
@@ -32,7 +31,7 @@ from jaxformer.errors import (
     folder_vanished_error,
     os_error_reason,
     parse_json,
-    resume_command,
+    resume_fields,
     run_name,
     user_error_on_write,
     write_error,
@@ -176,7 +175,7 @@ class CheckpointReader:
         if not (self._path / str(step) / "opt_state").exists():
             raise UserError(
                 f"checkpoint {step} of {self._title} has parameters only, so training cannot resume from it; start a "
-                f"new run from them with --init-from {shlex.quote(str(self._folder))}."
+                f"new run from them with `init_from={str(self._folder)!r}`."
             )
         try:
             position = self._read_position(step)
@@ -235,7 +234,7 @@ class CheckpointReader:
     def _unreadable(self, step: int, error: Exception) -> UserError:
         return UserError(
             f"checkpoint {step} of {self._title} cannot be read: {_first_line(error)}; restore a copy, or choose "
-            "another with --checkpoint (in training: --from-step)."
+            "another with `checkpoint` (in training: `from_step`)."
         )
 
     def _check_shapes(self, step: int, item: str, abstract: Params) -> None:
@@ -548,7 +547,7 @@ class CheckpointManager(CheckpointReader):
         if isinstance(error, _ReadBackError):
             return UserError(
                 f"{name} ({previous}) was written to {self._folder}, but {reason}; move the run to another disk, "
-                f"then resume with: {resume_command(self._folder)}"
+                f"then resume with {resume_fields(self._folder)}"
             )
         return write_error(self._folder, f"{name} ({previous})", reason)
 

@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from jaxformer.config.files import file_of, kind_of, load_module
-from jaxformer.errors import UserError, abbreviate, command
+from jaxformer.errors import UserError, abbreviate
 from jaxformer.terminal import echo_error
 
 T = TypeVar("T")
@@ -66,8 +66,7 @@ def _stem(where: str) -> str:
 def _import_foreign(where: str, name: str, folder: Path) -> ModuleType:
     """Import the module that defines a class of a run's config, after a note on stderr. Raises `UserError`; see
     `find_class`."""
-    resume = f"{command('train')} --resume --config {Path(where).name}:NAME"
-    remedy = f"restore it, or import a file of that name first ({resume} and the run's other options)"
+    remedy = f"restore it, or import a file of that name first (in training: `config='{Path(where).name}:NAME'`)"
     is_file = where.endswith(".py")
     if any(_is_in_run(file, folder) for file in ([Path(where)] if is_file else _module_files(where))):
         raise UserError(f"{folder} names code in its own folder, {where}, which is not executed; put it elsewhere.")

@@ -50,7 +50,7 @@ def check_not_locked(folder: Path) -> None:
 
 def _locked_error(folder: Path) -> UserError:
     process = (folder / LOCK).read_text() or "(just started)"
-    return UserError(f"process {process} is training in {folder}; wait for it or stop it, or choose another --run.")
+    return UserError(f"process {process} is training in {folder}; wait for it or stop it, or choose another `run`.")
 
 
 def is_run_locked(folder: Path) -> bool:

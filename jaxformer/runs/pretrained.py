@@ -52,7 +52,7 @@ class Pretrained:
         if difference := first_difference(stored, expected):
             name, old, new = difference
             problem = f"{self.path} does not fit the model: {name} is {old} there and {new} in the model"
-            raise UserError(f"{problem}; omit the model options that change its parameters, or --init-from.")
+            raise UserError(f"{problem}; omit the model options that change its parameters, or `init_from`.")
 
     def read(self, abstract: Params, model: ModelConfig) -> Params:
         """Return the parameters of a model that fits, in the dtypes and shardings of `abstract`, without those of a new

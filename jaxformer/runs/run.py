@@ -24,7 +24,7 @@ from jaxformer.config.files import kind_of
 from jaxformer.contract import contract_of
 from jaxformer.data.dataset import Dataset
 from jaxformer.data.tokenizer import TOKENIZER_CONFIG, Tokenizer
-from jaxformer.errors import UserError, command, parse_json, resume_command, run_name
+from jaxformer.errors import UserError, parse_json, resume_fields, run_name
 from jaxformer.files import sha256, write_atomically
 from jaxformer.models.inputs import as_array, check_example, check_next_tokens
 from jaxformer.models.objective import Params, is_causal_lm, next_token_nll
@@ -356,7 +356,9 @@ def create_run(
 
 
 def _exists_error(folder: Path) -> UserError:
-    return UserError(f"{folder} exists; choose another folder, or continue a training there: {resume_command(folder)}")
+    return UserError(
+        f"{folder} exists; choose another folder, or continue a training there with {resume_fields(folder)}"
+    )
 
 
 def check_can_create(folder: Path, allow_suffix: bool = False) -> None:
@@ -368,7 +370,7 @@ def check_can_create(folder: Path, allow_suffix: bool = False) -> None:
         tempfile.TemporaryDirectory(prefix=SCRATCH, dir=parent).cleanup()
     except OSError as error:
         raise UserError(
-            f"{folder} cannot be created: {parent} is not writable ({error.strerror}); choose another --run, or make "
+            f"{folder} cannot be created: {parent} is not writable ({error.strerror}); choose another `run`, or make "
             "it writable."
         ) from error
 
@@ -389,7 +391,7 @@ def read_config(folder: Path) -> Config:
     if not file.is_file():
         reason = "is not a run: it has no config.json" if folder.exists() else "does not exist"
         near = ", ".join(sorted(str(p.parent) for p in folder.parent.glob(f"[!.]*/{CONFIG}"))[:5])
-        remedy = f"runs there: {near}" if near else f"train one with {command('train')}"
+        remedy = f"runs there: {near}" if near else "train one with the command train"
         raise UserError(f"{run_name(folder)} {reason}; {remedy}.")
     try:
         values = dict(parse_json(file.read_bytes()))
@@ -419,7 +421,7 @@ def latest_run(parent: Path, with_checkpoint: bool = False) -> Path:
     if with_checkpoint:
         runs = [file for file in runs if CheckpointReader(file.parent)] or runs
     if not runs:
-        raise UserError(f"there is no run below {parent}; name a run's folder, or train one with {command('train')}.")
+        raise UserError(f"there is no run below {parent}; name a run's folder, or train one with the command train.")
     newest = max(
         runs, key=lambda file: (file.parent / METRICS if (file.parent / METRICS).exists() else file).stat().st_mtime
     )

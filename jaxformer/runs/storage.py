@@ -58,7 +58,7 @@ def training_folder(url: str, resume: bool) -> Iterator[Path]:
     with run_lock(parent):
         if not resume and (names := storage.names()):
             problem = f"{url} exists, with {len(names):,} objects"
-            raise UserError(f"{problem}; add --resume to continue it, or choose another --run.")
+            raise UserError(f"{problem}; add `resume` to continue it, or choose another `run`.")
         shutil.rmtree(folder, ignore_errors=True)
         if resume:
             _download_run(storage, folder)

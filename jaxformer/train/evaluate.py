@@ -113,7 +113,7 @@ class Evaluator:
         while unread:
             read()
         if not targets:
-            raise UserError("the held-out examples have 0 targets; hold out more data, or raise train.eval_examples.")
+            raise UserError("the held-out examples have 0 targets; hold out more data, or raise `train.eval_examples`.")
         joined = {name: np.concatenate([m[name] for m in measures]) for name in measures[0]}
         others = self._objective.summary(joined)
         loss = others.pop("loss")

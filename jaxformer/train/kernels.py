@@ -165,15 +165,15 @@ def choose_attention(config: Config, mesh: Mesh, dtype: DTypeLike) -> ChosenAtte
     function, line = make(config.data.has_segments, try_first=is_local)
     lines = list(dict.fromkeys(all_gather(line[:1000]))) if is_local else [line]
     if len(lines) > 1:  # processes with different programs would deadlock
-        raise UserError(f"processes differ ({'; '.join(lines)}); set compute.attention to xla or blockwise.")
+        raise UserError(f"processes differ ({'; '.join(lines)}); set `compute.attention` to xla or blockwise.")
     if platform == "cpu" or isinstance(function, FusedAttention):
         return ChosenAttention(function, line)
     if config.compute.attention != "auto":
-        remedy = "set compute.attention to auto"
+        remedy = "set `compute.attention='auto'`"
     elif dtype == jnp.float32:
-        remedy = "set compute.precision to bfloat16"
+        remedy = "set `compute.precision='bfloat16'`"
     elif config.data.has_segments and isinstance(make(False, try_first=False)[0], FusedAttention):
-        remedy = "set data.packing to windows"
+        remedy = "set `data.packing='windows'`"
     else:
         remedy = "docs/accelerators.md lists remedies"
     warning = f"warning: attention is not fused, which costs time and memory; {line}; {remedy}"
@@ -223,7 +223,7 @@ def make_attention(
             return fused, f"attention: {kernel}"
         reason = f"not {kernel}: {refused}"
     if name != "auto":
-        raise UserError(f"compute.attention is {name!r}, which cannot be used ({reason}); set it to auto.")
+        raise UserError(f"`compute.attention` is {name!r}, which cannot be used ({reason}); set it to auto.")
     min_positions = MIN_CPU_BLOCKWISE_POSITIONS if is_cpu else MIN_BLOCKWISE_POSITIONS
     unfused = "blockwise" if min(q_HTK.shape[1], k_GSK.shape[1]) >= min_positions else "xla"
     return cpu_attention if is_cpu else unfused_attention, f"attention: {unfused} ({reason})"

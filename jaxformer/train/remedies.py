@@ -1,4 +1,4 @@
-"""Remedies for a diverging loss, as command-line options with values."""
+"""Remedies for a diverging loss, as fields of the config with values."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from jaxformer.train.optimizer import RULES
 
 
 def hints(config: Config) -> list[tuple[str, str]]:
-    """Return descriptions and options of the usual remedies, the smallest change first.
+    """Return descriptions and fields with values of the usual remedies, the smallest change first.
 
-    The first that is an option of the optimizer never asks for new checkpoints.
+    The first that is a field of the optimizer never asks for new checkpoints.
     """
     o, rule = config.optimizer, RULES.get(config.optimizer.name)
     usual = o.learning_rate if rule is None else rule.usual_learning_rate
-    lower = "a lower learning rate", f"--optimizer.learning-rate {min(o.learning_rate / 4, usual):g}"
+    lower = "a lower learning rate", f"`optimizer.learning_rate={min(o.learning_rate / 4, usual):g}`"
     far_too_high = o.learning_rate > 4 * usual
     table = (
-        (getattr(config.model, "norm", None) == "none", "a norm before every layer", "--model.norm rmsnorm"),
+        (getattr(config.model, "norm", None) == "none", "a norm before every layer", "`model.norm='rmsnorm'`"),
         (far_too_high, *lower),
-        (o.clip_norm is None or o.clip_norm > 1, "clipped gradients", "--optimizer.clip-norm 1"),
+        (o.clip_norm is None or o.clip_norm > 1, "clipped gradients", "`optimizer.clip_norm=1`"),
         (not far_too_high, *lower),
-        (not o.warmup_steps, "a warm-up", "--optimizer.warmup-steps 100"),
+        (not o.warmup_steps, "a warm-up", "`optimizer.warmup_steps=100`"),
     )
     return [(what, option) for applies, what, option in table if applies]
 

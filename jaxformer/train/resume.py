@@ -94,7 +94,7 @@ def find_start(
             reason = "its content has changed, or this version splits or tokenizes it differently"
             raise UserError(
                 f"the data differs from what this run was trained on: {reason}; it is now {data.describe()}; restore "
-                "it, start a new run, or resume regardless with --allow-changed-data."
+                "it, start a new run, or resume regardless with `allow_changed_data`."
             )
         notes.append(f"the data has changed; it is now {data.describe()}")
     if rollback is not None:
@@ -134,7 +134,7 @@ def restore_state(
     """
     step, steps = checkpoints.step(which), setup.config.steps
     if step > steps:
-        raise UserError(f"steps is {steps}; it must be at least {step}, the steps that the run has already taken.")
+        raise UserError(f"`steps` is {steps}; it must be at least {step}, the steps that the run has already taken.")
     like = setup.abstract_state
     params, opt_state, position = checkpoints.restore(step, like.params, like.opt_state)
     failures = global_device_put(np.array(position["failures"], np.int32), replicated(setup.mesh))

@@ -51,7 +51,7 @@ def loss_by_position(
     Raises:
       UserError: the run's model is not a causal language model.
     """
-    check_causal_lm(run, "--by-position")
+    check_causal_lm(run, "`by_position`")
     setup, c = _evaluation_setup(run, mesh, batch_size, precision), run.text_model()[0]
     nats_T, weights_T = np.zeros((2, c.context_length))
     first, split = c.context_length - c.n_predicted, batch_sharding(mesh)  # a model may predict only a window's end
@@ -94,11 +94,11 @@ def load_held_out_text(
         documents, or the text cannot be read.
     """
     model, tokenizer = run.text_model()
-    check_causal_lm(run, "--data.path")
+    check_causal_lm(run, "`data.path`")
     length, limit = model.context_length, model.n_predicted
     if stride is not None and stride > limit:
         raise UserError(
-            f"stride is {stride}; it must be at most {limit}, as many tokens as a window of this run predicts."
+            f"`stride` is {stride}; it must be at most {limit}, as many tokens as a window of this run predicts."
         )
     data = run.config.data if isinstance(run.config.data, TextConfig) else TextConfig()
     data = replace(data, unwrap=data.unwrap if unwrap is None else unwrap, column=column or data.column)
@@ -112,7 +112,7 @@ def load_held_out_text(
     size = f"{path}: {len(documents):,} documents, {len(tokens):,} tokens; "
     if run.config.data.has_segments:
         if stride is not None:
-            raise UserError(f"stride is {stride}, but this run has packed documents, not windows; omit it.")
+            raise UserError(f"`stride` is {stride}, but this run has packed documents, not windows; omit it.")
         packed = replace(pack_documents(tokens, tokenizer, fitting_length(len(tokens), length)), token_lengths=lengths)
         return packed, f"{size}packed into {len(packed.rows):,} rows of {packed.length}", documents.notes
     text = HeldOutText(tokens, lengths, length, limit, stride)

@@ -80,12 +80,14 @@ class TrainSetup:
         if B % (n * n_microbatches):
             up = -(-B // (n * n_microbatches)) * n * n_microbatches
             also = f" in {n_microbatches} microbatches" if n_microbatches > 1 else ""
-            raise UserError(f"train.batch_size {B} does not split over {n} devices{also}; use a multiple such as {up}.")
+            raise UserError(
+                f"`train.batch_size` {B} does not split over {n} devices{also}; use a multiple such as {up}."
+            )
         if self.config.data.has_segments and not self.config.model.contract.has_segments:
             kind = type(self.config.model).__name__
             raise UserError(
-                f"the data packs its examples, but this {kind} does not attend within segments; set data.packing to "
-                "windows, or use a decoder without a prefix."
+                f"the data packs its examples, but this {kind} does not attend within segments; set "
+                "`data.packing='windows'`, or use a decoder without a prefix."
             )
 
     @cached_property
@@ -117,7 +119,11 @@ class TrainSetup:
     @cached_property
     def state_axes(self) -> Mapping[str, ParameterAxes]:
         """Axes of each parameter and each adapter by its dotted name."""
-        return {**self.parameter_axes, **adapter_axes(self.parameter_axes, self.config.lora)}
+        axes = self.parameter_axes
+        try:
+            return {**axes, **adapter_axes(axes, self.config.lora)}
+        except ValueError as error:  # names what the model does not have
+            raise UserError(str(error)) from error
 
     @cached_property
     def parameter_order(self) -> list[str]:
@@ -155,11 +161,16 @@ class TrainSetup:
         return jax.jit(merge_adapters, out_shardings=jax.tree.map(lambda x: x.sharding, self.abstract_params))
 
     def check_devices(self) -> None:
-        """Raise `UserError` if the parameters do not fit into memory, the configured attention cannot run, or `lora`
-        matches no matrix."""
+        """Raise `UserError` if the parameters do not fit into memory, the configured attention cannot run, `lora`
+        matches no matrix, or blocks that are to be scanned differ in shape."""
         if not self.config.lora.rank:  # frozen parameters have no gradients
             check_parameters(self.abstract_params, self.mesh.size, jax.local_devices()[0])
         self.attention, self.state_axes  # noqa: B018
+        first: dict[str, Any] = {}
+        for name, params in self.abstract_params.items() if self.config.compute.scan_blocks else ():
+            shapes = jax.tree.map(jnp.shape, params)
+            if BLOCK.search(name) and first.setdefault(BLOCK.sub("", name), shapes) != shapes:
+                raise UserError("the blocks differ in shape and cannot be scanned; set `compute.scan_blocks=False`.")
 
     def init_state(self) -> TrainState:
         """Return the initial state in its sharding; random initialisation depends only on `config.seed`, not on the
@@ -272,5 +283,7 @@ def resolve_precision(config: ComputeConfig, mesh: Mesh) -> jnp.dtype:
         return jnp.dtype(jnp.float32 if platform == "cpu" else jnp.bfloat16)
     no_sums = platform in workarounds.PLATFORMS_WITHOUT_BFLOAT16_SUMS
     if config.precision == "bfloat16" and no_sums and mesh.shape["tensor"] > 1:
-        raise UserError("compute.precision is bfloat16, which a CPU cannot sum over a tensor axis; use float32 there.")
+        raise UserError(
+            "`compute.precision` is bfloat16, which a CPU cannot sum over a tensor axis; use float32 there."
+        )
     return jnp.dtype(config.precision)

@@ -12,7 +12,7 @@ from types import ModuleType
 
 from jaxformer.config import Config
 from jaxformer.config.fields import flatten, to_dict
-from jaxformer.errors import UserError, import_extra, resume_command, user_error_on_write
+from jaxformer.errors import UserError, import_extra, resume_fields, user_error_on_write
 from jaxformer.files import write_atomically
 from jaxformer.train.log import Row, Sink, read_metrics
 
@@ -111,14 +111,14 @@ def _tensorboard(folder: Path, config: Config) -> Iterator[Sink]:
 
 @contextmanager
 def _weights_and_biases(folder: Path, config: Config) -> Iterator[Sink]:
-    """Log to a run of the project jaxformer, whose id is stored in the folder so that `--resume` continues it.
+    """Log to a run of the project jaxformer, whose id is stored in the folder so that resuming continues it.
 
     Only steps from the run's `starting_step` on are sent, because its history is append-only. After an online run, no
     step is sent twice; after an offline run, all are sent again, so that the last upload is complete. A run that was
     rolled back begins a new one; see `discard_wandb_run`.
     """
     wandb, file = _package("wandb"), folder / WANDB_ID
-    resume = f"resume with: {resume_command(folder)}"
+    resume = f"resume with {resume_fields(folder)}"
     with _connection(wandb, "try again, or set WANDB_MODE=offline."):
         run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "jaxformer"),
@@ -170,7 +170,7 @@ _OPENERS = {"tensorboard": _tensorboard, "wandb": _weights_and_biases}
 def _package(name: str, part: str = "") -> ModuleType:
     """Return the package of a sink, or a submodule such as `.record_writer`; raise `UserError` if it is not
     installed."""
-    return import_extra(f"{PACKAGES[name]}{part}", f"train.log_to {name}")
+    return import_extra(f"{PACKAGES[name]}{part}", f"`train.log_to` {name}")
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Commands: exit statuses, one-sentence errors, and warnings on one line."""
+"""Commands: exit statuses, one-sentence errors, warnings on one line, and commands to type."""
 
 import logging
 import os
@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from jaxformer.cli import sample, train
-from jaxformer.cli.command import _OneLine, as_command
+from jaxformer.cli.command import _OneLine, as_command, command
 from jaxformer.errors import UserError
 from tests.helpers import ROOT
 
@@ -76,3 +76,36 @@ def test_an_interrupted_program_ends_at_once_and_prints_what_it_has_said():
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=240
     )
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "saved\n", "")
+
+
+@pytest.mark.parametrize(
+    ("program", "train", "inspect"),
+    [
+        ("train.py", "python train.py", "python -m jaxformer inspect"),
+        ("sample.py", "python train.py", "python -m jaxformer inspect"),
+        (f"{ROOT}/train.py", f"python {ROOT}/train.py", "python -m jaxformer inspect"),
+        ("/usr/bin/jaxformer", "jaxformer train", "jaxformer inspect"),
+        ("jaxformer.exe", "jaxformer train", "jaxformer inspect"),
+        (f"{ROOT}/jaxformer/__main__.py", "python -m jaxformer train", "python -m jaxformer inspect"),
+        ("", "python -m jaxformer train", "python -m jaxformer inspect"),  # an interactive interpreter
+        ("-c", "python -m jaxformer train", "python -m jaxformer inspect"),
+    ],
+)
+def test_commands_are_named_as_the_program_was_started(monkeypatch, program, train, inspect):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", [program])
+    assert (command("train"), command("inspect")) == (train, inspect)
+
+
+def test_a_script_of_the_users_own_is_not_taken_for_ours(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    for name in ("train.py", "sample.py"):
+        (tmp_path / name).touch()
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    assert command("train") == "python -m jaxformer train"
+
+
+def test_a_path_with_spaces_is_quoted(monkeypatch, tmp_path):
+    (tmp_path / "my code").symlink_to(ROOT)
+    monkeypatch.setattr(sys, "argv", [f"{tmp_path}/my code/train.py"])
+    assert command("sample") == f"python '{tmp_path}/my code/sample.py'"

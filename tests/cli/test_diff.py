@@ -219,7 +219,7 @@ def test_runs_without_logs_and_checkpoints_are_not_the_same(tmp_path: Path, caps
         ([], "give two runs"),
         (["runs/one"], "give two runs"),
         (["nowhere", "elsewhere"], "nowhere does not exist"),
-        (["a", "b", "--tolerance", "2"], "tolerance is 2.0; it must be at least 0 and below 1"),
+        (["a", "b", "--tolerance", "2"], "--tolerance is 2.0; it must be at least 0 and below 1"),
     ],
 )
 def test_wrong_input_is_one_sentence(options: list[str], said: str, capsys, tmp_path, monkeypatch) -> None:

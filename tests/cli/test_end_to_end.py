@@ -200,8 +200,7 @@ def test_a_full_disk_is_one_sentence_and_the_run_can_be_resumed(here, plain, tmp
         assert result.stderr.count("\n") == 1
         assert {folder.name for folder in (disk / "run/checkpoints").iterdir()} <= {"10", "15"}
         full.unlink()
-        command = result.stderr.partition("then resume with: python ")[2]
-        result = run(*shlex.split(command), cwd=here)
+        result = run("train.py", *shlex.split(result.stderr.partition("then resume with ")[2]), cwd=here)
         assert result.returncode == 0 and not result.stderr, result.stderr
         assert_same_run(disk / "run", plain)
 

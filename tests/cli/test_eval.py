@@ -138,7 +138,7 @@ def test_a_model_with_one_prediction_per_window_has_a_stride_of_one(here, monkey
     assert "; windows of 8 tokens, 1 apart\n" in capsys.readouterr().out
     assert command.main(["--data.path", "books/0.txt", "--stride", "4"]) == 2
     assert capsys.readouterr().err == (
-        "error: stride is 4; it must be at most 1, as many tokens as a window of this run predicts.\n"
+        "error: --stride is 4; it must be at most 1, as many tokens as a window of this run predicts.\n"
     )
 
 
@@ -170,7 +170,7 @@ def test_characters_unknown_to_the_tokenizer_count_as_their_bytes(here, evaluate
         ("--data.path nowhere", "no data at nowhere"),
         (
             "--data.path books --stride 17",
-            "stride is 17; it must be at most 16, as many tokens",
+            "--stride is 17; it must be at most 16, as many tokens",
         ),
         ("--data.path books --checkpoint 7", "7"),
         ("--data.path books --mesh data=3", "the mesh needs data 3 = 3 devices, but there are 8"),

@@ -92,7 +92,7 @@ def test_export_is_named_after_run_and_format(run, tmp_path, monkeypatch, capsys
     [
         ([], "--format is missing; give one of "),
         (["--format", "safetensors", "--cache-length", "8"], "--cache-length has no effect on safetensors; omit"),
-        (["--format", "stablehlo", "--cache-length", "0"], "cache_length is 0; it must be at least 1"),
+        (["--format", "stablehlo", "--cache-length", "0"], "--cache-length is 0; it must be at least 1"),
         (["--format", "safetensors", "--checkpoint", "7"], "7"),
     ],
 )

@@ -17,7 +17,7 @@ from jaxformer.__main__ import COMMANDS
 from jaxformer.cli import eval as eval_command
 from jaxformer.cli import sample, train
 from jaxformer.cli.arguments import load_config
-from jaxformer.cli.options import HIDDEN, MERGED, POSITIONAL, CommandLine, help_text, option_groups
+from jaxformer.cli.options import HIDDEN, MERGED, POSITIONAL, CommandLine, help_text, option_groups, with_flags
 from jaxformer.config.fields import FieldDocs, field_docstrings, type_hints
 from jaxformer.decode.completion import CompletionOptions
 from jaxformer.decode.samplers import Sampling
@@ -170,3 +170,29 @@ def test_options_are_read_before_all_are_known():
     assert line.value("--size", str) == "a=b" and line.value("--absent", int, 3) == 3
     assert line.value("--resume", bool, True) is False and line.value("--layer-sizes", tuple[int, ...]) == (1, 2)
     assert line.words(without={"--resume"}) == ["--size=a=b", "x", "--layer_sizes", "1", "2"]
+
+
+@pytest.mark.parametrize(
+    ("named", "shown"),
+    [
+        ("`train.batch_size` is 0; change `mesh`.", "--train.batch-size is 0; change --mesh."),
+        ("set `mesh='fsdp=4'` or `model.bias=False`", "set --mesh fsdp=4 or --model.no-bias"),
+        ("`resume=True` `run='my runs/a'`", "--resume --run 'my runs/a'"),
+        (
+            "`model.image_size=(64, 48)`, `optimizer.clip_norm=None`",
+            "--model.image-size 64 48, --optimizer.clip-norm none",
+        ),
+        ("`x=y z`, `jaxformer train`, `--steps`, `W_Q` and `a", "`x=y z`, `jaxformer train`, `--steps`, `W_Q` and `a"),
+    ],
+)
+def test_fields_that_a_message_names_become_options(named, shown):
+    assert with_flags(named) == shown
+
+
+def test_only_the_command_line_spells_options():
+    """Elsewhere, messages and docstrings name fields; see `UserError`."""
+    of_other_programs = {"--no-deps", "--merge", "--xla_gpu_exclude_nondeterministic_ops", "--xla_gpu_autotune_level"}
+    package = ROOT / "jaxformer"
+    files = {*package.rglob("*.py")} - {*(package / "cli").rglob("*.py"), package / "__main__.py"}
+    spelled = {word for file in files for word in re.findall(r"(?<![\w-])--[a-z{][\w.-]*", file.read_text("utf-8"))}
+    assert len(files) > 150 and spelled == of_other_programs

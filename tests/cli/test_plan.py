@@ -75,7 +75,7 @@ def test_gradient_accumulation_is_raised_as_far_as_memory_needs(microbatches, st
     state = jax.tree.leaves((setup.abstract_state, setup.abstract_state.params))
     fixed = sum(4 * prod(x.sharding.shard_shape(x.shape)) for x in state)
     plan: Any = Namespace(memory=fixed + microbatches * 1e6, capacity=(fixed + 1e6) / 0.9 + 1)
-    assert f"--compute.grad-accumulation-steps {steps}" in remedies(plan, setup)
+    assert f"`compute.grad_accumulation_steps={steps}`" in remedies(plan, setup)
 
 
 def test_memory_is_read_from_out_of_memory_errors():
@@ -156,7 +156,7 @@ def test_facts_of_gpus_agree_with_their_rates():
 )
 def test_topology_accepts_meshes_of_all_chips(topology, mesh):
     check_topology(topology, mesh)
-    with pytest.raises(UserError, match="change --mesh"):
+    with pytest.raises(UserError, match="change `mesh`"):
         check_topology(topology, "data=3")
 
 

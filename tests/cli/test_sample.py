@@ -270,7 +270,7 @@ def test_rounded_weights_move_a_logprob_by_less_than_a_twentieth(rows, caplog):
         (["--logit-bias", "q=inf"], "it must be finite"),
         (["--bad-words", ""], "it must be words of at least 1 token each"),
         (["--stop-tokens", "280"], "a stop token is 280; it must be from 0 to 279"),
-        (["--top-logprobs", "281"], "top-logprobs is 281; it must be at most the vocabulary's 280"),
+        (["--top-logprobs", "281"], "--top-logprobs is 281; it must be at most the vocabulary's 280"),
         (["--prompt", "many words " * 9], "at most the context's 16"),
         (["--draft", ""], "--draft is ''; it must be a local folder"),
         (["--prompt", "A", "many words " * 9], "prompt 2 has"),

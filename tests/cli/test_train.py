@@ -36,8 +36,8 @@ def test_rollback_options_need_resume(options, said):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--from-step", "1", "--skip-batches", "-5"], r"skip_batches is -5; it must be at least 0\.$"),
-        (["--from-step", "-1"], r"from_step is -1; it must be at least 0\.$"),
+        (["--from-step", "1", "--skip-batches", "-5"], r"`skip_batches` is -5; it must be at least 0\.$"),
+        (["--from-step", "-1"], r"`from_step` is -1; it must be at least 0\.$"),
     ],
 )
 def test_rollback_goes_neither_before_the_start_nor_back_in_the_data(options, said):
@@ -59,7 +59,7 @@ def test_resuming_imports_the_named_config_before_it_reads_that_of_the_run(tmp_p
     stored = tmp_path / "config.json"
     stored.write_text(stored.read_text().replace("config.TokenModelConfig", "/elsewhere/fresh.py:FreshConfig"))
     resume = ["--resume", "--run", str(tmp_path)]
-    with pytest.raises(UserError, match=r"/elsewhere/fresh.py, which does not exist; .*--config fresh.py:NAME"):
+    with pytest.raises(UserError, match=r"/elsewhere/fresh.py, which does not exist; .*`config='fresh.py:NAME'`"):
         _parse(CommandLine(resume), ExitStack())
     with pytest.raises(UserError, match="was trained with seed 0, not 1"):
         _parse(CommandLine([*resume, "--config", f"{file}:fresh", "--seed", "1"]), ExitStack())

@@ -92,7 +92,7 @@ def test_non_finite_outputs_fail_alone(run: str, capsys, monkeypatch: pytest.Mon
     ("options", "message"),
     [
         (["nowhere"], "nowhere does not exist"),
-        (["--examples", "1"], "examples is 1; it must be at least 2"),
+        (["--examples", "1"], "--examples is 1; it must be at least 2"),
         (["--checkpoint", "7"], "checkpoint"),
     ],
 )

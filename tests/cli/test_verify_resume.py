@@ -26,7 +26,7 @@ def as_a_user(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ("--kill-at 20 --steps 20", "kill-at is 20; it must be at least 1 and below the 20 steps"),
+        ("--kill-at 20 --steps 20", "--kill-at is 20; it must be at least 1 and below the 20 steps"),
         ("--kill-at 5 --train.checkpoint-every 9", "there is no checkpoint to resume from at step 5; omit it"),
         ("--folder .", ".: File exists."),
     ],

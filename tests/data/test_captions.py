@@ -240,11 +240,11 @@ def test_too_large_image_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_data_that_does_not_match_the_model_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path)
-    with pytest.raises(UserError, match=r"has 4 pair\(s\) for training, fewer than train\.batch_size 5"):
+    with pytest.raises(UserError, match=r"has 4 pair\(s\) for training, fewer than `train\.batch_size` 5"):
         load(path, batch_size=5)
     with pytest.raises(UserError, match="MLPConfig does not configure a model of both"):
         CaptionsConfig(path).load(MLPConfig(), 2, 0)
-    with pytest.raises(UserError, match="channels is 2; set it to 1"):
+    with pytest.raises(UserError, match="channels` is 2; set it to 1"):
         load(path, model=replace(MODEL, vision=replace(MODEL.vision, mean=(0.5, 0.5), std=(0.2, 0.2))))
 
 

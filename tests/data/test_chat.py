@@ -12,6 +12,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from jaxformer.cli.training_report import footer
 from jaxformer.config import Config, OptimizerConfig, TokenModelConfig, TrainConfig
 from jaxformer.data.chat import ChatConfig, assistant_tokens, encode_conversations, read_conversations
 from jaxformer.data.chat_template import MARK, ChatTemplate, encode_rendered
@@ -19,7 +20,6 @@ from jaxformer.data.packing import PackedExamples
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError
 from jaxformer.inspect.callbacks import make_callbacks
-from jaxformer.inspect.training_report import footer
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.parallel.mesh import make_mesh
 from jaxformer.train.log import read_metrics
@@ -218,7 +218,7 @@ def test_a_template_that_is_none_is_refused_with_its_line(tokenizer, source, sai
         (MARKED, "it raises TemplateError: no role system"),
         ("{{ messages[9].content.x }}", "it raises UndefinedError: "),
         ("{{ messages.__class__.__mro__ }}", "it raises SecurityError: access to attribute '__class__'"),
-        (LAST_ONLY, r"it renders message 2 differently .* set data.template to one with {% gen"),
+        (LAST_ONLY, r"it renders message 2 differently .* set `data.template` to one with {% gen"),
         (CHATML.replace("assistant\n' }}{% endif", "assistant\n<think>' }}{% endif"), "it renders message 2 different"),
     ],
 )
@@ -467,13 +467,13 @@ def test_files_that_are_left_out_of_a_folder_are_noted(published, tmp_path):
     written(tmp_path / "a.jsonl", CHAT, CHAT[:2])
     written(tmp_path / "._a.jsonl", CHAT)
     (tmp_path / "README.md").write_text("about them")
-    note = f"1 file(s) of {tmp_path} are read (left out: 1 hidden, 1 .md)"
+    note = f"1 file(s) of {tmp_path} are read (left out: 1 .md)"
     assert note in load(tmp_path, published, val_fraction=0.5).notes
 
 
 def test_a_tokenizer_without_template_and_data_without_tokenizer_are_refused(tmp_path):
     path = written(tmp_path / "c.jsonl", CHAT, CHAT[:2])
-    with pytest.raises(UserError, match=r"need a tokenizer; start from a model with --init-from, or .* --data\.tok"):
+    with pytest.raises(UserError, match=r"need a tokenizer; start from a model with `init_from`, or .* `data\.tok"):
         ChatConfig(str(path)).load(TokenModelConfig(), 1, 0)
     trained = Tokenizer.train([WORDS], 270)
     with pytest.raises(UserError, match=r"the tokenizer has no chat template; name a file with one in training, with"):
@@ -498,7 +498,7 @@ def test_a_tokenizer_without_template_and_data_without_tokenizer_are_refused(tmp
 def test_a_template_file_that_holds_none_is_refused(tokenizer, tmp_path, name, content, said):
     if content is not None:
         (tmp_path / name).write_bytes(content)
-    with pytest.raises(UserError, match=rf"data\.template .* is no chat template \(.*{said}"):
+    with pytest.raises(UserError, match=rf"`data\.template` .* is no chat template \(.*{said}"):
         ChatTemplate.read(str(tmp_path / name), tokenizer)
 
 

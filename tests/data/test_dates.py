@@ -95,7 +95,7 @@ def test_seed_changes_the_order_not_the_dates():
     [
         ({"locales": ("xx_YY",)}, "the locale 'xx_YY' is not known"),
         ({"locales": ("not a locale",)}, "the locale 'not a locale' is not known"),
-        ({"forms": ("tiny",)}, "data.forms is 'tiny'; it must be one of short, medium, long, full"),
+        ({"forms": ("tiny",)}, "`data.forms` is 'tiny'; it must be one of short, medium, long, full"),
     ],
     ids=str,
 )

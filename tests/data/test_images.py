@@ -352,7 +352,7 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (replace(MODEL, n_classes=4), "3 classes, but model.n_classes is 4; set --model.n-classes 3"),
+        (replace(MODEL, n_classes=4), "3 classes, but `model.n_classes` is 4; set `model.n_classes=3`"),
         (DecoderConfig(), "the data is images, but DecoderConfig does not configure a model of images"),
         (ViViTConfig(), "the data is images, but ViViTConfig does not configure a model of images"),
     ],
@@ -366,9 +366,9 @@ def test_invalid_numbers_are_refused(idx_folder: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="has 11 training images, fewer than"):
         ImagesConfig(str(idx_folder)).load(MODEL, 12, 0)
     write_pictures(tmp_path / "train", images(2))
-    with pytest.raises(UserError, match=r"data.val_fraction 1e-09 of 2 images leaves nothing to evaluate on"):
+    with pytest.raises(UserError, match=r"`data.val_fraction` 1e-09 of 2 images leaves nothing to evaluate on"):
         read_splits(str(tmp_path), 1e-9, 1)
-    with pytest.raises(UserError, match=r"model\.channels is 2; set it to 1"):
+    with pytest.raises(UserError, match=r"`model\.channels` is 2; set it to 1"):
         read_splits(str(tmp_path), 0.5, 2)
 
 
@@ -382,10 +382,10 @@ def test_hidden_and_empty_folders_are_no_classes_and_what_is_not_read_is_counted
     (tmp_path / "train/loose.png").write_bytes((tmp_path / "train/a/00.png").read_bytes())
     opened = open_image_folder(str(tmp_path))
     assert opened.classes == ("a", "b", "c") and len(opened.train) == N
-    left_out = "2 hidden, 1 .heic, 1 .txt, 1 in no folder of a class, 1 folder(s) without images"
+    left_out = "1 .heic, 1 .txt, 1 in no folder of a class, 1 folder(s) without images"
     assert opened.notes == (
         f"11 file(s) of {tmp_path / 'train'} are read (left out: {left_out})",
-        f"4 file(s) of {tmp_path / 'val'} are read (left out: 2 folder(s) without images, 1 hidden)",
+        f"4 file(s) of {tmp_path / 'val'} are read (left out: 2 folder(s) without images)",
     )
 
 

@@ -87,12 +87,12 @@ def test_wrong_files_are_refused_in_one_sentence(tmp_path: Path, train: str, val
 def test_models_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     data = load(tmp_path)
     config = LabelledTextConfig(str(tmp_path / "x"))
-    with pytest.raises(UserError, match=r"has 2 classes, but model\.n_classes is 9; set --model\.n-classes 2\.$"):
+    with pytest.raises(UserError, match=r"has 2 classes, but `model\.n_classes` is 9; set `model\.n_classes=2`\.$"):
         config.load(MODEL, 2, 0)
     with pytest.raises(UserError, match="DecoderConfig does not configure a text classifier; change one"):
         config.load(DecoderConfig(), 2, 0)
     with pytest.raises(
-        UserError, match=r"4 training texts, fewer than train\.batch_size 5; set it to at most 4, or give more\.$"
+        UserError, match=r"4 training texts, fewer than `train\.batch_size` 5; set it to at most 4, or give more\.$"
     ):
         config.load(data.model, 5, 0, data.tokenizer)
     assert config.load(data.model, 2, 0, data.tokenizer).fingerprint == data.fingerprint  # as on resuming

@@ -94,7 +94,7 @@ def test_unigram_entropy_equals_a_loop(data: MaskedTextDataset) -> None:
 
 def test_invalid_masked_fraction_is_refused() -> None:
     for share in (0.0, 1.5):
-        with pytest.raises(UserError, match=f"masked_fraction is {share}"):
+        with pytest.raises(UserError, match=f"masked_fraction` is {share}"):
             replace(MaskedTextConfig(), masked_fraction=share)
 
 

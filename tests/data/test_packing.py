@@ -203,14 +203,14 @@ def test_setup_expects_the_shapes_of_packed_batches():
     (PrefixTextConfig(packing="documents"), DecoderConfig(prefix=True)),
 ])  # fmt: skip
 def test_packing_for_a_model_without_segments_is_refused(config, model):
-    with pytest.raises(UserError, match=rf"but this {type(model).__name__} does not attend within segments; set data"):
+    with pytest.raises(UserError, match=rf"but this {type(model).__name__} does not attend within segments; set `data"):
         TrainSetup(Config("x", model, data=config, steps=1), make_mesh())
 
 
 def test_packing_with_a_stride_or_of_too_few_documents_is_refused():
-    with pytest.raises(UserError, match=r"data.stride is 4, but packed documents have no windows"):
+    with pytest.raises(UserError, match=r"`data.stride` is 4, but packed documents have no windows"):
         TextConfig(packing="documents", stride=4)
     with pytest.raises(
-        UserError, match=r"has 1 row\(s\) of model.context_length 16 tokens, fewer than train.batch_size 2"
+        UserError, match=r"has 1 row\(s\) of `model.context_length` 16 tokens, fewer than `train.batch_size` 2"
     ):
         pack_documents(stream([3]), TOKENIZER, 16, 2)

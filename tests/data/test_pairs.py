@@ -142,7 +142,7 @@ def test_too_long_pairs_are_left_out_and_reported() -> None:
     actual = {pair for k in range(2 * data.steps_per_epoch) for pair in read_back(data.batch(k))}
     assert actual <= set(TRAIN)
     assert "longer" not in pairs().describe()
-    with pytest.raises(UserError, match=r"numbers has 50 pairs of at most 16 tokens, fewer than train.batch_size 51"):
+    with pytest.raises(UserError, match=r"numbers has 50 pairs of at most 16 tokens, fewer than `train.batch_size` 51"):
         pairs([*TRAIN, Pair("x" * 17, "y"), Pair("x", "y" * 16)], batch_size=51)
 
 

@@ -83,10 +83,10 @@ def test_held_out_prefixes_do_not_depend_on_seed_or_batch_size(config: PrefixTex
 
 
 def test_invalid_prefix_lengths_are_refused(config: PrefixTextConfig) -> None:
-    with pytest.raises(UserError, match="shortest_prefix is 0"):
+    with pytest.raises(UserError, match="shortest_prefix` is 0"):
         replace(config, shortest_prefix=0)
-    with pytest.raises(UserError, match="longest_prefix is 2; it must be at least 3"):
+    with pytest.raises(UserError, match="longest_prefix` is 2; it must be at least 3"):
         replace(config, longest_prefix=2)
     for name in ("shortest_prefix", "longest_prefix"):
-        with pytest.raises(UserError, match=f"data.{name} is 17; it must be at most .*16"):
+        with pytest.raises(UserError, match=f"`data.{name}` is 17; it must be at most .*16"):
             replace(config, **{"longest_prefix": None, name: 17}).load(MODEL, B, seed=0)

@@ -275,8 +275,8 @@ GOOD = b'{"text": "a"}\n'
     ("a.jsonl", GOOD + b"{'text': 3}\n", r"a\.jsonl, line 2, is not JSON \(Expecting property name .*\); fix it"),
     ("a.jsonl", b'["text"]\n', r"line 1, is not a JSON object, and no field 'text'; name"),
     ("a.jsonl", GOOD + b'\n{"body": "b", "id": 3}', r"line 3, has the fields body, id, and no field 'text'; name the"),
-    ("a.jsonl", b'{"text": ["a"]}', r"line 1, has no text in the field 'text', but \['a'\]; see data\.column"),
-    ("a.jsonl", b'{"text": "\\ud800"}', r"line 1, has no text in the field 'text', but '\\ud800'; see data\.column"),
+    ("a.jsonl", b'{"text": ["a"]}', r"line 1, has no text in the field 'text', but \['a'\]; see `data\.column`"),
+    ("a.jsonl", b'{"text": "\\ud800"}', r"line 1, has no text in the field 'text', but '\\ud800'; see `data\.column`"),
     ("a.jsonl", GOOD + b'{"text": "\xff"}', r"a\.jsonl, line 2, is not UTF-8 \(invalid start byte\); convert it"),
     ("a.jsonl.gz", gzip.compress(GOOD * 99, mtime=0)[:-12], r"gz cannot be read: Compressed file ended"),
     ("a.jsonl.gz", GOOD, r"a\.jsonl\.gz cannot be read: Not a gzipped file"),
@@ -326,7 +326,7 @@ def test_wrong_tables_are_refused(tmp_path, write):
     path = find_files(str(write(tmp_path, TEXTS))).files[-1]
     with pytest.raises(UserError, match=r"has the columns id, text, none of them 'body'; name the one with the text"):
         texts_of(path, "body")
-    with pytest.raises(UserError, match=r"has int64 in the column 'id', which is not text; see data\.column"):
+    with pytest.raises(UserError, match=r"has int64 in the column 'id', which is not text; see `data\.column`"):
         texts_of(path, "id")
     content = path.read_bytes()
     for n in (len(content) // 2, len(content) - 20, 3):
@@ -474,9 +474,8 @@ def test_only_prose_is_unwrapped_which_is_noted_with_counts(tmp_path):
     read = read_documents(str(tmp_path), True)
     assert [text.count("\n") for text in whole(read)] == [1, 2]
     assert read.notes == (
-        f"2 file(s) of {tmp_path} are read (left out: 1 hidden, 1 .py)",
-        f"1 of 2 document(s) of {tmp_path} are wrapped to a page's width; their lines are joined into paragraphs, "
-        "unless --data.no-unwrap is given",
+        f"2 file(s) of {tmp_path} are read (left out: 1 .py)",
+        f"1 of 2 document(s) of {tmp_path} are wrapped to a page's width; their lines are joined into paragraphs",
     )
     for path, unwrap in ((tmp_path / "c.py", True), (tmp_path / "a.txt", False)):
         read = read_documents(str(path), unwrap)

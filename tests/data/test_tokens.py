@@ -113,7 +113,7 @@ def test_validation_documents_are_left_out_of_training(config, tmp_path):
         assert data.corpus.train.documents == 4
         note = f"2 document(s) of {texts} are excluded from training: {tmp_path / 'val.txt'} has the same text"
         assert data.notes[0] == note
-    with pytest.raises(UserError, match=r"every document of data.path .* is in data.val_path"):
+    with pytest.raises(UserError, match=r"every document of `data.path` .* is in `data.val_path`"):
         load_corpus(replace(config, val_path=config.path), 270)
 
 
@@ -122,11 +122,11 @@ def test_notes_of_both_texts_are_those_of_the_data(config, tmp_path):
     val.mkdir()
     (val / "a.txt").write_text("another text of the and of")
     for folder in (tmp_path / "texts", val):
-        (folder / ".b.txt").write_text("hidden")
+        (folder / "b.md").write_text("another kind")
     data = replace(config, val_path=str(val)).load(DecoderConfig(context_length=8, vocab_size=300), 2, 0)
     assert [note for note in data.notes if "are read" in note] == [
-        f"5 file(s) of {tmp_path / 'texts'} are read (left out: 1 hidden)",
-        f"1 file(s) of {val} are read (left out: 1 hidden)",
+        f"5 file(s) of {tmp_path / 'texts'} are read (left out: 1 .md)",
+        f"1 file(s) of {val} are read (left out: 1 .md)",
     ]
 
 
@@ -268,7 +268,9 @@ def test_vocabulary_of_a_published_tokenizer_must_fit(config, tmp_path):
     path = publish(tmp_path / "published", PUBLISHED["byte-level"][0])
     config = replace(config, tokenizer=str(path.parent))
     model = DecoderConfig(context_length=8, vocab_size=280)
-    with pytest.raises(UserError, match=r"model.vocab_size is 280, but the tokenizer of data.tokenizer needs 290; set"):
+    with pytest.raises(
+        UserError, match=r"`model.vocab_size` is 280, but the tokenizer of `data.tokenizer` needs 290; set"
+    ):
         config.load(model, 2, 0, fixed={"vocab_size"})
     assert config.load(replace(model, vocab_size=300), 2, 0, fixed={"vocab_size"}).model.vocab_size == 300
     with pytest.raises(UserError, match=r"nowhere is not a readable tokenizer: No such file"):

@@ -125,11 +125,11 @@ def test_fingerprint_covers_all_settings_of_a_batch(config: MovingImagesConfig) 
         (
             {"max_speed": 3},
             MODEL,
-            r"14 x 12, but images of 4 x 6 pixels move 9 in 4 frames; set --model.image-size 13 15",
+            r"14 x 12, but images of 4 x 6 pixels move 9 in 4 frames; set `model.image_size=.13, 15.`",
         ),
-        ({}, replace(MODEL, n_classes=4), "8 classes, but model.n_classes is 4"),
-        ({"label": "class"}, MODEL, "3 classes, but model.n_classes is 8"),
-        ({}, replace(MODEL, n_frames=1, tubelet_frames=1), "n_frames is 1, but a direction needs at least 2"),
+        ({}, replace(MODEL, n_classes=4), "8 classes, but `model.n_classes` is 4"),
+        ({"label": "class"}, MODEL, "3 classes, but `model.n_classes` is 8"),
+        ({}, replace(MODEL, n_frames=1, tubelet_frames=1), "n_frames` is 1, but a direction needs at least 2"),
         ({}, ViTConfig(), "the data is videos, but ViTConfig does not configure a model of videos"),
     ],
 )

@@ -51,11 +51,12 @@ def test_stream_equals_batches_across_epochs(start):
 
 def test_too_short_text_is_refused():
     with pytest.raises(
-        UserError, match=r"of 103 tokens has 0 window\(s\) of model.context_length \+ 1 = 200 tokens .* shorten model"
+        UserError,
+        match=r"of 103 tokens has 0 window\(s\) of `model.context_length` \+ 1 = 200 tokens .* shorten `model",
     ):
         Windows(TOKENS, 200, 1, 1, 0)
     with pytest.raises(
-        UserError, match=r"has 10 window.* fewer than train.batch_size 11; set it to at most 10, or give more"
+        UserError, match=r"has 10 window.* fewer than `train.batch_size` 11; set it to at most 10, or give more"
     ):
         Windows(TOKENS, 11, 10, 11, 0)
 

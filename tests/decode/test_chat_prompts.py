@@ -51,7 +51,7 @@ def test_a_message_is_encoded_with_special_tokens_up_to_the_beginning_of_the_ans
             "<|ENDOFTEXT|>",
             r"the conversation, holds text that becomes the special token '<\|endoftext\|>' in the chat template",
         ),
-        ("{{ raise_exception('no') }}", "Hi", "chat template raises TemplateError: no; omit --chat"),
+        ("{{ raise_exception('no') }}", "Hi", "chat template raises TemplateError: no; omit `chat`"),
         (TEMPLATE, "Hi you me " * 9, "the prompt has .* tokens; it may have at most the context's 16"),
     ],
 )
@@ -109,7 +109,7 @@ def test_answers_of_a_conversation_equal_those_from_scratch(run):
     ("template", "said"),
     [
         ("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}", "takes no system message"),
-        ("{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}", "no; omit --system"),
+        ("{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}", "no; omit `system`"),
     ],
 )
 def test_a_system_message_that_the_template_does_not_take_is_refused(run, template, said):

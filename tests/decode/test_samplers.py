@@ -399,29 +399,29 @@ def test_extreme_options_give_a_distribution(size: float) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"temperature": -0.5}, "temperature is -0.5; it must be at least 0"),
-        ({"temperature": nan}, "temperature is nan"),
-        ({"temperature": inf}, "temperature is inf"),
-        ({"temperature": 1.1e6}, "temperature is 1100000.0; .* at most 1e6"),
-        ({"top_k": 0}, "top-k is 0; it must be at least 1"),
+        ({"temperature": -0.5}, "`temperature` is -0.5; it must be at least 0"),
+        ({"temperature": nan}, "`temperature` is nan"),
+        ({"temperature": inf}, "`temperature` is inf"),
+        ({"temperature": 1.1e6}, "`temperature` is 1100000.0; .* at most 1e6"),
+        ({"top_k": 0}, "`top_k` is 0; it must be at least 1"),
         ({"top_k": -3}, "-3"),
-        ({"top_p": 0.0}, "top-p is 0.0; it must be above 0 and at most 1"),
+        ({"top_p": 0.0}, "`top_p` is 0.0; it must be above 0 and at most 1"),
         ({"top_p": 1.1}, "1.1"),
-        ({"min_p": -0.1}, "min-p is -0.1; it must be from 0 to 1"),
+        ({"min_p": -0.1}, "`min_p` is -0.1; it must be from 0 to 1"),
         ({"min_p": 1.5}, "1.5"),
-        ({"typical_p": 0.0}, "typical-p is 0.0"),
-        ({"typical_p": nan}, "typical-p is nan"),
-        ({"repetition_penalty": 0.0}, "repetition-penalty is 0.0; it must be from 1e-6"),
-        ({"repetition_penalty": inf}, "repetition-penalty is inf"),
-        ({"repetition_penalty": 1e39}, "repetition-penalty is 1e.39"),
-        ({"presence_penalty": 2.1}, "presence-penalty is 2.1; it must be from -2 to 2"),
-        ({"frequency_penalty": -3.0}, "frequency-penalty is -3.0"),
-        ({"logit_bias": ((4, -inf),)}, r"logit-bias is \(\(4, -inf\),\); it must be finite, from -1e6 to 1e6"),
+        ({"typical_p": 0.0}, "`typical_p` is 0.0"),
+        ({"typical_p": nan}, "`typical_p` is nan"),
+        ({"repetition_penalty": 0.0}, "`repetition_penalty` is 0.0; it must be from 1e-6"),
+        ({"repetition_penalty": inf}, "`repetition_penalty` is inf"),
+        ({"repetition_penalty": 1e39}, "`repetition_penalty` is 1e.39"),
+        ({"presence_penalty": 2.1}, "`presence_penalty` is 2.1; it must be from -2 to 2"),
+        ({"frequency_penalty": -3.0}, "`frequency_penalty` is -3.0"),
+        ({"logit_bias": ((4, -inf),)}, r"`logit_bias` is \(\(4, -inf\),\); it must be finite, from -1e6 to 1e6"),
         ({"logit_bias": ((3, 1.0), (4, 1e39))}, "it must be finite"),
-        ({"bad_words": ((1,), ())}, r"bad-words is \(\(1,\), \(\)\); it must be words of at least 1 token"),
-        ({"min_new_tokens": -1, "stop_tokens": (1,)}, "min-new-tokens is -1"),
-        ({"min_new_tokens": 2**31, "stop_tokens": (1,)}, "min-new-tokens is 2147483648; .* below 2..31"),
-        ({"top_logprobs": -1}, "top-logprobs is -1"),
+        ({"bad_words": ((1,), ())}, r"`bad_words` is \(\(1,\), \(\)\); it must be words of at least 1 token"),
+        ({"min_new_tokens": -1, "stop_tokens": (1,)}, "`min_new_tokens` is -1"),
+        ({"min_new_tokens": 2**31, "stop_tokens": (1,)}, "`min_new_tokens` is 2147483648; .* below 2..31"),
+        ({"top_logprobs": -1}, "`top_logprobs` is -1"),
     ],
     ids=str,
 )
@@ -436,7 +436,7 @@ def test_invalid_options_are_refused_with_their_value(fields: dict, message: str
         (Sampling(stop_tokens=(0, 5)), "a stop token is 5; it must be from 0 to 4"),
         (Sampling(logit_bias=((-1, 1.0),)), "a token of a logit bias is -1"),
         (Sampling(bad_words=((1, 2), (3, 7))), "a token of a bad word is 7"),
-        (Sampling(top_logprobs=6), "top-logprobs is 6; it must be at most the vocabulary's 5"),
+        (Sampling(top_logprobs=6), "`top_logprobs` is 6; it must be at most the vocabulary's 5"),
     ],
     ids=options,
 )
@@ -453,7 +453,7 @@ def test_only_the_first_tokens_are_drawn_where_a_number_is_given() -> None:
         wanted = np.exp(logits_V[:3] - 2) if temperature else np.array([0, 0, 1])
         assert_close(probabilities_V, np.append(wanted / wanted.sum(), [0, 0]))
         assert {int(first(logits_V, jax.random.key(i), sampling).token) for i in range(9)} <= {0, 1, 2}
-    with pytest.raises(UserError, match="n-tokens is 0; it must be at least 1"):
+    with pytest.raises(UserError, match="`n_tokens` is 0; it must be at least 1"):
         Sampling(n_tokens=0)
 
 
@@ -466,5 +466,5 @@ def test_a_batch_of_logits_and_no_temperature_are_refused() -> None:
             sample(logits_BV, past, key, sampling)
         with pytest.raises(ValueError, match=r"use jax.vmap for a batch"):
             samplers.distribution(logits_BV, past, sampling)
-    with pytest.raises(UserError, match="temperature is None; it must be at least 0"):
+    with pytest.raises(UserError, match="`temperature` is None; it must be at least 0"):
         Sampling(temperature=None)

@@ -287,7 +287,7 @@ def test_changes_of_texts_by_sentence_transformers_are_refused(tmp_path: Path, f
 def test_context_of_an_encoder_is_its_own(tmp_path: Path):
     publish_bert(tmp_path / "model", "BertModel")
     with pytest.raises(
-        UserError, match="--context-length is 64; the model has 96 positions, all of which an encoder takes; omit it"
+        UserError, match="`context_length` is 64; the model has 96 positions, all of which an encoder takes; omit it"
     ):
         import_run(tmp_path / "model", tmp_path / "run", context_length=64)
 

@@ -81,7 +81,7 @@ def test_target_that_appears_meanwhile_is_not_replaced(tmp_path):
 
 def test_target_below_a_file_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
-    message = r"file/out cannot be written: File exists; free some space, or choose another --out\."
+    message = r"file/out cannot be written: File exists; free some space, or choose another `out`\."
     with pytest.raises(UserError, match=message), complete_path(tmp_path / "file/out"):
         pass
 

@@ -116,8 +116,8 @@ def test_a_model_without_an_equivalent_is_answered_with_one_and_the_extra_to_ins
         export_huggingface(replace(run, config=load_config("quick")), tmp_path / "out")
     message = str(error.value)
     assert message.startswith("activation 'relu' and bias True have no equivalent in qwen3")
-    assert "use --format safetensors (install it with pip install 'jaxformer[hf]'), or train with" in message
-    assert message.endswith(" model.activation 'swiglu', model.bias False.")
+    assert "use `format='safetensors'` (install it with pip install 'jaxformer[hf]'), or train with" in message
+    assert message.endswith(" `model.activation='swiglu'`, `model.bias=False`.")
 
 
 @pytest.mark.parametrize("name", ["quick.py:llama", "gpt.py:llama_1b", "gpt.py:llama_7b", "gpt.py:llama_70b"])
@@ -134,7 +134,7 @@ def test_limits_of_a_rope_scaling_have_an_equivalent():
 def test_other_model_is_refused(run, tmp_path):
     config = load_config(f"{ROOT}/configs/vision.py:vit")
     other = replace(run, config=config, model=config.model.build())
-    with pytest.raises(UserError, match=r"holds a ViT.*, which none of llama, .* describes; use --format saf"):
+    with pytest.raises(UserError, match=r"holds a ViT.*, which none of llama, .* describes; use `format='saf"):
         export_huggingface(other, tmp_path / "out")
 
 

@@ -90,7 +90,7 @@ def test_absent_keys_of_gguf_have_the_defaults_of_llama_cpp() -> None:
         ({"temperature": "hot"}, "temperature in x.json is 'hot'; it must be a number"),
         ({"temperature": True}, "temperature in x.json is True; it must be a number"),
         ({"do_sample": True, "top_k": 2.5}, "top_k in x.json is 2.5; it must be a number"),
-        ({"top_p": 1.5}, "x.json cannot be used: top-p is 1.5; it must be above 0 and at most 1"),
+        ({"top_p": 1.5}, "x.json cannot be used: top_p is 1.5; it must be above 0 and at most 1"),
         ({"temperature": float("nan")}, "x.json cannot be used: temperature is nan"),
         ({"temperature": -1}, "x.json cannot be used: temperature is -1; it must be at least 0"),
     ],
@@ -153,8 +153,8 @@ def test_imported_settings_are_the_defaults_and_options_win(tmp_path: Path, monk
         ('{"temperature": "0.6"}', "it is not an object of numbers"),
         ('{"temperature"', "cannot be read as sampling settings"),
         ('{"temprature": 0.6}', "cannot be used: temprature is unknown; the known ones are temperature, top_k"),
-        ('{"top_p": 2}', "cannot be used: top-p is 2; it must be above 0"),
-        ('{"top_k": 50.0}', "cannot be used: top-k is 50.0; it must be a whole number"),
+        ('{"top_p": 2}', "cannot be used: top_p is 2; it must be above 0"),
+        ('{"top_k": 50.0}', "cannot be used: top_k is 50.0; it must be a whole number"),
     ],
 )
 def test_settings_of_a_run_that_cannot_be_used_are_one_sentence(tmp_path: Path, text: str, problem: str) -> None:

@@ -129,7 +129,7 @@ def signature(tmp_path) -> dict:
 
 @pytest.mark.slow
 def test_signature_describes_arguments_in_order(run, tmp_path):
-    export_stablehlo(run, tmp_path / "out", n_slots=12)
+    export_stablehlo(run, tmp_path / "out", cache_length=12)
     arguments = signature(tmp_path)["programs"]["prefill"]["arguments"]
     assert list(arguments) == ["weights", "tokens", "length"]
     assert arguments["tokens"] == {"shape": ["B", 12], "dtype": "int32"}
@@ -152,6 +152,6 @@ def test_options_without_meaning_are_refused(run, tmp_path):
     with pytest.raises(UserError, match="float16"):
         export_stablehlo(run, tmp_path / "out", "float16")
     image = run_of(run, "vision.py:vit", image_size=(8, 8), patch_size=(4, 4), n_heads=2, n_blocks=1, d_ff=(8,))
-    with pytest.raises(UserError, match=r"--cache-length is 8, but .* holds a ViT without a cache"):
-        export_stablehlo(image, tmp_path / "out", n_slots=8)
+    with pytest.raises(UserError, match=r"`cache_length` is 8, but .* holds a ViT without a cache"):
+        export_stablehlo(image, tmp_path / "out", cache_length=8)
     assert not list(tmp_path.iterdir())

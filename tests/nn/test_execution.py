@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxformer.errors import UserError
 from jaxformer.nn.capture import Captured, capture_point, handled_by
 from jaxformer.nn.execution import PLAIN, Execution, run_blocks
 from tests.arrays import first_params, normal
@@ -107,7 +106,7 @@ def test_blocks_that_differ_run_one_by_one_but_cannot_be_scanned():
     params = {"params": first_params(Stack(widths=widths), X_TD)}
     again = loss(params, Execution(remat="block"), widths=widths)
     np.testing.assert_allclose(again, loss(params, PLAIN, widths=widths), rtol=1e-6)
-    with pytest.raises(UserError, match="differ in shape and cannot be scanned"):
+    with pytest.raises(ValueError, match="differ in shape and cannot be scanned"):
         loss(params, Execution(scan=True), widths=widths)
 
 

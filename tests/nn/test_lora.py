@@ -105,19 +105,19 @@ def test_the_role_matrix_selects_all_between_embedding_and_logits():
     [("W_q", "did you mean W_Q?"), ("gamma", "which the model has no matrix of"), ("blocks.7.*", "it has W_1, W_2")],
 )
 def test_an_entry_without_a_matrix_is_refused(pattern, said):
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(ValueError) as caught:
         adapted_matrices(AXES, LoraConfig(4, matrices=("W_Q", pattern)))
-    assert f"lora.matrices names '{pattern}', " in str(caught.value) and said in str(caught.value)
+    assert f"`lora.matrices` names '{pattern}', " in str(caught.value) and said in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"rank": -1}, "rank is -1; it must be at least 0"),
-        ({"rank": 2**21}, "rank is 2097152; it must be at most"),
-        ({"rank": 4, "alpha": 0.0}, r"lora\.alpha is 0.0; it must be above 0"),
-        ({"rank": 4, "alpha": float("nan")}, "alpha is nan"),
-        ({"rank": 4, "matrices": ()}, r"lora\.matrices is empty"),
+        ({"rank": -1}, "rank` is -1; it must be at least 0"),
+        ({"rank": 2**21}, "rank` is 2097152; it must be at most"),
+        ({"rank": 4, "alpha": 0.0}, r"`lora\.alpha` is 0.0; it must be above 0"),
+        ({"rank": 4, "alpha": float("nan")}, "alpha` is nan"),
+        ({"rank": 4, "matrices": ()}, r"`lora\.matrices` is empty"),
     ],
 )
 def test_options_out_of_range_are_refused(fields, said):
@@ -126,7 +126,9 @@ def test_options_out_of_range_are_refused(fields, said):
 
 
 def test_adapters_of_drawn_parameters_are_refused():
-    with pytest.raises(UserError, match=r"lora\.rank is 4, but there is nothing to adapt; name a run with --init-from"):
+    with pytest.raises(
+        UserError, match=r"`lora\.rank` is 4, but there is nothing to adapt; name a run with `init_from`"
+    ):
         Config("test", EXPERTS, TextConfig(), steps=1, lora=LoraConfig(4))
 
 
@@ -255,7 +257,7 @@ def test_parameters_trained_in_full_are_no_adapters_and_resume_and_load_with_the
         np.testing.assert_array_equal(loaded[path], last[path])
         assert np.abs(before[path] - middle[path]).max() > 1e-3 < np.abs(middle[path] - last[path]).max()
     np.testing.assert_array_equal(loaded["embedding.W_E"], before["embedding.W_E"])
-    with pytest.raises(UserError, match=r"lora.whole names 'head.\*', but the model has no such parameter"):
+    with pytest.raises(ValueError, match=r"`lora.whole` names 'head.\*', but the model has no such parameter"):
         adapted_matrices(AXES, LoraConfig(4, whole=("head.*",)))
 
 
@@ -316,7 +318,7 @@ def test_a_merged_run_is_the_same_model_and_needs_no_base(run, tmp_path, capsys)
     assert merge_command.main([str(run), "--out", str(out)]) == 2 and "exists" in capsys.readouterr().err
     assert merge_command.main([str(out), "--out", str(tmp_path / "again")]) == 2
     assert "was trained without --lora.rank" in capsys.readouterr().err
-    with pytest.raises(UserError, match=r"has parameters only, so training cannot resume from it; start .*--init-from"):
+    with pytest.raises(UserError, match=r"has parameters only, so training cannot resume from it; start .*`init_fr"):
         CheckpointReader(out).restore(8, {}, {})
 
 

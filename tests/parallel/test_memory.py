@@ -77,7 +77,7 @@ def test_step_that_does_not_fit_is_refused_with_remedies(monkeypatch):
     monkeypatch.setattr(memory, "memory_needed", lambda compiled: 2**30 + 1)
     monkeypatch.setattr(memory, "memory_capacity", lambda device: 2**30)
     with pytest.raises(
-        UserError, match=r"needs 1 GiB .* lower train\.batch_size, raise compute\.grad_accumulation_steps"
+        UserError, match=r"needs 1 GiB .* lower `train\.batch_size`, raise `compute\.grad_accumulation_steps`"
     ):
         check_memory(None, jax.devices()[0])
 
@@ -91,7 +91,7 @@ def test_step_that_other_programs_leave_no_memory_for_is_refused(monkeypatch, tm
     monkeypatch.setattr(memory, "memory_needed", lambda compiled: share)
     assert check_memory(None, device).startswith("memory per device: 256 KiB of 1 GiB, 2 MiB on all 8 devices")
     monkeypatch.setattr(memory, "memory_needed", lambda compiled: share + 1)
-    with pytest.raises(UserError, match=r"other programs leave .*; close some, or lower train\.batch_size"):
+    with pytest.raises(UserError, match=r"other programs leave .*; close some, or lower `train\.batch_size`"):
         check_memory(None, device)
     free.write_text("no fields")
     assert check_memory(None, device).startswith("memory per device: 256 KiB of 1 GiB, 2 MiB on all 8 devices")

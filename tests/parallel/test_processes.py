@@ -46,10 +46,10 @@ from tests.helpers import ROOT, tiny, write_books
         ({"coordinator": "host:port", "processes": 2, "process": 0}, "'host:port'; it must be HOST:PORT"),
         ({"coordinator": "host:99999", "processes": 2, "process": 0}, "'host:99999'; it must be HOST:PORT"),
         ({"coordinator": ":1234", "processes": 2, "process": 0}, "':1234'; it must be HOST:PORT"),
-        ({"coordinator": "host:1234", "processes": 2, "process": 2}, "process is 2; of 2 processes"),
-        ({"coordinator": "host:1234", "processes": 2, "process": -1}, "process is -1; of 2 processes"),
-        ({"heartbeat_seconds": 10**9}, "heartbeat_seconds is 1000000000; it must be at most 86400"),
-        ({"heartbeat_seconds": 0}, "heartbeat_seconds is 0; it must be at least 1"),
+        ({"coordinator": "host:1234", "processes": 2, "process": 2}, "process` is 2; of 2 processes"),
+        ({"coordinator": "host:1234", "processes": 2, "process": -1}, "process` is -1; of 2 processes"),
+        ({"heartbeat_seconds": 10**9}, "heartbeat_seconds` is 1000000000; it must be at most 86400"),
+        ({"heartbeat_seconds": 0}, "heartbeat_seconds` is 0; it must be at least 1"),
     ],
 )
 def test_invalid_options_are_refused(fields, message):

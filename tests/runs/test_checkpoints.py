@@ -489,7 +489,7 @@ def test_full_disk_is_a_user_error_and_loses_no_checkpoint(tmp_path, leave):
             checkpoints.save(15, {"W": noise}, state(-15), {}, None)
         message = str(caught.value)
         assert message.startswith(f"checkpoint 15 (5 is intact) cannot be written to {disk}: No space left on device;")
-        assert message.endswith(f"free some space, then resume with: python -m jaxformer train --resume --run {disk}")
+        assert message.endswith(f"free some space, then resume with `resume=True` `run='{disk}'`")
         assert [p.name for p in (disk / "checkpoints").iterdir()] == ["5"]
         assert find_corruption(disk / "checkpoints/5") is None
         full.unlink()
@@ -536,7 +536,7 @@ def test_parameters_alone_are_restored_but_not_resumed(tmp_path):
     reader = CheckpointReader(tmp_path)
     shapes = jax.eval_shape(lambda: state(10))
     jax.tree.map(np.testing.assert_array_equal, reader.restore_params(reader.step(), shapes), state(10))
-    with pytest.raises(UserError, match=r"has parameters only, so training cannot resume from it; .* --init-from"):
+    with pytest.raises(UserError, match=r"has parameters only, so training cannot resume from it; .* `init_from='"):
         reader.restore(0, shapes, shapes)
 
 

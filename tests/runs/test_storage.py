@@ -10,10 +10,11 @@ import pytest
 import tensorstore
 
 from jaxformer.cli import sample, train
+from jaxformer.cli.command import resume_command
 from jaxformer.data import storage as objects
 from jaxformer.data.storage import Storage, StorageError, download_data, is_url
 from jaxformer.data.text import find_files
-from jaxformer.errors import UserError, resume_command, run_name
+from jaxformer.errors import UserError, run_name
 from jaxformer.runs import storage
 from jaxformer.runs.checkpoints import CheckpointReader
 from jaxformer.runs.integrity import CHECKSUMS

@@ -198,17 +198,17 @@ CONFIG = Config("test", DecoderConfig(norm="rmsnorm"), TextConfig(), 10, optimiz
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "options"),
+    ("optimizer", "fields"),
     [
-        (OptimizerConfig(learning_rate=1.0), ["--optimizer.clip-norm 1", "--optimizer.learning-rate 0.25"]),
-        (OptimizerConfig(learning_rate=1.0, clip_norm=1.0), ["--optimizer.learning-rate 0.25"]),
-        (OptimizerConfig("adamw", 100.0), ["--optimizer.learning-rate 0.003", "--optimizer.clip-norm 1"]),
-        (OptimizerConfig("lion", 1e30), ["--optimizer.learning-rate 0.0003", "--optimizer.clip-norm 1"]),
+        (OptimizerConfig(learning_rate=1.0), ["`optimizer.clip_norm=1`", "`optimizer.learning_rate=0.25`"]),
+        (OptimizerConfig(learning_rate=1.0, clip_norm=1.0), ["`optimizer.learning_rate=0.25`"]),
+        (OptimizerConfig("adamw", 100.0), ["`optimizer.learning_rate=0.003`", "`optimizer.clip_norm=1`"]),
+        (OptimizerConfig("lion", 1e30), ["`optimizer.learning_rate=0.0003`", "`optimizer.clip_norm=1`"]),
     ],
 )
-def test_remedies_have_usable_values(optimizer, options):
+def test_remedies_have_usable_values(optimizer, fields):
     config = replace(CONFIG, optimizer=optimizer)
-    assert [option for _, option in hints(config)] == [*options, "--optimizer.warmup-steps 100"]
-    assert all(option in remedies(config) for option in [*options, "--optimizer.warmup-steps 100"])
-    assert "--model.norm" not in remedies(config)
+    assert [field for _, field in hints(config)] == [*fields, "`optimizer.warmup_steps=100`"]
+    assert all(field in remedies(config) for field in [*fields, "`optimizer.warmup_steps=100`"])
+    assert "model.norm" not in remedies(config)
     assert remedies(replace(config, model=DecoderConfig(norm="none"))).startswith("a norm before every layer")

@@ -191,11 +191,13 @@ def test_excluded_time_does_not_count_as_step_time(setup_and_data, monkeypatch):
 
 @pytest.mark.parametrize("window", ["13:10", "10:10", "0:3", "3", "x:5", "1:2:3", "-1:3", "1:102", "1:99999999999", ""])
 def test_invalid_windows_are_refused(window):
-    with pytest.raises(UserError, match=rf"train.profile is '{window}'; it must be START:STOP .* at most 100 steps"):
+    with pytest.raises(UserError, match=rf"`train.profile` is '{window}'; it must be START:STOP .* at most 100 steps"):
         TrainConfig(profile=window)
 
 
 def test_window_beyond_the_last_step_is_refused():
     assert replace(CONFIG, train=replace(CONFIG.train, profile="8:9")).train.profiled_steps == range(8, 9)
-    with pytest.raises(UserError, match=r"train\.profile is 8:10, but the last step is 8; name earlier steps, or none"):
+    with pytest.raises(
+        UserError, match=r"`train\.profile` is 8:10, but the last step is 8; name earlier steps, or none"
+    ):
         replace(CONFIG, train=replace(CONFIG.train, profile="8:10"))

@@ -179,7 +179,7 @@ def test_no_folder_opens_no_sinks():
 def test_missing_package_is_a_user_error_with_the_extra(monkeypatch, name, package):
     for module in (None, ModuleType(package)):  # not installed, or a namespace package
         monkeypatch.setitem(sys.modules, package, module)
-        with pytest.raises(UserError, match=rf"log_to {name} needs {package}, .*pip install 'jaxformer\[{name}\]'"):
+        with pytest.raises(UserError, match=rf"log_to` {name} needs {package}, .*pip install 'jaxformer\[{name}\]'"):
             prepare_sinks([name])
 
 
@@ -190,7 +190,7 @@ def test_missing_package_stops_training_before_a_run_folder_exists(tmp_path, mon
     (tmp_path / "hidden/tensorboardX.py").write_text("raise ModuleNotFoundError(name='tensorboardX')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "hidden"))
     result = run("train.py", *tiny(tmp_path / "books"), "--train.log-to", "tensorboard", cwd=tmp_path)
-    assert result.returncode == 2 and result.stderr.startswith("error: train.log_to tensorboard needs tensorboardX, ")
+    assert result.returncode == 2 and result.stderr.startswith("error: --train.log-to tensorboard needs tensorboardX, ")
     assert result.stderr.count("\n") == 1 and not (tmp_path / "runs").exists()
 
 
@@ -281,9 +281,7 @@ def test_missing_login_is_a_user_error_before_training(wandb, monkeypatch):
 @pytest.mark.slow
 def test_wandb_errors_are_user_errors(tmp_path, wandb, monkeypatch):
     config = replace(CONFIG, train=replace(CONFIG.train, log_to=("wandb",)))
-    lost = (
-        rf"Weights & Biases failed: Connection lost; resume with: python -m jaxformer train --resume --run {tmp_path}$"
-    )
+    lost = rf"Weights & Biases failed: Connection lost; resume with `resume=True` `run='{tmp_path}'`$"
     with pytest.raises(UserError, match=lost), open_sinks(tmp_path, config) as (sink,):
         monkeypatch.setattr(
             wandb.Run, "log", lambda *_, **__: (_ for _ in ()).throw(ConnectionError("Connection lost"))

@@ -214,7 +214,7 @@ def test_bfloat16_is_close_and_stores_float32():
 
 
 def test_bfloat16_over_a_tensor_axis_of_cpus_is_refused():
-    with pytest.raises(UserError, match=r"compute\.precision is bfloat16"):
+    with pytest.raises(UserError, match=r"`compute\.precision` is bfloat16"):
         make_train_step(setup_of("tensor=2", computed(CONFIG, precision="bfloat16")))
 
 
@@ -531,9 +531,9 @@ class Accelerator:
     [
         ("cpu", {"attention": "xla"}, {}, {}, None),
         ("gpu", {}, {}, {}, None),
-        ("gpu", {"attention": "xla"}, {}, {}, r"; attention: xla, as configured; set compute.attention to auto"),
-        ("gpu", {"precision": "float32"}, {}, {}, r"\(not cudnn: .* float32\); set compute.precision"),
-        ("gpu", {}, {}, PACKED, r"not cudnn: cuDNN supports packed .*\); set data.packing to windows"),
+        ("gpu", {"attention": "xla"}, {}, {}, r"; attention: xla, as configured; set `compute.attention='auto'`"),
+        ("gpu", {"precision": "float32"}, {}, {}, r"\(not cudnn: .* float32\); set `compute.precision='bf"),
+        ("gpu", {}, {}, PACKED, r"not cudnn: cuDNN supports packed .*\); set `data.packing='windows'`"),
         ("tpu", {}, {}, {}, r"splash attention needs at least 128 .*; docs/accelerators.md lists remedies"),
         ("tpu", {}, {}, PACKED, r"splash attention needs at least 128 .*; docs/accelerators.md lists remedies"),
     ],
@@ -554,5 +554,5 @@ def test_processes_that_choose_different_attention_are_refused(monkeypatch):
     with pytest.raises(UserError) as caught:
         setup_of("data=1").attention.line  # noqa: B018
     assert str(caught.value) == (
-        f"processes differ ({line}; attention: other); set compute.attention to xla or blockwise."
+        f"processes differ ({line}; attention: other); set `compute.attention` to xla or blockwise."
     )

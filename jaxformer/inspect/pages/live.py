@@ -123,7 +123,7 @@ def live_section(
         raise NotImplementedError(f"{SCRIPT} supports neither mixtures of experts nor attention to a prefix.")
     if n_parameters > max_parameters:
         problem = f"it has {n_parameters:,} parameters, but the limit is {max_parameters:,}"
-        raise NotImplementedError(f"{problem}; raise it with --max-live-parameters.")
+        raise NotImplementedError(f"{problem}; raise `max_live_parameters`.")
     pack_tokenizer(tokenizer)  # raises if the script does not support it
     bits = 16 if n_parameters <= FLOAT16_PARAMETERS else 8
     rounded_params = round_params(params, bits)

@@ -20,7 +20,7 @@ from jaxformer.decode.classify import classify, classify_zero_shot, encode_label
 from jaxformer.decode.fill_mask import MASK, encode_masked
 from jaxformer.decode.prompts import Prompt
 from jaxformer.decode.translation import encode_source
-from jaxformer.errors import UserError, command
+from jaxformer.errors import UserError
 from jaxformer.files import write_atomically
 from jaxformer.inspect.activations import Inputs, capture_shapes
 from jaxformer.inspect.pages import model_sections
@@ -147,11 +147,9 @@ def write_model_page(
 def _gradient_sections(
     run: Run, batch: Batch, text_of: model_sections.TokenText | None, progress: Callable[[str], object]
 ) -> list[Section]:
-    """Return the sections of attention saturation and of per-example gradients."""
-    progress("attention saturation")
-    sections = model_sections.saturation_sections(run.model, run.params, batch)
+    """Return the sections of per-example gradients."""
     progress("per-example gradients")
-    return sections + model_sections.gradient_sections(run.model, run.params, batch, text_of)
+    return model_sections.gradient_sections(run.model, run.params, batch, text_of)
 
 
 def first_words(tokenizer: Tokenizer, tokens_T: jax.Array, n: int) -> jax.Array:
@@ -298,13 +296,13 @@ def _example(run: Run, prompt: str | None, batch: Batch | None) -> Inputs | None
     if contract_of(run.model).fixed_length:
         if prompt is None:
             return None
-        raise UserError("the run's model supports full windows only, which a page does not show; omit --prompt.")
+        raise UserError("the run's model supports full windows only, which a page does not show; omit `prompt`.")
     if prompt is not None:
-        example = _encode(run, Prompt(prompt, "--prompt"))
+        example = _encode(run, Prompt(prompt, "`prompt`"))
     elif batch is not None:
         example = _held_out_example(run, batch, MAX_HELD_OUT_TOKENS)
     else:
-        raise UserError("the run's data is not available; give a text with --prompt.")
+        raise UserError("the run's data is not available; give a text with `prompt`.")
     maps = capture_shapes(run.model, run.params, *example, names=model_sections.MAPS, missing_ok=True)
     n_weights = sum(x.size for x in maps.values())
     if n_weights <= MAX_ATTENTION_WEIGHTS:
@@ -315,7 +313,7 @@ def _example(run: Run, prompt: str | None, batch: Batch | None) -> Inputs | None
         assert batch is not None
         return _held_out_example(run, batch, max_tokens)
     remedy = f"a page holds at most {MAX_ATTENTION_WEIGHTS:,}: shorten it to about {max_tokens} tokens"
-    raise UserError(f"--prompt has {n_tokens} tokens, and so the model {n_weights:,} attention weights; {remedy}.")
+    raise UserError(f"`prompt` has {n_tokens} tokens, and so the model {n_weights:,} attention weights; {remedy}.")
 
 
 def _encode(run: Run, prompt: Prompt) -> Inputs:
@@ -339,14 +337,14 @@ def _contrast(run: Run, text: str, example: Inputs | None) -> jax.Array:
     contract = contract_of(run.model)
     if example is None or not is_causal_lm(run.model) or not contract.has_residual_stream or contract.has_prefix:
         raise UserError(
-            f"the run's {type(run.model).__name__} is no causal decoder with a residual stream; omit --contrast."
+            f"the run's {type(run.model).__name__} is no causal decoder with a residual stream; omit `contrast`."
         )
-    other = _encode(run, Prompt(text, "--contrast"))
+    other = _encode(run, Prompt(text, "`contrast`"))
     if len(other[0]) != len(example[0]):
-        remedy = f"give two texts whose tokens correspond; {command('tokens')} shows them"
-        raise UserError(f"--prompt and --contrast have {len(example[0])} and {len(other[0])} tokens; {remedy}.")
+        remedy = "give two texts whose tokens correspond; the command tokens shows them"
+        raise UserError(f"`prompt` and `contrast` have {len(example[0])} and {len(other[0])} tokens; {remedy}.")
     if (other[0] == example[0]).all():
-        raise UserError("--contrast has the same tokens as --prompt; give another text.")
+        raise UserError("`contrast` has the same tokens as `prompt`; give another text.")
     return other[0]
 
 

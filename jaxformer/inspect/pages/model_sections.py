@@ -13,16 +13,15 @@ import numpy as np
 
 from jaxformer.contract import Task, contract_of
 from jaxformer.data.dataset import Batch
-from jaxformer.inspect.activations import Inputs, apply_and_capture, capture_shapes
+from jaxformer.inspect.activations import Inputs, apply_and_capture
 from jaxformer.inspect.attention import CROSS
 from jaxformer.inspect.gradients import per_example_gradients
 from jaxformer.inspect.heads import HeadStatistics, ablate_heads, head_statistics, target_mask
 from jaxformer.inspect.pages.attention import AttentionLayer, AttentionSection, Prediction
-from jaxformer.inspect.pages.charts import Axis, Heatmap, Line, Lines, heads_heatmap
+from jaxformer.inspect.pages.charts import Heatmap, heads_heatmap
 from jaxformer.inspect.pages.labels import describe_head, head_label, layer_label, position_unit, stream_label
 from jaxformer.inspect.pages.page import Section, Table
 from jaxformer.inspect.residual_stream import logit_attribution, logit_lens
-from jaxformer.inspect.softmax_saturation import saturation
 from jaxformer.models.objective import Params
 from jaxformer.ops.precision import upcast
 
@@ -32,7 +31,6 @@ N_ALTERNATIVES = 3
 """Most likely tokens per cell of the logit lens."""
 N_TOP_TOKENS = 6
 """Most likely tokens per prediction."""
-TEMPERATURES = tuple(2.0**power for power in range(3, -9, -1))
 N_PREVIEW_TOKENS = 8
 """Tokens in the label of an example."""
 HEAD_COLUMNS = (
@@ -45,11 +43,6 @@ ABOUT_HEADS = (
     "previous one, over all rows but the first; weight on earlier positions with the same token, and on those that "
     "followed them (induction), over rows that have one. Then the increase in loss under mean and zero "
     "ablation of the head, each with its first-order estimate from one gradient."
-)
-ABOUT_SATURATION = (
-    "The attention scores of layer 0 are divided by decreasing temperatures. Where attention is one-hot, no gradient "
-    "reaches the scores: ∂L/∂z = w (u - Σ w u) is 0, whatever u is. The gradient of W_Q is that of the scores times "
-    "the keys over the temperature, so it can increase until rows are one-hot up to rounding."
 )
 
 TokenText = Callable[[int], str]
@@ -254,31 +247,6 @@ def with_ablation(section: Section, heatmap: Section) -> Section:
     rises = dict(zip(heatmap.rows, np.asarray(heatmap.values).tolist(), strict=True))
     layers = [replace(x, ablation=rises.get(x.name, [])[: x.weights_HTS.shape[-3]]) for x in section.layers]
     return replace(section, layers=layers)
-
-
-def saturation_sections(model: nn.Module, params: Params, batch: Batch) -> list[Section]:
-    """Return the gradients of a decoder's first attention layer as it becomes one-hot; `[]` for other models."""
-    layer, first = "blocks.0.attention", jax.tree.map(lambda x: x[0], batch.inputs)
-    if contract_of(model).task is not Task.CAUSAL_LM or not capture_shapes(
-        model, params, *first, names=f"{layer}.pattern", missing_ok=True
-    ):
-        return []
-    rows = [row for row in saturation(model, params, batch, TEMPERATURES, layer) if row.entropy > 0 and row.scores > 0]
-    if not rows:
-        return []
-    curves = (
-        ("scores", "scores", False),
-        ("scores_by_hand", "scores, by the formula", True),
-        ("W_Q", "W_Q", False),
-        ("W_K", "W_K", False),
-    )
-    entropies = [row.entropy for row in rows]
-    lines = [
-        Line(entropies, [getattr(row, name) for row in rows], label, points=True, dotted=dotted)
-        for name, label, dotted in curves
-    ]
-    x, y = Axis("attention entropy, nats", log=True, reverse=True), Axis("norm of the gradient", log=True)
-    return [Lines("Attention saturation", lines, x, y, about=ABOUT_SATURATION)]
 
 
 def gradient_sections(model: nn.Module, params: Params, batch: Batch, token_text: TokenText | None) -> list[Section]:

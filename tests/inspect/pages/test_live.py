@@ -846,7 +846,7 @@ def test_section_says_how_weights_are_stored():
         ({"prefix": True}, "nor attention to a prefix"),
         (
             {"d_ff": (4096,)},
-            "it has 291,728 parameters, but the limit is 100,000; raise it with --max",
+            "it has 291,728 parameters, but the limit is 100,000; raise `max_live_parameters`",
         ),
     ],
 )

@@ -19,20 +19,17 @@ from jaxformer.inspect import (
     logit_attribution,
     logit_lens,
     path_attribution,
-    saturation,
 )
 from jaxformer.inspect.pages.attention import AttentionSection
-from jaxformer.inspect.pages.charts import Heatmap, Lines
+from jaxformer.inspect.pages.charts import Heatmap
 from jaxformer.inspect.pages.contrast import contrast_sections
 from jaxformer.inspect.pages.labels import describe_head
 from jaxformer.inspect.pages.lenses import lens_sections
 from jaxformer.inspect.pages.model_sections import (
     N_TOP_TOKENS,
-    TEMPERATURES,
     attention_section,
     head_sections,
     residual_stream_sections,
-    saturation_sections,
     with_ablation,
 )
 from jaxformer.inspect.pages.page import Table
@@ -199,20 +196,6 @@ def test_head_sections_have_statistics_and_ablation_of_each_head(decoder):
     )  # fmt: skip
     assert len(table.rows) == 4 and len(row) == len(table.head)
     assert row[1] == describe_head(heads, 0)
-
-
-@pytest.mark.slow
-def test_saturation_section_draws_gradients_over_entropy(decoder):
-    model, params = decoder
-    inputs_BT = np.random.default_rng(0).integers(0, 11, (3, 8)).astype(np.int32)
-    batch = Batch((inputs_BT[:, :-1],), inputs_BT[:, 1:])
-    [figure] = saturation_sections(model, params, batch)
-    assert isinstance(figure, Lines)
-    rows = [row for row in saturation(model, params, batch, TEMPERATURES) if row.entropy > 0 and row.scores > 0]
-    assert len(rows) >= 5
-    for number, name in enumerate(("scores", "scores_by_hand", "W_Q", "W_K")):
-        np.testing.assert_allclose(figure.lines[number].y, [getattr(row, name) for row in rows], rtol=1e-5)
-        np.testing.assert_allclose(figure.lines[number].x, [row.entropy for row in rows], rtol=1e-5)
 
 
 @pytest.mark.slow

@@ -10,13 +10,15 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from jaxformer.cli.command import command, resume_command
+from jaxformer.cli.options import with_flags
 from jaxformer.config import Config
 from jaxformer.contract import Task
 from jaxformer.data.chat import ChatDataset
 from jaxformer.data.dataset import Dataset
 from jaxformer.data.pairs import PairDataset
 from jaxformer.decode.fill_mask import MASK
-from jaxformer.errors import command, missing_extras, resume_command, run_name
+from jaxformer.errors import missing_extras, run_name
 from jaxformer.inspect import first_non_finite, save_autopsy
 from jaxformer.nn.execution import Execution
 from jaxformer.parallel.mesh import local_copy
@@ -44,14 +46,14 @@ def header(setup: TrainSetup, data: Dataset, folder: Path, resumed: bool) -> lis
         f"run {run_name(folder)}{' (resumed)' if resumed else ''}",
         f"devices: {mesh.size} x {mesh.devices.flat[0].device_kind}{split}{processes}, jax {jax.__version__}",
         f"data: {data.describe()}",
-        *(f"note: {note}" for note in data.notes),
+        *(f"note: {with_flags(note)}" for note in data.notes),
         f"model: {kind}, {parameters:,} parameters{share}; matmuls in {setup.compute_dtype}; {setup.attention.line}",
         f"training: {config.steps:,} steps of {config.train.batch_size:,} examples{tokens}, "
         f"{config.steps / data.steps_per_epoch:.2f} epochs; "
         f"{config.optimizer.name}, peak learning rate {config.optimizer.learning_rate:g}",
     ]
     if setup.attention.warning:
-        lines.append(setup.attention.warning)
+        lines.append(with_flags(setup.attention.warning))
     if (warmup := config.optimizer.warmup_steps) > config.steps:
         lines.append(
             f"warning: the warm-up of {warmup:,} steps is longer than the run of {config.steps:,}, which never "
@@ -66,7 +68,7 @@ def footer(setup: TrainSetup, data: Dataset, folder: Path, outcome: Outcome, row
     """Return lines with the outcome and the next command, from the rows of the run's log; after a non-finite step, also
     save the autopsy."""
     config, quoted, step = setup.config, shlex.quote(run_name(folder)), outcome.step
-    help_line = f"What usually helps: {remedies(config)}."
+    help_line = f"What usually helps: {with_flags(remedies(config))}."
     if outcome.status == "interrupted":
         return [f"interrupted at step {step:,} and saved; resume with: {resume_command(folder)}"]
     if outcome.status == "non_finite":
@@ -138,8 +140,8 @@ def example_prompt(config: Config, data: Dataset) -> str | None:
 def rollback_line(config: Config, outcome: Outcome, folder: Path) -> str:
     """Return a line with the checkpoint from before a divergence and the command to roll back to it."""
     # A change of the optimizer fits the checkpoints; one of the model does not.
-    remedy = next(option for _, option in hints(config) if option.startswith("--optimizer."))
-    roll_back = f"{resume_command(folder)} --from-step {outcome.healthy} {remedy}"
+    remedy = next(field for _, field in hints(config) if field.startswith("`optimizer."))
+    roll_back = f"{resume_command(folder)} --from-step {outcome.healthy} {with_flags(remedy)}"
     if not outcome.healthy:
         return f"No checkpoint precedes the divergence; start again with: {roll_back}"
     retained = f"Checkpoint {outcome.healthy:,} precedes the divergence and is retained"

@@ -9,11 +9,11 @@ from typing import Any
 import jax
 import pytest
 
+from jaxformer.cli import training_report
 from jaxformer.cli.arguments import load_config
+from jaxformer.cli.training_report import example_prompt, final_line, header, no_improvement, rollback_line
 from jaxformer.data.dates import DatesConfig
 from jaxformer.errors import EXTRAS
-from jaxformer.inspect import training_report
-from jaxformer.inspect.training_report import example_prompt, final_line, header, no_improvement, rollback_line
 from jaxformer.ops.attention import attention
 from jaxformer.parallel.mesh import make_mesh
 from jaxformer.train.evaluate import Evaluation
