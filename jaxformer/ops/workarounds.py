@@ -32,7 +32,7 @@ def run_once_options(platform: str) -> dict[str, Any] | None:
     level, unless XLA_FLAGS sets one.
 
     By default, XLA's CPU compiler spends far longer on random draws than they take. Gain: the initial state of `quick`
-    compiles in 2.2 to 2.5 s of CPU time instead of 4.0 to 5.1 s, and is bit-identical. Seen with jax 0.10.
+    compiles in 3.2 instead of 5.8 s of CPU time with jax 0.10, and in 3.3 instead of 7.8 s with 0.12, bit-identical.
     """
     level, flags = "xla_backend_optimization_level", os.environ.get("XLA_FLAGS", "").strip()
     is_given = level in flags or (flags and not flags.startswith("-"))  # otherwise XLA_FLAGS names a file
@@ -46,7 +46,7 @@ def low_memory_options(platform: str) -> dict[str, Any] | None:
     By default, XLA's CPU compiler begins all conversions of parameters at once, to keep cores busy, and removes the
     barriers before it merges equal operations, so nothing is computed twice and all activations are kept. Gain: the
     gradient of SmolLM2-135M in float64 takes 0.60 instead of 1.27 GB on each of two devices, next to the float32
-    parameters. Seen with jax 0.10; 0.12 merges nothing.
+    parameters. Seen with jax 0.10; 0.12 merges nothing, and the schedule alone saves a quarter of the temporary memory.
     """
     options = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
     return options | {"xla_disable_hlo_passes": "cse_barrier_expander"} if platform == "cpu" else None
@@ -116,8 +116,8 @@ def ring_groups(lengths: Sequence[int]) -> list[list[list[int]] | None]:
 def update_slice(array: jax.Array, part: jax.Array, start: jax.Array | int, axis: int) -> jax.Array:
     """Return `jax.lax.dynamic_update_slice_in_dim`, preserved under `vmap` if all examples share the start.
 
-    JAX's batching rule turns it into a scatter, for which XLA copies the array: the cache, at every decode step. Seen
-    with jax 0.10.
+    JAX's batching rule turns it into a scatter. Gain: decode steps of 4 blocks of width 256 for 16 rows and 1,024 slots
+    take 0.89 of the time with jax 0.10, and 0.91 with 0.12.
     """
 
     def update(array: jax.Array, part: jax.Array, start: jax.Array) -> jax.Array:
@@ -169,8 +169,8 @@ class FirstFactor:
     """Matrix W that is stored transposed and supports `x @ W`, computed as `(Wᵀ xᵀ)ᵀ` for few rows per example.
 
     XLA's CPU compiler is slow at multiplying few rows by a matrix with more rows than columns: for (2048,256) and 1, 8
-    and 64 rows, it takes 218, 316 and 868 us on one core with AVX-512, and this form 147, 182 and 721. Gain: a decode
-    step of 4 blocks of width 256 takes 0.92 of the time for 1 sequence, 0.90 for 8, 1.03 for 64. Seen with jax 0.10.
+    and 64 rows, it takes 218, 316 and 868 us on one core with AVX-512, and this form 147, 182 and 721. Gain: decode
+    steps of 4 blocks of width 256 for 8 rows take 0.94 of the time with jax 0.10, and 0.92 with 0.12.
 
     Attributes:
       matrix: W, `(D, F)`, a lazy transpose of the stored matrix.
@@ -187,7 +187,8 @@ def zero_after(x: jax.Array) -> jax.Array:
     """Return 0 times a floating-point array; adding it to a value makes the value's uses wait for the array.
 
     In a loop, XLA copies the cache at every step that might read it after writing it. The sum adds a data dependence,
-    which XLA does not simplify away. Seen with jax 0.10.
+    which XLA does not simplify away. Gain: decode steps of 4 blocks of width 256 for 16 rows and 1,024 slots take 0.26
+    of the time with jax 0.10, and 0.24 with 0.12.
     """
     return 0 * x
 
@@ -197,7 +198,8 @@ def converted_after(matrix: jax.Array, x: jax.Array) -> jax.Array:
 
     XLA's CPU compiler schedules the conversions of all matrices first, and then holds all of them at once. The sum adds
     a data dependence, which XLA does not simplify away. Gain: the prefill of 128 tokens by SmolLM2-135M with int8
-    weights needs 8 instead of 405 MiB of temporary memory, at equal speed. Seen with jax 0.10.
+    weights needs 8 instead of 405 MiB of temporary memory, at equal speed. Seen with jax 0.10
+    and 0.12.
     """
     never = _first(jax.lax.stop_gradient(x)) > jnp.inf
     return matrix.astype(x.dtype) + never.astype(x.dtype)
@@ -217,7 +219,8 @@ def _first_of_batch(size: int, is_batched: list[bool], x: jax.Array) -> tuple[ja
 def kth_largest(x: jax.Array, k: int) -> jax.Array:
     """Return the k-th largest value of a vector, as the minimum of the k largest.
 
-    XLA's CPU compiler turns a slice of the k largest into a sort of all values. Seen with jax 0.10.
+    XLA's CPU compiler turns a slice of the k largest into a sort of all values. Gain: 0.2 instead of 12.6 ms for the 50
+    largest of 50,257. Seen with jax 0.10; 0.12 takes 0.2 ms either way.
     """
     return jax.lax.top_k(x, k)[0].min()
 
