@@ -68,7 +68,8 @@ separate_gradient_transpose.defvjp(lambda w: (w, None), lambda _, g: (jax.lax.op
 def psum(x: jax.Array, axes: Sequence[str]) -> jax.Array:
     """Return `jax.lax.psum` over the axes that have several devices.
 
-    XLA's partitioner crashes on a sum over axes of one device when `tensor` has more. Seen with jax 0.10.
+    XLA's partitioner crashes on a sum over axes of one device when `tensor` has more. Seen with jax 0.10
+    and 0.12.
     """
     larger = tuple(axis for axis in axes if jax.lax.axis_size(axis) > 1)
     return jax.lax.psum(x, larger) if larger else x
@@ -78,7 +79,7 @@ def all_gather(x: jax.Array, axis_name: str, axis: int, ring_lengths: Sequence[i
     """Return a tiled `jax.lax.all_gather`, ring by ring; its gradient is a reduce-scatter, ring by ring.
 
     A mesh axis of 256 TPUs may span a square of 16 by 16. XLA sums over a whole square by an all-reduce and a slice,
-    but over a line by a reduce-scatter. Gain: half of the traffic. Seen with jax 0.10.
+    but over a line by a reduce-scatter. Gain: half of the traffic. Seen with jax 0.10 and 0.12.
 
     Args:
       ring_lengths: see `rings`.
@@ -231,7 +232,8 @@ def materialized(x: jax.Array) -> jax.Array:
     XLA's GPU compiler would compute parameter updates a second time to sum their squares, and keep a copy of the
     optimizer's old state for that. Gain: with `in_order`, a step of a two-block GPT-2 copies 1 array instead of 68.
     It would also recompute the mean and norm of rows in the backward pass, and store the rows in float32 for the
-    gradients of gain and shift. Gain: 4 % of the memory traffic of a step of gpt2_124m. Seen with jax 0.10.
+    gradients of gain and shift. Gain: 4 % of the memory traffic of a step of gpt2_124m. Seen with jax 0.10; with 0.12,
+    as with 0.10, it saves 2 % with two blocks.
     """
     return jax.lax.optimization_barrier(x)
 
@@ -241,6 +243,6 @@ def in_order(first: Any, then: Any) -> tuple[Any, Any]:
 
     XLA's GPU compiler sums the squares of parameters while it updates them, so it cannot update them in place but
     copies them. Computed first, the sums are fused with the conversion to bfloat16. Gain: 1 copy instead of 196 in a
-    step of gpt2_124m. Seen with jax 0.10.
+    step of gpt2_124m. Seen with jax 0.10; with 0.12, 1 copy instead of 14 with two blocks.
     """
     return jax.lax.optimization_barrier((first, then))
