@@ -42,7 +42,7 @@ def with_cache(folder: Path, shape: dict[str, Any], prompt: int, new: int) -> tu
             model, params, [prompt_P], Sampling(temperature=0), [0], max_new_tokens=new,
             context_length=model.config.context_length,
         )  # fmt: skip
-        return [token for piece in pieces for token in piece.tokens_BN[0].tolist()]
+        return [token for piece in pieces for token in piece.tokens[0].tolist()]
 
     return lambda _: run()[-1], {"_tokens": run()}
 

@@ -46,18 +46,16 @@ def compiled_step(model: Any, weights: Any, batch_size: int, device: jax.Device)
         params = model.init(jax.random.key(0), jnp.zeros(1, jnp.int32))["params"]
         cache = jax.vmap(lambda _: model.init_cache(n_slots, jnp.bfloat16))(jnp.zeros(batch_size))
         history = jax.vmap(partial(init_history, GREEDY, V))(jnp.zeros((batch_size, 1), int), jnp.ones(batch_size, int))
-        token_B, done_B = jnp.zeros(batch_size, jnp.int32), jnp.zeros(batch_size, bool)
+        numbers = (jnp.zeros(batch_size, dtype) for dtype in (jnp.int32, jnp.int32, jnp.uint32, bool))
         params = lay_out(store(params, weights, model, "gpu"), model, "gpu")
-        return params, programs.DecodeState(cache, history, token_B, done_B)
+        return params, programs.DecodeState(cache, history, *numbers)
 
     def on_device(tree: Any) -> Any:
         sharding = SingleDeviceSharding(device)
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
 
-    number: Any = jax.ShapeDtypeStruct((), jnp.int32)
-    each: Any = (jax.ShapeDtypeStruct((batch_size,), dtype) for dtype in (jnp.int32, jnp.uint32, bool))
-    given = programs.Rows(*each), programs.Span(*(number,) * 4)
-    lowered = programs.decode.lower(model, GREEDY, *on_device(jax.eval_shape(arguments)), *on_device(given), None)
+    numbers = (jax.ShapeDtypeStruct((batch_size,), bool), *(jax.ShapeDtypeStruct((), jnp.int32),) * 3)
+    lowered = programs.decode.lower(model, GREEDY, *on_device((*jax.eval_shape(arguments), *numbers)), mesh=None)
     return str(lowered.compile().as_text())
 
 

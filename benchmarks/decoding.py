@@ -59,7 +59,8 @@ def jaxformer(
     from flax.traverse_util import unflatten_dict
 
     from jaxformer.cli import machine
-    from jaxformer.decode.generation import MIN_ROWS_PER_DEVICE, generate_tokens, spread_rows
+    from jaxformer.decode.batches import MIN_ROWS_PER_DEVICE, spread_rows
+    from jaxformer.decode.generation import generate_tokens
     from jaxformer.decode.samplers import Sampling
     from jaxformer.decode.speculative import PromptLookup, speculate
     from jaxformer.decode.weights import lay_out, store
@@ -94,7 +95,7 @@ def jaxformer(
             context_length=config.context_length, cache_dtype=dtype,
         )  # fmt: skip
         for piece in pieces:
-            for row, tokens in zip(rows, piece.tokens_BN, strict=True):
+            for row, tokens in zip(rows, piece.tokens, strict=True):
                 row.extend(tokens[tokens != EMPTY].tolist())
         return rows
 

@@ -22,7 +22,8 @@ def jaxformer(folder: Path, B: int, prompt: int, new: int, weights: Any) -> tupl
     import numpy as np
 
     from jaxformer.cli import machine
-    from jaxformer.decode.generation import MIN_ROWS_PER_DEVICE, generate_tokens, spread_rows
+    from jaxformer.decode.batches import MIN_ROWS_PER_DEVICE, spread_rows
+    from jaxformer.decode.generation import generate_tokens
     from jaxformer.decode.samplers import Sampling
     from jaxformer.decode.weights import lay_out, store
     from jaxformer.interop.packages import find_model
@@ -45,7 +46,7 @@ def jaxformer(folder: Path, B: int, prompt: int, new: int, weights: Any) -> tupl
             model, params, prompts, Sampling(temperature=0), [0] * B, max_new_tokens=new,
             context_length=config.n_positions,
         )  # fmt: skip
-        return np.concatenate([piece.tokens_BN for piece in pieces], axis=1)
+        return np.concatenate([piece.tokens for piece in pieces], axis=1)
 
     tokens_BN = complete()
     n_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params))

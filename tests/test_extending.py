@@ -87,7 +87,7 @@ def test_a_model_is_one_file(package):
     pieces = generate_tokens(
         run.model, run.params, [run.tokenizer.encode("The")], Sampling(), seeds=[0], max_new_tokens=4, context_length=16
     )
-    assert np.concatenate([piece.tokens_BN for piece in pieces], axis=1).shape == (1, 4)
+    assert np.concatenate([piece.tokens for piece in pieces], axis=1).shape == (1, 4)
 
 
 @pytest.mark.slow
@@ -114,7 +114,7 @@ def test_a_sampler_is_one_class(package):
     pieces = generate_tokens(run.model, run.params, [[5, 6]], replace(sampler, top_a=0.0), **arguments)
     plain = generate_tokens(run.model, run.params, [[5, 6]], Sampling(), **arguments)
     for piece, other in zip(pieces, plain, strict=True):
-        np.testing.assert_array_equal(piece.tokens_BN, other.tokens_BN)
+        np.testing.assert_array_equal(piece.tokens, other.tokens)
 
 
 @pytest.mark.slow

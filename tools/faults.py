@@ -106,13 +106,13 @@ FAULTS = {
         "min(k, logits_V.shape[-1])", "min(k + 1, logits_V.shape[-1])", ("tests/decode/test_samplers.py",)
     ),
     "decoding overwrites the ring one slot early": Fault(
-        "slot = (i + counter) % n_slots",
-        "slot = (i + counter) % (n_slots - 1)",
+        "slot=(slot + i) % n_slots",
+        "slot=(slot + i) % (n_slots - 1)",
         ("tests/decode/test_generation.py::test_a_ring_with_no_more_slots_than_the_window_holds_all_of_it",),
     ),
     "positions of prompts count their padding": Fault(
-        "positions_BT[i, longest - length : longest] = np.arange(length)",
-        "positions_BT[i, longest - length : longest] = np.arange(longest - length, longest)",
+        "positions_BT[i, longest - len(prompt) : longest] = np.arange(len(prompt))",
+        "positions_BT[i, longest - len(prompt) : longest] = np.arange(longest - len(prompt), longest)",
         ("tests/decode/test_generation.py::test_positions_of_a_row_do_not_count_its_padding",),
     ),
     "rejected proposals replaced by the model's own distribution": Fault(

@@ -22,8 +22,8 @@ from jaxformer.cli.load import RunOptions, model_of, open_run, run_folder, with_
 from jaxformer.cli.options import HIDDEN, MERGED, CommandLine, CommandOptions, with_flags
 from jaxformer.contract import Task, contract_of
 from jaxformer.decode import Sampling, StopStrings, Throughput
+from jaxformer.decode.batches import MIN_ROWS_PER_DEVICE
 from jaxformer.decode.completion import Completer, Completion, CompletionOptions
-from jaxformer.decode.generation import MIN_ROWS_PER_DEVICE
 from jaxformer.decode.prompts import Encoded, Prompt, Row, encode_prompts, read_prompts
 from jaxformer.decode.text import OF_TEXTS, SETTINGS, default_settings
 from jaxformer.decode.weights import lay_out, restored
@@ -135,7 +135,7 @@ def main(line: CommandLine) -> int:
     if options.interactive:
         return _converse(completer, options)
     fitting = _encode(options, prompts, completer.encode)
-    completer.keeps_programs = len(fitting) > 1
+    completer.keep_programs = len(fitting) > 1
     if fitting:
         with record_signals(signal.SIGINT) as pressed:
             show_completions(completer, fitting, options, pressed)

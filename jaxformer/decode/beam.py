@@ -18,7 +18,8 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxformer.contract import contract_of
-from jaxformer.decode.generation import check_prompts, length_bucket
+from jaxformer.decode.batches import length_bucket
+from jaxformer.decode.checks import check_prompts
 from jaxformer.decode.programs import Cache, call, decode_step, extend_empty
 from jaxformer.decode.samplers import Sampling
 from jaxformer.errors import UserError

@@ -18,12 +18,13 @@ from jaxformer.contract import contract_of
 from jaxformer.data.chat import check_texts
 from jaxformer.data.chat_template import ASSISTANT, ChatTemplate, Message, encode_rendered
 from jaxformer.data.tokenizer import Tokenizer
+from jaxformer.decode.batches import batch_by_length, spread_rows
 from jaxformer.decode.beam import beam_search
-from jaxformer.decode.generation import Generation, generate_tokens, spread_rows
+from jaxformer.decode.generation import Generation, generate_tokens
 from jaxformer.decode.prompts import Encoded, Prompt, Row, sample_seeds
 from jaxformer.decode.samplers import Sampling
 from jaxformer.decode.speculative import Draft, DraftModel, PromptLookup, Speculation, speculate
-from jaxformer.decode.streaming import BeamGeneration, GeneratedText, Throughput, batch_by_length, stream_texts
+from jaxformer.decode.streaming import BeamGeneration, GeneratedText, Throughput, stream_texts
 from jaxformer.errors import UserError
 from jaxformer.models.objective import Params, is_causal_lm
 
@@ -173,7 +174,7 @@ class Completer:
         """Earlier turns of the conversation, each a user message and its answer; None for prompts on their own."""
         self._last: Generation | None = None
         """Generation of the last answer in a conversation, whose KV cache the next one takes over."""
-        self.keeps_programs = True
+        self.keep_programs = True
         """Keep compiled programs for other prompts; one needs each of them for a while, and each takes 0.1 GB of memory
         for SmolLM2-135M."""
 
@@ -332,13 +333,11 @@ class Completer:
                 n_samples=options.num_samples, n_proposed=options.draft_tokens, cache_dtype=dtype,
             )  # fmt: skip
         after, self._last = self._last, None  # not kept if this one fails
-        generation = generate_tokens(
+        return generate_tokens(
             model, params, tokens, sampling, seeds, max_new_tokens=n, context_length=length,
             n_samples=options.num_samples, cache_dtype=dtype, prefill_chunk=options.prefill_chunk,
-            fill_token=self._tokenizer.end_of_text, after=after,
+            fill_token=self._tokenizer.end_of_text, after=after, keep_programs=self.keep_programs,
         )  # fmt: skip
-        generation.keeps_programs = self.keeps_programs
-        return generation
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from jaxformer.data.labelled import pad_texts
-from jaxformer.decode.generation import doubled
+from jaxformer.decode.batches import doubled
 from jaxformer.decode.programs import call
 from jaxformer.models.objective import Params
 

@@ -113,17 +113,22 @@ class History(NamedTuple):
     """The last `n_recent` tokens, `EMPTY` before the first, for bad words; int32."""
 
 
-class Drawn(NamedTuple):
-    """A sampled token, with the model's own log-probabilities, before any processor or filter."""
+class Samples(NamedTuple):
+    """Sampled tokens, with the model's own log-probabilities, before any processor or filter.
 
-    token: jax.Array
-    """`()` int32."""
-    logprob: jax.Array
-    """Log-probability of the token, `()` float32."""
-    top_tokens_N: jax.Array
-    """The `top_logprobs` most likely tokens, most likely first; int32."""
-    top_logprobs_N: jax.Array
-    """Their log-probabilities; float32."""
+    From `sample`, a single one; batches and steps add axes in front.
+
+    Attributes:
+      tokens: `()` int32, `masks.EMPTY` after a row's end, where the other fields are undefined.
+      logprobs: log-probability of the token, `()` float32.
+      top_tokens: the `top_logprobs` most likely tokens, most likely first, `(n,)` int32.
+      top_logprobs: their log-probabilities, `(n,)` float32.
+    """
+
+    tokens: jax.Array
+    logprobs: jax.Array
+    top_tokens: jax.Array
+    top_logprobs: jax.Array
 
 
 def init_history(sampling: Sampling, vocab_size: int, tokens_T: jax.Array, length: jax.Array | int) -> History:
@@ -153,7 +158,7 @@ def update_history(history: History, token: jax.Array, sampling: Sampling) -> Hi
     return History(n_new + 1, occurs_V, counts_V, recent_N)
 
 
-def sample(logits_V: jax.Array, history: History, key: jax.Array, sampling: Sampling) -> Drawn:
+def sample(logits_V: jax.Array, history: History, key: jax.Array, sampling: Sampling) -> Samples:
     """Sample one token; equal keys and logits give equal tokens."""
     logits_V = logits_V.astype(jnp.float32)
     penalised_V = apply_penalties(logits_V, history, sampling)
@@ -169,12 +174,12 @@ def distribution(logits_V: jax.Array, history: History, sampling: Sampling) -> j
     return jax.nn.softmax(apply_filters(penalised_V, sampling))
 
 
-def with_logprobs(logits_V: jax.Array, token: jax.Array, sampling: Sampling) -> Drawn:
+def with_logprobs(logits_V: jax.Array, token: jax.Array, sampling: Sampling) -> Samples:
     """Return a token with its log-probability by the model's logits, and those of the most likely tokens."""
     logits_V = logits_V.astype(jnp.float32)
     top_logits_N, top_tokens_N = jax.lax.top_k(logits_V, sampling.top_logprobs)
     total = jax.nn.logsumexp(logits_V)
-    return Drawn(token, logits_V[token] - total, top_tokens_N, top_logits_N - total)
+    return Samples(token, logits_V[token] - total, top_tokens_N, top_logits_N - total)
 
 
 def apply_penalties(logits_V: jax.Array, history: History, sampling: Sampling) -> jax.Array:

@@ -21,23 +21,13 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jaxformer.contract import contract_of
-from jaxformer.decode.generation import (
-    Piece,
-    PieceIterator,
-    check_context,
-    check_prompts,
-    doubled,
-    has_state,
-    left_aligned,
-    length_bucket,
-    read_slots,
-    seeds_of_rows,
-    vocab_size,
-)
+from jaxformer.decode.batches import doubled, left_aligned, length_bucket, read_slots
+from jaxformer.decode.checks import check_context, check_prompts, has_state, seeds_of_rows, vocab_size
+from jaxformer.decode.generation import TokenStream
 from jaxformer.decode.programs import Cache, call, decode_step, first_parts, put_first_slots
 from jaxformer.decode.samplers import (
-    Drawn,
     History,
+    Samples,
     Sampling,
     distribution,
     draw,
@@ -170,28 +160,28 @@ class SpeculativeState(NamedTuple):
     """True once the text has ended, `()` bool."""
 
 
-class Speculation(PieceIterator):
-    """An iterator over pieces, like `generation.Generation`, that generates the rows one after another.
+class Speculation(TokenStream):
+    """The new tokens of a batch, like `generation.Generation`, whose rows are generated one after another.
 
     Attributes:
       n_passes: model passes over proposals so far.
       n_tokens: new tokens so far.
     """
 
-    def __init__(self, n_rows: int, rows: Iterable[Iterator[tuple[int, Piece]]]) -> None:
+    def __init__(self, n_rows: int, rows: Iterable[Iterator[tuple[int, Samples]]]) -> None:
         self.n_passes = self.n_tokens = 0
         super().__init__(n_rows, self._generate(rows))
 
-    def _generate(self, rows: Iterable[Iterator[tuple[int, Piece]]]) -> Iterator[Piece]:
+    def _generate(self, rows: Iterable[Iterator[tuple[int, Samples]]]) -> Iterator[Samples]:
         B = len(self.ended_B)
         for number, outputs in enumerate(rows):
             while not self.ended_B[number] and (output := next(outputs, None)):
-                n_passes, piece = output
+                n_passes, samples = output
                 self.n_passes += n_passes
-                self.n_tokens += piece.tokens_BN.shape[1]
-                piece = Piece(*(np.repeat(x, B, axis=0) for x in piece))
-                piece.tokens_BN[np.arange(B) != number] = EMPTY
-                yield piece
+                self.n_tokens += samples.tokens.shape[1]
+                samples = jax.tree.map(lambda x: np.repeat(x, B, axis=0), samples)
+                samples.tokens[np.arange(B) != number] = EMPTY
+                yield samples
 
 
 def speculate(
@@ -236,7 +226,7 @@ def speculate(
     decoder = _Decoder(model, draft, sampling, n_proposed, jnp.dtype(cache_dtype))
     both_params = params, draft_params
 
-    def rows() -> Iterator[Iterator[tuple[int, Piece]]]:
+    def rows() -> Iterator[Iterator[tuple[int, Samples]]]:
         for number, prompt in enumerate(prompts):
             n_slots = doubled(512, len(prompt) + max_new_tokens + n_proposed)
             tokens_P = left_aligned([list(prompt)], length_bucket(len(prompt)))[0]
@@ -244,7 +234,7 @@ def speculate(
             for seed in seeds_R[number * n_samples : (number + 1) * n_samples]:
                 # Samples share the state, and `_decode` donates its buffers: copy it.
                 start = init if n_samples == 1 else lambda init=init: jax.tree.map(jnp.copy, init())
-                yield _pieces(decoder, both_params, start, len(prompt), seed, max_new_tokens)
+                yield _passes(decoder, both_params, start, len(prompt), seed, max_new_tokens)
 
     return Speculation(len(seeds_R), rows())
 
@@ -260,10 +250,10 @@ class _Decoder:
     dtype: DTypeLike
 
 
-def _pieces(
+def _passes(
     decoder: _Decoder, params: BothParams, init: Callable[[], SpeculativeState], n_prompt: int, seed: int, limit: int
-) -> Iterator[tuple[int, Piece]]:
-    """Yield, per call, the number of model passes and the piece of their tokens, at most `limit` in all."""
+) -> Iterator[tuple[int, Samples]]:
+    """Yield, per call, the number of model passes and their tokens, at most `limit` in all."""
     state = init()
     n_new, all_passes, done, least = 0, 0, False, _least_tokens_per_pass(decoder, params)
     while not done:
@@ -273,7 +263,7 @@ def _pieces(
         n_new, all_passes = n_new + int(n), all_passes + int(n_passes)
         if decoder.n_proposed and n_new < least * all_passes:
             decoder = replace(decoder, n_proposed=0)
-        yield int(n_passes), Piece(*(x[None, :n] for x in drawn))
+        yield int(n_passes), Samples(*(x[None, :n] for x in drawn))
 
 
 def _least_tokens_per_pass(decoder: _Decoder, params: BothParams) -> float:
@@ -309,7 +299,7 @@ def prefill(
 @partial(jax.jit, static_argnames=("decoder", "n_read"), donate_argnames="state")
 def _decode(
     decoder: _Decoder, params: BothParams, state: SpeculativeState, seed: jax.Array, limit: jax.Array, n_read: int
-) -> tuple[SpeculativeState, jax.Array, jax.Array, Drawn]:
+) -> tuple[SpeculativeState, jax.Array, jax.Array, Samples]:
     """Run passes until there are at least `TOKENS_PER_CALL` new tokens, or the text is done; return the state, the
     number of passes, the number of new tokens, and the tokens."""
     full = state
@@ -317,11 +307,11 @@ def _decode(
     state = first_parts(full, shapes)
     verify = partial(_verify, decoder, params, seed, limit)
 
-    def unfinished(carry: tuple[SpeculativeState, jax.Array, jax.Array, Drawn]) -> jax.Array:
+    def unfinished(carry: tuple[SpeculativeState, jax.Array, jax.Array, Samples]) -> jax.Array:
         state, _, n_new, _ = carry
         return (n_new < TOKENS_PER_CALL) & ~state.done
 
-    def step(carry: tuple[SpeculativeState, jax.Array, jax.Array, Drawn]) -> tuple:
+    def step(carry: tuple[SpeculativeState, jax.Array, jax.Array, Samples]) -> tuple:
         state, n_passes, n_new, drawn_C = carry
         before = state.length
         state, drawn_N = verify(state)
@@ -339,7 +329,7 @@ def _decode(
 
 def _verify(
     decoder: _Decoder, params: BothParams, seed: jax.Array, limit: jax.Array, state: SpeculativeState
-) -> tuple[SpeculativeState, Drawn]:
+) -> tuple[SpeculativeState, Samples]:
     """Run one model pass over the draft's proposals; return the state and the tokens, `(n_proposed + 1,)`, of which the
     increase in the text's length gives the number of valid ones."""
     cache, _, history, text_S, length, _ = state
@@ -352,7 +342,7 @@ def _verify(
     x, cache = call(decoder.model, params[0], "extend", inputs, positions, cache, length - 1)
     logits = jax.vmap(partial(call, decoder.model, params[0], "unembed"))(x)
 
-    def check(carry: tuple[History, jax.Array, jax.Array], inputs: tuple) -> tuple[tuple, Drawn]:
+    def check(carry: tuple[History, jax.Array, jax.Array], inputs: tuple) -> tuple[tuple, Samples]:
         history, all_accepted, done = carry
         i, logits_V, token, q_V = inputs
         p_V = distribution(logits_V, history, sampling)
@@ -371,5 +361,5 @@ def _verify(
     one_more = lambda x: jnp.concatenate([x, jnp.zeros((1, *x.shape[1:]), x.dtype)])  # noqa: E731
     steps = jnp.arange(n_proposed + 1), logits, one_more(proposed_N), one_more(q_NV)
     (longer, _, done), drawn = jax.lax.scan(check, (history, jnp.bool_(True), jnp.bool_(False)), steps)
-    text_S = jax.lax.dynamic_update_slice_in_dim(text_S, drawn.token, length, 0)
+    text_S = jax.lax.dynamic_update_slice_in_dim(text_S, drawn.tokens, length, 0)
     return SpeculativeState(cache, draft_state, longer, text_S, length + longer.n_new - history.n_new, done), drawn

@@ -6,13 +6,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import numpy as np
 
 from jaxformer.data.tokenizer import StreamDecoder, Tokenizer
 from jaxformer.decode.beam import Beams
-from jaxformer.decode.generation import Generation, Piece
+from jaxformer.decode.generation import Generation
+from jaxformer.decode.samplers import Samples
 from jaxformer.decode.speculative import Speculation
 from jaxformer.errors import UserError
 from jaxformer.ops.masks import EMPTY
@@ -98,8 +100,8 @@ class GeneratedText:
       top_logprobs: per token, the most likely tokens with their log-probabilities.
       text: the text without the stop token or stop string.
       finish_reason: "stop token", "stop string", "length" or "interrupted"; empty while generation continues.
-      first_token_seconds: seconds from the start of the batch to the piece with the first token.
-      seconds: seconds from the start of the batch to the piece with the last token.
+      first_token_seconds: seconds from the start of the batch to the first token.
+      seconds: seconds from the start of the batch to the last token.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
@@ -110,10 +112,10 @@ class GeneratedText:
         self.first_token_seconds = self.seconds = 0.0
         self._decoder, self._stop = StreamDecoder(tokenizer), StopStrings(stop)
 
-    def append(self, piece: Piece, row: int, stop_tokens: Sequence[int]) -> str:
-        """Append the tokens of one row of a piece, up to the one that ends the text; return the text to show next."""
+    def append(self, samples: Samples, row: int, stop_tokens: Sequence[int]) -> str:
+        """Append one row of samples `(B, N)`, up to the token that ends the text; return the text to show next."""
         new, n = "", 0
-        for token in piece.tokens_BN[row].tolist():
+        for token in samples.tokens[row].tolist():
             if token == EMPTY:
                 break
             n += 1
@@ -125,9 +127,9 @@ class GeneratedText:
             if self._stop.met:
                 self.finish_reason = "stop string"
                 break
-        self.tokens += piece.tokens_BN[row, :n].tolist()
-        self.logprobs += piece.logprobs_BN[row, :n].tolist()
-        for tokens, logprobs in zip(piece.top_tokens_BNn[row, :n], piece.top_logprobs_BNn[row, :n], strict=True):
+        self.tokens += samples.tokens[row, :n].tolist()
+        self.logprobs += samples.logprobs[row, :n].tolist()
+        for tokens, logprobs in zip(samples.top_tokens[row, :n], samples.top_logprobs[row, :n], strict=True):
             self.top_logprobs.append(list(zip(tokens.tolist(), logprobs.tolist(), strict=True)))
         self.text += new
         return new
@@ -174,53 +176,47 @@ class Throughput:
 
 
 class BeamGeneration:
-    """A beam search as a generation of one piece, the n best texts of each prompt. After the search, `scores` has each
-    row's score."""
+    """A beam search as a generation that yields once, the n best texts of each prompt. After the search, `scores` has
+    each row's score."""
 
     def __init__(self, search: Callable[[], Beams], n: int) -> None:
         self._search, self._n = search, n
         self.scores: list[float] = []
 
-    def __iter__(self) -> Iterator[Piece]:
+    def __iter__(self) -> Iterator[Samples]:
         tokens_PNT, scores_PN = (np.asarray(x)[:, : self._n] for x in self._search())
         self.scores = scores_PN.reshape(-1).tolist()
-        tokens_BT = tokens_PNT.reshape(-1, tokens_PNT.shape[-1])
-        none_B0 = np.zeros((len(tokens_BT), 0))
-        yield Piece(tokens_BT, none_B0, none_B0[..., None], none_B0[..., None])
+        tokens_BT: Any = tokens_PNT.reshape(-1, tokens_PNT.shape[-1])
+        none_B0: Any = np.zeros((len(tokens_BT), 0))
+        yield Samples(tokens_BT, none_B0, none_B0[..., None], none_B0[..., None])
 
     def end(self, row: int) -> None:
-        """Do nothing, as there is only one piece."""
-
-
-def batch_by_length(lengths: Sequence[int], size: int) -> list[list[int]]:
-    """Return batches of indices of prompts with similar lengths, so that few programs are compiled."""
-    by_length = sorted(range(len(lengths)), key=lambda i: lengths[i])
-    return [by_length[start : start + size] for start in range(0, len(by_length), size)]
+        """Do nothing, as all tokens come at once."""
 
 
 def stream_texts(
     generation: Generation | BeamGeneration | Speculation, texts: Sequence[GeneratedText], stop_tokens: Sequence[int],
     max_new_tokens: int, throughput: Throughput, interrupted: Callable[[], bool],
 ) -> Iterator[str]:  # fmt: skip
-    """Append the rows of a generation to texts; yield the new part of the first text after each piece.
+    """Append the rows of a generation to texts; yield the new part of the first text after each call.
 
     A text without a stop finishes as "length" if it has `max_new_tokens`, else as "interrupted". Rows beyond the texts
     are ignored.
     """
     start, first, n_alone, last = time.perf_counter(), 0.0, 0, 0.0
     unfinished, clock = dict(enumerate(texts)), CompileClock()
-    pieces = iter(generation)
+    batches = iter(generation)
     while True:
         with clock:
-            piece = next(pieces, None)
-        if piece is None:
+            samples = next(batches, None)
+        if samples is None:
             break
         now = time.perf_counter() - start
         computed = max(now - clock.seconds, MIN_SECONDS)
         shown = ""
         for row, text in list(unfinished.items()):
             n_before = len(text.tokens)
-            new = text.append(piece, row, stop_tokens)
+            new = text.append(samples, row, stop_tokens)
             if len(text.tokens) > n_before:
                 text.seconds, last = now, computed
                 text.first_token_seconds = text.first_token_seconds or now
@@ -230,7 +226,7 @@ def stream_texts(
                 del unfinished[row]
         if not first:
             first = computed
-            n_alone = sum(len(text.tokens) for text in texts) if piece.tokens_BN.shape[1] == 1 else 0
+            n_alone = sum(len(text.tokens) for text in texts) if samples.tokens.shape[1] == 1 else 0
         yield shown
         if interrupted():
             break

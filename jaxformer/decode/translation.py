@@ -19,12 +19,12 @@ from jax.typing import DTypeLike
 
 from jaxformer.data.pairs import PairDataset
 from jaxformer.data.tokenizer import Tokenizer
+from jaxformer.decode.batches import batch_by_length, left_aligned, length_bucket, placement
 from jaxformer.decode.beam import Extend, search
+from jaxformer.decode.checks import check_context, check_rows
 from jaxformer.decode.completion import CompletionOptions, fitting_memory
-from jaxformer.decode.generation import check_context, check_rows, left_aligned, length_bucket, placement
 from jaxformer.decode.programs import Cache, call, decode_step
 from jaxformer.decode.prompts import Encoded, Prompt
-from jaxformer.decode.streaming import batch_by_length
 from jaxformer.errors import UserError, import_extra
 from jaxformer.models.objective import Params
 from jaxformer.ops.masks import EMPTY

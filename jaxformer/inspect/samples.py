@@ -33,7 +33,7 @@ def continuations(
     encoded = [list(prompt[-config.n_positions :]) for prompt in prompts]
     n_tokens = tokenizer.vocab_size if tokenizer.vocab_size < config.vocab_size else None
     for temperature in temperatures:
-        pieces = generate_tokens(
+        batches = generate_tokens(
             model,
             params,
             encoded,
@@ -43,7 +43,7 @@ def continuations(
             context_length=config.n_positions,
             fill_token=tokenizer.end_of_text,
         )
-        new_BN = np.concatenate([piece.tokens_BN for piece in pieces], axis=1).tolist()
+        new_BN = np.concatenate([samples.tokens for samples in batches], axis=1).tolist()
         for i, (prompt, new) in enumerate(zip(encoded, new_BN, strict=True)):
             yield temperature, i, prompt, new
 

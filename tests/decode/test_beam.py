@@ -106,8 +106,8 @@ def test_a_prefix_prompt_is_prefilled_as_by_generate() -> None:
     options = {"max_new_tokens": 5, "context_length": 16}
     results = beam_search(model, params, PROMPTS, n_beams=1, **options)
     pieces = list(generate_tokens(model, params, PROMPTS, Sampling(0), [0] * len(PROMPTS), **options))
-    np.testing.assert_array_equal(results.tokens_PNT[:, 0], np.concatenate([p.tokens_BN for p in pieces], axis=1))
-    assert_close(results.scores_PN[:, 0], np.concatenate([p.logprobs_BN for p in pieces], axis=1).mean(axis=1))
+    np.testing.assert_array_equal(results.tokens_PNT[:, 0], np.concatenate([p.tokens for p in pieces], axis=1))
+    assert_close(results.scores_PN[:, 0], np.concatenate([p.logprobs for p in pieces], axis=1).mean(axis=1))
 
 
 def markov(table_VV: jax.Array, starts: list[int], stops: tuple[int, ...] = (), **options: Any) -> tuple[list, list]:

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from jaxformer.config import ModelConfig
 from jaxformer.contract import Contract, Task, contract_of
-from jaxformer.decode import Generation, Piece, Sampling, generate_tokens, programs
-from jaxformer.decode.generation import length_bucket, spread_rows
+from jaxformer.decode import Generation, Samples, Sampling, generate_tokens, programs
+from jaxformer.decode.batches import length_bucket, row_mesh, spread_rows
 from jaxformer.ladder.mlp import MLPConfig
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.objective import Params
@@ -71,19 +71,19 @@ def begin(
     return generate_tokens(*model, prompts, sampling, **given)
 
 
-def concatenate(pieces: Sequence[Piece]) -> Piece:
-    return Piece(*(np.concatenate(parts, axis=1) for parts in zip(*pieces, strict=True)))
+def concatenate(pieces: Sequence[Samples]) -> Samples:
+    return Samples(*(np.concatenate(parts, axis=1) for parts in zip(*pieces, strict=True)))
 
 
 def run(model: Model, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling = GREEDY, **kwargs: Any) -> list:
     """Return all new tokens, a list per row."""
-    return concatenate(list(begin(model, prompts, n, sampling, **kwargs))).tokens_BN.tolist()
+    return concatenate(list(begin(model, prompts, n, sampling, **kwargs))).tokens.tolist()
 
 
-def distributions(piece: Piece) -> np.ndarray:
+def distributions(piece: Samples) -> np.ndarray:
     """Return the log-probabilities `(B, N, V)` of a sampling that reports all."""
-    results = np.full(piece.top_logprobs_BNn.shape, np.nan)
-    np.put_along_axis(results, piece.top_tokens_BNn, piece.top_logprobs_BNn, axis=-1)
+    results = np.full(piece.top_logprobs.shape, np.nan)
+    np.put_along_axis(results, piece.top_tokens, piece.top_logprobs, axis=-1)
     return results
 
 
@@ -98,7 +98,7 @@ def assert_equals_full_passes(
 ) -> None:
     """Check the distribution of each token against a full pass over the text before it."""
     piece = concatenate(list(begin(model, prompts, n, ALL, **kwargs)))
-    texts = [[*prompt, *row[:-1]] for prompt, row in zip(prompts, piece.tokens_BN.tolist(), strict=True)]
+    texts = [[*prompt, *row[:-1]] for prompt, row in zip(prompts, piece.tokens.tolist(), strict=True)]
     longest = max(padded, *map(len, texts))
     tokens_BT = jnp.array([text + [0] * (longest - len(text)) for text in texts])
     prefixes = [jnp.array([len(prompt) for prompt in prompts])] if contract_of(model[0]).has_prefix else []
@@ -106,8 +106,8 @@ def assert_equals_full_passes(
     wanted_BTV = logits_BTV - np.log(np.exp(logits_BTV).sum(-1, keepdims=True))
     expected = np.stack([w[len(p) - 1 : len(p) - 1 + n] for w, p in zip(wanted_BTV, prompts, strict=True)])
     assert_close(distributions(piece), expected, 1e-5 * max(1, np.abs(logits_BTV).max() / np.abs(expected).max()))
-    chosen = np.take_along_axis(expected, piece.tokens_BN[..., None], axis=-1)[..., 0]
-    assert_close(piece.logprobs_BN, chosen)
+    chosen = np.take_along_axis(expected, piece.tokens[..., None], axis=-1)[..., 0]
+    assert_close(piece.logprobs, chosen)
 
 
 @pytest.mark.slow
@@ -180,7 +180,7 @@ def test_an_ended_row_does_not_hold_the_others_at_the_end_of_the_context(monkeyp
     model = build(LEARNED)
     generation = begin(model, [[3], [1] * CONTEXT], 32)
     generation.end(1)
-    generated = concatenate(list(generation)).tokens_BN
+    generated = concatenate(list(generation)).tokens
     assert len(starts) == 5
     assert generated[0].tolist() == run(model, [[3]], 32)[0]
 
@@ -213,7 +213,7 @@ def test_eight_devices_equal_one() -> None:
         params, shardings(params, parameter_axes(model), make_mesh("data=2,fsdp=2,tensor=2", devices[:8]))
     )
     one, eight = (concatenate(list(begin((model, p), prompts, 9, ALL))) for p in (params, split))
-    np.testing.assert_array_equal(one.tokens_BN, eight.tokens_BN)
+    np.testing.assert_array_equal(one.tokens, eight.tokens)
     assert_close(distributions(eight), distributions(one))
 
 
@@ -243,8 +243,8 @@ def test_data_parallel_decoding_compiles_once_and_equals_one_device(
     decode: Any = programs.decode
     before = decode._cache_size()
     generation = begin(two_devices, prompts, CONTEXT, sampling, **options)
-    assert generation.mesh is not None
-    assert concatenate(list(generation)).tokens_BN.tolist() == expected
+    assert row_mesh(two_devices[1], len(generation.rows)) is not None
+    assert concatenate(list(generation)).tokens.tolist() == expected
     assert decode._cache_size() == before + 1
 
 
@@ -266,7 +266,7 @@ def test_a_rounded_cache_moves_logits_within_a_bound() -> None:
     full = concatenate(list(begin(model, PROMPTS, 1 + 12, ALL)))
     for dtype, bound in ((jnp.bfloat16, 0.03), (jnp.int8, 0.06)):
         small = concatenate(list(begin(model, PROMPTS, 1 + 12, ALL, cache_dtype=dtype)))
-        same = (full.tokens_BN == small.tokens_BN).cumprod(axis=1).astype(bool)  # of one text until a draw differs
+        same = (full.tokens == small.tokens).cumprod(axis=1).astype(bool)  # of one text until a draw differs
         assert same[:, :3].all()
         moved = np.abs(distributions(small) - distributions(full))[same]
         assert 0 < moved.max() < bound
@@ -294,17 +294,10 @@ def test_positions_of_a_row_do_not_count_its_padding() -> None:
 
 
 @pytest.mark.slow
-def test_padding_of_prompts_changes_no_bit(decoder: Model) -> None:
-    zero, other = (concatenate(list(begin(decoder, PROMPTS, 17, ALL, fill_token=fill))) for fill in (0, 22))
-    for a, b in zip(zero, other, strict=True):
-        np.testing.assert_array_equal(a, b)
-
-
-@pytest.mark.slow
 def test_samples_equal_a_repeated_prompt_with_one_prefill(decoder: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    read, start = [], programs.start_samples
+    read, prefill = [], programs.prefill
     monkeypatch.setattr(
-        programs, "start_samples", lambda *args, **kwargs: read.append(len(args[4].tokens_BT)) or start(*args, **kwargs)
+        programs, "prefill", lambda *args, **kwargs: read.append(len(args[3])) or prefill(*args, **kwargs)
     )
     samples = run(decoder, PROMPTS[:2], 5, RANDOM, n_samples=2)
     assert read == [2]
@@ -337,10 +330,10 @@ def test_the_first_piece_has_one_token_and_the_others_several(
 ) -> None:
     monkeypatch.setattr(sys.modules["jaxformer.decode.generation"], "MAX_CALL_SECONDS", seconds)
     pieces = list(begin(build(config), PROMPTS, 30))
-    assert [piece.tokens_BN.shape for piece in pieces] == [(4, n) for n in sizes]
-    assert pieces[1].tokens_BN.dtype == np.int32
-    assert pieces[1].logprobs_BN.shape == (4, 8)
-    assert pieces[1].top_tokens_BNn.shape == pieces[1].top_logprobs_BNn.shape == (4, 8, 0)
+    assert [piece.tokens.shape for piece in pieces] == [(4, n) for n in sizes]
+    assert pieces[1].tokens.dtype == np.int32
+    assert pieces[1].logprobs.shape == (4, 8)
+    assert pieces[1].top_tokens.shape == pieces[1].top_logprobs.shape == (4, 8, 0)
 
 
 def test_the_first_token_is_delivered_before_the_decode_loop_is_called(
@@ -348,12 +341,12 @@ def test_the_first_token_is_delivered_before_the_decode_loop_is_called(
 ) -> None:
     """Compiling the loop takes longer than the prefill, and a text that has ended does not need it."""
     calls, decode = [], programs.decode
-    monkeypatch.setattr(programs, "decode", lambda *args: calls.append(args) or decode(*args))
+    monkeypatch.setattr(programs, "decode", lambda *args, **kwargs: calls.append(args) or decode(*args, **kwargs))
     generation = begin(decoder, PROMPTS, 9)
-    assert next(generation).tokens_BN.shape == (4, 1) and not calls
-    assert next(generation).tokens_BN.shape == (4, 8) and len(calls) == 1
+    assert next(generation).tokens.shape == (4, 1) and not calls
+    assert next(generation).tokens.shape == (4, 8) and len(calls) == 1
     ended = begin(decoder, PROMPTS, 9)
-    assert next(ended).tokens_BN.shape == (4, 1)
+    assert next(ended).tokens.shape == (4, 1)
     for row in range(4):
         ended.end(row)
     assert list(ended) == [] and len(calls) == 1
@@ -369,7 +362,7 @@ def test_programs_compiled_for_shapes_give_the_first_piece(decoder: Model, chunk
     begin((decoder[0], shapes), PROMPTS, 3, **given).compile()
     with compilations() as compiled:
         first = next(begin((decoder[0], params), PROMPTS, 3, **given))
-    assert first.tokens_BN.shape == (4 * n_samples, 1) and not compiled
+    assert first.tokens.shape == (4 * n_samples, 1) and not compiled
 
 
 @pytest.mark.slow
@@ -377,9 +370,8 @@ def test_programs_that_are_not_kept_are_compiled_again() -> None:
     model, given = build(replace(LEARNED, context_length=256)), {"context_length": 256}
     tokens = run(model, PROMPTS, 150, **given)  # beyond 128 slots
     for keeps, recompiled in ((True, False), (False, True)):
-        generation = begin(model, PROMPTS, 150, **given)
-        generation.keeps_programs = keeps
-        assert concatenate(list(generation)).tokens_BN.tolist() == tokens
+        generation = begin(model, PROMPTS, 150, keep_programs=keeps, **given)
+        assert concatenate(list(generation)).tokens.tolist() == tokens
         with compilations() as compiled:
             next(begin(model, PROMPTS, 150, **given))
         assert bool(compiled) == recompiled
@@ -389,8 +381,8 @@ def test_a_call_is_no_longer_than_its_limit() -> None:
     """0.1 s are 25 tokens of 4 ms."""
     generation, sizes = begin((Counter(), {"none": jnp.zeros(1)}), [[1]], 120), []
     for piece in generation:
-        sizes.append(piece.tokens_BN.shape[1])
-        generation.seconds_per_token = 0.004  # whatever this call took
+        sizes.append(piece.tokens.shape[1])
+        generation.pace.seconds_per_token = 0.004  # whatever this call took
     assert sizes[0] == 1 and max(sizes) == 25
 
 
@@ -410,7 +402,7 @@ def test_a_stop_token_is_delivered_and_ends_only_its_row(config: ModelConfig) ->
 @pytest.mark.slow
 def test_decoding_stops_when_all_rows_are_done(decoder: Model) -> None:
     stop_always = replace(RANDOM, stop_tokens=tuple(range(V)))
-    assert [piece.tokens_BN.shape for piece in begin(decoder, PROMPTS, BEYOND, stop_always)] == [(4, 1)]
+    assert [piece.tokens.shape for piece in begin(decoder, PROMPTS, BEYOND, stop_always)] == [(4, 1)]
 
 
 def test_a_row_can_be_ended_by_the_caller(decoder: Model) -> None:
@@ -419,10 +411,10 @@ def test_a_row_can_be_ended_by_the_caller(decoder: Model) -> None:
     generation = begin(model, PROMPTS, 40)
     generation.end(3)
     pieces = [next(generation), next(generation)]
-    n = sum(piece.tokens_BN.shape[1] for piece in pieces)
+    n = sum(piece.tokens.shape[1] for piece in pieces)
     generation.end(0)
     pieces += generation
-    generated = concatenate(pieces).tokens_BN.tolist()
+    generated = concatenate(pieces).tokens.tolist()
     assert generated == [free[0][:n] + [EMPTY] * (40 - n), free[1], free[2], [EMPTY] * 40]
     for row in range(4):
         generation.end(row)
@@ -492,7 +484,7 @@ class WindowSum(nn.Module):
         return 1.0 * (jnp.arange(V) == sum_1)
 
 
-def test_a_ring_with_no_more_slots_than_the_window_holds_all_of_it() -> None:
+def test_a_ring_with_no_more_slots_than_the_window_holds_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A window of 8 tokens, in 8 slots, which decoding fills and goes round twice."""
     expected = []
     for prompt in ([3, 1, 4, 1, 5], [9, 2]):
@@ -500,12 +492,16 @@ def test_a_ring_with_no_more_slots_than_the_window_holds_all_of_it() -> None:
         for _ in range(17):
             row.append(sum(token + 1 for token in row[-8:]) % V)
         expected.append(row[len(prompt) :])
-    generation = begin(
-        (WindowSum(8), {"none": jnp.zeros(1)}), [[3, 1, 4, 1, 5], [9, 2]], 17, context_length=8, prefill_chunk=8
-    )
-    tokens_BN = concatenate(list(generation)).tokens_BN
-    assert tokens_BN.tolist() == expected
-    assert generation.slots_held == 8
+    sizes, decode = set(), programs.decode
+
+    def spy(*args: Any, **kwargs: Any) -> Any:
+        sizes.add(args[3].cache[0].shape[1])
+        return decode(*args, **kwargs)
+
+    monkeypatch.setattr(programs, "decode", spy)
+    model = WindowSum(8), {"none": jnp.zeros(1)}
+    assert run(model, [[3, 1, 4, 1, 5], [9, 2]], 17, context_length=8, prefill_chunk=8) == expected
+    assert sizes == {8}
 
 
 @pytest.mark.slow
@@ -558,11 +554,11 @@ def test_the_cache_has_no_unused_slots(
     class Started(Exception):
         pass
 
-    def start(*args: Any, **kwargs: Any) -> None:
+    def prefill(*args: Any, **kwargs: Any) -> None:
         assert kwargs["n_slots"] == n_slots
         raise Started
 
-    monkeypatch.setattr(programs, "start", start)
+    monkeypatch.setattr(programs, "prefill", prefill)
     with pytest.raises(Started):
         next(begin(build(config), prompts, n, context_length=config.context_length, prefill_chunk=chunk))
 
@@ -590,8 +586,9 @@ def test_a_mixed_workload_compiles_a_program_for_each_bucket_of_lengths() -> Non
         for longest in (12, 14, 16, 120, 140):
             generated = run(model, [[1] * n for n in range(longest - 7, longest + 1)], 20, **given)
             assert np.shape(generated) == (8, 20)
-    # Prompts are read in 16, 128 or 192 slots; decoding looks at a cache of 128 or 192 slots, and enlarges it once.
-    assert len(compiled) == 3 + 2 + 1
+    # Prompts are read in 16, 128 or 192 slots; decoding looks at a cache of 128 or 192 slots, and enlarges it once. The
+    # first token has a program of its own.
+    assert len(compiled) == 3 + 2 + 1 + 1
 
 
 @pytest.mark.slow
@@ -600,10 +597,10 @@ def test_the_decode_loop_updates_the_cache_in_place(n_rows: int, dtype: Any) -> 
     """No scatter, and no copy of anything with as many slots as the cache."""
     model, params = build(ROPE)
     n_slots, history = 128, programs.init_history(GREEDY, V, jnp.zeros(4), 4)
-    row = programs.DecodeState(model.init_cache(n_slots, dtype), history, jnp.int32(0), jnp.array(False))
-    rows = jax.tree.map(lambda x: jnp.stack([x] * n_rows), row)
-    given = programs.Rows(*(np.zeros(n_rows, dtype) for dtype in (np.int32, np.uint32, bool)))
-    lowered = programs.decode.lower(model, GREEDY, params, rows, given, programs.Span(*[np.int32(8)] * 4), None)
+    numbers = (jnp.zeros((), kind) for kind in (jnp.int32, jnp.int32, jnp.uint32, bool))
+    row = programs.DecodeState(model.init_cache(n_slots, dtype), history, *numbers)
+    state, eight = jax.tree.map(lambda x: jnp.stack([x] * n_rows), row), np.int32(8)
+    lowered = programs.decode.lower(model, GREEDY, params, state, state.done_B, eight, eight, eight, mesh=None)
     hlo = lowered.compile().as_text()
     assert " dynamic-update-slice(" in hlo
     assert " scatter(" not in hlo
@@ -614,7 +611,7 @@ def test_the_decode_loop_updates_the_cache_in_place(n_rows: int, dtype: Any) -> 
 @pytest.mark.slow
 def test_a_cache_that_is_enlarged_in_prefill_and_decoding_equals_full_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     """20 tokens in chunks of 16, in caches of 16 and 32 slots, and 14 more, in 32 and 64."""
-    monkeypatch.setattr("jaxformer.decode.generation.MIN_SLOTS_READ", 8)
+    monkeypatch.setattr("jaxformer.decode.batches.MIN_SLOTS_READ", 8)
     sizes, enlarge = [], programs.enlarge
     monkeypatch.setattr(
         programs, "enlarge", lambda *args, **kwargs: sizes.append(kwargs["n_slots"]) or enlarge(*args, **kwargs)
@@ -648,8 +645,8 @@ CHAT = DecoderConfig(V, 64, d_model=8, n_heads=2, d_ff=(16,), n_blocks=1)
     [
         (CHAT, [17, 20, 12]),
         (replace(CHAT, positions="rope", window=8), [0, 0, 0]),  # slots are a ring
-        (replace(CHAT, prefix=True), []),
-        (RecurrentLMConfig(V, 64, d_model=8), []),
+        (replace(CHAT, prefix=True), [0, 0, 0]),
+        (RecurrentLMConfig(V, 64, d_model=8), [0, 0, 0]),
     ],
     ids=["causal", "window", "prefix", "recurrent"],
 )
@@ -657,20 +654,24 @@ def test_a_continued_conversation_equals_one_from_scratch(
     config: ModelConfig, n_kept: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Turns that replace the last token and go on, and that share only the first tokens with the text so far."""
-    kept, original = [], Generation.take_over
+    starts, prefill = [], programs.prefill
 
-    def take_over(self: Generation, before: Generation) -> None:
-        original(self, before)
-        kept.append(self.n_cached)
+    def spy(*args: Any, **kwargs: Any) -> Any:
+        starts.append(int(args[4][0, 0]))  # position of the chunk's first token
+        return prefill(*args, **kwargs)
 
-    monkeypatch.setattr(Generation, "take_over", take_over)
+    monkeypatch.setattr(programs, "prefill", spy)
+    kept = []
     model, prompt, after = build(config), [3, 1, 4, 1, 5, 9, 2, 6], None
     changes = (lambda row: [*row[:-2], 7, 8], lambda row: [*row[:20], 7], lambda row: [*row[:12], (row[12] + 1) % V, 5])
     for change in (*changes, None):
         options = {"context_length": 64, "prefill_chunk": 8}
         after = begin(model, [prompt], 11, after=after, **options)
-        continued, scratch = concatenate(list(after)), concatenate(list(begin(model, [prompt], 11, **options)))
-        np.testing.assert_array_equal(continued.tokens_BN, scratch.tokens_BN)
-        assert_close(continued.logprobs_BN, scratch.logprobs_BN)
-        prompt = change([*prompt, *continued.tokens_BN[0].tolist()]) if change else prompt
-    assert kept == n_kept
+        starts.clear()
+        continued = concatenate(list(after))
+        kept.append(starts[0])
+        scratch = concatenate(list(begin(model, [prompt], 11, **options)))
+        np.testing.assert_array_equal(continued.tokens, scratch.tokens)
+        assert_close(continued.logprobs, scratch.logprobs)
+        prompt = change([*prompt, *continued.tokens[0].tolist()]) if change else prompt
+    assert kept == [0, *n_kept]

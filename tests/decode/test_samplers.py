@@ -19,8 +19,8 @@ from scipy.stats import chisquare
 from jaxformer.decode import samplers
 from jaxformer.decode.samplers import (
     TOKENS_PER_BLOCK,
-    Drawn,
     History,
+    Samples,
     Sampling,
     _invert,
     apply_filters,
@@ -70,7 +70,7 @@ def _history(
 
 
 @partial(jax.jit, static_argnames="sampling")
-def first(logits_V: jax.Array, key: jax.Array, sampling: Sampling) -> Drawn:
+def first(logits_V: jax.Array, key: jax.Array, sampling: Sampling) -> Samples:
     """What is drawn after a prompt of token 0."""
     return sample(logits_V, init_history(sampling, len(logits_V), jnp.zeros(1, jnp.int32), 1), key, sampling)
 
@@ -249,7 +249,7 @@ def test_the_order_is_bias_penalties_ban() -> None:
 
 @pytest.mark.parametrize("sampling", [Sampling(0), Sampling(3.0, top_p=1e-6), Sampling(1e-60)], ids=options)
 def test_greedy_returns_the_likeliest_token(sampling: Sampling) -> None:
-    token = first(jnp.array([0.1, 2.0, -1.0, 1.9, 0.0]), jax.random.key(0), sampling).token
+    token = first(jnp.array([0.1, 2.0, -1.0, 1.9, 0.0]), jax.random.key(0), sampling).tokens
     assert token == 1
     assert token.dtype == jnp.int32
 
@@ -261,7 +261,7 @@ def test_argmax_is_the_first_of_equals(logits: list[float]) -> None:
 
 def test_greedy_applies_bans() -> None:
     sampling = Sampling(0, bad_words=((1,),))
-    assert first(jnp.asarray(LOGITS), jax.random.key(0), sampling).token == 3
+    assert first(jnp.asarray(LOGITS), jax.random.key(0), sampling).tokens == 3
 
 
 @pytest.mark.parametrize(
@@ -277,7 +277,7 @@ def test_greedy_applies_bans() -> None:
 def test_frequencies_are_the_filtered_probabilities(sampling: Sampling, probs: np.ndarray) -> None:
     n = 10_007
     keys = jax.random.split(jax.random.key(0), n)
-    drawn = jax.jit(jax.vmap(lambda key: first(jnp.asarray(LOGITS), key, sampling).token))(keys)
+    drawn = jax.jit(jax.vmap(lambda key: first(jnp.asarray(LOGITS), key, sampling).tokens))(keys)
     counts, possible = np.bincount(drawn, minlength=5), probs > 0
     assert not counts[~possible].any()
     expected = probs / probs.sum() * n
@@ -300,7 +300,7 @@ def test_frequencies_over_several_blocks_of_the_vocabulary() -> None:
 def test_the_chi_squared_test_rejects_a_temperature_off_by_a_fifth() -> None:
     n = 10_007
     keys = jax.random.split(jax.random.key(0), n)
-    drawn = jax.jit(jax.vmap(lambda key: first(jnp.asarray(LOGITS), key, Sampling(1.2)).token))(keys)
+    drawn = jax.jit(jax.vmap(lambda key: first(jnp.asarray(LOGITS), key, Sampling(1.2)).tokens))(keys)
     assert chisquare(np.bincount(drawn), PROBS * n).pvalue < SIGNIFICANCE
 
 
@@ -322,17 +322,17 @@ def test_the_first_and_last_share_invert_to_nonzero_weights(u: float, expected: 
 @pytest.mark.parametrize("logits", [[-inf, -inf, -inf], [nan, nan, nan], [inf, 0.0, inf]])
 @pytest.mark.parametrize("sampling", [Sampling(0), Sampling(), Sampling(top_p=0.5, min_p=0.1, top_k=2)], ids=options)
 def test_non_finite_logits_give_tokens_of_the_vocabulary(logits: list[float], sampling: Sampling) -> None:
-    assert 0 <= first(jnp.array(logits), jax.random.key(0), sampling).token < 3
+    assert 0 <= first(jnp.array(logits), jax.random.key(0), sampling).tokens < 3
 
 
 @pytest.mark.parametrize("sampling", [Sampling(0), Sampling(0.3, top_k=2, logit_bias=((2, 50.0),))], ids=options)
 def test_logprobs_are_of_the_unmodified_logits(sampling: Sampling) -> None:
     with_top = Sampling(**{**vars(sampling), "top_logprobs": 3})
     drawn = first(jnp.asarray(LOGITS) + 7, jax.random.key(0), with_top)
-    assert_close(drawn.logprob, np.log(PROBS[drawn.token]))
-    assert drawn.top_tokens_N.tolist() == [1, 3, 4]
-    assert_close(drawn.top_logprobs_N, np.log([0.4, 0.3, 0.15]))
-    assert first(jnp.asarray(LOGITS), jax.random.key(0), sampling).top_tokens_N.shape == (0,)
+    assert_close(drawn.logprobs, np.log(PROBS[drawn.tokens]))
+    assert drawn.top_tokens.tolist() == [1, 3, 4]
+    assert_close(drawn.top_logprobs, np.log([0.4, 0.3, 0.15]))
+    assert first(jnp.asarray(LOGITS), jax.random.key(0), sampling).top_tokens.shape == (0,)
 
 
 @pytest.mark.slow
@@ -341,16 +341,16 @@ def test_a_row_draws_the_same_alone_and_in_a_batch() -> None:
     logits_BV, keys_B = normal(6, 101), jax.random.split(jax.random.key(3), 6)
     tokens_BT = np.random.default_rng(0).integers(101, size=(6, 9))
 
-    def one(logits_V: jax.Array, tokens_T: jax.Array, key: jax.Array) -> tuple[Drawn, History]:
+    def one(logits_V: jax.Array, tokens_T: jax.Array, key: jax.Array) -> tuple[Samples, History]:
         after = init_history(sampling, 101, tokens_T, 5)
         drawn = sample(logits_V, after, key, sampling)
-        return drawn, update_history(after, drawn.token, sampling)
+        return drawn, update_history(after, drawn.tokens, sampling)
 
     batch = jax.jit(jax.vmap(one))(logits_BV, tokens_BT, keys_B)
     for row in range(6):
         alone = jax.jit(one)(logits_BV[row], tokens_BT[row], keys_B[row])
         jax.tree.map(partial(assert_allclose, rtol=1e-6), jax.tree.map(lambda x, row=row: x[row], batch), alone)
-    assert len(set(batch[0].token.tolist())) > 1
+    assert len(set(batch[0].tokens.tolist())) > 1
 
 
 @pytest.mark.slow
@@ -359,9 +359,9 @@ def test_bfloat16_logits_are_drawn_from_in_float32() -> None:
     for sampling in (Sampling(0), EVERYTHING):
         drawn = jax.jit(partial(first, key=jax.random.key(0), sampling=sampling))
         got, expected = drawn(logits), drawn(logits.astype(jnp.float32))
-        assert got.token == expected.token
-        assert got.logprob.dtype == jnp.float32
-        assert got.logprob == expected.logprob
+        assert got.tokens == expected.tokens
+        assert got.logprobs.dtype == jnp.float32
+        assert got.logprobs == expected.logprobs
 
 
 def test_history_has_only_what_the_sampling_reads() -> None:
@@ -452,7 +452,7 @@ def test_only_the_first_tokens_are_drawn_where_a_number_is_given() -> None:
         probabilities_V = distribution(logits_V, history(sampling, [0], []), sampling)
         wanted = np.exp(logits_V[:3] - 2) if temperature else np.array([0, 0, 1])
         assert_close(probabilities_V, np.append(wanted / wanted.sum(), [0, 0]))
-        assert {int(first(logits_V, jax.random.key(i), sampling).token) for i in range(9)} <= {0, 1, 2}
+        assert {int(first(logits_V, jax.random.key(i), sampling).tokens) for i in range(9)} <= {0, 1, 2}
     with pytest.raises(UserError, match="`n_tokens` is 0; it must be at least 1"):
         Sampling(n_tokens=0)
 

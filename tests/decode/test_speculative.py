@@ -53,7 +53,7 @@ def proposals_always_pay(monkeypatch: pytest.MonkeyPatch, request: pytest.Fixtur
 
 
 def tokens_of(speculation):
-    return np.concatenate([piece.tokens_BN[0] for piece in speculation])
+    return np.concatenate([piece.tokens[0] for piece in speculation])
 
 
 def plainly(sampling, seed=0, n=30, prompt=PROMPT):
@@ -89,7 +89,7 @@ def test_greedy_tokens_with_penalties_equal_generate_past_the_context(monkeypatc
         frequency_penalty=0.1,
     )  # fmt: skip
     options = {"max_new_tokens": 70, "context_length": CONTEXT, "n_samples": 2, "cache_dtype": "int8"}
-    expected = [piece.tokens_BN for piece in generate_tokens(MODEL, PARAMS, [PROMPT], sampling, [0, 1], **options)]
+    expected = [piece.tokens for piece in generate_tokens(MODEL, PARAMS, [PROMPT], sampling, [0, 1], **options)]
     calls, init = [], speculative._init
 
     def count_prefills(*args, **kwargs):
@@ -99,7 +99,7 @@ def test_greedy_tokens_with_penalties_equal_generate_past_the_context(monkeypatc
 
     monkeypatch.setattr(speculative, "_init", count_prefills)
     got = [
-        piece.tokens_BN for piece in speculate(MODEL, PARAMS, *DRAFTS["look-up"], [PROMPT], sampling, [0, 1], **options)
+        piece.tokens for piece in speculate(MODEL, PARAMS, *DRAFTS["look-up"], [PROMPT], sampling, [0, 1], **options)
     ]
     rows = np.concatenate(got, axis=1)
     assert [row[row != EMPTY].tolist() for row in rows] == np.concatenate(expected, axis=1).tolist()
@@ -148,7 +148,7 @@ def test_a_token_that_is_proposed_is_no_likelier():
         Coin(), {"none": jnp.zeros(1)}, PromptLookup(2), None, [[1, 0, 0, 0, 0]], Sampling(1.0), range(n_draws),
         n_samples=n_draws, max_new_tokens=2, context_length=CONTEXT, n_proposed=1,
     )  # fmt: skip
-    rows = np.concatenate([piece.tokens_BN for piece in speculation], axis=1)
+    rows = np.concatenate([piece.tokens for piece in speculation], axis=1)
     zeros = sum(row[row != EMPTY][0] == 0 for row in rows)  # what follows one that is accepted is not proposed
     assert abs(zeros - n_draws / 2) < 3.5 * np.sqrt(n_draws / 4)
 
@@ -162,7 +162,7 @@ def test_samples_are_distributed_as_those_of_generate():
         MODEL, PARAMS, *DRAFTS["small"], [PROMPT], sampling, range(n_draws), n_samples=n_draws, max_new_tokens=n,
         context_length=CONTEXT, n_proposed=2,
     )  # fmt: skip
-    rows = np.concatenate([piece.tokens_BN for piece in speculation], axis=1)
+    rows = np.concatenate([piece.tokens for piece in speculation], axis=1)
     drawn = [tuple(row[row != EMPTY].tolist()) for row in rows]
     plain = [tuple(row) for row in all_draws(sampling, n, n_draws)]
     texts = sorted({*drawn, *plain})
@@ -178,7 +178,7 @@ def all_draws(sampling, n, n_draws):
         MODEL, PARAMS, [PROMPT], sampling, range(10**6, 10**6 + n_draws), n_samples=n_draws, max_new_tokens=n,
         context_length=CONTEXT,
     )  # fmt: skip
-    return np.concatenate([piece.tokens_BN for piece in pieces], axis=1).tolist()
+    return np.concatenate([piece.tokens for piece in pieces], axis=1).tolist()
 
 
 @pytest.mark.slow
@@ -254,7 +254,7 @@ def test_rows_are_generated_one_after_another_and_can_be_ended():
         MODEL, PARAMS, *DRAFTS["look-up"], prompts, sampling, [0] * 3, max_new_tokens=20, context_length=CONTEXT
     )
     speculation.end(1)
-    pieces = [piece.tokens_BN for piece in speculation]
+    pieces = [piece.tokens for piece in speculation]
     assert all((tokens_BN != EMPTY).any(axis=1).sum() == 1 for tokens_BN in pieces)
     rows = np.concatenate(pieces, axis=1)
     assert [row[row != EMPTY].tolist() for row in rows] == [expected[0], [], expected[2]]

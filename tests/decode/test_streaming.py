@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxformer.data.tokenizer import Tokenizer
-from jaxformer.decode import GeneratedText, Piece, Throughput, stream_texts
-from jaxformer.decode.streaming import CompileClock, StopStrings, batch_by_length
+from jaxformer.decode import GeneratedText, Samples, Throughput, stream_texts
+from jaxformer.decode.batches import batch_by_length
+from jaxformer.decode.streaming import CompileClock, StopStrings
 from jaxformer.errors import UserError
 from jaxformer.ops.masks import EMPTY
 
@@ -41,7 +42,7 @@ class Pieces:
             tokens_BN = np.array(part, np.int32)
             at += size
             self.given += 1
-            yield Piece(tokens_BN, -tokens_BN / 8, tokens_BN[..., None] + 1, -tokens_BN[..., None] / 16)
+            yield Samples(tokens_BN, -tokens_BN / 8, tokens_BN[..., None] + 1, -tokens_BN[..., None] / 16)
 
 
 def text(*stop: str) -> GeneratedText:

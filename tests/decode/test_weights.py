@@ -167,7 +167,7 @@ def test_texts_are_the_same_from_parameters_laid_out(platform):
         pieces = generate_tokens(
             model, params, [[1, 2, 3], [4]], Sampling(temperature=0), [0, 0], max_new_tokens=6, context_length=16
         )
-        return np.concatenate([piece.tokens_BN for piece in pieces], axis=1)
+        return np.concatenate([piece.tokens for piece in pieces], axis=1)
 
     np.testing.assert_array_equal(run(lay_out(params, model, platform)), run(params))
 
@@ -182,7 +182,7 @@ def test_generation_with_rounded_weights_is_greedy_by_full_passes():
             model, params, prompts, Sampling(temperature=0), [0] * len(prompts), max_new_tokens=4, context_length=16
         )
     )
-    got = np.concatenate([piece.tokens_BN for piece in run(small, [[1, 2, 3], [4]])], axis=1)
+    got = np.concatenate([piece.tokens for piece in run(small, [[1, 2, 3], [4]])], axis=1)
     text = [1, 2, 3, *got[0].tolist()]
     logits_TV = logits(model, small, jnp.array(text[:-1]))
     for logits_V, token in zip(logits_TV[2:].astype(jnp.float32), text[3:], strict=True):

@@ -36,7 +36,7 @@ def test_greedy_tokens_have_the_largest_logit_of_a_full_pass_in_float64(
         model, lay_out(stored, model), prompts, Sampling(0), [0] * 3, max_new_tokens=NEW,
         context_length=CONFIG.context_length, cache_dtype=jnp.dtype(cache),
     )  # fmt: skip
-    new = np.concatenate([np.asarray(piece.tokens_BN) for piece in pieces], axis=1)
+    new = np.concatenate([np.asarray(piece.tokens) for piece in pieces], axis=1)
     texts = np.concatenate([np.asarray(prompts), new], axis=1)
     with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
         exact = jax.tree.map(lambda w: jnp.asarray(np.asarray(w, np.float64)), restored(jax.device_get(stored)))

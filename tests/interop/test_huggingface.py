@@ -49,7 +49,7 @@ def greedy(run: Run, prompt: list[int], n: int) -> list[int]:
     pieces = generate_tokens(
         run.model, run.params, [prompt], Sampling(temperature=0), [0], max_new_tokens=n, context_length=96
     )  # fmt: skip
-    return np.concatenate([piece.tokens_BN[0] for piece in pieces]).tolist()
+    return np.concatenate([piece.tokens[0] for piece in pieces]).tolist()
 
 
 @pytest.mark.slow

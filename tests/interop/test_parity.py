@@ -115,7 +115,7 @@ def test_greedy_tokens_equal_those_of_transformers_and_log_probabilities_those_o
     )  # fmt: skip
     tokens_N, logprobs_N = (
         np.concatenate(parts, axis=1)[0]
-        for parts in zip(*((piece.tokens_BN, piece.logprobs_BN) for piece in pieces), strict=True)
+        for parts in zip(*((piece.tokens, piece.logprobs) for piece in pieces), strict=True)
     )
     assert tokens_N.tolist() == their_greedy(model, prompt, N_NEW)
     text_T = np.concatenate([prompt, tokens_N, np.zeros(LENGTH - len(prompt) - N_NEW, int)])

@@ -58,7 +58,7 @@ def greedy(run: Run, n: int) -> np.ndarray:
     pieces = generate_tokens(
         run.model, run.params, PROMPTS, Sampling(temperature=0), [0, 0], max_new_tokens=n, context_length=context
     )
-    return np.concatenate([piece.tokens_BN for piece in pieces], axis=1)
+    return np.concatenate([piece.tokens for piece in pieces], axis=1)
 
 
 @pytest.mark.slow

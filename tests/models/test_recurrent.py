@@ -332,7 +332,7 @@ def test_a_recurrent_language_model_generates_what_full_passes_predict() -> None
     prompts, greedy = [[3], [5, 1, 4]], Sampling(temperature=0)
     # Past the context, too: a state has no end.
     pieces = generate_tokens(model, params, prompts, greedy, [0, 0], max_new_tokens=2 * T, context_length=T)
-    generated = np.concatenate([piece.tokens_BN for piece in pieces], axis=1).tolist()
+    generated = np.concatenate([piece.tokens for piece in pieces], axis=1).tolist()
     for prompt, new in zip(prompts, generated, strict=True):
         text = [*prompt, *new]
         predicted = apply(model, params, jnp.array(text[:-1])).argmax(-1)
