@@ -1,7 +1,6 @@
 """`python -m jaxformer inspect`, on a run that was trained, and in a browser."""
 
 import base64
-import errno
 import hashlib
 import json
 import math
@@ -24,8 +23,6 @@ from jaxformer.inspect.pages import live as live_page
 from jaxformer.inspect.pages import model
 from jaxformer.inspect.pages.page import rounded
 from jaxformer.models.decoder import DecoderConfig
-from jaxformer.models.encoder import EncoderConfig
-from jaxformer.models.encoder_decoder import EncoderDecoderConfig
 from jaxformer.models.mlp import MLPConfig
 from jaxformer.runs.checkpoints import CheckpointManager
 from jaxformer.runs.run import create_run, load_data, read_config
@@ -239,26 +236,6 @@ def test_model_that_is_not_finite_has_a_page_without_a_warning(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_masked_tokens_have_predictions(tmp_path: Path):
-    path = untrained(tmp_path, EncoderConfig(**SMALL | {"vocab_size": 281}, n_blocks=1))
-    assert inspect.main([str(path), "--prompt", "ai [MASK] ck"]) == 0
-    [shown] = embedded((path / "inspect.html").read_text(), "Attention maps")
-    tokens, predictions = shown["texts"]["text"], shown["predictions"]["text"]
-    assert [prediction is not None for prediction in predictions] == [token == "[MASK]" for token in tokens]
-
-
-@pytest.mark.slow
-def test_source_is_shown_with_its_translation(tmp_path: Path):
-    path = untrained(tmp_path, EncoderDecoderConfig(**SMALL, n_encoder_blocks=1, n_decoder_blocks=1))
-    assert inspect.main([str(path), "--prompt", "ai bj"]) == 0
-    [shown] = embedded((path / "inspect.html").read_text(), "Attention maps")
-    assert "".join(shown["texts"]["source"]) == "ai bj" and shown["texts"]["target"][0] == model.END
-    assert [layer["name"] for layer in shown["layers"]] == [
-        "decoder layer 0, cross-attention", "encoder layer 0", "decoder layer 0"
-    ]  # fmt: skip
-
-
-@pytest.mark.slow
 def test_model_of_full_windows_shows_no_text(tmp_path: Path, capsys: pytest.CaptureFixture):
     model = MLPConfig(vocab_size=280, context_length=4, d_model=4, d_ff=(8,), mixing="concatenate")
     path = untrained(tmp_path, model)
@@ -273,24 +250,6 @@ def test_out_that_is_not_a_file_is_refused(small: Path, tmp_path: Path, capsys: 
     assert inspect.main([str(small), "--prompt", "ab", "--out", str(tmp_path / "fifo")]) == 2
     assert "it must be a file in a folder that exists." in capsys.readouterr().err
     assert (tmp_path / "fifo").is_fifo()
-
-
-@pytest.mark.slow
-def test_full_disk_is_a_user_error_and_leaves_the_old_page(
-    small: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(model, "held_out", lambda *_: (None, "", "it is not here."))
-    path = shutil.copytree(small, tmp_path / "full")
-    (path / "inspect.html").write_text("old")
-
-    def full(path: Path, content: bytes) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(Path, "write_bytes", full)
-    assert inspect.main([str(path), "--prompt", "ab", "--max-live-parameters", "0"]) == 2
-    error = capsys.readouterr().err.splitlines(keepends=True)[-1]
-    assert error == f"error: {path}/inspect.html: No space left on device; free some space.\n"
-    assert (path / "inspect.html").read_text() == "old" and not list(path.glob("*.new"))
 
 
 @pytest.mark.slow
