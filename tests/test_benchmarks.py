@@ -281,10 +281,10 @@ def test_what_fails_on_a_gpu_is_stored_beside_what_was_measured(tmp_path, monkey
 
 @pytest.mark.slow
 def test_cases_run_at_tiny_points(tmp_path):
-    """Those that differ in what they measure: attention of all libraries, files, batches, a cache, and exponents over
-    several points. Kernels are measured by the queue."""
+    """Those that differ in what they measure: attention of all libraries, files, batches, and exponents over
+    several points. Texts and kernels are measured by the queue."""
     pytest.importorskip("torch")
-    cases = ["attention", "cache", "checkpoint", "input", "scaling"]
+    cases = ["attention", "checkpoint", "input", "scaling"]
     command = [sys.executable, "-m", "benchmarks", *cases, "--smoke", "--results", str(tmp_path)]
     environment = own_devices() | {"JAX_PLATFORMS": "cpu"}
     result = subprocess.run(

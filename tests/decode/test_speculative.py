@@ -234,19 +234,6 @@ def test_a_text_past_the_context_of_the_draft_is_refused():
 
 
 @pytest.mark.slow
-def test_a_text_past_the_context_of_the_model_is_refused():
-    model, params = built(DecoderConfig(VOCABULARY, 16, 8, d_ff=(8,)), 0)
-    run = partial(speculate, model, params, PromptLookup(VOCABULARY), None, [PROMPT], Sampling(temperature=0), [0])
-    with pytest.raises(ValueError, match="context of 16"):
-        run(max_new_tokens=8, context_length=16)
-    got = tokens_of(run(max_new_tokens=7, context_length=16))
-    expected = generate_tokens(
-        model, params, [PROMPT], Sampling(temperature=0), [0], max_new_tokens=7, context_length=16
-    )
-    assert got.tolist() == tokens_of(expected).tolist()
-
-
-@pytest.mark.slow
 def test_rows_are_generated_one_after_another_and_can_be_ended():
     sampling, prompts = Sampling(temperature=0), [PROMPT, [7], [2, 2]]
     expected = [tokens_of(plainly(sampling, n=20, prompt=prompt)).tolist() for prompt in prompts]
