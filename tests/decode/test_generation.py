@@ -116,15 +116,6 @@ def test_a_ragged_batch_equals_full_passes_past_the_context_too(name: str) -> No
 
 
 @pytest.mark.slow
-def test_a_chunked_prefill_equals_full_passes() -> None:
-    """Chunks of 4: each length ends a chunk at another index."""
-    model = build(replace(ROPE, window=None))
-    for length in (1, 4, 6, CONTEXT):
-        prompt = random_tokens(V, length, seed=length).tolist()
-        assert_equals_full_passes(model, [prompt], 12, prefill_chunk=4, padded=CONTEXT + 12)
-
-
-@pytest.mark.slow
 def test_a_prefix_prompt_is_prefilled_in_one_chunk() -> None:
     """Seen in both directions, as in training; what follows it is not. Past the context, its beginning is out of
     sight."""

@@ -58,7 +58,7 @@ CHATS = [
 
 CONTEXT = 128
 """Tokens in a window of an evaluation; the model reads longer texts, too."""
-LONG = 200
+LONG = 140
 
 
 class Models(NamedTuple):
