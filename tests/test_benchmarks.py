@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tarfile
 import time
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -144,21 +143,6 @@ def test_report_shows_the_stored_results():
     begin, end = report.BEGIN, report.END
     page = report.README.read_text()
     assert page.split(begin)[1].split(end)[0] == f"\n{report.report(ROOT / 'benchmarks/results')}\n"
-
-
-@pytest.mark.slow
-def test_attention_of_all_libraries_agrees_and_is_stored(tmp_path):
-    command = [sys.executable, "-m", "benchmarks", "attention", "--smoke", "--results", str(tmp_path)]
-    environment = own_devices() | {"JAX_PLATFORMS": "cpu"}
-    result = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert result.returncode == 0, result.stderr
-    stored = json.loads((tmp_path / "attention.json").read_text())
-    assert stored["commit"] and stored["hardware"]["cpu"] and stored["versions"]["flax"]
-    point = stored["figures"]["points"]["T 16"]
-    assert point["ratio"]["jaxformer"]["flax"]["median"] > 0
-    assert stored["figures"]["left_out"] == {} or not find_spec("torch")
 
 
 def own_devices() -> dict[str, str]:
@@ -297,9 +281,10 @@ def test_what_fails_on_a_gpu_is_stored_beside_what_was_measured(tmp_path, monkey
 
 @pytest.mark.slow
 def test_cases_run_at_tiny_points(tmp_path):
-    """Those that differ in what they measure: files, batches, a cache, kernels, and exponents over several points."""
+    """Those that differ in what they measure: attention of all libraries, files, batches, and exponents over
+    several points. Texts and kernels are measured by the queue."""
     pytest.importorskip("torch")
-    cases = ["cache", "checkpoint", "input", "kernels", "scaling"]
+    cases = ["attention", "checkpoint", "input", "scaling"]
     command = [sys.executable, "-m", "benchmarks", *cases, "--smoke", "--results", str(tmp_path)]
     environment = own_devices() | {"JAX_PLATFORMS": "cpu"}
     result = subprocess.run(
@@ -307,9 +292,13 @@ def test_cases_run_at_tiny_points(tmp_path):
     )
     assert result.returncode == 0, result.stderr
     assert {file.stem for file in tmp_path.glob("*.json")} == {*cases}
-    figures = {name: json.loads((tmp_path / f"{name}.json").read_text())["figures"] for name in cases}
+    stored = {name: json.loads((tmp_path / f"{name}.json").read_text()) for name in cases}
+    assert stored["attention"]["commit"] and stored["attention"]["hardware"]["cpu"]
+    assert stored["attention"]["versions"]["flax"]
+    figures = {name: each["figures"] for name, each in stored.items()}
+    assert figures["attention"]["points"]["T 16"]["ratio"]["jaxformer"]["flax"]["median"] > 0
+    assert figures["attention"]["left_out"] == {}
     assert 1 < figures["scaling"]["summary"]["T"]["theory"] < 2
-    assert figures["kernels"]["points"]["tiny"]["facts"]["jaxformer"]["total, ms per step"] > 0
 
 
 @pytest.mark.slow
@@ -327,3 +316,4 @@ def test_all_jobs_of_the_queue_run_at_tiny_shapes_on_a_cpu(tmp_path):
     assert points["training"]["tiny"]["derived"]["fraction of large-matmul rate"] > 0
     assert points["decode_profile"]["tiny"]["facts"]["jaxformer"]["kernels, per token"] > 1
     assert points["decoding"]["tiny"]["ratio"]["int8"]["transformers"]["median"] > 0
+    assert points["kernels"]["tiny"]["facts"]["jaxformer"]["total, ms per step"] > 0

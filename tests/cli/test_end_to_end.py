@@ -174,9 +174,6 @@ def copy_corrupt(folder, name: str, harm):
 @pytest.mark.slow
 def test_a_corrupt_last_checkpoint_is_skipped_and_resuming_is_bit_identical(here, plain):
     copy_corrupt(plain, "flipped", flip_a_bit)
-    said, speed = run("sample.py", "--run", "flipped", "--max-new-tokens", "5", cwd=here).stderr.splitlines()
-    assert said.startswith("WARNING: checkpoint 20 of flipped is corrupt: params/")
-    assert "does not match its checksum; 15 is used instead" in said and speed.startswith("time to first token")
     with pytest.raises(UserError, match="the nearest intact one is 15"):
         load_run(here / "flipped", 20)
     result = run("train.py", "--resume", "--run", "flipped", cwd=here)
@@ -333,14 +330,3 @@ def test_a_divergence_stops_and_its_rollback_command_trains(here):
     notes = [row["note"] for row in read_metrics(here / "lost") if "note" in row]
     assert len(notes) == 1 and "; optimizer.learning_rate 0.003 instead of 100.0" in notes[0]
     assert "final: step 40" in result.stdout and "no better than" not in result.stdout
-
-
-@pytest.mark.slow
-def test_two_runs_started_together_have_separate_folders(here, tmp_path):
-    options = tiny(here / "books", 2, *WITHOUT_REPORTS)
-    processes = [start("train.py", *options, cwd=tmp_path) for _ in range(2)]
-    first_lines = {process.stdout.readline().rstrip() for process in processes}
-    for process in processes:
-        process.kill()
-        process.communicate()
-    assert first_lines == {"run runs/quick", "run runs/quick-2"}

@@ -118,14 +118,6 @@ def test_the_losses_by_position_average_to_the_loss(here, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_a_stride_changes_the_loss_and_not_the_number_of_targets(here, evaluate):
-    plain, wide = evaluate("--data.path", "books"), evaluate("--data.path", "books", "--stride", "4")
-    assert plain["targets"] == wide["targets"]
-    assert evaluate("--data.path", "books", "--stride", "16") == plain  # the context length
-    assert wide["loss"] != plain["loss"]
-
-
-@pytest.mark.slow
 def test_a_model_with_one_prediction_per_window_has_a_stride_of_one(here, monkeypatch, capsys):
     monkeypatch.chdir(here)
     tokenizer = Tokenizer.train(["a b"], 257)
@@ -140,16 +132,6 @@ def test_a_model_with_one_prediction_per_window_has_a_stride_of_one(here, monkey
     assert capsys.readouterr().err == (
         "error: --stride is 4; it must be at most 1, as many tokens as a window of this run predicts.\n"
     )
-
-
-@pytest.mark.slow
-def test_bits_per_byte_of_int8_weights_are_within_one_percent(evaluate, capsys):
-    exact = evaluate("--data.path", "books")["bpb"]
-    assert exact < 2  # far from the 8 of an untrained model
-    rounded = evaluate("--data.path", "books", "--weights", "int8", "--mesh", "data=4,tensor=2")["bpb"]
-    assert 0 < abs(rounded - exact) < 0.01 * exact
-    assert command.main(["--data.path", "books", "--weights", "bfloat16"]) == 0
-    assert "; weights rounded to bfloat16\n" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -2,11 +2,9 @@
 
 import csv
 import json
-import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import jax
@@ -88,26 +86,6 @@ def test_wrong_input_is_one_sentence(options, said, capsys, tmp_path, monkeypatc
     printed = capsys.readouterr()
     assert said in printed.err and printed.err.count("\n") == 1 and not printed.out
     assert [path.name for path in tmp_path.iterdir()] == ["configs"]
-
-
-@pytest.mark.slow
-def test_a_signal_to_the_ladder_makes_its_rung_save(tmp_path):
-    write_books(tmp_path / "books")
-    (tmp_path / "configs").symlink_to(ROOT / "configs")
-    options = [*SMALL[:-10], "--steps", "100000", "--train.checkpoint-every", "50000", "--train.eval-every", "50000"]
-    command = [sys.executable, "-m", "jaxformer", "ladder", "--rungs", "residual", "--data.path", "books", *options]
-    env = {name: x for name, x in os.environ.items() if name != "JAX_NUM_CPU_DEVICES"} | {"PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                               text=True)  # fmt: skip
-    metrics, until = tmp_path / "runs/ladder/residual/metrics.jsonl", time.monotonic() + 120
-    while not metrics.exists() or metrics.read_text().count("\n") < 2:
-        assert time.monotonic() < until and process.poll() is None
-        time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)
-    out, _ = process.communicate(timeout=240)
-    assert process.returncode == 128 + signal.SIGTERM, out
-    assert "and saved; resume with" in out and "Traceback" not in out
-    assert list((tmp_path / "runs/ladder/residual/checkpoints").glob("[0-9]*"))
 
 
 def test_a_signal_ends_the_ladder_though_the_rung_has_reached_its_last_step(tmp_path, monkeypatch):

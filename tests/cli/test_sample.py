@@ -212,16 +212,14 @@ def test_beam_search_prints_the_best_beams_with_their_scores(rows, logprobs):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("draft", [["lookup"], ["runs/quick", "--mesh", "data=8"]], ids=["lookup", "run"])
-def test_a_draft_changes_no_greedy_token(rows, capsys, draft):
+def test_a_draft_changes_no_greedy_token(rows, capsys):
     given = ("--prompt", "The cat", "A king", "--max-new-tokens", "8", *GREEDY)
     expected = [row["tokens"] for row in rows(*given, *ALONE)]
-    assert sample.main(["--jsonl", *given, "--draft", *draft, "--draft-tokens", "3"]) == 0
+    assert sample.main(["--jsonl", *given, "--draft", "runs/quick", "--mesh", "data=8", "--draft-tokens", "3"]) == 0
     out, err = capsys.readouterr()
     results = [json.loads(line)["tokens"] for line in out.splitlines()]
     assert results == expected and len(results) == 2 and len(results[0]) == 8
-    if "lookup" not in draft:
-        assert "; 4.00 tokens per pass" in err  # a run agrees with itself
+    assert "; 4.00 tokens per pass" in err  # a run agrees with itself
 
 
 @pytest.mark.parametrize(
@@ -249,17 +247,6 @@ def test_a_prompt_too_long_for_a_draft_or_beam_search_is_refused(monkeypatch, ru
     assert len(completer.encode(Prompt(letters[:most], "it"))) == most
     with pytest.raises(UserError, match=f"it has {most + 1} tokens; it may have at most (the context's )?{most}"):
         completer.encode(Prompt(letters[: most + 1], "it"))
-
-
-@pytest.mark.slow
-def test_rounded_weights_move_a_logprob_by_less_than_a_twentieth(rows, caplog):
-    given = ("--prompt", "The cat", "--max-new-tokens", "1", *GREEDY)
-    (exact,) = rows(*given)
-    for weights in ("bfloat16", "int8"):
-        (rounded,) = rows(*given, "--weights", weights)
-        assert 0 < abs(exact["logprobs"][0] - rounded["logprobs"][0]) < 0.05
-    held = [record.getMessage() for record in caplog.records if "bfloat16" in record.getMessage()]
-    assert len(held) == 1 and held[0].startswith("on a CPU, bfloat16 weights are held in float32")
 
 
 @pytest.mark.slow

@@ -11,8 +11,8 @@ import pytest
 from studies import margins
 from tests.helpers import ROOT
 
-STEPS = 100
-"""Twice the warm-up, the fewest of which an excursion counts those after it alone."""
+STEPS = 60
+"""Some more than the warm-up, the steps of which count in an excursion, too, as they are more than half of all."""
 
 
 @pytest.mark.slow

@@ -33,7 +33,7 @@ ROPE = DecoderConfig(
     23, 16, d_model=12, n_blocks=2, n_heads=3, n_kv_heads=1, d_ff=(17,), norm="rmsnorm",
     positions="rope", window=5,
 )  # fmt: skip
-STOPS: dict[str, tuple[int, ...]] = {"no stop": (), "one stop": (18,), "two stops": (55, 46)}
+STOPS: dict[str, tuple[int, ...]] = {"no stop": (), "two stops": (55, 46)}
 PROMPTS = [[3], [5, 1, 4, 1, 5, 9], [2, 7]]
 
 

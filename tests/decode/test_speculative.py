@@ -234,19 +234,6 @@ def test_a_text_past_the_context_of_the_draft_is_refused():
 
 
 @pytest.mark.slow
-def test_a_text_past_the_context_of_the_model_is_refused():
-    model, params = built(DecoderConfig(VOCABULARY, 16, 8, d_ff=(8,)), 0)
-    run = partial(speculate, model, params, PromptLookup(VOCABULARY), None, [PROMPT], Sampling(temperature=0), [0])
-    with pytest.raises(ValueError, match="context of 16"):
-        run(max_new_tokens=8, context_length=16)
-    got = tokens_of(run(max_new_tokens=7, context_length=16))
-    expected = generate_tokens(
-        model, params, [PROMPT], Sampling(temperature=0), [0], max_new_tokens=7, context_length=16
-    )
-    assert got.tolist() == tokens_of(expected).tolist()
-
-
-@pytest.mark.slow
 def test_rows_are_generated_one_after_another_and_can_be_ended():
     sampling, prompts = Sampling(temperature=0), [PROMPT, [7], [2, 2]]
     expected = [tokens_of(plainly(sampling, n=20, prompt=prompt)).tolist() for prompt in prompts]
@@ -261,14 +248,13 @@ def test_rows_are_generated_one_after_another_and_can_be_ended():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("cost", "passes"), [(-0.1, 10), (0.1, 4 + 30)])
-def test_a_draft_proposes_as_long_as_it_pays(cost, passes, monkeypatch: pytest.MonkeyPatch):
+def test_a_draft_proposes_as_long_as_it_pays(monkeypatch: pytest.MonkeyPatch):
     """The model itself proposes four tokens, all of which are accepted: five a pass. The first call has 20 tokens.
     The draft costs as much as the model, so that a pass takes 5 + 4 cost times as long as one over one token."""
-    monkeypatch.setitem(speculative.PASS_COST, "cpu", cost)
+    monkeypatch.setitem(speculative.PASS_COST, "cpu", 0.1)
     sampling = Sampling(temperature=0)
     speculation = speculate(
         MODEL, PARAMS, *DRAFTS["itself"], [PROMPT], sampling, [0], max_new_tokens=50, context_length=CONTEXT
     )
     np.testing.assert_array_equal(tokens_of(speculation), tokens_of(plainly(sampling, n=50)))
-    assert speculation.n_passes == passes
+    assert speculation.n_passes == 4 + 30

@@ -56,9 +56,7 @@ def publish_bert(folder: Path, family: str = "Bert", **changes: Any) -> Any:
     return theirs
 
 
-@pytest.mark.parametrize(
-    ("activation", "n_segments", "old"), [("gelu", 2, False), ("relu", 1, False), ("gelu_new", 2, True)]
-)
+@pytest.mark.parametrize(("activation", "n_segments", "old"), [("gelu", 1, False), ("gelu_new", 2, True)])
 def test_logits_of_masked_language_models_equal_those_of_transformers(
     tmp_path: Path, activation: str, n_segments: int, old: bool
 ):
@@ -298,45 +296,32 @@ TRAIN = [
 ]  # fmt: skip
 
 
-LORA = ["0.02", "--lora.rank", "4"]
-
-
-@pytest.mark.parametrize(("family", "options"), [("BertModel", ["0.006"]), ("Bert", LORA)])
-def test_an_encoder_is_fine_tuned_as_a_classifier(
-    tmp_path: Path, monkeypatch: Any, capsys: Any, family: str, options: list[str]
-):
+def test_an_encoder_is_fine_tuned_as_a_classifier(tmp_path: Path, monkeypatch: Any, capsys: Any):
     monkeypatch.chdir(tmp_path)
-    publish_bert(tmp_path / "model", family, std=0.1)
+    publish_bert(tmp_path / "model", std=0.1)
     words = {"cat": "c", "dog": "d", "see": "e"}
     lines = [f"{'the ' * (i % 4)}{word} .\t{label}\n" for i in range(20) for word, label in words.items()]
     Path("x.train.tsv").write_text("".join(lines[:40]))
     Path("x.val.tsv").write_text("".join(lines[40:]))
-    config = ["--config", "classify", "--model.pooling", "first"] if family == "Bert" else []
-    start = ["train", *config, "--init-from", "model", "--model.context-length", "12"]
-    assert main([*start, *TRAIN, *options]) == 0
+    start = ["train", "--config", "classify", "--model.pooling", "first", "--init-from", "model"]
+    assert main([*start, "--model.context-length", "12", *TRAIN, "0.02", "--lora.rank", "4"]) == 0
     assert "n_classes 3 (not 2)" in capsys.readouterr().out
     run, source = load_run("runs/x"), load_run(import_run(tmp_path / "model", tmp_path / "source")[0])
     old, new = source.params["embedding"]["W_pos"], run.params["embedding"]["W_pos"]
-    assert new.shape == (12, 24) and np.array_equal(new, old[:12]) == (options is LORA)
+    assert new.shape == (12, 24) and np.array_equal(new, old[:12])
     assert jax.tree.map(np.shape, run.params["blocks_0"]) == jax.tree.map(np.shape, source.params["blocks_0"])
     assert main(["eval", "--run", "runs/x"]) == 0
     captured = capsys.readouterr()
     assert main(["export", "runs/x", "--format", "hf", "--out", "out"]) == 0
     transformers, texts = pytest.importorskip("transformers"), ["the cat .", "the dog ."]
-    if family == "Bert":
-        classify = transformers.pipeline("text-classification", "out", top_k=None)
-        theirs = [{row["label"]: row["score"] for row in scores} for scores in classify(texts)]
-    else:  # the features are pooled by their mean: modules of sentence-transformers
-        exp_NC = np.exp(their_vectors(Path("out"), texts))
-        names = transformers.AutoConfig.from_pretrained("out", local_files_only=True).id2label
-        theirs = [{names[i]: x for i, x in enumerate(exp_C / exp_C.sum())} for exp_C in exp_NC]
+    classify = transformers.pipeline("text-classification", "out", top_k=None)
+    theirs = [{row["label"]: row["score"] for row in scores} for scores in classify(texts)]
     for text, scores in zip(texts, theirs, strict=True):
         assert scores == pytest.approx(dict(classify_text(run, tokenize_text(text, run.tokenizer))), abs=1e-5)
     accuracy = float(re.findall(r"([\d.]+)% accuracy", captured.out)[0]) / 100
-    assert accuracy > (0.5 if options is LORA else 0.6)  # LoRA leaves random embeddings as they are
-    if options is LORA:  # the new head is not frozen
-        saved = CheckpointReader(Path("runs/x")).arrays(60).keys()
-        assert {"params/head/W_1", "params/blocks_0/attention/W_Q/A"} <= saved
+    assert accuracy > 0.5  # LoRA leaves random embeddings as they are
+    saved = CheckpointReader(Path("runs/x")).arrays(60).keys()  # the new head is not frozen
+    assert {"params/head/W_1", "params/blocks_0/attention/W_Q/A"} <= saved
 
 
 @pytest.mark.parametrize(
@@ -488,5 +473,3 @@ def test_vectors_of_minilm_equal_those_of_transformers_and_have_the_published_co
     assert main(["sample", "--run", str(path), "--prompt", *SENTENCES]) == 0
     printed = [[float(x) for x in line.split()[:3]] for line in capsys.readouterr().out.splitlines()]
     np.testing.assert_allclose(printed, COSINES, rtol=0, atol=6e-4)
-    assert main(["export", str(path), "--format", "hf", "--out", str(tmp_path / "out")]) == 0
-    np.testing.assert_allclose(their_vectors(tmp_path / "out", texts[:5]), vectors_ND[:5], rtol=0, atol=1e-5)

@@ -47,9 +47,8 @@ def test_imported_model_is_that_which_was_written(tmp_path: Path, architecture: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", ["qwen2", "gemma3"])  # the others, in test_gguf.py
-def test_greedy_tokens_equal_those_of_llama_cpp(tmp_path: Path, architecture: str):
-    file = write_gguf(tmp_path / "x.gguf", architecture, random_model(architecture).tensors)
+def test_greedy_tokens_equal_those_of_llama_cpp(tmp_path: Path):
+    file = write_gguf(tmp_path / "x.gguf", "gemma3", random_model("gemma3").tensors)
     run = load_run(import_run(file, tmp_path / "run")[0])
     banned = [i for i, text in enumerate(run.tokenizer.token_bytes) if not text.isascii() or not text]
     banned += range(run.tokenizer.vocab_size, V)
@@ -65,7 +64,7 @@ def test_greedy_tokens_equal_those_of_llama_cpp(tmp_path: Path, architecture: st
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["llama, tied", "llama, llama3 scaling", "qwen3"])
+@pytest.mark.parametrize("case", ["llama, llama3 scaling", "qwen3"])
 def test_import_of_an_export_is_the_same_model(small: Run, tmp_path: Path, case: str):
     run = replace(random_run(small, **CASES[case]), sampling={"temperature": 0.6, "top_k": 20, "top_p": 0.95})
     export_gguf(run, tmp_path / "out.gguf")

@@ -74,7 +74,7 @@ def test_what_gguf_cannot_hold_is_named_and_all_else_comes_back(small: Run, tmp_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [case for case, (_, _, expected) in CASES.items() if expected])
 @pytest.mark.parametrize("file_format", ["hf", "safetensors"])
 def test_folders_hold_the_whole_tokenizer(small: Run, tmp_path: Path, case: str, file_format: str):
     config, parts, _ = CASES[case]

@@ -116,18 +116,6 @@ def shards(batch: Batch, n: int) -> tuple:
 
 
 @pytest.mark.slow
-def test_four_devices_add_up_to_one() -> None:
-    """Loss and gradient to 1e-6, also where one device has no pair that counts."""
-    weights = np.full(B, 1 / 12, np.float32)
-    weights[4:8] = 0  # those of the second device
-    batch = PAIRS._replace(weights=weights)
-    (loss, grads), (wanted, wanted_grads) = shards(batch, 4), whole(PARAMS, batch)
-    assert_close(loss, wanted, 1e-6)
-    jax.tree.map(partial(assert_close, tolerance=1e-6), grads, wanted_grads)
-    assert max(np.abs(g).max() for g in jax.tree.leaves(grads)) > 0.01
-
-
-@pytest.mark.slow
 def test_the_trainer_has_the_same_gradient_on_a_mesh() -> None:
     """With parameters in shards, and heads split."""
     config = Config("test", CONFIG, data=CaptionsConfig(), steps=1, train=TrainConfig(batch_size=B))

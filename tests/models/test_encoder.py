@@ -19,18 +19,18 @@ from jaxformer.nn.embedding import Embedding
 from jaxformer.nn.parameters import parameter_axes
 from jaxformer.parallel.mesh import make_mesh, shardings
 from jaxformer.runs.run import abstract_params, count_parameters
-from tests.arrays import apply, assert_close, assert_same_however_computed, build, normal, random_params, random_tokens
+from tests.arrays import apply, assert_close, build, normal, random_tokens
 from tests.helpers import ROOT, slow
 
 V, T, D, C = 23, 7, 12, 3
 MASKED = EncoderConfig(V, T, D, n_heads=3, head_dim=5, d_ff=(17,), n_blocks=2, n_segments=2)
 PRE = replace(MASKED, norm_placement="pre", norm="rmsnorm", embedding_norm=False, positions="rope", head_dim=4)
 FIRST = ClassifierConfig(V, T, D, n_heads=3, d_ff=(17,), n_blocks=1, n_classes=C)
-CONFIGS = {"masked": MASKED, "pre": PRE, "first": FIRST, "mean": replace(FIRST, pooling="mean", positions="sinusoidal")}
+CONFIGS = {"masked": MASKED, "pre": PRE, "first": FIRST}
 TOKENS_T, VALID_T = np.asarray(random_tokens(V, T)), np.arange(T) < 4
 
 
-@pytest.fixture(scope="module", params=["masked", *map(slow, ("pre", "first", "mean"))])
+@pytest.fixture(scope="module", params=["masked", slow("pre")])
 def case(request: pytest.FixtureRequest) -> tuple:
     return build(CONFIGS[request.param])
 
@@ -117,25 +117,6 @@ def test_segments_matter_and_are_the_first_where_none_are_given() -> None:
     np.testing.assert_array_equal(apply(model, params, TOKENS_T, None, np.zeros(T, np.int32)), without)
     second = apply(model, params, TOKENS_T, None, np.arange(T, dtype=np.int32) // 4)
     assert np.abs(np.subtract(second, without)).max() > 0.1
-
-
-@pytest.mark.slow
-def test_execution_changes_neither_loss_nor_gradient() -> None:
-    config = replace(MASKED, attention_bias=False, dropout=0.3)
-    params = random_params(config.build(), TOKENS_T)
-
-    assert_same_however_computed(config, params, TOKENS_T, VALID_T)
-
-
-@pytest.mark.slow
-def test_dropout_acts_only_with_a_key() -> None:
-    config = replace(FIRST, dropout=0.3)
-    model, params = build(config)
-    without = apply(model, params, TOKENS_T)
-    assert_close(without, apply(replace(config, dropout=0.0).build(), params, TOKENS_T), 0)
-    drawn = [apply(model, params, TOKENS_T, rngs={"dropout": jax.random.key(seed)}) for seed in (0, 0, 1)]
-    np.testing.assert_array_equal(drawn[0], drawn[1])
-    assert min(np.abs(np.subtract(a, b)).max() for a, b in ((drawn[0], without), (drawn[0], drawn[2]))) > 0.1
 
 
 @pytest.mark.slow

@@ -14,7 +14,6 @@ import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import PartitionSpec
 
-from jaxformer.decode.beam import search
 from jaxformer.errors import UserError
 from jaxformer.inspect import named_attention_maps
 from jaxformer.models.encoder_decoder import EncoderDecoder, EncoderDecoderConfig
@@ -72,7 +71,7 @@ def test_logits_are_those_of_torch_and_of_marian(file: str, placement: str) -> N
     assert_close(ours, theirs["logits"])
 
 
-@pytest.fixture(scope="module", params=["post", slow("rope"), slow("learned")])
+@pytest.fixture(scope="module", params=["post", slow("rope")])
 def case(request: pytest.FixtureRequest) -> tuple[EncoderDecoder, Params]:
     return build(CONFIGS[request.param])
 
@@ -190,32 +189,6 @@ def test_dropout_falls_on_the_embedding() -> None:
     assert_close(stream(), np.where(dropped, 0, 2 * embedded_SD))
     # 84 draws: the share is known to √(0.25/84) = 0.055; this is four of those.
     assert dropped.mean() == pytest.approx(0.5, abs=0.22)
-
-
-@pytest.mark.slow
-def test_beam_search_of_one_beam_takes_the_likeliest_token_at_each_step() -> None:
-    """For two sources at once, by the model's own methods alone; found again by full passes."""
-    model, params = build(POST)
-    new, start = 4, 0
-    source_BS, valid_BS = np.stack([SOURCE_S, SOURCE_S[::-1]]), np.stack([VALID_S, np.ones(S, bool)])
-    call = partial(model.apply, {"params": params})
-
-    def one(token: jax.Array, position: jax.Array, cache: tuple) -> tuple:
-        x_1D, cache = call(token[None], position[None], cache, position, method="extend")
-        return call(x_1D[0], method="unembed"), cache
-
-    @jax.jit
-    def found() -> tuple:
-        cache = jax.vmap(lambda s, v: call(s, v, new, method="start"))(source_BS, valid_BS)
-        logits_PV, cache = jax.vmap(one, (None, None, 0))(jnp.int32(start), jnp.int32(0), cache)
-        advance = lambda i, tokens_R, cache: jax.vmap(one, (0, None, 0))(tokens_R, i + 1, cache)  # noqa: E731
-        return search(advance, cache, logits_PV, 1.0, n_beams=1, max_new_tokens=new, stop_tokens=())
-
-    full = jax.jit(call)
-    tokens_PT = np.asarray(found().tokens_PNT)[:, 0]
-    for source_S, valid_S, tokens_T in zip(source_BS, valid_BS, tokens_PT, strict=True):
-        target = np.append(np.int32([start]), tokens_T[:-1])
-        np.testing.assert_array_equal(np.asarray(full(source_S, valid_S, target)).argmax(-1), tokens_T)
 
 
 def test_source_and_target_caches_have_the_given_dtype() -> None:

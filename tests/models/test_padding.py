@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 
 from jaxformer.config import ModelConfig
-from jaxformer.models.clip import CLIPConfig, ImageTowerConfig, TextTowerConfig
-from jaxformer.models.encoder import ClassifierConfig
 from jaxformer.models.encoder_decoder import EncoderDecoderConfig
 from jaxformer.models.recurrent import RecurrentConfig
 from tests.arrays import random_params
@@ -18,11 +16,8 @@ from tests.arrays import random_params
 TEXT: dict[str, Any] = {"vocab_size": 7, "context_length": 5}
 BLOCKS: dict[str, Any] = {"d_model": 8, "n_heads": 2, "d_ff": (12,)}
 MODELS: dict[str, tuple[ModelConfig, str]] = {
-    "classifier": (ClassifierConfig(**TEXT, **BLOCKS, n_blocks=1, pooling="mean"), "__call__"),
     "encoder-decoder": (EncoderDecoderConfig(**TEXT, **BLOCKS, n_encoder_blocks=1, n_decoder_blocks=1), "encode"),
     "lstm": (RecurrentConfig(**TEXT, d_embedding=8, d_model=8, cell="lstm", attention="dot"), "__call__"),
-    "clip": (CLIPConfig(ImageTowerConfig(**BLOCKS, image_size=4, patch_size=2, n_blocks=1),
-                        TextTowerConfig(**TEXT, **BLOCKS, n_blocks=1), d_joint=4), "encode_text"),
 }  # fmt: skip
 
 
@@ -32,7 +27,6 @@ def test_a_padded_token_whose_embedding_is_nan_changes_no_bit(name: str) -> None
     config, method = MODELS[name]
     model = config.build()
     params = random_params(model, *config.example())
-    table = "text_embedding" if name == "clip" else "embedding"
     tokens_T, valid_T = jnp.array([1, 2, 3, 6, 6]), jnp.arange(5) < 3  # 6 stands at padding alone
     inputs = (tokens_T, valid_T, tokens_T[:3]) if isinstance(config, RecurrentConfig) else (tokens_T, valid_T)
 
@@ -45,8 +39,8 @@ def test_a_padded_token_whose_embedding_is_nan_changes_no_bit(name: str) -> None
 
     found = []
     for value in (0.0, jnp.nan):
-        W_E = params[table]["W_E"].at[6].set(value)
-        found.append(jax.tree.leaves(run(params | {table: params[table] | {"W_E": W_E}})))
+        W_E = params["embedding"]["W_E"].at[6].set(value)
+        found.append(jax.tree.leaves(run(params | {"embedding": params["embedding"] | {"W_E": W_E}})))
     for wanted, got in zip(*found, strict=True):
         np.testing.assert_array_equal(got, wanted)
         assert np.isfinite(got).all()

@@ -9,9 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxformer.decode.beam import Beams, search
-from jaxformer.decode.generation import generate_tokens
-from jaxformer.decode.samplers import Sampling
 from jaxformer.decode.weights import store
 from jaxformer.errors import UserError
 from jaxformer.inspect import capture
@@ -31,7 +28,6 @@ BAHDANAU = RecurrentConfig(V, 32, d_embedding=I, d_model=D, attention="additive"
 CONFIGS = {
     "bahdanau": BAHDANAU,
     "dot, two layers of lstm": replace(BAHDANAU, cell="lstm", n_layers=2, attention="dot", d_attention=None, tied=True),
-    "fixed": replace(BAHDANAU, attention="none", d_attention=None),
     "sutskever": replace(
         BAHDANAU, cell="lstm", n_layers=2, bidirectional=False, attention="none", d_attention=None, tied=True
     ),
@@ -167,9 +163,8 @@ def test_decoding_in_any_portions_equals_the_full_pass(case: Small) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["dot, two layers of lstm", "fixed"])
-def test_the_gradient_is_finite_and_reaches_every_parameter(name: str) -> None:
-    case = drawn(CONFIGS[name])
+def test_the_gradient_is_finite_and_reaches_every_parameter() -> None:
+    case = drawn(CONFIGS["dot, two layers of lstm"])
 
     def loss(params: Params) -> jax.Array:
         logits_TV = case.model.apply({"params": params}, SOURCE_S, VALID_S, TARGET_T)
@@ -186,30 +181,6 @@ def test_a_source_of_padding_alone_gives_finite_numbers_and_gradients() -> None:
     function = lambda params: case.model.apply({"params": params}, SOURCE_S, nothing_S, TARGET_T).sum()  # noqa: E731
     value, gradient = jax.jit(jax.value_and_grad(function))(case.params)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((value, gradient)))
-
-
-@pytest.mark.slow
-def test_beam_search_takes_the_model_as_it_is() -> None:
-    """One beam is greedy decoding; a score is the log-probability that the full pass gives."""
-    case, new = drawn(BAHDANAU), 4
-    first = TARGET_T[:1]
-
-    def search_from(source_S: jax.Array) -> Beams:
-        logits_1V, cache = case.extend(first, jnp.zeros(1, jnp.int32), case.start(source_S, VALID_S))
-
-        def advance(i: jax.Array, tokens_R: jax.Array, cache: RecurrentCache) -> tuple:
-            longer = jax.vmap(lambda token, cache: case.extend(token[None], i[None] + 1, cache))
-            logits_R1V, cache = longer(tokens_R, cache)
-            return logits_R1V[:, 0], cache
-
-        one = jax.tree.map(lambda x: x[None], cache)
-        return search(advance, one, logits_1V, 0.0, n_beams=3, max_new_tokens=new, stop_tokens=())
-
-    found = jax.device_get(jax.jit(search_from)(SOURCE_S))
-    nll = jax.jit(negative_log_likelihood)
-    for tokens_T, score in zip(found.tokens_PNT[0], found.scores_PN[0], strict=True):
-        logits_TV = case.forward(SOURCE_S, VALID_S, np.concatenate([first, tokens_T[:-1]]))
-        assert_close(score, -np.sum(nll(logits_TV, tokens_T)))
 
 
 @pytest.mark.slow
@@ -258,7 +229,8 @@ def test_a_bfloat16_cache_stores_the_source_in_bfloat16() -> None:
 
 
 @pytest.mark.slow
-def test_bfloat16_is_close(case: Small) -> None:
+def test_bfloat16_is_close() -> None:
+    case = drawn(BAHDANAU)
     halves = replace(case, params=jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), case.params))
     logits_TV = halves.forward(SOURCE_S, VALID_S, TARGET_T)
     assert logits_TV.dtype == jnp.bfloat16
@@ -288,27 +260,21 @@ def test_an_invalid_config_is_refused_with_its_value(fields: dict, said: list[st
 @pytest.mark.slow
 def test_linear_attention_is_one_average_of_the_source_for_all_states() -> None:
     """The state's part of the score is the same for all source positions, and the softmax does not see it."""
+    small = drawn(replace(BAHDANAU, attention="linear"))
+    draw_TS = normal(T, S)
 
-    def weights_and_slope(attention: str) -> tuple[np.ndarray, np.ndarray]:
-        small = drawn(replace(BAHDANAU, attention=attention))
-        weights = lambda params: capture(  # noqa: E731
-            small.model, params, SOURCE_S, VALID_S, TARGET_T, names=("reader.pattern",)
-        )["reader.pattern"]
-        draw_TS = normal(T, S)
+    @jax.jit
+    @partial(jax.grad, has_aux=True)
+    def slope_and_weights(params: Params) -> tuple[jax.Array, jax.Array]:
+        weights_TS = capture(small.model, params, SOURCE_S, VALID_S, TARGET_T, names=("reader.pattern",))[
+            "reader.pattern"
+        ]
+        return jnp.sum(weights_TS * draw_TS), weights_TS
 
-        @jax.jit
-        def both(params: Params) -> tuple[jax.Array, Params]:
-            return weights(params), jax.grad(lambda params: jnp.sum(weights(params) * draw_TS))(params)
-
-        weights_TS, slope = jax.device_get(both(small.params))
-        return weights_TS, slope["reader"]["W_a"]
-
-    weights_TS, slope_DA = weights_and_slope("linear")
+    slope, weights_TS = jax.device_get(slope_and_weights(small.params))
     assert_close(weights_TS, np.broadcast_to(weights_TS[0], (T, S)))
     assert np.ptp(weights_TS[0, :4]) > 0.05  # it is no uniform average
-    assert np.abs(slope_DA).max() < 1e-6
-    weights_TS, slope_DA = weights_and_slope("additive")
-    assert np.ptp(weights_TS, axis=0).max() > 0.01 and np.abs(slope_DA).max() > 1e-3
+    assert np.abs(slope["reader"]["W_a"]).max() < 1e-6
 
 
 def test_a_plain_recurrent_language_model_is_elmans_network() -> None:
@@ -323,20 +289,6 @@ def test_a_plain_recurrent_language_model_is_elmans_network() -> None:
             h_TD.append(h_D)
         x_TD = np.stack(h_TD)
     assert_close(apply(model, params, TARGET_T), x_TD @ params["W_out"])
-
-
-@pytest.mark.slow
-def test_a_recurrent_language_model_generates_what_full_passes_predict() -> None:
-    model = RecurrentLMConfig(V, T, "lstm", d_model=D, n_layers=2).build()
-    params = random_params(model, TARGET_T)
-    prompts, greedy = [[3], [5, 1, 4]], Sampling(temperature=0)
-    # Past the context, too: a state has no end.
-    pieces = generate_tokens(model, params, prompts, greedy, [0, 0], max_new_tokens=2 * T, context_length=T)
-    generated = np.concatenate([piece.tokens for piece in pieces], axis=1).tolist()
-    for prompt, new in zip(prompts, generated, strict=True):
-        text = [*prompt, *new]
-        predicted = apply(model, params, jnp.array(text[:-1])).argmax(-1)
-        assert predicted[len(prompt) - 1 :].tolist() == new
 
 
 @pytest.mark.slow

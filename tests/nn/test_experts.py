@@ -13,7 +13,6 @@ from jaxformer.nn.experts import Experts, routers
 from jaxformer.nn.mlp import MLP
 from jaxformer.ops.experts import RouterStatistics
 from tests.arrays import apply, assert_close, first_params, normal, random_params
-from tests.helpers import slow
 
 B, T, D, E, J, F, OUT = 3, 13, 7, 5, 2, 11, 3
 EXPERT = partial(MLP, (F,), OUT)
@@ -41,9 +40,9 @@ def loss(module: Experts, params: Params, x_TD: jax.Array) -> jax.Array:
     return jnp.sum(jnp.sin(output(module, params, x_TD)))
 
 
-@pytest.fixture(scope="module", params=["shared, limited", slow("one")])
-def module(request: pytest.FixtureRequest) -> Experts:
-    return MODULES[request.param]
+@pytest.fixture(scope="module")
+def module() -> Experts:
+    return MODULES["shared, limited"]
 
 
 def looped(module: Experts, params: Params, x_TD: jax.Array) -> tuple[np.ndarray, int]:

@@ -65,8 +65,8 @@ def test_a_fixed_context_is_read_as_one_more_input_at_each_step() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("d_attention", [None, 3])
-def test_attention_to_one_place_is_a_fixed_context(d_attention: int | None) -> None:
+def test_attention_to_one_place_is_a_fixed_context() -> None:
+    d_attention = 3
     x_TI, h_SE = normal(4, I), normal(S, 3, seed=1)
     valid_S = jnp.arange(S) == 2
     layer, zeros = AttentiveRecurrence("lstm", I, D, 3, d_attention), (jnp.zeros(D), jnp.zeros(D))
@@ -83,10 +83,9 @@ def test_attention_to_one_place_is_a_fixed_context(d_attention: int | None) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("d_attention", [None, 3])
-def test_the_derivative_through_attention_is_the_measured_one(d_attention: int | None) -> None:
+def test_the_derivative_through_attention_is_the_measured_one() -> None:
     """Of parameters, inputs, annotations and the first state, with places on both sides that are not valid."""
-    layer, valid_T, valid_S = AttentiveRecurrence("gru", I, D, 3, d_attention), jnp.arange(4) != 1, jnp.arange(S) < 4
+    layer, valid_T, valid_S = AttentiveRecurrence("gru", I, D, 3, 3), jnp.arange(4) != 1, jnp.arange(S) < 4
 
     def call(module: AttentiveRecurrence, x_TI: jax.Array, h_SE: jax.Array, state: tuple) -> tuple:
         return module(x_TI, state, module.read(h_SE, valid_S), valid_T)

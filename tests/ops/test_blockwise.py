@@ -26,15 +26,11 @@ def random_mask(T: int, S: int) -> jax.Array:
 SHAPES = [
     (6, 2, 13, 13, 11, 4, Causal()),  # primes: no block is full
     (6, 6, 12, 12, 8, 4, Causal(6)),  # all blocks full; a window across three blocks
-    (6, 1, 13, 13, 11, 13, Causal()),  # one block
-    (6, 3, 17, 17, 5, 4, Causal(1)),
     (4, 4, 17, 7, 8, 3, Causal(2)),  # more queries than keys: the last ones see nothing
     (4, 4, 7, 17, 8, 3, Causal()),
     (2, 1, 7, 7, 3, 1, None),  # a position a block
-    (4, 2, 13, 3, 8, 5, random_mask(13, 3)),
     (4, 2, 13, 17, 8, 100, random_mask(13, 17)),  # a block longer than the sequence
-    (4, 2, 13, 13, 8, 5, Packed(jnp.arange(13) // 6)),  # documents across blocks, one of a single token
-    (4, 2, 13, 13, 8, 4, Packed(jnp.arange(13) // 6, Causal(3))),
+    (4, 2, 13, 13, 8, 4, Packed(jnp.arange(13) // 6, Causal(3))),  # documents across blocks, one of a single token
 ]
 PLAIN = SHAPES[0]
 
@@ -126,9 +122,6 @@ def test_bfloat16_keeps_its_dtype_and_sums_in_float32(sequential: bool) -> None:
 @pytest.mark.parametrize(
     ("axes", "sequential"),
     [
-        ((0, 0, 0, 0), False),
-        ((0, 0, 0, None), True),
-        ((None, 0, None, 0), True),
         ((None, 0, None, 0), False),
         ((0, 0, 0, "packed"), True),
     ],
@@ -164,11 +157,10 @@ def test_a_rematerialised_block_attends_once_if_it_may_save_the_result(sequentia
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mask", [Causal(100), Packed], ids=str)
-def test_memory_is_linear_in_the_length_forward_and_backward(mask: Any) -> None:
+def test_memory_is_linear_in_the_length_forward_and_backward() -> None:
     def temporary_bytes(attend, T: int) -> int:
-        of_length = Packed(jnp.arange(T) // 100) if mask is Packed else mask
-        loss = lambda q, k, v: attend(q, k, v, of_length).sum()  # noqa: E731
+        mask = Packed(jnp.arange(T) // 100)
+        loss = lambda q, k, v: attend(q, k, v, mask).sum()  # noqa: E731
         shapes = [jax.ShapeDtypeStruct((h, T, 16), jnp.float32) for h in (4, 2, 2)]
         compiled = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(*shapes).compile()
         return compiled.memory_analysis().temp_size_in_bytes

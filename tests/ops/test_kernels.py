@@ -34,7 +34,6 @@ HERE = {
 @pytest.mark.parametrize(
     ("H", "G", "T", "K", "mask"),
     [
-        (4, 2, 131, 8, Causal()),  # a prime: padded to 256
         (3, 1, 300, 11, Causal(70)),  # padded to 384; a window shorter than a block
         (2, 1, 256, 8, None),
     ],

@@ -83,12 +83,10 @@ def test_calls_are_counted_through_functions():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("remat", "scan"), [("none", False), ("dots", True), ("block", False)])
-def test_each_block_attends_once_forward_and_once_backward(remat, scan):
-    line, module = lower(replace(CONFIG, compute=replace(CONFIG.compute, remat=remat, scan_blocks=scan)))
+def test_each_block_attends_once_forward_and_once_backward():
+    line, module = lower(replace(CONFIG, compute=replace(CONFIG.compute, remat="block")))
     assert line == "attention: cudnn"
-    calls = 1 if scan else 2
-    assert (count_calls(module, FORWARD), count_calls(module, BACKWARD)) == (calls, calls)
+    assert (count_calls(module, FORWARD), count_calls(module, BACKWARD)) == (2, 2)
 
 
 @pytest.mark.slow

@@ -76,7 +76,6 @@ SHORT = TOKENS[:34]
 MODELS_OF_SHORT_TEXTS = {
     "windows": DecoderConfig(37, 300, 8, d_ff=5, positions="rope"),
     "learned positions": DecoderConfig(37, 300, 8, d_ff=5),
-    "static mixing": MLPConfig(37, 300, d_model=8, d_ff=5, mixing="static"),
 }
 
 
@@ -144,8 +143,8 @@ def test_evaluation_without_targets_is_a_user_error(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stride", [1, 3, 7])
-def test_stride_predicts_each_token_from_the_longest_context(stride):
+def test_stride_predicts_each_token_from_the_longest_context():
+    stride = 3
     config = DecoderConfig(**SHAPE)
     model = config.build()
     params = first_params(model, jnp.zeros(7, jnp.int32))
