@@ -38,7 +38,7 @@ def default_settings(run: Run, chat: bool = False) -> tuple[dict[str, Any], str]
         if unknown := [name for name in own if name not in SETTINGS]:
             raise UserError(f"{unknown[0]} is unknown; the known ones are {', '.join(SETTINGS)}.")
         if isinstance(own.get("top_k"), float):
-            raise UserError(f"top-k is {own['top_k']}; it must be a whole number.")
+            raise UserError(f"top_k is {own['top_k']}; it must be a whole number.")
         Sampling(**settings)
     except UserError as error:
         reason = str(error).replace("`", "")  # no option sets them

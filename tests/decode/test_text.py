@@ -52,7 +52,7 @@ def test_wrong_options_are_named(run):
     for temperature in ("0.5", True):
         with pytest.raises(UserError, match=f"temperature`? is {temperature}; it must be at least 0"):
             generate(run, "The cat", temperature=temperature)
-    with pytest.raises(UserError, match="max_new_tokens is 0; it must be at least 1"):
+    with pytest.raises(UserError, match="`max_new_tokens` is 0; it must be at least 1"):
         generate(run, "a", max_new_tokens=0)
     with pytest.raises(UserError, match="prompt 2 is empty"):
         generate(run, ["a", ""])

@@ -165,7 +165,7 @@ def test_normalizer_that_llama_cpp_lacks_is_refused():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"window": 8}, "window 8 has no equivalent in llama, .* or train with model.window None"),
+        ({"window": 8}, "window 8 has no equivalent in llama, .* or train with `model.window=None`"),
         ({"qk_norm": True, "window": 8}, "window 8 has no equivalent in qwen3, the nearest of the families llama, qw"),
         ({"attention_bias": True}, "attention_bias True has no equivalent in llama"),
     ],

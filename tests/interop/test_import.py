@@ -403,7 +403,7 @@ def test_special_tokens_that_texts_need_are_refused_without_a_row(
         (["weights.bin"], "weights.bin is no GGUF file; name one, or a folder with config.json and safetensors"),
         (["ggufs"], "ggufs has no config.json; name its GGUF file, such as ggufs/a.gguf"),
         (["model", "--context-length", "33"], "--context-length is 33; the model has 32 positions; omit it"),
-        (["model", "--context-length", "0"], "context_length is 0; it must be at least 1"),
+        (["model", "--context-length", "0"], "context-length is 0; it must be at least 1"),
     ],
 )
 def test_wrong_arguments_are_one_sentence(tmp_path: Path, monkeypatch: Any, capsys: Any, arguments, message):

@@ -214,5 +214,5 @@ def test_the_loss_of_a_pair_alone_draws_it_together() -> None:
 
 
 def test_labels_that_are_not_there_cannot_be_smoothed() -> None:
-    with pytest.raises(UserError, match=r"label_smoothing is 0\.1, but pairs have no labels"):
+    with pytest.raises(UserError, match=r"label_smoothing` is 0\.1, but pairs have no labels"):
         OBJECTIVE.loss(MODEL, PARAMS, PAIRS, smoothing=0.1)

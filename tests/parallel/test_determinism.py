@@ -62,7 +62,7 @@ def test_training_on_such_a_gpu_is_refused(monkeypatch, tmp_path) -> None:
     data: Any = None
     config = load_config(f"{ROOT}/configs/quick.py")
     setup = TrainSetup(replace(config, compute=replace(config.compute, deterministic=True)), mesh)
-    with pytest.raises(UserError, match="deterministic is true, but JAX has initialised its GPUs"):
+    with pytest.raises(UserError, match="deterministic` is true, but JAX has initialised its GPUs"):
         train(setup, data, tmp_path)
 
 
