@@ -57,7 +57,9 @@ def test_resuming_imports_the_named_config_before_it_reads_that_of_the_run(tmp_p
     )
     write_config(tmp_path, Config("fresh", TokenModelConfig(), TextConfig(), steps=1))
     stored = tmp_path / "config.json"
-    stored.write_text(stored.read_text().replace("jaxformer.config:TokenModelConfig", "/elsewhere/fresh.py:FreshConfig"))
+    stored.write_text(
+        stored.read_text().replace("jaxformer.config:TokenModelConfig", "/elsewhere/fresh.py:FreshConfig")
+    )
     resume = ["--resume", "--run", str(tmp_path)]
     with pytest.raises(UserError, match=r"/elsewhere/fresh.py, which does not exist; .*`config='fresh.py:NAME'`"):
         _parse(CommandLine(resume), ExitStack())
