@@ -30,7 +30,7 @@ BESIDE = {name: {*FLOORS[0].split()} for name in FLOORS[0].split()} | {"ladder":
 """What a folder or module may import from its own floor."""
 GUESTS = {"inspect", "interop", "plan", "ladder", "cli"}
 """Folders that the others, the core, do not know."""
-GUEST_WORDS = {"ladder", "rung", "rungs", "forecast", "forecasts", "influence"}
+GUEST_WORDS = {"ladder", "rung", "rungs", "forecast", "forecasts", "influence", "film"}
 """Words of guests, of which no name in the core is made."""
 TOP_LEVEL = {
     "pyproject.toml", "constraints.txt", "mkdocs.yml", "Makefile", "README.md", "AGENTS.md", "CHANGELOG.md",
@@ -85,7 +85,8 @@ def test_the_core_names_nothing_of_its_guests():
         fields = (value for node in ast.walk(tree(path)) for _, value in ast.iter_fields(node))
         names = {name for name in fields if isinstance(name, str) and name.isidentifier()}
         words = {word for name in names for word in re.findall("[A-Z]?[a-z]+", name)}
-        assert not {word.lower() for word in words} & GUEST_WORDS, module
+        earlier = {"film"} if module == "jaxformer.runs.convert" else set()  # names that runs were stored with
+        assert {word.lower() for word in words} & GUEST_WORDS == earlier, module
 
 
 NOT_INSTALLED = {"benchmarks", "studies", "tools", "docs", "tests"}

@@ -21,7 +21,7 @@ prompt = jnp.array([letters.index(letter) for letter in "the c"])
 def draw(token, history, key):
     """Return the next token, and the history with it."""
     drawn = sample(logits_VV[token], history, key, sampling)
-    return drawn.token, update_history(history, drawn.token, sampling)
+    return drawn.tokens, update_history(history, drawn.tokens, sampling)
 
 
 token, history, drawn = prompt[-1], init_history(sampling, len(letters), prompt, len(prompt)), []

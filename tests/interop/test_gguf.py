@@ -91,7 +91,7 @@ def test_llama_cpp_draws_the_same_greedy_tokens(small, tmp_path):
         max_new_tokens=24, context_length=96,
     ))  # fmt: skip
     tokens, logprobs = (
-        np.concatenate([getattr(piece, name)[0] for piece in pieces]) for name in ("tokens_BN", "logprobs_BN")
+        np.concatenate([getattr(piece, name)[0] for piece in pieces]) for name in ("tokens", "logprobs")
     )
     theirs = llama_cpp_greedy(tmp_path / "out.gguf", prompt, 24, banned)
     assert [token["id"] for token in theirs] == tokens.tolist()

@@ -56,7 +56,7 @@ def test_greedy_tokens_equal_those_of_llama_cpp(tmp_path: Path):
     prompt = TOKENS[:7].tolist()
     pieces = list(generate_tokens(run.model, run.params, [prompt], sampling, [0], max_new_tokens=24, context_length=64))
     tokens, logprobs = (
-        np.concatenate([getattr(piece, name)[0] for piece in pieces]) for name in ("tokens_BN", "logprobs_BN")
+        np.concatenate([getattr(piece, name)[0] for piece in pieces]) for name in ("tokens", "logprobs")
     )
     theirs = llama_cpp_greedy(file, prompt, 24, banned)
     assert [token["id"] for token in theirs] == tokens.tolist()
