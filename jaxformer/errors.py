@@ -31,6 +31,12 @@ class UserError(Exception):
     """
 
 
+def foreign(error: BaseException) -> str:
+    """Return the text of an error that another library or the user's code raised, with its backticks as apostrophes,
+    as in ours they name fields."""
+    return str(error).replace("`", "'")
+
+
 def batch_hint(shape: Sequence[int], n_axes: int) -> str:
     """Return the end of an error for an array with one axis more than its `n_axes`, which may be a batch; empty for
     another number of axes."""

@@ -32,8 +32,9 @@ HIDDEN = "hidden"
 """Marker for a field that is not an option."""
 FLAG = re.compile(r"--[\w.-]*\w")
 """Pattern of a flag; words such as `-1` or `--` are none."""
-FIELD = re.compile(r"`([a-z]\w*(?:\.[a-z]\w*)*)(?:=([^`]+))?`")
-"""Pattern of a field in a text of the library, with or without a value; see `UserError`."""
+FIELD = re.compile(r"(?<![^\s(])`([a-z]\w*(?:\.[a-z]\w*)*)(?:=([^`]+))?`(?!\w)")
+"""Pattern of a field in a text of the library, with or without a value; see `UserError`. Backticks within a word are
+those of a user's path."""
 OTHER_NAMES = {
     "lr": "learning-rate", "max-steps": "steps", "max-iters": "steps", "grad-clip": "clip-norm",
     "n-layer": "n-blocks", "n-layers": "n-blocks", "n-embd": "d-model", "hidden-size": "d-model",

@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
 
-from jaxformer.errors import UserError
+from jaxformer.errors import UserError, foreign
 
 PACKAGE = "config_files"
 """Name of the package that contains the modules of loaded files."""
@@ -66,5 +66,5 @@ def load_module(path: str) -> ModuleType:
     except Exception as error:  # raised by the user's code
         frames = reversed(traceback.extract_tb(error.__traceback__))
         line = next((frame.lineno for frame in frames if frame.filename == spec.origin), "?")
-        raise UserError(f"{path}, line {line}, failed: {type(error).__name__}: {error}.") from error
+        raise UserError(f"{path}, line {line}, failed: {type(error).__name__}: {foreign(error)}.") from error
     return module

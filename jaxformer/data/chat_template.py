@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from jaxformer.data.text import locate
 from jaxformer.data.tokenizer import Tokenizer, named_templates
-from jaxformer.errors import UserError, import_extra, parse_json
+from jaxformer.errors import UserError, foreign, import_extra, parse_json
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -153,7 +153,8 @@ class ChatTemplate:
             marked = self._compiled.render(self._names | names)
             unmarked = self._unmarked.render(self.tokenizer.special_tokens | names)
         except Exception as error:  # its expressions can raise anything
-            raise ValueError(f"{self.name} raises {type(error).__name__}: {error}".replace(MARK, "")) from error
+            problem = f"raises {type(error).__name__}: {foreign(error)}".replace(MARK, "")
+            raise ValueError(f"{self.name} {problem}") from error
         text, spans, special, start = "", list[tuple[int, int]](), Counter[str](), 0
         for number, part in enumerate(re.split(f"{MARK}([^{MARK}]*){MARK}", marked)):
             if number % 2 == 0:

@@ -27,7 +27,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from jaxformer.config.fields import MAX_LENGTH
 from jaxformer.data.text import locate
-from jaxformer.errors import UserError, abbreviate, lone_surrogate, parse_json
+from jaxformer.errors import UserError, abbreviate, foreign, lone_surrogate, parse_json
 
 END_OF_TEXT = "<|endoftext|>"
 ENDS_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "<|eot_id|>", "[SEP]")
@@ -138,7 +138,7 @@ class Tokenizer:
         except BaseException as error:
             if not is_library_error(error):
                 raise
-            raise UserError(f"{path} is not a readable tokenizer: {error}; {remedy}.") from error
+            raise UserError(f"{path} is not a readable tokenizer: {foreign(error)}; {remedy}.") from error
         config = _read_config(path.with_name(TOKENIZER_CONFIG))
         if "added_tokens_decoder" not in config:
             config |= _read_config(path.with_name(SPECIAL_TOKENS_MAP))
@@ -440,7 +440,7 @@ def published_tokenizer(inner: tokenizers.Tokenizer, config: Mapping[str, Any], 
     except BaseException as error:
         if not is_library_error(error):
             raise
-        raise UserError(f"{path} cannot encode every text ({error}); {remedy}.") from error
+        raise UserError(f"{path} cannot encode every text ({foreign(error)}); {remedy}.") from error
     return tokenizer
 
 

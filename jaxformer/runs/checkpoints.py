@@ -29,6 +29,7 @@ from orbax.checkpoint import checkpoint_managers
 from jaxformer.errors import (
     UserError,
     folder_vanished_error,
+    foreign,
     os_error_reason,
     parse_json,
     resume_fields,
@@ -361,7 +362,7 @@ def _describe(item: str, tree: Params) -> dict[str, str]:
 
 
 def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__} {error}".strip().splitlines()[0][:200]
+    return f"{type(error).__name__} {foreign(error)}".strip().splitlines()[0][:200]
 
 
 class _ReadBackError(OSError):

@@ -183,6 +183,7 @@ def test_options_are_read_before_all_are_known():
             "--model.image-size 64 48, --optimizer.clip-norm none",
         ),
         ("`x=y z`, `jaxformer train`, `--steps`, `W_Q` and `a", "`x=y z`, `jaxformer train`, `--steps`, `W_Q` and `a"),
+        ("no data at runs/`a` or x`foo`.txt (see `data.path`)", "no data at runs/`a` or x`foo`.txt (see --data.path)"),
     ],
 )
 def test_fields_that_a_message_names_become_options(named, shown):

@@ -406,7 +406,7 @@ REMOVES = "has a pre-tokenizer that removes parts of a text, {'type': "
     (lambda: template("x $A", x=999), "has no token 999, which its post-processor (TemplateProcessing) adds to a text"),
     (lambda: template("$A $A"), r"turns '\n\nEnd' into " + '"' + r"\n\nEndThe king'"),
     (lambda: with_parts(without(byte_level(), "a"), model={"unk_token": "<none>"}),
-     "cannot encode every text (Unk token `<none>` not found in the vocabulary)"),
+     "cannot encode every text (Unk token '<none>' not found in the vocabulary)"),
     (lambda: with_parts(without(byte_level()), model={"type": "WordLevel", "unk_token": "Ġ"}),
      "is a WordLevel whose decoder has ByteLevel, neither byte-level, nor"),
 ])  # fmt: skip
