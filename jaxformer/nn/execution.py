@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -96,8 +96,11 @@ def run_blocks(
       ValueError: the blocks differ in shape and cannot be scanned.
     """
     with rooted_at(blocks[0]):
-        # Values of a scan's body have no names of their own, so what is captured is computed block by block.
-        if execution.scan and not blocks[0].is_initializing() and not is_capturing():
+        # Values of a scan's body have no names of their own, so what is captured is computed block by block. A single
+        # block may return another width than it reads.
+        if is_capturing() or len(blocks) == 1:
+            execution = replace(execution, scan=False)
+        if execution.scan and not blocks[0].is_initializing():
             return _scan_blocks(blocks, execution, x_TD, *inputs, keys=keys, **named)
         called: list[nn.Module] = []
         for i, block in enumerate(blocks):
@@ -124,8 +127,7 @@ def _block_function(block: nn.Module, execution: Execution, *inputs: Any, **name
             run = nn.map_variables(run, "params", trans_in_fn=gather)
         if execution.remat != "none":
             # A scan already prevents the compiler from merging the recomputation with the first computation.
-            is_scan = execution.scan and not is_capturing()
-            remat = partial(nn.checkpoint, policy=POLICIES[execution.remat], prevent_cse=not is_scan)
+            remat = partial(nn.checkpoint, policy=POLICIES[execution.remat], prevent_cse=not execution.scan)
             run = lifted(remat, run)
     return run
 

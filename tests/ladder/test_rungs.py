@@ -14,6 +14,7 @@ from jaxformer.inspect.activations import capture
 from jaxformer.interop.obstacles import Obstacle, obstacles
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.moe import MoEConfig
+from jaxformer.nn.execution import Execution
 from jaxformer.ops.cache import read_layer
 from tests.arrays import apply, build, random_tokens, rung_like
 
@@ -33,6 +34,14 @@ def test_a_value_embedding_is_added_to_the_values_of_each_block_and_cached_with_
     _, cache = apply(model, params, tokens_T, jnp.arange(5), empty, 0, method="extend")
     for layer in cache.layers:
         np.testing.assert_array_equal(read_layer(layer, jnp.float32)[1], added_GTK)
+
+
+@pytest.mark.slow
+def test_a_block_that_returns_logits_is_no_scan() -> None:
+    config = rung_like(replace(PLAIN, n_blocks=1), unembedding="mlp", residual=False)
+    (model, params), tokens_T = build(config), random_tokens(11, 5)
+    scanned = config.build(Execution(remat="block", scan=True))
+    np.testing.assert_array_equal(apply(scanned, params, tokens_T), apply(model, params, tokens_T))
 
 
 def test_a_rung_with_the_parts_of_a_plain_decoder_is_one_in_exports_and_resumed_runs() -> None:
