@@ -53,7 +53,7 @@ def as_array(x: Any) -> jax.Array:
     array = jnp.asarray(x)
     if not any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(x)) and array.dtype.kind in "iu":
         given = np.asarray(x)
-        if (wrapped := given[np.asarray(array) != given]).size:
+        if (wrapped := given[given.astype(array.dtype) != given]).size:
             raise ValueError(f"{wrapped[0]} is beyond the range of {array.dtype}")
     return array
 

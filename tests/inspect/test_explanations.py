@@ -51,7 +51,7 @@ def test_prompt_of_a_prefix_model_is_its_prefix():
 @pytest.mark.slow
 def test_text_beyond_the_positions_and_full_window_models_are_errors():
     model, params, _ = random_model(MODELS["decoder"])
-    with pytest.raises(ValueError, match="8 tokens, but the model has 7 positions"):
+    with pytest.raises(ValueError, match="8 tokens, but the model has 7 learned positions"):
         explain(model, params, [*TEXT, 1], 1)
     model, params, _ = random_model(MODELS["concatenated"])
     with pytest.raises(ValueError, match="full window"):

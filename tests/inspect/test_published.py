@@ -18,7 +18,7 @@ from tests.interop.test_parity import CASES
 
 pytestmark = pytest.mark.slow
 
-FAMILIES = ("llama", "gpt2", "gemma3, scaling, soft cap", "mixtral")
+FAMILIES = ("llama", "gpt2, untied, wide", "gemma3, scaling, soft cap", "mixtral, one expert, window")
 """Rotations; learned positions and biases; norms of queries, windows and soft caps; experts."""
 T = 13
 
@@ -85,7 +85,7 @@ def test_gradients_of_activations_equal_those_of_torch(case):
                 np.testing.assert_allclose(got[name] / scale, theirs_g / scale, atol=1e-4, err_msg=f"{of}, {name}")
 
 
-@among("gpt2", "gemma3, scaling, soft cap")
+@among("gpt2, untied, wide", "gemma3, scaling, soft cap")
 def test_residual_stream_adds_up_to_the_logits(case):
     _, run = case
     tokens_T, target_T = jnp.asarray(tokens()), jnp.asarray(tokens())[::-1]
