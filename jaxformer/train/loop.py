@@ -143,7 +143,7 @@ def train(
                 # The last evaluation is on all held-out examples, but checkpoints are ranked on the same ones.
                 ranked = reports.evaluate(state, t.eval_examples) if evaluation and is_last else evaluation
                 val_loss = ranked.loss if ranked else None
-                checkpoints.save(step, state.params, state.opt_state, pending.position(step, state), val_loss)
+                checkpoints.save(step, state.params, state.opt_state, pending.metadata(step, state), val_loss)
             if pending.signal and not is_last:
                 return Outcome("interrupted", step, state, batch, signal=pending.signal)
             if due:
@@ -200,7 +200,7 @@ def fail(failed: PendingStep, state: TrainState, pending: PendingSteps, checkpoi
     """Return the outcome of a failed step; if it is not finite, save the state, which it has not changed."""
     if pending.divergence is None:
         step = failed.step - 1
-        checkpoints.save(step, state.params, state.opt_state, pending.position(step, state), None)
+        checkpoints.save(step, state.params, state.opt_state, pending.metadata(step, state), None)
     return Outcome(
         "diverged" if pending.divergence else "non_finite",
         failed.step,

@@ -10,7 +10,7 @@ from typing import NamedTuple, SupportsInt
 import jax
 
 from jaxformer.data.dataset import Batch, Dataset
-from jaxformer.runs.checkpoints import Position
+from jaxformer.runs.checkpoints import Metadata
 from jaxformer.train.divergence import Divergence
 from jaxformer.train.log import Log, print_line
 from jaxformer.train.remedies import remedies
@@ -72,7 +72,7 @@ class PendingSteps:
         n, self._n_skipped = self._n_skipped, 0
         return {"skipped": n} if n else {}
 
-    def position(self, step: int, state: TrainState) -> Position:
+    def metadata(self, step: int, state: TrainState) -> Metadata:
         """Return what a checkpoint stores for a resumed run to continue like an uninterrupted one."""
         return {
             "step": step,
