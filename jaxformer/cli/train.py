@@ -296,8 +296,8 @@ def _prepare(job: Job) -> tuple[TrainSetup, Dataset, Path]:
     from jaxformer.parallel.mesh import make_mesh
     from jaxformer.runs.run import create_run, load_data
     from jaxformer.train.log import console, print_line
+    from jaxformer.train.metric_writers import prepare_writers
     from jaxformer.train.setup import TrainSetup
-    from jaxformer.train.sinks import prepare_sinks
 
     console.quiet = not is_main_process()
     config, options, folder = job.config, job.options, job.folder
@@ -308,7 +308,7 @@ def _prepare(job: Job) -> tuple[TrainSetup, Dataset, Path]:
         pretrained.check_fit(config.model)
     # Try everything that can fail before writing anything.
     if is_main_process():
-        prepare_sinks(config.train.log_to)
+        prepare_writers(config.train.log_to)
     echo_status("reading the data ...")
     stored_in = None if job.stored is None else folder
     if pretrained is None:
@@ -352,17 +352,17 @@ def _open_start(job: Job) -> Pretrained | None:
 def _train(job: Job, setup: TrainSetup, data: Dataset, folder: Path) -> Outcome:
     """Train; the folder of a new run that fails before its first log row is removed."""
     from jaxformer.inspect.callbacks import make_callbacks, make_printer
-    from jaxformer.inspect.pages.training import page_sink
+    from jaxformer.inspect.pages.training import page_writer
     from jaxformer.runs.run import METRICS
     from jaxformer.train.loop import train
     from jaxformer.train.resume import Resume
 
     options, t = job.options, setup.config.train
     resume = Resume(options.allow_changed_data, job.rollback) if options.resume else None
-    sinks = [make_printer(t.show_entropy), *([page_sink(folder)] if t.report_every else [])]
+    writers = [make_printer(t.show_entropy), *([page_writer(folder)] if t.report_every else [])]
     try:
         with exit_on_lost_process(f"resume from the last checkpoint with: {resume_command(folder)}"):
-            return train(setup, data, folder, make_callbacks(setup, data, folder), resume, sinks)
+            return train(setup, data, folder, make_callbacks(setup, data, folder), resume, writers)
     except (UserError, KeyboardInterrupt):
         if is_main_process() and not options.resume and not (folder / METRICS).exists():
             shutil.rmtree(folder, ignore_errors=True)

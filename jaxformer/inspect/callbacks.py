@@ -35,7 +35,7 @@ from jaxformer.parallel.mesh import local_copy
 from jaxformer.parallel.processes import is_main_process
 from jaxformer.runs.run import PLOTS, SAMPLES, count_parameters
 from jaxformer.terminal import wrap_columns
-from jaxformer.train.log import Row, Sink, print_line
+from jaxformer.train.log import MetricWriter, Row, print_line
 from jaxformer.train.loop import FIRST_REPORT, Callback
 from jaxformer.train.setup import TrainSetup, TrainState
 
@@ -110,15 +110,15 @@ def _probe(setup: TrainSetup, data: Dataset) -> Call:
     return call
 
 
-def make_printer(show_entropy: bool) -> Sink:
-    """Return a sink that prints, below the line of an evaluation, how tokens are spread over experts and, with
+def make_printer(show_entropy: bool) -> MetricWriter:
+    """Return a writer that prints, below the line of an evaluation, how tokens are spread over experts and, with
     `show_entropy`, the attention entropy of each head."""
 
-    def sink(row: Row) -> None:
+    def write(row: Row) -> None:
         for line in probe_lines(row, show_entropy) if "val_loss" in row else ():
             print_line(line)
 
-    return sink
+    return write
 
 
 def probe_lines(row: Row, show_entropy: bool) -> list[str]:

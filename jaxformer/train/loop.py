@@ -21,13 +21,13 @@ from jaxformer.runs.checkpoints import CheckpointManager
 from jaxformer.runs.snapshots import snapshots_folder
 from jaxformer.train.divergence import Divergence
 from jaxformer.train.evaluate import Evaluation, Evaluator, perplexity
-from jaxformer.train.log import Log, Row, Sink, print_line
+from jaxformer.train.log import Log, MetricWriter, Row, print_line
+from jaxformer.train.metric_writers import open_writers
 from jaxformer.train.pending import PendingStep, PendingSteps
 from jaxformer.train.profile import Profiler
 from jaxformer.train.resume import Resume, Start, find_start
 from jaxformer.train.setup import TrainSetup, TrainState
 from jaxformer.train.signals import STOPPING, record_signals
-from jaxformer.train.sinks import open_sinks
 from jaxformer.train.step import CompiledStep, StepMetrics
 
 FIRST_REPORT = 100
@@ -85,7 +85,7 @@ def train(
     folder: Path,
     callbacks: Sequence[Callback] = (),
     resume: Resume | None = None,
-    sinks: Sequence[Sink] = (),
+    writers: Sequence[MetricWriter] = (),
 ) -> Outcome:
     """Train until `config.steps`, an interruption, a non-finite loss, or a divergence; return the outcome.
 
@@ -95,7 +95,7 @@ def train(
     Args:
       resume: None starts a new run. A resumed one continues from the folder's last checkpoint, or from the start if
         there is none, and is bit-identical to a run that was never interrupted.
-      sinks: receivers of the log's rows, in addition to its file and the sinks in `config.train.log_to`.
+      writers: receivers of the log's rows, in addition to its file and the writers in `config.train.log_to`.
 
     Raises:
       UserError: data and config do not fit each other, the devices or, with `resume`, the run; the run's folder
@@ -110,8 +110,8 @@ def train(
         start = find_start(setup, data, folder, checkpoints, resume)
         callbacks = [*callbacks, *stack.enter_context(open_snapshots(start, folder))]
         written, show_every = folder if is_main_process() else None, 0 if t.eval_every else 10 * t.log_every
-        sinks = [*stack.enter_context(open_sinks(written, start.config)), *sinks]
-        log = stack.enter_context(Log(written, start.step, config.steps, sinks, show_every))
+        writers = [*stack.enter_context(open_writers(written, start.config)), *writers]
+        log = stack.enter_context(Log(written, start.step, config.steps, writers, show_every))
         profiler = stack.enter_context(Profiler(folder, t.profiled_steps, start.step, print_line))
         pending, reports = PendingSteps(data, start, log), Reports(setup, data, callbacks, log)
         timer, state, evaluation, val_loss = Throughput(start.step, data), start.state, None, None

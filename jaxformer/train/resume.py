@@ -20,8 +20,8 @@ from jaxformer.runs.checkpoints import CheckpointManager, CheckpointReader, Meta
 from jaxformer.runs.run import BASE, create_run, write_config
 from jaxformer.train.divergence import DivergenceMonitor, chance_loss
 from jaxformer.train.log import print_line, truncate_log
+from jaxformer.train.metric_writers import discard_wandb_run
 from jaxformer.train.setup import TrainSetup, TrainState
-from jaxformer.train.sinks import discard_wandb_run
 
 RESUMABLE_FIELDS = {"steps", "data.path", "data.val_path", "data.tokenizer", "mesh"}
 """Fields that may change on resuming, besides `compute` and most of `train`; data is compared by content."""

@@ -16,7 +16,7 @@ from jaxformer.inspect.pages.charts import STEP, Axis, Line, Lines
 from jaxformer.inspect.pages.labels import layer_label
 from jaxformer.inspect.pages.page import Section, Table, Texts, write_page
 from jaxformer.runs.run import abstract_params, read_config
-from jaxformer.train.log import Sink, print_line, read_metrics, read_samples
+from jaxformer.train.log import MetricWriter, print_line, read_metrics, read_samples
 
 REPORT = "report.html"
 MAX_TIME_SHARE = 0.01
@@ -35,12 +35,12 @@ MAX_CHART_POINTS = 20_000
 """Maximum points in all lines of a chart, at about 6 bytes each."""
 
 
-def page_sink(folder: Path) -> Sink:
-    """Return a sink that updates the page at evaluations, within `MAX_TIME_SHARE`, until a write fails."""
+def page_writer(folder: Path) -> MetricWriter:
+    """Return a writer that updates the page at evaluations, within `MAX_TIME_SHARE`, until a write fails."""
     rows: list[Row] = []
     next_update = 0.0
 
-    def sink(row: dict[str, Any]) -> None:
+    def write(row: dict[str, Any]) -> None:
         nonlocal next_update
         rows.extend([row] if rows else read_metrics(folder))  # initially including rows from before a resumption
         start = time.perf_counter()
@@ -48,7 +48,7 @@ def page_sink(folder: Path) -> Sink:
             is_written = write_training_page(folder, rows)
             next_update = start + (time.perf_counter() - start) / MAX_TIME_SHARE if is_written else math.inf
 
-    return sink
+    return write
 
 
 def write_training_page(folder: Path, rows: Sequence[Row]) -> bool:
