@@ -13,7 +13,7 @@ from jaxformer.config import ModelConfig
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError
 
-HELD_OUT_SEED = 2**32
+VALIDATION_SEED = 2**32
 """Seed for held-out batches, above any run's seed, so that all runs are evaluated on the same batches."""
 
 
@@ -59,7 +59,7 @@ class Dataset(ABC):
         """
 
     @abstractmethod
-    def held_out(self, batch_size: int, n: int | None = None) -> Iterator[Batch]:
+    def val_batches(self, batch_size: int, n: int | None = None) -> Iterator[Batch]:
         """Yield the validation examples, or about `n` evenly spaced ones, in a fixed order and in batches of equal
         size.
 

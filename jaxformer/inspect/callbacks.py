@@ -94,7 +94,7 @@ def _fits_on_one_device(setup: TrainSetup) -> bool:
 
 def _probe(setup: TrainSetup, data: Dataset) -> Call:
     """Return a callback that logs attention entropy and router load on held-out examples."""
-    model, batch = setup.model, next(data.held_out(PROBE_EXAMPLES, PROBE_EXAMPLES))
+    model, batch = setup.model, next(data.val_batches(PROBE_EXAMPLES, PROBE_EXAMPLES))
     has_experts = any("experts" in axes.names for axes in setup.parameter_axes.values())
     unpadded_B = _unpadded_examples(setup.config.model.contract, batch)
     inputs_B, mask_BT = jax.tree.map(lambda x: x[unpadded_B], (batch.inputs, target_mask(batch)))
@@ -183,7 +183,7 @@ def _init_check(setup: TrainSetup, data: Dataset, step: int, state: TrainState, 
     """Print and log the initialisation check before the first step."""
     if step:
         return None
-    model, probe = setup.model, next(data.held_out(INIT_CHECK_EXAMPLES, INIT_CHECK_EXAMPLES))
+    model, probe = setup.model, next(data.val_batches(INIT_CHECK_EXAMPLES, INIT_CHECK_EXAMPLES))
     assert isinstance(model, Decoder)
     tokens_BT = _full_rows(setup.config.model.contract, probe)
     report = check_init(model, local_copy(setup.model_params(state), setup.mesh), jnp.asarray(tokens_BT))

@@ -154,7 +154,7 @@ def lines(title: str, rows: list[dict] = ROWS) -> list[Line]:
     return list(section.lines)
 
 
-def test_loss_chart_shows_training_and_held_out_losses():
+def test_loss_chart_shows_training_and_validation_losses():
     batch, held = lines("Loss")
     assert (batch.x, batch.y) == ([10, 20, 30], [5.5, 5.0, None])
     assert (held.x, held.y) == ([0, 20, 30], [6.0, 5.25, 4.0])
