@@ -174,9 +174,9 @@ def test_rows_of_the_studies_of_the_ladder_are_runs():
         for label, row in study.rows.items():
             arguments = Arguments(load_config(f"ladder:{row.config}"))
             words = shlex.split(f"{study.options} {row.options}")
-            config = CommandLine(words).parse(arguments, "ladder", "").fields
+            config = CommandLine(words).parse(arguments, "ladder", "").run_config
             assert isinstance(config.model, TokenModelConfig) and config.model.vocab_size == 512, (name, label)
-            assert config != arguments.fields
+            assert config != arguments.run_config
             if name == "ladder":
                 assert config == getattr(small, row.config)
 

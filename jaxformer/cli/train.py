@@ -63,7 +63,7 @@ TOO_EARLY = "interrupted before the first step; nothing to save"
 class Arguments(CommandOptions):
     """Options of train.py: these, and every field of the config."""
 
-    fields: Annotated[Config, MERGED]
+    run_config: Annotated[Config, MERGED]
     config: str = DEFAULT_CONFIG
     """Config to start from: quick, quick:modern, or FILE.py:NAME for your own file."""
     run: str | None = None
@@ -118,7 +118,7 @@ class Job:
     @property
     def config(self) -> Config:
         """Config of the run, before fields of its model are inferred from the data."""
-        return self.options.fields
+        return self.options.run_config
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -179,11 +179,11 @@ def _parse(line: CommandLine, stack: contextlib.ExitStack) -> Job:
     if pretrained is not None and pretrained.tokenizer is not None and "--data.tokenizer" in line.given:
         raise UserError(f"--data.tokenizer has no effect on {pretrained.path}, which has its own; omit it.")
     if folder is None:
-        folder = RUNS / options.fields.name
+        folder = RUNS / options.run_config.name
     if stored is not None:
         from jaxformer.train.resume import Rollback
 
-        changes = check_resumable(folder, stored, options.fields, options.from_step is not None, line.given)
+        changes = check_resumable(folder, stored, options.run_config, options.from_step is not None, line.given)
         if options.from_step is not None:
             rollback = Rollback(options.from_step, options.skip_batches, changes)
     return Job(options, folder, stored, rollback, pretrained)
