@@ -230,7 +230,7 @@ def starting_config(pretrained: Pretrained, named: Config | None) -> Config:
     """Return the config of a run that starts from a pretrained model: the one that --config names, or the model's own,
     with the pretrained model or, for another task, a new head, which is trained in full beside adapters."""
     config = named or pretrained.config or load_config(DEFAULT_CONFIG)
-    model, lora = pretrained.model.with_head_of(config.model), config.lora
+    model, lora = pretrained.model.with_head(config.model), config.lora
     if pretrained.has_new_head(model):
         lora = dataclasses.replace(lora, whole=lora.whole or model.contract.head)
     return dataclasses.replace(config, model=model, init_from=run_name(pretrained.path), lora=lora)
