@@ -27,7 +27,7 @@ from jaxformer.runs.run import count_parameters
 from jaxformer.train.kernels import FusedAttention
 from jaxformer.train.log import VAL_METRICS, Row
 from jaxformer.train.loop import Outcome
-from jaxformer.train.optimizer import gradient_point
+from jaxformer.train.optimizer import eval_point
 from jaxformer.train.remedies import hints, remedies
 from jaxformer.train.setup import TrainSetup
 
@@ -154,7 +154,7 @@ def _autopsy(setup: TrainSetup, folder: Path, outcome: Outcome) -> tuple[str, Pa
     if isinstance(attention, FusedAttention):
         attention = dataclasses.replace(attention, tensor=1)  # the autopsy runs on one device with all heads
     state = outcome.state
-    state = state._replace(params=gradient_point(config.optimizer, state.params, state.opt_state))
+    state = state._replace(params=eval_point(config.optimizer, state.params, state.opt_state))
     params = local_copy(setup.model_params(state), mesh)
     keys_B = setup.example_keys(outcome.step - 1)
     batch = local_copy(outcome.batch, mesh)

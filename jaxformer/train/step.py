@@ -28,7 +28,7 @@ from jaxformer.parallel.mesh import (
     specs_of,
     sum_over_batch,
 )
-from jaxformer.train.optimizer import gradient_point, updates_taken
+from jaxformer.train.optimizer import eval_point, updates_taken
 from jaxformer.train.setup import TrainSetup, TrainState
 
 
@@ -108,7 +108,7 @@ def make_train_step(setup: TrainSetup) -> jax.stages.Wrapped:
     allowed = allowed_failures(setup.config)
 
     def train_step(state: TrainState, batch: Batch, step: jax.Array) -> tuple[TrainState, StepMetrics]:
-        point = gradient_point(setup.config.optimizer, state.params, state.opt_state)
+        point = eval_point(setup.config.optimizer, state.params, state.opt_state)
         loss, grads = sharded_grads(point, batch, setup.example_keys(step), state.frozen_params)
         weights_R, params = workarounds.in_order(row_norms(state.params), state.params)
         state = state._replace(params=params)
