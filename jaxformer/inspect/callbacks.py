@@ -204,7 +204,7 @@ def _print_update_ratios(setup: TrainSetup, step: int, state: TrainState, batch:
     """Print the update ratios in a row of the log, unless the learning rate has decayed to 0: its updates say nothing
     about training."""
     if "gradients" in row and row["lr"] > MIN_LEARNING_RATE * setup.config.optimizer.learning_rate:
-        rows = [parameter_norms.Row(**parameter) for parameter in row["gradients"]]
+        rows = [parameter_norms.Row(*parameter.values()) for parameter in row["gradients"]]
         print_line(update_grid(rows, setup.parameter_order, row["lr"]))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from jaxformer.data.dataset import Batch, Dataset
-from jaxformer.nn.parameter_norms import in_order, norm_rows, row_names
+from jaxformer.nn.parameter_norms import ROW_KEYS, in_order, norm_rows, row_names
 from jaxformer.parallel.determinism import check_deterministic
 from jaxformer.parallel.mesh import assemble, batch_sharding, local_rows
 from jaxformer.parallel.processes import AsyncMax, barrier, is_main_process
@@ -244,7 +244,8 @@ class Reports:
         if metrics.finite and (step == self._steps or is_due(t.gradients_every, step) or reported or is_early):
             g_R, update_R, w_R = np.asarray(metrics.norms_3R).tolist()
             rows = norm_rows(row_names(self._setup.abstract_state.params), learning_rate, g_R, w_R, update_R)
-            row["gradients"] = [asdict(each) for each in in_order(rows, self._setup.parameter_order)]
+            rows = in_order(rows, self._setup.parameter_order)
+            row["gradients"] = [dict(zip(ROW_KEYS, astuple(each), strict=True)) for each in rows]
         return row
 
     def log(self, row: Row, state: TrainState, batch: Batch) -> Evaluation | None:

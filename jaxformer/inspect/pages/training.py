@@ -15,6 +15,7 @@ from jaxformer.inspect.activations import capture_shapes
 from jaxformer.inspect.pages.charts import STEP, Axis, Line, Lines
 from jaxformer.inspect.pages.labels import layer_label
 from jaxformer.inspect.pages.page import Section, Table, Texts, write_page
+from jaxformer.nn.parameter_norms import ROW_KEYS
 from jaxformer.runs.run import abstract_params, read_config
 from jaxformer.train.log import MetricWriter, print_line, read_metrics, read_samples
 
@@ -172,7 +173,7 @@ def _updates(rows: Sequence[Row]) -> Iterator[Section]:
     )
     if len(rows) > 1:  # for a single step, the table suffices
         yield Lines("Update ratios", lines, STEP, Axis("update / weight", log=True), 380, about=about)
-    table = [[p["name"], *(_number(p[key]) for key in ("g", "w", "u", "update"))] for p in rows[-1]["gradients"]]
+    table = [[p["name"], *(_number(p[key]) for key in ROW_KEYS[1:])] for p in rows[-1]["gradients"]]
     columns = ["parameter", "‖gradient‖", "‖weights‖", "lr·g/w", "update/w"]
     yield Table(f"Gradients at step {rows[-1]['step']:,}", columns, table)
 
