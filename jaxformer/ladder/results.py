@@ -125,8 +125,8 @@ def forecast_rungs(configs: Mapping[str, Config], folder: Path) -> dict[str, For
             counts[key] = loaded.counts(), loaded.model.vocab_size
         n_counts, vocab_size = counts[key]
         fitting: Any = replace(config.model, vocab_size=vocab_size)  # type: ignore[call-arg]
-        made = nonfinite_to_none(asdict(forecast(replace(config, model=fitting), n_counts)))
-        stored[name] = {"config": fields, "forecast": made}
+        predicted = nonfinite_to_none(asdict(forecast(replace(config, model=fitting), n_counts)))
+        stored[name] = {"config": fields, "forecast": predicted}
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / FORECASTS, json.dumps(stored, indent=1) + "\n")
     return {name: Forecast(**stored[name]["forecast"]) for name in configs}
@@ -141,8 +141,10 @@ def read_forecasts(folder: Path) -> dict[str, Any]:
 def score_rung(run: Path) -> None:
     """Add the score of a run that has ended to the forecast in the folder above it; see `forecasts.score`."""
     cause, forecasts = ended_early(run), read_forecasts(run.parent)
-    made = forecasts[run.name]
-    made["score"] = score(Forecast(**made["forecast"]), read_metrics(run), int(cause.split()[-1]) if cause else None)
+    stored = forecasts[run.name]
+    stored["score"] = score(
+        Forecast(**stored["forecast"]), read_metrics(run), int(cause.split()[-1]) if cause else None
+    )
     write_atomically(run.parent / FORECASTS, json.dumps(nonfinite_to_none(forecasts), indent=1) + "\n")
 
 

@@ -192,8 +192,8 @@ def read_batches(setup: TrainSetup, data: Dataset, start: Start, timer: Throughp
     t, split = start.config.train, batch_sharding(setup.mesh)
     rows, begin = local_rows(split, t.batch_size), start.step + t.skip_batches
     stream = timer.waiting(data.stream(begin, start.config.steps + t.skip_batches, rows))
-    place = lambda batch: assemble(batch, rows, t.batch_size, split)  # noqa: E731
-    return place(data.batch(begin, rows)), map(place, stream)
+    put = lambda batch: assemble(batch, rows, t.batch_size, split)  # noqa: E731
+    return put(data.batch(begin, rows)), map(put, stream)
 
 
 def fail(failed: PendingStep, state: TrainState, pending: PendingSteps, checkpoints: CheckpointManager) -> Outcome:

@@ -12,8 +12,8 @@ import jax
 from jaxformer.data.dataset import Batch, Dataset
 from jaxformer.runs.checkpoints import Metadata
 from jaxformer.train.divergence import Divergence
+from jaxformer.train.hints import hint_text
 from jaxformer.train.log import Log, print_line
-from jaxformer.train.remedies import remedies
 from jaxformer.train.resume import Start
 from jaxformer.train.setup import TrainState
 from jaxformer.train.step import StepMetrics, allowed_failures
@@ -100,7 +100,7 @@ class PendingSteps:
             row = {"step": done.step, "loss": loss, "grad_norm": grad_norm}
             self._log.row({**row, "update_norm": float(done.metrics.update_norm), "diverged": asdict(divergence)})
         elif policy == "warn" and self.monitor.noticed != was_noticed:
-            warning = {"warning": f"{divergence}; what usually helps: {remedies(self._config)}"}
+            warning = {"warning": f"{divergence}; what usually helps: {hint_text(self._config)}"}
             recovery = {"note": "the loss has recovered to near its minimum"}
             self._log.row({"step": done.step, **(warning if divergence else recovery)})
         return self.divergence is not None
