@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jaxformer.terminal import short_repr
+
 
 @dataclass(frozen=True, eq=False)
 class Counts:
@@ -24,6 +26,9 @@ class Counts:
     """Pairs (a, b) of a token and the next in training, as a V + b in ascending order, and their counts."""
     val_pairs_M: np.ndarray
     """The pair of each held-out token with the one before it, as a V + b."""
+
+    def __repr__(self) -> str:
+        return short_repr(self)
 
     def loss(self, order: int = 1, pseudo_count: float = 1.0) -> float:
         """Return the cross-entropy in nats per held-out token, given the `order - 1` tokens before it.

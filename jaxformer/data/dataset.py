@@ -12,6 +12,7 @@ import numpy as np
 from jaxformer.config import ModelConfig
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError
+from jaxformer.terminal import short_repr
 
 VALIDATION_SEED = 2**32
 """Seed for held-out batches, above any run's seed, so that all runs are evaluated on the same batches."""
@@ -27,6 +28,9 @@ class Batch(NamedTuple):
     weights: Any = None
     """Loss weight of each target, float32, of the targets' shape; None for equal weights. In training they sum to 1
     over the whole batch, so that the losses of microbatches add up; in evaluation they are 0 or 1."""
+
+    def __repr__(self) -> str:
+        return short_repr(self)
 
 
 class Dataset(ABC):

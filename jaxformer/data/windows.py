@@ -17,6 +17,7 @@ from jaxformer.data.packing import PackedExamples, fitting_length, split_long
 from jaxformer.data.tokenizer import Tokenizer, find_tokenizer
 from jaxformer.data.tokens import Corpus, CorpusConfig, load_corpus
 from jaxformer.errors import UserError
+from jaxformer.terminal import short_repr
 
 MAX_COUNTED = 2**25
 """Maximum tokens counted before training: more would take longer than some seconds, and gigabytes."""
@@ -162,6 +163,9 @@ class ValidationText:
     """Predicted tokens per window, the last ones."""
     stride: int | None = None
     """Tokens between the starts of consecutive windows; `n_predicted` by default."""
+
+    def __repr__(self) -> str:
+        return short_repr(self)
 
     def __post_init__(self) -> None:
         if (n := len(self.tokens)) <= (before := self.context_length + 1 - self.n_predicted):

@@ -24,6 +24,7 @@ import numpy as np
 from jaxformer.errors import UserError, batch_hint
 from jaxformer.ops.masks import EMPTY
 from jaxformer.ops.workarounds import kth_largest
+from jaxformer.terminal import short_repr
 
 ABOVE_ZERO = ulp(0.0)
 """Smallest positive float."""
@@ -129,6 +130,9 @@ class Samples(NamedTuple):
     logprobs: jax.Array
     top_tokens: jax.Array
     top_logprobs: jax.Array
+
+    def __repr__(self) -> str:
+        return short_repr(self)
 
 
 def init_history(sampling: Sampling, vocab_size: int, tokens_T: jax.Array, length: jax.Array | int) -> History:

@@ -31,21 +31,28 @@ IN_BLOCK = re.compile(r"(?P<stack>(?:.+\.)?\w*blocks)\.(?P<block>\d+)\.(?P<part>
 
 @dataclass(frozen=True)
 class GradientReport:
-    """Norms per parameter, shown as a table."""
+    """Norms per parameter and head, shown as a table: the first rows by `repr`, all by `str`."""
 
     rows: tuple[Row, ...]
     lr: float | None = None
     """Learning rate in `sgd_ratio`; None for the ratio g / w alone."""
 
+    def __str__(self) -> str:
+        return "\n".join(align(self._table(), "<>>>>"))
+
     def __repr__(self) -> str:
+        heading, *rows = self._table()
+        return first_rows(heading, rows, "<>>>>")
+
+    def _table(self) -> list[tuple[str, ...]]:
         has_updates = any(row.update_ratio is not None for row in self.rows)
         heading = ("parameter", "g", "w", "g/w" if self.lr is None else "u = lr·g/w", *["update/w"] * has_updates)
-        table = [heading]
+        table: list[tuple[str, ...]] = [heading]
         for row in self.rows:
             update = "" if row.update_ratio is None else f"{row.update_ratio:9.2e}"
             values = (row.name, f"{row.grad_norm:9.2e}", f"{row.param_norm:9.2e}", f"{row.sgd_ratio:.2e}", update)
             table.append(values[: len(heading)])
-        return "\n".join(align(table, "<>>>>"))
+        return table
 
 
 def gradient_report(

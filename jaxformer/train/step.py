@@ -28,6 +28,7 @@ from jaxformer.parallel.mesh import (
     specs_of,
     sum_over_batch,
 )
+from jaxformer.terminal import short_repr
 from jaxformer.train.optimizer import eval_point, updates_taken
 from jaxformer.train.setup import TrainSetup, TrainState
 
@@ -48,6 +49,9 @@ class StepMetrics(NamedTuple):
     norms_3R: jax.Array
     """Norms of the gradient, the update, and the weights before it, for each parameter and head; see
     `parameter_norms.row_names`."""
+
+    def __repr__(self) -> str:
+        return short_repr(self)
 
 
 def make_gradient(setup: TrainSetup) -> Callable[..., tuple[jax.Array, Params]]:

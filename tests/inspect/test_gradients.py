@@ -125,7 +125,7 @@ def test_zero_weights_have_infinite_ratios() -> None:
 
 
 def test_report_prints_a_line_per_row_under_a_heading() -> None:
-    heading, *lines = repr(REPORT).splitlines()
+    heading, *lines = str(REPORT).splitlines()
     assert [line.split()[0] for line in lines] == [row.name for row in REPORT.rows]
     assert all(word in heading for word in ("parameter", "g", "w", "u = lr·g/w", "update/w"))
     row = ROWS["W_out"]
