@@ -65,7 +65,7 @@ class ImageFolder:
 
     @property
     def channels(self) -> int:
-        """1 if all images are grayscale, else 3."""
+        """Channels of all images: 1 if all are grayscale, else 3."""
         return max(shape[2] for shape in self.shapes)
 
     def read(self, val_fraction: float, size: tuple[int, ...], channels: int) -> ImageSplits:

@@ -43,7 +43,7 @@ class Rollback:
 
 @dataclass(frozen=True)
 class Resume:
-    """How to continue a run: from its last checkpoint or, with a rollback, from another one."""
+    """Continuation of a run: from its last checkpoint or, with a rollback, from another one."""
 
     allow_changed_data: bool = False
     """Accept data that has changed since, and note it in the log, instead of refusing it."""
