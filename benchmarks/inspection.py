@@ -43,14 +43,14 @@ class Stopwatch:
 def overhead(folder: Path, options: list[str]) -> tuple[None, Figures]:
     """Train; return seconds and ratios."""
     watch, total = Stopwatch(), Stopwatch()
-    make_callbacks, page_sink, training = callbacks.make_callbacks, training_page.page_sink, loop.train
+    make_callbacks, page_writer, training = callbacks.make_callbacks, training_page.page_writer, loop.train
 
     def timed_callbacks(*arguments: Any) -> list[loop.Callback]:
         each = enumerate(make_callbacks(*arguments))
         return [replace(callback, call=watch.timing(f"callback {i}", callback.call)) for i, callback in each]
 
     callbacks.make_callbacks = timed_callbacks  # type: ignore[assignment]
-    training_page.page_sink = lambda folder: watch.timing("report.html", page_sink(folder))
+    training_page.page_writer = lambda folder: watch.timing("report.html", page_writer(folder))
     loop.train = total.timing("training", training)
     if status := train.main(["--run", str(folder / "run"), *options]):
         raise SystemExit(status)

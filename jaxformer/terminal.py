@@ -1,4 +1,5 @@
-"""Standard streams: control characters are escaped, and training survives the closing of its terminal."""
+"""Reprs and tables that fit a screen, and standard streams: control characters are escaped, and training survives the
+closing of its terminal."""
 
 from __future__ import annotations
 
@@ -7,7 +8,8 @@ import io
 import os
 import sys
 from collections.abc import Sequence
-from typing import TextIO
+from dataclasses import fields
+from typing import Any, TextIO
 
 SYMBOLS = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
 """Symbols of ASCII control characters, such as ␛ for ESC, except newline and tab."""
@@ -20,6 +22,8 @@ ESCAPED = (
 REPLACEMENTS = SYMBOLS | {code: f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" for code in ESCAPED}
 WIDTH = 100
 """Columns per line."""
+MAX_SHOWN_VALUES, MAX_SHOWN_ARRAYS = 16, 4
+"""Maximum values of an array, and arrays of a tree, that `short_repr` shows."""
 
 
 def wrap_columns(parts: Sequence[str], indent: int) -> list[str]:
@@ -45,6 +49,31 @@ def first_rows(heading: Sequence[str], rows: Sequence[Sequence[str]], sides: str
     """Return a table of the first n rows, which fits on a screen, with a last line that counts the others."""
     left = len(rows) - n
     return "\n".join(align([heading, *rows[:n]], sides) + ([f"… {left:,} more"] if left > 0 else []))
+
+
+def short_repr(value: Any) -> str:
+    """Return the repr of a NamedTuple or a dataclass, with the dtype and shape of each long array, `float32[8, 256]`,
+    and the number of arrays of each large tree."""
+    names = getattr(value, "_fields", None) or [f.name for f in fields(value)]
+    return f"{type(value).__name__}({', '.join(f'{name}={_shortened(getattr(value, name))!r}' for name in names)})"
+
+
+class _Unquoted(str):
+    __repr__ = str.__str__
+
+
+def _shortened(value: Any) -> Any:
+    """Return a tree with texts in place of long arrays, or one text in place of a large tree."""
+    import jax  # not at the top, as the help of commands needs none
+
+    def shorten(x: Any) -> Any:
+        is_long = getattr(x, "size", 0) > MAX_SHOWN_VALUES and hasattr(x, "dtype")
+        return _Unquoted(f"{x.dtype}{list(x.shape)}") if is_long else x
+
+    sizes = [x.size for x in jax.tree.leaves(value) if hasattr(x, "dtype")]
+    if len(sizes) > MAX_SHOWN_ARRAYS:
+        return _Unquoted(f"<{len(sizes)} arrays, {sum(sizes):,} values>")
+    return jax.tree.map(shorten, value)
 
 
 def escape_control(text: str) -> str:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import record
-from jaxformer.decode.translation import scores, translate, translate_held_out
+from jaxformer.decode.translation import scores, translate, translate_validation
 from jaxformer.inspect import alignment
 from jaxformer.runs.run import load_run
 
@@ -25,7 +25,7 @@ def main(folder: str, sentence: str = "") -> None:
     run = load_run(folder)
     config, (model, tokenizer) = run.config, run.text_model()
     data = config.data.load(config.model, config.train.batch_size, config.seed)
-    hypotheses, references = translate_held_out(run, run.params, data, 64)
+    hypotheses, references = translate_validation(run, run.params, data, 64)
     pairs = zip(data.val, hypotheses, strict=True)
     right = [source for (source, target), hypothesis in pairs if hypothesis == target]
     short = [source for source in right if len(tokenizer.encode(source)) <= MAX_TOKENS]

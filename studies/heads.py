@@ -56,7 +56,7 @@ def describe(run_folder: Path, n_windows: int) -> dict[str, Any]:
     config, tokenizer = run.text_model()
     V, text = config.vocab_size, lambda token: tokenizer.decode([token])
     data: Any = load_data(run_folder, run.config)
-    batch = next(iter(data.held_out(n_windows, n_windows)))
+    batch = next(iter(data.val_batches(n_windows, n_windows)))
     tokens_BT = np.asarray(batch.inputs[0])
     maps_B = jax.jit(jax.vmap(lambda tokens_T: named_attention_maps(run.model, run.params, tokens_T)))(tokens_BT)
     statistics, ablation = head_statistics(run.model, run.params, tokens_BT), ablate_heads(run.model, run.params, batch)

@@ -29,7 +29,7 @@ import numpy as np
 from benchmarks import record
 from jaxformer.config.fields import nonfinite_to_none
 from jaxformer.config.files import load_module
-from jaxformer.ladder.results import continue_held_out, has_ended, rung_result
+from jaxformer.ladder.results import continue_validation, has_ended, rung_result
 from jaxformer.parallel.mesh import make_mesh
 from jaxformer.runs.run import load_data, load_run
 from jaxformer.train.log import read_metrics
@@ -282,7 +282,7 @@ def main() -> int:
             if label in study.by_position:
                 stored["rows"][label][str(seed)]["loss_by_position"] = position_losses(run)
             if study.continues and seed == 0:
-                stored.setdefault("continuations", {})[label] = [x[1:] for x in continue_held_out([run])]
+                stored.setdefault("continuations", {})[label] = [x[1:] for x in continue_validation([run])]
             if not counted and not row.book:  # once per call, as all runs share the books
                 figures["counts"], counted = {"rows": count_tokens(run)}, True
             record.write(FILE, figures, record.versions("jax", "jaxlib", "flax"), own.results)

@@ -138,7 +138,7 @@ def chosen_configs(options: Sequence[str]) -> dict[str, Config]:
     line = CommandLine(options)
     rungs = line.value("--rungs", tuple[str, ...]) or list(load_module("ladder").REPORTED)
     configs = {name: load_config(f"ladder:{name}") for name in rungs}
-    return {name: line.parse(Arguments(config), "sources.sh", "").fields for name, config in configs.items()}
+    return {name: line.parse(Arguments(config), "sources.sh", "").run_config for name, config in configs.items()}
 
 
 def check_size(configs: Mapping[str, Config]) -> None:

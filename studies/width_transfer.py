@@ -13,7 +13,7 @@ books, or on --data.val-path, which should not be text that other figures are me
 JSON file below --folder when it is done, so the study can be stopped and restarted.
 
 `write` fits a parabola through these three losses over the logarithm of the learning rate, for each width and seed,
-stores the minima in `width_transfer.json`, and writes their table into `docs/training.md`.
+stores the minima in `width_transfer.json`, and writes their table into `docs/measurements.md`.
 """
 
 from __future__ import annotations
@@ -261,7 +261,7 @@ def main(line: CommandLine) -> int:
         raise UserError(f"{options.folder} holds no width that is complete; train on.")
     software = record.versions("jax", "jaxlib", "flax", "optax")
     record.write("width_transfer", figures, software, record.STUDY_RESULTS)
-    insert(record.ROOT / "docs" / "training.md", BEGIN, section(figures), END)
+    insert(record.ROOT / "docs" / "measurements.md", BEGIN, section(figures), END)
     return 0
 
 

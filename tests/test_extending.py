@@ -120,7 +120,7 @@ def test_a_sampler_is_one_class(package):
 @pytest.mark.slow
 def test_an_optimizer_is_one_file(package):
     arguments = command.Arguments(load_config("signum.py:signum"))
-    optimizer = CommandLine(["--optimizer.momentum", "0.5"]).parse(arguments, "", "").fields.optimizer
+    optimizer = CommandLine(["--optimizer.momentum", "0.5"]).parse(arguments, "", "").run_config.optimizer
     assert (type(optimizer).__name__, optimizer.momentum) == ("SignumConfig", 0.5)
     params = {"W": np.float32([1.0, 2.0])}
     rule = make_optimizer(optimizer, lambda count: 0.25, {})

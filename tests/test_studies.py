@@ -72,7 +72,7 @@ def outcome(rung: str, steps: int, **changes: Any) -> dict[str, Any]:
             "alternatives", (recipe.BEGIN, recipe.END),
             lambda: recipe.section(recipe.read("recipe"), recipe.read("recipe_trials")),
         ),
-        ("training", (width_transfer.BEGIN, width_transfer.END), lambda: section(recipe.read("width_transfer"))),
+        ("measurements", (width_transfer.BEGIN, width_transfer.END), lambda: section(recipe.read("width_transfer"))),
     ],
     ids=["sources", "recipe", "width_transfer"],
 )  # fmt: skip
@@ -174,9 +174,9 @@ def test_rows_of_the_studies_of_the_ladder_are_runs():
         for label, row in study.rows.items():
             arguments = Arguments(load_config(f"ladder:{row.config}"))
             words = shlex.split(f"{study.options} {row.options}")
-            config = CommandLine(words).parse(arguments, "ladder", "").fields
+            config = CommandLine(words).parse(arguments, "ladder", "").run_config
             assert isinstance(config.model, TokenModelConfig) and config.model.vocab_size == 512, (name, label)
-            assert config != arguments.fields
+            assert config != arguments.run_config
             if name == "ladder":
                 assert config == getattr(small, row.config)
 
@@ -370,7 +370,7 @@ def test_trainings_are_stored_once_and_written(
     model = replace(rung.model, vocab_size=280, context_length=8, d_model=8, n_heads=2, d_ff=(12,))
     rung = replace(rung, model=model, optimizer=replace(rung.optimizer, learning_rate=0.1))
     (tmp_path / "docs").mkdir()
-    page = tmp_path / "docs/training.md"
+    page = tmp_path / "docs/measurements.md"
     page.write_text(width_transfer.BEGIN + width_transfer.END)
     monkeypatch.setattr(width_transfer.machine, "set_up", lambda: None)
     monkeypatch.setattr(width_transfer, "load_config", lambda _: rung)

@@ -1,4 +1,4 @@
-"""The standard streams: control characters, closed terminals, pipes and streams."""
+"""Reprs fit a screen; the standard streams: control characters, closed terminals, pipes and streams."""
 
 import errno
 import io
@@ -8,10 +8,26 @@ import signal
 import subprocess
 import sys
 
+import jax
+import numpy as np
 import pytest
 
+from jaxformer.config import Config
+from jaxformer.data.counts import count
+from jaxformer.data.dataset import Batch
+from jaxformer.data.tokens import Split
+from jaxformer.data.windows import TextConfig, ValidationText
+from jaxformer.decode.beam import Beams
+from jaxformer.decode.samplers import Samples
+from jaxformer.inspect.gradients import GradientReport
+from jaxformer.inspect.influence import Causes
+from jaxformer.models.decoder import DecoderConfig
+from jaxformer.nn.parameter_norms import Row
+from jaxformer.parallel.mesh import make_mesh
 from jaxformer.terminal import _Output, echo, echo_status, escape_control
+from jaxformer.train.setup import TrainSetup, TrainState
 from jaxformer.train.signals import record_signals
+from jaxformer.train.step import StepMetrics
 from tests.helpers import ROOT
 
 HOSTILE = "a\x1b]0;title\x07\r\x9b2J\u202e\u2066\x7f\tb\n\udcff"
@@ -156,3 +172,39 @@ def test_sighup_is_recorded_once_and_stays_ignored(hangup):
         os.kill(os.getpid(), signal.SIGHUP)
     assert not caught.is_set()
     assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+
+
+LONG, TOKENS = np.ones((4, 50, 5)), np.arange(2048) % 7
+TREE = {f"blocks_{i}": {"W": np.ones((30, 40)), "b": np.ones(40)} for i in range(12)}
+CONFIG = Config("mine", DecoderConfig(), TextConfig(), steps=1)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        CONFIG,
+        TrainSetup(CONFIG, make_mesh("", jax.devices()[:1])),
+        TrainState(TREE, (TREE, TREE), np.int32(0)),
+        StepMetrics(*[np.float32(1)] * 5, np.ones((3, 400))),
+        Batch((np.ones((8, 257)),), np.ones((8, 256)), np.ones((8, 256))),
+        Samples(LONG[..., 0], LONG[..., 0], LONG, LONG),
+        Beams(LONG, LONG[..., 0]),
+        ValidationText(TOKENS, np.ones(900), 16, 16),
+        count(TOKENS, TOKENS, 900),
+        Causes(TOKENS, -1.0, True, LONG[0, :, 0], -9.0),
+        GradientReport(tuple(Row(f"blocks.{i}.mlp.W_1", 1.0, 2.0, 0.5, 0.1) for i in range(99))),
+        Split(TOKENS, 3, 4000),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_repr_fits_a_screen(value):
+    assert sum(-(-len(line) // 120) for line in repr(value).splitlines()) <= 24
+
+
+def test_a_repr_has_dtypes_and_shapes_in_place_of_long_arrays():
+    assert repr(Batch((np.ones((8, 257), np.int32),), np.arange(2))) == (
+        "Batch(inputs=(int32[8, 257],), targets=array([0, 1]), weights=None)"
+    )
+    assert repr(TrainState(TREE, (), np.int32(3))) == (
+        "TrainState(params=<24 arrays, 14,880 values>, opt_state=(), failures=np.int32(3), frozen_params=None)"
+    )

@@ -68,8 +68,8 @@ def main(line: CommandLine) -> int:
     from jaxformer.parallel.mesh import make_mesh
     from jaxformer.runs.checkpoints import CheckpointReader
     from jaxformer.runs.run import load_data
-    from jaxformer.train.evaluate import HeldOut
-    from jaxformer.train.run_evaluation import check_causal_lm, evaluate_run, load_held_out_text, loss_by_position
+    from jaxformer.train.evaluate import ValidationData
+    from jaxformer.train.run_evaluation import check_causal_lm, evaluate_run, load_validation_text, loss_by_position
 
     mesh = make_mesh(options.opening.mesh)
     if path is not None:
@@ -81,7 +81,7 @@ def main(line: CommandLine) -> int:
         remedy = f"compare texts with {command('sample')}, or fine-tune it as a classifier with --init-from"
         raise UserError(f"{run.path} holds a sentence encoder, which has no loss to evaluate; {remedy}.")
     params = restored(run.params)  # rounded values, in the dtype that evaluation computes in
-    data: HeldOut
+    data: ValidationData
     if path is None:
         data = load_data(run.path, run.config)  # its training split, with another batch size, is not used
         description = data.describe()
@@ -90,7 +90,7 @@ def main(line: CommandLine) -> int:
             echo_error(f"note: {problem}; it may have been trained on some of what is held out now")
     else:
         text = options.data
-        data, description, notes = load_held_out_text(run, path, options.stride, text.unwrap, text.column)
+        data, description, notes = load_validation_text(run, path, options.stride, text.unwrap, text.column)
         for note in notes:
             echo_error(f"note: {with_flags(note)}")
     evaluation = evaluate_run(run, params, data, mesh, options.batch_size, options.precision)
@@ -121,9 +121,9 @@ def _by_position(nats_T: np.ndarray, weights_T: np.ndarray) -> str:
 
 def _translation_scores(run: Run, params: Params, data: PairDataset, batch_size: int) -> dict[str, float]:
     """Return BLEU, chrF and the exact-match fraction of greedy translations; without sacrebleu, only the last."""
-    from jaxformer.decode.translation import exact_match, scores, translate_held_out
+    from jaxformer.decode.translation import exact_match, scores, translate_validation
 
-    translations, references = translate_held_out(run, params, data, batch_size)
+    translations, references = translate_validation(run, params, data, batch_size)
     exact = {"exact": exact_match(translations, references)}
     try:
         return scores(translations, references) | exact

@@ -59,7 +59,7 @@ class Arguments(CheckpointOptions):
 class CheckArguments:
     """Options of export --check --config: these, and every field of the config."""
 
-    fields: Annotated[Config, MERGED]
+    run_config: Annotated[Config, MERGED]
     config: str = DEFAULT_CONFIG
     """Config to check: quick, quick:modern, or FILE.py:NAME for your own file."""
     format: Format | None = None
@@ -75,7 +75,7 @@ def main(line: CommandLine) -> int:
         from jaxformer.cli.train import named_config  # imports jax
 
         arguments = line.parse(CheckArguments(*named_config(line)), command("export"), DESCRIPTION)
-        return _check(arguments.config, arguments.fields, arguments.format)
+        return _check(arguments.config, arguments.run_config, arguments.format)
     options = line.parse(Arguments(), command("export"), DESCRIPTION)
     if options.check:
         from jaxformer.runs.run import read_config  # orbax takes a second to import

@@ -13,11 +13,11 @@ from jaxformer.cli.options import POSITIONAL_TOO, CommandLine
 from jaxformer.config.fields import Positive
 from jaxformer.terminal import echo
 
-DESCRIPTION = """Show how a language model that was trained with --train.snapshots doubling came to be: write film.html
-to its folder, one HTML page that opens from disk and needs no network, and film.jsonl with a line per frame. A slider
-moves through the steps: previous-token and induction scores, entropy, ablation and stable ranks of each head; logit
-lens and norm of the residual stream; attention maps; greedy continuations of the same prompts. Each head is patched
-back to its earlier selves, which shows when it became what it is."""
+DESCRIPTION = """Show the training film of a language model, the snapshots of --train.snapshots doubling: write
+film.html to its folder, one HTML page that opens from disk and needs no network, and film.jsonl with a line per frame,
+which is a snapshot. A slider moves through the steps: previous-token and induction scores, entropy, ablation and stable
+ranks of each head; logit lens and norm of the residual stream; attention maps; greedy continuations of the same
+prompts. Each head is patched back to its earlier selves, which shows when it became what it is."""
 
 
 @dataclass(frozen=True)

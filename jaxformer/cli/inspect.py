@@ -64,13 +64,13 @@ def main(line: CommandLine) -> int:
     from jaxformer.inspect.pages.model import write_model_page
     from jaxformer.models.objective import is_causal_lm
     from jaxformer.train.log import read_metrics
-    from jaxformer.train.run_evaluation import load_held_out_text
+    from jaxformer.train.run_evaluation import load_validation_text
 
     progress = lambda part: echo(f"{part} ...", sys.stderr)  # noqa: E731
     text, source = None, ""
     if options.data.path is not None:
         source = options.data.path
-        text, _, notes = load_held_out_text(run, source, unwrap=options.data.unwrap, column=options.data.column)
+        text, _, notes = load_validation_text(run, source, unwrap=options.data.unwrap, column=options.data.column)
         for note in notes:
             echo_error(f"note: {with_flags(note)}")
     elif options.prompt is None and is_causal_lm(run.model) and not read_metrics(run.path):
@@ -78,7 +78,7 @@ def main(line: CommandLine) -> int:
         echo_error(f"note: {run.path} has no training: it is measured on {source}; name a text with --data.path")
         if type(run.config.data) is TextConfig:  # its subclasses make other examples of a text
             with suppress(UserError):  # the page gives the reason
-                text, _, _ = load_held_out_text(run, None)  # without tokenizing what it was not trained on
+                text, _, _ = load_validation_text(run, None)  # without tokenizing what it was not trained on
     limits = options.examples, options.max_live_parameters
     weights = write_model_page(
         run, path, options.prompt, *limits, progress, text, source, options.lenses, options.contrast

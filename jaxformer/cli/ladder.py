@@ -39,7 +39,7 @@ and counts in the text forecast for each; it is scored after each rung."""
 class Arguments:
     """Options of ladder: these, and every field of the rungs' configs."""
 
-    fields: Annotated[Config, MERGED]
+    run_config: Annotated[Config, MERGED]
     rungs: tuple[str, ...] = ()
     """Rungs to train, in the order of the ladder; by default, all but the candidates for a recipe."""
     size: Size = "small"
@@ -65,7 +65,7 @@ def main(line: CommandLine) -> int:
     # Check all options before hours of training.
     specs = {name: f"{SIZES[size] if name in sources else RUNGS}:{name}" for name in rungs if name in chosen}
     defaults = {name: Arguments(load_config(spec)) for name, spec in specs.items()}
-    configs = {name: line.parse(x, command("ladder"), DESCRIPTION).fields for name, x in defaults.items()}
+    configs = {name: line.parse(x, command("ladder"), DESCRIPTION).run_config for name, x in defaults.items()}
 
     import jax
 

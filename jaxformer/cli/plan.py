@@ -39,7 +39,7 @@ ERROR = re.compile(r"Error: |^F\d{4} ")
 class Arguments:
     """Options of plan: these, and every field of the config."""
 
-    fields: Annotated[Config, MERGED]
+    run_config: Annotated[Config, MERGED]
     config: str = DEFAULT_CONFIG
     """Config to start from: quick, quick:modern, or FILE.py:NAME for your own file."""
     topology: str | None = None
@@ -51,7 +51,7 @@ class Arguments:
 def main(line: CommandLine) -> int:
     """Plan; return the exit status: 0 the step fits, 1 it does not, 2 wrong input."""
     options = _parse(line)
-    config = options.fields
+    config = options.run_config
     if config.compute.deterministic:
         set_deterministic()
     if options.topology is None:
@@ -96,7 +96,7 @@ def _plan_topology(line: CommandLine) -> int:
     from jaxformer.plan.topology import topology_devices
 
     options = _parse(line)
-    return _plan(options.fields, topology_devices(str(options.topology)))
+    return _plan(options.run_config, topology_devices(str(options.topology)))
 
 
 def _plan(config: Config, devices: Sequence[jax.Device]) -> int:

@@ -63,7 +63,7 @@ TOO_EARLY = "interrupted before the first step; nothing to save"
 class Arguments(CommandOptions):
     """Options of train.py: these, and every field of the config."""
 
-    fields: Annotated[Config, MERGED]
+    run_config: Annotated[Config, MERGED]
     config: str = DEFAULT_CONFIG
     """Config to start from: quick, quick:modern, or FILE.py:NAME for your own file."""
     run: str | None = None
@@ -118,7 +118,7 @@ class Job:
     @property
     def config(self) -> Config:
         """Config of the run, before fields of its model are inferred from the data."""
-        return self.options.fields
+        return self.options.run_config
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -179,11 +179,11 @@ def _parse(line: CommandLine, stack: contextlib.ExitStack) -> Job:
     if pretrained is not None and pretrained.tokenizer is not None and "--data.tokenizer" in line.given:
         raise UserError(f"--data.tokenizer has no effect on {pretrained.path}, which has its own; omit it.")
     if folder is None:
-        folder = RUNS / options.fields.name
+        folder = RUNS / options.run_config.name
     if stored is not None:
         from jaxformer.train.resume import Rollback
 
-        changes = check_resumable(folder, stored, options.fields, options.from_step is not None, line.given)
+        changes = check_resumable(folder, stored, options.run_config, options.from_step is not None, line.given)
         if options.from_step is not None:
             rollback = Rollback(options.from_step, options.skip_batches, changes)
     return Job(options, folder, stored, rollback, pretrained)
@@ -230,7 +230,7 @@ def starting_config(pretrained: Pretrained, named: Config | None) -> Config:
     """Return the config of a run that starts from a pretrained model: the one that --config names, or the model's own,
     with the pretrained model or, for another task, a new head, which is trained in full beside adapters."""
     config = named or pretrained.config or load_config(DEFAULT_CONFIG)
-    model, lora = pretrained.model.with_head_of(config.model), config.lora
+    model, lora = pretrained.model.with_head(config.model), config.lora
     if pretrained.has_new_head(model):
         lora = dataclasses.replace(lora, whole=lora.whole or model.contract.head)
     return dataclasses.replace(config, model=model, init_from=run_name(pretrained.path), lora=lora)
@@ -296,8 +296,8 @@ def _prepare(job: Job) -> tuple[TrainSetup, Dataset, Path]:
     from jaxformer.parallel.mesh import make_mesh
     from jaxformer.runs.run import create_run, load_data
     from jaxformer.train.log import console, print_line
+    from jaxformer.train.metric_writers import prepare_writers
     from jaxformer.train.setup import TrainSetup
-    from jaxformer.train.sinks import prepare_sinks
 
     console.quiet = not is_main_process()
     config, options, folder = job.config, job.options, job.folder
@@ -308,7 +308,7 @@ def _prepare(job: Job) -> tuple[TrainSetup, Dataset, Path]:
         pretrained.check_fit(config.model)
     # Try everything that can fail before writing anything.
     if is_main_process():
-        prepare_sinks(config.train.log_to)
+        prepare_writers(config.train.log_to)
     echo_status("reading the data ...")
     stored_in = None if job.stored is None else folder
     if pretrained is None:
@@ -352,17 +352,17 @@ def _open_start(job: Job) -> Pretrained | None:
 def _train(job: Job, setup: TrainSetup, data: Dataset, folder: Path) -> Outcome:
     """Train; the folder of a new run that fails before its first log row is removed."""
     from jaxformer.inspect.callbacks import make_callbacks, make_printer
-    from jaxformer.inspect.pages.training import page_sink
+    from jaxformer.inspect.pages.training import page_writer
     from jaxformer.runs.run import METRICS
     from jaxformer.train.loop import train
     from jaxformer.train.resume import Resume
 
     options, t = job.options, setup.config.train
     resume = Resume(options.allow_changed_data, job.rollback) if options.resume else None
-    sinks = [make_printer(t.show_entropy), *([page_sink(folder)] if t.report_every else [])]
+    writers = [make_printer(t.show_entropy), *([page_writer(folder)] if t.report_every else [])]
     try:
         with exit_on_lost_process(f"resume from the last checkpoint with: {resume_command(folder)}"):
-            return train(setup, data, folder, make_callbacks(setup, data, folder), resume, sinks)
+            return train(setup, data, folder, make_callbacks(setup, data, folder), resume, writers)
     except (UserError, KeyboardInterrupt):
         if is_main_process() and not options.resume and not (folder / METRICS).exists():
             shutil.rmtree(folder, ignore_errors=True)

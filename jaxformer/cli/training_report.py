@@ -24,11 +24,11 @@ from jaxformer.nn.execution import Execution
 from jaxformer.parallel.mesh import local_copy
 from jaxformer.parallel.processes import is_main_process
 from jaxformer.runs.run import count_parameters
+from jaxformer.train.hints import hint_text, hints
 from jaxformer.train.kernels import FusedAttention
 from jaxformer.train.log import VAL_METRICS, Row
 from jaxformer.train.loop import Outcome
-from jaxformer.train.optimizer import gradient_point
-from jaxformer.train.remedies import hints, remedies
+from jaxformer.train.optimizer import eval_point
 from jaxformer.train.setup import TrainSetup
 
 
@@ -68,7 +68,7 @@ def footer(setup: TrainSetup, data: Dataset, folder: Path, outcome: Outcome, row
     """Return lines with the outcome and the next command, from the rows of the run's log; after a non-finite step, also
     save the autopsy."""
     config, quoted, step = setup.config, shlex.quote(run_name(folder)), outcome.step
-    help_line = f"What usually helps: {with_flags(remedies(config))}."
+    help_line = f"What usually helps: {with_flags(hint_text(config))}."
     if outcome.status == "interrupted":
         return [f"interrupted at step {step:,} and saved; resume with: {resume_command(folder)}"]
     if outcome.status == "non_finite":
@@ -154,7 +154,7 @@ def _autopsy(setup: TrainSetup, folder: Path, outcome: Outcome) -> tuple[str, Pa
     if isinstance(attention, FusedAttention):
         attention = dataclasses.replace(attention, tensor=1)  # the autopsy runs on one device with all heads
     state = outcome.state
-    state = state._replace(params=gradient_point(config.optimizer, state.params, state.opt_state))
+    state = state._replace(params=eval_point(config.optimizer, state.params, state.opt_state))
     params = local_copy(setup.model_params(state), mesh)
     keys_B = setup.example_keys(outcome.step - 1)
     batch = local_copy(outcome.batch, mesh)

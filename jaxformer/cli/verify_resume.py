@@ -31,7 +31,7 @@ POLL_SECONDS = 0.005
 class Arguments:
     """Options of verify-resume: these, and every field of the config; compute.deterministic is true unless given."""
 
-    fields: Annotated[Config, MERGED]
+    run_config: Annotated[Config, MERGED]
     config: str = DEFAULT_CONFIG
     """Config to train: quick, quick:modern, or FILE.py:NAME for your own file."""
     kill_at: int | None = None
@@ -46,7 +46,7 @@ def main(line: CommandLine) -> int:
     """Verify that resuming is exact; return the exit status: 0 identical, 1 not, 2 wrong input."""
     spec = line.value("--config", str, DEFAULT_CONFIG)
     options = line.parse(Arguments(load_config(spec), spec), command("verify-resume"), DESCRIPTION)
-    config, fields = options.fields, line.words(without={"--config", "--folder", "--kill-at"})
+    config, words = options.run_config, line.words(without={"--config", "--folder", "--kill-at"})
     kill_at = config.steps // 2 if options.kill_at is None else options.kill_at
     if not 1 <= kill_at < config.steps:
         raise UserError(f"--kill-at is {kill_at}; it must be at least 1 and below the {config.steps} steps.")
@@ -55,17 +55,17 @@ def main(line: CommandLine) -> int:
         if EVERY in line.given:
             problem = f"{EVERY} is {every}, so there is no checkpoint to resume from at step {kill_at}"
             raise UserError(f"{problem}; omit it, or set it to at most --kill-at.")
-        fields += [EVERY, str(kill_at)]
+        words += [EVERY, str(kill_at)]
         echo(f"both runs save a checkpoint every {kill_at:,} steps, so that there is one to resume from")
     if DETERMINISTIC not in line.given:
-        fields += [DETERMINISTIC]
+        words += [DETERMINISTIC]
     with contextlib.ExitStack() as stack:
         if options.folder is None:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="verify-resume-")))
         else:
             folder = Path(options.folder)
             folder.mkdir(parents=True)  # raises if it exists
-        return _verify(["--config", options.config, *fields], kill_at, folder)
+        return _verify(["--config", options.config, *words], kill_at, folder)
 
 
 def _verify(options: list[str], kill_at: int, folder: Path) -> int:

@@ -60,7 +60,7 @@ class ModelConfig(FieldDocs):
         """Task, inputs and capabilities of the model."""
         raise NotImplementedError
 
-    def with_head_of(self, other: ModelConfig) -> ModelConfig:
+    def with_head(self, other: ModelConfig) -> ModelConfig:
         """Return the config of the model that fine-tuning this one trains in place of `other`: this one unless it
         supports a new head, that of `other`, or is not trained without one; the task is then another."""
         return self

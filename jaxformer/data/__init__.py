@@ -1,7 +1,7 @@
 """Datasets: from files to batches, with numpy, tokenizers and grain."""
 
 from jaxformer.data.captions import CaptionsConfig
-from jaxformer.data.dataset import HELD_OUT_SEED, Batch, Dataset, step_rng
+from jaxformer.data.dataset import VALIDATION_SEED, Batch, Dataset, step_rng
 from jaxformer.data.dates import DatesConfig
 from jaxformer.data.images import ImagesConfig
 from jaxformer.data.labelled import LabelledTextConfig
@@ -13,7 +13,7 @@ from jaxformer.data.videos import MovingImagesConfig
 from jaxformer.data.windows import TextConfig, next_token_batch
 
 __all__ = [
-    "HELD_OUT_SEED", "Batch", "CaptionsConfig", "Dataset", "DatesConfig", "ImagesConfig", "LabelledTextConfig",
+    "VALIDATION_SEED", "Batch", "CaptionsConfig", "Dataset", "DatesConfig", "ImagesConfig", "LabelledTextConfig",
     "MaskedTextConfig", "MovingImagesConfig", "PairsConfig", "PrefixTextConfig", "TextConfig", "Tokenizer",
     "next_token_batch", "step_rng",
 ]  # fmt: skip

@@ -156,7 +156,7 @@ class CaptionDataset(Dataset):
         tokens, valid, _ = tokenize_captions(captions, self.tokenizer, self.tokens.shape[1])
         return batch._replace(inputs=(batch.inputs[0], tokens, valid))
 
-    def held_out(self, batch_size: int, n: int | None = None) -> Iterator[Batch]:
+    def val_batches(self, batch_size: int, n: int | None = None) -> Iterator[Batch]:
         for pairs, weights in padded_batches(self.val[evenly_spaced(len(self.val), n)], batch_size):
             yield self._batch(pairs, self.images[pairs], weights)
 

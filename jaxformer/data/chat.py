@@ -82,8 +82,8 @@ class ChatConfig(DataConfig):
         train = read_conversations(self.path, template)
         if self.val_path is not None:
             val = read_conversations(self.val_path, template)
-            held_out = {conversation.digest for conversation in val}
-            train = [conversation for conversation in train if conversation.digest not in held_out]
+            val_digests = {conversation.digest for conversation in val}
+            train = [conversation for conversation in train if conversation.digest not in val_digests]
         else:
             train, val = hold_out(train, self.val_fraction)
         if not train:
@@ -179,9 +179,9 @@ def hold_out(conversations: Sequence[Conversation], fraction: float) -> tuple[li
     if len(digests) < 2:
         n = f"{len(digests)} different conversation(s)"
         raise UserError(f"there are {n}, so none can be held out; give more, one per line as {EXAMPLE}.")
-    held_out = set(digests[: min(len(digests) - 1, max(1, round(fraction * len(digests))))])
-    train = [conversation for conversation in conversations if conversation.digest not in held_out]
-    return train, [conversation for conversation in conversations if conversation.digest in held_out]
+    val_digests = set(digests[: min(len(digests) - 1, max(1, round(fraction * len(digests))))])
+    train = [conversation for conversation in conversations if conversation.digest not in val_digests]
+    return train, [conversation for conversation in conversations if conversation.digest in val_digests]
 
 
 class EncodedConversations(NamedTuple):
@@ -278,8 +278,8 @@ class ChatDataset(Dataset):
     def batch(self, step: int, rows: slice | np.ndarray = slice(None)) -> Batch:
         return self._train.batch(step, rows)
 
-    def held_out(self, batch_size: int, n: int | None = None) -> Iterator[Batch]:
-        return self._val.held_out(batch_size, n)
+    def val_batches(self, batch_size: int, n: int | None = None) -> Iterator[Batch]:
+        return self._val.val_batches(batch_size, n)
 
     def describe(self) -> str:
         n_train, n_val = (len(split.lengths_N) for split in (self._train, self._val))

@@ -71,7 +71,7 @@ class ChatTemplate:
 
     @property
     def published(self) -> str | list[dict[str, str]]:
-        """Its value in a `tokenizer_config.json`: its source, or that of both templates by name."""
+        """Value in a `tokenizer_config.json`: its source, or that of both templates by name."""
         if self._for_tools is None:
             return self.source
         sources = {"default": self.source, FOR_TOOLS: self._for_tools.source}

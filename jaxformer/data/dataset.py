@@ -12,8 +12,9 @@ import numpy as np
 from jaxformer.config import ModelConfig
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError
+from jaxformer.terminal import short_repr
 
-HELD_OUT_SEED = 2**32
+VALIDATION_SEED = 2**32
 """Seed for held-out batches, above any run's seed, so that all runs are evaluated on the same batches."""
 
 
@@ -27,6 +28,9 @@ class Batch(NamedTuple):
     weights: Any = None
     """Loss weight of each target, float32, of the targets' shape; None for equal weights. In training they sum to 1
     over the whole batch, so that the losses of microbatches add up; in evaluation they are 0 or 1."""
+
+    def __repr__(self) -> str:
+        return short_repr(self)
 
 
 class Dataset(ABC):
@@ -59,7 +63,7 @@ class Dataset(ABC):
         """
 
     @abstractmethod
-    def held_out(self, batch_size: int, n: int | None = None) -> Iterator[Batch]:
+    def val_batches(self, batch_size: int, n: int | None = None) -> Iterator[Batch]:
         """Yield the validation examples, or about `n` evenly spaced ones, in a fixed order and in batches of equal
         size.
 

@@ -36,7 +36,7 @@ LOCALES = (
 """Locales whose longest dates have at most 64 bytes."""
 FIRST, LAST = datetime.date(1950, 1, 1), datetime.date(2049, 12, 31)
 """A range of a hundred years, so that two-digit years are unambiguous."""
-HELD_OUT_FRACTION = 0.1
+VAL_FRACTION = 0.1
 """Fraction of the days in the validation split, in every language and form."""
 
 
@@ -80,8 +80,8 @@ def split_days() -> tuple[np.ndarray, np.ndarray]:
     """Return the days of the training and of the validation split, as ordinals."""
     days = np.arange(FIRST.toordinal(), LAST.toordinal() + 1)
     np.random.Generator(np.random.Philox(key=[0, 0])).shuffle(days)
-    n_held_out = round(HELD_OUT_FRACTION * len(days))
-    return days[n_held_out:], days[:n_held_out]
+    n_val = round(VAL_FRACTION * len(days))
+    return days[n_val:], days[:n_val]
 
 
 def write_date(day: datetime.date, locale: str, form: Form) -> Pair:

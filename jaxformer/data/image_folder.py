@@ -65,7 +65,7 @@ class ImageFolder:
 
     @property
     def channels(self) -> int:
-        """1 if all images are grayscale, else 3."""
+        """Channels of all images: 1 if all are grayscale, else 3."""
         return max(shape[2] for shape in self.shapes)
 
     def read(self, val_fraction: float, size: tuple[int, ...], channels: int) -> ImageSplits:
@@ -114,12 +114,12 @@ def hold_out(images: LabelledImages, fraction: float) -> tuple[LabelledImages, L
     """Return a training split, and a validation split of about this fraction: the images with the smallest SHA-256, so
     that identical images are in the same split. Raises `UserError` if a split would be empty."""
     digests = [int.from_bytes(hashlib.sha256(image.tobytes()).digest()[:8], "big") for image in images.images]
-    held_out = np.array(digests, np.uint64) < np.uint64(int(fraction * 2**64))
-    if held_out.all() or not held_out.any():
-        purpose = "train" if held_out.all() else "evaluate"
-        problem = f"`data.val_fraction` {fraction} of {len(held_out)} images leaves nothing to {purpose} on"
+    is_val_N = np.array(digests, np.uint64) < np.uint64(int(fraction * 2**64))
+    if is_val_N.all() or not is_val_N.any():
+        purpose = "train" if is_val_N.all() else "evaluate"
+        problem = f"`data.val_fraction` {fraction} of {len(is_val_N)} images leaves nothing to {purpose} on"
         raise UserError(f"{problem}; change it, or give a folder val.")
-    train, val = (LabelledImages(images.images[rows], images.labels[rows]) for rows in (~held_out, held_out))
+    train, val = (LabelledImages(images.images[rows], images.labels[rows]) for rows in (~is_val_N, is_val_N))
     return train, val
 
 

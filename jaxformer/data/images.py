@@ -131,7 +131,7 @@ class PixelDataset(Dataset):
         pixels, labels = self.train_examples(indices[rows], epoch)
         return Batch((pixels,), labels)
 
-    def held_out(self, batch_size: int, n: int | None = None) -> Iterator[Batch]:
+    def val_batches(self, batch_size: int, n: int | None = None) -> Iterator[Batch]:
         for indices, weights in padded_batches(evenly_spaced(len(self.splits.val.images), n), batch_size):
             pixels, labels = self.val_examples(indices)
             pixels[weights == 0], labels[weights == 0] = 0, 0

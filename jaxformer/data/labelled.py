@@ -132,7 +132,7 @@ class LabelledTextDataset(Dataset):
         is_kept[[0, -self._n_last]] = True
         return list(compress(text, is_kept))
 
-    def held_out(self, batch_size: int, n: int | None = None) -> Iterator[Batch]:
+    def val_batches(self, batch_size: int, n: int | None = None) -> Iterator[Batch]:
         texts, labels_N = self._val
         for indices_B, weights_B in padded_batches(evenly_spaced(len(texts), n), batch_size):
             yield self._pad(texts, labels_N, indices_B)._replace(weights=weights_B)

@@ -11,7 +11,7 @@ import numpy as np
 from jaxformer.config import TokenModelConfig
 from jaxformer.config.fields import Range
 from jaxformer.data.counts import token_loss
-from jaxformer.data.dataset import HELD_OUT_SEED, Batch, step_rng
+from jaxformer.data.dataset import VALIDATION_SEED, Batch, step_rng
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.data.tokens import Corpus
 from jaxformer.data.windows import TextConfig, TextDataset, eval_batches
@@ -53,8 +53,8 @@ class MaskedTextDataset(TextDataset):
         tokens_BT, chosen_BT = mask_tokens(targets_BT, draws_BT[rows], fraction, self.model.vocab_size - 1)
         return Batch((tokens_BT, np.ones(tokens_BT.shape, bool)), targets_BT, chosen_BT * weight)
 
-    def held_out(self, batch_size: int, n: int | None = None) -> Iterator[Batch]:
-        T, fraction, rng = self.model.context_length, self.config.masked_fraction, step_rng(HELD_OUT_SEED, 0)
+    def val_batches(self, batch_size: int, n: int | None = None) -> Iterator[Batch]:
+        T, fraction, rng = self.model.context_length, self.config.masked_fraction, step_rng(VALIDATION_SEED, 0)
         for targets_BT, weights_BT in eval_batches(self.val.tokens, T, T, batch_size, n):
             draws_BT = rng.random(targets_BT.shape)
             tokens_BT, chosen_BT = mask_tokens(targets_BT, draws_BT, fraction, self.model.vocab_size - 1)

@@ -125,8 +125,8 @@ class PackedExamples:
         (tokens_BT, _, segments_BT), weights_BT = batch.inputs, (batch.weights / total).astype(np.float32)
         return Batch((tokens_BT[rows], None, segments_BT[rows]), batch.targets[rows], weights_BT[rows])
 
-    def held_out(self, batch_size: int, n: int | None = None) -> Iterator[Batch]:
-        """Yield all rows, or about `n` evenly spaced ones, as `Dataset.held_out` does."""
+    def val_batches(self, batch_size: int, n: int | None = None) -> Iterator[Batch]:
+        """Yield all rows, or about `n` evenly spaced ones, as `Dataset.val_batches` does."""
         for rows_B, counts_B in padded_batches(evenly_spaced(len(self.rows), n), batch_size):
             batch = self.gather(rows_B)
             yield batch._replace(weights=batch.weights * counts_B[:, None])

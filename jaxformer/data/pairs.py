@@ -158,7 +158,7 @@ class PairDataset(Dataset):
         batch = self._pad(self._train, pairs_B, pairs_B[rows])
         return batch._replace(weights=batch.weights / np.float32(self._train.lengths_N2[pairs_B, 1].sum()))
 
-    def held_out(self, batch_size: int, n: int | None = None) -> Iterator[Batch]:
+    def val_batches(self, batch_size: int, n: int | None = None) -> Iterator[Batch]:
         pairs = evenly_spaced(len(self.val), n)
         pairs = pairs[np.argsort(self._buckets(self._val.lengths_N2[pairs]), kind="stable")]
         for start in range(0, len(pairs), batch_size):

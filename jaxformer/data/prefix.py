@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxformer.config import TokenModelConfig
 from jaxformer.config.fields import Positive, Range
-from jaxformer.data.dataset import HELD_OUT_SEED, Batch, step_rng
+from jaxformer.data.dataset import VALIDATION_SEED, Batch, step_rng
 from jaxformer.data.tokens import Corpus
 from jaxformer.data.windows import TextConfig, TextDataset
 from jaxformer.errors import UserError
@@ -48,9 +48,9 @@ class PrefixTextDataset(TextDataset):
         weights_BT = predicted_BT / np.float32(np.count_nonzero(predicted_BT))
         return Batch((*batch.inputs, prefix_B[rows]), batch.targets, weights_BT[rows])
 
-    def held_out(self, batch_size: int, n: int | None = None) -> Iterator[Batch]:
-        rng = step_rng(HELD_OUT_SEED, 0)
-        for batch in super().held_out(batch_size, n):
+    def val_batches(self, batch_size: int, n: int | None = None) -> Iterator[Batch]:
+        rng = step_rng(VALIDATION_SEED, 0)
+        for batch in super().val_batches(batch_size, n):
             prefix_B, predicted_BT = self._draw_prefixes(rng, batch_size)
             weights_BT = batch.weights * predicted_BT[:, : batch.weights.shape[1]]  # a short text has a short window
             yield Batch((*batch.inputs, prefix_B), batch.targets, weights_BT)

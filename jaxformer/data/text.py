@@ -416,9 +416,9 @@ def hold_out(documents: Documents, fraction: float) -> tuple[Documents, Document
     if len(contents) == 1:
         return documents[first_N].cut_end(fraction)
     sizes = np.bincount(content_N, weights=documents.rows_N["n_bytes"])
-    n_held_out = 1 + int(np.searchsorted(np.cumsum(sizes), fraction * documents.n_bytes))
-    is_held_out_N = content_N < min(n_held_out, len(contents) - 1)
-    return documents[~is_held_out_N], documents[is_held_out_N]
+    n_val = 1 + int(np.searchsorted(np.cumsum(sizes), fraction * documents.n_bytes))
+    is_val_N = content_N < min(n_val, len(contents) - 1)
+    return documents[~is_val_N], documents[is_val_N]
 
 
 def _stamp(path: Path) -> tuple[int, int]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxformer.config import Fixed, ImageModelConfig, ModelConfig
 from jaxformer.config.fields import Side
-from jaxformer.data.dataset import HELD_OUT_SEED, epoch_uniforms
+from jaxformer.data.dataset import VALIDATION_SEED, epoch_uniforms
 from jaxformer.data.image_folder import ImageSplits, open_image_folder
 from jaxformer.data.image_io import describe_resizing
 from jaxformer.data.images import ImageFolderConfig, PixelDataset, infer_channels, model_input_shape
@@ -95,7 +95,7 @@ class MovingImageDataset(PixelDataset):
         return videos, direction if self.config.label == "direction" else labels
 
     def val_examples(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        draws = epoch_uniforms(len(self.splits.val.images), self.n_draws, HELD_OUT_SEED, 0)[indices]
+        draws = epoch_uniforms(len(self.splits.val.images), self.n_draws, VALIDATION_SEED, 0)[indices]
         return self.transform(*super().val_examples(indices), draws)
 
     def describe(self) -> str:

@@ -17,6 +17,7 @@ from jaxformer.data.packing import PackedExamples, fitting_length, split_long
 from jaxformer.data.tokenizer import Tokenizer, find_tokenizer
 from jaxformer.data.tokens import Corpus, CorpusConfig, load_corpus
 from jaxformer.errors import UserError
+from jaxformer.terminal import short_repr
 
 MAX_COUNTED = 2**25
 """Maximum tokens counted before training: more would take longer than some seconds, and gigabytes."""
@@ -148,7 +149,7 @@ def next_token_batch(windows_BT: np.ndarray, n_predicted: int = 0, weights: np.n
 
 
 @dataclass(frozen=True, eq=False)
-class HeldOutText:
+class ValidationText:
     """A validation text, each token of which is predicted once; see `eval_batches`. Raises `UserError` if it is too
     short."""
 
@@ -163,13 +164,16 @@ class HeldOutText:
     stride: int | None = None
     """Tokens between the starts of consecutive windows; `n_predicted` by default."""
 
+    def __repr__(self) -> str:
+        return short_repr(self)
+
     def __post_init__(self) -> None:
         if (n := len(self.tokens)) <= (before := self.context_length + 1 - self.n_predicted):
             problem = f"the held-out text has {n} tokens, too few to predict one, which needs {before} before it"
             raise UserError(f"{problem}; give more text to evaluate on.")
 
-    def held_out(self, batch_size: int, n: int | None = None) -> Iterator[Batch]:
-        """Yield the batches as `Dataset.held_out` does; the only window of a text shorter than the context is shorter,
+    def val_batches(self, batch_size: int, n: int | None = None) -> Iterator[Batch]:
+        """Yield batches as `Dataset.val_batches` does; the only window of a text shorter than the context is shorter,
         too, unless the model needs full ones."""
         length, n_predicted = self.context_length, self.n_predicted
         if n_predicted == length:
@@ -197,13 +201,13 @@ class TextDataset(Dataset):
         T, train, val = self.model.context_length, self.corpus.train.tokens, self.corpus.val.tokens
         self.windows = Windows(train, T + 1, self.config.stride or T, batch_size, self.seed)
         self.per_step, self.steps_per_epoch = batch_size * T, self.windows.steps_per_epoch
-        self.val = HeldOutText(val, self.corpus.token_lengths, T, self.model.n_predicted)
+        self.val = ValidationText(val, self.corpus.token_lengths, T, self.model.n_predicted)
 
     def batch(self, step: int, rows: slice | np.ndarray = slice(None)) -> Batch:
         return next_token_batch(self.windows.batch(step, rows), self.model.n_predicted)
 
-    def held_out(self, batch_size: int, n: int | None = None) -> Iterator[Batch]:
-        return self.val.held_out(batch_size, n)
+    def val_batches(self, batch_size: int, n: int | None = None) -> Iterator[Batch]:
+        return self.val.val_batches(batch_size, n)
 
     def counts(self, max_order: int = 2) -> Counts:
         """Return counts in at most `MAX_COUNTED` tokens from the beginning of each split."""
@@ -234,8 +238,8 @@ class PackedTextDataset(TextDataset):
     def batch(self, step: int, rows: slice | np.ndarray = slice(None)) -> Batch:
         return self.train.batch(step, rows)
 
-    def held_out(self, batch_size: int, n: int | None = None) -> Iterator[Batch]:
-        return self.packed_val.held_out(batch_size, n)
+    def val_batches(self, batch_size: int, n: int | None = None) -> Iterator[Batch]:
+        return self.packed_val.val_batches(batch_size, n)
 
     def describe(self) -> str:
         filled = self.train.lengths_N.sum() / len(self.train.rows) / self.model.context_length

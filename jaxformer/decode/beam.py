@@ -25,6 +25,7 @@ from jaxformer.decode.samplers import Sampling
 from jaxformer.errors import UserError
 from jaxformer.models.objective import Params
 from jaxformer.ops.masks import EMPTY
+from jaxformer.terminal import short_repr
 
 Extend = Callable[[jax.Array, jax.Array, Cache], tuple[jax.Array, Cache]]
 """Function from i, the i-th new token of each of R rows, and the cache of the tokens before it, to the logits `(R, V)`
@@ -41,6 +42,9 @@ class Beams(NamedTuple):
 
     tokens_PNT: jax.Array
     scores_PN: jax.Array
+
+    def __repr__(self) -> str:
+        return short_repr(self)
 
 
 def beam_search(

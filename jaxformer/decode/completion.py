@@ -207,10 +207,11 @@ class Completer:
         limit = self._config.n_positions
         name = f"the context's {limit}"
         for end in self._context_ends:
-            room = max(0, end - (self._options.max_new_tokens - 1))  # the last one is never fed back
-            if room < limit:
+            capacity = max(0, end - (self._options.max_new_tokens - 1))  # the last one is never fed back
+            if capacity < limit:
                 method = "a draft" if self._draft else "beam search"
-                limit, name = room, f"{room}, as {method} cannot exceed the context's {end}; lower `max_new_tokens`"
+                limit = capacity
+                name = f"{capacity}, as {method} cannot exceed the context's {end}; lower `max_new_tokens`"
         turns = self.turns or []
         if not self._options.chat:
             tokens = self._tokenizer.encode_prompt(prompt.text)
@@ -228,8 +229,8 @@ class Completer:
     def _encode_message(self, turns: list[list[Message]], text: str) -> list[int]:
         """Return the tokens of earlier turns and a user message, up to the start of the answer."""
         system = self._options.system
-        asked: list[Message] = [*chain.from_iterable(turns), {"role": "user", "content": text}]
-        messages = asked if system is None else [{"role": "system", "content": system}, *asked]
+        conversation: list[Message] = [*chain.from_iterable(turns), {"role": "user", "content": text}]
+        messages = conversation if system is None else [{"role": "system", "content": system}, *conversation]
         label = "the conversation,"
         check_texts(messages, label)
         template = self._template

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -48,7 +48,7 @@ class Engine:
     """A model with the arguments that all calls of its programs share."""
 
     model: nn.Module
-    params: Params
+    params: Params = field(repr=False)
     context_length: int
     """Longest training sequence of the model, in tokens."""
     dtype: DTypeLike

@@ -178,7 +178,7 @@ def _decode(
     model: nn.Module, sampling: Sampling, params: Params, state: DecodeState, ended_B: jax.Array, slot: jax.Array,
     limit: jax.Array, n_slots: jax.Array,
 ) -> tuple[DecodeState, Samples]:  # fmt: skip
-    """See `decode`; the rows are all rows, or those of one device."""
+    """Run the loop of `decode`; the rows are all rows, or those of one device."""
 
     def unfinished(carry: tuple[jax.Array, DecodeState, Samples]) -> jax.Array:
         i, state, _ = carry

@@ -24,6 +24,7 @@ import numpy as np
 from jaxformer.errors import UserError, batch_hint
 from jaxformer.ops.masks import EMPTY
 from jaxformer.ops.workarounds import kth_largest
+from jaxformer.terminal import short_repr
 
 ABOVE_ZERO = ulp(0.0)
 """Smallest positive float."""
@@ -64,11 +65,11 @@ class Sampling:
     """Number of most likely tokens whose log-probabilities are returned besides the sampled token's."""
 
     def __post_init__(self) -> None:
-        for name, (least, most, limit) in LIMITS.items():
+        for name, (minimum, maximum, limit) in LIMITS.items():
             value = getattr(self, name)
             is_off = value is None and getattr(Sampling, name) is None
             is_number = isinstance(value, Real) and not isinstance(value, bool)
-            self._require(name, is_off or (is_number and least <= value <= most), limit)
+            self._require(name, is_off or (is_number and minimum <= value <= maximum), limit)
         biases_fit = all(-1e6 <= bias <= 1e6 for _, bias in self.logit_bias)
         self._require("logit_bias", biases_fit, "finite, from -1e6 to 1e6: to rule a token out, make it a bad word")
         self._require("bad_words", all(self.bad_words), "words of at least 1 token each")
@@ -129,6 +130,9 @@ class Samples(NamedTuple):
     logprobs: jax.Array
     top_tokens: jax.Array
     top_logprobs: jax.Array
+
+    def __repr__(self) -> str:
+        return short_repr(self)
 
 
 def init_history(sampling: Sampling, vocab_size: int, tokens_T: jax.Array, length: jax.Array | int) -> History:
@@ -322,7 +326,7 @@ LIMITS: dict[str, tuple[float, float, str]] = {
     "min_new_tokens": (0, 2**31 - 1, "at least 0 and below 2**31"),
     "n_tokens": (1, inf, "at least 1; omit it for all"),
     "top_logprobs": (0, inf, "at least 0"),
-    **{name: (least, most, limit) for name, (_, least, most, limit) in FILTERS.items()},
+    **{name: (minimum, maximum, limit) for name, (_, minimum, maximum, limit) in FILTERS.items()},
 }
 """Smallest and largest value of each option, and its limit in words. The bounds prevent overflow of float32 or int32
 and are far beyond useful values."""

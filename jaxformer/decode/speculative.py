@@ -255,18 +255,18 @@ def _passes(
 ) -> Iterator[tuple[int, Samples]]:
     """Yield, per call, the number of model passes and their tokens, at most `limit` in all."""
     state = init()
-    n_new, all_passes, done, least = 0, 0, False, _least_tokens_per_pass(decoder, params)
+    n_new, all_passes, done, min_per_pass = 0, 0, False, _min_tokens_per_pass(decoder, params)
     while not done:
         n_read = read_slots(n_prompt + n_new + TOKENS_PER_CALL + 2 * decoder.n_proposed, len(state.text_S))
         state, n_passes, n, drawn = _decode(decoder, params, state, np.uint32(seed), np.int32(limit), n_read)
         n_passes, n, drawn, done = jax.device_get((n_passes, n, drawn, state.done))
         n_new, all_passes = n_new + int(n), all_passes + int(n_passes)
-        if decoder.n_proposed and n_new < least * all_passes:
+        if decoder.n_proposed and n_new < min_per_pass * all_passes:
             decoder = replace(decoder, n_proposed=0)
         yield int(n_passes), Samples(*(x[None, :n] for x in drawn))
 
 
-def _least_tokens_per_pass(decoder: _Decoder, params: BothParams) -> float:
+def _min_tokens_per_pass(decoder: _Decoder, params: BothParams) -> float:
     """Return the new tokens per pass from which proposals pay. It reads no clock, so that a seed gives one text."""
     leaves, of_draft = map(jax.tree.leaves, params)
     cost = PASS_COST.get(next(iter(leaves[0].devices())).platform, OTHER_PASS_COST)

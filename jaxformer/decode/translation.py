@@ -67,7 +67,7 @@ def translate_prompts(
         yield from zip(batch, targets, strict=True)
 
 
-def translate_held_out(run: Run, params: Params, data: PairDataset, batch_size: int) -> tuple[list[str], list[str]]:
+def translate_validation(run: Run, params: Params, data: PairDataset, batch_size: int) -> tuple[list[str], list[str]]:
     """Return greedy translations of the held-out sources, truncated to the context, and their references."""
     model, tokenizer = run.text_model()
     sources, references = zip(*data.val, strict=True)

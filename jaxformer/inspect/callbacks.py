@@ -35,7 +35,7 @@ from jaxformer.parallel.mesh import local_copy
 from jaxformer.parallel.processes import is_main_process
 from jaxformer.runs.run import PLOTS, SAMPLES, count_parameters
 from jaxformer.terminal import wrap_columns
-from jaxformer.train.log import Row, Sink, print_line
+from jaxformer.train.log import MetricWriter, Row, print_line
 from jaxformer.train.loop import FIRST_REPORT, Callback
 from jaxformer.train.setup import TrainSetup, TrainState
 
@@ -94,7 +94,7 @@ def _fits_on_one_device(setup: TrainSetup) -> bool:
 
 def _probe(setup: TrainSetup, data: Dataset) -> Call:
     """Return a callback that logs attention entropy and router load on held-out examples."""
-    model, batch = setup.model, next(data.held_out(PROBE_EXAMPLES, PROBE_EXAMPLES))
+    model, batch = setup.model, next(data.val_batches(PROBE_EXAMPLES, PROBE_EXAMPLES))
     has_experts = any("experts" in axes.names for axes in setup.parameter_axes.values())
     unpadded_B = _unpadded_examples(setup.config.model.contract, batch)
     inputs_B, mask_BT = jax.tree.map(lambda x: x[unpadded_B], (batch.inputs, target_mask(batch)))
@@ -110,15 +110,15 @@ def _probe(setup: TrainSetup, data: Dataset) -> Call:
     return call
 
 
-def make_printer(show_entropy: bool) -> Sink:
-    """Return a sink that prints, below the line of an evaluation, how tokens are spread over experts and, with
+def make_printer(show_entropy: bool) -> MetricWriter:
+    """Return a writer that prints, below the line of an evaluation, how tokens are spread over experts and, with
     `show_entropy`, the attention entropy of each head."""
 
-    def sink(row: Row) -> None:
+    def write(row: Row) -> None:
         for line in probe_lines(row, show_entropy) if "val_loss" in row else ():
             print_line(line)
 
-    return sink
+    return write
 
 
 def probe_lines(row: Row, show_entropy: bool) -> list[str]:
@@ -183,7 +183,7 @@ def _init_check(setup: TrainSetup, data: Dataset, step: int, state: TrainState, 
     """Print and log the initialisation check before the first step."""
     if step:
         return None
-    model, probe = setup.model, next(data.held_out(INIT_CHECK_EXAMPLES, INIT_CHECK_EXAMPLES))
+    model, probe = setup.model, next(data.val_batches(INIT_CHECK_EXAMPLES, INIT_CHECK_EXAMPLES))
     assert isinstance(model, Decoder)
     tokens_BT = _full_rows(setup.config.model.contract, probe)
     report = check_init(model, local_copy(setup.model_params(state), setup.mesh), jnp.asarray(tokens_BT))
@@ -204,7 +204,7 @@ def _print_update_ratios(setup: TrainSetup, step: int, state: TrainState, batch:
     """Print the update ratios in a row of the log, unless the learning rate has decayed to 0: its updates say nothing
     about training."""
     if "gradients" in row and row["lr"] > MIN_LEARNING_RATE * setup.config.optimizer.learning_rate:
-        rows = [parameter_norms.Row(**parameter) for parameter in row["gradients"]]
+        rows = [parameter_norms.Row(*parameter.values()) for parameter in row["gradients"]]
         print_line(update_grid(rows, setup.parameter_order, row["lr"]))
 
 

@@ -210,8 +210,8 @@ def bumps(film: Sequence[Frame]) -> list[Bump]:
 
 @dataclass(frozen=True)
 class Birth:
-    """When a head became what it is: between the last frame whose version of it, patched back into the last frame's
-    model, costs at least half of what mean ablation of the head costs, and the next one."""
+    """Steps between which a head became what it is: the last frame whose version of it, patched back into the last
+    frame's model, costs at least half of what mean ablation of the head costs, and the next one."""
 
     use: float
     """Rise of the last frame's loss under mean ablation of the head, in nats."""

@@ -31,21 +31,28 @@ IN_BLOCK = re.compile(r"(?P<stack>(?:.+\.)?\w*blocks)\.(?P<block>\d+)\.(?P<part>
 
 @dataclass(frozen=True)
 class GradientReport:
-    """Norms per parameter, shown as a table."""
+    """Norms per parameter and head, shown as a table: the first rows by `repr`, all by `str`."""
 
     rows: tuple[Row, ...]
     lr: float | None = None
-    """Learning rate in `u`; None for the ratio g / w alone."""
+    """Learning rate in `sgd_ratio`; None for the ratio g / w alone."""
+
+    def __str__(self) -> str:
+        return "\n".join(align(self._table(), "<>>>>"))
 
     def __repr__(self) -> str:
-        has_updates = any(row.update is not None for row in self.rows)
+        heading, *rows = self._table()
+        return first_rows(heading, rows, "<>>>>")
+
+    def _table(self) -> list[tuple[str, ...]]:
+        has_updates = any(row.update_ratio is not None for row in self.rows)
         heading = ("parameter", "g", "w", "g/w" if self.lr is None else "u = lr·g/w", *["update/w"] * has_updates)
-        table = [heading]
+        table: list[tuple[str, ...]] = [heading]
         for row in self.rows:
-            update = "" if row.update is None else f"{row.update:9.2e}"
-            values = (row.name, f"{row.g:9.2e}", f"{row.w:9.2e}", f"{row.u:.2e}", update)
+            update = "" if row.update_ratio is None else f"{row.update_ratio:9.2e}"
+            values = (row.name, f"{row.grad_norm:9.2e}", f"{row.param_norm:9.2e}", f"{row.sgd_ratio:.2e}", update)
             table.append(values[: len(heading)])
-        return "\n".join(align(table, "<>>>>"))
+        return table
 
 
 def gradient_report(
@@ -57,7 +64,7 @@ def gradient_report(
     Args:
       params: the parameters, or activations by name.
       grads: gradients, with the same structure.
-      lr: learning rate, for `u`; None for a learning rate of 1, with which `u` is g / w.
+      lr: learning rate, for `sgd_ratio`; None for a learning rate of 1.
       updates: the optimizer's updates, with the same structure.
     """
     norms = [row_norms(tree).tolist() for tree in (grads, params, *([] if updates is None else [updates]))]
@@ -67,7 +74,7 @@ def gradient_report(
 def update_grid(rows: Sequence[Row], order: Sequence[str], learning_rate: float) -> str:
     """Return update ratios for a terminal: the norm of each parameter's update divided by the norm of its weights, in
     thousandths, with one line per block and one column per parameter of a block, in the given order. Rows of heads are
-    combined; rows without an update show `u`. The title has the learning rate."""
+    combined; rows without an update show `sgd_ratio`. The title has the learning rate."""
     by_parameter: dict[str, list[Row]] = {name: [] for name in order}
     for row in rows:  # of a parameter or of a head
         by_parameter.setdefault(parameter_name(row.name), []).append(row)
@@ -113,9 +120,10 @@ def _wrapped(parts: Sequence[str]) -> list[str]:
 
 def _combined(rows: Sequence[Row]) -> float:
     """Return the combined update ratio of several rows."""
-    updates = [(row.u if row.update is None else row.update) * row.w for row in rows]
-    weights = hypot(*(row.w for row in rows))
-    return hypot(*updates) / weights if weights else rows[0].u if rows[0].update is None else rows[0].update
+    ratios = [row.sgd_ratio if row.update_ratio is None else row.update_ratio for row in rows]
+    weights = hypot(*(row.param_norm for row in rows))
+    updates = hypot(*(ratio * row.param_norm for ratio, row in zip(ratios, rows, strict=True)))
+    return updates / weights if weights else ratios[0]
 
 
 def _thousandths(ratio: float) -> str:

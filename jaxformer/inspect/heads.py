@@ -133,7 +133,7 @@ def head_statistics(
     """
     with jax.debug_nans(False):  # NaN is no fault here
         groups = jax.device_get(_head_statistics(model, params, inputs_B, target_mask_BT))
-    at = {place: jax.tree.map(lambda x, n=n: x[n], x) for group, x in groups.items() for n, place in enumerate(group)}
+    at = {layer: jax.tree.map(lambda x, n=n: x[n], x) for group, x in groups.items() for n, layer in enumerate(group)}
     return {layer: x.without_positions() if CROSS in layer else x for (_, layer), x in sorted(at.items())}
 
 
@@ -150,11 +150,10 @@ def _head_statistics(
         captured = capture(model, params, *inputs, names=names, missing_ok=True)
         layers = [name.removesuffix(".pattern") for name in captured if name.endswith(".pattern")]
         groups = defaultdict[str, dict](dict)
-        for place in enumerate(layers):
-            layer = place[1]
+        for layer_index, layer in enumerate(layers):
             maps = captured[f"{layer}.pattern"], captured[f"{layer}.mask"]
             arguments = *maps, *row_tokens_and_mask(model, layer, inputs, mask_T)
-            groups[str(jax.tree.map(jnp.shape, arguments))][place] = arguments
+            groups[str(jax.tree.map(jnp.shape, arguments))][layer_index, layer] = arguments
         stacked = {tuple(group): jax.tree.map(lambda *x: jnp.stack(x), *group.values()) for group in groups.values()}
         return {group: jax.vmap(layer_statistics)(*arguments) for group, arguments in stacked.items()}
 

@@ -28,6 +28,7 @@ from jaxformer.models.objective import Params, objective_of
 from jaxformer.nn.embedding import check_tokens
 from jaxformer.parallel.mesh import batch_sharding, global_device_put, make_mesh
 from jaxformer.runs.run import Run, load_data, read_config
+from jaxformer.terminal import short_repr
 from jaxformer.train.setup import TrainSetup, TrainState
 from jaxformer.train.step import CompiledStep, make_train_step
 
@@ -240,6 +241,9 @@ class Causes:
     """Log-probability of the text if all tokens were equally likely, in nats."""
     proofs: Sequence[Proof] = ()
     """Trainings without the documents of most influence, and without as many others."""
+
+    def __repr__(self) -> str:
+        return short_repr(self)
 
     @property
     def ranked(self) -> np.ndarray:

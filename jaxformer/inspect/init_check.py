@@ -208,20 +208,20 @@ def _warnings(config: DecoderConfig, observed: tuple[Moments, ...], n_tokens: in
     """Return warnings about unstable configurations, each with the ladder rung that shows the problem and a remedy."""
     c, warnings = config, []
     max_entropy = float(np.mean(np.log(np.minimum(np.arange(1, n_tokens + 1), c.attention_window))))
-    remedies = []
+    hints = []
     if c.scale > c.width_of_head**-0.5:
-        remedies.append(f"model.score_scale to {c.width_of_head**-0.5:.3g}, 1/sqrt(head_dim)")
+        hints.append(f"model.score_scale to {c.width_of_head**-0.5:.3g}, 1/sqrt(head_dim)")
     if c.attention_std > 2 / sqrt(c.d_model):
-        remedies.append(f"model.projection_std to {1 / sqrt(c.d_model):.3g}, 1/sqrt(d_model)")
-    if not remedies:
-        remedies.append("model.norm to rmsnorm" if c.norm == "none" else "model.qk_norm to true")
+        hints.append(f"model.projection_std to {1 / sqrt(c.d_model):.3g}, 1/sqrt(d_model)")
+    if not hints:
+        hints.append("model.norm to rmsnorm" if c.norm == "none" else "model.qk_norm to true")
     one_hot = next((i for i, block in enumerate(observed) if block.entropy < ONE_HOT * max_entropy), None)
     if one_hot is not None:
         block = observed[one_hot]
         entropy = f"entropy {block.entropy:.3g} nats of at most {max_entropy:.3g}"
         warnings.append(
             f"scores of blocks.{one_hot} have variance {block.scores:.3g}, so attention is one-hot ({entropy}) and "
-            f"learns little, as on the rung attention_unscaled; set {' and '.join(remedies)}."
+            f"learns little, as on the rung attention_unscaled; set {' and '.join(hints)}."
         )
     if c.norm == "none" and c.contract.has_residual_stream and c.n_blocks >= DEEP:
         growth = float(np.prod([block.growth for block in observed]))

@@ -38,7 +38,7 @@ Lens = Mapping[str, Affine] | None
 
 
 class Agreement(NamedTuple):
-    """How well a lens predicts the model's prediction, over the positions of some texts."""
+    """Agreement of a lens with the model's prediction, over the positions of some texts."""
 
     same: float
     """Fraction of positions where the most likely token is the model's."""

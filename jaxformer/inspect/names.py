@@ -76,7 +76,7 @@ def unknown_name(name: str, known: Collection[str], kind: str = "activation") ->
 
 
 class Selector:
-    """What patterns of names select of the activations that a model computes."""
+    """Selection, by patterns of names, of the activations that a model computes."""
 
     def __init__(self, names: Names) -> None:
         self.patterns = (names,) if isinstance(names, str) else tuple(names)

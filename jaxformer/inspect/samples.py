@@ -48,7 +48,7 @@ def continuations(
             yield temperature, i, prompt, new
 
 
-def held_out_prompts(run: Run) -> list[str]:
+def validation_prompts(run: Run) -> list[str]:
     """Return prompts of a few words each, from evenly spaced positions of a run's held-out text."""
     (model, tokenizer), config = run.text_model(), run.config
     tokens = config.data.load(model, config.train.batch_size, config.seed, tokenizer).corpus.val.tokens

@@ -371,7 +371,7 @@ POOLED = (
     Field("pooling", POOLING, "mean", {"mean": "mean", "cls": "first"}),
     Field("normalize", NORMALIZE, True),
 )
-"""What follows a sentence encoder, which its models with a head do not have."""
+"""Fields of the parts after a sentence encoder, which its models with a head do not have."""
 BERT = Family(
     "bert",
     "BertModel",

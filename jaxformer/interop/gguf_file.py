@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import pi, prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -97,10 +97,10 @@ class GgufFile:
 
     path: Path
     config: PublishedConfig
-    metadata: Mapping[str, Any]
-    tensors: Mapping[str, Stored]
+    metadata: Mapping[str, Any] = field(repr=False)
+    tensors: Mapping[str, Stored] = field(repr=False)
     """Tensors by their names in published folders."""
-    data: np.ndarray
+    data: np.ndarray = field(repr=False)
     """All bytes of the file, mapped into memory."""
 
     @classmethod

@@ -228,8 +228,8 @@ def _table_loss(counts: Counts, time: float, variance: float) -> float:
 
     Of a large vocabulary, rows are drawn by how often the held-out text has their token first."""
     V, rng = len(counts.frequency_V), np.random.default_rng(0)
-    (pairs_K, count_K), (held_out, n_held_out) = counts.pairs, np.unique(counts.held_out_pairs_M, return_counts=True)
-    weight_V = np.bincount(held_out // V, n_held_out, minlength=V)
+    (pairs_K, count_K), (val, n_val) = counts.pairs, np.unique(counts.val_pairs_M, return_counts=True)
+    weight_V = np.bincount(val // V, n_val, minlength=V)
     if V**2 > TABLE_SIZE:  # at equal distances, which leaves the frequent ones their weight
         at = (rng.random() + np.arange(n_rows := max(1, TABLE_SIZE // V))) / n_rows * weight_V.sum()
         weight_V = np.bincount(np.searchsorted(np.cumsum(weight_V), at), minlength=V)
@@ -237,7 +237,7 @@ def _table_loss(counts: Counts, time: float, variance: float) -> float:
     row_V = np.full(V, -1)
     row_V[tokens_R] = np.arange(len(tokens_R))
     count_RV, n_RV = np.zeros((2, len(tokens_R), V), np.float32)
-    for table_RV, pairs, n in ((count_RV, pairs_K, count_K), (n_RV, held_out, n_held_out)):
+    for table_RV, pairs, n in ((count_RV, pairs_K, count_K), (n_RV, val, n_val)):
         drawn = row_V[pairs // V] >= 0
         table_RV[row_V[pairs[drawn] // V], pairs[drawn] % V] = n[drawn]
     total_R1 = count_RV.sum(axis=1, keepdims=True)

@@ -20,7 +20,7 @@ from jaxformer.files import write_atomically
 from jaxformer.inspect.pages.charts import STEP, Axis, Grid, Line, Lines, heads_heatmap
 from jaxformer.inspect.pages.page import Section, Table, as_preformatted, write_page
 from jaxformer.inspect.pages.training import Row
-from jaxformer.ladder.results import FORECAST_HEAD, RungResult, continue_held_out, forecast_rows
+from jaxformer.ladder.results import FORECAST_HEAD, RungResult, continue_validation, forecast_rows
 from jaxformer.runs.run import read_config
 from jaxformer.train.log import read_metrics
 
@@ -75,7 +75,7 @@ def ladder_sections(
     return [
         Table("Outcomes", HEAD, rows, about=about),
         *([Table("Forecasts", FORECAST_HEAD, forecasts, about=forecast_about)] if forecasts else []),
-        _held_out_losses(results, configs, logs),
+        _validation_losses(results, configs, logs),
         _small_multiples(results, changes, logs),
         *_entropies(results, logs),
         *_continuations(continuations),
@@ -103,7 +103,7 @@ def _losses(log: Sequence[Row], key: str) -> tuple[list[int], list[float]]:
     return [row["step"] for row in rows], [row[key] for row in rows]
 
 
-def _held_out_losses(
+def _validation_losses(
     results: Sequence[RungResult], configs: Sequence[Config], logs: Mapping[str, Sequence[Row]]
 ) -> Lines:
     """Return the losses of the rungs that do not read the tokens they predict, or of all if there are none. Next to a
@@ -172,6 +172,6 @@ def write_results(results: Sequence[RungResult], folder: Path) -> list[str]:
     rows.writerow([field.name for field in fields(RungResult)])
     rows.writerows(["" if isinstance(x, float) and math.isnan(x) else x for x in astuple(r)] for r in results)
     write_atomically(folder / "ladder.csv", text.getvalue())
-    sections = ladder_sections(results, folder, continue_held_out([folder / r.rung for r in results]))
+    sections = ladder_sections(results, folder, continue_validation([folder / r.rung for r in results]))
     write_page(folder / "ladder.html", "The ladder", [ABOUT], sections)
     return ["ladder.csv", "ladder.html"]

@@ -14,7 +14,7 @@ from typing import Any
 from jaxformer.config import Config, TokenModelConfig
 from jaxformer.config.fields import nonfinite_to_none, to_dict
 from jaxformer.files import write_atomically
-from jaxformer.inspect.samples import continuations, held_out_prompts
+from jaxformer.inspect.samples import continuations, validation_prompts
 from jaxformer.ladder.forecasts import Forecast, forecast, score
 from jaxformer.runs.checkpoints import CheckpointReader
 from jaxformer.runs.run import abstract_params, count_parameters, load_run, read_config
@@ -125,8 +125,8 @@ def forecast_rungs(configs: Mapping[str, Config], folder: Path) -> dict[str, For
             counts[key] = loaded.counts(), loaded.model.vocab_size
         n_counts, vocab_size = counts[key]
         fitting: Any = replace(config.model, vocab_size=vocab_size)  # type: ignore[call-arg]
-        made = nonfinite_to_none(asdict(forecast(replace(config, model=fitting), n_counts)))
-        stored[name] = {"config": fields, "forecast": made}
+        predicted = nonfinite_to_none(asdict(forecast(replace(config, model=fitting), n_counts)))
+        stored[name] = {"config": fields, "forecast": predicted}
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / FORECASTS, json.dumps(stored, indent=1) + "\n")
     return {name: Forecast(**stored[name]["forecast"]) for name in configs}
@@ -141,8 +141,10 @@ def read_forecasts(folder: Path) -> dict[str, Any]:
 def score_rung(run: Path) -> None:
     """Add the score of a run that has ended to the forecast in the folder above it; see `forecasts.score`."""
     cause, forecasts = ended_early(run), read_forecasts(run.parent)
-    made = forecasts[run.name]
-    made["score"] = score(Forecast(**made["forecast"]), read_metrics(run), int(cause.split()[-1]) if cause else None)
+    stored = forecasts[run.name]
+    stored["score"] = score(
+        Forecast(**stored["forecast"]), read_metrics(run), int(cause.split()[-1]) if cause else None
+    )
     write_atomically(run.parent / FORECASTS, json.dumps(nonfinite_to_none(forecasts), indent=1) + "\n")
 
 
@@ -171,7 +173,7 @@ def _by_head(blocks: Sequence[Sequence[float | None]], form: str, of: Callable[[
     return "; ".join(" ".join("-" if x is None else form.format(of(x)) for x in heads) for heads in blocks)
 
 
-def continue_held_out(runs: Sequence[Path]) -> list[tuple[str, str, float, str]]:
+def continue_validation(runs: Sequence[Path]) -> list[tuple[str, str, float, str]]:
     """Return rung, prompt, temperature and continuation for the same held-out prompts and each run, at temperature 0.5
     and greedy; none for a run that ended early. They are stored in the run's folder, and read from there the next
     time."""
@@ -180,7 +182,7 @@ def continue_held_out(runs: Sequence[Path]) -> list[tuple[str, str, float, str]]
         file = run / CONTINUATIONS
         if not file.exists() and not ended_early(run) and CheckpointReader(run).steps():
             opened = load_run(run)
-            prompts = prompts or held_out_prompts(opened)
+            prompts = prompts or validation_prompts(opened)
             (model, tokenizer), params = opened.text_model(), opened.params
             encoded = list(map(tokenizer.encode_prompt, prompts))
             texts = continuations(model, opened.model, params, tokenizer, encoded, range(len(encoded)), NEW_TOKENS)

@@ -61,7 +61,7 @@ class EncoderConfig(TokenBlocksConfig):
             head=("head.*", "head_norm.*", "b_out"),
         )
 
-    def with_head_of(self, other: ModelConfig) -> ModelConfig:
+    def with_head(self, other: ModelConfig) -> ModelConfig:
         return self.classifier(other) if isinstance(other, ClassifierConfig) else self
 
     def classifier(self, head: ClassifierConfig) -> ClassifierConfig:
@@ -94,7 +94,7 @@ class ClassifierConfig(EncoderConfig):
             head=("head.*",),
         )
 
-    def with_head_of(self, other: ModelConfig) -> ModelConfig:
+    def with_head(self, other: ModelConfig) -> ModelConfig:
         return self
 
     def build(self, execution: Execution = PLAIN) -> Classifier:
@@ -114,7 +114,7 @@ class EmbedderConfig(EncoderConfig):
     def contract(self) -> Contract:
         return replace(super().contract, task=Task.TEXT_EMBEDDING, n_classes=None, has_features=False, head=())
 
-    def with_head_of(self, other: ModelConfig) -> ModelConfig:
+    def with_head(self, other: ModelConfig) -> ModelConfig:
         head = other if isinstance(other, ClassifierConfig) else ClassifierConfig()
         return replace(self.classifier(head), pooling=self.pooling)
 

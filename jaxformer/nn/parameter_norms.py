@@ -26,6 +26,9 @@ MAX_STACKED_ELEMENTS = 2**14
 """Maximum size of arrays whose squares are stacked by shape and summed together: XLA sums a row of this length in one
 kernel, and longer rows in two."""
 
+ROW_KEYS = ("name", "g", "w", "u", "update")
+"""Keys of a `Row` in metrics.jsonl, in the order of its fields."""
+
 Norms = dict[str, jax.Array]
 
 
@@ -35,14 +38,14 @@ class Row:
 
     name: str
     """Dotted path, such as `blocks.2.attention.heads.1.W_K`."""
-    g: float
+    grad_norm: float
     """Norm of the gradient."""
-    w: float
+    param_norm: float
     """Norm of the weights."""
-    u: float
-    """Learning rate · g / w, the relative size of a plain gradient step."""
-    update: float | None
-    """Norm of the optimizer's actual update over w; None if updates were not given."""
+    sgd_ratio: float
+    """Learning rate · `grad_norm` / `param_norm`, the update ratio of a plain gradient step."""
+    update_ratio: float | None
+    """Norm of the optimizer's actual update / `param_norm`; None if updates were not given."""
 
 
 def dotted(path: Iterable[object]) -> str:

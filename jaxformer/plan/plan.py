@@ -196,12 +196,12 @@ def describe(plan: Plan, setup: TrainSetup) -> list[str]:
             f"fits: {1 - plan.memory / plan.capacity:.0%} of the memory stays free"
             if plan.fits
             else f"does not fit: it needs {plan.memory / 1e9:.2f} of {plan.capacity / 1e9:.1f} GB, and "
-            f"{FREE_SHARE:.0%} should stay free; try {remedies(plan, setup)}"
+            f"{FREE_SHARE:.0%} should stay free; try {memory_hints(plan, setup)}"
         )
     return lines
 
 
-def remedies(plan: Plan, setup: TrainSetup) -> str:
+def memory_hints(plan: Plan, setup: TrainSetup) -> str:
     """Return changes of the config that save memory, cheapest first."""
     c, shape, options, examples = setup.config.compute, setup.mesh.shape, [], examples_per_microbatch(setup)
     if c.remat != "block":

@@ -45,8 +45,10 @@ from jaxformer.runs.lock import LOCK, run_lock
 if TYPE_CHECKING:
     from optax import OptState
 
-Position = dict[str, Any]
+Metadata = dict[str, Any]
 """JSON values that training stores with a checkpoint, such as its step and the data's fingerprint."""
+METADATA = "position"
+"""Name of the item in a checkpoint that holds them."""
 CHECKPOINTS, SNAPSHOTS = "checkpoints", "snapshots"
 """Folders of a run: its checkpoints, and its snapshots, which have only parameters; see `runs.snapshots`."""
 TEMPORARY = ".orbax-checkpoint-tmp"
@@ -92,7 +94,7 @@ READ_ERRORS = (ValueError, TypeError, OSError, KeyError)
 class CheckpointReader:
     """Read-only access to the checkpoints in a run's folder, which does not disturb a run that is training there.
 
-    Each checkpoint is a folder in Orbax's format, named by its step. Parameters, optimizer state and position (such as
+    Each checkpoint is a folder in Orbax's format, named by its step. Parameters, optimizer state and metadata (such as
     the step and the data's fingerprint) are separate items, so that sampling reads only the parameters.
     """
 
@@ -144,16 +146,16 @@ class CheckpointReader:
         return self._require_intact(steps) if steps else None
 
     def is_healthy(self, step: int) -> bool:
-        """Return False if the loss was diverging when the checkpoint was saved, or its position cannot be read."""
+        """Return False if the loss was diverging when the checkpoint was saved, or its metadata cannot be read."""
         try:
-            return bool(self._read_position(step).get("healthy", True))
+            return bool(self._read_metadata(step).get("healthy", True))
         except READ_ERRORS:
             return False
 
     def fingerprint(self, step: int) -> str | None:
         """Return the fingerprint of the data that a checkpoint was trained on; None if it stores none."""
         try:
-            return self._read_position(step).get("fingerprint")
+            return self._read_metadata(step).get("fingerprint")
         except READ_ERRORS:
             return None
 
@@ -167,8 +169,8 @@ class CheckpointReader:
         """
         return self._restore(step, "params", abstract, convert)
 
-    def restore(self, step: int, params: Params, opt_state: OptState) -> tuple[Params, OptState, Position]:
-        """Return parameters, optimizer state and position; the first two as in `restore_params`.
+    def restore(self, step: int, params: Params, opt_state: OptState) -> tuple[Params, OptState, Metadata]:
+        """Return parameters, optimizer state and metadata; the first two as in `restore_params`.
 
         Raises:
           UserError: the checkpoint cannot be read, or has only parameters.
@@ -179,10 +181,10 @@ class CheckpointReader:
                 f"new run from them with `init_from={str(self._folder)!r}`."
             )
         try:
-            position = self._read_position(step)
+            metadata = self._read_metadata(step)
         except READ_ERRORS as error:
             raise self._unreadable(step, error) from error
-        return self._restore(step, "params", params), self._restore(step, "opt_state", opt_state), position
+        return self._restore(step, "params", params), self._restore(step, "opt_state", opt_state), metadata
 
     def arrays(self, step: int) -> dict[str, np.ndarray]:
         """Return the arrays of a checkpoint by their path, such as `params/blocks_0/attention/W_Q`."""
@@ -190,15 +192,15 @@ class CheckpointReader:
         for item in ("params", "opt_state"):
             if not (self._path / str(step) / item).exists():  # parameters only
                 continue
-            metadata = self._metadata(f"{step}/{item}")
-            as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), metadata)
+            stored = self._array_metadata(f"{step}/{item}")
+            as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), stored)
             with _plain_path(self._path) as path:
                 restored = ocp.PyTreeCheckpointer().restore(path / str(step) / item, restore_args=as_numpy)
             arrays |= {f"{item}/{name}": array for name, array in _leaves_by_path(restored).items()}
         return arrays
 
-    def _read_position(self, step: int) -> Position:
-        return dict(parse_json((self._path / str(step) / "position" / "metadata").read_bytes()))
+    def _read_metadata(self, step: int) -> Metadata:
+        return dict(parse_json((self._path / str(step) / METADATA / "metadata").read_bytes()))
 
     def _restore(
         self, step: int, item: str, abstract: Params, convert: Callable[[Params], Params] | None = None
@@ -240,7 +242,7 @@ class CheckpointReader:
 
     def _check_shapes(self, step: int, item: str, abstract: Params) -> None:
         """Raise `UserError` for the first array of a checkpoint that does not match the config."""
-        trees = self._metadata(f"{step}/{item}"), abstract
+        trees = self._array_metadata(f"{step}/{item}"), abstract
         stored, expected = ({name: tuple(x.shape) for name, x in _leaves_by_path(tree).items()} for tree in trees)
         if difference := first_difference(stored, expected):
             raise UserError(
@@ -249,7 +251,7 @@ class CheckpointReader:
                 "was written with the run."
             )
 
-    def _metadata(self, item: str) -> Params:
+    def _array_metadata(self, item: str) -> Params:
         """Return Orbax's tree of the metadata of an item's arrays, which is read from the arrays themselves.
 
         Args:
@@ -423,7 +425,7 @@ class CheckpointManager(CheckpointReader):
             )
             with user_error_on_write(self._folder, self._kind):
                 arrays = ocp.StandardCheckpointHandler
-                handlers = {"params": arrays(), "opt_state": arrays(), "position": ocp.JsonCheckpointHandler()}
+                handlers = {"params": arrays(), "opt_state": arrays(), METADATA: ocp.JsonCheckpointHandler()}
                 self._manager = ocp.CheckpointManager(path, options=options, item_handlers=handlers)
             self._stack = stack.pop_all()
         return self
@@ -452,14 +454,14 @@ class CheckpointManager(CheckpointReader):
         """Return the steps of all checkpoints, intact or corrupt, in order, as process 0 sees them."""
         return json.loads(broadcast(json.dumps(super().steps())))
 
-    def save(self, step: int, params: Params, opt_state: OptState, position: Position, val_loss: float | None) -> None:
+    def save(self, step: int, params: Params, opt_state: OptState, metadata: Metadata, val_loss: float | None) -> None:
         """Start saving a checkpoint; an existing step is not saved again.
 
         If the previous save failed, wait for this one to finish.
 
         Args:
           opt_state: None for parameters from which training is not resumed.
-          position: JSON values to resume from; `healthy` is False while the loss is diverging.
+          metadata: JSON values to resume from; `healthy` is False while the loss is diverging.
           val_loss: validation loss in nats per target; None if not evaluated.
 
         Raises:
@@ -470,7 +472,7 @@ class CheckpointManager(CheckpointReader):
             return
         self._saving = step
         self._saved = _describe("params", params) | _describe("opt_state", opt_state)
-        if position.get("healthy", True):
+        if metadata.get("healthy", True):
             self._healthy.add(step)
         else:
             self._healthy.discard(step)
@@ -481,10 +483,11 @@ class CheckpointManager(CheckpointReader):
                 self._plain.parent.parent.mkdir(mode=0o700, exist_ok=True)
                 self._plain.parent.symlink_to(self._path.parent, target_is_directory=True)
             trees = {"params": params} if opt_state is None else {"params": params, "opt_state": opt_state}
-            arrays = {name: ocp.args.StandardSave(_from_one_device(tree)) for name, tree in trees.items()}
+            items = {name: ocp.args.StandardSave(_from_one_device(tree)) for name, tree in trees.items()}
+            items[METADATA] = ocp.args.JsonSave(metadata)
             self._manager.save(
                 step,
-                args=ocp.args.Composite(**arrays, position=ocp.args.JsonSave(position)),
+                args=ocp.args.Composite(**items),
                 # NaN would count as the best.
                 metrics=None if val_loss is None or not math.isfinite(val_loss) else {"val_loss": val_loss},
             )
@@ -564,7 +567,7 @@ class CheckpointManager(CheckpointReader):
         stored: dict[str, str] = {}
         try:
             for item in sorted({name.partition("/")[0] for name in self._saved}):
-                stored |= _describe(item, self._metadata(f"{checkpoint}/{item}"))
+                stored |= _describe(item, self._array_metadata(f"{checkpoint}/{item}"))
         except READ_ERRORS as error:
             raise _ReadBackError(f"it cannot be read back: {_first_line(error)}") from error
         if difference := first_difference(self._saved, stored):

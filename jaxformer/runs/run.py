@@ -33,9 +33,9 @@ from jaxformer.nn.parameter_norms import dotted
 from jaxformer.nn.parameters import parameter_axes, trace_init
 from jaxformer.parallel.mesh import abstract, shardings
 from jaxformer.runs.checkpoints import CheckpointManager, CheckpointReader
-from jaxformer.runs.classes import BASE, CONFIG, find_class
 from jaxformer.runs.convert import convert, convert_train
 from jaxformer.runs.integrity import CHECKSUMS
+from jaxformer.runs.registry import BASE, CONFIG, find_class
 from jaxformer.runs.storage import local_folder
 
 TOKENIZER, CLASSES, SAMPLING = "tokenizer.json", "classes.json", "sampling.json"

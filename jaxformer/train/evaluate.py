@@ -22,13 +22,13 @@ BATCHES_IN_FLIGHT = 2
 """Batches on the devices while the next is prepared: one being computed, one queued."""
 
 
-class HeldOut(Protocol):
+class ValidationData(Protocol):
     """Held-out examples: a `Dataset`, or a text."""
 
     @property
     def token_lengths(self) -> np.ndarray | None: ...
 
-    def held_out(self, batch_size: int, n: int | None = None) -> Iterator[Batch]: ...
+    def val_batches(self, batch_size: int, n: int | None = None) -> Iterator[Batch]: ...
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def full_batches(batches: Iterator[Batch], n_shards: int) -> Iterator[Batch]:
 class Evaluator:
     """Evaluation of parameters on held-out examples, with one compiled step per batch shape."""
 
-    def __init__(self, setup: TrainSetup, data: HeldOut) -> None:
+    def __init__(self, setup: TrainSetup, data: ValidationData) -> None:
         self._step, self._split = make_eval_step(setup), batch_sharding(setup.mesh)
         self._data, self._batch_size, self._n_shards = data, setup.config.train.batch_size, batch_shards(setup.mesh)
         self._objective = OBJECTIVES[setup.config.model.contract.task]
@@ -103,7 +103,7 @@ class Evaluator:
         unread, measures = deque[dict[str, jax.Array]](), list[dict[str, np.ndarray]]()
         read = lambda: measures.append({name: np.asarray(x) for name, x in unread.popleft().items()})  # noqa: E731
         batch_size = self._batch_size if n is None else min(self._batch_size, -(-n // self._n_shards) * self._n_shards)
-        for batch in full_batches(self._data.held_out(batch_size, n), self._n_shards):
+        for batch in full_batches(self._data.val_batches(batch_size, n), self._n_shards):
             unread.append(self._step(params, global_device_put(batch, self._split)))
             if len(unread) > BATCHES_IN_FLIGHT:
                 read()

@@ -33,7 +33,7 @@ SMOOTHING = 0.8
 
 Row = dict[str, Any]
 """Entries of one step by name, such as losses, norms, notes, and measurements of heads."""
-Sink = Callable[[Row], None]
+MetricWriter = Callable[[Row], None]
 """Receiver of each row, in the form stored in `metrics.jsonl`."""
 
 console = Console(highlight=False, soft_wrap=True)
@@ -46,10 +46,10 @@ def print_line(text: str) -> None:
 
 
 class Log:
-    """Writer of metrics to the run's folder and to `sinks`, with a progress bar in the terminal."""
+    """Writer of metrics to the run's folder and to `writers`, with a progress bar in the terminal."""
 
     def __init__(
-        self, folder: Path | None, start: int, steps: int, sinks: Sequence[Sink] = (), show_every: int = 0
+        self, folder: Path | None, start: int, steps: int, writers: Sequence[MetricWriter] = (), show_every: int = 0
     ) -> None:
         """Open the log for appending.
 
@@ -57,10 +57,10 @@ class Log:
           folder: the run's folder; None writes nothing.
           start: step at which training begins.
           steps: step at which training ends.
-          sinks: receivers of each row, once it is stored and printed.
+          writers: receivers of each row, once it is stored and printed.
           show_every: steps between printed rows without an evaluation, in addition to the last step; 0 prints none.
         """
-        self._folder, self._sinks, self._show_every = folder, sinks, show_every
+        self._folder, self._writers, self._show_every = folder, writers, show_every
         self._steps, self._time_left = steps, TimeLeft(steps)
         self._is_estimated = False
         if folder is not None:
@@ -115,8 +115,8 @@ class Log:
             self._file.write(json.dumps(stored) + "\n")
             self._file.flush()
         self._show(row)
-        for sink in self._sinks:
-            sink(stored)
+        for writer in self._writers:
+            writer(stored)
 
     def _show(self, row: Row) -> None:
         left = self._time_left(row)

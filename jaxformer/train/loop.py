@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from jaxformer.data.dataset import Batch, Dataset
-from jaxformer.nn.parameter_norms import in_order, norm_rows, row_names
+from jaxformer.nn.parameter_norms import ROW_KEYS, in_order, norm_rows, row_names
 from jaxformer.parallel.determinism import check_deterministic
 from jaxformer.parallel.mesh import assemble, batch_sharding, local_rows
 from jaxformer.parallel.processes import AsyncMax, barrier, is_main_process
@@ -21,13 +21,13 @@ from jaxformer.runs.checkpoints import CheckpointManager
 from jaxformer.runs.snapshots import snapshots_folder
 from jaxformer.train.divergence import Divergence
 from jaxformer.train.evaluate import Evaluation, Evaluator, perplexity
-from jaxformer.train.log import Log, Row, Sink, print_line
+from jaxformer.train.log import Log, MetricWriter, Row, print_line
+from jaxformer.train.metric_writers import open_writers
 from jaxformer.train.pending import PendingStep, PendingSteps
 from jaxformer.train.profile import Profiler
 from jaxformer.train.resume import Resume, Start, find_start
 from jaxformer.train.setup import TrainSetup, TrainState
 from jaxformer.train.signals import STOPPING, record_signals
-from jaxformer.train.sinks import open_sinks
 from jaxformer.train.step import CompiledStep, StepMetrics
 
 FIRST_REPORT = 100
@@ -85,7 +85,7 @@ def train(
     folder: Path,
     callbacks: Sequence[Callback] = (),
     resume: Resume | None = None,
-    sinks: Sequence[Sink] = (),
+    writers: Sequence[MetricWriter] = (),
 ) -> Outcome:
     """Train until `config.steps`, an interruption, a non-finite loss, or a divergence; return the outcome.
 
@@ -95,7 +95,7 @@ def train(
     Args:
       resume: None starts a new run. A resumed one continues from the folder's last checkpoint, or from the start if
         there is none, and is bit-identical to a run that was never interrupted.
-      sinks: receivers of the log's rows, in addition to its file and the sinks in `config.train.log_to`.
+      writers: receivers of the log's rows, in addition to its file and the writers in `config.train.log_to`.
 
     Raises:
       UserError: data and config do not fit each other, the devices or, with `resume`, the run; the run's folder
@@ -110,8 +110,8 @@ def train(
         start = find_start(setup, data, folder, checkpoints, resume)
         callbacks = [*callbacks, *stack.enter_context(open_snapshots(start, folder))]
         written, show_every = folder if is_main_process() else None, 0 if t.eval_every else 10 * t.log_every
-        sinks = [*stack.enter_context(open_sinks(written, start.config)), *sinks]
-        log = stack.enter_context(Log(written, start.step, config.steps, sinks, show_every))
+        writers = [*stack.enter_context(open_writers(written, start.config)), *writers]
+        log = stack.enter_context(Log(written, start.step, config.steps, writers, show_every))
         profiler = stack.enter_context(Profiler(folder, t.profiled_steps, start.step, print_line))
         pending, reports = PendingSteps(data, start, log), Reports(setup, data, callbacks, log)
         timer, state, evaluation, val_loss = Throughput(start.step, data), start.state, None, None
@@ -143,7 +143,7 @@ def train(
                 # The last evaluation is on all held-out examples, but checkpoints are ranked on the same ones.
                 ranked = reports.evaluate(state, t.eval_examples) if evaluation and is_last else evaluation
                 val_loss = ranked.loss if ranked else None
-                checkpoints.save(step, state.params, state.opt_state, pending.position(step, state), val_loss)
+                checkpoints.save(step, state.params, state.opt_state, pending.metadata(step, state), val_loss)
             if pending.signal and not is_last:
                 return Outcome("interrupted", step, state, batch, signal=pending.signal)
             if due:
@@ -192,15 +192,15 @@ def read_batches(setup: TrainSetup, data: Dataset, start: Start, timer: Throughp
     t, split = start.config.train, batch_sharding(setup.mesh)
     rows, begin = local_rows(split, t.batch_size), start.step + t.skip_batches
     stream = timer.waiting(data.stream(begin, start.config.steps + t.skip_batches, rows))
-    place = lambda batch: assemble(batch, rows, t.batch_size, split)  # noqa: E731
-    return place(data.batch(begin, rows)), map(place, stream)
+    put = lambda batch: assemble(batch, rows, t.batch_size, split)  # noqa: E731
+    return put(data.batch(begin, rows)), map(put, stream)
 
 
 def fail(failed: PendingStep, state: TrainState, pending: PendingSteps, checkpoints: CheckpointManager) -> Outcome:
     """Return the outcome of a failed step; if it is not finite, save the state, which it has not changed."""
     if pending.divergence is None:
         step = failed.step - 1
-        checkpoints.save(step, state.params, state.opt_state, pending.position(step, state), None)
+        checkpoints.save(step, state.params, state.opt_state, pending.metadata(step, state), None)
     return Outcome(
         "diverged" if pending.divergence else "non_finite",
         failed.step,
@@ -244,7 +244,8 @@ class Reports:
         if metrics.finite and (step == self._steps or is_due(t.gradients_every, step) or reported or is_early):
             g_R, update_R, w_R = np.asarray(metrics.norms_3R).tolist()
             rows = norm_rows(row_names(self._setup.abstract_state.params), learning_rate, g_R, w_R, update_R)
-            row["gradients"] = [asdict(each) for each in in_order(rows, self._setup.parameter_order)]
+            rows = in_order(rows, self._setup.parameter_order)
+            row["gradients"] = [dict(zip(ROW_KEYS, astuple(each), strict=True)) for each in rows]
         return row
 
     def log(self, row: Row, state: TrainState, batch: Batch) -> Evaluation | None:

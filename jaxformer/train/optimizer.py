@@ -73,7 +73,7 @@ def make_optimizer(
       1/(1 - momentum) steps, the newest gradient has a larger weight.
     - `lion`: Chen et al. 2023, algorithm 2.
     - `schedule_free`: Defazio et al. 2024, algorithm 1, over AdamW. The parameters are the average x, at which to
-      evaluate; the gradient must be taken at `gradient_point`. The weights of the average are squared learning rates
+      evaluate; the gradient must be taken at `eval_point`. The weights of the average are squared learning rates
       without the algorithm's Adam correction, as in the authors' later code.
     """
     factor = 1.0 if config.base_width is None or width is None else config.base_width / width
@@ -158,7 +158,7 @@ def _is_schedule(state: object) -> bool:
     return isinstance(state, optax.ScaleByScheduleState)
 
 
-def gradient_point(config: OptimizerConfig, params: Params, opt_state: OptState) -> Params:
+def eval_point(config: OptimizerConfig, params: Params, opt_state: OptState) -> Params:
     """Return the parameters at which the optimizer needs the gradient.
 
     They are the parameters themselves, except for `schedule_free`, whose parameters are the average x: its gradient is
@@ -217,7 +217,7 @@ def _schedule_free(
     )
 
     def update(grads: Params, state: OptState, x: Params) -> tuple[Params, OptState]:
-        y = gradient_point(config, x, state)
+        y = eval_point(config, x, state)
         updates, state = rule.update(grads, state, y)
         learned = optax.contrib.schedule_free_eval_params(state, optax.apply_updates(y, updates))
         return jax.tree.map(jnp.subtract, learned, x), state

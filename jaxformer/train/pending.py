@@ -10,10 +10,10 @@ from typing import NamedTuple, SupportsInt
 import jax
 
 from jaxformer.data.dataset import Batch, Dataset
-from jaxformer.runs.checkpoints import Position
+from jaxformer.runs.checkpoints import Metadata
 from jaxformer.train.divergence import Divergence
+from jaxformer.train.hints import hint_text
 from jaxformer.train.log import Log, print_line
-from jaxformer.train.remedies import remedies
 from jaxformer.train.resume import Start
 from jaxformer.train.setup import TrainState
 from jaxformer.train.step import StepMetrics, allowed_failures
@@ -72,7 +72,7 @@ class PendingSteps:
         n, self._n_skipped = self._n_skipped, 0
         return {"skipped": n} if n else {}
 
-    def position(self, step: int, state: TrainState) -> Position:
+    def metadata(self, step: int, state: TrainState) -> Metadata:
         """Return what a checkpoint stores for a resumed run to continue like an uninterrupted one."""
         return {
             "step": step,
@@ -100,7 +100,7 @@ class PendingSteps:
             row = {"step": done.step, "loss": loss, "grad_norm": grad_norm}
             self._log.row({**row, "update_norm": float(done.metrics.update_norm), "diverged": asdict(divergence)})
         elif policy == "warn" and self.monitor.noticed != was_noticed:
-            warning = {"warning": f"{divergence}; what usually helps: {remedies(self._config)}"}
+            warning = {"warning": f"{divergence}; what usually helps: {hint_text(self._config)}"}
             recovery = {"note": "the loss has recovered to near its minimum"}
             self._log.row({"step": done.step, **(warning if divergence else recovery)})
         return self.divergence is not None

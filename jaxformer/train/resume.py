@@ -16,12 +16,12 @@ from jaxformer.errors import UserError
 from jaxformer.models.objective import Params
 from jaxformer.parallel.mesh import global_device_put, replicated
 from jaxformer.parallel.processes import barrier, is_main_process
-from jaxformer.runs.checkpoints import CheckpointManager, CheckpointReader, Position
+from jaxformer.runs.checkpoints import CheckpointManager, CheckpointReader, Metadata
 from jaxformer.runs.run import BASE, create_run, write_config
 from jaxformer.train.divergence import DivergenceMonitor, chance_loss
 from jaxformer.train.log import print_line, truncate_log
+from jaxformer.train.metric_writers import discard_wandb_run
 from jaxformer.train.setup import TrainSetup, TrainState
-from jaxformer.train.sinks import discard_wandb_run
 
 RESUMABLE_FIELDS = {"steps", "data.path", "data.val_path", "data.tokenizer", "mesh"}
 """Fields that may change on resuming, besides `compute` and most of `train`; data is compared by content."""
@@ -43,7 +43,7 @@ class Rollback:
 
 @dataclass(frozen=True)
 class Resume:
-    """How to continue a run: from its last checkpoint or, with a rollback, from another one."""
+    """Continuation of a run: from its last checkpoint or, with a rollback, from another one."""
 
     allow_changed_data: bool = False
     """Accept data that has changed since, and note it in the log, instead of refusing it."""
@@ -79,16 +79,16 @@ def find_start(
     Raises:
       UserError: the checkpoint does not exist or does not fit the config, or the data has changed since.
     """
-    config, t, position = setup.config, setup.config.train, Position()
+    config, t, metadata = setup.config, setup.config.train, Metadata()
     step, notes, rollback = 0, list[str](), resume.rollback if resume else None
     resumed = bool(resume and checkpoints if rollback is None else rollback.step)
     if resumed:
-        step, state, position = restore_state(setup, checkpoints, rollback.step if rollback else "last")
+        step, state, metadata = restore_state(setup, checkpoints, rollback.step if rollback else "last")
     else:
         state = setup.init_state()
         if config.lora.rank:
             _save_base(folder / BASE, replace(config, lora=LoraConfig()), data, state.frozen_params)
-    data_changed = resumed and position["fingerprint"] != data.fingerprint
+    data_changed = resumed and metadata["fingerprint"] != data.fingerprint
     if data_changed:
         if not (resume and resume.allow_changed_data):
             reason = "its content has changed, or this version splits or tokenizes it differently"
@@ -98,7 +98,7 @@ def find_start(
             )
         notes.append(f"the data has changed; it is now {data.describe()}")
     if rollback is not None:
-        skip_batches = position.get("skip_batches", t.skip_batches) + rollback.skip_batches
+        skip_batches = metadata.get("skip_batches", t.skip_batches) + rollback.skip_batches
         config = replace(config, train=replace(t, skip_batches=skip_batches))
         notes.append(_describe(rollback, skip_batches, checkpoints.remove_after(step)))
         if is_main_process():
@@ -107,8 +107,8 @@ def find_start(
         if resumed or rollback is not None:
             write_config(folder, config)
         truncate_log(folder, step if resumed else -1)
-    stored = None if data_changed else position.get("monitor")
-    skipped = position["skipped"] if resumed else 0
+    stored = None if data_changed else metadata.get("monitor")
+    skipped = metadata["skipped"] if resumed else 0
     monitor = DivergenceMonitor.restore(stored, chance_loss(config.model), stops=t.divergence == "stop")
     if resumed and rollback is None:
         print_line(f"resumed from step {step:,}")
@@ -126,8 +126,8 @@ def _save_base(base: Path, config: Config, data: Dataset, params: Params) -> Non
 
 def restore_state(
     setup: TrainSetup, checkpoints: CheckpointManager, which: str | int = "last"
-) -> tuple[int, TrainState, Position]:
-    """Return step and state of a checkpoint, in this mesh's shardings, and the training position stored with it.
+) -> tuple[int, TrainState, Metadata]:
+    """Return step and state of a checkpoint, in this mesh's shardings, and the metadata stored with it.
 
     Raises:
       UserError: the checkpoint does not exist, or has more steps than the config.
@@ -136,10 +136,10 @@ def restore_state(
     if step > steps:
         raise UserError(f"`steps` is {steps}; it must be at least {step}, the steps that the run has already taken.")
     like = setup.abstract_state
-    params, opt_state, position = checkpoints.restore(step, like.params, like.opt_state)
-    failures = global_device_put(np.array(position["failures"], np.int32), replicated(setup.mesh))
+    params, opt_state, metadata = checkpoints.restore(step, like.params, like.opt_state)
+    failures = global_device_put(np.array(metadata["failures"], np.int32), replicated(setup.mesh))
     frozen = setup.load_params() if setup.config.lora.rank else None
-    return step, TrainState(params, opt_state, failures, frozen), position
+    return step, TrainState(params, opt_state, failures, frozen), metadata
 
 
 def _describe(rollback: Rollback, skip_batches: int, removed: Sequence[int]) -> str:

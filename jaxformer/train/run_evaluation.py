@@ -17,20 +17,20 @@ from jaxformer.data.dataset import Batch
 from jaxformer.data.packing import fitting_length
 from jaxformer.data.text import read_documents
 from jaxformer.data.tokens import split_documents, text_lengths, tokenize
-from jaxformer.data.windows import HeldOutText, TextConfig, pack_documents
+from jaxformer.data.windows import TextConfig, ValidationText, pack_documents
 from jaxformer.errors import UserError
 from jaxformer.models.objective import Params, batched_apply, is_causal_lm, per_target
 from jaxformer.ops.losses import negative_log_likelihood
 from jaxformer.parallel.mesh import batch_sharding, batch_shards, global_device_put
 from jaxformer.runs.run import Run
-from jaxformer.train.evaluate import Evaluation, Evaluator, HeldOut, full_batches
+from jaxformer.train.evaluate import Evaluation, Evaluator, ValidationData, full_batches
 from jaxformer.train.setup import TrainSetup
 
 Precision = Literal["auto", "float32", "bfloat16"]
 
 
 def evaluate_run(
-    run: Run, params: Params, data: HeldOut, mesh: Mesh, batch_size: int, precision: Precision = "auto"
+    run: Run, params: Params, data: ValidationData, mesh: Mesh, batch_size: int, precision: Precision = "auto"
 ) -> Evaluation:
     """Return the evaluation of a run's model, with the batch size rounded up to a multiple of the number of shards."""
     return Evaluator(_evaluation_setup(run, mesh, batch_size, precision), data)(params)
@@ -43,7 +43,7 @@ def _evaluation_setup(run: Run, mesh: Mesh, batch_size: int, precision: Precisio
 
 
 def loss_by_position(
-    run: Run, params: Params, data: HeldOut, mesh: Mesh, batch_size: int, precision: Precision = "auto"
+    run: Run, params: Params, data: ValidationData, mesh: Mesh, batch_size: int, precision: Precision = "auto"
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the sum of nats and the number of targets at each position of a language model's windows, both `(T,)`
     float64, which shows how much the model gains from more context.
@@ -56,7 +56,7 @@ def loss_by_position(
     nats_T, weights_T = np.zeros((2, c.context_length))
     first, split = c.context_length - c.n_predicted, batch_sharding(mesh)  # a model may predict only a window's end
     params = jax.tree.map(lambda w: w.astype(setup.compute_dtype), params)
-    for batch in full_batches(data.held_out(setup.config.train.batch_size), batch_shards(mesh)):
+    for batch in full_batches(data.val_batches(setup.config.train.batch_size), batch_shards(mesh)):
         nats, weights = _position_sums(run.model, params, global_device_put(batch, split))
         nats_T[first : first + len(nats)] += nats
         weights_T[first : first + len(nats)] += weights
@@ -79,9 +79,9 @@ def check_causal_lm(run: Run, option: str) -> None:
         raise UserError(f"{run.path} holds a {kind}, which predicts no next token; omit {option}.")
 
 
-def load_held_out_text(
+def load_validation_text(
     run: Run, path: str | None, stride: int | None = None, unwrap: bool | None = None, column: str | None = None
-) -> tuple[HeldOut, str, tuple[str, ...]]:
+) -> tuple[ValidationData, str, tuple[str, ...]]:
     """Return a text to evaluate a run's language model on, its description, and the notes of `Documents`.
 
     Args:
@@ -115,6 +115,6 @@ def load_held_out_text(
             raise UserError(f"`stride` is {stride}, but this run has packed documents, not windows; omit it.")
         packed = replace(pack_documents(tokens, tokenizer, fitting_length(len(tokens), length)), token_lengths=lengths)
         return packed, f"{size}packed into {len(packed.rows):,} rows of {packed.length}", documents.notes
-    text = HeldOutText(tokens, lengths, length, limit, stride)
+    text = ValidationText(tokens, lengths, length, limit, stride)
     windows = "one window" if len(tokens) <= length + 1 else f"windows of {length} tokens, {stride or limit} apart"
     return text, f"{size}{windows}", documents.notes

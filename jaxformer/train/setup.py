@@ -30,6 +30,7 @@ from jaxformer.parallel.memory import check_parameters
 from jaxformer.parallel.mesh import abstract, batch_sharding, batch_shards, gather, shardings, specs_of
 from jaxformer.runs.pretrained import Pretrained
 from jaxformer.runs.run import abstract_params, parameter_order
+from jaxformer.terminal import short_repr
 from jaxformer.train.kernels import ChosenAttention, choose_attention
 from jaxformer.train.optimizer import make_optimizer, make_schedule
 
@@ -57,6 +58,9 @@ class TrainState(NamedTuple):
     """Number of latest consecutive steps that were not finite, int32."""
     frozen_params: Params | None = None
     """With `lora`, the parameters that adapters are added to, which no step changes."""
+
+    def __repr__(self) -> str:
+        return short_repr(self)
 
 
 @dataclass(frozen=True, eq=False)

@@ -28,7 +28,8 @@ from jaxformer.parallel.mesh import (
     specs_of,
     sum_over_batch,
 )
-from jaxformer.train.optimizer import gradient_point, updates_taken
+from jaxformer.terminal import short_repr
+from jaxformer.train.optimizer import eval_point, updates_taken
 from jaxformer.train.setup import TrainSetup, TrainState
 
 
@@ -48,6 +49,9 @@ class StepMetrics(NamedTuple):
     norms_3R: jax.Array
     """Norms of the gradient, the update, and the weights before it, for each parameter and head; see
     `parameter_norms.row_names`."""
+
+    def __repr__(self) -> str:
+        return short_repr(self)
 
 
 def make_gradient(setup: TrainSetup) -> Callable[..., tuple[jax.Array, Params]]:
@@ -108,7 +112,7 @@ def make_train_step(setup: TrainSetup) -> jax.stages.Wrapped:
     allowed = allowed_failures(setup.config)
 
     def train_step(state: TrainState, batch: Batch, step: jax.Array) -> tuple[TrainState, StepMetrics]:
-        point = gradient_point(setup.config.optimizer, state.params, state.opt_state)
+        point = eval_point(setup.config.optimizer, state.params, state.opt_state)
         loss, grads = sharded_grads(point, batch, setup.example_keys(step), state.frozen_params)
         weights_R, params = workarounds.in_order(row_norms(state.params), state.params)
         state = state._replace(params=params)

@@ -38,7 +38,7 @@ def test_a_classifier_learns_evaluates_and_labels(tmp_path: Path, monkeypatch, c
     assert sum(p for _, p in row["labels"]) == pytest.approx(1, abs=1e-3)
 
     tokens_T, valid_T = _example(load_run("runs/x"), "99 is good", None)  # of the page of inspect
-    (inputs_BT, valid_BT), *_ = next(load_data(Path("runs/x"), read_config(Path("runs/x"))).held_out(1))
+    (inputs_BT, valid_BT), *_ = next(load_data(Path("runs/x"), read_config(Path("runs/x"))).val_batches(1))
     assert valid_T.all() and valid_BT[0, 0] and tokens_T[0] == inputs_BT[0, 0]
 
     for options, said in (

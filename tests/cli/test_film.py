@@ -11,7 +11,7 @@ from jaxformer.inspect.heads import ablate_heads, head_statistics, target_mask
 from jaxformer.inspect.pages import film as film_page
 from jaxformer.inspect.pages import live
 from jaxformer.inspect.pages.live import film_frames
-from jaxformer.inspect.pages.model import held_out
+from jaxformer.inspect.pages.model import validation_batch
 from jaxformer.inspect.residual_stream import logit_lens
 from jaxformer.runs.run import load_run
 from studies import film as study
@@ -34,7 +34,7 @@ def test_film_of_a_run_in_a_browser(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert [row["step"] for row in rows] == [0, 1, 2, 4, 6]
 
     run, last = load_run(tmp_path / "run"), rows[-1]
-    batch, _, _ = held_out(run, 3)
+    batch, _, _ = validation_batch(run, 3)
     assert batch is not None
     layer, (tokens_BT,) = "blocks.0.attention", batch.inputs
     mask_BT = target_mask(batch)

@@ -27,7 +27,7 @@ from jaxformer.models.decoder import DecoderConfig
 from jaxformer.runs.checkpoints import CheckpointManager
 from jaxformer.runs.run import create_run, load_data, read_config
 from jaxformer.train.log import read_metrics
-from jaxformer.train.run_evaluation import load_held_out_text
+from jaxformer.train.run_evaluation import load_validation_text
 from tests.arrays import random_params
 from tests.browser import browsing, complaints, embedded, wait_for
 from tests.helpers import small_run
@@ -158,8 +158,8 @@ def test_run_that_was_not_trained_says_on_what_it_is_measured(run: Path, tmp_pat
     note = f"note: {imported} has no training: it is measured on {data}; name a text with --data.path"
     assert note in capsys.readouterr().err
     opened = load_run(imported)
-    text, _, _ = load_held_out_text(opened, None)  # the same, without the training text
-    own, held_out = (next(data.held_out(4, 4)) for data in (load_data(imported, opened.config), text))
+    text, _, _ = load_validation_text(opened, None)  # the same, without the training text
+    own, held_out = (next(data.val_batches(4, 4)) for data in (load_data(imported, opened.config), text))
     jax.tree.map(np.testing.assert_array_equal, held_out, own)
 
 
@@ -267,7 +267,7 @@ def test_out_that_is_not_a_file_is_refused(small: Path, tmp_path: Path, capsys: 
 def test_wrong_input_is_a_user_error(
     options: list[str], message: str, small: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(model, "held_out", lambda *_: (None, "", "it is not here."))
+    monkeypatch.setattr(model, "validation_batch", lambda *_: (None, "", "it is not here."))
     assert inspect.main([str(small), *options]) == 2
     printed = capsys.readouterr()
     assert message in printed.err and printed.err.count("\n") == 1 and not printed.out
@@ -276,7 +276,7 @@ def test_wrong_input_is_a_user_error(
 
 @pytest.mark.slow
 def test_prompt_with_too_many_attention_weights_is_refused(small: Path, capsys, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(model, "held_out", lambda *_: (None, "", "it is not here."))
+    monkeypatch.setattr(model, "validation_batch", lambda *_: (None, "", "it is not here."))
     monkeypatch.setattr(model, "MAX_ATTENTION_WEIGHTS", 50)
     assert inspect.main([str(small), "--prompt", "0123456789"]) == 2
     assert "--prompt has 10 tokens, and so the model 200 attention weights" in (error := capsys.readouterr().err)

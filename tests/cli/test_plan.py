@@ -18,7 +18,7 @@ from jaxformer.__main__ import main
 from jaxformer.cli.arguments import load_config
 from jaxformer.errors import UserError
 from jaxformer.parallel.mesh import make_mesh
-from jaxformer.plan.plan import memory_in_error, remedies
+from jaxformer.plan.plan import memory_hints, memory_in_error
 from jaxformer.plan.roofline import CHIPS
 from jaxformer.plan.topology import GPUS, SPECS, check_topology, rescale_mesh, topology_devices
 from jaxformer.train.setup import TrainSetup
@@ -75,7 +75,7 @@ def test_gradient_accumulation_is_raised_as_far_as_memory_needs(microbatches, st
     state = jax.tree.leaves((setup.abstract_state, setup.abstract_state.params))
     fixed = sum(4 * prod(x.sharding.shard_shape(x.shape)) for x in state)
     plan: Any = Namespace(memory=fixed + microbatches * 1e6, capacity=(fixed + 1e6) / 0.9 + 1)
-    assert f"`compute.grad_accumulation_steps={steps}`" in remedies(plan, setup)
+    assert f"`compute.grad_accumulation_steps={steps}`" in memory_hints(plan, setup)
 
 
 def test_memory_is_read_from_out_of_memory_errors():

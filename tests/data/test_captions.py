@@ -75,7 +75,7 @@ def test_images_and_captions_are_paired(tmp_path: Path) -> None:
             assert (image == image[0, 0]).all()
             observed[data.tokenizer.decode(row[is_token])] = tuple(map(int, image[0, 0]))
     assert observed == {name: colour for name, colour in COLOURS.items() if name != "teal"}
-    (held,) = data.held_out(1)
+    (held,) = data.val_batches(1)
     assert data.tokenizer.decode(held.inputs[1][held.inputs[2]]) == "teal"
     np.testing.assert_array_equal(held.inputs[0][0, 0, 0], COLOURS["teal"])
 
@@ -123,12 +123,12 @@ def test_held_out_pairs_are_ordered_and_padded(tmp_path: Path) -> None:
     lines = [line.replace("train", "val") if i else line for i, line in enumerate(LINES)]
     model = replace(MODEL, text=replace(MODEL.text, vocab_size=257))
     data = load(write(tmp_path, lines), batch_size=1, model=model, shift=2, flip=True)
-    batches = list(data.held_out(3))
+    batches = list(data.val_batches(3))
     assert [b.weights.tolist() for b in batches] == [[1, 1, 1], [1, 0, 0]]
     colours = [tuple(map(int, image[0, 0])) for b in batches for image in b.inputs[0][b.weights > 0]]
     assert colours == list(COLOURS.values())[1:]  # as they are: nothing is moved
     assert [b.inputs[0].shape for b in batches] == [(3, SIDE, SIDE, 3)] * 2
-    spread = list(data.held_out(3, 2))
+    spread = list(data.val_batches(3, 2))
     assert [tuple(map(int, image[0, 0])) for image in spread[0].inputs[0][:2]] == [colours[0], colours[3]]
 
 
@@ -268,7 +268,7 @@ def test_word_dropout_applies_in_training_only(tmp_path: Path) -> None:
         assert message and message.split() == sorted(set(message.split()) & {"a", "b", "c"})
     assert len({tuple(epoch) for epoch in epochs}) > 1
     assert data.batch(3).targets.tolist() == [data.caption_ids[0]] * 4  # the caption is the same one
-    (held,) = data.held_out(1)
+    (held,) = data.val_batches(1)
     assert strip(held.inputs[1][0], held.inputs[2][0]) == "a b c"
     assert equal(data.batch(2), load(str(tmp_path), batch_size=4, model=model, drop_words=0.5).batch(2))
 

@@ -255,7 +255,7 @@ def test_a_batch_has_the_assistants_targets_alone_and_each_conversation_by_itsel
     np.testing.assert_array_equal(
         targets_BT[0][:-1][segments_BT[0][1:] == 1], tokens_BT[0][1:][segments_BT[0][1:] == 1]
     )
-    (batch,) = data.held_out(4)
+    (batch,) = data.val_batches(4)
     assert batch.weights.sum() == len(tokenizer.encode("It is noon.")) + 1 and batch.weights.shape == (4, 128)
     assert data.describe().endswith("the assistant's; held out: 1 conversation(s)")
     assert data.tokenizer.config["chat_template"] == CHATML
@@ -268,7 +268,7 @@ def test_whole_conversations_are_held_out_and_equal_ones_on_one_side(published, 
         path = written(tmp_path / "c.jsonl", *chats[::order])
         data = load(path, published, val_fraction=0.2, context_length=32)
         assert [len(split.lengths_N) for split in (data._train, data._val)] == [32, 8]
-        (*batches,) = data.held_out(1)
+        (*batches,) = data.val_batches(1)
         return sorted(
             row[part == i].tobytes() for ((row,), _, (part,)), _, _ in batches for i in range(1, part.max() + 1)
         )

@@ -182,7 +182,7 @@ def test_epoch_uniforms_are_independent_of_the_permutation() -> None:
 @pytest.mark.parametrize("n", [None, 3])
 def test_held_out_images_are_ordered_and_padded(idx_folder: Path, n: int | None) -> None:
     data = ImagesConfig(str(idx_folder), flip=True, shift=1).load(MODEL, 2, seed=0)
-    batches = list(data.held_out(2, n))
+    batches = list(data.val_batches(2, n))
     assert all(batch.inputs[0].shape == (2, HEIGHT, WIDTH, 1) for batch in batches)
     weights = np.concatenate([batch.weights for batch in batches])
     numbers = [0, 1, 2, 3, 4] if n is None else [0, 2, 4]

@@ -54,13 +54,13 @@ def test_tokens_are_dropped_from_training_texts_only_and_anew_at_each_step(tmp_p
     tokens_BT, _ = data.batch(3).inputs
     assert (tokens_BT[:, 0] == data.tokenizer.end_of_text).all()
     np.testing.assert_array_equal(data.batch(3, np.array([1])).inputs[0], tokens_BT[1:])
-    for a, b in zip(whole.held_out(2), data.held_out(2), strict=True):
+    for a, b in zip(whole.val_batches(2), data.val_batches(2), strict=True):
         np.testing.assert_array_equal(a.inputs[0], b.inputs[0])
 
 
 def test_held_out_texts_come_once_and_the_last_batch_is_padded_with_weight_0(tmp_path: Path) -> None:
     data = load(tmp_path)
-    batches = list(data.held_out(2))
+    batches = list(data.val_batches(2))
     assert [batch.weights.tolist() for batch in batches] == [[1, 1], [1, 0]]
     assert [data.classes[t] for batch in batches for t in batch.targets][:3] == ["yes", "no", "no"]
     assert "held out: 3 texts, 66.7% of them 'no'; 1 are truncated to 12 tokens" in data.describe()

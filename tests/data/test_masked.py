@@ -69,7 +69,7 @@ def test_batch_depends_only_on_seed_and_step_and_rows_are_consistent(
 def test_held_out_masks_do_not_depend_on_seed_or_batch_size(config: MaskedTextConfig) -> None:
     text, first = config.load(MODEL, B, seed=0), None
     for dataset, size in ((text, 4), (text, 7), (config.load(MODEL, B, seed=1), 4)):
-        batches = list(dataset.held_out(size))
+        batches = list(dataset.val_batches(size))
         assert {batch.targets.shape for batch in batches} == {(size, T)}
         tokens, valid, targets, weights = (np.concatenate(x) for x in zip(*map(_arrays, batches), strict=True))
         assert set(np.unique(weights)) == {0, 1} and weights.dtype == np.float32
@@ -81,7 +81,7 @@ def test_held_out_masks_do_not_depend_on_seed_or_batch_size(config: MaskedTextCo
         assert first is None or counted == first
         first = counted
     assert first is not None and 0.2 < len(first) / len(text.corpus.val.tokens) < 0.4  # of 0.3
-    spread = list(text.held_out(4, 3))
+    spread = list(text.val_batches(4, 3))
     assert len(spread) == 1 and not spread[0].weights[3].any()
 
 

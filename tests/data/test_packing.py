@@ -68,7 +68,7 @@ def test_long_examples_are_split_and_empty_ones_left_out():
 def test_held_out_rows_predict_each_token_of_each_document_once():
     tokens, packed = stream(), pack_documents(stream(), TOKENIZER, 16)
     ends, predicted, examples = np.flatnonzero(tokens == END), [], []
-    for batch in packed.held_out(5):
+    for batch in packed.val_batches(5):
         assert batch.inputs[0].shape == batch.targets.shape == batch.weights.shape == (5, 16)
         for inputs, targets in examples_in(batch):
             assert inputs[1:] == targets[:-1]
@@ -126,7 +126,7 @@ def test_packed_loss_equals_the_loss_of_each_document_by_itself():
     def nats_and_grads(example):
         return alone(params, jnp.array(example + [5] * (17 - len(example))), len(example) - 1)
 
-    batches, measure = list(packed.held_out(4)), jax.jit(partial(objective_of(model).measure, model))
+    batches, measure = list(packed.val_batches(4)), jax.jit(partial(objective_of(model).measure, model))
     measures = [measure(params, batch) for batch in batches]
     singles = [nats_and_grads([*x, y[-1]]) for batch in batches for x, y in examples_in(batch)]
     assert sum(m["weight"].sum() for m in measures) == len(tokens) - 1

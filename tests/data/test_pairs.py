@@ -122,15 +122,15 @@ def test_targets_are_padded_independently_of_sources() -> None:
 
 
 def test_held_out_pairs_come_once_and_are_truncated() -> None:
-    batches = list(pairs().held_out(3))
+    batches = list(pairs().val_batches(3))
     assert [batch.targets.shape[0] for batch in batches] == [3, 3]
     assert [int(batch.weights.any(axis=1).sum()) for batch in batches] == [3, 2]
     assert set(np.unique(batches[0].weights)) == {0, 1}
     actual = [pair for batch in batches for pair in read_back(batch)]
     assert actual[:2] == [VAL[0], VAL[4]]  # the shortest first
     assert sorted(actual) == sorted(Pair(source[:16], target[:16]) for source, target in VAL)
-    assert [read_back(batch) for batch in pairs().held_out(3)] == [read_back(batch) for batch in batches]
-    few = [pair for batch in pairs().held_out(2, 3) for pair in read_back(batch)]
+    assert [read_back(batch) for batch in pairs().val_batches(3)] == [read_back(batch) for batch in batches]
+    few = [pair for batch in pairs().val_batches(2, 3) for pair in read_back(batch)]
     assert [pair.source[0] for pair in few] == ["a", "j", "f"]  # the first, the last and the one between
 
 

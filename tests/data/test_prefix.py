@@ -72,7 +72,7 @@ def test_held_out_prefixes_do_not_depend_on_seed_or_batch_size(config: PrefixTex
     actual = []
     for seed, size in ((0, 4), (0, 7), (1, 4)):
         dataset = config.load(MODEL, B, seed)
-        batches = list(dataset.held_out(size))
+        batches = list(dataset.val_batches(size))
         n = -(-(len(dataset.corpus.val.tokens) - 1) // T)  # windows that predict something
         prefix = np.concatenate([batch.inputs[1] for batch in batches])[:n]
         weights = np.concatenate([batch.weights for batch in batches])

@@ -257,7 +257,7 @@ def test_published_tokenizer_delimits_documents_once_and_counts_the_bytes_of_the
     assert data.token_lengths[val.tokens].sum() == pytest.approx(val.n_bytes) == len(texts[0].encode()) * val.documents
     assert data.model.vocab_size == tokenizer.vocab_size and f"{path} has {tokenizer.vocab_size}" in data.notes[-1]
     packed = pack_documents(val.tokens, tokenizer, 8)
-    targets = np.concatenate([batch.targets[batch.weights > 0] for batch in packed.held_out(64)])
+    targets = np.concatenate([batch.targets[batch.weights > 0] for batch in packed.val_batches(64)])
     assert sorted(targets) == sorted(val.tokens[val.tokens != begin])
     loaded, again = tokenizer, load_corpus(config, 280, tokenizer)
     assert again.tokenizer.files("x") == loaded.files("x") and again.fingerprint == data.fingerprint

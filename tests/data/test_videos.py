@@ -95,7 +95,7 @@ def test_batch_depends_only_on_data_seed_and_step(config: MovingImagesConfig) ->
 
 def test_held_out_videos_do_not_depend_on_the_seed(config: MovingImagesConfig) -> None:
     """Check videos of held-out images for two seeds, and the padding of the last batch."""
-    one, other = (list(config.load(MODEL, 2, seed).held_out(2)) for seed in (0, 1))
+    one, other = (list(config.load(MODEL, 2, seed).val_batches(2)) for seed in (0, 1))
     assert [batch.weights.tolist() for batch in one] == [[1, 1], [1, 1], [1, 0]]
     for a, b in zip(one, other, strict=True):
         np.testing.assert_array_equal(a.inputs[0], b.inputs[0])

@@ -7,7 +7,7 @@ import pytest
 from jaxformer.config import TokenModelConfig
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.data.tokens import Corpus, Split
-from jaxformer.data.windows import HeldOutText, TextConfig, TextDataset, Windows, eval_batches, next_token_batch
+from jaxformer.data.windows import TextConfig, TextDataset, ValidationText, Windows, eval_batches, next_token_batch
 from jaxformer.errors import UserError
 
 TOKENS = np.arange(103, dtype=np.uint16)  # each token is its own place, so windows tell where they start
@@ -104,8 +104,8 @@ def test_targets_are_the_next_tokens():
     ("n", "n_predicted", "length"), [(34, 300, 128), (130, 300, 256), (280, 300, 300), (302, 1, 300)]
 )
 def test_the_only_window_of_a_short_text_fits_it(n, n_predicted, length):
-    text = HeldOutText(np.arange(n), np.ones(n), 300, n_predicted)
-    batch = next(text.held_out(2))
+    text = ValidationText(np.arange(n), np.ones(n), 300, n_predicted)
+    batch = next(text.val_batches(2))
     assert batch.inputs[0].shape == (2, length) and batch.targets.shape == batch.weights.shape == (
         2,
         min(length, n_predicted),
@@ -115,4 +115,4 @@ def test_the_only_window_of_a_short_text_fits_it(n, n_predicted, length):
 
 def test_held_out_text_of_one_token_is_refused():
     with pytest.raises(UserError, match="the held-out text has 1 tokens, too few to predict one, which needs 1 before"):
-        HeldOutText(TOKENS[:1], np.ones(103), 4, 4)
+        ValidationText(TOKENS[:1], np.ones(103), 4, 4)

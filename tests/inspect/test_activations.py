@@ -451,7 +451,7 @@ def test_gradients_of_activations_are_reported_by_head():
     report = gradient_report(values, grads, lr=0.1)
     row = next(row for row in report.rows if row.name == "blocks.1.attention.z.2")
     g, w = (float(jnp.linalg.norm(x["blocks.1.attention.z"][2])) for x in (grads, values))
-    np.testing.assert_allclose([row.g, row.w, row.u], [g, w, 0.1 * g / w], rtol=1e-5)
+    np.testing.assert_allclose([row.grad_norm, row.param_norm, row.sgd_ratio], [g, w, 0.1 * g / w], rtol=1e-5)
     with pytest.raises(KeyError, match="nothing"):
         gradient_of(model, params, tokens_T, of=_first_logit, wrt="nothing")
 

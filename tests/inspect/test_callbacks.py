@@ -46,7 +46,7 @@ def test_update_ratios_are_not_printed_once_the_learning_rate_has_decayed(tmp_pa
     model = DecoderConfig(24, 7, 8, n_blocks=1, n_heads=2)
     config = Config("test", model, TextConfig(), 150, train=TrainConfig(eval_every=0, report_every=50))
     setup = TrainSetup(config, make_mesh("", jax.devices()[:1]))
-    rows = [asdict(Row(name, g=1.0, w=2.0, u=0.1, update=0.3)) for name in setup.parameter_order]
+    rows = [asdict(Row(name, 1.0, 2.0, 0.1, 0.3)) for name in setup.parameter_order]
     _, ratios, _ = make_callbacks(setup, None, tmp_path)
     ratios.call(150, None, None, {"lr": learning_rate, "gradients": rows})
     assert ("W_out" in capsys.readouterr().out) == is_printed

@@ -94,19 +94,19 @@ def test_norms_and_ratios_agree_with_numpy(name: str, part: object) -> None:
     )
     row = ROWS[name]
     expected = (g, w, LR * g / w, update / w) if w else (g, w, inf, inf)
-    assert (row.g, row.w, row.u, row.update) == pytest.approx(expected, rel=1e-5)
+    assert (row.grad_norm, row.param_norm, row.sgd_ratio, row.update_ratio) == pytest.approx(expected, rel=1e-5)
 
 
 def test_report_without_updates_has_an_empty_column() -> None:
     report = gradient_report(PARAMS, GRADS, LR)
-    assert {row.update for row in report.rows} == {None}
+    assert {row.update_ratio for row in report.rows} == {None}
     assert [row.name for row in report.rows] == [row.name for row in REPORT.rows]
 
 
 def test_report_has_no_column_without_values() -> None:
     alone = gradient_report(PARAMS, GRADS)
     assert repr(alone).splitlines()[0].split() == ["parameter", "g", "w", "g/w"]
-    assert [row.u for row in alone.rows] == [row.u / LR for row in REPORT.rows]  # LR is a power of 2
+    assert [row.sgd_ratio for row in alone.rows] == [row.sgd_ratio / LR for row in REPORT.rows]  # LR is a power of 2
     assert "update/w" not in repr(gradient_report(PARAMS, GRADS, LR))
 
 
@@ -125,12 +125,14 @@ def test_zero_weights_have_infinite_ratios() -> None:
 
 
 def test_report_prints_a_line_per_row_under_a_heading() -> None:
-    heading, *lines = repr(REPORT).splitlines()
+    heading, *lines = str(REPORT).splitlines()
     assert [line.split()[0] for line in lines] == [row.name for row in REPORT.rows]
     assert all(word in heading for word in ("parameter", "g", "w", "u = lr·g/w", "update/w"))
     row = ROWS["W_out"]
     (line,) = [line for line in lines if line.startswith("W_out ")]
-    assert line.split()[1:] == [f"{value:.2e}" for value in (row.g, row.w, row.u, row.update)]
+    assert line.split()[1:] == [
+        f"{value:.2e}" for value in (row.grad_norm, row.param_norm, row.sgd_ratio, row.update_ratio)
+    ]
     assert len({len(line) for line in lines}) == 1
 
 
@@ -162,9 +164,11 @@ def test_per_example_gradients_agree_with_a_loop() -> None:
             part, _, head = row.name.partition(".heads.")
             if head:
                 h, of_head = head.split(".")
-                assert result.parameters[f"{part}.{of_head}"][b, int(h)] == pytest.approx(row.g, rel=1e-5, abs=1e-7)
+                assert result.parameters[f"{part}.{of_head}"][b, int(h)] == pytest.approx(
+                    row.grad_norm, rel=1e-5, abs=1e-7
+                )
             else:
-                assert result.parameters[row.name][b] == pytest.approx(row.g, rel=1e-5, abs=1e-7)
+                assert result.parameters[row.name][b] == pytest.approx(row.grad_norm, rel=1e-5, abs=1e-7)
     g_BP = np.stack(grads)
     mean_P, norm_B = g_BP.mean(axis=0), np.linalg.norm(g_BP, axis=1)
     np.testing.assert_allclose(result.norm_B, norm_B, rtol=1e-5)

@@ -438,7 +438,7 @@ def test_long_texts_are_truncated_as_by_transformers(tmp_path: Path):
     (tmp_path / "x.val.tsv").write_text(f"{text}\ty\n")
     model = ClassifierConfig(len(WORDS), 7, 8, n_heads=2, d_ff=(12,), n_blocks=1)
     tokenizer = Tokenizer.load(tmp_path / "model" / "tokenizer.json")
-    (batch,) = LabelledTextConfig(str(tmp_path / "x")).load(model, 2, 0, tokenizer).held_out(1)
+    (batch,) = LabelledTextConfig(str(tmp_path / "x")).load(model, 2, 0, tokenizer).val_batches(1)
     transformers = pytest.importorskip("transformers")
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "model", local_files_only=True)
     expected = theirs(text, truncation=True, max_length=7)["input_ids"]

@@ -93,16 +93,16 @@ def test_table_is_trained_by_gradient_flow(time):
     """The reference takes 20,000 equal steps in float64. The 64 longer ones are within 2.5 % of it, even at pairs that
     never occur, whose logits fall without end."""
     rng = np.random.default_rng(3)
-    train_N, held_out_M = (rng.choice(5, n, p=[0.5, 0.2, 0.15, 0.1, 0.05]) for n in (300, 100))
+    train_N, val_M = (rng.choice(5, n, p=[0.5, 0.2, 0.15, 0.1, 0.05]) for n in (300, 100))
     train_N[1::2] = (train_N[::2] + 1) % 5  # after half of the tokens, the next one
-    counts, pairs_VV = count(train_N, held_out_M, 5), np.zeros((5, 5))
+    counts, pairs_VV = count(train_N, val_M, 5), np.zeros((5, 5))
     np.add.at(pairs_VV, (train_N[:-1], train_N[1:]), 1)
     total_V1 = pairs_VV.sum(axis=1, keepdims=True)
     softmax = lambda z: np.exp(z) / np.exp(z).sum(axis=1, keepdims=True)  # noqa: E731
     z_VV = np.tile(np.log(counts.frequency_V), (5, 1))
     for _ in range(20_000):
         z_VV += time / 20_000 * total_V1 / len(train_N) * (pairs_VV / total_V1 - softmax(z_VV))
-    expected = -np.log(softmax(z_VV)[held_out_M[:-1], held_out_M[1:]]).mean()
+    expected = -np.log(softmax(z_VV)[val_M[:-1], val_M[1:]]).mean()
     assert _table_loss(counts, time, 0.0) == pytest.approx(expected, rel=0.025)
     assert time or expected == pytest.approx(counts.loss(1))
     noise = _table_loss(counts, time, 2.0) - _table_loss(counts, time, 0.0)
@@ -111,9 +111,9 @@ def test_table_is_trained_by_gradient_flow(time):
 
 def test_some_rows_of_a_large_table_give_its_loss(monkeypatch):
     rng, p = np.random.default_rng(3), 1 / np.arange(1, 65)
-    train_N, held_out_M = (rng.choice(64, n, p=p / p.sum()) for n in (4000, 1000))
-    train_N[1::2], held_out_M[1::2] = (train_N[::2] * 7 + 3) % 64, (held_out_M[::2] * 7 + 3) % 64
-    counts = count(train_N, held_out_M, 64)
+    train_N, val_M = (rng.choice(64, n, p=p / p.sum()) for n in (4000, 1000))
+    train_N[1::2], val_M[1::2] = (train_N[::2] * 7 + 3) % 64, (val_M[::2] * 7 + 3) % 64
+    counts = count(train_N, val_M, 64)
     whole, start = _table_loss(counts, 2000.0, 0.0), _table_loss(counts, 0.0, 0.0)
     monkeypatch.setattr("jaxformer.ladder.forecasts.TABLE_SIZE", 32 * 64)
     assert _table_loss(counts, 2000.0, 0.0) == pytest.approx(whole, abs=0.1 * (start - whole))

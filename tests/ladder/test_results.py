@@ -136,7 +136,7 @@ def test_a_diverged_rung_ended_at_the_step_where_divergence_began(tmp_path):
 
 
 @pytest.mark.slow
-def test_held_out_losses_are_compared_without_those_of_a_rung_that_reads_what_it_predicts(tmp_path):
+def test_validation_losses_are_compared_without_those_of_a_rung_that_reads_what_it_predicts(tmp_path):
     for name, loss in (("mix_qkv", 3.7), ("mix_unmasked", 0.2)):
         write_run(tmp_path, name, [{"step": 0, "val_loss": 6.0}, {"step": 10_644, "val_loss": loss, "step_ms": 1.0}])
     both = [rung_result(tmp_path / name, "") for name in ("mix_qkv", "mix_unmasked")]

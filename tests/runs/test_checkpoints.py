@@ -130,10 +130,10 @@ def test_restore_has_requested_shardings(folder):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     split = NamedSharding(mesh, PartitionSpec("data"))
     options = {**SHAPES, "W": jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=split)}
-    params, (momentum, nothing), position = CheckpointReader(folder).restore(15, options, (options, None))
+    params, (momentum, nothing), metadata = CheckpointReader(folder).restore(15, options, (options, None))
     jax.tree.map(np.testing.assert_array_equal, params, state(15))
     jax.tree.map(np.testing.assert_array_equal, momentum, state(-15))
-    assert nothing is None and position == {"step": 15}
+    assert nothing is None and metadata == {"step": 15}
     for tree in (params, momentum):
         assert tree["W"].sharding == split
         assert tree["b"]["c"].sharding == SingleDeviceSharding(jax.devices()[0])

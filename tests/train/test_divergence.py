@@ -21,7 +21,7 @@ from jaxformer.train.divergence import (
     DivergenceMonitor,
     chance_loss,
 )
-from jaxformer.train.remedies import hints, remedies
+from jaxformer.train.hints import hint_text, hints
 
 CHANCE = log(2048)
 FALLING = [CHANCE + 0.1 - 0.03 * step for step in range(80)]
@@ -209,6 +209,6 @@ CONFIG = Config("test", DecoderConfig(norm="rmsnorm"), TextConfig(), 10, optimiz
 def test_remedies_have_usable_values(optimizer, fields):
     config = replace(CONFIG, optimizer=optimizer)
     assert [field for _, field in hints(config)] == [*fields, "`optimizer.warmup_steps=100`"]
-    assert all(field in remedies(config) for field in [*fields, "`optimizer.warmup_steps=100`"])
-    assert "model.norm" not in remedies(config)
-    assert remedies(replace(config, model=DecoderConfig(norm="none"))).startswith("a norm before every layer")
+    assert all(field in hint_text(config) for field in [*fields, "`optimizer.warmup_steps=100`"])
+    assert "model.norm" not in hint_text(config)
+    assert hint_text(replace(config, model=DecoderConfig(norm="none"))).startswith("a norm before every layer")

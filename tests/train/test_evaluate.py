@@ -10,7 +10,7 @@ import pytest
 
 from jaxformer.config import Config, TrainConfig
 from jaxformer.data.dataset import Batch
-from jaxformer.data.windows import HeldOutText, TextConfig
+from jaxformer.data.windows import TextConfig, ValidationText
 from jaxformer.errors import UserError
 from jaxformer.ladder.mlp import MLPConfig
 from jaxformer.models.decoder import DecoderConfig
@@ -46,7 +46,7 @@ def test_evaluation_covers_all_tokens_at_any_batch_size(config):
         run_config = Config("test", config, data=TextConfig(), steps=1, train=TrainConfig(batch_size=batch_size))
         evaluation = Evaluator(
             TrainSetup(run_config, make_mesh(mesh, jax.devices()[: 4 if mesh else 1])),
-            HeldOutText(TOKENS, LENGTHS, 7, config.n_predicted),
+            ValidationText(TOKENS, LENGTHS, 7, config.n_predicted),
         )(params)
         assert evaluation.targets == len(nll) == (94 if every == 1 else 100)
         np.testing.assert_allclose(evaluation.loss, np.mean(nll), rtol=1e-5)
@@ -61,7 +61,7 @@ def test_few_examples_are_not_padded_to_a_batch(monkeypatch, batch_size, n, rows
         "test", DecoderConfig(**SHAPE), data=TextConfig(), steps=1, train=TrainConfig(batch_size=batch_size)
     )
     setup, sizes = TrainSetup(config, make_mesh("data=4", jax.devices()[:4])), []
-    evaluate = Evaluator(setup, HeldOutText(TOKENS, LENGTHS, 7, 7))
+    evaluate = Evaluator(setup, ValidationText(TOKENS, LENGTHS, 7, 7))
 
     def step(_: object, batch: Batch) -> dict[str, np.ndarray]:
         sizes.append(len(batch.targets))
@@ -86,7 +86,7 @@ def test_a_short_text_is_one_short_window_with_the_loss_of_its_tokens(monkeypatc
     config = Config("test", model_config, data=TextConfig(), steps=1, train=TrainConfig(batch_size=16))
     model = model_config.build()
     params = first_params(model, jnp.zeros(7, jnp.int32))
-    evaluate = Evaluator(TrainSetup(config, make_mesh("", jax.devices()[:1])), HeldOutText(SHORT, LENGTHS, 300, 300))
+    evaluate = Evaluator(TrainSetup(config, make_mesh("", jax.devices()[:1])), ValidationText(SHORT, LENGTHS, 300, 300))
     shapes, step = [], evaluate._step
 
     def recorded(params: object, batch: Batch) -> dict[str, jax.Array]:
@@ -104,7 +104,7 @@ def test_a_short_text_is_one_short_window_with_the_loss_of_its_tokens(monkeypatc
 def test_results_are_read_while_other_batches_are_in_flight(monkeypatch):
     """So that devices need not wait for the next batch; and never more than a few, whose inputs take memory."""
     config = Config("test", DecoderConfig(**SHAPE), data=TextConfig(), steps=1, train=TrainConfig(batch_size=2))
-    evaluate = Evaluator(TrainSetup(config, make_mesh("", jax.devices()[:1])), HeldOutText(TOKENS, LENGTHS, 7, 7))
+    evaluate = Evaluator(TrainSetup(config, make_mesh("", jax.devices()[:1])), ValidationText(TOKENS, LENGTHS, 7, 7))
     events: list[str] = []
 
     class Nats:
@@ -132,7 +132,7 @@ def test_evaluation_without_targets_is_a_user_error(monkeypatch):
     class Nothing:
         token_lengths = None
 
-        def held_out(self, batch_size: int, n: int | None = None) -> Iterator[Batch]:
+        def val_batches(self, batch_size: int, n: int | None = None) -> Iterator[Batch]:
             yield Batch((), np.zeros((2, 7), np.int32), np.zeros((2, 7), np.float32))
 
     config = Config("test", DecoderConfig(**SHAPE), data=TextConfig(), steps=1, train=TrainConfig(batch_size=2))
@@ -154,7 +154,7 @@ def test_stride_predicts_each_token_from_the_longest_context():
         window = np.resize(TOKENS[first : first + 8], 8)  # what comes after a token does not change its loss
         nll.append(float(windows(window)[place - first - 1]))
     run_config = Config("test", config, data=TextConfig(), steps=1, train=TrainConfig(batch_size=8))
-    evaluation = Evaluator(TrainSetup(run_config, make_mesh("data=8")), HeldOutText(TOKENS, LENGTHS, 7, 7, stride))(
+    evaluation = Evaluator(TrainSetup(run_config, make_mesh("data=8")), ValidationText(TOKENS, LENGTHS, 7, 7, stride))(
         params
     )
     assert evaluation.targets == 100
@@ -170,7 +170,7 @@ def test_evaluation_is_independent_of_batch_size_and_mesh():
     def loss(batch_size: int, n_devices: int, stride: int | None) -> float:
         run_config = Config("test", config, data=TextConfig(), steps=1, train=TrainConfig(batch_size=batch_size))
         mesh = make_mesh(devices=jax.devices()[:n_devices])
-        return Evaluator(TrainSetup(run_config, mesh), HeldOutText(tokens, LENGTHS, 16, 16, stride))(params).loss
+        return Evaluator(TrainSetup(run_config, mesh), ValidationText(tokens, LENGTHS, 16, 16, stride))(params).loss
 
     for stride in (None, 4):
         one = loss(1, 1, stride)

@@ -29,7 +29,7 @@ def test_read_metrics_returns_logged_rows_with_null_for_non_finite_numbers(tmp_p
     assert read_metrics(tmp_path) == [ROW, {"step": 1, "loss": None}]
 
 
-def test_sinks_receive_the_rows_of_the_file(tmp_path):
+def test_metric_writers_receive_the_rows_of_the_file(tmp_path):
     received: list[dict] = []
     with Log(tmp_path, 0, 3, [received.append]) as log:
         log.row(ROW)

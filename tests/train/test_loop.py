@@ -25,11 +25,11 @@ from jaxformer.runs.snapshots import load_snapshot, snapshot_steps
 from jaxformer.train import log, loop, pending
 from jaxformer.train.log import read_metrics, without_timings
 from jaxformer.train.loop import Callback, Outcome, is_doubled, is_due, train
+from jaxformer.train.metric_writers import WANDB_ID
 from jaxformer.train.optimizer import make_schedule
 from jaxformer.train.resume import Resume, Rollback, Start
 from jaxformer.train.setup import TrainSetup, TrainState
 from jaxformer.train.signals import ReceivedSignal
-from jaxformer.train.sinks import WANDB_ID
 from jaxformer.train.step import CompiledStep, StepMetrics
 from tests.arrays import assert_close
 from tests.helpers import write_books

@@ -23,7 +23,7 @@ from jaxformer.nn.parameters import parameter_axes
 from jaxformer.parallel.mesh import make_mesh
 from jaxformer.runs.run import abstract_params
 from jaxformer.train.optimizer import (
-    gradient_point,
+    eval_point,
     is_decayed,
     make_optimizer,
     make_schedule,
@@ -276,7 +276,7 @@ def schedule_free_run(config: OptimizerConfig, steps: int) -> list[np.ndarray]:
 
     @jax.jit
     def take(params: dict, state: Any) -> tuple[dict, Any]:
-        grads = {"W": CURVE * gradient_point(config, params, state)["W"]}
+        grads = {"W": CURVE * eval_point(config, params, state)["W"]}
         updates, state = optimizer.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
@@ -319,7 +319,7 @@ def test_schedule_free_follows_its_formula():
 def test_only_schedule_free_needs_the_gradient_at_another_point(config):
     params = {"W": normal(3, 2)}
     state = make_optimizer(config, make_schedule(config, 10), AXES).init(params)
-    assert (gradient_point(config, params, state) is params) == (config.name != "schedule_free")
+    assert (eval_point(config, params, state) is params) == (config.name != "schedule_free")
 
 
 @each_optimizer
@@ -408,7 +408,7 @@ def changes(config: OptimizerConfig, width: int) -> tuple[float, float]:
             logits_TV = model.apply({"params": params}, x_TD, method="unembed")
             return optax.softmax_cross_entropy_with_integer_labels(logits_TV, tokens_T[1:]).mean(), (x_TD, logits_TV)
 
-        grads, outputs = jax.grad(loss, has_aux=True)(gradient_point(config, params, state))
+        grads, outputs = jax.grad(loss, has_aux=True)(eval_point(config, params, state))
         updates, state = optimizer.update(grads, state, params)
         return optax.apply_updates(params, updates), state, outputs
 
@@ -442,7 +442,7 @@ def test_training_lowers_the_loss_and_resumes_bit_identically(tmp_path):
         return jnp.mean(jax.vmap(lambda tokens: next_token_nll(model, params, tokens))(batch))
 
     def step(params, state):
-        grads = jax.grad(loss)(gradient_point(config, params, state))
+        grads = jax.grad(loss)(eval_point(config, params, state))
         updates, state = optimizer.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 

@@ -20,9 +20,9 @@ from jaxformer.inspect.heads import HeadStatistics
 from jaxformer.inspect.pages.attention import AttentionLayer, AttentionSection
 from jaxformer.inspect.pages.charts import Axis, Grid, Line, Lines
 from jaxformer.inspect.pages.labels import describe_head, head_label, layer_label, stream_label
-from jaxformer.inspect.pages.model import FILM_PAGE, held_out, token_text
+from jaxformer.inspect.pages.model import FILM_PAGE, token_text, validation_batch
 from jaxformer.inspect.pages.page import Section, Table, embed, rounded, write_page
-from jaxformer.inspect.samples import held_out_prompts
+from jaxformer.inspect.samples import validation_prompts
 from jaxformer.runs.run import Run, count_parameters
 from jaxformer.runs.snapshots import load_snapshot, snapshot_steps
 
@@ -85,10 +85,10 @@ def write_film(
     Raises:
       UserError: the run has no film or no data, or its model has none; see `inspect.film.film`.
     """
-    batch, source, reason = held_out(run, n_examples)
+    batch, source, reason = validation_batch(run, n_examples)
     if batch is None:
         raise UserError(reason)
-    prompts = prompts or held_out_prompts(run)
+    prompts = prompts or validation_prompts(run)
     rows = list(film(run, batch, prompts, progress))
     lines = (json.dumps(nonfinite_to_none(asdict(frame)), ensure_ascii=False) for frame in rows)
     write_atomically(run.path / FILM_ROWS, "".join(f"{line}\n" for line in lines))

@@ -14,7 +14,7 @@ from jaxformer.inspect.lenses import Lens, agreement, jacobian_lens, regression_
 from jaxformer.inspect.pages.charts import Axis, Grid, Line, Lines
 from jaxformer.inspect.pages.page import Section, Table
 from jaxformer.models.objective import Params, is_causal_lm
-from jaxformer.train.evaluate import HeldOut
+from jaxformer.train.evaluate import ValidationData
 
 MAX_TOKENS = 64
 """Maximum tokens of a text that lenses are fitted to."""
@@ -30,7 +30,7 @@ ABOUT = (
 
 
 def lens_sections(
-    model: nn.Module, params: Params, data: HeldOut, progress: Callable[[str], object] = lambda _: None
+    model: nn.Module, params: Params, data: ValidationData, progress: Callable[[str], object] = lambda _: None
 ) -> list[Section]:
     """Return how well three lenses predict a decoder's predictions; `[]` for a model that they do not apply to. They
     are measured on some held-out texts, and fitted to others."""
@@ -40,7 +40,7 @@ def lens_sections(
     T = min(MAX_TOKENS, model.config.context_length)
     n = -(-POSITIONS_PER_FEATURE * model.config.d_model // T) + N_MEASURED
     n_windows = -(-n // (model.config.context_length // T))
-    batch = next(data.held_out(n_windows, n_windows))
+    batch = next(data.val_batches(n_windows, n_windows))
     if len(batch.inputs) > 1:  # packed documents
         return []
     tokens_BT, weights_BT = np.asarray(batch.inputs[0]), np.ones_like(batch.targets)

@@ -33,14 +33,14 @@ from jaxformer.inspect.pages.pictures import Picture, PictureSection, patch_atte
 from jaxformer.inspect.pages.training import training_sections
 from jaxformer.models.objective import is_causal_lm
 from jaxformer.runs.run import Run, count_parameters, load_data
-from jaxformer.train.evaluate import HeldOut
+from jaxformer.train.evaluate import ValidationData
 from jaxformer.train.log import read_metrics, read_samples
 
 FILM_PAGE = "film.html"
 """Name of the page about a run's film, in its folder."""
 MAX_ATTENTION_WEIGHTS = 600_000
 """Maximum attention weights on a page; 3 weights take 4 bytes, so that the page stays below 1 MB."""
-MAX_HELD_OUT_TOKENS = 128
+MAX_VALIDATION_TOKENS = 128
 """Maximum tokens of a held-out text on a page."""
 N_LIVE_TOKENS = 24
 """Maximum tokens of the held-out text, cut at a word boundary, that the live section starts with."""
@@ -68,7 +68,7 @@ def write_model_page(
     n_examples: int | None = None,
     max_live_parameters: int = 0,
     progress: Callable[[str], object] = lambda _: None,
-    text: HeldOut | None = None,
+    text: ValidationData | None = None,
     source: str = "the text",
     lenses: bool = False,
     contrast: str | None = None,
@@ -82,7 +82,7 @@ def write_model_page(
     `UserError` if a text does not suit the model or the page, or there is neither data nor a prompt."""
     metrics, batch, reason = read_metrics(run.path), None, ""
     if text is not None or metrics or prompt is None:
-        batch, source, reason = held_out(run, n_examples, text, source)
+        batch, source, reason = validation_batch(run, n_examples, text, source)
     example = _example(run, prompt, batch)
     other_T = None if contrast is None else _contrast(run, contrast, example)
     facts = [f"{type(run.model).__name__} of {count_parameters(run.params):,} parameters, at step {run.step:,}."]
@@ -170,8 +170,8 @@ def token_text(run: Run, token: int) -> str:
     return tokenizer.decode_part([token]).translate(SYMBOLS)
 
 
-def held_out(
-    run: Run, n: int | None = None, data: HeldOut | None = None, source: str = ""
+def validation_batch(
+    run: Run, n: int | None = None, data: ValidationData | None = None, source: str = ""
 ) -> tuple[Batch | None, str, str]:
     """Return held-out examples of a text or, by default, of the run's data; the name of their source; and the reason
     why the run's data cannot be read, in place of examples."""
@@ -186,8 +186,8 @@ def held_out(
     if n_targets < DEFAULT_TARGETS:  # two examples, whose gradients are compared
         cut = lambda batch: jax.tree.map(lambda x: x[:, : -(-n_targets // 2)], batch)  # noqa: E731
     if n is None:
-        n = min(MAX_DEFAULT_EXAMPLES, -(-n_targets // np.size(cut(next(data.held_out(1, 1))).targets)))
-    batch = cut(next(data.held_out(n, n)))
+        n = min(MAX_DEFAULT_EXAMPLES, -(-n_targets // np.size(cut(next(data.val_batches(1, 1))).targets)))
+    batch = cut(next(data.val_batches(n, n)))
     if batch.weights is not None:
         has_targets = np.flatnonzero(batch.weights.reshape(len(batch.weights), -1).any(axis=1))  # others fill the batch
         batch = jax.tree.map(lambda x: x[has_targets], batch)
@@ -300,7 +300,7 @@ def _example(run: Run, prompt: str | None, batch: Batch | None) -> Inputs | None
     if prompt is not None:
         example = _encode(run, Prompt(prompt, "`prompt`"))
     elif batch is not None:
-        example = _held_out_example(run, batch, MAX_HELD_OUT_TOKENS)
+        example = _validation_example(run, batch, MAX_VALIDATION_TOKENS)
     else:
         raise UserError("the run's data is not available; give a text with `prompt`.")
     maps = capture_shapes(run.model, run.params, *example, names=model_sections.MAPS, missing_ok=True)
@@ -311,7 +311,7 @@ def _example(run: Run, prompt: str | None, batch: Batch | None) -> Inputs | None
     max_tokens = int(n_tokens * (MAX_ATTENTION_WEIGHTS / n_weights) ** 0.5)
     if prompt is None:
         assert batch is not None
-        return _held_out_example(run, batch, max_tokens)
+        return _validation_example(run, batch, max_tokens)
     remedy = f"a page holds at most {MAX_ATTENTION_WEIGHTS:,}: shorten it to about {max_tokens} tokens"
     raise UserError(f"`prompt` has {n_tokens} tokens, and so the model {n_weights:,} attention weights; {remedy}.")
 
@@ -356,7 +356,7 @@ def _with_translation(run: Run, source: list[int]) -> Inputs:
     return jnp.array(source), jnp.ones(len(source), bool), jnp.array([end, *target][:limit])
 
 
-def _held_out_example(run: Run, batch: Batch, max_tokens: int) -> Inputs:
+def _validation_example(run: Run, batch: Batch, max_tokens: int) -> Inputs:
     """Return a batch's first example without padding; for translation, the longest source within the limits, with the
     model's own translation."""
     if contract_of(run.model).task is not Task.SEQUENCE_TO_SEQUENCE:

@@ -15,8 +15,9 @@ from jaxformer.inspect.activations import capture_shapes
 from jaxformer.inspect.pages.charts import STEP, Axis, Line, Lines
 from jaxformer.inspect.pages.labels import layer_label
 from jaxformer.inspect.pages.page import Section, Table, Texts, write_page
+from jaxformer.nn.parameter_norms import ROW_KEYS
 from jaxformer.runs.run import abstract_params, read_config
-from jaxformer.train.log import Sink, print_line, read_metrics, read_samples
+from jaxformer.train.log import MetricWriter, print_line, read_metrics, read_samples
 
 REPORT = "report.html"
 MAX_TIME_SHARE = 0.01
@@ -35,12 +36,12 @@ MAX_CHART_POINTS = 20_000
 """Maximum points in all lines of a chart, at about 6 bytes each."""
 
 
-def page_sink(folder: Path) -> Sink:
-    """Return a sink that updates the page at evaluations, within `MAX_TIME_SHARE`, until a write fails."""
+def page_writer(folder: Path) -> MetricWriter:
+    """Return a writer that updates the page at evaluations, within `MAX_TIME_SHARE`, until a write fails."""
     rows: list[Row] = []
     next_update = 0.0
 
-    def sink(row: dict[str, Any]) -> None:
+    def write(row: dict[str, Any]) -> None:
         nonlocal next_update
         rows.extend([row] if rows else read_metrics(folder))  # initially including rows from before a resumption
         start = time.perf_counter()
@@ -48,7 +49,7 @@ def page_sink(folder: Path) -> Sink:
             is_written = write_training_page(folder, rows)
             next_update = start + (time.perf_counter() - start) / MAX_TIME_SHARE if is_written else math.inf
 
-    return sink
+    return write
 
 
 def write_training_page(folder: Path, rows: Sequence[Row]) -> bool:
@@ -172,7 +173,7 @@ def _updates(rows: Sequence[Row]) -> Iterator[Section]:
     )
     if len(rows) > 1:  # for a single step, the table suffices
         yield Lines("Update ratios", lines, STEP, Axis("update / weight", log=True), 380, about=about)
-    table = [[p["name"], *(_number(p[key]) for key in ("g", "w", "u", "update"))] for p in rows[-1]["gradients"]]
+    table = [[p["name"], *(_number(p[key]) for key in ROW_KEYS[1:])] for p in rows[-1]["gradients"]]
     columns = ["parameter", "‖gradient‖", "‖weights‖", "lr·g/w", "update/w"]
     yield Table(f"Gradients at step {rows[-1]['step']:,}", columns, table)
 

@@ -164,7 +164,7 @@ def test_lens_sections_end_with_the_models_own_predictions():
     model, params = random_model(replace(DECODER, n_blocks=1))
     tokens_BT = np.random.default_rng(0).integers(0, 11, (30, 9)).astype(np.int32)
     batch = Batch((tokens_BT[:, :-1],), tokens_BT[:, 1:])
-    data: Any = SimpleNamespace(held_out=lambda n, most: iter([jax.tree.map(lambda x: x[:n], batch)]))
+    data: Any = SimpleNamespace(val_batches=lambda n, most: iter([jax.tree.map(lambda x: x[:n], batch)]))
     _, table = lens_sections(model, params, data)
     assert isinstance(table, Table) and [row[0] for row in table.rows] == ["blocks.0.resid_pre", "blocks.0.resid_post"]
     np.testing.assert_allclose(np.array(table.rows[-1][1:], float), [1, 0] * 3, atol=1e-3)

@@ -17,7 +17,7 @@ from jaxformer.inspect.pages.training import (
     MAX_CHART_POINTS,
     MAX_POINTS,
     N_SAMPLES,
-    page_sink,
+    page_writer,
     training_sections,
     write_training_page,
 )
@@ -36,12 +36,12 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def feed(run: Path, rows: list[dict]) -> None:
-    """Log rows as training does: each is in the file before a sink receives it."""
-    sink = page_sink(run)
+    """Log rows as training does: each is in the file before a writer receives it."""
+    writer = page_writer(run)
     for row in rows:
         with (run / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(row) + "\n")
-        sink(row)
+        writer(row)
 
 
 def losses(run: Path) -> list[tuple[list, list]]:
@@ -102,10 +102,10 @@ def test_page_is_updated_within_its_share_of_the_time(run: Path, monkeypatch: py
     monkeypatch.setattr(training, "write_training_page", write)
     monkeypatch.setattr(training, "time", SimpleNamespace(perf_counter=lambda: now))
     monkeypatch.setattr(training, "MAX_TIME_SHARE", 0.01)
-    sink = page_sink(run)
+    writer = page_writer(run)
     for step in range(30):
         (run / "metrics.jsonl").write_text(json.dumps({"step": step}) + "\n")
-        sink({"step": step, "val_loss": 1.0})
+        writer({"step": step, "val_loss": 1.0})
         now += 10
     assert written == [0, 10, 20]
 
@@ -154,7 +154,7 @@ def lines(title: str, rows: list[dict] = ROWS) -> list[Line]:
     return list(section.lines)
 
 
-def test_loss_chart_shows_training_and_held_out_losses():
+def test_loss_chart_shows_training_and_validation_losses():
     batch, held = lines("Loss")
     assert (batch.x, batch.y) == ([10, 20, 30], [5.5, 5.0, None])
     assert (held.x, held.y) == ([0, 20, 30], [6.0, 5.25, 4.0])

@@ -21,9 +21,9 @@ from jaxformer.models.decoder import DecoderConfig
 from jaxformer.parallel.mesh import make_mesh
 from jaxformer.train.log import read_metrics
 from jaxformer.train.loop import Callback, train
+from jaxformer.train.metric_writers import open_writers, prepare_writers, scalars
 from jaxformer.train.resume import Resume
 from jaxformer.train.setup import TrainSetup
-from jaxformer.train.sinks import open_sinks, prepare_sinks, scalars
 from tests.helpers import mounted, run, tiny, write_books
 
 MODEL = DecoderConfig(280, 16, 16, n_blocks=1, n_heads=2, d_ff=(24,), norm="rmsnorm")
@@ -139,9 +139,9 @@ def test_tensorboard_seldom_waits_for_the_disk(tmp_path, monkeypatch):
     synced = []
     monkeypatch.setattr("os.fsync", synced.append)
     write_rows(tmp_path, range(3))
-    with open_sinks(tmp_path, CONFIG) as (sink,):
+    with open_writers(tmp_path, CONFIG) as (writer,):
         for step in range(3, 40):
-            sink({"step": step, "loss": 5.0 - step})
+            writer({"step": step, "loss": 5.0 - step})
     assert tensorboard_rows(tmp_path) == [(step, {"loss": 5.0 - step}) for step in range(40)]
     assert len(synced) <= 3  # the header, the first row of this run, and the end
 
@@ -149,15 +149,15 @@ def test_tensorboard_seldom_waits_for_the_disk(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_tensorboard_receives_the_rows_logged_before_it_was_enabled(tmp_path):
     write_rows(tmp_path, range(3))
-    with open_sinks(tmp_path, CONFIG) as (sink,):
-        sink({"step": 3, "loss": 2.0})
+    with open_writers(tmp_path, CONFIG) as (writer,):
+        writer({"step": 3, "loss": 2.0})
         assert tensorboard_rows(tmp_path) == [(step, {"loss": 5.0 - step}) for step in range(4)]  # while it trains
     write_rows(tmp_path, range(2))  # as resuming at step 1 cuts it
-    with open_sinks(tmp_path, CONFIG):
+    with open_writers(tmp_path, CONFIG):
         pass
     assert tensorboard_rows(tmp_path) == [(0, {"loss": 5.0}), (1, {"loss": 4.0})]
     write_rows(tmp_path, range(4))  # after it had trained on without
-    with open_sinks(tmp_path, CONFIG):
+    with open_writers(tmp_path, CONFIG):
         pass
     assert tensorboard_rows(tmp_path) == [(step, {"loss": 5.0 - step}) for step in range(4)]
 
@@ -165,14 +165,18 @@ def test_tensorboard_receives_the_rows_logged_before_it_was_enabled(tmp_path):
 def test_full_disk_is_a_user_error(tmp_path):
     pytest.importorskip("tensorboardX")
     full = r"tensorboard cannot be written to .*: No space left on device; free some space, then resume with"
-    with mounted(tmp_path, "64k") as disk, pytest.raises(UserError, match=full), open_sinks(disk, CONFIG) as (sink,):
+    with (
+        mounted(tmp_path, "64k") as disk,
+        pytest.raises(UserError, match=full),
+        open_writers(disk, CONFIG) as (writer,),
+    ):
         for _ in range(1000):  # more than 100 KB
-            sink(ROW)
+            writer(ROW)
 
 
-def test_no_folder_opens_no_sinks():
-    with open_sinks(None, CONFIG) as sinks:
-        assert sinks == []
+def test_no_folder_opens_no_metric_writers():
+    with open_writers(None, CONFIG) as writers:
+        assert writers == []
 
 
 @pytest.mark.parametrize(("name", "package"), [("tensorboard", "tensorboardX"), ("wandb", "wandb")])
@@ -180,7 +184,7 @@ def test_missing_package_is_a_user_error_with_the_extra(monkeypatch, name, packa
     for module in (None, ModuleType(package)):  # not installed, or a namespace package
         monkeypatch.setitem(sys.modules, package, module)
         with pytest.raises(UserError, match=rf"log_to` {name} needs {package}, .*pip install 'jaxformer\[{name}\]'"):
-            prepare_sinks([name])
+            prepare_writers([name])
 
 
 @pytest.mark.slow
@@ -245,19 +249,19 @@ def uploaded_rows(file: Path) -> list[tuple[int, dict[str, float]]]:
 def test_resumed_run_is_one_wandb_run_and_its_last_upload_is_complete(tmp_path, wandb):
     config, folder = replace(CONFIG, train=replace(CONFIG.train, log_to=("wandb",))), tmp_path / "quick"
     folder.mkdir()
-    prepare_sinks(config.train.log_to)
-    with pytest.raises(Killed), open_sinks(folder, config) as (sink,):
-        sink({"step": 0, "loss": 5.0})
-        sink({"step": 1, "note": "the wind has turned"})
-        sink(ROW)
+    prepare_writers(config.train.log_to)
+    with pytest.raises(Killed), open_writers(folder, config) as (writer,):
+        writer({"step": 0, "loss": 5.0})
+        writer({"step": 1, "note": "the wind has turned"})
+        writer(ROW)
         raise Killed
     wandb.teardown()  # which waits until all is in the file
     (first,) = folder.glob("wandb/offline-run-*/*.wandb")
     assert uploaded_rows(first) == [(0, {"loss": 5.0}), (3, NAMED)]
     write_rows(folder, range(2))  # as resuming at step 1 cuts it
-    with open_sinks(folder, config) as (sink,):
-        sink(ROW)
-        sink({"step": 6, "loss": 3.0})  # the last
+    with open_writers(folder, config) as (writer,):
+        writer(ROW)
+        writer({"step": 6, "loss": 3.0})  # the last
     wandb.teardown()
     (second,) = set(folder.glob("wandb/offline-run-*/*.wandb")) - {first}
     assert uploaded_rows(second) == [(0, {"loss": 5.0}), (1, {"loss": 4.0}), (3, NAMED), (6, {"loss": 3.0})]
@@ -275,23 +279,23 @@ def test_missing_login_is_a_user_error_before_training(wandb, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "online")
     monkeypatch.setattr(sys, "stdin", io.StringIO())  # no terminal
     with pytest.raises(UserError, match=r"failed: No API key .*; log in with 'wandb login', or set WANDB_MODE=offline"):
-        prepare_sinks(["wandb"])
+        prepare_writers(["wandb"])
 
 
 @pytest.mark.slow
 def test_wandb_errors_are_user_errors(tmp_path, wandb, monkeypatch):
     config = replace(CONFIG, train=replace(CONFIG.train, log_to=("wandb",)))
     lost = rf"Weights & Biases failed: Connection lost; resume with `resume=True` `run='{tmp_path}'`$"
-    with pytest.raises(UserError, match=lost), open_sinks(tmp_path, config) as (sink,):
+    with pytest.raises(UserError, match=lost), open_writers(tmp_path, config) as (writer,):
         monkeypatch.setattr(
             wandb.Run, "log", lambda *_, **__: (_ for _ in ()).throw(ConnectionError("Connection lost"))
         )
-        sink(ROW)
+        writer(ROW)
 
     def refuse(**_: object) -> None:
         raise wandb.errors.CommError("no route\nto host.")
 
     monkeypatch.setattr(wandb, "init", refuse)
     refused = r"failed: no route to host; try again, or set WANDB_MODE=offline\.$"
-    with pytest.raises(UserError, match=refused), open_sinks(tmp_path, config):
+    with pytest.raises(UserError, match=refused), open_writers(tmp_path, config):
         raise AssertionError

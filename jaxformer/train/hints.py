@@ -1,4 +1,4 @@
-"""Remedies for a diverging loss, as fields of the config with values."""
+"""Hints for a diverging loss, as fields of the config with values."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from jaxformer.train.optimizer import RULES
 
 
 def hints(config: Config) -> list[tuple[str, str]]:
-    """Return descriptions and fields with values of the usual remedies, the smallest change first.
+    """Return descriptions and fields with values of what usually helps, the smallest change first.
 
     The first that is a field of the optimizer never asks for new checkpoints.
     """
@@ -25,6 +25,6 @@ def hints(config: Config) -> list[tuple[str, str]]:
     return [(what, option) for applies, what, option in table if applies]
 
 
-def remedies(config: Config) -> str:
-    """Return all usual remedies as text."""
+def hint_text(config: Config) -> str:
+    """Return all hints as text."""
     return ", ".join(f"{what} ({option})" for what, option in hints(config))

@@ -1,4 +1,4 @@
-"""Metric sinks in addition to `metrics.jsonl`: TensorBoard, Weights & Biases."""
+"""Metric writers in addition to `metrics.jsonl`: TensorBoard, Weights & Biases."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from jaxformer.config import Config
 from jaxformer.config.fields import flatten, to_dict
 from jaxformer.errors import UserError, import_extra, resume_fields, user_error_on_write
 from jaxformer.files import write_atomically
-from jaxformer.train.log import Row, Sink, read_metrics
+from jaxformer.train.log import MetricWriter, Row, read_metrics
 
 PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
-"""Package of each sink."""
+"""Package of each writer."""
 TENSORBOARD = "tensorboard"
 FLUSH_SECONDS = 10.0
 """Interval at which TensorBoard's events reach its file; each flush waits for the disk. What a kill loses is written
@@ -34,8 +34,8 @@ def scalars(row: Row) -> dict[str, float]:
     }
 
 
-def prepare_sinks(names: Iterable[str]) -> None:
-    """Check that the packages of these sinks are installed; at a terminal, Weights & Biases may prompt for a login.
+def prepare_writers(names: Iterable[str]) -> None:
+    """Check that the packages of these writers are installed; at a terminal, Weights & Biases may prompt for a login.
 
     Raises:
       UserError: an extra is not installed, or no login exists.
@@ -49,17 +49,17 @@ def prepare_sinks(names: Iterable[str]) -> None:
 
 
 @contextmanager
-def open_sinks(folder: Path | None, config: Config) -> Iterator[list[Sink]]:
-    """Open the sinks of `config.train.log_to`; none without a folder.
+def open_writers(folder: Path | None, config: Config) -> Iterator[list[MetricWriter]]:
+    """Open the writers of `config.train.log_to`; none without a folder.
 
-    Each sink is first synchronised with `metrics.jsonl`: rows that it lacks are sent at once, and steps beyond the last
+    Each is first synchronised with `metrics.jsonl`: rows that it lacks are sent at once, and steps beyond the last
     row are superseded.
 
     Raises:
-      UserError: see `prepare_sinks`; or a sink cannot be written to or reached.
+      UserError: see `prepare_writers`; or a writer cannot be written to or reached.
     """
     with ExitStack() as stack:
-        opened: list[Sink] = []
+        opened: list[MetricWriter] = []
         if folder is not None:
             for name in dict.fromkeys(config.train.log_to):
                 opened.append(stack.enter_context(_OPENERS[name](folder, config)))
@@ -67,7 +67,7 @@ def open_sinks(folder: Path | None, config: Config) -> Iterator[list[Sink]]:
 
 
 @contextmanager
-def _tensorboard(folder: Path, config: Config) -> Iterator[Sink]:
+def _tensorboard(folder: Path, config: Config) -> Iterator[MetricWriter]:
     """Write a new event file with all existing rows to the folder's tensorboard/.
 
     Events are written by the training loop's own thread: that of tensorboardX's SummaryWriter dies if the disk is full,
@@ -79,38 +79,38 @@ def _tensorboard(folder: Path, config: Config) -> Iterator[Sink]:
     name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"  # readers sort files by name
     with user_error_on_write(folder, TENSORBOARD):
         (folder / TENSORBOARD).mkdir(exist_ok=True)
-        writer = records.RecordWriter(str(folder / TENSORBOARD / name))
+        events_file = records.RecordWriter(str(folder / TENSORBOARD / name))
     flushed = 0.0
 
-    def write(**event: object) -> None:
+    def write_event(**event: object) -> None:
         nonlocal flushed
         with user_error_on_write(folder, TENSORBOARD):
-            writer.write(events.Event(wall_time=time.time(), **event).SerializeToString())
+            events_file.write(events.Event(wall_time=time.time(), **event).SerializeToString())
             if time.monotonic() - flushed >= FLUSH_SECONDS:
-                writer.flush()
+                events_file.flush()
                 flushed = time.monotonic()
 
-    def sink(row: Row) -> None:
+    def write(row: Row) -> None:
         values = [summaries.Summary.Value(tag=name, simple_value=value) for name, value in scalars(row).items()]
-        write(step=row["step"], summary=summaries.Summary(value=values))
+        write_event(step=row["step"], summary=summaries.Summary(value=values))
 
     try:
-        write(file_version="brain.Event:2")
+        write_event(file_version="brain.Event:2")
         # From this step on, readers discard earlier files, which may have missing or superfluous steps.
-        write(step=0, session_log=events.SessionLog(status=events.SessionLog.START))
+        write_event(step=0, session_log=events.SessionLog(status=events.SessionLog.START))
         for row in read_metrics(folder):
-            sink(row)
+            write(row)
         flushed = 0.0  # so that the first row of this run is seen at once
-        yield sink
+        yield write
         with user_error_on_write(folder, TENSORBOARD):
-            writer.flush()
+            events_file.flush()
     finally:
         with suppress(OSError):  # only the first error is raised
-            writer.close()
+            events_file.close()
 
 
 @contextmanager
-def _weights_and_biases(folder: Path, config: Config) -> Iterator[Sink]:
+def _weights_and_biases(folder: Path, config: Config) -> Iterator[MetricWriter]:
     """Log to a run of the project jaxformer, whose id is stored in the folder so that resuming continues it.
 
     Only steps from the run's `starting_step` on are sent, because its history is append-only. After an online run, no
@@ -131,7 +131,7 @@ def _weights_and_biases(folder: Path, config: Config) -> Iterator[Sink]:
 
     step = 0
 
-    def sink(row: Row) -> None:
+    def write(row: Row) -> None:
         nonlocal step
         step = row["step"]
         if step >= run.starting_step and (values := scalars(row)):
@@ -143,8 +143,8 @@ def _weights_and_biases(folder: Path, config: Config) -> Iterator[Sink]:
             file.parent.mkdir(exist_ok=True)
             write_atomically(file, run.id + "\n")
         for row in read_metrics(folder):
-            sink(row)
-        yield sink
+            write(row)
+        yield write
     except BaseException:
         with suppress(Exception):  # only the first error is raised
             run.finish(exit_code=1)
@@ -168,7 +168,7 @@ _OPENERS = {"tensorboard": _tensorboard, "wandb": _weights_and_biases}
 
 
 def _package(name: str, part: str = "") -> ModuleType:
-    """Return the package of a sink, or a submodule such as `.record_writer`; raise `UserError` if it is not
+    """Return the package of a writer, or a submodule such as `.record_writer`; raise `UserError` if it is not
     installed."""
     return import_extra(f"{PACKAGES[name]}{part}", f"`train.log_to` {name}")
 
