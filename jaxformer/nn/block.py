@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import flax.linen as nn
 import jax
@@ -19,6 +20,26 @@ Make = Callable[..., nn.Module]
 """Function that constructs a module, such as `functools.partial(MLP, hidden=…, d_out=…)`."""
 Function = Callable[[jax.Array], jax.Array]
 """Function from `(T, D)` to `(T, D)`."""
+
+
+class SideInputs(NamedTuple):
+    """Inputs of a block besides the residual stream, the same for all blocks with one kind of attention.
+
+    Attributes:
+      positions_T: int32 positions; None for 0, 1, 2, …
+      mask: keys that a query may attend to, True for visible; None for all.
+      slot: index in the cache of the first new key and value.
+      source: for cross-attention, a sequence `(S, D)`, or a block's cache with its `keys_values`.
+      source_mask: mask of cross-attention.
+      valid_T: False for padding, for an MLP whose tokens depend on each other; see `Experts`.
+    """
+
+    positions_T: jax.Array | None = None
+    mask: Mask = None
+    slot: jax.Array | int = 0
+    source: jax.Array | LayerCache | None = None
+    source_mask: Mask = None
+    valid_T: jax.Array | None = None
 
 
 def identity(x_TD: jax.Array) -> jax.Array:
@@ -60,25 +81,16 @@ class Block(nn.Module):
     def __call__(
         self,
         x_TD: jax.Array,
-        positions_T: jax.Array | None = None,
-        mask: Mask = None,
+        inputs: SideInputs = SideInputs(),  # noqa: B008 (it is immutable)
         cache: LayerCache | None = None,
-        slot: jax.Array | int = 0,
-        source: jax.Array | LayerCache | None = None,
-        source_mask: Mask = None,
         key: jax.Array | None = None,
-        valid_T: jax.Array | None = None,
     ) -> tuple[jax.Array, LayerCache | None]:
         """Map `(T, D)` to `(T, D)`, and the layer's cache, if given, to the cache with the new keys and values.
 
         Args:
-          positions_T: int32 positions; by default 0, 1, 2, …
-          mask: keys that a query may attend to, True for visible; by default all.
-          source: for cross-attention, a sequence `(S, D)`, or a cache with its `keys_values`.
-          source_mask: mask of cross-attention.
           key: dropout key; None for no dropout.
-          valid_T: False for padding, for an MLP whose tokens depend on each other; see `Experts`.
         """
+        positions_T, mask, slot, source, source_mask, valid_T = inputs
 
         def attention(x_TD: jax.Array) -> jax.Array:
             nonlocal cache

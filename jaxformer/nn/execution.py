@@ -77,19 +77,13 @@ def input_dropout(
 
 
 def run_blocks(
-    blocks: Sequence[nn.Module],
-    execution: Execution,
-    x_TD: jax.Array,
-    *inputs: Any,
-    keys: jax.Array | None = None,
-    **named: Any,
+    blocks: Sequence[nn.Module], execution: Execution, x_TD: jax.Array, inputs: Any, keys: jax.Array | None = None
 ) -> jax.Array:
-    """Return the residual stream `(T, D)` after all blocks, each called as `block(x_TD, *inputs, key=…, **named)`.
+    """Return the residual stream `(T, D)` after all blocks, each called as `block(x_TD, inputs, key=key)`.
 
     Args:
       blocks: bound modules whose calls return `(x_TD, cache)`.
-      *inputs: additional positional inputs, the same for all blocks.
-      **named: additional keyword inputs, the same for all blocks.
+      inputs: the same for all blocks; `SideInputs` for a `Block`.
       keys: one dropout key per block.
 
     Raises:
@@ -101,7 +95,7 @@ def run_blocks(
         if is_capturing() or len(blocks) == 1:
             execution = replace(execution, scan=False)
         if execution.scan and not blocks[0].is_initializing():
-            return _scan_blocks(blocks, execution, x_TD, *inputs, keys=keys, **named)
+            return _scan_blocks(blocks, execution, x_TD, inputs, keys)
         called: list[nn.Module] = []
         for i, block in enumerate(blocks):
             if is_tracing_init():  # a deep model's blocks would take half a second
@@ -109,17 +103,17 @@ def run_blocks(
                     repeat_parameters(like, block)
                     continue
                 called.append(block)
-            run = _block_function(block, execution, *inputs, **named)
+            run = _block_function(block, execution, inputs)
             x_TD = run(block, x_TD, None if keys is None else keys[i])
     return x_TD
 
 
-def _block_function(block: nn.Module, execution: Execution, *inputs: Any, **named: Any) -> Callable[..., jax.Array]:
+def _block_function(block: nn.Module, execution: Execution, inputs: Any) -> Callable[..., jax.Array]:
     """Return a function of `(block, x_TD, key)` that computes the residual stream `(T, D)` after the block, including
     gather and remat."""
 
     def run(block: nn.Module, x_TD: jax.Array, key: jax.Array | None) -> jax.Array:
-        return block(x_TD, *inputs, key=key, **named)[0]
+        return block(x_TD, inputs, key=key)[0]
 
     if not block.is_initializing():
         if execution.gather is not no_gather:
@@ -133,12 +127,7 @@ def _block_function(block: nn.Module, execution: Execution, *inputs: Any, **name
 
 
 def _scan_blocks(
-    blocks: Sequence[nn.Module],
-    execution: Execution,
-    x_TD: jax.Array,
-    *inputs: Any,
-    keys: jax.Array | None,
-    **named: Any,
+    blocks: Sequence[nn.Module], execution: Execution, x_TD: jax.Array, inputs: Any, keys: jax.Array | None
 ) -> jax.Array:
     """Return the residual stream `(T, D)` after all blocks, from a scan over their stacked parameters."""
     # JAX transformations cannot handle bound modules: extract the parameters, and apply the first block with each.
@@ -148,7 +137,7 @@ def _scan_blocks(
         raise ValueError("the blocks differ in shape and cannot be scanned")
     unbound = blocks[0].clone(parent=None)
     mutable = [ROUTER] if blocks[0].is_mutable_collection(ROUTER) else []
-    run = _block_function(blocks[0], execution, *inputs, **named)
+    run = _block_function(blocks[0], execution, inputs)
 
     def body(x_TD: jax.Array, of_block: tuple[Any, jax.Array | None]) -> tuple[jax.Array, Any]:
         params, key = of_block
