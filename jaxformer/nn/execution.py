@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 
 from jaxformer.nn.capture import capture_point, is_capturing, lifted, rooted_at
-from jaxformer.nn.parameters import is_tracing_init, repeat_parameters
 from jaxformer.ops.attention import attention
 from jaxformer.ops.blockwise import SAVED
 from jaxformer.ops.kernels import is_cudnn_forward
@@ -96,13 +95,7 @@ def run_blocks(
             execution = replace(execution, scan=False)
         if execution.scan and not blocks[0].is_initializing():
             return _scan_blocks(blocks, execution, x_TD, inputs, keys)
-        called: list[nn.Module] = []
         for i, block in enumerate(blocks):
-            if is_tracing_init():  # a deep model's blocks would take half a second
-                if like := next((other for other in called if _recipe(other) == _recipe(block)), None):
-                    repeat_parameters(like, block)
-                    continue
-                called.append(block)
             run = _block_function(block, execution, inputs)
             x_TD = run(block, x_TD, None if keys is None else keys[i])
     return x_TD

@@ -36,20 +36,6 @@ def parameter(
     return module.param(name, init, shape)
 
 
-def is_tracing_init() -> bool:
-    """Return whether a model's initialisation is being traced for its shapes, by `trace_init`."""
-    return _declared.get() is not None
-
-
-def repeat_parameters(of: nn.Module, module: nn.Module) -> None:
-    """In `trace_init`, give a bound module the parameters and axes of an equal one that was called."""
-    declared, start = _declared.get() or {}, ".".join((*of.path, ""))
-    for name, value in of.variables["params"].items():
-        module.put_variable("params", name, value)
-    for name in [name for name in declared if name.startswith(start)]:
-        declared[".".join((*module.path, name.removeprefix(start)))] = declared[name]
-
-
 def check_name(field: str, name: str, known: Iterable[str]) -> None:
     """Raise `ValueError` for a name that a module does not know."""
     if name not in known:
