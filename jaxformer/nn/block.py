@@ -54,7 +54,9 @@ class Block(nn.Module):
 
     Attributes:
       make_attention, make_mlp, make_norm: functions that construct the sublayers and norms; None for no norm.
-      norm_placement: 'pre', 'post' or 'both'; see `sublayer`.
+      norm_placement: 'pre', before each sublayer; 'post', after each addition (Vaswani et al. 2017, section 3.1); or
+        'both', before and after each sublayer (Gemma 2). Without 'post', the residual stream itself is never
+        normalised, so that gradients reach the first block unchanged (Xiong et al. 2020).
       dropout: dropout probability of the outputs of each sublayer, applied if there is a dropout key.
       make_cross_attention: function that constructs cross-attention; None for no cross-attention.
     """
@@ -91,46 +93,37 @@ class Block(nn.Module):
           key: dropout key; None for no dropout.
         """
         positions_T, mask, slot, source, source_mask, valid_T = inputs
-
-        def attention(x_TD: jax.Array) -> jax.Array:
-            nonlocal cache
-            y_TD, cache = self.attention(x_TD, positions_T, mask, cache, slot)
-            return y_TD
-
-        def cross_attention(x_TD: jax.Array) -> jax.Array:
-            return self.cross_attention(x_TD, positions_T, source_mask, source=source)[0]
-
-        def mlp(x_TD: jax.Array) -> jax.Array:
-            return self.mlp(x_TD) if valid_T is None else self.mlp(x_TD, valid_T)
-
-        # One dropout key per sublayer: with one for all, they would drop the same features.
         crosses = self.make_cross_attention is not None
+        # One dropout key per sublayer: with one for all, they would drop the same features.
         keys = [None] * 3 if key is None else list(jax.random.split(key, 3 if crosses else 2))
         x_TD = capture_point(self, "resid_pre", x_TD)
-        drop = partial(self._drop, "attn_out", self.attention_dropout, keys[0])
-        x_TD = self.sublayer(x_TD, attention, self.attention_norm, self.attention_post_norm, drop)
-        x_TD = capture_point(self, "resid_mid", x_TD)
+        z_TD = self._normalized("attention", x_TD)
+        y_TD, cache = self.attention(z_TD, positions_T, mask, cache, slot)
+        x_TD = capture_point(self, "resid_mid", self._add("attention", x_TD, y_TD, keys[0]))
         if crosses:
-            drop = partial(self._drop, "cross_attn_out", self.cross_attention_dropout, keys[1])
-            x_TD = self.sublayer(x_TD, cross_attention, self.cross_attention_norm, self.cross_attention_post_norm, drop)
-            x_TD = capture_point(self, "resid_mid_cross", x_TD)
-        drop = partial(self._drop, "mlp_out", self.mlp_dropout, keys[-1])
-        x_TD = self.sublayer(x_TD, mlp, self.mlp_norm, self.mlp_post_norm, drop)
-        return capture_point(self, "resid_post", x_TD), cache
+            z_TD = self._normalized("cross_attention", x_TD)
+            y_TD, _ = self.cross_attention(z_TD, positions_T, source_mask, source=source)
+            x_TD = capture_point(self, "resid_mid_cross", self._add("cross_attention", x_TD, y_TD, keys[1]))
+        z_TD = self._normalized("mlp", x_TD)
+        y_TD = self.mlp(z_TD) if valid_T is None else self.mlp(z_TD, valid_T)
+        return capture_point(self, "resid_post", self._add("mlp", x_TD, y_TD, keys[-1])), cache
 
-    def sublayer(self, x_TD: jax.Array, f: Function, norm: Function, post_norm: Function, drop: Function) -> jax.Array:
-        """Return x + f(norm(x)), or the same with norms elsewhere, `(T, D)`, with dropout of f's output."""
-        if self.norm_placement == "post":  # Vaswani et al. 2017, section 3.1
-            return norm(x_TD + drop(f(x_TD)))
-        if self.norm_placement == "both":  # Gemma 2
-            return x_TD + drop(post_norm(f(norm(x_TD))))
-        # Xiong et al. 2020: x itself is never normalised, so that gradients reach the first block unchanged.
-        return x_TD + drop(f(norm(x_TD)))
+    def residual(self, x_TD: jax.Array, y_TD: jax.Array) -> jax.Array:
+        """Return the residual stream `(T, D)` after a sublayer with the output y."""
+        return x_TD + y_TD
+
+    def _normalized(self, sublayer: str, x_TD: jax.Array) -> jax.Array:
+        """Return the input of a sublayer, `(T, D)`."""
+        return x_TD if self.norm_placement == "post" else getattr(self, f"{sublayer}_norm")(x_TD)
+
+    def _add(self, sublayer: str, x_TD: jax.Array, y_TD: jax.Array, key: jax.Array | None) -> jax.Array:
+        """Return the residual stream `(T, D)` after a sublayer with the output y, with dropout of y."""
+        y_TD = getattr(self, f"{sublayer}_post_norm")(y_TD)
+        if self.dropout and key is not None:
+            y_TD = getattr(self, f"{sublayer}_dropout")(y_TD, rng=key)
+        x_TD = self.residual(x_TD, capture_point(self, sublayer.replace("attention", "attn") + "_out", y_TD))
+        return getattr(self, f"{sublayer}_norm")(x_TD) if self.norm_placement == "post" else x_TD
 
     def keys_values(self, source_SD: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return the keys and values of cross-attention from a source, each `(G, S, K)`."""
         return self.cross_attention.keys_values(source_SD, jnp.arange(len(source_SD)))
-
-    def _drop(self, name: str, dropout: nn.Dropout, key: jax.Array | None, y_TD: jax.Array) -> jax.Array:
-        """Return what a sublayer adds to the residual stream, `(T, D)`, after dropout; its capture point is `name`."""
-        return capture_point(self, name, dropout(y_TD, rng=key) if self.dropout and key is not None else y_TD)
