@@ -27,10 +27,10 @@ from jaxformer.contract import Contract, Input, Task, token_inputs
 from jaxformer.errors import UserError
 from jaxformer.models.blocks import BlocksConfig, TokenBlocksConfig
 from jaxformer.models.inputs import check_length
-from jaxformer.nn.block import SideInputs
+from jaxformer.nn.block import SideInputs, input_dropout, run_blocks
 from jaxformer.nn.capture import OUTPUT, capture_point
 from jaxformer.nn.embedding import Embedding, Positions
-from jaxformer.nn.execution import PLAIN, Execution, input_dropout, run_blocks
+from jaxformer.nn.execution import PLAIN, Execution
 from jaxformer.nn.mlp import Activation
 from jaxformer.nn.parameters import parameter
 from jaxformer.ops.masks import Causal, Mask, zero_padding

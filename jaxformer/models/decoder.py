@@ -16,10 +16,10 @@ from jaxformer.contract import ARRAY, Contract, Input
 from jaxformer.errors import UserError
 from jaxformer.models.causal import CausalAttentionConfig
 from jaxformer.models.inputs import check_length
-from jaxformer.nn.block import Block, SideInputs
+from jaxformer.nn.block import Block, SideInputs, run_blocks
 from jaxformer.nn.capture import capture_point
 from jaxformer.nn.embedding import Embedding, Positions
-from jaxformer.nn.execution import PLAIN, Execution, run_blocks, traced_once
+from jaxformer.nn.execution import PLAIN, Execution, traced_once
 from jaxformer.nn.norms import Norm
 from jaxformer.nn.parameters import parameter
 from jaxformer.ops import masks

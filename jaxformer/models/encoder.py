@@ -15,10 +15,10 @@ from jaxformer.config.fields import Depth, NonNegative, NonNegativeFloat, Range,
 from jaxformer.contract import ARRAY, Contract, Task, token_inputs
 from jaxformer.models.blocks import TokenBlocksConfig
 from jaxformer.models.inputs import check_length
-from jaxformer.nn.block import SideInputs
+from jaxformer.nn.block import SideInputs, input_dropout, run_blocks
 from jaxformer.nn.capture import capture_point
 from jaxformer.nn.embedding import Embedding, Positions
-from jaxformer.nn.execution import PLAIN, Execution, input_dropout, run_blocks
+from jaxformer.nn.execution import PLAIN, Execution
 from jaxformer.nn.mlp import MLP, Activation, activate
 from jaxformer.nn.parameters import parameter
 from jaxformer.ops import masks

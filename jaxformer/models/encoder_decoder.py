@@ -16,10 +16,10 @@ from jaxformer.config.fields import Depth, NonNegative
 from jaxformer.contract import Contract, Task, token_inputs
 from jaxformer.models.blocks import TokenBlocksConfig, check_local_heads
 from jaxformer.models.inputs import check_length
-from jaxformer.nn.block import SideInputs
+from jaxformer.nn.block import SideInputs, input_dropout, run_blocks
 from jaxformer.nn.capture import capture_point
 from jaxformer.nn.embedding import Embedding
-from jaxformer.nn.execution import PLAIN, Execution, input_dropout, run_blocks, traced_once
+from jaxformer.nn.execution import PLAIN, Execution, traced_once
 from jaxformer.ops import masks
 from jaxformer.ops.cache import KVCache, LayerCache, init_cache, write_layer, write_positions
 from jaxformer.ops.linear_cross_entropy import Unembedding

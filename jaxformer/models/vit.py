@@ -15,9 +15,9 @@ from jaxformer.config.fields import Depth, PositiveFloat, Side, Size, expand_pat
 from jaxformer.contract import Contract
 from jaxformer.errors import UserError
 from jaxformer.models.blocks import BlocksConfig
-from jaxformer.nn.block import SideInputs
+from jaxformer.nn.block import SideInputs, input_dropout, run_blocks
 from jaxformer.nn.capture import capture_point
-from jaxformer.nn.execution import PLAIN, Execution, input_dropout, run_blocks
+from jaxformer.nn.execution import PLAIN, Execution
 from jaxformer.nn.mlp import Activation, uniform_fan_in
 from jaxformer.nn.parameters import parameter
 from jaxformer.nn.patches import LearnedPositions, PatchEmbedding

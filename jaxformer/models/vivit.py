@@ -14,8 +14,8 @@ from jaxformer.config.fields import Depth, Side, Size
 from jaxformer.contract import Contract, Input, Task
 from jaxformer.errors import UserError
 from jaxformer.models.vit import ViT, ViTConfig
-from jaxformer.nn.block import SideInputs
-from jaxformer.nn.execution import PLAIN, Execution, input_dropout, run_blocks
+from jaxformer.nn.block import SideInputs, input_dropout, run_blocks
+from jaxformer.nn.execution import PLAIN, Execution
 from jaxformer.nn.patches import PatchEmbedding
 from jaxformer.ops import masks
 from jaxformer.ops.attention import in_segments

@@ -1,10 +1,10 @@
 """Flax Linen modules for one example, which wire parameters around the functions of `jaxformer.ops`."""
 
 from jaxformer.nn.attention import MultiHeadAttention
-from jaxformer.nn.block import Block, SideInputs
+from jaxformer.nn.block import Block, SideInputs, run_blocks
 from jaxformer.nn.capture import OUTPUT, capture_point
 from jaxformer.nn.embedding import Embedding
-from jaxformer.nn.execution import PLAIN, Execution, run_blocks
+from jaxformer.nn.execution import PLAIN, Execution
 from jaxformer.nn.experts import Experts
 from jaxformer.nn.mlp import ACTIVATIONS, MLP
 from jaxformer.nn.norms import LayerNorm, RMSNorm

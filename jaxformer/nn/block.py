@@ -1,15 +1,16 @@
-"""The transformer block."""
+"""The transformer block, and a stack of blocks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from jaxformer.nn.attention import MultiHeadAttention
-from jaxformer.nn.capture import capture_point
+from jaxformer.nn.capture import capture_point, is_capturing
+from jaxformer.nn.execution import Execution, call_block, scan_blocks
 from jaxformer.nn.mlp import MLP
 from jaxformer.nn.norms import RMSNorm
 from jaxformer.nn.parameters import check_name
@@ -112,6 +113,10 @@ class Block(nn.Module):
         """Return the residual stream `(T, D)` after a sublayer with the output y."""
         return x_TD + y_TD
 
+    def keys_values(self, source_SD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return the keys and values of cross-attention from a source, each `(G, S, K)`."""
+        return self.cross_attention.keys_values(source_SD, jnp.arange(len(source_SD)))
+
     def _normalized(self, sublayer: str, x_TD: jax.Array) -> jax.Array:
         """Return the input of a sublayer, `(T, D)`."""
         return x_TD if self.norm_placement == "post" else getattr(self, f"{sublayer}_norm")(x_TD)
@@ -124,6 +129,37 @@ class Block(nn.Module):
         x_TD = self.residual(x_TD, capture_point(self, sublayer.replace("attention", "attn") + "_out", y_TD))
         return getattr(self, f"{sublayer}_norm")(x_TD) if self.norm_placement == "post" else x_TD
 
-    def keys_values(self, source_SD: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return the keys and values of cross-attention from a source, each `(G, S, K)`."""
-        return self.cross_attention.keys_values(source_SD, jnp.arange(len(source_SD)))
+
+def input_dropout(
+    module: nn.Module, dropout: nn.Module, x: jax.Array, n_blocks: int
+) -> tuple[jax.Array, jax.Array | None]:
+    """Return the input of the first block after dropout, and one dropout key per block, `(n_blocks,)`.
+
+    If `module` has no dropout key, these are `x` and None.
+    """
+    if not module.has_rng("dropout"):
+        return x, None
+    keys = jax.random.split(module.make_rng("dropout"), n_blocks + 1)
+    return capture_point(module, str(dropout.name), dropout(x, rng=keys[0])), keys[1:]
+
+
+def run_blocks(
+    blocks: Sequence[nn.Module], execution: Execution, x_TD: jax.Array, inputs: Any, keys: jax.Array | None = None
+) -> jax.Array:
+    """Return the residual stream `(T, D)` after all blocks, each called as `block(x_TD, inputs, key=key)`.
+
+    Args:
+      blocks: bound modules whose calls return `(x_TD, cache)`.
+      inputs: the same for all blocks; `SideInputs` for a `Block`.
+      keys: one dropout key per block.
+
+    Raises:
+      ValueError: the blocks differ in shape and cannot be scanned.
+    """
+    # Values of a scan's body have no names of their own, so what is captured is computed block by block. A single block
+    # may return another width than it reads.
+    if execution.scan and len(blocks) > 1 and not is_capturing() and not blocks[0].is_initializing():
+        return scan_blocks(blocks, execution, x_TD, inputs, keys)
+    for i, block in enumerate(blocks):
+        x_TD = call_block(block, execution, x_TD, inputs, None if keys is None else keys[i])
+    return x_TD
