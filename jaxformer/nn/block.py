@@ -24,7 +24,8 @@ Function = Callable[[jax.Array], jax.Array]
 
 
 class SideInputs(NamedTuple):
-    """Inputs of a block besides the residual stream, the same for all blocks with one kind of attention.
+    """Inputs of a block besides the residual stream: the same for all blocks of a pass, but for the masks of different
+    kinds of attention, and a cached source.
 
     Attributes:
       positions_T: int32 positions; None for 0, 1, 2, …
@@ -98,15 +99,15 @@ class Block(nn.Module):
         # One dropout key per sublayer: with one for all, they would drop the same features.
         keys = [None] * 3 if key is None else list(jax.random.split(key, 3 if crosses else 2))
         x_TD = capture_point(self, "resid_pre", x_TD)
-        z_TD = self._normalized("attention", x_TD)
-        y_TD, cache = self.attention(z_TD, positions_T, mask, cache, slot)
+        h_TD = self._normalized("attention", x_TD)
+        y_TD, cache = self.attention(h_TD, positions_T, mask, cache, slot)
         x_TD = capture_point(self, "resid_mid", self._add("attention", x_TD, y_TD, keys[0]))
         if crosses:
-            z_TD = self._normalized("cross_attention", x_TD)
-            y_TD, _ = self.cross_attention(z_TD, positions_T, source_mask, source=source)
+            h_TD = self._normalized("cross_attention", x_TD)
+            y_TD, _ = self.cross_attention(h_TD, positions_T, source_mask, source=source)
             x_TD = capture_point(self, "resid_mid_cross", self._add("cross_attention", x_TD, y_TD, keys[1]))
-        z_TD = self._normalized("mlp", x_TD)
-        y_TD = self.mlp(z_TD) if valid_T is None else self.mlp(z_TD, valid_T)
+        h_TD = self._normalized("mlp", x_TD)
+        y_TD = self.mlp(h_TD) if valid_T is None else self.mlp(h_TD, valid_T)
         return capture_point(self, "resid_post", self._add("mlp", x_TD, y_TD, keys[-1])), cache
 
     def residual(self, x_TD: jax.Array, y_TD: jax.Array) -> jax.Array:
