@@ -122,7 +122,7 @@ def layer(folder: Path, B: int, T: int, H: int, G: int, K: int, attends: bool = 
 
     from jaxformer.cli import machine
     from jaxformer.config import ComputeConfig
-    from jaxformer.ops.attention import from_heads, to_heads
+    from jaxformer.ops.attention import merge_heads, project_heads
     from jaxformer.ops.masks import Causal
     from jaxformer.parallel.mesh import make_mesh
     from jaxformer.train.kernels import FusedAttention, make_attention
@@ -134,10 +134,10 @@ def layer(folder: Path, B: int, T: int, H: int, G: int, K: int, attends: bool = 
     attention, line = make_attention("auto", jax.default_backend(), q_HTK, k_GTK, Causal())
 
     def forward(x_TD: jax.Array, *W: jax.Array) -> jax.Array:
-        q, k, v = (to_heads(x_TD, w) for w in W[:3])
+        q, k, v = (project_heads(x_TD, w) for w in W[:3])
         if attends:
-            return from_heads(attention(q, k, v, Causal(), K**-0.5), W[3])
-        return from_heads(q + jnp.repeat(k + v, H // G, axis=0), W[3])
+            return merge_heads(attention(q, k, v, Causal(), K**-0.5), W[3])
+        return merge_heads(q + jnp.repeat(k + v, H // G, axis=0), W[3])
 
     def forward_backward(x: jax.Array, *rest: jax.Array) -> tuple[jax.Array, ...]:
         y, pullback = jax.vjp(jax.vmap(forward, (0, None, None, None, None)), x, *rest[:4])

@@ -19,7 +19,7 @@ from jaxformer.errors import UserError
 from jaxformer.models.decoder import Decoder, DecoderConfig
 from jaxformer.models.moe import MoEConfig
 from jaxformer.nn.attention import MultiHeadAttention
-from jaxformer.nn.block import Block, Function, Make
+from jaxformer.nn.block import Block, Make
 from jaxformer.nn.embedding import Embedding
 from jaxformer.nn.execution import PLAIN, Execution
 from jaxformer.nn.local_heads import LocalHeads
@@ -172,10 +172,8 @@ class RungDecoder(Decoder):
 class PlainBlock(Block):
     """`Block` without residual connections: f(norm(x)) instead of x + f(norm(x))."""
 
-    def sublayer(self, x_TD: jax.Array, f: Function, norm: Function, post_norm: Function, drop: Function) -> jax.Array:
-        if self.norm_placement == "post":
-            return norm(drop(f(x_TD)))
-        return drop(post_norm(f(norm(x_TD))))
+    def residual(self, x_TD: jax.Array, y_TD: jax.Array) -> jax.Array:
+        return y_TD
 
 
 class ConcatenatedHeads(LocalHeads):

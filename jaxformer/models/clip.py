@@ -27,9 +27,10 @@ from jaxformer.contract import Contract, Input, Task, token_inputs
 from jaxformer.errors import UserError
 from jaxformer.models.blocks import BlocksConfig, TokenBlocksConfig
 from jaxformer.models.inputs import check_length
+from jaxformer.nn.block import SideInputs, input_dropout, run_blocks
 from jaxformer.nn.capture import OUTPUT, capture_point
 from jaxformer.nn.embedding import Embedding, Positions
-from jaxformer.nn.execution import PLAIN, Execution, input_dropout, run_blocks
+from jaxformer.nn.execution import PLAIN, Execution
 from jaxformer.nn.mlp import Activation
 from jaxformer.nn.parameters import parameter
 from jaxformer.ops.masks import Causal, Mask, zero_padding
@@ -223,7 +224,7 @@ class CLIP(nn.Module):
     def _through(self, blocks: Sequence[nn.Module], dropout: nn.Module, x_TD: jax.Array, mask: Mask) -> jax.Array:
         """Return the residual stream `(T, D)` after a tower's blocks."""
         x_TD, keys = input_dropout(self, dropout, x_TD, len(blocks))
-        return run_blocks(blocks, self.execution, x_TD, jnp.arange(len(x_TD)), mask, keys=keys)
+        return run_blocks(blocks, self.execution, x_TD, SideInputs(mask=mask), keys)
 
 
 def _joint(x_D: jax.Array, W_DE: jax.Array) -> jax.Array:

@@ -16,10 +16,10 @@ from jaxformer.contract import ARRAY, Contract, Input
 from jaxformer.errors import UserError
 from jaxformer.models.causal import CausalAttentionConfig
 from jaxformer.models.inputs import check_length
-from jaxformer.nn.block import Block
+from jaxformer.nn.block import Block, SideInputs, run_blocks
 from jaxformer.nn.capture import capture_point
 from jaxformer.nn.embedding import Embedding, Positions
-from jaxformer.nn.execution import PLAIN, Execution, run_blocks, traced_once
+from jaxformer.nn.execution import PLAIN, Execution, traced_once
 from jaxformer.nn.norms import Norm
 from jaxformer.nn.parameters import parameter
 from jaxformer.ops import masks
@@ -163,15 +163,8 @@ class Decoder(nn.Module):
         x_TD = self.embedding(tokens_T, positions_T)
         keys = jax.random.split(self.make_rng("dropout"), c.n_blocks) if self.has_rng("dropout") else None
         for window, part in c.block_groups:  # a scan needs blocks with the same mask
-            x_TD = run_blocks(
-                self.blocks[part],
-                self.execution,
-                x_TD,
-                positions_T,
-                mask_of[window],
-                keys=None if keys is None else keys[part],
-                valid_T=valid_T,
-            )
+            inputs = SideInputs(positions_T, mask_of[window], valid_T=valid_T)
+            x_TD = run_blocks(self.blocks[part], self.execution, x_TD, inputs, None if keys is None else keys[part])
         return x_TD
 
     def extend(
@@ -196,7 +189,7 @@ class Decoder(nn.Module):
         x_TD = self.embedding(tokens_T, positions_T)
         layers: list[LayerCache] = []
         for block, layer, window in zip(traced_once(self.blocks), cache.layers, c.block_windows, strict=True):
-            x_TD, updated = block(x_TD, positions_T, mask_of[window], layer, slot)
+            x_TD, updated = block(x_TD, SideInputs(positions_T, mask_of[window], slot), layer)
             layers.append(updated)
         return x_TD, KVCache(tuple(layers), position_S)
 

@@ -15,9 +15,10 @@ from jaxformer.config.fields import Depth, NonNegative, NonNegativeFloat, Range,
 from jaxformer.contract import ARRAY, Contract, Task, token_inputs
 from jaxformer.models.blocks import TokenBlocksConfig
 from jaxformer.models.inputs import check_length
+from jaxformer.nn.block import SideInputs, input_dropout, run_blocks
 from jaxformer.nn.capture import capture_point
 from jaxformer.nn.embedding import Embedding, Positions
-from jaxformer.nn.execution import PLAIN, Execution, input_dropout, run_blocks
+from jaxformer.nn.execution import PLAIN, Execution
 from jaxformer.nn.mlp import MLP, Activation, activate
 from jaxformer.nn.parameters import parameter
 from jaxformer.ops import masks
@@ -167,7 +168,7 @@ class Encoder(nn.Module):
             x_TD = self.embedding_norm(x_TD)
         x_TD, keys = input_dropout(self, self.embedding_dropout, x_TD, c.n_blocks)
         mask_TT = masks.tokens(len(tokens_T), valid_T)
-        x_TD = run_blocks(self.blocks, self.execution, x_TD, positions_T, mask_TT, keys=keys)
+        x_TD = run_blocks(self.blocks, self.execution, x_TD, SideInputs(positions_T, mask_TT), keys)
         if c.final_norm:
             x_TD = self.final_norm(x_TD)
         return masks.zero_padding(x_TD, valid_T)

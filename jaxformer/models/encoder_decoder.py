@@ -16,9 +16,10 @@ from jaxformer.config.fields import Depth, NonNegative
 from jaxformer.contract import Contract, Task, token_inputs
 from jaxformer.models.blocks import TokenBlocksConfig, check_local_heads
 from jaxformer.models.inputs import check_length
+from jaxformer.nn.block import SideInputs, input_dropout, run_blocks
 from jaxformer.nn.capture import capture_point
 from jaxformer.nn.embedding import Embedding
-from jaxformer.nn.execution import PLAIN, Execution, input_dropout, run_blocks, traced_once
+from jaxformer.nn.execution import PLAIN, Execution, traced_once
 from jaxformer.ops import masks
 from jaxformer.ops.cache import KVCache, LayerCache, init_cache, write_layer, write_positions
 from jaxformer.ops.linear_cross_entropy import Unembedding
@@ -125,10 +126,9 @@ class EncoderDecoder(nn.Module):
         check_length(self.config.contract, len(target_T))
         positions_T = jnp.arange(len(target_T))
         x_TD, keys = self._embed(target_T, positions_T, self.config.n_decoder_blocks)
-        visible_TS = masks.tokens(len(target_T), valid_S)
-        return run_blocks(
-            self.decoder_blocks, self.execution, x_TD, positions_T, Causal(), None, 0, source_SD, visible_TS, keys=keys
-        )
+        source_mask = masks.tokens(len(target_T), valid_S)
+        inputs = SideInputs(positions_T, Causal(), source=source_SD, source_mask=source_mask)
+        return run_blocks(self.decoder_blocks, self.execution, x_TD, inputs, keys)
 
     def encode(self, source_S: jax.Array, valid_S: jax.Array | None = None) -> jax.Array:
         """Return the encoded source, `(S, D)`, which the decoder attends to; rows at padding are undefined."""
@@ -136,7 +136,7 @@ class EncoderDecoder(nn.Module):
         positions_S = jnp.arange(len(source_S))
         x_SD, keys = self._embed(source_S, positions_S, self.config.n_encoder_blocks)
         x_SD, visible_SS = masks.zero_padding(x_SD, valid_S), masks.tokens(len(source_S), valid_S)
-        x_SD = run_blocks(self.encoder_blocks, self.execution, x_SD, positions_S, visible_SS, keys=keys)
+        x_SD = run_blocks(self.encoder_blocks, self.execution, x_SD, SideInputs(positions_S, visible_SS), keys)
         return self.encoder_norm(x_SD) if self.config.final_norm else x_SD
 
     def start(
@@ -168,7 +168,8 @@ class EncoderDecoder(nn.Module):
         layers: list[LayerCache] = []
         blocks = traced_once(self.decoder_blocks)
         for block, layer, source in zip(blocks, cache.target.layers, cache.source, strict=True):
-            x_TD, updated = block(x_TD, positions_T, mask, layer, slot, source, source_mask)
+            inputs = SideInputs(positions_T, mask, slot, source, source_mask)
+            x_TD, updated = block(x_TD, inputs, layer)
             layers.append(updated)
         return x_TD, cache._replace(target=KVCache(tuple(layers), position_S))
 

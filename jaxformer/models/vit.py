@@ -15,8 +15,9 @@ from jaxformer.config.fields import Depth, PositiveFloat, Side, Size, expand_pat
 from jaxformer.contract import Contract
 from jaxformer.errors import UserError
 from jaxformer.models.blocks import BlocksConfig
+from jaxformer.nn.block import SideInputs, input_dropout, run_blocks
 from jaxformer.nn.capture import capture_point
-from jaxformer.nn.execution import PLAIN, Execution, input_dropout, run_blocks
+from jaxformer.nn.execution import PLAIN, Execution
 from jaxformer.nn.mlp import Activation, uniform_fan_in
 from jaxformer.nn.parameters import parameter
 from jaxformer.nn.patches import LearnedPositions, PatchEmbedding
@@ -116,5 +117,5 @@ class ViT(nn.Module):
         patches_NP = patchify(standardize(pixels, c.mean, c.std), c.patch_shape)
         x_TD = self.position_embedding(self.patch_embedding(patches_NP))
         x_TD, keys = input_dropout(self, self.embedding_dropout, x_TD, c.n_blocks)
-        x_TD = run_blocks(self.blocks, self.execution, x_TD, jnp.arange(len(x_TD)), None, keys=keys)
+        x_TD = run_blocks(self.blocks, self.execution, x_TD, SideInputs(), keys)
         return c.pool(self.final_norm(x_TD) if c.final_norm else x_TD)

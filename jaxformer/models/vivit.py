@@ -14,7 +14,8 @@ from jaxformer.config.fields import Depth, Side, Size
 from jaxformer.contract import Contract, Input, Task
 from jaxformer.errors import UserError
 from jaxformer.models.vit import ViT, ViTConfig
-from jaxformer.nn.execution import PLAIN, Execution, input_dropout, run_blocks
+from jaxformer.nn.block import SideInputs, input_dropout, run_blocks
+from jaxformer.nn.execution import PLAIN, Execution
 from jaxformer.nn.patches import PatchEmbedding
 from jaxformer.ops import masks
 from jaxformer.ops.attention import in_segments
@@ -105,8 +106,8 @@ class FactorisedViViT(ViT):
         spatial_keys, temporal_keys = (None, None) if keys is None else jnp.split(keys, [c.n_blocks])
         time_T = jnp.repeat(jnp.arange(n_times), len(x_TD) // n_times)
         mask_TT = masks.segment(time_T, time_T)
-        x_TD = run_blocks(self.spatial_blocks, self.execution, x_TD, time_T, mask_TT, keys=spatial_keys)
+        x_TD = run_blocks(self.spatial_blocks, self.execution, x_TD, SideInputs(time_T, mask_TT), spatial_keys)
         x_TD = self.spatial_norm(x_TD) if c.final_norm else x_TD
         x_TD = self.temporal_position_embedding(c.pool(x_TD.reshape(n_times, -1, c.d_model)))
-        x_TD = run_blocks(self.temporal_blocks, self.execution, x_TD, jnp.arange(len(x_TD)), None, keys=temporal_keys)
+        x_TD = run_blocks(self.temporal_blocks, self.execution, x_TD, SideInputs(), temporal_keys)
         return c.pool(self.temporal_norm(x_TD) if c.final_norm else x_TD)

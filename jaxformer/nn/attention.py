@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxformer.nn.capture import OUTPUT, capture_point, is_capturing
 from jaxformer.nn.norms import RMSNorm
 from jaxformer.nn.parameters import parameter
-from jaxformer.ops.attention import attention, attention_scores, from_heads, mix, softmax, to_heads
+from jaxformer.ops.attention import attention, attention_scores, merge_heads, project_heads, softmax, weighted_sum
 from jaxformer.ops.cache import LayerCache, decode_step, read_layer, write_layer
 from jaxformer.ops.masks import Mask, as_array
 from jaxformer.ops.norms import rms_norm
@@ -115,13 +115,13 @@ class MultiHeadAttention(nn.Module):
         if pattern_HTS is None:
             y_HTK = self.attention(q_HTK, k_GSK, v_GSK, mask, self.factor)
         else:
-            y_HTK = mix(pattern_HTS, v_GSK)
+            y_HTK = weighted_sum(pattern_HTS, v_GSK)
         return capture_point(self, "z", y_HTK)
 
     def merge_heads(self, y_HTK: jax.Array, d_model: int) -> jax.Array:
         """Return the concatenated heads times `W_O`, `(T, D)`."""
         K = self.value_dim or self.head_dim
-        y_TD = from_heads(y_HTK, self._parameter("W_O", self._init(d_model), self.n_heads, K, d_model))
+        y_TD = merge_heads(y_HTK, self._parameter("W_O", self._init(d_model), self.n_heads, K, d_model))
         if self.bias if self.output_bias is None else self.output_bias:
             y_TD = y_TD + self._parameter("b_O", nn.initializers.zeros, d_model)[None]
         return y_TD
@@ -133,7 +133,7 @@ class MultiHeadAttention(nn.Module):
     def _project(self, weight: str, bias: str, x_TD: jax.Array, n_heads: int, width: int) -> jax.Array:
         """Return queries, keys or values, `(H, T, K)`, by the names of their parameters."""
         D = x_TD.shape[-1]
-        y_HTK = to_heads(x_TD, self._parameter(weight, self._init(D), D, n_heads, width))
+        y_HTK = project_heads(x_TD, self._parameter(weight, self._init(D), D, n_heads, width))
         return y_HTK + self._parameter(bias, self.init_bias(bias), n_heads, 1, width) if self.bias else y_HTK
 
     def _normalize_and_rotate(self, gain: str, x_HTK: jax.Array, positions_T: jax.Array) -> jax.Array:

@@ -1,14 +1,16 @@
-"""The transformer block."""
+"""The transformer block, and a stack of blocks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from jaxformer.nn.attention import MultiHeadAttention
-from jaxformer.nn.capture import capture_point
+from jaxformer.nn.capture import capture_point, is_capturing
+from jaxformer.nn.execution import Execution, call_block, scan_blocks
 from jaxformer.nn.mlp import MLP
 from jaxformer.nn.norms import RMSNorm
 from jaxformer.nn.parameters import check_name
@@ -19,6 +21,27 @@ Make = Callable[..., nn.Module]
 """Function that constructs a module, such as `functools.partial(MLP, hidden=…, d_out=…)`."""
 Function = Callable[[jax.Array], jax.Array]
 """Function from `(T, D)` to `(T, D)`."""
+
+
+class SideInputs(NamedTuple):
+    """Inputs of a block besides the residual stream: the same for all blocks of a pass, but for the masks of different
+    kinds of attention, and a cached source.
+
+    Attributes:
+      positions_T: int32 positions; None for 0, 1, 2, …
+      mask: keys that a query may attend to, True for visible; None for all.
+      slot: index in the cache of the first new key and value.
+      source: for cross-attention, a sequence `(S, D)`, or a block's cache with its `keys_values`.
+      source_mask: mask of cross-attention.
+      valid_T: False for padding, for an MLP whose tokens depend on each other; see `Experts`.
+    """
+
+    positions_T: jax.Array | None = None
+    mask: Mask = None
+    slot: jax.Array | int = 0
+    source: jax.Array | LayerCache | None = None
+    source_mask: Mask = None
+    valid_T: jax.Array | None = None
 
 
 def identity(x_TD: jax.Array) -> jax.Array:
@@ -33,7 +56,9 @@ class Block(nn.Module):
 
     Attributes:
       make_attention, make_mlp, make_norm: functions that construct the sublayers and norms; None for no norm.
-      norm_placement: 'pre', 'post' or 'both'; see `sublayer`.
+      norm_placement: 'pre', before each sublayer; 'post', after each addition (Vaswani et al. 2017, section 3.1); or
+        'both', before and after each sublayer (Gemma 2). Without 'post', the residual stream itself is never
+        normalised, so that gradients reach the first block unchanged (Xiong et al. 2020).
       dropout: dropout probability of the outputs of each sublayer, applied if there is a dropout key.
       make_cross_attention: function that constructs cross-attention; None for no cross-attention.
     """
@@ -60,65 +85,82 @@ class Block(nn.Module):
     def __call__(
         self,
         x_TD: jax.Array,
-        positions_T: jax.Array | None = None,
-        mask: Mask = None,
+        inputs: SideInputs = SideInputs(),  # noqa: B008 (it is immutable)
         cache: LayerCache | None = None,
-        slot: jax.Array | int = 0,
-        source: jax.Array | LayerCache | None = None,
-        source_mask: Mask = None,
         key: jax.Array | None = None,
-        valid_T: jax.Array | None = None,
     ) -> tuple[jax.Array, LayerCache | None]:
         """Map `(T, D)` to `(T, D)`, and the layer's cache, if given, to the cache with the new keys and values.
 
         Args:
-          positions_T: int32 positions; by default 0, 1, 2, …
-          mask: keys that a query may attend to, True for visible; by default all.
-          source: for cross-attention, a sequence `(S, D)`, or a cache with its `keys_values`.
-          source_mask: mask of cross-attention.
           key: dropout key; None for no dropout.
-          valid_T: False for padding, for an MLP whose tokens depend on each other; see `Experts`.
         """
-
-        def attention(x_TD: jax.Array) -> jax.Array:
-            nonlocal cache
-            y_TD, cache = self.attention(x_TD, positions_T, mask, cache, slot)
-            return y_TD
-
-        def cross_attention(x_TD: jax.Array) -> jax.Array:
-            return self.cross_attention(x_TD, positions_T, source_mask, source=source)[0]
-
-        def mlp(x_TD: jax.Array) -> jax.Array:
-            return self.mlp(x_TD) if valid_T is None else self.mlp(x_TD, valid_T)
-
-        # One dropout key per sublayer: with one for all, they would drop the same features.
+        positions_T, mask, slot, source, source_mask, valid_T = inputs
         crosses = self.make_cross_attention is not None
+        # One dropout key per sublayer: with one for all, they would drop the same features.
         keys = [None] * 3 if key is None else list(jax.random.split(key, 3 if crosses else 2))
         x_TD = capture_point(self, "resid_pre", x_TD)
-        drop = partial(self._drop, "attn_out", self.attention_dropout, keys[0])
-        x_TD = self.sublayer(x_TD, attention, self.attention_norm, self.attention_post_norm, drop)
-        x_TD = capture_point(self, "resid_mid", x_TD)
+        h_TD = self._normalized("attention", x_TD)
+        y_TD, cache = self.attention(h_TD, positions_T, mask, cache, slot)
+        x_TD = capture_point(self, "resid_mid", self._add("attention", x_TD, y_TD, keys[0]))
         if crosses:
-            drop = partial(self._drop, "cross_attn_out", self.cross_attention_dropout, keys[1])
-            x_TD = self.sublayer(x_TD, cross_attention, self.cross_attention_norm, self.cross_attention_post_norm, drop)
-            x_TD = capture_point(self, "resid_mid_cross", x_TD)
-        drop = partial(self._drop, "mlp_out", self.mlp_dropout, keys[-1])
-        x_TD = self.sublayer(x_TD, mlp, self.mlp_norm, self.mlp_post_norm, drop)
-        return capture_point(self, "resid_post", x_TD), cache
+            h_TD = self._normalized("cross_attention", x_TD)
+            y_TD, _ = self.cross_attention(h_TD, positions_T, source_mask, source=source)
+            x_TD = capture_point(self, "resid_mid_cross", self._add("cross_attention", x_TD, y_TD, keys[1]))
+        h_TD = self._normalized("mlp", x_TD)
+        y_TD = self.mlp(h_TD) if valid_T is None else self.mlp(h_TD, valid_T)
+        return capture_point(self, "resid_post", self._add("mlp", x_TD, y_TD, keys[-1])), cache
 
-    def sublayer(self, x_TD: jax.Array, f: Function, norm: Function, post_norm: Function, drop: Function) -> jax.Array:
-        """Return x + f(norm(x)), or the same with norms elsewhere, `(T, D)`, with dropout of f's output."""
-        if self.norm_placement == "post":  # Vaswani et al. 2017, section 3.1
-            return norm(x_TD + drop(f(x_TD)))
-        if self.norm_placement == "both":  # Gemma 2
-            return x_TD + drop(post_norm(f(norm(x_TD))))
-        # Xiong et al. 2020: x itself is never normalised, so that gradients reach the first block unchanged.
-        return x_TD + drop(f(norm(x_TD)))
+    def residual(self, x_TD: jax.Array, y_TD: jax.Array) -> jax.Array:
+        """Return the residual stream `(T, D)` after a sublayer with the output y."""
+        return x_TD + y_TD
 
     def keys_values(self, source_SD: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return the keys and values of cross-attention from a source, each `(G, S, K)`."""
         return self.cross_attention.keys_values(source_SD, jnp.arange(len(source_SD)))
 
-    def _drop(self, name: str, dropout: nn.Dropout, key: jax.Array | None, y_TD: jax.Array) -> jax.Array:
-        """Return what a sublayer adds to the residual stream, `(T, D)`, after dropout; its capture point is `name`."""
-        return capture_point(self, name, dropout(y_TD, rng=key) if self.dropout and key is not None else y_TD)
+    def _normalized(self, sublayer: str, x_TD: jax.Array) -> jax.Array:
+        """Return the input of a sublayer, `(T, D)`."""
+        return x_TD if self.norm_placement == "post" else getattr(self, f"{sublayer}_norm")(x_TD)
+
+    def _add(self, sublayer: str, x_TD: jax.Array, y_TD: jax.Array, key: jax.Array | None) -> jax.Array:
+        """Return the residual stream `(T, D)` after a sublayer with the output y, with dropout of y."""
+        y_TD = getattr(self, f"{sublayer}_post_norm")(y_TD)
+        if self.dropout and key is not None:
+            y_TD = getattr(self, f"{sublayer}_dropout")(y_TD, rng=key)
+        x_TD = self.residual(x_TD, capture_point(self, sublayer.replace("attention", "attn") + "_out", y_TD))
+        return getattr(self, f"{sublayer}_norm")(x_TD) if self.norm_placement == "post" else x_TD
+
+
+def input_dropout(
+    module: nn.Module, dropout: nn.Module, x: jax.Array, n_blocks: int
+) -> tuple[jax.Array, jax.Array | None]:
+    """Return the input of the first block after dropout, and one dropout key per block, `(n_blocks,)`.
+
+    If `module` has no dropout key, these are `x` and None.
+    """
+    if not module.has_rng("dropout"):
+        return x, None
+    keys = jax.random.split(module.make_rng("dropout"), n_blocks + 1)
+    return capture_point(module, str(dropout.name), dropout(x, rng=keys[0])), keys[1:]
+
+
+def run_blocks(
+    blocks: Sequence[nn.Module], execution: Execution, x_TD: jax.Array, inputs: Any, keys: jax.Array | None = None
+) -> jax.Array:
+    """Return the residual stream `(T, D)` after all blocks, each called as `block(x_TD, inputs, key=key)`.
+
+    Args:
+      blocks: bound modules whose calls return `(x_TD, cache)`.
+      inputs: the same for all blocks; `SideInputs` for a `Block`.
+      keys: one dropout key per block.
+
+    Raises:
+      ValueError: the blocks differ in shape and cannot be scanned.
+    """
+    # Values of a scan's body have no names of their own, so what is captured is computed block by block. A single block
+    # may return another width than it reads.
+    if execution.scan and len(blocks) > 1 and not is_capturing() and not blocks[0].is_initializing():
+        return scan_blocks(blocks, execution, x_TD, inputs, keys)
+    for i, block in enumerate(blocks):
+        x_TD = call_block(block, execution, x_TD, inputs, None if keys is None else keys[i])
+    return x_TD

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import flax.linen as nn
@@ -30,7 +29,22 @@ Handler = Callable[[Any, Path, jax.Array], jax.Array]
 """`handler(root, path, value)` returns the replacement of a value, or the value itself. The root is the same object for
 all values of one `apply` of a model."""
 
-_handler = TraceContext[Handler | None](None)
+
+@dataclass(frozen=True)
+class _Active:
+    """What receives the values of capture points.
+
+    Attributes:
+      trace: JAX's trace of the innermost `lifted` transformation; None outside.
+      leaving: values that leave this transformation as outputs, and where they are then stored.
+    """
+
+    handler: Handler
+    trace: Any = None
+    leaving: list[tuple[Captured, str, jax.Array]] = field(default_factory=list)
+
+
+_active = TraceContext[_Active | None](None)
 
 
 def capture_point(module: nn.Module, name: str, value: jax.Array) -> jax.Array:
@@ -40,33 +54,34 @@ def capture_point(module: nn.Module, name: str, value: jax.Array) -> jax.Array:
       module: the bound module that computes the value.
       name: name of the value within the module, such as `pattern`; `OUTPUT` for the module's output.
     """
-    handler = _handler.get()
-    if handler is None:
+    active = _active.get()
+    if active is None:
         return value
     path = module.path if name == OUTPUT and module.path else (*module.path, name)
-    return handler(module.scope.root if module.scope else None, path, value)
+    return active.handler(module.scope.root if module.scope else None, path, value)
 
 
 def is_capturing() -> bool:
     """Return True if values are passed to a handler."""
-    return _handler.get() is not None
+    return _active.get() is not None
 
 
 @contextmanager
-def handled_by(handler: Handler | None, *, after_outer: bool = True) -> Iterator[None]:
+def handled_by(handler: Handler | None) -> Iterator[None]:
     """Pass the values of all capture points to a handler; in nested contexts, the outer handler is applied first.
 
     Args:
       handler: None for no handler, as under `nn.vmap`, whose inner values cannot leave it.
-      after_outer: apply the outer handler first; else it receives nothing.
     """
-    outer = _handler.get() if after_outer and handler is not None else None
-
-    def after(root: Any, path: Path, value: jax.Array) -> jax.Array:
-        assert handler is not None and outer is not None
-        return handler(root, path, outer(root, path, value))
-
-    with _handler.set(handler if outer is None else after):
+    outer = _active.get()
+    if handler is None:
+        active = None
+    elif outer is None:
+        active = _Active(handler)
+    else:
+        first, then = outer.handler, handler
+        active = replace(outer, handler=lambda root, path, value: then(root, path, first(root, path, value)))
+    with _active.set(active):
         yield
 
 
@@ -74,9 +89,11 @@ def handled_by(handler: Handler | None, *, after_outer: bool = True) -> Iterator
 def rooted_at(module: nn.Module) -> Iterator[None]:
     """Pass on the values of all capture points as those of the `apply` to which a module belongs, also if they are
     computed in one of its transformations, which have roots of their own."""
-    handler, root = _handler.get(), module.scope.root if module.scope else None
-    same = None if handler is None else lambda _, path, value: handler(root, path, value)
-    with handled_by(same, after_outer=False):
+    active, root = _active.get(), module.scope.root if module.scope else None
+    if active is not None:
+        handler = active.handler
+        active = replace(active, handler=lambda _, path, value: handler(root, path, value))
+    with _active.set(active):
         yield
 
 
@@ -97,28 +114,17 @@ class Captured:
         Raises:
           ValueError: the value is computed within another transformation, such as `vmap`, or its name is taken.
         """
-        trace, leaving = _trace(), _leaving.get()
+        trace, active = _trace(), _active.get()
         if trace == self.trace:
             if name in self.values:
                 raise ValueError(f"{name} is computed in two calls of a model; capture each call separately.")
             self.values[name] = value
-        elif leaving is not None and leaving.trace == trace:
-            leaving.values.append((self, name, value))
+        elif active is not None and active.trace == trace:
+            active.leaving.append((self, name, value))
         else:
             transformation = "a transformation, such as jax.vmap, jax.checkpoint or jax.lax.scan"
             problem = f"{name} is computed within {transformation}, which its value cannot leave"
             raise ValueError(f"{problem}; capture within the transformation, or omit this name.")
-
-
-@dataclass(frozen=True)
-class _Leaving:
-    """Values that leave the innermost `lifted` transformation as outputs."""
-
-    values: list[tuple[Captured, str, jax.Array]] = field(default_factory=list)
-    trace: Any = field(default_factory=_trace)
-
-
-_leaving: ContextVar[_Leaving | None] = ContextVar("leaving", default=None)
 
 
 def lifted(transform: Callable[[Callable[..., Any]], Callable[..., Any]], f: Callable[..., Any]) -> Callable[..., Any]:
@@ -126,19 +132,17 @@ def lifted(transform: Callable[[Callable[..., Any]], Callable[..., Any]], f: Cal
     transformed function, from where they are stored."""
 
     def call(*args: Any) -> Any:
-        slots: list[tuple[Captured, str]] = []  # where the values are stored
+        if (active := _active.get()) is None:
+            return transform(f)(*args)
+        leaving: list[tuple[Captured, str, jax.Array]] = []
 
         def inner(*args: Any) -> tuple[Any, list[jax.Array]]:
-            token = _leaving.set(leaving := _Leaving())
-            try:
-                result = f(*args)
-            finally:
-                _leaving.reset(token)
-            slots[:] = [(store, name) for store, name, _ in leaving.values]
-            return result, [value for *_, value in leaving.values]
+            leaving.clear()
+            with _active.set(_Active(active.handler, _trace(), leaving)):
+                return f(*args), [value for *_, value in leaving]
 
         result, values = transform(inner)(*args)
-        for (store, name), value in zip(slots, values, strict=True):
+        for (store, name, _), value in zip(leaving, values, strict=True):
             store.keep(name, value)
         return result
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, Literal
 
@@ -11,8 +11,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jaxformer.nn.capture import capture_point, is_capturing, lifted, rooted_at
-from jaxformer.nn.parameters import is_tracing_init, repeat_parameters
+from jaxformer.nn.capture import is_capturing, lifted, rooted_at
 from jaxformer.ops.attention import attention
 from jaxformer.ops.blockwise import SAVED
 from jaxformer.ops.kernels import is_cudnn_forward
@@ -63,63 +62,13 @@ PLAIN = Execution()
 """Execution on one device with `ops.attention.attention` and every activation saved."""
 
 
-def input_dropout(
-    module: nn.Module, dropout: nn.Module, x: jax.Array, n_blocks: int
-) -> tuple[jax.Array, jax.Array | None]:
-    """Return the input of the first block after dropout, and one dropout key per block, `(n_blocks,)`.
-
-    If `module` has no dropout key, these are `x` and None.
-    """
-    if not module.has_rng("dropout"):
-        return x, None
-    keys = jax.random.split(module.make_rng("dropout"), n_blocks + 1)
-    return capture_point(module, str(dropout.name), dropout(x, rng=keys[0])), keys[1:]
-
-
-def run_blocks(
-    blocks: Sequence[nn.Module],
-    execution: Execution,
-    x_TD: jax.Array,
-    *inputs: Any,
-    keys: jax.Array | None = None,
-    **named: Any,
+def call_block(
+    block: nn.Module, execution: Execution, x_TD: jax.Array, inputs: Any, key: jax.Array | None, in_scan: bool = False
 ) -> jax.Array:
-    """Return the residual stream `(T, D)` after all blocks, each called as `block(x_TD, *inputs, key=…, **named)`.
-
-    Args:
-      blocks: bound modules whose calls return `(x_TD, cache)`.
-      *inputs: additional positional inputs, the same for all blocks.
-      **named: additional keyword inputs, the same for all blocks.
-      keys: one dropout key per block.
-
-    Raises:
-      ValueError: the blocks differ in shape and cannot be scanned.
-    """
-    with rooted_at(blocks[0]):
-        # Values of a scan's body have no names of their own, so what is captured is computed block by block. A single
-        # block may return another width than it reads.
-        if is_capturing() or len(blocks) == 1:
-            execution = replace(execution, scan=False)
-        if execution.scan and not blocks[0].is_initializing():
-            return _scan_blocks(blocks, execution, x_TD, *inputs, keys=keys, **named)
-        called: list[nn.Module] = []
-        for i, block in enumerate(blocks):
-            if is_tracing_init():  # a deep model's blocks would take half a second
-                if like := next((other for other in called if _recipe(other) == _recipe(block)), None):
-                    repeat_parameters(like, block)
-                    continue
-                called.append(block)
-            run = _block_function(block, execution, *inputs, **named)
-            x_TD = run(block, x_TD, None if keys is None else keys[i])
-    return x_TD
-
-
-def _block_function(block: nn.Module, execution: Execution, *inputs: Any, **named: Any) -> Callable[..., jax.Array]:
-    """Return a function of `(block, x_TD, key)` that computes the residual stream `(T, D)` after the block, including
-    gather and remat."""
+    """Return the residual stream `(T, D)` after a bound block, with gather and remat; see `run_blocks`."""
 
     def run(block: nn.Module, x_TD: jax.Array, key: jax.Array | None) -> jax.Array:
-        return block(x_TD, *inputs, key=key, **named)[0]
+        return block(x_TD, inputs, key=key)[0]
 
     if not block.is_initializing():
         if execution.gather is not no_gather:
@@ -127,28 +76,30 @@ def _block_function(block: nn.Module, execution: Execution, *inputs: Any, **name
             run = nn.map_variables(run, "params", trans_in_fn=gather)
         if execution.remat != "none":
             # A scan already prevents the compiler from merging the recomputation with the first computation.
-            remat = partial(nn.checkpoint, policy=POLICIES[execution.remat], prevent_cse=not execution.scan)
+            remat = partial(nn.checkpoint, policy=POLICIES[execution.remat], prevent_cse=not in_scan)
             run = lifted(remat, run)
-    return run
+    with rooted_at(block):
+        return run(block, x_TD, key)
 
 
-def _scan_blocks(
-    blocks: Sequence[nn.Module],
-    execution: Execution,
-    x_TD: jax.Array,
-    *inputs: Any,
-    keys: jax.Array | None,
-    **named: Any,
+def scan_blocks(
+    blocks: Sequence[nn.Module], execution: Execution, x_TD: jax.Array, inputs: Any, keys: jax.Array | None
 ) -> jax.Array:
-    """Return the residual stream `(T, D)` after all blocks, from a scan over their stacked parameters."""
+    """Return the residual stream `(T, D)` after all blocks from a scan over their stacked parameters; see `run_blocks`.
+
+    Raises:
+      ValueError: the blocks differ in shape.
+    """
     # JAX transformations cannot handle bound modules: extract the parameters, and apply the first block with each.
     params = [block.variables["params"] for block in blocks]
     shapes = [jax.tree.map(jnp.shape, p) for p in params]
     if any(shape != shapes[0] for shape in shapes):
         raise ValueError("the blocks differ in shape and cannot be scanned")
-    unbound = blocks[0].clone(parent=None)
+    unbound = blocks[0].clone(parent=None, name=blocks[0].name)
     mutable = [ROUTER] if blocks[0].is_mutable_collection(ROUTER) else []
-    run = _block_function(blocks[0], execution, *inputs, **named)
+
+    def run(block: nn.Module, x_TD: jax.Array, key: jax.Array | None) -> jax.Array:
+        return call_block(block, execution, x_TD, inputs, key, in_scan=True)
 
     def body(x_TD: jax.Array, of_block: tuple[Any, jax.Array | None]) -> tuple[jax.Array, Any]:
         params, key = of_block

@@ -12,7 +12,7 @@ from jaxformer.nn.block import Make
 from jaxformer.nn.capture import OUTPUT, capture_point, handled_by
 from jaxformer.nn.execution import ROUTER
 from jaxformer.nn.mlp import uniform_fan_in
-from jaxformer.nn.parameters import parameter, stacked
+from jaxformer.nn.parameters import parameter
 from jaxformer.ops.experts import (
     RouterStatistics,
     assign,
@@ -81,10 +81,9 @@ class Experts(nn.Module):
     def _through_experts(self, x_ECD: jax.Array) -> jax.Array:
         """Apply each expert, including those on other devices, to its slots, `(E, C, D)`."""
         each = nn.vmap(lambda expert, x_CD: expert(x_CD), variable_axes={"params": 0}, split_rngs={"params": True})
-        experts = self.make_expert(name="experts")
+        experts = self.make_expert(name="experts")  # the name of its parameters' first axis
         if self.shards == 1:
-            with stacked("experts"):
-                return each(experts, x_ECD)
+            return each(experts, x_ECD)
         # The experts of this device receive the slots of all devices.
         x_ECD = jax.lax.all_to_all(x_ECD, AXIS, split_axis=0, concat_axis=1, tiled=True)
         return jax.lax.all_to_all(each(experts, x_ECD), AXIS, split_axis=1, concat_axis=0, tiled=True)

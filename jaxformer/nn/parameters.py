@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -12,14 +10,14 @@ import flax.linen as nn
 import jax
 from flax.traverse_util import flatten_dict
 
-from jaxformer.contract import ParameterAxes, contract_of
+from jaxformer.contract import STACKS, ParameterAxes, contract_of
 from jaxformer.nn.capture import handled_by
+from jaxformer.nn.trace_context import TraceContext
 
 Params = Any
 """Pytree of parameters, `model.init(…)["params"]`, or of their shapes and dtypes."""
 
-_declared: ContextVar[dict[str, ParameterAxes] | None] = ContextVar("declared", default=None)
-_stack: ContextVar[tuple[str, ...]] = ContextVar("stack", default=())
+_declared = TraceContext[dict[str, ParameterAxes] | None](None)
 
 
 def parameter(
@@ -29,41 +27,19 @@ def parameter(
 
     Args:
       axes: names of the axes, separated by spaces, with `->` between the axes that a matmul with the parameter sums
-        over and those of its result, as in `embed -> heads head_dim`; see `contract.ParameterAxes`.
+        over and those of its result, as in `embed -> heads head_dim`; see `contract.ParameterAxes`. Within modules
+        named after a stack, such as `experts` under `nn.vmap`, all parameters have it as an additional leading axis.
     """
     if (declared := _declared.get()) is not None:
-        declared[".".join((*module.path, name))] = ParameterAxes.parse(axes, _stack.get())
+        stack = tuple(part for part in module.path if part in STACKS)
+        declared[".".join((*module.path, name))] = ParameterAxes.parse(axes, stack)
     return module.param(name, init, shape)
-
-
-def is_tracing_init() -> bool:
-    """Return whether a model's initialisation is being traced for its shapes, by `trace_init`."""
-    return _declared.get() is not None
-
-
-def repeat_parameters(of: nn.Module, module: nn.Module) -> None:
-    """In `trace_init`, give a bound module the parameters and axes of an equal one that was called."""
-    declared, start = _declared.get() or {}, ".".join((*of.path, ""))
-    for name, value in of.variables["params"].items():
-        module.put_variable("params", name, value)
-    for name in [name for name in declared if name.startswith(start)]:
-        declared[".".join((*module.path, name.removeprefix(start)))] = declared[name]
 
 
 def check_name(field: str, name: str, known: Iterable[str]) -> None:
     """Raise `ValueError` for a name that a module does not know."""
     if name not in known:
         raise ValueError(f"{field} is {name!r}; it must be one of {', '.join(known)}.")
-
-
-@contextmanager
-def stacked(axis: str) -> Iterator[None]:
-    """Declare that parameters have an additional leading axis, as under `nn.vmap`."""
-    token = _stack.set((axis, *_stack.get()))
-    try:
-        yield
-    finally:
-        _stack.reset(token)
 
 
 class InitTrace(NamedTuple):
@@ -84,13 +60,9 @@ def trace_init(model: nn.Module) -> InitTrace:
     another number of axes than it declares."""
     inputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in contract_of(model).inputs]
     declared: dict[str, ParameterAxes] = {}
-    token = _declared.set(declared)
-    try:
-        init = lambda *inputs: model.init_with_output(jax.random.key(0), *inputs)  # noqa: E731
-        with handled_by(None):  # the values are those of no call of a user's
-            output, variables = jax.eval_shape(init, *inputs)
-    finally:
-        _declared.reset(token)
+    init = lambda *inputs: model.init_with_output(jax.random.key(0), *inputs)  # noqa: E731
+    with _declared.set(declared), handled_by(None):  # the values are those of no call of a user's
+        output, variables = jax.eval_shape(init, *inputs)
     for name, leaf in flatten_dict(variables["params"], sep=".").items():
         if name not in declared or len(declared[name].names) != leaf.ndim:
             names = f"the axes {', '.join(declared[name].names)}" if name in declared else "no axes"

@@ -127,10 +127,10 @@ def attention(
         mask = Causal()
     scale = check_inputs(q_HTK, k_GSK, v_GSK, mask, scale)
     weights_HTS = attention_weights(q_HTK, k_GSK, mask, scale)
-    return mix(weights_HTS, zero_hidden(v_GSK, mask, q_HTK.shape[1]))
+    return weighted_sum(weights_HTS, zero_hidden(v_GSK, mask, q_HTK.shape[1]))
 
 
-def mix(weights_HTS: jax.Array, v_GSK: jax.Array) -> jax.Array:
+def weighted_sum(weights_HTS: jax.Array, v_GSK: jax.Array) -> jax.Array:
     """Compute sums of the values weighted by attention weights, `(H, T, K)` in their dtype."""
     H, T, S = weights_HTS.shape
     G = v_GSK.shape[0]
@@ -156,7 +156,7 @@ def in_segments(n: int, attention: Callable[..., jax.Array] = attention) -> Call
     return attend
 
 
-def to_heads(x_TD: jax.Array, W_DHK: jax.Array | Quantized) -> jax.Array:
+def project_heads(x_TD: jax.Array, W_DHK: jax.Array | Quantized) -> jax.Array:
     """Project features to queries, keys or values, `(H, T, K)`: attention is fastest with heads first."""
     if x_TD.ndim != 2:
         raise ValueError(f"expected a sequence of shape (T, D), got {x_TD.shape}{batch_hint(x_TD.shape, 2)}")
@@ -169,7 +169,7 @@ def to_heads(x_TD: jax.Array, W_DHK: jax.Array | Quantized) -> jax.Array:
     return jnp.einsum("td,dhk->htk", x_TD, W_DHK)
 
 
-def from_heads(y_HTK: jax.Array, W_HKD: jax.Array | Quantized) -> jax.Array:
+def merge_heads(y_HTK: jax.Array, W_HKD: jax.Array | Quantized) -> jax.Array:
     """Concatenate the heads and multiply them by the output projection, `(T, D)`."""
     H, K, _ = _projection_shape(W_HKD, "(H, K, D)")
     if isinstance(W_HKD, Quantized):
@@ -195,7 +195,7 @@ def cross_attention(
 
     Self-attention is the case Q = X W_Q.
     """
-    return attention(q_HTK, to_heads(x_SD, W_K_DGK), to_heads(x_SD, W_V_DGK), mask, scale)
+    return attention(q_HTK, project_heads(x_SD, W_K_DGK), project_heads(x_SD, W_V_DGK), mask, scale)
 
 
 def multi_head_attention(
@@ -213,7 +213,7 @@ def multi_head_attention(
       x_TD: source of the queries.
       source_SD: source of keys and values; x_TD itself in self-attention.
     """
-    return from_heads(cross_attention(to_heads(x_TD, W_Q_DHK), source_SD, W_K_DGK, W_V_DGK, mask), W_O_HKD)
+    return merge_heads(cross_attention(project_heads(x_TD, W_Q_DHK), source_SD, W_K_DGK, W_V_DGK, mask), W_O_HKD)
 
 
 def row_entropy(weights: jax.Array) -> jax.Array:

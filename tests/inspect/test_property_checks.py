@@ -95,9 +95,9 @@ def drop_the_scale(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def always_drop_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    drop: Callable = Block._drop
+    add: Callable = Block._add
     key = jax.random.key(0)
-    monkeypatch.setattr(Block, "_drop", lambda self, name, dropout, _, y: drop(self, name, dropout, key, y))
+    monkeypatch.setattr(Block, "_add", lambda self, sublayer, x, y, _: add(self, sublayer, x, y, key))
 
 
 def small_decoder(**changes) -> tuple:

@@ -76,11 +76,11 @@ def test_the_factorised_encoder_is_a_loop_over_times() -> None:
             ]
             x_TD = model.spatial_position_embedding(model.patch_embedding(jnp.stack(tubelets)))
             for i in range(2):
-                x_TD, _ = plain.apply({"params": params[f"spatial_blocks_{i}"]}, x_TD, jnp.arange(len(x_TD)), None)
+                x_TD, _ = plain.apply({"params": params[f"spatial_blocks_{i}"]}, x_TD)
             x_TD = model.spatial_norm(x_TD)
             said.append(x_TD[0])
         x_TD = model.temporal_position_embedding(jnp.stack(said))
-        x_TD, _ = model.temporal_blocks[0](x_TD, jnp.arange(len(x_TD)), None)
+        x_TD, _ = model.temporal_blocks[0](x_TD)
         x_TD = model.temporal_norm(x_TD)
         return x_TD[0]
 

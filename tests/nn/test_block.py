@@ -8,7 +8,7 @@ import pytest
 
 from jaxformer.ladder.rungs import PlainBlock
 from jaxformer.nn.attention import MultiHeadAttention
-from jaxformer.nn.block import Block
+from jaxformer.nn.block import Block, SideInputs
 from jaxformer.nn.mlp import MLP
 from jaxformer.nn.norms import LayerNorm, RMSNorm
 from jaxformer.ops import masks
@@ -16,7 +16,8 @@ from tests.arrays import apply, assert_close, normal, random_params
 
 T, D = 7, 13
 POSITIONS_T = jnp.arange(T)
-INPUTS = (normal(T, D), POSITIONS_T, masks.causal(POSITIONS_T, POSITIONS_T))
+MASK_TT = masks.causal(POSITIONS_T, POSITIONS_T)
+INPUTS = (normal(T, D), SideInputs(POSITIONS_T, MASK_TT))
 ATTENTION, FEED_FORWARD = partial(MultiHeadAttention, 3, 5, 1), partial(MLP, (11,), D)
 
 
@@ -33,7 +34,7 @@ ATTENTION, FEED_FORWARD = partial(MultiHeadAttention, 3, 5, 1), partial(MLP, (11
 def test_a_block_is_its_parts_by_hand(norm: type | None, placement: str, residual: bool) -> None:
     block = (Block if residual else PlainBlock)(ATTENTION, FEED_FORWARD, norm, placement)
     params = random_params(block, *INPUTS)
-    x, positions, mask = INPUTS
+    x = INPUTS[0]
 
     def norm_of(part: str, x: jax.Array, where: str) -> jax.Array:
         return apply(norm(), params[f"{part}_norm"], x) if norm and placement in (where, "both") else x
@@ -41,7 +42,7 @@ def test_a_block_is_its_parts_by_hand(norm: type | None, placement: str, residua
     for part in ("attention", "mlp"):
         read = norm_of(part, x, "pre")
         if part == "attention":
-            y, _ = apply(ATTENTION(), params["attention"], read, positions, mask)
+            y, _ = apply(ATTENTION(), params["attention"], read, POSITIONS_T, MASK_TT)
         else:
             y = apply(FEED_FORWARD(), params["mlp"], read)
         if placement == "both":
@@ -68,12 +69,12 @@ def test_the_default_block_is_that_of_the_base_model_at_any_width() -> None:
 def test_a_block_with_a_source_attends_to_it_between_attention_and_mlp(placement: str) -> None:
     block = Block(ATTENTION, FEED_FORWARD, LayerNorm, placement, make_cross_attention=ATTENTION)
     source, source_mask = normal(5, D, seed=1), normal(T, 5, seed=2) > 0
-    inputs = (*INPUTS, None, 0, source, source_mask)
+    x = INPUTS[0]
+    inputs = (x, SideInputs(POSITIONS_T, MASK_TT, source=source, source_mask=source_mask))
     params = random_params(block, *inputs)
-    x, positions, mask = INPUTS
     parts = {
-        "attention": lambda read, p: apply(ATTENTION(), p, read, positions, mask)[0],
-        "cross_attention": lambda read, p: apply(ATTENTION(), p, read, positions, source_mask, source=source)[0],
+        "attention": lambda read, p: apply(ATTENTION(), p, read, POSITIONS_T, MASK_TT)[0],
+        "cross_attention": lambda read, p: apply(ATTENTION(), p, read, POSITIONS_T, source_mask, source=source)[0],
         "mlp": lambda read, p: apply(FEED_FORWARD(), p, read),
     }
     for part, f in parts.items():
@@ -96,7 +97,7 @@ class Ones(nn.Module):
 def dropped(residual: bool, rate: float = 0.3, key: jax.Array | None = None) -> np.ndarray:
     x = jnp.zeros((101, 211))
     block = (Block if residual else PlainBlock)(partial(Ones, pair=True), Ones, None, dropout=rate)
-    return np.asarray(block.apply({}, x, jnp.arange(101), None, key=key)[0])
+    return np.asarray(block.apply({}, x, key=key)[0])
 
 
 def test_dropout_needs_a_key() -> None:

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxformer.nn.block import run_blocks
 from jaxformer.nn.capture import Captured, capture_point, handled_by
-from jaxformer.nn.execution import PLAIN, Execution, run_blocks
+from jaxformer.nn.execution import PLAIN, Execution
 from tests.arrays import first_params, normal
 
 D = 7

@@ -67,6 +67,21 @@ def test_declaring_axes_changes_no_parameter() -> None:
     assert parameter_axes(Layer("embed -> hidden")) == {"W_new": ParameterAxes.parse("embed -> hidden")}
 
 
+def test_axes_are_declared_also_by_a_program_that_jax_has_traced_before() -> None:
+    jitted = nn.jit(Layer)
+
+    class Model(nn.Module):
+        contract = Layer.contract
+
+        @nn.compact
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return jitted("embed -> hidden", name="layer")(x)
+
+    for _ in range(2):
+        trace_init.cache_clear()
+        assert parameter_axes(Model()) == {"layer.W_new": ParameterAxes.parse("embed -> hidden")}
+
+
 @pytest.mark.parametrize(("axes", "named"), [(None, "no axes"), ("embed", "the axes embed")])
 def test_a_parameter_without_a_name_for_each_axis_is_an_error(axes: str | None, named: str) -> None:
     with pytest.raises(ValueError, match=rf"parameter W_new of shape \(3, 4\) declares {named}; create it with"):

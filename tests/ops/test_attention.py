@@ -85,7 +85,7 @@ def test_layers_by_name_are_their_formulas() -> None:
     cross_attention, multi_head_attention = map(jax.jit, (ops.cross_attention, ops.multi_head_attention))
     assert_close(cross_attention(given_HTK, source_SD, W_K, W_V, mask, 0.2), wanted)
     wanted = [head(x @ to_q[:, h], x, h, np.ones((T, T), bool), 1.0) for h in range(H)]
-    assert_close(cross_attention(jax.jit(ops.to_heads)(x_TD, W_Q), x_TD, W_K, W_V, None, 1.0), wanted)
+    assert_close(cross_attention(jax.jit(ops.project_heads)(x_TD, W_Q), x_TD, W_K, W_V, None, 1.0), wanted)
     wanted = sum(head(x @ to_q[:, h], source, h, np.asarray(mask), K**-0.5) @ out[h] for h in range(H))
     assert_close(multi_head_attention(x_TD, source_SD, W_Q, W_K, W_V, W_O, mask), wanted)
 
