@@ -67,7 +67,7 @@ def test_grown_projections_have_a_level_gradient_that_falls_relative_to_them(row
         np.testing.assert_allclose([measured.entropy, measured.W_Q], [row.entropy, row.W_Q / s], rtol=1e-2)
         norms.append(measured.W_Q)
         relative.append(measured.W_Q / s)
-    assert max(norms) < 3 * min(norms) and relative[0] > 10 * relative[-1]
+    assert all(0.5 < norm / norms[0] < 2.5 for norm in norms) and relative[0] > 10 * relative[-1]
 
 
 def test_temperature_one_gives_the_training_gradient():
