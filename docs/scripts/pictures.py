@@ -153,8 +153,8 @@ def saturation() -> str:
     rows = inspect.saturation(model, params, batch, [10, 3, 1, 0.3, 0.1, 0.03, 0.01, 0.003, 0.001, 0.0003])
     entropies, first = [row.entropy for row in rows], rows[2]
     lines = [
-        Line("of W_Q, scores × s²", entropies, [row.W_Q / first.W_Q for row in rows], RED),
-        Line("of W_Q, W × s", entropies, [row.W_Q / first.W_Q * row.temperature**0.5 for row in rows], RED, "6 3"),
+        Line("of W_Q, s² · scores", entropies, [row.W_Q / first.W_Q for row in rows], RED),
+        Line("of W_Q, s · W", entropies, [row.W_Q / first.W_Q * row.temperature**0.5 for row in rows], RED, "6 3"),
         Line("of the scores", entropies, [row.scores / first.scores for row in rows], BLUE),
     ]
     ticks = {4: "", 1: "1", 0.1: "0.1", 0.01: "0.01", 0.001: "0.001", 0.0001: ""}

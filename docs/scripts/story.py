@@ -10,8 +10,8 @@ without names: those of `TABLES`, `<!-- seeds STUDY -->` of the perplexity of ea
 continuations -->` of a held-out prompt by each rung, `<!-- forecasts FIELD -->` of the forecasts of a field of
 `ladder.forecasts.Forecast` and their scores, `<!-- positions STUDIES -->` of the loss by position, `<!-- case NAME
 -->` of a case of `benchmarks/cases.py`, `<!-- heads RUN -->` of what a run's heads attend to, `<!-- modalities -->` of
-`modalities.json`, `<!-- sharpness -->` of the study `sharpness`, and `<!-- gaps NAMES -->` of the difference between each
-rung named and the next.
+`modalities.json`, `<!-- sharpness -->` of the study `sharpness`, and `<!-- gaps NAMES -->` of the difference between
+each rung named and the next.
 
 The README, whose Python is not run, has figures of `margins.json` (`<!-- margins/CONFIG seeds -->`, `bits`, `seconds`)
 and the blocks `<!-- first_run log -->` and `<!-- first_run sample -->` of `first_run.json`.
