@@ -94,7 +94,7 @@ four = replace(two, n_blocks=4)
 four_blocks = rung("four_blocks", four, "NaN before step 100")
 
 # RMSNorm before attention and MLP; the sources report a training perplexity of 27.4.
-rmsnorm = rung("rmsnorm", replace(four, norm="rmsnorm"), "48.66; 50.369 at step 3,400")
+rmsnorm = rung("rmsnorm", replace(four, norm="rmsnorm"), "48.66 at the end, 50.369 before it")
 
 # Not rungs of the ladder: recurrent networks with an equally wide state, for the same data and budget.
 recurrent_tanh, recurrent_gru, recurrent_lstm = (

@@ -144,7 +144,8 @@ def scale() -> str:
 
 
 def saturation() -> str:
-    """Return the gradients of the scores and of W_Q of an untrained head, by the entropy of its attention."""
+    """Return the gradients of the scores and of W_Q of an untrained head, by the entropy of its attention: W_Q's if the
+    scores are divided by a temperature τ, and if W_Q and W_K are divided by √τ, which divides its gradient by 1/√τ."""
     config = replace(load_module("ladder").attention_scaled.model, d_ff=(512,))
     tokens = np.random.default_rng(0).integers(config.vocab_size, size=(16, 33))
     model, batch = config.build(), Batch((tokens[:, :-1],), tokens[:, 1:])
@@ -152,13 +153,14 @@ def saturation() -> str:
     rows = inspect.saturation(model, params, batch, [10, 3, 1, 0.3, 0.1, 0.03, 0.01, 0.003, 0.001, 0.0003])
     entropies, first = [row.entropy for row in rows], rows[2]
     lines = [
-        Line("of W_Q", entropies, [row.W_Q / first.W_Q for row in rows], RED),
+        Line("of W_Q, s² · scores", entropies, [row.W_Q / first.W_Q for row in rows], RED),
+        Line("of W_Q, s · W", entropies, [row.W_Q / first.W_Q * row.temperature**0.5 for row in rows], RED, "6 3"),
         Line("of the scores", entropies, [row.scores / first.scores for row in rows], BLUE),
     ]
     ticks = {4: "", 1: "1", 0.1: "0.1", 0.01: "0.01", 0.001: "0.001", 0.0001: ""}
     norms, title = {10.0**i: f"{10.0**i:g}" for i in range(-3, 3)}, "norm of the gradient, 1 at entropy 1.6"
     parts = plot(lines, ticks, norms, title, "entropy of attention, nats", log="xy")
-    return svg(370, 240, parts, "Gradients of the scores and of W_Q as attention becomes one-hot.")
+    return svg(410, 240, parts, "Gradients of the scores and of W_Q as attention becomes one-hot.")
 
 
 def ladder() -> str:

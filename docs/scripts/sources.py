@@ -38,9 +38,19 @@ class Claim:
         return re.findall(r"`((?:benchmarks|studies)/results/\w+\.json)`", self.body)
 
     @property
+    def python(self) -> str:
+        """Python that settles the claim."""
+        return "".join(re.findall(r"^```python\n(.*?)^```", self.body, re.MULTILINE | re.DOTALL))
+
+    @property
     def settled_by(self) -> str:
         """What settles the claim, in a word each; empty for nothing."""
-        kinds = {"Python": "```python" in self.body, "test": self.tests, "measurement": self.measurements}
+        kinds = {
+            "Python": self.python,
+            "test": self.tests,
+            "measurement": self.measurements,
+            "command": "```bash" in self.body,
+        }
         return ", ".join(kind for kind, found in kinds.items() if found)
 
 

@@ -10,7 +10,8 @@ without names: those of `TABLES`, `<!-- seeds STUDY -->` of the perplexity of ea
 continuations -->` of a held-out prompt by each rung, `<!-- forecasts FIELD -->` of the forecasts of a field of
 `ladder.forecasts.Forecast` and their scores, `<!-- positions STUDIES -->` of the loss by position, `<!-- case NAME
 -->` of a case of `benchmarks/cases.py`, `<!-- heads RUN -->` of what a run's heads attend to, `<!-- modalities -->` of
-`modalities.json`, and `<!-- sharpness -->` of the study `sharpness`.
+`modalities.json`, `<!-- sharpness -->` of the study `sharpness`, and `<!-- gaps NAMES -->` of the difference between
+each rung named and the next.
 
 The README, whose Python is not run, has figures of `margins.json` (`<!-- margins/CONFIG seeds -->`, `bits`, `seconds`)
 and the blocks `<!-- first_run log -->` and `<!-- first_run sample -->` of `first_run.json`.
@@ -22,11 +23,13 @@ import re
 import sys
 import textwrap
 from contextlib import redirect_stdout
+from itertools import pairwise
 from pathlib import Path
 from statistics import mean, median, stdev
 from typing import Any
 
 import numpy as np
+from scipy.stats import ttest_ind
 
 from jaxformer.inspect import nesterov_limit
 
@@ -75,7 +78,7 @@ FORMATS = {
     "minutes": ".1f",
 }
 OTHERS = (
-    "forecasts", "seeds", "positions", "continuations", "case", "heads", "first_run", "modalities", "sharpness",
+    "forecasts", "seeds", "positions", "continuations", "case", "heads", "first_run", "modalities", "sharpness", "gaps",
 )  # fmt: skip
 TABLE = re.compile(
     rf"^<!-- ({'|'.join((*TABLES, *OTHERS))})( [\w ]+)? -->\n.*?^<!-- end -->\n",
@@ -155,6 +158,8 @@ def table(kind: str, names: list[str]) -> str:
         rows = modalities()
     elif kind == "sharpness":
         rows = sharpness()
+    elif kind == "gaps":
+        rows = gaps(names)
     elif kind == "forecasts":
         rows = forecasts(*names)
     else:
@@ -263,6 +268,33 @@ def by_seed(study: str) -> list[list[str]]:
         shown = [*values, sum(known) / len(known) if known else None]
         label = f"`{name}`" if study == "ladder" else next(iter(outcome.values()))["change"]
         table.append([label, *(format(x, ".4g") if x else "-" for x in shown)])
+    return table
+
+
+def seeds(row: str, study: str = "ladder") -> list[dict[str, Any]]:
+    """Return the fields of a row of a study with each seed."""
+    return list(studies()[study]["rows"][row].values())
+
+
+def perplexities(row: str, study: str = "ladder") -> list[float]:
+    """Return the perplexity of a row of a study with each seed."""
+    return [outcome["perplexity"] for outcome in seeds(row, study)]
+
+
+def interval(before: str, after: str) -> tuple[float, float]:
+    """Return the 95 % interval of the difference between two rungs' mean perplexities (Welch's t-test over the seeds).
+    If it holds 0, the seeds do not tell the rungs apart."""
+    low, high = ttest_ind(perplexities(before), perplexities(after), equal_var=False).confidence_interval(0.95)
+    return float(low), float(high)
+
+
+def gaps(names: list[str]) -> list[list[str]]:
+    """Return by how much the mean perplexity falls from each rung to the next, and the 95 % interval."""
+    table = [["from", "to", "perplexity falls by", "95 % interval"]]
+    for before, after in pairwise(names):
+        low, high = interval(before, after)
+        fall = mean(perplexities(before)) - mean(perplexities(after))
+        table.append([f"`{before}`", f"`{after}`", f"{fall:.2f}", f"{low:.2f} to {high:.2f}"])
     return table
 
 

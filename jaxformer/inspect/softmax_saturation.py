@@ -7,8 +7,9 @@ is
 
 which is 0 if w is one-hot, whatever u is: the two terms are equal at the one position with all the weight, and the
 others have no weight. But W_Q is upstream of z = x W_Q kᵀ / (τ √K): its gradient is the gradient of z times the keys
-divided by τ. If weights become one-hot because scores are large, through large projections or a low temperature τ, one
-factor grows as the other vanishes, and the gradient of W_Q can rise until rows are one-hot up to rounding.
+divided by τ. At a low temperature τ, one factor grows as the other vanishes, and the gradient of W_Q can rise until
+rows are one-hot up to rounding. If instead both W_Q and W_K grow by 1/√τ, only the keys do here, and the gradient is √τ
+times that one: it stays level, and falls relative to W_Q.
 """
 
 from __future__ import annotations

@@ -55,6 +55,21 @@ def test_gradient_of_W_Q_rises_before_it_vanishes(rows):
     assert unscaled[3].W_Q < 1e-6 and unscaled[3].scores == 0
 
 
+@pytest.mark.slow
+def test_grown_projections_have_a_level_gradient_that_falls_relative_to_them(rows):
+    """Times s for W_Q and W_K is times s² for the scores, so the gradient is that at a temperature of 1/s², over s."""
+    model, params, batch = untrained(attention_scaled)
+    layer, norms, relative = params["blocks_0"]["attention"], [], []
+    for row in rows[1], rows[2], rows[-1]:
+        s = row.temperature**-0.5
+        grown = layer | {name: s * layer[name] for name in ("W_Q", "W_K")}
+        (measured,) = saturation(model, params | {"blocks_0": params["blocks_0"] | {"attention": grown}}, batch, 1.0)
+        np.testing.assert_allclose([measured.entropy, measured.W_Q], [row.entropy, row.W_Q / s], rtol=1e-2)
+        norms.append(measured.W_Q)
+        relative.append(measured.W_Q / s)
+    assert all(0.5 < norm / norms[0] < 2.5 for norm in norms) and relative[0] > 10 * relative[-1]
+
+
 def test_temperature_one_gives_the_training_gradient():
     model, params = build(DecoderConfig(7, 3, 4, n_blocks=1, n_heads=2, d_ff=(4,)))
     tokens = random_tokens(7, 3, 4)

@@ -100,6 +100,16 @@ def test_heads_may_be_summed() -> None:
     assert_close(apply(module, params, *INPUTS)[0], explicit(params, 1 / sqrt(K)).sum(axis=1))
 
 
+@pytest.mark.slow
+def test_summed_heads_of_full_width_are_the_same_functions_as_concatenated_ones() -> None:
+    """W_V^h W_O^h is one (D, D) matrix, which a summed head may have as its W_V."""
+    concatenated = random_params(MultiHeadAttention(H, D), *INPUTS)
+    summed = {name: concatenated[name] for name in ("W_Q", "W_K")}
+    summed["W_V"] = jnp.einsum("dhk,hke->dhe", concatenated["W_V"], concatenated["W_O"])
+    wanted = apply(MultiHeadAttention(H, D), concatenated, *INPUTS)[0]
+    assert_close(apply(SummedHeads(H, D), summed, *INPUTS)[0], wanted)
+
+
 def test_values_may_be_of_another_width_than_keys() -> None:
     module = ConcatenatedHeads(H, K, H, bias=True, value_dim=3)
     params = random_params(module, *INPUTS)
