@@ -20,13 +20,13 @@ from jaxformer.ops.losses import cross_entropy, negative_log_likelihood
 from jaxformer.ops.masks import Causal, Packed
 from jaxformer.ops.norms import l2_normalize, layer_norm, rms_norm
 from jaxformer.ops.patches import patchify
-from jaxformer.ops.positions import RoPE, rope, sinusoidal
+from jaxformer.ops.positions import NTK, Llama3Scaling, LongRoPE, RoPE, Yarn, rope, sinusoidal
 from jaxformer.ops.recurrent import gru_step, lstm_step
 
 __all__ = [
-    "Causal", "KVCache", "LayerCache", "Packed", "RoPE", "Unembedding", "attention", "attention_scores",
-    "attention_weights", "blockwise_attention", "cross_attention", "cross_entropy", "gru_step", "init_cache",
-    "l2_normalize", "layer_norm", "linear_cross_entropy", "lstm_step", "masks", "multi_head_attention",
-    "negative_log_likelihood", "patchify", "read_layer", "rms_norm", "rope", "row_entropy", "sinusoidal",
-    "write_layer", "write_positions",
+    "NTK", "Causal", "KVCache", "LayerCache", "Llama3Scaling", "LongRoPE", "Packed", "RoPE", "Unembedding", "Yarn",
+    "attention", "attention_scores", "attention_weights", "blockwise_attention", "cross_attention", "cross_entropy",
+    "gru_step", "init_cache", "l2_normalize", "layer_norm", "linear_cross_entropy", "lstm_step", "masks",
+    "multi_head_attention", "negative_log_likelihood", "patchify", "read_layer", "rms_norm", "rope", "row_entropy",
+    "sinusoidal", "write_layer", "write_positions",
 ]  # fmt: skip
