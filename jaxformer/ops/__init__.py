@@ -27,6 +27,7 @@ from jaxformer.ops.cache import (
     write_positions,
 )
 from jaxformer.ops.kernels import cudnn_attention, splash_attention
+from jaxformer.ops.latent import latent_attention
 from jaxformer.ops.linear_cross_entropy import Unembedding, linear_cross_entropy
 from jaxformer.ops.losses import cross_entropy, negative_log_likelihood
 from jaxformer.ops.masks import Causal, Packed
@@ -40,7 +41,7 @@ __all__ = [
     "RoPE", "Unembedding", "Yarn", "alibi_slopes", "attention", "attention_scores", "attention_weights",
     "attention_with_lse", "blockwise_attention", "blockwise_attention_with_lse", "combine_attention",
     "cross_attention", "cross_entropy", "cudnn_attention", "decode_step", "gru_step", "init_cache", "l2_normalize",
-    "layer_norm", "linear_cross_entropy", "lstm_step", "masks", "multi_head_attention", "negative_log_likelihood",
-    "patchify", "read_layer", "rms_norm", "rope", "row_entropy", "sinusoidal", "splash_attention", "write_layer",
-    "write_positions",
+    "latent_attention", "layer_norm", "linear_cross_entropy", "lstm_step", "masks", "multi_head_attention",
+    "negative_log_likelihood", "patchify", "read_layer", "rms_norm", "rope", "row_entropy", "sinusoidal",
+    "splash_attention", "write_layer", "write_positions",
 ]  # fmt: skip
