@@ -12,7 +12,7 @@ from jaxformer.nn.capture import OUTPUT, capture_point, is_capturing
 from jaxformer.nn.norms import RMSNorm
 from jaxformer.nn.parameters import parameter
 from jaxformer.ops.attention import attention, attention_scores, from_heads, mix, softmax, to_heads
-from jaxformer.ops.bias import Bias
+from jaxformer.ops.bias import Bias, check_cached_bias
 from jaxformer.ops.cache import LayerCache, decode_step, read_layer, write_layer
 from jaxformer.ops.masks import Mask, as_array
 from jaxformer.ops.norms import rms_norm
@@ -88,7 +88,7 @@ class MultiHeadAttention(nn.Module):
 
         Raises:
           ValueError: the input is a batch, or positions or mask do not have the shape that it requires.
-          TypeError: the mask is not boolean.
+          TypeError: the mask is not boolean, or `score_bias` not an array with a cache.
         """
         q_HTK = self._project("W_Q", "b_Q", x_TD, self.n_heads, self.head_dim)
         positions_T = jnp.arange(len(x_TD)) if positions_T is None else check_positions(positions_T, len(x_TD))
@@ -106,6 +106,7 @@ class MultiHeadAttention(nn.Module):
             y_HTK, cache = decode_step(q_HTK, k_GSK, v_GSK, cache, slot, mask, self.factor, **terms)
         else:
             if cache is not None:
+                check_cached_bias(score_bias)
                 # Written first, so that the queries also attend to each other; the mask hides slots still empty.
                 cache = write_layer(cache, k_GSK, v_GSK, slot)
                 k_GSK, v_GSK = read_layer(cache, x_TD.dtype)

@@ -84,11 +84,18 @@ class RelativePositionBias(DistanceBias):
 def relative_position_buckets(
     distance: np.ndarray, n_buckets: int, bidirectional: bool = True, max_distance: int = 128
 ) -> np.ndarray:
-    """Return the bucket of distances key - query, int32; see `RelativePositionBias`."""
+    """Return the bucket of distances key - query, int32; see `RelativePositionBias`.
+
+    Raises:
+      ValueError: there are too few buckets, or more for one distance each than `max_distance`.
+    """
     n = n_buckets // 2 if bidirectional else n_buckets
     first = np.where(distance > 0, n, 0) if bidirectional else 0
     distance_before = np.abs(distance) if bidirectional else -np.minimum(distance, 0)
     exact = n // 2
+    if not 0 < exact < max_distance:
+        problem = f"{n_buckets} buckets have {exact} for one distance each in a direction"
+        raise ValueError(f"{problem}; it must be from 1 to less than max_distance, {max_distance}")
     # In float32, as T5 was trained, because the boundaries of some ranges are whole numbers.
     log_ratio = np.log(np.maximum(distance_before, exact).astype(np.float32) / np.float32(exact))
     wide = exact + (log_ratio / np.float32(log(max_distance / exact)) * (n - exact)).astype(np.int32)
@@ -123,3 +130,9 @@ def check_bias(bias: Any, n_heads: int, n_queries: int, n_keys: int) -> None:
     shared, per_head = (n_queries, n_keys), (n_heads, n_queries, n_keys)
     if bias.shape not in (shared, per_head):
         raise ValueError(f"expected a bias of shape {shared} or {per_head}, got {bias.shape}")
+
+
+def check_cached_bias(bias: Any) -> None:
+    """Raise `TypeError` for a bias by distance, which attention would compute for the slots of a cache in order."""
+    if isinstance(bias, DistanceBias):
+        raise TypeError("a cache's slots are in any order; give bias(positions_T, cache.position_S), an array")

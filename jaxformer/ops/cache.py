@@ -16,6 +16,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jaxformer.ops.attention import adjust, softmax
+from jaxformer.ops.bias import check_cached_bias
 from jaxformer.ops.masks import EMPTY
 from jaxformer.ops.positions import check_positions
 from jaxformer.ops.precision import accumulation_dtype, upcast
@@ -115,6 +116,7 @@ def decode_step(
 
     Values in the cache must be finite even at masked slots, because 0 times NaN is NaN.
     """
+    check_cached_bias(bias)
     (H, _, K), G, dtype = q_H1K.shape, k_G1K.shape[0], q_H1K.dtype
     einsum = partial(jnp.einsum, preferred_element_type=accumulation_dtype(dtype))
     q_GRK = q_H1K.reshape(G, H // G, K) * scale

@@ -196,6 +196,9 @@ def test_terms_of_scores_are_passed_on_in_one_pass_and_step_by_step() -> None:
     with handled_by(copied):  # from the scores on, the output is that of a replaced pattern
         assert_close(module.apply({"params": params}, *INPUTS, score_bias=bias)[0], wanted)
     layer = init_cache(1, 2, T, K, jnp.float32).layers[0]
+    for n in (1, T):  # a step, and a whole text
+        with pytest.raises(TypeError, match="a cache's slots are in any order; give bias"):
+            module.apply({"params": params}, X_TD[:n], POSITIONS_T[:n], CAUSAL_TT[:n], layer, 0, score_bias=bias)
     for t in range(T):
         step, row_H1S = slice(t, t + 1), bias(POSITIONS_T[t : t + 1], POSITIONS_T)
         inputs = X_TD[step], POSITIONS_T[step], CAUSAL_TT[step], layer, t

@@ -32,6 +32,9 @@ def test_relative_positions_share_buckets_as_in_t5() -> None:
     np.testing.assert_array_equal(relative_position_buckets(-before, 32), wanted + 16 * (before < 0))
     one_sided = relative_position_buckets(np.array([5, 0, -1, -15, -16, -999]), 32, bidirectional=False)
     np.testing.assert_array_equal(one_sided, [0, 0, 1, 15, 16, 31])
+    for n_buckets, max_distance in ((3, 128), (32, 8)):
+        with pytest.raises(ValueError, match=f"{n_buckets} buckets have . for one distance each in a direction"):
+            relative_position_buckets(before, n_buckets, max_distance=max_distance)
     table_NH = normal(8, H)
     bias = RelativePositionBias(table_NH, max_distance=20)
     bias_HTS = jax.jit(lambda bias, *positions: bias(*positions))(bias, np.arange(50, 53), np.arange(40, 80))
