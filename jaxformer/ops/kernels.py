@@ -93,7 +93,8 @@ def cudnn_attention(
 
     Args:
       q_HTK, k_GSK, v_GSK, mask, scale: as in `attention`, within the limits of `cudnn_refuses`.
-      bias: as in `attention`; the kernel reads it as an array `(H, T, S)` in the dtype of the queries.
+      bias: as in `attention`; the kernel reads an array `(H, T, S)` in the dtype of the queries, per example. Gradients
+        need even T and S.
       soft_cap, sinks: None; the kernel has neither.
       implementation: "xla" computes the same without the kernel, on any device.
 
