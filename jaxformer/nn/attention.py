@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from math import sqrt
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -11,6 +12,7 @@ from jaxformer.nn.capture import OUTPUT, capture_point, is_capturing
 from jaxformer.nn.norms import RMSNorm
 from jaxformer.nn.parameters import parameter
 from jaxformer.ops.attention import attention, attention_scores, merge_heads, project_heads, softmax, weighted_sum
+from jaxformer.ops.bias import Bias, check_cached_bias
 from jaxformer.ops.cache import LayerCache, decode_step, read_layer, write_layer
 from jaxformer.ops.masks import Mask, as_array
 from jaxformer.ops.norms import rms_norm
@@ -22,6 +24,7 @@ AXES = {
     **dict.fromkeys(("gamma_Q", "gamma_K"), "head_dim"),
     "W_O": "heads head_dim -> embed",
     "b_O": "embed",
+    "sinks": "heads",
 }
 """Axes of the parameters of `MultiHeadAttention`; see `nn.parameters.parameter`."""
 
@@ -42,6 +45,8 @@ class MultiHeadAttention(nn.Module):
       qk_norm: RMS-normalise every query and key, with learned gains (after Henry et al. 2020, who use the l2 norm).
       norm_eps: ε of these norms.
       rope: rotation of queries and keys by their position; None for no rotation.
+      soft_cap: bound of the scores; None for no bound. See `ops.attention.attention`.
+      sinks: add a learned logit per head to the denominator of the softmax, `sinks`, 0 at initialisation.
       attention: implementation, with the signature of `ops.attention.attention`. With that function itself, a decode
         step uses the faster `ops.cache.decode_step`, unless activations are captured.
     """
@@ -57,6 +62,8 @@ class MultiHeadAttention(nn.Module):
     qk_norm: bool = False
     norm_eps: float = RMSNorm.eps
     rope: RoPE | None = None
+    soft_cap: float | None = None
+    sinks: bool = False
     attention: Callable[..., jax.Array] = attention
 
     def __call__(
@@ -67,6 +74,7 @@ class MultiHeadAttention(nn.Module):
         cache: LayerCache | None = None,
         slot: jax.Array | int = 0,
         source: jax.Array | LayerCache | None = None,
+        score_bias: Bias = None,
     ) -> tuple[jax.Array, LayerCache | None]:
         """Map `(T, D)` to `(T, D)`, and the cache, if given, to the cache with keys and values written at `slot`.
 
@@ -75,10 +83,12 @@ class MultiHeadAttention(nn.Module):
           mask: keys that a query may attend to, True for visible, as in `ops.attention.attention`; by default all.
           source: sequence `(S, D)` to attend to instead of x_TD, or a cache that holds its `keys_values`; `cache` must
             then be None.
+          score_bias: bias of the scores, as in `ops.attention.attention`; with a cache, an array from positions, such
+            as `ALiBi(slopes)(positions_T, cache.position_S)`.
 
         Raises:
           ValueError: the input is a batch, or positions or mask do not have the shape that it requires.
-          TypeError: the mask is not boolean.
+          TypeError: the mask is not boolean, or `score_bias` not an array with a cache.
         """
         q_HTK = self._project("W_Q", "b_Q", x_TD, self.n_heads, self.head_dim)
         positions_T = jnp.arange(len(x_TD)) if positions_T is None else check_positions(positions_T, len(x_TD))
@@ -90,15 +100,17 @@ class MultiHeadAttention(nn.Module):
             k_GSK, v_GSK = self.keys_values(x_TD, positions_T)
         # Keys are rotated by their own positions before they are cached, so they never have to be rotated again.
         q_HTK = self._normalize_and_rotate("gamma_Q", q_HTK, positions_T)
+        terms = self._terms(score_bias)
         if cache is not None and len(x_TD) == 1 and self.attention is attention and not is_capturing():
             assert isinstance(mask, jax.Array)  # computed from the positions in the cache
-            y_HTK, cache = decode_step(q_HTK, k_GSK, v_GSK, cache, slot, mask, self.factor)
+            y_HTK, cache = decode_step(q_HTK, k_GSK, v_GSK, cache, slot, mask, self.factor, **terms)
         else:
             if cache is not None:
+                check_cached_bias(score_bias)
                 # Written first, so that the queries also attend to each other; the mask hides slots still empty.
                 cache = write_layer(cache, k_GSK, v_GSK, slot)
                 k_GSK, v_GSK = read_layer(cache, x_TD.dtype)
-            y_HTK = self.attend(q_HTK, k_GSK, v_GSK, mask)
+            y_HTK = self.attend(q_HTK, k_GSK, v_GSK, mask, **terms)
         return capture_point(self, OUTPUT, self.merge_heads(y_HTK, x_TD.shape[1])), cache
 
     def keys_values(self, x_SD: jax.Array, positions_S: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -108,12 +120,12 @@ class MultiHeadAttention(nn.Module):
         v_GSK = self._project("W_V", "b_V", x_SD, G, self.value_dim or self.head_dim)
         return self._normalize_and_rotate("gamma_K", k_GSK, positions_S), v_GSK
 
-    def attend(self, q_HTK: jax.Array, k_GSK: jax.Array, v_GSK: jax.Array, mask: Mask) -> jax.Array:
+    def attend(self, q_HTK: jax.Array, k_GSK: jax.Array, v_GSK: jax.Array, mask: Mask, **terms: Any) -> jax.Array:
         """Return the attention output of the heads, `(H, T, K)`. Not called for a decode step."""
         q_HTK, k_GSK, v_GSK = (capture_point(self, name, x) for name, x in (("q", q_HTK), ("k", k_GSK), ("v", v_GSK)))
-        pattern_HTS = self._replaced_pattern(q_HTK, k_GSK, mask) if is_capturing() else None
+        pattern_HTS = self._replaced_pattern(q_HTK, k_GSK, mask, **terms) if is_capturing() else None
         if pattern_HTS is None:
-            y_HTK = self.attention(q_HTK, k_GSK, v_GSK, mask, self.factor)
+            y_HTK = self.attention(q_HTK, k_GSK, v_GSK, mask, self.factor, **terms)
         else:
             y_HTK = weighted_sum(pattern_HTS, v_GSK)
         return capture_point(self, "z", y_HTK)
@@ -150,14 +162,22 @@ class MultiHeadAttention(nn.Module):
     def _init(self, d_model: int) -> nn.initializers.Initializer:
         return nn.initializers.normal(1 / sqrt(d_model) if self.init_std is None else self.init_std)
 
-    def _replaced_pattern(self, q_HTK: jax.Array, k_GSK: jax.Array, mask: Mask) -> jax.Array | None:
+    def _terms(self, score_bias: Bias) -> dict[str, Any]:
+        """Return the arguments of attention that change its scores; none of them is None."""
+        sinks_H = self._parameter("sinks", nn.initializers.zeros, self.n_heads) if self.sinks else None
+        terms = {"bias": score_bias, "soft_cap": self.soft_cap, "sinks": sinks_H}
+        return {name: value for name, value in terms.items() if value is not None}
+
+    def _replaced_pattern(
+        self, q_HTK: jax.Array, k_GSK: jax.Array, mask: Mask, sinks: jax.Array | None = None, **terms: Any
+    ) -> jax.Array | None:
         """Pass scores, mask and pattern, which no attention implementation returns, to their capture points. Return the
         pattern `(H, T, S)` if one of the three was replaced, else None."""
-        scores_HTS = attention_scores(q_HTK, k_GSK, self.factor)
+        scores_HTS = attention_scores(q_HTK, k_GSK, self.factor, **terms)
         visible_TS = as_array(mask, *scores_HTS.shape[1:])
         new_scores_HTS = capture_point(self, "attn_scores", scores_HTS)
         new_visible_TS = capture_point(self, "mask", visible_TS)
-        pattern_HTS = softmax(new_scores_HTS, mask if new_visible_TS is visible_TS else new_visible_TS)
+        pattern_HTS = softmax(new_scores_HTS, mask if new_visible_TS is visible_TS else new_visible_TS, sinks)
         new_pattern_HTS = capture_point(self, "pattern", pattern_HTS)
         is_same = new_scores_HTS is scores_HTS and new_visible_TS is visible_TS and new_pattern_HTS is pattern_HTS
         return None if is_same else new_pattern_HTS

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxformer.errors import batch_hint
+from jaxformer.ops.bias import Bias, bias_array, check_bias
 from jaxformer.ops.masks import Causal, Mask, Packed, as_array, check_mask
 from jaxformer.ops.precision import accumulation_dtype
 from jaxformer.ops.quantized import Quantized
@@ -17,7 +18,16 @@ MASKED = float(jnp.finfo(jnp.float32).min)
 """Value of a masked score. It is finite, so that a row with no visible key does not become NaN."""
 
 
-def attention_weights(q_HTK: jax.Array, k_GSK: jax.Array, mask: Mask = None, scale: float | None = None) -> jax.Array:
+def attention_weights(
+    q_HTK: jax.Array,
+    k_GSK: jax.Array,
+    mask: Mask = None,
+    scale: float | None = None,
+    *,
+    bias: Bias = None,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+) -> jax.Array:
     """Compute the attention weights, softmax(scale · q kᵀ) over the visible keys.
 
     Args:
@@ -26,19 +36,33 @@ def attention_weights(q_HTK: jax.Array, k_GSK: jax.Array, mask: Mask = None, sca
       mask: bool `(T, S)`, or `(H, T, S)` for a mask per head, True where a query may attend; or a `Causal` or `Packed`;
         None for no mask. In `torch.nn.MultiheadAttention`, True means the opposite.
       scale: factor applied to the scores; None for 1/√K, as in the paper.
+      bias: numbers added to the scores, floating-point `(T, S)` or `(H, T, S)`, finite; or by distance, such as
+        `ALiBi`, for queries and keys in order, as with `Causal`.
+      soft_cap: bound c of the scores before the bias is added, which become c · tanh(scores / c) (Gemma 2).
+      sinks: logit per head, `(H,)`, whose exponential is added to the denominator of the softmax (GPT-OSS).
 
     Returns:
-      `(H, T, S)` float32. A row sums to one, or to zero where no key is visible.
+      `(H, T, S)` float32. A row sums to one, less with sinks, or to zero where no key is visible.
 
     Raises:
       TypeError: an input is not floating-point, or the mask is neither boolean nor a `Causal` or `Packed`.
       ValueError: the shapes do not fit together, or the inputs are a batch.
     """
-    scale = check_inputs(q_HTK, k_GSK, None, mask, scale)
-    return softmax(attention_scores(q_HTK, zero_hidden(k_GSK, mask, q_HTK.shape[1]), scale), mask)
+    scale = check_inputs(q_HTK, k_GSK, None, mask, scale, bias, soft_cap, sinks)
+    k_GSK = zero_hidden(k_GSK, mask, q_HTK.shape[1])
+    return softmax(attention_scores(q_HTK, k_GSK, scale, bias=bias, soft_cap=soft_cap), mask, sinks)
 
 
-def check_inputs(q_HTK: jax.Array, k_GSK: jax.Array, v_GSK: jax.Array | None, mask: Mask, scale: float | None) -> float:
+def check_inputs(
+    q_HTK: jax.Array,
+    k_GSK: jax.Array,
+    v_GSK: jax.Array | None,
+    mask: Mask,
+    scale: float | None,
+    bias: Bias = None,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+) -> float:
     """Return the scale, 1/√K for None, after a check of types and shapes, which leaves no trace in a jaxpr. Raises as
     `attention_weights` does."""
     for name, axes, x in (
@@ -59,6 +83,11 @@ def check_inputs(q_HTK: jax.Array, k_GSK: jax.Array, v_GSK: jax.Array | None, ma
     if v_GSK is not None and v_GSK.shape[:2] != (G, S):
         raise ValueError(f"expected values for {G} heads and {S} keys, got shape {v_GSK.shape}")
     check_mask(mask, H, T, S)
+    check_bias(bias, H, T, S)
+    if soft_cap is not None and not soft_cap > 0:
+        raise ValueError(f"soft_cap is {soft_cap}; it must be positive, or None for no cap")
+    if sinks is not None and sinks.shape != (H,):
+        raise ValueError(f"expected one sink per query head, ({H},), got {sinks.shape}")
     return K**-0.5 if scale is None else scale
 
 
@@ -77,9 +106,17 @@ def zero_hidden(x_GSK: jax.Array, mask: Mask, n_queries: int) -> jax.Array:
     return jnp.where(visible_S[:, None], x_GSK, 0)
 
 
-def attention_scores(q_HTK: jax.Array, k_GSK: jax.Array, scale: float | None = None) -> jax.Array:
-    """Compute the attention scores, scale · q kᵀ, `(H, T, S)` in float32 or wider; see `attention_weights`."""
-    scale = check_inputs(q_HTK, k_GSK, None, None, scale)
+def attention_scores(
+    q_HTK: jax.Array,
+    k_GSK: jax.Array,
+    scale: float | None = None,
+    *,
+    bias: Bias = None,
+    soft_cap: float | None = None,
+) -> jax.Array:
+    """Compute the attention scores, scale · q kᵀ, with soft cap and bias, `(H, T, S)` in float32 or wider; see
+    `attention_weights`."""
+    scale = check_inputs(q_HTK, k_GSK, None, None, scale, bias, soft_cap)
     H, T, K = q_HTK.shape
     G, S, _ = k_GSK.shape
     # The scale stands at the queries: K products per query instead of S.
@@ -87,11 +124,26 @@ def attention_scores(q_HTK: jax.Array, k_GSK: jax.Array, scale: float | None = N
     # In float32, because the softmax takes exponentials: a bfloat16 score near 16 is off by up to 1/16, and its weight
     # by 6 %.
     scores = jnp.einsum("grtk,gsk->grts", q_GRTK, k_GSK, preferred_element_type=accumulation_dtype(q_HTK.dtype))
-    return scores.reshape(H, T, S)
+    return adjust(scores.reshape(H, T, S), bias_array(bias, T, S), soft_cap)
 
 
-def softmax(scores_HTS: jax.Array, mask: Mask = None) -> jax.Array:
+def adjust(scores_HTS: jax.Array, bias: jax.Array | None, soft_cap: float | None) -> jax.Array:
+    """Return the scores after soft cap and bias, `(H, T, S)`."""
+    if soft_cap is not None:
+        scores_HTS = soft_cap * jnp.tanh(scores_HTS / soft_cap)
+    if bias is not None:
+        scores_HTS += (bias if bias.ndim == scores_HTS.ndim else bias[None]).astype(scores_HTS.dtype)
+    return scores_HTS
+
+
+def softmax(scores_HTS: jax.Array, mask: Mask = None, sinks_H: jax.Array | None = None) -> jax.Array:
     """Compute the softmax of scores over the visible keys, `(H, T, S)`; see `attention_weights`."""
+    if sinks_H is not None:
+        mask_TS = as_array(mask, *scores_HTS.shape[1:])
+        sinks = sinks_H.reshape(*sinks_H.shape, *(1,) * (scores_HTS.ndim - sinks_H.ndim)).astype(scores_HTS.dtype)
+        sinks = jnp.broadcast_to(sinks, (*scores_HTS.shape[:-1], 1))
+        logits = jnp.concatenate([jnp.where(mask_TS, scores_HTS, MASKED), sinks], axis=-1)
+        return jnp.where(mask_TS, jax.nn.softmax(logits)[..., :-1], 0.0)
     if mask is None:
         return jax.nn.softmax(scores_HTS)
     mask_TS = as_array(mask, *scores_HTS.shape[1:])
@@ -108,6 +160,9 @@ def attention(
     mask: Mask = None,
     scale: float | None = None,
     *,
+    bias: Bias = None,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
     is_causal: bool = False,
 ) -> jax.Array:
     """Compute scaled dot-product attention, softmax(scale · q kᵀ) v over the visible keys, `(H, T, K)`.
@@ -126,8 +181,46 @@ def attention(
             raise ValueError("is_causal is set, and there is a mask; give one of them: mask & Causal().array(T, S)")
         mask = Causal()
     scale = check_inputs(q_HTK, k_GSK, v_GSK, mask, scale)
-    weights_HTS = attention_weights(q_HTK, k_GSK, mask, scale)
+    weights_HTS = attention_weights(q_HTK, k_GSK, mask, scale, bias=bias, soft_cap=soft_cap, sinks=sinks)
     return weighted_sum(weights_HTS, zero_hidden(v_GSK, mask, q_HTK.shape[1]))
+
+
+def attention_with_lse(
+    q_HTK: jax.Array,
+    k_GSK: jax.Array,
+    v_GSK: jax.Array,
+    mask: Mask = None,
+    scale: float | None = None,
+    *,
+    bias: Bias = None,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Return `attention`, and the logsumexp of each query's visible scores and sink, `(H, T)` float32: minus infinity
+    where there are none. See `combine_attention`."""
+    scale = check_inputs(q_HTK, k_GSK, v_GSK, mask, scale, bias, soft_cap, sinks)
+    k_GSK, v_GSK = (zero_hidden(x, mask, q_HTK.shape[1]) for x in (k_GSK, v_GSK))
+    scores_HTS = attention_scores(q_HTK, k_GSK, scale, bias=bias, soft_cap=soft_cap)
+    mask_TS = as_array(mask, *scores_HTS.shape[1:])
+    lse_HT = jax.nn.logsumexp(jnp.where(mask_TS, scores_HTS, MASKED), axis=-1)
+    lse_HT = jnp.where(mask_TS.any(-1), lse_HT, -jnp.inf)
+    if sinks is not None:
+        lse_HT = jnp.logaddexp(lse_HT, sinks[:, None].astype(lse_HT.dtype))
+    return weighted_sum(softmax(scores_HTS, mask, sinks), v_GSK), lse_HT
+
+
+def combine_attention(y_NHTK: jax.Array, lse_NHT: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the attention to the keys of N parts of a sequence, `(H, T, K)`, and its logsumexp, `(H, T)`, from those
+    of each part (Rabe and Staats 2021): the softmax of the logsumexps weights the outputs.
+
+    Parts may lie on several devices, as in ring attention, or be a common prompt and what follows it. Masks and biases
+    of the parts are arrays, since keys of a later part are not at positions 0, 1, 2, …; sinks are given to one part.
+    """
+    is_empty_HT = jnp.max(lse_NHT, axis=0) == -jnp.inf  # minus infinity less itself would be NaN
+    lse_NHT = jnp.where(is_empty_HT[None], 0, lse_NHT)
+    lse_HT = jax.nn.logsumexp(lse_NHT, axis=0)
+    y_HTK = jnp.sum(jnp.exp(lse_NHT - lse_HT[None])[..., None] * y_NHTK, axis=0).astype(y_NHTK.dtype)
+    return y_HTK, jnp.where(is_empty_HT, -jnp.inf, lse_HT)
 
 
 def weighted_sum(weights_HTS: jax.Array, v_GSK: jax.Array) -> jax.Array:

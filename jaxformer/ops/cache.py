@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jaxformer.ops.attention import MASKED
+from jaxformer.ops.attention import adjust, softmax
+from jaxformer.ops.bias import check_cached_bias
 from jaxformer.ops.masks import EMPTY
 from jaxformer.ops.positions import check_positions
 from jaxformer.ops.precision import accumulation_dtype, upcast
@@ -99,15 +100,23 @@ def decode_step(
     slot: jax.Array | int,
     mask_1S: jax.Array,
     scale: float,
+    *,
+    bias: jax.Array | None = None,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
 ) -> tuple[jax.Array, LayerCache]:
     """Return the attention of one query, `(H, 1, K)`, and the layer with the query's own key and value written at
     `slot`.
+
+    `bias` is an array, `(H, 1, S)` or `(1, S)`, from the positions in the cache, such as
+    `ALiBi(slopes)(positions_1, cache.position_S)`; `soft_cap` and `sinks` are those of `attention`.
 
     The score and weight of `slot` come from the new key and value, rounded as the cache rounds them; the cache is
     written last, for `workarounds.zero_after`.
 
     Values in the cache must be finite even at masked slots, because 0 times NaN is NaN.
     """
+    check_cached_bias(bias)
     (H, _, K), G, dtype = q_H1K.shape, k_G1K.shape[0], q_H1K.dtype
     einsum = partial(jnp.einsum, preferred_element_type=accumulation_dtype(dtype))
     q_GRK = q_H1K.reshape(G, H // G, K) * scale
@@ -117,7 +126,10 @@ def decode_step(
         scores_GRS *= layer.k_GKS.scale_GS[:, None, :]
     own_score_GR1 = einsum("grk,gsk->grs", q_GRK, _rounded(k_G1K, layer.k_GKS.values.dtype))
     scores_GRS = jnp.where(own_S, own_score_GR1, scores_GRS)
-    weights_GRS = jnp.where(mask_1S, jax.nn.softmax(jnp.where(mask_1S, scores_GRS, MASKED)), 0.0)
+    if bias is not None:
+        bias = jnp.broadcast_to(bias, (H, *mask_1S.shape)).reshape(scores_GRS.shape)
+    scores_GRS = adjust(scores_GRS, bias, soft_cap)
+    weights_GRS = softmax(scores_GRS, mask_1S, None if sinks is None else sinks.reshape(G, H // G))
     own_weight_GR1 = jnp.sum(weights_GRS, -1, where=own_S, keepdims=True)
     weights_GRS = jnp.where(own_S, 0, weights_GRS)
     if layer.v_GSK.scale_GS is not None:

@@ -52,6 +52,43 @@ def route(logits_TE: jax.Array, n_chosen: int, renormalize: bool | None = None) 
     return experts_TJ, jnp.exp(top_TJ - jax.nn.logsumexp(among, axis=-1, keepdims=True))
 
 
+def route_in_groups(
+    logits_TE: jax.Array,
+    n_chosen: int,
+    correction_E: jax.Array | float = 0.0,
+    n_groups: int = 1,
+    n_chosen_groups: int = 1,
+    renormalize: bool = True,
+    factor: float = 1.0,
+) -> tuple[jax.Array, jax.Array]:
+    """Return experts and weights, each `(T, J)`, by the sigmoid of their logits (DeepSeek-AI 2024b, equations 12 to
+    16): of the groups with the largest sums of two experts' scores, the experts with the largest scores.
+
+    Args:
+      correction_E: added to the scores when experts are chosen, and not to their weights, to balance the load.
+      n_groups, n_chosen_groups: groups of E / n_groups consecutive experts, such as those of one device.
+      renormalize: divide weights by their sum.
+      factor: factor of the weights.
+    """
+    scores_TE = jax.nn.sigmoid(logits_TE)
+    choice_TNE = (scores_TE + correction_E).reshape(len(logits_TE), n_groups, -1)
+    if n_chosen_groups < n_groups:
+        groups_TJ = jax.lax.top_k(jax.lax.top_k(choice_TNE, 2)[0].sum(-1), n_chosen_groups)[1]
+        is_chosen_TN = jax.nn.one_hot(groups_TJ, n_groups, dtype=bool).any(1)
+        choice_TNE = jnp.where(is_chosen_TN[..., None], choice_TNE, -jnp.inf)
+    experts_TJ = jax.lax.top_k(choice_TNE.reshape(logits_TE.shape), n_chosen)[1]
+    weights_TJ = jnp.take_along_axis(scores_TE, experts_TJ, axis=-1)
+    total_T1 = weights_TJ.sum(-1, keepdims=True) + 1e-20 if renormalize else 1.0
+    return experts_TJ, factor * weights_TJ / total_T1
+
+
+def clamped_swiglu(gate: jax.Array, y: jax.Array, limit: float = 7.0, alpha: float = 1.702) -> jax.Array:
+    """Return the gated activation of GPT-OSS's experts, gate · σ(α · gate) · (y + 1), of inputs clamped to at most
+    `limit`, and `y` also to at least -limit."""
+    gate, y = jnp.minimum(gate, limit), jnp.clip(y, -limit, limit)
+    return gate * jax.nn.sigmoid(alpha * gate) * (y + 1)
+
+
 def capacity(n_tokens: int, n_experts: int, n_chosen: int, factor: float | None) -> int:
     """Return the capacity of an expert in tokens: its even share times a factor, rounded up (Fedus et al. 2022,
     equation 3). Without a factor it is all tokens, so that none is dropped."""

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxformer.ops.attention import check_inputs
+from jaxformer.ops.bias import Bias, bias_array
 from jaxformer.ops.blockwise import SAVED
 from jaxformer.ops.masks import Causal, Mask, Packed, causal_part
 from jaxformer.ops.workarounds import batched_together
@@ -83,27 +84,43 @@ def cudnn_attention(
     mask: Mask = None,
     scale: float | None = None,
     *,
+    bias: Bias = None,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
     implementation: Literal["cudnn", "xla"] = "cudnn",
 ) -> jax.Array:
     """Return `attention`, computed by cuDNN's fused kernel on NVIDIA GPUs from Ampere on, with memory linear in T.
 
     Args:
       q_HTK, k_GSK, v_GSK, mask, scale: as in `attention`, within the limits of `cudnn_refuses`.
+      bias: as in `attention`; the kernel reads an array `(H, T, S)` in the dtype of the queries, per example. Gradients
+        need even T and S.
+      soft_cap, sinks: None; the kernel has neither.
       implementation: "xla" computes the same without the kernel, on any device.
 
     Raises:
-      ValueError: the kernel does not support the mask.
+      ValueError: the kernel does not support the mask, a soft cap or sinks.
     """
     length_first = partial(jnp.swapaxes, axis1=0, axis2=1)
     if reason := _cudnn_refuses_segments(mask):
         raise ValueError(reason)
+    if soft_cap is not None or sinks is not None:
+        name = "soft cap" if sinks is None else "sinks"
+        raise ValueError(f"cuDNN attention has no {name}; use blockwise_attention, which computes the same")
     causal, _ = symbolic(mask)
-    q_HTK, k_GSK, v_GSK = batched_together(q_HTK, k_GSK, v_GSK)
+    (H, T, _), S = q_HTK.shape, k_GSK.shape[1]
+    check_inputs(q_HTK, k_GSK, v_GSK, mask, scale, bias)
+    if (bias_HTS := bias_array(bias, T, S)) is not None:
+        bias_HTS = jnp.broadcast_to(bias_HTS, (H, T, S)).astype(q_HTK.dtype)
+        q_HTK, k_GSK, v_GSK, bias_HTS = batched_together(q_HTK, k_GSK, v_GSK, bias_HTS)
+    else:
+        q_HTK, k_GSK, v_GSK = batched_together(q_HTK, k_GSK, v_GSK)
     window = None if causal is None or causal.window is None else (causal.window - 1, 0)  # positions before and after
     y_THK = jax.nn.dot_product_attention(
         length_first(q_HTK),
         length_first(k_GSK),
         length_first(v_GSK),
+        None if bias_HTS is None else bias_HTS[None],
         scale=scale,
         is_causal=causal is not None,
         local_window_size=window,
@@ -130,6 +147,9 @@ def splash_attention(
     mask: Mask = None,
     scale: float | None = None,
     *,
+    bias: Bias = None,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """Return `attention`, computed on TPUs by the Pallas kernel that skips masked blocks; memory linear in T.
@@ -138,21 +158,28 @@ def splash_attention(
 
     Args:
       q_HTK, k_GSK, v_GSK, mask, scale: as in `attention`, within the limits of `splash_refuses`.
+      bias: None; the kernel has none.
+      soft_cap, sinks: as in `attention`.
       interpret: run the kernel's program step by step, slowly, on any device.
+
+    Raises:
+      ValueError: the kernel does not support the mask, or a bias.
     """
+    if bias is not None:
+        raise ValueError("splash attention has no bias; use blockwise_attention, which computes the same")
     H, T, _ = q_HTK.shape
     S = k_GSK.shape[1]
     # The padding of the last block follows all positions, so a causal mask hides it.
     inputs = [jnp.pad(x, ((0, 0), (0, padded(x.shape[1]) - x.shape[1]), (0, 0))) for x in (q_HTK, k_GSK, v_GSK)]
     causal, segments_T = symbolic(mask)
-    kernel = splash_kernel(H, padded(T), padded(S), causal, interpret)
+    kernel = splash_kernel(H, padded(T), padded(S), causal, interpret, soft_cap)
     segments = None
     if segments_T is not None:
         from jax.experimental.pallas.ops.tpu.splash_attention import SegmentIds
 
         segments = SegmentIds(*2 * (jnp.pad(segments_T, (0, padded(T) - T)),))
-    scale = check_inputs(q_HTK, k_GSK, v_GSK, mask, scale)
-    return kernel(inputs[0] * scale, *inputs[1:], segments)[:, :T]
+    scale = check_inputs(q_HTK, k_GSK, v_GSK, mask, scale, bias, soft_cap, sinks)
+    return kernel(inputs[0] * scale, *inputs[1:], segments, sinks)[:, :T]
 
 
 def unit(T: int) -> int:
@@ -172,7 +199,9 @@ def block(T: int) -> int:
 
 
 @cache
-def splash_kernel(H: int, T: int, S: int, mask: Causal | None, interpret: bool) -> Callable[..., jax.Array]:
+def splash_kernel(
+    H: int, T: int, S: int, mask: Causal | None, interpret: bool, soft_cap: float | None = None
+) -> Callable[..., jax.Array]:
     """Return the kernel for these sizes, including its table of visible blocks."""
     # Imported here because it takes a quarter of a second and only TPUs need it.
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
@@ -218,6 +247,7 @@ def splash_kernel(H: int, T: int, S: int, mask: Causal | None, interpret: bool) 
             head_shards=1,
             q_seq_shards=1,
             residual_checkpoint_name=SAVED,
+            attn_logits_soft_cap=soft_cap,
             interpret=interpret,
         )
     return jax.tree.map(np.asarray, kernel)

@@ -18,6 +18,7 @@ from jaxformer.config import Config
 from jaxformer.contract import ARRAY
 from jaxformer.errors import UserError
 from jaxformer.ops.attention import attention
+from jaxformer.ops.bias import Bias
 from jaxformer.ops.blockwise import blockwise_attention
 from jaxformer.ops.kernels import (
     Shaped,
@@ -53,7 +54,16 @@ class Attention(Protocol):
     """Signature of `ops.attention.attention`."""
 
     def __call__(
-        self, q_HTK: jax.Array, k_GSK: jax.Array, v_GSK: jax.Array, mask: Mask = None, scale: float | None = None
+        self,
+        q_HTK: jax.Array,
+        k_GSK: jax.Array,
+        v_GSK: jax.Array,
+        mask: Mask = None,
+        scale: float | None = None,
+        *,
+        bias: Bias = None,
+        soft_cap: float | None = None,
+        sinks: jax.Array | None = None,
     ) -> jax.Array: ...
 
 
@@ -81,11 +91,12 @@ def unfused_attention(
     scale: float | None = None,
     blockwise: Attention = blockwise_attention,
     min_positions: int = MIN_BLOCKWISE_POSITIONS,
+    **terms: Any,
 ) -> jax.Array:
     """Return `attention` for short sequences, and `blockwise` for those with at least `min_positions` queries and
     keys."""
     is_long = min(q_HTK.shape[1], k_GSK.shape[1]) >= min_positions
-    return (blockwise if is_long else attention)(q_HTK, k_GSK, v_GSK, mask, scale)
+    return (blockwise if is_long else attention)(q_HTK, k_GSK, v_GSK, mask, scale, **terms)
 
 
 cpu_blockwise_attention = partial(blockwise_attention, block=CPU_BLOCK, sequential=True)
@@ -112,11 +123,17 @@ class FusedAttention:
         return KERNELS[self.kernel].refuses(q_HTK, k_GSK, mask)
 
     def __call__(
-        self, q_HTK: jax.Array, k_GSK: jax.Array, v_GSK: jax.Array, mask: Mask = None, scale: float | None = None
+        self,
+        q_HTK: jax.Array,
+        k_GSK: jax.Array,
+        v_GSK: jax.Array,
+        mask: Mask = None,
+        scale: float | None = None,
+        **terms: Any,
     ) -> jax.Array:
-        """Return the same as `ops.attention.attention`."""
-        if self.refuses(q_HTK, k_GSK, mask, v_GSK.shape[-1]):
-            return unfused_attention(q_HTK, k_GSK, v_GSK, mask, scale)
+        """Return the same as `ops.attention.attention`; with a bias, a soft cap or sinks, not by the kernel."""
+        if terms or self.refuses(q_HTK, k_GSK, mask, v_GSK.shape[-1]):
+            return unfused_attention(q_HTK, k_GSK, v_GSK, mask, scale, **terms)
 
         def attend(q_HTK: jax.Array, k_GSK: jax.Array, v_GSK: jax.Array, mask: Mask) -> jax.Array:
             return KERNELS[self.kernel].attend(q_HTK, k_GSK, v_GSK, mask, scale)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxformer.ops.attention import attention
+from jaxformer.ops.bias import ALiBi, alibi_slopes
 from jaxformer.ops.blockwise import blockwise_attention
 from jaxformer.ops.kernels import cudnn_attention
 from jaxformer.ops.masks import Causal, Packed
@@ -49,3 +50,16 @@ def test_attention_and_its_gradients_are_those_of_float64(beside: Comparison, na
         return jax.vmap(lambda q, k, v: attend(q, k, v, mask()))
 
     beside.agree(batched(IMPLEMENTATIONS[name]), batched(attention), dtype, *qkv)
+
+
+@pytest.mark.parametrize("name", ["cudnn", "blockwise"])
+def test_attention_with_a_bias_by_distance_is_that_of_float64(beside: Comparison, name: str) -> None:
+    if name == "cudnn" and beside.device.platform != "gpu":
+        pytest.skip("cuDNN does not support it")
+    draw, bias = np.random.default_rng(0), ALiBi(alibi_slopes(H))
+    qkv = [draw.normal(size=(B, heads, T, 64)) for heads in (H, 2, 2)]
+
+    def batched(attend: Any) -> Any:
+        return jax.vmap(lambda q, k, v: attend(q, k, v, Causal(), bias=bias))
+
+    beside.agree(batched(IMPLEMENTATIONS[name]), batched(attention), "bfloat16", *qkv)

@@ -160,8 +160,8 @@ def flip_a_sign_in_blockwise_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     tile = blockwise.tile_gradients
 
     def flipped(*args: jax.Array) -> tuple[jax.Array, ...]:
-        dq, dk, dv = tile(*args)
-        return dq, -dk, dv
+        dq, dk, dv, dbias = tile(*args)
+        return dq, -dk, dv, dbias
 
     monkeypatch.setattr(blockwise, "tile_gradients", flipped)
 

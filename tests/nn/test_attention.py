@@ -10,9 +10,11 @@ import pytest
 
 from jaxformer.ladder.rungs import ConcatenatedHeads, SummedHeads
 from jaxformer.nn.attention import MultiHeadAttention
+from jaxformer.nn.capture import handled_by
 from jaxformer.nn.local_heads import LocalHeads
 from jaxformer.ops import masks
 from jaxformer.ops.attention import attention, multi_head_attention
+from jaxformer.ops.bias import ALiBi, alibi_slopes
 from jaxformer.ops.cache import init_cache, write_layer
 from jaxformer.ops.norms import rms_norm
 from jaxformer.ops.positions import RoPE, rope
@@ -188,6 +190,35 @@ def test_with_a_cache_it_reads_what_it_wrote(attend: Callable[..., jax.Array]) -
         y, layer = apply(module, params, X_TD[step], POSITIONS_T[step], CAUSAL_TT[step], layer, t)
         out.append(y)
     assert_close(jnp.concatenate(out), apply(module, params, *INPUTS)[0])
+
+
+@pytest.mark.slow
+def test_terms_of_scores_are_passed_on_in_one_pass_and_step_by_step() -> None:
+    """A soft cap, sinks and a bias by distance, also when the pattern is captured."""
+    module, bias = MultiHeadAttention(H, K, 2, soft_cap=1.5, sinks=True), ALiBi(alibi_slopes(H))
+    params = random_params(module, *INPUTS)
+    assert not first_params(module, *INPUTS)["sinks"].any()
+
+    @jax.jit
+    def explicitly(params: dict) -> jax.Array:
+        q, k, v = (jnp.einsum("td,dhk->htk", X_TD, params[f"W_{name}"]) for name in "QKV")
+        y_HTK = attention(q, k, v, CAUSAL_TT, bias=bias, soft_cap=1.5, sinks=params["sinks"])
+        return jnp.einsum("htk,hkd->td", y_HTK, params["W_O"])
+
+    wanted, bias_HTT = explicitly(params), np.asarray(bias(POSITIONS_T, POSITIONS_T))
+    assert_close(apply(module, params, *INPUTS, score_bias=bias)[0], wanted)
+    copied = lambda root, path, x: x + 0 if path[-1] == "attn_scores" else x  # noqa: E731
+    with handled_by(copied):  # from the scores on, the output is that of a replaced pattern
+        assert_close(jax.jit(lambda: module.apply({"params": params}, *INPUTS, score_bias=bias)[0])(), wanted)
+    layer = init_cache(1, 2, T, K, jnp.float32).layers[0]
+    for n in (1, T):  # a step, and a whole text
+        with pytest.raises(TypeError, match="a cache's slots are in any order; give bias"):
+            module.apply({"params": params}, X_TD[:n], POSITIONS_T[:n], CAUSAL_TT[:n], layer, 0, score_bias=bias)
+    for t in range(T):
+        step = slice(t, t + 1)
+        inputs = X_TD[step], POSITIONS_T[step], CAUSAL_TT[step], layer, t
+        y, layer = apply(module, params, *inputs, score_bias=bias_HTT[:, step])
+        assert_close(y, wanted[step])
 
 
 @pytest.mark.parametrize("options", [{}, {"bias": True, "qk_norm": True, "rope": RoPE(100.0)}], ids=["plain", "all"])

@@ -1,6 +1,7 @@
 import importlib
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from math import log
 from typing import Any
@@ -12,7 +13,8 @@ import numpy as np
 import pytest
 
 from jaxformer.ops import masks
-from jaxformer.ops.blockwise import blockwise_attention
+from jaxformer.ops.bias import ALiBi, Bias, RelativePositionBias, alibi_slopes
+from jaxformer.ops.blockwise import blockwise_attention, blockwise_attention_with_lse
 from jaxformer.ops.kernels import cudnn_attention, splash_attention
 from jaxformer.train.kernels import FusedAttention
 from tests.arrays import assert_close, normal
@@ -131,6 +133,140 @@ def test_scores_are_divided_by_the_root_of_the_width_by_default() -> None:
         by_default, divided = (jax.make_jaxpr(partial(attend, **scale))(q, k, v) for scale in ({}, {"scale": K**-0.5}))
         assert str(by_default) == str(divided)
     assert inspect.signature(splash_attention).parameters["scale"].default is None
+
+
+def test_soft_cap_bias_and_sinks_are_their_formula_in_float64() -> None:
+    """In NumPy, in this order: c tanh(s / c) + b, then the softmax with one more logit; row 3 sees no key."""
+    q, k, v = qkv(2)
+    bias, sinks, mask = normal(H, T, S, seed=4), normal(H, seed=5), np.arange(T)[:, None] + np.arange(S) < 7
+    mask = jnp.asarray(mask & (np.arange(T)[:, None] != 3))
+    terms: dict[str, Any] = {"bias": bias, "soft_cap": 1.5, "sinks": sinks}
+
+    @jax.jit
+    def results() -> tuple[tuple, jax.Array]:
+        return ops.attention_with_lse(q, k, v, mask, 0.3, **terms), ops.attention_weights(q, k, mask, 0.3, **terms)
+
+    (y, lse), got = results()
+    exact_q, exact_k, exact_v, b, sink = (np.asarray(x, np.float64) for x in (q, k, v, bias, sinks))
+    scores = 0.3 * np.einsum("htk,hsk->hts", exact_q, np.repeat(exact_k, H // 2, 0))
+    exp = np.where(mask, np.exp(1.5 * np.tanh(scores / 1.5) + b), 0)
+    total = exp.sum(-1) + np.exp(sink)[:, None]
+    weights = exp / total[..., None]
+    assert_close(y, weights @ np.repeat(exact_v, H // 2, 0))
+    assert_close(lse, np.log(total))
+    assert_close(got, weights)
+
+
+def combined(attend: Callable, q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> tuple:
+    parts = [slice(0, 4), slice(4, 6), slice(6, S)]
+    results = [attend(q, k[:, part], v[:, part], mask[:, part], 0.3) for part in parts]
+    return ops.combine_attention(*(jnp.stack(x) for x in zip(*results, strict=True)))
+
+
+def test_parts_are_combined_by_the_softmax_of_their_logsumexps_by_hand() -> None:
+    """Weights 1 and 3 of 4; of the second query, which sees only the first part, 1 and 0; the third sees nothing."""
+    lse_NHT = np.array([[[0, log(5), -np.inf]], [[log(3), -np.inf, -np.inf]]], np.float32)
+    y_NHTK = np.array([[[[2.0], [7.0], [0.0]]], [[[6.0], [0.0], [0.0]]]], np.float32)
+    y, lse = map(np.asarray, jax.jit(ops.combine_attention)(y_NHTK, lse_NHT))
+    np.testing.assert_allclose(y[0, :, 0], [5, 7, 0], rtol=1e-6)
+    np.testing.assert_allclose(lse[0], [log(4), log(5), -np.inf], rtol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "attend",
+    [ops.attention_with_lse, partial(blockwise_attention_with_lse, block=3, sequential=True)],
+    ids=["whole", "tiled"],
+)
+def test_attention_to_parts_of_the_keys_combines_to_that_to_all(attend: Callable) -> None:
+    """Output, logsumexp and gradients; row 2 sees no key at all, row 1 none of the first part."""
+    q, k, v = qkv(2)
+    row_T1, key_S = np.arange(T)[:, None], np.arange(S)
+    mask = jnp.asarray((row_T1 != 2) & ((row_T1 != 1) | (key_S > 3)))
+
+    def run(attend: Callable) -> tuple:
+        (y, lse), pull = jax.vjp(lambda q, k, v: attend(q, k, v, mask), q, k, v)
+        return y, lse, pull((normal(H, T, K, seed=4), normal(H, T, seed=5)))
+
+    whole = partial(ops.attention_with_lse, scale=0.3)
+    results = jax.device_get(jax.jit(lambda: (run(partial(combined, attend)), run(whole)))())
+    (y, lse, got), (wanted_y, wanted_lse, wanted) = results
+    np.testing.assert_array_equal(np.isneginf(lse), np.broadcast_to(np.arange(T) == 2, (H, T)))
+    assert_close(np.delete(lse, 2, axis=1), np.delete(wanted_lse, 2, axis=1))
+    for ours, theirs in zip((y, *got), (wanted_y, *wanted), strict=True):
+        assert_close(ours, theirs)
+    assert not y[:, 2].any() and not got[0][:, 2].any()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("bias", "soft_cap", "sinks", "mask", "orders"),
+    [
+        (normal(H, S, S, seed=6), None, None, masks.Causal(3), [False]),
+        (ALiBi(alibi_slopes(H)), None, None, masks.Packed(jnp.arange(S) // 3), [True]),
+        (RelativePositionBias(normal(6, H, seed=6), False, 5), 0.8, normal(H, seed=7), masks.Causal(), [False, True]),
+    ],
+    ids=["array", "alibi", "buckets, cap and sinks"],
+)
+def test_gradients_with_terms_of_scores_are_those_of_torch(
+    bias: Bias, soft_cap: float | None, sinks: jax.Array | None, mask: masks.Mask, orders: list[bool]
+) -> None:
+    """To queries, keys, values and what is learned, in blocks of either order, too; and second derivatives."""
+    torch = pytest.importorskip("torch")
+    q, k, v, dy, tangent = normal(H, S, K, seed=1), *qkv(2)[1:], normal(H, S, K, seed=8), normal(H, S, K, seed=9)
+    to_torch = lambda x: torch.tensor(np.array(x), dtype=torch.float64, requires_grad=True)  # noqa: E731
+    tensors = [to_torch(x) for x in (q, k, v, *jax.tree.leaves((bias, sinks)))]
+    scale_of_lse = 0.7
+
+    def by_torch(q: Any, k: Any, v: Any, *learned: Any) -> Any:
+        scores = 0.3 * torch.einsum("htk,hsk->hts", q, k.repeat_interleave(H // 2, 0))
+        scores = scores if soft_cap is None else soft_cap * torch.tanh(scores / soft_cap)
+        if isinstance(bias, RelativePositionBias):
+            in_bucket = replace(bias, table_NH=jnp.eye(6))(jnp.arange(S), jnp.arange(S))  # (N, S, S)
+            scores = scores + torch.einsum("nh,nts->hts", learned[0], to_torch(in_bucket))
+        else:
+            scores = scores + (learned[0] if learned else to_torch(bias(jnp.arange(S), jnp.arange(S))))
+        scores = scores.masked_fill(~torch.tensor(np.array(mask.array(S, S))), -torch.inf)
+        if sinks is not None:
+            scores = torch.cat([scores, learned[1][:, None, None].expand(H, S, 1)], -1)
+        y = scores.softmax(-1)[..., :S] @ v.repeat_interleave(H // 2, 0)
+        return (y * to_torch(dy)).sum() + scale_of_lse * (scores.logsumexp(-1) ** 2).sum()
+
+    def loss(attend: Callable, q: Any, k: Any, v: Any, bias: Bias, sinks: Any) -> jax.Array:
+        y, lse = attend(q, k, v, mask, 0.3, bias=bias, sinks=sinks, soft_cap=soft_cap)
+        return (y * dy).sum() + scale_of_lse * (lse**2).sum()
+
+    first = torch.autograd.grad(by_torch(*tensors), tensors, create_graph=True)
+    second = torch.autograd.grad(first[0], tensors, to_torch(tangent))
+    tiled = [partial(blockwise_attention_with_lse, block=3, sequential=x) for x in orders]
+    for attend in (ops.attention_with_lse, *tiled):
+        got = jax.jit(jax.grad(partial(loss, attend), argnums=range(5)))(q, k, v, bias, sinks)
+        for ours, theirs in zip(jax.tree.leaves(got), first, strict=True):
+            assert_close(ours, theirs.detach())
+    gradient = jax.grad(partial(loss, ops.attention_with_lse))
+    got = jax.jit(lambda *x: jax.vjp(gradient, *x)[1](tangent))(q, k, v, bias, sinks)
+    for ours, theirs in zip(jax.tree.leaves(got), second, strict=True):
+        assert_close(ours, theirs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sequential", [False, True])
+def test_blocks_map_terms_of_scores_over_examples(sequential: bool) -> None:
+    """Per-example gradients, also to terms that all examples share or that each has of its own."""
+    q, k, v = (jnp.stack([x, 2 * x]) for x in (normal(H, S, K, seed=1), *qkv(2)[1:]))
+    table_NH, sinks_BH = normal(6, H, seed=6), normal(2, H, seed=7)
+
+    def gradients(attend: Callable) -> Any:
+        def loss(q: Any, k: Any, v: Any, table_NH: Any, sinks: Any) -> jax.Array:
+            bias = RelativePositionBias(table_NH, max_distance=5)
+            return (attend(q, k, v, masks.Causal(), 0.3, bias=bias, sinks=sinks, soft_cap=2.0) ** 2).sum()
+
+        each = jax.vmap(jax.grad(loss, argnums=(0, 1, 2, 3, 4)), (0, 0, 0, None, 0))
+        return jax.jit(each)(q, k, v, table_NH, sinks_BH)
+
+    tiled = partial(blockwise_attention, block=3, sequential=sequential)
+    for ours, theirs in zip(gradients(tiled), gradients(ops.attention), strict=True):
+        assert_close(ours, theirs)
 
 
 ADDED_TS = np.where(np.arange(S) < 3, 0, -np.inf) * np.ones((T, 1))

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from jax.ad_checkpoint import checkpoint_policies
 
 from jaxformer.ops.attention import attention
+from jaxformer.ops.bias import ALiBi
 from jaxformer.ops.blockwise import SAVED, Tiles, blockwise_attention, loops
 from jaxformer.ops.masks import Causal, Mask, Packed
 from tests.arrays import normal
@@ -159,8 +160,8 @@ def test_a_rematerialised_block_attends_once_if_it_may_save_the_result(sequentia
 @pytest.mark.slow
 def test_memory_is_linear_in_the_length_forward_and_backward() -> None:
     def temporary_bytes(attend, T: int) -> int:
-        mask = Packed(jnp.arange(T) // 100)
-        loss = lambda q, k, v: attend(q, k, v, mask).sum()  # noqa: E731
+        mask, bias = Packed(jnp.arange(T) // 100), ALiBi((0.5, 0.25, 0.125, 0.0625))
+        loss = lambda q, k, v: attend(q, k, v, mask, bias=bias).sum()  # noqa: E731
         shapes = [jax.ShapeDtypeStruct((h, T, 16), jnp.float32) for h in (4, 2, 2)]
         compiled = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(*shapes).compile()
         return compiled.memory_analysis().temp_size_in_bytes

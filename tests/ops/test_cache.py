@@ -1,3 +1,4 @@
+from functools import partial
 from typing import Any
 
 import jax
@@ -6,6 +7,7 @@ import numpy as np
 import pytest
 
 from jaxformer.ops.attention import attention
+from jaxformer.ops.bias import ALiBi, RelativePositionBias, alibi_slopes
 from jaxformer.ops.cache import (
     KVCache,
     LayerCache,
@@ -15,7 +17,7 @@ from jaxformer.ops.cache import (
     write_layer,
     write_positions,
 )
-from jaxformer.ops.masks import EMPTY
+from jaxformer.ops.masks import EMPTY, Causal, padding
 from jaxformer.ops.workarounds import update_slice
 from tests.arrays import assert_close, normal
 
@@ -74,11 +76,41 @@ def test_a_step_attends_as_if_its_key_and_value_were_written_first(dtype: Any, s
     layer = write_layer(cache(dtype).layers[0], normal(G, S, K, seed=1), normal(G, S, K, seed=2), 0)
     q, k, v = normal(2 * G, 1, K, seed=3), normal(G, 1, K, seed=4), normal(G, 1, K, seed=5)
     mask_1S = ((jnp.arange(S) % 3 > 0) | (jnp.arange(S) == slot))[None]
-    y, got = jax.jit(decode_step)(q, k, v, layer, slot, mask_1S, 0.3)
+    terms: dict[str, Any] = {}
+    if slot == 4:  # positions that do not follow the order of the slots
+        bias = ALiBi(alibi_slopes(2 * G))(jnp.array([slot]), (jnp.arange(S) + 5) % S)
+        terms = {"bias": bias, "sinks": normal(2 * G, seed=6), "soft_cap": 1.5}
+    step = jax.jit(partial(decode_step, soft_cap=terms.get("soft_cap")))
+    y, got = step(q, k, v, layer, slot, mask_1S, 0.3, bias=terms.get("bias"), sinks=terms.get("sinks"))
     wanted = write_layer(layer, k, v, slot)
     for a, b in zip(read_layer(got, jnp.float32), read_layer(wanted, jnp.float32), strict=True):
         assert_close(a, b)
-    assert_close(y, attention(q, *read_layer(wanted, jnp.float32), mask_1S, 0.3))
+    assert_close(y, attention(q, *read_layer(wanted, jnp.float32), mask_1S, 0.3, **terms))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("window", [None, 3])
+def test_steps_with_biases_by_distance_are_the_rows_of_one_pass(window: int | None) -> None:
+    """After 3 slots of padding, and in a ring of slots if there is a window."""
+    n, H, mask = 9, 2 * G, Causal(window)
+    q, k, v, sinks = normal(H, n, K, seed=1), normal(G, n, K, seed=2), normal(G, n, K, seed=3), normal(H, seed=4)
+    for bias in (ALiBi(alibi_slopes(H)), RelativePositionBias(normal(8, H, seed=5), False, 5)):
+        wanted = attention(q, k, v, mask, 0.3, bias=bias, sinks=sinks)
+        n_slots = n + 3 if window is None else window
+        layer, position_S = init_cache(1, G, n_slots, K, jnp.float32).layers[0], jnp.full(n_slots, EMPTY)
+
+        @jax.jit
+        def step(t: Any, layer: LayerCache, position_S: jax.Array, bias: Any = bias) -> tuple:
+            slot, one = (t + 3) % len(position_S), jnp.array([t])
+            position_S = write_positions(position_S, one, slot)
+            visible_1S = mask(one, position_S) & padding(one, position_S)
+            at = lambda x: jax.lax.dynamic_slice_in_dim(x, t, 1, 1)  # noqa: E731
+            terms = {"bias": bias(one, position_S), "sinks": sinks}
+            return *decode_step(at(q), at(k), at(v), layer, slot, visible_1S, 0.3, **terms), position_S
+
+        for t in range(n):
+            y, layer, position_S = step(t, layer, position_S)
+            assert_close(y[:, 0], wanted[:, t])
 
 
 @pytest.mark.slow

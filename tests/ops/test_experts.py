@@ -226,3 +226,70 @@ def test_experts_mix_no_tokens() -> None:
     for wanted, got in ((clean[0][1], hidden[0][1]), (clean[1], hidden[1])):
         np.testing.assert_array_equal(got[[0, 2]], wanted[[0, 2]])
     assert not hidden[0][1][3].any()
+
+
+def test_experts_are_chosen_in_the_groups_with_the_largest_two_by_hand() -> None:
+    """Scores of 2 groups of 3: .5 + .4 exceeds .8 + 0, so the expert of .8 is not chosen."""
+    scores_E, correction_E = np.array([0.8, 1e-9, 1e-9, 0.4, 0.5, 0.1]), np.array([0, 0, 0, 0, 0, 0.35])
+    logits_1E = np.log(scores_E / (1 - scores_E))[None]
+    in_groups = jax.jit(lambda x: experts.route_in_groups(x, 2, correction_E, 2, 1, factor=3.0))
+    of_all = jax.jit(lambda x: experts.route_in_groups(x, 2, renormalize=False))
+    experts_TJ, weights_TJ = in_groups(logits_1E)
+    np.testing.assert_array_equal(experts_TJ, [[4, 5]])  # .1 + .35 exceeds .4
+    assert_close(weights_TJ, [[3 * 0.5 / 0.6, 3 * 0.1 / 0.6]])
+    assert_close(of_all(logits_1E)[1], [[0.8, 0.5]])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v3", "qwen2_moe"])
+def test_mixtures_of_experts_are_those_of_transformers(family: str) -> None:
+    """Routers, their biases and those of experts, the clamped SwiGLU, and the gate of a shared expert."""
+    torch, module = pytest.importorskip("torch"), f"transformers.models.{family}.modeling_{family}"
+    theirs = pytest.importorskip(module)
+    E, J, D, F = 8, 3, 7, 5
+    sizes = {"hidden_size": D, "intermediate_size": F, "moe_intermediate_size": F, "num_experts_per_tok": J}
+    sizes |= {"num_local_experts": E, "n_routed_experts": E, "num_experts": E, "shared_expert_intermediate_size": F}
+    if family == "gpt_oss":
+        mixture = theirs.GptOssMLP(theirs.GptOssConfig(**sizes))
+    elif family == "deepseek_v3":
+        groups = {"n_group": 4, "topk_group": 2, "n_shared_experts": 1, "routed_scaling_factor": 2.5}
+        mixture = theirs.DeepseekV3MoE(theirs.DeepseekV3Config(**sizes, **groups))
+    else:
+        mixture = theirs.Qwen2MoeSparseMoeBlock(theirs.Qwen2MoeConfig(**sizes, norm_topk_prob=False))
+    draw, weight = np.random.default_rng(0), {}
+    for name, leaf in mixture.state_dict().items():
+        weight[name] = draw.normal(size=leaf.shape).astype(np.float32)
+        leaf.copy_(torch.tensor(weight[name]))
+    x_TD = 3 * normal(11, D)
+    wanted = mixture(torch.tensor(np.array(x_TD))[None])
+    wanted = (wanted[0] if isinstance(wanted, tuple) else wanted)[0].detach()
+
+    def mlp(x_D: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+        return jax.nn.silu(x_D @ gate.T) * (x_D @ up.T) @ down.T
+
+    @jax.jit
+    def ours(x_TD: jax.Array) -> jax.Array:
+        name = "router" if family == "gpt_oss" else "gate"
+        logits_TE, shared_TD = x_TD @ weight[f"{name}.weight"].T, 0.0
+        gate_up, down = weight["experts.gate_up_proj"], weight["experts.down_proj"]
+        if family == "gpt_oss":
+            chosen = experts.route(logits_TE + weight["router.bias"], J)
+        elif family == "deepseek_v3":
+            chosen = experts.route_in_groups(logits_TE, J, weight["gate.e_score_correction_bias"], 4, 2, factor=2.5)
+        else:
+            chosen = experts.route(logits_TE, J, renormalize=False)
+        slots_TJ = experts.assign(chosen[0], E, len(x_TD))
+        x_ECD = dispatch(x_TD, slots_TJ, E, len(x_TD))
+        if family == "gpt_oss":
+            y = jnp.einsum("ecd,edf->ecf", x_ECD, gate_up) + weight["experts.gate_up_proj_bias"][:, None]
+            y = experts.clamped_swiglu(y[..., ::2], y[..., 1::2])
+            y_ECD = jnp.einsum("ecf,efd->ecd", y, down) + weight["experts.down_proj_bias"][:, None]
+        else:
+            y_ECD = jax.vmap(mlp)(x_ECD, gate_up[:, :F], gate_up[:, F:], down)
+            name = "shared_experts" if family == "deepseek_v3" else "shared_expert"
+            shared_TD = mlp(x_TD, *(weight[f"{name}.{kind}_proj.weight"] for kind in ("gate", "up", "down")))
+        if family == "qwen2_moe":
+            shared_TD = jax.nn.sigmoid(x_TD @ weight["shared_expert_gate.weight"].T) * shared_TD
+        return combine(y_ECD, slots_TJ, chosen[1]) + shared_TD
+
+    assert_close(ours(x_TD), wanted)

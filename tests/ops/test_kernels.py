@@ -8,6 +8,7 @@ import pytest
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
 from jaxformer.ops.attention import attention
+from jaxformer.ops.bias import ALiBi
 from jaxformer.ops.kernels import (
     block,
     cudnn_attention,
@@ -18,7 +19,7 @@ from jaxformer.ops.kernels import (
     splash_refuses,
 )
 from jaxformer.ops.masks import Causal, Mask, Packed
-from tests.arrays import assert_close
+from tests.arrays import assert_close, normal
 from tests.helpers import slow
 from tests.ops.attending import SCALE, assert_all_close, qkv, value_and_gradients
 
@@ -149,6 +150,31 @@ def test_cudnn_refuses_segments_instead_of_ignoring_them() -> None:
 def test_an_array_mask_is_an_error_and_not_ignored(name: str) -> None:
     with pytest.raises(ValueError, match="do not support array masks"):
         HERE[name](*qkv(1, 1, 256, 256, 8), FULL)
+
+
+@pytest.mark.slow
+def test_kernels_take_the_terms_of_scores_that_they_support() -> None:
+    q, k, v = qkv(2, 1, 128, 128, 8)
+    sinks, bias = normal(2, seed=5), ALiBi((0.5, 0.25))
+    for attend, terms in ((HERE["splash"], {"soft_cap": 1.5, "sinks": sinks}), (HERE["cudnn"], {"bias": bias})):
+        results = (value_and_gradients(partial(f, **terms), q, k, v, Causal()) for f in (attend, attention))
+        assert_all_close(*results)
+    loss = lambda f: lambda sinks: (f(q, k, v, Causal(), SCALE, sinks=sinks) ** 2).sum()  # noqa: E731
+    assert_all_close(*(jax.jit(jax.grad(loss(f)))(sinks)[None] for f in (HERE["splash"], attention)))
+
+
+@pytest.mark.parametrize(
+    ("name", "term", "reason"),
+    [
+        ("cudnn", "soft_cap", "cuDNN attention has no soft cap; use blockwise_attention"),
+        ("cudnn", "sinks", "cuDNN attention has no sinks"),
+        ("splash", "bias", "splash attention has no bias"),
+    ],
+)
+def test_kernels_refuse_terms_of_scores_that_they_do_not_have(name: str, term: str, reason: str) -> None:
+    value = {"soft_cap": 2.0, "sinks": np.zeros(1, np.float32), "bias": ALiBi((1.0,))}[term]
+    with pytest.raises(ValueError, match=reason):
+        HERE[name](*qkv(1, 1, 256, 256, 8), **{term: value})
 
 
 @pytest.mark.parametrize(

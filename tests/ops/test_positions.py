@@ -5,7 +5,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxformer.ops.positions import Llama3Scaling, RoPE, query_and_key_at, rope, sinusoidal
+from jaxformer.ops.positions import (
+    NTK,
+    Llama3Scaling,
+    LongRoPE,
+    RoPE,
+    Scaling,
+    Yarn,
+    query_and_key_at,
+    rope,
+    sinusoidal,
+    yarn_amplitude,
+)
 from tests.arrays import assert_close, normal
 
 H, T, K = 3, 7, 10
@@ -92,6 +103,109 @@ def test_llama3_scaling_divides_only_slow_frequencies() -> None:
     assert_close(rope(x, jnp.asarray(positions), 100.0, scaling), wanted, 3e-5)
 
 
+def test_yarn_interpolates_between_two_indices_by_hand() -> None:
+    """With base 100, K 10 and 1000 positions: 159.2 periods of the first frequency; 32 and 1 at the indices
+    5 ln(159.2 / 32) / ln 100 = 1.74 and 5.50, which are truncated to 1 and 6."""
+    yarn = Yarn(factor=4.0, original_context=1000)
+    ratios = yarn.frequencies(5, 100.0) / 100.0 ** (-np.arange(5) / 5)
+    np.testing.assert_allclose(ratios, [1, 1, 1 - 0.2 * 0.75, 1 - 0.4 * 0.75, 1 - 0.6 * 0.75])
+    assert yarn.amplitude == pytest.approx(1.13863, abs=1e-5)  # 0.1 ln 4 + 1
+    assert Yarn(4.0, 1000, attention_factor=1.5).amplitude == 1.5
+    x = normal(H, T, K)
+    longer = jax.jit(rope, static_argnums=(2, 3))(x, np.arange(T), 100.0, yarn)
+    assert_close(np.linalg.norm(longer, axis=-1), 1.13863 * np.linalg.norm(x, axis=-1))
+
+
+def test_ntk_divides_the_lowest_frequency_and_by_more_in_longer_sequences() -> None:
+    def ratios(scaling: NTK, length: int) -> np.ndarray:
+        return scaling.frequencies(3, 100.0, np.arange(length)) / 100.0 ** (-np.arange(3) / 3)
+
+    np.testing.assert_allclose(ratios(NTK(9.0), 5), [1, 1 / 3, 1 / 9])
+    np.testing.assert_allclose(ratios(NTK(2.0, 100), 100), 1)
+    np.testing.assert_allclose(ratios(NTK(2.0, 100), 250), [1, 1 / 2, 1 / 4])  # 1 + 2 · 1.5
+    traced = jax.jit(lambda positions: NTK(2.0, 100).frequencies(3, 1.0, positions))(jnp.arange(250))
+    assert_close(traced, [1, 1 / 2, 1 / 4])
+
+
+def test_longrope_has_a_divisor_of_each_frequency_short_and_long() -> None:
+    longrope = LongRoPE((1.0, 2.0), (4.0, 8.0), original_context=100, factor=100.0)
+    assert longrope.amplitude == pytest.approx(2**0.5)
+    for positions, wanted in (([99], [1, 0.05]), ([100], [1 / 4, 0.1 / 8])):
+        np.testing.assert_allclose(longrope.frequencies(2, 100.0, np.array(positions)), wanted)
+        assert_close(longrope.frequencies(2, 100.0, jnp.array(positions)), wanted)
+    with pytest.raises(ValueError, match="one divisor for each of 5 frequencies, got 2 short and 2 long"):
+        rope(normal(H, T, K), jnp.arange(T), scaling=longrope)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["linear", "llama3", "yarn", "dynamic", "longrope"])
+def test_scalings_are_those_of_transformers(kind: str) -> None:
+    """Frequencies, to the rounding of theirs in float32, and amplitude, for sequences of 1 to 131,072 positions."""
+    pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    init = pytest.importorskip("transformers.modeling_rope_utils").ROPE_INIT_FUNCTIONS[kind]
+    context, factor, draw = 4096, 7.3, np.random.default_rng(0)
+    short, long = (tuple(draw.uniform(1, 30, 16).tolist()) for _ in range(2))
+    ours: dict[str, float | Scaling] = {
+        "linear": factor,
+        "llama3": Llama3Scaling(factor, 1.0, 4.0, context),
+        "yarn": Yarn(factor, context, 16.0, 2.0, yarn_amplitude(factor, 0.7) / yarn_amplitude(factor, 1.2), False),
+        "dynamic": NTK(factor, context),
+        "longrope": LongRoPE(short, long, context, factor),
+    }
+    theirs = {
+        "llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0},
+        "yarn": {"beta_fast": 16, "beta_slow": 2, "mscale": 0.7, "mscale_all_dim": 1.2, "truncate": False},
+        "longrope": {"short_factor": list(short), "long_factor": list(long)},
+    }.get(kind, {})
+    parameters = {"rope_type": kind, "rope_theta": 5e5, "factor": factor, "partial_rotary_factor": 0.5, **theirs}
+    if kind not in ("linear", "dynamic"):
+        parameters["original_max_position_embeddings"] = context
+    longest = context if kind == "dynamic" else 131_072
+    config = transformers.LlamaConfig(head_dim=64, max_position_embeddings=longest, rope_parameters=parameters)
+    rotation = RoPE(5e5, ours[kind], fraction=0.5)
+    for length in (1, context, context + 1, 131_072):
+        wanted, amplitude = init(config, "cpu", seq_len=length)
+        for last in (np.array([length - 1]), jnp.array([length - 1])):
+            np.testing.assert_allclose(rotation.frequencies(64, last), wanted, rtol=1e-6)
+        assert getattr(ours[kind], "amplitude", 1.0) == pytest.approx(amplitude)
+
+
+def test_interleaved_pairs_and_a_fraction_agree_with_complex_numbers() -> None:
+    """GPT-J's features 2i and 2i + 1 are one complex number; of K 10, 60 % are three."""
+    x, positions = normal(H, T, K), np.array([0, 1, 2, 3, 11, 29, 101])
+    halves = np.float64(x)[..., [0, 2, 4, 1, 3, 5]]
+    wanted = np.array(x, np.float64)
+    wanted[..., [0, 2, 4, 1, 3, 5]] = complex_rope(halves, positions, 100.0)
+    interleaved = jax.jit(RoPE(100.0, fraction=0.6, interleaved=True).__call__)
+    assert_close(interleaved(x, positions), wanted, 3e-5)
+    wanted = np.concatenate([complex_rope(np.float64(x)[..., :6], positions, 100.0), np.asarray(x)[..., 6:]], -1)
+    assert_close(jax.jit(RoPE(100.0, fraction=0.6).__call__)(x, positions), wanted, 3e-5)
+    for fraction, rotated in ((0.5, 5), (0.05, 0), (1.2, 12)):
+        with pytest.raises(ValueError, match=f"of which RoPE rotates {rotated} features"):
+            RoPE(fraction=fraction)(x, positions)
+
+
+@pytest.mark.slow
+def test_interleaved_pairs_and_a_fraction_are_those_of_onnx() -> None:
+    reference = pytest.importorskip("onnx.reference")
+    helper, x_HTK, R = pytest.importorskip("onnx.helper"), np.asarray(normal(H, T, K)), 6
+    angles_TR = np.arange(T)[:, None] * RoPE(fraction=0.6).frequencies(K)
+    for interleaved in (False, True):
+        options = {"interleaved": int(interleaved), "rotary_embedding_dim": R}
+        node = helper.make_node("RotaryEmbedding", ["x", "cos", "sin"], ["y"], **options)
+        graph = helper.make_graph([node], "g", [helper.make_tensor_value_info(n, 1, None) for n in ("x", "cos", "sin")],
+                                  [helper.make_tensor_value_info("y", 1, None)])  # fmt: skip
+        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)])
+        values = {
+            "x": x_HTK[None],
+            "cos": np.float32(np.cos(angles_TR))[None],
+            "sin": np.float32(np.sin(angles_TR))[None],
+        }
+        (wanted,) = reference.ReferenceEvaluator(model).run(None, values)
+        assert_close(RoPE(fraction=0.6, interleaved=interleaved)(x_HTK, jnp.arange(T)), wanted[0])
+
+
 @pytest.mark.parametrize("distance", [1, 3, -2])
 @pytest.mark.parametrize(("K", "base"), [(64, 10_000.0), (6, 100.0)])
 def test_query_and_key_match_at_their_distance_alone(distance: int, K: int, base: float) -> None:
@@ -129,6 +243,6 @@ def test_positions_that_would_broadcast_or_be_rounded_are_refused(
 def test_rope_is_an_argument_of_a_jitted_function():
     x_HTK, positions_T = normal(2, 3, 10), jnp.arange(3)
     call = jax.jit(lambda rope, *args: rope(*args))
-    for scaling in (2.0, Llama3Scaling(8.0, 1.0, 4.0, 16)):
+    for scaling in (2.0, Yarn(8.0, 16)):
         assert not jax.tree.leaves(RoPE(100.0, scaling))
         assert_close(call(RoPE(100.0, scaling), x_HTK, positions_T), rope(x_HTK, positions_T, 100.0, scaling))

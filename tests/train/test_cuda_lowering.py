@@ -123,3 +123,13 @@ def test_gradients_of_each_example_call_the_kernel_once(axes):
     module = gradient.lower(lowering_platforms=("cuda",)).as_text()
     assert (count_calls(module, FORWARD), count_calls(module, BACKWARD)) == (1, 1)
     assert [x.shape for x in jax.tree.leaves(gradient.out_info)] == 3 * [(3, 2, 128, 64)]
+
+
+def test_gradients_of_each_example_with_a_bias_that_they_share_call_the_kernel_once():
+    q, bias = jax.ShapeDtypeStruct((3, 2, 128, 64), jnp.bfloat16), jax.ShapeDtypeStruct((2, 128, 128), jnp.float32)
+    loss = lambda q, bias: cudnn_attention(q, q, q, Causal(), bias=bias).astype(jnp.float32).sum()  # noqa: E731
+    gradient = jax.jit(jax.vmap(jax.grad(loss, argnums=(0, 1)), (0, None))).trace(q, bias)
+    module = gradient.lower(lowering_platforms=("cuda",)).as_text()
+    kernels = [FORWARD.replace("Softmax", "ScaleBiasSoftmax"), BACKWARD.replace("Softmax", "ScaleBiasSoftmax")]
+    assert [count_calls(module, kernel) for kernel in kernels] == [1, 1]
+    assert [x.shape for x in gradient.out_info] == [(3, 2, 128, 64), (3, 2, 128, 128)]

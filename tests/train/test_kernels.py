@@ -80,13 +80,14 @@ def test_a_kernel_that_passes_its_trial_is_chosen(kernels_run_here, platform: st
     assert make_attention("auto", platform, like(128), like(128), Causal())[0] == FusedAttention(kernel)
 
 
-def test_values_wider_than_keys_are_for_attention_without_a_kernel() -> None:
+def test_values_wider_than_keys_and_soft_caps_are_for_attention_without_a_kernel() -> None:
     q, v = jnp.ones((2, 128, 16), jnp.bfloat16), jnp.ones((2, 128, 24), jnp.bfloat16)
     chosen = make_attention("auto", "tpu", like(128), like(128), Causal(), value_dim=24)
     assert chosen == (
         unfused_attention, "attention: xla (not splash: it needs values as wide as keys, 16, not 24)",
     )  # fmt: skip
     assert (FusedAttention("splash")(q, q, v) == unfused_attention(q, q, v)).all()
+    assert (FusedAttention("splash")(q, q, q, soft_cap=0.1) == attention(q, q, q, soft_cap=0.1)).all()
 
 
 @pytest.mark.parametrize(

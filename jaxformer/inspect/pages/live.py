@@ -21,7 +21,6 @@ from jaxformer.inspect.pages.weights import GROUP, pack_names, pack_params, roun
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.objective import Params
 from jaxformer.nn.norms import epsilon
-from jaxformer.ops.positions import Llama3Scaling
 from jaxformer.runs.run import Run, count_parameters
 from jaxformer.runs.snapshots import load_snapshot, snapshot_steps
 
@@ -178,10 +177,8 @@ def _frequencies(c: DecoderConfig, block: int) -> list[float] | None:
     """Return the K/2 RoPE frequencies of a block in radians per position; None without RoPE."""
     if (rope := c.rope(block)) is None:
         return None
-    half = c.width_of_head // 2
-    if isinstance(rope.scaling, Llama3Scaling):
-        return rope.scaling.frequencies(half, rope.base).tolist()
-    return (rope.base ** (-np.arange(half) / half) / rope.scaling).tolist()
+    frequencies: list[float] = rope.frequencies(c.width_of_head).tolist()
+    return frequencies
 
 
 def pack_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
