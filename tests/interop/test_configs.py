@@ -66,8 +66,7 @@ FIELDS_OF_BASES: dict[str, dict[str, Any]] = {
     "Qwen3": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1, "head_dim": 6},
     "Gemma3": {"sliding_window": 5, "layer_types": [SLIDING, FULL], "head_dim": 6, "query_pre_attn_scalar": 5},
     "GPT2": {}, "Bert": {}, "BertModel": {}, "BertClassifier": {"num_labels": 3},
-    "Roberta": {"pad_token_id": 1}, "RobertaModel": {"pad_token_id": 1},
-    "RobertaClassifier": {"pad_token_id": 1, "num_labels": 3},
+    "Roberta": {"pad_token_id": 1},
 }  # fmt: skip
 """Fields of the model that others are drawn from, by family."""
 OLDER: dict[str, dict[str, Any]] = {
@@ -85,7 +84,6 @@ REFUSED: dict[str, set[str]] = {
     "Bert": ENCODERS | {"hidden_act"}, "BertModel": ENCODERS,
     "BertClassifier": ENCODERS | {"architectures", "num_attention_heads", "hidden_act"},
     "Roberta": ENCODERS | {"architectures", "num_attention_heads", "hidden_act"},
-    "RobertaModel": ENCODERS | {"num_attention_heads"}, "RobertaClassifier": ENCODERS | {"architectures"},
 }  # fmt: skip
 """Fields that are refused alone, in some of the values drawn: numbers of heads where they are missing."""
 WITHOUT_EFFECT = {
