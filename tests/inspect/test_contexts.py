@@ -50,8 +50,6 @@ def numbers(result: Any) -> list[np.ndarray]:
 INSTRUMENTS: dict[str, Callable[[Params], Any]] = {
     "logit_lens": lambda p: inspect.logit_lens(MODEL, p, TOKENS),
     "logit_attribution": lambda p: inspect.logit_attribution(MODEL, p, TOKENS, target_T=OTHER)["blocks.1.mlp_out"],
-    "regression_lens": lambda p: inspect.regression_lens(MODEL, p, [TOKENS, OTHER]),
-    "agreement": lambda p: inspect.agreement(MODEL, p, None, [TOKENS]),
     "head_statistics": lambda p: inspect.head_statistics(MODEL, p, *BATCH.inputs),
     "ablation_loss": lambda p: inspect.ablation_loss(MODEL, p, BATCH, [("blocks.1.attention", 0)]),
     "gradient_of": lambda p: inspect.gradient_of(MODEL, p, TOKENS, of="blocks.1.attention.q.1", wrt=["embed", "*.W_Q"]),
