@@ -154,10 +154,10 @@ def test_gradients_and_ten_steps_are_those_of_jax(page, faults):
 
 
 @pytest.mark.slow
-def test_two_hundred_steps_are_those_of_jax(page):
+def test_sixty_steps_are_those_of_jax(page):
     reference = Reference(page, create(page))
-    losses = reference.train(200)
-    progress = run(page, "return await one.train(200)")
+    losses = reference.train(60)
+    progress = run(page, "return await one.train(60)")
     assert progress["finite"] and progress["loss"] == pytest.approx(losses[-1], rel=1e-3)
 
 
