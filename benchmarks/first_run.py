@@ -25,6 +25,8 @@ CONFIG = ("--config", "quick:modern")
 BEGAN = "BEGAN"
 """Environment variable with the time at which a process was started, in seconds since 1970."""
 COMPILE = "/jax/core/compile/"
+PARTS = "_start_processes", "_prepare", "_train"
+"""Functions of `jaxformer.cli.train` that are called where phases begin."""
 
 
 def run(folder: Path, part: str, options: Sequence[str] = ()) -> tuple[None, Figures]:
@@ -174,8 +176,7 @@ def main(phases: Path, arguments: Sequence[str]) -> int:
     from jaxformer.cli import train
 
     seconds["import of jaxformer"] = now() - began
-    # A phase is seen to begin where the command calls these.
-    for name in ("_start_processes", "_prepare", "_train"):
+    for name in PARTS:
         function = getattr(train, name)
 
         def timed(*arguments: Any, function: Any = function, name: str = name, **named: Any) -> Any:

@@ -20,11 +20,10 @@ from tests.browser import browsing, complaints
 from tests.lab import built_page
 
 SMALL = {"contextLength": 8, "width": 16, "heads": 2, "blocks": 2, "hidden": 24, "batchSize": 4, "learningRate": 0.005}
-FAULTS = [
-    "no mask", "mask after softmax", "unscaled scores", "N(0, 1) weights", "no residual", "no norm",
-    "softmax over queries", "no positions", "large learning rate",
-]  # fmt: skip
-PAIRS = [(a, b) for i, a in enumerate(FAULTS) for b in FAULTS[:i]]
+OF_ATTENTION = ["no mask", "mask after softmax", "unscaled scores", "softmax over queries"]
+FAULTS = [*OF_ATTENTION, "N(0, 1) weights", "no residual", "no norm", "no positions", "large learning rate"]
+PAIRS = [(a, b) for i, a in enumerate(OF_ATTENTION) for b in OF_ATTENTION[:i]]
+"""Faults that meet in one place; the others stand apart, on the page as in the library."""
 
 
 @pytest.fixture(scope="module")
@@ -146,9 +145,7 @@ def test_gradients_and_ten_steps_are_those_of_jax(page, faults):
     progress = run(page, "return await one.train(1)")
     loss, gradient = reference.gradient(reference.params, jnp.array(run(page, "return one.batch(0)")))
     assert progress["loss"] == pytest.approx(float(loss), rel=1e-5)
-    # With both, scores are so large that rounding changes the weights by a thousandth.
-    limit = 1e-2 if {"no norm", "N(0, 1) weights"} <= {*faults} else 1e-4
-    assert max(far(reference.read("gradient"), gradient).values()) < limit
+    assert max(far(reference.read("gradient"), gradient).values()) < 1e-4
     # Nearly one-hot attention weights amplify rounding: parameters that differ by 1e-7 change JAX's own loss at step 10
     # by 0.5 %, and without the scale by 27 %.
     losses = reference.train(2 if "N(0, 1) weights" in faults else 10)
@@ -157,10 +154,10 @@ def test_gradients_and_ten_steps_are_those_of_jax(page, faults):
 
 
 @pytest.mark.slow
-def test_two_hundred_steps_are_those_of_jax(page):
+def test_sixty_steps_are_those_of_jax(page):
     reference = Reference(page, create(page))
-    losses = reference.train(200)
-    progress = run(page, "return await one.train(200)")
+    losses = reference.train(60)
+    progress = run(page, "return await one.train(60)")
     assert progress["finite"] and progress["loss"] == pytest.approx(losses[-1], rel=1e-3)
 
 

@@ -1,9 +1,10 @@
 """Training and sampling need nothing that only POSIX has, and no optional package."""
 
+import json
 import os
+import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -11,7 +12,7 @@ from jaxformer.errors import EXTRAS
 from tests.helpers import ROOT, tiny, write_books
 
 BARE = f"""
-import os, signal, sys
+import json, os, signal, sys
 import grain, jax, orbax.checkpoint, rich.console, tokenizers  # they have other ways on Windows
 
 sys.modules |= dict.fromkeys({[*EXTRAS]})
@@ -23,27 +24,27 @@ for module, names in {{
     for name in names:
         delattr(module, name)
 from jaxformer.__main__ import main
-sys.exit(main(sys.argv[1:]))
+for arguments in json.loads(sys.argv[1]):
+    print("$", *arguments[:1])
+    assert main(arguments) == 0, arguments
 """
-
-
-def run(here: Path, *arguments: str) -> list[str]:
-    """Run a command in a process with no more of the system than Windows offers and no extra; return its lines."""
-    env = {name: x for name, x in os.environ.items() if name != "JAX_NUM_CPU_DEVICES"} | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", BARE, *arguments]
-    result = subprocess.run(command, cwd=here, env=env, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    return result.stdout.splitlines()
+"""A process with no more of the system than Windows offers, and no extra, that runs commands."""
 
 
 @pytest.mark.slow
 def test_without_posix_and_extras_a_run_trains_resumes_is_inspected_and_samples(tmp_path):
     write_books(tmp_path / "books")
-    trained = run(tmp_path, "train", *tiny(tmp_path / "books", steps=2))
-    assert "plots" not in "".join(trained)  # only the alignment of a translation is drawn with an extra
+    commands = [
+        ["train", *tiny(tmp_path / "books", steps=2)], ["train", "--resume", "--steps", "4"], ["inspect", "runs/quick"],
+        ["sample", "--prompt", "The cat", "--max-new-tokens", "5"],
+    ]  # fmt: skip
+    env = os.environ | {"JAX_NUM_CPU_DEVICES": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", BARE, json.dumps(commands)]
+    result = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    _, trained, resumed, inspected, sampled = re.split(r"^\$ \w+\n", result.stdout, flags=re.MULTILINE)
+    assert "plots" not in trained  # only the alignment of a translation is drawn with an extra
     assert (tmp_path / "runs/quick/report.html").exists()
-    resumed = run(tmp_path, "train", "--resume", "--steps", "4")
-    assert resumed[0].endswith("quick (resumed)") and any(line.startswith("final: step 4 ") for line in resumed)
-    page = run(tmp_path, "inspect", "runs/quick")[-1]
-    assert page.startswith("runs/quick/inspect.html: ") and (tmp_path / "runs/quick/inspect.html").exists()
-    assert run(tmp_path, "sample", "--prompt", "The cat", "--max-new-tokens", "5")[0].startswith("The cat")
+    assert resumed.splitlines()[0].endswith("quick (resumed)") and "\nfinal: step 4 " in resumed
+    assert "\nruns/quick/inspect.html: " in f"\n{inspected}" and (tmp_path / "runs/quick/inspect.html").exists()
+    assert sampled.startswith("The cat")

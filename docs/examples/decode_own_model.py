@@ -42,7 +42,7 @@ class Model(nn.Module):
 
 
 model, prompts = Model(), [[1, 2, 3], [4, 5, 6, 7, 8]]
-params = model.init(jax.random.key(0), jnp.array(prompts[0]))["params"]
+params = jax.jit(model.init)(jax.random.key(0), jnp.array(prompts[0]))["params"]
 settings = {"seeds": [0, 1], "max_new_tokens": 6, "context_length": 32}
 pieces = generate_tokens(model, params, prompts, Sampling(temperature=0), **settings)
 greedy = np.concatenate([piece.tokens for piece in pieces], axis=1)

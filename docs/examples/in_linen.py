@@ -24,7 +24,7 @@ class Pooler(nn.Module):
 
 x_TD, valid_T = jax.random.normal(jax.random.key(0), (6, 64)), jnp.arange(6) < 5
 model = Pooler(n_classes=3)
-params = model.init(jax.random.key(1), x_TD, valid_T)["params"]
+params = jax.jit(model.init)(jax.random.key(1), x_TD, valid_T)["params"]
 
 x_BTD = jnp.stack([x_TD, 2 * x_TD])
 logits = jax.vmap(lambda x: model.apply({"params": params}, x, valid_T))(x_BTD)  # modules map one example

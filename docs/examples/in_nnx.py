@@ -33,7 +33,7 @@ def loss(model: Model, x_BTI: jax.Array) -> jax.Array:
 
 model = Model(d_in=3, d_model=16, rngs=nnx.Rngs(0))
 x_BTI = jax.random.normal(jax.random.key(0), (4, 7, 3))
-grads = nnx.grad(loss)(model, x_BTI)
+grads = nnx.jit(nnx.grad(loss))(model, x_BTI)
 print(jax.tree.map(jnp.shape, nnx.to_pure_dict(grads)["attention"]))
 assert float(jnp.abs(nnx.to_pure_dict(grads)["attention"]["W_Q"]).max()) > 0
 

@@ -30,7 +30,7 @@ class Model(nn.Module):
 
 
 model, optimizer = Model(), optax.adamw(1e-2)
-params = model.init(jax.random.key(0), data.batch(0).inputs[0])
+params = jax.jit(model.init)(jax.random.key(0), data.batch(0).inputs[0])
 state = optimizer.init(params)
 
 

@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxformer.data.dataset import Batch
 from jaxformer.data.windows import TextDataset, eval_batches, next_token_batch
@@ -148,8 +149,11 @@ class Replay:
             progress(step, 3 * steps)
         params = jax.tree.map(jnp.copy, state.params)
         gradients = [jax.grad(self.log_probability)(params, tokens) for tokens in texts]
-        zeros = jax.tree.map(lambda x: jnp.zeros((len(texts), *x.shape), x.dtype), _split(state)[0])
-        to_state = zeros._replace(params=jax.tree.map(lambda *x: jnp.stack(x), *gradients))
+        layout = self._layout_of_derivatives()
+        zero = lambda x, at: jnp.zeros((len(texts), *x.shape), x.dtype, device=at)  # noqa: E731
+        zeros = jax.tree.map(zero, _split(state)[0], layout)
+        stacked = jax.tree.map(lambda *x: jnp.stack(x), *gradients)
+        to_state = zeros._replace(params=jax.device_put(stacked, layout.params))
         weights_N = self._weights(weights_N)
         to_weights = jnp.zeros((len(texts), len(self.documents)), jnp.float32)
         for start in reversed(range(0, steps, part)):
@@ -210,7 +214,15 @@ class Replay:
 
         inside = jax.tree.map(lambda x: jnp.where(x == 0, SMALLEST, x), floats.opt_state)
         _, pull = jax.vjp(advance, floats._replace(opt_state=inside), weights_N)
-        return jax.vmap(pull)(to_state)
+        to_floats, to_weights = jax.vmap(pull)(to_state)
+        return jax.lax.with_sharding_constraint(to_floats, self._layout_of_derivatives()), to_weights
+
+    def _layout_of_derivatives(self) -> TrainState:
+        """Return how derivatives by the floats of a state lie on the devices: as these, each with an axis of texts. The
+        program of a backward step is compiled for no other, as its results are the next one's arguments."""
+        stacked = lambda x: NamedSharding(x.sharding.mesh, PartitionSpec(None, *x.sharding.spec))  # noqa: E731
+        layout: TrainState = jax.tree.map(stacked, _split(self._setup.abstract_state)[0])
+        return layout
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from jaxformer.inspect.init_check import Moments, expected_moments, mlp_mean_squ
 from jaxformer.ladder.mlp import MLPConfig
 from jaxformer.ladder.rungs import RungDecoderConfig
 from jaxformer.models.decoder import DecoderConfig
-from jaxformer.models.objective import mean_loss
+from jaxformer.models.objective import Params, mean_loss
 from jaxformer.nn.parameters import parameter_axes
 from jaxformer.train.optimizer import make_optimizer, make_schedule
 
@@ -195,12 +195,16 @@ def _promised_decrease(config: Config, counts: Counts) -> float:
     windows = np.random.default_rng(0).choice(V, (n, T + 1), p=counts.frequency_V).astype(np.int32)
     batch, model = jax.tree.map(jnp.asarray, next_token_batch(windows, c.n_predicted)), c.build()
     key = jax.random.fold_in(jax.random.key(config.seed), 1)  # not the run's own
-    params = jax.jit(model.init)(key, batch.inputs[0][0])["params"]
-    loss, gradient = jax.jit(jax.value_and_grad(lambda params: mean_loss(model, params, batch)))(params)
     schedule, width = optax.constant_schedule(optimizer.learning_rate), c.contract.scaled_width
     rule = make_optimizer(optimizer, schedule, parameter_axes(model), width)
-    updates, _ = rule.update(gradient, rule.init(params), params)
-    return float(-optax.tree.vdot(gradient, updates) / loss)
+
+    @jax.jit
+    def decrease(params: Params) -> jax.Array:
+        loss, gradient = jax.value_and_grad(lambda params: mean_loss(model, params, batch))(params)
+        updates, _ = rule.update(gradient, rule.init(params), params)
+        return -optax.tree.vdot(gradient, updates) / loss
+
+    return float(decrease(jax.jit(model.init)(key, batch.inputs[0][0])["params"]))
 
 
 def _final_loss(

@@ -1,4 +1,4 @@
-"""`train.py` and `sample.py` as a user runs them, in processes of their own."""
+"""Training and sampling as a user runs them; in processes of their own where signals and terminals matter."""
 
 import json
 import os
@@ -7,6 +7,7 @@ import shlex
 import shutil
 import signal
 import time
+from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -35,6 +36,8 @@ from tests.shared import options_of_trained, trained
 
 WITHOUT_REPORTS = ("--train.report-every", "0")
 """Options of runs that no sample or report is read of."""
+ON_EIGHT = (*WITHOUT_REPORTS, "--train.batch-size", "8")
+"""The same on the devices of this process."""
 
 
 @pytest.fixture(scope="module")
@@ -53,9 +56,25 @@ def here(finished, tmp_path_factory):
 @pytest.fixture(scope="module")
 def plain(here):
     """Return the folder of a run of 20 steps that nothing disturbed, without reports and samples."""
-    result = run("train.py", *tiny(here / "books", 20, *WITHOUT_REPORTS), "--run", "plain", cwd=here)
-    assert result.returncode == 0, result.stderr
+    assert train.main([*tiny(here / "books", 20, *ON_EIGHT), "--run", str(here / "plain")]) == 0
     return here / "plain"
+
+
+@pytest.fixture
+def train_here(here, monkeypatch, capsys) -> Callable[..., tuple[int, str, str]]:
+    """Return a function that trains in this process; it returns the status, and what was printed to either stream."""
+    monkeypatch.chdir(here)
+
+    def call(*options: str) -> tuple[int, str, str]:
+        capsys.readouterr()
+        return train.main([*options]), *capsys.readouterr()
+
+    return call
+
+
+def options_of(advice: str) -> list[str]:
+    """Return the options of a command of `train` at the end of a sentence."""
+    return ["--resume", *shlex.split(advice.partition(" --resume ")[2])]
 
 
 def losses(folder) -> list[tuple]:
@@ -172,33 +191,31 @@ def copy_corrupt(folder, name: str, harm):
 
 
 @pytest.mark.slow
-def test_a_corrupt_last_checkpoint_is_skipped_and_resuming_is_bit_identical(here, plain):
+def test_a_corrupt_last_checkpoint_is_skipped_and_resuming_is_bit_identical(here, plain, train_here, caplog):
     copy_corrupt(plain, "flipped", flip_a_bit)
     with pytest.raises(UserError, match="the nearest intact one is 15"):
         load_run(here / "flipped", 20)
-    result = run("train.py", "--resume", "--run", "flipped", cwd=here)
-    assert result.returncode == 0, result.stderr
-    assert result.stderr.startswith("WARNING: checkpoint 20 of flipped is corrupt: params/")
-    assert result.stderr.endswith("; quarantined as 20.corrupt, 15 is used instead\n")
+    assert train_here("--resume", "--run", "flipped")[0] == 0
+    (warning,) = caplog.messages
+    assert warning.startswith("checkpoint 20 of flipped is corrupt: params/")
+    assert warning.endswith("; quarantined as 20.corrupt, 15 is used instead")
     assert_same_run(plain, here / "flipped")
 
 
 @pytest.mark.slow
-def test_a_full_disk_is_one_sentence_and_the_run_can_be_resumed(here, plain, tmp_path):
+def test_a_full_disk_is_one_sentence_and_the_run_can_be_resumed(plain, train_here, tmp_path):
     with mounted(tmp_path, "8m") as disk:
         shutil.copytree(plain, disk / "run")
         shutil.rmtree(disk / "run/checkpoints/20")
         full = fill(disk, leave=60_000)  # for the log, not for a checkpoint
-        result = run("train.py", "--resume", "--run", str(disk / "run"), cwd=here)
-        assert result.returncode == 2, result.stdout + result.stderr
-        assert result.stderr.startswith(
-            f"error: checkpoint 20 (15 is intact) cannot be written to {disk}/run: No space"
-        )
-        assert result.stderr.count("\n") == 1
+        status, out, err = train_here("--resume", "--run", str(disk / "run"))
+        assert status == 2, out + err
+        assert err.startswith(f"error: checkpoint 20 (15 is intact) cannot be written to {disk}/run: No space")
+        assert err.count("\n") == 1
         assert {folder.name for folder in (disk / "run/checkpoints").iterdir()} <= {"10", "15"}
         full.unlink()
-        result = run("train.py", *shlex.split(result.stderr.partition("then resume with ")[2]), cwd=here)
-        assert result.returncode == 0 and not result.stderr, result.stderr
+        status, _, err = train_here(*options_of(err))
+        assert status == 0 and not err, err
         assert_same_run(disk / "run", plain)
 
 
@@ -272,30 +289,29 @@ def test_resuming_with_another_config_or_data_is_refused(here, finished, monkeyp
 
 
 @pytest.mark.slow
-def test_allowed_changed_data_keeps_the_tokenizer_of_the_run(here, plain):
+def test_allowed_changed_data_keeps_the_tokenizer_of_the_run(here, plain, train_here):
     shutil.copytree(plain, here / "allowed")
     write_books(here / "other", words=700)
     (here / "other/0.txt").write_text("Zebras zigzag. " * 100)  # a tokenizer trained on this would differ
     options = ["--resume", "--run", "allowed", "--data.path", "other"]
-    result = run("train.py", *options, "--steps", "22", "--allow-changed-data", cwd=here)
-    assert result.returncode == 0, result.stderr
+    status, out, err = train_here(*options, "--steps", "22", "--allow-changed-data")
+    assert status == 0, err
     notes = [row for row in read_metrics(here / "allowed") if "note" in row]
     assert [row["step"] for row in notes] == [20]
     assert notes[0]["note"].startswith("the data has changed; it is now other: 5 documents, ")
-    assert "step 20  note: the data" in result.stdout
+    assert "step 20  note: the data" in out
     tokenizer = (plain / "tokenizer.json").read_bytes()
     assert (here / "allowed/tokenizer.json").read_bytes() == tokenizer
 
 
 @pytest.mark.slow
-def test_a_non_finite_loss_stops_and_names_step_and_module(here):
-    options = tiny(here / "books", 20, "--run", "broken", "--optimizer.learning-rate", "1e18", *WITHOUT_REPORTS)
-    result = run("train.py", *options, cwd=here)
-    assert result.returncode == 1, result.stdout + result.stderr
-    last = result.stdout.splitlines()[-3:]
-    way_back = f"start again with: python {ROOT}/train.py --resume --run broken"
-    assert last[2].startswith(f"No checkpoint precedes the divergence; {way_back}")
-    assert last[2].endswith("--from-step 0 --optimizer.learning-rate 1")
+def test_a_non_finite_loss_stops_and_names_step_and_module(here, train_here):
+    options = tiny(here / "books", 20, "--run", "broken", "--optimizer.learning-rate", "1e18", *ON_EIGHT)
+    status, out, err = train_here(*options)
+    assert status == 1, out + err
+    last = out.splitlines()[-3:]
+    assert last[2].startswith("No checkpoint precedes the divergence; start again with: ")
+    assert last[2].endswith("train --resume --run broken --from-step 0 --optimizer.learning-rate 1")
     assert last[0].startswith("step ") and "is not finite; first non-finite value: " in last[0]
     step = int(last[0].split()[1])
     assert f"Everything up to step {step - 1} is saved" in last[1] and "(--optimizer.learning-rate 1)" in last[1]
@@ -316,17 +332,16 @@ def test_a_non_finite_loss_stops_and_names_step_and_module(here):
 
 
 @pytest.mark.slow
-def test_a_divergence_stops_and_its_rollback_command_trains(here):
-    options = tiny(here / "books", 40, "--optimizer.learning-rate", "100", *WITHOUT_REPORTS)
-    result = run("train.py", *options, "--optimizer.name", "adamw", "--run", "lost", cwd=here)
-    assert result.returncode == 1, result.stdout + result.stderr
-    what, helps, back = result.stdout.splitlines()[-3:]
+def test_a_divergence_stops_and_its_rollback_command_trains(here, train_here):
+    options = tiny(here / "books", 40, "--optimizer.learning-rate", "100", *ON_EIGHT)
+    status, out, err = train_here(*options, "--optimizer.name", "adamw", "--run", "lost")
+    assert status == 1, out + err
+    what, helps, back = out.splitlines()[-3:]
     stopped = r"stopped at step (\d+): the loss has been diverging since step \d+: [\d.e+]+ at step \1, after"
     assert re.match(stopped, what), what
     assert "--optimizer.learning-rate 0.003" in helps
-    command = back.partition(" with: python ")[2]
-    result = run(*shlex.split(command), cwd=here)
-    assert result.returncode == 0, result.stdout + result.stderr
+    status, out, err = train_here(*options_of(back))
+    assert status == 0, out + err
     notes = [row["note"] for row in read_metrics(here / "lost") if "note" in row]
     assert len(notes) == 1 and "; optimizer.learning_rate 0.003 instead of 100.0" in notes[0]
-    assert "final: step 40" in result.stdout and "no better than" not in result.stdout
+    assert "final: step 40" in out and "no better than" not in out

@@ -114,7 +114,7 @@ MODELS = {
 def test_packed_loss_equals_the_loss_of_each_document_by_itself():
     config, tokens = MODELS["rope, window"], stream()
     model, packed = config.build(), pack_documents(tokens, TOKENIZER, 16)
-    params = model.init(jax.random.key(0), *config.example())["params"]
+    params = jax.jit(model.init)(jax.random.key(0), *config.example())["params"]
 
     @jax.jit
     def alone(params, tokens, n):
@@ -143,7 +143,7 @@ def test_packed_loss_equals_the_loss_of_each_document_by_itself():
 def test_targets_of_weight_zero_have_gradient_exactly_zero():
     config, tokens = MODELS["rope, window"], stream()
     model = config.build()
-    params = model.init(jax.random.key(0), *config.example())["params"]
+    params = jax.jit(model.init)(jax.random.key(0), *config.example())["params"]
     weights = np.zeros(len(tokens), np.float32)
     ends = np.flatnonzero(tokens == END)
     weights[ends[1] + 1 : ends[2]] = 1  # the second document only, of 17 tokens: two examples

@@ -50,21 +50,11 @@ def numbers(result: Any) -> list[np.ndarray]:
 INSTRUMENTS: dict[str, Callable[[Params], Any]] = {
     "logit_lens": lambda p: inspect.logit_lens(MODEL, p, TOKENS),
     "logit_attribution": lambda p: inspect.logit_attribution(MODEL, p, TOKENS, target_T=OTHER)["blocks.1.mlp_out"],
-    "jacobian_lens": lambda p: inspect.jacobian_lens(MODEL, p, [TOKENS], jax.random.key(0)),
-    "regression_lens": lambda p: inspect.regression_lens(MODEL, p, [TOKENS, OTHER]),
-    "lens_logits": lambda p: inspect.lens_logits(MODEL, p, None, TOKENS),
-    "agreement": lambda p: inspect.agreement(MODEL, p, None, [TOKENS]),
-    "backward_lens": lambda p: inspect.backward_lens(MODEL, p, EXAMPLE),
-    "attention_entropy": lambda p: inspect.attention_entropy(MODEL, p, *BATCH.inputs),
     "head_statistics": lambda p: inspect.head_statistics(MODEL, p, *BATCH.inputs),
     "ablation_loss": lambda p: inspect.ablation_loss(MODEL, p, BATCH, [("blocks.1.attention", 0)]),
     "gradient_of": lambda p: inspect.gradient_of(MODEL, p, TOKENS, of="blocks.1.attention.q.1", wrt=["embed", "*.W_Q"]),
-    "gradients_by_position": lambda p: inspect.gradients_by_position(MODEL, p, EXAMPLE),
     "per_example_gradients": lambda p: inspect.per_example_gradients(MODEL, p, BATCH).loss_B,
     "patch_activations": lambda p: inspect.patch_activations(
-        MODEL, p, [TOKENS], [OTHER], "blocks.1.mlp_out", preference
-    ),
-    "attribution_patching": lambda p: inspect.attribution_patching(
         MODEL, p, [TOKENS], [OTHER], "blocks.1.mlp_out", preference
     ),
     "path_attribution": lambda p: inspect.path_attribution(MODEL, p, [TOKENS], [OTHER], preference, n_exact=1)[0].exact,

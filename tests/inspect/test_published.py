@@ -58,7 +58,7 @@ def test_captures_equal_the_intermediate_values_of_transformers(case):
     np.testing.assert_allclose(ours["logits"], theirs.logits[0].numpy(), atol=1e-4)
 
 
-@among("llama", "gemma3, scaling, soft cap")
+@among("gemma3, scaling, soft cap")
 def test_gradients_of_activations_equal_those_of_torch(case):
     torch = pytest.importorskip("torch")
     theirs, run = case

@@ -24,6 +24,7 @@ from jaxformer.interop.run import import_run, pretrained_model
 from jaxformer.models.encoder import ClassifierConfig, EncoderConfig
 from jaxformer.runs.checkpoints import CheckpointReader
 from jaxformer.runs.run import load_run
+from tests.arrays import apply
 from tests.helpers import ROOT
 from tests.interop.published import SHAPES, installed_model, publish
 
@@ -73,7 +74,7 @@ def test_logits_of_masked_language_models_equal_those_of_transformers(
     run = load_run(import_run(tmp_path / "model", tmp_path / "run")[0])
     assert isinstance(run.config.model, EncoderConfig)
     tokens_T, valid_T = np.array([*TEXT, 0, 0]), np.arange(11) < len(TEXT)
-    ours_TV = run.model.apply({"params": run.params}, tokens_T, valid_T)
+    ours_TV = apply(run.model, run.params, tokens_T, valid_T)
     with torch.no_grad():
         out = theirs(torch.tensor(tokens_T)[None], attention_mask=torch.tensor(valid_T.astype(int))[None])
     theirs_TV = out.logits[0].numpy()
@@ -81,7 +82,7 @@ def test_logits_of_masked_language_models_equal_those_of_transformers(
     np.testing.assert_allclose(ours_TV[valid_T], theirs_TV[valid_T], rtol=0, atol=1e-5 * scale)
     if n_segments == 2:
         segments_T = (np.arange(11) > 4).astype(int)
-        ours_TV = run.model.apply({"params": run.params}, tokens_T, None, segments_T)
+        ours_TV = apply(run.model, run.params, tokens_T, None, segments_T)
         with torch.no_grad():
             out = theirs(torch.tensor(tokens_T)[None], token_type_ids=torch.tensor(segments_T)[None])
         np.testing.assert_allclose(ours_TV, out.logits[0].numpy(), rtol=0, atol=1e-5 * scale)
@@ -348,7 +349,7 @@ def test_exported_encoders_have_the_same_outputs_in_transformers(
     assert tokenizer("The cats see the dog.")["input_ids"] == [2, 5, 6, 8, 9, 5, 7, 10, 3]
     ours, back = load_run(run), load_run(import_run(tmp_path / "out", tmp_path / "back")[0])
     assert back.config.model == ours.config.model and back.classes == ours.classes
-    outputs = [np.asarray(run.model.apply({"params": run.params}, np.array(TEXT))) for run in (ours, back)]
+    outputs = [np.asarray(apply(run.model, run.params, np.array(TEXT))) for run in (ours, back)]
     np.testing.assert_array_equal(*outputs)
     if family == "BertModel":
         texts = ["The cats see the dog.", "the dog"]
@@ -413,7 +414,7 @@ def test_roberta_has_the_outputs_of_transformers_and_is_exported_as_bert(tmp_pat
     for tokens_T in (short, long):
         padded_T, valid_T = np.ones(94, int), np.arange(94) < len(tokens_T)
         padded_T[: len(tokens_T)] = tokens_T
-        ours = np.asarray(run.model.apply({"params": run.params}, padded_T, valid_T))
+        ours = np.asarray(apply(run.model, run.params, padded_T, valid_T))
         for model in (theirs, exported):
             with torch.no_grad():
                 out = model(torch.tensor(padded_T)[None], attention_mask=torch.tensor(valid_T.astype(int))[None])[0]

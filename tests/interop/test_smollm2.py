@@ -10,9 +10,6 @@ import pytest
 
 from jaxformer.data.chat_template import ChatTemplate, encode_rendered
 from jaxformer.data.tokenizer import Tokenizer
-from jaxformer.decode import Sampling
-from jaxformer.decode.completion import Completer, CompletionOptions
-from jaxformer.decode.prompts import Prompt
 from jaxformer.errors import UserError
 from jaxformer.interop.gguf import export_gguf
 from jaxformer.interop.run import import_run
@@ -136,21 +133,3 @@ def test_the_exported_file_has_the_same_greedy_tokens_in_llama_cpp(models: Model
     theirs = [token["id"] for token in llama_cpp_greedy(tmp_path / "out.gguf", prompt, 8, [])]
     likeliest_T = their_logits(models.theirs, [*prompt, *theirs]).argmax(-1)
     assert theirs and likeliest_T[len(prompt) - 1 : -1].tolist() == theirs
-
-
-def test_greedy_answers_of_a_conversation_equal_those_of_transformers(models: Models):
-    options = CompletionOptions(chat=True, max_new_tokens=12, system="Answer in one sentence.")
-    chat, messages = Completer(models.run, options, Sampling(0)), [{"role": "system", "content": options.system}]
-    chat.turns = []
-    for question in ("What is the capital of Italy?", "How many people live there?"):
-        prompt = Prompt(question, "the prompt")
-        tokens = chat.encode(prompt)
-        messages.append({"role": "user", "content": question})
-        theirs = models.their_tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
-        assert tokens == theirs["input_ids"]
-        ((_, [completion]),) = chat.complete([(prompt, tokens)], lambda: False)
-        answer = completion.text.tokens
-        likeliest_T = their_logits(models.theirs, [*tokens, *answer]).argmax(-1)
-        assert likeliest_T[len(tokens) - 1 : -1].tolist() == answer
-        chat.remember(completion)
-        messages.append({"role": "assistant", "content": completion.text.text})

@@ -71,10 +71,7 @@ CONFIGS = {name: small(name) for name in RUNGS} | {
     ),
 }
 
-CASES = [
-    "modern",
-    *map(slow, ("experts", "local and global")),
-]
+CASES = ["modern", slow("experts")]
 
 
 def extend(model: Decoder, params: Params, *args: object) -> tuple:

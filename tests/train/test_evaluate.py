@@ -161,23 +161,6 @@ def test_stride_predicts_each_token_from_the_longest_context():
     np.testing.assert_allclose(evaluation.loss, np.mean(nll), rtol=1e-5)
 
 
-@pytest.mark.slow
-def test_evaluation_is_independent_of_batch_size_and_mesh():
-    config = DecoderConfig(**{**SHAPE, "context_length": 16})
-    params = first_params(config.build(), jnp.zeros(16, jnp.int32))
-    tokens = np.random.default_rng(1).integers(0, 37, 170)  # 11 windows, or 39: neither is a multiple of a batch
-
-    def loss(batch_size: int, n_devices: int, stride: int | None) -> float:
-        run_config = Config("test", config, data=TextConfig(), steps=1, train=TrainConfig(batch_size=batch_size))
-        mesh = make_mesh(devices=jax.devices()[:n_devices])
-        return Evaluator(TrainSetup(run_config, mesh), ValidationText(tokens, LENGTHS, 16, 16, stride))(params).loss
-
-    for stride in (None, 4):
-        one = loss(1, 1, stride)
-        for batch_size, n_devices in ((6, 1), (4, 2)):
-            np.testing.assert_allclose(loss(batch_size, n_devices, stride), one, rtol=3e-7)
-
-
 def test_perplexity_of_a_huge_loss_is_infinite():
     assert perplexity(1e4) == float("inf")
     assert np.isnan(perplexity(float("nan")))

@@ -22,23 +22,17 @@ from jaxformer.train.resume import Resume
 from jaxformer.train.setup import TrainSetup
 from tests.data.test_captions import MODEL as CLIP
 from tests.data.test_captions import write as write_captions
-from tests.data.test_images import write_idx
 from tests.helpers import ROOT, write_books
 
 SMALL = {"d_model": 8, "n_heads": 2, "d_ff": (12,)}
 TEXT = {**SMALL, "vocab_size": 280, "context_length": 16, "n_blocks": 1}
 RECURRENT = {"vocab_size": 257, "d_embedding": 8, "d_model": 8}
-IMAGES = {**SMALL, "image_size": (4, 6), "patch_size": (2, 2), "n_classes": 3, "n_blocks": 1}
 CASES: dict[str, tuple[dict[str, Any], str]] = {
     "mlm.py": (TEXT | {"vocab_size": 281}, "books"),
     "moe.py:moe": (TEXT | {"n_experts": 4, "capacity_factor": None}, "books"),
     "dates.py:bahdanau": (RECURRENT, ""),
     "translation.py:transformer": (
         SMALL | {"vocab_size": 265, "context_length": 16, "n_encoder_blocks": 1, "n_decoder_blocks": 1}, "pairs",
-    ),
-    "vision.py:vivit": (
-        IMAGES | {"image_size": (8, 12), "n_classes": 8, "n_frames": 4, "patch_size": (4, 4), "n_temporal_blocks": 1},
-        "images",
     ),
     "clip.py": ({}, "captions"),
 }  # fmt: skip
@@ -58,7 +52,6 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "": "",
         "books": str(write_books(folder / "books")),
         "pairs": str(folder / "pairs"),
-        "images": str(write_idx(folder / "images", {"train": 3 * B, "t10k": 5})),
         "captions": write_captions(folder / "captions"),
     }
 

@@ -31,7 +31,6 @@ from jaxformer.train.resume import Resume, Rollback, Start
 from jaxformer.train.setup import TrainSetup, TrainState
 from jaxformer.train.signals import ReceivedSignal
 from jaxformer.train.step import CompiledStep, StepMetrics
-from tests.arrays import assert_close
 from tests.helpers import write_books
 
 MODEL = DecoderConfig(280, 16, 16, n_blocks=1, n_heads=2, d_ff=(24,), norm="rmsnorm")
@@ -43,36 +42,6 @@ def compiled_in_half_the_time() -> Iterator[None]:
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
-
-
-@pytest.mark.slow
-def test_resume_on_fewer_devices_is_the_same_training(tmp_path):
-    """Two devices, then one, against a run on one that never stopped."""
-    config = Config(
-        "test", MODEL, steps=20, data=TextConfig(str(write_books(tmp_path / "books"))), train=TRAIN,
-        optimizer=OptimizerConfig("adamw", learning_rate=3e-3, warmup_steps=4, weight_decay=0.1, clip_norm=1.0),
-    )  # fmt: skip
-    data = config.data.load(MODEL, config.train.batch_size, config.seed)
-
-    def run(name: str, steps: int, mesh: str, n_devices: int, resume: bool = False) -> Outcome:
-        folder, on = tmp_path / name, make_mesh(mesh, jax.devices()[:n_devices])
-        folder.mkdir(exist_ok=True)
-        setup = TrainSetup(replace(config, steps=steps, mesh=mesh), on)
-        outcome = train(setup, data, folder, resume=Resume() if resume else None)
-        assert (outcome.status, outcome.step) == ("done", steps)
-        return outcome
-
-    uninterrupted = run("uninterrupted", 20, "", 1)
-    run("moved", 10, "fsdp=2", 2)
-    moved = run("moved", 20, "", 1, resume=True)
-
-    losses = [[row["loss"] for row in read_metrics(tmp_path / name)[1:]] for name in ("uninterrupted", "moved")]
-    assert len(losses[0]) == 20
-    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
-    assert losses[0][-1] < losses[0][0] - 0.1
-    for actual, expected in zip(jax.tree.leaves(moved.state), jax.tree.leaves(uninterrupted.state), strict=True):
-        if np.issubdtype(actual.dtype, np.floating):
-            assert_close(actual, expected)
 
 
 class Numbered:

@@ -311,13 +311,6 @@ def loss_and_gradient(config: Config, n_chunks: int) -> tuple[jax.Array, Params]
 
 
 @pytest.mark.slow
-def test_chunked_logits_give_the_same_loss_and_gradient():
-    """In pieces with some tokens left over."""
-    config = replace(CONFIG, model=replace(MODEL, unembedding="tied", dropout=0.3))
-    jax.tree.map(assert_close, loss_and_gradient(config, 13), loss_and_gradient(config, 1))
-
-
-@pytest.mark.slow
 def test_gradients_of_chunks_are_summed_in_float32():
     """A bfloat16 sum over 192 pieces is rounded 192 times, and was measured to be off by 1.9 % of the norm; what is
     computed in bfloat16 at once, and rounded once, is off by 0.4 %, and summed in float32 the pieces are no worse."""
