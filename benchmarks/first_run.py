@@ -25,8 +25,6 @@ CONFIG = ("--config", "quick:modern")
 BEGAN = "BEGAN"
 """Environment variable with the time at which a process was started, in seconds since 1970."""
 COMPILE = "/jax/core/compile/"
-PARTS = "_start_processes", "_prepare", "_train"
-"""Functions of `jaxformer.cli.train` that are called where phases begin."""
 
 
 def run(folder: Path, part: str, options: Sequence[str] = ()) -> tuple[None, Figures]:
@@ -176,7 +174,8 @@ def main(phases: Path, arguments: Sequence[str]) -> int:
     from jaxformer.cli import train
 
     seconds["import of jaxformer"] = now() - began
-    for name in PARTS:
+    # A phase is seen to begin where the command calls these.
+    for name in ("_start_processes", "_prepare", "_train"):
         function = getattr(train, name)
 
         def timed(*arguments: Any, function: Any = function, name: str = name, **named: Any) -> Any:

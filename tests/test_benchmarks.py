@@ -14,10 +14,9 @@ from typing import Any
 import pytest
 
 from benchmarks import __main__ as benchmarks
-from benchmarks import first_run, gpu_queue, report
+from benchmarks import gpu_queue, report
 from benchmarks.cases import CASES
 from benchmarks.harness import Case, MeasurementError, Side, against, measure
-from jaxformer.cli import train
 from tests.helpers import ROOT
 
 SIDES = """
@@ -302,21 +301,18 @@ def test_cases_run_at_tiny_points(tmp_path):
     assert 1 < figures["scaling"]["summary"]["T"]["theory"] < 2
 
 
-def test_the_first_run_is_timed_by_functions_that_exist():
-    assert all(callable(getattr(train, name)) for name in first_run.PARTS)
-
-
 @pytest.mark.slow
-def test_jobs_of_the_queue_run_at_tiny_shapes_on_a_cpu(tmp_path):
-    """Those that start no commands of the package."""
+def test_all_jobs_of_the_queue_run_at_tiny_shapes_on_a_cpu(tmp_path):
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
-    result = gpu("--smoke", "--results", str(tmp_path), "decoding", "training", "kernels")
+    result = gpu("--smoke", "--results", str(tmp_path))
     assert result.returncode == 0, result.stdout + result.stderr
     assert f"the sum of all jobs is {sum(job.seconds for job in gpu_queue.JOBS.values())} s" in result.stdout
     figures = {file.stem: json.loads(file.read_text())["figures"] for file in tmp_path.glob("gpu_*.json")}
     assert {each["status"] for each in figures.pop("gpu_queue").values()} == {"done"}
     points = {name.removeprefix("gpu_"): each["points"] for name, each in figures.items()}
+    assert points["first_run"]["resume"]["facts"]["jaxformer"]["bit-identical"] is True
+    assert points["tests"]["attention"]["facts"]["tests"]["largest difference"] < 1
     assert points["training"]["tiny"]["derived"]["fraction of large-matmul rate"] > 0
     assert points["decode_profile"]["tiny"]["facts"]["jaxformer"]["kernels, per token"] > 1
     assert points["decoding"]["tiny"]["ratio"]["int8"]["transformers"]["median"] > 0
