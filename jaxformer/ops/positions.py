@@ -102,7 +102,9 @@ class RoPE:
     without leaves, so it can be an argument of a jitted function."""
 
     base: float = 10_000.0
+    """Base of the frequencies: pair i of a head's K features rotates by base^(-2i/K) per position."""
     scaling: float | Llama3Scaling = 1.0
+    """Divisor of positions, above 1 for sequences longer than the training context, or a scaling by frequency."""
 
     def __call__(self, x_HTK: jax.Array, positions_T: jax.Array) -> jax.Array:
         """Return rotary-embedded vectors, `(H, T, K)`."""

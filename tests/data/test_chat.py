@@ -20,11 +20,12 @@ from jaxformer.data.packing import PackedExamples
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError
 from jaxformer.inspect.callbacks import make_callbacks
-from jaxformer.models.decoder import DecoderConfig
+from jaxformer.ops import RoPE
 from jaxformer.parallel.mesh import make_mesh
 from jaxformer.train.log import read_metrics
 from jaxformer.train.loop import train
 from jaxformer.train.setup import TrainSetup
+from tests.arrays import plain_decoder
 
 pytest.importorskip("jinja2")
 
@@ -539,7 +540,7 @@ def test_thirty_steps_lower_the_loss_on_the_assistants_tokens(published, tmp_pat
         [{"role": "user", "content": f"How {a} {b}?"}, {"role": "assistant", "content": f"It is {b}."}]
         for a in words for b in words
     ]  # fmt: skip
-    model = DecoderConfig(290, 64, 16, n_blocks=1, n_heads=2, d_ff=(32,), positions="rope")
+    model = plain_decoder(290, 64, 16, n_blocks=1, n_heads=2, d_ff=(32,), positions="none", rope=RoPE())
     data_config = ChatConfig(str(written(tmp_path / "c.jsonl", *chats)), tokenizer=str(published), val_fraction=0.2)
     config = Config(
         "test", model, data_config, steps=30, optimizer=OptimizerConfig("adamw", learning_rate=0.02),

@@ -176,7 +176,7 @@ def pack_settings(config: DecoderConfig) -> dict[str, Any]:
 
 def _frequencies(c: DecoderConfig, block: int) -> list[float] | None:
     """Return the K/2 RoPE frequencies of a block in radians per position; None without RoPE."""
-    if (rope := c.rope(block)) is None:
+    if (rope := c.block_rope(block)) is None:
         return None
     half = c.width_of_head // 2
     if isinstance(rope.scaling, Llama3Scaling):
