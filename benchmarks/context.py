@@ -22,11 +22,14 @@ ROWS = 32
 """Rows by which the padded text grows without a cache: a program is compiled for each length, and computes up to this
 many rows more than the text has."""
 
+FIELDS: dict[str, Any] = {"activation": "relu", "bias": True}
+"""Fields in which the model differs from the default."""
+
 
 def drawn(shape: dict[str, Any]) -> tuple[Decoder, Any]:
     """Return a decoder with RMSNorm and RoPE, and its parameters at initialisation."""
     shape |= {"d_ff": tuple(shape["d_ff"])}
-    config = DecoderConfig(**shape, norm="rmsnorm", final_norm=True, positions="rope")
+    config = DecoderConfig(**shape, **FIELDS)
     model = config.build()
     return model, jax.jit(model.init)(jax.random.key(0), *config.example())["params"]
 

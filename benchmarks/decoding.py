@@ -73,8 +73,8 @@ def jaxformer(
         config = replace(getattr(import_module(f"configs.{file}"), name).model, context_length=1024)
     else:
         config = DecoderConfig(
-            **shape | {"d_ff": (shape["d_ff"],)}, attention_bias=True, activation="gelu",  # type: ignore[arg-type]
-            norm="layernorm", final_norm=True, unembedding="tied",
+            **shape | {"d_ff": (shape["d_ff"],)}, attention_bias=True, activation="gelu", bias=True,  # type: ignore[arg-type]
+            norm="layernorm", positions="learned", rope=None, unembedding="tied",
         )  # fmt: skip
     model, platform = config.build(), jax.default_backend()
     if isinstance(shape, str):

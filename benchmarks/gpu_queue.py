@@ -67,7 +67,7 @@ class Job:
     """Patterns of files below the repository's root that its figures depend on."""
 
 
-OPS = ("jaxformer/ops/*.py", "jaxformer/nn/*.py", "jaxformer/models/decoder.py", "jaxformer/models/causal.py")
+OPS = ("jaxformer/ops/*.py", "jaxformer/nn/*.py", "jaxformer/models/decoder.py", "jaxformer/models/blocks.py")
 STEP = (*OPS, "jaxformer/models/objective.py", "jaxformer/train/*.py", "benchmarks/training*.py")
 JOBS = {
     "first_run": Job(240, "benchmarks", ("first_run",),

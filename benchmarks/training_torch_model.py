@@ -16,12 +16,14 @@ ACTIVATIONS = {
     "swiglu": F.silu,
 }
 SUPPORTED: dict[str, tuple[Any, ...]] = {
-    "scaled": (True,), "output_projection": (True,), "window": (None,), "residual": (True,),
-    "norm": ("rmsnorm", "layernorm"), "norm_placement": ("pre",), "positions": ("rope", "learned"),
+    "scaled": (True,), "output_projection": (True,), "experts": (None,), "residual": (True,),
+    "norm": ("rmsnorm", "layernorm"), "norm_placement": ("pre",), "positions": ("none", "learned"),
     "unembedding": ("tied", "linear"), "dropout": (0.0,),
 }  # fmt: skip
 """Supported values of restricted config fields; all other fields are supported in full."""
 EPS = 1e-6
+PLAIN = {"window": None, "rope": None, "use_rope": True}
+"""Attention of each block."""
 
 
 class Shape:
@@ -44,7 +46,11 @@ class Shape:
         self.attention_bias, self.qk_norm = config["attention_bias"], config["qk_norm"]
         self.norm, self.final_norm, self.tied = config["norm"], config["final_norm"], config["unembedding"] == "tied"
         self.embedding_scale = config["embedding_scale"]
-        self.rope_base = config["rope_base"] if config["positions"] == "rope" else None
+        if (config["rope"] is None) == (config["positions"] == "none") or config["attention"] != [PLAIN]:
+            raise ValueError(
+                "the torch peer has either RoPE or learned positions, alike and without windows in each block"
+            )
+        self.rope_base = None if config["rope"] is None else config["rope"]["base"]
 
 
 class RMSNorm(nn.Module):

@@ -7,7 +7,7 @@ from jaxformer.models.decoder import DecoderConfig
 
 chat = Config(
     name="chat",
-    model=DecoderConfig(context_length=512, d_ff=(1024,), norm="rmsnorm", positions="rope"),
+    model=DecoderConfig(context_length=512, n_blocks=1, n_heads=1, activation="relu", bias=True, final_norm=False),
     data=ChatConfig(),
     steps=300,
     optimizer=OptimizerConfig(

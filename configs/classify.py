@@ -11,6 +11,7 @@ from dataclasses import replace
 from jaxformer.config import Config, OptimizerConfig, TrainConfig
 from jaxformer.data.labelled import LabelledTextConfig
 from jaxformer.models.encoder import ClassifierConfig
+from jaxformer.ops import RoPE
 
 model = ClassifierConfig(
     vocab_size=8192, context_length=64, d_model=128, n_blocks=1, n_heads=4, d_ff=(256,), pooling="mean", dropout=0.5
@@ -28,6 +29,6 @@ classify = Config(
 presidents = replace(
     classify,
     name="classify_presidents",
-    model=replace(model, context_length=128, positions="rope", dropout=0.6),
+    model=replace(model, context_length=128, positions="none", rope=RoPE(), dropout=0.6),
     optimizer=replace(classify.optimizer, learning_rate=2e-3),
 )

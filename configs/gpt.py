@@ -11,6 +11,7 @@ from dataclasses import replace
 from jaxformer.config import ComputeConfig, Config, OptimizerConfig, TrainConfig
 from jaxformer.data.windows import TextConfig
 from jaxformer.models.decoder import DecoderConfig
+from jaxformer.ops import RoPE
 
 adamw = OptimizerConfig(
     name="adamw", learning_rate=6e-4, schedule="cosine", warmup_steps=2000, final_fraction=0.1, weight_decay=0.1,
@@ -19,8 +20,8 @@ adamw = OptimizerConfig(
 
 gpt2 = DecoderConfig(
     vocab_size=50_257, context_length=1024, d_model=768, n_blocks=12, n_heads=12,
-    attention_bias=True, d_ff=(3072,), activation="gelu", norm="layernorm", final_norm=True,
-    positions="learned", unembedding="tied", embedding_std=0.02,
+    attention_bias=True, positions="learned", rope=None, d_ff=(3072,), bias=True, norm="layernorm", unembedding="tied",
+    embedding_std=0.02,
 )  # fmt: skip
 
 gpt2_124m = Config(
@@ -51,8 +52,7 @@ gpt3_175b = replace(
 
 llama = DecoderConfig(
     vocab_size=32_000, context_length=4096, d_model=4096, n_blocks=32, n_heads=32,
-    d_ff=(11_008,), activation="swiglu", bias=False, norm="rmsnorm", final_norm=True, positions="rope",
-    embedding_std=0.02,
+    d_ff=(11_008,), activation="swiglu", embedding_std=0.02,
 )  # fmt: skip
 
 llama_7b = Config(
@@ -78,7 +78,7 @@ llama_1b = replace(
     name="llama_1b",
     model=replace(
         llama, vocab_size=128_256, context_length=8192, d_model=2048, n_blocks=16, n_kv_heads=8, d_ff=(8192,),
-        rope_base=500_000.0, unembedding="tied",
+        rope=RoPE(500_000.0), unembedding="tied",
     ),
 )  # fmt: skip
 

@@ -17,6 +17,7 @@ from jaxformer.data.windows import TextConfig
 from jaxformer.ladder.mlp import MLPConfig
 from jaxformer.ladder.rungs import RungDecoderConfig
 from jaxformer.models.recurrent_lm import RecurrentLMConfig
+from jaxformer.ops import RoPE
 
 REPORTED: dict[str, str] = {}
 """Results that the sources report, by rung, in the order of the ladder."""
@@ -67,7 +68,8 @@ mix_unmasked = rung("mix_unmasked", replace(qkv, causal=False), "cheats: it read
 # One head, projections sampled from N(0, 1), no 1/√d, and an MLP that outputs logits directly.
 first = RungDecoderConfig(
     vocab_size=2048, context_length=32, d_model=256, n_blocks=1, n_heads=1, scaled=False, projection_std=1.0,
-    d_ff=(2048, 2048), residual=False, unembedding="mlp",
+    positions="learned", rope=None, d_ff=(2048, 2048), activation="relu", bias=True, norm="none", final_norm=False,
+    residual=False, mlp_logits=True,
 )  # fmt: skip
 attention_unscaled = rung("attention_unscaled", first, "hundreds; entropy 0.003")
 
@@ -76,7 +78,7 @@ scaled = replace(first, scaled=True, projection_std=None)
 attention_scaled = rung("attention_scaled", scaled, "degenerate; entropy 1.492, then 0.089")
 
 # Residual connections, and W_out as unembedding.
-with_residual = replace(scaled, residual=True, unembedding="linear")
+with_residual = replace(scaled, residual=True, mlp_logits=False)
 residual = rung("residual", with_residual, "68.284, 67.68; entropy 1.16 to 1.18")
 
 # Four heads as wide as the model (256, whatever --model.d-model says), concatenated through W_O.
@@ -132,7 +134,7 @@ cosine = next_rung(
     adamw, "cosine", "warm-up, then half-cosine decay", optimizer={"schedule": "cosine", "warmup_steps": 50},
 )  # fmt: skip
 
-rotary = next_rung(cosine, "rotary", "RoPE", model={"positions": "rope"})
+rotary = next_rung(cosine, "rotary", "RoPE", model={"positions": "none", "rope": RoPE()})
 
 # One hidden layer with about as many parameters as the two before.
 squared_relu = next_rung(

@@ -3,12 +3,13 @@
 from jaxformer.config import Config, OptimizerConfig, TrainConfig
 from jaxformer.data.masked import MaskedTextConfig
 from jaxformer.models.encoder import EncoderConfig
+from jaxformer.ops import RoPE
 
 mlm = Config(
     name="mlm",
     model=EncoderConfig(
         vocab_size=2049, context_length=128, d_model=128, n_blocks=4, n_heads=4, d_ff=(512,), dropout=0.0,
-        norm_placement="pre", norm="rmsnorm", attention_bias=False, positions="rope", embedding_norm=False,
+        norm_placement="pre", norm="rmsnorm", attention_bias=False, positions="none", rope=RoPE(), embedding_norm=False,
     ),
     data=MaskedTextConfig(),
     steps=2400,

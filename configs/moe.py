@@ -8,12 +8,11 @@ from dataclasses import replace
 
 from jaxformer.config import Config, OptimizerConfig, TrainConfig
 from jaxformer.data.windows import TextConfig
-from jaxformer.models.decoder import DecoderConfig
-from jaxformer.models.moe import MoEConfig
+from jaxformer.models.decoder import DecoderConfig, ExpertsConfig
 
 model = DecoderConfig(
-    vocab_size=2048, context_length=128, d_model=128, n_blocks=4, n_heads=4, d_ff=(512,), activation="squared_relu",
-    bias=False, norm="rmsnorm", final_norm=True, positions="rope", embedding_std=0.02, unembedding="tied",
+    vocab_size=2048, context_length=128, d_model=128, d_ff=(512,), activation="squared_relu", embedding_std=0.02,
+    unembedding="tied",
 )  # fmt: skip
 
 dense = Config(
@@ -30,5 +29,5 @@ dense = Config(
 moe = replace(
     dense,
     name="moe",
-    model=MoEConfig(**vars(model) | {"d_ff": (254,)}, n_experts=8, experts_per_token=2, capacity_factor=1.25),
+    model=replace(model, d_ff=(254,), experts=ExpertsConfig(n_experts=8, per_token=2, capacity_factor=1.25)),
 )

@@ -8,9 +8,8 @@ from jaxformer.models.decoder import DecoderConfig
 prefix = Config(
     name="prefix",
     model=DecoderConfig(
-        vocab_size=2048, context_length=128, d_model=128, n_blocks=4, n_heads=4,
-        d_ff=(512,), activation="squared_relu", bias=False, norm="rmsnorm", final_norm=True, positions="rope",
-        embedding_std=0.02, unembedding="tied", prefix=True,
+        vocab_size=2048, context_length=128, d_model=128, d_ff=(512,), activation="squared_relu", embedding_std=0.02,
+        unembedding="tied", prefix=True,
     ),
     data=PrefixTextConfig(),
     steps=1200,

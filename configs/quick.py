@@ -15,8 +15,8 @@ from jaxformer.data.windows import TextConfig
 from jaxformer.models.decoder import DecoderConfig
 
 model = DecoderConfig(
-    vocab_size=2048, context_length=128, d_model=128, n_blocks=4, n_heads=4, qk_norm=True,
-    d_ff=(512,), norm="rmsnorm", final_norm=True, positions="rope", unembedding_std=0.03,
+    vocab_size=2048, context_length=128, d_model=128, n_blocks=4, n_heads=4, qk_norm=True, d_ff=(512,),
+    activation="relu", bias=True, unembedding_std=0.03,
 )  # fmt: skip
 
 quick = Config(

@@ -12,6 +12,7 @@ from jaxformer.config import Config, OptimizerConfig, TrainConfig
 from jaxformer.data.pairs import PairsConfig
 from jaxformer.models.encoder_decoder import EncoderDecoderConfig
 from jaxformer.models.recurrent import RecurrentConfig
+from jaxformer.ops import RoPE
 
 # Section 5.3 of Vaswani et al. 2017, with a shorter warm-up for fewer steps.
 optimizer = OptimizerConfig(
@@ -53,7 +54,7 @@ transformer_2017 = replace(gru, name="translation-transformer-2017", model=post_
 # cross-attention, around their own position, because a sentence and its translation have similar word order; RoPE,
 # RMSNorm and squared ReLU; and twice as many steps with half the batch size, with a learning rate that ends at 0.
 modern = replace(
-    pre_norm, norm="rmsnorm", positions="rope", attention_bias=True, local_heads=2, diagonal_heads=2,
+    pre_norm, norm="rmsnorm", positions="none", rope=RoPE(), attention_bias=True, local_heads=2, diagonal_heads=2,
     activation="squared_relu", bias=False,
 )  # fmt: skip
 transformer_modern = replace(

@@ -37,7 +37,7 @@ BEFORE = Config(
     name="before",
     model=DecoderConfig(
         vocab_size=2048, context_length=128, d_model=128, n_blocks=4, n_heads=4,
-        d_ff=(512,), norm="rmsnorm", final_norm=True, positions="rope",
+        d_ff=(512,), activation="relu", bias=True,
     ),
     data=TextConfig(), steps=1200,
     optimizer=OptimizerConfig("nesterov_sgd", learning_rate=1.0, schedule="cosine", warmup_steps=50),

@@ -155,7 +155,7 @@ ALTERNATIVES = {
     "warmer": Row("rmsnorm", "--model.score-scale 0.125", "twice the temperature: scores 1 / 2√d"),
     "no_positions": Row("rmsnorm", "--model.positions none", "no positions"),
     "sinusoidal": Row("rmsnorm", "--model.positions sinusoidal", "sinusoidal positions"),
-    "rope": Row("rmsnorm", "--model.positions rope", "RoPE"),
+    "rope": Row("rmsnorm", "--model.positions none --model.rope.base 10000", "RoPE"),
     "layernorm": Row("rmsnorm", "--model.norm layernorm", "LayerNorm before each part"),
     "post_rmsnorm": Row("rmsnorm", "--model.norm-placement post", "RMSNorm after each part"),
     "post_layernorm": Row(

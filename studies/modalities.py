@@ -46,8 +46,7 @@ from jaxformer.models import DecoderConfig
 T = 64
 """Context in tokens."""
 BLOCKS = DecoderConfig(
-    context_length=T, d_model=64, n_heads=4, n_blocks=2, d_ff=(256,), activation="gelu", norm="rmsnorm",
-    final_norm=True, positions="rope", unembedding_std=0.02,
+    context_length=T, d_model=64, n_heads=4, n_blocks=2, d_ff=(256,), bias=True, unembedding_std=0.02,
 )  # fmt: skip
 STEPS, EVALUATIONS, BATCH_SIZE, LEARNING_RATE = 500, 5, 16, 3e-3
 MAX_TRAINING_TOKENS, MAX_HELD_OUT_TOKENS, MAX_WINDOWS = 600_000, 100_000, 400

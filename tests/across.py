@@ -9,14 +9,14 @@ import numpy as np
 
 from jaxformer.config import Config, OptimizerConfig, TrainConfig
 from jaxformer.data.windows import TextConfig, next_token_batch
-from jaxformer.models.decoder import DecoderConfig
 from jaxformer.parallel.mesh import assemble, batch_sharding, local_rows, make_mesh
 from jaxformer.parallel.processes import AsyncMax, DistributedOptions, barrier, broadcast, connect, shutdown
 from jaxformer.runs.checkpoints import CheckpointManager
 from jaxformer.train.setup import TrainSetup
 from jaxformer.train.step import make_train_step
+from tests.arrays import plain_decoder
 
-MODEL = DecoderConfig(40, 12, 16, n_blocks=1, n_heads=2, d_ff=(24,), norm="rmsnorm")
+MODEL = plain_decoder(40, 12, 16, n_blocks=1, n_heads=2, d_ff=(24,), norm="rmsnorm")
 CONFIG = Config(
     "test", MODEL, data=TextConfig(), steps=20, optimizer=OptimizerConfig("adamw", learning_rate=3e-3, clip_norm=1.0),
     train=TrainConfig(batch_size=16),

@@ -18,6 +18,22 @@ from jaxformer.nn.execution import Execution
 
 LADDER = Path(__file__).parents[1] / "configs" / "ladder.py"
 
+PLAIN: dict[str, Any] = {
+    "n_blocks": 1, "n_heads": 1, "positions": "learned", "rope": None, "d_ff": (2048, 2048), "activation": "relu",
+    "bias": True, "norm": "none", "final_norm": False,
+}  # fmt: skip
+"""Fields of the simplest decoder: one head and block, learned positions, biases, and no norms."""
+
+
+def plain_decoder(*args: Any, **fields: Any) -> DecoderConfig:
+    """Return the config of the simplest decoder with these fields."""
+    return DecoderConfig(*args, **PLAIN | fields)
+
+
+def plain_rung(*args: Any, **fields: Any) -> RungDecoderConfig:
+    """Return the config of the simplest decoder of the ladder with these fields."""
+    return RungDecoderConfig(*args, **PLAIN | fields)
+
 
 def rung_like(config: DecoderConfig, **changes: Any) -> RungDecoderConfig:
     """Return a decoder's config, with the fields that only rungs have, after changes."""

@@ -22,6 +22,7 @@ from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.objective import next_token_nll
 from jaxformer.runs.checkpoints import CheckpointManager
 from jaxformer.runs.run import create_run
+from tests.arrays import plain_decoder
 
 ROOT = Path(__file__).parents[1]
 slow = partial(pytest.param, marks=pytest.mark.slow)
@@ -67,7 +68,7 @@ def tiny(data: Path, steps: int = 20, *changes: str) -> list[str]:
     return changed(options, *changes)
 
 
-SMALL = DecoderConfig(
+SMALL = plain_decoder(
     vocab_size=280, context_length=16, d_model=16, n_blocks=1, n_heads=2, d_ff=(32,),
     norm="rmsnorm",
 )  # fmt: skip

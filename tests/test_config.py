@@ -8,17 +8,29 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 import pytest
 
-from jaxformer.config import Config, ImageModelConfig, LoraConfig, OptimizerConfig, TokenModelConfig, TrainConfig
+from jaxformer.config import (
+    Config,
+    ImageModelConfig,
+    LoraConfig,
+    ModelConfig,
+    OptimizerConfig,
+    TokenModelConfig,
+    TrainConfig,
+)
 from jaxformer.config.fields import Fraction, differences, field_docstrings, from_dict, to_dict
 from jaxformer.data.windows import TextConfig
 from jaxformer.errors import UserError
-from jaxformer.models.causal import CausalAttentionConfig
+from jaxformer.ladder.rungs import RungDecoderConfig
 from jaxformer.models.clip import CLIPConfig
-from jaxformer.models.decoder import DecoderConfig
+from jaxformer.models.decoder import BlockAttention, DecoderConfig, ExpertsConfig
 from jaxformer.models.encoder import EncoderConfig
+from jaxformer.models.vivit import ViViTConfig
+from jaxformer.ops import RoPE
+from jaxformer.ops.positions import Llama3Scaling
+from tests.arrays import plain_decoder
 
 CONFIG = Config(
-    "test", DecoderConfig(d_ff=(7, 11), n_kv_heads=None), data=TextConfig(), steps=3,
+    "test", plain_decoder(d_ff=(7, 11), n_kv_heads=None), data=TextConfig(), steps=3,
     train=TrainConfig(log_to=("wandb", "tensorboard")),
 )  # fmt: skip
 
@@ -72,12 +84,12 @@ def test_a_value_that_is_no_choice_is_answered_with_the_choices(cls, values, mes
     ("fields", "message"),
     [
         ({"n_blocks": np.int64(10**12)}, "n_blocks is 1000000000000; it must be at most 1024"),
-        ({"rope_base": np.float32("inf")}, "rope_base is inf; it must be a finite number"),
+        ({"rope": RoPE(np.float32("inf"))}, "rope.base is inf; it must be a finite number"),
     ],
 )
 def test_numpy_and_huge_numbers_are_checked(fields, message):
     with pytest.raises(UserError, match=message):
-        replace(DecoderConfig(), **fields)
+        replace(plain_decoder(), **fields)
 
 
 @pytest.mark.parametrize(
@@ -86,14 +98,14 @@ def test_numpy_and_huge_numbers_are_checked(fields, message):
         ({"d_ff": 64}, {"d_ff": (64,)}),
         ({"d_ff": [64, 32]}, {"d_ff": (64, 32)}),
         ({"d_ff": np.int64(64)}, {"d_ff": (64,)}),
-        ({"window": 8, "global_blocks": 0}, {"window": 8, "global_blocks": (0,)}),
+        ({"attention": BlockAttention(np.int64(8))}, {"attention": (BlockAttention(8),)}),
     ],
 )
 def test_one_value_or_a_list_is_accepted_for_a_tuple(fields, same):
-    config = DecoderConfig(**fields)
-    assert config == DecoderConfig(**same) and hash(config) == hash(DecoderConfig(**same))
-    assert json.dumps(to_dict(config)) == json.dumps(to_dict(DecoderConfig(**same)))
-    assert config.build() == DecoderConfig(**same).build()
+    config = plain_decoder(**fields)
+    assert config == plain_decoder(**same) and hash(config) == hash(plain_decoder(**same))
+    assert json.dumps(to_dict(config)) == json.dumps(to_dict(plain_decoder(**same)))
+    assert config.build() == plain_decoder(**same).build()
 
 
 def test_one_word_of_several_is_not_taken_apart_and_a_path_is_a_text(tmp_path):
@@ -104,12 +116,12 @@ def test_one_word_of_several_is_not_taken_apart_and_a_path_is_a_text(tmp_path):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: DecoderConfig(d_model="64"), "d_model is '64'; it must be a whole number"),
-        (lambda: DecoderConfig(d_model=64.0), "d_model is 64.0; it must be a whole number"),
-        (lambda: DecoderConfig(d_ff=(64, "32")), "d_ff is '32'; it must be a whole number"),
-        (lambda: DecoderConfig(d_ff=None), "d_ff is None; it must be a whole number"),
-        (lambda: DecoderConfig(bias="no"), "bias is 'no'; it must be True or False"),
-        (lambda: DecoderConfig(n_blocks=True), "n_blocks is True; it must be a whole number"),
+        (lambda: plain_decoder(d_model="64"), "d_model is '64'; it must be a whole number"),
+        (lambda: plain_decoder(d_model=64.0), "d_model is 64.0; it must be a whole number"),
+        (lambda: plain_decoder(d_ff=(64, "32")), "d_ff is '32'; it must be a whole number"),
+        (lambda: plain_decoder(d_ff=None), "d_ff is None; it must be a whole number"),
+        (lambda: plain_decoder(bias="no"), "bias is 'no'; it must be True or False"),
+        (lambda: plain_decoder(n_blocks=True), "n_blocks is True; it must be a whole number"),
         (lambda: OptimizerConfig(learning_rate="1e-3"), "learning_rate` is '1e-3'; it must be a number"),
         (lambda: OptimizerConfig(learning_rate=10**400), "learning_rate` is inf; it must be a finite number"),
         (lambda: TextConfig(path=3), "`data.path` is 3; it must be text"),
@@ -126,15 +138,46 @@ def test_help_on_a_config_class_shows_a_sentence_on_each_field():
     assert doc.startswith("Shape of a `Decoder`.\n\n")
     for f in fields(DecoderConfig):
         assert re.search(rf"^{f.name}: [A-Zε][^.]{{8,}}[.;]", doc, re.MULTILINE), f.name
-    assert f"n_blocks: {field_docstrings(CausalAttentionConfig)['n_blocks']}" in doc  # inherited
+    assert f"vocab_size: {field_docstrings(TokenModelConfig)['vocab_size']}" in doc  # inherited
+
+
+def model_configs(cls=ModelConfig):
+    return [cls, *(deeper for below in cls.__subclasses__() for deeper in model_configs(below))]
+
+
+def test_no_config_of_a_model_changes_a_field_of_its_base_and_the_chains_are_short():
+    found = [cls for cls in model_configs() if cls.__module__.startswith(("jaxformer.models", "jaxformer.ladder"))]
+    assert {DecoderConfig, RungDecoderConfig, ViViTConfig} <= {*found}
+    for cls in found:
+        inherited = {name for base in cls.__mro__[1:] for name in vars(base).get("__annotations__", {})}
+        assert not inherited & vars(cls).get("__annotations__", {}).keys(), cls
+    assert DecoderConfig.__mro__.index(ModelConfig) == 2 and RungDecoderConfig.__mro__.index(ModelConfig) == 3
+
+
+def test_nested_parts_are_stored_and_read():
+    scaled = RoPE(5e5, Llama3Scaling(8.0, 1.0, 4.0, 64))
+    kinds = (BlockAttention(8, RoPE(100.0)), BlockAttention(use_rope=False))
+    config = DecoderConfig(rope=scaled, attention=kinds, experts=ExpertsConfig(4))
+    stored = json.loads(json.dumps(to_dict(config)))
+    assert stored["rope"]["scaling"] == {"factor": 8.0, "low": 1.0, "high": 4.0, "original_context": 64}
+    assert from_dict(DecoderConfig, stored) == config
+    assert from_dict(DecoderConfig, {"rope": None, "experts": {}}) == DecoderConfig(rope=None, experts=ExpertsConfig())
+    for values, message in (
+        ({"rope": {"bas": 3}}, "config.rope has a field 'bas' that RoPE does not know; did you mean 'base'"),
+        ({"rope": {"scaling": {"factor": 8.0}}}, "config.rope.scaling is incomplete: .* 'low'"),
+        ({"attention": [{"window": 0}]}, "window is 0; it must be at least 1"),
+        ({"experts": 8}, "config.experts is 8; it must be a ExpertsConfig"),
+    ):
+        with pytest.raises(UserError, match=message):
+            from_dict(DecoderConfig, values)
 
 
 def test_integer_maxima_apply_to_integer_fields_only():
-    assert replace(DecoderConfig(), rope_base=5_000_000).rope_base == 5_000_000
+    assert replace(plain_decoder(), rope=RoPE(5_000_000_000)).rope.base == 5e9
     with pytest.raises(UserError, match="must be at most 16384"):  # in a tuple
         ImageModelConfig((10**6,))
     with pytest.raises(UserError, match="window is 100000000; it must be at most 16777216"):  # in an option
-        replace(DecoderConfig(), window=10**8)
+        BlockAttention(10**8)
 
 
 def test_image_model_example_is_uint8_and_sizes_are_checked():
@@ -180,13 +223,13 @@ def test_missing_required_field_is_named():
         lambda: OptimizerConfig("schedule_free", schedule="cosine"),
         lambda: OptimizerConfig("schedule_free", b1=0.0),
         lambda: OptimizerConfig(name="sgd"),
-        lambda: DecoderConfig(positions="Rope"),
-        lambda: DecoderConfig(final_norm=True),
-        lambda: DecoderConfig(d_ff=(8, 2**20 + 1)),
+        lambda: plain_decoder(positions="Rope"),
+        lambda: plain_decoder(final_norm=True),
+        lambda: plain_decoder(d_ff=(8, 2**20 + 1)),
         lambda: ImageModelConfig(image_size=(2**14 + 1, 8)),
         lambda: replace(CONFIG, steps=2**31),
-        lambda: DecoderConfig(norm_eps=0.0),
-        lambda: DecoderConfig(score_scale=-1e39),
+        lambda: plain_decoder(norm_eps=0.0),
+        lambda: plain_decoder(score_scale=-1e39),
         lambda: OptimizerConfig(learning_rate=1e39),
         lambda: OptimizerConfig(learning_rate=1e308),
         lambda: OptimizerConfig("adamw", weight_decay=1e39),

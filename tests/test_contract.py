@@ -10,9 +10,10 @@ from flax import linen as nn
 
 from jaxformer.config import ModelConfig
 from jaxformer.contract import ARRAY, UNDECLARED, AttentionShape, Contract, ParameterAxes, Task, contract_of
-from jaxformer.ladder.rungs import RungDecoderConfig
-from jaxformer.models.decoder import DecoderConfig
+from jaxformer.models.decoder import BlockAttention
 from jaxformer.nn.attention import MultiHeadAttention
+from jaxformer.ops import RoPE
+from tests.arrays import plain_decoder, plain_rung
 from tests.test_x64 import MODELS
 
 
@@ -37,9 +38,9 @@ SMALL: dict[str, Any] = {"vocab_size": 13, "context_length": 6, "d_model": 8, "n
     "config",
     [
         *MODELS.values(),
-        RungDecoderConfig(**SMALL, window=2),
-        RungDecoderConfig(**SMALL, prefix=True),
-        RungDecoderConfig(**SMALL, n_kv_heads=1, output_projection=True, value_dim=3),
+        plain_rung(**SMALL, attention=BlockAttention(2)),
+        plain_rung(**SMALL, prefix=True),
+        plain_rung(**SMALL, n_kv_heads=1, output_projection=True, value_dim=3),
     ],
     ids=str,
 )
@@ -77,9 +78,9 @@ def test_a_module_may_declare_its_contract_itself_or_not_at_all() -> None:
 
 
 def test_capabilities_depend_on_the_config() -> None:
-    config = DecoderConfig(vocab_size=11, context_length=5, d_model=4)
+    config = plain_decoder(vocab_size=11, context_length=5, d_model=4)
     assert config.contract.max_tokens == 5 and not config.contract.extrapolates
-    rotary = replace(config, positions="rope", window=3, prefix=False)
+    rotary = replace(config, positions="none", rope=RoPE(), attention=BlockAttention(3), prefix=False)
     assert rotary.contract.extrapolates and rotary.contract.attention_window == 3
     assert rotary.contract.max_tokens is None
     prefix = replace(config, prefix=True)
@@ -99,8 +100,8 @@ def test_the_scaled_width_is_that_of_models_with_one_and_an_unembedding_of_their
     widths = {name: config.contract.scaled_width for name, config in models.items()}
     scaled = ("decoder", "mlp", "mixing", "recurrent LM", "classifier", "vit", "vivit")
     assert widths == {name: models[name].d_model if name in scaled else None for name in models}
-    assert DecoderConfig(d_model=48).contract.scaled_width == 48
-    assert DecoderConfig(unembedding="tied").contract.scaled_width is None
+    assert plain_decoder(d_model=48).contract.scaled_width == 48
+    assert plain_decoder(unembedding="tied").contract.scaled_width is None
 
 
 def test_a_task_named_by_a_string_is_that_task():

@@ -11,11 +11,11 @@ import optax
 import pytest
 
 from jaxformer.inspect import intervene
-from jaxformer.ladder.rungs import RungDecoderConfig
 from jaxformer.models.objective import Params, next_token_nll
 from jaxformer.nn.attention import AXES
 from jaxformer.nn.parameter_norms import dotted
 from jaxformer.ops.masks import Causal, as_array
+from tests.arrays import plain_rung
 from tests.browser import browsing, complaints
 from tests.lab import built_page
 
@@ -59,7 +59,7 @@ class Reference:
         self.page, self.faults, T = page, config["faults"], config["contextLength"]
         self.seen: dict[str, jax.Array] = {}
         has = self.faults.__contains__
-        self.model = RungDecoderConfig(
+        self.model = plain_rung(
             vocab_size=run(page, "return one.vocabulary.length"), context_length=T, d_model=config["width"],
             n_blocks=config["blocks"], n_heads=config["heads"], d_ff=(config["hidden"],), output_projection=True,
             norm="none" if has("no norm") else "rmsnorm", positions="none" if has("no positions") else "learned",

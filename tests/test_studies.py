@@ -190,7 +190,7 @@ def test_outcomes_of_a_study_are_stored_and_trained_once(tmp_path, monkeypatch):
         "--train.eval-examples 4 --train.sample-tokens 2 --steps 4 --train.eval-every 2 --train.report-every 2 "
         "--train.sharpness-every 2"
     )
-    rope = Row("residual", "--model.positions rope", "RoPE", "1.txt")
+    rope = Row("residual", "--model.positions none --model.rope.base 10000", "RoPE", "1.txt")
     study = Study(options, {"books": Row("residual"), "rope": rope}, continues=True, curves=True, sharpness=True)
     # In this process, where programs are compiled already.
     here = lambda command: SimpleNamespace(returncode=train.main(command[4:]))  # noqa: E731

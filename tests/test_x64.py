@@ -14,9 +14,8 @@ import pytest
 
 from jaxformer.config import ModelConfig
 from jaxformer.ladder.mlp import MLPConfig
-from jaxformer.ladder.rungs import RungDecoderConfig
 from jaxformer.models.clip import CLIPConfig, ImageTowerConfig, TextTowerConfig
-from jaxformer.models.decoder import DecoderConfig
+from jaxformer.models.decoder import ExpertsConfig
 from jaxformer.models.encoder import ClassifierConfig, EncoderConfig
 from jaxformer.models.encoder_decoder import EncoderDecoderConfig
 from jaxformer.models.recurrent import RecurrentConfig
@@ -25,6 +24,7 @@ from jaxformer.models.vit import ViTConfig
 from jaxformer.models.vivit import ViViTConfig
 from jaxformer.nn.execution import Execution
 from jaxformer.ops import (
+    RoPE,
     alignment,
     blockwise,
     cache,
@@ -38,7 +38,7 @@ from jaxformer.ops import (
 )
 from jaxformer.ops.linear_cross_entropy import Unembedding, linear_cross_entropy
 from jaxformer.ops.masks import Causal
-from tests.arrays import assert_close, normal
+from tests.arrays import assert_close, normal, plain_decoder, plain_rung
 
 attention = importlib.import_module("jaxformer.ops.attention")  # in the package, its name is the function's
 H, G, T, K, D, V, E = 4, 2, 6, 8, 8, 11, 3
@@ -148,9 +148,9 @@ def test_blockwise_attention_is_as_exact_as_attention_in_float64() -> None:
 TEXT = {"vocab_size": 13, "context_length": 6}
 BLOCKS = {"d_model": 8, "n_heads": 2, "d_ff": (12,)}
 MODELS: dict[str, ModelConfig] = {
-    "decoder": DecoderConfig(**TEXT, **BLOCKS, n_blocks=2, norm="rmsnorm", qk_norm=True, positions="rope",
+    "decoder": plain_decoder(**TEXT, **BLOCKS, n_blocks=2, norm="rmsnorm", qk_norm=True, positions="none", rope=RoPE(),
                              final_norm=True, attention_bias=True, activation="swiglu"),
-    "experts": RungDecoderConfig(**TEXT, **BLOCKS, n_experts=3, capacity_factor=1.0, norm="layernorm",
+    "experts": plain_rung(**TEXT, **BLOCKS, experts=ExpertsConfig(3, capacity_factor=1.0), norm="layernorm",
                              positions="sinusoidal", unembedding="tied"),
     "mlp": MLPConfig(**TEXT, d_model=8, d_ff=(12,)),
     "mixing": MLPConfig(**TEXT, d_model=8, d_ff=(12,), mixing="qkv"),

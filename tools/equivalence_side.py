@@ -76,11 +76,11 @@ VARIANTS = (
     "quick:modern --compute.precision bfloat16",
     "quick:modern --compute.attention blockwise --compute.remat dots",
     "quick:quick --compute.scan-blocks --compute.remat block --compute.grad-accumulation-steps 2",
-    "quick:quick --model.window 8 --model.global-blocks 1 --model.local-rope-base 100",
+    "quick:quick --model.attention.0.window 8 --model.attention.0.rope.base 100 --model.attention.1.window none",
     "quick:quick --model.norm-placement both --model.activation geglu --model.n-kv-heads 2",
     "quick:quick --optimizer.name muon",
     "quick:llama --data.packing documents",
-    "moe:moe --model.capacity-factor none --model.shared-expert",
+    "moe:moe --model.experts.capacity-factor none --model.experts.shared-expert",
     "translation:transformer --model.dropout 0.2",
     "vision:vivit --model.attention factorised",
 )

@@ -47,7 +47,7 @@ def train(logits, params):
 
 
 # `init` and `apply` of a model keep no state: its parameters are a nested dict of arrays.
-model = DecoderConfig(V, T, d_model=D, n_heads=H, d_ff=(64,), norm="rmsnorm", embedding_std=0.2).build()
+model = DecoderConfig(V, T, d_model=D, n_blocks=1, n_heads=H, d_ff=(64,), embedding_std=0.2).build()
 variables = jax.jit(model.init)(jax.random.key(0), jnp.zeros(T, int))
 both = {"own": train(logits, init(jax.random.key(0))), "model": train(model.apply, variables)}
 for name, losses in both.items():

@@ -9,7 +9,7 @@ from jaxformer.inspect import per_example_gradients
 from jaxformer.models import DecoderConfig
 from jaxformer.ops import cross_entropy
 
-config = DecoderConfig(vocab_size=50, context_length=8, d_model=16, n_heads=2, d_ff=(32,), norm="rmsnorm")
+config = DecoderConfig(vocab_size=50, context_length=8, d_model=16, n_blocks=1, n_heads=2, d_ff=(32,))
 model = config.build()
 tokens_BT = np.random.default_rng(0).integers(config.vocab_size, size=(4, config.context_length + 1))
 params = jax.jit(model.init)(jax.random.key(0), tokens_BT[0, :-1])["params"]

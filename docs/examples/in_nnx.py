@@ -40,7 +40,9 @@ assert float(jnp.abs(nnx.to_pure_dict(grads)["attention"]["W_Q"]).max()) > 0
 early = model(x_BTI[0])[:3]
 assert bool(jnp.allclose(early, model(x_BTI[0].at[3:].set(0))[:3], atol=1e-5))  # the mask hides later positions
 
-decoder = nnx.bridge.ToNNX(DecoderConfig(11, 6, d_model=16, n_heads=2, d_ff=(32,)).build(), rngs=nnx.Rngs(0))
+decoder = nnx.bridge.ToNNX(
+    DecoderConfig(11, 6, d_model=16, n_blocks=1, n_heads=2, d_ff=(32,)).build(), rngs=nnx.Rngs(0)
+)
 decoder.lazy_init(jnp.zeros(6, int))
 print("parameters of a decoder:", sum(x.size for x in jax.tree.leaves(nnx.state(decoder, nnx.Param))))
 assert decoder(jnp.array([3, 1, 4])).shape == (3, 11)

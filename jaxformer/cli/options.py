@@ -13,15 +13,24 @@ import textwrap
 import types
 import typing
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, replace
 from difflib import get_close_matches
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
-from jaxformer.config.fields import check_fields, field_docstrings, not_a_choice, type_hints
+from jaxformer.config.fields import (
+    check_fields,
+    field_docstrings,
+    item_class,
+    nested_classes,
+    not_a_choice,
+    type_hints,
+)
 from jaxformer.errors import UserError
 from jaxformer.terminal import echo
 
 T = TypeVar("T")
+Path = tuple[str | int, ...]
+"""Names of the fields that lead to a value, with an index for each item of a tuple."""
 MERGED = "merged"
 """Marker for a nested dataclass whose fields become options without its name as a prefix."""
 POSITIONAL = "positional"
@@ -44,6 +53,12 @@ OTHER_NAMES = {
 """Names of options in other programs, and the names here."""
 VALUE_KINDS = {int: "a whole number, such as 1000", float: "a number, such as 0.5", str: "text"}
 """Description of each value type in error messages."""
+ALL = "*"
+"""Component of an option's path for all items of a tuple of dataclasses."""
+INDEX = re.compile(r"\.(\d+)(?=\.)")
+"""Pattern of an item's index in a flag, such as that of `--model.attention.0.window`."""
+MAX_ITEMS = 2**10
+"""Maximum number of items of a tuple that options set."""
 METAVARS: dict[object, str] = {int: "INT", float: "FLOAT", str: "STR"}
 MAX_LINE_COLUMNS = 100
 """Maximum columns of a line of --help, however wide the terminal is."""
@@ -76,8 +91,8 @@ class Given(NamedTuple):
 class Option:
     """One field as an option."""
 
-    path: tuple[str, ...]
-    """Names of the fields that lead to it."""
+    path: Path
+    """Names of the fields that lead to it, and `ALL` or an index for items of a tuple."""
     flag: str
     """Flag, such as `--model.n-heads`; for an option without one, the field's name."""
     hint: object
@@ -87,6 +102,14 @@ class Option:
     """The dataclass of the field."""
     positional: bool = False
     """True if it can be given without a flag."""
+
+    def at(self, indices: Sequence[str]) -> Path | None:
+        """Return the path with indices in place of `ALL`, as many as there are; None if there are others."""
+        if not indices:
+            return self.path
+        rest = iter(indices)
+        is_complete = len(indices) == self.path.count(ALL)
+        return tuple(int(next(rest)) if name == ALL else name for name in self.path) if is_complete else None
 
     @property
     def is_bool(self) -> bool:
@@ -109,11 +132,13 @@ class Option:
           UserError: the value is missing, of another type or superfluous.
         """
         flag, words = given.flag, given.values
+        if self.hint == (bool | None) and flag == self.flag and words[:1] == ["none"]:
+            return None, words[1:]
         if self.is_bool:
             is_value = not has_positional or "=" in given.words[0]
             if words and (is_value or words[0].lower() in ("true", "false", "none")):
                 raise UserError(f"{flag} is {words[0]!r}, but it has no value; give {' or '.join(self.flags)}.")
-            return flag == self.flag, words
+            return INDEX.sub("", flag) == self.flag, words
         if typing.get_origin(self.hint) is tuple:
             return tuple(read_value(flag, typing.get_args(self.hint)[0], word) for word in words), []
         if not words:
@@ -130,12 +155,12 @@ class Option:
     @property
     def placeholder(self) -> str:
         """Name of a positional option in --help, such as `[RUN]`."""
-        return f"[{self.path[-1].upper()}]"
+        return f"[{str(self.path[-1]).upper()}]"
 
     def help(self) -> str:
         """Return the field's docstring and its default."""
-        doc = with_flags(field_docstrings(self.owner).get(self.path[-1], ""))
-        if self.default is None or self.default in ((), ""):
+        doc = with_flags(field_docstrings(self.owner).get(str(self.path[-1]), ""))
+        if self.default is None or self.default in ((), "") or dataclasses.is_dataclass(self.default):
             return doc
         words = map(str, self.default if isinstance(self.default, tuple) else (self.default,))
         shown = " ".join(word if re.fullmatch(r"\S+", word) else repr(word) for word in words)
@@ -186,7 +211,7 @@ class CommandLine:
         options = [option for group in option_groups(default) for option in group.options]
         by_flag = {flag: option for option in options for flag in option.flags if flag.startswith("--")}
         positional = [option for option in options if option.positional]
-        values: dict[tuple[str, ...], object] = {("given",): self.given} if isinstance(default, CommandOptions) else {}
+        values: dict[Path, object] = {("given",): self.given} if isinstance(default, CommandOptions) else {}
 
         def store(option: Option, value: object) -> None:
             if option.path in values:
@@ -196,12 +221,14 @@ class CommandLine:
         for given in self.flags:
             words = given.values
             if given.flag:
-                if given.flag not in by_flag:
+                known = by_flag.get(INDEX.sub("", given.flag))
+                path = None if known is None else known.at(INDEX.findall(given.flag))
+                if known is None or path is None:
                     near = nearest_flag(given.flag, [*by_flag])
                     hint = f"did you mean {near}?" if near else "--help lists all options."
                     raise UserError(f"unknown option {given.flag}; {hint}")
-                value, words = by_flag[given.flag].read(given, bool(positional))
-                store(by_flag[given.flag], value)
+                value, words = known.read(given, bool(positional))
+                store(replace(known, path=path), value)
             for word in words:
                 if not positional:
                     raise UserError(f"{word!r} belongs to no option; omit it, or name its option; see --help.")
@@ -215,10 +242,17 @@ class CommandLine:
             parsed = _replaced(default, values)
         except UserError as error:  # may begin with a field of a model, which does not know the path to it
             field, _, rest = str(error).partition(" ")
-            flags = [option.flag for option in options if option.path in values and option.path[-1] == field]
+            flag_of = {field_name(option.path): option.flag for option in options}
+            names = {field_name(path) for path in values}
+            flags = [flag_of[name] for name in names if f".{name}".endswith(f".{field}") and name in flag_of]
             raise UserError(f"{flags[0]} {rest}" if len(flags) == 1 else str(error)) from error
         check_fields(parsed, "")  # nested configs have checked themselves
         return parsed
+
+
+def field_name(path: Path) -> str:
+    """Return the dotted name of an option's field, without the indices of items."""
+    return ".".join(name for name in path if isinstance(name, str) and name != ALL)
 
 
 def as_flag(path: str) -> str:
@@ -227,7 +261,12 @@ def as_flag(path: str) -> str:
 
 
 def as_words(path: str, value: object) -> str:
-    """Return the option that sets a field to a value, such as `--model.no-bias`, quoted for a shell."""
+    """Return the options that set a field to a value, such as `--model.no-bias`, quoted for a shell."""
+    if dataclasses.is_dataclass(value):
+        return " ".join(as_words(f"{path}.{f.name}", getattr(value, f.name)) for f in dataclasses.fields(value))
+    if isinstance(value, tuple) and value and dataclasses.is_dataclass(value[0]):
+        paths = [f"{path}.{i}" for i in range(len(value))] if value[1:] else [path]
+        return " ".join(as_words(item_path, item) for item_path, item in zip(paths, value, strict=True))
     flag, values = as_flag(path), value if isinstance(value, tuple) else (value,)
     if isinstance(value, bool):
         return Option((), flag, bool).flags[not value]
@@ -269,8 +308,13 @@ def read_value(flag: str, hint: Any, word: str) -> Any:
     choices."""
     choices: tuple[Any, ...] = typing.get_args(hint)
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
-        (hint,) = (choice for choice in choices if choice is not type(None))
-        return None if word.lower() == "none" else read_value(flag, hint, word)
+        plain = [choice for choice in choices if choice is not type(None) and not nested_classes(choice)]
+        if word.lower() == "none" and type(None) in choices:
+            return None
+        if not plain:
+            example = as_flag(f"{flag.removeprefix('--')}.{dataclasses.fields(nested_classes(hint)[0])[0].name}")
+            raise UserError(f"{flag} is {word!r}; it must be none, or have fields of its own, such as {example}.")
+        return read_value(flag, plain[0], word)
     if typing.get_origin(hint) is Literal:
         values = {str(choice): choice for choice in choices}
         if word in values:
@@ -284,13 +328,60 @@ def read_value(flag: str, hint: Any, word: str) -> Any:
         raise UserError(f"{flag} is {word!r}; it must be {VALUE_KINDS[hint]}.") from error
 
 
-def _replaced(config: T, values: Mapping[tuple[str, ...], object]) -> T:
-    """Return a dataclass with the values at these paths of field names."""
-    changes: dict[str, object] = {}
-    for name in {path[0] for path in values}:
+def _replaced(config: Any, values: Mapping[Path, object], where: str = "") -> Any:
+    """Return a dataclass, or a new one of a class, with the values at these paths below the path `where`."""
+    cls: Any = config if isinstance(config, type) else type(config)
+    hints, changes = typing.get_type_hints(cls), {}
+    for name in dict.fromkeys(str(path[0]) for path in values):
         below = {path[1:]: value for path, value in values.items() if path[0] == name}
-        changes[name] = below[()] if () in below else _replaced(getattr(config, name), below)
-    return dataclasses.replace(config, **changes)  # type: ignore[type-var]
+        changes[name] = _changed(_default(config, name), hints[name], below, f"{where}.{name}".lstrip("."))
+    try:
+        return cls(**changes) if isinstance(config, type) else dataclasses.replace(config, **changes)
+    except TypeError as error:
+        flags = " and ".join(as_flag(f"{where}.{name}") for name in _required(config) if name not in changes)
+        raise UserError(f"{as_flag(where)} is incomplete; add {flags}.") from error
+    except ValueError as error:  # of a class that is not only a config
+        raise UserError(f"{as_flag(where)}: {error}.") from error
+
+
+def _changed(value: object, hint: Any, below: Mapping[Path, object], where: str) -> object:
+    """Return the value of a field, of this type, with the values at paths below it: those of a dataclass, which begins
+    with its defaults if the value is none, of items of a tuple, or the value itself."""
+    if () in below:
+        if len(below) > 1:
+            problem = f"{as_flag(where)} is {below[()]}, but its fields are set as well"
+            raise UserError(f"{problem}; omit one of them.")
+        return below[()]
+    if (cls := item_class(hint)) is None:
+        names = {path[0] for path in below}
+        known: list[Any] = [*([value] if dataclasses.is_dataclass(value) else []), *nested_classes(hint)]
+        parts = [part for part in known if names <= {f.name for f in dataclasses.fields(part)}]
+        is_complete = lambda part: {*_required(part)} <= names  # noqa: E731
+        return _replaced(next(filter(is_complete, parts), parts[0]), below, where)
+    items, indices = list(typing.cast("tuple[Any, ...]", value)) or [cls()], [path[0] for path in below]
+    n = max([len(items), *(index + 1 for index in indices if isinstance(index, int))])
+    if n > MAX_ITEMS:
+        raise UserError(f"{as_flag(where)}.{n - 1} is beyond the {MAX_ITEMS} items that are possible; number from 0.")
+    items += [cls()] * (n - len(items))
+    for i, item in enumerate(items):
+        for index in (ALL, i):
+            if index in indices:
+                own = {path[1:]: value for path, value in below.items() if path[0] == index}
+                items[i] = item = _replaced(item, own, f"{where}.{i}")
+    return tuple(items)
+
+
+def _required(config: Any) -> list[str]:
+    """Return the names of the fields without a default, of a class, or without a value, of a dataclass: none."""
+    return [f.name for f in dataclasses.fields(config) if _default(config, f.name) is MISSING]
+
+
+def _default(config: object, name: str) -> Any:
+    """Return the value of a dataclass's field or, of a class, its default; `MISSING` if there is none."""
+    if not isinstance(config, type):
+        return getattr(config, name)
+    (f,) = (f for f in dataclasses.fields(config) if f.name == name)
+    return f.default if f.default_factory is MISSING else f.default_factory()
 
 
 @dataclass(frozen=True)
@@ -303,26 +394,34 @@ class Group:
     options: list[Option]
 
 
-def option_groups(default: Any, prefix: str = "", path: tuple[str, ...] = ()) -> list[Group]:
-    """Return the options of a dataclass, followed by those of the dataclasses nested in it. Values in `default` are the
-    defaults; flags get the prefix, such as `model.`; `path` has the names of the fields that lead to the dataclass."""
-    about = (inspect.getdoc(type(default)) or "").split("\n\n")[0] if prefix else ""
+def option_groups(default: Any, prefix: str = "", path: Path = ()) -> list[Group]:
+    """Return the options of a dataclass, followed by those of the dataclasses nested in it or in tuples of it. Values
+    in `default`, a dataclass or a class, are the defaults; flags get the prefix, such as `model.`; `path` has the names
+    of the fields that lead to the dataclass."""
+    cls: Any = default if isinstance(default, type) else type(default)
+    about = (inspect.getdoc(cls) or "").split("\n\n")[0] if prefix else ""
     group = Group(f"{prefix.rstrip('.')} options".strip(), about, [])
     inner: list[Group] = []
-    hints, marked = typing.get_type_hints(type(default)), type_hints(type(default))
-    for f in dataclasses.fields(default):
-        value, hint, field_path = getattr(default, f.name), hints[f.name], (*path, f.name)
+    hints, marked = typing.get_type_hints(cls), type_hints(cls)
+    for f in dataclasses.fields(cls):
+        value, hint, field_path = _default(default, f.name), hints[f.name], (*path, f.name)
         marks = getattr(marked[f.name], "__metadata__", ())
         if MERGED in marks:
             merged, *below = option_groups(value, prefix, field_path)
             group.options.extend(merged.options)
             inner += below
-        elif dataclasses.is_dataclass(value):
-            inner += option_groups(value, f"{prefix}{f.name}.", field_path)
+        elif (item := item_class(hint)) is not None:
+            only = value[0] if isinstance(value, tuple) and len(value) == 1 else item
+            inner += option_groups(only, f"{prefix}{f.name}.", (*field_path, ALL))
         elif HIDDEN not in marks:
+            for part in nested_classes(hint):
+                inner += option_groups(value if isinstance(value, part) else part, f"{prefix}{f.name}.", field_path)
+            if nested_classes(hint) == [hint]:
+                continue
             flag = f.name if POSITIONAL in marks else as_flag(f"{prefix}{f.name}")
             positional = bool({POSITIONAL, POSITIONAL_TOO} & {*marks})
-            group.options.append(Option(field_path, flag, hint, value, type(default), positional))
+            shown = None if value is MISSING else value
+            group.options.append(Option(field_path, flag, hint, shown, cls, positional))
     return [group, *inner]
 
 
@@ -354,7 +453,8 @@ def _metavar(hint: object) -> str:
     if typing.get_origin(hint) is Literal:
         return f"{{{','.join(map(str, args))}}}"
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
-        return "|".join("none" if arg is type(None) else _metavar(arg) for arg in args)
+        plain = [arg for arg in args if not nested_classes(arg)]
+        return "|".join("none" if arg is type(None) else _metavar(arg) for arg in plain)
     if typing.get_origin(hint) is tuple:
         return f"{_metavar(args[0])} …"
     return METAVARS.get(hint, "VALUE")

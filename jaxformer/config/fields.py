@@ -6,10 +6,11 @@ import ast
 import dataclasses
 import inspect
 import os
+import re
 import textwrap
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache, partial
@@ -121,8 +122,15 @@ def checked(name: str, hint: object, value: Any) -> Any:
     if origin is tuple:
         return tuple(checked(name, args[0], item) for item in (value if isinstance(value, tuple | list) else (value,)))
     if origin in (types.UnionType, typing.Union):
-        others = [arg for arg in args if arg is not type(None)]
-        return value if value is None or len(others) > 1 else checked(name, others[0], value)
+        if value is None and type(None) in args:
+            return None
+        parts = nested_classes(hint)
+        if isinstance(value, Mapping) and parts:
+            return from_dict(*_of_kind(parts, value), name)
+        if any(isinstance(value, part) for part in parts):
+            return checked(name, type(value), value)
+        plain_types = [arg for arg in args if arg is not type(None) and not nested_classes(arg)]
+        return value if len(plain_types) > 1 else checked(name, (plain_types or parts)[0], value)
     if origin is Literal:
         if value not in args:
             raise not_a_choice(name, value, args)
@@ -135,11 +143,40 @@ def checked(name: str, hint: object, value: Any) -> Any:
         return os.fspath(value)
     if dataclasses.is_dataclass(plain) and isinstance(value, Mapping):
         return from_dict(typing.cast("type", plain), value, name)
+    if dataclasses.is_dataclass(type(value)) and isinstance(value, plain) and not isinstance(value, FieldDocs):
+        return from_dict(type(value), vars(value), name)  # it does not check itself
     is_checked = plain in (bool, str) or dataclasses.is_dataclass(plain)
     if plain in NUMBERS or (is_checked and not isinstance(value, typing.cast("type", plain))):
         kind = KINDS.get(plain) or f"a {getattr(plain, '__name__', plain)}"
         raise UserError(f"{name} is {abbreviate(value)}; it must be {kind}.")
     return value
+
+
+def nested_classes(hint: object) -> list[type]:
+    """Return the dataclasses among the alternatives of a field's type, such as `RoPE` of `RoPE | None`, or that extend
+    one of them, other than a plain type, such as `str`, of which there may be anybody's."""
+    is_union = typing.get_origin(hint) in (types.UnionType, typing.Union)
+    classes = [part for part in (typing.get_args(hint) if is_union else (hint,)) if isinstance(part, type)]
+    classes = [cls for cls in classes if cls.__module__ != "builtins"]
+    parts: list[list[type]] = [
+        [part] if dataclasses.is_dataclass(part) else type.__subclasses__(part) for part in classes
+    ]
+    return [part for group in parts for part in group if dataclasses.is_dataclass(part)]
+
+
+def item_class(hint: object) -> type | None:
+    """Return the dataclass of the items of a tuple field; None for other fields."""
+    part = next(iter(typing.get_args(hint)), None) if typing.get_origin(hint) is tuple else None
+    return part if dataclasses.is_dataclass(part) and isinstance(part, type) else None
+
+
+def _of_kind(classes: Sequence[type], values: Mapping[str, Any]) -> tuple[type, dict[str, Any]]:
+    """Return the class of a mapping and its fields: the class that `kind` names or, without it, the first that has all
+    these fields."""
+    rest = {name: value for name, value in values.items() if name != "kind"}
+    named = [cls for cls in classes if kind_of(cls) == values.get("kind")]
+    fitting = [cls for cls in classes if rest.keys() <= {f.name for f in dataclasses.fields(cls)}]
+    return (named or fitting or classes)[0], rest
 
 
 def _number(name: str, plain: Any, value: Any, marks: Iterable[object]) -> int | float:
@@ -223,20 +260,24 @@ def nonfinite_to_none(value: object) -> Any:
 
 
 def to_dict(config: object) -> dict[str, Any]:
-    """Return a config as plain JSON types. A subclass of a field's declared class is named in `kind`; see
-    `config.files.kind_of`."""
+    """Return a config as plain JSON types. The class of a nested config is named in `kind`, unless it is the only one
+    that the field's type names; see `config.files.kind_of`."""
     values = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}  # type: ignore[arg-type]
     for name, value in values.items():
+        hint = type_hints(type(config))[name]
         if dataclasses.is_dataclass(value):
-            kind = {} if type(value) is type_hints(type(config))[name] else {"kind": kind_of(type(value))}
+            kind = {} if nested_classes(hint) == [type(value)] else {"kind": kind_of(type(value))}
             values[name] = kind | to_dict(value)
+        elif item_class(hint) is not None:
+            values[name] = [to_dict(item) for item in value]
     return values
 
 
 def from_dict(cls: type[T], values: Mapping[str, object], path: str = "config") -> T:
     """Return the config that `to_dict` converted, a dataclass whose fields are plain types or dataclasses. `kind` is
-    not handled, and missing fields have their default. Raises `UserError`, with `path` as the prefix of field names, if
-    a field is unknown, has the wrong type, or is missing and has no default."""
+    only handled where a field's type names several dataclasses, and missing fields have their default. Raises
+    `UserError`, with `path` as the prefix of field names, if a field is unknown, has the wrong type or value, or is
+    missing and has no default."""
     names = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
     for name in (name for name in values if name not in names):
         near = get_close_matches(name, names, 1)
@@ -246,6 +287,8 @@ def from_dict(cls: type[T], values: Mapping[str, object], path: str = "config") 
         return cls(**{name: checked(f"{path}.{name}", type_hints(cls)[name], x) for name, x in values.items()})
     except TypeError as error:
         raise UserError(f"{path} is incomplete: {error}.") from error
+    except ValueError as error:  # of a class that is not only a config
+        raise UserError(f"{path}: {error}.") from error
 
 
 @cache
@@ -265,4 +308,14 @@ def field_docstrings(cls: type) -> dict[str, str]:
                 continue
             if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
                 docs[statement.target.id] = str(following.value.value)
-    return docs
+    return _attribute_docs(cls) | docs
+
+
+def _attribute_docs(cls: type) -> dict[str, str]:
+    """Return the entries of the section `Attributes` of a class's docstring."""
+    doc = "" if issubclass(cls, FieldDocs) else inspect.cleandoc(vars(cls).get("__doc__") or "")
+    _, _, section = doc.partition("\nAttributes:\n")
+    entries = re.findall(r"^  (\w[\w, ]*): (.*(?:\n    .*)*)", section, re.MULTILINE)
+    return {
+        name: f"{text[0].upper()}{' '.join(text[1:].split())}" for names, text in entries for name in names.split(", ")
+    }

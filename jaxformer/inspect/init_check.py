@@ -14,7 +14,6 @@ import numpy as np
 from jaxformer.inspect.activations import capture
 from jaxformer.inspect.of_run import of_run
 from jaxformer.models.decoder import Decoder, DecoderConfig
-from jaxformer.models.moe import MoEConfig
 from jaxformer.models.objective import Params
 from jaxformer.nn.local_heads import biases_at
 from jaxformer.nn.mlp import ACTIVATIONS, GATED
@@ -85,19 +84,19 @@ def expected_moments(config: DecoderConfig, n_tokens: int) -> tuple[Moments, ...
     c = config
     stream, moments = (c.embedding_scale * c.embedding_std) ** 2, []
     stream += {"learned": c.embedding_std**2, "sinusoidal": 0.5}.get(c.positions, 0.0)
-    for window in c.block_windows:
+    for i, window in enumerate(c.block_windows):
         before = stream
         projected = c.d_model * c.attention_std**2 * _read(c, before)
         scores = c.width_of_head * (1.0 if c.qk_norm else projected**2) * c.scale**2
         visible = min(n_tokens, window)
         heads = [(scores, *_softmax_of_normal(scores, n_tokens, visible))] * (c.n_heads - c.local_heads)
-        heads += [_local_head(c, d, projected, c.scale, n_tokens, visible) for d in range(1, c.local_heads + 1)]
+        heads += [_local_head(c, i, d, projected, n_tokens, visible) for d in range(1, c.local_heads + 1)]
         scores, entropy, averaged = map(float, np.mean(heads, axis=0))
         stream = _after(c, before, projected * averaged * c.attention_gain)
         read = _read(c, stream)
         mlp = mlp_mean_square(read, c.d_model, c.d_ff, c.activation, c.bias)
-        if isinstance(c, MoEConfig) and c.n_experts is not None:
-            mlp *= _router_weights(read / 3, c.n_experts, c.experts_per_token, c.renormalize_experts) + c.shared_expert
+        if (e := c.experts) is not None:
+            mlp *= _router_weights(read / 3, e.n_experts, e.per_token, e.renormalize) + e.shared_expert
         stream = _after(c, stream, mlp)
         moments.append(Moments(before, scores, entropy, stream / before if before else nan))
     return tuple(moments)
@@ -148,18 +147,19 @@ def _softmax_of_normal(variance: float, n_tokens: int, attention_window: int) ->
 
 @lru_cache
 def _local_head(
-    c: DecoderConfig, distance: int, projected: float, scale: float, n_tokens: int, attention_window: int
+    c: DecoderConfig, block: int, distance: int, projected: float, n_tokens: int, attention_window: int
 ) -> tuple[float, float, float]:
     """Return the variance, entropy and sum of squares for the scores of a head initialised to attend at a distance,
     with random queries and keys."""
-    K = c.width_of_head
-    biases = np.stack(biases_at(distance, K, c.rope_base, scale))
+    K, scale, rope = c.width_of_head, c.scale, c.block_rope(block)
+    assert rope is not None  # as for all local heads
+    biases = np.stack(biases_at(distance, K, rope.base, scale))
     draws = np.random.default_rng(0).normal(size=(2, 8, n_tokens, K))
     queries_keys = biases[:, None, None] + sqrt(projected) * draws
     if c.qk_norm:
         queries_keys /= np.sqrt(np.square(queries_keys).mean(axis=-1, keepdims=True))
     # RoPE in NumPy: `rope` would have to be compiled at the start of each training run.
-    turns = np.exp(1j * np.outer(np.arange(n_tokens), c.rope_base ** (-np.arange(K // 2) / (K // 2))))
+    turns = np.exp(1j * np.outer(np.arange(n_tokens), rope.base ** (-np.arange(K // 2) / (K // 2))))
     queries, keys = (queries_keys[..., : K // 2] + 1j * queries_keys[..., K // 2 :]) * turns
     rows = [
         scale * np.einsum("dk,dsk->ds", queries[:, t - 1], keys[:, max(0, t - attention_window) : t].conj()).real

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from operator import attrgetter
+from typing import Any, TypeVar
+
+from flax.traverse_util import unflatten_dict
 
 from jaxformer.config.fields import from_dict
 from jaxformer.errors import UserError, abbreviate
@@ -21,6 +24,9 @@ from jaxformer.interop.families import (
 )
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.encoder import EncoderConfig
+from jaxformer.ops.positions import Llama3Scaling, RoPE
+
+T = TypeVar("T")
 
 MAX_TRAINING_CONTEXT = 2048
 """Default maximum training sequence length of an imported model, in tokens; its own maximum context is kept."""
@@ -32,23 +38,26 @@ ROPE = "rope_parameters or rope_scaling"
 LAYER_KINDS = {"full_attention", "sliding_attention"}
 """Kinds of layers, in `layer_types` and in `rope_parameters` that differ by layer."""
 OTHER_NAMES = {
-    "window": "sliding_window",
-    "global_blocks": "layer_types",
-    "rope_base": "rope_theta",
-    "local_rope_base": "rope_local_base_freq or rope_theta",
-    "rope_scaling": f"the factor of {ROPE}",
-    "rope_original_context": ORIGINAL,
-    "rope_periods": f"low_freq_factor and high_freq_factor of {ROPE}",
+    "attention.window": "sliding_window",
+    "attention.rope.base": "rope_local_base_freq or rope_theta",
+    "rope.base": "rope_theta",
+    "rope.scaling": f"the factor of {ROPE}",
+    "rope.scaling.factor": f"the factor of {ROPE}",
+    "rope.scaling.low": f"the low_freq_factor of {ROPE}",
+    "rope.scaling.high": f"the high_freq_factor of {ROPE}",
+    "rope.scaling.original_context": ORIGINAL,
 }
 """Their names of our fields that are not in the tables of `families`."""
-ROPE_FIELDS: Mapping[str, Mapping[str, str]] = {
-    "default": {},
-    "linear": {"rope_scaling": "factor"},
-    "llama3": {"rope_scaling": "factor", "rope_original_context": ORIGINAL},
-}
-"""Our fields and theirs, by type of RoPE scaling."""
-ROPE_PERIODS = ("low_freq_factor", "high_freq_factor")
-"""Their fields for `rope_periods`."""
+LLAMA3 = {"factor": "factor", "low": "low_freq_factor", "high": "high_freq_factor", "original_context": ORIGINAL}
+"""Fields of `Llama3Scaling` and theirs."""
+ROPE_TYPES = ("default", "linear", "llama3")
+"""Their types of RoPE scaling."""
+
+
+def shortest_period(values: Sequence[T]) -> tuple[T, ...]:
+    """Return the fewest first values that, repeated, are all of them."""
+    lengths = range(1, len(values) + 1)
+    return next(tuple(values[:n]) for n in lengths if all(x == values[i % n] for i, x in enumerate(values)))
 
 
 def family_of(theirs: PublishedConfig) -> Family:
@@ -90,14 +99,22 @@ def read_config(theirs: PublishedConfig, context_length: int | None = None) -> I
         if is_encoder:
             return _checked(family, values)
         values["context_length"] = context_length or min(longest, MAX_TRAINING_CONTEXT)
+        rope, local_rope = read_rope(family, theirs, values) if family.rope_base is not None else (None, None)
+        values["rope"] = rope
         # Verify types and sizes before allocating one entry per block.
-        values |= read_windows(family, theirs, _checked(family, values).n_blocks)
-        if family.rope_base is not None:
-            values |= read_rope(family, theirs, values)
+        window, is_local = read_windows(family, theirs, _checked(family, _nested(values)).n_blocks)
+        values["attention"] = shortest_period(
+            [{"window": window, "rope": local_rope} if local else {} for local in is_local]
+        )
     except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
         problem = f"the config has no equivalent as a {family.model_type}: {type(error).__name__}: {error}"
         raise UserError(f"{problem}; restore the published one, or choose another model.") from error
-    return _checked(family, values)
+    return _checked(family, _nested(values))
+
+
+def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return our fields, in which dotted names are those of nested fields."""
+    return unflatten_dict({tuple(name.split(".")): value for name, value in values.items()})
 
 
 def _checked(family: Family, values: Mapping[str, Any]) -> ImportedConfig:
@@ -107,7 +124,9 @@ def _checked(family: Family, values: Mapping[str, Any]) -> ImportedConfig:
         return from_dict(family.model, values, "the model")
     except UserError as error:
         names = {field.ours: field.theirs for field in family.fields} | OTHER_NAMES
-        given = [f"{ours} is {theirs}" for ours, theirs in names.items() if re.search(rf"\b{ours}\b", str(error))]
+        given = [
+            f"{ours} is {name}" for ours, name in names.items() if re.search(rf"\b{re.escape(ours)}\b", str(error))
+        ]
         raise UserError(f"{str(error).rstrip('.')}; in the published config, {', '.join(given)}.") from error
 
 
@@ -134,7 +153,7 @@ def write_config(config: ImportedConfig, family: Family) -> dict[str, Any]:
     theirs: dict[str, Any] = {"model_type": family.model_type, "architectures": [family.architecture]}
     theirs |= family.required
     for field in family.fields:
-        value = getattr(config, field.ours)
+        value = attrgetter(field.ours)(config)
         if field.values is None:
             theirs[field.theirs] = field.write(value)
         else:
@@ -145,11 +164,11 @@ def write_config(config: ImportedConfig, family: Family) -> dict[str, Any]:
     return theirs if family.rope_base is None else theirs | write_rope(config)
 
 
-def read_windows(family: Family, theirs: PublishedConfig, n_blocks: int) -> dict[str, Any]:
-    """Return our fields for attention windows; none without a window. Raises `ValueError` if the number of blocks is
+def read_windows(family: Family, theirs: PublishedConfig, n_blocks: int) -> tuple[int | None, list[bool]]:
+    """Return the attention window, and True for each block that has it. Raises `ValueError` if the number of blocks is
     another, or a block has another kind of layer than attention."""
     if (windows := family.windows) is None:
-        return {}
+        return None, [False] * n_blocks
     window = theirs.get("sliding_window", windows.default)
     if windows.enabled_by is not None and not theirs.get(windows.enabled_by):
         window = None
@@ -160,33 +179,34 @@ def read_windows(family: Family, theirs: PublishedConfig, n_blocks: int) -> dict
     if len(kinds) != n_blocks or not {*kinds} <= LAYER_KINDS:
         limit = f"{n_blocks} of sliding_attention or full_attention"
         raise ValueError(f"layer_types is {abbreviate(kinds)}; it must have {limit}")
-    if "sliding_attention" not in kinds:
-        return {}
-    full = [i for i, kind in enumerate(kinds) if kind == "full_attention"]
-    if window is None:
+    if "sliding_attention" in kinds and window is None:
         raise ValueError("layer_types has sliding_attention, but there is no sliding_window")
-    return {"window": window, "global_blocks": full}
+    return window, [kind == "sliding_attention" for kind in kinds]
 
 
 def write_windows(config: DecoderConfig, family: Family) -> dict[str, Any]:
     """Return their fields for our attention windows."""
     if (windows := family.windows) is None:
         return {}
-    theirs: dict[str, Any] = {"sliding_window": config.window}
+    of_block = [config.block_attention(i).window for i in range(config.n_blocks)]
+    window = next((window for window in of_block if window is not None), None)
+    theirs: dict[str, Any] = {"sliding_window": window}
     if windows.by_layer:
-        is_full = [config.window is None or i in config.global_blocks for i in range(config.n_blocks)]
-        theirs["layer_types"] = ["full_attention" if full else "sliding_attention" for full in is_full]
+        theirs["layer_types"] = ["full_attention" if window is None else "sliding_attention" for window in of_block]
     if windows.enabled_by is not None:
-        theirs[windows.enabled_by] = config.window is not None
+        theirs[windows.enabled_by] = window is not None
     return theirs
 
 
-def read_rope(family: Family, theirs: PublishedConfig, ours: Mapping[str, Any]) -> dict[str, Any]:
-    """Return our RoPE fields: the base, the scaling, and the base for blocks with a window, given our other fields.
-    Version 5 of transformers nests them in `rope_parameters`; before, bases were fields of the config, and the scaling
-    was in `rope_scaling`, which takes precedence. Raises `ValueError` if the scaling has no equivalent."""
+def read_rope(
+    family: Family, theirs: PublishedConfig, ours: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """Return our RoPE, and that of blocks with a window if it is another, given our other fields. Version 5 of
+    transformers nests its fields in `rope_parameters`; before, bases were fields of the config, and the scaling was in
+    `rope_scaling`, which takes precedence. Raises `ValueError` if the scaling has no equivalent."""
     given, older = theirs.get("rope_parameters"), theirs.get("rope_scaling") or {}
-    rope, values = {"rope_theta": theirs.get("rope_theta", family.rope_base)}, {}
+    rope: dict[str, Any] = {"rope_theta": theirs.get("rope_theta", family.rope_base)}
+    local_rope = None
     if family.local_rope_base is None:
         rope |= older or given or {}
         if nested := sorted(LAYER_KINDS & rope.keys()):
@@ -197,18 +217,19 @@ def read_rope(family: Family, theirs: PublishedConfig, ours: Mapping[str, Any]) 
         local = {"rope_theta": theirs.get("rope_local_base_freq", family.local_rope_base)}
         local |= kinds.get("sliding_attention") or {}
         _rope_type(local, ["default"])
-        if ours.get("window") is not None:
-            values["local_rope_base"] = local["rope_theta"]
-    kind = _rope_type(rope, ROPE_FIELDS)
+        local_rope = {"base": local["rope_theta"]}
+    kind = _rope_type(rope, ROPE_TYPES)
     if (part := rope.get(PARTIAL, theirs.get(PARTIAL))) not in (None, 1) and kind != "default":
         raise ValueError(f"the {PARTIAL} of {ROPE} is {abbreviate(part)}, and only 1 has an equivalent")
-    if kind == "llama3":
+    scaling: Any = 1.0
+    if kind == "linear":
+        scaling = rope["factor"]
+    elif kind == "llama3":
         rope = {ORIGINAL: ours["max_context"]} | rope
         if ORIGINAL in theirs and family.local_rope_base is None:
             rope[ORIGINAL] = theirs[ORIGINAL]
-        values["rope_periods"] = [rope[name] for name in ROPE_PERIODS]
-    values["rope_base"] = rope["rope_theta"]
-    return values | {ours: rope[name] for ours, name in ROPE_FIELDS[kind].items()}
+        scaling = {name: rope[their_name] for name, their_name in LLAMA3.items()}
+    return {"base": rope["rope_theta"], "scaling": scaling}, local_rope
 
 
 def _rope_type(rope: PublishedConfig, known: Collection[str]) -> str:
@@ -221,14 +242,16 @@ def _rope_type(rope: PublishedConfig, known: Collection[str]) -> str:
 
 def write_rope(config: DecoderConfig) -> dict[str, Any]:
     """Return their fields for our RoPE, both for versions of transformers before 5 and from 5 on."""
-    kind = "default" if config.rope_scaling == 1 else "linear" if config.rope_original_context is None else "llama3"
-    scaling = {"rope_type": kind} | {name: getattr(config, ours) for ours, name in ROPE_FIELDS[kind].items()}
-    if kind == "llama3":
-        scaling |= zip(ROPE_PERIODS, config.rope_periods, strict=True)
-    theirs = {"rope_theta": config.rope_base, "rope_scaling": None if kind == "default" else scaling}
-    nested: dict[str, Any] = {"rope_theta": config.rope_base, **scaling}
-    if config.local_rope_base is not None:
-        local = {"rope_theta": config.local_rope_base, "rope_type": "default"}
-        theirs |= {"rope_local_base_freq": config.local_rope_base}
-        nested = {"full_attention": nested, "sliding_attention": local}
+    rope = config.rope or RoPE()
+    scaling: dict[str, Any] = {"rope_type": "default"}
+    if isinstance(rope.scaling, Llama3Scaling):
+        scaling = {"rope_type": "llama3"} | {name: getattr(rope.scaling, ours) for ours, name in LLAMA3.items()}
+    elif isinstance(rope.scaling, float) and rope.scaling != 1:
+        scaling = {"rope_type": "linear", "factor": rope.scaling}
+    theirs = {"rope_theta": rope.base, "rope_scaling": None if scaling["rope_type"] == "default" else scaling}
+    nested: dict[str, Any] = {"rope_theta": rope.base, **scaling}
+    if (local := next((kind.rope for kind in config.attention if kind.rope is not None), None)) is not None:
+        theirs |= {"rope_local_base_freq": local.base}
+        local_rope = {"rope_theta": local.base, "rope_type": "default"}
+        nested = {"full_attention": nested, "sliding_attention": local_rope}
     return {**theirs, "rope_parameters": nested}

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.encoder import ClassifierConfig, EmbedderConfig, EncoderConfig
-from jaxformer.models.moe import MoEConfig
 
 PublishedConfig = Mapping[str, Any]
 """Content of a published `config.json`."""
@@ -35,7 +34,7 @@ class Field(NamedTuple):
 
     ours: str
     theirs: str
-    """Names of the fields. Several of ours may depend on one of theirs."""
+    """Names of the fields, ours dotted for one of `experts`. Several of ours may depend on one of theirs."""
     default: Any = REQUIRED
     """Their value if their config has none, or a function of their config that returns it: the default of their class
     in transformers."""
@@ -169,7 +168,7 @@ LLAMA_FIELDS = (
     Field("unembedding", "tie_word_embeddings", False, TIED),
     Field("embedding_std", "initializer_range", 0.02),
 )
-LLAMA_CONSTANTS = {"norm": "rmsnorm", "final_norm": True, "positions": "rope", "bias": False}
+LLAMA_CONSTANTS = {"norm": "rmsnorm", "final_norm": True, "positions": "none", "bias": False}
 
 LLAMA_ENDS = (
     Weight("embedding.W_E", "model.embed_tokens.weight", "V D -> V D"),
@@ -345,9 +344,9 @@ MIXTRAL = replace(
     architecture="MixtralForCausalLM",
     fields=(
         *with_defaults(LLAMA_FIELDS, n_kv_heads=8, max_context=131_072, norm_eps=1e-5),
-        Field("n_experts", "num_local_experts", 8),
-        Field("experts_per_token", "num_experts_per_tok", 2),
-        Field("balance_weight", "router_aux_loss_coef", 0.001),
+        Field("experts.n_experts", "num_local_experts", 8),
+        Field("experts.per_token", "num_experts_per_tok", 2),
+        Field("experts.balance_weight", "router_aux_loss_coef", 0.001),
     ),
     weights=(
         *LLAMA_ENDS,
@@ -358,8 +357,7 @@ MIXTRAL = replace(
         Weight(f"{EXPERTS}.W_1", f"{THEIR_EXPERTS}.w3.weight", "F D -> D F"),
         Weight(f"{EXPERTS}.W_2", f"{THEIR_EXPERTS}.w2.weight", "D F -> F D"),
     ),
-    constants={**LLAMA_CONSTANTS, "renormalize_experts": True},
-    model=MoEConfig,
+    constants={**LLAMA_CONSTANTS, "experts.renormalize": True},
     required={},
     rope_base=1e6,
     windows=ALWAYS._replace(default=None),

@@ -9,22 +9,21 @@ from math import isclose
 from typing import Any, NamedTuple
 
 from jaxformer.config import Config, ModelConfig
+from jaxformer.config.fields import differences
 from jaxformer.errors import UserError
-from jaxformer.interop.configs import ROPE_FIELDS, read_config, write_config
+from jaxformer.interop.configs import read_config, shortest_period, write_config
 from jaxformer.interop.families import ENCODERS, FAMILIES, GGUF_FAMILIES, Family, ImportedConfig
 from jaxformer.interop.formats import Format
-from jaxformer.models.decoder import DecoderConfig
+from jaxformer.models.decoder import BlockAttention, DecoderConfig, ExpertsConfig
 from jaxformer.models.encoder import EncoderConfig
-from jaxformer.models.moe import MoEConfig
 from jaxformer.nn.norms import NORMS, epsilon
+from jaxformer.ops.positions import RoPE
 
 TRAINING_FIELDS = {
     *("context_length", "embedding_std", "unembedding_std"),
-    *("dropout", "capacity_factor", "balance_weight", "router_z_weight"),
+    *("dropout", "experts.capacity_factor", "experts.balance_weight", "experts.router_z_weight"),
 }
 """Fields that do not affect the outputs of a trained model."""
-ROPE = {"rope_base", "rope_periods", *(ours for fields in ROPE_FIELDS.values() for ours in fields)}
-"""Fields of RoPE."""
 FAMILIES_BY_FORMAT: Mapping[str, Mapping[str, Family]] = {"hf": {**FAMILIES, **ENCODERS}, "gguf": GGUF_FAMILIES}
 """Families that a format can hold, by name; other formats hold all models."""
 
@@ -61,12 +60,12 @@ def nearest_family(model: ModelConfig, families: Mapping[str, Family]) -> tuple[
 
 
 def as_known(model: ModelConfig) -> ImportedConfig | None:
-    """Return the config of the same model that families describe: a decoder's with the fields of experts, or an
-    encoder's. None if there is none, such as for a subclass, which may change the computation."""
+    """Return the config of the same model that families describe: a decoder's or an encoder's. None if there is none,
+    such as for a subclass, which may change the computation."""
     if isinstance(model, DecoderConfig):
-        values = {f.name: getattr(model, f.name) for f in dataclasses.fields(MoEConfig) if hasattr(model, f.name)}
+        values = {f.name: getattr(model, f.name) for f in dataclasses.fields(DecoderConfig)}
         with suppress(UserError):  # a subclass may permit other values
-            known = MoEConfig(**values)
+            known = DecoderConfig(**values)
             return known if type(model) is DecoderConfig or model.is_same_model(known) else None
     return model if type(model) in {family.model for family in ENCODERS.values()} else None  # type: ignore[return-value]
 
@@ -85,9 +84,10 @@ def _obstacles(model: ImportedConfig, family: Family) -> list[Obstacle]:
         needed: dict[str, Any] = {}
         for name, allowed in lacking.items():
             needed[name] = _first_that_fits(changed, family, name, allowed)
-            found[f"model.{name}"] = Obstacle(f"model.{name}", getattr(model, name), needed[name])
+            for field, value, fitting in _by_field(f"model.{name}", values_of(model).get(name), needed[name]):
+                found[field] = Obstacle(field, value, fitting)
         try:
-            again = dataclasses.replace(changed, **needed)
+            again = with_values(changed, needed)
         except UserError:  # such as d_model and n_heads without a common head width
             break
         if again == changed:
@@ -97,15 +97,45 @@ def _obstacles(model: ImportedConfig, family: Family) -> list[Obstacle]:
 
 
 def _first_that_fits(model: ImportedConfig, family: Family, name: str, allowed: Collection[Any]) -> Any:
-    """Return the default of a field if it has an equivalent, such as None for one that follows from others, or else the
-    first of the `allowed` values."""
-    default: dict[str, Any] = {f.name: f.default for f in dataclasses.fields(model) if f.name == name}
-    try:
-        if name not in unmatched(resolved(dataclasses.replace(model, **default)), family):
-            return default[name]
-    except UserError:
-        pass
-    return next(iter(allowed))
+    """Return None for a field that by default follows from others, if that has an equivalent, or else the default if it
+    is one of the `allowed` values, or their first."""
+    defaults = values_of(type(model)())
+    default = defaults[name] if name in defaults else getattr(ExpertsConfig, name.removeprefix("experts."))
+    if default is None:
+        with suppress(UserError):
+            if name not in unmatched(resolved(with_values(model, {name: None})), family):
+                return None
+    return default if default in allowed else next(iter(allowed))
+
+
+def values_of(model: ImportedConfig) -> dict[str, Any]:
+    """Return the fields of a config, with dotted names for those of its experts."""
+    values = {f.name: getattr(model, f.name) for f in dataclasses.fields(model)}
+    if (experts := values.get("experts")) is not None:
+        del values["experts"]
+        values |= {f"experts.{f.name}": getattr(experts, f.name) for f in dataclasses.fields(experts)}
+    return values
+
+
+def with_values(model: ImportedConfig, changes: Mapping[str, Any]) -> ImportedConfig:
+    """Return a config with some values, named as in `values_of`."""
+    own = {name: value for name, value in changes.items() if "." not in name}
+    below = {name.removeprefix("experts."): value for name, value in changes.items() if "." in name}
+    if below and "experts" not in own:
+        experts: Any = model.experts  # type: ignore[union-attr]  # of a decoder
+        own["experts"] = dataclasses.replace(experts, **below)
+    return dataclasses.replace(model, **own)
+
+
+def _by_field(name: str, value: Any, needed: Any) -> list[tuple[str, Any, Any]]:
+    """Return the fields in which two values differ, also of a dataclass or of a single one in a tuple. A field of a
+    nested dataclass that is missing stands for the whole."""
+    if value is None and dataclasses.is_dataclass(needed):
+        first = dataclasses.fields(needed)[0].name
+        return [(f"{name}.{first}", None, getattr(needed, first))]
+    if isinstance(value, tuple) and len(value) == len(needed) == 1 and dataclasses.is_dataclass(value[0]):
+        (value,), (needed,) = value, needed
+    return differences(value, needed, name) or [(name, value, needed)]
 
 
 def resolved(model: ImportedConfig) -> ImportedConfig:
@@ -119,8 +149,9 @@ def resolved(model: ImportedConfig) -> ImportedConfig:
             n_segments=model.n_segments or 1,
         )
     config = as_known(model)
-    assert isinstance(config, MoEConfig)
-    renormalize = config.experts_per_token > 1 if config.renormalize_experts is None else config.renormalize_experts
+    assert isinstance(config, DecoderConfig)
+    if (experts := config.experts) is not None and experts.renormalize is None:
+        experts = dataclasses.replace(experts, renormalize=experts.per_token > 1)
     return dataclasses.replace(
         config,
         n_kv_heads=config.kv_heads,
@@ -129,13 +160,34 @@ def resolved(model: ImportedConfig) -> ImportedConfig:
         norm_eps=epsilon(config.norm, config.norm_eps) if config.norm in NORMS else config.norm_eps,
         output_bias=config.attention_bias if config.output_bias is None else config.output_bias,
         score_scale=config.scale,
-        renormalize_experts=None if config.n_experts is None else renormalize,
+        experts=experts,
+        attention=shortest_period([_resolved_attention(config, i) for i in range(config.n_blocks)]),
     )
+
+
+def _resolved_attention(config: DecoderConfig, i: int) -> BlockAttention:
+    """Return the attention of a block, with a RoPE only if it is not the model's."""
+    rope = config.block_rope(i)
+    own = None if rope == config.rope else rope
+    return BlockAttention(config.block_attention(i).window, own, rope is not None or config.rope is None)
 
 
 def unmatched(config: ImportedConfig, family: Family) -> dict[str, Collection[Any]]:
     """Return the fields of a `resolved` config for which a family has no equivalent, with the values that have one."""
-    defaults = {f.name: f.default for f in dataclasses.fields(config)}
+    values = values_of(config)
+    defaults = {name: value for name, value in values_of(type(config)()).items() if name in values}
+    has_experts = any(field.ours.startswith("experts.") for field in family.fields)
+    if not isinstance(config, EncoderConfig):
+        if (config.experts is None) == has_experts:
+            return {"experts": (ExpertsConfig() if has_experts else None,)}
+        if config.experts is not None:
+            defaults |= {f"experts.{f.name}": f.default for f in dataclasses.fields(ExpertsConfig)}
+        if (config.rope is None) == (family.rope_base is not None):
+            return {"rope": (RoPE() if config.rope is None else None,)}
+        defaults["rope"] = config.rope
+        plain = tuple(dataclasses.replace(kind, rope=None, use_rope=True) for kind in config.attention)
+        if family.local_rope_base is None and plain != config.attention:
+            return {"attention": (shortest_period(plain),)}
     fixed = {
         **defaults,
         "n_kv_heads": config.n_heads,
@@ -146,27 +198,17 @@ def unmatched(config: ImportedConfig, family: Family) -> dict[str, Collection[An
     }
     expected: dict[str, Collection[Any]] = {name: (value,) for name, value in fixed.items()}
     for field in family.fields:
-        expected[field.ours] = (getattr(config, field.ours),) if field.values is None else field.values.values()
+        expected[field.ours] = (values[field.ours],) if field.values is None else field.values.values()
     if len(config.d_ff) != 1:
         expected["d_ff"] = (config.d_ff[:1],)
-    ignored = TRAINING_FIELDS | converted_fields(config, family)
-    lacking = [name for name in defaults if name not in ignored and getattr(config, name) not in expected[name]]
+    ignored = TRAINING_FIELDS | (set() if family.windows is None else {"attention"})
+    lacking = [name for name in values if name not in ignored and values[name] not in expected[name]]
     if not lacking:  # conversions that combine several fields may still differ
-        again = resolved(read_config(write_config(config, family), config.context_length))
-        for name in defaults.keys() - TRAINING_FIELDS:
-            ours, back = getattr(config, name), getattr(again, name)
+        again = values_of(resolved(read_config(write_config(config, family), config.context_length)))
+        for name in values.keys() - TRAINING_FIELDS:
+            ours, back = values[name], again[name]
             are_floats = isinstance(ours, float) and isinstance(back, float)
             if not (isclose(ours, back, rel_tol=1e-12) if are_floats else ours == back):  # a conversion may round
                 expected[name] = (back,)
                 lacking.append(name)
-    return {name: expected[name] for name in defaults if name in lacking}
-
-
-def converted_fields(config: ImportedConfig, family: Family) -> set[str]:
-    """Return the fields of RoPE and windows that a family has an equivalent for, in a form other than a row."""
-    fields = set(ROPE) if family.rope_base is not None or config.positions != "rope" else set()
-    if family.local_rope_base is not None:
-        fields.add("local_rope_base")
-    if family.windows is not None:
-        fields |= {"window", "global_blocks"} if family.windows.by_layer else {"window"}
-    return fields
+    return {name: expected[name] for name in values if name in lacking}

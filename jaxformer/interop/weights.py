@@ -23,12 +23,19 @@ from jaxformer.interop.folder import FLOATS, PublishedModel
 from jaxformer.models.objective import Params
 
 FIELDS = (
-    *(("{i}", "n_blocks"), ("W_out", "unembedding"), ("{e}", "n_experts"), ("E", "n_experts"), ("V", "vocab_size")),
+    *(("{i}", "n_blocks"), ("W_out", "unembedding"), ("V", "vocab_size")),
+    *(("{e}", "experts.n_experts"), ("E", "experts.n_experts")),
     *(("P", "max_context"), ("P", "context_length"), ("S", "n_segments"), ("H", "n_heads"), ("G", "n_kv_heads")),
     *(("K", "head_dim"), ("F", "d_ff"), ("D", "d_model"), ("O", "d_model"), ("C", "n_classes")),
     *((f"b_{letter}", "attention_bias") for letter in "QKVO"),
 )
 """Marks of a table row, axes or parts of names, and the fields of ours that they depend on."""
+
+
+def n_experts(config: ImportedConfig) -> int:
+    """Return the number of experts per block; 0 for MLPs."""
+    experts = getattr(config, "experts", None)
+    return 0 if experts is None else experts.n_experts
 
 
 def axis_sizes(config: ImportedConfig) -> dict[str, int]:
@@ -41,7 +48,7 @@ def axis_sizes(config: ImportedConfig) -> dict[str, int]:
         "G": getattr(config, "kv_heads", config.n_heads),
         "K": config.width_of_head,
         "F": config.d_ff[0],
-        "E": getattr(config, "n_experts", None) or 0,
+        "E": n_experts(config),
         "S": getattr(config, "n_segments", 0),
         "O": config.d_model,
         "C": getattr(config, "n_classes", 0),
@@ -119,8 +126,8 @@ def rows(family: Family, config: ImportedConfig) -> dict[str, tuple[Weight, tupl
     for weight in family.weights:
         for i in range(config.n_blocks) if "{i}" in weight.ours else (0,):
             name = weight.theirs.replace("{i}", str(i))
-            n_experts = (getattr(config, "n_experts", None) or 0) if "{e}" in name else 1
-            names = tuple(name.replace("{e}", str(e)) for e in range(n_experts))
+            n_tensors = n_experts(config) if "{e}" in name else 1
+            names = tuple(name.replace("{e}", str(e)) for e in range(n_tensors))
             table[weight.ours.replace("{i}", str(i))] = weight, names
     return table
 

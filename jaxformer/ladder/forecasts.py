@@ -167,7 +167,7 @@ def _logits(c: MLPConfig | DecoderConfig, moments: Sequence[Moments]) -> tuple[f
         d_in = c.d_model * (c.context_length if c.mixing == "concatenate" else 1)
         return 0.0, mlp_mean_square(_mixed(c)[0], d_in, c.d_ff)
     stream = moments[-1].stream * moments[-1].growth
-    if isinstance(c, RungDecoderConfig) and c.unembedding == "mlp":
+    if isinstance(c, RungDecoderConfig) and c.mlp_logits:
         return 0.0, stream
     std = c.embedding_std if c.unembedding == "tied" else c.unembedding_std
     norm = sqrt(stream) if c.final_norm else 1.0
@@ -269,7 +269,7 @@ def _kernels(c: Any, moments: Sequence[Moments]) -> tuple[float, float]:
         last, none, same = (_mlp_kernel(square, x, c.d_model * T, c.d_ff) for x in (own, 0.0, square))
         return last - none, same
     stream = moments[-1].stream * moments[-1].growth
-    if isinstance(c, RungDecoderConfig) and c.unembedding == "mlp":
+    if isinstance(c, RungDecoderConfig) and c.mlp_logits:
         square = moments[-1].stream * c.d_model * c.attention_std**2
         return 0.0, _mlp_kernel(square, square, c.d_model, c.d_ff)
     norm = stream if c.final_norm else 1.0

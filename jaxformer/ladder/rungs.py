@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -17,7 +17,6 @@ from jaxformer.config.fields import NonNegativeFloat, Size
 from jaxformer.contract import Contract
 from jaxformer.errors import UserError
 from jaxformer.models.decoder import Decoder, DecoderConfig
-from jaxformer.models.moe import MoEConfig
 from jaxformer.nn.attention import MultiHeadAttention
 from jaxformer.nn.block import Block, Make
 from jaxformer.nn.embedding import Embedding
@@ -27,7 +26,7 @@ from jaxformer.ops.cache import KVCache
 
 
 @dataclass(frozen=True)
-class RungDecoderConfig(MoEConfig):
+class RungDecoderConfig(DecoderConfig):
     """Shape of a `RungDecoder`."""
 
     value_dim: Size | None = None
@@ -45,9 +44,8 @@ class RungDecoderConfig(MoEConfig):
     """A second embedding per token, times embedding_scale, added to the token's values in every block, so that values
     carry the token's identity (after Zhou et al. 2024, who share the values of the first block). Zero at
     initialisation."""
-    unembedding: Literal["mlp", "linear", "tied"] = "linear"  # type: ignore[assignment]
-    """Logits from W_out (linear), from the transposed embedding (tied: weight tying), or directly from the last block's
-    MLP (mlp)."""
+    mlp_logits: bool = False
+    """Logits directly from the last block's MLP, whatever unembedding is."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -59,14 +57,15 @@ class RungDecoderConfig(MoEConfig):
             raise UserError(f"{problem}; {remedy}.")
         if self.local_heads and not self.output_projection:
             raise UserError(f"local_heads is {self.local_heads}, which needs output_projection; set it, or omit both.")
-        if self.unembedding == "mlp" and self.residual:
-            raise UserError(
-                "unembedding 'mlp' makes the last block vocab_size wide, which cannot be added to "
-                "the residual stream; set residual to false or use 'linear'."
-            )
-        if self.unembedding == "mlp" and self.n_experts is not None:
-            remedy = f"needs one MLP per block, not n_experts {self.n_experts}; use 'linear'"
-            raise UserError(f"unembedding 'mlp' {remedy}.")
+        if self.mlp_logits and self.residual:
+            problem = "mlp_logits makes the last block vocab_size wide, which cannot be added to the residual stream"
+            raise UserError(f"{problem}; set residual or mlp_logits to false.")
+        if self.mlp_logits and self.experts is not None:
+            raise UserError("mlp_logits needs one MLP per block, not experts; omit one of them.")
+
+    @property
+    def has_W_out(self) -> bool:
+        return super().has_W_out and not self.mlp_logits
 
     @property
     def sums_heads(self) -> bool:
@@ -91,11 +90,11 @@ class RungDecoderConfig(MoEConfig):
 
     @property
     def contract(self) -> Contract:
-        has_features = self.unembedding != "mlp"  # the last block returns the logits
+        has_features = not self.mlp_logits  # the last block returns the logits
         return replace(super().contract, has_residual_stream=self.residual, has_features=has_features)
 
     def is_same_model(self, other: object) -> bool:
-        if type(other) in (DecoderConfig, MoEConfig):
+        if type(other) is DecoderConfig:
             other = RungDecoderConfig(**vars(other), output_projection=True, projection_std=self.projection_std)
         return self == other
 
@@ -116,7 +115,7 @@ class RungDecoderConfig(MoEConfig):
     def make_decoder_block(self, execution: Execution, i: int, **parts: Any) -> Block:
         if not self.residual:
             parts["block"] = PlainBlock
-        if self.unembedding == "mlp" and i == self.n_blocks - 1:
+        if self.mlp_logits and i == self.n_blocks - 1:
             parts["make_mlp"] = partial(self.make_mlp(execution), d_out=self.vocab_size)
         return super().make_decoder_block(execution, i, **parts)
 
@@ -166,7 +165,7 @@ class RungDecoder(Decoder):
             yield
 
     def unembed(self, x_TD: jax.Array) -> jax.Array:
-        return self.readout(x_TD) if self.config.unembedding == "mlp" else super().unembed(x_TD)
+        return self.readout(x_TD) if self.config.mlp_logits else super().unembed(x_TD)
 
 
 class PlainBlock(Block):

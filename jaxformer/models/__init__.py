@@ -4,7 +4,7 @@ To add a model, add a file to this folder that defines a subclass of `jaxformer.
 """
 
 from jaxformer.models.clip import CLIP, CLIPConfig, ImageTowerConfig, TextTowerConfig
-from jaxformer.models.decoder import Decoder, DecoderConfig
+from jaxformer.models.decoder import BlockAttention, Decoder, DecoderConfig, ExpertsConfig
 from jaxformer.models.encoder import (
     Classifier,
     ClassifierConfig,
@@ -14,7 +14,6 @@ from jaxformer.models.encoder import (
     MaskedLanguageModel,
 )
 from jaxformer.models.encoder_decoder import EncoderDecoder, EncoderDecoderConfig
-from jaxformer.models.moe import MoEConfig
 from jaxformer.models.objective import mean_loss, next_token_nll, objective_of
 from jaxformer.models.recurrent import Recurrent, RecurrentConfig
 from jaxformer.models.recurrent_lm import RecurrentLM, RecurrentLMConfig
@@ -23,6 +22,7 @@ from jaxformer.models.vivit import FactorisedViViT, ViViT, ViViTConfig
 
 __all__ = [
     "CLIP",
+    "BlockAttention",
     "CLIPConfig",
     "Classifier",
     "ClassifierConfig",
@@ -33,10 +33,10 @@ __all__ = [
     "EncoderConfig",
     "EncoderDecoder",
     "EncoderDecoderConfig",
+    "ExpertsConfig",
     "FactorisedViViT",
     "ImageTowerConfig",
     "MaskedLanguageModel",
-    "MoEConfig",
     "Recurrent",
     "RecurrentConfig",
     "RecurrentLM",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import log, prod
 from typing import Annotated, Literal
 
@@ -11,12 +11,12 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jaxformer.config import ModelConfig
+from jaxformer.config import ModelConfig, TokenModelConfig
 from jaxformer.config.fields import (
     Depth,
     Fraction,
-    Length,
     NonNegativeFloat,
+    NormEps,
     PositiveFloat,
     Range,
     Side,
@@ -25,18 +25,19 @@ from jaxformer.config.fields import (
 )
 from jaxformer.contract import Contract, Input, Task, token_inputs
 from jaxformer.errors import UserError
-from jaxformer.models.blocks import BlocksConfig, TokenBlocksConfig
+from jaxformer.models import blocks
 from jaxformer.models.inputs import check_length
 from jaxformer.nn.block import SideInputs, input_dropout, run_blocks
 from jaxformer.nn.capture import OUTPUT, capture_point
-from jaxformer.nn.embedding import Embedding, Positions
+from jaxformer.nn.embedding import AddedPositions, Embedding
 from jaxformer.nn.execution import PLAIN, Execution
 from jaxformer.nn.mlp import Activation
+from jaxformer.nn.norms import Norm
 from jaxformer.nn.parameters import parameter
 from jaxformer.ops.masks import Causal, Mask, zero_padding
 from jaxformer.ops.norms import l2_normalize
 from jaxformer.ops.patches import patchify, standardize
-from jaxformer.ops.positions import sinusoidal
+from jaxformer.ops.positions import RoPE, sinusoidal
 from jaxformer.ops.precision import upcast
 
 LARGEST_LOG_SCALE = log(100)
@@ -44,21 +45,8 @@ LARGEST_LOG_SCALE = log(100)
 
 
 @dataclass(frozen=True)
-class TowerConfig(BlocksConfig):
-    """Base of both towers' configs, with blocks as in GPT-2 (section 2.4)."""
-
-    n_blocks: Depth = 12
-    """Number of blocks."""
-    attention_bias: bool = True
-    activation: Activation = "quick_gelu"
-    norm_placement: Literal["pre", "post"] = "pre"
-    positions: Positions = "learned"
-    dropout: Fraction = 0.0
-
-
-@dataclass(frozen=True)
-class ImageTowerConfig(TowerConfig):
-    """Shape of the image tower. The defaults are those of ViT-B/32."""
+class ImageTowerConfig(ModelConfig):
+    """Shape of the image tower, with blocks as in GPT-2 (section 2.4). The defaults are those of ViT-B/32."""
 
     image_size: tuple[Side, ...] = (224, 224)
     """Height and width in pixels; one value sets both."""
@@ -69,14 +57,46 @@ class ImageTowerConfig(TowerConfig):
     std: tuple[PositiveFloat, ...] = (0.26862954, 0.26130258, 0.27577711)
     """Standard deviation per channel, by which pixels are divided after that."""
     d_model: Size = 768
+    """Width of the residual stream."""
+    n_blocks: Depth = 12
+    """Number of blocks."""
     n_heads: Size = 12
+    """Attention heads per block."""
+    head_dim: Size | None = None
+    """Width of a head; by default, d_model / n_heads."""
+    attention_bias: bool = True
+    """Biases in the attention projections."""
     d_ff: tuple[Size, ...] = (3072,)
+    """Widths of the MLP's hidden layers."""
+    activation: Activation = "quick_gelu"
+    """Activation of the MLP's hidden layers; with swiglu and geglu these are gated."""
+    bias: bool = True
+    """Biases in the MLP."""
+    norm: Norm = "layernorm"
+    """Kind of norm."""
+    norm_eps: NormEps | None = None
+    """ε added to the mean square or variance in norms; by default, 1e-6 for rmsnorm and 1e-5 for layernorm."""
+    norm_placement: Literal["pre", "post"] = "pre"
+    """Norms after each residual connection (post), or before each sublayer and after the last block (pre)."""
+    positions: AddedPositions = "learned"
+    """Vectors added to the patches: learned, sinusoidal, or none."""
+    rope: RoPE | None = None
+    """Rotary position embedding (RoPE) of queries and keys; none for no rotation."""
+    dropout: Fraction = 0.0
+    """Dropout probability, in training, of features of the embedding and of each sublayer's output."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        blocks.check_attention(self)
         expand_patches(self)
         if not self.mean or len(self.mean) != len(self.std):
             raise UserError(f"mean is {self.mean} and std {self.std}; give one of each for every channel.")
+
+    @property
+    def final_norm(self) -> bool:
+        """True if the stack ends in an additional norm: with pre-norm, the residual stream is not normalised
+        otherwise."""
+        return self.norm_placement == "pre"
 
     @property
     def n_patches(self) -> int:
@@ -85,15 +105,54 @@ class ImageTowerConfig(TowerConfig):
 
 
 @dataclass(frozen=True)
-class TextTowerConfig(TowerConfig, TokenBlocksConfig):
-    """Shape of the text tower. The defaults are those paired with ViT-B/32."""
+class TextTowerConfig(TokenModelConfig):
+    """Shape of the text tower, with blocks as in GPT-2 (section 2.4). A caption, with its start and end tokens, has at
+    most `context_length` tokens. The defaults of widths are those paired with ViT-B/32."""
 
-    vocab_size: Length = 49_408
-    """Vocabulary size in tokens, including the start and end tokens."""
-    context_length: Length = 77
-    """Maximum length of a caption in tokens, including its start and end tokens."""
+    d_model: Size = 512
+    """Width of the residual stream."""
+    n_blocks: Depth = 12
+    """Number of blocks."""
+    n_heads: Size = 8
+    """Attention heads per block."""
+    head_dim: Size | None = None
+    """Width of a head; by default, d_model / n_heads."""
+    attention_bias: bool = True
+    """Biases in the attention projections."""
+    d_ff: tuple[Size, ...] = (2048,)
+    """Widths of the MLP's hidden layers."""
+    activation: Activation = "quick_gelu"
+    """Activation of the MLP's hidden layers; with swiglu and geglu these are gated."""
+    bias: bool = True
+    """Biases in the MLP."""
+    norm: Norm = "layernorm"
+    """Kind of norm."""
+    norm_eps: NormEps | None = None
+    """ε added to the mean square or variance in norms; by default, 1e-6 for rmsnorm and 1e-5 for layernorm."""
+    norm_placement: Literal["pre", "post"] = "pre"
+    """Norms after each residual connection (post), or before each sublayer and after the last block (pre)."""
+    positions: AddedPositions = "learned"
+    """Vectors added to the embedding: learned, sinusoidal, or none."""
+    rope: RoPE | None = None
+    """Rotary position embedding (RoPE) of queries and keys; none for no rotation."""
+    dropout: Fraction = 0.0
+    """Dropout probability, in training, of features of the embedding and of each sublayer's output."""
     embedding_std: NonNegativeFloat = 0.02
     """Standard deviation of the embeddings of tokens and positions at initialisation."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        blocks.check_attention(self)
+
+    @property
+    def final_norm(self) -> bool:
+        """True if the stack ends in an additional norm: with pre-norm, the residual stream is not normalised
+        otherwise."""
+        return self.norm_placement == "pre"
+
+    @property
+    def contract(self) -> Contract:
+        return replace(super().contract, max_tokens=self.context_length if self.positions == "learned" else None)
 
 
 @dataclass(frozen=True)
@@ -102,7 +161,7 @@ class CLIPConfig(ModelConfig):
 
     vision: ImageTowerConfig = field(default_factory=ImageTowerConfig)
     """Image tower."""
-    text: TextTowerConfig = field(default_factory=TextTowerConfig)
+    text: TextTowerConfig = TextTowerConfig(vocab_size=49_408, context_length=77)
     """Text tower."""
     d_joint: Size = 512
     """Width of the joint embedding space."""
@@ -118,7 +177,7 @@ class CLIPConfig(ModelConfig):
             (image, *token_inputs(self.text.context_length, "tokens_T", "valid_T")),
             vocab_size=text.vocab_size,
             max_tokens=text.max_tokens,
-            attention=self.vision.attention_shape(1 + self.vision.n_patches),
+            attention=blocks.attention_shape(self.vision, 1 + self.vision.n_patches),
             patches="vision",
         )
 
@@ -157,16 +216,16 @@ class CLIP(nn.Module):
     def setup(self) -> None:
         vision, text, d_joint = self.config.vision, self.config.text, self.config.d_joint
         self.vision_embedding = ImageEmbedding(vision)
-        self.vision_embedding_norm = vision.make_norm()
-        self.vision_blocks = [vision.make_block(self.execution) for _ in range(vision.n_blocks)]
+        self.vision_embedding_norm = blocks.make_norm(vision)
+        self.vision_blocks = [blocks.make_block(vision, self.execution) for _ in range(vision.n_blocks)]
         self.text_embedding = Embedding(
             text.vocab_size, text.context_length, text.d_model, text.positions, text.embedding_std
         )
-        self.text_blocks = [text.make_block(self.execution) for _ in range(text.n_blocks)]
+        self.text_blocks = [blocks.make_block(text, self.execution) for _ in range(text.n_blocks)]
         if vision.final_norm:
-            self.vision_norm = vision.make_norm()
+            self.vision_norm = blocks.make_norm(vision)
         if text.final_norm:
-            self.text_norm = text.make_norm()
+            self.text_norm = blocks.make_norm(text)
         self.W_i = parameter(
             self, "W_i", nn.initializers.normal(vision.d_model**-0.5), (vision.d_model, d_joint), "embed -> joint"
         )
@@ -221,10 +280,10 @@ class CLIP(nn.Module):
         # Straight-through gradient: otherwise `t` could never return from beyond the limit.
         return t + jax.lax.stop_gradient(jnp.minimum(t, LARGEST_LOG_SCALE) - t)
 
-    def _through(self, blocks: Sequence[nn.Module], dropout: nn.Module, x_TD: jax.Array, mask: Mask) -> jax.Array:
+    def _through(self, tower: Sequence[nn.Module], dropout: nn.Module, x_TD: jax.Array, mask: Mask) -> jax.Array:
         """Return the residual stream `(T, D)` after a tower's blocks."""
-        x_TD, keys = input_dropout(self, dropout, x_TD, len(blocks))
-        return run_blocks(blocks, self.execution, x_TD, SideInputs(mask=mask), keys)
+        x_TD, keys = input_dropout(self, dropout, x_TD, len(tower))
+        return run_blocks(tower, self.execution, x_TD, SideInputs(mask=mask), keys)
 
 
 def _joint(x_D: jax.Array, W_DE: jax.Array) -> jax.Array:

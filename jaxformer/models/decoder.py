@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from functools import partial
+from math import sqrt
+from typing import Annotated, Any, Literal
 
 import flax.linen as nn
 import jax
@@ -11,42 +13,136 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jaxformer.config.fields import Fraction, NonNegativeFloat, PositiveFloat, Size
-from jaxformer.contract import ARRAY, Contract, Input
+from jaxformer.config import TokenModelConfig
+from jaxformer.config.fields import (
+    Depth,
+    FieldDocs,
+    Fraction,
+    Length,
+    NonNegative,
+    NonNegativeFloat,
+    NormEps,
+    PositiveFloat,
+    Range,
+    Size,
+    check_fields,
+)
+from jaxformer.contract import ARRAY, AttentionShape, Contract, Input
 from jaxformer.errors import UserError
-from jaxformer.models.causal import CausalAttentionConfig
+from jaxformer.models import blocks
 from jaxformer.models.inputs import check_length
-from jaxformer.nn.block import Block, SideInputs, run_blocks
+from jaxformer.nn.attention import MultiHeadAttention
+from jaxformer.nn.block import Block, Make, SideInputs, run_blocks
 from jaxformer.nn.capture import capture_point
-from jaxformer.nn.embedding import Embedding, Positions
+from jaxformer.nn.embedding import AddedPositions, Embedding
 from jaxformer.nn.execution import PLAIN, Execution, traced_once
-from jaxformer.nn.norms import Norm
+from jaxformer.nn.experts import Experts
+from jaxformer.nn.local_heads import LocalHeads
+from jaxformer.nn.mlp import Activation
+from jaxformer.nn.norms import Norm, epsilon
 from jaxformer.nn.parameters import parameter
 from jaxformer.ops import masks
 from jaxformer.ops.cache import KVCache, LayerCache, init_cache, write_positions
 from jaxformer.ops.linear_cross_entropy import Unembedding
 from jaxformer.ops.masks import Causal, Mask, Packed
-from jaxformer.ops.positions import positions_in_segments
+from jaxformer.ops.positions import RoPE, positions_in_segments
 
 
 @dataclass(frozen=True)
-class DecoderConfig(CausalAttentionConfig):
+class BlockAttention(FieldDocs):
+    """Attention of a block, as far as blocks of a `Decoder` differ in it."""
+
+    window: Length | None = None
+    """Positions that a query attends to, counting back from and including itself; by default, all."""
+    rope: RoPE | None = None
+    """RoPE of the block, such as one with a smaller base in blocks with a window; by default, that of the model."""
+    use_rope: bool = True
+    """Rotate queries and keys, if the model has RoPE; false for a block without it (NoPE, Kazemnejad et al. 2023)."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True)
+class ExpertsConfig(FieldDocs):
+    """Mixture of experts in place of an MLP (Shazeer et al. 2017), MLPs with hidden layers as wide as d_ff."""
+
+    n_experts: Size = 8
+    """Experts per block."""
+    per_token: Size = 2
+    """Experts that process each token."""
+    renormalize: bool | None = None
+    """Normalise the weights of a token's experts to sum to 1; by default, true unless per_token is 1."""
+    capacity_factor: Annotated[float, Range(above=0, hint=", such as 1.25, or none to drop nothing")] | None = None
+    """Capacity of an expert in training, as a multiple of its even share of tokens; by default no token is dropped,
+    which is slower but exact."""
+    shared_expert: bool = False
+    """Additional expert in each block that processes all tokens."""
+    balance_weight: NonNegativeFloat = 0.01
+    """Weight of the load-balancing loss of each block."""
+    router_z_weight: NonNegativeFloat = 0.001
+    """Weight of the router z-loss of each block."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.per_token > self.n_experts:
+            raise UserError(f"per_token is {self.per_token}, but n_experts is {self.n_experts}; use at most that.")
+
+
+@dataclass(frozen=True)
+class DecoderConfig(TokenModelConfig):
     """Shape of a `Decoder`."""
 
     d_model: Size = 256
-    n_heads: Size = 1
+    """Width of the residual stream."""
+    n_blocks: Depth = 4
+    """Number of blocks."""
+    n_heads: Size = 4
+    """Attention heads per block."""
+    n_kv_heads: Size | None = None
+    """Key/value heads, shared by the query heads; by default, n_heads."""
+    head_dim: Size | None = None
+    """Width of a head; by default, d_model / n_heads."""
+    attention_bias: bool = False
+    """Biases in the attention projections."""
+    output_bias: bool | None = None
+    """Bias of W_O; by default, as attention_bias."""
+    score_scale: PositiveFloat | None = None
+    """Factor applied to the attention scores; by default, 1/sqrt(head_dim)."""
+    qk_norm: bool = False
+    """RMS-normalise queries and keys."""
+    local_heads: NonNegative = 0
+    """Heads of each block that attend to a fixed distance at initialisation: the first one position back, the second
+    two back, and so on. Needs RoPE and attention_bias, whose b_Q and b_K are initialised accordingly."""
     prefix: bool = False
     """Attend in both directions within a prefix of each sequence (prefix language model, Raffel et al. 2020). Its
     length is an input; in generation, the prefix is the prompt."""
-    d_ff: tuple[Size, ...] = (2048, 2048)
-    norm: Literal["none", Norm] = "none"  # type: ignore[assignment]
+    max_context: Length | None = None
+    """Longest sequence, in tokens, over which attention is full, and the number of learned positions if there are any;
+    by default context_length, which sets the length of training sequences."""
+    positions: AddedPositions = "none"
+    """Vectors added to the embedding: learned, sinusoidal, or none."""
+    rope: RoPE | None = RoPE()  # noqa: RUF009  # frozen
+    """Rotary position embedding (RoPE) of queries and keys; none for no rotation."""
+    attention: tuple[BlockAttention, ...] = (BlockAttention(),)
+    """What differs by block, repeated over the blocks: with two values, blocks 0, 2, 4, ... have the first."""
+    d_ff: tuple[Size, ...] = (1024,)
+    """Widths of the MLP's hidden layers."""
+    activation: Activation = "gelu"
+    """Activation of the MLP's hidden layers; with swiglu and geglu these are gated."""
+    bias: bool = False
+    """Biases in the MLP."""
+    experts: ExpertsConfig | None = None
+    """Mixture of experts in place of each MLP; none for one MLP for all tokens."""
+    norm: Literal["none", Norm] = "rmsnorm"
     """Kind of norm; none for no norms, whatever norm_placement is."""
-    norm_placement: Literal["pre", "post", "both"] = "pre"  # type: ignore[assignment]
+    norm_eps: NormEps | None = None
+    """ε added to the mean square or variance in norms; by default, 1e-6 for rmsnorm and 1e-5 for layernorm."""
+    norm_placement: Literal["pre", "post", "both"] = "pre"
     """Norms before each sublayer (pre), after each residual connection (post), or before and after each sublayer
     (both)."""
-    final_norm: bool = False
+    final_norm: bool = True
     """Additional norm before the unembedding."""
-    positions: Positions = "learned"
     embedding_std: NonNegativeFloat = 1.0
     """Standard deviation of the embeddings of tokens and, if learned, positions at initialisation."""
     embedding_scale: float = 1.0
@@ -59,20 +155,99 @@ class DecoderConfig(CausalAttentionConfig):
     logit_soft_cap: PositiveFloat | None = None
     """Bound c of the logits, c · tanh(logits / c) (Gemma 2); none for no bound."""
     dropout: Fraction = 0.0
+    """Dropout probability, in training, of features of the embedding and of each sublayer's output."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.prefix and self.window is not None:
-            raise UserError(f"window is {self.window}, but all positions attend to a prefix; omit one of them.")
+        if not self.attention:
+            raise UserError("attention is empty; give at least one value, which is repeated over the blocks.")
+        blocks.check_attention(self, map(self.block_rope, range(self.n_blocks)))
+        if self.n_heads % self.kv_heads:
+            reason = "every key/value head serves equally many query heads"
+            raise UserError(f"n_heads {self.n_heads} is not a multiple of n_kv_heads {self.kv_heads}; {reason}.")
+        if self.max_context is not None and self.max_context < self.context_length:
+            problem = f"max_context is {self.max_context}, but context_length is {self.context_length}"
+            raise UserError(f"{problem}; set it to at least that, or omit it.")
+        window = next((kind.window for kind in self.attention if kind.window is not None), None)
+        if self.prefix and window is not None:
+            raise UserError(f"window is {window}, but all positions attend to a prefix; omit one of them.")
         if self.final_norm and self.norm == "none":
-            raise UserError("final_norm adds a norm of the kind that norm names; set norm to rmsnorm or layernorm.")
-        if self.unembedding_std is not None and self.unembedding != "linear":
-            raise UserError(f"unembedding_std is {self.unembedding_std}: {self.unembedding!r} has no W_out; omit it.")
+            raise UserError("final_norm is True, but norm is none; set it to false, or norm to rmsnorm or layernorm.")
+        if self.unembedding_std is not None and not self.has_W_out:
+            raise UserError(f"unembedding_std is {self.unembedding_std}, but there is no W_out; omit it.")
+
+    @property
+    def width_of_head(self) -> int:
+        """Width K of a head."""
+        return blocks.head_width(self)
+
+    @property
+    def kv_heads(self) -> int:
+        """Number G of key/value heads."""
+        return self.n_kv_heads or self.n_heads
+
+    @property
+    def width_of_values(self) -> int:
+        """Width of a head's values and output."""
+        return self.width_of_head
+
+    @property
+    def scale(self) -> float:
+        """Factor applied to the attention scores."""
+        return self.width_of_head**-0.5 if self.score_scale is None else self.score_scale
+
+    @property
+    def attention_std(self) -> float:
+        """Standard deviation of the attention projections at initialisation."""
+        return 1 / sqrt(self.d_model)
+
+    @property
+    def attention_gain(self) -> float:
+        """Mean square of attention's output at initialisation, divided by that of the heads' outputs."""
+        return self.n_heads * self.width_of_values * self.attention_std**2
+
+    @property
+    def n_positions(self) -> int:
+        """Length in tokens of the longest sequence with full attention."""
+        return self.max_context or self.context_length
+
+    @property
+    def attention_window(self) -> int:
+        """Maximum number of positions that a query attends to, itself included: the window or, without one,
+        `n_positions`, even in a longer sequence."""
+        return max(self.block_windows)
+
+    @property
+    def block_windows(self) -> tuple[int, ...]:
+        """Attention window of each block."""
+        return tuple(self.block_attention(i).window or self.n_positions for i in range(self.n_blocks))
+
+    @property
+    def block_groups(self) -> tuple[tuple[int, slice], ...]:
+        """Window and slice of each group of consecutive blocks with the same window and RoPE; each group is one
+        scan."""
+        kinds = [(window, self.block_rope(i)) for i, window in enumerate(self.block_windows)]
+        ends = [i for i in range(1, len(kinds) + 1) if i == len(kinds) or kinds[i] != kinds[i - 1]]
+        return tuple((kinds[end - 1][0], slice(first, end)) for first, end in zip([0, *ends], ends, strict=False))
+
+    def block_attention(self, i: int) -> BlockAttention:
+        """Return the attention of the i-th block."""
+        return self.attention[i % len(self.attention)]
+
+    def block_rope(self, i: int) -> RoPE | None:
+        """Return the rotation of the i-th block's queries and keys; None for no rotation."""
+        kind = self.block_attention(i)
+        return (kind.rope or self.rope) if kind.use_rope else None
+
+    @property
+    def has_W_out(self) -> bool:
+        """True if logits come from a matrix of their own."""
+        return self.unembedding == "linear"
 
     @property
     def routes_tokens(self) -> bool:
         """True if the MLPs are mixtures of experts, to which padding is not sent."""
-        return False
+        return self.experts is not None
 
     @property
     def contract(self) -> Contract:
@@ -80,15 +255,18 @@ class DecoderConfig(CausalAttentionConfig):
         mask = ARRAY if self.prefix else Causal(self.attention_window if is_windowed else None)
         return replace(
             tokens,
+            max_tokens=self.n_positions if self.positions == "learned" else None,
             inputs=(*tokens.inputs, Input("prefix", (), "int32")) if self.prefix else tokens.inputs,
             has_features=True,
             has_cache=True,
             attention_window=self.attention_window,
             layer_windows=self.block_windows,
-            extrapolates=tokens.max_tokens is None,
+            extrapolates=self.positions != "learned",
             has_prefix=self.prefix,
             has_segments=not self.prefix,
-            attention=self.attention_shape(self.context_length, mask),
+            attention=AttentionShape(
+                self.n_heads, self.kv_heads, self.width_of_head, self.width_of_values, self.context_length, mask
+            ),
             scaled_width=None if self.unembedding == "tied" else self.d_model,
             has_residual_stream=True,
         )
@@ -96,11 +274,49 @@ class DecoderConfig(CausalAttentionConfig):
     def build(self, execution: Execution = PLAIN) -> Decoder:
         return Decoder(self, execution)
 
+    def make_norm(self) -> nn.Module:
+        """Return a norm."""
+        return blocks.make_norm(self)
+
+    def make_attention(
+        self, execution: Execution, heads: type[MultiHeadAttention] = LocalHeads, **options: Any
+    ) -> Make:
+        """Return a function that constructs the attention of a block; see `blocks.make_attention`."""
+        attributes = {
+            "n_kv_heads": self.kv_heads,
+            "output_bias": self.output_bias,
+            "scale": self.score_scale,
+            "qk_norm": self.qk_norm,
+            "norm_eps": epsilon("rmsnorm", self.norm_eps),
+            "distances": tuple(range(1, self.local_heads + 1)),
+        }
+        return blocks.make_attention(self, execution, heads, **attributes | options)
+
+    def make_mlp(self, execution: Execution) -> Make:
+        """Return a function that constructs the MLP or the mixture of experts of a block."""
+        mlp, experts = blocks.make_mlp(self), self.experts
+        if experts is None:
+            return mlp
+        return partial(
+            Experts,
+            make_expert=mlp,
+            n_experts=experts.n_experts,
+            per_token=experts.per_token,
+            capacity_factor=experts.capacity_factor,
+            shared_expert=experts.shared_expert,
+            shards=execution.expert_shards,
+            renormalize=experts.renormalize,
+        )
+
     def make_decoder_block(self, execution: Execution, i: int, **parts: Any) -> Block:
-        """Return the i-th block; `parts` are those of `make_block`."""
+        """Return the i-th block; `parts` are those of `blocks.make_block`."""
         if self.norm == "none":
             parts["make_norm"] = None
-        return self.make_block(execution, make_attention=self.make_attention(execution, rope=self.rope(i)), **parts)
+        attributes = {
+            "make_attention": self.make_attention(execution, rope=self.block_rope(i)),
+            "make_mlp": self.make_mlp(execution),
+        }
+        return blocks.make_block(self, execution, **attributes | parts)
 
 
 class Decoder(nn.Module):
@@ -125,7 +341,7 @@ class Decoder(nn.Module):
         self.blocks = [c.make_decoder_block(self.execution, i) for i in range(c.n_blocks)]
         if c.final_norm:
             self.final_norm = c.make_norm()
-        if c.unembedding == "linear":
+        if c.has_W_out:
             std = c.d_model**-0.5 if c.unembedding_std is None else c.unembedding_std
             self.W_out = parameter(
                 self, "W_out", nn.initializers.normal(std), (c.d_model, c.vocab_size), "embed -> vocab"

@@ -10,19 +10,21 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jaxformer.config import ModelConfig
-from jaxformer.config.fields import Depth, NonNegative, NonNegativeFloat, Range, Size
+from jaxformer.config import ModelConfig, TokenModelConfig
+from jaxformer.config.fields import Depth, Fraction, NonNegative, NonNegativeFloat, NormEps, Range, Size
 from jaxformer.contract import ARRAY, Contract, Task, token_inputs
-from jaxformer.models.blocks import TokenBlocksConfig
+from jaxformer.models import blocks
 from jaxformer.models.inputs import check_length
 from jaxformer.nn.block import SideInputs, input_dropout, run_blocks
 from jaxformer.nn.capture import capture_point
-from jaxformer.nn.embedding import Embedding, Positions
+from jaxformer.nn.embedding import AddedPositions, Embedding
 from jaxformer.nn.execution import PLAIN, Execution
 from jaxformer.nn.mlp import MLP, Activation, activate
+from jaxformer.nn.norms import Norm
 from jaxformer.nn.parameters import parameter
 from jaxformer.ops import masks
 from jaxformer.ops.linear_cross_entropy import Unembedding
+from jaxformer.ops.positions import RoPE
 from jaxformer.ops.quantized import rows
 
 Pooling = Literal["first", "mean"]
@@ -33,17 +35,37 @@ MAX_CLASSIFIED_TOKENS = 128
 
 
 @dataclass(frozen=True)
-class EncoderConfig(TokenBlocksConfig):
+class EncoderConfig(TokenModelConfig):
     """Shape of a `MaskedLanguageModel`. The defaults are those of BERT-mini in Turc et al. 2019, without segments."""
 
     d_model: Size = 256
+    """Width of the residual stream."""
     n_blocks: Depth = 4
     """Number of blocks."""
     n_heads: Size = 4
+    """Attention heads per block."""
+    head_dim: Size | None = None
+    """Width of a head; by default, d_model / n_heads."""
     attention_bias: bool = True
+    """Biases in the attention projections."""
     d_ff: tuple[Size, ...] = (1024,)
+    """Widths of the MLP's hidden layers."""
     activation: Activation = "gelu"
-    positions: Positions = "learned"
+    """Activation of the MLP's hidden layers; with swiglu and geglu these are gated."""
+    bias: bool = True
+    """Biases in the MLP."""
+    norm: Norm = "layernorm"
+    """Kind of norm."""
+    norm_eps: NormEps | None = None
+    """ε added to the mean square or variance in norms; by default, 1e-6 for rmsnorm and 1e-5 for layernorm."""
+    norm_placement: Literal["pre", "post"] = "post"
+    """Norms after each residual connection (post), or before each sublayer and after the last block (pre)."""
+    positions: AddedPositions = "learned"
+    """Vectors added to the embedding: learned, sinusoidal, or none."""
+    rope: RoPE | None = None
+    """Rotary position embedding (RoPE) of queries and keys; none for no rotation."""
+    dropout: Fraction = 0.1
+    """Dropout probability, in training, of features of the embedding and of each sublayer's output."""
     embedding_std: NonNegativeFloat = 0.02
     """Standard deviation of the embeddings of tokens, positions and segments at initialisation."""
     embedding_norm: bool = True
@@ -51,14 +73,30 @@ class EncoderConfig(TokenBlocksConfig):
     n_segments: Annotated[NonNegative, Range(most=2**20)] = 0
     """Number of segments, such as BERT's first and second sentence; 0 for no segment embedding."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        blocks.check_attention(self)
+
+    @property
+    def width_of_head(self) -> int:
+        """Width K of a head."""
+        return blocks.head_width(self)
+
+    @property
+    def final_norm(self) -> bool:
+        """True if the stack ends in an additional norm: with pre-norm, the residual stream is not normalised
+        otherwise."""
+        return self.norm_placement == "pre"
+
     @property
     def contract(self) -> Contract:
         return replace(
             super().contract,
             task=Task.MASKED_LM,
+            max_tokens=self.context_length if self.positions == "learned" else None,
             inputs=token_inputs(self.context_length, "tokens_T", "valid_T"),
             has_features=True,
-            attention=self.attention_shape(self.context_length, ARRAY),
+            attention=blocks.attention_shape(self, self.context_length, ARRAY),
             head=("head.*", "head_norm.*", "b_out"),
         )
 
@@ -136,11 +174,11 @@ class Encoder(nn.Module):
             init = nn.initializers.normal(c.embedding_std)
             self.W_segment = parameter(self, "W_segment", init, (c.n_segments, c.d_model), "segments -> embed")
         if c.embedding_norm:
-            self.embedding_norm = c.make_norm()
+            self.embedding_norm = blocks.make_norm(c)
         self.embedding_dropout = nn.Dropout(c.dropout, deterministic=False)
-        self.blocks = [c.make_block(self.execution) for _ in range(c.n_blocks)]
+        self.blocks = [blocks.make_block(c, self.execution) for _ in range(c.n_blocks)]
         if c.final_norm:
-            self.final_norm = c.make_norm()
+            self.final_norm = blocks.make_norm(c)
 
     def features(
         self, tokens_T: jax.Array, valid_T: jax.Array | None = None, segments_T: jax.Array | None = None
@@ -187,7 +225,7 @@ class MaskedLanguageModel(Encoder):
         super().setup()
         c = self.config
         self.head = MLP((), c.d_model)
-        self.head_norm = c.make_norm()
+        self.head_norm = blocks.make_norm(c)
         self.b_out = parameter(self, "b_out", nn.initializers.zeros, (c.vocab_size,), "vocab")
 
     def __call__(

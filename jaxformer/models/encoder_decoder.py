@@ -5,36 +5,66 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import partial
 from math import sqrt
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jaxformer.config.fields import Depth, NonNegative
+from jaxformer.config import TokenModelConfig
+from jaxformer.config.fields import Depth, Fraction, NonNegative, NormEps, Size
 from jaxformer.contract import Contract, Task, token_inputs
-from jaxformer.models.blocks import TokenBlocksConfig, check_local_heads
+from jaxformer.models import blocks
 from jaxformer.models.inputs import check_length
 from jaxformer.nn.block import SideInputs, input_dropout, run_blocks
 from jaxformer.nn.capture import capture_point
-from jaxformer.nn.embedding import Embedding
+from jaxformer.nn.embedding import AddedPositions, Embedding
 from jaxformer.nn.execution import PLAIN, Execution, traced_once
+from jaxformer.nn.mlp import Activation
+from jaxformer.nn.norms import Norm
 from jaxformer.ops import masks
 from jaxformer.ops.cache import KVCache, LayerCache, init_cache, write_layer, write_positions
 from jaxformer.ops.linear_cross_entropy import Unembedding
 from jaxformer.ops.masks import Causal
+from jaxformer.ops.positions import RoPE
 
 
 @dataclass(frozen=True)
-class EncoderDecoderConfig(TokenBlocksConfig):
+class EncoderDecoderConfig(TokenModelConfig):
     """Shape of an `EncoderDecoder`. Source and target share one vocabulary, and each has at most `context_length`
     tokens. The defaults are those of the paper's `base`."""
 
+    d_model: Size = 512
+    """Width of the residual streams."""
     n_encoder_blocks: Depth = 6
     """Number of blocks of the encoder."""
     n_decoder_blocks: Depth = 6
     """Number of blocks of the decoder."""
+    n_heads: Size = 8
+    """Attention heads per block."""
+    head_dim: Size | None = None
+    """Width of a head; by default, d_model / n_heads."""
+    attention_bias: bool = False
+    """Biases in the attention projections."""
+    d_ff: tuple[Size, ...] = (2048,)
+    """Widths of the MLP's hidden layers."""
+    activation: Activation = "relu"
+    """Activation of the MLP's hidden layers; with swiglu and geglu these are gated."""
+    bias: bool = True
+    """Biases in the MLP."""
+    norm: Norm = "layernorm"
+    """Kind of norm."""
+    norm_eps: NormEps | None = None
+    """ε added to the mean square or variance in norms; by default, 1e-6 for rmsnorm and 1e-5 for layernorm."""
+    norm_placement: Literal["pre", "post"] = "post"
+    """Norms after each residual connection (post), or before each sublayer and after the last block (pre)."""
+    positions: AddedPositions = "sinusoidal"
+    """Vectors added to the embedding: learned, sinusoidal, or none."""
+    rope: RoPE | None = None
+    """Rotary position embedding (RoPE) of queries and keys; none for no rotation."""
+    dropout: Fraction = 0.1
+    """Dropout probability, in training, of features of the embedding and of each sublayer's output."""
     local_heads: NonNegative = 0
     """Heads of each self-attention that attend to a fixed distance at initialisation. In the decoder, the first attends
     one position back, the second two back, and so on; in the encoder, one back, one ahead, two back, and so on. Needs
@@ -45,7 +75,18 @@ class EncoderDecoderConfig(TokenBlocksConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_local_heads(self)
+        blocks.check_attention(self)
+
+    @property
+    def width_of_head(self) -> int:
+        """Width K of a head."""
+        return blocks.head_width(self)
+
+    @property
+    def final_norm(self) -> bool:
+        """True if the stack ends in an additional norm: with pre-norm, the residual stream is not normalised
+        otherwise."""
+        return self.norm_placement == "pre"
 
     @property
     def contract(self) -> Contract:
@@ -53,10 +94,11 @@ class EncoderDecoderConfig(TokenBlocksConfig):
         return replace(
             super().contract,
             task=Task.SEQUENCE_TO_SEQUENCE,
+            max_tokens=self.context_length if self.positions == "learned" else None,
             inputs=inputs,
             has_features=True,
             has_cache=True,
-            attention=self.attention_shape(self.context_length, Causal()),
+            attention=blocks.attention_shape(self, self.context_length, Causal()),
         )
 
     def build(self, execution: Execution = PLAIN) -> EncoderDecoder:
@@ -91,20 +133,21 @@ class EncoderDecoder(nn.Module):
         self.embedding_dropout = nn.Dropout(c.dropout, deterministic=False)
         before = tuple(range(1, c.local_heads + 1))
         both = tuple(d for n in before for d in (n, -n))[: c.local_heads]
-        attend: Any = partial(c.make_attention, self.execution)
+        attend: Any = partial(blocks.make_attention, c, self.execution)
         # Positions in the source and in the target are comparable only to heads that begin on the diagonal.
         diagonal = {"distances": (0,) * c.diagonal_heads, "is_wide": True} if c.diagonal_heads else {"rope": None}
         self.encoder_blocks = [
-            c.make_block(self.execution, make_attention=attend(distances=both)) for _ in range(c.n_encoder_blocks)
+            blocks.make_block(c, self.execution, make_attention=attend(distances=both))
+            for _ in range(c.n_encoder_blocks)
         ]
         self.decoder_blocks = [
-            c.make_block(
-                self.execution, make_attention=attend(distances=before), make_cross_attention=attend(**diagonal)
+            blocks.make_block(
+                c, self.execution, make_attention=attend(distances=before), make_cross_attention=attend(**diagonal)
             )
             for _ in range(c.n_decoder_blocks)
         ]
         if c.final_norm:
-            self.encoder_norm, self.decoder_norm = c.make_norm(), c.make_norm()
+            self.encoder_norm, self.decoder_norm = blocks.make_norm(c), blocks.make_norm(c)
 
     def __call__(self, source_S: jax.Array, valid_S: jax.Array | None, target_T: jax.Array) -> jax.Array:
         """Return logits `(T, V)` for the token after each token of the target (teacher forcing).
@@ -166,8 +209,8 @@ class EncoderDecoder(nn.Module):
         source_mask = masks.tokens(len(tokens_T), cache.valid_S)
         x_TD = self.embedding(tokens_T, positions_T)
         layers: list[LayerCache] = []
-        blocks = traced_once(self.decoder_blocks)
-        for block, layer, source in zip(blocks, cache.target.layers, cache.source, strict=True):
+        traced = traced_once(self.decoder_blocks)
+        for block, layer, source in zip(traced, cache.target.layers, cache.source, strict=True):
             inputs = SideInputs(positions_T, mask, slot, source, source_mask)
             x_TD, updated = block(x_TD, inputs, layer)
             layers.append(updated)

@@ -304,8 +304,9 @@ def auxiliary_loss(model: nn.Module, sown_B: Any, across: BatchReduction = NO_RE
     routers."""
     total = jnp.float32(0)
     for statistics_B in routers(sown_B).values():
+        experts = model.config.experts
         router = average_statistics(statistics_B, across.mean)
-        loss = model.config.balance_weight * balance_loss(router) + model.config.router_z_weight * router.z
+        loss = experts.balance_weight * balance_loss(router) + experts.router_z_weight * router.z
         # `router.n_tokens` is a mean over devices, each of which adds this to the loss.
         total += (
             loss / across.n if across.n_tokens is None else loss * router.n_tokens / jnp.maximum(across.n_tokens, 1)

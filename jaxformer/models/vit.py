@@ -11,21 +11,22 @@ import jax
 import jax.numpy as jnp
 
 from jaxformer.config import ImageModelConfig
-from jaxformer.config.fields import Depth, PositiveFloat, Side, Size, expand_patches
+from jaxformer.config.fields import Depth, Fraction, NormEps, PositiveFloat, Side, Size, expand_patches
 from jaxformer.contract import Contract
 from jaxformer.errors import UserError
-from jaxformer.models.blocks import BlocksConfig
+from jaxformer.models import blocks
 from jaxformer.nn.block import SideInputs, input_dropout, run_blocks
 from jaxformer.nn.capture import capture_point
 from jaxformer.nn.execution import PLAIN, Execution
 from jaxformer.nn.mlp import Activation, uniform_fan_in
+from jaxformer.nn.norms import Norm
 from jaxformer.nn.parameters import parameter
 from jaxformer.nn.patches import LearnedPositions, PatchEmbedding
 from jaxformer.ops.patches import patchify, standardize
 
 
 @dataclass(frozen=True)
-class ViTConfig(BlocksConfig, ImageModelConfig):
+class ViTConfig(ImageModelConfig):
     """Shape of a `ViT`. The defaults are those of the paper's ViT-B/16, table 1."""
 
     patch_size: tuple[Side, ...] = (16, 16)
@@ -37,26 +38,48 @@ class ViTConfig(BlocksConfig, ImageModelConfig):
     std: tuple[PositiveFloat, ...] = (0.5,)
     """Standard deviation of pixels from 0 to 1, for all channels or per channel."""
     d_model: Size = 768
+    """Width of the residual stream."""
     n_blocks: Depth = 12
     """Number of blocks."""
     n_heads: Size = 12
+    """Attention heads per block."""
+    head_dim: Size | None = None
+    """Width of a head; by default, d_model / n_heads."""
     attention_bias: bool = True
+    """Biases in the attention projections."""
     d_ff: tuple[Size, ...] = (3072,)
+    """Widths of the MLP's hidden layers."""
     activation: Activation = "gelu"
+    """Activation of the MLP's hidden layers; with swiglu and geglu these are gated."""
+    bias: bool = True
+    """Biases in the MLP."""
+    norm: Norm = "layernorm"
+    """Kind of norm."""
+    norm_eps: NormEps | None = None
+    """ε added to the mean square or variance in norms; by default, 1e-6 for rmsnorm and 1e-5 for layernorm."""
     norm_placement: Literal["pre", "post"] = "pre"
-    positions: Literal["learned"] = "learned"
+    """Norms after each residual connection (post), or before each sublayer and after the last block (pre)."""
+    dropout: Fraction = 0.1
+    """Dropout probability, in training, of features of the embedding and of each sublayer's output."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        blocks.check_attention(self, ())
         expand_patches(self)
         for name in ("mean", "std"):
             if len(getattr(self, name)) not in (1, self.channels):
                 raise UserError(f"{name} is {getattr(self, name)}; give 1 number, or {self.channels}, one per channel.")
 
     @property
+    def final_norm(self) -> bool:
+        """True if the stack ends in an additional norm: with pre-norm, the residual stream is not normalised
+        otherwise."""
+        return self.norm_placement == "pre"
+
+    @property
     def contract(self) -> Contract:
         n_patches = prod(self.image_size) // prod(self.patch_size)
-        attention = self.attention_shape(self.n_positions(n_patches))
+        attention = blocks.attention_shape(self, self.n_positions(n_patches))
         return replace(super().contract, attention=attention, patches="", scaled_width=self.d_model)
 
     def n_positions(self, n_patches: int) -> int:
@@ -97,9 +120,9 @@ class ViT(nn.Module):
         self.patch_embedding = PatchEmbedding(c.d_model)
         self.position_embedding = c.make_positions(prod(c.grid))
         self.embedding_dropout = nn.Dropout(c.dropout, deterministic=False)
-        self.blocks = [c.make_block(self.execution) for _ in range(c.n_blocks)]
+        self.blocks = [blocks.make_block(c, self.execution) for _ in range(c.n_blocks)]
         if c.final_norm:
-            self.final_norm = c.make_norm()
+            self.final_norm = blocks.make_norm(c)
         self._make_head()
 
     def _make_head(self) -> None:

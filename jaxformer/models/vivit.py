@@ -10,9 +10,10 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jaxformer.config.fields import Depth, Side, Size
+from jaxformer.config.fields import Depth, Side
 from jaxformer.contract import Contract, Input, Task
 from jaxformer.errors import UserError
+from jaxformer.models import blocks
 from jaxformer.models.vit import ViT, ViTConfig
 from jaxformer.nn.block import SideInputs, input_dropout, run_blocks
 from jaxformer.nn.execution import PLAIN, Execution
@@ -24,7 +25,8 @@ from jaxformer.ops.patches import patchify, standardize
 
 @dataclass(frozen=True)
 class ViViTConfig(ViTConfig):
-    """Shape of a `ViViT` or `FactorisedViViT`. The defaults are those of the paper's ViViT-B/16x2."""
+    """Shape of a `ViViT` or `FactorisedViViT`. The defaults are those of the paper's ViViT-B/16x2, with
+    1,000 classes."""
 
     n_frames: Side = 32
     """Frames per video."""
@@ -34,7 +36,6 @@ class ViViTConfig(ViTConfig):
     """Attention among all tubelets (model 1), or first within and then across time steps (model 2)."""
     n_temporal_blocks: Depth = 4
     """Blocks of attention across time steps, if attention is factorised."""
-    n_classes: Size = 400
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -53,7 +54,7 @@ class ViViTConfig(ViTConfig):
             Task.VIDEO_CLASSIFICATION,
             (pixels,),
             n_classes=self.n_classes,
-            attention=self.attention_shape(n_positions),
+            attention=blocks.attention_shape(self, n_positions),
             scaled_width=self.d_model,
         )
 
@@ -89,10 +90,10 @@ class FactorisedViViT(ViT):
         self.spatial_position_embedding = c.make_positions(prod(within))
         self.temporal_position_embedding = c.make_positions(n_times)
         self.embedding_dropout = nn.Dropout(c.dropout, deterministic=False)
-        self.spatial_blocks = [c.make_block(at_one_time) for _ in range(c.n_blocks)]
-        self.temporal_blocks = [c.make_block(self.execution) for _ in range(c.n_temporal_blocks)]
+        self.spatial_blocks = [blocks.make_block(c, at_one_time) for _ in range(c.n_blocks)]
+        self.temporal_blocks = [blocks.make_block(c, self.execution) for _ in range(c.n_temporal_blocks)]
         if c.final_norm:
-            self.spatial_norm, self.temporal_norm = c.make_norm(), c.make_norm()
+            self.spatial_norm, self.temporal_norm = blocks.make_norm(c), blocks.make_norm(c)
         self._make_head()
 
     def encode(self, pixels: jax.Array) -> jax.Array:

@@ -13,8 +13,8 @@ from jaxformer.nn.parameters import check_name, parameter
 from jaxformer.ops.positions import check_positions, sinusoidal
 from jaxformer.ops.quantized import rows
 
-Positions = Literal["none", "learned", "sinusoidal", "rope"]
-"""Position encodings by the names that configs use."""
+AddedPositions = Literal["none", "learned", "sinusoidal"]
+"""Position encodings that are added to the embedding, by the names that configs use."""
 
 
 def check_tokens(tokens_T: Any, vocab_size: int) -> None:
@@ -56,7 +56,7 @@ class Embedding(nn.Module):
 
     Attributes:
       n_positions: rows of `W_pos`.
-      positions: 'learned' or 'sinusoidal'; nothing is added for 'none' or 'rope'.
+      positions: 'learned' or 'sinusoidal'; nothing is added for 'none'.
       init_std: standard deviation of both tables at initialisation.
       scale: factor applied to a row of `W_E` before the position is added; √D in Vaswani et al. 2017, section 3.4.
     """
@@ -69,7 +69,7 @@ class Embedding(nn.Module):
     scale: float = 1.0
 
     def setup(self) -> None:
-        check_name("positions", self.positions, get_args(Positions))
+        check_name("positions", self.positions, get_args(AddedPositions))
         init = nn.initializers.normal(self.init_std)
         self.W_E = parameter(self, "W_E", init, (self.vocab_size, self.d_model), "vocab -> embed")
         if self.positions == "learned":

@@ -266,9 +266,13 @@ class RoPE:
     without leaves, so it can be an argument of a jitted function."""
 
     base: float = 10_000.0
+    """Base of the frequencies: pair i of the R rotated features of a head rotates by base^(-2i/R) per position."""
     scaling: float | Scaling = 1.0
+    """Divisor of positions, above 1 for sequences longer than the training context, or a scaling by frequency."""
     fraction: float = 1.0
+    """Fraction of a head's features that is rotated."""
     interleaved: bool = False
+    """Rotate neighbouring features together, not those half the rotated width apart."""
 
     def __call__(self, x_HTK: jax.Array, positions_T: jax.Array) -> jax.Array:
         """Return rotary-embedded vectors, `(H, T, K)`."""

@@ -55,7 +55,8 @@ def count_parts(setup: TrainSetup, model: ModelFlops) -> tuple[Part, ...]:
       model: FLOPs of the model.
     """
     config, axes = setup.config.model, setup.parameter_axes
-    routed_share = getattr(config, "experts_per_token", 1) / (getattr(config, "n_experts", None) or 1)
+    experts = getattr(config, "experts", None)
+    routed_share = 1 if experts is None else experts.per_token / experts.n_experts
     sizes = {name: prod(leaf.shape) for name, leaf in flatten_dict(setup.abstract_params, sep=".").items()}
     total, active, modules = Counter[str](), Counter[str](), dict[str, str]()
     flops: dict[str, float] = defaultdict(float)

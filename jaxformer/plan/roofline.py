@@ -249,8 +249,9 @@ def model_flops(setup: TrainSetup) -> ModelFlops:
 
     config, rngs = setup.config, {}
     params = abstract_params(setup.model)
-    if getattr(config.model, "n_experts", None) is not None:  # a dropout key selects the capacity of training
-        routed, rngs = replace(config.model, capacity_factor=1.0), {"dropout": jax.random.key(0)}  # type: ignore[call-arg]
+    if (experts := getattr(config.model, "experts", None)) is not None:
+        routed: Any = replace(config.model, experts=replace(experts, capacity_factor=1.0))  # type: ignore[call-arg]
+        rngs = {"dropout": jax.random.key(0)}  # a dropout key selects the capacity of training
         setup = replace(setup, config=replace(config, model=routed))
     model = setup.config.model.build(Execution(attention=record))
     jaxpr = jax.make_jaxpr(lambda params, *example: model.apply({"params": params}, *example, rngs=rngs))(

@@ -15,10 +15,10 @@ from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.data.windows import TextConfig
 from jaxformer.errors import UserError
 from jaxformer.models.clip import CLIPConfig, ImageTowerConfig
-from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.vit import ViTConfig
 from jaxformer.runs.lock import LOCK
 from jaxformer.runs.run import create_run
+from tests.arrays import plain_decoder
 from tests.helpers import ROOT, changed, tiny, write_books
 
 
@@ -174,7 +174,7 @@ def test_an_empty_or_undecodable_prompt_is_refused(here, capsys, prompt, message
 
 
 def test_a_locked_run_is_refused_before_its_data_is_read(here, capsys):
-    config = Config("x", DecoderConfig(), TextConfig(path="nowhere"), steps=1)
+    config = Config("x", plain_decoder(), TextConfig(path="nowhere"), steps=1)
     run = create_run(here / "run", config, Tokenizer.train([], 257), allow_suffix=False)
     with (run / LOCK).open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -222,7 +222,7 @@ def test_each_rung_changes_only_the_named_fields_of_the_one_before():
              "four_blocks", "rmsnorm"]  # fmt: skip
     changes = [
         {"model.scaled", "model.projection_std"},
-        {"model.residual", "model.unembedding"},
+        {"model.residual", "model.mlp_logits"},
         {"model.n_heads", "model.head_dim", "model.output_projection"},
         {"model.head_dim"},
         {"model.n_blocks"},

@@ -16,11 +16,11 @@ from jaxformer.config import Config
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.data.windows import TextConfig
 from jaxformer.inspect.comparison import exact_differences
-from jaxformer.models.decoder import DecoderConfig
 from jaxformer.runs.checkpoints import CheckpointManager, CheckpointReader
 from jaxformer.runs.run import create_run
+from tests.arrays import plain_decoder
 
-CONFIG = Config("run", DecoderConfig(257, 8, 4, d_ff=(6,)), TextConfig("books"), steps=3)
+CONFIG = Config("run", plain_decoder(257, 8, 4, d_ff=(6,)), TextConfig("books"), steps=3)
 TABLE = [
     {"name": "W_E", "g": 1.0, "w": 2.0, "u": 0.5, "update": 0.5},
     {"name": "blocks.0.mlp.W_1", "g": 0.5, "w": 0.25, "u": 2.0, "update": 2.0},

@@ -20,7 +20,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 LLAMA_BUT_BIAS = (
-    "--config quick --model.n-heads 4 --model.n-kv-heads 2 --model.positions rope --model.activation swiglu"
+    "--config quick --model.n-heads 4 --model.n-kv-heads 2 --model.rope.base 10000 --model.activation swiglu"
 )
 
 
@@ -30,11 +30,12 @@ LLAMA_BUT_BIAS = (
         (f"{LLAMA_BUT_BIAS} --format hf", 1, ["  model.bias True; needed: --model.no-bias"]),
         (f"{LLAMA_BUT_BIAS} --model.no-bias", 0, ["quick as hf: can be exported", "quick as gguf: can be exported"]),
         (
-            "--config quick --model.window 8 --model.d-ff 4 5 --format gguf", 1,
+            "--config quick --model.attention.window 8 --model.d-ff 4 5 --format gguf", 1,
             [
+                "  model.attention.window 8; needed: --model.attention.window none",
                 "  model.d_ff 4 5; needed: --model.d-ff 4",
                 "  model.activation relu; needed: --model.activation swiglu",
-                "  model.bias True; needed: --model.no-bias", "  model.window 8; needed: --model.window none",
+                "  model.bias True; needed: --model.no-bias",
             ],
         ),
         ("--config vision:vit --format hf", 1, ["  model ViTConfig; needed: a Decoder (--config quick:llama)"]),

@@ -23,12 +23,11 @@ from jaxformer.inspect.pages import live as live_page
 from jaxformer.inspect.pages import model
 from jaxformer.inspect.pages.page import rounded
 from jaxformer.ladder.mlp import MLPConfig
-from jaxformer.models.decoder import DecoderConfig
 from jaxformer.runs.checkpoints import CheckpointManager
 from jaxformer.runs.run import create_run, load_data, read_config
 from jaxformer.train.log import read_metrics
 from jaxformer.train.run_evaluation import load_validation_text
-from tests.arrays import random_params
+from tests.arrays import plain_decoder, random_params
 from tests.browser import browsing, complaints, embedded, wait_for
 from tests.helpers import small_run
 from tests.shared import trained
@@ -202,7 +201,7 @@ SMALL: dict = {"vocab_size": 280, "context_length": 16, "d_model": 8, "n_heads":
 
 @pytest.mark.slow
 def test_prefix_has_no_predictions(tmp_path: Path):
-    path = untrained(tmp_path, DecoderConfig(**SMALL, n_blocks=1, prefix=True))
+    path = untrained(tmp_path, plain_decoder(**SMALL, n_blocks=1, prefix=True))
     assert inspect.main([str(path), "--prompt", "ai bj ck dl"]) == 0
     text = (path / "inspect.html").read_text()
     assert (
@@ -221,7 +220,7 @@ def test_prefix_has_no_predictions(tmp_path: Path):
 
 @pytest.mark.slow
 def test_model_that_is_not_finite_has_a_page_without_a_warning(tmp_path: Path):
-    path = untrained(tmp_path, DecoderConfig(**SMALL, n_blocks=1), math.nan)
+    path = untrained(tmp_path, plain_decoder(**SMALL, n_blocks=1), math.nan)
     assert inspect.main([str(path), "--prompt", "ai bj"]) == 0  # tests turn warnings into errors
     text = (path / "inspect.html").read_text()
     assert "does not run in this page: a parameter is not finite" in text and "has weights that are not finite" in text

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import importlib
+import json
 import pkgutil
 import re
 from dataclasses import dataclass
@@ -17,8 +18,17 @@ from jaxformer.__main__ import COMMANDS
 from jaxformer.cli import eval as eval_command
 from jaxformer.cli import sample, train
 from jaxformer.cli.arguments import load_config
-from jaxformer.cli.options import HIDDEN, MERGED, POSITIONAL, CommandLine, help_text, option_groups, with_flags
-from jaxformer.config.fields import FieldDocs, field_docstrings, type_hints
+from jaxformer.cli.options import (
+    HIDDEN,
+    MERGED,
+    POSITIONAL,
+    CommandLine,
+    as_words,
+    help_text,
+    option_groups,
+    with_flags,
+)
+from jaxformer.config.fields import FieldDocs, field_docstrings, from_dict, to_dict, type_hints
 from jaxformer.decode.completion import CompletionOptions
 from jaxformer.decode.samplers import Sampling
 from jaxformer.errors import UserError
@@ -148,6 +158,116 @@ def test_words_become_values_of_fields(words, parsed):
 def test_words_that_fit_no_field_are_refused(words, message):
     with pytest.raises(UserError, match=re.escape(message)):
         CommandLine(words).parse(Outer(), "", "")
+
+
+class Scaling:
+    pass
+
+
+@dataclass(frozen=True)
+class ByPart(Scaling):
+    """Factors by part.
+
+    Attributes:
+      factor, low: numbers of
+        something.
+    """
+
+    factor: float
+    low: float
+
+
+@dataclass(frozen=True)
+class Even(Scaling):
+    factor: float
+    high: float = 4.0
+
+
+@dataclass(frozen=True)
+class Rotation:
+    base: float = 2.0
+    scaling: float | Scaling = 1.0
+
+    def __post_init__(self) -> None:
+        if self.base < 1:
+            raise ValueError(f"base is {self.base}; it must be at least 1")
+
+
+@dataclass(frozen=True)
+class Text(str):
+    """A class of somebody else's, which extends a plain type."""
+
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class Kind:
+    window: int | None = None
+    rotation: Rotation | None = None
+    fast: bool = True
+
+
+@dataclass(frozen=True)
+class Nested:
+    on: Rotation | None = Rotation(3.0)
+    off: Rotation | None = None
+    kinds: tuple[Kind, ...] = (Kind(),)
+    text: str | None = None
+
+
+@pytest.mark.parametrize(
+    ("words", "parsed"),
+    [
+        ("--on.scaling 2", Nested(on=Rotation(3.0, 2.0))),
+        ("--on none", Nested(on=None)),
+        ("--off.base 5", Nested(off=Rotation(5.0))),
+        ("--off.scaling.factor 8 --off.scaling.low 1", Nested(off=Rotation(2.0, ByPart(8.0, 1.0)))),
+        ("--off.scaling.factor 8", Nested(off=Rotation(2.0, Even(8.0)))),
+        ("--kinds.window 8", Nested(kinds=(Kind(8),))),
+        ("--kinds.1.window 8", Nested(kinds=(Kind(), Kind(8)))),
+        ("--kinds.window 8 --kinds.2.window none", Nested(kinds=(Kind(8), Kind(8), Kind()))),
+        ("--kinds.1.no-fast --kinds.0.rotation.base 7", Nested(kinds=(Kind(rotation=Rotation(7.0)), Kind(fast=False)))),
+    ],
+)
+def test_an_option_of_a_nested_part_switches_it_on(words, parsed):
+    assert CommandLine(words.split()).parse(Nested(), "", "") == parsed
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--on yes", "--on is 'yes'; it must be none, or have fields of its own, such as --on.base."),
+        ("--on none --on.base 3", "--on is None, but its fields are set as well; omit one of them."),
+        ("--on.bse 3", "unknown option --on.bse; did you mean --on.base?"),
+        ("--on.base 0", "--on: base is 0.0; it must be at least 1."),
+        ("--off.scaling.low 8", "--off.scaling is incomplete; add --off.scaling.factor."),
+        ("--on.scaling none", "--on.scaling is 'none'; it must be a number"),
+        ("--on.1.base 3", "unknown option --on.1.base; did you mean --on.base?"),
+        ("--kinds.9999.window 3", "--kinds.9999 is beyond the 1024 items that are possible; number from 0."),
+    ],
+)
+def test_options_of_a_nested_part_that_do_not_fit_are_refused(words, message):
+    with pytest.raises(UserError, match=re.escape(message)):
+        CommandLine(words.split()).parse(Nested(), "", "")
+
+
+def test_options_that_are_printed_for_a_nested_value_set_it():
+    for value in (Nested(None, Rotation(4.0), (Kind(8, Rotation()), Kind(fast=False))), Nested(kinds=(Kind(3),))):
+        words = " ".join(as_words(f.name, getattr(value, f.name)) for f in dataclasses.fields(value))
+        assert CommandLine(words.split()).parse(Nested(), "", "") == value
+    shown = help_text(Nested(), "", "")
+    assert "  --on none\n" in shown and "  --off.scaling FLOAT\n" in shown and "  --off.scaling.low FLOAT\n" in shown
+    assert "  --kinds.window INT|none\n" in shown and "FLOAT\n      Numbers of something.\n" in shown
+
+
+def test_a_nested_part_of_several_classes_is_stored_with_the_name_of_its_class():
+    for scaling in (2.0, ByPart(8.0, 1.0), Even(8.0)):
+        value = Nested(on=Rotation(3.0, scaling), kinds=(Kind(rotation=Rotation(3.0, scaling)),))
+        stored = json.loads(json.dumps(to_dict(value)))
+        assert from_dict(Nested, stored) == value
+    assert stored["on"]["scaling"]["kind"] == f"{__name__}:Even"
+    del stored["on"]["scaling"]["kind"]  # all fields are those of one class
+    assert from_dict(Nested, stored) == value
 
 
 def test_options_of_evaluation_have_the_same_form_as_in_training():

@@ -29,8 +29,8 @@ from jaxformer.decode.completion import Completer, Completion, CompletionOptions
 from jaxformer.decode.prompts import Prompt
 from jaxformer.errors import UserError
 from jaxformer.ladder.mlp import MLPConfig
-from jaxformer.models.decoder import DecoderConfig
 from jaxformer.runs.run import Run
+from tests.arrays import plain_decoder
 from tests.helpers import compilations, small_run, start_in_terminal, write_books
 
 BYTES = Tokenizer.train(["a b"], 257)
@@ -234,10 +234,9 @@ def test_a_draft_changes_no_greedy_token(rows, capsys):
 )
 def test_a_prompt_too_long_for_a_draft_or_beam_search_is_refused(monkeypatch, run, options, most):
     def open_run(options, convert, meanwhile):
-        length, positions = (16, "rope") if options.run == "endless" else (int(options.run), "learned")
-        config = Config(
-            "a", DecoderConfig(vocab_size=257, context_length=length, positions=positions), data=TextConfig(), steps=1
-        )
+        length, positions = (16, "none") if options.run == "endless" else (int(options.run), "learned")
+        model = plain_decoder(vocab_size=257, context_length=length, positions=positions)
+        config = Config("a", model, data=TextConfig(), steps=1)
         return Run(Path(options.run), config, config.model.build(), {}, BYTES, 0)
 
     monkeypatch.setattr(sample, "open_run", open_run)

@@ -10,8 +10,8 @@ from jaxformer.cli import tokens
 from jaxformer.config import Config
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.data.windows import TextConfig
-from jaxformer.models.decoder import DecoderConfig
 from jaxformer.runs.run import create_run
+from tests.arrays import plain_decoder
 
 TEXT = "the cat, the caté 日\n"
 
@@ -19,7 +19,7 @@ TEXT = "the cat, the caté 日\n"
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     tokenizer = Tokenizer.train(["the cat the cat"], 260)
-    config = Config("t", DecoderConfig(260, 4, 8, n_blocks=1), TextConfig(), steps=1)
+    config = Config("t", plain_decoder(260, 4, 8, n_blocks=1), TextConfig(), steps=1)
     return create_run(tmp_path_factory.mktemp("runs") / "t", config, tokenizer, allow_suffix=False)
 
 

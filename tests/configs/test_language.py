@@ -14,7 +14,6 @@ from jaxformer.data.windows import TextConfig
 from jaxformer.errors import UserError
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.encoder import EncoderConfig
-from jaxformer.models.moe import MoEConfig
 from jaxformer.parallel.mesh import make_mesh
 from jaxformer.runs.run import abstract_params, count_parameters, read_config, write_config
 from jaxformer.train.setup import TrainSetup
@@ -35,8 +34,9 @@ def active_parameters(config: Config) -> int:
     idle = sum(size for name, size in each.items() if "'experts'" in name)
     if not idle:
         return count_parameters(params)
-    assert isinstance(model, MoEConfig) and model.n_experts is not None and idle % model.n_experts == 0
-    return count_parameters(params) - idle // model.n_experts * (model.n_experts - model.experts_per_token)
+    experts = model.experts
+    assert experts is not None and idle % experts.n_experts == 0
+    return count_parameters(params) - idle // experts.n_experts * (experts.n_experts - experts.per_token)
 
 
 @pytest.mark.slow

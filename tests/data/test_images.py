@@ -14,9 +14,9 @@ from jaxformer.data.image_io import read_idx, read_image, read_model_input
 from jaxformer.data.images import ImagesConfig, shift_images
 from jaxformer.data.infer_config import infer_image_size
 from jaxformer.errors import UserError
-from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.vit import ViTConfig
 from jaxformer.models.vivit import ViViTConfig
+from tests.arrays import plain_decoder
 
 HEIGHT, WIDTH, CLASSES = 4, 6, 3
 N, N_VAL = 11, 5
@@ -353,7 +353,7 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
     ("model", "message"),
     [
         (replace(MODEL, n_classes=4), "3 classes, but `model.n_classes` is 4; set `model.n_classes=3`"),
-        (DecoderConfig(), "the data is images, but DecoderConfig does not configure a model of images"),
+        (plain_decoder(), "the data is images, but DecoderConfig does not configure a model of images"),
         (ViViTConfig(), "the data is images, but ViViTConfig does not configure a model of images"),
     ],
 )

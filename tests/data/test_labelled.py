@@ -9,8 +9,8 @@ import pytest
 from jaxformer.data.labelled import LabelledTextConfig, LabelledTextDataset
 from jaxformer.data.pairs import read_splits
 from jaxformer.errors import UserError
-from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.encoder import ClassifierConfig
+from tests.arrays import plain_decoder
 
 MODEL = ClassifierConfig(vocab_size=300, context_length=12, d_model=8, n_blocks=1, n_heads=2, d_ff=(8,), n_classes=9)
 TRAIN = "good film\tyes\nbad film\tno\na long text that the model does not read to its end\tno\ngood\tyes\n"
@@ -90,7 +90,7 @@ def test_models_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"has 2 classes, but `model\.n_classes` is 9; set `model\.n_classes=2`\.$"):
         config.load(MODEL, 2, 0)
     with pytest.raises(UserError, match="DecoderConfig does not configure a text classifier; change one"):
-        config.load(DecoderConfig(), 2, 0)
+        config.load(plain_decoder(), 2, 0)
     with pytest.raises(
         UserError, match=r"4 training texts, fewer than `train\.batch_size` 5; set it to at most 4, or give more\.$"
     ):

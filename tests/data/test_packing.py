@@ -20,12 +20,14 @@ from jaxformer.data.tokens import Corpus, Split
 from jaxformer.data.windows import PackedTextDataset, TextConfig, pack_documents
 from jaxformer.errors import UserError
 from jaxformer.ladder.mlp import MLPConfig
-from jaxformer.models.decoder import DecoderConfig
+from jaxformer.models.decoder import BlockAttention
 from jaxformer.models.encoder import EncoderConfig
 from jaxformer.models.objective import next_token_nll, objective_of
+from jaxformer.ops import RoPE
 from jaxformer.ops.positions import positions_in_segments
 from jaxformer.parallel.mesh import make_mesh
 from jaxformer.train.setup import TrainSetup
+from tests.arrays import plain_decoder
 
 TOKENIZER = Tokenizer.train(["a b"], 257)
 END = TOKENIZER.end_of_text
@@ -102,10 +104,10 @@ def test_positions_restart_in_each_segment(segments, expected):
 
 
 MODELS = {
-    "learned": DecoderConfig(vocab_size=257, context_length=16, d_model=16, n_heads=2, n_blocks=1, d_ff=(32,)),
-    "rope, window": DecoderConfig(
-        vocab_size=257, context_length=16, d_model=16, n_heads=2, n_blocks=1, d_ff=(32,), positions="rope",
-        norm="rmsnorm", window=5,
+    "learned": plain_decoder(vocab_size=257, context_length=16, d_model=16, n_heads=2, n_blocks=1, d_ff=(32,)),
+    "rope, window": plain_decoder(
+        vocab_size=257, context_length=16, d_model=16, n_heads=2, n_blocks=1, d_ff=(32,), positions="none", rope=RoPE(),
+        norm="rmsnorm", attention=BlockAttention(5),
     ),
 }  # fmt: skip
 
@@ -199,7 +201,7 @@ def test_setup_expects_the_shapes_of_packed_batches():
 @pytest.mark.parametrize(("config", "model"), [
     (TextConfig(packing="documents"), MLPConfig()),
     (MaskedTextConfig(packing="documents"), EncoderConfig()),
-    (PrefixTextConfig(packing="documents"), DecoderConfig(prefix=True)),
+    (PrefixTextConfig(packing="documents"), plain_decoder(prefix=True)),
 ])  # fmt: skip
 def test_packing_for_a_model_without_segments_is_refused(config, model):
     with pytest.raises(UserError, match=rf"but this {type(model).__name__} does not attend within segments; set `data"):

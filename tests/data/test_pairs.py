@@ -10,9 +10,9 @@ from jaxformer.data.dataset import Batch
 from jaxformer.data.pairs import N_BUCKETS, Pair, PairDataset, PairsConfig, read_pairs
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError
-from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.encoder import EncoderConfig
 from jaxformer.models.recurrent import RecurrentConfig
+from tests.arrays import plain_decoder
 
 BYTES = Tokenizer.train([], 257)
 END = BYTES.end_of_text
@@ -217,7 +217,7 @@ def test_missing_files_are_named(folder: Path, monkeypatch: pytest.MonkeyPatch, 
         PairsConfig(path).load(MODEL, 4, 0)
 
 
-@pytest.mark.parametrize("model", [DecoderConfig(257, 16), EncoderConfig(257, 16)], ids=lambda c: type(c).__name__)
+@pytest.mark.parametrize("model", [plain_decoder(257, 16), EncoderConfig(257, 16)], ids=lambda c: type(c).__name__)
 def test_model_without_source_and_target_is_refused(folder: Path, model: ModelConfig) -> None:
     with pytest.raises(UserError, match=f"pairs of texts, but {type(model).__name__}"):
         PairsConfig(str(folder)).load(model, 4, 0)

@@ -21,7 +21,7 @@ from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.data.tokens import load_corpus, tokenize
 from jaxformer.data.windows import TextConfig, pack_documents
 from jaxformer.errors import UserError
-from jaxformer.models.decoder import DecoderConfig
+from tests.arrays import plain_decoder
 from tests.data.test_tokenizer import PUBLISHED, publish
 
 
@@ -109,7 +109,7 @@ def test_validation_documents_are_left_out_of_training(config, tmp_path):
     (texts / "again.txt").write_text((texts / "1.txt").read_text())
     held_out = replace(config, val_path=str(tmp_path / "val.txt"))
     for kind in (TextConfig, MaskedTextConfig, PrefixTextConfig):
-        data = kind(held_out.path, held_out.val_path).load(DecoderConfig(context_length=8, vocab_size=300), 2, 0)
+        data = kind(held_out.path, held_out.val_path).load(plain_decoder(context_length=8, vocab_size=300), 2, 0)
         assert data.corpus.train.documents == 4
         note = f"2 document(s) of {texts} are excluded from training: {tmp_path / 'val.txt'} has the same text"
         assert data.notes[0] == note
@@ -123,7 +123,7 @@ def test_notes_of_both_texts_are_those_of_the_data(config, tmp_path):
     (val / "a.txt").write_text("another text of the and of")
     for folder in (tmp_path / "texts", val):
         (folder / "b.md").write_text("another kind")
-    data = replace(config, val_path=str(val)).load(DecoderConfig(context_length=8, vocab_size=300), 2, 0)
+    data = replace(config, val_path=str(val)).load(plain_decoder(context_length=8, vocab_size=300), 2, 0)
     assert [note for note in data.notes if "are read" in note] == [
         f"5 file(s) of {tmp_path / 'texts'} are read (left out: 1 .md)",
         f"1 file(s) of {val} are read (left out: 1 .md)",
@@ -132,7 +132,7 @@ def test_notes_of_both_texts_are_those_of_the_data(config, tmp_path):
 
 def test_note_about_a_tokenizer_sample_survives_the_cache(config, monkeypatch):
     monkeypatch.setattr(tokenizer_module, "MAX_LEARNED_CHARACTERS", 120)
-    notes = [config.load(DecoderConfig(context_length=8, vocab_size=300), 2, 0).notes[-1] for _ in range(2)]
+    notes = [config.load(plain_decoder(context_length=8, vocab_size=300), 2, 0).notes[-1] for _ in range(2)]
     assert notes[0] == notes[1] and re.search(
         r"the tokenizer was trained on about 1/[248] of .*texts, sampled", notes[0]
     )
@@ -241,7 +241,7 @@ def test_published_tokenizer_delimits_documents_once_and_counts_the_bytes_of_the
     texts = [f"the cat {i} sat\ton  the ﬁnal mat,\n\nça và? 日本 🙂 e\u0301\n" * 150 for i in range(5)]
     for i, text in enumerate(texts):  # each of two pieces
         (tmp_path / "texts" / f"{i}.txt").write_text(text)
-    data = replace(config, tokenizer=str(path)).load(DecoderConfig(context_length=8, vocab_size=280), 2, 0, fixed=())
+    data = replace(config, tokenizer=str(path)).load(plain_decoder(context_length=8, vocab_size=280), 2, 0, fixed=())
     tokenizer, reference = data.tokenizer, make()
     reference.no_truncation()
     reference.no_padding()
@@ -267,7 +267,7 @@ def test_vocabulary_of_a_published_tokenizer_must_fit(config, tmp_path):
     (tmp_path / "published").mkdir()
     path = publish(tmp_path / "published", PUBLISHED["byte-level"][0])
     config = replace(config, tokenizer=str(path.parent))
-    model = DecoderConfig(context_length=8, vocab_size=280)
+    model = plain_decoder(context_length=8, vocab_size=280)
     with pytest.raises(
         UserError, match=r"`model.vocab_size` is 280, but the tokenizer of `data.tokenizer` needs 290; set"
     ):

@@ -17,21 +17,22 @@ from jaxformer.decode.beam import _beam_search, beam_search, search
 from jaxformer.decode.generation import generate_tokens
 from jaxformer.decode.samplers import Sampling
 from jaxformer.errors import UserError
-from jaxformer.models.decoder import DecoderConfig
+from jaxformer.models.decoder import BlockAttention
 from jaxformer.models.objective import Params
+from jaxformer.ops import RoPE
 from jaxformer.ops.masks import EMPTY
-from tests.arrays import apply, assert_close, build, normal
+from tests.arrays import apply, assert_close, build, normal, plain_decoder
 from tests.helpers import ROOT
 
 pytestmark = pytest.mark.slow
 
-GPT2 = DecoderConfig(
+GPT2 = plain_decoder(
     61, 32, d_model=32, n_blocks=2, n_heads=4, attention_bias=True, d_ff=(64,),
     activation="gelu", norm="layernorm", final_norm=True, unembedding="tied",
 )  # fmt: skip
-ROPE = DecoderConfig(
+ROPE = plain_decoder(
     23, 16, d_model=12, n_blocks=2, n_heads=3, n_kv_heads=1, d_ff=(17,), norm="rmsnorm",
-    positions="rope", window=5,
+    positions="none", rope=RoPE(), attention=BlockAttention(5),
 )  # fmt: skip
 STOPS: dict[str, tuple[int, ...]] = {"no stop": (), "two stops": (55, 46)}
 PROMPTS = [[3], [5, 1, 4, 1, 5, 9], [2, 7]]
@@ -101,7 +102,9 @@ def test_scores_equal_full_passes(rope: tuple) -> None:
 
 
 def test_a_prefix_prompt_is_prefilled_as_by_generate() -> None:
-    config = DecoderConfig(23, 16, 12, n_blocks=2, d_ff=(17,), norm="rmsnorm", positions="rope", prefix=True)
+    config = plain_decoder(
+        23, 16, 12, n_blocks=2, d_ff=(17,), norm="rmsnorm", positions="none", rope=RoPE(), prefix=True
+    )
     model, params = build(config)
     options = {"max_new_tokens": 5, "context_length": 16}
     results = beam_search(model, params, PROMPTS, n_beams=1, **options)

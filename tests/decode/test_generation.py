@@ -17,26 +17,27 @@ from jaxformer.contract import Contract, Task, contract_of
 from jaxformer.decode import Generation, Samples, Sampling, generate_tokens, programs
 from jaxformer.decode.batches import length_bucket, row_mesh, spread_rows
 from jaxformer.ladder.mlp import MLPConfig
-from jaxformer.models.decoder import DecoderConfig
+from jaxformer.models.decoder import BlockAttention, DecoderConfig
 from jaxformer.models.objective import Params
 from jaxformer.nn.parameters import parameter_axes
+from jaxformer.ops import RoPE
 from jaxformer.ops.masks import EMPTY
 from jaxformer.parallel.mesh import make_mesh, replicated, shardings
-from tests.arrays import apply, assert_close, build, random_params, random_tokens, rung_like
+from tests.arrays import apply, assert_close, build, plain_decoder, random_params, random_tokens, rung_like
 from tests.helpers import compilations
 
 V, CONTEXT = 23, 11
 GREEDY, RANDOM = Sampling(0), Sampling(1.5)
 ALL = Sampling(1.0, top_logprobs=V)
 """Sampling that returns the log-probability of every token."""
-ROPE = DecoderConfig(
+ROPE = plain_decoder(
     V, CONTEXT, d_model=12, n_blocks=1, n_heads=3, n_kv_heads=1, d_ff=(17,), norm="rmsnorm",
-    positions="rope", window=7,
+    positions="none", rope=RoPE(), attention=BlockAttention(7),
 )  # fmt: skip
-LEARNED = replace(ROPE, positions="learned", window=None)
+LEARNED = replace(ROPE, positions="learned", rope=None, attention=BlockAttention())
 CONFIGS = {
-    "learned, pre-norm": replace(ROPE, n_kv_heads=3, norm="layernorm", positions="learned", window=None),
-    "sinusoidal, post-norm": replace(ROPE, positions="sinusoidal", norm_placement="post", window=None),
+    "learned, pre-norm": replace(LEARNED, n_kv_heads=3, norm="layernorm"),
+    "sinusoidal, post-norm": replace(LEARNED, positions="sinusoidal", norm_placement="post"),
     "rope, window, one key head": replace(ROPE, n_blocks=2),
     "mlp logits, two key heads": rung_like(
         LEARNED,
@@ -44,7 +45,7 @@ CONFIGS = {
         n_kv_heads=2,
         output_projection=False,
         residual=False,
-        unembedding="mlp",
+        mlp_logits=True,
     ),
 }
 MLP = MLPConfig(V, CONTEXT, d_model=5, d_ff=(13,), mixing="concatenate")
@@ -123,14 +124,14 @@ def test_a_ragged_batch_equals_full_passes_past_the_context_too(name: str) -> No
 def test_a_prefix_prompt_is_prefilled_in_one_chunk() -> None:
     """Seen in both directions, as in training; what follows it is not. Past the context, its beginning is out of
     sight."""
-    model = build(replace(ROPE, window=None, prefix=True, n_blocks=2))
+    model = build(replace(ROPE, attention=BlockAttention(), prefix=True, n_blocks=2))
     assert_equals_full_passes(model, [[3], [5, 1, 4, 1, 5], [2, 7]], CONTEXT + 3, prefill_chunk=2)
 
 
 @pytest.mark.slow
 def test_a_prefill_longer_than_the_ring_of_slots_equals_full_passes() -> None:
     """A window of 3 and chunks of 4 have 8 slots, for a prompt of 29."""
-    model = build(replace(ROPE, window=3, context_length=31))
+    model = build(replace(ROPE, attention=BlockAttention(3), context_length=31))
     prompts = [random_tokens(V, length).tolist() for length in (29, 6)]
     assert_equals_full_passes(model, prompts, 20, context_length=31, prefill_chunk=4)
 
@@ -150,7 +151,7 @@ def test_any_shape_equals_full_passes(
 ) -> None:
     config = replace(
         ROPE, context_length=context, n_blocks=1, n_heads=heads[0], n_kv_heads=heads[1],
-        norm_placement=placement, window=window, head_dim=6,
+        norm_placement=placement, attention=BlockAttention(window), head_dim=6,
     )  # fmt: skip
     extrapolates = config.contract.extrapolates
     longest = context if extrapolates else (context + 1) // 2
@@ -523,7 +524,7 @@ def test_invalid_arguments_are_refused(prompts: list, given: dict, error: type, 
     ("config", "prompts", "n", "chunk", "n_slots"),
     [
         (ROPE, PROMPTS, BEYOND, 2**31 - 1, 16),  # the longest prompt's 11, which is more than the window's 7
-        (replace(ROPE, context_length=500, window=128), [[3]], 400, 512, 128),
+        (replace(ROPE, context_length=500, attention=BlockAttention(128)), [[3]], 400, 512, 128),
         (replace(LEARNED, context_length=500), [[3]], 400, 512, 128),  # enlarged as the text grows
         (replace(LEARNED, context_length=9000), [[3] * 200], 1, 512, 256),
     ],
@@ -604,19 +605,19 @@ def test_a_cache_that_is_enlarged_in_prefill_and_decoding_equals_full_passes(mon
 
 @pytest.mark.slow
 def test_logits_past_the_context_attend_to_a_window_of_the_context() -> None:
-    free = replace(ROPE, window=None)
+    free = replace(ROPE, attention=BlockAttention())
     tokens_T = random_tokens(V, 3 * CONTEXT)
     params = build(free)[1]
     past, windowed, full = (
         apply(c.build(), params, tokens_T)
-        for c in (free, replace(free, window=CONTEXT), replace(free, context_length=len(tokens_T)))
+        for c in (free, replace(free, attention=BlockAttention(CONTEXT)), replace(free, context_length=len(tokens_T)))
     )
     assert_close(past, windowed)
     assert_close(past[:CONTEXT], full[:CONTEXT])
     assert jnp.abs(past - full)[CONTEXT:].max() > 0.01
 
 
-CHAT = DecoderConfig(V, 64, d_model=8, n_heads=2, d_ff=(16,), n_blocks=1)
+CHAT = plain_decoder(V, 64, d_model=8, n_heads=2, d_ff=(16,), n_blocks=1)
 
 
 @pytest.mark.slow
@@ -624,7 +625,7 @@ CHAT = DecoderConfig(V, 64, d_model=8, n_heads=2, d_ff=(16,), n_blocks=1)
     ("config", "n_kept"),
     [
         (CHAT, [17, 20, 12]),
-        (replace(CHAT, positions="rope", window=8), [0, 0, 0]),  # slots are a ring
+        (replace(CHAT, positions="none", rope=RoPE(), attention=BlockAttention(8)), [0, 0, 0]),  # slots are a ring
     ],
     ids=["causal", "window"],
 )

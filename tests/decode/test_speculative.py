@@ -16,15 +16,15 @@ from jaxformer.decode.samplers import Sampling
 from jaxformer.decode.speculative import DraftModel, PromptLookup, speculate
 from jaxformer.errors import UserError
 from jaxformer.ladder.mlp import MLPConfig
-from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.recurrent_lm import RecurrentLMConfig
+from jaxformer.ops import RoPE
 from jaxformer.ops.masks import EMPTY
-from tests.arrays import random_params
+from tests.arrays import plain_decoder, random_params
 
 VOCABULARY, CONTEXT = 13, 64
-SHAPE = DecoderConfig(
+SHAPE = plain_decoder(
     VOCABULARY, CONTEXT, 16, n_blocks=1, n_heads=2, d_ff=(24,), norm="rmsnorm",
-    positions="rope",
+    positions="none", rope=RoPE(),
 )  # fmt: skip
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 3, 1]
 
@@ -35,7 +35,7 @@ def built(config, seed):
 
 
 MODEL, PARAMS = built(SHAPE, 0)
-SMALL = built(DecoderConfig(VOCABULARY, CONTEXT, 8, d_ff=(8,), positions="rope"), 1)
+SMALL = built(plain_decoder(VOCABULARY, CONTEXT, 8, d_ff=(8,), positions="none", rope=RoPE()), 1)
 STATE = RecurrentLMConfig(VOCABULARY, CONTEXT, d_model=8).build()
 NO_CACHE = MLPConfig(VOCABULARY, CONTEXT, d_model=5, d_ff=(13,), mixing="concatenate").build()
 DRAFTS = {
@@ -221,8 +221,8 @@ def test_invalid_arguments_are_refused(changes, error, message):
 
 
 def test_a_text_past_the_context_of_the_draft_is_refused():
-    small = DecoderConfig(VOCABULARY, 16, 8, d_ff=(8,))
-    drafts = [DraftModel(replace(small, positions=positions).build(), 16) for positions in ("learned", "rope")]
+    small = plain_decoder(VOCABULARY, 16, 8, d_ff=(8,))
+    drafts = [DraftModel(replace(small, positions=positions).build(), 16) for positions in ("learned", "none")]
     run = partial(
         speculate, MODEL, PARAMS, draft_params=None, prompts=[PROMPT], sampling=Sampling(), seeds=[0],
         context_length=CONTEXT,

@@ -11,23 +11,23 @@ from jaxformer.contract import ParameterAxes
 from jaxformer.decode.generation import generate_tokens
 from jaxformer.decode.samplers import Sampling
 from jaxformer.decode.weights import Transposed, as_declared, lay_out, restored, store, summed_axes
-from jaxformer.models.decoder import DecoderConfig
-from jaxformer.models.moe import MoEConfig
+from jaxformer.models.decoder import ExpertsConfig
+from jaxformer.ops import RoPE
 from jaxformer.ops.quantized import Quantized
-from tests.arrays import random_params
+from tests.arrays import plain_decoder, random_params
 
 MODELS = {
-    "rope, tied": DecoderConfig(
+    "rope, tied": plain_decoder(
         40, 16, 32, n_blocks=1, n_heads=4, n_kv_heads=2, d_ff=(48,), activation="swiglu",
-        norm="rmsnorm", final_norm=True, positions="rope", unembedding="tied", embedding_std=0.2,
+        norm="rmsnorm", final_norm=True, positions="none", rope=RoPE(), unembedding="tied", embedding_std=0.2,
     ),
-    "learned, biases": DecoderConfig(
+    "learned, biases": plain_decoder(
         40, 16, 32, n_blocks=1, n_heads=4, attention_bias=True, d_ff=(48,),
         activation="gelu", norm="layernorm", final_norm=True,
     ),
-    "experts": MoEConfig(
+    "experts": plain_decoder(
         40, 16, 32, n_blocks=1, n_heads=4, d_ff=(24,), activation="swiglu", norm="rmsnorm",
-        n_experts=4, shared_expert=True,
+        experts=ExpertsConfig(4, shared_expert=True),
     ),
 }  # fmt: skip
 TOKENS = np.random.default_rng(0).integers(0, 40, 16).astype(np.int32)

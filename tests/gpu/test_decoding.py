@@ -8,15 +8,15 @@ import pytest
 from jaxformer.decode.generation import generate_tokens
 from jaxformer.decode.samplers import Sampling
 from jaxformer.decode.weights import lay_out, restored, store
-from jaxformer.models.decoder import DecoderConfig
-from tests.arrays import random_params
+from jaxformer.ops import RoPE
+from tests.arrays import plain_decoder, random_params
 from tests.gpu.beside_float64 import Comparison, beside
 
 __all__ = ["beside"]
 
-CONFIG = DecoderConfig(
+CONFIG = plain_decoder(
     vocab_size=512, context_length=128, d_model=256, n_blocks=2, n_heads=4, n_kv_heads=2, d_ff=(512,),
-    activation="swiglu", norm="rmsnorm", final_norm=True, positions="rope",
+    activation="swiglu", norm="rmsnorm", final_norm=True, positions="none", rope=RoPE(),
 )  # fmt: skip
 NEW = 24
 ALLOWED = {"float32": 1e-3, "bfloat16": 0.1, "int8": 0.1}

@@ -1,6 +1,6 @@
 """A training step on a GPU beside the CPU's."""
 
-from dataclasses import asdict
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -10,20 +10,21 @@ import pytest
 
 from jaxformer.config import ComputeConfig, Config, OptimizerConfig, TrainConfig
 from jaxformer.data.windows import TextConfig, next_token_batch
-from jaxformer.models.decoder import DecoderConfig
-from jaxformer.models.moe import MoEConfig
+from jaxformer.models.decoder import ExpertsConfig
+from jaxformer.ops import RoPE
 from jaxformer.parallel.mesh import batch_sharding, global_device_put, make_mesh
 from jaxformer.train.setup import TrainSetup
 from jaxformer.train.step import make_train_step
+from tests.arrays import plain_decoder
 from tests.gpu.beside_float64 import Comparison, beside
 
 __all__ = ["beside"]
 
-DENSE = DecoderConfig(
+DENSE = plain_decoder(
     vocab_size=512, context_length=256, d_model=256, n_blocks=2, n_heads=4, n_kv_heads=2, d_ff=(512,),
-    activation="swiglu", norm="rmsnorm", final_norm=True, positions="rope", unembedding="tied",
+    activation="swiglu", norm="rmsnorm", final_norm=True, positions="none", rope=RoPE(), unembedding="tied",
 )  # fmt: skip
-MODELS = {"decoder": DENSE, "experts": MoEConfig(**asdict(DENSE), n_experts=4)}
+MODELS = {"decoder": DENSE, "experts": replace(DENSE, experts=ExpertsConfig(4))}
 LIMITS = {"float32": 1e-4, "bfloat16": 0.03}
 
 

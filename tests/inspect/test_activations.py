@@ -23,9 +23,8 @@ from jaxformer.inspect import (
     run_from,
 )
 from jaxformer.ladder.mlp import MLPConfig
-from jaxformer.ladder.rungs import RungDecoderConfig
 from jaxformer.models.clip import CLIPConfig, ImageTowerConfig, TextTowerConfig
-from jaxformer.models.decoder import DecoderConfig
+from jaxformer.models.decoder import BlockAttention, ExpertsConfig
 from jaxformer.models.encoder import ClassifierConfig, EncoderConfig
 from jaxformer.models.encoder_decoder import EncoderDecoderConfig
 from jaxformer.models.objective import objective_of
@@ -34,23 +33,25 @@ from jaxformer.models.recurrent_lm import RecurrentLMConfig
 from jaxformer.models.vit import ViTConfig
 from jaxformer.models.vivit import ViViTConfig
 from jaxformer.nn.capture import capture_point
-from tests.arrays import apply, as_array
+from jaxformer.ops import RoPE
+from tests.arrays import apply, as_array, plain_decoder, plain_rung
 from tests.helpers import slow
 
 V, T = 30, 7
 SMALL: dict[str, Any] = {"d_model": 12, "n_heads": 3, "d_ff": (16,)}
 BLOCKS = SMALL | {"n_blocks": 2}
 PIXELS: dict[str, Any] = {"image_size": (4, 6), "channels": 1, "n_classes": 3, "patch_size": (2, 3)}
-DECODER = DecoderConfig(V, T, **BLOCKS, norm="rmsnorm")
+DECODER = plain_decoder(V, T, **BLOCKS, norm="rmsnorm")
 MODELS: dict[str, ModelConfig] = {
     "decoder": DECODER,
-    "unscaled": RungDecoderConfig(V, T, d_model=12, d_ff=(16,), residual=False, scaled=False, unembedding="mlp"),
-    "grouped": DecoderConfig(
-        V, T, 12, n_blocks=2, n_heads=4, n_kv_heads=2, head_dim=4, qk_norm=True, positions="rope", window=3,
+    "unscaled": plain_rung(V, T, d_model=12, d_ff=(16,), residual=False, scaled=False, mlp_logits=True),
+    "grouped": plain_decoder(
+        V, T, 12, n_blocks=2, n_heads=4, n_kv_heads=2, head_dim=4, qk_norm=True, positions="none", rope=RoPE(),
+        attention=BlockAttention(3),
         d_ff=(16,), activation="swiglu", norm="layernorm", norm_placement="post", unembedding="tied",
     ),
-    "prefix": DecoderConfig(V, T, **BLOCKS, prefix=True),
-    "experts": RungDecoderConfig(V, T, **BLOCKS, n_experts=4, shared_expert=True),
+    "prefix": plain_decoder(V, T, **BLOCKS, prefix=True),
+    "experts": plain_rung(V, T, **BLOCKS, experts=ExpertsConfig(4, shared_expert=True)),
     "rowwise": MLPConfig(V, T, 12, (16, 17)),
     "concatenated": MLPConfig(V, T, 12, (16, 17), mixing="concatenate"),
     "mixed": MLPConfig(V, T, 12, (16, 17), mixing="qkv"),

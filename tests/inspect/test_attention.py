@@ -8,11 +8,11 @@ import pytest
 
 from jaxformer.inspect import attention_entropy, attention_maps
 from jaxformer.ladder.mlp import MLPConfig
-from jaxformer.models.decoder import DecoderConfig
-from tests.arrays import apply, assert_close, build, random_tokens
+from jaxformer.models.decoder import BlockAttention
+from tests.arrays import apply, assert_close, build, plain_decoder, random_tokens
 
 V, T, D = 23, 7, 13
-CONFIG = DecoderConfig(V, T, D, n_blocks=2, n_heads=3, n_kv_heads=1, head_dim=5, d_ff=(17,), embedding_std=0.5)
+CONFIG = plain_decoder(V, T, D, n_blocks=2, n_heads=3, n_kv_heads=1, head_dim=5, d_ff=(17,), embedding_std=0.5)
 
 maps_of = jax.jit(attention_maps, static_argnums=0)
 
@@ -32,7 +32,7 @@ def test_maps_are_the_softmax_of_queries_and_keys() -> None:
 
 
 def test_maps_are_causal_distributions_and_do_not_change_the_logits() -> None:
-    model, params = build(replace(CONFIG, window=3))
+    model, params = build(replace(CONFIG, attention=BlockAttention(3)))
     tokens_T = random_tokens(V, T)
     logits = apply(model, params, tokens_T)
     visible = np.tri(T, dtype=bool) & ~np.tri(T, k=-3, dtype=bool)

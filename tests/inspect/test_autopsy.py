@@ -12,12 +12,11 @@ import pytest
 from jaxformer.data.windows import next_token_batch
 from jaxformer.inspect import Autopsy, first_non_finite, save_autopsy
 from jaxformer.inspect.autopsy import CONTEXT_ROWS, EXAMPLES_PER_CHUNK, Magnitude, Row, _measure, _measure_all, replay
-from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.objective import Params, next_token_nll
 from jaxformer.nn.parameter_norms import dotted
-from tests.arrays import build, first_params, normal, random_tokens
+from tests.arrays import build, first_params, normal, plain_decoder, random_tokens
 
-CONFIG = DecoderConfig(23, 7, 13, n_blocks=2, n_heads=3, head_dim=5, d_ff=(17,), norm="rmsnorm", final_norm=True)
+CONFIG = plain_decoder(23, 7, 13, n_blocks=2, n_heads=3, head_dim=5, d_ff=(17,), norm="rmsnorm", final_norm=True)
 TOKENS = random_tokens(23, 3, 8)
 BATCH = next_token_batch(TOKENS)
 FIRST = jax.tree.map(lambda x: x[:1], BATCH)

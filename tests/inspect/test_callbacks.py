@@ -11,18 +11,18 @@ from jaxformer.data.dataset import Batch
 from jaxformer.data.windows import TextConfig
 from jaxformer.inspect import sharpness
 from jaxformer.inspect.callbacks import _full_rows, _unpadded_examples, make_callbacks, make_printer, probe_lines
-from jaxformer.models.decoder import DecoderConfig
 from jaxformer.nn.parameter_norms import Row
 from jaxformer.parallel.mesh import make_mesh
 from jaxformer.train.setup import TrainSetup
+from tests.arrays import plain_decoder
 
-CONTRACT = DecoderConfig(24, 7, 8, n_blocks=1, n_heads=2).contract
+CONTRACT = plain_decoder(24, 7, 8, n_blocks=1, n_heads=2).contract
 
 
 def test_disabled_reports_and_evaluations_have_no_callbacks(tmp_path):
     config = Config(
         "test",
-        DecoderConfig(24, 7, 8, n_blocks=1, n_heads=2),
+        plain_decoder(24, 7, 8, n_blocks=1, n_heads=2),
         TextConfig(),
         100,
         train=TrainConfig(eval_every=0, report_every=0),
@@ -34,7 +34,7 @@ def test_update_ratios_are_printed_with_the_first_samples(tmp_path, monkeypatch)
     monkeypatch.setattr("jaxformer.inspect.callbacks._print_samples", lambda *_: "samples")
     monkeypatch.setattr("jaxformer.inspect.callbacks._print_update_ratios", lambda *_: "update ratios")
     config = Config(
-        "test", DecoderConfig(24, 7, 8, n_blocks=1, n_heads=2), TextConfig(), 150, train=TrainConfig(eval_every=0)
+        "test", plain_decoder(24, 7, 8, n_blocks=1, n_heads=2), TextConfig(), 150, train=TrainConfig(eval_every=0)
     )
     callbacks = make_callbacks(TrainSetup(config, make_mesh("", jax.devices()[:1])), None, tmp_path)
     due = [callback.call(100, None, None, {}) for callback in callbacks if callback.is_due(100)]
@@ -43,7 +43,7 @@ def test_update_ratios_are_printed_with_the_first_samples(tmp_path, monkeypatch)
 
 @pytest.mark.parametrize(("learning_rate", "is_printed"), [(0.05, True), (1e-8, False)])
 def test_update_ratios_are_not_printed_once_the_learning_rate_has_decayed(tmp_path, capsys, learning_rate, is_printed):
-    model = DecoderConfig(24, 7, 8, n_blocks=1, n_heads=2)
+    model = plain_decoder(24, 7, 8, n_blocks=1, n_heads=2)
     config = Config("test", model, TextConfig(), 150, train=TrainConfig(eval_every=0, report_every=50))
     setup = TrainSetup(config, make_mesh("", jax.devices()[:1]))
     rows = [asdict(Row(name, 1.0, 2.0, 0.1, 0.3)) for name in setup.parameter_order]
@@ -55,7 +55,7 @@ def test_update_ratios_are_not_printed_once_the_learning_rate_has_decayed(tmp_pa
 @pytest.mark.slow
 @pytest.mark.parametrize("scale", [1.0, np.nan])
 def test_sharpness_is_logged_beside_its_limit_and_ends_no_training(tmp_path, scale):
-    model = DecoderConfig(5, 4, 4, n_blocks=1, d_ff=(6,), activation="gelu")
+    model = plain_decoder(5, 4, 4, n_blocks=1, d_ff=(6,), activation="gelu")
     train = TrainConfig(batch_size=2, eval_every=0, report_every=0, sharpness_every=50)
     config = Config("test", model, TextConfig(), 150, train=train)
     setup = TrainSetup(config, make_mesh("", jax.devices()[:1]))

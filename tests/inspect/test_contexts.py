@@ -15,13 +15,13 @@ import pytest
 from jaxformer import inspect
 from jaxformer.data.dataset import Batch
 from jaxformer.inspect import intervene
-from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.objective import Params, objective_of
+from tests.arrays import plain_decoder
 from tests.helpers import slow
 from tests.inspect.test_activations import V, random_model
 
 T = 5
-CONFIG = DecoderConfig(V, 8, 8, n_blocks=2, n_heads=2, d_ff=(8,), norm="rmsnorm", norm_placement="pre", final_norm=True)
+CONFIG = plain_decoder(V, 8, 8, n_blocks=2, n_heads=2, d_ff=(8,), norm="rmsnorm", norm_placement="pre", final_norm=True)
 MODEL, PARAMS, _ = random_model(CONFIG)
 TOKENS, OTHER = jnp.arange(T), (3 * jnp.arange(T) + 1) % V
 BATCH = Batch((jnp.stack([TOKENS, OTHER]),), jnp.stack([OTHER, TOKENS]))

@@ -17,10 +17,10 @@ from jaxformer.inspect.curvature import (
     nesterov_limit,
     sharpness,
 )
-from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.objective import mean_loss
+from tests.arrays import plain_decoder
 
-CONFIG = DecoderConfig(5, 4, 4, n_heads=2, d_ff=(6,), activation="gelu", norm="rmsnorm")
+CONFIG = plain_decoder(5, 4, 4, n_heads=2, d_ff=(6,), activation="gelu", norm="rmsnorm")
 
 
 def example(dtype: str = "float64") -> tuple:

@@ -8,6 +8,7 @@ import pytest
 
 from jaxformer.inspect import attention_maps
 from jaxformer.inspect.explanations import explain
+from jaxformer.ops import RoPE
 from tests.arrays import apply
 from tests.helpers import slow
 from tests.inspect.test_activations import MODELS, T, V, random_model
@@ -60,7 +61,7 @@ def test_text_beyond_the_positions_and_full_window_models_are_errors():
 
 @pytest.mark.slow
 def test_text_may_exceed_the_context_of_an_extrapolating_model():
-    config = replace(MODELS["decoder"], positions="rope", head_dim=4)
+    config = replace(MODELS["decoder"], positions="none", rope=RoPE(), head_dim=4)
     model, params, _ = random_model(config)
     rows = explain(model, params, TEXT * 3, 20)
     logits_TV = apply(model, params, np.array(TEXT * 3, np.int32))

@@ -13,12 +13,11 @@ from jaxformer.inspect import capture
 from jaxformer.inspect.film import Birth, Frame, births, bumps, film, repeated_tokens
 from jaxformer.inspect.heads import patched_back, singular_values
 from jaxformer.inspect.pages.film import biography
-from jaxformer.models.decoder import DecoderConfig
 from jaxformer.runs.run import load_run
-from tests.arrays import random_params
+from tests.arrays import plain_decoder, random_params
 from tests.helpers import small_run
 
-GROUPED = DecoderConfig(
+GROUPED = plain_decoder(
     31, 7, 12, n_blocks=2, n_heads=4, n_kv_heads=2, head_dim=5, d_ff=(6,), attention_bias=True, norm="rmsnorm"
 )
 LAYER = "blocks.1.attention"

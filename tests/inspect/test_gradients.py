@@ -9,15 +9,14 @@ import pytest
 from jaxformer.data.dataset import Batch
 from jaxformer.inspect import PerExampleGradients, gradient_report, gradients_by_position, per_example_gradients
 from jaxformer.inspect.gradients import EXAMPLES_PER_CHUNK, Row, noise_scale, update_grid
-from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.objective import Params, objective_of
 from jaxformer.models.recurrent_lm import RecurrentLMConfig
 from jaxformer.nn.parameter_norms import in_order
 from jaxformer.runs.run import parameter_order
-from tests.arrays import build, normal, random_tokens
+from tests.arrays import build, normal, plain_decoder, random_tokens
 from tests.inspect.test_activations import MODELS, T, V, random_model
 
-CONFIG = DecoderConfig(23, 7, 13, n_blocks=2, n_heads=3, n_kv_heads=1, head_dim=5, d_ff=(17,), norm="rmsnorm")
+CONFIG = plain_decoder(23, 7, 13, n_blocks=2, n_heads=3, n_kv_heads=1, head_dim=5, d_ff=(17,), norm="rmsnorm")
 PARAMS = build(CONFIG)[1]
 LR = 0.25
 

@@ -22,9 +22,10 @@ from jaxformer.inspect.heads import (
 )
 from jaxformer.inspect.pages.model_sections import ABOUT_HEADS
 from jaxformer.inspect.softmax_saturation import saturation
-from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.objective import objective_of
 from jaxformer.nn.execution import Execution
+from jaxformer.ops import RoPE
+from tests.arrays import plain_decoder
 from tests.helpers import slow
 from tests.inspect.test_activations import MODELS, T, V, random_model
 
@@ -113,7 +114,9 @@ def test_padding_of_source_and_target_changes_neither_statistics_nor_ablation():
 def test_padding_of_a_row_of_text_changes_no_measurement():
     """Statistics, ablation, saturation and entropy are those of its tokens alone. The first tokens are no targets, but
     count."""
-    model, params, (tokens_T,) = random_model(replace(MODELS["decoder"], n_blocks=1, positions="rope", head_dim=4))
+    model, params, (tokens_T,) = random_model(
+        replace(MODELS["decoder"], n_blocks=1, positions="none", rope=RoPE(), head_dim=4)
+    )
     n, result = T - 3, []
     for stop in (n, T):
         is_real = np.arange(stop) < n
@@ -171,7 +174,7 @@ def test_ablation_of_clip_uses_the_contrastive_loss():
 @pytest.mark.parametrize("n_blocks", [1, slow(2)])
 def test_zero_ablation_equals_zero_output_weights(n_blocks):
     """The block of the head is computed anew: its MLP reads what the head wrote."""
-    model, params, _ = random_model(DecoderConfig(V, 3, 4, n_blocks=n_blocks, n_heads=2, d_ff=(4,), norm="rmsnorm"))
+    model, params, _ = random_model(plain_decoder(V, 3, 4, n_blocks=n_blocks, n_heads=2, d_ff=(4,), norm="rmsnorm"))
     batch = Batch((jnp.array([[1, 5, 2]]),), jnp.array([[5, 2, 6]]))
     result = ablate_heads(model, params, batch)
 
@@ -193,7 +196,7 @@ def test_zero_ablation_equals_zero_output_weights(n_blocks):
 @pytest.mark.slow
 def test_ablation_without_jit_is_that_with_it():
     """Without jit, blocks that are skipped are not traced, and have no activations to replace."""
-    model, params, _ = random_model(DecoderConfig(V, 3, 4, n_blocks=2, n_heads=2, d_ff=(4,), norm="rmsnorm"))
+    model, params, _ = random_model(plain_decoder(V, 3, 4, n_blocks=2, n_heads=2, d_ff=(4,), norm="rmsnorm"))
     batch = Batch((jnp.array([[1, 5, 2]]),), jnp.array([[5, 2, 6]]))
     with jax.disable_jit():
         result = ablate_heads(model, params, batch)

@@ -14,12 +14,13 @@ from jaxformer.inspect import ablate_heads, ablation_loss, head_statistics
 from jaxformer.inspect.pages import model_sections
 from jaxformer.inspect.pages.labels import head_label
 from jaxformer.inspect.pages.page import Table
-from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.objective import next_token_nll
+from jaxformer.ops import RoPE
+from tests.arrays import plain_decoder
 
 V, T = 24, 32
-MODEL = DecoderConfig(
-    V, T, d_model=48, n_blocks=2, n_heads=4, d_ff=(96,), norm="rmsnorm", positions="rope",
+MODEL = plain_decoder(
+    V, T, d_model=48, n_blocks=2, n_heads=4, d_ff=(96,), norm="rmsnorm", positions="none", rope=RoPE(),
     embedding_std=0.3, final_norm=True,
 )  # fmt: skip
 

@@ -7,8 +7,8 @@ import numpy as np
 from jaxformer.config import Config, TrainConfig
 from jaxformer.data.windows import TextConfig
 from jaxformer.inspect.influence import Replay
-from jaxformer.models.decoder import DecoderConfig
 from jaxformer.runs.run import create_run
+from tests.arrays import plain_decoder
 
 LETTERS = ("abc", "def", "ghi")
 """Letters of each document, so that a token says which one it is from."""
@@ -20,7 +20,7 @@ def test_a_target_belongs_to_its_own_document_and_an_end_to_the_one_before_it(tm
     for letters in (*LETTERS, "val"):
         file = tmp_path / ("val.txt" if letters == "val" else f"books/{letters}.txt")
         file.write_text("".join(rng.choice([*letters], 50)))
-    model = DecoderConfig(280, context_length=5, d_model=8, d_ff=(8,))
+    model = plain_decoder(280, context_length=5, d_model=8, d_ff=(8,))
     data = TextConfig(str(tmp_path / "books"), val_path=str(tmp_path / "val.txt"))
     config = Config("test", model, data, steps=3, train=TrainConfig(batch_size=8))
     loaded = data.load(model, 8, config.seed)

@@ -9,21 +9,22 @@ import pytest
 
 from configs import ladder
 from jaxformer.inspect.init_check import check_init, expected_moments
-from jaxformer.ladder.rungs import RungDecoderConfig
-from jaxformer.models.decoder import DecoderConfig
-from tests.arrays import first_params
+from jaxformer.models.decoder import BlockAttention, DecoderConfig, ExpertsConfig
+from jaxformer.ops import RoPE
+from tests.arrays import first_params, plain_rung
 
-WIDE = RungDecoderConfig(500, 32, 96, n_blocks=2, n_heads=4, output_projection=True, d_ff=(256,))
+WIDE = plain_rung(500, 32, 96, n_blocks=2, n_heads=4, output_projection=True, d_ff=(256,))
 CASES: dict[str, Any] = {
     "residual": ladder.residual.model,
     "qk_norm, swiglu": replace(WIDE, norm="layernorm", qk_norm=True, activation="swiglu", bias=False,
                                positions="sinusoidal"),
     "norms around parts, local and global": replace(
-        WIDE, norm="rmsnorm", norm_placement="both", activation="geglu", window=8, global_blocks=(1,), score_scale=0.1,
+        WIDE, norm="rmsnorm", norm_placement="both", activation="geglu", score_scale=0.1,
+        attention=(BlockAttention(8), BlockAttention()),
         embedding_scale=2.0, embedding_std=0.5, bias=False,
     ),
-    "one expert": replace(WIDE, norm="rmsnorm", embedding_std=0.1, n_experts=8, experts_per_token=1),
-    "post, no residual": replace(WIDE, residual=False, norm="layernorm", norm_placement="post", unembedding="mlp"),
+    "one expert": replace(WIDE, norm="rmsnorm", embedding_std=0.1, experts=ExpertsConfig(8, 1)),
+    "post, no residual": replace(WIDE, residual=False, norm="layernorm", norm_placement="post", mlp_logits=True),
     "no residual, sum of heads": replace(WIDE, residual=False, n_blocks=1, output_projection=False, head_dim=96),
 }  # fmt: skip
 
@@ -96,5 +97,7 @@ def test_single_token_has_no_one_hot_warning():
 
 @pytest.mark.slow
 def test_zero_stream_is_no_error():
-    result = check_init(*fresh(replace(WIDE, n_blocks=1, norm="rmsnorm", positions="rope", embedding_std=0.0)))
+    result = check_init(
+        *fresh(replace(WIDE, n_blocks=1, norm="rmsnorm", positions="none", rope=RoPE(), embedding_std=0.0))
+    )
     assert np.isnan(result.expected[0].growth) and result.expected[0].stream == 0

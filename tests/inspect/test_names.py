@@ -12,12 +12,12 @@ from jaxformer import inspect
 from jaxformer.data.dataset import Batch
 from jaxformer.inspect import capture, capture_gradients, gradient_of, intervene, run_from
 from jaxformer.inspect.names import Selector, activation_name, check_index, check_indices
-from jaxformer.models.decoder import DecoderConfig
+from tests.arrays import plain_decoder
 from tests.helpers import slow
 from tests.inspect.test_activations import V, random_model
 
 T = 5
-CONFIG = DecoderConfig(V, 8, 16, n_blocks=2, n_heads=4, n_kv_heads=2, d_ff=(8,), norm="rmsnorm", norm_placement="pre")
+CONFIG = plain_decoder(V, 8, 16, n_blocks=2, n_heads=4, n_kv_heads=2, d_ff=(8,), norm="rmsnorm", norm_placement="pre")
 MODEL, PARAMS, _ = random_model(CONFIG)
 TOKENS, OTHER = jnp.arange(T), (3 * jnp.arange(T) + 1) % V
 BATCH, EXAMPLE = Batch((TOKENS[None],), OTHER[None]), Batch((TOKENS,), OTHER)

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from jaxformer.inspect import attribution_patching, capture, intervene, patch_activations
-from jaxformer.models.decoder import DecoderConfig
-from tests.arrays import apply
+from tests.arrays import apply, plain_decoder
 from tests.inspect.test_activations import DECODER, MODELS, T, V, random_model
 
 TOKENS = jnp.arange(T)[::-1]
@@ -71,7 +70,7 @@ def first_of_token_3(logits_TV: jax.Array) -> jax.Array:
 
 @pytest.mark.slow
 def test_positions_are_patched_even_with_as_many_heads():
-    model, params, _ = random_model(DecoderConfig(V, T, 14, n_blocks=1, n_heads=T, d_ff=(16,)))
+    model, params, _ = random_model(plain_decoder(V, T, 14, n_blocks=1, n_heads=T, d_ff=(16,)))
     result = patch_activations(model, params, [TOKENS], [(TOKENS + 5) % V], "blocks.0.attention.z", first_of_token_3)
     (by_position,) = result.values()
     plain = apply(model, params, TOKENS)[0, 3]

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from jaxformer.inspect import Edge, capture, path_attribution, run_from
-from jaxformer.models.decoder import DecoderConfig
-from tests.arrays import apply
+from jaxformer.ops import RoPE
+from tests.arrays import apply, plain_decoder
 from tests.inspect.test_activations import DECODER, MODELS, T, V, random_model
 
 TOKENS = jnp.arange(T)[::-1]
@@ -25,7 +25,7 @@ def preference(logits_TV: jax.Array) -> jax.Array:
 
 
 def test_estimates_of_edges_into_the_logits_sum_to_the_change_without_a_final_norm():
-    model, params, _ = random_model(DecoderConfig(V, 3, 4, n_blocks=1, n_heads=2, d_ff=(4,), norm="rmsnorm"))
+    model, params, _ = random_model(plain_decoder(V, 3, 4, n_blocks=1, n_heads=2, d_ff=(4,), norm="rmsnorm"))
     tokens, other = jnp.array([3, 1, 4]), jnp.array([1, 5, 9])
     edges = path_attribution(model, params, [tokens], [other], preference, n_exact=0)
     direct = [edge.estimate for edge in edges if edge.target == "logits"]
@@ -90,7 +90,7 @@ def test_an_edge_is_the_change_of_what_its_target_alone_reads():
     np.testing.assert_allclose(edge.estimate, jnp.vdot(jax.grad(metric)(stream_TD), difference), atol=1e-4)
 
 
-GROUPED = replace(DECODER, n_heads=4, n_kv_heads=2, norm="rmsnorm", positions="rope", head_dim=4)
+GROUPED = replace(DECODER, n_heads=4, n_kv_heads=2, norm="rmsnorm", positions="none", rope=RoPE(), head_dim=4)
 
 
 @pytest.mark.slow

@@ -27,7 +27,7 @@ from jaxformer.inspect.property_checks import (
     without_rounding,
 )
 from jaxformer.models import encoder
-from jaxformer.models.moe import MoEConfig
+from jaxformer.models.decoder import BlockAttention, ExpertsConfig
 from jaxformer.nn import attention as nn_attention
 from jaxformer.nn import experts as nn_experts
 from jaxformer.nn.block import Block
@@ -185,7 +185,7 @@ def test_wrong_derivative_fails_the_gradient_check(plant, monkeypatch) -> None:
     """Also one of a single parameter that is wrong by a thousandth."""
     if plant is not None:
         plant(monkeypatch)
-    config = replace(MoEConfig(**vars(DECODER)), n_blocks=1, n_experts=2, balance_weight=0.1)
+    config = replace(DECODER, n_blocks=1, experts=ExpertsConfig(2, balance_weight=0.1))
     model, params, inputs = random_model(config)
     result = gradients(model, params, Batch((inputs[0][None],), jnp.zeros((1, T), jnp.int32)))
     assert result.holds == (plant is None), result
@@ -200,7 +200,7 @@ def test_attention_mask_check_covers_the_window(monkeypatch):
     monkeypatch.setattr(
         masks, "sliding_window", lambda query_T, key_S, width: jnp.ones((len(query_T), len(key_S)), bool)
     )
-    config = replace(MODELS["decoder"], window=70, context_length=100)
+    config = replace(MODELS["decoder"], attention=BlockAttention(70), context_length=100)
     model, params, _ = random_model(config)
     inputs = random_inputs(config, 2)
     assert inputs[0].shape == (2, 78)
@@ -212,7 +212,7 @@ def test_attention_mask_check_covers_the_window(monkeypatch):
 
 @pytest.mark.slow
 def test_attention_mask_check_covers_the_window_of_each_block(monkeypatch):
-    config = replace(MODELS["decoder"], window=3, global_blocks=(1,))
+    config = replace(MODELS["decoder"], attention=(BlockAttention(3), BlockAttention()))
     model, params, (tokens,) = random_model(config)
     assert config.contract.layer_windows == (3, T)
     assert attention_mask(model, params, (tokens,)).holds

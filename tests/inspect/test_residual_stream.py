@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from jaxformer.inspect import logit_attribution, logit_lens
-from jaxformer.ladder.rungs import RungDecoderConfig
-from tests.arrays import apply, rung_like
+from jaxformer.models.decoder import ExpertsConfig
+from tests.arrays import apply, plain_rung, rung_like
 from tests.helpers import slow
 from tests.inspect.test_activations import DECODER, MODELS, T, V, random_model
 
@@ -24,8 +24,8 @@ STREAMS = {
     "norms of outputs, soft cap": replace(
         DECODER, final_norm=True, norm="layernorm", norm_placement="both", attention_bias=True, logit_soft_cap=3.0
     ),
-    "no W_O, experts": RungDecoderConfig(
-        V, T, 12, n_blocks=2, n_heads=3, d_ff=(16,), norm="rmsnorm", n_experts=3, final_norm=True
+    "no W_O, experts": plain_rung(
+        V, T, 12, n_blocks=2, n_heads=3, d_ff=(16,), norm="rmsnorm", experts=ExpertsConfig(3), final_norm=True
     ),
 }
 TOKENS = jnp.arange(T)[::-1]

@@ -8,14 +8,12 @@ import numpy as np
 import pytest
 
 from jaxformer.inspect.routing import router_report
-from jaxformer.models.moe import MoEConfig
+from jaxformer.models.decoder import ExpertsConfig
 from jaxformer.nn.execution import Execution
-from tests.arrays import build, random_tokens
+from tests.arrays import build, plain_decoder, random_tokens
 
 V, T, D, E = 23, 8, 7, 4
-CONFIG = MoEConfig(
-    V, T, D, n_blocks=2, d_ff=(5,), norm="rmsnorm", n_experts=E, experts_per_token=1, capacity_factor=1.0
-)
+CONFIG = plain_decoder(V, T, D, n_blocks=2, d_ff=(5,), norm="rmsnorm", experts=ExpertsConfig(E, 1, capacity_factor=1.0))
 
 
 def test_shares_and_dropped_tokens_are_means_over_the_batch() -> None:
@@ -35,7 +33,7 @@ def test_shares_and_dropped_tokens_are_means_over_the_batch() -> None:
 
 @pytest.mark.slow
 def test_enough_capacity_drops_nothing_and_a_scan_agrees() -> None:
-    config = replace(CONFIG, capacity_factor=None)
+    config = replace(CONFIG, experts=ExpertsConfig(E, 1))
     model, params = build(config)
     inputs = (random_tokens(V, 3, T),)
     report = router_report(model, params, inputs)
@@ -61,5 +59,5 @@ def test_padding_counts_in_no_share() -> None:
 
 
 def test_model_without_experts_has_an_empty_report() -> None:
-    model, params = build(replace(CONFIG, n_experts=None, capacity_factor=None))
+    model, params = build(replace(CONFIG, experts=None))
     assert router_report(model, params, (random_tokens(V, 2, T),)) == {}

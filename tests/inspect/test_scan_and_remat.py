@@ -18,17 +18,19 @@ from jaxformer.inspect import (
     capturing,
     intervene,
 )
-from jaxformer.models.decoder import DecoderConfig
+from jaxformer.models.decoder import BlockAttention
 from jaxformer.models.objective import objective_of
 from jaxformer.nn.execution import Execution
+from jaxformer.ops import RoPE
+from tests.arrays import plain_decoder
 from tests.inspect.test_activations import DECODER, MODELS, T, V, random_model
 
-DEEP = DecoderConfig(
+DEEP = plain_decoder(
     V, T, 12, n_blocks=4, n_heads=4, n_kv_heads=2, head_dim=4, d_ff=(16,), activation="swiglu", bias=False,
-    norm="rmsnorm", final_norm=True, positions="rope",
+    norm="rmsnorm", final_norm=True, positions="none", rope=RoPE(),
 )  # fmt: skip
 LLAMA = replace(DEEP, n_blocks=3)
-WINDOWS = replace(DEEP, window=3, global_blocks=(1,), qk_norm=True)  # three scans
+WINDOWS = replace(DEEP, attention=(BlockAttention(3), BlockAttention(), BlockAttention(3)), qk_norm=True)  # three scans
 SCAN, REMAT = Execution(scan=True), Execution(remat="block")
 BOTH = Execution(scan=True, remat="block")
 

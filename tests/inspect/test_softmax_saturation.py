@@ -10,9 +10,8 @@ import pytest
 from configs.ladder import attention_scaled, attention_unscaled
 from jaxformer.data.dataset import Batch
 from jaxformer.inspect import attention_entropy, saturation
-from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.objective import objective_of
-from tests.arrays import build, first_params, random_tokens
+from tests.arrays import build, first_params, plain_decoder, random_tokens
 
 SOFT, HARD = [10.0, 1.0], [0.03, 0.01, 0.002]
 
@@ -71,7 +70,7 @@ def test_grown_projections_have_a_level_gradient_that_falls_relative_to_them(row
 
 
 def test_temperature_one_gives_the_training_gradient():
-    model, params = build(DecoderConfig(7, 3, 4, n_blocks=1, n_heads=2, d_ff=(4,)))
+    model, params = build(plain_decoder(7, 3, 4, n_blocks=1, n_heads=2, d_ff=(4,)))
     tokens = random_tokens(7, 3, 4)
     batch = Batch((tokens[:, :-1],), tokens[:, 1:])
     (row,) = saturation(model, params, batch, [1.0])

@@ -13,9 +13,11 @@ from jaxformer.decode import Sampling, generate_tokens
 from jaxformer.errors import UserError
 from jaxformer.interop.gguf import export_gguf
 from jaxformer.interop.gguf_tokenizer import pre_type
-from jaxformer.models.decoder import DecoderConfig
+from jaxformer.models.decoder import BlockAttention
+from jaxformer.ops import RoPE
+from jaxformer.ops.positions import Llama3Scaling
 from jaxformer.runs.run import Run
-from tests.arrays import apply, random_params
+from tests.arrays import apply, plain_decoder, random_params
 from tests.helpers import slow
 from tests.interop.llama_cpp import llama_cpp
 from tests.interop.numpy_llama import forward
@@ -24,12 +26,12 @@ from tests.runs import random_runs
 gguf = pytest.importorskip("gguf")
 
 WORDS = " ".join(f"{a}{b}" for a in "abcdefgh" for b in "ijklmnop")
-SHAPE = DecoderConfig(
+SHAPE = plain_decoder(
     vocab_size=300, context_length=96, d_model=40, n_blocks=2, n_heads=4, n_kv_heads=2, head_dim=12, d_ff=(56,),
     activation="swiglu", bias=False, norm="rmsnorm", norm_eps=1e-5, final_norm=True,
-    positions="rope", rope_base=500.0,
+    positions="none", rope=RoPE(500.0),
 )  # fmt: skip
-LLAMA3 = {"rope_scaling": 8.0, "rope_original_context": 64}
+LLAMA3 = {"rope": RoPE(500.0, Llama3Scaling(8.0, 1.0, 4.0, 64))}
 TOKENIZER = {
     "model": {"type": "BPE", "ignore_merges": False},
     "pre_tokenizer": {"type": "ByteLevel", "use_regex": True},
@@ -38,7 +40,7 @@ CASES: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama, tied": {"unembedding": "tied", "n_kv_heads": None, "head_dim": None},
     "llama, llama3 scaling": LLAMA3,
-    "llama, linear scaling": {"rope_scaling": 2.0},
+    "llama, linear scaling": {"rope": RoPE(500.0, 2.0)},
     "qwen3": {"qk_norm": True},
 }
 """Fields that differ from `SHAPE`."""
@@ -165,8 +167,14 @@ def test_normalizer_that_llama_cpp_lacks_is_refused():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"window": 8}, "window 8 has no equivalent in llama, .* or train with `model.window=None`"),
-        ({"qk_norm": True, "window": 8}, "window 8 has no equivalent in qwen3, the nearest of the families llama, qw"),
+        (
+            {"attention": BlockAttention(8)},
+            "attention.window 8 has no equivalent in llama, .* or train with `model.attention.window=None`",
+        ),
+        (
+            {"qk_norm": True, "attention": BlockAttention(8)},
+            "attention.window 8 has no equivalent in qwen3, the nearest of the families llama, qw",
+        ),
         ({"attention_bias": True}, "attention_bias True has no equivalent in llama"),
     ],
 )

@@ -17,6 +17,8 @@ from jaxformer.interop.families import FAMILIES
 from jaxformer.interop.huggingface import export_huggingface
 from jaxformer.interop.obstacles import resolved, unmatched
 from jaxformer.interop.run import import_run
+from jaxformer.ops import RoPE
+from jaxformer.ops.positions import Llama3Scaling
 from jaxformer.runs.run import Run, load_run
 from tests.arrays import apply
 from tests.helpers import ROOT
@@ -100,7 +102,7 @@ def test_bfloat16_rounds_and_the_config_says_so(run, tmp_path):
         ({"activation": "squared_relu"}, "activation 'squared_relu' has no equivalent in "),
         ({"norm_placement": "post"}, "norm_placement 'post' has no equivalent in "),
         ({"d_ff": (8, 8)}, r"d_ff \(8, 8\) has no equivalent in "),
-        ({"prefix": True, "bias": True}, "bias True and prefix True have no equivalent in llama, the nearest of the "),
+        ({"prefix": True, "bias": True}, "prefix True and bias True have no equivalent in llama, the nearest of the "),
     ],
 )
 def test_part_without_an_equivalent_is_named(run, tmp_path, changes, message):
@@ -127,7 +129,7 @@ def test_committed_llamas_have_an_equivalent(name):
 
 
 def test_limits_of_a_rope_scaling_have_an_equivalent():
-    scaled = replace(resolved(SMALL), rope_scaling=2.0, rope_original_context=24, rope_periods=(2.0, 8.0))
+    scaled = replace(resolved(SMALL), rope=RoPE(scaling=Llama3Scaling(2.0, 2.0, 8.0, 24)))
     assert unmatched(scaled, FAMILIES["llama"]) == {}
 
 

@@ -22,6 +22,9 @@ from jaxformer.interop.configs import read_config
 from jaxformer.interop.families import FAMILIES, REQUIRED, class_names
 from jaxformer.interop.folder import ModelFolder
 from jaxformer.interop.run import import_run, load_published_tokenizer, open_published, pretrained_model
+from jaxformer.models.decoder import BlockAttention
+from jaxformer.ops import RoPE
+from jaxformer.ops.positions import Llama3Scaling
 from jaxformer.parallel.mesh import make_mesh
 from jaxformer.runs.run import Run, load_run
 from jaxformer.train.setup import TrainSetup
@@ -126,7 +129,7 @@ def test_matrices_are_transposed_and_heads_are_parted(imported: Run):
     np.testing.assert_array_equal(mlp["W_gate_1"], weights["model.layers.0.mlp.gate_proj.weight"].T)
     np.testing.assert_array_equal(run.params["W_out"], weights["lm_head.weight"].T)
     model: Any = run.config.model
-    assert (model.norm_eps, model.rope_base, model.n_kv_heads, model.n_positions) == (1e-5, 500.0, 1, 32)
+    assert (model.norm_eps, model.rope.base, model.n_kv_heads, model.n_positions) == (1e-5, 500.0, 1, 32)
 
 
 @pytest.mark.slow
@@ -208,7 +211,7 @@ BAD_CONFIGS = {
     "no sliding_window": QWEN | {"layer_types": ["sliding_attention"]},
     "rope_scaling has full_attention": {"rope_scaling": {"full_attention": {"rope_type": "default"}}},
     "is_causal is None, and only True has": {"is_causal": None},
-    "rope_base is 'x'; it must be a number": {"rope_theta": "x"},
+    "rope.base is 'x'; it must be a number": {"rope_theta": "x"},
     "there is no hidden_size": {"hidden_size": None},
     "no tensor model.layers.1": {"num_hidden_layers": 2},
 }
@@ -232,33 +235,37 @@ def test_rope_scaling_takes_precedence_over_rope_parameters_as_in_transformers()
     saved = {"rope_type": "default", "rope_theta": 300.0}
     linear = {"rope_type": "linear", "factor": 2.0}
     both = published("llama", rope_theta=None, rope_parameters=saved, rope_scaling=linear)
-    assert (both.rope_base, both.rope_scaling) == (10_000.0, 2.0)  # that of `saved` is replaced, too
-    assert published("llama", rope_parameters=saved, rope_scaling=linear).rope_base == CONFIG["rope_theta"]
-    assert published("llama", rope_parameters=saved, rope_scaling={}).rope_base == 300.0
+    assert both.rope == RoPE(10_000.0, 2.0)  # that of `saved` is replaced, too
+    assert published("llama", rope_parameters=saved, rope_scaling=linear).rope.base == CONFIG["rope_theta"]
+    assert published("llama", rope_parameters=saved, rope_scaling={}).rope.base == 300.0
     for scaling in ({"rope_type": "yarn", "factor": 2.0}, {"type": "dynamic", "factor": 2.0}):
         with pytest.raises(
             UserError, match=r"rope_type of rope_parameters or rope_scaling is '(yarn|dynamic)', not one"
         ):
             published("llama", rope_parameters=saved, rope_scaling=scaling)
     llama3 = {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    assert published("llama", rope_scaling=llama3).rope_original_context == CONFIG["max_position_embeddings"]
+    scaling = published("llama", rope_scaling=llama3).rope.scaling
+    assert scaling == Llama3Scaling(2.0, 1.0, 4.0, CONFIG["max_position_embeddings"])
     outer = published("llama", rope_scaling=llama3, original_max_position_embeddings=8)
-    assert outer.rope_original_context == 8
+    assert outer.rope.scaling.original_context == 8
     gemma = published("gemma3_text", rope_scaling=linear, rope_parameters={"full_attention": saved}, sliding_window=5)
-    assert (gemma.rope_base, gemma.rope_scaling, gemma.local_rope_base) == (300.0, 2.0, 10_000.0)
+    assert (gemma.rope, {kind.rope for kind in gemma.attention}) == (RoPE(300.0, 2.0), {RoPE(10_000.0)})
 
 
 def test_windows_and_kinds_of_layers_are_those_of_the_family():
     kinds = {"layer_types": ["sliding_attention", "full_attention"]}
-    assert published("mistral").window == 4096 and published("mixtral").window is None
-    assert published("mistral", **kinds).global_blocks == () and published("mistral", **kinds).window == 4096
-    assert published("llama", sliding_window=5, **kinds).window is None
+    full, local = BlockAttention(), BlockAttention(4096)
+    assert published("mistral").attention == (local,) and published("mixtral").attention == (full,)
+    assert published("mistral", **kinds).attention == (local,)
+    assert published("llama", sliding_window=5, **kinds).attention == (full,)
     assert published("qwen2", **kinds, use_sliding_window=True).block_windows == (4096, 32)
-    assert published("qwen2").window is None
+    assert published("qwen2").attention == (full,)
     gemma = published("gemma3_text", **kinds)
-    assert (gemma.window, gemma.global_blocks) == (4096, (1,))
+    assert gemma.attention == (BlockAttention(4096, RoPE(10_000.0)), full)
+    local = gemma.attention[0]  # in every block but the sixth
+    assert published("gemma3_text", num_hidden_layers=26).attention == (*(local,) * 5, full)
     theirs = CONFIG | {"model_type": "mistral", "architectures": None, "sliding_window": None}
-    assert read_config(theirs).window is None
+    assert read_config(theirs).attention == (full,)
 
 
 def test_other_names_of_a_field_take_precedence():

@@ -75,7 +75,7 @@ def test_readme_program_draws_the_same_tokens_without_this_package(run, tmp_path
 @pytest.mark.parametrize(
     ("spec", "changes"),
     [
-        ("quick.py", {"positions": "learned", "n_heads": 2, "n_blocks": 1}),
+        ("quick.py", {"positions": "learned", "rope": None, "n_heads": 2, "n_blocks": 1}),
         ("moe.py:moe", {"n_heads": 2, "n_blocks": 1}),
         ("prefix.py", {"n_heads": 2, "n_blocks": 1}),
     ],

@@ -12,13 +12,15 @@ from jaxformer.config.fields import differences
 from jaxformer.data.windows import TextConfig
 from jaxformer.inspect.activations import capture
 from jaxformer.interop.obstacles import Obstacle, obstacles
-from jaxformer.models.decoder import DecoderConfig
-from jaxformer.models.moe import MoEConfig
+from jaxformer.models.decoder import DecoderConfig, ExpertsConfig
 from jaxformer.nn.execution import Execution
+from jaxformer.ops import RoPE
 from jaxformer.ops.cache import read_layer
-from tests.arrays import apply, build, random_tokens, rung_like
+from tests.arrays import apply, build, plain_decoder, random_tokens, rung_like
 
-PLAIN = DecoderConfig(11, 5, 12, n_blocks=2, n_heads=6, n_kv_heads=2, d_ff=(8,), norm="rmsnorm", positions="rope")
+PLAIN = plain_decoder(
+    11, 5, 12, n_blocks=2, n_heads=6, n_kv_heads=2, d_ff=(8,), norm="rmsnorm", positions="none", rope=RoPE()
+)
 
 
 @pytest.mark.slow
@@ -38,7 +40,7 @@ def test_a_value_embedding_is_added_to_the_values_of_each_block_and_cached_with_
 
 @pytest.mark.slow
 def test_a_block_that_returns_logits_is_no_scan() -> None:
-    config = rung_like(replace(PLAIN, n_blocks=1), unembedding="mlp", residual=False)
+    config = rung_like(replace(PLAIN, n_blocks=1), mlp_logits=True, residual=False)
     (model, params), tokens_T = build(config), random_tokens(11, 5)
     scanned = config.build(Execution(remat="block", scan=True))
     np.testing.assert_array_equal(apply(scanned, params, tokens_T), apply(model, params, tokens_T))
@@ -46,7 +48,7 @@ def test_a_block_that_returns_logits_is_no_scan() -> None:
 
 def test_a_rung_with_the_parts_of_a_plain_decoder_is_one_in_exports_and_resumed_runs() -> None:
     config = Config("x", PLAIN, TextConfig(), 1)
-    for plain in (PLAIN, MoEConfig(**vars(PLAIN), n_experts=2)):
+    for plain in (PLAIN, replace(PLAIN, experts=ExpertsConfig(2))):
         same = replace(config, model=rung_like(plain, projection_std=0.02))
         assert differences(same.model, plain) == differences(plain, same.model) == []
         assert obstacles(same, "hf") == obstacles(replace(config, model=plain), "hf") != []
@@ -61,7 +63,7 @@ def test_a_rung_with_the_parts_of_a_plain_decoder_is_one_in_exports_and_resumed_
         {"value_embedding": True},
         {"value_dim": 5},
         {"head_dim": 12, "output_projection": False},
-        {"unembedding": "mlp", "residual": False},
+        {"mlp_logits": True, "residual": False},
     ],
     ids=str,
 )

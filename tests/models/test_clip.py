@@ -19,6 +19,7 @@ from jaxformer.errors import UserError
 from jaxformer.models.clip import CLIPConfig, ImageTowerConfig, TextTowerConfig
 from jaxformer.models.objective import Contrastive
 from jaxformer.nn.parameters import parameter_axes
+from jaxformer.ops import RoPE
 from jaxformer.parallel.mesh import make_mesh, shardings
 from jaxformer.runs.run import abstract_params, count_parameters
 from tests.arrays import apply, assert_close, random_params, random_tokens
@@ -33,7 +34,7 @@ CONFIG = CLIPConfig(vision=VISION, text=TEXT, d_joint=E)
 OTHER = replace(
     CONFIG,
     vision=replace(VISION, positions="sinusoidal", norm="rmsnorm", activation="gelu"),
-    text=replace(TEXT, positions="rope", norm_placement="post", attention_bias=False),
+    text=replace(TEXT, positions="none", rope=RoPE(), norm_placement="post", attention_bias=False),
 )
 IMAGE = np.random.default_rng(0).integers(256, size=(8, 8, 1)).astype(np.uint8)
 TOKENS_T, VALID_T = np.asarray(random_tokens(V, T)), np.arange(T) < 4

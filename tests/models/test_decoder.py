@@ -11,15 +11,16 @@ import pytest
 
 from jaxformer.cli.arguments import load_config
 from jaxformer.errors import UserError
-from jaxformer.models.decoder import Decoder, DecoderConfig
-from jaxformer.models.moe import MoEConfig
+from jaxformer.models.decoder import BlockAttention, Decoder, DecoderConfig, ExpertsConfig
 from jaxformer.models.objective import Params
 from jaxformer.nn.embedding import Embedding
 from jaxformer.nn.execution import ROUTER, Execution
 from jaxformer.nn.experts import routers
+from jaxformer.ops import RoPE
 from jaxformer.ops.masks import EMPTY
+from jaxformer.ops.positions import Llama3Scaling
 from jaxformer.runs.run import abstract_params, count_parameters
-from tests.arrays import apply, assert_close, build, normal, random_tokens, rung, rung_like
+from tests.arrays import apply, assert_close, build, normal, plain_decoder, random_tokens, rung, rung_like
 from tests.helpers import ROOT, slow
 
 V, T, D = 23, 7, 13
@@ -37,29 +38,29 @@ def small(name: str) -> DecoderConfig:
     return replace(config, vocab_size=V, context_length=T, d_model=D, d_ff=(17, 19), n_blocks=n_blocks, **heads)
 
 
-PLAIN = DecoderConfig(V, T, D, n_blocks=2, n_heads=3, head_dim=5, d_ff=(17,), norm="rmsnorm")
+PLAIN = plain_decoder(V, T, D, n_blocks=2, n_heads=3, head_dim=5, d_ff=(17,), norm="rmsnorm")
 MODERN = replace(
     PLAIN, n_heads=6, n_kv_heads=2, head_dim=10, qk_norm=True, activation="swiglu", bias=False, final_norm=True,
-    positions="rope", embedding_std=0.5, unembedding="tied",
+    positions="none", rope=RoPE(), embedding_std=0.5, unembedding="tied",
 )  # fmt: skip
+LOCAL = BlockAttention(3, RoPE(100.0))
 CONFIGS = {name: small(name) for name in RUNGS} | {
     "modern": MODERN,
     "window": rung_like(
         PLAIN,
-        window=3,
-        positions="rope",
+        attention=BlockAttention(3),
+        positions="none",
+        rope=RoPE(),
         head_dim=4,
         value_dim=7,
         value_embedding=True,
     ),
-    "experts": replace(MoEConfig(**vars(MODERN)), n_experts=4, capacity_factor=1.0, shared_expert=True),
+    "experts": replace(MODERN, experts=ExpertsConfig(4, capacity_factor=1.0, shared_expert=True)),
     "no_positions": replace(PLAIN, positions="none", activation="squared_relu"),
     "local and global": rung_like(
         MODERN,
         n_blocks=3,
-        window=3,
-        global_blocks=(1,),
-        local_rope_base=100.0,
+        attention=(LOCAL, BlockAttention(), LOCAL),
         norm_placement="both",
         activation="geglu",
         embedding_scale=3.0,
@@ -154,7 +155,7 @@ def test_no_output_depends_on_a_later_input(case: Small) -> None:
     assert felt_TS.any(axis=1).all()
     if case.config.contract.has_residual_stream:
         assert felt_TS.diagonal().all()
-        attention_window = T if case.config.window is None else case.config.n_blocks * (case.config.window - 1)
+        attention_window = T if (w := case.config.block_windows[0]) == T else case.config.n_blocks * (w - 1)
         distance_TS = np.subtract.outer(np.arange(T), np.arange(T))
         np.testing.assert_array_equal(felt_TS, (distance_TS >= 0) & (distance_TS <= attention_window))
 
@@ -218,7 +219,7 @@ def test_a_prefix_is_visible_to_all_and_the_rest_is_causal(name: str) -> None:
             return (weights_TV * model.apply({"params": params}, TOKENS_T, prefix)).sum(-1)
 
     felt_TS = (jax.jit(jax.jacrev(mixed_logits))(jnp.zeros((T, D)), jnp.int32(n)) != 0).any(-1)
-    wanted = [[(s < n or s <= t) and t - s < (config.window or T) for s in range(T)] for t in range(T)]
+    wanted = [[(s < n or s <= t) and t - s < config.block_windows[0] for s in range(T)] for t in range(T)]
     np.testing.assert_array_equal(felt_TS, wanted)
 
 
@@ -293,9 +294,9 @@ def test_published_shapes_have_the_published_number_of_parameters(name: str, cou
         ({"d_model": 13, "n_heads": 5, "head_dim": None}, ["13", "5"]),
         ({"n_heads": 6, "n_kv_heads": 4}, ["6", "4"]),
         ({"n_kv_heads": 0}, ["n_kv_heads", "0"]),
-        ({"local_heads": 1}, ["local_heads is 1", "attention_bias to true"]),
-        ({"positions": "rope", "head_dim": 5}, ["5", "even"]),
-        ({"unembedding": "mlp", "residual": True}, ["mlp", "residual"]),
+        ({"local_heads": 1}, ["local_heads is 1", "set rope and attention_bias"]),
+        ({"positions": "none", "rope": RoPE(), "head_dim": 5}, ["5", "even"]),
+        ({"mlp_logits": True, "residual": True}, ["mlp_logits", "residual"]),
         ({"output_projection": False, "n_heads": 3, "head_dim": 5}, ["15", "13", "head_dim to 13"]),
         ({"output_projection": False, "n_heads": 3, "value_dim": 7}, ["21", "13", "value_dim to 13"]),
         ({"value_dim": 0}, ["value_dim", "0"]),
@@ -305,30 +306,29 @@ def test_published_shapes_have_the_published_number_of_parameters(name: str, cou
         ({"n_blocks": 0}, ["n_blocks", "0"]),
         ({"n_heads": -3}, ["n_heads", "-3"]),
         ({"head_dim": -5}, ["head_dim", "-5"]),
-        ({"window": 0}, ["window", "0"]),
-        ({"global_blocks": (1,)}, ["global_blocks", "(1,)", "window"]),
-        ({"window": 3, "global_blocks": (0, 2)}, ["global_blocks", "(0, 2)", "2 blocks"]),
-        ({"local_rope_base": 100.0}, ["local_rope_base", "100.0", "window"]),
-        ({"window": 3, "local_rope_base": 0.5}, ["local_rope_base", "0.5"]),
+        ({"attention": {"window": 0}}, ["window", "0"]),
+        ({"attention": ()}, ["attention is empty", "at least one"]),
+        ({"attention": BlockAttention(3, RoPE(0.5)), "head_dim": 4}, ["rope.base is 0.5", "at least 1"]),
+        ({"attention": 8}, ["attention is 8; it must be a BlockAttention"]),
         ({"max_context": 6}, ["max_context", "6", "context_length", "7"]),
         ({"score_scale": 0.0}, ["score_scale", "0.0"]),
         ({"logit_soft_cap": -1.0}, ["logit_soft_cap", "-1.0"]),
-        ({"rope_original_context": 0}, ["rope_original_context", "0"]),
-        ({"rope_periods": (4.0, 4.0)}, ["rope_periods", "(4.0, 4.0)", "a larger one"]),
-        ({"rope_periods": (1.0,)}, ["rope_periods", "(1.0,)"]),
-        ({"window": 5, "prefix": True}, ["window", "5", "prefix"]),
+        ({"rope": 5e5}, ["rope is 500000.0; it must be a RoPE"]),
+        ({"rope": RoPE("a")}, ["rope.base is 'a'; it must be a number"]),
+        ({"rope": RoPE(scaling=0.5), "head_dim": 4}, ["rope.scaling is 0.5; it must be at least 1"]),
+        ({"rope": RoPE(scaling=Llama3Scaling(8.0, 1.0, 4.0, 0)), "head_dim": 4}, ["original_context is 0"]),
+        ({"rope": RoPE(scaling=Llama3Scaling(8.0, 4.0, 4.0, 9)), "head_dim": 4}, ["rope.scaling.low is 4.0", "below"]),
+        ({"attention": BlockAttention(5), "prefix": True}, ["window", "5", "prefix"]),
+        ({"norm": "none", "final_norm": True}, ["final_norm is True", "norm is none"]),
         ({"d_ff": (17, 0)}, ["d_ff is 0; it must be at least 1"]),
-        ({"n_experts": 0}, ["n_experts", "0"]),
-        ({"n_experts": 4, "experts_per_token": 5}, ["experts_per_token", "5", "4"]),
-        ({"n_experts": 4, "experts_per_token": 0}, ["experts_per_token", "0"]),
-        ({"n_experts": 4, "capacity_factor": 0.0}, ["capacity_factor", "0.0", "1.25"]),
-        ({"n_experts": 4, "balance_weight": -0.5}, ["balance_weight", "-0.5"]),
-        ({"n_experts": 4, "unembedding": "mlp", "residual": False}, ["mlp", "4"]),
-        ({"capacity_factor": 1.5}, ["capacity_factor", "n_experts"]),
-        ({"shared_expert": True}, ["shared_expert", "n_experts"]),
-        ({"rope_scaling": 0.5}, ["rope_scaling", "0.5"]),
+        ({"experts": {"n_experts": 0}}, ["n_experts", "0"]),
+        ({"experts": {"n_experts": 4, "per_token": 5}}, ["per_token", "5", "4"]),
+        ({"experts": {"per_token": 0}}, ["per_token", "0"]),
+        ({"experts": {"capacity_factor": 0.0}}, ["capacity_factor", "0.0", "1.25"]),
+        ({"experts": {"balance_weight": -0.5}}, ["balance_weight", "-0.5"]),
+        ({"experts": ExpertsConfig(), "mlp_logits": True, "residual": False}, ["mlp_logits", "experts"]),
         ({"unembedding_std": -1.0}, ["unembedding_std", "-1.0"]),
-        ({"unembedding_std": 0.1, "unembedding": "tied"}, ["unembedding_std", "0.1", "tied"]),
+        ({"unembedding_std": 0.1, "unembedding": "tied"}, ["unembedding_std", "0.1", "no W_out"]),
         ({"vocab_size": 0}, ["vocab_size", "0"]),
         ({"context_length": -7}, ["context_length", "-7"]),
     ],
@@ -343,11 +343,10 @@ def test_an_invalid_config_is_refused_with_its_value(fields: dict, said: list[st
 @pytest.mark.slow
 def test_blocks_attend_within_their_own_windows() -> None:
     """Without a residual stream, an output depends on what its block attends to, and on nothing else."""
-    config = rung_like(PLAIN, n_blocks=1, window=3, positions="rope", head_dim=4, residual=False, context_length=T,
-        norm="none",
-    )  # fmt: skip
-    for global_blocks, reach in (((), 3), ((0,), T)):
-        model, params = build(replace(config, global_blocks=global_blocks))
+    config = rung_like(PLAIN, n_blocks=1, positions="none", rope=RoPE(), head_dim=4, residual=False,
+                       context_length=T, norm="none")  # fmt: skip
+    for window, reach in ((3, 3), (None, T)):
+        model, params = build(replace(config, attention=BlockAttention(window)))
         embed = params["embedding"]["W_E"]
 
         def last(table: jax.Array, model: Decoder = model, params: Params = params) -> jax.Array:
@@ -358,15 +357,20 @@ def test_blocks_attend_within_their_own_windows() -> None:
 
 
 def test_groups_of_blocks_are_consecutive_and_alike() -> None:
-    config = replace(PLAIN, n_blocks=6, window=3, global_blocks=(2, 5), max_context=11)
+    local, full = BlockAttention(3), BlockAttention()
+    config = replace(PLAIN, n_blocks=6, attention=(local, local, full), max_context=11)
     assert config.block_windows == (3, 3, 11, 3, 3, 11) and config.attention_window == 11
     assert config.block_groups == ((3, slice(0, 2)), (11, slice(2, 3)), (3, slice(3, 5)), (11, slice(5, 6)))
-    assert replace(config, global_blocks=()).block_groups == ((3, slice(0, 6)),)
+    assert replace(config, attention=local).block_groups == ((3, slice(0, 6)),)
+    rotary = replace(
+        config, positions="none", rope=RoPE(), head_dim=4, attention=(full, BlockAttention(use_rope=False))
+    )
+    assert [rotary.block_rope(i) for i in range(3)] == [RoPE(), None, RoPE()] and len(rotary.block_groups) == 6
 
 
 @pytest.mark.slow
 def test_scanned_groups_equal_the_loop_and_so_do_their_gradients() -> None:
-    config = replace(CONFIGS["local and global"], n_blocks=3, global_blocks=(2,), dropout=0.2)
+    config = replace(CONFIGS["local and global"], n_blocks=3, attention=(LOCAL, LOCAL, BlockAttention()), dropout=0.2)
     params = build(config)[1]
 
     def loss(params: Params, execution: Execution) -> jax.Array:

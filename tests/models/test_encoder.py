@@ -17,6 +17,7 @@ from jaxformer.errors import UserError
 from jaxformer.models.encoder import ClassifierConfig, EncoderConfig
 from jaxformer.nn.embedding import Embedding
 from jaxformer.nn.parameters import parameter_axes
+from jaxformer.ops import RoPE
 from jaxformer.parallel.mesh import make_mesh, shardings
 from jaxformer.runs.run import abstract_params, count_parameters
 from tests.arrays import apply, assert_close, build, normal, random_tokens
@@ -24,7 +25,9 @@ from tests.helpers import ROOT, slow
 
 V, T, D, C = 23, 7, 12, 3
 MASKED = EncoderConfig(V, T, D, n_heads=3, head_dim=5, d_ff=(17,), n_blocks=2, n_segments=2)
-PRE = replace(MASKED, norm_placement="pre", norm="rmsnorm", embedding_norm=False, positions="rope", head_dim=4)
+PRE = replace(
+    MASKED, norm_placement="pre", norm="rmsnorm", embedding_norm=False, positions="none", rope=RoPE(), head_dim=4
+)
 FIRST = ClassifierConfig(V, T, D, n_heads=3, d_ff=(17,), n_blocks=1, n_classes=C)
 CONFIGS = {"masked": MASKED, "pre": PRE, "first": FIRST}
 TOKENS_T, VALID_T = np.asarray(random_tokens(V, T)), np.arange(T) < 4

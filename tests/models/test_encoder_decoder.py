@@ -20,6 +20,7 @@ from jaxformer.models.encoder_decoder import EncoderDecoder, EncoderDecoderConfi
 from jaxformer.models.objective import Params
 from jaxformer.nn.embedding import Embedding
 from jaxformer.nn.parameters import parameter_axes
+from jaxformer.ops import RoPE
 from jaxformer.ops.masks import EMPTY
 from jaxformer.parallel.mesh import make_mesh, shardings
 from jaxformer.runs.run import count_parameters
@@ -31,7 +32,7 @@ POST = EncoderDecoderConfig(V, 11, D, n_heads=3, head_dim=5, d_ff=(17,), n_encod
 CONFIGS = {
     "post": POST,
     "rope": replace(
-        POST, positions="rope", head_dim=4, rope_base=10.0, attention_bias=True, local_heads=3, diagonal_heads=2,
+        POST, positions="none", rope=RoPE(10.0), head_dim=4, attention_bias=True, local_heads=3, diagonal_heads=2,
         norm="rmsnorm", norm_placement="pre", activation="swiglu", n_decoder_blocks=1,
     ),
     "learned": replace(POST, positions="learned", n_decoder_blocks=1),
@@ -248,16 +249,19 @@ def test_more_tokens_than_learned_positions_are_refused() -> None:
         ({"head_dim": 0}, ["head_dim", "0"]),
         ({"d_ff": (17, 0)}, ["d_ff is 0; it must be at least 1"]),
         ({"dropout": 1.0}, ["dropout", "1.0"]),
-        ({"positions": "rope", "head_dim": 5}, ["5", "even"]),
+        ({"positions": "none", "rope": RoPE(), "head_dim": 5}, ["5", "even"]),
         ({"n_decoder_blocks": 0}, ["n_decoder_blocks", "0"]),
         ({"n_encoder_blocks": -1}, ["n_encoder_blocks", "-1"]),
         ({"norm": "batchnorm"}, ["norm", "batchnorm"]),
         ({"local_heads": 4}, ["local_heads is 4", "n_heads is 3"]),
         ({"diagonal_heads": -1}, ["diagonal_heads", "-1"]),
-        ({"local_heads": 1, "positions": "rope", "head_dim": 4}, ["local_heads is 1", "attention_bias to true"]),
-        ({"diagonal_heads": 1, "attention_bias": True}, ["diagonal_heads is 1", "positions to rope"]),
         (
-            {"diagonal_heads": 1, "attention_bias": True, "positions": "rope", "head_dim": 4},
+            {"local_heads": 1, "positions": "none", "rope": RoPE(), "head_dim": 4},
+            ["local_heads is 1", "set rope and attention_bias"],
+        ),
+        ({"diagonal_heads": 1, "attention_bias": True}, ["diagonal_heads is 1", "set rope"]),
+        (
+            {"diagonal_heads": 1, "attention_bias": True, "positions": "none", "rope": RoPE(), "head_dim": 4},
             ["no frequency from 0.05 to 0.35 in heads of width 4", "smaller"],
         ),
     ],

@@ -22,14 +22,14 @@ from jaxformer.inspect import (
     patch_activations,
 )
 from jaxformer.ladder.mlp import MLPConfig
-from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.encoder import EncoderConfig
 from jaxformer.models.encoder_decoder import EncoderDecoderConfig
 from jaxformer.models.inputs import check_example
 from jaxformer.models.recurrent import RecurrentConfig
 from jaxformer.models.recurrent_lm import RecurrentLMConfig
+from jaxformer.ops import RoPE
 from jaxformer.runs.run import Run
-from tests.arrays import build, random_params
+from tests.arrays import build, plain_decoder, random_params
 from tests.helpers import slow
 from tests.test_x64 import MODELS
 
@@ -37,14 +37,14 @@ V, CONTEXT = 13, 6
 SHAPE: dict[str, Any] = {"vocab_size": V, "context_length": CONTEXT, "d_model": 8, "d_ff": (12,)}
 BLOCKS: dict[str, Any] = SHAPE | {"n_heads": 2}
 TOKEN_MODELS: dict[str, Any] = {
-    "decoder": DecoderConfig(**SHAPE),
+    "decoder": plain_decoder(**SHAPE),
     "encoder": EncoderConfig(**BLOCKS, n_blocks=1, n_segments=2),
     "encoder-decoder": EncoderDecoderConfig(**BLOCKS, n_encoder_blocks=1, n_decoder_blocks=1),
     "mlp": MLPConfig(**SHAPE),
     "recurrent": RecurrentConfig(V, CONTEXT, d_embedding=4, d_model=4),
     "recurrent lm": RecurrentLMConfig(V, CONTEXT, d_model=4),
 }
-LEARNED, ROTARY = DecoderConfig(**SHAPE), DecoderConfig(**SHAPE, positions="rope")
+LEARNED, ROTARY = plain_decoder(**SHAPE), plain_decoder(**SHAPE, positions="none", rope=RoPE())
 
 
 def opened(config: ModelConfig) -> Run:
@@ -133,7 +133,7 @@ def test_a_module_without_contract_is_not_checked() -> None:
 
 def test_every_inspection_of_one_example_refuses_a_batch_and_invalid_ids() -> None:
     model: nn.Module
-    model, params = build(DecoderConfig(**SHAPE))
+    model, params = build(plain_decoder(**SHAPE))
     wrong_T, batch = jnp.array([1, V, 2]), jnp.zeros((2, 3), jnp.int32)
     for tokens, said in ((wrong_T, "token 13 at position 1"), (batch, "use jax.vmap")):
         probes = (

@@ -10,20 +10,20 @@ import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from jaxformer.models.decoder import DecoderConfig
-from jaxformer.models.moe import MoEConfig
+from jaxformer.models.decoder import ExpertsConfig
+from jaxformer.ops import RoPE
 from jaxformer.runs.run import abstract_params
-from tests.arrays import apply, assert_close
+from tests.arrays import apply, assert_close, plain_decoder
 from tests.helpers import ROOT
 
-LLAMA = DecoderConfig(
+LLAMA = plain_decoder(
     61, 64, 24, n_blocks=2, n_heads=6, n_kv_heads=2, head_dim=8, d_ff=(40,),
-    activation="swiglu", bias=False, norm="rmsnorm", final_norm=True, positions="rope",
+    activation="swiglu", bias=False, norm="rmsnorm", final_norm=True, positions="none", rope=RoPE(),
 )  # fmt: skip
 MODELS = {
     "llama": LLAMA,
-    "llama, scaled": replace(LLAMA, rope_base=500.0, rope_scaling=4.0),
-    "mixtral": replace(MoEConfig(**vars(LLAMA)), n_experts=5, experts_per_token=2),
+    "llama, scaled": replace(LLAMA, rope=RoPE(500.0, 4.0)),
+    "mixtral": replace(LLAMA, experts=ExpertsConfig(5, 2)),
 }
 
 

@@ -9,10 +9,10 @@ import pytest
 
 from jaxformer.data.dataset import Batch
 from jaxformer.inspect import capture
-from jaxformer.ladder.rungs import RungDecoderConfig
-from jaxformer.models.moe import MoEConfig
+from jaxformer.models.decoder import ExpertsConfig
 from jaxformer.models.objective import BatchReduction, CrossEntropy, objective_of
-from tests.arrays import random_params
+from jaxformer.ops import RoPE
+from tests.arrays import plain_decoder, plain_rung, random_params
 from tests.helpers import slow
 
 OBJECTIVE = CrossEntropy()
@@ -61,9 +61,9 @@ def padded(batch: Batch, n: int) -> Batch:
 def test_auxiliary_losses_and_gradients_do_not_depend_on_padding():
     """Rows of which 0 and 75 % are padding, against the equations of the losses in NumPy. Tokens without a target
     of weight count like others: they are no padding."""
-    config = MoEConfig(
-        V, 4 * T, 8, n_heads=2, d_ff=(12,), norm="rmsnorm", positions="rope", n_experts=4,
-        capacity_factor=0.75, balance_weight=2.0, router_z_weight=0.5,
+    config = plain_decoder(
+        V, 4 * T, 8, n_heads=2, d_ff=(12,), norm="rmsnorm", positions="none", rope=RoPE(),
+        experts=ExpertsConfig(4, capacity_factor=0.75, balance_weight=2.0, router_z_weight=0.5),
     )  # fmt: skip
     model, (tokens_BT, targets_BT) = config.build(), np.random.default_rng(0).integers(0, V, (2, B, T), np.int32)
     params, weights_BT = random_params(model, tokens_BT[0]), np.full((B, T), 1 / (B * (T - 2)), np.float32)
@@ -121,9 +121,9 @@ def test_metrics_of_one_class_per_example_by_hand():
 @pytest.mark.slow
 def test_loss_and_metrics_are_those_of_the_model_s_own_logits() -> None:
     """Also where the final norm, whose gain is not 1, comes after the MLP that returns the logits."""
-    config = RungDecoderConfig(
+    config = plain_rung(
         vocab_size=V, context_length=T, d_model=4, n_blocks=1, n_heads=2, d_ff=(6,), norm="rmsnorm", final_norm=True,
-        residual=False, unembedding="mlp",
+        residual=False, mlp_logits=True,
     )  # fmt: skip
     model, tokens = config.build(), np.arange(B * (T + 1), dtype=np.int32).reshape(B, -1) % V
     params = random_params(model, tokens[0, :T])

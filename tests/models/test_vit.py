@@ -132,7 +132,6 @@ def test_every_parameter_has_a_sharding() -> None:
         ({"patch_size": (0, 2)}, "patch_size is"),
         ({"patch_size": (5, 2)}, r"patch_size \(5, 2\) does not divide image_size \(12, 8\)"),
         ({"pooling": "max"}, "pooling is 'max'"),
-        ({"positions": "rope"}, "positions is 'rope'; it must be one of learned"),
         ({"mean": (0.1, 0.2)}, r"mean is \(0.1, 0.2\); give 1 number"),
         ({"std": (0.0,)}, r"std is 0\.0; it must be above 0"),
         ({"std": (float("nan"),)}, r"std is nan; it must be a finite number"),

@@ -15,6 +15,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxformer.data.dataset import Batch
 from jaxformer.errors import UserError
 from jaxformer.inspect import attention_maps
+from jaxformer.models.blocks import make_block
 from jaxformer.models.objective import CrossEntropy
 from jaxformer.models.vivit import FactorisedViViT, ViViTConfig
 from jaxformer.nn.execution import Execution
@@ -65,7 +66,7 @@ def test_the_factorised_encoder_is_a_loop_over_times() -> None:
     model, params = build(FACTORISED)
 
     def loop(model: FactorisedViViT, pixels: jax.Array) -> jax.Array:
-        plain = FACTORISED.make_block(Execution())
+        plain = make_block(FACTORISED, Execution())
         frames = ((pixels / 255 - 0.5) / 0.5).astype(np.float32)
         said = []
         for time in range(N_TIMES):

@@ -11,7 +11,7 @@ V, N, D = 23, 11, 7
 TOKENS_T, POSITIONS_T = jnp.array([3, 22, 3, 0]), jnp.array([0, 1, 5, 10])
 
 
-@pytest.mark.parametrize("positions", ["learned", "sinusoidal", "none", "rope"])
+@pytest.mark.parametrize("positions", ["learned", "sinusoidal", "none"])
 def test_is_a_row_a_token_plus_its_position(positions: str) -> None:
     module = Embedding(V, N, D, positions)
     params = random_params(module, TOKENS_T, POSITIONS_T)
@@ -67,7 +67,7 @@ def test_positions_that_have_no_row_or_would_broadcast_are_refused() -> None:
         module.apply(params, TOKENS_T, POSITIONS_T + 1)
     with pytest.raises(ValueError, match=r"expected positions of shape \(4,\), one per token, got \(1,\)"):
         module.apply(params, TOKENS_T, POSITIONS_T[:1])
-    with pytest.raises(ValueError, match="positions is 'sine'; it must be one of none, learned, sinusoidal, rope"):
+    with pytest.raises(ValueError, match="positions is 'sine'; it must be one of none, learned, sinusoidal"):
         Embedding(V, N, D, "sine").init(jax.random.key(0), TOKENS_T, POSITIONS_T)
 
 

@@ -18,9 +18,10 @@ from jaxformer.config import Config, LoraConfig, OptimizerConfig, TrainConfig
 from jaxformer.contract import ParameterAxes
 from jaxformer.data.windows import TextConfig, next_token_batch
 from jaxformer.errors import UserError
-from jaxformer.models.moe import MoEConfig
+from jaxformer.models.decoder import ExpertsConfig
 from jaxformer.nn.lora import adapted_matrices, init_adapters, merge
 from jaxformer.nn.parameters import parameter_axes
+from jaxformer.ops import RoPE
 from jaxformer.parallel.mesh import make_mesh
 from jaxformer.runs.checkpoints import CheckpointReader
 from jaxformer.runs.pretrained import pretrained_run
@@ -30,12 +31,12 @@ from jaxformer.train.loop import Outcome, train
 from jaxformer.train.resume import Resume
 from jaxformer.train.setup import TrainSetup
 from jaxformer.train.step import make_gradient
-from tests.arrays import apply, assert_close, random_params
+from tests.arrays import apply, assert_close, plain_decoder, random_params
 from tests.helpers import flip_a_bit, small_run, write_books
 
-EXPERTS = MoEConfig(
-    30, 8, 16, n_blocks=1, n_heads=2, d_ff=(32,), norm="rmsnorm", n_experts=2,
-    experts_per_token=1, positions="rope",
+EXPERTS = plain_decoder(
+    30, 8, 16, n_blocks=1, n_heads=2, d_ff=(32,), norm="rmsnorm", experts=ExpertsConfig(2, 1),
+    positions="none", rope=RoPE(),
 )  # fmt: skip
 AXES = parameter_axes(EXPERTS.build())
 LORA = LoraConfig(rank=3, alpha=6.0)

@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import pytest
 
 from jaxformer.contract import Contract, Input, ParameterAxes, Role
-from jaxformer.models.decoder import DecoderConfig
-from jaxformer.models.moe import MoEConfig
+from jaxformer.models.decoder import ExpertsConfig
 from jaxformer.nn.parameters import parameter, parameter_axes, trace_init
+from tests.arrays import plain_decoder
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ def test_axes_decide_the_role(text: str, role: Role, stack: tuple, inputs: tuple
 
 
 def test_experts_are_stacked() -> None:
-    model = MoEConfig(12, 6, 8, d_ff=(16,), n_experts=4, shared_expert=True).build()
+    model = plain_decoder(12, 6, 8, d_ff=(16,), experts=ExpertsConfig(4, shared_expert=True)).build()
     axes = parameter_axes(model)
     assert axes["blocks_0.mlp.experts.W_1"] == ParameterAxes.parse("experts embed -> hidden")
     assert axes["blocks_0.mlp.experts.b_2"] == ParameterAxes.parse("embed", ("experts",))
@@ -40,7 +40,7 @@ def test_experts_are_stacked() -> None:
 
 
 def test_one_trace_has_what_several_had() -> None:
-    config = DecoderConfig(12, 6, 8, d_ff=(16,), n_blocks=2)
+    config = plain_decoder(12, 6, 8, d_ff=(16,), n_blocks=2)
     model, trace = config.build(), trace_init(config.build())
     assert trace is trace_init(model)  # which is not traced again
     output, variables = jax.eval_shape(lambda: model.init_with_output(jax.random.key(0), *config.example()))

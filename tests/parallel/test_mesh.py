@@ -16,9 +16,8 @@ from jaxformer.config import Config, ModelConfig, OptimizerConfig
 from jaxformer.contract import ParameterAxes, Role
 from jaxformer.data.windows import TextConfig
 from jaxformer.errors import UserError
-from jaxformer.ladder.rungs import RungDecoderConfig
 from jaxformer.models.clip import CLIPConfig, ImageTowerConfig, TextTowerConfig
-from jaxformer.models.decoder import DecoderConfig
+from jaxformer.models.decoder import ExpertsConfig
 from jaxformer.models.recurrent import RecurrentConfig
 from jaxformer.nn.parameters import parameter_axes
 from jaxformer.ops import workarounds
@@ -41,7 +40,7 @@ from jaxformer.parallel.mesh import (
 )
 from jaxformer.runs.run import abstract_params
 from jaxformer.train.setup import TrainSetup
-from tests.arrays import normal
+from tests.arrays import normal, plain_decoder, plain_rung
 from tests.helpers import ROOT
 
 CUBE = "data=2,fsdp=2,tensor=2"
@@ -117,7 +116,7 @@ def test_mesh_of_another_number_of_devices_is_a_user_error(text, said):
 
 def test_decoder_parameters_are_sharded_as_listed():
     """Heads and hidden layers over `tensor`, all matrices over `fsdp`, what has one axis of the model's width whole."""
-    model = RungDecoderConfig(
+    model = plain_rung(
         12, 6, 8, n_blocks=1, n_heads=4, n_kv_heads=2, output_projection=True, attention_bias=True, qk_norm=True,
         d_ff=(16,), activation="swiglu", norm="layernorm", final_norm=True, value_embedding=True,
     )  # fmt: skip
@@ -182,7 +181,7 @@ def test_recurrent_parameters_are_sharded_as_listed():
 
 def test_expert_parameters_are_sharded_as_listed():
     """Experts over `expert`; what is within one, and the one that all share, as an MLP."""
-    model = RungDecoderConfig(12, 6, 8, d_ff=(16,), activation="swiglu", n_experts=4, shared_expert=True)
+    model = plain_rung(12, 6, 8, d_ff=(16,), activation="swiglu", experts=ExpertsConfig(4, shared_expert=True))
     expected = {
         "W_router": P("fsdp", None),
         "experts.W_1": P("expert", "fsdp", "tensor"),
@@ -268,7 +267,7 @@ def test_a_mesh_axis_splits_one_axis_of_a_parameter():
 
 @pytest.mark.parametrize("name", ["nesterov_sgd", "adamw", "muon", "lion", "schedule_free"])
 def test_optimizer_state_is_sharded_as_its_parameters(name):
-    model = DecoderConfig(16, 4, 8, n_heads=2, d_ff=(16,), norm="rmsnorm")
+    model = plain_decoder(16, 4, 8, n_heads=2, d_ff=(16,), norm="rmsnorm")
     config = Config("test", model, data=TextConfig(), steps=3, optimizer=OptimizerConfig(name=name, learning_rate=0.1))
     state = TrainSetup(config, make_mesh("fsdp=4,tensor=2")).abstract_state
     params = flatten_dict(state.params, sep=".")

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxformer.cli.arguments import load_config
-from jaxformer.models.decoder import DecoderConfig
+from jaxformer.models.decoder import DecoderConfig, ExpertsConfig
 from jaxformer.ops.kernels import cudnn_attention
 from jaxformer.parallel.mesh import make_mesh
 from jaxformer.plan.costs import Part, cache_bytes, count_parts, describe_parts, examples_per_microbatch
@@ -49,7 +49,7 @@ def test_parts_of_a_decoder_by_hand():
 @pytest.mark.slow
 def test_experts_are_active_where_tokens_are_routed_to_them():
     E, J = 8, 2
-    part = parts_of(setup_of(CONFIG, n_experts=E, experts_per_token=J, capacity_factor=1.25))["experts"]
+    part = parts_of(setup_of(CONFIG, experts=ExpertsConfig(E, J, capacity_factor=1.25)))["experts"]
     assert (part.n_parameters, part.n_active) == (L * (D * E + E * 2 * D * F), L * (D * E + J * 2 * D * F))
     assert part.flops == 3 * L * 2 * T * (D * E + J * (2 * D * F + D))  # with the router and the weighted sum
     assert f"{part.n_active:,} active per token" in describe_parts([part])[1]

@@ -13,6 +13,8 @@ PROGRAM = """
 import json, re, sys
 from dataclasses import replace
 import jax, jax.numpy as jnp
+from jaxformer.ops import RoPE
+from tests.arrays import plain_decoder
 from jaxformer.cli.arguments import load_config
 from jaxformer.config import ComputeConfig, Config, OptimizerConfig, TrainConfig
 from jaxformer.data.windows import TextConfig
@@ -24,9 +26,9 @@ from jaxformer.train.setup import TrainSetup
 from jaxformer.train.step import make_train_step
 
 mesh, remat, topology, spec = sys.argv[1:]
-model = DecoderConfig(
+model = plain_decoder(
     vocab_size=4096, context_length=512, d_model=512, n_blocks=2, n_heads=8, n_kv_heads=4,
-    d_ff=(1536,), activation="swiglu", bias=False, norm="rmsnorm", final_norm=True, positions="rope",
+    d_ff=(1536,), activation="swiglu", bias=False, norm="rmsnorm", final_norm=True, positions="none", rope=RoPE(),
 )
 config = Config(
     "t", model, data=TextConfig(), steps=2, optimizer=OptimizerConfig(name="adamw"), train=TrainConfig(batch_size=16),

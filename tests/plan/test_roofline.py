@@ -9,8 +9,8 @@ import pytest
 
 from jaxformer.config import ComputeConfig, Config, OptimizerConfig, TrainConfig
 from jaxformer.data.windows import TextConfig
-from jaxformer.models.decoder import DecoderConfig
-from jaxformer.models.moe import MoEConfig
+from jaxformer.models.decoder import ExpertsConfig
+from jaxformer.ops import RoPE
 from jaxformer.ops.kernels import BLOCK, splash_attention
 from jaxformer.ops.masks import Causal
 from jaxformer.parallel.mesh import make_mesh
@@ -26,11 +26,11 @@ from jaxformer.plan.roofline import (
     without_dead_code,
 )
 from jaxformer.train.setup import TrainSetup
-from tests.arrays import rung_like
+from tests.arrays import plain_decoder, rung_like
 
-MODEL = DecoderConfig(
+MODEL = plain_decoder(
     vocab_size=48, context_length=12, d_model=16, n_blocks=3, n_heads=4, d_ff=(32,),
-    bias=False, norm="rmsnorm", positions="rope",
+    bias=False, norm="rmsnorm", positions="none", rope=RoPE(),
 )  # fmt: skip
 CONFIG = Config("t", MODEL, data=TextConfig(), steps=2, optimizer=OptimizerConfig(), train=TrainConfig(batch_size=16))
 
@@ -126,12 +126,7 @@ def test_model_flops_of_experts_count_routed_tokens():
     weights = L * (4 * D * D + E * D + J * (2 * D * F + D)) + D * V  # with the sum of the outputs of two experts
     attention = L * 4 * D * (T * (T + 1) // 2)
     for capacity in (None, 1.25):
-        model = replace(
-            MoEConfig(**vars(MODEL)),
-            n_experts=E,
-            experts_per_token=J,
-            capacity_factor=capacity,
-        )
+        model = replace(MODEL, experts=ExpertsConfig(E, J, capacity_factor=capacity))
         setup = TrainSetup(replace(CONFIG, model=model), make_mesh())
         assert model_flops(setup).total == 3 * (2 * T * weights + attention)
 
@@ -154,5 +149,5 @@ def test_minimal_bytes_sent_by_hand():
     assert minimum("data=2,fsdp=4") == pytest.approx(3 / 4 * 2 * (blocks + outside) + shards + all_reduced)
     assert minimum("fsdp=2,tensor=4") is None
     assert minimum("expert=8") == minimum("data=8")  # the model has no experts
-    experts = replace(CONFIG, model=replace(MoEConfig(**vars(MODEL)), n_experts=8))
+    experts = replace(CONFIG, model=replace(MODEL, experts=ExpertsConfig(8)))
     assert minimal_bytes_sent(TrainSetup(experts, make_mesh("expert=8"))) is None

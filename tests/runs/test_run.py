@@ -23,7 +23,6 @@ from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.data.windows import TextConfig
 from jaxformer.errors import UserError
 from jaxformer.ladder.mlp import MLPConfig
-from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.encoder import EncoderConfig
 from jaxformer.models.recurrent import RecurrentConfig
 from jaxformer.models.vit import ViTConfig
@@ -38,13 +37,13 @@ from jaxformer.runs.run import (
     read_tokenizer,
     write_config,
 )
-from tests.arrays import apply
+from tests.arrays import apply, plain_decoder
 from tests.data.test_tokenizer import byte_level, publish
 from tests.helpers import small_run
 from tests.runs.random_runs import random_run
 
 
-@pytest.mark.parametrize("model", [DecoderConfig(d_ff=(3,)), MLPConfig(mixing="concatenate")])
+@pytest.mark.parametrize("model", [plain_decoder(d_ff=(3,)), MLPConfig(mixing="concatenate")])
 def test_config_round_trips(tmp_path, model):
     config = Config("x", model, data=TextConfig(), steps=7)
     write_config(tmp_path, config)
@@ -53,7 +52,7 @@ def test_config_round_trips(tmp_path, model):
 
 def test_missing_run_lists_existing_runs(tmp_path):
     (tmp_path / "quick").mkdir()
-    write_config(tmp_path / "quick", Config("x", DecoderConfig(), data=TextConfig(), steps=1))
+    write_config(tmp_path / "quick", Config("x", plain_decoder(), data=TextConfig(), steps=1))
     with pytest.raises(UserError, match=r"quik does not exist; runs there: .*quick"):
         load_run(tmp_path / "quik")
     (tmp_path / "empty").mkdir()
@@ -68,7 +67,7 @@ def test_missing_run_lists_existing_runs(tmp_path):
 def test_incomplete_run_is_ignored(tmp_path):
     for name in ("quick", ".new-abc"):  # the second is what create_run renames at its end
         (tmp_path / name).mkdir()
-        write_config(tmp_path / name, Config("x", DecoderConfig(), data=TextConfig(), steps=1))
+        write_config(tmp_path / name, Config("x", plain_decoder(), data=TextConfig(), steps=1))
     os.utime(tmp_path / "quick/config.json", (0, 0))  # the older one
     assert latest_run(tmp_path) == tmp_path / "quick"
 
@@ -77,7 +76,7 @@ def test_incomplete_run_is_ignored(tmp_path):
     "kind", ["os.system", "decoder.Decoder", "decoder.Anything", "../decoder.DecoderConfig", "", None, 3]
 )
 def test_config_kind_is_a_class_of_this_package(tmp_path, kind):
-    write_config(tmp_path, Config("x", DecoderConfig(), data=TextConfig(), steps=1))
+    write_config(tmp_path, Config("x", plain_decoder(), data=TextConfig(), steps=1))
     values = json.loads((tmp_path / "config.json").read_text())
     values["model"]["kind"] = kind
     (tmp_path / "config.json").write_text(json.dumps(values))
@@ -157,7 +156,7 @@ def test_no_other_code_is_imported_for_a_run(tmp_path, kind, message):
     (tmp_path / "run").mkdir()
     (tmp_path / "run/inside.py").write_text("raise SystemExit('executed')")
     (tmp_path / "other.py").write_text("Text = str")
-    write_config(tmp_path / "run", Config("x", DecoderConfig(), data=TextConfig(), steps=1))
+    write_config(tmp_path / "run", Config("x", plain_decoder(), data=TextConfig(), steps=1))
     values = json.loads((tmp_path / "run/config.json").read_text())
     values["model"] = {"kind": f"{tmp_path}/{kind}"}
     (tmp_path / "run/config.json").write_text(json.dumps(values))
@@ -167,7 +166,7 @@ def test_no_other_code_is_imported_for_a_run(tmp_path, kind, message):
 
 @pytest.mark.parametrize("kind", ["no_such_module:X", "..json:X", ":X", "json:loads", "json:"])
 def test_a_module_that_cannot_be_imported_is_one_sentence(tmp_path, kind):
-    write_config(tmp_path, Config("x", DecoderConfig(), data=TextConfig(), steps=1))
+    write_config(tmp_path, Config("x", plain_decoder(), data=TextConfig(), steps=1))
     values = json.loads((tmp_path / "config.json").read_text())
     values["model"] = {"kind": kind}
     (tmp_path / "config.json").write_text(json.dumps(values))
@@ -186,7 +185,7 @@ def test_config_of_a_published_tokenizer_is_stored_and_verified(tmp_path):
     (tmp_path / "published").mkdir()
     config = {"eos_token": "<|begin_of_text|>", "chat_template": "{{ messages }}"}
     published = Tokenizer.load(publish(tmp_path / "published", byte_level, config))
-    run = create_run(tmp_path / "run", Config("x", DecoderConfig(), data=TextConfig(), steps=1), published, False)
+    run = create_run(tmp_path / "run", Config("x", plain_decoder(), data=TextConfig(), steps=1), published, False)
     stored = read_tokenizer(run)
     assert stored.files("t") == published.files("t") and stored.config == config
     file = run / "tokenizer_config.json"
@@ -201,7 +200,7 @@ def test_config_of_a_published_tokenizer_is_stored_and_verified(tmp_path):
 
 
 def test_create_run_is_atomic_and_never_overwrites(tmp_path):
-    tokenizer, config = Tokenizer.train(["a b"], 257), Config("x", DecoderConfig(), data=TextConfig(), steps=1)
+    tokenizer, config = Tokenizer.train(["a b"], 257), Config("x", plain_decoder(), data=TextConfig(), steps=1)
     places = [create_run(tmp_path / "runs/x", config, tokenizer, allow_suffix=True) for _ in range(3)]
     assert [p.name for p in places] == ["x", "x-2", "x-3"]
     for folder_path in places:
@@ -228,8 +227,8 @@ def test_run_data_uses_its_own_tokenizer(tmp_path):
 @pytest.mark.parametrize(
     ("data", "model", "least"),
     [
-        (TextConfig, DecoderConfig(vocab_size=5000, context_length=8), 258),
-        (PrefixTextConfig, DecoderConfig(vocab_size=5000, context_length=8), 258),
+        (TextConfig, plain_decoder(vocab_size=5000, context_length=8), 258),
+        (PrefixTextConfig, plain_decoder(vocab_size=5000, context_length=8), 258),
         (MaskedTextConfig, EncoderConfig(vocab_size=5000, context_length=8), 259),
     ],
 )
@@ -265,7 +264,7 @@ def test_tokenizer_of_another_run_is_refused(tmp_path):
 
 @pytest.mark.parametrize("sums", [None, "[]", "{}", "[" * 100_000, '{"other": 3}'])
 def test_tokenizer_without_checksum_is_refused(tmp_path, sums):
-    config = Config("x", DecoderConfig(), TextConfig(), steps=1)
+    config = Config("x", plain_decoder(), TextConfig(), steps=1)
     folder = create_run(tmp_path / "x", config, Tokenizer.train(["a b"], 257), allow_suffix=False)
     (folder / "sha256.json").unlink()
     if sums is not None:

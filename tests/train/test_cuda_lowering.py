@@ -11,7 +11,7 @@ from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
 from jaxformer.config import ComputeConfig, Config, OptimizerConfig, TrainConfig
 from jaxformer.data.windows import TextConfig
-from jaxformer.models.decoder import DecoderConfig
+from jaxformer.ops import RoPE
 from jaxformer.ops.kernels import cudnn_attention
 from jaxformer.ops.masks import Causal
 from jaxformer.parallel.mesh import make_mesh
@@ -19,10 +19,11 @@ from jaxformer.plan.topology import assume_gpu
 from jaxformer.train import kernels
 from jaxformer.train.setup import TrainSetup
 from jaxformer.train.step import make_train_step
+from tests.arrays import plain_decoder
 
-MODEL = DecoderConfig(
+MODEL = plain_decoder(
     vocab_size=300, context_length=128, d_model=256, n_blocks=2, n_heads=4, d_ff=(256,),
-    norm="rmsnorm", positions="rope", unembedding="tied",
+    norm="rmsnorm", positions="none", rope=RoPE(), unembedding="tied",
 )  # fmt: skip
 CONFIG = Config(
     "t", MODEL, data=TextConfig(), steps=2, optimizer=OptimizerConfig(), train=TrainConfig(batch_size=8),

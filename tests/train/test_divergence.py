@@ -11,7 +11,6 @@ import pytest
 from jaxformer.config import Config, OptimizerConfig
 from jaxformer.data.windows import TextConfig
 from jaxformer.models.clip import CLIPConfig
-from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.vit import ViTConfig
 from jaxformer.train.divergence import (
     LOST_STEPS,
@@ -22,6 +21,7 @@ from jaxformer.train.divergence import (
     chance_loss,
 )
 from jaxformer.train.hints import hint_text, hints
+from tests.arrays import plain_decoder
 
 CHANCE = log(2048)
 FALLING = [CHANCE + 0.1 - 0.03 * step for step in range(80)]
@@ -187,14 +187,14 @@ def test_recorded_runs_are_classified_correctly(name):
 @pytest.mark.parametrize(
     ("model", "loss"),
     [
-        (DecoderConfig(vocab_size=2048), CHANCE), (ViTConfig(n_classes=10), log(10)), (CLIPConfig(), -inf),
+        (plain_decoder(vocab_size=2048), CHANCE), (ViTConfig(n_classes=10), log(10)), (CLIPConfig(), -inf),
     ],
 )  # fmt: skip
 def test_chance_loss_is_that_of_a_uniform_prediction(model, loss):
     assert chance_loss(model) == loss
 
 
-CONFIG = Config("test", DecoderConfig(norm="rmsnorm"), TextConfig(), 10, optimizer=OptimizerConfig(learning_rate=1.0))
+CONFIG = Config("test", plain_decoder(norm="rmsnorm"), TextConfig(), 10, optimizer=OptimizerConfig(learning_rate=1.0))
 
 
 @pytest.mark.parametrize(
@@ -211,4 +211,4 @@ def test_remedies_have_usable_values(optimizer, fields):
     assert [field for _, field in hints(config)] == [*fields, "`optimizer.warmup_steps=100`"]
     assert all(field in hint_text(config) for field in [*fields, "`optimizer.warmup_steps=100`"])
     assert "model.norm" not in hint_text(config)
-    assert hint_text(replace(config, model=DecoderConfig(norm="none"))).startswith("a norm before every layer")
+    assert hint_text(replace(config, model=plain_decoder(norm="none"))).startswith("a norm before every layer")

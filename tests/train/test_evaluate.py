@@ -13,12 +13,12 @@ from jaxformer.data.dataset import Batch
 from jaxformer.data.windows import TextConfig, ValidationText
 from jaxformer.errors import UserError
 from jaxformer.ladder.mlp import MLPConfig
-from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.objective import next_token_nll
+from jaxformer.ops import RoPE
 from jaxformer.parallel.mesh import make_mesh
 from jaxformer.train.evaluate import BATCHES_IN_FLIGHT, Evaluator, perplexity
 from jaxformer.train.setup import TrainSetup
-from tests.arrays import first_params
+from tests.arrays import first_params, plain_decoder
 
 TOKENS = np.random.default_rng(0).integers(0, 37, 101)
 LENGTHS = np.arange(37) % 5  # bytes of each token; some have none, as end-of-text
@@ -27,7 +27,7 @@ SHAPE = {"vocab_size": 37, "context_length": 7, "d_model": 8, "d_ff": (5,)}
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "config", [DecoderConfig(**SHAPE), MLPConfig(**SHAPE, mixing="concatenate")], ids=["all", "last"]
+    "config", [plain_decoder(**SHAPE), MLPConfig(**SHAPE, mixing="concatenate")], ids=["all", "last"]
 )
 def test_evaluation_covers_all_tokens_at_any_batch_size(config):
     model = config.build()
@@ -58,7 +58,7 @@ def test_evaluation_covers_all_tokens_at_any_batch_size(config):
 @pytest.mark.parametrize(("batch_size", "n", "rows"), [(64, 10, 12), (8, 10, 8), (64, None, 16), (8, None, 8)])
 def test_few_examples_are_not_padded_to_a_batch(monkeypatch, batch_size, n, rows):
     config = Config(
-        "test", DecoderConfig(**SHAPE), data=TextConfig(), steps=1, train=TrainConfig(batch_size=batch_size)
+        "test", plain_decoder(**SHAPE), data=TextConfig(), steps=1, train=TrainConfig(batch_size=batch_size)
     )
     setup, sizes = TrainSetup(config, make_mesh("data=4", jax.devices()[:4])), []
     evaluate = Evaluator(setup, ValidationText(TOKENS, LENGTHS, 7, 7))
@@ -74,8 +74,8 @@ def test_few_examples_are_not_padded_to_a_batch(monkeypatch, batch_size, n, rows
 
 SHORT = TOKENS[:34]
 MODELS_OF_SHORT_TEXTS = {
-    "windows": DecoderConfig(37, 300, 8, d_ff=5, positions="rope"),
-    "learned positions": DecoderConfig(37, 300, 8, d_ff=5),
+    "windows": plain_decoder(37, 300, 8, d_ff=5, positions="none", rope=RoPE()),
+    "learned positions": plain_decoder(37, 300, 8, d_ff=5),
 }
 
 
@@ -103,7 +103,7 @@ def test_a_short_text_is_one_short_window_with_the_loss_of_its_tokens(monkeypatc
 
 def test_results_are_read_while_other_batches_are_in_flight(monkeypatch):
     """So that devices need not wait for the next batch; and never more than a few, whose inputs take memory."""
-    config = Config("test", DecoderConfig(**SHAPE), data=TextConfig(), steps=1, train=TrainConfig(batch_size=2))
+    config = Config("test", plain_decoder(**SHAPE), data=TextConfig(), steps=1, train=TrainConfig(batch_size=2))
     evaluate = Evaluator(TrainSetup(config, make_mesh("", jax.devices()[:1])), ValidationText(TOKENS, LENGTHS, 7, 7))
     events: list[str] = []
 
@@ -135,7 +135,7 @@ def test_evaluation_without_targets_is_a_user_error(monkeypatch):
         def val_batches(self, batch_size: int, n: int | None = None) -> Iterator[Batch]:
             yield Batch((), np.zeros((2, 7), np.int32), np.zeros((2, 7), np.float32))
 
-    config = Config("test", DecoderConfig(**SHAPE), data=TextConfig(), steps=1, train=TrainConfig(batch_size=2))
+    config = Config("test", plain_decoder(**SHAPE), data=TextConfig(), steps=1, train=TrainConfig(batch_size=2))
     evaluate = Evaluator(TrainSetup(config, make_mesh("", jax.devices()[:1])), Nothing())
     monkeypatch.setattr(evaluate, "_step", lambda *_: {"nats": np.zeros(2)})
     with pytest.raises(UserError, match="have 0 targets; hold out more data"):
@@ -145,7 +145,7 @@ def test_evaluation_without_targets_is_a_user_error(monkeypatch):
 @pytest.mark.slow
 def test_stride_predicts_each_token_from_the_longest_context():
     stride = 3
-    config = DecoderConfig(**SHAPE)
+    config = plain_decoder(**SHAPE)
     model = config.build()
     params = first_params(model, jnp.zeros(7, jnp.int32))
     nll, windows = [], jax.jit(lambda tokens_8: next_token_nll(model, params, tokens_8))

@@ -13,6 +13,7 @@ import pytest
 from jaxformer.cli.arguments import load_config
 from jaxformer.config import Config, OptimizerConfig, TrainConfig
 from jaxformer.inspect.callbacks import make_callbacks
+from jaxformer.models.decoder import ExpertsConfig
 from jaxformer.models.recurrent import RecurrentConfig
 from jaxformer.parallel.mesh import make_mesh
 from jaxformer.runs.run import create_run, load_run
@@ -29,7 +30,7 @@ TEXT = {**SMALL, "vocab_size": 280, "context_length": 16, "n_blocks": 1}
 RECURRENT = {"vocab_size": 257, "d_embedding": 8, "d_model": 8}
 CASES: dict[str, tuple[dict[str, Any], str]] = {
     "mlm.py": (TEXT | {"vocab_size": 281}, "books"),
-    "moe.py:moe": (TEXT | {"n_experts": 4, "capacity_factor": None}, "books"),
+    "moe.py:moe": (TEXT | {"experts": ExpertsConfig(4)}, "books"),
     "dates.py:bahdanau": (RECURRENT, ""),
     "translation.py:transformer": (
         SMALL | {"vocab_size": 265, "context_length": 16, "n_encoder_blocks": 1, "n_decoder_blocks": 1}, "pairs",

@@ -11,7 +11,6 @@ from jax._src.cudnn import fused_attention_stablehlo
 from jax.sharding import PartitionSpec
 
 from jaxformer.errors import UserError
-from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.objective import Params
 from jaxformer.nn.execution import Execution, Remat
 from jaxformer.ops.attention import attention
@@ -33,7 +32,7 @@ from jaxformer.train.kernels import (
     trial,
     unfused_attention,
 )
-from tests.arrays import normal
+from tests.arrays import normal, plain_decoder
 from tests.helpers import ROOT
 from tests.ops.attending import SCALE, assert_all_close, qkv, value_and_gradients
 
@@ -143,7 +142,7 @@ def kernel_calls(jaxpr: Any, forward: str) -> int:
 )
 def test_rematerialised_blocks_attend_once(monkeypatch, kernel: str, forward: str, scan: bool, remat: Remat) -> None:
     monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91200)
-    config = DecoderConfig(vocab_size=9, context_length=128, d_model=32, n_blocks=2, n_heads=2, d_ff=(8,))
+    config = plain_decoder(vocab_size=9, context_length=128, d_model=32, n_blocks=2, n_heads=2, d_ff=(8,))
     model, tokens_BT = config.build(Execution(FusedAttention(kernel), remat, scan)), jnp.zeros((2, 128), jnp.int32)
     params = jax.eval_shape(config.build().init, jax.random.key(0), tokens_BT[0])["params"]
 

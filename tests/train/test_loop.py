@@ -17,7 +17,6 @@ from jaxformer.config import Config, OptimizerConfig, TrainConfig
 from jaxformer.data.dataset import Batch
 from jaxformer.data.windows import TextConfig
 from jaxformer.errors import UserError
-from jaxformer.models.decoder import DecoderConfig
 from jaxformer.parallel.mesh import make_mesh
 from jaxformer.runs.checkpoints import CheckpointReader
 from jaxformer.runs.run import create_run, load_run, read_config
@@ -31,9 +30,10 @@ from jaxformer.train.resume import Resume, Rollback, Start
 from jaxformer.train.setup import TrainSetup, TrainState
 from jaxformer.train.signals import ReceivedSignal
 from jaxformer.train.step import CompiledStep, StepMetrics
+from tests.arrays import plain_decoder
 from tests.helpers import write_books
 
-MODEL = DecoderConfig(280, 16, 16, n_blocks=1, n_heads=2, d_ff=(24,), norm="rmsnorm")
+MODEL = plain_decoder(280, 16, 16, n_blocks=1, n_heads=2, d_ff=(24,), norm="rmsnorm")
 TRAIN = TrainConfig(batch_size=8, log_every=1, eval_every=10, eval_examples=16, checkpoint_every=5)
 
 

@@ -17,16 +17,16 @@ import pytest
 from jaxformer.config import Config, TrainConfig
 from jaxformer.data.windows import TextConfig
 from jaxformer.errors import UserError
-from jaxformer.models.decoder import DecoderConfig
 from jaxformer.parallel.mesh import make_mesh
 from jaxformer.train.log import read_metrics
 from jaxformer.train.loop import Callback, train
 from jaxformer.train.metric_writers import open_writers, prepare_writers, scalars
 from jaxformer.train.resume import Resume
 from jaxformer.train.setup import TrainSetup
+from tests.arrays import plain_decoder
 from tests.helpers import mounted, run, tiny, write_books
 
-MODEL = DecoderConfig(280, 16, 16, n_blocks=1, n_heads=2, d_ff=(24,), norm="rmsnorm")
+MODEL = plain_decoder(280, 16, 16, n_blocks=1, n_heads=2, d_ff=(24,), norm="rmsnorm")
 CONFIG = Config(
     "test", MODEL, TextConfig(), steps=6,
     train=TrainConfig(

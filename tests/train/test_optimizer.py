@@ -17,7 +17,6 @@ from jaxformer.config import Config, OptimizerConfig
 from jaxformer.contract import ParameterAxes
 from jaxformer.data.windows import TextConfig
 from jaxformer.ladder.mlp import MLPConfig
-from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.objective import next_token_nll
 from jaxformer.nn.parameters import parameter_axes
 from jaxformer.parallel.mesh import make_mesh
@@ -31,7 +30,7 @@ from jaxformer.train.optimizer import (
     updates_taken,
 )
 from jaxformer.train.setup import TrainSetup
-from tests.arrays import first_params, normal, random_tokens
+from tests.arrays import first_params, normal, plain_decoder, random_tokens
 from tests.inspect.test_activations import MODELS
 
 TORCH = Path(__file__).parents[1] / "fixtures/optimizers_torch.npz"
@@ -392,7 +391,7 @@ def test_base_width_changes_no_bit_at_that_width_and_no_state():
 def changes(config: OptimizerConfig, width: int) -> tuple[float, float]:
     """Root mean square of what four steps change in the residual stream and in the logits of a decoder, whose W_out is
     drawn as muP has it."""
-    model = DecoderConfig(
+    model = plain_decoder(
         29, 8, width, n_heads=width // 16, d_ff=(2 * width,), norm="rmsnorm", positions="none",
         bias=False, unembedding_std=8 / width,
     ).build()  # fmt: skip
@@ -434,7 +433,7 @@ def test_changes_of_activations_grow_with_the_width_only_without_base_width():
 def test_training_lowers_the_loss_and_resumes_bit_identically(tmp_path):
     """Compiled, with donated state, and clipped, so that a chain of states is saved."""
     config = replace(CONFIGS["schedule_free"], clip_norm=1.0, warmup_steps=2)  # of which most is saved
-    model = DecoderConfig(23, 7, 12, n_blocks=1, n_heads=2, d_ff=(16,), norm="rmsnorm", qk_norm=True).build()
+    model = plain_decoder(23, 7, 12, n_blocks=1, n_heads=2, d_ff=(16,), norm="rmsnorm", qk_norm=True).build()
     batch = random_tokens(23, 4, 8)
     optimizer = make_optimizer(config, make_schedule(config, 20), parameter_axes(model))
 

@@ -15,7 +15,6 @@ from jax.profiler import ProfileData
 from jaxformer.config import Config, OptimizerConfig, TrainConfig
 from jaxformer.data.windows import TextConfig
 from jaxformer.errors import UserError
-from jaxformer.models.decoder import DecoderConfig
 from jaxformer.parallel.mesh import make_mesh
 from jaxformer.train import profile
 from jaxformer.train.log import read_metrics, without_timings
@@ -23,10 +22,11 @@ from jaxformer.train.loop import Callback, Outcome, Throughput, train
 from jaxformer.train.profile import SESSIONS, Profiler
 from jaxformer.train.resume import Resume
 from jaxformer.train.setup import TrainSetup
+from tests.arrays import plain_decoder
 from tests.helpers import fill, mounted, write_books
 
 STEPS = 8
-MODEL = DecoderConfig(280, 8, 8, n_blocks=1, n_heads=2, d_ff=(8,), norm="rmsnorm")
+MODEL = plain_decoder(280, 8, 8, n_blocks=1, n_heads=2, d_ff=(8,), norm="rmsnorm")
 CONFIG = Config(
     "test", MODEL, TextConfig(), STEPS, optimizer=OptimizerConfig("adamw", 1e-3),
     train=TrainConfig(batch_size=4, log_every=1, eval_every=0, report_every=0, gradients_every=0, checkpoint_every=3),

@@ -22,9 +22,8 @@ from jaxformer.data.windows import TextConfig, next_token_batch
 from jaxformer.errors import UserError
 from jaxformer.inspect import first_non_finite
 from jaxformer.models import objective
-from jaxformer.models.decoder import DecoderConfig
+from jaxformer.models.decoder import DecoderConfig, ExpertsConfig
 from jaxformer.models.encoder import ClassifierConfig, EncoderConfig
-from jaxformer.models.moe import MoEConfig
 from jaxformer.models.objective import CrossEntropy, Params, batched_apply, per_target
 from jaxformer.nn.experts import routers
 from jaxformer.nn.parameter_norms import row_names
@@ -36,10 +35,10 @@ from jaxformer.runs.run import abstract_params
 from jaxformer.train import kernels
 from jaxformer.train.setup import TrainSetup, TrainState
 from jaxformer.train.step import CompiledStep, make_eval_step, make_gradient, make_train_step
-from tests.arrays import assert_close
+from tests.arrays import assert_close, plain_decoder
 
 V, T, B = 40, 12, 16
-MODEL = DecoderConfig(V, T, 16, n_blocks=1, n_heads=4, d_ff=(24,), norm="rmsnorm")
+MODEL = plain_decoder(V, T, 16, n_blocks=1, n_heads=4, d_ff=(24,), norm="rmsnorm")
 CONFIG = Config(
     "test",
     MODEL,
@@ -53,8 +52,9 @@ PACKED = {"packing": "documents"}
 DROPOUT = replace(CONFIG, model=replace(MODEL, n_blocks=2, dropout=0.3))
 EXPERTS = replace(
     CONFIG,
-    model=MoEConfig(
-        **vars(MODEL), n_experts=4, capacity_factor=1.0, shared_expert=True, balance_weight=2.0, router_z_weight=0.5
+    model=replace(
+        MODEL,
+        experts=ExpertsConfig(4, capacity_factor=1.0, shared_expert=True, balance_weight=2.0, router_z_weight=0.5),
     ),
 )
 TOKENS = np.random.default_rng(0).integers(0, V, (20, B, T + 1)).astype(np.int32)
@@ -142,7 +142,7 @@ PADDED = Batch(
 @lru_cache
 def gradient_of_padded_rows(mesh: str, config: Config) -> tuple[jax.Array, Params]:
     setup = setup_of(mesh, config)
-    params = first_params(replace(config.model, dropout=0.0, balance_weight=0.0))
+    params = first_params(replace(config.model, dropout=0.0))
     return jax.device_get(gradient_at(setup, params, PADDED))
 
 
@@ -159,12 +159,12 @@ def test_gradients_are_the_same_on_a_mesh_and_in_microbatches():
     only the z-loss, a mean over tokens, is that of the batch; balancing is a microbatch's own."""
     config = replace(
         CONFIG,
-        model=MoEConfig(
-            **vars(replace(MODEL, dropout=0.3, n_heads=2, norm="none")),
-            n_experts=2,
-            capacity_factor=None,
-            balance_weight=0.0,
-            router_z_weight=0.5,
+        model=replace(
+            MODEL,
+            dropout=0.3,
+            n_heads=2,
+            norm="none",
+            experts=ExpertsConfig(2, balance_weight=0.0, router_z_weight=0.5),
         ),
     )
     expected = gradient_of_padded_rows("data=1", config)
@@ -175,7 +175,7 @@ def test_gradients_are_the_same_on_a_mesh_and_in_microbatches():
 @pytest.mark.slow
 def test_the_load_balancing_loss_is_minimised_and_not_reported():
     """The loss is that of the batch without it, and the gradient is that with it, of the whole batch at once."""
-    model, params = EXPERTS.model.build(), first_params(replace(EXPERTS.model, balance_weight=0.0))
+    model, params = EXPERTS.model.build(), first_params(EXPERTS.model)
     setup = setup_of("data=1", EXPERTS)
     keys = setup.example_keys(0)
 
@@ -341,7 +341,7 @@ def test_logits_of_a_sequence_classifier_are_not_chunked(monkeypatch):
     ("model", "message"),
     [
         (
-            DecoderConfig(V, T),
+            plain_decoder(V, T),
             r"expects inputs and targets int32 \(12,\), int32 \(12,\) per .* int32 \(12,\), bool \(12,\), int32",
         ),
         (

@@ -21,6 +21,7 @@ from jaxformer.inspect.pages.weights import GROUP, pack_names, pack_params, roun
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.objective import Params
 from jaxformer.nn.norms import epsilon
+from jaxformer.ops.positions import Llama3Scaling
 from jaxformer.runs.run import Run, count_parameters
 from jaxformer.runs.snapshots import load_snapshot, snapshot_steps
 
@@ -120,6 +121,9 @@ def live_section(
         raise NotImplementedError(f"{SCRIPT} supports decoders only, and this is a {type(model).__name__}.")
     if config.routes_tokens or config.prefix:
         raise NotImplementedError(f"{SCRIPT} supports neither mixtures of experts nor attention to a prefix.")
+    for rope in filter(None, map(config.block_rope, range(config.n_blocks))):
+        if rope.fraction < 1 or rope.interleaved or not isinstance(rope.scaling, float | Llama3Scaling):
+            raise NotImplementedError(f"{SCRIPT} does not support {rope}.")
     if n_parameters > max_parameters:
         problem = f"it has {n_parameters:,} parameters, but the limit is {max_parameters:,}"
         raise NotImplementedError(f"{problem}; raise `max_live_parameters`.")
@@ -175,7 +179,7 @@ def pack_settings(config: DecoderConfig) -> dict[str, Any]:
 
 def _frequencies(c: DecoderConfig, block: int) -> list[float] | None:
     """Return the K/2 RoPE frequencies of a block in radians per position; None without RoPE."""
-    if (rope := c.rope(block)) is None:
+    if (rope := c.block_rope(block)) is None:
         return None
     frequencies: list[float] = rope.frequencies(c.width_of_head).tolist()
     return frequencies

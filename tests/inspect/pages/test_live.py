@@ -20,36 +20,38 @@ from jaxformer.inspect.pages import live
 from jaxformer.inspect.pages.live import KNOWN_SPLITS, LiveSection, live_section, pack_tokenizer
 from jaxformer.inspect.pages.page import render_page, write_page
 from jaxformer.inspect.pages.weights import GROUP, flatten, pack_names, pack_params, round_params
-from jaxformer.ladder.rungs import RungDecoderConfig
-from jaxformer.models.decoder import DecoderConfig
+from jaxformer.models.decoder import BlockAttention, DecoderConfig, ExpertsConfig
 from jaxformer.models.objective import Params
 from jaxformer.nn.mlp import ACTIVATIONS
-from tests.arrays import assert_close, build, rung_like
+from jaxformer.ops import RoPE
+from jaxformer.ops.positions import Llama3Scaling
+from tests.arrays import assert_close, build, plain_decoder, plain_rung, rung_like
 from tests.browser import browsing, complaints, embedded, wait_for
 
 VOCAB, CONTEXT, TOLERANCE = 600, 24, 1e-4
-QUICK = DecoderConfig(
+QUICK = plain_decoder(
     vocab_size=VOCAB, context_length=CONTEXT, d_model=16, n_blocks=2, n_heads=2, qk_norm=True,
-    d_ff=(31,), norm="rmsnorm", final_norm=True, positions="rope",
+    d_ff=(31,), norm="rmsnorm", final_norm=True, positions="none", rope=RoPE(),
 )  # fmt: skip
+LOCAL = BlockAttention(5, RoPE(50.0))
 CONFIGS = {
     "quick": QUICK,
     "llama": replace(
         QUICK, d_model=24, n_heads=6, n_kv_heads=2, head_dim=8, activation="swiglu", bias=False, qk_norm=False,
-        unembedding="tied", rope_scaling=8.0, rope_original_context=12, rope_base=100.0,
+        unembedding="tied", rope=RoPE(100.0, Llama3Scaling(8.0, 1.0, 4.0, 12)),
     ),
     "gemma": rung_like(
         QUICK, n_blocks=3, n_kv_heads=1, activation="geglu", bias=False, norm_placement="both", norm_eps=1e-3,
-        window=5, global_blocks=(1,), local_rope_base=50.0, rope_scaling=2.0, embedding_scale=4.0, logit_soft_cap=3.0,
+        rope=RoPE(scaling=2.0), attention=(LOCAL, BlockAttention(), LOCAL), embedding_scale=4.0, logit_soft_cap=3.0,
         score_scale=0.3, value_dim=11, value_embedding=True,
     ),
     "post": replace(
         QUICK, attention_bias=True, d_ff=(32, 24), activation="gelu", norm="layernorm", norm_placement="post",
-        qk_norm=False, positions="learned", max_context=30,
+        qk_norm=False, positions="learned", rope=None, max_context=30,
     ),
-    "rung": RungDecoderConfig(
+    "rung": plain_rung(
         vocab_size=VOCAB, context_length=CONTEXT, d_model=16, n_heads=3, head_dim=12, value_dim=16, scaled=False,
-        residual=False, unembedding="mlp", d_ff=(32,), positions="sinusoidal",
+        residual=False, mlp_logits=True, d_ff=(32,), positions="sinusoidal",
     ),
 }  # fmt: skip
 CORPUS = [
@@ -842,7 +844,7 @@ def test_section_says_how_weights_are_stored():
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"n_experts": 2}, "supports neither mixtures of experts"),
+        ({"experts": ExpertsConfig(2)}, "supports neither mixtures of experts"),
         ({"prefix": True}, "nor attention to a prefix"),
         (
             {"d_ff": (4096,)},

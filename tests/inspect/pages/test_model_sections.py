@@ -33,13 +33,12 @@ from jaxformer.inspect.pages.model_sections import (
     with_ablation,
 )
 from jaxformer.inspect.pages.page import Table
-from jaxformer.ladder.rungs import RungDecoderConfig
 from jaxformer.models.encoder import EncoderConfig
 from jaxformer.models.encoder_decoder import EncoderDecoderConfig
 from jaxformer.models.recurrent import RecurrentConfig
-from tests.arrays import apply, random_params
+from tests.arrays import apply, plain_rung, random_params
 
-DECODER = RungDecoderConfig(
+DECODER = plain_rung(
     vocab_size=11, context_length=8, d_model=8, n_blocks=2, n_heads=2, output_projection=True, d_ff=(8,),
     norm="rmsnorm", residual=True, scaled=True,
 )  # fmt: skip

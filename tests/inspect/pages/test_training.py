@@ -22,15 +22,15 @@ from jaxformer.inspect.pages.training import (
     write_training_page,
 )
 from jaxformer.models.clip import CLIPConfig, ImageTowerConfig, TextTowerConfig
-from jaxformer.models.decoder import DecoderConfig
 from jaxformer.runs.run import create_run
+from tests.arrays import plain_decoder
 from tests.browser import embedded
 
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(training, "MAX_TIME_SHARE", float("inf"))
-    model = DecoderConfig(vocab_size=257, context_length=8, d_model=8, n_blocks=1, n_heads=2, d_ff=(8,))
+    model = plain_decoder(vocab_size=257, context_length=8, d_model=8, n_blocks=1, n_heads=2, d_ff=(8,))
     config = Config("small", model, data=TextConfig(), steps=30)
     return create_run(tmp_path / "small", config, Tokenizer.train([], 257), allow_suffix=False)
 
@@ -110,7 +110,7 @@ def test_page_is_updated_within_its_share_of_the_time(run: Path, monkeypatch: py
     assert written == [0, 10, 20]
 
 
-DECODER = DecoderConfig(vocab_size=9, context_length=4, d_model=4, n_blocks=2, d_ff=(4,))
+DECODER = plain_decoder(vocab_size=9, context_length=4, d_model=4, n_blocks=2, d_ff=(4,))
 CLIP = CLIPConfig(
     vision=ImageTowerConfig(image_size=(8, 8), patch_size=(4, 4), d_model=8, n_heads=2, n_blocks=1),
     text=TextTowerConfig(12, 6, d_model=8, n_heads=1, n_blocks=1), d_joint=4,
