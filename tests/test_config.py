@@ -159,7 +159,8 @@ def test_nested_parts_are_stored_and_read():
     kinds = (BlockAttention(8, RoPE(100.0)), BlockAttention(use_rope=False))
     config = DecoderConfig(rope=scaled, attention=kinds, experts=ExpertsConfig(4))
     stored = json.loads(json.dumps(to_dict(config)))
-    assert stored["rope"]["scaling"] == {"factor": 8.0, "low": 1.0, "high": 4.0, "original_context": 64}
+    of_llama3 = {"factor": 8.0, "low": 1.0, "high": 4.0, "original_context": 64}
+    assert stored["rope"]["scaling"] == {"kind": "jaxformer.ops.positions:Llama3Scaling"} | of_llama3
     assert from_dict(DecoderConfig, stored) == config
     assert from_dict(DecoderConfig, {"rope": None, "experts": {}}) == DecoderConfig(rope=None, experts=ExpertsConfig())
     for values, message in (

@@ -21,6 +21,7 @@ from jaxformer.inspect.activations import Activations, Inputs, capture, capture_
 from jaxformer.inspect.difference_quotients import ACCURACY, compare_slopes
 from jaxformer.inspect.of_run import of_run
 from jaxformer.models.clip import LARGEST_LOG_SCALE
+from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.objective import Params, is_causal_lm, objective_of
 from jaxformer.nn.execution import Execution
 from jaxformer.ops.attention import attention
@@ -105,6 +106,12 @@ def without_rounding(check: Callable[..., Check], model: nn.Module, params: Para
     return replace(exact, detail=f"{exact.detail}, in float64; in float32 it rounds to {result.deviation:.1e}")
 
 
+def _longest_window(config: object) -> int | None:
+    """Return the longest attention window of a decoder's blocks, in tokens; None without windows."""
+    kinds = config.attention if isinstance(config, DecoderConfig) else ()
+    return max((kind.window for kind in kinds if kind.window is not None), default=None)
+
+
 def random_inputs(config: ModelConfig, n: int, seed: int = 0, max_tokens: int = 64) -> Inputs:
     """Return the inputs of `n` random examples: pixels, tokens, and texts of several lengths, the first the longest.
 
@@ -113,7 +120,7 @@ def random_inputs(config: ModelConfig, n: int, seed: int = 0, max_tokens: int = 
         attention window gets at least 8 more tokens than the window.
     """
     rng, vocab_size = np.random.default_rng(seed), _vocab_size(config)
-    if (window := getattr(config, "window", None)) is not None:
+    if (window := _longest_window(config)) is not None:
         max_tokens = max(max_tokens, window + 8)
     T = 0
 
@@ -212,7 +219,7 @@ def attention_mask(model: nn.Module, params: Params, inputs: Inputs) -> Check:
 
     largest = largest_of(deviation(*layer) for layer in zip(windows, maps.values(), strict=True))
     detail = f"weights for equal scores, {len(maps)} layers, {T} tokens"
-    untested = getattr(model.config, "window", None) is not None and min(windows) >= T
+    untested = _longest_window(model.config) is not None and min(windows) >= T
     return check(f"{detail}, a window of {min(windows)} untested" if untested else detail, largest)
 
 
