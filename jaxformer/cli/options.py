@@ -331,10 +331,11 @@ def read_value(flag: str, hint: Any, word: str) -> Any:
 def _replaced(config: Any, values: Mapping[Path, object], where: str = "") -> Any:
     """Return a dataclass, or a new one of a class, with the values at these paths below the path `where`."""
     cls: Any = config if isinstance(config, type) else type(config)
-    hints, changes = typing.get_type_hints(cls), {}
+    hints, marked, changes = typing.get_type_hints(cls), type_hints(cls), {}
     for name in dict.fromkeys(str(path[0]) for path in values):
         below = {path[1:]: value for path, value in values.items() if path[0] == name}
-        changes[name] = _changed(_default(config, name), hints[name], below, f"{where}.{name}".lstrip("."))
+        inner = where if MERGED in getattr(marked[name], "__metadata__", ()) else f"{where}.{name}".lstrip(".")
+        changes[name] = _changed(_default(config, name), hints[name], below, inner)
     try:
         return cls(**changes) if isinstance(config, type) else dataclasses.replace(config, **changes)
     except TypeError as error:
@@ -414,9 +415,13 @@ def option_groups(default: Any, prefix: str = "", path: Path = ()) -> list[Group
             only = value[0] if isinstance(value, tuple) and len(value) == 1 else item
             inner += option_groups(only, f"{prefix}{f.name}.", (*field_path, ALL))
         elif HIDDEN not in marks:
-            for part in nested_classes(hint):
-                inner += option_groups(value if isinstance(value, part) else part, f"{prefix}{f.name}.", field_path)
-            if nested_classes(hint) == [hint]:
+            parts = nested_classes(hint)
+            for part in parts:
+                groups = option_groups(value if isinstance(value, part) else part, f"{prefix}{f.name}.", field_path)
+                if parts[1:]:
+                    groups[0] = replace(groups[0], title=f"{groups[0].title} ({part.__name__})")
+                inner += groups
+            if parts == [hint]:
                 continue
             flag = f.name if POSITIONAL in marks else as_flag(f"{prefix}{f.name}")
             positional = bool({POSITIONAL, POSITIONAL_TOO} & {*marks})
@@ -432,7 +437,7 @@ def help_text(default: Any, program: str, description: str) -> str:
     arguments = [option.placeholder for group in groups for option in group.options if option.positional]
     parts = [paragraphs(" ".join(["usage:", program, "[OPTIONS]", *arguments])), paragraphs(description)]
     for number, group in enumerate(groups):
-        lines = [f"{group.title}:", *([paragraphs(group.about, 2)] if group.about else [])]
+        lines = [paragraphs(f"{group.title}:"), *([paragraphs(group.about, 2)] if group.about else [])]
         rows = [(option.usage(), option.help()) for option in group.options]
         for usage, text in [*([] if number else [("-h, --help", "Show this text.")]), *rows]:
             lines += [paragraphs(usage, 2), paragraphs(text, 6)]

@@ -262,8 +262,10 @@ def rope(
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class RoPE:
-    """Rotary position embedding with fixed options: `RoPE(base)(x_HTK, positions_T)`; see `rope`. Hashable and
-    without leaves, so it can be an argument of a jitted function."""
+    """Rotary position embedding (Su et al. 2021): queries and keys are rotated by angles that grow with the position.
+
+    `RoPE(base)(x_HTK, positions_T)` is `rope` with these options. Hashable and without leaves, so it can be an argument
+    of a jitted function."""
 
     base: float = 10_000.0
     """Base of the frequencies: pair i of the R rotated features of a head rotates by base^(-2i/R) per position."""

@@ -251,6 +251,15 @@ def test_options_of_a_nested_part_that_do_not_fit_are_refused(words, message):
         CommandLine(words.split()).parse(Nested(), "", "")
 
 
+def test_a_part_of_a_merged_dataclass_is_named_as_its_options_are():
+    @dataclass(frozen=True)
+    class Command:
+        run_config: Annotated[Nested, MERGED] = Nested()
+
+    with pytest.raises(UserError, match=re.escape("--off.scaling is incomplete; add --off.scaling.factor")):
+        CommandLine(["--off.scaling.low", "8"]).parse(Command(), "", "")
+
+
 def test_options_that_are_printed_for_a_nested_value_set_it():
     for value in (Nested(None, Rotation(4.0), (Kind(8, Rotation()), Kind(fast=False))), Nested(kinds=(Kind(3),))):
         words = " ".join(as_words(f.name, getattr(value, f.name)) for f in dataclasses.fields(value))

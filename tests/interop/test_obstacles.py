@@ -13,7 +13,7 @@ from jaxformer.errors import UserError
 from jaxformer.interop.obstacles import Obstacle, obstacles
 from jaxformer.models.decoder import BlockAttention, ExpertsConfig
 from jaxformer.ops import RoPE
-from jaxformer.ops.positions import Llama3Scaling
+from jaxformer.ops.positions import Llama3Scaling, Yarn
 from tests.helpers import ROOT
 
 LLAMA = load_config(f"{ROOT}/configs/quick.py:llama")
@@ -22,7 +22,10 @@ VALUES: dict[str, list[Any]] = {
     "activation": ["relu", "gelu", "geglu", "squared_relu"], "bias": [True], "norm": ["none", "layernorm"],
     "norm_placement": ["post", "both"], "positions": ["learned", "sinusoidal"], "attention_bias": [True],
     "output_bias": [True, False],
-    "rope": [None, RoPE(5e5), RoPE(scaling=2.0), RoPE(scaling=Llama3Scaling(2.0, 1.0, 4.0, 16))],
+    "rope": [
+        None, RoPE(5e5), RoPE(scaling=2.0), RoPE(scaling=Llama3Scaling(2.0, 1.0, 4.0, 16)),
+        RoPE(scaling=Yarn(2.0, 16)), RoPE(fraction=0.5), RoPE(interleaved=True),
+    ],
     "attention": [
         (BlockAttention(8),), (BlockAttention(8), BlockAttention()), (BlockAttention(8, RoPE(1e3)), BlockAttention()),
         (BlockAttention(use_rope=False), BlockAttention()), (BlockAttention(rope=RoPE(1e3)),),
@@ -57,6 +60,9 @@ def test_obstacles_are_fields_of_the_config_with_the_values_that_remove_them():
     config = replace(quick, model=replace(quick.model, **changes))
     assert obstacles(config, "hf") == [Obstacle("model.bias", True, False)]
     assert obstacles(config, "gguf") == obstacles(config, "hf")
+    partial = replace(config, model=replace(config.model, bias=False, rope=RoPE(fraction=0.5, scaling=Yarn(2.0, 16))))
+    named = [obstacle.field for obstacle in obstacles(partial, "hf")]
+    assert named == ["model.rope.scaling", "model.rope.fraction"], named
     assert obstacles(config, "safetensors") == obstacles(config, "stablehlo") == []
 
 

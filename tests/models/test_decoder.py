@@ -18,7 +18,7 @@ from jaxformer.nn.execution import ROUTER, Execution
 from jaxformer.nn.experts import routers
 from jaxformer.ops import RoPE
 from jaxformer.ops.masks import EMPTY
-from jaxformer.ops.positions import Llama3Scaling
+from jaxformer.ops.positions import Llama3Scaling, LongRoPE, Yarn
 from jaxformer.runs.run import abstract_params, count_parameters
 from tests.arrays import apply, assert_close, build, normal, plain_decoder, random_tokens, rung, rung_like
 from tests.helpers import ROOT, slow
@@ -55,7 +55,11 @@ CONFIGS = {name: small(name) for name in RUNGS} | {
         value_dim=7,
         value_embedding=True,
     ),
-    "experts": replace(MODERN, experts=ExpertsConfig(4, capacity_factor=1.0, shared_expert=True)),
+    "experts": replace(
+        MODERN,
+        experts=ExpertsConfig(4, capacity_factor=1.0, shared_expert=True),
+        rope=RoPE(100.0, Yarn(4.0, 8), fraction=0.4, interleaved=True),
+    ),
     "no_positions": replace(PLAIN, positions="none", activation="squared_relu"),
     "local and global": rung_like(
         MODERN,
@@ -318,6 +322,11 @@ def test_published_shapes_have_the_published_number_of_parameters(name: str, cou
         ({"rope": RoPE(scaling=0.5), "head_dim": 4}, ["rope.scaling is 0.5; it must be at least 1"]),
         ({"rope": RoPE(scaling=Llama3Scaling(8.0, 1.0, 4.0, 0)), "head_dim": 4}, ["original_context is 0"]),
         ({"rope": RoPE(scaling=Llama3Scaling(8.0, 4.0, 4.0, 9)), "head_dim": 4}, ["rope.scaling.low is 4.0", "below"]),
+        ({"rope": RoPE(scaling=Yarn(0.5, 9)), "head_dim": 4}, ["rope.scaling.factor is 0.5; it must be at least 1"]),
+        ({"rope": RoPE(scaling=LongRoPE((1.0,), (2.0,), 9, 2.0)), "head_dim": 4}, ["rope.scaling", "2 frequencies"]),
+        ({"rope": RoPE(fraction=0.8), "head_dim": 4}, ["head_dim is 4 and rope.fraction 0.8", "even"]),
+        ({"rope": RoPE(fraction=1.5), "head_dim": 4}, ["rope.fraction is 1.5; it must be above 0 and at most 1"]),
+        ({"rope": RoPE(fraction=0.5), "local_heads": 1, "attention_bias": True, "head_dim": 4}, ["all features"]),
         ({"attention": BlockAttention(5), "prefix": True}, ["window", "5", "prefix"]),
         ({"norm": "none", "final_norm": True}, ["final_norm is True", "norm is none"]),
         ({"d_ff": (17, 0)}, ["d_ff is 0; it must be at least 1"]),

@@ -846,6 +846,7 @@ def test_section_says_how_weights_are_stored():
     [
         ({"experts": ExpertsConfig(2)}, "supports neither mixtures of experts"),
         ({"prefix": True}, "nor attention to a prefix"),
+        ({"positions": "none", "rope": RoPE(interleaved=True)}, r"does not support RoPE\(.*interleaved=True"),
         (
             {"d_ff": (4096,)},
             "it has 291,728 parameters, but the limit is 100,000; raise `max_live_parameters`",
