@@ -128,7 +128,9 @@ def _through_norm(
     c: DecoderConfig, name: str, norm: Params, x_TD: jax.Array, direction_TD: jax.Array
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Map a direction after a norm of `x_TD` to the corresponding direction before it; also return the contribution of
-    the norm's bias, by name."""
+    the norm's bias, by name. Raises `ValueError` for a norm of one's own."""
+    if c.norm not in ("rmsnorm", "layernorm"):
+        raise ValueError(f"logits are not attributed through the norm {c.norm}; use rmsnorm or layernorm")
     is_layernorm, upcast_TD = c.norm == "layernorm", upcast(x_TD)
     if is_layernorm:
         upcast_TD -= upcast_TD.mean(axis=-1, keepdims=True)

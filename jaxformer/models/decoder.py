@@ -172,7 +172,9 @@ class DecoderConfig(TokenModelConfig):
         if self.prefix and window is not None:
             raise UserError(f"window is {window}, but all positions attend to a prefix; omit one of them.")
         if self.final_norm and self.norm == "none":
-            raise UserError("final_norm is True, but norm is none; set it to false, or norm to rmsnorm or layernorm.")
+            raise UserError(
+                "norm is none, but final_norm is True; set final_norm to false, or norm to rmsnorm or layernorm."
+            )
         if self.unembedding_std is not None and not self.has_W_out:
             raise UserError(f"unembedding_std is {self.unembedding_std}, but there is no W_out; omit it.")
 

@@ -101,14 +101,15 @@ class Block(nn.Module):
         x_TD = capture_point(self, "resid_pre", x_TD)
         h_TD = self._normalized("attention", x_TD)
         y_TD, cache = self.attention(h_TD, positions_T, mask, cache, slot)
-        x_TD = capture_point(self, "resid_mid", self._add("attention", x_TD, y_TD, keys[0]))
+        x_TD = capture_point(self, "resid_mid", self._add("attention", "attn_out", x_TD, y_TD, keys[0]))
         if crosses:
             h_TD = self._normalized("cross_attention", x_TD)
             y_TD, _ = self.cross_attention(h_TD, positions_T, source_mask, source=source)
-            x_TD = capture_point(self, "resid_mid_cross", self._add("cross_attention", x_TD, y_TD, keys[1]))
+            x_TD = self._add("cross_attention", "cross_attn_out", x_TD, y_TD, keys[1])
+            x_TD = capture_point(self, "resid_mid_cross", x_TD)
         h_TD = self._normalized("mlp", x_TD)
         y_TD = self.mlp(h_TD) if valid_T is None else self.mlp(h_TD, valid_T)
-        return capture_point(self, "resid_post", self._add("mlp", x_TD, y_TD, keys[-1])), cache
+        return capture_point(self, "resid_post", self._add("mlp", "mlp_out", x_TD, y_TD, keys[-1])), cache
 
     def residual(self, x_TD: jax.Array, y_TD: jax.Array) -> jax.Array:
         """Return the residual stream `(T, D)` after a sublayer with the output y."""
@@ -122,12 +123,13 @@ class Block(nn.Module):
         """Return the input of a sublayer, `(T, D)`."""
         return x_TD if self.norm_placement == "post" else getattr(self, f"{sublayer}_norm")(x_TD)
 
-    def _add(self, sublayer: str, x_TD: jax.Array, y_TD: jax.Array, key: jax.Array | None) -> jax.Array:
-        """Return the residual stream `(T, D)` after a sublayer with the output y, with dropout of y."""
+    def _add(self, sublayer: str, name: str, x_TD: jax.Array, y_TD: jax.Array, key: jax.Array | None) -> jax.Array:
+        """Return the residual stream `(T, D)` after a sublayer with the output y, captured by this name, with dropout
+        of y."""
         y_TD = getattr(self, f"{sublayer}_post_norm")(y_TD)
         if self.dropout and key is not None:
             y_TD = getattr(self, f"{sublayer}_dropout")(y_TD, rng=key)
-        x_TD = self.residual(x_TD, capture_point(self, sublayer.replace("attention", "attn") + "_out", y_TD))
+        x_TD = self.residual(x_TD, capture_point(self, name, y_TD))
         return getattr(self, f"{sublayer}_norm")(x_TD) if self.norm_placement == "post" else x_TD
 
 

@@ -328,7 +328,7 @@ def test_published_shapes_have_the_published_number_of_parameters(name: str, cou
         ({"rope": RoPE(fraction=1.5), "head_dim": 4}, ["rope.fraction is 1.5; it must be above 0 and at most 1"]),
         ({"rope": RoPE(fraction=0.5), "local_heads": 1, "attention_bias": True, "head_dim": 4}, ["all features"]),
         ({"attention": BlockAttention(5), "prefix": True}, ["window", "5", "prefix"]),
-        ({"norm": "none", "final_norm": True}, ["final_norm is True", "norm is none"]),
+        ({"norm": "none", "final_norm": True}, ["norm is none, but final_norm is True"]),
         ({"d_ff": (17, 0)}, ["d_ff is 0; it must be at least 1"]),
         ({"experts": {"n_experts": 0}}, ["n_experts", "0"]),
         ({"experts": {"n_experts": 4, "per_token": 5}}, ["per_token", "5", "4"]),

@@ -31,12 +31,15 @@ MAX_EMBEDDED_BYTES = 40_000_000
 """Maximum size of the parameters, of all frames of a film, within a page; larger ones are in a file beside it."""
 MAX_FILM_PARAMETERS = 200_000_000
 """Maximum parameters of all frames of a film together."""
+KNOWN_NORMS = ("none", "rmsnorm", "layernorm")
+KNOWN_ACTIVATIONS = ("relu", "squared_relu", "gelu", "gelu_exact", "quick_gelu", "silu", "swiglu", "geglu", "tanh")
+"""What assets/decoder.js computes; another norm or activation is to be added there, and in assets/backward.js."""
 SCRIPT = "the page's script"
 MAX_TOKENS = 256
 """Maximum tokens of a text on the page, which bounds the memory for attention maps."""
 CONFIG_FIELDS = (
     "vocab_size", "d_model", "n_blocks", "n_heads", "activation", "norm_placement", "positions", "embedding_scale",
-    "unembedding", "logit_soft_cap",
+    "logit_soft_cap",
 )  # fmt: skip
 """Fields of `DecoderConfig` that the script reads unchanged."""
 ENDINGS = "'s|'t|'re|'ve|'m|'ll|'d"
@@ -121,6 +124,9 @@ def live_section(
         raise NotImplementedError(f"{SCRIPT} supports decoders only, and this is a {type(model).__name__}.")
     if config.routes_tokens or config.prefix:
         raise NotImplementedError(f"{SCRIPT} supports neither mixtures of experts nor attention to a prefix.")
+    for name, known in (("norm", KNOWN_NORMS), ("activation", KNOWN_ACTIVATIONS)):
+        if (value := getattr(config, name)) not in known:
+            raise NotImplementedError(f"{SCRIPT} does not support the {name} {value}.")
     for rope in filter(None, map(config.block_rope, range(config.n_blocks))):
         if rope.fraction < 1 or rope.interleaved or not isinstance(rope.scaling, float | Llama3Scaling):
             raise NotImplementedError(f"{SCRIPT} does not support {rope}.")
@@ -168,6 +174,7 @@ def pack_settings(config: DecoderConfig) -> dict[str, Any]:
     c, is_residual = config, config.contract.has_residual_stream
     settings = {
         **{name: getattr(c, name) for name in CONFIG_FIELDS}, "residual": is_residual,
+        "unembedding": "mlp" if c.unembedding == "linear" and not c.has_W_out else c.unembedding,
         "n_kv_heads": c.kv_heads, "head_dim": c.width_of_head, "value_dim": c.width_of_values, "scale": c.scale,
         "windows": c.block_windows,
         "norm_eps": None if c.norm == "none" else epsilon(c.norm, c.norm_eps), "qk_eps": epsilon("rmsnorm", c.norm_eps),

@@ -859,6 +859,14 @@ def test_model_that_the_script_does_not_run_is_a_reason(changes: dict, reason: s
         live_section(model, params, Tokenizer.train(CORPUS, 300), jnp.zeros(3, jnp.int32), 100_000)
 
 
+@pytest.mark.parametrize(("field", "value"), [("norm", "scale_norm"), ("activation", "mish")])
+def test_a_norm_or_an_activation_that_the_script_lacks_is_a_reason(field: str, value: str):
+    model, params = build(rung_like(QUICK))
+    object.__setattr__(model.config, field, value)  # as after an edit of the package
+    with pytest.raises(NotImplementedError, match=f"does not support the {field} {value}"):
+        live_section(model, params, Tokenizer.train(CORPUS, 300), jnp.zeros(3, jnp.int32), 100_000)
+
+
 def test_parameter_beyond_float16_is_a_reason():
     with pytest.raises(NotImplementedError, match="65,504"):
         round_params({"W": np.array([1.0, 70_000.0], np.float32)})
