@@ -165,9 +165,10 @@ def test_nested_parts_are_stored_and_read():
     assert from_dict(DecoderConfig, {"rope": None, "experts": {}}) == DecoderConfig(rope=None, experts=ExpertsConfig())
     for values, message in (
         ({"rope": {"bas": 3}}, "config.rope has a field 'bas' that RoPE does not know; did you mean 'base'"),
-        ({"rope": {"scaling": {"factor": 8.0}}}, "config.rope.scaling is incomplete: .* 'low'"),
+        ({"rope": {"scaling": {"factor": 8.0, "low": 1.0}}}, "config.rope.scaling is incomplete: .* 'high'"),
+        ({"rope": {"scaling": {"kind": "own.py:Mine", "k": 1.0}}}, "config.rope.scaling is a 'own.py:Mine'; a run can"),
         ({"attention": [{"window": 0}]}, "window is 0; it must be at least 1"),
-        ({"experts": 8}, "config.experts is 8; it must be a ExpertsConfig"),
+        ({"experts": 8}, "config.experts is 8; it must be of the class ExpertsConfig"),
     ):
         with pytest.raises(UserError, match=message):
             from_dict(DecoderConfig, values)

@@ -67,7 +67,7 @@ def test_caches_and_quantized_rows_need_no_implicit_dtype_promotion(stored: Any)
     [
         ("decoder", "strict"),
         *(slow(name, "strict") for name in MODELS if name not in ("decoder", *PARTS)),
-        *(slow(name, "leaks") for name in ("encoder-decoder", "lstm")),  # experts are trained below
+        *(slow(name, "leaks") for name in ("encoder-decoder", "experts", "lstm")),
     ],
 )
 def test_a_model_and_its_gradient_are_traced(name: str, switch: str) -> None:

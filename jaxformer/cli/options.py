@@ -289,6 +289,8 @@ def with_flags(text: str) -> str:
 
 def nearest_flag(flag: str, known: Sequence[str]) -> str | None:
     """Return the known flag that is probably meant: one with the same name in another group, or a similar one."""
+    if below := [other for other in known if other.startswith(f"{flag}.")]:
+        return below[0]
     by_name = {_name(other): other for other in reversed(known)}
     name = OTHER_NAMES.get(_name(flag), _name(flag))
     if name == "run" and "out" in by_name:  # the command reads a run and writes elsewhere
@@ -357,13 +359,17 @@ def _changed(value: object, hint: Any, below: Mapping[Path, object], where: str)
         names = {path[0] for path in below}
         known: list[Any] = [*([value] if dataclasses.is_dataclass(value) else []), *nested_classes(hint)]
         parts = [part for part in known if names <= {f.name for f in dataclasses.fields(part)}]
+        if not parts:
+            flags = ", ".join(as_flag(f"{where}.{name}") for name in sorted(map(str, names)))
+            raise UserError(f"{flags} belong to different kinds of {as_flag(where)}; give those of one, see --help.")
         is_complete = lambda part: {*_required(part)} <= names  # noqa: E731
         return _replaced(next(filter(is_complete, parts), parts[0]), below, where)
     items, indices = list(typing.cast("tuple[Any, ...]", value)) or [cls()], [path[0] for path in below]
     n = max([len(items), *(index + 1 for index in indices if isinstance(index, int))])
     if n > MAX_ITEMS:
         raise UserError(f"{as_flag(where)}.{n - 1} is beyond the {MAX_ITEMS} items that are possible; number from 0.")
-    items += [cls()] * (n - len(items))
+    n = -(-n // len(items)) * len(items)  # whole repetitions, so that no other item changes
+    items = [items[i % len(items)] for i in range(n)]
     for i, item in enumerate(items):
         for index in (ALL, i):
             if index in indices:

@@ -207,7 +207,9 @@ def check_resumable(folder: Path, stored: Config, config: Config, rolls_back: bo
                 hint = ", skip batches with --from-step and --skip-batches"
             group, _, field = name.replace("_", "-").rpartition(".")
             flags = ("--config", f"--{group}.{field}", f"--{group}.no-{field}", f"--{field}")
-            omitted = " and ".join(flag for flag in flags if flag in given) or "that option"
+            below = tuple(f"{flag}." for flag in flags[1:])
+            omitted = " and ".join(flag for flag in sorted(given) if flag in flags or flag.startswith(below))
+            omitted = omitted or "that option"
             raise UserError(
                 f"{folder} was trained with {name} {old}, not {new}; omit {omitted} to resume it{hint}, or start a "
                 "new run."

@@ -98,7 +98,11 @@ class _DocWithFields:
         docs = field_docstrings(cls)
         lines = [f"{f.name}: {docs.get(f.name, '')}" for f in dataclasses.fields(cls)]
         return "\n".join(
-            [inspect.cleandoc(self._doc), "", *(textwrap.fill(x, 100, subsequent_indent="    ") for x in lines)]
+            [
+                inspect.cleandoc(self._doc),
+                "",
+                *(textwrap.fill(" ".join(x.split()), 100, subsequent_indent="    ") for x in lines),
+            ]
         )
 
 
@@ -126,7 +130,7 @@ def checked(name: str, hint: object, value: Any) -> Any:
             return None
         parts = nested_classes(hint)
         if isinstance(value, Mapping) and parts:
-            return from_dict(*_of_kind(parts, value), name)
+            return from_dict(*_of_kind(name, parts, value), name)
         if any(isinstance(value, part) for part in parts):
             return checked(name, type(value), value)
         plain_types = [arg for arg in args if arg is not type(None) and not nested_classes(arg)]
@@ -147,7 +151,7 @@ def checked(name: str, hint: object, value: Any) -> Any:
         return from_dict(type(value), vars(value), name)  # it does not check itself
     is_checked = plain in (bool, str) or dataclasses.is_dataclass(plain)
     if plain in NUMBERS or (is_checked and not isinstance(value, typing.cast("type", plain))):
-        kind = KINDS.get(plain) or f"a {getattr(plain, '__name__', plain)}"
+        kind = KINDS.get(plain) or f"of the class {getattr(plain, '__name__', plain)}"
         raise UserError(f"{name} is {abbreviate(value)}; it must be {kind}.")
     return value
 
@@ -170,13 +174,22 @@ def item_class(hint: object) -> type | None:
     return part if dataclasses.is_dataclass(part) and isinstance(part, type) else None
 
 
-def _of_kind(classes: Sequence[type], values: Mapping[str, Any]) -> tuple[type, dict[str, Any]]:
-    """Return the class of a mapping and its fields: the class that `kind` names or, without it, the first that has all
-    these fields."""
+def _of_kind(name: str, classes: Sequence[type], values: Mapping[str, Any]) -> tuple[type, dict[str, Any]]:
+    """Return the class of a mapping and its fields: the class that `kind` names or, without it, the first that these
+    fields complete, or that has them all. Raises `UserError` for a class that is unknown."""
     rest = {name: value for name, value in values.items() if name != "kind"}
     named = [cls for cls in classes if kind_of(cls) == values.get("kind")]
     fitting = [cls for cls in classes if rest.keys() <= {f.name for f in dataclasses.fields(cls)}]
-    return (named or fitting or classes)[0], rest
+    if "kind" in values and not named:
+        known = ", ".join(kind_of(cls) for cls in classes)
+        raise UserError(f"{name} is a {abbreviate(values['kind'])}; a run can hold only one of {known}.")
+    complete = [cls for cls in fitting if {*required_fields(cls)} <= rest.keys()]
+    return (complete or fitting or classes)[0] if not named else named[0], rest
+
+
+def required_fields(cls: type) -> list[str]:
+    """Return the names of a dataclass's fields without a default."""
+    return [f.name for f in dataclasses.fields(cls) if f.default is f.default_factory is dataclasses.MISSING]
 
 
 def _number(name: str, plain: Any, value: Any, marks: Iterable[object]) -> int | float:
@@ -218,6 +231,12 @@ def expand_patches(config: Any) -> None:
     expand_sides(config, "image_size", "patch_size")
     if any(size % patch for size, patch in zip(config.image_size, config.patch_size, strict=True)):
         raise UserError(f"patch_size {config.patch_size} does not divide image_size {config.image_size}; change one.")
+
+
+def shortest_period(values: Sequence[T]) -> tuple[T, ...]:
+    """Return the fewest first values that, repeated, are all of them."""
+    lengths = range(1, len(values) + 1)
+    return next(tuple(values[:n]) for n in lengths if all(x == values[i % n] for i, x in enumerate(values)))
 
 
 def differences(a: object, b: object, prefix: str = "") -> list[tuple[str, object, object]]:

@@ -50,9 +50,11 @@ def capture(
     `blocks.0.attn_out`, `.mlp_out`              what attention and MLP add to the stream, `(T, D)`
     `blocks.0.attention.q`, `.k`                 `(H, T, K)` and `(G, S, K)`, after normalisation and rotation
     `blocks.0.attention.v`                       `(G, S, K)`
-    `blocks.0.attention.attn_scores`             `(H, T, S)` float32, scaled, before the mask
+    `blocks.0.attention.attn_scores`             `(H, T, S)` float32, scaled, with soft cap and bias, before the
+                                                 mask
     `blocks.0.attention.mask`                    `(T, S)` bool
-    `blocks.0.attention.pattern`                 `(H, T, S)` float32, the attention map: rows that sum to one
+    `blocks.0.attention.pattern`                 `(H, T, S)` float32, the attention map: rows that sum to one,
+                                                 and to less with sinks
     `blocks.0.attention.z`                       `(H, T, K)`: the weighted sums of values
     `blocks.0.mlp.pre`, `.post`                  the hidden layer before and after its activation, `(T, F)`; of several
                                                  layers `pre_1`, `post_1`, …; if gated, post = act(pre) · pre_linear

@@ -20,6 +20,7 @@ from jaxformer.nn.mlp import ACTIVATIONS, GATED
 from jaxformer.nn.norms import epsilon
 from jaxformer.ops.attention import row_entropy
 from jaxformer.ops.experts import route
+from jaxformer.ops.positions import RoPE, Scaling
 from jaxformer.terminal import align
 
 ONE_HOT = 0.1
@@ -87,7 +88,7 @@ def expected_moments(config: DecoderConfig, n_tokens: int) -> tuple[Moments, ...
     for i, window in enumerate(c.block_windows):
         before = stream
         projected = c.d_model * c.attention_std**2 * _read(c, before)
-        scores = c.width_of_head * (1.0 if c.qk_norm else projected**2) * c.scale**2
+        scores = c.width_of_head * (1.0 if c.qk_norm else projected**2) * c.scale**2 * _rope_gain(c.block_rope(i))
         visible = min(n_tokens, window)
         heads = [(scores, *_softmax_of_normal(scores, n_tokens, visible))] * (c.n_heads - c.local_heads)
         heads += [_local_head(c, i, d, projected, n_tokens, visible) for d in range(1, c.local_heads + 1)]
@@ -145,6 +146,13 @@ def _softmax_of_normal(variance: float, n_tokens: int, attention_window: int) ->
     return _softmax_moments([sqrt(variance) * rng.normal(size=(128, t)) for t in rows])
 
 
+def _rope_gain(rope: RoPE | None) -> float:
+    """Return the factor by which RoPE multiplies the variance of scores: rotated queries and keys have an amplitude."""
+    if rope is None or not isinstance(rope.scaling, Scaling):
+        return 1.0
+    return rope.fraction * rope.scaling.amplitude**4 + 1 - rope.fraction
+
+
 @lru_cache
 def _local_head(
     c: DecoderConfig, block: int, distance: int, projected: float, n_tokens: int, attention_window: int
@@ -160,7 +168,7 @@ def _local_head(
         queries_keys /= np.sqrt(np.square(queries_keys).mean(axis=-1, keepdims=True))
     # RoPE in NumPy: `rope` would have to be compiled at the start of each training run.
     turns = np.exp(1j * np.outer(np.arange(n_tokens), rope.base ** (-np.arange(K // 2) / (K // 2))))
-    queries, keys = (queries_keys[..., : K // 2] + 1j * queries_keys[..., K // 2 :]) * turns
+    queries, keys = (queries_keys[..., : K // 2] + 1j * queries_keys[..., K // 2 :]) * turns * _rope_gain(rope) ** 0.25
     rows = [
         scale * np.einsum("dk,dsk->ds", queries[:, t - 1], keys[:, max(0, t - attention_window) : t].conj()).real
         for t in _rows(n_tokens)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any
 
 from flax.traverse_util import unflatten_dict
 
-from jaxformer.config.fields import from_dict
+from jaxformer.config.fields import from_dict, shortest_period
 from jaxformer.errors import UserError, abbreviate
 from jaxformer.interop.families import (
     ENCODERS,
@@ -25,8 +25,6 @@ from jaxformer.interop.families import (
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.encoder import EncoderConfig
 from jaxformer.ops.positions import Llama3Scaling, RoPE
-
-T = TypeVar("T")
 
 MAX_TRAINING_CONTEXT = 2048
 """Default maximum training sequence length of an imported model, in tokens; its own maximum context is kept."""
@@ -52,12 +50,6 @@ LLAMA3 = {"factor": "factor", "low": "low_freq_factor", "high": "high_freq_facto
 """Fields of `Llama3Scaling` and theirs."""
 ROPE_TYPES = ("default", "linear", "llama3")
 """Their types of RoPE scaling."""
-
-
-def shortest_period(values: Sequence[T]) -> tuple[T, ...]:
-    """Return the fewest first values that, repeated, are all of them."""
-    lengths = range(1, len(values) + 1)
-    return next(tuple(values[:n]) for n in lengths if all(x == values[i % n] for i, x in enumerate(values)))
 
 
 def family_of(theirs: PublishedConfig) -> Family:

@@ -9,9 +9,9 @@ from math import isclose
 from typing import Any, NamedTuple
 
 from jaxformer.config import Config, ModelConfig
-from jaxformer.config.fields import differences
+from jaxformer.config.fields import differences, shortest_period
 from jaxformer.errors import UserError
-from jaxformer.interop.configs import read_config, shortest_period, write_config
+from jaxformer.interop.configs import read_config, write_config
 from jaxformer.interop.families import ENCODERS, FAMILIES, GGUF_FAMILIES, Family, ImportedConfig
 from jaxformer.interop.formats import Format
 from jaxformer.models.decoder import BlockAttention, DecoderConfig, ExpertsConfig
@@ -77,14 +77,14 @@ def same_kind(a: type, b: type) -> bool:
 
 def _obstacles(model: ImportedConfig, family: Family) -> list[Obstacle]:
     """Return the obstacles of a model, `as_known`, in a family of its kind."""
-    changed = model
+    changed, before = model, {f.name: getattr(model, f.name) for f in dataclasses.fields(model)} | values_of(model)
     found: dict[str, Obstacle] = {}
     # Some fields are compared only once all others have an equivalent.
     while lacking := unmatched(resolved(changed), family):
         needed: dict[str, Any] = {}
         for name, allowed in lacking.items():
             needed[name] = _first_that_fits(changed, family, name, allowed)
-            for field, value, fitting in _by_field(f"model.{name}", values_of(model).get(name), needed[name]):
+            for field, value, fitting in _by_field(f"model.{name}", before.get(name), needed[name]):
                 found[field] = Obstacle(field, value, fitting)
         try:
             again = with_values(changed, needed)
@@ -177,13 +177,14 @@ def unmatched(config: ImportedConfig, family: Family) -> dict[str, Collection[An
     values = values_of(config)
     defaults = {name: value for name, value in values_of(type(config)()).items() if name in values}
     has_experts = any(field.ours.startswith("experts.") for field in family.fields)
+    of_rope: dict[str, Collection[Any]] = {}
     if not isinstance(config, EncoderConfig):
         if (config.experts is None) == has_experts:
             return {"experts": (ExpertsConfig() if has_experts else None,)}
         if config.experts is not None:
             defaults |= {f"experts.{f.name}": f.default for f in dataclasses.fields(ExpertsConfig)}
         if (config.rope is None) == (family.rope_base is not None):
-            return {"rope": (RoPE() if config.rope is None else None,)}
+            of_rope = {"rope": (RoPE() if config.rope is None else None,)}
         defaults["rope"] = config.rope
         plain = tuple(dataclasses.replace(kind, rope=None, use_rope=True) for kind in config.attention)
         if family.local_rope_base is None and plain != config.attention:
@@ -203,7 +204,7 @@ def unmatched(config: ImportedConfig, family: Family) -> dict[str, Collection[An
         expected["d_ff"] = (config.d_ff[:1],)
     ignored = TRAINING_FIELDS | (set() if family.windows is None else {"attention"})
     lacking = [name for name in values if name not in ignored and values[name] not in expected[name]]
-    if not lacking:  # conversions that combine several fields may still differ
+    if not lacking and not of_rope:  # conversions that combine several fields may still differ
         again = values_of(resolved(read_config(write_config(config, family), config.context_length)))
         for name in values.keys() - TRAINING_FIELDS:
             ours, back = values[name], again[name]
@@ -211,4 +212,4 @@ def unmatched(config: ImportedConfig, family: Family) -> dict[str, Collection[An
             if not (isclose(ours, back, rel_tol=1e-12) if are_floats else ours == back):  # a conversion may round
                 expected[name] = (back,)
                 lacking.append(name)
-    return {name: expected[name] for name in values if name in lacking}
+    return of_rope | {name: expected[name] for name in values if name in lacking}

@@ -22,7 +22,7 @@ from jaxformer.nn.local_heads import NARROW, WIDE, LocalHeads
 from jaxformer.nn.mlp import MLP
 from jaxformer.nn.norms import NORMS, epsilon
 from jaxformer.ops.masks import Causal
-from jaxformer.ops.positions import Llama3Scaling, RoPE, query_and_key_at
+from jaxformer.ops.positions import Llama3Scaling, LongRoPE, RoPE, Yarn, query_and_key_at
 
 
 def head_width(config: Any) -> int:
@@ -56,8 +56,9 @@ def check_attention(config: Any, ropes: Iterable[RoPE | None] | None = None) -> 
         if n > config.n_heads:
             raise UserError(f"{name} is {n}, but n_heads is {config.n_heads}; set at most that.")
         if None in ropes or not config.attention_bias:
+            missing = ["rope"] * (None in ropes) + ["attention_bias"] * (not config.attention_bias)
             problem = f"{name} is {n}, but heads at a fixed distance need RoPE and attention biases"
-            raise UserError(f"{problem}; set rope and attention_bias.")
+            raise UserError(f"{problem}; set {' and '.join(missing)}.")
         for rope in used:
             if rope.fraction < 1 or rope.interleaved:
                 problem = f"{name} is {n}, but heads at a fixed distance need RoPE of all features, across halves"
@@ -74,15 +75,26 @@ def _check_rope(rope: RoPE, head_dim: int) -> None:
     n_rotated = int(rope.fraction * head_dim)
     if n_rotated % 2 or not n_rotated:
         problem = f"head_dim is {head_dim}" + (f" and rope.fraction {rope.fraction}" if rope.fraction < 1 else "")
-        raise UserError(f"{problem}, but RoPE rotates pairs of features; make their number even.")
+        remedy = "change n_heads, set head_dim to an even number, or rope to none"
+        raise UserError(f"{problem}, but RoPE rotates pairs of features; {remedy}.")
+    if isinstance(rope.scaling, Yarn):  # whose ends are logarithms to this base
+        Range(above=1).check("rope.base", rope.base)
     Range(least=1).check("rope.base", rope.base)
     scaling = rope.scaling
     if isinstance(scaling, float):
         Range(least=1).check("rope.scaling", scaling)
         return
-    for name in ("factor", "original_context"):
+    for name in ("factor", "original_context", "attention_factor", "beta_fast", "beta_slow"):
         if (value := getattr(scaling, name, None)) is not None:
-            Range(least=1).check(f"rope.scaling.{name}", value)
+            limits = Range(least=1) if name in ("factor", "original_context") else Range(above=0)
+            limits.check(f"rope.scaling.{name}", value)
+    if isinstance(scaling, LongRoPE):
+        Range(least=2).check("rope.scaling.original_context", scaling.original_context)
+        for name in ("short", "long"):
+            Range(above=0).check(f"rope.scaling.{name}", min(getattr(scaling, name), default=1.0))
+    if isinstance(scaling, Yarn) and not scaling.beta_slow < scaling.beta_fast:
+        limit = f"it must be below rope.scaling.beta_fast, {scaling.beta_fast}"
+        raise UserError(f"rope.scaling.beta_slow is {scaling.beta_slow}; {limit}.")
     if isinstance(scaling, Llama3Scaling) and not scaling.low < scaling.high:
         limit = f"it must be below rope.scaling.high, {scaling.high}"
         raise UserError(f"rope.scaling.low is {scaling.low}; {limit}.")

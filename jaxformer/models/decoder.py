@@ -50,7 +50,8 @@ from jaxformer.ops.positions import RoPE, positions_in_segments
 
 @dataclass(frozen=True)
 class BlockAttention(FieldDocs):
-    """Attention of a block, as far as blocks of a `Decoder` differ in it."""
+    """Attention of a block, as far as blocks differ in it. With a number, as in `model.attention.0.window`, an option
+    sets one of the values that are repeated over the blocks, and without one all of them."""
 
     window: Length | None = None
     """Positions that a query attends to, counting back from and including itself; by default, all."""
@@ -161,6 +162,9 @@ class DecoderConfig(TokenModelConfig):
         super().__post_init__()
         if not self.attention:
             raise UserError("attention is empty; give at least one value, which is repeated over the blocks.")
+        if unused := {*self.attention[self.n_blocks :]} - {*self.attention[: self.n_blocks]}:
+            problem = f"attention has {len(self.attention)} values, but n_blocks is {self.n_blocks}"
+            raise UserError(f"{problem}, so that no block has {next(iter(unused))}; omit it.")
         blocks.check_attention(self, map(self.block_rope, range(self.n_blocks)))
         if self.n_heads % self.kv_heads:
             reason = "every key/value head serves equally many query heads"

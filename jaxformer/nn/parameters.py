@@ -10,7 +10,7 @@ import flax.linen as nn
 import jax
 from flax.traverse_util import flatten_dict
 
-from jaxformer.contract import STACKS, ParameterAxes, contract_of
+from jaxformer.contract import ParameterAxes, contract_of
 from jaxformer.nn.capture import handled_by
 from jaxformer.nn.trace_context import TraceContext
 
@@ -27,11 +27,11 @@ def parameter(
 
     Args:
       axes: names of the axes, separated by spaces, with `->` between the axes that a matmul with the parameter sums
-        over and those of its result, as in `embed -> heads head_dim`; see `contract.ParameterAxes`. Within modules
-        named after a stack, such as `experts` under `nn.vmap`, all parameters have it as an additional leading axis.
+        over and those of its result, as in `embed -> heads head_dim`; see `contract.ParameterAxes`. Within a module
+        named `experts`, as under `nn.vmap`, all parameters have experts as an additional leading axis.
     """
     if (declared := _declared.get()) is not None:
-        stack = tuple(part for part in module.path if part in STACKS)
+        stack = ("experts",) if "experts" in module.path else ()
         declared[".".join((*module.path, name))] = ParameterAxes.parse(axes, stack)
     return module.param(name, init, shape)
 

@@ -4,6 +4,7 @@ Query heads may share key/value heads (Ainslie et al. 2023): head h reads group 
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -236,14 +237,19 @@ def in_segments(n: int, attention: Callable[..., jax.Array] = attention) -> Call
     """Return an attention function that attends within each of n equally long segments, without computing masked
     scores.
 
-    The function ignores its mask, which must equal `masks.segment`.
+    The function ignores its mask, which must equal `masks.segment`, and takes no bias.
     """
 
     def attend(
-        q_HTK: jax.Array, k_GTK: jax.Array, v_GTK: jax.Array, mask: Mask = None, scale: float | None = None
+        q_HTK: jax.Array,
+        k_GTK: jax.Array,
+        v_GTK: jax.Array,
+        mask: Mask = None,
+        scale: float | None = None,
+        **terms: Any,
     ) -> jax.Array:
         segments = (x.reshape(x.shape[0], n, -1, x.shape[-1]) for x in (q_HTK, k_GTK, v_GTK))
-        each = jax.vmap(lambda q, k, v: attention(q, k, v, None, scale), in_axes=1, out_axes=1)
+        each = jax.vmap(lambda q, k, v: attention(q, k, v, None, scale, **terms), in_axes=1, out_axes=1)
         return each(*segments).reshape(q_HTK.shape[0], q_HTK.shape[1], -1)
 
     return attend

@@ -49,9 +49,9 @@ def blockwise_attention(
 ) -> jax.Array:
     """Return the output of `ops.attention.attention`, with memory linear in T and S in both passes.
 
-    Blocks hidden by a `Causal` mask, or by the causal part of a `Packed`, are skipped. Differentiable once, in reverse
-    mode. Masked keys are treated as in `attention`, as are the arguments that it shares, but a mask array is the same
-    for all heads. A bias by distance takes memory linear in T and S as well.
+    Blocks hidden by a `Causal` mask, or by the causal part of a `Packed`, are skipped. Differentiable in reverse mode,
+    and twice if all heads are computed at once. Masked keys are treated as in `attention`, as are the arguments that it
+    shares, but a mask array is the same for all heads. A bias by distance takes memory linear in T and S as well.
 
     Args:
       block: maximum number of queries, and of keys, per block.

@@ -69,11 +69,18 @@ def route_in_groups(
       n_groups, n_chosen_groups: groups of E / n_groups consecutive experts, such as those of one device.
       renormalize: divide weights by their sum.
       factor: factor of the weights.
+
+    Raises:
+      ValueError: the experts cannot be divided into so many groups, or the chosen groups have too few experts.
     """
+    E = logits_TE.shape[-1]
+    if E % n_groups or not 1 <= n_chosen_groups <= n_groups or n_chosen > n_chosen_groups * (E // n_groups):
+        problem = f"{n_chosen} experts cannot be chosen from {n_chosen_groups} of {n_groups} groups"
+        raise ValueError(f"{problem} of {E} experts in all")
     scores_TE = jax.nn.sigmoid(logits_TE)
     choice_TNE = (scores_TE + correction_E).reshape(len(logits_TE), n_groups, -1)
     if n_chosen_groups < n_groups:
-        groups_TJ = jax.lax.top_k(jax.lax.top_k(choice_TNE, 2)[0].sum(-1), n_chosen_groups)[1]
+        groups_TJ = jax.lax.top_k(jax.lax.top_k(choice_TNE, min(2, E // n_groups))[0].sum(-1), n_chosen_groups)[1]
         is_chosen_TN = jax.nn.one_hot(groups_TJ, n_groups, dtype=bool).any(1)
         choice_TNE = jnp.where(is_chosen_TN[..., None], choice_TNE, -jnp.inf)
     experts_TJ = jax.lax.top_k(choice_TNE.reshape(logits_TE.shape), n_chosen)[1]

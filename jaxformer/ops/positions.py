@@ -74,7 +74,8 @@ class Llama3Scaling(Scaling):
 
     Attributes:
       factor: divisor of low frequencies.
-      low, high: periods per training context.
+      low: periods per training context below which a frequency is divided.
+      high: periods per training context above which it is unchanged.
       original_context: training context in tokens.
     """
 
@@ -100,9 +101,9 @@ class Yarn(Scaling):
     Attributes:
       factor: divisor of low frequencies.
       original_context: training context in tokens.
-      beta_fast, beta_slow: periods per training context from which, and up to which, frequencies are unchanged, and
-        divided.
-      attention_factor: the amplitude; None for `yarn_amplitude(factor)`.
+      beta_fast: periods per training context from which on a frequency is unchanged.
+      beta_slow: periods per training context up to which it is divided.
+      attention_factor: the amplitude; by default, 0.1 ln factor + 1.
       truncate: round the ends of the interpolation outwards to whole indices.
     """
 
@@ -168,10 +169,11 @@ class LongRoPE(Scaling):
     """LongRoPE (Ding et al. 2024), as in Phi-3: a divisor of each frequency, found by search.
 
     Attributes:
-      short, long: divisors for sequences up to, and beyond, the training context, one per frequency.
+      short: divisors for sequences up to the training context, one per frequency.
+      long: divisors for longer ones.
       original_context: training context in tokens.
       factor: context divided by the training context.
-      attention_factor: the amplitude, for all lengths; None for √(1 + ln factor / ln original_context).
+      attention_factor: the amplitude, for all lengths; by default, √(1 + ln factor / ln original_context).
     """
 
     short: tuple[float, ...]
@@ -228,7 +230,7 @@ def rope(
 
     Raises:
       ValueError: the shapes are others, or R is odd or 0.
-      TypeError: positions are not integers.
+      TypeError: positions are booleans or floating-point numbers of 16 bits.
     """
     K = x_HTK.shape[-1]
     R = int(fraction * K)
@@ -265,16 +267,19 @@ class RoPE:
     """Rotary position embedding (Su et al. 2021): queries and keys are rotated by angles that grow with the position.
 
     `RoPE(base)(x_HTK, positions_T)` is `rope` with these options. Hashable and without leaves, so it can be an argument
-    of a jitted function."""
+    of a jitted function.
+
+    Attributes:
+      base: base of the frequencies: pair i of the R rotated features of a head rotates by base^(-2i/R) per position.
+      scaling: divisor of positions, above 1 for sequences longer than the training context, or a scaling by frequency.
+      fraction: fraction of a head's features that is rotated.
+      interleaved: rotate neighbouring features together, not those half the rotated width apart.
+    """
 
     base: float = 10_000.0
-    """Base of the frequencies: pair i of the R rotated features of a head rotates by base^(-2i/R) per position."""
     scaling: float | Scaling = 1.0
-    """Divisor of positions, above 1 for sequences longer than the training context, or a scaling by frequency."""
     fraction: float = 1.0
-    """Fraction of a head's features that is rotated."""
     interleaved: bool = False
-    """Rotate neighbouring features together, not those half the rotated width apart."""
 
     def __call__(self, x_HTK: jax.Array, positions_T: jax.Array) -> jax.Array:
         """Return rotary-embedded vectors, `(H, T, K)`."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from jaxformer.config.fields import shortest_period
+
 MOVED = {
     "jaxformer.models.rungs:RungDecoderConfig": "jaxformer.ladder.rungs:RungDecoderConfig",
     "jaxformer.models.mlp:MLPConfig": "jaxformer.ladder.mlp:MLPConfig",
@@ -78,6 +80,6 @@ def _nested(values: dict[str, Any]) -> dict[str, Any]:
     if "window" in values:
         window, full = values.pop("window"), values.pop("global_blocks", ())
         local = {"window": window, "rope": {"base": local_base} if has_rope and local_base is not None else None}
-        kinds = [{} if i in full else local for i in range(values["n_blocks"])] if full else [local]
-        values["attention"] = [{}] if window is None else kinds
+        kinds = [{} if i in full or window is None else local for i in range(values["n_blocks"])]
+        values["attention"] = list(shortest_period(kinds))
     return values

@@ -226,6 +226,7 @@ class Nested:
         ("--kinds.window 8", Nested(kinds=(Kind(8),))),
         ("--kinds.1.window 8", Nested(kinds=(Kind(), Kind(8)))),
         ("--kinds.window 8 --kinds.2.window none", Nested(kinds=(Kind(8), Kind(8), Kind()))),
+        ("--kinds.window 8 --kinds.2.no-fast", Nested(kinds=(Kind(8), Kind(8), Kind(8, fast=False)))),
         ("--kinds.1.no-fast --kinds.0.rotation.base 7", Nested(kinds=(Kind(rotation=Rotation(7.0)), Kind(fast=False)))),
     ],
 )
@@ -241,6 +242,7 @@ def test_an_option_of_a_nested_part_switches_it_on(words, parsed):
         ("--on.bse 3", "unknown option --on.bse; did you mean --on.base?"),
         ("--on.base 0", "--on: base is 0.0; it must be at least 1."),
         ("--off.scaling.low 8", "--off.scaling is incomplete; add --off.scaling.factor."),
+        ("--kinds none", "unknown option --kinds; did you mean --kinds.window?"),
         ("--on.scaling none", "--on.scaling is 'none'; it must be a number"),
         ("--on.1.base 3", "unknown option --on.1.base; did you mean --on.base?"),
         ("--kinds.9999.window 3", "--kinds.9999 is beyond the 1024 items that are possible; number from 0."),

@@ -4,19 +4,28 @@ import gzip
 import json
 import re
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from jaxformer.config import TokenModelConfig
+from jaxformer.cli.training_report import footer
+from jaxformer.config import Config, TokenModelConfig, TrainConfig
 from jaxformer.data.chat import ChatConfig, assistant_tokens, encode_conversations, read_conversations
 from jaxformer.data.chat_template import MARK, ChatTemplate, encode_rendered
 from jaxformer.data.packing import PackedExamples
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError
+from jaxformer.inspect.callbacks import make_callbacks
+from jaxformer.parallel.mesh import make_mesh
+from jaxformer.train.log import read_metrics
+from jaxformer.train.loop import train
+from jaxformer.train.setup import TrainSetup
+from tests.arrays import plain_decoder
 
 pytest.importorskip("jinja2")
 
@@ -522,3 +531,23 @@ def test_a_template_beside_the_tokenizer_has_precedence(published, tmp_path):
     (tmp_path / "chat_template.jinja").write_text(MARKED)
     tokenizer = Tokenizer.load(tmp_path / "tokenizer.json")
     assert tokenizer.chat_templates == {"default": MARKED, "tool_use": "other"}
+
+
+@pytest.mark.slow
+def test_training_on_conversations_samples_an_answer_and_says_how_to_chat(published, tmp_path):
+    words = ["am", "is", "are", "yes"]
+    chats = [
+        [{"role": "user", "content": f"How {a} {b}?"}, {"role": "assistant", "content": f"It is {b}."}]
+        for a in words for b in words
+    ]  # fmt: skip
+    data_config = ChatConfig(str(written(tmp_path / "c.jsonl", *chats)), tokenizer=str(published), val_fraction=0.2)
+    model, options = plain_decoder(290, 64, 16, n_heads=2, d_ff=(32,)), TrainConfig(batch_size=4, eval_every=2)
+    config = Config("test", model, data_config, steps=2, train=replace(options, report_every=2, checkpoint_every=0))
+    data, setup = data_config.load(model, 4, 0), TrainSetup(config, make_mesh("", jax.devices()[:1]))
+    outcome = train(setup, data, tmp_path, make_callbacks(setup, data, tmp_path))
+    evaluated = [row for row in read_metrics(tmp_path) if "val_loss" in row]
+    assert 18 <= evaluated[-1]["val_targets"] <= 21  # of 3 answers of 5 or 6 tokens, and the ends of their turns
+    # Samples answer the first held-out question, in the template.
+    sample = r"\[step 2, temperature 0\] user\nHow \w+ \w+\?\nassistant\n"  # without special tokens
+    assert re.search(sample, (tmp_path / "samples.txt").read_text())
+    assert footer(setup, data, tmp_path, outcome, [])[-1].endswith(f"sample --run {tmp_path} --chat")

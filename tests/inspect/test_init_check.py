@@ -10,7 +10,7 @@ import pytest
 from configs import ladder
 from jaxformer.inspect.init_check import check_init, expected_moments
 from jaxformer.models.decoder import BlockAttention, DecoderConfig, ExpertsConfig
-from jaxformer.ops import RoPE
+from jaxformer.ops import RoPE, Yarn
 from tests.arrays import first_params, plain_rung
 
 WIDE = plain_rung(500, 32, 96, n_blocks=2, n_heads=4, output_projection=True, d_ff=(256,))
@@ -19,7 +19,8 @@ CASES: dict[str, Any] = {
     "qk_norm, swiglu": replace(WIDE, norm="layernorm", qk_norm=True, activation="swiglu", bias=False,
                                positions="sinusoidal"),
     "norms around parts, local and global": replace(
-        WIDE, norm="rmsnorm", norm_placement="both", activation="geglu", score_scale=0.1,
+        WIDE, norm="rmsnorm", norm_placement="both", activation="geglu", score_scale=0.1, positions="none",
+        rope=RoPE(scaling=Yarn(16.0, 8)),
         attention=(BlockAttention(8), BlockAttention()),
         embedding_scale=2.0, embedding_std=0.5, bias=False,
     ),

@@ -60,6 +60,9 @@ def test_obstacles_are_fields_of_the_config_with_the_values_that_remove_them():
     config = replace(quick, model=replace(quick.model, **changes))
     assert obstacles(config, "hf") == [Obstacle("model.bias", True, False)]
     assert obstacles(config, "gguf") == obstacles(config, "hf")
+    modern, moe = obstacles(load_config("quick:modern"), "hf"), obstacles(load_config("moe:moe"), "gguf")
+    assert {o.field for o in modern} == {"model.activation", "model.local_heads", "model.embedding_scale"}
+    assert all(obstacle.value is not None for obstacle in moe if obstacle.field.startswith("model.experts")), moe
     partial = replace(config, model=replace(config.model, bias=False, rope=RoPE(fraction=0.5, scaling=Yarn(2.0, 16))))
     named = [obstacle.field for obstacle in obstacles(partial, "hf")]
     assert named == ["model.rope.scaling", "model.rope.fraction"], named

@@ -26,7 +26,7 @@ from jaxformer.parallel.mesh import make_mesh
 from jaxformer.runs.checkpoints import CheckpointReader
 from jaxformer.runs.pretrained import pretrained_run
 from jaxformer.runs.run import BASE, create_run, load_run, read_config
-from jaxformer.train.log import read_metrics
+from jaxformer.train.log import read_metrics, without_timings
 from jaxformer.train.loop import Outcome, train
 from jaxformer.train.resume import Resume
 from jaxformer.train.setup import TrainSetup
@@ -273,6 +273,21 @@ def test_a_run_is_loaded_with_its_adapters_merged(run, base):
     np.testing.assert_allclose(merged, weight + 4.0 * np.einsum("dr,rhk->dhk", A, B), atol=1e-6)
     on_two = load_run(run, mesh=make_mesh("fsdp=2", jax.devices()[:2])).params
     assert_close(on_two["blocks_0"]["attention"]["W_Q"], merged)
+
+
+@pytest.mark.slow
+def test_resuming_adapters_is_bit_identical(run, base, books, tmp_path):
+    stopped = tmp_path / "stopped"
+    tuned(stopped, base, books, 8)
+    shutil.rmtree(stopped / "checkpoints" / "8")
+    assert CheckpointReader(stopped).steps() == [4]
+    assert tuned(stopped, base, books, 8, resume=True).status == "done"
+    expected, actual = arrays(run), arrays(stopped)
+    assert expected.keys() == actual.keys()
+    for name, array in expected.items():
+        np.testing.assert_array_equal(actual[name], array)
+    rows = [[without_timings(row) for row in read_metrics(folder)] for folder in (run, stopped)]
+    assert rows[0] == rows[1]
 
 
 @pytest.mark.slow

@@ -238,6 +238,8 @@ def test_experts_are_chosen_in_the_groups_with_the_largest_two_by_hand() -> None
     np.testing.assert_array_equal(experts_TJ, [[4, 5]])  # .1 + .35 exceeds .4
     assert_close(weights_TJ, [[3 * 0.5 / 0.6, 3 * 0.1 / 0.6]])
     assert_close(of_all(logits_1E)[1], [[0.8, 0.5]])
+    with pytest.raises(ValueError, match="4 experts cannot be chosen from 1 of 2 groups of 6 experts in all"):
+        experts.route_in_groups(logits_1E, 4, 0.0, 2, 1)
 
 
 @pytest.mark.slow

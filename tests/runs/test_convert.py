@@ -75,12 +75,12 @@ BASE: Any = quick.model
 LOCAL = BlockAttention(8, RoPE(100.0))
 UNNAMED: dict[str, Any] = {
     "gemma": replace(
-        BASE, n_blocks=7, rope=RoPE(1e6, 8.0), attention=(*(LOCAL,) * 5, BlockAttention(), LOCAL)
+        BASE, n_blocks=7, rope=RoPE(1e6, 8.0), attention=(*(LOCAL,) * 5, BlockAttention())
     ),
     "mistral": replace(BASE, attention=BlockAttention(8)),
     "llama 3.1": replace(BASE, rope=RoPE(scaling=Llama3Scaling(8.0, 1.0, 4.0, 64))),
     "no positions": replace(
-        BASE, rope=None, attention=(BlockAttention(), BlockAttention(8), BlockAttention(), BlockAttention(8))
+        BASE, rope=None, attention=(BlockAttention(), BlockAttention(8))
     ),
     "mixtral": replace(
         BASE, experts=ExpertsConfig(4, 1, renormalize=True, shared_expert=True, balance_weight=0.5)
@@ -129,7 +129,7 @@ def test_an_earlier_run_is_sampled_from_resumed_inspected_and_shows_its_film(tmp
     run = load_run("earlier")
     model: Any = run.config.model
     local = BlockAttention(4, RoPE(100.0))
-    assert model.rope == RoPE(scaling=2.0) and model.attention == (local, BlockAttention(), local)
+    assert model.rope == RoPE(scaling=2.0) and model.attention == (local, BlockAttention())
     words = ["--run", "earlier", "--prompt", "The king", "--temperature", "0", "--max-new-tokens", "4", "--jsonl"]
     assert sample.main(words) == 0
     answer = json.loads(capsys.readouterr().out)

@@ -23,10 +23,12 @@ from jaxformer.train.resume import Resume
 from jaxformer.train.setup import TrainSetup
 from tests.data.test_captions import MODEL as CLIP
 from tests.data.test_captions import write as write_captions
+from tests.data.test_images import write_idx
 from tests.helpers import ROOT, write_books
 
 SMALL = {"d_model": 8, "n_heads": 2, "d_ff": (12,)}
 TEXT = {**SMALL, "vocab_size": 280, "context_length": 16, "n_blocks": 1}
+IMAGES = {**SMALL, "image_size": (8, 12), "patch_size": (4, 4), "n_classes": 8, "n_blocks": 1}
 RECURRENT = {"vocab_size": 257, "d_embedding": 8, "d_model": 8}
 CASES: dict[str, tuple[dict[str, Any], str]] = {
     "mlm.py": (TEXT | {"vocab_size": 281}, "books"),
@@ -35,6 +37,7 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "translation.py:transformer": (
         SMALL | {"vocab_size": 265, "context_length": 16, "n_encoder_blocks": 1, "n_decoder_blocks": 1}, "pairs",
     ),
+    "vision.py:vivit": (IMAGES | {"n_frames": 4, "n_temporal_blocks": 1}, "images"),
     "clip.py": ({}, "captions"),
 }  # fmt: skip
 """By config: fields of its model that make it small, and the data it is given."""
@@ -53,6 +56,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "": "",
         "books": str(write_books(folder / "books")),
         "pairs": str(folder / "pairs"),
+        "images": str(write_idx(folder / "images", {"train": 3 * B, "t10k": 5})),
         "captions": write_captions(folder / "captions"),
     }
 
