@@ -30,7 +30,7 @@ def imported(packages: list[str], base: list[str]) -> set[str]:
     return set(result.stdout.split())
 
 
-BELOW = {"jaxformer", "jaxformer.errors", "jaxformer.ops"}
+BELOW = {"jaxformer", "jaxformer.errors", "jaxformer.ops", "jaxformer.terminal"}
 """Modules that all parts to reuse may import; a name covers those below it, but for the package's own."""
 
 

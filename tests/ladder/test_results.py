@@ -110,7 +110,7 @@ def test_results_are_those_of_the_logs(tmp_path):
     one, other = embedded(page, "Rung by rung")
     assert one["y"]["limits"] == other["y"]["limits"] and not one["marks"]
     assert other["marks"] == [[6, "not finite at step 6"]]  # the event, where it was
-    assert "n_heads 1 → 4, n_blocks 1 → 4" in page
+    assert "n_blocks 1 → 4, n_heads 1 → 4" in page
     [entropy] = embedded(page, "Attention entropy")
     assert entropy["rows"] == ["residual, layer 0", "residual, layer 1", "four_blocks, layer 0"]
     assert entropy["values"] == [[1.2345, 0.5], [0.25, None], [None, 1.0]]

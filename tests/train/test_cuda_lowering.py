@@ -11,6 +11,7 @@ from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
 from jaxformer.config import ComputeConfig, Config, OptimizerConfig, TrainConfig
 from jaxformer.data.windows import TextConfig
+from jaxformer.models.decoder import BlockAttention
 from jaxformer.ops import RoPE
 from jaxformer.ops.kernels import cudnn_attention
 from jaxformer.ops.masks import Causal
@@ -94,7 +95,7 @@ def test_each_block_attends_once_forward_and_once_backward():
 @pytest.mark.parametrize(
     ("model", "data", "compute", "line", "calls"),
     [
-        ({"window": 32}, {}, {}, "attention: cudnn", 2),
+        ({"attention": BlockAttention(32)}, {}, {}, "attention: cudnn", 2),
         ({"n_kv_heads": 2}, {}, {}, "attention: cudnn", 2),
         ({"prefix": True}, {}, {}, "attention: xla (not cudnn: the mask is an array", 0),
         (
