@@ -69,39 +69,51 @@ def main(line: CommandLine) -> int:
 
 
 def _verify(options: list[str], kill_at: int, folder: Path) -> int:
-    from jaxformer.inspect.comparison import exact_differences
     from jaxformer.runs.checkpoints import CheckpointReader
-    from jaxformer.train.log import read_metrics
-
-    def last_step(run: Path) -> int:
-        return max((row["step"] for row in read_metrics(run)), default=-1)
 
     uninterrupted, resumed = folder / "uninterrupted", folder / "resumed"
-    ours, theirs = CheckpointReader(uninterrupted), CheckpointReader(resumed)
+    theirs = CheckpointReader(resumed)
     echo("training without interruption")
     with _training([*options, "--run", str(uninterrupted)], folder / "uninterrupted.log") as process:
         _check_success(process, folder / "uninterrupted.log")
     echo(f"training again, to be killed at step {kill_at:,}")
     with _training([*options, "--run", str(resumed)], folder / "killed.log") as process:
-        while (last_step(resumed) < kill_at or not theirs) and process.poll() is None:
+        while (_last_step(resumed) < kill_at or not theirs) and process.poll() is None:
             time.sleep(POLL_SECONDS)
         process.kill()
         if process.wait() >= 0:
             _check_success(process, folder / "killed.log")
             raise UserError(f"the run ended before it could be killed at step {kill_at}; lower --kill-at.")
-    echo(f"killed after step {last_step(resumed):,}; resuming from the checkpoint of step {theirs.step():,}")
+    echo(f"killed after step {_last_step(resumed):,}; resuming from the checkpoint of step {theirs.step():,}")
     with _training(["--resume", "--run", str(resumed)], folder / "resumed.log") as process:
         _check_success(process, folder / "resumed.log")
+    return _compare(uninterrupted, resumed)
+
+
+def _compare(uninterrupted: Path, resumed: Path) -> int:
+    """Print the differences of two runs, or that there are none; return the exit status."""
+    from jaxformer.inspect.comparison import exact_differences
+    from jaxformer.runs.checkpoints import CheckpointReader
+    from jaxformer.train.log import read_metrics
+
     if differences := exact_differences(uninterrupted, resumed):
         echo("\n".join(differences[:MAX_LINES]))
         return 1
-    arrays = ours.arrays(ours.step())
+    reader = CheckpointReader(uninterrupted)
+    arrays = reader.arrays(reader.step())
     echo(
         f"bit-identical: {len(read_metrics(uninterrupted)):,} rows of metrics over "
-        f"{last_step(uninterrupted):,} steps, and {sum(a.size for a in arrays.values()):,} values in {len(arrays)} "
+        f"{_last_step(uninterrupted):,} steps, and {sum(a.size for a in arrays.values()):,} values in {len(arrays)} "
         "arrays of parameters and optimizer state"
     )
     return 0
+
+
+def _last_step(run: Path) -> int:
+    """Return the last step of a run's log, -1 before the first."""
+    from jaxformer.train.log import read_metrics
+
+    return max((row["step"] for row in read_metrics(run)), default=-1)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""verify-resume: an exact resume passes."""
+"""verify-resume: an exact resume passes, another one fails."""
 
 import re
 
@@ -42,6 +42,14 @@ def test_a_killed_and_resumed_run_is_bit_identical(tmp_path, capfd, as_a_user):
     killed, resumed = map(int, re.fullmatch(told, lines[2]).groups())
     assert 5 <= resumed <= killed and killed >= 11
     assert lines[-1].startswith("bit-identical: 10 rows of metrics over 20 steps, and ")
+
+
+def test_a_difference_is_printed_and_is_status_1(tmp_path, capsys, monkeypatch):
+    from jaxformer.inspect import comparison
+
+    monkeypatch.setattr(comparison, "exact_differences", lambda *_: ["loss at step 3: 1.0 and 2.0"])
+    assert verify_resume._compare(tmp_path / "uninterrupted", tmp_path / "resumed") == 1
+    assert capsys.readouterr().out == "loss at step 3: 1.0 and 2.0\n"
 
 
 @pytest.mark.slow

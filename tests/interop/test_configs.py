@@ -65,8 +65,9 @@ FIELDS_OF_BASES: dict[str, dict[str, Any]] = {
     "Qwen2": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
     "Qwen3": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1, "head_dim": 6},
     "Gemma3": {"sliding_window": 5, "layer_types": [SLIDING, FULL], "head_dim": 6, "query_pre_attn_scalar": 5},
-    "GPT2": {}, "Bert": {}, "BertClassifier": {"num_labels": 3},
-    "Roberta": {"pad_token_id": 1},
+    "GPT2": {}, "Bert": {}, "BertModel": {}, "BertClassifier": {"num_labels": 3},
+    "Roberta": {"pad_token_id": 1}, "RobertaModel": {"pad_token_id": 1},
+    "RobertaClassifier": {"pad_token_id": 1, "num_labels": 3},
 }  # fmt: skip
 """Fields of the model that others are drawn from, by family."""
 OLDER: dict[str, dict[str, Any]] = {
@@ -81,9 +82,10 @@ REFUSED: dict[str, set[str]] = {
     "Qwen2": DECODERS | {"architectures"}, "Qwen3": DECODERS,
     "Gemma3": ROPE | {"is_causal", "hidden_activation", "use_bidirectional_attention", "attn_logit_softcapping"},
     "GPT2": {"scale_attn_weights", "scale_attn_by_inverse_layer_idx", "n_head", "is_causal"},
-    "Bert": ENCODERS | {"hidden_act"},
+    "Bert": ENCODERS | {"hidden_act"}, "BertModel": ENCODERS,
     "BertClassifier": ENCODERS | {"architectures", "num_attention_heads", "hidden_act"},
     "Roberta": ENCODERS | {"architectures", "num_attention_heads", "hidden_act"},
+    "RobertaModel": ENCODERS | {"num_attention_heads"}, "RobertaClassifier": ENCODERS | {"architectures"},
 }  # fmt: skip
 """Fields that are refused alone, in some of the values drawn: numbers of heads where they are missing."""
 WITHOUT_EFFECT = {
@@ -204,7 +206,7 @@ def test_configs_mean_what_they_mean_in_transformers(family: str, tmp_path: Path
     assert not outcomes.effect & WITHOUT_EFFECT
 
 
-@pytest.mark.parametrize("family", ["Mistral", "Qwen2", "Gemma3"])
+@pytest.mark.parametrize("family", ["Mistral", "Qwen2", "Qwen3", "Gemma3"])
 def test_windows_of_configs_without_their_length_are_those_of_transformers(family: str, tmp_path: Path):
     small = {
         "hidden_size": 8,
