@@ -168,7 +168,7 @@ def test_nested_parts_are_stored_and_read():
         ({"rope": {"scaling": {"factor": 8.0, "low": 1.0}}}, "config.rope.scaling is incomplete: .* 'high'"),
         ({"rope": {"scaling": {"kind": "own.py:Mine", "k": 1.0}}}, "config.rope.scaling is a 'own.py:Mine'; a run can"),
         ({"attention": [{"window": 0}]}, "window is 0; it must be at least 1"),
-        ({"experts": 8}, "config.experts is 8; it must be of the class ExpertsConfig"),
+        ({"experts": 8}, "config.experts is 8; it must be an ExpertsConfig"),
     ):
         with pytest.raises(UserError, match=message):
             from_dict(DecoderConfig, values)

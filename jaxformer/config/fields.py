@@ -151,7 +151,8 @@ def checked(name: str, hint: object, value: Any) -> Any:
         return from_dict(type(value), vars(value), name)  # it does not check itself
     is_checked = plain in (bool, str) or dataclasses.is_dataclass(plain)
     if plain in NUMBERS or (is_checked and not isinstance(value, typing.cast("type", plain))):
-        kind = KINDS.get(plain) or f"of the class {getattr(plain, '__name__', plain)}"
+        cls = getattr(plain, "__name__", str(plain))
+        kind = KINDS.get(plain) or f"{'an' if cls[0] in 'AEIOU' else 'a'} {cls}"
         raise UserError(f"{name} is {abbreviate(value)}; it must be {kind}.")
     return value
 

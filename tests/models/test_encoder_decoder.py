@@ -257,7 +257,7 @@ def test_more_tokens_than_learned_positions_are_refused() -> None:
         ({"diagonal_heads": -1}, ["diagonal_heads", "-1"]),
         (
             {"local_heads": 1, "positions": "none", "rope": RoPE(), "head_dim": 4},
-            ["local_heads is 1", "set rope and attention_bias"],
+            ["local_heads is 1", "set attention_bias"],
         ),
         ({"diagonal_heads": 1, "attention_bias": True}, ["diagonal_heads is 1", "set rope"]),
         (
