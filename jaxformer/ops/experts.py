@@ -66,7 +66,8 @@ def route_in_groups(
 
     Args:
       correction_E: added to the scores when experts are chosen, and not to their weights, to balance the load.
-      n_groups, n_chosen_groups: groups of E / n_groups consecutive experts, such as those of one device.
+      n_groups: groups of E / n_groups consecutive experts, such as those of one device.
+      n_chosen_groups: groups from which a token's experts are chosen.
       renormalize: divide weights by their sum.
       factor: factor of the weights.
 

@@ -91,11 +91,12 @@ def cudnn_attention(
 ) -> jax.Array:
     """Return `attention`, computed by cuDNN's fused kernel on NVIDIA GPUs from Ampere on, with memory linear in T.
 
+    The arguments are those of `attention`, within the limits of `cudnn_refuses`; the kernel has neither a soft cap nor
+    sinks.
+
     Args:
-      q_HTK, k_GSK, v_GSK, mask, scale: as in `attention`, within the limits of `cudnn_refuses`.
       bias: as in `attention`; the kernel reads an array `(H, T, S)` in the dtype of the queries, per example. Gradients
         need even T and S.
-      soft_cap, sinks: None; the kernel has neither.
       implementation: "xla" computes the same without the kernel, on any device.
 
     Raises:
@@ -154,12 +155,10 @@ def splash_attention(
 ) -> jax.Array:
     """Return `attention`, computed on TPUs by the Pallas kernel that skips masked blocks; memory linear in T.
 
-    XLA cannot partition the kernel: on several devices, call it inside `jax.shard_map`.
+    XLA cannot partition the kernel: on several devices, call it inside `jax.shard_map`. The arguments are those of
+    `attention`, within the limits of `splash_refuses`; the kernel has no bias.
 
     Args:
-      q_HTK, k_GSK, v_GSK, mask, scale: as in `attention`, within the limits of `splash_refuses`.
-      bias: None; the kernel has none.
-      soft_cap, sinks: as in `attention`.
       interpret: run the kernel's program step by step, slowly, on any device.
 
     Raises:

@@ -31,15 +31,15 @@ def latent_attention(
     Since the score qᵀ W_K c is the product of W_Kᵀ q and the latent, latents and rotated keys are the keys, and latents
     the values, of one head that all query heads share. They are all that a cache holds: in a decode step, `latent_SC`
     and `k_SR` are S · (C + R) cached numbers, to which those of the query's position have been written, and the mask
-    hides empty slots.
+    hides empty slots. Mask, bias, soft cap and sinks are as in `attention`.
 
     Args:
       q_HTK: queries; their width is that of W_K's keys.
       q_HTR: rotated part of the queries.
       latent_SC: normalised latents.
       k_SR: rotated part of the keys, the same for all heads.
-      W_K_HKC, W_V_HCK: projections of latents to keys and values.
-      mask, bias, soft_cap, sinks: as in `attention`.
+      W_K_HKC: projection of latents to keys.
+      W_V_HCK: projection of latents to values.
       scale: factor applied to the scores; None for 1/√(K + R).
     """
     q_HTC = jnp.einsum("htk,hkc->htc", q_HTK, W_K_HKC)
