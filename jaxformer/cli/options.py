@@ -23,6 +23,7 @@ from jaxformer.config.fields import (
     item_class,
     nested_classes,
     not_a_choice,
+    required_fields,
     type_hints,
 )
 from jaxformer.errors import UserError
@@ -341,7 +342,7 @@ def _replaced(config: Any, values: Mapping[Path, object], where: str = "") -> An
     try:
         return cls(**changes) if isinstance(config, type) else dataclasses.replace(config, **changes)
     except TypeError as error:
-        flags = " and ".join(as_flag(f"{where}.{name}") for name in _required(config) if name not in changes)
+        flags = " and ".join(as_flag(f"{where}.{name}") for name in required_fields(config) if name not in changes)
         raise UserError(f"{as_flag(where)} is incomplete; add {flags}.") from error
     except ValueError as error:  # of a class that is not only a config
         raise UserError(f"{as_flag(where)}: {error}.") from error
@@ -362,7 +363,7 @@ def _changed(value: object, hint: Any, below: Mapping[Path, object], where: str)
         if not parts:
             flags = ", ".join(as_flag(f"{where}.{name}") for name in sorted(map(str, names)))
             raise UserError(f"{flags} belong to different kinds of {as_flag(where)}; give those of one, see --help.")
-        is_complete = lambda part: {*_required(part)} <= names  # noqa: E731
+        is_complete = lambda part: {*required_fields(part)} <= names  # noqa: E731
         return _replaced(next(filter(is_complete, parts), parts[0]), below, where)
     items, indices = list(typing.cast("tuple[Any, ...]", value)) or [cls()], [path[0] for path in below]
     n = max([len(items), *(index + 1 for index in indices if isinstance(index, int))])
@@ -376,11 +377,6 @@ def _changed(value: object, hint: Any, below: Mapping[Path, object], where: str)
                 own = {path[1:]: value for path, value in below.items() if path[0] == index}
                 items[i] = item = _replaced(item, own, f"{where}.{i}")
     return tuple(items)
-
-
-def _required(config: Any) -> list[str]:
-    """Return the names of the fields without a default, of a class, or without a value, of a dataclass: none."""
-    return [f.name for f in dataclasses.fields(config) if _default(config, f.name) is MISSING]
 
 
 def _default(config: object, name: str) -> Any:

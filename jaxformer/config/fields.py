@@ -188,8 +188,10 @@ def _of_kind(name: str, classes: Sequence[type], values: Mapping[str, Any]) -> t
     return (complete or fitting or classes)[0] if not named else named[0], rest
 
 
-def required_fields(cls: type) -> list[str]:
-    """Return the names of a dataclass's fields without a default."""
+def required_fields(cls: Any) -> list[str]:
+    """Return the names of the fields without a default, of a dataclass; none of an instance, which has values."""
+    if not isinstance(cls, type):
+        return []
     return [f.name for f in dataclasses.fields(cls) if f.default is f.default_factory is dataclasses.MISSING]
 
 

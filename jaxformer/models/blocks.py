@@ -24,6 +24,12 @@ from jaxformer.nn.norms import NORMS, epsilon
 from jaxformer.ops.masks import Causal
 from jaxformer.ops.positions import Llama3Scaling, LongRoPE, RoPE, Yarn, query_and_key_at
 
+SCALING_RANGES = {
+    "factor": Range(least=1), "original_context": Range(least=1), "attention_factor": Range(above=0),
+    "beta_fast": Range(above=0), "beta_slow": Range(above=0),
+}  # fmt: skip
+"""Ranges of the fields of RoPE's scalings, where a scaling has them."""
+
 
 def head_width(config: Any) -> int:
     """Return the width K of a head."""
@@ -84,9 +90,8 @@ def _check_rope(rope: RoPE, head_dim: int) -> None:
     if isinstance(scaling, float):
         Range(least=1).check("rope.scaling", scaling)
         return
-    for name in ("factor", "original_context", "attention_factor", "beta_fast", "beta_slow"):
+    for name, limits in SCALING_RANGES.items():
         if (value := getattr(scaling, name, None)) is not None:
-            limits = Range(least=1) if name in ("factor", "original_context") else Range(above=0)
             limits.check(f"rope.scaling.{name}", value)
     if isinstance(scaling, LongRoPE):
         Range(least=2).check("rope.scaling.original_context", scaling.original_context)

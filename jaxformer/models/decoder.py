@@ -280,10 +280,6 @@ class DecoderConfig(TokenModelConfig):
     def build(self, execution: Execution = PLAIN) -> Decoder:
         return Decoder(self, execution)
 
-    def make_norm(self) -> nn.Module:
-        """Return a norm."""
-        return blocks.make_norm(self)
-
     def make_attention(
         self, execution: Execution, heads: type[MultiHeadAttention] = LocalHeads, **options: Any
     ) -> Make:
@@ -346,7 +342,7 @@ class Decoder(nn.Module):
         )
         self.blocks = [c.make_decoder_block(self.execution, i) for i in range(c.n_blocks)]
         if c.final_norm:
-            self.final_norm = c.make_norm()
+            self.final_norm = blocks.make_norm(c)
         if c.has_W_out:
             std = c.d_model**-0.5 if c.unembedding_std is None else c.unembedding_std
             self.W_out = parameter(
