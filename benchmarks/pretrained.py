@@ -26,7 +26,7 @@ from jaxformer.config import LoraConfig
 from jaxformer.data.dataset import Batch
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.interop.configs import read_config
-from jaxformer.interop.families import LLAMA
+from jaxformer.interop.families.decoders import LLAMA
 from jaxformer.interop.run import import_run, pretrained_model
 from jaxformer.interop.weights import Layout, axis_sizes, rows
 from jaxformer.parallel.mesh import make_mesh

@@ -11,17 +11,9 @@ from flax.traverse_util import unflatten_dict
 
 from jaxformer.config.fields import from_dict, shortest_period
 from jaxformer.errors import UserError, abbreviate
-from jaxformer.interop.families import (
-    ENCODERS,
-    FAMILIES,
-    NONE_OF,
-    POOLED_CLASSIFIER,
-    REQUIRED,
-    Family,
-    Field,
-    ImportedConfig,
-    PublishedConfig,
-)
+from jaxformer.interop.families import ENCODERS, FAMILIES
+from jaxformer.interop.families.encoders import POOLED_CLASSIFIER
+from jaxformer.interop.families.tables import NONE_OF, REQUIRED, Family, Field, ImportedConfig, PublishedConfig
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.encoder import EncoderConfig
 from jaxformer.ops.positions import Llama3Scaling, RoPE

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError, abbreviate, import_extra, lone_surrogate, parse_json
-from jaxformer.interop.families import MAX_TOKENS, NORMALIZE, POOLING, PublishedConfig
+from jaxformer.interop.families.tables import MAX_TOKENS, NORMALIZE, POOLING, PublishedConfig
 from jaxformer.interop.sampling import from_generation_config
 from jaxformer.runs.run import TOKENIZER
 

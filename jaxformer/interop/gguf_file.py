@@ -18,7 +18,8 @@ import tokenizers
 from jaxformer.data.tokenizer import Tokenizer, is_library_error, published_tokenizer
 from jaxformer.errors import UserError, abbreviate, import_extra
 from jaxformer.interop.configs import read_config
-from jaxformer.interop.families import FAMILIES, PublishedConfig
+from jaxformer.interop.families import FAMILIES
+from jaxformer.interop.families.tables import PublishedConfig
 from jaxformer.interop.gguf import ARCHITECTURES, ROTATED, llama3_divisors, pairs_apart
 from jaxformer.interop.gguf_tokenizer import tokenizer_config, tokenizer_json
 from jaxformer.interop.sampling import from_gguf

@@ -16,7 +16,8 @@ from flax.traverse_util import flatten_dict
 from jaxformer.data.tokenizer import END_IDS, Tokenizer
 from jaxformer.errors import UserError, missing_extras
 from jaxformer.interop.configs import write_config
-from jaxformer.interop.families import BERT, NORMALIZE, POOLING, Family, ImportedConfig, Weight
+from jaxformer.interop.families.encoders import BERT
+from jaxformer.interop.families.tables import NORMALIZE, POOLING, Family, ImportedConfig, Weight
 from jaxformer.interop.folder import FLAG, MODULES, POOLING_MODES
 from jaxformer.interop.formats import Dtype, Format
 from jaxformer.interop.obstacles import FAMILIES_BY_FORMAT, Obstacle, nearest_family, resolved, same_kind

@@ -12,7 +12,8 @@ from jaxformer.config import Config, ModelConfig
 from jaxformer.config.fields import differences, shortest_period
 from jaxformer.errors import UserError
 from jaxformer.interop.configs import read_config, write_config
-from jaxformer.interop.families import ENCODERS, FAMILIES, GGUF_FAMILIES, Family, ImportedConfig
+from jaxformer.interop.families import ENCODERS, FAMILIES, GGUF_FAMILIES
+from jaxformer.interop.families.tables import Family, ImportedConfig
 from jaxformer.interop.formats import Format
 from jaxformer.models.decoder import BlockAttention, DecoderConfig, ExpertsConfig
 from jaxformer.models.encoder import EncoderConfig

@@ -18,7 +18,8 @@ from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.data.windows import TextConfig
 from jaxformer.errors import UserError, parse_json
 from jaxformer.interop.configs import family_of, read_config
-from jaxformer.interop.families import MAX_TOKENS, ImportedConfig, class_names
+from jaxformer.interop.families.encoders import class_names
+from jaxformer.interop.families.tables import MAX_TOKENS, ImportedConfig
 from jaxformer.interop.folder import PICKLED, ModelFolder, PublishedModel
 from jaxformer.interop.gguf_file import GgufFile
 from jaxformer.interop.packages import published_name

@@ -18,7 +18,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Sharding
 
 from jaxformer.errors import UserError
-from jaxformer.interop.families import Family, ImportedConfig, Weight
+from jaxformer.interop.families.tables import Family, ImportedConfig, Weight
 from jaxformer.interop.folder import FLOATS, PublishedModel
 from jaxformer.models.objective import Params
 

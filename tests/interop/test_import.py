@@ -19,7 +19,9 @@ from jaxformer.__main__ import main
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError
 from jaxformer.interop.configs import read_config
-from jaxformer.interop.families import FAMILIES, REQUIRED, class_names
+from jaxformer.interop.families import FAMILIES
+from jaxformer.interop.families.encoders import class_names
+from jaxformer.interop.families.tables import REQUIRED
 from jaxformer.interop.folder import ModelFolder
 from jaxformer.interop.run import import_run, load_published_tokenizer, open_published, pretrained_model
 from jaxformer.models.decoder import BlockAttention

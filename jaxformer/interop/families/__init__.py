@@ -1,0 +1,24 @@
+"""Families of published models, by name."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from jaxformer.interop.families import decoders, encoders
+from jaxformer.interop.families.tables import Family
+
+FAMILIES: Mapping[str, Family] = {family.model_type: family for family in decoders.ALL}
+"""Families of decoders by their `model_type`."""
+ENCODERS: Mapping[str, Family] = {family.architecture: family for family in encoders.ALL}
+"""Families of encoders by their architecture; those without a head before others of their `model_type`. Export takes
+the first that fits: a RoBERTa is a BERT whose positions begin at 0."""
+
+GGUF_FAMILIES: Mapping[str, Family] = {
+    family.model_type: replace(
+        family,
+        fields=tuple(row for row in family.fields if row.ours != "attention_bias"),
+        constants={**family.constants, "attention_bias": False},
+        windows=None,
+    )
+    for family in (decoders.LLAMA, decoders.QWEN3)
+}
+"""Families that are exported to GGUF, without what llama.cpp lacks in them."""
