@@ -195,9 +195,10 @@ def export(checkout: Path, folder: Path, fmt: str, dtype: str) -> Results:
     out, prefix = folder / f"export.{fmt}", f"export {fmt}"
     status, *_ = command(checkout, "export", str(folder), "--format", fmt, "--out", str(out), "--dtype", dtype)
     results = {f"{prefix}|{dtype} exit status": np.array(status)}
-    for file in sorted(out.rglob("*") if out.is_dir() else [out] if out.exists() else []):
-        quantity = f"{prefix} {file.name}" if file.suffix == ".json" else prefix
-        results |= {f"{quantity}|{dtype} {file.name} {key}": value for key, value in contents(file).items()}
+    for file in sorted(path for path in (out, *out.rglob("*")) if path.is_file()):
+        name = out.name if file == out else str(file.relative_to(out))
+        quantity = f"{prefix} {name}" if file.suffix == ".json" else prefix
+        results |= {f"{quantity}|{dtype} {name} {key}": value for key, value in contents(file).items()}
     if out.exists():
         shutil.rmtree(out) if out.is_dir() else out.unlink()
     return results
