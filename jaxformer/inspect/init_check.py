@@ -15,6 +15,7 @@ from jaxformer.inspect.activations import capture
 from jaxformer.inspect.of_run import of_run
 from jaxformer.models.decoder import Decoder, DecoderConfig
 from jaxformer.models.objective import Params
+from jaxformer.nn.block import PARALLEL
 from jaxformer.nn.local_heads import biases_at
 from jaxformer.nn.mlp import ACTIVATIONS, GATED
 from jaxformer.nn.norms import epsilon
@@ -94,7 +95,7 @@ def expected_moments(config: DecoderConfig, n_tokens: int) -> tuple[Moments, ...
         heads += [_local_head(c, i, d, projected, n_tokens, visible) for d in range(1, c.local_heads + 1)]
         scores, entropy, averaged = map(float, np.mean(heads, axis=0))
         stream = _after(c, before, projected * averaged * c.attention_gain)
-        read = _read(c, stream)
+        read = _read(c, before if c.norm_placement in PARALLEL else stream)
         mlp = mlp_mean_square(read, c.d_model, c.d_ff, c.activation, c.bias)
         if (e := c.experts) is not None:
             mlp *= _router_weights(read / 3, e.n_experts, e.per_token, e.renormalize) + e.shared_expert
@@ -106,7 +107,8 @@ def expected_moments(config: DecoderConfig, n_tokens: int) -> tuple[Moments, ...
 def _read(c: DecoderConfig, stream: float) -> float:
     """Return the mean square of what attention or an MLP reads from the stream: after a norm, with its ε, if there is
     one before it."""
-    return stream if c.norm == "none" or c.norm_placement == "post" else stream / (stream + epsilon(c.norm, c.norm_eps))
+    has_norm = c.norm != "none" and c.norm_placement not in ("post", "output")
+    return stream / (stream + epsilon(c.norm, c.norm_eps)) if has_norm else stream
 
 
 def _router_weights(variance: float, n_experts: int, per_token: int, renormalize: bool | None) -> float:
@@ -118,7 +120,7 @@ def _router_weights(variance: float, n_experts: int, per_token: int, renormalize
 def _after(c: DecoderConfig, stream: float, part: float) -> float:
     if c.norm != "none" and c.norm_placement == "post":
         return 1.0
-    part = 1.0 if c.norm != "none" and c.norm_placement == "both" else part
+    part = 1.0 if c.norm != "none" and c.norm_placement in ("both", "output") else part
     return stream + part if c.contract.has_residual_stream else part
 
 

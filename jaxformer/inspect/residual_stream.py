@@ -24,6 +24,8 @@ from jaxformer.ops.precision import upcast
 
 STREAM = ("blocks.0.resid_pre", "blocks.*.resid_post")
 """The residual stream after the embedding and after each block."""
+KNOWN_NORMS = ("rmsnorm", "layernorm", "layernorm_no_bias", "layernorm_no_parameters")
+"""Norms that logits are attributed through."""
 
 
 @of_run
@@ -98,16 +100,18 @@ def _attribute(
         direction_TD -= out_VD[jnp.broadcast_to(baseline_T, likeliest_T.shape)]
     biases: dict[str, jax.Array] = {}
     if c.final_norm:
-        direction_TD, biases = _through_norm(c, "final_norm", params["final_norm"], last_TD, direction_TD)
+        direction_TD, biases = _through_norm(c, "final_norm", params.get("final_norm", {}), last_TD, direction_TD)
     project = lambda x_TD, direction_TD: jnp.sum(x_TD * direction_TD, axis=-1)  # noqa: E731
     embeddings = (name for name in ("embed", "pos_embed") if name in values)
     parts = OrderedDict((name, project(values[name], direction_TD)) for name in embeddings)
     for i in range(c.n_blocks):
         block, before_TD = params[f"blocks_{i}"], {"attention": direction_TD, "mlp": direction_TD}
-        if c.norm != "none" and c.norm_placement == "both":
+        if c.norm != "none" and c.norm_placement in ("both", "output"):
             for part in before_TD:
                 name, norm = f"blocks.{i}.{part}", f"{part}_post_norm"
-                before_TD[part], bias = _through_norm(c, f"blocks.{i}.{norm}", block[norm], values[name], direction_TD)
+                before_TD[part], bias = _through_norm(
+                    c, f"blocks.{i}.{norm}", block.get(norm, {}), values[name], direction_TD
+                )
                 biases |= bias
         layer, weights = f"blocks.{i}.attention", block["attention"]
         heads_HTK = values[f"{layer}.z"]
@@ -129,17 +133,16 @@ def _through_norm(
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Map a direction after a norm of `x_TD` to the corresponding direction before it; also return the contribution of
     the norm's bias, by name. Raises `ValueError` for a norm of one's own."""
-    if c.norm not in ("rmsnorm", "layernorm"):
+    if c.norm not in KNOWN_NORMS:
         raise ValueError(f"logits are not attributed through the norm {c.norm}; use rmsnorm or layernorm")
-    is_layernorm, upcast_TD = c.norm == "layernorm", upcast(x_TD)
+    is_layernorm, upcast_TD = c.norm != "rmsnorm", upcast(x_TD)
     if is_layernorm:
         upcast_TD -= upcast_TD.mean(axis=-1, keepdims=True)
     scale_T1 = jax.lax.rsqrt(jnp.mean(jnp.square(upcast_TD), axis=-1, keepdims=True) + epsilon(c.norm, c.norm_eps))
-    before_TD = direction_TD * norm["gamma"][None] * scale_T1
-    if not is_layernorm:
-        return before_TD, {}
-    # Centring is symmetric: (x - mean x) · d = x · (d - mean d).
-    return before_TD - before_TD.mean(axis=-1, keepdims=True), {f"{name}.beta": direction_TD @ norm["beta"]}
+    before_TD = direction_TD * norm.get("gamma", jnp.ones(1))[None] * scale_T1
+    if is_layernorm:  # centring is symmetric: (x - mean x) · d = x · (d - mean d)
+        before_TD -= before_TD.mean(axis=-1, keepdims=True)
+    return before_TD, {f"{name}.beta": direction_TD @ norm["beta"]} if "beta" in norm else {}
 
 
 def check_stream(model: nn.Module) -> None:

@@ -139,9 +139,10 @@ class DecoderConfig(TokenModelConfig):
     """Kind of norm; none for no norms, whatever norm_placement is."""
     norm_eps: NormEps | None = None
     """ε added to the mean square or variance in norms; by default, 1e-6 for rmsnorm and 1e-5 for layernorm."""
-    norm_placement: Literal["pre", "post", "both"] = "pre"
-    """Norms before each sublayer (pre), after each residual connection (post), or before and after each sublayer
-    (both)."""
+    norm_placement: Literal["pre", "post", "both", "output", "parallel", "parallel_two"] = "pre"
+    """Norms before each sublayer (pre), after each residual connection (post), before and after each sublayer (both),
+    or of each sublayer's output (output). With parallel and parallel_two, attention and MLP both read the block's
+    input, after one norm, or a norm each."""
     final_norm: bool = True
     """Additional norm before the unembedding."""
     embedding_std: NonNegativeFloat = 1.0

@@ -14,6 +14,7 @@ from jaxformer.nn.execution import Execution, call_block, scan_blocks
 from jaxformer.nn.mlp import MLP
 from jaxformer.nn.norms import RMSNorm
 from jaxformer.nn.parameters import check_name
+from jaxformer.ops.bias import Bias
 from jaxformer.ops.cache import LayerCache
 from jaxformer.ops.masks import Mask
 
@@ -21,6 +22,10 @@ Make = Callable[..., nn.Module]
 """Function that constructs a module, such as `functools.partial(MLP, hidden=…, d_out=…)`."""
 Function = Callable[[jax.Array], jax.Array]
 """Function from `(T, D)` to `(T, D)`."""
+PARALLEL = ("parallel", "parallel_two")
+"""Placements of norms in blocks whose attention and MLP both read the block's input (Wang and Komatsuzaki 2021)."""
+PLACEMENTS = ("pre", "post", "both", "output", *PARALLEL)
+"""Placements of norms; see `Block`."""
 
 
 class SideInputs(NamedTuple):
@@ -34,6 +39,7 @@ class SideInputs(NamedTuple):
       source: for cross-attention, a sequence `(S, D)`, or a block's cache with its `keys_values`.
       source_mask: mask of cross-attention.
       valid_T: False for padding, for an MLP whose tokens depend on each other; see `Experts`.
+      score_bias: bias of attention's scores, not of cross-attention's; see `MultiHeadAttention`.
     """
 
     positions_T: jax.Array | None = None
@@ -42,6 +48,7 @@ class SideInputs(NamedTuple):
     source: jax.Array | LayerCache | None = None
     source_mask: Mask = None
     valid_T: jax.Array | None = None
+    score_bias: Bias = None
 
 
 def identity(x_TD: jax.Array) -> jax.Array:
@@ -56,9 +63,11 @@ class Block(nn.Module):
 
     Attributes:
       make_attention, make_mlp, make_norm: functions that construct the sublayers and norms; None for no norm.
-      norm_placement: 'pre', before each sublayer; 'post', after each addition (Vaswani et al. 2017, section 3.1); or
-        'both', before and after each sublayer (Gemma 2). Without 'post', the residual stream itself is never
-        normalised, so that gradients reach the first block unchanged (Xiong et al. 2020).
+      norm_placement: 'pre', before each sublayer; 'post', after each addition (Vaswani et al. 2017, section 3.1);
+        'both', before and after each sublayer (Gemma 2); or 'output', after each sublayer, before the addition (OLMo
+        2). With 'parallel', the MLP reads what attention reads, the block's input after one norm (GPT-J), and with
+        'parallel_two', the block's input after a norm of its own (GPT-NeoX). Without 'post', the residual stream itself
+        is never normalised, so that gradients reach the first block unchanged (Xiong et al. 2020).
       dropout: dropout probability of the outputs of each sublayer, applied if there is a dropout key.
       make_cross_attention: function that constructs cross-attention; None for no cross-attention.
     """
@@ -71,13 +80,20 @@ class Block(nn.Module):
     make_cross_attention: Make | None = None
 
     def setup(self) -> None:
-        check_name("norm_placement", self.norm_placement, ("pre", "post", "both"))
-        norm: Callable[[], Function] = self.make_norm or (lambda: identity)
-        post_norm = norm if self.norm_placement == "both" else (lambda: identity)
+        check_name("norm_placement", self.norm_placement, PLACEMENTS)
+        if self.make_cross_attention is not None and self.norm_placement in PARALLEL:
+            raise ValueError(
+                f"norm_placement is {self.norm_placement!r}, and cross-attention stands between; use 'pre'."
+            )
+        no_norm: Callable[[], Function] = lambda: identity  # noqa: E731
+        make_norm = self.make_norm or no_norm
+        norm = no_norm if self.norm_placement == "output" else make_norm
+        post_norm = make_norm if self.norm_placement in ("both", "output") else no_norm
         dropout = partial(nn.Dropout, self.dropout, deterministic=False)
         self.attention, self.attention_norm, self.attention_post_norm = self.make_attention(), norm(), post_norm()
         self.attention_dropout = dropout()
-        self.mlp, self.mlp_norm, self.mlp_post_norm, self.mlp_dropout = self.make_mlp(), norm(), post_norm(), dropout()
+        self.mlp, self.mlp_post_norm, self.mlp_dropout = self.make_mlp(), post_norm(), dropout()
+        self.mlp_norm = no_norm() if self.norm_placement == "parallel" else norm()
         if self.make_cross_attention is not None:
             self.cross_attention, self.cross_attention_norm = self.make_cross_attention(), norm()
             self.cross_attention_post_norm, self.cross_attention_dropout = post_norm(), dropout()
@@ -94,20 +110,23 @@ class Block(nn.Module):
         Args:
           key: dropout key; None for no dropout.
         """
-        positions_T, mask, slot, source, source_mask, valid_T = inputs
+        positions_T, mask, slot, source, source_mask, valid_T, score_bias = inputs
         crosses = self.make_cross_attention is not None
         # One dropout key per sublayer: with one for all, they would drop the same features.
         keys = [None] * 3 if key is None else list(jax.random.split(key, 3 if crosses else 2))
         x_TD = capture_point(self, "resid_pre", x_TD)
         h_TD = self._normalized("attention", x_TD)
-        y_TD, cache = self.attention(h_TD, positions_T, mask, cache, slot)
-        x_TD = capture_point(self, "resid_mid", self._add("attention", "attn_out", x_TD, y_TD, keys[0]))
+        bias = {} if score_bias is None else {"score_bias": score_bias}
+        y_TD, cache = self.attention(h_TD, positions_T, mask, cache, slot, **bias)
+        before_TD, x_TD = x_TD, self._add("attention", "attn_out", x_TD, y_TD, keys[0])
+        x_TD = capture_point(self, "resid_mid", x_TD)
         if crosses:
             h_TD = self._normalized("cross_attention", x_TD)
             y_TD, _ = self.cross_attention(h_TD, positions_T, source_mask, source=source)
             x_TD = self._add("cross_attention", "cross_attn_out", x_TD, y_TD, keys[1])
             x_TD = capture_point(self, "resid_mid_cross", x_TD)
-        h_TD = self._normalized("mlp", x_TD)
+        if self.norm_placement != "parallel":
+            h_TD = self._normalized("mlp", before_TD if self.norm_placement == "parallel_two" else x_TD)
         y_TD = self.mlp(h_TD) if valid_T is None else self.mlp(h_TD, valid_T)
         return capture_point(self, "resid_post", self._add("mlp", "mlp_out", x_TD, y_TD, keys[-1])), cache
 

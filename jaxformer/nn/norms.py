@@ -1,6 +1,6 @@
 """Norm modules with learned parameters."""
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 import flax.linen as nn
 import jax
@@ -26,12 +26,26 @@ class LayerNorm(nn.Module):
     initialisation."""
 
     eps: float = 1e-5
+    vectors: ClassVar[tuple[str, ...]] = ("gamma", "beta")
+    """Names of its parameters."""
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        gamma = parameter(self, "gamma", nn.initializers.ones, x.shape[-1:], "embed")
-        beta = parameter(self, "beta", nn.initializers.zeros, x.shape[-1:], "embed")
-        return capture_point(self, OUTPUT, norms.layer_norm(x, gamma, beta, self.eps))
+        init = {"gamma": nn.initializers.ones, "beta": nn.initializers.zeros}
+        vectors = {name: parameter(self, name, init[name], x.shape[-1:], "embed") for name in self.vectors}
+        return capture_point(self, OUTPUT, norms.layer_norm(x, **vectors, eps=self.eps))
+
+
+class LayerNormNoBias(LayerNorm):
+    """`LayerNorm` with the gain alone (Cohere)."""
+
+    vectors: ClassVar[tuple[str, ...]] = ("gamma",)
+
+
+class LayerNormNoParameters(LayerNorm):
+    """`LayerNorm` without parameters (OLMo)."""
+
+    vectors: ClassVar[tuple[str, ...]] = ()
 
 
 def epsilon(norm: str, eps: float | None) -> float:
@@ -39,7 +53,12 @@ def epsilon(norm: str, eps: float | None) -> float:
     return NORMS[norm].eps if eps is None else eps
 
 
-Norm = Literal["rmsnorm", "layernorm"]
+Norm = Literal["rmsnorm", "layernorm", "layernorm_no_bias", "layernorm_no_parameters"]
 """Names of norms in configs."""
-NORMS: dict[str, type[RMSNorm | LayerNorm]] = {"rmsnorm": RMSNorm, "layernorm": LayerNorm}
+NORMS: dict[str, type[RMSNorm | LayerNorm]] = {
+    "rmsnorm": RMSNorm,
+    "layernorm": LayerNorm,
+    "layernorm_no_bias": LayerNormNoBias,
+    "layernorm_no_parameters": LayerNormNoParameters,
+}
 """Norm modules by name."""

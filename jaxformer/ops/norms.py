@@ -24,13 +24,16 @@ def rms_norm(x: jax.Array, gamma: jax.Array, eps: float = 1e-6) -> jax.Array:
     return (y * _matched(gamma, y)).astype(x.dtype)
 
 
-def layer_norm(x: jax.Array, gamma: jax.Array, beta: jax.Array, eps: float = 1e-5) -> jax.Array:
+def layer_norm(
+    x: jax.Array, gamma: jax.Array | None = None, beta: jax.Array | None = None, eps: float = 1e-5
+) -> jax.Array:
     """Apply LayerNorm, γ · (x - mean) / √(var + ε) + β, to `x` `(…, D)` (Ba et al. 2016).
 
-    `gamma` and `beta` are `(D,)`."""
-    _check(x, eps, gamma, beta)
+    `gamma` and `beta` are `(D,)`; None for a norm without them, γ = 1 or β = 0."""
+    _check(x, eps, *(vector for vector in (gamma, beta) if vector is not None))
     y = divide_by_rms(center(upcast(x)), eps)
-    return (y * _matched(gamma, y) + _matched(beta, y)).astype(x.dtype)
+    y = y if gamma is None else y * _matched(gamma, y)
+    return (y if beta is None else y + _matched(beta, y)).astype(x.dtype)
 
 
 def l2_normalize(x: jax.Array, eps: float = 1e-12) -> jax.Array:

@@ -29,34 +29,36 @@ ATTENTION, FEED_FORWARD = partial(MultiHeadAttention, 3, 5, 1), partial(MLP, (11
         (LayerNorm, "post", True),
         (RMSNorm, "both", True),
         (RMSNorm, "post", False),
+        (LayerNorm, "output", True),
+        (RMSNorm, "parallel", True),
+        (RMSNorm, "parallel_two", True),
     ],
 )
 def test_a_block_is_its_parts_by_hand(norm: type | None, placement: str, residual: bool) -> None:
     block = (Block if residual else PlainBlock)(ATTENTION, FEED_FORWARD, norm, placement)
     params = random_params(block, *INPUTS)
-    x = INPUTS[0]
+    names = ["attention_norm", "mlp_norm"], ["attention_post_norm", "mlp_post_norm"]
+    expected = {"both": [*names[0], *names[1]], "output": names[1], "parallel": names[0][:1]}.get(placement, names[0])
+    assert set(params) == {"attention", "mlp", *(expected if norm else [])}
 
-    def norm_of(part: str, x: jax.Array, where: str) -> jax.Array:
-        return apply(norm(), params[f"{part}_norm"], x) if norm and placement in (where, "both") else x
+    def norm_of(name: str, x: jax.Array) -> jax.Array:
+        return apply(norm(), params[name], x) if norm else x
 
+    x = before = INPUTS[0]
     for part in ("attention", "mlp"):
-        read = norm_of(part, x, "pre")
+        read = before if placement.startswith("parallel") else x
+        if placement not in ("post", "output"):
+            read = norm_of("attention_norm" if placement == "parallel" else f"{part}_norm", read)
         if part == "attention":
             y, _ = apply(ATTENTION(), params["attention"], read, POSITIONS_T, MASK_TT)
         else:
             y = apply(FEED_FORWARD(), params["mlp"], read)
-        if placement == "both":
-            y = norm_of(f"{part}_post", y, "both")
-            x = x + y if residual else y
-        else:
-            x = norm_of(part, x + y if residual else y, "post")
+        y = norm_of(f"{part}_post_norm", y) if placement in ("both", "output") else y
+        x = x + y if residual else y
+        x = norm_of(f"{part}_norm", x) if placement == "post" else x
     got, cache = apply(block, params, *INPUTS)
     assert_close(got, x)
     assert cache is None
-    norms = {"attention_norm", "mlp_norm"} if norm else set()
-    assert set(params) == {"attention", "mlp"} | norms | (
-        {"attention_post_norm", "mlp_post_norm"} if placement == "both" else set()
-    )
 
 
 def test_the_default_block_is_that_of_the_base_model_at_any_width() -> None:

@@ -21,6 +21,9 @@ def test_agree_with_flax(eps: float, size: float) -> None:
     layer = nn.LayerNorm(epsilon=eps, use_fast_variance=False).apply({"params": {"scale": GAMMA, "bias": BETA}}, x)
     assert_close(rms_norm(x, GAMMA, eps), rms)
     assert_close(layer_norm(x, GAMMA, BETA, eps), layer)
+    plain = nn.LayerNorm(epsilon=eps, use_fast_variance=False, use_bias=False, use_scale=False).apply({}, x)
+    assert_close(layer_norm(x, eps=eps), plain)
+    assert_close(layer_norm(x, GAMMA, eps=eps), plain * GAMMA[None])
 
 
 def test_by_hand() -> None:

@@ -31,8 +31,11 @@ MAX_EMBEDDED_BYTES = 40_000_000
 """Maximum size of the parameters, of all frames of a film, within a page; larger ones are in a file beside it."""
 MAX_FILM_PARAMETERS = 200_000_000
 """Maximum parameters of all frames of a film together."""
-KNOWN_NORMS = ("none", "rmsnorm", "layernorm")
-KNOWN_ACTIVATIONS = ("relu", "squared_relu", "gelu", "gelu_exact", "quick_gelu", "silu", "swiglu", "geglu", "tanh")
+KNOWN = {
+    "norm": ("none", "rmsnorm", "layernorm"),
+    "norm_placement": ("pre", "post", "both"),
+    "activation": ("relu", "squared_relu", "gelu", "gelu_exact", "quick_gelu", "silu", "swiglu", "geglu", "tanh"),
+}
 """What assets/decoder.js computes; another norm or activation is to be added there, and in assets/backward.js."""
 SCRIPT = "the page's script"
 MAX_TOKENS = 256
@@ -124,7 +127,7 @@ def live_section(
         raise NotImplementedError(f"{SCRIPT} supports decoders only, and this is a {type(model).__name__}.")
     if config.routes_tokens or config.prefix:
         raise NotImplementedError(f"{SCRIPT} supports neither mixtures of experts nor attention to a prefix.")
-    for name, known in (("norm", KNOWN_NORMS), ("activation", KNOWN_ACTIVATIONS)):
+    for name, known in KNOWN.items():
         if (value := getattr(config, name)) not in known:
             raise NotImplementedError(f"{SCRIPT} does not support the {name} {value}.")
     for rope in filter(None, map(config.block_rope, range(config.n_blocks))):
