@@ -51,6 +51,8 @@ class AttentionShape(NamedTuple):
     """Number T of queries, and of keys."""
     mask: Any = None
     """None, an `ops.masks.Causal`, or `ARRAY` for a mask that is an array."""
+    has_terms: bool = False
+    """True if scores have a bias, a soft cap or sinks, with which the trainer uses no fused kernel."""
 
 
 ARRAY = "array"

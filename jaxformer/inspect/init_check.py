@@ -86,12 +86,15 @@ def expected_moments(config: DecoderConfig, n_tokens: int) -> tuple[Moments, ...
     c = config
     stream, moments = (c.embedding_scale * c.embedding_std) ** 2, []
     stream += {"learned": c.embedding_std**2, "sinusoidal": 0.5}.get(c.positions, 0.0)
+    if c.embedding_norm:
+        stream /= stream + epsilon(c.norm, c.norm_eps)
     for i, window in enumerate(c.block_windows):
         before = stream
         projected = c.d_model * c.attention_std**2 * _read(c, before)
         scores = c.width_of_head * (1.0 if c.qk_norm else projected**2) * c.scale**2 * _rope_gain(c.block_rope(i))
         visible = min(n_tokens, window)
-        heads = [(scores, *_softmax_of_normal(scores, n_tokens, visible))] * (c.n_heads - c.local_heads)
+        slopes = [0.0] * c.n_heads if c.score_bias is None else c.score_bias.slopes
+        heads = [_head(scores, slope, n_tokens, visible) for slope in slopes[c.local_heads :]]
         heads += [_local_head(c, i, d, projected, n_tokens, visible) for d in range(1, c.local_heads + 1)]
         scores, entropy, averaged = map(float, np.mean(heads, axis=0))
         stream = _after(c, before, projected * averaged * c.attention_gain)
@@ -140,12 +143,15 @@ def mlp_mean_square(
 
 
 @lru_cache
-def _softmax_of_normal(variance: float, n_tokens: int, attention_window: int) -> tuple[float, float]:
-    """Return the entropy and the sum of squares of the softmax of independent normal scores: means over the rows of
-    causal attention, where row t has min(t, attention_window) scores."""
+def _head(variance: float, slope: float, n_tokens: int, attention_window: int) -> tuple[float, float, float]:
+    """Return the variance, entropy and sum of squares for independent normal scores with a slope of ALiBi: means over
+    the rows of causal attention, where row t has min(t, attention_window) scores."""
     rng = np.random.default_rng(0)
     rows = np.minimum(_rows(n_tokens), attention_window)
-    return _softmax_moments([sqrt(variance) * rng.normal(size=(128, t)) for t in rows])
+    lengths = np.minimum(np.arange(2, n_tokens + 1), attention_window)
+    of_bias = slope**2 * float(np.mean(lengths * (lengths + 1) / 12)) if slope else 0.0  # of t consecutive numbers
+    scores = [sqrt(variance) * rng.normal(size=(128, t)) + slope * np.arange(t) for t in rows]
+    return variance + of_bias, *_softmax_moments(scores)
 
 
 def _rope_gain(rope: RoPE | None) -> float:

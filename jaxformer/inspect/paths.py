@@ -20,6 +20,7 @@ from jaxformer.inspect.patching import check_pair
 from jaxformer.inspect.residual_stream import check_stream
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.objective import Params
+from jaxformer.nn.block import PARALLEL
 from jaxformer.nn.parameter_norms import dotted
 
 PROJECTIONS = tuple(f"blocks.*.attention.{kind}" for kind in "qkv")
@@ -85,8 +86,10 @@ def path_attribution(
     check_stream(model)
     if n_exact is not None and n_exact < 0:
         raise ValueError(f"n_exact is {n_exact}; give 0 or more, or None for all.")
-    if model.config.norm != "none" and model.config.norm_placement != "pre":
+    if model.config.norm != "none" and model.config.norm_placement in ("both", "output"):
         raise ValueError("the parts' outputs are normalised before they are added, so heads have no part of their own")
+    if model.config.norm != "none" and model.config.norm_placement == "parallel":
+        raise ValueError("attention and MLP read the stream through one norm, so neither can read a difference alone")
     inputs, source, _ = check_pair(model, inputs, source, ())
     model = model.clone(execution=replace(model.execution, scan=False))  # a scan has no names of blocks
     differences, estimates = _estimates(model, params, inputs, source, metric, by_head)
@@ -95,7 +98,7 @@ def path_attribution(
         (float(estimates[target][i]), part, target)
         for target in targets
         for i, part in enumerate(parts)
-        if _time(part) < _time(target)
+        if _time(model.config, part) < _time(model.config, target)
     ]
     edges.sort(key=lambda edge: -abs(edge[0]))
     plain = 0.0 if n_exact == 0 else float(_shifted_metric(model, params, inputs, {}, metric))
@@ -194,7 +197,7 @@ def _shifted_inputs(c: DecoderConfig, shifts: dict[str, jax.Array]) -> Iterator[
 
 def _written(c: Any, params: Params, values: Activations) -> Activations:
     """Return what each part adds to the residual stream, `(T, D)` by part."""
-    parts = OrderedDict(embed=values["embed"])
+    parts = OrderedDict(embed=values["embedding_norm" if c.embedding_norm else "embed"])
     for i in range(c.n_blocks):
         heads_HTK = values[f"blocks.{i}.attention.z"]
         H, _, K = heads_HTK.shape
@@ -207,9 +210,9 @@ def _written(c: Any, params: Params, values: Activations) -> Activations:
     return parts
 
 
-def _time(name: str) -> float:
+def _time(c: Any, name: str) -> float:
     """Return the order in which a part writes, or, for a target, reads."""
     if "." not in name:
         return -1 if name == "embed" else float("inf")
     _, block, part, *_ = name.split(".")
-    return 2 * int(block) + part.startswith("mlp")
+    return 2 * int(block) + (part.startswith("mlp") and c.norm_placement not in PARALLEL)

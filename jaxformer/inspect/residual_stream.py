@@ -102,8 +102,16 @@ def _attribute(
     if c.final_norm:
         direction_TD, biases = _through_norm(c, "final_norm", params.get("final_norm", {}), last_TD, direction_TD)
     project = lambda x_TD, direction_TD: jnp.sum(x_TD * direction_TD, axis=-1)  # noqa: E731
-    embeddings = (name for name in ("embed", "pos_embed") if name in values)
-    parts = OrderedDict((name, project(values[name], direction_TD)) for name in embeddings)
+    if c.unembedding_bias:
+        b_V = params["b_out"]
+        bias_T = b_V[likeliest_T if target_T is None else target_T] - (0 if baseline_T is None else b_V[baseline_T])
+        biases["b_out"] = jnp.broadcast_to(bias_T, likeliest_T.shape)
+    embeddings, first_TD = [name for name in ("embed", "pos_embed") if name in values], direction_TD
+    if c.embedding_norm:
+        x_TD = jnp.sum(jnp.stack([values[name] for name in embeddings]), axis=0)
+        first_TD, bias = _through_norm(c, "embedding_norm", params.get("embedding_norm", {}), x_TD, direction_TD)
+        biases |= bias
+    parts = OrderedDict((name, project(values[name], first_TD)) for name in embeddings)
     for i in range(c.n_blocks):
         block, before_TD = params[f"blocks_{i}"], {"attention": direction_TD, "mlp": direction_TD}
         if c.norm != "none" and c.norm_placement in ("both", "output"):

@@ -18,7 +18,7 @@ from jaxformer.contract import Contract
 from jaxformer.errors import UserError
 from jaxformer.models.decoder import Decoder, DecoderConfig
 from jaxformer.nn.attention import MultiHeadAttention
-from jaxformer.nn.block import Block, Make
+from jaxformer.nn.block import PARALLEL, Block, Make
 from jaxformer.nn.embedding import Embedding
 from jaxformer.nn.execution import PLAIN, Execution
 from jaxformer.nn.local_heads import LocalHeads
@@ -62,6 +62,11 @@ class RungDecoderConfig(DecoderConfig):
             raise UserError(f"{problem}; set residual or mlp_logits to false.")
         if self.mlp_logits and self.experts is not None:
             raise UserError("mlp_logits needs one MLP per block, not experts; omit one of them.")
+        if self.mlp_logits and self.unembedding_bias:
+            raise UserError("mlp_logits has no unembedding for unembedding_bias; omit one of them.")
+        if not self.residual and self.norm_placement in PARALLEL:
+            problem = f"norm_placement is {self.norm_placement}, whose parts are added to the residual stream"
+            raise UserError(f"{problem}; set residual to true.")
 
     @property
     def has_W_out(self) -> bool:

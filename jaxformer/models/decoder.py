@@ -42,6 +42,7 @@ from jaxformer.nn.mlp import Activation
 from jaxformer.nn.norms import Norm, epsilon
 from jaxformer.nn.parameters import parameter
 from jaxformer.ops import masks
+from jaxformer.ops.bias import ALiBi, alibi_slopes
 from jaxformer.ops.cache import KVCache, LayerCache, init_cache, write_positions
 from jaxformer.ops.linear_cross_entropy import Unembedding
 from jaxformer.ops.masks import Causal, Mask, Packed
@@ -121,8 +122,9 @@ class DecoderConfig(TokenModelConfig):
     max_context: Length | None = None
     """Longest sequence, in tokens, over which attention is full, and the number of learned positions if there are any;
     by default context_length, which sets the length of training sequences."""
-    positions: AddedPositions = "none"
-    """Vectors added to the embedding: learned, sinusoidal, or none."""
+    positions: Literal[AddedPositions, "alibi"] = "none"
+    """Vectors added to the embedding (learned, sinusoidal) or biases of the attention scores in proportion to distance
+    (alibi, Press et al. 2022), in either case with rope none; or none."""
     rope: RoPE | None = RoPE()  # noqa: RUF009  # frozen
     """Rotary position embedding (RoPE) of queries and keys; none for no rotation."""
     attention: tuple[BlockAttention, ...] = (BlockAttention(),)
@@ -149,11 +151,15 @@ class DecoderConfig(TokenModelConfig):
     """Standard deviation of the embeddings of tokens and, if learned, positions at initialisation."""
     embedding_scale: float = 1.0
     """Factor applied to a token's row of the embedding."""
+    embedding_norm: bool = False
+    """Additional norm before the first block (BLOOM)."""
     unembedding: Literal["linear", "tied"] = "linear"
     """Logits from W_out (linear), or from the transposed embedding (tied: weight tying)."""
     unembedding_std: NonNegativeFloat | None = None
     """Standard deviation of W_out at initialisation; by default, 1/sqrt(d_model). With small values the initial loss is
     log(vocab_size)."""
+    unembedding_bias: bool = False
+    """Bias of the logits, b_out, 0 at initialisation."""
     logit_soft_cap: PositiveFloat | None = None
     """Bound c of the logits, c · tanh(logits / c) (Gemma 2); none for no bound."""
     dropout: Fraction = 0.0
@@ -176,10 +182,11 @@ class DecoderConfig(TokenModelConfig):
         window = next((kind.window for kind in self.attention if kind.window is not None), None)
         if self.prefix and window is not None:
             raise UserError(f"window is {window}, but all positions attend to a prefix; omit one of them.")
-        if self.final_norm and self.norm == "none":
-            raise UserError(
-                "norm is none, but final_norm is True; set final_norm to false, or norm to rmsnorm or layernorm."
-            )
+        for name in ("final_norm", "embedding_norm"):
+            if getattr(self, name) and self.norm == "none":
+                raise UserError(
+                    f"norm is none, but {name} is True; set {name} to false, or norm to rmsnorm or layernorm."
+                )
         if self.unembedding_std is not None and not self.has_W_out:
             raise UserError(f"unembedding_std is {self.unembedding_std}, but there is no W_out; omit it.")
 
@@ -212,6 +219,11 @@ class DecoderConfig(TokenModelConfig):
     def attention_gain(self) -> float:
         """Mean square of attention's output at initialisation, divided by that of the heads' outputs."""
         return self.n_heads * self.width_of_values * self.attention_std**2
+
+    @property
+    def score_bias(self) -> ALiBi | None:
+        """Bias of the attention scores in all blocks; None for none."""
+        return ALiBi(alibi_slopes(self.n_heads)) if self.positions == "alibi" else None
 
     @property
     def n_positions(self) -> int:
@@ -272,7 +284,8 @@ class DecoderConfig(TokenModelConfig):
             has_prefix=self.prefix,
             has_segments=not self.prefix,
             attention=AttentionShape(
-                self.n_heads, self.kv_heads, self.width_of_head, self.width_of_values, self.context_length, mask
+                *(self.n_heads, self.kv_heads, self.width_of_head, self.width_of_values, self.context_length, mask),
+                has_terms=self.score_bias is not None,
             ),
             scaled_width=None if self.unembedding == "tied" else self.d_model,
             has_residual_stream=True,
@@ -337,10 +350,12 @@ class Decoder(nn.Module):
             vocab_size=c.vocab_size,
             n_positions=c.n_positions,
             d_model=c.d_model,
-            positions=c.positions,
+            positions="none" if c.positions == "alibi" else c.positions,
             init_std=c.embedding_std,
             scale=c.embedding_scale,
         )
+        if c.embedding_norm:
+            self.embedding_norm = blocks.make_norm(c)
         self.blocks = [c.make_decoder_block(self.execution, i) for i in range(c.n_blocks)]
         if c.final_norm:
             self.final_norm = blocks.make_norm(c)
@@ -349,6 +364,8 @@ class Decoder(nn.Module):
             self.W_out = parameter(
                 self, "W_out", nn.initializers.normal(std), (c.d_model, c.vocab_size), "embed -> vocab"
             )
+        if c.unembedding_bias:
+            self.b_out = parameter(self, "b_out", nn.initializers.zeros, (c.vocab_size,), "vocab")
 
     def __call__(
         self, tokens_T: jax.Array, prefix: jax.Array | int | None = None, segments_T: jax.Array | None = None
@@ -379,10 +396,10 @@ class Decoder(nn.Module):
         if segments_T is not None:
             positions_T = positions_in_segments(segments_T)
             valid_T = segments_T != 0 if c.routes_tokens else None
-        x_TD = self.embedding(tokens_T, positions_T)
+        x_TD = self.embed(tokens_T, positions_T)
         keys = jax.random.split(self.make_rng("dropout"), c.n_blocks) if self.has_rng("dropout") else None
         for window, part in c.block_groups:  # a scan needs blocks with the same mask
-            inputs = SideInputs(positions_T, mask_of[window], valid_T=valid_T)
+            inputs = SideInputs(positions_T, mask_of[window], valid_T=valid_T, score_bias=c.score_bias)
             x_TD = run_blocks(self.blocks[part], self.execution, x_TD, inputs, None if keys is None else keys[part])
         return x_TD
 
@@ -405,12 +422,18 @@ class Decoder(nn.Module):
         # Positions are written before it is computed, because a token attends to itself.
         c, position_S = self.config, write_positions(cache.position_S, positions_T, slot)
         mask_of = {window: self.mask(positions_T, position_S, prefix, window) for window in set(c.block_windows)}
-        x_TD = self.embedding(tokens_T, positions_T)
+        bias = None if c.score_bias is None else c.score_bias(positions_T, position_S)
+        x_TD = self.embed(tokens_T, positions_T)
         layers: list[LayerCache] = []
         for block, layer, window in zip(traced_once(self.blocks), cache.layers, c.block_windows, strict=True):
-            x_TD, updated = block(x_TD, SideInputs(positions_T, mask_of[window], slot), layer)
+            x_TD, updated = block(x_TD, SideInputs(positions_T, mask_of[window], slot, score_bias=bias), layer)
             layers.append(updated)
         return x_TD, KVCache(tuple(layers), position_S)
+
+    def embed(self, tokens_T: jax.Array, positions_T: jax.Array) -> jax.Array:
+        """Return the residual stream before the first block, `(T, D)`."""
+        x_TD = self.embedding(tokens_T, positions_T)
+        return self.embedding_norm(x_TD) if self.config.embedding_norm else x_TD
 
     def unembed(self, x_TD: jax.Array) -> jax.Array:
         """Return logits `(T, V)` for the residual stream `(T, D)`, or `(V,)` for `(D,)`."""
@@ -423,7 +446,8 @@ class Decoder(nn.Module):
     def unembedding(self) -> Unembedding:
         """Return the layer from readout to logits."""
         c = self.config
-        return Unembedding(self.embedding.W_E.T if c.unembedding == "tied" else self.W_out, None, c.logit_soft_cap)
+        W_DV = self.embedding.W_E.T if c.unembedding == "tied" else self.W_out
+        return Unembedding(W_DV, self.b_out if c.unembedding_bias else None, c.logit_soft_cap)
 
     def mask(
         self, query_T: jax.Array, key_S: jax.Array, prefix: jax.Array | int | None = None, window: int | None = None

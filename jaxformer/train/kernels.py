@@ -168,7 +168,7 @@ def choose_attention(config: Config, mesh: Mesh, dtype: DTypeLike) -> ChosenAtte
     """
     if (shape := config.model.contract.attention) is None:
         return ChosenAttention(attention, "attention: no multi-head layers")
-    H, G, K, value_dim, T, mask = shape
+    H, G, K, value_dim, T, mask, has_terms = shape
     platform, tensor = mesh.devices.flat[0].platform, mesh.shape["tensor"]
     q_HTK, k_GTK = (jax.ShapeDtypeStruct((n_heads, T, K), dtype) for n_heads in (H, G))
 
@@ -176,7 +176,8 @@ def choose_attention(config: Config, mesh: Mesh, dtype: DTypeLike) -> ChosenAtte
         segments_T: Any = jax.ShapeDtypeStruct((T,), jnp.int32)
         packed: Any = Packed(segments_T, mask) if isinstance(mask, Causal) else ARRAY
         own, name = packed if is_packed else mask, config.compute.attention
-        return make_attention(name, platform, q_HTK, k_GTK, own, tensor, value_dim=value_dim, try_first=try_first)
+        options: dict[str, Any] = {"value_dim": value_dim, "has_terms": has_terms, "try_first": try_first}
+        return make_attention(name, platform, q_HTK, k_GTK, own, tensor, **options)
 
     is_local = bool(set(mesh.devices.flat) & set(jax.local_devices()))
     function, line = make(config.data.has_segments, try_first=is_local)
@@ -206,6 +207,7 @@ def make_attention(
     tensor: int = 1,
     *,
     value_dim: int | None = None,
+    has_terms: bool = False,
     try_first: bool = True,
 ) -> tuple[Attention, str]:
     """Return the attention for these queries and keys, and a line for the log that names it and the reason.
@@ -217,6 +219,7 @@ def make_attention(
       mask: mask of most calls; `contract.ARRAY` for an array; the segments of a `Packed` as shape and dtype.
       tensor: number of devices over which heads are split.
       value_dim: width of the values; None for that of the keys.
+      has_terms: True if calls have a bias, a soft cap or sinks; see `FusedAttention`.
       try_first: run a trial of the kernel before it is chosen; not possible when compiling for devices that are not
         attached.
 
@@ -234,6 +237,8 @@ def make_attention(
     if kernel and name in ("auto", kernel):
         fused = FusedAttention(kernel, tensor)
         refused = fused.refuses(q_HTK, k_GSK, mask, value_dim or k_GSK.shape[-1])
+        if has_terms:
+            refused = "scores have a bias, a soft cap or sinks"
         if refused is None and try_first:
             refused = trial(replace(fused, tensor=1), q_HTK, k_GSK, mask)
         if refused is None:

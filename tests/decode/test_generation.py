@@ -39,6 +39,16 @@ CONFIGS = {
     "learned, pre-norm": replace(LEARNED, n_kv_heads=3, norm="layernorm"),
     "sinusoidal, post-norm": replace(LEARNED, positions="sinusoidal", norm_placement="post"),
     "rope, window, one key head": replace(ROPE, n_blocks=2),
+    "alibi, window, parallel": replace(
+        ROPE,
+        n_blocks=2,
+        positions="alibi",
+        rope=None,
+        norm="layernorm_no_bias",
+        norm_placement="parallel",
+        embedding_norm=True,
+        unembedding_bias=True,
+    ),
     "mlp logits, two key heads": rung_like(
         LEARNED,
         n_heads=4,

@@ -61,12 +61,15 @@ def test_edges_into_the_logits_are_exact_without_a_final_norm_and_sum_to_the_cha
 
 
 @pytest.mark.slow
-def test_every_edge_leads_to_a_later_part_and_the_largest_come_first():
-    model, params, _ = random_model(DECODER)
+@pytest.mark.parametrize("is_parallel", [False, True])
+def test_every_edge_leads_to_a_later_part_and_the_largest_come_first(is_parallel: bool):
+    """No head leads to the MLP parallel to it."""
+    parallel = {"norm": "rmsnorm", "norm_placement": "parallel_two", "embedding_norm": True}
+    model, params, _ = random_model(replace(DECODER, **parallel if is_parallel else {}))
     edges = path_attribution(model, params, [TOKENS], [OTHER], preference, n_exact=2)
     pairs = {(edge.source, edge.target) for edge in edges}
-    assert len(pairs) == len(edges) == 1 + 4 + 5 + 8 + DIRECT
-    assert ("blocks.0.attention.z.2", "blocks.0.mlp") in pairs
+    assert len(pairs) == len(edges) == (1 + 1 + 5 + 5 if is_parallel else 1 + 4 + 5 + 8) + DIRECT
+    assert (("blocks.0.attention.z.2", "blocks.0.mlp") in pairs) is not is_parallel
     assert ("blocks.0.mlp_out", "blocks.0.attention") not in pairs
     sizes = [abs(edge.estimate) for edge in edges]
     assert sizes == sorted(sizes, reverse=True)
@@ -136,6 +139,9 @@ def test_an_edge_into_a_head_is_the_change_of_what_its_projection_alone_reads():
 def test_normalised_outputs_have_no_heads_of_their_own():
     model, params, inputs = random_model(replace(DECODER, norm_placement="both"))
     with pytest.raises(ValueError, match="normalised"):
+        path_attribution(model, params, inputs, inputs, preference)
+    model, params, inputs = random_model(replace(DECODER, norm="rmsnorm", norm_placement="parallel"))
+    with pytest.raises(ValueError, match="read the stream through one norm"):
         path_attribution(model, params, inputs, inputs, preference)
     model, params, inputs = random_model(MODELS["vit"])
     with pytest.raises(ValueError, match="stream"):

@@ -24,6 +24,17 @@ STREAMS = {
     "norms of outputs, soft cap": replace(
         DECODER, final_norm=True, norm="layernorm", norm_placement="both", attention_bias=True, logit_soft_cap=3.0
     ),
+    "parallel, norm of the embedding, biases": replace(
+        DECODER,
+        final_norm=True,
+        norm="layernorm",
+        norm_placement="parallel",
+        embedding_norm=True,
+        unembedding_bias=True,
+    ),
+    "norms of outputs without parameters": replace(
+        DECODER, final_norm=True, norm="layernorm_no_parameters", norm_placement="output", positions="alibi"
+    ),
     "no W_O, experts": plain_rung(
         V, T, 12, n_blocks=2, n_heads=3, d_ff=(16,), norm="rmsnorm", experts=ExpertsConfig(3), final_norm=True
     ),

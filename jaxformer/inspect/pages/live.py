@@ -34,6 +34,9 @@ MAX_FILM_PARAMETERS = 200_000_000
 KNOWN = {
     "norm": ("none", "rmsnorm", "layernorm"),
     "norm_placement": ("pre", "post", "both"),
+    "positions": ("none", "learned", "sinusoidal"),
+    "embedding_norm": (False,),
+    "unembedding_bias": (False,),
     "activation": ("relu", "squared_relu", "gelu", "gelu_exact", "quick_gelu", "silu", "swiglu", "geglu", "tanh"),
 }
 """What assets/decoder.js computes; another norm or activation is to be added there, and in assets/backward.js."""
