@@ -1,0 +1,194 @@
+"""Cases of tests/interop/test_families.py: tiny models of each published family, and what varies in them."""
+
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxformer.inspect import attention_maps
+from jaxformer.interop import export_run
+from jaxformer.interop.run import import_run, pretrained_model
+from jaxformer.ops.cache import KVCache
+from jaxformer.ops.losses import negative_log_likelihood
+from jaxformer.runs.run import Run, abstract_params, load_run
+from tests.interop.published import their_greedy, their_logits
+
+TOKENS = np.random.default_rng(3).integers(10, 270, 40)
+"""More than any window or original context below."""
+N_NEW = 32
+
+Differences = dict[str, float]
+"""Largest difference from transformers, relative to the largest value there, by what is compared."""
+
+
+def relative(ours: Any, theirs: Any) -> float:
+    """Return the largest difference divided by the largest magnitude of theirs."""
+    theirs = np.asarray(theirs)
+    assert np.shape(ours) == theirs.shape
+    return float(np.abs(np.asarray(ours) - theirs).max() / np.abs(theirs).max())
+
+
+def tree_difference(ours: Any, theirs: Any) -> float:
+    """Return the largest `relative` difference of the leaves."""
+    return max(jax.tree.leaves(jax.tree.map(relative, ours, theirs)))
+
+
+def imported(folder: Path) -> tuple[Any, Any]:
+    """Return our config and parameters of a published folder."""
+    pretrained = pretrained_model(folder)
+    return pretrained.model, pretrained.load(abstract_params(pretrained.model.build()))
+
+
+def exported_again(run: Run, folder: Path) -> float:
+    """Return how much the parameters of a run differ after an export to transformers and the import of it, of the same
+    config."""
+    export_run(run, "hf", folder)
+    model, params = imported(folder)
+    assert model == run.config.model
+    return max(jax.tree.leaves(jax.tree.map(relative, params, run.params)))
+
+
+def after_step(theirs: Any, loss: Any, folder: Path) -> Any:
+    """Return our parameters of a torch model after a step of gradient descent with the learning rate 1."""
+    import torch
+
+    loss.backward()
+    torch.optim.SGD(theirs.parameters(), lr=1.0).step()
+    after = Path(f"{folder}-after")
+    theirs.save_pretrained(after)
+    shutil.copy(folder / "tokenizer.json", after)
+    return imported(after)[1]
+
+
+def gradient_difference(grads: Any, before: Any, after: Any) -> float:
+    """Return the largest difference of a gradient from that of their step, relative to the largest of its parameter, or
+    to a thousandth of the largest of all: a step is rounded to the last bit of a parameter."""
+    steps = jax.tree.map(lambda old, new: np.asarray(old) - np.asarray(new), before, after)
+    sizes = jax.tree.map(lambda step: np.abs(step).max(), steps)
+    least = 1e-3 * max(jax.tree.leaves(sizes))
+    differences = jax.tree.map(lambda g, step, size: np.abs(g - step).max() / max(size, least), grads, steps, sizes)
+    return float(max(jax.tree.leaves(differences)))
+
+
+def greedy(run: Run, prompt_T: np.ndarray, n: int) -> list[int]:
+    """Return n greedy tokens of a decoder after a prompt, through the cache: one compiled step, as for each of many
+    small models a whole decode loop would take most of the time."""
+
+    def step(tokens_T: Any, positions_T: Any, cache: KVCache) -> tuple[jax.Array, KVCache]:
+        apply = lambda method, *args: run.model.apply({"params": run.params}, *args, method=method)  # noqa: E731
+        x_TD, cache = apply("extend", tokens_T, positions_T, cache, positions_T[0])
+        return apply("unembed", x_TD[-1]).argmax(), cache
+
+    tokens, one = prompt_T.tolist(), jax.jit(step)
+    cache = run.model.init_cache(len(tokens) + n)
+    with jax.disable_jit():
+        token, cache = step(prompt_T, np.arange(len(tokens)), cache)
+    for i in range(len(tokens), len(tokens) + n):
+        tokens.append(int(token))
+        token, cache = one(np.array(tokens[-1:]), np.array([i]), cache)
+    return tokens[-n:]
+
+
+def compare_decoders(theirs: Any, folder: Path) -> Differences:
+    """Compare a causal language model, a torch module with eager attention, with its import."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    run = load_run(import_run(folder, Path(f"{folder}-run"))[0])
+
+    def loss(params: Any) -> tuple[jax.Array, jax.Array]:
+        logits_TV = run.model.apply({"params": params}, TOKENS)
+        return negative_log_likelihood(logits_TV[:-1], TOKENS[1:]).mean(), logits_TV
+
+    out = theirs(torch.tensor(TOKENS)[None], output_attentions=True)
+    their_loss = torch.nn.functional.cross_entropy(out.logits[0, :-1], torch.tensor(TOKENS[1:]))
+    their_logits_TV, exported = out.logits[0].detach(), Path(f"{folder}-export")
+    tokens_N = greedy(run, TOKENS[:8], N_NEW)
+    assert tokens_N == their_greedy(theirs, TOKENS[:8].tolist(), N_NEW)
+    with jax.disable_jit():  # compiling takes longer
+        (value, logits_TV), grads = jax.value_and_grad(loss, has_aux=True)(run.params)
+        found = {
+            "logits": relative(logits_TV, their_logits_TV),
+            "loss": relative(value, their_loss.detach()),
+            "gradient": gradient_difference(grads, run.params, after_step(theirs, their_loss, folder)),
+            "an attention map": relative(
+                attention_maps(run.model, run.params, TOKENS)[-1], out.attentions[-1][0].detach()
+            ),
+        }
+        assert exported_again(run, exported) < 1e-6  # gains that are stored minus 1 are rounded
+    again = AutoModelForCausalLM.from_pretrained(exported)
+    return found | {
+        f"{N_NEW} greedy tokens": 0.0,
+        "logits of the export": relative(their_logits(again, TOKENS), their_logits_TV),
+    }
+
+
+@dataclass(frozen=True)
+class Case:
+    """A family.
+
+    Attributes:
+      models: published models of it, for the table.
+      base: fields of its tiny config besides `published.SHAPES`.
+      choices: values of fields from which variations are drawn, each independently; `...` for that of the base. The
+        first ones should have the shapes of other families, whose compiled programs are then shared.
+      compare: function that compares a torch model with the import of its folder, and returns the largest differences.
+    """
+
+    models: str
+    base: Mapping[str, Any] = field(default_factory=dict)
+    choices: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    compare: Callable[[Any, Path], Differences] = compare_decoders
+
+    def variation(self, i: int) -> dict[str, Any]:
+        """Return the i-th variation: the first values for 0, and else a draw for each field by itself."""
+        drawn = {name: x[0] if i == 0 else Random(f"{name} {i}").choice(x) for name, x in self.choices.items()}
+        return {**self.base, **{name: x for name, x in drawn.items() if x is not ...}}
+
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
+LINEAR = {"rope_type": "linear", "rope_theta": 300.0, "factor": 3.0}
+LLAMA_CHOICES: dict[str, tuple[Any, ...]] = {
+    "rms_norm_eps": (4e-6, 1e-2), "tie_word_embeddings": (True, False), "head_dim": (4, 10),
+    "num_key_value_heads": (2, 1, 6), "rope_parameters": (LLAMA3, ..., LINEAR),
+}  # fmt: skip
+QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1, "num_hidden_layers": 3}
+
+CASES: dict[str, Case] = {
+    "Llama": Case("Llama 1 to 3.3, SmolLM2, TinyLlama", {}, LLAMA_CHOICES | {"attention_bias": (True, False)}),
+    "Mistral": Case("Mistral 7B, Codestral 22B", {}, LLAMA_CHOICES | {"sliding_window": (7, None)}),
+    "Mixtral": Case(
+        "Mixtral 8x7B and 8x22B",
+        {"num_local_experts": 3},
+        LLAMA_CHOICES | {"num_experts_per_tok": (1, 2), "sliding_window": (None, 7)},
+    ),
+    "Qwen2": Case("Qwen 1.5 to 2.5, 0.5B to 72B", QWEN_WINDOW, LLAMA_CHOICES | {"max_window_layers": (0, 1, 3)}),
+    "Qwen3": Case("Qwen 3, 0.6B to 32B", QWEN_WINDOW, LLAMA_CHOICES | {"attention_bias": (False, True)}),
+    "Gemma3": Case(
+        "Gemma 3, 270M and 1B",
+        {"sliding_window": 9, "num_hidden_layers": 3, "layer_types": [FULL, SLIDING, SLIDING], "head_dim": 4},
+        {
+            "rms_norm_eps": (1e-5, 1e-2), "tie_word_embeddings": (True, False), "num_key_value_heads": (2, 1),
+            "final_logit_softcapping": (5.0, None), "query_pre_attn_scalar": (9, 4), "attention_bias": (False, True),
+            "rope_parameters": (..., {FULL: LINEAR, SLIDING: {"rope_type": "default", "rope_theta": 30.0}}),
+        },
+    ),
+    "GPT2": Case(
+        "GPT-2, 124M to 1.6B, DistilGPT2",
+        {"n_embd": 24, "n_layer": 2, "n_head": 6, "n_positions": 96, "hidden_size": 24, "num_key_value_heads": None},
+        {
+            "tie_word_embeddings": (True, False), "n_inner": (None, 44), "layer_norm_epsilon": (1e-5, 1e-2),
+            "activation_function": ("gelu_new", "gelu", "relu"), "n_head": (6, 3),
+        },
+    ),
+}  # fmt: skip
+"""Cases by the name of the family in `published.CLASSES`."""
