@@ -106,6 +106,7 @@ def compare_decoders(theirs: Any, folder: Path) -> Differences:
         return negative_log_likelihood(logits_TV[:-1], TOKENS[1:]).mean(), logits_TV
 
     out = theirs(torch.tensor(TOKENS)[None], output_attentions=True)
+    their_map_HTS = out.attentions[-1][0].detach()
     their_loss = torch.nn.functional.cross_entropy(out.logits[0, :-1], torch.tensor(TOKENS[1:]))
     their_logits_TV, exported = out.logits[0].detach(), Path(f"{folder}-export")
     tokens_N = greedy(run, TOKENS[:8], N_NEW)
@@ -116,9 +117,7 @@ def compare_decoders(theirs: Any, folder: Path) -> Differences:
             "logits": relative(logits_TV, their_logits_TV),
             "loss": relative(value, their_loss.detach()),
             "gradient": gradient_difference(grads, run.params, after_step(theirs, their_loss, folder)),
-            "an attention map": relative(
-                attention_maps(run.model, run.params, TOKENS)[-1], out.attentions[-1][0].detach()
-            ),
+            "an attention map": relative(attention_maps(run.model, run.params, TOKENS)[-1], their_map_HTS),
         }
         assert exported_again(run, exported) < 1e-6  # gains that are stored minus 1 are rounded
     again = AutoModelForCausalLM.from_pretrained(exported)
