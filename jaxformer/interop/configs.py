@@ -31,6 +31,7 @@ OTHER_NAMES = {
     "attention.window": "sliding_window",
     "attention.rope.base": "rope_local_base_freq or rope_theta",
     "rope.base": "rope_theta",
+    "rope.fraction": PARTIAL,
     "rope.scaling": f"the factor of {ROPE}",
     "rope.scaling.factor": f"the factor of {ROPE}",
     "rope.scaling.low": f"the low_freq_factor of {ROPE}",
@@ -72,6 +73,7 @@ def read_config(theirs: PublishedConfig, context_length: int | None = None) -> I
     is_encoder = issubclass(family.model, EncoderConfig)
     theirs = {**theirs, **{name: theirs[alias] for alias, name in family.aliases.items() if alias in theirs}}
     try:
+        theirs = family.read(theirs)
         for name, expected in {**NONE_OF, **({} if is_encoder else {"is_causal": True}), **family.required}.items():
             if (value := theirs.get(name, expected)) != expected and (expected or value):
                 raise ValueError(f"{name} is {abbreviate(value)}, and only {expected} has an equivalent")
@@ -145,7 +147,7 @@ def write_config(config: ImportedConfig, family: Family) -> dict[str, Any]:
     if isinstance(config, EncoderConfig):
         return theirs
     theirs |= write_windows(config, family)
-    return theirs if family.rope_base is None else theirs | write_rope(config)
+    return family.write(theirs if family.rope_base is None else theirs | write_rope(config, family))
 
 
 def read_windows(family: Family, theirs: PublishedConfig, n_blocks: int) -> tuple[int | None, list[bool]]:
@@ -203,8 +205,13 @@ def read_rope(
         _rope_type(local, ["default"])
         local_rope = {"base": local["rope_theta"]}
     kind = _rope_type(rope, ROPE_TYPES)
-    if (part := rope.get(PARTIAL, theirs.get(PARTIAL))) not in (None, 1) and kind != "default":
-        raise ValueError(f"the {PARTIAL} of {ROPE} is {abbreviate(part)}, and only 1 has an equivalent")
+    fraction = rope.get(PARTIAL, theirs.get(PARTIAL))
+    if family.rope_fraction is None:  # read with a scaling only
+        if fraction not in (None, 1) and kind != "default":
+            raise ValueError(f"the {PARTIAL} of {ROPE} is {abbreviate(fraction)}, and only 1 has an equivalent")
+        fraction = 1.0
+    elif fraction is None:
+        fraction = family.rope_fraction
     scaling: Any = 1.0
     if kind == "linear":
         scaling = rope["factor"]
@@ -213,7 +220,8 @@ def read_rope(
         if ORIGINAL in theirs and family.local_rope_base is None:
             rope[ORIGINAL] = theirs[ORIGINAL]
         scaling = {name: rope[their_name] for name, their_name in LLAMA3.items()}
-    return {"base": rope["rope_theta"], "scaling": scaling}, local_rope
+    ours_of_all = {"base": rope["rope_theta"], "scaling": scaling, "fraction": fraction}
+    return ours_of_all | {"interleaved": family.interleaved}, local_rope
 
 
 def _rope_type(rope: PublishedConfig, known: Collection[str]) -> str:
@@ -224,7 +232,7 @@ def _rope_type(rope: PublishedConfig, known: Collection[str]) -> str:
     return kind
 
 
-def write_rope(config: DecoderConfig) -> dict[str, Any]:
+def write_rope(config: DecoderConfig, family: Family) -> dict[str, Any]:
     """Return their fields for our RoPE, both for versions of transformers before 5 and from 5 on."""
     rope = config.rope or RoPE()
     scaling: dict[str, Any] = {"rope_type": "default"}
@@ -233,6 +241,8 @@ def write_rope(config: DecoderConfig) -> dict[str, Any]:
     elif isinstance(rope.scaling, float) and rope.scaling != 1:
         scaling = {"rope_type": "linear", "factor": rope.scaling}
     theirs = {"rope_theta": rope.base, "rope_scaling": None if scaling["rope_type"] == "default" else scaling}
+    if family.rope_fraction is not None:
+        scaling[PARTIAL] = theirs[PARTIAL] = rope.fraction
     nested: dict[str, Any] = {"rope_theta": rope.base, **scaling}
     if (local := next((kind.rope for kind in config.attention if kind.rope is not None), None)) is not None:
         theirs |= {"rope_local_base_freq": local.base}

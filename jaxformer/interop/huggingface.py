@@ -23,7 +23,7 @@ from jaxformer.interop.formats import Dtype, Format
 from jaxformer.interop.obstacles import FAMILIES_BY_FORMAT, Obstacle, nearest_family, resolved, same_kind
 from jaxformer.interop.output import cast, complete_path, save_safetensors
 from jaxformer.interop.sampling import as_generation_config
-from jaxformer.interop.weights import Layout, axis_sizes, rows
+from jaxformer.interop.weights import Layout, axis_sizes, fuse, rows
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.encoder import EncoderConfig
 from jaxformer.models.objective import Params
@@ -86,11 +86,16 @@ def published_tensors(params: Params, config: ImportedConfig, family: Family) ->
                 paths[name].append((weight, path, expert))
     assert {path for group in paths.values() for _, path, _ in group} == leaves.keys()
     for name, group in paths.items():
-        arrays = []
+        arrays, layouts = [], []
         for weight, path, expert in sorted(group, key=lambda row: row[0].part or 0):
             leaf = leaves[path][expert] if "{e}" in weight.theirs else leaves[path]
             arrays.append(np.asarray(jax.device_get(leaf)).astype(np.float32) - np.float32(weight.offset))
-        yield name, Layout.parse(group[0][0].layout, sizes).to_theirs(arrays)
+            layouts.append(Layout.parse(weight.layout, sizes))
+        tensor = fuse(layouts, arrays)
+        yield (
+            name,
+            np.pad(tensor, [(weight.first_row, 0)] + [(0, 0)] * (tensor.ndim - 1)) if weight.first_row else tensor,
+        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,6 +26,7 @@ FIELDS = (
     *(("{i}", "n_blocks"), ("W_out", "unembedding"), ("V", "vocab_size")),
     *(("{e}", "experts.n_experts"), ("E", "experts.n_experts")),
     *(("P", "max_context"), ("P", "context_length"), ("S", "n_segments"), ("H", "n_heads"), ("G", "n_kv_heads")),
+    *(("R", "n_heads"), ("R", "n_kv_heads")),
     *(("K", "head_dim"), ("F", "d_ff"), ("D", "d_model"), ("O", "d_model"), ("C", "n_classes")),
     *((f"b_{letter}", "attention_bias") for letter in "QKVO"),
 )
@@ -46,6 +47,7 @@ def axis_sizes(config: ImportedConfig) -> dict[str, int]:
         "D": config.d_model,
         "H": config.n_heads,
         "G": getattr(config, "kv_heads", config.n_heads),
+        "R": config.n_heads // getattr(config, "kv_heads", config.n_heads),
         "K": config.width_of_head,
         "F": config.d_ff[0],
         "E": n_experts(config),
@@ -57,24 +59,26 @@ def axis_sizes(config: ImportedConfig) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Layout:
-    """Axes of a tensor: per axis of theirs, the axes that it combines; the axes of our parameter in our order; and the
-    size of each axis by letter. A number is its own size."""
+    """Axes of a tensor: per axis of theirs and of our parameter, the axes that it combines; and the size of each axis
+    by letter. A number is its own size, and a sum that of its parts."""
 
     theirs: tuple[tuple[str, ...], ...]
-    ours: tuple[str, ...]
+    ours: tuple[tuple[str, ...], ...]
     sizes: tuple[tuple[str, int], ...]
 
     @classmethod
     def parse(cls, text: str, sizes: Mapping[str, int]) -> Layout:
         """Parse a layout such as `(H K) D -> D H K`."""
-        theirs, _, ours = text.partition(" -> ")
-        groups = tuple(tuple(group.strip("()").split()) for group in re.findall(r"\([^)]*\)|\S+", theirs))
-        return cls(groups, tuple(ours.split()), tuple(sizes.items()))
+        theirs, ours = (
+            tuple(tuple(group.strip("()").split()) for group in re.findall(r"\([^)]*\)|\S+", side))
+            for side in text.split(" -> ")
+        )
+        return cls(theirs, ours, tuple(sizes.items()))
 
     def shape(self, axes: Sequence[str]) -> tuple[int, ...]:
         """Return the sizes of axes."""
         sizes = dict(self.sizes)
-        return tuple(int(axis) if axis.isdigit() else sizes[axis] for axis in axes)
+        return tuple(sum(int(x) if x.isdigit() else sizes[x] for x in axis.split("+")) for axis in axes)
 
     @property
     def their_shape(self) -> tuple[int, ...]:
@@ -82,32 +86,48 @@ class Layout:
         return tuple(prod(self.shape(group)) for group in self.theirs)
 
     @property
-    def parts(self) -> str | None:
-        """Axis of theirs, a number, along which several of our parameters are stored; None for a single parameter."""
-        axes = (axis for group in self.theirs for axis in group if axis.isdigit())
-        return next(axes, None)
+    def parts(self) -> tuple[int, tuple[str, ...]] | None:
+        """Index, among all axes of theirs, of the one along which several of our parameters are stored, and the axis of
+        each; None for a single parameter."""
+        for i, axis in enumerate(axis for group in self.theirs for axis in group):
+            if axis.isdigit() or "+" in axis:
+                return i, ("1",) * int(axis) if axis.isdigit() else tuple(axis.split("+"))
+        return None
+
+    def axes(self, part: int | None) -> tuple[list[str], list[str]]:
+        """Return all axes of a part of theirs, and those of them in our order, without axes of length 1."""
+        theirs = [axis for group in self.theirs for axis in group]
+        if self.parts is not None:
+            assert part is not None
+            theirs[self.parts[0]] = self.parts[1][part]
+        return theirs, [axis for group in self.ours for axis in group if axis in theirs and axis != "1"]
 
     def to_ours(self, tensor: jax.Array, part: int | None = None) -> jax.Array:
         """Return their tensor in our layout; if it holds several parameters, the one with index `part`."""
-        axes = [axis for group in self.theirs for axis in group]
-        tensor = tensor.reshape(self.shape(axes))
+        theirs, ours = self.axes(part)
         if self.parts is not None:
-            assert part is not None
-            tensor = tensor[(slice(None),) * axes.index(self.parts) + (part,)]
-            axes.remove(self.parts)
-        present = [axis for axis in self.ours if axis in axes]
-        return tensor.transpose([axes.index(axis) for axis in present]).reshape(self.shape(self.ours))
+            (i, parts), whole = self.parts, self.shape([axis for group in self.theirs for axis in group])
+            start = sum(self.shape(parts[:part]))
+            tensor = jax.lax.slice_in_dim(tensor.reshape(whole), start, start + self.shape(theirs)[i], axis=i)
+        kept = [axis for axis in theirs if axis != "1"]
+        tensor = tensor.reshape(self.shape(kept)).transpose([kept.index(axis) for axis in ours])
+        return tensor.reshape([prod(self.shape(group)) for group in self.ours])
 
-    def to_theirs(self, parameters: Sequence[np.ndarray]) -> np.ndarray:
-        """Return their tensor, given all of our parameters that it holds, in the order of their parts."""
-        axes = [axis for group in self.theirs for axis in group if axis != self.parts]
-        present = [axis for axis in self.ours if axis in axes]
-        shape, order = self.shape(present), [present.index(axis) for axis in axes]
-        ordered = [parameter.reshape(shape).transpose(order) for parameter in parameters]
-        if self.parts is None:
-            return ordered[0].reshape(self.their_shape)
-        position = [axis for group in self.theirs for axis in group].index(self.parts)
-        return np.stack(ordered, position).reshape(self.their_shape)
+    def to_theirs(self, parameter: np.ndarray, part: int | None = None) -> np.ndarray:
+        """Return our parameter in their layout, with all of its axes; see `fuse`."""
+        theirs, ours = self.axes(part)
+        kept = [axis for axis in theirs if axis != "1"]
+        ordered = parameter.reshape(self.shape(ours)).transpose([ours.index(axis) for axis in kept])
+        return ordered.reshape(self.shape(theirs))
+
+
+def fuse(layouts: Sequence[Layout], parameters: Sequence[np.ndarray]) -> np.ndarray:
+    """Return their tensor, given all of our parameters that it holds, in the order of their parts."""
+    first = layouts[0]
+    if first.parts is None:
+        return first.to_theirs(parameters[0]).reshape(first.their_shape)
+    parts = [layout.to_theirs(x, i) for i, (layout, x) in enumerate(zip(layouts, parameters, strict=True))]
+    return np.concatenate(parts, axis=first.parts[0]).reshape(first.their_shape)
 
 
 @dataclass(frozen=True)
@@ -124,6 +144,8 @@ def rows(family: Family, config: ImportedConfig) -> dict[str, tuple[Weight, tupl
     """Return each parameter's table row and tensor names, by its path in our model."""
     table: dict[str, tuple[Weight, tuple[str, ...]]] = {}
     for weight in family.weights:
+        if weight.when is not None and getattr(config, weight.when[0]) != weight.when[1]:
+            continue
         for i in range(config.n_blocks) if "{i}" in weight.ours else (0,):
             name = weight.theirs.replace("{i}", str(i))
             n_tensors = n_experts(config) if "{e}" in name else 1

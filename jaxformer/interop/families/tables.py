@@ -1,9 +1,9 @@
 """Families of published models: tables that map their configs and tensors to those of `DecoderConfig`, or of encoders.
 
 The tables are used in both directions, for import and export. Layouts are written with one letter per axis: V
-vocabulary, P positions, S segments, D model width, H query heads, G key/value heads, K head width, F hidden width of
-the MLP, E experts, O outputs of a head as wide as the model, C classes. Axes in parentheses are stored as one, in
-row-major order.
+vocabulary, P positions, S segments, D model width, H query heads, G key/value heads, R query heads per key/value head,
+K head width, F hidden width of the MLP, E experts, O outputs of a head as wide as the model, C classes. Axes in
+parentheses are stored as one, in row-major order.
 """
 
 from __future__ import annotations
@@ -54,13 +54,16 @@ class Weight(NamedTuple):
     theirs: str
     """Name of the tensor; with `{e}`, there is one tensor per expert."""
     layout: str
-    """Their axes and ours, `theirs -> ours`. A number is an axis of that length."""
+    """Their axes and ours, `theirs -> ours`. A number is an axis of that length, and a sum, such as `H+G+G`, one of
+    consecutive parts; `3` in theirs is `1+1+1`."""
     part: int | None = None
-    """Index along the numeric axis of their layout, for tensors that hold several parameters."""
+    """Index of the part along the sum of their layout, for tensors that hold several parameters."""
     offset: float = 0.0
     """Offset added to their values."""
     first_row: int = 0
-    """Rows of their tensor before those of ours, which are not read."""
+    """Rows of their tensor before those of ours, which are not read, and written as zeros."""
+    when: tuple[str, Any] | None = None
+    """Field of our config and the value with which there is such a tensor; None for any."""
 
 
 class Windows(NamedTuple):
@@ -108,8 +111,16 @@ class Family:
     """Values of our fields that all models of the family share."""
     required: Mapping[str, Any] = field(default_factory=dict)
     """Values that their fields must have if present; another value would change the computation."""
+    read: Callable[[PublishedConfig], PublishedConfig] = dict
+    """Function of their config that returns it with the fields of the tables, where several of theirs make one."""
+    write: Callable[[dict[str, Any]], dict[str, Any]] = dict
+    """The inverse of `read`."""
     rope_base: float | None = 10_000.0
     """Default of `rope_theta`; None for models without RoPE."""
+    rope_fraction: float | None = None
+    """Default of `partial_rotary_factor`; None for models that rotate all features, whatever it is."""
+    interleaved: bool = False
+    """True if RoPE rotates pairs of adjacent features."""
     local_rope_base: float | None = None
     """Default of `rope_local_base_freq`, the base of blocks with a window; None if all blocks share a base."""
     windows: Windows | None = None
