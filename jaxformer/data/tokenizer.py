@@ -1,12 +1,12 @@
 """Tokenizers: byte-level BPE trained on the data (Sennrich et al. 2016; over bytes as in Radford et al. 2019), and
 published ones, which are byte-level or fall back to bytes (Kudo and Richardson 2018), or WordPiece (Schuster and
-Nakajima 2012; as in BERT), which normalises a text and has one token for all words that it cannot encode. Published
-tokenizers of bytes must give a text back, but for what their normalizer changes (`check_round_trip`). BPE dropout is
-turned off, so that a text always has the same tokens.
+Nakajima 2012; as in BERT) or Unigram without bytes (Kudo 2018; as in XLM-R, ALBERT and T5), which normalise a text and
+have one token for all that they cannot encode. Published tokenizers of bytes must give a text back, but for what their
+normalizer changes (`check_round_trip`). BPE dropout is turned off, so that a text always has the same tokens.
 
 In a text of several documents, each document is followed by `end_of_text`, and contains no other special token. It is
 preceded by `begin_of_text` if the published tokenizer adds one; otherwise, an `end_of_text` also precedes the first
-document. Special tokens in a user's text are encoded as text, except by a Unigram model, which has them as pieces.
+document. Special tokens in a user's text are encoded as text.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class Tokenizer:
     had (`missing_bytes`), and refuses a text with them.
 
     Raises:
-      ValueError: it is neither byte-level, nor falls back to bytes, nor WordPiece, or has no end-of-text token, or it
-        puts other tokens around a text than one before it and end-of-text after it.
+      ValueError: it is neither byte-level, nor falls back to bytes, nor WordPiece, nor Unigram, or has no end-of-text
+        token, or it puts other tokens around a text than one before it and end-of-text after it.
     """
 
     def __init__(self, inner: tokenizers.Tokenizer, one_in: int = 1, config: Mapping[str, Any] | None = None) -> None:
@@ -225,7 +225,17 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text. Raises `UserError` if it has a lone surrogate or one of `missing_bytes`."""
-        return self._inner.encode(self._check(text), add_special_tokens=False).ids
+        return self._text_inner.encode(self._check(text), add_special_tokens=False).ids
+
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Return the tokens of `encode`, and the character range `[start, stop)` of each."""
+        encoding = self._text_inner.encode(self._check(text), add_special_tokens=False)
+        return encoding.ids, encoding.offsets
+
+    def encode_masked(self, text: str) -> list[int]:
+        """Return the tokens of a text in which the published mask token, such as [MASK], is the mask, as by
+        transformers, and other special tokens are text. Raises as `encode` does."""
+        return self._masked_inner.encode(self._check(text), add_special_tokens=False).ids
 
     def encode_prompt(self, text: str) -> list[int]:
         """Return the tokens of the start of a text: those of `before_text`, then those of `encode`."""
@@ -262,6 +272,34 @@ class Tokenizer:
         inner.encode_special_tokens = False
         return inner
 
+    @cached_property
+    def _text_inner(self) -> tokenizers.Tokenizer:
+        """Tokenizer that encodes special tokens in a text as text."""
+        return self._with_only_special() if isinstance(self._inner.model, models.Unigram) else self._inner
+
+    @cached_property
+    def _masked_inner(self) -> tokenizers.Tokenizer:
+        """Tokenizer that encodes the mask token in a text as such, and other special tokens as text."""
+        assert self.mask_token is not None
+        return self._with_only_special(self.mask_token)
+
+    def _with_only_special(self, token: int | None = None) -> tokenizers.Tokenizer:
+        """Return a tokenizer that encodes one special token in a text as such, and the others as text. A Unigram model
+        would find these among its pieces, where they get names that no text has."""
+        form = json.loads(self.as_json())
+        pieces = form["model"]["vocab"] if isinstance(self._inner.model, models.Unigram) else []
+        hidden = [t for t in form["added_tokens"] if t["special"] and t["id"] != token and t["id"] < len(pieces)]
+        for each in hidden:
+            pieces[each["id"]][0] = f"\U0010fffe{each['id']}"
+        form["added_tokens"] = [
+            each | {"special": each["special"] and each["id"] != token}
+            for each in form["added_tokens"]
+            if each not in hidden
+        ]
+        inner = tokenizers.Tokenizer.from_str(json.dumps(form))
+        inner.encode_special_tokens = True
+        return inner
+
     @property
     def chat_templates(self) -> dict[str, str]:
         """Chat templates in the config, by name; a single one is named default."""
@@ -291,7 +329,7 @@ class Tokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the tokens of each text, encoded in parallel on all cores. Raises as `encode` does."""
         checked = [self._check(text) for text in texts]
-        return [e.ids for e in self._inner.encode_batch_fast(checked, add_special_tokens=False)]
+        return [e.ids for e in self._text_inner.encode_batch_fast(checked, add_special_tokens=False)]
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Return the text of tokens, without a space that the tokenizer puts before a text and its decoder removes.
@@ -319,9 +357,15 @@ class Tokenizer:
         return isinstance(self._inner.model, models.WordPiece) and isinstance(self._inner.decoder, decoders.WordPiece)
 
     @cached_property
+    def has_unknown(self) -> bool:
+        """True if it has one token for all that it cannot encode: WordPiece, or Unigram without bytes."""
+        of_words = isinstance(self._inner.model, models.Unigram) and _types(self._inner.decoder) == "Metaspace"
+        return self._is_word_piece or of_words
+
+    @cached_property
     def token_bytes(self) -> list[bytes]:
         """Bytes of each token; none for special tokens and ids without a token. Raises `ValueError` if it is neither
-        byte-level, nor falls back to bytes, nor WordPiece."""
+        byte-level, nor falls back to bytes, nor WordPiece, nor Unigram."""
         decoder = self._inner.decoder
         steps = {step["type"] for step in _steps(decoder)}
         of_bytes = isinstance(self._inner.model, models.BPE | models.Unigram)
@@ -329,11 +373,12 @@ class Tokenizer:
             to_bytes = lambda piece: decoder.decode(["a", piece]).removeprefix("a").encode()  # noqa: E731
         elif "ByteLevel" in steps and of_bytes:
             to_bytes = _byte_level_bytes
-        elif "ByteFallback" in steps and of_bytes:
+        elif self.has_unknown or ("ByteFallback" in steps and of_bytes):
             to_bytes = _sentencepiece_bytes
         else:
             kind = f"a {type(self._inner.model).__name__} whose decoder has {', '.join(sorted(steps)) or 'nothing'}"
-            raise ValueError(f"is {kind}, neither byte-level, nor with a fallback to bytes, nor WordPiece")
+            known = "byte-level, nor with a fallback to bytes, nor WordPiece, nor Unigram with Metaspace"
+            raise ValueError(f"is {kind}, neither {known}")
         added = self._inner.get_added_tokens_decoder()
         texts = [b""] * self.vocab_size
         for piece, i in self._inner.get_vocab().items():
@@ -346,9 +391,9 @@ class Tokenizer:
 
     @cached_property
     def missing_bytes(self) -> bytes:
-        """Bytes without a token, in increasing order; the library would drop them from a text. None for WordPiece,
-        which has a token for unknown words."""
-        if self._is_word_piece:
+        """Bytes without a token, in increasing order; the library would drop them from a text. None with a token for
+        unknown words."""
+        if self.has_unknown:
             return b""
         return bytes(sorted({*range(256)} - {b[0] for b in self.token_bytes if len(b) == 1}))
 
@@ -369,17 +414,20 @@ class Tokenizer:
 
     def check_round_trip(self) -> None:
         """Raise `ValueError` if `decode` or the library does not give a text back, but for what the normalizer changes.
-        WordPiece need not give it back."""
+        With a token for unknown words, it need not."""
         inner, normalizer, steps = self._inner, self._inner.normalizer, _steps(self._inner.decoder)
         if self._is_word_piece:
             return
         if self.missing_bytes and "ByteLevel" not in {step["type"] for step in steps}:
             # A character with a missing byte would be encoded as unknown.
             raise ValueError(f"has no token for the byte 0x{self.missing_bytes[0]:02x}, which its fallback needs")
-        if removing := list(filter(_removes, _steps(inner.pre_tokenizer))):
+        removing = [] if self.has_unknown else list(filter(_removes, _steps(inner.pre_tokenizer)))
+        if removing:
             raise ValueError(f"has a pre-tokenizer that removes parts of a text, {abbreviate(removing[0])}")
         if others := [step for step in steps if not _is_plain(step)]:
             raise ValueError(f"has a decoder that changes a text, {abbreviate(others[0])}")
+        if self.has_unknown:
+            return
         normalize = (lambda text: text) if normalizer is None else normalizer.normalize_str
         probe = "".join(c for c in PROBE if not {*self.missing_bytes} & {*normalize(c).encode()})
         tokens, wanted = self.encode(probe), normalize(probe)
@@ -420,8 +468,9 @@ class Tokenizer:
 
     @cached_property
     def is_lossless(self) -> bool:
-        """True if tokens have exactly the bytes of the text: no normaliser changes it, and no space is added."""
-        return self._inner.normalizer is None and self._encoded_bytes("a") == b"a"
+        """True if tokens have exactly the bytes of the text: no normaliser changes it, no part of it is unknown, and no
+        space is added."""
+        return self._inner.normalizer is None and not self.has_unknown and self._encoded_bytes("a") == b"a"
 
     @cached_property
     def token_lengths(self) -> np.ndarray:

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from jaxformer.runs.run import Run
 
 MASK = "[MASK]"
-"""Marker of one masked token in a prompt. A space before it belongs to the masked token: most tokens begin with one."""
+"""Marker of one masked token in a prompt. A space before it belongs to the masked token, as most tokens begin with one;
+a published tokenizer decides about its own."""
 
 
 class FilledMask(NamedTuple):
@@ -34,16 +35,20 @@ class FilledMask(NamedTuple):
 
 
 def encode_masked(prompt: Prompt, run: Run) -> list[int]:
-    """Return the tokens of a prompt, with the mask token for each `MASK`. Raises `UserError` if the prompt has a seed,
-    no mask, or more tokens than the context."""
+    """Return the tokens of a prompt, with the mask token for each `MASK` and for each mask as the published tokenizer
+    writes it, such as <mask>. Raises `UserError` if the prompt has a seed, no mask, or more tokens than the context."""
     prompt.check_no_seed("fill-mask does not sample")
     config, tokenizer = run.text_model()
-    *parts, last = prompt.text.split(MASK)
-    if not parts:
-        raise UserError(f"{prompt.label} has no {MASK}, and the run fills masks; write one, as in 'The {MASK} of'.")
     mask = mask_token(config, tokenizer)
-    encoded = [[*tokenizer.encode(part.removesuffix(" ")), mask] for part in parts]
-    tokens = [*tokenizer.before_text, *chain.from_iterable(encoded), *tokenizer.encode(last), *tokenizer.after_text]
+    if tokenizer.mask_token is None:
+        *parts, last = prompt.text.split(MASK)
+        encoded = [[*tokenizer.encode(part.removesuffix(" ")), mask] for part in parts]
+        tokens = [*chain.from_iterable(encoded), *tokenizer.encode(last)]
+    else:
+        tokens = tokenizer.encode_masked(prompt.text.replace(MASK, tokenizer.special_tokens["mask_token"]))
+    if mask not in tokens:
+        raise UserError(f"{prompt.label} has no {MASK}, and the run fills masks; write one, as in 'The {MASK} of'.")
+    tokens = [*tokenizer.before_text, *tokens, *tokenizer.after_text]
     prompt.check_length(len(tokens), config.context_length, f"the context's {config.context_length}")
     return tokens
 

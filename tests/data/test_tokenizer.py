@@ -16,6 +16,7 @@ from jaxformer.data import tokenizer as module
 from jaxformer.data.tokenizer import END_IDS, END_OF_TEXT, TOKENIZER_CONFIG, StreamDecoder, Tokenizer
 from jaxformer.errors import UserError
 from tests.data.drawn_tokenizers import draw
+from tests.data.unigram import ALBERT, T5, TEXTS, XLM_R, unigram
 
 TEXT = "the cat sat on the mat, the rat sat on the cat; ça và? 日本語 🙂 " * 5
 
@@ -199,7 +200,7 @@ def publish(folder, make, config=None):
 def test_published_tokenizer_has_the_bytes_of_the_text_and_no_special_tokens(tmp_path, form):
     make, adds_space = PUBLISHED[form]
     tokenizer = Tokenizer.load(publish(tmp_path, make))
-    text = f"the cat sat, ça và? 日本 🙂\n\nthe  cat {'' if 'unigram' in form else '<s>'} " * 9
+    text = "the cat sat, ça và? 日本 🙂\n\nthe  cat <s> " * 9
     tokens = tokenizer.encode(text)
     assert b"".join(tokenizer.token_bytes[t] for t in tokens) == (b" " if adds_space else b"") + text.encode()
     assert tokenizer.doubles_space == (form == "SentencePiece BPE")
@@ -219,6 +220,44 @@ def test_published_tokenizer_has_the_bytes_of_the_text_and_no_special_tokens(tmp
         pieces = list(text_module.cut([text]))
     removed = [piece.removeprefix(" ") if i and tokenizer.doubles_space else piece for i, piece in enumerate(pieces)]
     assert len(pieces) > 9 and [t for ids in tokenizer.encode_batch(removed) for t in ids] == tokens
+
+
+def test_unigram_tokenizer_without_bytes_has_one_token_for_what_it_lacks_and_special_tokens_are_text(tmp_path):
+    path = publish(tmp_path, unigram, {"mask_token": "<mask>"})
+    tokenizer, reference = Tokenizer.load(path), tokenizers.Tokenizer.from_file(str(path))
+    text = "The cat\tsees   the ﬁsh, ça va 日本!\n"  # of these, T, and 日本! are unknown
+    ids = reference.encode(text).ids
+    assert [*tokenizer.before_text, *tokenizer.encode(text), *tokenizer.after_text] == ids
+    assert ids == [0, *tokenizer.encode_batch([text])[0], 2] and ids.count(3) == 2
+    assert tokenizer.decode(ids).strip() == "he cat sees the fish, ça va" and tokenizer.encode(
+        "fish"
+    ) == tokenizer.encode("ﬁsh")
+    assert tokenizer.has_unknown and not tokenizer.is_lossless and tokenizer.missing_bytes == b""
+    tokenizer.save(tmp_path / "again.json")
+    again = Tokenizer.load(tmp_path / "again.json")
+    assert again.as_json() == tokenizer.as_json() and again.encode(text) == ids[1:-1]
+    text = "the <mask> cat</s>"
+    assert {2, 4}.isdisjoint(tokenizer.encode(text)) and {2, 4} <= {*reference.encode(text).ids[:-1]}
+    masked = tokenizer.encode_masked(text)
+    assert masked[:3] == reference.encode("the <mask> cat").ids[1:4] and 4 in masked and 2 not in masked
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("special", "kind"), [(XLM_R, "XLMRoberta"), (ALBERT, "Albert"), (T5, "T5")])
+def test_unigram_tokenizers_have_the_tokens_of_their_classes_in_transformers(tmp_path, special, kind):
+    transformers = pytest.importorskip("transformers")
+    config = {"tokenizer_class": f"{kind}Tokenizer", "extra_ids": 0} | (
+        {} if special == T5 else {"mask_token": {"content": special[-1], "lstrip": True, "__type": "AddedToken"}}
+    )
+    ours = Tokenizer.load(publish(tmp_path, lambda: unigram(special), config))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    for text in [*TEXTS[:3], *DRAWN_TEXTS, "ﬁsh　Ⓐ\tthe NAÏVE 日", "the cat the " * 30]:
+        tokens = [*ours.before_text, *ours.encode(text), *ours.after_text]
+        assert tokens == theirs(text).input_ids, text
+        assert ours.decode(tokens) == theirs.decode(tokens, skip_special_tokens=True), text
+    if special != T5:
+        text = f"the {special[-1]} sees {special[-1]}."
+        assert ours.encode_masked(text) == theirs(text, add_special_tokens=False).input_ids
 
 
 def test_config_beside_a_tokenizer_names_its_special_tokens(tmp_path):
