@@ -11,12 +11,15 @@ import shlex
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from jaxformer.cli.options import CommandLine, with_flags
 from jaxformer.errors import DISK_FULL_ERRORS, UserError, run_name
 from jaxformer.terminal import echo_error, escape_control, escape_line, prepare_streams
+
+T = TypeVar("T")
 
 ROOT = Path(__file__).resolve().parents[2]
 """Folder of the checkout, or of the installed packages outside a checkout."""
@@ -64,6 +67,16 @@ def as_command(output_optional: bool = False) -> Callable[[Callable[[CommandLine
         return run
 
     return decorate
+
+
+def interruptible(function: Callable[..., T], *arguments: Any) -> T:
+    """Return a function's result, computed in another thread: Ctrl-C ends the command at once, where the main thread
+    would first hear of it when the compiler returns, after up to half a minute."""
+    pool = ThreadPoolExecutor(1)
+    try:
+        return pool.submit(function, *arguments).result()
+    finally:
+        pool.shutdown(wait=False)
 
 
 def command(name: str) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from jaxformer.cli import machine
-from jaxformer.cli.command import as_command, command
+from jaxformer.cli.command import as_command, command, interruptible
 from jaxformer.cli.load import CheckpointOptions, open_run, with_run
 from jaxformer.cli.options import POSITIONAL_TOO, CommandLine
 from jaxformer.config.fields import Positive
@@ -44,7 +44,7 @@ def main(line: CommandLine) -> int:
     from jaxformer.inspect.pages.model import FILM_PAGE
 
     prompts = () if options.prompt is None else (options.prompt,)
-    write_film(run, prompts, options.examples, lambda part: echo(f"{part} ...", sys.stderr))
+    interruptible(write_film, run, prompts, options.examples, lambda part: echo(f"{part} ...", sys.stderr))
     path = run.path / FILM_PAGE
     echo(f"{path}: {path.stat().st_size / 1e6:.2f} MB; open it in a browser")
     return 0

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated
 
 from jaxformer.cli import machine
-from jaxformer.cli.command import as_command, command
+from jaxformer.cli.command import as_command, command, interruptible
 from jaxformer.cli.load import CheckpointOptions, TextOptions, open_run, with_run
 from jaxformer.cli.options import CommandLine, with_flags
 from jaxformer.config.fields import Positive, Range
@@ -80,8 +80,8 @@ def main(line: CommandLine) -> int:
             with suppress(UserError):  # the page gives the reason
                 text, _, _ = load_validation_text(run, None)  # without tokenizing what it was not trained on
     limits = options.examples, options.max_live_parameters
-    weights = write_model_page(
-        run, path, options.prompt, *limits, progress, text, source, options.lenses, options.contrast
+    weights = interruptible(
+        write_model_page, run, path, options.prompt, *limits, progress, text, source, options.lenses, options.contrast
     )
     echo(f"{path}: {path.stat().st_size / 1e6:.2f} MB; open it in a browser")
     if weights is not None:

@@ -2,14 +2,17 @@
 
 import logging
 import os
+import signal
 import subprocess
 import sys
+import threading
+from contextlib import suppress
 
 import jax
 import pytest
 
 from jaxformer.cli import sample, train
-from jaxformer.cli.command import _OneLine, as_command, command
+from jaxformer.cli.command import _OneLine, as_command, command, interruptible
 from jaxformer.errors import UserError
 from tests.helpers import ROOT
 
@@ -33,6 +36,22 @@ def test_a_missing_platform_is_named(capsys, monkeypatch, error):
     monkeypatch.undo()
     with pytest.raises(error):  # of something else
         as_command()(lambda _: no_devices())([])
+
+
+def test_ctrl_c_ends_what_does_not_listen_to_it(capsys):
+    """The compiler hears of a signal when it returns, after up to half a minute."""
+    ended = threading.Event()
+
+    def compile_program() -> None:
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        for _ in range(100):
+            with suppress(KeyboardInterrupt):
+                if ended.wait(0.1):
+                    return
+
+    assert as_command()(lambda _: interruptible(compile_program) or 0)([]) == 130
+    ended.set()
+    assert capsys.readouterr().err == "interrupted\n"
 
 
 def test_debug_raises_the_error():
