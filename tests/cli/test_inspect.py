@@ -21,6 +21,7 @@ from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.data.windows import TextConfig
 from jaxformer.inspect.pages import live as live_page
 from jaxformer.inspect.pages import model
+from jaxformer.inspect.pages.labels import TOKEN_SYMBOLS
 from jaxformer.inspect.pages.page import rounded
 from jaxformer.ladder.mlp import MLPConfig
 from jaxformer.runs.checkpoints import CheckpointManager
@@ -76,7 +77,7 @@ def test_page_of_a_prompt(run: Path, capsys: pytest.CaptureFixture):
     expected = [p["update"] for table in tables for p in table if p["name"] == "embedding.W_E"]
     assert updates["embedding.W_E"] == rounded(expected)
     [shown] = embedded(text, "Attention maps")
-    assert EVIL not in text and "".join(shown["texts"]["text"]) == EVIL
+    assert EVIL not in text and "".join(shown["texts"]["text"]) == EVIL.replace(" ", "␣")
     titles = re.findall("<h2>(.*?)</h2>", text)
     assert titles[:7] == [
         "Your own text", "Attention maps", "Logit lens", "Direct logit attribution", "Head ablation",
@@ -93,7 +94,7 @@ def test_page_of_a_prompt_in_a_browser(run: Path):
         wait_for(browser, "return document.querySelector('.live .status')")
         for section in (".live", ".attention"):
             tokens = browser.find_elements("css selector", f"{section} .tokens button")
-            assert "".join(token.get_property("textContent") for token in tokens) == EVIL
+            assert "".join(token.get_property("textContent") for token in tokens) == EVIL.replace(" ", "␣")
         assert complaints(browser) == []
 
 
@@ -113,8 +114,8 @@ def test_page_without_a_prompt_shows_a_held_out_text(
     stored = (run / "inspect.html.weights").read_bytes()
     assert live["file"] == "inspect.html.weights" and "weights" not in live
     assert live["sha256"] == hashlib.sha256(stored).hexdigest() and live["size"] == len(stored)
-    whole, first = "".join(shown["texts"]["text"]).replace("∅", ""), live["text"].replace("\n", "⏎")
-    assert first and whole.startswith(first) and whole[len(first)] in " ⏎"  # ends with a word
+    whole, first = "".join(shown["texts"]["text"]).replace("∅", ""), live["text"].translate(TOKEN_SYMBOLS)
+    assert first and whole.startswith(first) and whole[len(first)] in "␣⏎"  # ends with a word
     books = text_path(run)
     assert f"Heads and gradients are measured on held-out data of {books}: 2 examples of up to 16 tokens." in text
 

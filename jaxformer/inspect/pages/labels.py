@@ -6,8 +6,13 @@ import math
 import re
 from typing import Any
 
+from jaxformer import terminal
 from jaxformer.inspect.heads import HeadStatistics
 
+LINE_SYMBOLS = terminal.SYMBOLS | str.maketrans({"\n": "⏎", "\t": "⇥"})
+"""Symbols of control characters, for a text in one line."""
+TOKEN_SYMBOLS = LINE_SYMBOLS | {ord(" "): "␣"} | {0xDC00 + byte: f"⟨{byte:02X}⟩" for byte in range(0x80, 0x100)}
+"""Symbols of control characters, spaces, and bytes that "surrogateescape" stands for."""
 STACKS = {"": "", "encoder_": "encoder ", "decoder_": "decoder ", "vision_": "image ", "text_": "text "}
 """Word before "layer", by prefix of a stack's name."""
 
@@ -26,6 +31,11 @@ def layer_label(name: str) -> str:
 def stream_label(name: str) -> str:
     """Return "embedding" or "after layer 0" for a residual stream of the logit lens, such as `blocks.0.resid_post`."""
     return f"after {layer_label(name.removesuffix('.resid_post'))}" if name.endswith(".resid_post") else "embedding"
+
+
+def token_label(piece: bytes) -> str:
+    """Return a token's text with "␣" for a space, and "⟨D9⟩" for a byte that is no whole character."""
+    return piece.decode("utf-8", "surrogateescape").translate(TOKEN_SYMBOLS)
 
 
 def head_label(layer: str, head: int) -> str:

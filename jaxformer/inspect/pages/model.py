@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxformer import terminal
 from jaxformer.contract import Task, contract_of
 from jaxformer.data.dataset import Batch, evenly_spaced
 from jaxformer.data.masked import mask_token
@@ -26,6 +25,7 @@ from jaxformer.inspect.activations import Inputs, capture_shapes
 from jaxformer.inspect.pages import model_sections
 from jaxformer.inspect.pages.charts import Heatmap
 from jaxformer.inspect.pages.contrast import contrast_sections
+from jaxformer.inspect.pages.labels import token_label
 from jaxformer.inspect.pages.lenses import lens_sections
 from jaxformer.inspect.pages.live import LiveSection, film_frames, live_section
 from jaxformer.inspect.pages.page import Section, Table, write_page
@@ -46,8 +46,6 @@ N_LIVE_TOKENS = 24
 """Maximum tokens of the held-out text, cut at a word boundary, that the live section starts with."""
 END = "∅"
 """Symbol of the end-of-text token."""
-SYMBOLS = terminal.SYMBOLS | str.maketrans({"\n": "⏎", "\t": "⇥"})
-"""Symbols of control characters."""
 N_PICTURES, N_TRANSLATIONS = 8, 6
 """Held-out images and translations on a page."""
 N_TOP_CLASSES = 4
@@ -159,7 +157,7 @@ def first_words(tokenizer: Tokenizer, tokens_T: jax.Array, n: int) -> jax.Array:
 
 
 def token_text(run: Run, token: int) -> str:
-    """Return a token's text; for an id outside the tokenizer, the mask as in prompts or the id in brackets."""
+    """Return a token's label; for an id outside the tokenizer, the mask as in prompts or the id in brackets."""
     tokenizer = run.text_model()[1]
     if contract_of(run.model).task is Task.MASKED_LM and token == mask_token(*run.text_model()):
         return MASK
@@ -167,7 +165,7 @@ def token_text(run: Run, token: int) -> str:
         return f"[{token}]"
     if token == tokenizer.end_of_text:
         return END
-    return tokenizer.decode_part([token]).translate(SYMBOLS)
+    return token_label(tokenizer.token_bytes[token]) or tokenizer.special_texts.get(token, f"[{token}]")
 
 
 def validation_batch(

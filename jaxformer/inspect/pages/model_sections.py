@@ -259,7 +259,8 @@ def gradient_sections(model: nn.Module, params: Params, batch: Batch, token_text
     def example_name(b: int) -> str:
         if token_text is None:
             return str(b)
-        return f"{b}: {''.join(token_text(int(t)) for t in np.asarray(batch.inputs[0])[b][:N_PREVIEW_TOKENS])}…"
+        beginning = "".join(token_text(int(t)) for t in np.asarray(batch.inputs[0])[b][:N_PREVIEW_TOKENS])
+        return f"{b}: {beginning.replace('␣', ' ')}…"  # where a line may break
 
     columns = (gradients.loss_B.tolist(), gradients.norm_B.tolist(), gradients.cosine_B.tolist())
     rows = [[example_name(b), *numbers] for b, numbers in enumerate(zip(*columns, strict=True))]
@@ -275,5 +276,4 @@ def gradient_sections(model: nn.Module, params: Params, batch: Batch, token_text
 
 def _label(text: str) -> str:
     """Return a token's text as a label of at most 10 characters."""
-    text = text.replace("\n", "⏎")
     return text if len(text) <= 10 else f"{text[:9]}…"

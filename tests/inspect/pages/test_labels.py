@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxformer.inspect.heads import HeadStatistics
-from jaxformer.inspect.pages.labels import describe_head, head_label, layer_label, position_unit
+from jaxformer.inspect.pages.labels import describe_head, head_label, layer_label, position_unit, token_label
 from tests.inspect.test_activations import MODELS
 
 
@@ -26,6 +26,17 @@ def test_layers_have_names_for_readers(name: str, label: str):
     assert layer_label(name) == label
     expected = "head 2.3" if name.startswith("blocks") else f"head 3 of {label}"
     assert head_label(name, 3) == expected
+
+
+@pytest.mark.parametrize(
+    ("piece", "label"),
+    [
+        (b"  the", "␣␣the"), (b"\n\t\x1b", "⏎⇥␛"), ("é日🙂\ufffd".encode(), "é日🙂\ufffd"), (b"\xd9", "⟨D9⟩"),
+        (b" \xf0\x9fa", "␣⟨F0⟩⟨9F⟩a"), (b"", ""),
+    ],
+)  # fmt: skip
+def test_each_token_has_a_label_that_shows_it(piece: bytes, label: str):
+    assert token_label(piece) == label
 
 
 def test_only_layers_of_images_have_patches():

@@ -17,6 +17,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from jaxformer.data.tokenizer import END_OF_TEXT, Tokenizer
 from jaxformer.inspect import capture, capture_gradients, intervene, patch_activations
 from jaxformer.inspect.pages import live
+from jaxformer.inspect.pages.labels import token_label
 from jaxformer.inspect.pages.live import KNOWN_SPLITS, LiveSection, live_section, pack_tokenizer
 from jaxformer.inspect.pages.page import render_page, write_page
 from jaxformer.inspect.pages.weights import GROUP, flatten, pack_names, pack_params, round_params
@@ -151,7 +152,8 @@ DROP = """
 TOKENS = """
     const data = JSON.parse(document.querySelectorAll(".live > script")[arguments[0]].textContent);
     const tokenizer = new Tokenizer(data.tokenizer);
-    return arguments[1].map((text) => [tokenizer.encode(text), tokenizer.decode(tokenizer.encode(text))]);
+    const labels = tokenizer.tokenBytes.map((_, token) => tokenizer.label(token));
+    return [labels, arguments[1].map((text) => [tokenizer.encode(text), tokenizer.decode(tokenizer.encode(text))])];
 """
 LOOKUPS = """
     const data = JSON.parse(document.querySelectorAll(".live > script")[arguments[0]].textContent);
@@ -452,7 +454,10 @@ def test_gradient_and_arithmetic_of_a_weight_equal_the_models(page, browser, nam
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_tokens_equal_the_tokenizers(page, browser, name: str):
     case = page[1][name]
-    for text, (tokens, decoded) in zip(TEXTS, browser.execute_script(TOKENS, case.index, TEXTS), strict=True):
+    labels, encoded = browser.execute_script(TOKENS, case.index, TEXTS)
+    end, pieces = case.tokenizer.end_of_text, case.tokenizer.token_bytes
+    assert labels == ["∅" if i == end else token_label(piece) or f"[{i}]" for i, piece in enumerate(pieces)]
+    for text, (tokens, decoded) in zip(TEXTS, encoded, strict=True):
         assert tokens == case.tokenizer.encode_prompt(text), text
         assert decoded == case.tokenizer.decode(tokens), text
 
@@ -502,7 +507,7 @@ def test_typing_switching_and_decoding_change_what_is_shown(page, browser):
     next_frame()
     text = "The state  of the Union is"
     tokens = case.tokenizer.encode(text)
-    assert labels() == [case.tokenizer.decode([token]) for token in tokens]
+    assert labels() == [token_label(case.tokenizer.token_bytes[token]) for token in tokens]
     assert f"{len(tokens)} of at most 24 tokens; 1 computed in" in status.text
     percent = lambda p: f"{100 * p:.{1 if p < 0.1 else 0}f} %"  # noqa: E731
     expected_V = np.sort(p_V(text))[::-1]
@@ -518,8 +523,8 @@ def test_typing_switching_and_decoding_change_what_is_shown(page, browser):
     box.click()
 
     find(".controls button")[0].click()  # the likeliest token
-    piece = case.tokenizer.decode([likeliest])
-    assert area.get_property("value") == text + piece and labels()[-1] == piece
+    piece, shown_piece = case.tokenizer.decode([likeliest]), token_label(case.tokenizer.token_bytes[likeliest])
+    assert area.get_property("value") == text + piece and labels()[-1] == shown_piece
     assert "; 1 computed in" in status.text
     assert f"{len(tokens) + 1} of 24 slots hold a token" in find(".cache p")[0].text
 
@@ -551,7 +556,7 @@ def test_typing_switching_and_decoding_change_what_is_shown(page, browser):
     assert area.get_property("value") == "The state  of the Union" and find(".columns")[0].is_displayed()
     before = status.text
     assert browser.execute_script(KEYS_AND_CLICK, area, status, find(".controls button")[0]) == [before] * 3
-    assert area.get_property("value") == text + piece and labels()[-1] == piece
+    assert area.get_property("value") == text + piece and labels()[-1] == shown_piece
     size = {"width": 390, "height": 800, "deviceScaleFactor": 1, "mobile": True}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     assert browser.execute_script("return document.documentElement.scrollWidth") <= 390
@@ -663,7 +668,7 @@ def test_weight_and_token_open_panels_that_follow_text_and_heads(page, browser):
     browser.execute_script("arguments[0].scrollIntoView()", live)  # which loads the model
     wait_for(browser, f"return document.querySelectorAll('.live')[{case.index}].querySelector('.why')")
     tokens = case.tokenizer.encode("The state  of the Union")
-    labels = [case.tokenizer.decode([token]) for token in tokens]
+    labels = [token_label(case.tokenizer.token_bytes[token]) for token in tokens]
 
     def log_p(token: int, off: bool) -> float:
         with intervene("blocks.0.attention.z", lambda name, x: x.at[0].multiply(1 - off)):
@@ -688,7 +693,7 @@ def test_weight_and_token_open_panels_that_follow_text_and_heads(page, browser):
     shown = lambda: text(".attribution [role=status]")  # noqa: E731
     wait_for(browser, f"return document.querySelectorAll('.live')[{case.index}].querySelector('.attribution table')")
     assert text(".attribution h3") == f"What “{name}” after “{labels[2]}” (2) depends on"
-    token = case.tokenizer.encode(name)[0]
+    token = case.tokenizer.encode(name.replace("␣", " "))[0]
     assert f"log-probability is {log_p(token, False):.4g} nats" in shown()
     find('input[aria-label="head 0 of layer 0"]')[0].click()
     wait = "return document.querySelectorAll('.live')[1].querySelector('.attribution [role=status]').textContent"
@@ -812,7 +817,7 @@ def test_long_computation_says_so_and_gives_way_to_what_is_typed(page, browser):
     [slow] = browser.find_elements("css selector", ".slow")
     assert f"{n} of at most 24 tokens; {n} computed in" in slow.find_element("css selector", ".status").text
     labels = [button.get_property("textContent") for button in slow.find_elements("css selector", ".tokens button")]
-    assert "".join(labels) == "the ␀Union␡␛ is strong"  # nothing is invisible
+    assert "".join(labels) == "the␣␀Union␡␛␣is␣strong"  # nothing is invisible
     slow.find_element("css selector", ".why").click()
     wait_for(browser, "return document.querySelector('.slow .attribution table')")
     slow.find_element("css selector", "textarea").send_keys("!")

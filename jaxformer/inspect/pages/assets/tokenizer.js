@@ -108,18 +108,30 @@ class Tokenizer {
     return utf8(tokens.flatMap((token) => [...(this.tokenBytes[token] ?? [])]));
   }
 
-  // A token's text as a label.
+  // A token's text as a label, the same as `token_label` in Python.
   label(token) {
     if (token === this.end) return "∅";
-    const text = this.decode([token]);
-    return text ? visible(text) : `[${token}]`;
+    const bytes = this.tokenBytes[token];
+    return bytes?.length ? visible(legible(bytes)) : `[${token}]`;
   }
 }
 
-const SYMBOLS = { "\n": "⏎", "\t": "⇥", "\x7f": "␡" };
+const SYMBOLS = { " ": "␣", "\n": "⏎", "\t": "⇥", "\x7f": "␡" };
 const controlPicture = (letter) => String.fromCharCode(0x2400 + letter.charCodeAt(0)); // Unicode has one for each
-const visible = (text) => text.replace(/[\x00-\x1f\x7f]/g, (letter) => SYMBOLS[letter] ?? controlPicture(letter));
+const visible = (text) => text.replace(/[\x00-\x20\x7f]/g, (letter) => SYMBOLS[letter] ?? controlPicture(letter));
 const utf8 = (bytes) => new TextDecoder("utf-8", { ignoreBOM: true }).decode(Uint8Array.from(bytes));
+
+// The text of bytes, where those that are no whole character are in hexadecimal.
+function legible(all) {
+  const isCharacter = (part) => bytes(utf8(part)).join() === part.join();
+  let text = "";
+  for (let at = 0; at < all.length; ) {
+    const size = [1, 2, 3, 4].find((n) => isCharacter(all.subarray(at, at + n)));
+    text += size ? utf8(all.subarray(at, at + size)) : `⟨${all[at].toString(16).toUpperCase()}⟩`;
+    at += size ?? 1;
+  }
+  return text;
+}
 
 const NORMALIZERS = {
   unicode: (text, { form }) => text.normalize(form),
