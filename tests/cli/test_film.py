@@ -10,6 +10,7 @@ from jaxformer.cli import film, train
 from jaxformer.inspect.heads import ablate_heads, head_statistics, target_mask
 from jaxformer.inspect.pages import film as film_page
 from jaxformer.inspect.pages import live
+from jaxformer.inspect.pages.labels import LINE_SYMBOLS
 from jaxformer.inspect.pages.live import film_frames
 from jaxformer.inspect.pages.model import validation_batch
 from jaxformer.inspect.residual_stream import logit_lens
@@ -67,7 +68,8 @@ def test_film_of_a_run_in_a_browser(tmp_path: Path, capsys: pytest.CaptureFixtur
         browser.find_element("css selector", ".frames input").send_keys(*["\ue012"] * 4)  # arrow left
         start = browser.execute_script(state)
         assert [text.split(",")[0] for text in (start[0], end[0])] == ["step 0", "step 6"]
-        assert start[1] == "The king" + rows[0]["texts"][0] and end[1] == "The king" + last["texts"][0]
+        lines = ["The king" + row["texts"][0].translate(LINE_SYMBOLS) for row in (rows[0], last)]
+        assert [start[1], end[1]] == lines
         assert 0 < start[2] < end[2] < 390 and start[3] != end[3] and start[4] == 390
         assert complaints(browser) == []
 

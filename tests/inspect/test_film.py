@@ -1,5 +1,6 @@
 """The film of a run: scores of heads over training, and heads patched back to earlier selves."""
 
+import math
 from dataclasses import replace
 
 import jax
@@ -93,6 +94,8 @@ def test_head_is_born_where_patching_it_back_costs_less_than_half_of_its_ablatio
     assert biography(FILM[-1], LAYER, 1, found[LAYER, 1]).endswith("by 0.010 nats; as it was after step 0, by 0.001.")
     useless = replace(found[LAYER, 1], use=0.001)
     assert biography(FILM[-1], LAYER, 1, useless).endswith("Without it, the loss rises by less than 0.005 nats.")
+    lost = replace(found[LAYER, 1], use=math.nan)
+    assert biography(FILM[-1], LAYER, 1, lost).endswith("What it does for the loss is not finite.")
 
 
 def test_repeated_tokens_repeat_their_first_half():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import ClassVar
@@ -19,7 +20,7 @@ from jaxformer.inspect.film import Birth, Bump, Frame, births, bumps, film
 from jaxformer.inspect.heads import HeadStatistics
 from jaxformer.inspect.pages.attention import AttentionLayer, AttentionSection
 from jaxformer.inspect.pages.charts import Axis, Grid, Line, Lines
-from jaxformer.inspect.pages.labels import describe_head, head_label, layer_label, stream_label
+from jaxformer.inspect.pages.labels import LINE_SYMBOLS, describe_head, head_label, layer_label, stream_label
 from jaxformer.inspect.pages.model import FILM_PAGE, token_text, validation_batch
 from jaxformer.inspect.pages.page import Section, Table, embed, rounded, write_page
 from jaxformer.inspect.samples import validation_prompts
@@ -58,8 +59,9 @@ class FilmSection(Section):
 
     def body(self) -> str:
         """Return the HTML element."""
-        steps, losses, texts = zip(*((f.step, rounded(f.loss), f.texts) for f in self.film), strict=True)
-        return embed("film", {"steps": steps, "losses": losses, "texts": texts, "prompts": self.prompts})
+        line = lambda text: text.translate(LINE_SYMBOLS)  # noqa: E731
+        steps, losses, texts = zip(*((f.step, rounded(f.loss), [*map(line, f.texts)]) for f in self.film), strict=True)
+        return embed("film", {"steps": steps, "losses": losses, "texts": texts, "prompts": [*map(line, self.prompts)]})
 
 
 @dataclass(frozen=True)
@@ -191,6 +193,8 @@ def biography(last: Frame, layer: str, head: int, birth: Birth) -> str:
     scores = last.heads[layer]
     statistics = HeadStatistics(**{each.name: jnp.array(scores[each.name]) for each in fields(HeadStatistics)})
     does = f"{head_label(layer, head).capitalize()} {describe_head(statistics, head)}"
+    if not math.isfinite(birth.use):
+        return f"{does}. What it does for the loss is not finite."
     if birth.use < LITTLE:
         return f"{does}. Without it, the loss rises by less than {LITTLE} nats."
     without = f"{does}. Without it, the loss rises by {birth.use:.3f} nats; as it was after step {birth.before:,}"

@@ -24,8 +24,8 @@ from jaxformer.terminal import SYMBOLS
 ASSETS = Path(__file__).parent / "assets"
 """Folder of the page's HTML, styles and scripts. The HTML's content security policy allows only the page's own scripts
 and forbids every request, whatever a page's texts contain."""
-COMMON_ASSETS = ("page.css", "page.js")
-"""Assets of every page."""
+COMMON_ASSETS, LAST_ASSETS = ("page.css", "page.js"), ("print.css",)
+"""Assets of every page, before and after those of its sections."""
 WEBASSEMBLY = "matmul.js"
 """The script that compiles WebAssembly, which the policy of its pages allows."""
 SIGNIFICANT_DIGITS = 4
@@ -130,7 +130,8 @@ def render_page(
     to other pages, by name."""
     keyed = {f"section-{number}": section for number, section in enumerate(sections)}
     targets = [(f"#{key}", section.title) for key, section in keyed.items()] + [(x, name) for name, x in links.items()]
-    names = dict.fromkeys([*COMMON_ASSETS, *(name for section in sections for name in section.assets)])
+    own = (name for section in sections for name in section.assets)
+    names = dict.fromkeys([*COMMON_ASSETS, *own, *LAST_ASSETS])
     assets = {name: (ASSETS / name).read_text(encoding="utf-8") for name in names}
     scripts = [text for name, text in assets.items() if name.endswith(".js")]
     return (
@@ -184,8 +185,8 @@ def _column_texts(values: Sequence[str | float]) -> list[str]:
             return f"{value:,}"
         if math.isnan(value):
             return "-"
-        fixed = f"{value:,.{max(decimals, 0)}f}"
-        hides = value != 0 and not fixed.strip("-0.")
-        return f"{value:.3g}" if are_small or decimals < 0 or hides else fixed
+        fixed = f"{value:z,.{max(decimals, 0)}f}"
+        hides = value != 0 and not fixed.strip("0.")
+        return f"{value:z.3g}" if are_small or decimals < 0 or hides else fixed
 
     return [text(value) for value in values]

@@ -121,6 +121,7 @@ def test_table_cells_hold_exact_values_and_show_the_digits_of_their_column():
     body = TABLE.body()
     assert '<td class=number data-value="0.5">0.500</td>' in body and 'data-value="0.015">0.015<' in body
     assert 'data-value="1000">1,000<' in body and 'data-value="nan">-<' in body
+    assert ">0.000<" in Table("t", ["x"], [[0.5], [-0.0]]).body()  # without a sign
     tiny = Table("t", ["x"], [[1e-7], [0.5], [2.5e-3], [1.5e-6]]).body()  # spans magnitudes
     assert ">2e-05<" in Table("t", ["x"], [[0.5], [0.25], [2e-5], [0.0]]).body()  # not 0
     assert ">1e-07<" in tiny and ">0.0025<" in tiny

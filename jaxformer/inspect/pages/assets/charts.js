@@ -10,9 +10,10 @@ function draw(tag, parent, attributes = {}, text = "") {
 
 // Beside attention maps.
 const NOT_EXPLANATION = "Attention weight is not explanation: a head may look hard at a token and change nothing of what the model predicts.";
-const signed = (x) => `${x < 0 ? "−" : "+"}${Math.abs(x).toFixed(3)}`;
+const signed = (x) => `${x <= -0.0005 ? "−" : "+"}${Math.abs(x).toFixed(3)}`;
 const clamp = (value, low, high) => Math.max(low, Math.min(high, value));
 const CHARACTER_PIXELS = 7;
+const TALL = 640; // height of a matrix, in pixels, above which it scrolls
 const COLOURS = 8; // --line-0 to --line-7 of charts.css
 const DASHES = ["", "5 3", "1.5 3", "8 3 2 3"];
 
@@ -263,7 +264,7 @@ function colourScale(largest, diverging) {
  */
 function cells(container, { title, rows, columns, cell, colours, told, gap = true, columnLabels = true, images = [], chosen = null, picked = null }) {
   const [width, height] = [cell[0] * columns.length, cell[1] * rows.length];
-  const wide = make("div", container, "", "wide");
+  const wide = make("div", container, "", height > TALL ? "wide tall" : "wide");
   const table = make("div", wide, "", "cells");
   const letters = (texts) => Math.max(0, ...texts.map((text) => text.length));
   const slanted = columnLabels && CHARACTER_PIXELS * letters(columns) > cell[0] - 6;
@@ -307,6 +308,8 @@ function cells(container, { title, rows, columns, cell, colours, told, gap = tru
     if (scroll) {
       const x = names.offsetWidth + column * cell[0];
       wide.scrollLeft = clamp(wide.scrollLeft, x + cell[0] - wide.clientWidth, x - names.offsetWidth);
+      const y = above + row * cell[1];
+      wide.scrollTop = clamp(wide.scrollTop, y + cell[1] - wide.clientHeight, y - above);
     }
     const [box, outer] = [area.getBoundingClientRect(), container.getBoundingClientRect()];
     tip.show(told(row, column), box.left - outer.left + (column + 0.5) * cell[0], box.top - outer.top + row * cell[1]);

@@ -23,10 +23,13 @@ function largest(values, n) {
   return best;
 }
 
-function sample(probabilities) {
+// A token drawn from the softmax of logits over a temperature, whose limit at 0 is the likeliest.
+function sample(logits, temperature) {
+  const [likeliest] = largest(logits, 1);
+  if (temperature === 0) return likeliest;
   let left = Math.random();
-  const token = probabilities.findIndex((p) => (left -= p) < 0);
-  return token < 0 ? largest(probabilities, 1)[0] : token; // where rounding leaves something
+  const token = softmax(logits.map((x) => (x - logits[likeliest]) / temperature)).findIndex((p) => (left -= p) < 0);
+  return token < 0 ? likeliest : token; // where rounding leaves something
 }
 
 // Run a generator to its end, in tasks between which the page goes on; return a function that stops it.
@@ -83,17 +86,22 @@ function live(container, data) {
   };
   const steps = [
     add("Append the most likely token", "one greedy decode step", (logits) => largest(logits, 1)[0]),
-    add("Sample a token", "one decode step that samples", (logits) => sample(softmax(logits.map((x) => x / temperature.value)))),
+    add("Sample a token", "one decode step that samples", (logits) => sample(logits, Number(temperature.value))),
   ];
   const temperature = make("input", make("label", controls, "at temperature "));
-  Object.assign(temperature, { type: "number", min: 0.1, max: 5, step: 0.1, value: 0.8 });
-  temperature.addEventListener("change", () => { temperature.value = clamp(Number(temperature.value) || 0.8, 0.1, 5); });
+  Object.assign(temperature, { type: "number", min: 0, max: 5, step: 0.1, value: 0.8, title: "0 is greedy" });
+  temperature.addEventListener("change", () => { temperature.value = temperature.value === "" ? 0.8 : clamp(Number(temperature.value), 0, 5); });
   const again = make("button", controls, "Start again");
   const status = make("p", container, "", "status");
   const strip = make("div", container, "", "tokens");
   const note = make("p", container, "", "note");
   const predictions = make("div", container, "", "columns");
   const [next, lens] = [make("div", predictions), has_lens ? make("div", predictions) : null];
+  const [lensTitle, lensBox] = lens ? [make("h3", lens), make("div", lens, "", "stack")] : [];
+  if (lens) {
+    [lensBox.tabIndex, lensBox.role, lensBox.ariaLabel] = [0, "region", "Logit lens"];
+    make("p", lens, "The most likely next tokens, were the residual stream unembedded after each layer.", "name");
+  }
   const attention = make("div", container, "", "columns");
   const [heads, map] = [make("div", attention, "", "heads"), make("div", attention, "", "map")];
   const cache = make("div", container, "", "cache");
@@ -273,9 +281,9 @@ function live(container, data) {
   function drawLens() {
     if (job) return; // which ends by drawing it
     lens.ariaBusy = false;
-    lens.replaceChildren();
-    make("h3", lens, `Logit lens after ${quoted(tokens[position])}`);
-    const body = make("tbody", make("table", lens));
+    lensTitle.textContent = `Logit lens after ${quoted(tokens[position])}`;
+    lensBox.replaceChildren();
+    const body = make("tbody", make("table", lensBox));
     const logits = active().lens(position);
     const V = logits.length / (L + 1);
     for (let block = 0; block <= L; block++) {
@@ -284,23 +292,27 @@ function live(container, data) {
       const row = logits.subarray(block * V, (block + 1) * V);
       const total = logSumExp(row);
       for (const token of largest(row, LENS_TOKENS)) {
-        const cell = make("td", line, `${label(token)} `);
+        const cell = make("td", line);
+        const guess = make("div", cell, "", "guess");
         cell.style.background = shade(Math.exp(row[token] - total));
-        make("span", cell, percent(Math.exp(row[token] - total)), "share");
+        make("span", guess, label(token));
+        make("span", guess, percent(Math.exp(row[token] - total)), "share");
       }
     }
-    make("p", lens, "The most likely next tokens, were the residual stream unembedded after each layer.", "name");
   }
 
-  // A tile per head: its attention map to choose it by, and its switch.
+  // A row per layer, in a box that scrolls; a tile per head: its attention map to choose it by, and its switch.
   function makeTiles() {
     make("h3", heads, "Heads");
     make("p", heads, "Select a head to see its attention; clear its box to ablate it (zero ablation).", "name");
+    const box = make("div", heads, "", "stack");
+    box.style.setProperty("--heads", H);
+    make("span", box, "head");
+    for (let head = 0; head < H; head++) make("span", box, head, "head");
     const made = [];
     for (let block = 0; block < L; block++) {
-      make("span", heads, `layer ${block}`, "name");
-      const line = make("div", heads, "", "layer");
-      for (let head = 0; head < H; head++) made.push(makeTile(make("div", line, "", "tile"), block, head));
+      make("span", box, `layer ${block}`);
+      for (let head = 0; head < H; head++) made.push(makeTile(make("div", box, "", "tile"), block, head));
     }
     return made;
   }
@@ -317,13 +329,13 @@ function live(container, data) {
       drawMap();
       drawCache();
       select(position);
+      map.scrollIntoView({ block: "nearest" });
     });
     for (const event of ["pointerenter", "focusin"]) tile.addEventListener(event, () => ablation.point(`${block}.${head}`));
     const name = make("label", tile);
     const box = make("input", name);
     [box.type, box.checked] = ["checkbox", true];
     box.setAttribute("aria-label", `head ${head} of layer ${block}`);
-    name.append(` head ${head}`);
     const show = () => {
       const isOff = off.has(`${block}.${head}`);
       box.checked = !isOff;

@@ -24,6 +24,7 @@ const power = (exponent) => `10${exponent < 0 ? "⁻" : ""}${[...String(Math.abs
 /** Return a number as text of at most four significant digits, integers whole. */
 function format(value, digits = 4) {
   if (value === null || value === undefined || Number.isNaN(value)) return "-";
+  value ||= 0; // no "-0"
   if (Number.isInteger(value) && Math.abs(value) < 1e9) return value.toLocaleString("en");
   const size = Math.abs(value);
   if (size !== 0 && (size < 1e-3 || size >= 1e6)) {
@@ -32,7 +33,7 @@ function format(value, digits = 4) {
   }
   return Number(value.toPrecision(digits)).toLocaleString("en", { maximumFractionDigits: 9 });
 }
-const percent = (share) => (share === null ? "-" : `${(100 * share).toFixed(share < 0.1 ? 1 : 0)}\u00a0%`);
+const percent = (share) => (share === null || Number.isNaN(share) ? "-" : `${(100 * share).toFixed(share < 0.1 ? 1 : 0)}\u00a0%`);
 
 for (const header of document.querySelectorAll("th")) {
   header.firstChild.addEventListener("click", () => {
