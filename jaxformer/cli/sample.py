@@ -48,7 +48,8 @@ tokens that are about equally likely. Generation stops at the end-of-text token,
 are not shown, or after --max-new-tokens.
 
 A masked language model fills masks instead, one token each: --prompt "The [MASK] of the people". A
-sequence-to-sequence model translates each prompt, greedily or by beam search with --num-beams. A text classifier prints
+sequence-to-sequence model translates or summarises each prompt: greedily, sampled with --temperature or a filter, or
+by beam search with --num-beams. A text classifier prints
 the most likely labels of each prompt, and a sentence encoder the cosines of all pairs of prompts, or with --jsonl their
 vectors. An image classifier classifies the images of --images, and a model of images and texts ranks the texts of
 --prompt for each image."""
@@ -106,6 +107,11 @@ COMMON = {"--run", "--checkpoint", "--weights", "--jsonl"}
 FILL_OPTIONS = COMMON | TEXTS | {"--top-logprobs"}
 TRANSLATE_OPTIONS = COMMON | TEXTS | {"--mesh", "--max-new-tokens", "--batch-size"}
 TRANSLATE_OPTIONS |= {"--num-beams", "--length-penalty", "--cache-dtype"}
+TRANSLATE_SAMPLING = {
+    *("--temperature", "--top-k", "--top-p", "--min-p", "--typical-p", "--repetition-penalty", "--presence-penalty"),
+    *("--frequency-penalty", "--min-new-tokens", "--stop-tokens"),
+}
+"""Options of sampled translations; without any, they are greedy."""
 N_CANDIDATES = 5
 """Candidates per mask without --top-logprobs, and classes per image in text output; JSON has all classes."""
 
@@ -325,18 +331,21 @@ def _embed(options: Arguments, prompts: Prompts) -> int:
 
 def _translate(options: Arguments, prompts: Prompts) -> int:
     """Translate each prompt, and print each batch as soon as it is done."""
-    from jaxformer.decode.translation import encode_source, translate_prompts
+    from jaxformer.decode.translation import GREEDY, encode_source, translate_prompts
 
-    _check_task(options, TRANSLATE_OPTIONS, "translation", TEXTS)
-    run, completion = _open_laid_out(options.opening), options.completion
+    _check_task(options, TRANSLATE_OPTIONS | TRANSLATE_SAMPLING | {"--seed"}, "translation", TEXTS)
+    run, completion, samples = _open_laid_out(options.opening), options.completion, options.given & TRANSLATE_SAMPLING
+    if "--seed" in options.given and not samples:
+        raise UserError("--seed has no effect on greedy translations; omit it, or give --temperature.")
+    sampling = options.sampling if samples else GREEDY
     limit = completion.max_new_tokens if "--max-new-tokens" in options.given else None
 
     def answers(fitting: list[Encoded]) -> Iterator[tuple[Row, str]]:
-        for prompt, target in translate_prompts(run, fitting, completion, limit):
+        for prompt, target in translate_prompts(run, fitting, completion, limit, sampling):
             text = run.text_model()[1].decode(target)
             yield prompt.as_row() | {"text": text, "tokens": target}, text
 
-    return _answer(options, prompts, partial(encode_source, run=run), answers)
+    return _answer(options, prompts, partial(encode_source, run=run, samples=bool(samples)), answers)
 
 
 def make_completer(options: Arguments, prompts: Prompts = ()) -> Completer:

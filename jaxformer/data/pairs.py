@@ -22,6 +22,8 @@ from jaxformer.files import expand_home
 
 FORMAT = 1
 """Version of the batches; increase it when the same pairs and settings yield other batches."""
+TARGET_TOKENS = "target_tokens"
+"""Field that we add to a published tokenizer's config for its model's `TargetTokens`."""
 N_BUCKETS = 4
 """Number of lengths that batches are padded to, each of which compiles its own program."""
 
@@ -31,6 +33,44 @@ class Pair(NamedTuple):
 
     source: str
     target: str
+
+
+class TargetTokens(NamedTuple):
+    """Tokens of targets besides those of their texts and end-of-text, as a published model names them."""
+
+    start: int | None = None
+    """First input of the decoder, which is no part of the target; None for end-of-text."""
+    first: int | None = None
+    """Token that each generated target begins with; None for any."""
+    last: int | None = None
+    """Token of a generated target at its maximum length; None for any."""
+    banned: tuple[int, ...] = ()
+    """Tokens that are never generated."""
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> TargetTokens:
+        """Return those in a tokenizer's config, under the name `TARGET_TOKENS`."""
+        values = tokenizer.config.get(TARGET_TOKENS, {})
+        return cls(**values | {"banned": tuple(values.get("banned", ()))})
+
+
+def start_of_target(tokenizer: Tokenizer) -> int:
+    """Return the first input of the decoder."""
+    start = TargetTokens.of(tokenizer).start
+    return tokenizer.end_of_text if start is None else start
+
+
+def encode_sources(texts: Sequence[str], tokenizer: Tokenizer, limit: int | None = None) -> list[list[int]]:
+    """Return the tokens of each source, at most `limit` of them, with those that a published tokenizer puts around a
+    text; a longer source is truncated before those after it."""
+    before, after = tokenizer.before_text, tokenizer.after_text
+    n_last = None if limit is None else max(0, limit - len(after))
+    return [[*[*before, *tokens][:n_last], *after] for tokens in tokenizer.encode_batch(texts)]
+
+
+def encode_targets(texts: Sequence[str], tokenizer: Tokenizer) -> list[list[int]]:
+    """Return the tokens of each target, without end-of-text."""
+    return [[*tokenizer.before_text, *tokens] for tokens in tokenizer.of_targets.encode_batch(texts)]
 
 
 Splits = tuple[list[Pair], list[Pair]]
@@ -126,8 +166,8 @@ class PairDataset(Dataset):
     sorted pairs into batches, and permutes the batches; pairs that do not fill a last batch are dropped for the epoch.
     All batches of a bucket have the same shape, as wide on either side as its longest pair.
 
-    Inputs are `(source_BS, valid_BS, target_BT)`. The target input starts with the end-of-text token, and the target
-    ends with it (teacher forcing). Padding, on the right, has weight 0.
+    Inputs are `(source_BS, valid_BS, target_BT)`. The target input starts with the end-of-text token, or that of
+    `TargetTokens`, and the target ends with end-of-text (teacher forcing). Padding, on the right, has weight 0.
     """
 
     unit = "tokens"
@@ -206,6 +246,7 @@ class PairDataset(Dataset):
             source, target = tokens.sources[pair][:S], tokens.targets[pair][:T]
             source_BS[i, : len(source)] = source
             target_BT[i, 1 : len(target) + 1] = target
+        target_BT[:, 0] = start_of_target(self.tokenizer)
         lengths_B2 = tokens.lengths_N2[rows_B]
         valid_BS, counted_BT = (np.arange(n) < lengths_B2[:, [side]] for side, n in enumerate((S, T)))
         return Batch((source_BS, valid_BS, target_BT[:, :-1]), target_BT[:, 1:], counted_BT.astype(np.float32))
@@ -222,7 +263,8 @@ class _TokenPairs:
 
     @classmethod
     def encode(cls, pairs: Sequence[Pair], tokenizer: Tokenizer) -> _TokenPairs:
-        sources, targets = (tokenizer.encode_batch([pair[side] for pair in pairs]) for side in (0, 1))
+        sources = encode_sources([pair.source for pair in pairs], tokenizer)
+        targets = encode_targets([pair.target for pair in pairs], tokenizer)
         lengths = [(len(source), len(target) + 1) for source, target in zip(sources, targets, strict=True)]
         return cls(sources, targets, np.array(lengths, int).reshape(-1, 2))
 

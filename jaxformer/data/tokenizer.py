@@ -43,6 +43,12 @@ CHAT_TEMPLATE, MORE_TEMPLATES = "chat_template.jinja", "additional_chat_template
 BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 SPACE = "▁"
 """Space in SentencePiece tokens."""
+HIDDEN = "\U0010fffe"
+"""First character of the pieces of a Unigram model that no text has."""
+SHOWN = {"pattern": {"String": HIDDEN}, "content": ""}
+"""Step of a decoder, and of a normalizer, that removes it."""
+TARGET_TOKENIZER = "target_tokenizer"
+"""Field that we add to the config for the tokenizer of targets, if it is another with the same vocabulary: its JSON."""
 PROBE = f"""The king's  KING   sees 3 ships,\t12,345.60 m off; {string.punctuation} <a b="c">\r\n
 def f(x_1):
     return {{x_1: 'y'}} != 0x1F  # é ça Ω 日本 한국 🙂 👩‍🚀 \U0010fffd.\n\n\nEnd"""
@@ -290,7 +296,7 @@ class Tokenizer:
         pieces = form["model"]["vocab"] if isinstance(self._inner.model, models.Unigram) else []
         hidden = [t for t in form["added_tokens"] if t["special"] and t["id"] != token and t["id"] < len(pieces)]
         for each in hidden:
-            pieces[each["id"]][0] = f"\U0010fffe{each['id']}"
+            pieces[each["id"]][0] = f"{HIDDEN}{each['id']}"
         form["added_tokens"] = [
             each | {"special": each["special"] and each["id"] != token}
             for each in form["added_tokens"]
@@ -307,12 +313,22 @@ class Tokenizer:
 
     def with_chat_template(self, template: str | list[dict[str, str]]) -> Tokenizer:
         """Return the tokenizer with a chat template, or several by name, in its config."""
-        return Tokenizer(self._inner, self.one_in, {**self.config, "chat_template": template})
+        return self.with_settings({"chat_template": template})
+
+    def with_settings(self, settings: Mapping[str, Any]) -> Tokenizer:
+        """Return the tokenizer with more fields in its config."""
+        return Tokenizer(self._inner, self.one_in, {**self.config, **settings})
+
+    @cached_property
+    def of_targets(self) -> Tokenizer:
+        """Tokenizer that encodes targets, which for Marian has other pieces than that of sources."""
+        form = self.config.get(TARGET_TOKENIZER)
+        return self if form is None else Tokenizer(tokenizers.Tokenizer.from_str(form), self.one_in, self.config)
 
     def with_ends(self, texts: Iterable[str]) -> Tokenizer:
         """Return the tokenizer with more special tokens, given by their texts, that end a generated text."""
         more = (token for token, text in self.special_texts.items() if text in texts)
-        return Tokenizer(self._inner, self.one_in, {**self.config, END_IDS: [*self.ends_of_text, *more]})
+        return self.with_settings({END_IDS: [*self.ends_of_text, *more]})
 
     def without_special_from(self, n: int) -> Tokenizer:
         """Return the tokenizer without special tokens whose ids are n or above. Raises `ValueError` if a text needs one
@@ -359,7 +375,8 @@ class Tokenizer:
     @cached_property
     def has_unknown(self) -> bool:
         """True if it has one token for all that it cannot encode: WordPiece, or Unigram without bytes."""
-        of_words = isinstance(self._inner.model, models.Unigram) and _types(self._inner.decoder) == "Metaspace"
+        steps = [step for step in _steps(self._inner.decoder) if not step.items() >= SHOWN.items()]
+        of_words = isinstance(self._inner.model, models.Unigram) and [step["type"] for step in steps] == ["Metaspace"]
         return self._is_word_piece or of_words
 
     @cached_property
@@ -616,6 +633,7 @@ def _is_plain(step: Mapping[str, Any]) -> bool:
     """Return True if a step of a decoder is one of those that `token_bytes` and `_strips_space` stand for."""
     kind, settings = step["type"], {name: value for name, value in step.items() if name != "type"}
     return kind in ("ByteLevel", "ByteFallback", "Fuse") or settings in (
+        SHOWN,
         {"pattern": {"String": SPACE}, "content": " "},  # Replace
         {"content": " ", "start": 1, "stop": 0},  # Strip
         *({"replacement": SPACE, "prepend_scheme": s, "split": x} for s in SCHEMES for x in (True, False)),  # Metaspace
@@ -644,7 +662,7 @@ def _byte_level_bytes(piece: str) -> bytes:
 
 def _sentencepiece_bytes(piece: str) -> bytes:
     byte = BYTE.fullmatch(piece)
-    return bytes([int(byte[1], 16)]) if byte else piece.replace(SPACE, " ").encode()
+    return bytes([int(byte[1], 16)]) if byte else piece.removeprefix(HIDDEN).replace(SPACE, " ").encode()
 
 
 def _sample(texts: Iterable[str], one_in: int) -> Iterator[str]:

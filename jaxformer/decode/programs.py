@@ -134,7 +134,7 @@ def start(
     if history_B is None:
         history_B = jax.vmap(partial(init_history, sampling, logits_BV.shape[-1]))(tokens_BP, lengths_B)
     history_B, logits_BV = split_rows((history_B, logits_BV), mesh)
-    samples_B, history_B, done_B = _sample(sampling, logits_BV, history_B, seeds_B, done_B)
+    samples_B, history_B, done_B = sample_rows(sampling, logits_BV, history_B, seeds_B, done_B)
     state = DecodeState(None, history_B, samples_B.tokens, lengths_B, seeds_B, done_B)
     return split_rows(state, mesh), jax.tree.map(lambda x: x[None], samples_B)
 
@@ -188,7 +188,7 @@ def _decode(
     def step(i: jax.Array, state: DecodeState) -> tuple[DecodeState, Samples]:
         extend = partial(decode_step, model, params, slot=(slot + i) % n_slots)
         logits_BV, cache = jax.vmap(extend)(state.token_B, state.position_B, state.cache)
-        samples_B, history, done_B = _sample(sampling, logits_BV, state.history, state.seeds_B, state.done_B)
+        samples_B, history, done_B = sample_rows(sampling, logits_BV, state.history, state.seeds_B, state.done_B)
         return DecodeState(cache, history, samples_B.tokens, state.position_B + 1, state.seeds_B, done_B), samples_B
 
     def step_and_store(carry: tuple[jax.Array, DecodeState, Samples]) -> tuple[jax.Array, DecodeState, Samples]:
@@ -204,7 +204,7 @@ def _decode(
     return final, samples_CB
 
 
-def _sample(
+def sample_rows(
     sampling: Sampling, logits_BV: jax.Array, history_B: History, seeds_B: jax.Array, done_B: jax.Array
 ) -> tuple[Samples, History, jax.Array]:
     """Sample a token for each row, with a key from the row's own seed; return it, the history, and which rows are done.

@@ -17,7 +17,7 @@ from jaxformer.config import TokenModelConfig
 from jaxformer.contract import Contract, Task
 from jaxformer.data.chat import ChatDataset
 from jaxformer.data.dataset import Batch, Dataset, evenly_spaced
-from jaxformer.data.pairs import PairDataset
+from jaxformer.data.pairs import PairDataset, TargetTokens, encode_sources, encode_targets, start_of_target
 from jaxformer.data.windows import TextDataset
 from jaxformer.decode.translation import translate_tokens
 from jaxformer.errors import missing_extras, user_error_on_write
@@ -238,9 +238,9 @@ def _translations(setup: TrainSetup, data: PairDataset, params: Params) -> Itera
     """Yield temperature and text for each of some held-out sources, translated."""
     tokenizer, length = data.tokenizer, data.context_length
     pairs = [data.val[i] for i in evenly_spaced(len(data.val), N_TRANSLATIONS)]
-    sources = [tokens[:length] for tokens in tokenizer.encode_batch([pair.source for pair in pairs])]
-    end = tokenizer.end_of_text
-    targets = translate_tokens(setup.model, params, sources, end_of_text=end, context_length=length)
+    sources = encode_sources([pair.source for pair in pairs], tokenizer, length)
+    end, special = tokenizer.end_of_text, TargetTokens.of(tokenizer)
+    targets = translate_tokens(setup.model, params, sources, end_of_text=end, context_length=length, special=special)
     for pair, target in zip(pairs, targets, strict=True):
         yield 0.0, f"{pair.source} -> {tokenizer.decode(target)} (expected: {pair.target})"
 
@@ -249,12 +249,13 @@ def _alignment(setup: TrainSetup, data: PairDataset, folder: Path) -> Call:
     """Return a callback that plots the alignment of the held-out pair with the longest source, preferring sources whose
     tokens are valid UTF-8."""
     tokenizer, limit = data.tokenizer, data.context_length
-    sources, targets = (tokenizer.encode_batch(texts) for texts in zip(*data.val, strict=True))
+    sources = encode_sources([pair.source for pair in data.val], tokenizer)
+    targets = encode_targets([pair.target for pair in data.val], tokenizer)
     pairs = [pair for pair in zip(sources, targets, strict=True) if max(map(len, pair)) < limit]
     pairs = pairs or [(sources[0][: limit - 1], targets[0][: limit - 1])]
     is_readable = lambda tokens: all("\ufffd" not in tokenizer.decode([token]) for token in tokens)  # noqa: E731
     source, target = max(pairs, key=lambda pair: (is_readable(pair[0]), len(pair[0])))
-    source_S, target_T = jnp.array(source), jnp.array([tokenizer.end_of_text, *target])
+    source_S, target_T = jnp.array(source), jnp.array([start_of_target(tokenizer), *target])
     shown = (source, [*target, tokenizer.end_of_text])
     source_texts, target_texts = ([tokenizer.decode_part([token]) for token in tokens] for tokens in shown)
 

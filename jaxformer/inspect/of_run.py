@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxformer.contract import contract_of
 from jaxformer.data.dataset import Batch
+from jaxformer.data.pairs import encode_sources, encode_targets, start_of_target
 from jaxformer.models.inputs import as_array, check_batch, check_example, check_next_tokens
 from jaxformer.models.objective import Params, is_causal_lm
 
@@ -189,12 +190,14 @@ def _convert_inputs_B(bound: inspect.BoundArguments, name: str, run: Run | None)
 
 
 def _convert_pair(bound: inspect.BoundArguments, name: str, run: Run | None) -> None:
-    """Convert a text to translate, and its translation, which begins with the end-of-text token."""
+    """Convert a text to translate, and its translation, which begins with the end-of-text token, or the model's own."""
     source, target = bound.arguments["source_S"], bound.arguments["target_T"]
     if run is not None:
         _, tokenizer = run.text_model()
-        source = tokenizer.encode(source) if isinstance(source, str) else source
-        target = [tokenizer.end_of_text, *tokenizer.encode(target)] if isinstance(target, str) else target
+        if isinstance(source, str):
+            [source] = encode_sources([source], tokenizer)
+        if isinstance(target, str):
+            target = [start_of_target(tokenizer), *encode_targets([target], tokenizer)[0]]
     bound.arguments["source_S"], bound.arguments["target_T"] = _encode(None, source), _encode(None, target)
 
 

@@ -11,11 +11,10 @@ from flax.traverse_util import unflatten_dict
 
 from jaxformer.config.fields import from_dict, shortest_period
 from jaxformer.errors import UserError, abbreviate
-from jaxformer.interop.families import ENCODERS, FAMILIES
+from jaxformer.interop.families import ENCODER_DECODERS, ENCODERS, FAMILIES
 from jaxformer.interop.families.encoders import POOLED_CLASSIFIER
 from jaxformer.interop.families.tables import NONE_OF, REQUIRED, Family, Field, ImportedConfig, PublishedConfig
 from jaxformer.models.decoder import DecoderConfig
-from jaxformer.models.encoder import EncoderConfig
 from jaxformer.ops.positions import Llama3Scaling, RoPE
 
 MAX_TRAINING_CONTEXT = 2048
@@ -50,7 +49,7 @@ def family_of(theirs: PublishedConfig) -> Family:
     if theirs.get("quantization_config") is not None:
         raise UserError("the checkpoint is quantised, which is not supported; use the one that it was made from.")
     model_type, architectures = str(theirs.get("model_type")), theirs.get("architectures")
-    all_families = (*FAMILIES.values(), *ENCODERS.values())
+    all_families = (*FAMILIES.values(), *ENCODERS.values(), *ENCODER_DECODERS.values())
     families = {family.architecture: family for family in all_families if family.model_type == model_type}
     if not families:
         known = ", ".join(dict.fromkeys(family.model_type for family in all_families))
@@ -70,25 +69,29 @@ def read_config(theirs: PublishedConfig, context_length: int | None = None) -> I
     tokens; None for at most `MAX_TRAINING_CONTEXT`, and for an encoder its number of positions. Raises `UserError` if
     the family is unknown, or a field is missing or has a value without an equivalent."""
     family = family_of(theirs)
-    is_encoder = issubclass(family.model, EncoderConfig)
+    is_decoder = issubclass(family.model, DecoderConfig)
     theirs = {**theirs, **{name: theirs[alias] for alias, name in family.aliases.items() if alias in theirs}}
     try:
         theirs = family.read(theirs)
-        for name, expected in {**NONE_OF, **({} if is_encoder else {"is_causal": True}), **family.required}.items():
+        for name, needed in {**NONE_OF, **({"is_causal": True} if is_decoder else {}), **family.required}.items():
+            expected = needed(theirs) if callable(needed) else needed
             if (value := theirs.get(name, expected)) != expected and (expected or value):
                 raise ValueError(f"{name} is {abbreviate(value)}, and only {expected} has an equivalent")
-        values = {**family.constants, **{field.ours: _read_field(field, theirs) for field in family.fields}}
-        longest = values["context_length" if is_encoder else "max_context"]
-        if context_length is not None and not (longest if is_encoder else 0) <= context_length <= longest:
-            limit = f"the model has {longest} positions{', all of which an encoder takes' if is_encoder else ''}"
+        values = {**family.constants, **_read_fields(family, theirs)}
+        longest = values["max_context" if is_decoder else "context_length"]
+        takes_all = not is_decoder and values["positions"] == "learned"
+        if context_length is not None and not (longest if takes_all else 0) <= context_length <= longest:
+            limit = f"the model has {longest} positions{', all of which an encoder takes' if takes_all else ''}"
             raise UserError(f"`context_length` is {context_length}; {limit}; omit it.")
-        if is_encoder:
-            return _checked(family, values)
+        if not is_decoder:
+            return _checked(family, values | {"context_length": context_length or longest})
         values["context_length"] = context_length or min(longest, MAX_TRAINING_CONTEXT)
         rope, local_rope = read_rope(family, theirs, values) if family.rope_base is not None else (None, None)
         values["rope"] = rope
         # Verify types and sizes before allocating one entry per block.
-        window, is_local = read_windows(family, theirs, _checked(family, _nested(values)).n_blocks)
+        checked = _checked(family, _nested(values))
+        assert isinstance(checked, DecoderConfig)
+        window, is_local = read_windows(family, theirs, checked.n_blocks)
         values["attention"] = shortest_period(
             [{"window": window, "rope": local_rope} if local else {} for local in is_local]
         )
@@ -116,6 +119,21 @@ def _checked(family: Family, values: Mapping[str, Any]) -> ImportedConfig:
         raise UserError(f"{str(error).rstrip('.')}; in the published config, {', '.join(given)}.") from error
 
 
+def _read_fields(family: Family, theirs: PublishedConfig) -> dict[str, Any]:
+    """Return our values of all fields."""
+    values, names = dict[str, Any](), dict[str, str]()
+    for field in family.fields:
+        value = _read_field(field, theirs)
+        if field.ours in values and values[field.ours] != value:
+            other = names[field.ours]
+            given = (
+                f"{other} is {abbreviate(theirs.get(other))} and {field.theirs} {abbreviate(theirs.get(field.theirs))}"
+            )
+            raise ValueError(f"{given}, and only equal ones have an equivalent")
+        values[field.ours], names[field.ours] = value, field.theirs
+    return values
+
+
 def _read_field(field: Field, theirs: PublishedConfig) -> Any:
     """Return our value for a field."""
     value = theirs.get(field.theirs)
@@ -137,14 +155,15 @@ def write_config(config: ImportedConfig, family: Family) -> dict[str, Any]:
     """Return the published form of our config, every field of which must have an equivalent in the family; see
     `obstacles`."""
     theirs: dict[str, Any] = {"model_type": family.model_type, "architectures": [family.architecture]}
-    theirs |= family.required
+    theirs |= {name: value for name, value in family.required.items() if not callable(value)}
     for field in family.fields:
         value = attrgetter(field.ours)(config)
         if field.values is None:
             theirs[field.theirs] = field.write(value)
         else:
             theirs[field.theirs] = next(name for name, ours in field.values.items() if ours == value)
-    if isinstance(config, EncoderConfig):
+    theirs |= {name: value(theirs) for name, value in family.required.items() if callable(value)}
+    if not isinstance(config, DecoderConfig):
         return theirs
     theirs |= write_windows(config, family)
     return family.write(theirs if family.rope_base is None else theirs | write_rope(config, family))

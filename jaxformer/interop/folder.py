@@ -9,10 +9,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from jaxformer.data.pairs import TARGET_TOKENS
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError, abbreviate, import_extra, lone_surrogate, parse_json
+from jaxformer.interop.families.encoder_decoders import GENERATION_DEFAULTS, with_stored_head
 from jaxformer.interop.families.tables import MAX_TOKENS, NORMALIZE, POOLING, PublishedConfig
-from jaxformer.interop.sampling import from_generation_config
+from jaxformer.interop.sampling import from_generation_config, target_tokens
+from jaxformer.interop.sentencepiece import SOURCE_PIECES, load_marian_tokenizer
 from jaxformer.runs.run import TOKENIZER
 
 CONFIG, GENERATION, MODULES = "config.json", "generation_config.json", "modules.json"
@@ -97,7 +100,7 @@ class ModelFolder:
             except (safetensors.SafetensorError, OSError) as error:
                 raise UserError(f"{path / shard} is missing or corrupt ({error}); download it again.") from error
             files |= dict.fromkeys(file.keys(), file)
-        return cls(path, config, files)
+        return cls(path, with_stored_head(config, files), files)
 
     @property
     def names(self) -> Collection[str]:
@@ -121,15 +124,28 @@ class ModelFolder:
     def tokenizer(self) -> Tokenizer:
         """Return the tokenizer in `tokenizer.json`. Raises `UserError` if there is none that can be used."""
         file = self.path / TOKENIZER
-        if not file.exists():
+        if file.exists():
+            tokenizer = Tokenizer.load(file, self._eos_token_ids())
+        elif (self.path / SOURCE_PIECES).exists():  # of Marian
+            tokenizer = load_marian_tokenizer(self.path)
+        else:
             remedy = "write it with save_pretrained of transformers' AutoTokenizer"
             raise UserError(f"{self.path} has no {TOKENIZER}; {remedy}.")
-        return Tokenizer.load(file, self._eos_token_ids())
+        if (defaults := GENERATION_DEFAULTS.get(str(self.config.get("model_type")))) is None:
+            return tokenizer
+        generation = self._generation
+        values = read_object(generation) if generation.name == GENERATION else {**defaults, **self.config}
+        start = self.config.get("decoder_start_token_id", defaults.get("decoder_start_token_id"))
+        return tokenizer.with_settings({TARGET_TOKENS: target_tokens(values, start, generation)})
 
     def sampling(self) -> dict[str, float]:
         """Return the sampling settings, of which older folders have some in their config."""
-        file = next((file for name in (GENERATION, CONFIG) if (file := self.path / name).exists()), self.path)
-        return from_generation_config(read_object(file), file)
+        return from_generation_config(read_object(self._generation), self._generation)
+
+    @property
+    def _generation(self) -> Path:
+        """File with the settings of generation."""
+        return next((file for name in (GENERATION, CONFIG) if (file := self.path / name).exists()), self.path)
 
     def _eos_token_ids(self) -> tuple[int, ...]:
         """Return the ids of the tokens that end a text, of which a published config may name any number. Raises

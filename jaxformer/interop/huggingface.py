@@ -13,7 +13,8 @@ import jax
 import numpy as np
 from flax.traverse_util import flatten_dict
 
-from jaxformer.data.tokenizer import END_IDS, Tokenizer
+from jaxformer.data.pairs import TARGET_TOKENS, TargetTokens, start_of_target
+from jaxformer.data.tokenizer import END_IDS, TARGET_TOKENIZER, Tokenizer
 from jaxformer.errors import UserError, missing_extras
 from jaxformer.interop.configs import write_config
 from jaxformer.interop.families.encoders import BERT
@@ -22,12 +23,16 @@ from jaxformer.interop.folder import FLAG, MODULES, POOLING_MODES
 from jaxformer.interop.formats import Dtype, Format
 from jaxformer.interop.obstacles import FAMILIES_BY_FORMAT, Obstacle, nearest_family, resolved, same_kind
 from jaxformer.interop.output import cast, complete_path, save_safetensors
-from jaxformer.interop.sampling import as_generation_config
+from jaxformer.interop.sampling import as_generation_config, as_generation_tokens
 from jaxformer.interop.weights import Layout, axis_sizes, fuse, rows
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.encoder import EncoderConfig
+from jaxformer.models.encoder_decoder import EncoderDecoderConfig
 from jaxformer.models.objective import Params
 from jaxformer.runs.run import TOKENIZER, Run
+
+OWN = (END_IDS, TARGET_TOKENS, TARGET_TOKENIZER)
+"""Fields of a tokenizer's config that other libraries do not have."""
 
 
 class Published(NamedTuple):
@@ -46,7 +51,7 @@ def publish(run: Run, file_format: Format = "hf") -> Published:
     nearest, lacking = nearest_family(model, families)
     if lacking:
         raise UserError(f"{_no_equivalent(run, lacking, families, nearest)}.")
-    assert isinstance(model, DecoderConfig | EncoderConfig)
+    assert isinstance(model, ImportedConfig)
     family, config = families[nearest], resolved(model)
     if isinstance(model, EncoderConfig) and not model.n_segments:
         params = params | {"W_segment": np.zeros((1, model.d_model))}
@@ -137,10 +142,13 @@ def export_huggingface(run: Run, folder: Path, dtype: Dtype = "float32") -> None
     published = publish(run)
     _, tokenizer = run.text_model()
     special = special_tokens(tokenizer)
-    is_decoder = isinstance(run.config.model, DecoderConfig)
+    generates = isinstance(run.config.model, DecoderConfig | EncoderDecoderConfig)
     ids = {"bos_token_id": special.bos, "eos_token_id": list(special.eos) if special.eos[1:] else special.eos[0]}
-    ids = ids if is_decoder else {}
-    own = {name: value for name, value in tokenizer.config.items() if name != END_IDS}
+    if isinstance(run.config.model, EncoderDecoderConfig):
+        tokens = {**TargetTokens.of(tokenizer)._asdict(), "start": start_of_target(tokenizer)}
+        ids |= as_generation_tokens(tokens) | {"pad_token_id": special.pad}
+    ids = ids if generates else {}
+    own = {name: value for name, value in tokenizer.config.items() if name not in OWN}
     with complete_path(folder) as scratch:
         scratch.mkdir()
         arrays = {name: cast(name, tensor, dtype) for name, tensor in published.tensors}
@@ -150,7 +158,7 @@ def export_huggingface(run: Run, folder: Path, dtype: Dtype = "float32") -> None
         # Versions of transformers before 5 read torch_dtype, later ones dtype.
         config = {name: value for name, value in published.config.items() if name not in (POOLING, NORMALIZE)}
         _write_json(scratch / "config.json", config | ids | {"dtype": dtype, "torch_dtype": dtype})
-        if is_decoder:
+        if generates:
             generation = ids | {"pad_token_id": special.pad}
             _write_json(scratch / "generation_config.json", generation | as_generation_config(run.sampling))
         tokenizer.save(scratch / TOKENIZER)

@@ -12,11 +12,12 @@ from jaxformer.config import Config, ModelConfig
 from jaxformer.config.fields import differences, shortest_period
 from jaxformer.errors import UserError
 from jaxformer.interop.configs import read_config, write_config
-from jaxformer.interop.families import ENCODERS, FAMILIES, GGUF_FAMILIES
+from jaxformer.interop.families import ENCODER_DECODERS, ENCODERS, FAMILIES, GGUF_FAMILIES
 from jaxformer.interop.families.tables import Family, ImportedConfig
 from jaxformer.interop.formats import Format
 from jaxformer.models.decoder import BlockAttention, DecoderConfig, ExpertsConfig
 from jaxformer.models.encoder import EncoderConfig
+from jaxformer.models.encoder_decoder import EncoderDecoderConfig
 from jaxformer.nn.norms import NORMS, epsilon
 from jaxformer.ops.positions import RoPE
 
@@ -25,7 +26,10 @@ TRAINING_FIELDS = {
     *("dropout", "experts.capacity_factor", "experts.balance_weight", "experts.router_z_weight"),
 }
 """Fields that do not affect the outputs of a trained model."""
-FAMILIES_BY_FORMAT: Mapping[str, Mapping[str, Family]] = {"hf": {**FAMILIES, **ENCODERS}, "gguf": GGUF_FAMILIES}
+FAMILIES_BY_FORMAT: Mapping[str, Mapping[str, Family]] = {
+    "hf": {**FAMILIES, **ENCODERS, **ENCODER_DECODERS},
+    "gguf": GGUF_FAMILIES,
+}
 """Families that a format can hold, by name; other formats hold all models."""
 
 
@@ -61,18 +65,19 @@ def nearest_family(model: ModelConfig, families: Mapping[str, Family]) -> tuple[
 
 
 def as_known(model: ModelConfig) -> ImportedConfig | None:
-    """Return the config of the same model that families describe: a decoder's or an encoder's. None if there is none,
-    such as for a subclass, which may change the computation."""
+    """Return the config of the same model that families describe: a decoder's, an encoder's or an encoder-decoder's.
+    None if there is none, such as for a subclass, which may change the computation."""
     if isinstance(model, DecoderConfig):
         values = {f.name: getattr(model, f.name) for f in dataclasses.fields(DecoderConfig)}
         with suppress(UserError):  # a subclass may permit other values
             known = DecoderConfig(**values)
             return known if type(model) is DecoderConfig or model.is_same_model(known) else None
-    return model if type(model) in {family.model for family in ENCODERS.values()} else None  # type: ignore[return-value]
+    others = {family.model for family in (*ENCODERS.values(), *ENCODER_DECODERS.values())}
+    return model if type(model) in others else None  # type: ignore[return-value]
 
 
 def same_kind(a: type, b: type) -> bool:
-    """Return True for two classes of decoders, or the same class of encoders."""
+    """Return True for two classes of decoders, or the same class of other models."""
     return a is b or (issubclass(a, DecoderConfig) and issubclass(b, DecoderConfig))
 
 
@@ -149,6 +154,16 @@ def resolved(model: ImportedConfig) -> ImportedConfig:
             norm_eps=epsilon(model.norm, model.norm_eps),
             n_segments=model.n_segments or 1,
         )
+    if isinstance(model, EncoderDecoderConfig):
+        scale = None if model.embedding_scale == model.d_model**0.5 else model.embedding_scale
+        return dataclasses.replace(
+            model,
+            head_dim=model.width_of_head,
+            norm_eps=epsilon(model.norm, model.norm_eps),
+            score_scale=model.width_of_head**-0.5 if model.score_scale is None else model.score_scale,
+            embedding_scale=scale,
+            max_distance=model.max_distance if model.position_buckets else EncoderDecoderConfig.max_distance,
+        )
     config = as_known(model)
     assert isinstance(config, DecoderConfig)
     if (experts := config.experts) is not None and experts.renormalize is None:
@@ -179,7 +194,7 @@ def unmatched(config: ImportedConfig, family: Family) -> dict[str, Collection[An
     defaults = {name: value for name, value in values_of(type(config)()).items() if name in values}
     has_experts = any(field.ours.startswith("experts.") for field in family.fields)
     of_rope: dict[str, Collection[Any]] = {}
-    if not isinstance(config, EncoderConfig):
+    if isinstance(config, DecoderConfig):
         if (config.experts is None) == has_experts:
             return {"experts": (ExpertsConfig() if has_experts else None,)}
         if config.experts is not None:

@@ -14,6 +14,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxformer.config import Config, OptimizerConfig, TrainConfig
 from jaxformer.data.labelled import LabelledTextConfig
 from jaxformer.data.masked import MaskedTextConfig
+from jaxformer.data.pairs import PairsConfig
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.data.windows import TextConfig
 from jaxformer.errors import UserError, parse_json
@@ -26,6 +27,7 @@ from jaxformer.interop.packages import published_name
 from jaxformer.interop.weights import Source, find_sources, load_params, stored_dtype
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.encoder import ClassifierConfig, EmbedderConfig, EncoderConfig
+from jaxformer.models.encoder_decoder import EncoderDecoderConfig
 from jaxformer.models.objective import Params
 from jaxformer.runs.pretrained import Pretrained
 from jaxformer.runs.run import abstract_params, check_can_create, create_run
@@ -125,5 +127,7 @@ def finetuning_config(name: str, model: ImportedConfig) -> Config:
         optimizer = replace(optimizer, learning_rate=1e-4, weight_decay=0.01, b2=0.999)
         train = TrainConfig(batch_size=32, eval_examples=512)
         return Config(name, model, data=LabelledTextConfig(), steps=400, optimizer=optimizer, train=train)
+    if isinstance(model, EncoderDecoderConfig):
+        return Config(name, model, data=PairsConfig(), steps=500, optimizer=optimizer, train=TrainConfig(batch_size=8))
     data = MaskedTextConfig() if isinstance(model, EncoderConfig) else TextConfig()
     return Config(name, model, data=data, steps=500, optimizer=optimizer, train=TrainConfig(batch_size=8))

@@ -19,10 +19,12 @@ DEFAULTS = {"temperature": 1.0, "top_k": 50}
 """Settings that transformers samples with if they are not given."""
 NEUTRAL = {"top_k": 0, "top_p": 1, "min_p": 0, "typical_p": 1, "repetition_penalty": 1}
 """Values that change nothing, which `Sampling` leaves out."""
+OF_TARGETS = ("bad_words_ids", "forced_bos_token_id", "forced_eos_token_id")
+"""Settings that are used for targets of encoder-decoders alone, with `decoder_start_token_id`."""
 UNUSED = (
-    "num_beams", "no_repeat_ngram_size", "min_length", "min_new_tokens", "bad_words_ids", "suppress_tokens",
-    "begin_suppress_tokens", "sequence_bias", "forced_bos_token_id", "forced_eos_token_id", "epsilon_cutoff",
-    "eta_cutoff", "top_h", "exponential_decay_length_penalty", "guidance_scale", "stop_strings",
+    "num_beams", "no_repeat_ngram_size", "min_length", "min_new_tokens", "suppress_tokens", "begin_suppress_tokens",
+    "sequence_bias", *OF_TARGETS, "epsilon_cutoff", "eta_cutoff", "top_h", "exponential_decay_length_penalty",
+    "guidance_scale", "stop_strings",
 )  # fmt: skip
 """Other settings that change what transformers generates."""
 PREFIX = "general.sampling."
@@ -55,6 +57,42 @@ def from_generation_config(values: Mapping[str, Any], source: object) -> dict[st
     if not samples:
         given = {"temperature": 0, **{name: x for name, x in given.items() if name not in WARPERS}}
     return _checked(DEFAULTS | given if samples else given, source)
+
+
+def target_tokens(values: Mapping[str, Any], start: Any, source: object) -> dict[str, Any]:
+    """Return the fields of `data.pairs.TargetTokens` in the values of a `generation_config.json`. Warns of other
+    settings, which are not used.
+
+    Args:
+      start: the decoder's first input if these values have none.
+
+    Raises:
+      UserError: a token is no id, or the first input is unknown.
+    """
+    banned = values.get("bad_words_ids") or []
+    ids = {"start": values.get("decoder_start_token_id", start)}
+    ids |= {"first": values.get("forced_bos_token_id"), "last": values.get("forced_eos_token_id")}
+    ids |= {f"bad word {i}": word[0] for i, word in enumerate(banned) if isinstance(word, list) and len(word) == 1}
+    if isinstance(ids["last"], list):  # any of them; the first is end-of-text
+        ids["last"] = next(iter(ids["last"]), None)
+    wrong = [name for name, x in ids.items() if type(x) is not int and (x is not None or name == "start")]
+    if wrong or not isinstance(banned, list):
+        problem = f"decoder_start_token_id is {ids['start']!r}, and {', '.join(OF_TARGETS)} are "
+        problem += ", ".join(repr(values.get(name)) for name in OF_TARGETS)
+        raise UserError(f"{problem} in {source}; they must be ids of tokens; restore the published file.")
+    used = {*OF_TARGETS} - ({"bad_words_ids"} if any(len(word) != 1 for word in banned) else set())
+    sampled = ("repetition_penalty", *(WARPERS if values.get("do_sample") else ()))
+    names = [name for name in (*UNUSED, *sampled) if values.get(name) not in (None, False, 0, 1, [], {})]
+    _warn_unused([name for name in names if name not in used], source)
+    banned_ids = [x for name, x in ids.items() if name.startswith("bad")]
+    return {**{name: ids[name] for name in ("start", "first", "last")}, "banned": banned_ids}
+
+
+def as_generation_tokens(tokens: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a `generation_config.json`, of which `target_tokens` returns these."""
+    names = {"start": "decoder_start_token_id", "first": "forced_bos_token_id", "last": "forced_eos_token_id"}
+    given = {theirs: tokens[ours] for ours, theirs in names.items() if tokens.get(ours) is not None}
+    return given | ({"bad_words_ids": [[token] for token in tokens["banned"]]} if tokens.get("banned") else {})
 
 
 def from_gguf(metadata: Mapping[str, Any], source: object) -> dict[str, float]:

@@ -21,9 +21,12 @@ from jaxformer.errors import UserError
 from jaxformer.interop.families.tables import Family, ImportedConfig, Weight
 from jaxformer.interop.folder import FLOATS, PublishedModel
 from jaxformer.models.objective import Params
+from jaxformer.nn.mlp import GATED
+from jaxformer.ops.positions import sinusoidal
 
 FIELDS = (
     *(("{i}", "n_blocks"), ("W_out", "unembedding"), ("V", "vocab_size")),
+    *(("{i}", "n_encoder_blocks"), ("{i}", "n_decoder_blocks"), ("N", "position_buckets")),
     *(("{e}", "experts.n_experts"), ("E", "experts.n_experts")),
     *(("P", "max_context"), ("P", "context_length"), ("S", "n_segments"), ("H", "n_heads"), ("G", "n_kv_heads")),
     *(("R", "n_heads"), ("R", "n_kv_heads")),
@@ -54,6 +57,7 @@ def axis_sizes(config: ImportedConfig) -> dict[str, int]:
         "S": getattr(config, "n_segments", 0),
         "O": config.d_model,
         "C": getattr(config, "n_classes", 0),
+        "N": getattr(config, "position_buckets", 0),
     }
 
 
@@ -143,11 +147,13 @@ class Source:
 def rows(family: Family, config: ImportedConfig) -> dict[str, tuple[Weight, tuple[str, ...]]]:
     """Return each parameter's table row and tensor names, by its path in our model."""
     table: dict[str, tuple[Weight, tuple[str, ...]]] = {}
+    gated = "_1" if config.activation in GATED else ""
     for weight in family.weights:
         if weight.when is not None and getattr(config, weight.when[0]) != weight.when[1]:
             continue
-        for i in range(config.n_blocks) if "{i}" in weight.ours else (0,):
-            name = weight.theirs.replace("{i}", str(i))
+        stack, is_repeated, _ = weight.ours.partition("_{i}")  # such as blocks, of which there are n_blocks
+        for i in range(getattr(config, f"n_{stack}")) if is_repeated else (0,):
+            name = weight.theirs.replace("{i}", str(i)).replace("{gated}", gated)
             n_tensors = n_experts(config) if "{e}" in name else 1
             names = tuple(name.replace("{e}", str(e)) for e in range(n_tensors))
             table[weight.ours.replace("{i}", str(i))] = weight, names
@@ -200,7 +206,8 @@ def _check_tensor(published: PublishedModel, name: str, shape: tuple[int, ...], 
 def _check_rest(published: PublishedModel, family: Family, config: ImportedConfig, used: set[str]) -> None:
     """Raise `UserError` for a tensor without a parameter in the model, other than a copy of a tied head."""
     theirs = {weight.ours: weight.theirs for weight in family.weights}
-    is_tied = getattr(config, "unembedding", None) == "tied"
+    is_tied = getattr(config, "unembedding", None) == "tied" and "W_out" in theirs
+    sinusoids = {name for full in family.sinusoids for name in (full, full.removeprefix(family.prefix))}
     copies = {**family.copies, **({theirs["W_out"]: theirs["embedding.W_E"]} if is_tied else {})}
     for name in sorted(set(published.names) - used):
         if name in copies:
@@ -209,6 +216,11 @@ def _check_rest(published: PublishedModel, family: Family, config: ImportedConfi
             if published.dtype(name) not in FLOATS or not np.array_equal(published.read(name), published.read(first)):
                 problem = f"config.json of {published.path} ties {name} to {first}, but the two differ"
                 raise UserError(f"{problem}; set tie_word_embeddings to false.")
+        elif name in sinusoids:
+            expected = sinusoidal(jnp.arange(published.shape(name)[0]), config.d_model, interleaved=False)
+            if not np.allclose(published.read(name).astype(np.float32), expected, atol=1e-2):
+                problem = f"{name} in {published.path} is not the sinusoidal encoding, which is the only one supported"
+                raise UserError(f"{problem} for {family.model_type}; use a checkpoint whose positions are not trained.")
         elif not any(re.search(pattern, name) for pattern in family.ignored):
             pattern = re.sub(r"\.\d+\.", ".{i}.", name, count=1)
             rows_of_name = (weight for weight in family.weights if weight.theirs == pattern)

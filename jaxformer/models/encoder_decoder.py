@@ -10,11 +10,13 @@ from typing import Any, Literal, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
 from jaxformer.config import TokenModelConfig
-from jaxformer.config.fields import Depth, Fraction, NonNegative, NormEps, Size
+from jaxformer.config.fields import Depth, Fraction, NonNegative, NormEps, PositiveFloat, Size
 from jaxformer.contract import Contract, Task, token_inputs
+from jaxformer.errors import UserError
 from jaxformer.models import blocks
 from jaxformer.models.inputs import check_length
 from jaxformer.nn.block import SideInputs, input_dropout, run_blocks
@@ -23,7 +25,9 @@ from jaxformer.nn.embedding import AddedPositions, Embedding
 from jaxformer.nn.execution import PLAIN, Execution, traced_once
 from jaxformer.nn.mlp import Activation
 from jaxformer.nn.norms import Norm
+from jaxformer.nn.parameters import parameter
 from jaxformer.ops import masks
+from jaxformer.ops.bias import RelativePositionBias, relative_position_buckets
 from jaxformer.ops.cache import KVCache, LayerCache, init_cache, write_layer, write_positions
 from jaxformer.ops.linear_cross_entropy import Unembedding
 from jaxformer.ops.masks import Causal
@@ -47,6 +51,8 @@ class EncoderDecoderConfig(TokenModelConfig):
     """Width of a head; by default, d_model / n_heads."""
     attention_bias: bool = False
     """Biases in the attention projections."""
+    score_scale: PositiveFloat | None = None
+    """Factor applied to the attention scores; by default, 1/sqrt(head_dim)."""
     d_ff: tuple[Size, ...] = (2048,)
     """Widths of the MLP's hidden layers."""
     activation: Activation = "relu"
@@ -61,8 +67,28 @@ class EncoderDecoderConfig(TokenModelConfig):
     """Norms after each residual connection (post), or before each sublayer and after the last block (pre)."""
     positions: AddedPositions = "sinusoidal"
     """Vectors added to the embedding: learned, sinusoidal, or none."""
+    interleaved_sinusoids: bool = True
+    """Order of sinusoidal positions: a sine and its cosine alternate (Vaswani et al. 2017); false for all sines before
+    all cosines, as in tensor2tensor and Marian."""
+    target_positions: bool = False
+    """Learned positions of the target in a table of its own, W_pos_target; by default, those of the source."""
+    position_buckets: NonNegative = 0
+    """Buckets of distances with a learned bias of the scores per head in self-attention (T5, Raffel et al. 2020), one
+    table for all blocks of the encoder and one for those of the decoder; 0 for no bias."""
+    max_distance: Size = 128
+    """Distance from which all keys are in the last bucket; with position_buckets."""
     rope: RoPE | None = None
     """Rotary position embedding (RoPE) of queries and keys; none for no rotation."""
+    embedding_scale: float | None = None
+    """Factor applied to a token's row of the embedding; by default, sqrt(d_model)."""
+    embedding_norm: bool = False
+    """A norm before the first block of the encoder, and one before that of the decoder."""
+    unembedding: Literal["linear", "tied"] = "tied"
+    """Logits from W_out (linear), or from the transposed embedding (tied: weight tying)."""
+    unembedding_bias: bool = False
+    """Bias of the logits."""
+    scale_logits: bool = False
+    """Logits divided by sqrt(d_model), as of T5, whose embedding is not scaled."""
     dropout: Fraction = 0.1
     """Dropout probability, in training, of features of the embedding and of each sublayer's output."""
     local_heads: NonNegative = 0
@@ -76,6 +102,14 @@ class EncoderDecoderConfig(TokenModelConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         blocks.check_attention(self)
+        if self.target_positions and self.positions != "learned":
+            problem = f"target_positions is true, but positions are {self.positions}"
+            raise UserError(f"{problem}; set positions to learned, or target_positions to false.")
+        try:
+            for bidirectional in (True, False) if self.position_buckets else ():
+                relative_position_buckets(np.arange(1), self.position_buckets, bidirectional, self.max_distance)
+        except ValueError as error:
+            raise UserError(f"position_buckets is {self.position_buckets}, but {error}.") from error
 
     @property
     def width_of_head(self) -> int:
@@ -99,6 +133,7 @@ class EncoderDecoderConfig(TokenModelConfig):
             has_features=True,
             has_cache=True,
             attention=blocks.attention_shape(self, self.context_length, Causal()),
+            scaled_width=None if self.unembedding == "tied" else self.d_model,
         )
 
     def build(self, execution: Execution = PLAIN) -> EncoderDecoder:
@@ -118,7 +153,8 @@ class EncoderDecoderCache(NamedTuple):
 class EncoderDecoder(nn.Module):
     """Sequence-to-sequence model: maps a source and the target so far to the target's next-token logits.
 
-    Source, target and logits share one embedding (section 3.4), which is scaled by √D at the input.
+    Source, target and logits share one embedding (section 3.4), which is scaled by √D at the input; in other models
+    than the paper's, the logits may have a matrix of their own.
     """
 
     config: EncoderDecoderConfig
@@ -127,13 +163,27 @@ class EncoderDecoder(nn.Module):
     def setup(self) -> None:
         c = self.config
         # Initialised so that, once scaled, it has the magnitude of the position encodings added to it.
+        scale, init = sqrt(c.d_model) if c.embedding_scale is None else c.embedding_scale, c.d_model**-0.5
         self.embedding = Embedding(
-            c.vocab_size, c.context_length, c.d_model, c.positions, init_std=c.d_model**-0.5, scale=sqrt(c.d_model)
-        )
+            c.vocab_size, c.context_length, c.d_model, c.positions, init_std=init, scale=scale,
+            interleaved=c.interleaved_sinusoids,
+        )  # fmt: skip
+        normal = nn.initializers.normal(init)
+        self.W_pos_target = None
+        if c.target_positions:
+            self.W_pos_target = parameter(
+                self, "W_pos_target", normal, (c.context_length, c.d_model), "positions -> embed"
+            )
+        if c.embedding_norm:
+            self.encoder_embedding_norm, self.decoder_embedding_norm = blocks.make_norm(c), blocks.make_norm(c)
+        if c.position_buckets:
+            shape = c.position_buckets, c.n_heads
+            self.encoder_bias = parameter(self, "encoder_bias", normal, shape, "buckets heads")
+            self.decoder_bias = parameter(self, "decoder_bias", normal, shape, "buckets heads")
         self.embedding_dropout = nn.Dropout(c.dropout, deterministic=False)
         before = tuple(range(1, c.local_heads + 1))
         both = tuple(d for n in before for d in (n, -n))[: c.local_heads]
-        attend: Any = partial(blocks.make_attention, c, self.execution)
+        attend: Any = partial(blocks.make_attention, c, self.execution, scale=c.score_scale)
         # Positions in the source and in the target are comparable only to heads that begin on the diagonal.
         diagonal = {"distances": (0,) * c.diagonal_heads, "is_wide": True} if c.diagonal_heads else {"rope": None}
         self.encoder_blocks = [
@@ -148,6 +198,10 @@ class EncoderDecoder(nn.Module):
         ]
         if c.final_norm:
             self.encoder_norm, self.decoder_norm = blocks.make_norm(c), blocks.make_norm(c)
+        if c.unembedding == "linear":
+            self.W_out = parameter(self, "W_out", normal, (c.d_model, c.vocab_size), "embed -> vocab")
+        if c.unembedding_bias:
+            self.b_out = parameter(self, "b_out", nn.initializers.zeros, (c.vocab_size,), "vocab")
 
     def __call__(self, source_S: jax.Array, valid_S: jax.Array | None, target_T: jax.Array) -> jax.Array:
         """Return logits `(T, V)` for the token after each token of the target (teacher forcing).
@@ -168,19 +222,22 @@ class EncoderDecoder(nn.Module):
         source_SD = self.encode(source_S, valid_S)
         check_length(self.config.contract, len(target_T))
         positions_T = jnp.arange(len(target_T))
-        x_TD, keys = self._embed(target_T, positions_T, self.config.n_decoder_blocks)
-        source_mask = masks.tokens(len(target_T), valid_S)
-        inputs = SideInputs(positions_T, Causal(), source=source_SD, source_mask=source_mask)
+        x_TD, keys = self._dropout(self._embed_target(target_T, positions_T), self.config.n_decoder_blocks)
+        source_mask, bias = masks.tokens(len(target_T), valid_S), self._target_bias()
+        inputs = SideInputs(positions_T, Causal(), source=source_SD, source_mask=source_mask, score_bias=bias)
         return run_blocks(self.decoder_blocks, self.execution, x_TD, inputs, keys)
 
     def encode(self, source_S: jax.Array, valid_S: jax.Array | None = None) -> jax.Array:
         """Return the encoded source, `(S, D)`, which the decoder attends to; rows at padding are undefined."""
-        check_length(self.config.contract, len(source_S))
-        positions_S = jnp.arange(len(source_S))
-        x_SD, keys = self._embed(source_S, positions_S, self.config.n_encoder_blocks)
+        c, positions_S = self.config, jnp.arange(len(source_S))
+        check_length(c.contract, len(source_S))
+        x_SD = self.embedding(source_S, positions_S)
+        x_SD, keys = self._dropout(self.encoder_embedding_norm(x_SD) if c.embedding_norm else x_SD, c.n_encoder_blocks)
         x_SD, visible_SS = masks.zero_padding(x_SD, valid_S), masks.tokens(len(source_S), valid_S)
-        x_SD = run_blocks(self.encoder_blocks, self.execution, x_SD, SideInputs(positions_S, visible_SS), keys)
-        return self.encoder_norm(x_SD) if self.config.final_norm else x_SD
+        bias = RelativePositionBias(self.encoder_bias, max_distance=c.max_distance) if c.position_buckets else None
+        inputs = SideInputs(positions_S, visible_SS, score_bias=bias)
+        x_SD = run_blocks(self.encoder_blocks, self.execution, x_SD, inputs, keys)
+        return self.encoder_norm(x_SD) if c.final_norm else x_SD
 
     def start(
         self, source_S: jax.Array, valid_S: jax.Array | None, n_slots: int, dtype: DTypeLike = jnp.float32
@@ -207,11 +264,12 @@ class EncoderDecoder(nn.Module):
         position_S = write_positions(cache.target.position_S, positions_T, slot)
         mask = masks.causal(positions_T, position_S) & masks.padding(positions_T, position_S)
         source_mask = masks.tokens(len(tokens_T), cache.valid_S)
-        x_TD = self.embedding(tokens_T, positions_T)
+        x_TD, bias = self._embed_target(tokens_T, positions_T), self._target_bias()
+        bias_HTS = None if bias is None else bias(positions_T, position_S)
         layers: list[LayerCache] = []
         traced = traced_once(self.decoder_blocks)
         for block, layer, source in zip(traced, cache.target.layers, cache.source, strict=True):
-            inputs = SideInputs(positions_T, mask, slot, source, source_mask)
+            inputs = SideInputs(positions_T, mask, slot, source, source_mask, score_bias=bias_HTS)
             x_TD, updated = block(x_TD, inputs, layer)
             layers.append(updated)
         return x_TD, cache._replace(target=KVCache(tuple(layers), position_S))
@@ -221,13 +279,27 @@ class EncoderDecoder(nn.Module):
         return self.unembedding().logits(self.readout(x_TD))
 
     def readout(self, x_TD: jax.Array) -> jax.Array:
-        """Return the input of `unembedding`, `(T, D)`: the decoder's residual stream after its final norm."""
-        return self.decoder_norm(x_TD) if self.config.final_norm else x_TD
+        """Return the input of `unembedding`, `(T, D)`: the decoder's residual stream after its final norm, scaled
+        by 1/√D if the logits are."""
+        x_TD = self.decoder_norm(x_TD) if self.config.final_norm else x_TD
+        return x_TD * self.config.d_model**-0.5 if self.config.scale_logits else x_TD
 
     def unembedding(self) -> Unembedding:
-        """Return the layer from readout to logits, the transposed embedding (Press and Wolf 2017)."""
-        return Unembedding(self.embedding.W_E.T)
+        """Return the layer from readout to logits, by default the transposed embedding (Press and Wolf 2017)."""
+        c = self.config
+        W_DV = self.embedding.W_E.T if c.unembedding == "tied" else self.W_out
+        return Unembedding(W_DV, self.b_out if c.unembedding_bias else None)
 
-    def _embed(self, tokens_T: jax.Array, positions_T: jax.Array, n_blocks: int) -> tuple[jax.Array, jax.Array | None]:
-        """Return the residual stream before the first block, and one dropout key per block, if dropout is on."""
-        return input_dropout(self, self.embedding_dropout, self.embedding(tokens_T, positions_T), n_blocks)
+    def _embed_target(self, tokens_T: jax.Array, positions_T: jax.Array) -> jax.Array:
+        """Return the decoder's residual stream before its first block, `(T, D)`, without dropout."""
+        x_TD = self.embedding(tokens_T, positions_T, self.W_pos_target)
+        return self.decoder_embedding_norm(x_TD) if self.config.embedding_norm else x_TD
+
+    def _target_bias(self) -> RelativePositionBias | None:
+        """Return the bias of the decoder's self-attention scores; None for none."""
+        c = self.config
+        return RelativePositionBias(self.decoder_bias, False, c.max_distance) if c.position_buckets else None
+
+    def _dropout(self, x_TD: jax.Array, n_blocks: int) -> tuple[jax.Array, jax.Array | None]:
+        """Return the embedding after dropout, and one dropout key per block, if dropout is on."""
+        return input_dropout(self, self.embedding_dropout, x_TD, n_blocks)

@@ -59,6 +59,7 @@ class Embedding(nn.Module):
       positions: 'learned' or 'sinusoidal'; nothing is added for 'none'.
       init_std: standard deviation of both tables at initialisation.
       scale: factor applied to a row of `W_E` before the position is added; √D in Vaswani et al. 2017, section 3.4.
+      interleaved: order of sinusoidal positions; see `ops.positions.sinusoidal`.
     """
 
     vocab_size: int
@@ -67,6 +68,7 @@ class Embedding(nn.Module):
     positions: str = "learned"
     init_std: float = 1.0
     scale: float = 1.0
+    interleaved: bool = True
 
     def setup(self) -> None:
         check_name("positions", self.positions, get_args(AddedPositions))
@@ -75,17 +77,20 @@ class Embedding(nn.Module):
         if self.positions == "learned":
             self.W_pos = parameter(self, "W_pos", init, (self.n_positions, self.d_model), "positions -> embed")
 
-    def __call__(self, tokens_T: jax.Array, positions_T: jax.Array) -> jax.Array:
-        """Map token ids `(T,)` int32 to `(T, D)`. Raises `ValueError` for another number of axes or, unless traced, ids
-        outside the vocabulary or positions without a row."""
+    def __call__(self, tokens_T: jax.Array, positions_T: jax.Array, W_pos: jax.Array | None = None) -> jax.Array:
+        """Map token ids `(T,)` int32 to `(T, D)`; `W_pos` is another table of learned positions of the same shape.
+
+        Raises `ValueError` for another number of axes or, unless traced, ids outside the vocabulary or positions
+        without a row."""
         check_tokens(tokens_T, self.vocab_size)
         positions_T = check_positions(positions_T, len(tokens_T))
         x_TD = capture_point(self, "embed", self.scale * rows(self.W_E, tokens_T))
         if self.positions == "learned":
             check_rows(positions_T, self.n_positions)
-            return x_TD + capture_point(self, "pos_embed", rows(self.W_pos, positions_T))
+            return x_TD + capture_point(self, "pos_embed", rows(self.W_pos if W_pos is None else W_pos, positions_T))
         if self.positions == "sinusoidal":
-            return x_TD + capture_point(self, "pos_embed", sinusoidal(positions_T, self.d_model).astype(x_TD.dtype))
+            encoding_TD = sinusoidal(positions_T, self.d_model, self.interleaved)
+            return x_TD + capture_point(self, "pos_embed", encoding_TD.astype(x_TD.dtype))
         return x_TD
 
     def unembed(self, x_TD: jax.Array) -> jax.Array:

@@ -30,12 +30,15 @@ def check_positions(positions_T: ArrayLike, n_tokens: int | None = None) -> jax.
     return positions_T
 
 
-def sinusoidal(positions_T: jax.Array, d_model: int) -> jax.Array:
+def sinusoidal(positions_T: jax.Array, d_model: int, interleaved: bool = True) -> jax.Array:
     """Compute the sinusoidal encoding of Vaswani et al. 2017, section 3.5, `(T, D)` float32:
-    PE(pos, 2i) = sin(pos / 10000^(2i/D)), PE(pos, 2i+1) = cos of the same angle."""
+    PE(pos, 2i) = sin(pos / 10000^(2i/D)), PE(pos, 2i+1) = cos of the same angle. Not interleaved, all sines come before
+    all cosines, as in the authors' code (tensor2tensor) and in Marian."""
     positions_T = check_positions(positions_T)
     rates = 10_000.0 ** (-jnp.arange(0, d_model, 2, dtype=jnp.float32) / d_model)
     angles = positions_T[:, None].astype(rates.dtype) * rates[None, :]
+    if not interleaved:
+        return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)[:, :d_model]
     both = jnp.stack([jnp.sin(angles), jnp.cos(angles)], axis=-1)
     return both.reshape(len(positions_T), -1)[:, :d_model]
 

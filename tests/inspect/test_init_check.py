@@ -28,7 +28,9 @@ CASES: dict[str, Any] = {
         WIDE, norm="layernorm_no_bias", norm_placement="parallel", positions="alibi", embedding_norm=True,
         embedding_std=0.02,
     ),
-    "norms of outputs": replace(WIDE, n_blocks=1, norm="rmsnorm", norm_placement="output", positions="none", rope=RoPE()),
+    "norms of outputs": replace(
+        WIDE, n_blocks=1, norm="rmsnorm", norm_placement="output", positions="none", rope=RoPE()
+    ),
     "one expert": replace(WIDE, norm="rmsnorm", embedding_std=0.1, experts=ExpertsConfig(8, 1)),
     "post, no residual": replace(WIDE, residual=False, norm="layernorm", norm_placement="post", mlp_logits=True),
     "no residual, sum of heads": replace(WIDE, residual=False, n_blocks=1, output_projection=False, head_dim=96),

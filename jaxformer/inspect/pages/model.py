@@ -13,6 +13,7 @@ import numpy as np
 from jaxformer.contract import Task, contract_of
 from jaxformer.data.dataset import Batch, evenly_spaced
 from jaxformer.data.masked import mask_token
+from jaxformer.data.pairs import TargetTokens, start_of_target
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.decode import translate_tokens
 from jaxformer.decode.classify import classify, classify_zero_shot, encode_labelled
@@ -276,8 +277,10 @@ def _translations(run: Run, batch: Batch) -> Section:
     longest = np.argsort(-valid_BS.sum(axis=1), kind="stable")[:N_TRANSLATIONS]
     sources = [sources_BS[b][valid_BS[b]].tolist() for b in longest]
     references = [references_BT[b][np.asarray(batch.weights)[b] > 0][1:].tolist() for b in longest]
-    end, limit = tokenizer.end_of_text, config.context_length
-    translations = translate_tokens(run.model, run.params, sources, end_of_text=end, context_length=limit)
+    end, limit, special = tokenizer.end_of_text, config.context_length, TargetTokens.of(tokenizer)
+    translations = translate_tokens(
+        run.model, run.params, sources, end_of_text=end, context_length=limit, special=special
+    )
     rows = [
         [tokenizer.decode(tokens) for tokens in texts] for texts in zip(sources, translations, references, strict=True)
     ]
@@ -349,9 +352,10 @@ def _contrast(run: Run, text: str, example: Inputs | None) -> jax.Array:
 def _with_translation(run: Run, source: list[int]) -> Inputs:
     """Return the inputs for a source, with the model's own translation as the target."""
     config, tokenizer = run.text_model()
-    end, limit = tokenizer.end_of_text, config.context_length
-    [target] = translate_tokens(run.model, run.params, [source], end_of_text=end, context_length=limit)
-    return jnp.array(source), jnp.ones(len(source), bool), jnp.array([end, *target][:limit])
+    end, limit, special = tokenizer.end_of_text, config.context_length, TargetTokens.of(tokenizer)
+    [target] = translate_tokens(run.model, run.params, [source], end_of_text=end, context_length=limit, special=special)
+    start = start_of_target(tokenizer)
+    return jnp.array(source), jnp.ones(len(source), bool), jnp.array([start, *target][:limit])
 
 
 def _validation_example(run: Run, batch: Batch, max_tokens: int) -> Inputs:

@@ -1,9 +1,10 @@
-"""Families of published models: tables that map their configs and tensors to those of `DecoderConfig`, or of encoders.
+"""Families of published models: tables that map their configs and tensors to those of `DecoderConfig`, or of encoders
+and encoder-decoders.
 
 The tables are used in both directions, for import and export. Layouts are written with one letter per axis: V
 vocabulary, P positions, S segments, D model width, H query heads, G key/value heads, R query heads per key/value head,
-K head width, F hidden width of the MLP, E experts, O outputs of a head as wide as the model, C classes. Axes in
-parentheses are stored as one, in row-major order.
+K head width, F hidden width of the MLP, E experts, N buckets of distances, O outputs of a head as wide as the model, C
+classes. Axes in parentheses are stored as one, in row-major order.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from typing import Any, NamedTuple
 
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.encoder import EncoderConfig
+from jaxformer.models.encoder_decoder import EncoderDecoderConfig
 
 PublishedConfig = Mapping[str, Any]
 """Content of a published `config.json`."""
-ImportedConfig = DecoderConfig | EncoderConfig
+ImportedConfig = DecoderConfig | EncoderConfig | EncoderDecoderConfig
 """Our config for it."""
 
 POOLING, NORMALIZE = "sentence_transformers_pooling", "sentence_transformers_normalize"
@@ -33,7 +35,8 @@ class Field(NamedTuple):
 
     ours: str
     theirs: str
-    """Names of the fields, ours dotted for one of `experts`. Several of ours may depend on one of theirs."""
+    """Names of the fields, ours dotted for one of `experts`. Several of ours may depend on one of theirs; several of
+    theirs with the same of ours must agree."""
     default: Any = REQUIRED
     """Their value if their config has none, or a function of their config that returns it: the default of their class
     in transformers."""
@@ -52,7 +55,7 @@ class Weight(NamedTuple):
     ours: str
     """Path of the parameter; `{i}` is the index of the block."""
     theirs: str
-    """Name of the tensor; with `{e}`, there is one tensor per expert."""
+    """Name of the tensor; with `{e}`, there is one tensor per expert; `{gated}` is `_1` for a gated MLP, else empty."""
     layout: str
     """Their axes and ours, `theirs -> ours`. A number is an axis of that length, and a sum, such as `H+G+G`, one of
     consecutive parts; `3` in theirs is `1+1+1`."""
@@ -110,7 +113,8 @@ class Family:
     constants: Mapping[str, Any]
     """Values of our fields that all models of the family share."""
     required: Mapping[str, Any] = field(default_factory=dict)
-    """Values that their fields must have if present; another value would change the computation."""
+    """Values that their fields must have if present, or functions of their config that return them; another value would
+    change the computation."""
     read: Callable[[PublishedConfig], PublishedConfig] = dict
     """Function of their config that returns it with the fields of the tables, where several of theirs make one."""
     write: Callable[[dict[str, Any]], dict[str, Any]] = dict
@@ -133,6 +137,8 @@ class Family:
     """Prefix of tensor names, absent if the model was saved without its head."""
     ignored: tuple[str, ...] = (r"rotary_emb\.inv_freq$",)
     """Patterns for names of tensors that are not parameters."""
+    sinusoids: tuple[str, ...] = ()
+    """Names of tensors that may hold the sinusoidal position encoding, which here is computed."""
     copies: Mapping[str, str] = field(default_factory=dict)
     """Names of tensors that may be stored a second time, and those of the same content."""
     older_names: tuple[tuple[str, str], ...] = ()
