@@ -30,8 +30,8 @@ STYLE = """
 html { overflow: hidden }
 body { padding: 0 }
 section { border: 0; margin: 0; padding: .5rem .75rem }
-header, section:not(:has(.live)), section > :is(h2, p), .live > :is(.controls, .status, .cache) { display: none }
-.live :is(.columns > div:has(> table), h3 + p.name, .bars:not(.compared) + p) { display: none }
+header, nav, section:not(:has(.live)), section > :is(h2, p), .live > :is(.controls, .status, .cache) { display: none }
+.live :is(.columns > div:has(table), h3 + p.name, .bars:not(.compared) + p) { display: none }
 .live { grid-template: repeat(4, max-content) 1fr / 25.5rem minmax(0, 1fr) }
 .live > *, .live .columns > div { grid-column: 1 / -1 }
 .live > .columns { display: contents }
@@ -44,8 +44,7 @@ header, section:not(:has(.live)), section > :is(h2, p), .live > :is(.controls, .
 .live .note { min-height: 1.5em; overflow: hidden; text-overflow: ellipsis; white-space: nowrap }
 .live .bars li:nth-child(n + 8) { display: none }
 .live .columns > .map { width: 22rem }
-.heads .layer { flex-wrap: nowrap }
-.heads .tile { min-width: 0 }
+.heads .stack { max-height: none; grid-template-columns: max-content repeat(var(--heads), minmax(0, 4.2rem)) }
 .pointer { background: #d2603a; clip-path: polygon(0 0, 0 82%, 26% 62%, 44% 100%, 62% 92%, 44% 56%, 74% 56%);
   height: 24px; left: -99px; pointer-events: none; position: fixed; width: 20px; z-index: 9 }
 """

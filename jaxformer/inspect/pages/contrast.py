@@ -63,7 +63,7 @@ def contrast_sections(
         about=(
             f"{what[0].upper()}{what[1:]} is {preference(before_V[None]):z.2f} after the text, and "
             f"{preference(after_V[None]):z.2f} after the other. A cell is its change if the residual stream at one "
-            "position, before one layer, is replaced by the other text's: orange is a rise, green a fall."
+            "position, before one layer, is replaced by the other text's: orange is a rise, blue a fall."
         ),
     )
     progress("paths")

@@ -105,7 +105,6 @@ def write_model_page(
         if own_text is not None:
             try:
                 live = own_text.result()
-                sections.insert(0, live)
             except NotImplementedError as error:
                 facts.append(f"The model does not run in this page: {error}")
         if other_T is not None:
@@ -133,13 +132,18 @@ def write_model_page(
     if reason:
         facts.append(f"The data of the run cannot be read: {reason}")
     progress("the training log")
-    sections += training_sections(metrics, run.config.model, read_samples(run.path))
+    training = training_sections(metrics, run.config.model, read_samples(run.path))
     weights = None
     if live is not None and live.file is not None:
         weights = path.with_name(live.file)
         write_atomically(weights, live.weights)
     links = {"Film": FILM_PAGE} if path.with_name(FILM_PAGE).exists() else {}
-    write_page(path.resolve(), f"{run.path.resolve().name}: inspection", facts, sections, links)
+    tabs: dict[str, Sequence[Section]] = {
+        "Your text": [live] if live else [],
+        "Measured": sections,
+        "Training": training,
+    }
+    write_page(path.resolve(), f"{run.path.resolve().name}: inspection", facts, tabs, links)
     return weights
 
 

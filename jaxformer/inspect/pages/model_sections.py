@@ -193,7 +193,7 @@ def _attribution_heatmap(
     after = [f"for “{token_text(int(token))}”" for token in next_T]
     about = (
         "Contribution of each head, each MLP and the embedding to the logit of the next token (at the last position, "
-        "of the most likely one): orange is positive, green negative."
+        "of the most likely one): orange is positive, blue negative."
     )
     logits_RT = np.stack(list(rows.values()))
     return Heatmap(

@@ -11,6 +11,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -52,6 +53,10 @@ class Section(ABC):
     @abstractmethod
     def body(self) -> str:
         """Return the HTML below the heading; see `embed` for content that a script draws."""
+
+
+Sections = Sequence[Section] | Mapping[str, Sequence[Section]]
+"""Sections of a page; or those of each of its tabs, by name."""
 
 
 @dataclass(frozen=True)
@@ -124,13 +129,23 @@ def rounded(values: Any, digits: int = SIGNIFICANT_DIGITS + 1) -> Any:
 
 
 def render_page(
-    title: str, facts: Sequence[str], sections: Sequence[Section], links: Mapping[str, str] = MappingProxyType({})
+    title: str, facts: Sequence[str], sections: Sections, links: Mapping[str, str] = MappingProxyType({})
 ) -> str:
-    """Return the HTML of a page: its title, the facts below it, and sections, each with a heading and a link; and links
-    to other pages, by name."""
-    keyed = {f"section-{number}": section for number, section in enumerate(sections)}
-    targets = [(f"#{key}", section.title) for key, section in keyed.items()] + [(x, name) for name, x in links.items()]
-    own = (name for section in sections for name in section.assets)
+    """Return the HTML of a page: its title, the facts below it, and sections, each with a heading and a link, in tabs
+    if there are several; and links to other pages, by name."""
+    tabs = {"": sections} if isinstance(sections, Sequence) else {name: own for name, own in sections.items() if own}
+    buttons = [
+        f'<button role="tab" id="tab-{i}" aria-controls="panel-{i}">{html.escape(name)}</button>'
+        for i, name in enumerate(tabs)
+    ]
+    numbers = count()
+    panels = [_panel({f"section-{next(numbers)}": section for section in own}) for own in tabs.values()]
+    if len(tabs) > 1:
+        panels = [
+            f'<div role="tabpanel" id="panel-{i}" aria-labelledby="tab-{i}">\n{panel}\n</div>'
+            for i, panel in enumerate(panels)
+        ]
+    own = (name for sections in tabs.values() for section in sections for name in section.assets)
     names = dict.fromkeys([*COMMON_ASSETS, *own, *LAST_ASSETS])
     assets = {name: (ASSETS / name).read_text(encoding="utf-8") for name in names}
     scripts = [text for name, text in assets.items() if name.endswith(".js")]
@@ -140,8 +155,9 @@ def render_page(
         .format(
             title=html.escape(title),
             facts="\n".join(f"<p>{html.escape(fact)}</p>" for fact in facts),
-            links="\n".join(f'<a href="{target}">{html.escape(name)}</a>' for target, name in targets),
-            sections="\n".join(_section(section, key) for key, section in keyed.items()),
+            links=_links({target: name for name, target in links.items()}),
+            tabs=f'<div role="tablist" aria-label="Parts of the page">{"".join(buttons)}</div>' * (len(tabs) > 1),
+            sections="\n".join(panels),
             css="\n".join(text for name, text in assets.items() if name.endswith(".css")),
             scripts="\n".join(f"<script>{script}</script>" for script in scripts),
             sources=" ".join([*map(_hash, scripts), *(["'wasm-unsafe-eval'"] if WEBASSEMBLY in names else [])]),
@@ -153,11 +169,23 @@ def write_page(
     file: Path,
     title: str,
     facts: Sequence[str],
-    sections: Sequence[Section],
+    sections: Sections,
     links: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Write a page atomically: a reload gets either the old or the new page. See `render_page`."""
     write_atomically(file, render_page(title, facts, sections, links))
+
+
+def _links(names: Mapping[str, str]) -> str:
+    """Return links to targets by their names."""
+    links = "\n".join(f'<a href="{target}">{html.escape(name)}</a>' for target, name in names.items())
+    return f"<nav>{links}</nav>" if names else ""
+
+
+def _panel(sections: Mapping[str, Section]) -> str:
+    """Return sections by their keys, below links to them."""
+    links = _links({f"#{key}": section.title for key, section in sections.items()} if len(sections) > 1 else {})
+    return "\n".join([links, *(_section(section, key) for key, section in sections.items())])
 
 
 def _section(section: Section, key: str) -> str:

@@ -20,6 +20,7 @@ from jaxformer.inspect.pages.page import Table, Texts, write_page
 from jaxformer.inspect.pages.weights import pack_names, pack_params
 from tests.arrays import build, plain_decoder
 from tests.browser import browsing, complaints, wait_for
+from tests.helpers import ROOT
 from tests.inspect.pages.test_page import PICTURES, contrast, show
 
 pytestmark = pytest.mark.slow
@@ -59,6 +60,12 @@ TARGETS = """
       if (width < 24 || height < 24) small.push(`${element.ariaLabel ?? element.textContent} ${width} x ${height}`);
     }
     return small;
+"""
+SHOWN = """
+    const of = (css, what) => [...document.querySelectorAll(css)].filter((each) => each.checkVisibility()).map(what);
+    const text = (element) => element.textContent;
+    return [of('[role="tab"][aria-selected="true"]', text), of("h2", text), of("nav a", text),
+            of(".lines path.line", (path) => path.getAttribute("d").length > 9)];
 """
 
 
@@ -103,12 +110,17 @@ def open_page(browser: Any, page: Path, width: int, scheme: str = "light") -> No
 @pytest.mark.parametrize("width", [1200, 390])
 def test_page_of_a_deep_model_keeps_the_map_of_a_head_in_view(page: Path, browser: Any, width: int):
     open_page(browser, page, width)
-    heights = browser.execute_script("""
+    heights = browser.execute_script(
+        """
         const top = (element) => Math.round(element.getBoundingClientRect().top);
         const tiles = [...document.querySelectorAll(".heads .tile")];
-        return [document.documentElement.scrollHeight, new Set(tiles.map(top)).size, tiles.length];
-    """)
-    assert heights[1:] == [L, L * H]  # one row a layer
+        const shown = [...document.querySelectorAll(".layers button")].map((button) => button.getBoundingClientRect());
+        return [document.documentElement.scrollHeight, new Set(tiles.map(top)).size, tiles.length,
+                shown[arguments[0]].top >= shown[0].bottom, document.querySelector(".heads .head").textContent];
+    """,
+        H,
+    )
+    assert heights[1:] == [L, L * H, True, "0"]  # one row a layer
     assert heights[0] < PAGE_PIXELS[width]
     browser.find_elements("css selector", ".heads .tile button")[-1].click()
     title, frame, screen = browser.execute_script("""
@@ -155,6 +167,71 @@ def test_texts_have_contrast_and_targets_have_room(page: Path, browser: Any, wid
     faint = {text: f"{contrast(np.array(a), np.array(b)):.2f}" for text, a, b in browser.execute_script(TEXTS)}
     assert {text: ratio for text, ratio in faint.items() if float(ratio) < 4.5} == {}
     assert browser.execute_script(TARGETS) == []
+
+
+SITE = """<!doctype html><html lang="en"><head>{styles}</head>
+<body data-md-color-scheme="{scheme}" data-md-color-primary="indigo">
+<nav class="md-tabs"><ul><li class="md-tabs__item"><a class="md-tabs__link" href="#">Story</a></li></ul></nav>
+<article class="md-typeset"><p>See <a href="#">the story</a>.</p><div class="highlight"><pre><code><span class="c1"># a
+</span><span class="nb">len</span> <span class="ow">in</span> <span class="mi">1</span></code></pre></div></article>
+<footer class="md-footer"><div class="md-footer-meta md-typeset"><div class="md-copyright">Made</div></div></footer>
+</body></html>"""
+
+
+@pytest.mark.parametrize("scheme", ["default", "slate"])
+def test_site_has_contrast_and_its_links_are_underlined(browser: Any, tmp_path: Path, scheme: str):
+    folder = Path(pytest.importorskip("material").__file__).parent / "templates/assets/stylesheets"
+    files = [*folder.glob("main.*.css"), *folder.glob("palette.*.css"), ROOT / "docs/extra.css"]
+    styles = "".join(f"<style>{file.read_text()}</style>" for file in files)
+    (tmp_path / "site.html").write_text(SITE.format(styles=styles, scheme=scheme))
+    show(browser, tmp_path / "site.html", 1400)
+    ratios = {text: contrast(np.array(a), np.array(b)) for text, a, b in browser.execute_script(TEXTS)}
+    assert (
+        set(ratios) == {"Story", "See the story.", "the story", "# a", "len", "in", "1", "Made"} and min(ratios.values()) >= 4.5
+    )
+    link = browser.find_element("css selector", "article a")
+    assert "underline" in link.value_of_css_property("text-decoration")
+
+
+def test_tabs_show_one_part_of_the_page_which_the_address_can_name(browser: Any, tmp_path: Path):
+    from selenium.webdriver import Keys
+
+    chart, table = Lines("Loss", [Line([0, 9], [2.0, 1.0], "a")], STEP, Axis("nats")), Table("Numbers", ["n"], [[1]])
+    tabs = {"Your text": [], "Measured": [PICTURES, table], "Training": [chart]}
+    write_page(tmp_path / "tabs.html", "tabs", [], tabs, {"Film": "film.html"})
+    show(browser, tmp_path / "tabs.html", 390)
+    state = lambda: browser.execute_script(SHOWN)  # noqa: E731
+    measured = [["Measured"], ["Pictures", "Numbers"], ["Film", "Pictures", "Numbers"], []]
+    training = [["Training"], ["Loss"], ["Film"], [True]]
+    assert state() == measured
+    browser.find_element("css selector", "[role=tab]").send_keys(Keys.ARROW_RIGHT)
+    wait_for(browser, "return document.querySelector('.lines path.line')")
+    assert state() == training
+    browser.find_element("css selector", "[role=tab]").click()
+    assert state() == measured
+    browser.execute_script("location.hash = 'section-2'")
+    wait_for(browser, "return document.querySelector('#section-2').checkVisibility()")
+    assert state() == training
+    show(browser, tmp_path / "tabs.html", 390)
+    assert browser.execute_script("return document.documentElement.scrollWidth") <= 390
+    write_page(tmp_path / "one.html", "one", [], {"Your text": [], "Measured": [table]})
+    assert "tablist" not in (tmp_path / "one.html").read_text().split("</script>")[0].split("<body>")[1]
+    assert complaints(browser) == []
+
+
+def test_each_heat_map_has_a_scale(page: Path, browser: Any):
+    open_page(browser, page, 1200)
+    scales = browser.execute_script("""
+        const within = ["#section-3", "#section-2 > .attention > .map", ".columns > .map", ".cache"];
+        return within.map((css) => [...document.querySelectorAll(`${css} .scale`)].map((scale) => {
+          const [low, canvas, high] = scale.children;
+          const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, 1);
+          return [[low.textContent, high.textContent], [...data.slice(0, 4)], [...data.slice(-4)]];
+        }));
+    """)
+    weights = [["0\u00a0%", "100\u00a0%"], [0, 0, 0, 0], [42, 98, 201, 255]]
+    assert scales[:3] == [[[["-1", "1"], [42, 98, 201, 255], [192, 74, 0, 255]]], [weights], [weights]]
+    assert len(scales[3]) == 2 and all(low == f"-{high}" and float(high) > 0 for (low, high), *_ in scales[3])
 
 
 def test_numbers_near_nothing_have_no_sign(page: Path, browser: Any):

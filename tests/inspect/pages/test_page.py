@@ -5,6 +5,7 @@ import io
 import re
 from collections.abc import Iterator
 from html.parser import HTMLParser
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 from jaxformer.contract import Contract, Task
 from jaxformer.inspect.pages.attention import AttentionLayer, AttentionSection, Prediction, as_bars
 from jaxformer.inspect.pages.charts import STEP, Axis, Grid, Heatmap, Line, Lines
-from jaxformer.inspect.pages.page import Table, Texts, render_page, write_page
+from jaxformer.inspect.pages.page import ASSETS, Table, Texts, render_page, write_page
 from jaxformer.inspect.pages.pictures import Picture, PictureSection, patch_attention, patch_grid, png_uri
 from tests.browser import browsing, complaints, embedded, told
 
@@ -138,6 +139,34 @@ def test_long_table_says_how_many_rows_it_has():
     rows = [[f"row {i}", i] for i in range(82)]
     assert "Show all 82 rows</button>" in Table("t", ["a", "n"], rows).body()
     assert "<button class" not in Table("t", ["a", "n"], rows[:20]).body()
+
+
+COLOUR_BLIND = {
+    "protanopia": [[0.152, 1.053, -0.205], [0.115, 0.786, 0.099], [-0.004, -0.048, 1.052]],
+    "deuteranopia": [[0.367, 0.861, -0.228], [0.280, 0.673, 0.047], [-0.012, 0.043, 0.969]],
+    "tritanopia": [[1.256, -0.077, -0.179], [-0.078, 0.931, 0.148], [0.005, 0.691, 0.304]],
+}
+"""What is seen of linear RGB (Machado et al. 2009, severity 1)."""
+XYZ = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
+"""Of linear RGB, as in sRGB."""
+
+
+@pytest.mark.parametrize("seen", [np.eye(3), *map(np.array, COLOUR_BLIND.values())], ids=["all", *COLOUR_BLIND])
+@pytest.mark.parametrize("scheme", [0, 1], ids=["light", "dark"])
+def test_colours_differ_for_colour_blind_readers(seen: np.ndarray, scheme: int):
+    """Distances in CIELAB, of which 2.3 is just noticeable."""
+    styles = (ASSETS / "charts.css").read_text().split("@media (prefers-color-scheme: dark)")[scheme]
+
+    def lab(name: str) -> np.ndarray:
+        [code] = re.findall(rf"--{name}: #(\w{{6}});", styles)
+        linear = linear_rgb(np.array(list(bytes.fromhex(code)), float))
+        xyz = XYZ @ np.clip(seen @ linear, 0, 1) / XYZ.sum(axis=1)
+        x, y, z = np.where(xyz > 0.008856, np.cbrt(xyz), 7.787 * xyz + 16 / 116)
+        return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+
+    lines = [lab(f"line-{i}") for i in range(8)]
+    assert min(np.linalg.norm(a - b) for a, b in combinations(lines, 2)) > 20
+    assert np.linalg.norm(lab("minus") - lab("plus")) > 60
 
 
 def test_page_is_written_atomically(tmp_path: Path):
@@ -305,9 +334,13 @@ def test_thumbnail_shows_one_hot_attention(tmp_path: Path, browser: Any):
     assert complaints(browser) == []
 
 
+def linear_rgb(colour: np.ndarray) -> np.ndarray:
+    """Return linear values, at most 1, of sRGB ones, at most 255."""
+    c = colour / 255
+    return np.where(c <= 0.04045, c / 12.92, ((c + 0.055) / 1.055) ** 2.4)
+
+
 def contrast(a: np.ndarray, b: np.ndarray) -> float:
     """Return the contrast ratio of two sRGB colours by WCAG 2."""
-    c = np.array([a[:3], b[:3]]) / 255
-    linear = np.where(c <= 0.04045, c / 12.92, ((c + 0.055) / 1.055) ** 2.4)
-    light = np.sort(linear @ [0.2126, 0.7152, 0.0722])
+    light = np.sort(linear_rgb(np.array([a[:3], b[:3]])) @ [0.2126, 0.7152, 0.0722])
     return float((light[1] + 0.05) / (light[0] + 0.05))

@@ -85,10 +85,7 @@ function attention(container, { texts, predictions, layers }) {
     drawn = cells(map, {
       title: `attention map of head ${head} of ${layer.name}`, cell: [side, side], gap: side > 7, columnLabels: labelled,
       rows: labelled ? rows : rows.map(() => ""), columns: labelled ? columns : columns.map(() => ""),
-      colours: () => {
-        const [r, g, b] = ink();
-        return (row, column) => [r, g, b, byte(layer, head, row, column)];
-      },
+      value: (row, column) => weight(layer, head, row, column), scale: weightScale,
       told: (row, column) => `“${texts[layer.rows][row]}” (${row}) to “${texts[layer.columns][column]}” (${column}): ${percent(weight(layer, head, row, column))}`,
       chosen: (row) => select(layer.rows, row),
     });

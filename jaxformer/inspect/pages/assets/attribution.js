@@ -64,7 +64,7 @@ function makeAttribution(container, view) {
     const { position, token } = asked;
     const logits = pass.logits(position);
     status.textContent = `Its log-probability is ${format(logits[token] - logSumExp(logits))} nats. Computed backwards in ${time.toFixed(0)} ms.`;
-    make("p", body, "Each number is the gradient of this log-probability times what a part puts out: to first order, what the log-probability would lose without the part. Orange parts make the token more likely, green ones less. The estimate is for a small change; ablate a head to see the exact effect.", "name");
+    make("p", body, "Each number is the gradient of this log-probability times what a part puts out: to first order, what the log-probability would lose without the part. Orange parts make the token more likely, blue ones less. The estimate is for a small change; ablate a head to see the exact effect.", "name");
     drawTokens(gradient, position);
     const parts = make("div", body, "", "parts");
     drawParts(make("div", parts), gradient);
@@ -107,10 +107,7 @@ function makeAttribution(container, view) {
     make("h4", area, "Parts");
     grid = cells(area, {
       title: "gradient times output of heads, attention layers and MLPs", rows: rows.map((_, i) => `layer ${i}`), columns, cell: [clamp(area.clientWidth / (columns.length + 3), 18, 30), 22],
-      colours: () => {
-        const scale = colourScale(most, true);
-        return (row, column) => scale(rows[row][column]);
-      },
+      value: (row, column) => rows[row][column], scale: () => valueScale(most, true),
       told: (row, column) => `layer ${row}, ${columns[column]}: ${signed(rows[row][column])}`,
     });
   }

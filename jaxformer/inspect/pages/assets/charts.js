@@ -11,9 +11,8 @@ function draw(tag, parent, attributes = {}, text = "") {
 // Beside attention maps.
 const NOT_EXPLANATION = "Attention weight is not explanation: a head may look hard at a token and change nothing of what the model predicts.";
 const signed = (x) => `${x <= -0.0005 ? "−" : "+"}${Math.abs(x).toFixed(3)}`;
-const clamp = (value, low, high) => Math.max(low, Math.min(high, value));
 const CHARACTER_PIXELS = 7;
-const TALL = 640; // height of a matrix, in pixels, above which it scrolls
+const [TALL, SCALE_STEPS] = [640, 128]; // height of a matrix, in pixels, above which it scrolls; colours of a scale
 const COLOURS = 8; // --line-0 to --line-7 of charts.css
 const DASHES = ["", "5 3", "1.5 3", "8 3 2 3"];
 
@@ -31,30 +30,6 @@ function makeTip(container) {
     },
     hide: () => tip.classList.remove("shown"),
   };
-}
-
-/** Call `move(columns, rows)` for arrow keys, Home and End; with Alt, Ctrl or Meta they are the browser's. */
-function onArrows(element, move) {
-  const moves = {
-    ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1], Home: [-Infinity, 0], End: [Infinity, 0],
-  };
-  element.addEventListener("keydown", (event) => {
-    if (!(event.key in moves) || event.altKey || event.ctrlKey || event.metaKey) return;
-    event.preventDefault();
-    move(...moves[event.key]);
-  });
-}
-
-/** Make the buttons below an element one stop of the Tab key, between which arrow keys move. */
-function rove(parent) {
-  const buttons = () => [...parent.querySelectorAll("button")];
-  parent.addEventListener("focusin", ({ target }) => {
-    for (const button of buttons()) button.tabIndex = button === target ? 0 : -1;
-  });
-  onArrows(parent, (columns, rows) => {
-    const all = buttons();
-    all[clamp(all.indexOf(document.activeElement) + columns + rows, 0, all.length - 1)].focus();
-  });
 }
 
 /** Return the scale of an axis: `at(value)` in pixels, and ticks as [value, label]. */
@@ -257,12 +232,33 @@ function colourScale(largest, diverging) {
   };
 }
 
+// Scales from values to colours: the least and the largest value, texts of them, and a function `at` a value.
+const valueScale = (largest, diverging) => ({
+  ends: [diverging ? -largest : 0, largest], tell: (value) => format(value, 3), at: colourScale(largest, diverging),
+});
+const ink = () => colour("--look").split(",").map(Number);
+/** Return the scale of attention weights, whose opacity is the root of the weight, so that small ones show. */
+function weightScale() {
+  const [r, g, b] = ink();
+  return { ends: [0, 1], tell: (weight) => `${100 * weight}\u00a0%`, at: (weight) => [r, g, b, 255 * Math.sqrt(weight)] };
+}
+
+/** Make a bar that shows a scale, and return a function that draws another. */
+function makeScaleBar(container, name = "") {
+  const bar = make("div", container, name, "scale");
+  const [low, canvas, high] = ["span", "canvas", "span"].map((tag) => make(tag, bar));
+  return ({ ends, tell, at }) => {
+    [low.textContent, high.textContent] = ends.map(tell);
+    paint(canvas, SCALE_STEPS, 1, (_, step) => at(ends[0] + ((ends[1] - ends[0]) * step) / (SCALE_STEPS - 1)));
+  };
+}
+
 /**
- * Draw a matrix of cells: labels, a canvas of colours, and a frame around the cell that is pointed at.
- * `colours()` returns a function of (row, column); `told(row, column)` the text of a cell; `chosen` is called with it,
- * and `picked` on a click or Enter.
+ * Draw a matrix of cells: labels, a canvas of colours, a frame around the cell that is pointed at, and its scale.
+ * `scale()` returns the scale of what `value(row, column)` returns; `told(row, column)` the text of a cell; `chosen` is
+ * called with it, and `picked` on a click or Enter.
  */
-function cells(container, { title, rows, columns, cell, colours, told, gap = true, columnLabels = true, images = [], chosen = null, picked = null }) {
+function cells(container, { title, rows, columns, cell, value, scale, told, gap = true, columnLabels = true, images = [], chosen = null, picked = null }) {
   const [width, height] = [cell[0] * columns.length, cell[1] * rows.length];
   const wide = make("div", container, "", height > TALL ? "wide tall" : "wide");
   const table = make("div", wide, "", "cells");
@@ -336,9 +332,11 @@ function cells(container, { title, rows, columns, cell, colours, told, gap = tru
     overlay.addEventListener("click", (event) => picked(...within(event)));
     overlay.addEventListener("keydown", (event) => { if (event.key === "Enter" && at) picked(...at); });
   }
+  const showScale = makeScaleBar(container);
   const repaint = () => {
-    const colourAt = colours();
-    paint(canvas, columns.length, rows.length, colourAt);
+    const shown = scale();
+    paint(canvas, columns.length, rows.length, (row, column) => shown.at(value(row, column)));
+    showScale(shown);
   };
   repaint();
   dark.addEventListener("change", repaint);
@@ -348,11 +346,7 @@ function cells(container, { title, rows, columns, cell, colours, told, gap = tru
 
 function heatmap(container, { title, values, rows, columns, diverging, largest, texts, notes, column_notes: after, cell, images }) {
   const { overlay } = cells(container, {
-    title, rows, columns, cell, images,
-    colours: () => {
-      const scale = colourScale(largest, diverging);
-      return (row, column) => scale(values[row][column]);
-    },
+    title, rows, columns, cell, images, value: (row, column) => values[row][column], scale: () => valueScale(largest, diverging),
     told: (row, column) => notes?.[row][column] ?? `${rows[row]}, ${columns[column]}: ${format(values[row][column])} ${after[column] ?? ""}`.trim(),
   });
   texts?.forEach((line, row) => line.forEach((text, column) => {

@@ -1,7 +1,5 @@
 "use strict";
 
-const ink = () => colour("--look").split(",").map(Number);
-
 /**
  * Show a button with a thumbnail for each head, a row per layer. `paintHead(canvas, layer, head)` draws a thumbnail;
  * `choose(layer, head)` is called where one is pressed, and without arguments where it is released. `describe(layer,

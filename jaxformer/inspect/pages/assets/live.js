@@ -308,7 +308,7 @@ function live(container, data) {
     const box = make("div", heads, "", "stack");
     box.style.setProperty("--heads", H);
     make("span", box, "head");
-    for (let head = 0; head < H; head++) make("span", box, head, "head");
+    for (let head = 0; head < H; head++) make("span", box, String(head), "head");
     const made = [];
     for (let block = 0; block < L; block++) {
       make("span", box, `layer ${block}`);
@@ -383,13 +383,7 @@ function live(container, data) {
     drawnMap = cells(map, {
       title: `attention of head ${head} of layer ${block}`, rows: labels, columns: labels, cell: [side, side], gap: side > 7,
       columnLabels: side >= MAP_CELLS.labelled,
-      colours: () => {
-        const pixel = [...ink, 0];
-        return (query, key) => {
-          pixel[3] = 255 * Math.sqrt(rows[query][key]);
-          return pixel;
-        };
-      },
+      value: (query, key) => rows[query][key], scale: weightScale,
       told: (query, key) => `${quoted(shown[query])} (${query}) to ${quoted(shown[key])} (${key}): ${percent(rows[query][key])}`,
       chosen: (query) => { if (!pinned) select(query); },
       picked: (query, key) => { if (!job) drill.open([query, key]); },
@@ -415,15 +409,16 @@ function live(container, data) {
     const parts = [pass.keys[block], pass.values[block]];
     const scales = parts.map((part) => {
       const filled = part.subarray(0, (T * part.length) / N);
-      return colourScale(filled.reduce((a, b) => Math.max(a, Math.abs(b)), 1e-30), true);
+      return valueScale(filled.reduce((a, b) => Math.max(a, Math.abs(b)), 1e-30), true);
     });
     const [accent, none] = [[...rgb("--accent"), 255], [0, 0, 0, 0]];
     paint(canvas, N, K + J + 3, (row, slot) => {
       if (slot >= T || row === K || row === K + J + 1) return none;
       if (row === K + J + 2) return slot >= T - computed ? accent : none;
-      if (row < K) return scales[0](parts[0][(slot * G + group) * K + row]);
-      return scales[1](parts[1][(slot * G + group) * J + row - K - 1]);
+      if (row < K) return scales[0].at(parts[0][(slot * G + group) * K + row]);
+      return scales[1].at(parts[1][(slot * G + group) * J + row - K - 1]);
     });
+    ["keys", "values"].forEach((name, i) => makeScaleBar(cache, name)(scales[i]));
     make("p", cache, `Keys above, values below, of head ${head} of layer ${block}; a column per slot.`, "name");
   }
 

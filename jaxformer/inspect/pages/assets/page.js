@@ -35,6 +35,54 @@ function format(value, digits = 4) {
 }
 const percent = (share) => (share === null || Number.isNaN(share) ? "-" : `${(100 * share).toFixed(share < 0.1 ? 1 : 0)}\u00a0%`);
 
+const clamp = (value, low, high) => Math.max(low, Math.min(high, value));
+
+/** Call `move(columns, rows)` for arrow keys, Home and End; with Alt, Ctrl or Meta they are the browser's. */
+function onArrows(element, move) {
+  const moves = {
+    ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1], Home: [-Infinity, 0], End: [Infinity, 0],
+  };
+  element.addEventListener("keydown", (event) => {
+    if (!(event.key in moves) || event.altKey || event.ctrlKey || event.metaKey) return;
+    event.preventDefault();
+    move(...moves[event.key]);
+  });
+}
+
+/** Make the buttons below an element one stop of the Tab key, between which arrow keys move. */
+function rove(parent) {
+  const buttons = () => [...parent.querySelectorAll("button")];
+  parent.addEventListener("focusin", ({ target }) => {
+    for (const button of buttons()) button.tabIndex = button === target ? 0 : -1;
+  });
+  onArrows(parent, (columns, rows) => {
+    const all = buttons();
+    all[clamp(all.indexOf(document.activeElement) + columns + rows, 0, all.length - 1)].focus();
+  });
+}
+
+// Tabs, one of which is shown, with the part of the page that the address names.
+const tabs = [...document.querySelectorAll('[role="tab"]')];
+const panelOf = (tab) => document.getElementById(tab.getAttribute("aria-controls"));
+function openTab(chosen) {
+  for (const tab of tabs) {
+    tab.setAttribute("aria-selected", tab === chosen);
+    tab.tabIndex = tab === chosen ? 0 : -1;
+    panelOf(tab).hidden = tab !== chosen;
+  }
+}
+function openTarget() {
+  const target = document.getElementById(location.hash.slice(1));
+  openTab(tabs.find((tab) => panelOf(tab).contains(target)) ?? tabs[0]);
+  target?.scrollIntoView();
+}
+if (tabs.length) {
+  rove(tabs[0].parentNode);
+  for (const tab of tabs) for (const event of ["focus", "click"]) tab.addEventListener(event, () => openTab(tab));
+  addEventListener("hashchange", openTarget);
+  openTarget();
+}
+
 for (const header of document.querySelectorAll("th")) {
   header.firstChild.addEventListener("click", () => {
     const [row, body] = [header.parentNode, header.closest("table").tBodies[0]];

@@ -297,7 +297,7 @@ function makeComparison(box, view) {
     const effect = (part, row, column) => (effects[part][row][column] === null ? "not computed" : changed(effects[part][row][column]));
     drawMap(streams, {
       title: "Effect of patching the residual stream", rows: layers("before "), columns: positionNames(), part: "stream",
-      about: "Change of the log-probability, with the stream of the second text at one position: orange raises it, green lowers it.",
+      about: "Change of the log-probability, with the stream of the second text at one position: orange raises it, blue lowers it.",
       told: (block, t) => `before layer ${block}, position ${t}, ${named(t)}: ${effect("stream", block, t)}`, name: (block, t) => `${block}@${t}`,
     });
     drawMap(heads, {
@@ -318,12 +318,8 @@ function makeComparison(box, view) {
     const width = clamp((parent.clientWidth - labels) / columns.length, PATCH_CELLS.least, PATCH_CELLS.most);
     const { overlay, repaint, remove } = cells(parent, {
       title, rows, columns, cell: [width, PATCH_CELLS.height], gap: width > 7, columnLabels: width >= PATCH_CELLS.labelled,
-      colours: () => {
-        const shown = values ?? effects[part];
-        const scale = colourScale(Math.max(largestOf(shown), 1e-4), Boolean(part));
-        return (row, column) => scale(shown[row][column]);
-      },
-      told, picked: name && ((...cell) => choosePatch(name(...cell))),
+      value: (row, column) => (values ?? effects[part])[row][column],
+      scale: () => valueScale(Math.max(largestOf(values ?? effects[part]), 1e-4), Boolean(part)), told, picked: name && ((...cell) => choosePatch(name(...cell))),
     });
     const mark = () => {
       overlay.querySelector(".patched")?.remove();
