@@ -1,16 +1,18 @@
 """The laboratory's page in a browser: training, switches, arithmetic, a second model, exercises."""
 
+import json
 import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote_plus
 
 import pytest
 
 from tests.browser import browsing, complaints, wait_for
 from tests.helpers import ROOT
-from tests.lab import built_page
+from tests.lab import LAB, built_page
 
 pytestmark = pytest.mark.slow
 
@@ -18,6 +20,9 @@ FAULTS = (
     "no mask", "mask after softmax", "unscaled scores", "N(0, 1) weights", "no residual", "no norm",
     "softmax over queries", "no positions", "large learning rate",
 )  # fmt: skip
+
+
+READY = "return performance.getEntriesByName('ready').length > 0"
 
 
 class LabPage:
@@ -44,8 +49,24 @@ class LabPage:
         self.browser.execute_script(script, f"{experiment}&{self.opened}")
         wait_for(self.browser, "return !!document.querySelector('.maps canvas')")
 
+    def load(self, experiment: str) -> None:
+        """Load the page anew, with an experiment in its address."""
+        self.browser.get("about:blank")
+        self.browser.get(f"{LAB.as_uri()}/build/lab.html#{experiment}")
+        wait_for(self.browser, READY)
+
+    @property
+    def address(self) -> str:
+        """The part of the address after #, decoded."""
+        return unquote_plus(self.browser.execute_script("return location.hash.slice(1)"))
+
     def flip(self, fault: str, model: str = "A") -> None:
         self.click(f'[data-fault="{fault}"][data-model="{model}"]')
+
+    def held_out(self) -> list[list[float]]:
+        """The losses on held-out text that the legend tells, of each model."""
+        texts = self.texts("#chart .legend span")
+        return [[float(text.split()[-1]) for text in texts if "held out" in text]]
 
     @property
     def step(self) -> int:
@@ -186,13 +207,151 @@ def test_pausing_and_training_again_leaves_one_loop(page: LabPage) -> None:
 
 def test_a_switch_is_compared_with_an_intact_model_where_it_shows(page: LabPage) -> None:
     page.open("blocks=1")
-    page.click('[aria-label="compare an intact model with no norm"]')
+    page.click('[aria-label="compare an intact model with no residual"]')
     wait_for(page.browser, "return document.querySelectorAll('.model').length === 2")
     page.settle()
-    assert page.text("#note") == "4 blocks, heads per block: 4; A: intact; B: no norm. Press Train."
-    page.train(6)
-    assert "B: not finite at step" in page.texts("#chart text.mark")[0]
+    assert page.text("#note") == "4 blocks, heads per block: 4; A: intact; B: no residual. Press Train."
+    page.train(1)
     assert re.search(r"A: 0 switches on, .*; B: 1 switch on", page.text("#exercises li:nth-child(2) .status"))
+
+
+def test_page_opens_on_three_experiments_of_which_each_trains_at_a_click(page: LabPage) -> None:
+    page.load("")
+    assert page.text("#note") == page.address == ""
+    guided = page.texts("#guided button")
+    assert len(guided) == 3 and all(text.count(".") == 1 and "Watch" in text for text in guided)
+    page.click("#guided button:nth-child(2)")
+    wait_for(page.browser, "return document.querySelector('#chart text.mark')")
+    page.click("#train")
+    page.settle()
+    assert page.address == "blocks=4&heads=4&A=&B=no norm"
+    assert page.texts("#guided [aria-pressed=true]") == [guided[1]]
+    assert page.text("#note").endswith(f"B: no norm. {guided[1].partition('blocks')[2]}")
+    assert page.texts("#chart text.mark") == ["B: not finite at step 5"]
+    assert page.texts("#diagram .broken") == ["norm", "norm"] and "B: no norm" in page.texts("#diagram text.lane-1")
+    page.load("blocks=1&heads=4&text=anagrams&A=&B=no+positions")
+    page.train(100)
+    [[intact, broken]] = page.held_out()[-1:]
+    assert broken > intact + 0.1
+    words = {"spot", "stop", "post", "tops", "opts", "pots"}
+    first, second = (set(text.split()[1:-1]) for text in page.texts(".samples tr:nth-child(4) td"))
+    assert len(first - words) < len(second - words)
+
+
+def test_number_beside_the_intact_model_is_the_difference_of_their_losses(page: LabPage) -> None:
+    page.open("blocks=1&A=no positions&B=")
+    page.train(6)
+    [[a, b]] = page.held_out()[-1:]
+    broken, intact = page.texts(".beside")
+    number, sign = re.match(r"(\S+) nats (better|worse) than the intact model at step", broken).groups()
+    assert float(number) == pytest.approx(abs(a - b), abs=0.02) and (sign == "worse") == (a > b)
+    assert intact == f"{b:.2f} nats held out at step {page.step}: the intact model."
+    page.click("#second")  # the intact model's losses are remembered
+    wait_for(page.browser, "return document.querySelectorAll('.model').length === 1")
+    assert page.texts(".beside") == [broken]
+    page.click("#reset")
+    page.settle()
+    page.click("#step")
+    wait_for(page.browser, "return document.querySelector('#progress').textContent.startsWith('step 1,')")
+    assert "than the intact model at step 1:" in page.text(".beside")
+
+
+def test_samples_name_the_step_after_which_they_were_generated(page: LabPage) -> None:
+    page.open("blocks=1")
+    rows = "return [...document.querySelectorAll('.samples tr')].map((row) => [...row.cells].map((c) => c.textContent))"
+    assert page.browser.execute_script(rows) == [[f"step {step}", ""] for step in (1, 25, 50, 100)]
+    page.train(26)
+    (first, early), (second, late), (_, later), _ = page.browser.execute_script(rows)
+    assert (first, second) == ("step 1", "step 25") and len(early) == len(late) == 40 and early != late
+    assert later == "" or page.step >= 50
+    page.click("#reset")
+    page.settle()
+    assert page.browser.execute_script(rows) == [[f"step {step}", ""] for step in (1, 25, 50, 100)]
+    for step in range(1, 4):
+        page.click("#step")
+        wait_for(page.browser, f"return document.querySelector('#progress').textContent.startsWith('step {step},')")
+    assert "knows" not in page.text("#verdicts") and f"at step {page.step}" in page.text(".beside")
+    assert page.browser.execute_script(rows)[:2] == [["step 1", early], ["step 25", ""]]
+
+
+def test_address_follows_the_switches_and_loading_it_keeps_the_experiment(page: LabPage) -> None:
+    page.load("")
+    page.flip("N(0, 1) weights")
+    page.flip("no mask")
+    page.settle()
+    assert page.address == "blocks=2&heads=4&A=N(0, 1) weights,no mask"
+    page.click("#second")
+    wait_for(page.browser, "return document.querySelectorAll('.model').length === 2")
+    page.flip("no mask", "B")
+    script = "const s = document.querySelector('#heads'); s.value = '2'; s.dispatchEvent(new Event('change'))"
+    page.browser.execute_script(script)
+    wait_for(page.browser, "return location.hash.includes('heads=2')")
+    about = "2 blocks, heads per block: 2; A: N(0, 1) weights, no mask; B: N(0, 1) weights. Press Train."
+    page.browser.refresh()
+    wait_for(page.browser, READY)
+    assert page.text("#note") == about
+    assert page.address == "blocks=2&heads=2&A=N(0, 1) weights,no mask&B=N(0, 1) weights"
+    checked = "return [...document.querySelectorAll('#switches :checked')].map((b) => Object.values(b.dataset).join())"
+    assert page.browser.execute_script(checked) == ["no mask,A", "N(0, 1) weights,A", "N(0, 1) weights,B"]
+    page.load("blocks=3&text=mine&A=no+mask,no+sense")
+    assert page.text("#note") == (
+        "2 blocks, heads per block: 4; A: no mask. Press Train. Unknown, and left out: A=no sense; text=mine; blocks=3."
+    )
+    page.click("#hide")
+    wait_for(page.browser, "return !document.querySelector('#guess button:last-child').disabled")
+    assert page.address == "" and page.browser.execute_script("return document.querySelector('#share').disabled")
+    assert page.texts("#diagram .broken") == []
+
+
+def test_experiment_is_shared_as_link_picture_and_file(page: LabPage, tmp_path: Path) -> None:
+    page.load("blocks=1&heads=1&A=no+mask")
+    page.train(2)
+    catch = """
+        window.saved = [];
+        navigator.clipboard.writeText = async (text) => (window.copied = text);
+        URL.createObjectURL = (blob) => (saved.push(blob), "data:,");
+        HTMLAnchorElement.prototype.click = () => {};
+    """
+    page.browser.execute_script(catch)
+    for button in ("copy", "picture", "save"):
+        page.click(f"#{button}")
+    wait_for(page.browser, "return saved.length === 2")
+    assert page.browser.execute_script("return copied === location.href")
+    read = """
+        const done = arguments[0], [file, image] = [...saved].sort((a, b) => a.type < b.type ? -1 : 1);
+        createImageBitmap(image).then(async ({ width, height }) =>
+          done([await file.text(), image.type, width, height]));
+    """
+    text, kind, width, height = page.browser.execute_async_script(read)
+    chart = page.browser.execute_script("return document.querySelector('#chart svg').clientHeight")
+    assert kind == "image/png" and width > 1000 and height > 2 * chart
+    stored = json.loads(text)
+    [model] = stored["models"]
+    assert model["config"]["faults"] == ["no mask"] and [p["step"] for p in model["history"][:2]] == [1, 2]
+    stored["text"] = "abcd " * 200
+    stored["laboratory"] = stored["laboratory"].replace("&A", "&text=own&A")
+    for name, content in (("mine.json", json.dumps(stored)), ("other.json", "[1]")):
+        (tmp_path / name).write_text(content)
+        page.browser.find_element("css selector", "#load").send_keys(str(tmp_path / name))
+        wait_for(page.browser, f"return document.querySelector('#note').textContent.includes('{name}')")
+        if name == "mine.json":
+            page.settle()
+            about = "1 block, heads per block: 1; your own text; A: no mask. Press Train."
+            assert page.text("#note") == f"From mine.json: {about}"
+    remedy = "choose a file that Save experiment wrote."
+    assert page.text("#note") == f"other.json is not an experiment of the laboratory; {remedy}"
+    assert "1,000 characters" in page.text("#text-about")  # of the experiment before
+    page.browser.refresh()  # the tab remembers the text
+    wait_for(page.browser, READY)
+    assert page.text("#note") == about
+
+
+def test_chart_is_as_wide_as_its_column_when_only_the_column_changes(page: LabPage) -> None:
+    page.open("blocks=1")
+    page.browser.execute_script("document.querySelector('.experiment').style.width = '600px'")
+    sides = "const [plot, chart] = ['#chart svg', '#chart'].map((s) => document.querySelector(s).clientWidth);"
+    wait_for(page.browser, f"{sides} return plot === chart && chart < 600")
+    page.browser.execute_script("document.querySelector('.experiment').style.width = ''")
 
 
 def test_memory_does_not_grow_with_new_models() -> None:
@@ -309,9 +468,19 @@ def test_links_to_chapters_are_those_of_the_site(page: LabPage, tmp_path: Path) 
 
 
 def test_page_on_a_phone_does_not_scroll_sideways() -> None:
+    Keys = pytest.importorskip("selenium.webdriver").Keys
     with browsing(built_page(), 390, "dark") as browser:
         wait_for(browser, "return !!document.querySelector('.maps canvas')")
         browser.execute_script("document.querySelector('#second').click()")
         wait_for(browser, "return document.querySelectorAll('.model').length === 2")
         assert browser.execute_script("return document.documentElement.scrollWidth") == 390
+        shown = "return [...document.querySelectorAll('.verdict, .model')].filter((e) => e.checkVisibility())"
+        assert browser.execute_script(f"{shown}.map((e) => e.className.split(' ').at(-1))") == ["lane-0", "lane-0"]
+        browser.find_element("css selector", "[role=tab][aria-selected=true]").send_keys(Keys.ARROW_RIGHT)
+        assert browser.execute_script(f"{shown}.map((e) => e.className.split(' ').at(-1))") == ["lane-1", "lane-1"]
+        assert browser.execute_script("return document.activeElement.textContent") == "B"
+        assert browser.execute_script("return document.querySelectorAll('.fold[open]').length") == 0
+        height = "return Math.max(...[...document.querySelector('#bar .controls').children].map((e) => e.offsetHeight))"
+        bar = browser.execute_script("return document.querySelector('#bar .controls').offsetHeight")
+        assert bar == browser.execute_script(height)  # one row
         assert complaints(browser) == []

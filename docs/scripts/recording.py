@@ -49,21 +49,19 @@ header, nav, section:not(:has(.live)), section > :is(h2, p), .live > :is(.contro
   height: 24px; left: -99px; pointer-events: none; position: fixed; width: 20px; z-index: 9 }
 """
 """Rules by which the text, the next tokens and the heads stand side by side, and the rest of the page is left out."""
-LABORATORY = "#A=no+mask&B="
-"""Switches of two models in the laboratory: one that reads the characters that it has to predict, and an intact one."""
-LABORATORY_HEIGHT, LAST_STEP, STEPS_PER_FRAME, TRAINING_MS = 690, 300, 6, 330
+LABORATORY = "#blocks=1&heads=2&A=&B=no+mask"
+"""The first experiment on which the laboratory opens: B reads the characters that it has to predict, A is intact."""
+LABORATORY_HEIGHT, LAST_STEP, STEPS_PER_FRAME, TRAINING_MS = 690, 200, 5, 330
 LABORATORY_STYLE = """
 html { overflow: hidden }
 body { padding: 0 }
 section { border: 0; margin: 0; padding: .5rem .75rem }
-main { display: grid; grid-template-columns: 26rem minmax(0, 1fr) }
+main { display: grid; grid-template-columns: 27rem minmax(0, 1fr) }
 #bar { grid-column: 1 / -1 }
-header, main > :nth-child(n + 4), section > p, #loss-title + p, .experiment > :nth-child(2) { display: none }
-#inside-title, #solved, .model > div:nth-child(n + 3), .model div > h3, .maps ~ *, .model p { display: none }
+header, main > :not(#bar, #loss, :has(#lanes)), section h2, .fold, #share { display: none }
+.model > div:nth-child(n + 3), .model div > h3, .maps ~ *, .model p, .verdict > p:nth-child(2) { display: none }
 .experiment, #lanes.several { gap: .25rem; grid-template-columns: minmax(0, 1fr) }
-.verdict { min-height: 7.5em }
-.verdict pre { white-space: pre-wrap; word-break: break-all }
-.maps { gap: .4rem; grid-template-columns: repeat(var(--heads), minmax(0, 6rem)) }
+.maps { gap: .4rem; grid-template-columns: repeat(var(--heads), minmax(0, 12.5rem)) }
 """
 """Rules by which the controls, the losses and the attention maps stand side by side."""
 
@@ -139,7 +137,7 @@ def record_laboratory(page: Path) -> tuple[list[Image.Image], list[int]]:
     with browsing(page, WIDTH) as browser:
         browser.get(page.as_uri() + LABORATORY)
         browser.refresh()
-        wait_for(browser, "return !document.querySelector('#controls').disabled")
+        wait_for(browser, "return !document.querySelector('#bar fieldset').disabled")
         recorder = Recorder(browser, LABORATORY_STYLE, LABORATORY_HEIGHT)
         recorder.shoot(LOOK_MS)
         train = browser.find_element("css selector", "#train")

@@ -55,12 +55,17 @@ export function makeChart(container: HTMLElement) {
       );
     }
     const meanings = { uniform: "a guess", unigram: "frequencies", bigram: "the last character" };
-    for (const name of ["uniform", "unigram", "bigram"] as const) {
+    let lowest = Infinity; // labels of lines that lie close together stand above each other
+    const levels = (["bigram", "unigram", "uniform"] as const).flatMap((name) => {
       const level = y(theory[name]);
-      parts.push(svg("line", { class: "theory", x1: LEFT, x2: width, y1: level, y2: level }));
+      lowest = Math.min(level - 5, lowest - 14);
       const label = `${name} ${show(theory[name])}${narrow ? "" : `: ${meanings[name]}`}`;
-      parts.push(text(width - 2, level - 5, label, "end", "theory"));
-    }
+      return [
+        text(width - 2, lowest, label, "end", "theory"),
+        svg("line", { class: "theory", x1: LEFT, x2: width, y1: level, y2: level }),
+      ];
+    });
+    parts.push(...levels.reverse());
     lanes.forEach((lane, i) => {
       const points = (key: "loss" | "heldOut") =>
         lane.history
@@ -147,6 +152,12 @@ export function makeChart(container: HTMLElement) {
     at = clamp(at, 0, 1e9) + columns;
     tell();
   });
+  let drawnWidth = 0;
+  new ResizeObserver(() => {
+    if (container.clientWidth === drawnWidth) return;
+    drawnWidth = container.clientWidth;
+    requestAnimationFrame(() => shown && draw(shown.lanes, shown.theory));
+  }).observe(container);
   for (const event of ["pointerleave", "blur"]) plot.addEventListener(event, () => tip.classList.remove("shown"));
   return draw;
 }

@@ -43,6 +43,9 @@ export function visible(character: string): string {
   return character === " " ? "␣" : character === "\n" ? "⏎" : character;
 }
 
+/** Return a text without ends of lines: they are visible instead. */
+export const oneLine = (text: string) => text.replaceAll("\n", "⏎");
+
 /** Return the colours of a CSS variable as red, green and blue. */
 export function colour(variable: string): number[] {
   const hex = getComputedStyle(document.documentElement).getPropertyValue(variable).trim();

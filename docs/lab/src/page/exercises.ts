@@ -135,7 +135,7 @@ export interface Actions {
 /** List the exercises; return the function that checks them. */
 export function makeExercises(container: HTMLElement, actions: Actions) {
   const solved = new Set<string>();
-  const count = () => write(get("solved"), `${solved.size} of ${EXERCISES.length + 2} exercises`);
+  const count = () => write(get("solved"), `${solved.size} of ${EXERCISES.length + 2} solved`);
   const solve = (title: string, status: HTMLElement, text: string) => {
     solved.add(title);
     status.textContent = `Solved: ${text}`;

@@ -1,8 +1,9 @@
 import { createLab, theory, type Config, type Fault, type Lab, type Look, type Progress, type Theory } from "../engine";
 import { show } from "./dom";
 
-const SAMPLE_EVERY_STEPS = 25;
-const SAMPLE_LENGTH = 60;
+/** Steps after which a model continues the prompt; later, whenever their number has doubled. */
+export const SAMPLED_STEPS = [1, 25, 50, 100];
+const SAMPLE_LENGTH = 40;
 const PROMPT_LENGTH = 8;
 const TEMPERATURE = 0.5;
 /** Mean entropy in nats below which a head counts as one-hot: 1.1 positions. */
@@ -15,6 +16,21 @@ export interface Point {
   step: number;
   loss: number;
   heldOut: number;
+}
+
+/** Return the first step after this one at which models continue the prompt. */
+export function nextSample(step: number): number {
+  const last = SAMPLED_STEPS[SAMPLED_STEPS.length - 1];
+  return SAMPLED_STEPS.find((sampled) => sampled > step) ?? last * 2 ** (Math.floor(Math.log2(step / last)) + 1);
+}
+
+/** Return the held-out loss at a step, on the line between the steps measured; undefined beyond the last. */
+function lossAt(history: Point[], step: number): number | undefined {
+  const at = history.findIndex((point) => point.step >= step);
+  if (at < 0) return undefined;
+  const [before, after] = [history[at - 1] ?? history[at], history[at]];
+  const share = after.step === before.step ? 1 : (step - before.step) / (after.step - before.step);
+  return before.heldOut + (after.heldOut - before.heldOut) * share;
 }
 
 /** One model on the page: what it has measured since its last reset. */
@@ -31,9 +47,9 @@ export class Lane {
   seenFaults = new Set<Fault>();
   /** Largest change of an earlier row's attention if the last character of the text is another one; 0 if causal. */
   leak = 0;
-  /** The characters that the model continues, and its continuation. */
+  /** The characters that the model continues, and its continuations. */
   prompt = "";
-  sample = "";
+  samples: { step: number; text: string }[] = [];
   /** Mean entropy of each block's attention in nats that theory predicts before training. */
   predicted: number[] = [];
   private text = "";
@@ -62,8 +78,9 @@ export class Lane {
   }
 
   private begin(probe: string): void {
-    [this.history, this.flips] = [[], []];
-    [this.progress, this.sound, this.brokenAt, this.sample] = [null, null, null, ""];
+    [this.history, this.flips, this.samples] = [[], [], []];
+    [this.progress, this.sound, this.brokenAt] = [null, null, null];
+    this.prompt = [...probe].slice(0, PROMPT_LENGTH).join("");
     this.see(probe);
     this.predicted = theory(this.lab.config, this.text).entropyAtStart;
   }
@@ -88,11 +105,31 @@ export class Lane {
     }
     this.sound = progress;
     this.see(probe);
-    const due = Math.floor(progress.step / SAMPLE_EVERY_STEPS) > Math.floor(before / SAMPLE_EVERY_STEPS);
-    if (due || !this.sample) {
-      this.prompt = [...probe].slice(0, PROMPT_LENGTH).join("");
-      this.sample = this.lab.generate(this.prompt, SAMPLE_LENGTH, TEMPERATURE);
+    if (progress.step >= nextSample(before)) {
+      this.samples.push({ step: progress.step, text: this.lab.generate(this.prompt, SAMPLE_LENGTH, TEMPERATURE) });
     }
+  }
+
+  /** Whether no switch is on, nor has been since the last reset. */
+  get isIntact(): boolean {
+    return !this.faults.size && !this.flips.length;
+  }
+
+  /** Return how the model stands beside an intact one of that history: a number of nats, and of what it is. */
+  compare(intact: Point[]): [string, string] {
+    if (!this.progress) return ["", ""];
+    const { step, heldOut } = this.progress;
+    const own = Number.isFinite(heldOut) ? `${heldOut.toFixed(2)} nats` : "Not finite";
+    if (this.isIntact) return [own, `held out at step ${step}: the intact model.`];
+    const reference = lossAt(intact, step);
+    if (reference === undefined) {
+      return [own, `held out at step ${step}. Second model, or compare at a switch, trains an intact one beside it.`];
+    }
+    const there = reference.toFixed(2);
+    if (!Number.isFinite(heldOut)) return [own, `at step ${step}, where the intact model has ${there} nats.`];
+    const gap = heldOut - reference;
+    const size = `${Math.abs(gap).toFixed(2)} nats ${gap < 0 ? "better" : "worse"}`;
+    return [size, `than the intact model at step ${step}: held out ${heldOut.toFixed(2)}, not ${there}.`];
   }
 
   /** Mean entropy of the rows in nats, [block][head]: of the last finite step's batch, or at first of the text shown. */
@@ -147,9 +184,9 @@ export class Lane {
       heldOut > uniform * 1.02
         ? "It is worse than a guess: it is sure of wrong characters."
         : heldOut > unigram * 1.02
-          ? "It does not even know how frequent each character is."
+          ? "It is better than a guess, and worse than the frequencies of characters."
           : heldOut > bigram
-            ? "It knows the frequencies, but not more than the last character tells."
+            ? "It is not yet as good as counting what follows each character."
             : heldOut < bigram / 2 && this.leak > LEAK
               ? "No model is that good so early, unless it reads what it has to predict."
               : "It uses more than the last character: the loss is below the bigram's.",
