@@ -99,8 +99,15 @@ def first_non_finite(
         if module.value.non_finite:
             return autopsy(LOSS if module.name == LOSS else f"the output of {module.name}", "forward", index)
     # A fault in a module's backward pass shows in the gradient of the preceding output or of one of its own parameters.
+    shares_norm = getattr(getattr(model, "config", None), "norm_placement", None) == "parallel"
+
+    def passed_back(name: str, before: str) -> str:
+        if shares_norm and before.endswith("attention_norm"):  # read by the MLP as well
+            name += f" or {before.removesuffix('attention_norm')}mlp"
+        return f"the gradient that {name} passes back to {before}"
+
     broken = [
-        (index, f"the gradient that {modules[index].name} passes back to {before.name}")
+        (index, passed_back(modules[index].name, before.name))
         for index, before in enumerate(modules[:-1], start=1)
         if before.gradient.non_finite
     ]

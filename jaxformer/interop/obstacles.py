@@ -201,6 +201,10 @@ def unmatched(config: ImportedConfig, family: Family) -> dict[str, Collection[An
             defaults |= {f"experts.{f.name}": f.default for f in dataclasses.fields(ExpertsConfig)}
         if (config.rope is None) == (family.rope_base is not None):
             of_rope = {"rope": (RoPE() if config.rope is None else None,)}
+        elif config.rope is not None:
+            fraction = 1.0 if family.rope_fraction is None else config.rope.fraction
+            of_family = dataclasses.replace(config.rope, fraction=fraction, interleaved=family.interleaved)
+            of_rope = {"rope": (of_family,)} if of_family != config.rope else {}
         defaults["rope"] = config.rope
         plain = tuple(dataclasses.replace(kind, rope=None, use_rope=True) for kind in config.attention)
         if family.local_rope_base is None and plain != config.attention:

@@ -19,8 +19,11 @@ from tests.helpers import ROOT
 LLAMA = load_config(f"{ROOT}/configs/quick.py:llama")
 MODEL = replace(LLAMA.model, n_heads=4, n_blocks=2)
 VALUES: dict[str, list[Any]] = {
-    "activation": ["relu", "gelu", "geglu", "squared_relu"], "bias": [True], "norm": ["none", "layernorm"],
-    "norm_placement": ["post", "both"], "positions": ["learned", "sinusoidal"], "attention_bias": [True],
+    "activation": ["relu", "gelu", "geglu", "squared_relu"], "bias": [True],
+    "norm": ["none", "layernorm", "layernorm_no_bias", "layernorm_no_parameters"],
+    "norm_placement": ["post", "both", "output", "parallel", "parallel_two"],
+    "positions": ["learned", "sinusoidal", "alibi"], "attention_bias": [True], "embedding_norm": [True],
+    "unembedding_bias": [True],
     "output_bias": [True, False],
     "rope": [
         None, RoPE(5e5), RoPE(scaling=2.0), RoPE(scaling=Llama3Scaling(2.0, 1.0, 4.0, 16)),
@@ -65,7 +68,7 @@ def test_obstacles_are_fields_of_the_config_with_the_values_that_remove_them():
     assert all(obstacle.value is not None for obstacle in moe if obstacle.field.startswith("model.experts")), moe
     partial = replace(config, model=replace(config.model, bias=False, rope=RoPE(fraction=0.5, scaling=Yarn(2.0, 16))))
     named = [obstacle.field for obstacle in obstacles(partial, "hf")]
-    assert named == ["model.rope.scaling", "model.rope.fraction"], named
+    assert named == ["model.rope.fraction", "model.rope.scaling"], named
     assert obstacles(config, "safetensors") == obstacles(config, "stablehlo") == []
 
 
