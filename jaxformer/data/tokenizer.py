@@ -231,7 +231,7 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text. Raises `UserError` if it has a lone surrogate or one of `missing_bytes`."""
-        return self._text_inner.encode(self._check(text), add_special_tokens=False).ids
+        return self._ids(self._text_inner.encode(self._check(text), add_special_tokens=False), text)
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Return the tokens of `encode`, and the character range `[start, stop)` of each."""
@@ -345,7 +345,27 @@ class Tokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the tokens of each text, encoded in parallel on all cores. Raises as `encode` does."""
         checked = [self._check(text) for text in texts]
-        return [e.ids for e in self._text_inner.encode_batch_fast(checked, add_special_tokens=False)]
+        encode = self._text_inner.encode_batch_fast if self._unknown is None else self._text_inner.encode_batch
+        encodings = encode(checked, add_special_tokens=False)
+        return [self._ids(encoding, text) for encoding, text in zip(encodings, checked, strict=True)]
+
+    def _ids(self, encoding: tokenizers.Encoding, text: str) -> list[int]:
+        """Return the tokens of a text. An unknown part of it that is a hidden piece has its id, as in SentencePiece,
+        which looks up the ids of texts."""
+        if self._unknown is None or self._unknown not in encoding.ids:
+            return encoding.ids
+        normalizer, ids = self._inner.normalizer, list(encoding.ids)
+        for i, (start, stop) in enumerate(encoding.offsets):
+            if ids[i] == self._unknown:
+                part = text[start:stop] if normalizer is None else normalizer.normalize_str(text[start:stop])
+                ids[i] = self._inner.token_to_id(HIDDEN + part) or self._unknown
+        return ids
+
+    @cached_property
+    def _unknown(self) -> int | None:
+        """Id of the unknown token, if there are hidden pieces; else None."""
+        hides = any(step.items() >= SHOWN.items() for step in _steps(self._inner.decoder))
+        return self._inner.token_to_id(self._named("unk_token") or "") if hides else None
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Return the text of tokens, without a space that the tokenizer puts before a text and its decoder removes.

@@ -35,7 +35,9 @@ if TYPE_CHECKING:
     from jaxformer.runs.run import Run
 
 GREEDY = Sampling(temperature=0)
+"""Options of greedy translations."""
 PLAIN = TargetTokens()
+"""No tokens besides end-of-text, as of models that were trained here."""
 
 
 def encode_source(prompt: Prompt, run: Run, samples: bool = False) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
+from math import inf
 from operator import attrgetter
 from typing import Any
 
@@ -80,7 +81,8 @@ def read_config(theirs: PublishedConfig, context_length: int | None = None) -> I
         values = {**family.constants, **_read_fields(family, theirs)}
         longest = values["max_context" if is_decoder else "context_length"]
         takes_all = not is_decoder and values["positions"] == "learned"
-        if context_length is not None and not (longest if takes_all else 0) <= context_length <= longest:
+        most = inf if values.get("position_buckets") else longest  # T5 has a bias for any distance
+        if context_length is not None and not (longest if takes_all else 0) <= context_length <= most:
             limit = f"the model has {longest} positions{', all of which an encoder takes' if takes_all else ''}"
             raise UserError(f"`context_length` is {context_length}; {limit}; omit it.")
         if not is_decoder:

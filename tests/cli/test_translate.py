@@ -65,6 +65,18 @@ def test_each_prompt_is_translated(translate_texts: Callable, capsys: pytest.Cap
 
 
 @pytest.mark.slow
+def test_translations_are_sampled(translate_texts: Callable, capsys: pytest.CaptureFixture) -> None:
+    """Each by its own seed, whatever its batch; with a single likeliest token, as greedy ones."""
+    assert sample.main(["--temperature", "0.9", "--top-k", "1", "--min-p", "0", "--prompt", *SOURCES]) == 0
+    assert capsys.readouterr().out == "".join(f"{text}\n" for text in translate_texts(SOURCES))
+    drawn = []
+    for seed, prompts in (("3", SOURCES), ("3", SOURCES[1:]), ("4", SOURCES)):
+        assert sample.main(["--temperature", "0.9", "--seed", seed, "--jsonl", "--prompt", *prompts]) == 0
+        drawn.append([json.loads(line)["tokens"] for line in capsys.readouterr().out.splitlines()])
+    assert drawn[0][1:] == drawn[1] != drawn[2][1:] and drawn[0][0] != drawn[2][0]
+
+
+@pytest.mark.slow
 def test_translations_before_an_out_of_memory_error_are_printed(
     translate_texts: Callable, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -100,9 +112,10 @@ def test_an_invalid_line_of_a_file_is_named_and_the_others_translated(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (["--prompt", "a", "--chat"], "--chat does not apply to translation, the task of runs/pairs"),
         (
-            ["--prompt", "a", "--top-k", "3"],
-            "--top-k does not apply to translation, the task of runs/pairs",
+            ["--prompt", "a", "--seed", "3"],
+            "--seed has no effect on greedy translations; omit it, or give --temperature",
         ),
         (["--interactive"], "--interactive does not apply"),
         ([], "there is nothing for translation; give --prompt or --prompts-file"),

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from jaxformer.config import TokenModelConfig
+from jaxformer.data.pairs import TargetTokens
 from jaxformer.data.tokenizer import Tokenizer
-from jaxformer.decode.translation import _beam, exact_match, scores, translate, translate_tokens
+from jaxformer.decode.translation import PLAIN, _beam, constrain, exact_match, scores, translate, translate_tokens
 from jaxformer.errors import UserError
 from jaxformer.models.encoder_decoder import EncoderDecoderConfig
 from jaxformer.models.objective import Params
@@ -90,6 +91,12 @@ def test_greedy_equals_full_passes(case: Case) -> None:
     assert len(lengths) > 1 and min(lengths) < LONGEST  # some end by themselves
 
 
+def test_tokens_that_a_model_names_are_forced_and_banned() -> None:
+    logits_BV, special = jnp.array([[0.0, 3.0, 2.0, 1.0]]), TargetTokens(first=3, last=0, banned=(1,))
+    assert [int(constrain(logits_BV, jnp.int32(i), 3, special).argmax()) for i in range(3)] == [3, 2, 0]
+    assert constrain(logits_BV, jnp.int32(0), 3, PLAIN) is logits_BV
+
+
 def test_targets_end_at_max_new_tokens(case: Case) -> None:
     assert case.translate(SOURCES, max_new_tokens=2) == [case.greedy(source, 2) for source in SOURCES]
 
@@ -100,8 +107,8 @@ def test_one_beam_without_length_penalty_is_greedy(case: Case) -> None:
     lengths = [3, 2, 4]
     valid_BS = np.arange(4) < np.array(lengths)[:, None]
     found_BT = _beam(
-        case.config.build(), case.params, source_BS, valid_BS, length_penalty=np.float32(0), n_beams=1, end=case.end,
-        limit=LONGEST, dtype=jnp.dtype("float32"),
+        case.config.build(), case.params, source_BS, valid_BS, length_penalty=np.float32(0), n_beams=1,
+        start=case.end, stop_tokens=(case.end,), special=PLAIN, limit=LONGEST, dtype=jnp.dtype("float32"),
     )  # fmt: skip
     for source_S, n, target_T in zip(source_BS, lengths, np.asarray(found_BT), strict=True):
         generated = case.greedy(source_S[:n].tolist(), LONGEST)

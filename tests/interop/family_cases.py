@@ -10,9 +10,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxformer.inspect import attention_maps
+from jaxformer.data.pairs import TargetTokens
+from jaxformer.decode import Sampling, translate_tokens
+from jaxformer.inspect import attention_maps, named_attention_maps
 from jaxformer.interop import export_run
 from jaxformer.interop.run import import_run, pretrained_model
+from jaxformer.models.encoder_decoder import EncoderDecoderConfig
 from jaxformer.ops.cache import KVCache
 from jaxformer.ops.losses import negative_log_likelihood
 from jaxformer.runs.run import Run, abstract_params, load_run
@@ -127,6 +130,63 @@ def compare_decoders(theirs: Any, folder: Path) -> Differences:
     }
 
 
+def compare_encoder_decoders(theirs: Any, folder: Path) -> Differences:
+    """Compare an encoder-decoder, a torch module with eager attention, with its import: logits of a source with padding
+    and a target."""
+    import torch
+    from transformers import AutoModelForSeq2SeqLM
+
+    run = load_run(import_run(folder, Path(f"{folder}-run"))[0])
+    assert run.tokenizer is not None
+    source_S, target_T = TOKENS[:24], TOKENS[::-1].copy()
+    valid_S, special = np.arange(len(source_S)) < 21, TargetTokens.of(run.tokenizer)
+    tensors = {
+        "input_ids": torch.tensor(source_S)[None], "attention_mask": torch.tensor(valid_S)[None].long(),
+        "decoder_input_ids": torch.tensor(target_T)[None],
+    }  # fmt: skip
+
+    def loss(params: Any) -> tuple[jax.Array, jax.Array]:
+        logits_TV = run.model.apply({"params": params}, source_S, valid_S, target_T)
+        return negative_log_likelihood(logits_TV[:-1], target_T[1:]).mean(), logits_TV
+
+    out = theirs(**tensors, output_attentions=True)
+    their_loss = torch.nn.functional.cross_entropy(out.logits[0, :-1], torch.tensor(target_T[1:]))
+    their_logits_TV, exported = out.logits[0].detach(), Path(f"{folder}-export")
+    new = {"max_new_tokens": N_NEW, "min_new_tokens": N_NEW - 1}
+    ids = theirs.generate(tensors["input_ids"][:, :21], attention_mask=torch.ones(1, 21).long(), do_sample=False, **new)
+    [tokens_N] = translate_tokens(
+        run.model, run.params, [source_S[:21].tolist()], end_of_text=run.tokenizer.end_of_text, context_length=96,
+        max_new_tokens=N_NEW, special=special, sampling=Sampling(temperature=0, min_new_tokens=N_NEW - 1),
+    )  # fmt: skip
+    assert tokens_N == ids[0, 1 : len(tokens_N) + 1].tolist() and len(tokens_N) >= N_NEW - 1
+    assert isinstance(run.config.model, EncoderDecoderConfig)
+    n_blocks = run.config.model.n_decoder_blocks
+
+    @jax.jit  # a single program, as compiling takes most of the time
+    def compute(params: Any) -> tuple[Any, ...]:
+        (value, logits_TV), grads = jax.value_and_grad(loss, has_aux=True)(params)
+        maps = named_attention_maps(run.model, params, source_S, valid_S, target_T)
+        encoded_SD = run.model.apply({"params": params}, source_S, valid_S, method="encode")
+        return value, logits_TV, grads, maps[f"decoder_blocks.{n_blocks - 1}.cross_attention"], encoded_SD
+
+    value, logits_TV, grads, crossing_HTS, encoded_SD = compute(run.params)
+    if "b_out" in grads:  # which they do not train
+        grads["b_out"] = np.zeros_like(grads["b_out"])
+    found = {
+        "encoder's output": relative(encoded_SD[valid_S], out.encoder_last_hidden_state[0, valid_S].detach()),
+        "logits": relative(logits_TV, their_logits_TV),
+        "loss": relative(value, their_loss.detach()),
+        "gradient": gradient_difference(grads, run.params, after_step(theirs, their_loss, folder)),
+        "an attention map": relative(crossing_HTS, out.cross_attentions[-1][0].detach()),
+    }
+    assert exported_again(run, exported) == 0
+    again = AutoModelForSeq2SeqLM.from_pretrained(exported).eval()
+    assert TargetTokens.of(pretrained_model(exported).tokenizer) == special
+    with torch.no_grad():
+        again_TV = again(**tensors).logits[0]
+    return found | {f"{N_NEW} greedy tokens": 0.0, "logits of the export": relative(again_TV, their_logits_TV)}
+
+
 @dataclass(frozen=True)
 class Case:
     """A family.
@@ -160,6 +220,8 @@ LLAMA_CHOICES: dict[str, tuple[Any, ...]] = {
     "rms_norm_eps": (4e-6, 1e-2), "tie_word_embeddings": (True, False), "head_dim": (4, 10),
     "num_key_value_heads": (2, 1, 6), "rope_parameters": (LLAMA3, ..., LINEAR),
 }  # fmt: skip
+LAYERS = {"encoder_ffn_dim": 40, "decoder_ffn_dim": 40, "decoder_attention_heads": 6}
+STACKS: dict[str, tuple[Any, ...]] = {"encoder_layers": (1, 2), "decoder_layers": (1, 2)}
 QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1, "num_hidden_layers": 3}
 
 CASES: dict[str, Case] = {
@@ -188,6 +250,36 @@ CASES: dict[str, Case] = {
             "tie_word_embeddings": (True, False), "n_inner": (None, 44), "layer_norm_epsilon": (1e-5, 1e-2),
             "activation_function": ("gelu_new", "gelu", "relu"), "n_head": (6, 3),
         },
+    ),
+    "Marian": Case(
+        "opus-mt, Tatoeba challenge",
+        {**LAYERS, "pad_token_id": 289, "decoder_start_token_id": 289},
+        {
+            **STACKS, "scale_embedding": (True, False), "activation_function": ("swish", "gelu", "relu"),
+            "forced_eos_token_id": (0, None),
+        },
+        compare_encoder_decoders,
+    ),
+    "Bart": Case(
+        "BART base and large, also for summaries; DistilBART",
+        {**LAYERS, "pad_token_id": 1, "decoder_start_token_id": 2},
+        {
+            **STACKS, "scale_embedding": (False, True), "activation_function": ("gelu", "relu", "gelu_new"),
+            "forced_bos_token_id": (5, None),
+        },
+        compare_encoder_decoders,
+    ),
+    "T5": Case(
+        "T5 and Flan-T5, small to 11B",
+        {"d_kv": 4, "d_ff": 40, "decoder_start_token_id": 3, "pad_token_id": 3, "num_hidden_layers": 1},
+        {
+            # With more blocks in the decoder than in the encoder, version 5 of transformers cannot generate.
+            "num_decoder_layers": (1,), "num_hidden_layers": (1, 2),
+            "feed_forward_proj": ("gated-gelu", "relu", "gated-silu", "gelu"),
+            "tie_word_embeddings": (False, True), "relative_attention_num_buckets": (8, 32),
+            "relative_attention_max_distance": (20, 128, 9), "layer_norm_epsilon": (1e-6, 1e-2), "d_kv": (4, 6),
+        },
+        compare_encoder_decoders,
     ),
 }  # fmt: skip
 """Cases by the name of the family in `published.CLASSES`."""

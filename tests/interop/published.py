@@ -24,6 +24,8 @@ CLASSES = {
     "BertClassifier": ("BertConfig", "BertForSequenceClassification"),
     "Roberta": ("RobertaConfig", "RobertaForMaskedLM"), "RobertaModel": ("RobertaConfig", "RobertaModel"),
     "RobertaClassifier": ("RobertaConfig", "RobertaForSequenceClassification"),
+    "Marian": ("MarianConfig", "MarianMTModel"), "Bart": ("BartConfig", "BartForConditionalGeneration"),
+    "T5": ("T5Config", "T5ForConditionalGeneration"),
 }  # fmt: skip
 """Classes of families whose names are others than those of most."""
 
@@ -36,8 +38,14 @@ def publish(folder: Path, family: str, std: float = 0.3, shard_size: str = "5GB"
     config = getattr(transformers, config_class)(**{**SHAPES, **changes})
     torch.manual_seed(0)
     model = getattr(transformers, model_class)(config).eval()
+    if config.model_type == "t5" and changes.get("tie_word_embeddings") is False:  # as checkpoints have it
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone())
+        del model.all_tied_weights_keys["lm_head.weight"]
+    vectors = [(name, buffer) for name, buffer in model.named_buffers() if name == "final_logits_bias"]
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for name, parameter in [*model.named_parameters(), *vectors]:
+            if name.endswith("embed_positions.weight") and config.model_type == "marian":
+                continue  # sinusoidal
             gain = "norm" in name and name.endswith("weight")
             # Gains and biases as a training leaves them: neither all one nor all zero.
             parameter.copy_(

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from jaxformer.interop.families import ENCODERS, FAMILIES
+from jaxformer.interop.families import ENCODER_DECODERS, ENCODERS, FAMILIES
 from tests.helpers import ROOT
 from tests.interop.family_cases import CASES
 from tests.interop.published import publish
@@ -57,5 +57,5 @@ def table_rows() -> dict[str, str]:
 
 
 def test_the_table_has_a_row_for_each_family():
-    families: list[Any] = [*FAMILIES.values(), *ENCODERS.values()]
+    families: list[Any] = [*FAMILIES.values(), *ENCODERS.values(), *ENCODER_DECODERS.values()]
     assert table_rows().keys() == {family.model_type for family in families}
