@@ -283,3 +283,65 @@ CASES: dict[str, Case] = {
     ),
 }  # fmt: skip
 """Cases by the name of the family in `published.CLASSES`."""
+
+
+LAYER_NORM_CHOICES: dict[str, tuple[Any, ...]] = {"tie_word_embeddings": (False, True), "layer_norm_eps": (1e-5, 1e-2)}
+BY_N_EMBD = {"layer_norm_epsilon": (1e-5, 1e-2), "tie_word_embeddings": (True, False)}
+CASES |= {
+    "GPTNeoX": Case(
+        "Pythia, 14M to 12B, GPT-NeoX-20B, Dolly 2",
+        {"hidden_size": 48},
+        LAYER_NORM_CHOICES | {
+            "use_parallel_residual": (True, False), "attention_bias": (True, False),
+            "hidden_act": ("gelu", "gelu_fast"),
+            "rope_parameters": (..., {**LINEAR, "partial_rotary_factor": 0.5}, {"rope_theta": 30.0}),
+        },
+    ),
+    "GPTJ": Case(
+        "GPT-J-6B",
+        {"n_embd": 48, "n_layer": 2, "n_head": 6, "n_positions": 96, "hidden_size": 48, "num_key_value_heads": None},
+        BY_N_EMBD | {"rotary_dim": (4, 2, 8), "n_inner": (None, 44), "activation_function": ("gelu_new", "relu")},
+    ),
+    "Phi": Case(
+        "Phi-1, 1.5 and 2",
+        {},
+        LAYER_NORM_CHOICES | {
+            "num_key_value_heads": (2, None, 1), "hidden_act": ("gelu_new", "gelu"),
+            "rope_parameters": (..., {**LINEAR, "partial_rotary_factor": 1.0}),
+        },
+    ),
+    "StableLm": Case(
+        "StableLM 2 1.6B, StableLM 3B, Stable Code 3B",
+        {"hidden_size": 48},
+        LAYER_NORM_CHOICES | {
+            "use_parallel_residual": (False, True), "use_qkv_bias": (True, False), "num_key_value_heads": (2, 6, 1),
+            "rope_parameters": (..., {**LLAMA3, "partial_rotary_factor": 0.5}),
+        },
+    ),
+    "Falcon": Case(
+        "Falcon 7B, 11B, 40B and 180B",
+        {},
+        BY_N_EMBD | {
+            "new_decoder_architecture": (True, False), "num_kv_heads": (2, 3), "num_ln_in_parallel_attn": (None, 1),
+            "bias": (False, True), "ffn_hidden_size": (None, 44), "multi_query": (True,), "parallel_attn": (True,),
+        },
+    ),
+    "Bloom": Case("BLOOM and BLOOMZ, 560M to 176B", {}, BY_N_EMBD | {"num_attention_heads": (6, 8, 3)}),
+    "OPT": Case(
+        "OPT, 125M to 66B but 350M",
+        {"ffn_dim": 40},
+        {
+            "tie_word_embeddings": (True, False), "enable_bias": (True, False), "do_layer_norm_before": (True, False),
+            "layer_norm_elementwise_affine": (True, False), "activation_function": ("relu", "gelu"),
+            "_remove_final_layer_norm": (False, True),
+        },
+    ),
+    "Starcoder2": Case(
+        "StarCoder 2, 3B to 15B",
+        {},
+        {
+            "tie_word_embeddings": (True, False), "norm_epsilon": (1e-5, 1e-2), "sliding_window": (7, None),
+            "use_bias": (True, False), "num_key_value_heads": (2, 1, 6), "rope_parameters": (..., LINEAR, LLAMA3),
+        },
+    ),
+}  # fmt: skip
