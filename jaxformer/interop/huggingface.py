@@ -97,10 +97,8 @@ def published_tensors(params: Params, config: ImportedConfig, family: Family) ->
             arrays.append(np.asarray(jax.device_get(leaf)).astype(np.float32) - np.float32(weight.offset))
             layouts.append(Layout.parse(weight.layout, sizes))
         tensor = fuse(layouts, arrays)
-        yield (
-            name,
-            np.pad(tensor, [(weight.first_row, 0)] + [(0, 0)] * (tensor.ndim - 1)) if weight.first_row else tensor,
-        )
+        rows_before = np.zeros((weight.first_row, *tensor.shape[1:]), np.float32)
+        yield name, np.concatenate([rows_before, tensor]) if weight.first_row else tensor
 
 
 @dataclasses.dataclass(frozen=True)

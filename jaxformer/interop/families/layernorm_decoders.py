@@ -124,7 +124,7 @@ GPT_NEOX = Family(
         *fused_rows(f"{LAYER}.attention", "dense"),
         *mlp_rows(f"{LAYER}.mlp.", "dense_h_to_4h", "dense_4h_to_h"),
     ),
-    constants={name: value for name, value in CONSTANTS.items() if name != "attention_bias"},
+    constants=CONSTANTS,
     required={"head_dim": None},
     rope_fraction=0.25,
     read=read_neox,
