@@ -14,6 +14,7 @@ from jaxformer.data.pairs import TargetTokens
 from jaxformer.decode import Sampling, translate_tokens
 from jaxformer.inspect import attention_maps, named_attention_maps
 from jaxformer.interop import export_run
+from jaxformer.interop.obstacles import resolved
 from jaxformer.interop.run import import_run, pretrained_model
 from jaxformer.models.encoder_decoder import EncoderDecoderConfig
 from jaxformer.ops.cache import KVCache
@@ -24,6 +25,8 @@ from tests.interop.published import their_greedy, their_logits
 TOKENS = np.random.default_rng(3).integers(10, 270, 40)
 """More than any window or original context below."""
 N_NEW = 32
+RATE = 2.0**10
+"""Learning rate of the step that shows a gradient of theirs: so large that the rounding of parameters loses little."""
 
 Differences = dict[str, float]
 """Largest difference from transformers, relative to the largest value there, by what is compared."""
@@ -52,16 +55,16 @@ def exported_again(run: Run, folder: Path) -> float:
     config."""
     export_run(run, "hf", folder)
     model, params = imported(folder)
-    assert model == run.config.model
+    assert resolved(model) == resolved(run.config.model)
     return max(jax.tree.leaves(jax.tree.map(relative, params, run.params)))
 
 
 def after_step(theirs: Any, loss: Any, folder: Path) -> Any:
-    """Return our parameters of a torch model after a step of gradient descent with the learning rate 1."""
+    """Return our parameters of a torch model after a step of gradient descent with the learning rate `RATE`."""
     import torch
 
     loss.backward()
-    torch.optim.SGD(theirs.parameters(), lr=1.0).step()
+    torch.optim.SGD(theirs.parameters(), lr=RATE).step()
     after = Path(f"{folder}-after")
     theirs.save_pretrained(after)
     shutil.copy(folder / "tokenizer.json", after)
@@ -71,7 +74,7 @@ def after_step(theirs: Any, loss: Any, folder: Path) -> Any:
 def gradient_difference(grads: Any, before: Any, after: Any) -> float:
     """Return the largest difference of a gradient from that of their step, relative to the largest of its parameter, or
     to a thousandth of the largest of all: a step is rounded to the last bit of a parameter."""
-    steps = jax.tree.map(lambda old, new: np.asarray(old) - np.asarray(new), before, after)
+    steps = jax.tree.map(lambda old, new: (np.asarray(old) - np.asarray(new)) / RATE, before, after)
     sizes = jax.tree.map(lambda step: np.abs(step).max(), steps)
     least = 1e-3 * max(jax.tree.leaves(sizes))
     differences = jax.tree.map(lambda g, step, size: np.abs(g - step).max() / max(size, least), grads, steps, sizes)

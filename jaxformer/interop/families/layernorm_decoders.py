@@ -140,8 +140,10 @@ def read_gptj(theirs: PublishedConfig) -> PublishedConfig:
     head_dim, rotary_dim = theirs["n_embd"] // theirs["n_head"], theirs.get("rotary_dim", 64)
     if type(rotary_dim) is not int or not 0 < rotary_dim <= head_dim:
         raise ValueError(f"rotary_dim is {rotary_dim!r}; it must be from 1 to the width of a head, {head_dim}")
-    # The middle of the fractions whose product with the width is rounded down to this number.
-    rope = {"rope_theta": 10_000.0, "partial_rotary_factor": min(1.0, (rotary_dim + 0.5) / head_dim)}
+    fraction = rotary_dim / head_dim
+    if int(fraction * head_dim) < rotary_dim:  # by rounding
+        fraction = (rotary_dim + 0.5) / head_dim
+    rope = {"rope_theta": 10_000.0, "partial_rotary_factor": fraction}
     return {**theirs, "rope_scaling": None, "rope_parameters": rope}
 
 

@@ -28,6 +28,7 @@ from jaxformer.ops import RoPE
 from jaxformer.ops.positions import Llama3Scaling
 from tests.arrays import assert_close, build, plain_decoder, plain_rung, rung_like
 from tests.browser import browsing, complaints, embedded, wait_for
+from tests.helpers import slow
 
 VOCAB, CONTEXT, TOLERANCE = 600, 24, 1e-4
 QUICK = plain_decoder(
@@ -864,7 +865,13 @@ def test_model_that_the_script_does_not_run_is_a_reason(changes: dict, reason: s
         live_section(model, params, Tokenizer.train(CORPUS, 300), jnp.zeros(3, jnp.int32), 100_000)
 
 
-@pytest.mark.parametrize(("field", "value"), [("norm", "scale_norm"), ("activation", "mish")])
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("norm", "scale_norm"), ("activation", "mish"), ("norm_placement", "parallel"), ("positions", "alibi")),
+        *(slow(field, True) for field in ("embedding_norm", "unembedding_bias")),
+    ],
+)
 def test_a_norm_or_an_activation_that_the_script_lacks_is_a_reason(field: str, value: str):
     model, params = build(rung_like(QUICK))
     object.__setattr__(model.config, field, value)  # as after an edit of the package
