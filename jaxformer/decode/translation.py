@@ -68,14 +68,15 @@ def translate_prompts(
     model, tokenizer = run.text_model()
     for first in range(0, len(prompts), options.batch_size):
         batch, sources = zip(*prompts[first : first + options.batch_size], strict=True)
-        stops = replace(sampling, stop_tokens=(*tokenizer.ends_of_text, *sampling.stop_tokens))
+        n_tokens = tokenizer.vocab_size if tokenizer.vocab_size < model.vocab_size else None
+        stops = (*tokenizer.ends_of_text, *sampling.stop_tokens)
         seeds = [options.seed if prompt.seed is None else prompt.seed for prompt in batch]
         with fitting_memory(len(batch)):
             targets = translate_tokens(
                 run.model, run.params, sources, end_of_text=tokenizer.end_of_text, context_length=model.context_length,
                 max_new_tokens=max_new_tokens, n_beams=options.num_beams, length_penalty=options.length_penalty,
                 batch_size=options.batch_size, cache_dtype=options.cache_dtype, special=TargetTokens.of(tokenizer),
-                sampling=stops, seeds=seeds,
+                sampling=replace(sampling, stop_tokens=stops, n_tokens=n_tokens), seeds=seeds,
             )  # fmt: skip
         yield from zip(batch, targets, strict=True)
 

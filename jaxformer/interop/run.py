@@ -14,7 +14,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxformer.config import Config, OptimizerConfig, TrainConfig
 from jaxformer.data.labelled import LabelledTextConfig
 from jaxformer.data.masked import MaskedTextConfig
-from jaxformer.data.pairs import PairsConfig
+from jaxformer.data.pairs import PairsConfig, TargetTokens
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.data.windows import TextConfig
 from jaxformer.errors import UserError, parse_json
@@ -53,6 +53,11 @@ def load_published_tokenizer(published: PublishedModel, config: ImportedConfig) 
     if tokenizer.vocab_size > config.vocab_size:
         problem = f"the tokenizer of {published.path} has {tokenizer.vocab_size:,} tokens, but the model embeds"
         raise UserError(f"{problem} {config.vocab_size:,}; use the model's own tokenizer.")
+    start, first, last, banned = TargetTokens.of(tokenizer)
+    for token in (start, first, last, *banned):
+        if token is not None and not 0 <= token < config.vocab_size:
+            problem = f"the config of {published.path} names the token {token} for targets, but the model embeds"
+            raise UserError(f"{problem} {config.vocab_size:,}; restore the published one.")
     return tokenizer
 
 

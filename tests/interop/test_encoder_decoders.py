@@ -3,16 +3,19 @@ transformers computes, `test_families` shows."""
 
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from jaxformer.data.pairs import TARGET_TOKENS
+from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError
 from jaxformer.interop.configs import read_config
 from jaxformer.interop.families.encoder_decoders import with_stored_head
 from jaxformer.interop.obstacles import obstacles
-from jaxformer.interop.run import finetuning_config, import_run
+from jaxformer.interop.run import finetuning_config, import_run, load_published_tokenizer
 from jaxformer.interop.sampling import as_generation_tokens, target_tokens
 from jaxformer.models.encoder_decoder import EncoderDecoderConfig
 from jaxformer.ops.positions import sinusoidal
@@ -111,3 +114,10 @@ def test_positions_of_marian_must_be_sinusoidal(tmp_path: Path):
     save_file({**load_file(file), name: table_PD}, file)
     with pytest.raises(UserError, match=r"embed_positions\.weight in .* is not the sinusoidal encoding"):
         import_run(tmp_path / "model", tmp_path / "other")
+
+
+def test_a_token_of_targets_without_an_embedding_is_refused():
+    tokenizer = Tokenizer.train([], 257).with_settings({TARGET_TOKENS: {"start": 58_100}})
+    published = SimpleNamespace(path="opus", tokenizer=lambda: tokenizer)
+    with pytest.raises(UserError, match="names the token 58100 for targets, but the model embeds 300"):
+        load_published_tokenizer(published, read(MARIAN, vocab_size=300))
