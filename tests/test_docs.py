@@ -2,6 +2,8 @@
 
 import ast
 import importlib
+import json
+import os
 import re
 import shlex
 import shutil
@@ -11,6 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxformer import __main__ as everything
@@ -164,6 +168,20 @@ def test_guides_and_examples_import_public_names():
     }
     public = {(package, name) for package in PACKAGES_OF_API for name in importlib.import_module(package).__all__}
     assert len(imports) > 40 and not {x for x in imports - public if x[0] not in OWN_COMMAND}
+
+
+def test_the_notebook_names_what_exists():
+    cells = json.loads((ROOT / "docs/examples/tour.ipynb").read_text())["cells"]
+    nodes = [*ast.walk(ast.parse("\n".join("".join(x["source"]) for x in cells if x["cell_type"] == "code")))]
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith("jaxformer."):
+            assert all(hasattr(importlib.import_module(node.module), x.name) for x in node.names), ast.unparse(node)
+    package = "".join(path.read_text() for path in (ROOT / "jaxformer").rglob("*.py"))
+    named = re.findall(r"^ *def (\w+)|^    (\w+): .*[^,\n]$|self\.(\w+)", package, re.MULTILINE)
+    known = {"".join(groups) for groups in named} | {"imshow", "set", "show", "subplots"}  # of Matplotlib
+    known |= {name for each in (jax, jnp, np, np.ndarray, str, dict, os, Path) for name in dir(each)}
+    used = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    assert "grad_norm" in used and used <= known
 
 
 @pytest.mark.slow
