@@ -7,6 +7,7 @@ from collections.abc import Generator, Iterator
 from importlib.metadata import version
 
 os.environ["JAX_NUM_CPU_DEVICES"] = "8"  # read when jax is imported; `cli.machine` leaves it alone
+os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"  # whose lines made an op: a tenth of tracing and compiling
 os.environ["OMP_WAIT_POLICY"] = "passive"  # or torch's threads spin, up to ten times as long as they compute
 # Most of the suite's time is compiling. What programs mean is not changed by this, only how fast they run.
 os.environ["XLA_FLAGS"] = " ".join([
