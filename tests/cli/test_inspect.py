@@ -60,8 +60,8 @@ def test_page_of_a_prompt(run: Path, capsys: pytest.CaptureFixture):
     text, rows = page.read_text(encoding="utf-8"), read_metrics(run)
 
     def lines(title: str) -> list[tuple[str, list, list]]:
-        [chart] = embedded(text, title)
-        return [(line["member"], chart["positions"][line["x"]], line["y"]) for line in chart["lines"]]
+        lines = [(chart["positions"], line) for chart in embedded(text, title) for line in chart["lines"]]
+        return [(line["member"], positions[line["x"]], line["y"]) for positions, line in lines]
 
     (_, steps, batch), (_, evaluated, held), *counted = lines("Loss")
     assert [(x, y) for _, x, y in counted] == [([0, 20], rounded([x, x])) for x in rows[0]["count_losses"].values()]
@@ -72,10 +72,10 @@ def test_page_of_a_prompt(run: Path, capsys: pytest.CaptureFixture):
     heads = [[row["entropy"][0][head] for row in rows if "entropy" in row] for head in range(2)]
     assert [y for *_, y in lines("Attention entropy")] == rounded(heads)
     updates = {name: y for name, _, y in lines("Update ratios")}
-    tables = [row["gradients"] for row in rows if "gradients" in row]
-    assert {p["name"] for p in tables[0]} == set(updates)
-    expected = [p["update"] for table in tables for p in table if p["name"] == "embedding.W_E"]
-    assert updates["embedding.W_E"] == rounded(expected)
+    tables = [(row["gradients"], row["lr"]) for row in rows if "gradients" in row]
+    assert {p["name"] for p in tables[0][0]} == set(updates)
+    expected = [p["update"] for table, _ in tables for p in table if p["name"] == "embedding.W_E"]
+    assert tables[-1][1] < 0.01 * tables[0][1] and updates["embedding.W_E"] == [*rounded(expected[:-1]), None]
     [shown] = embedded(text, "Attention maps")
     assert EVIL not in text and "".join(shown["texts"]["text"]) == EVIL.replace(" ", "␣")
     titles = re.findall("<h2>(.*?)</h2>", text)

@@ -19,6 +19,8 @@ class Axis:
     label: str
     log: bool = False
     """Logarithmic axis; omits values that are not positive."""
+    offset: float = 0
+    """Added to values before the logarithm: with 1, zero has a place."""
     from_zero: bool = False
     """Begins at zero."""
     reverse: bool = False

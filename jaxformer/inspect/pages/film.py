@@ -30,7 +30,7 @@ from jaxformer.runs.snapshots import load_snapshot, snapshot_steps
 FILM_ROWS = "film.jsonl"
 MAX_ATTENTION_BYTES = 2_000_000
 """Maximum attention weights on the page, a byte each, in all frames."""
-STEP = Axis("step + 1", log=True)
+STEP = Axis("step", log=True, offset=1)
 LITTLE = 0.005
 """Rise of the loss in nats below which a head has no biography."""
 HEAD_CHARTS = {
@@ -108,10 +108,10 @@ def write_film(
 
 def film_sections(rows: Sequence[Frame]) -> list[Section]:
     """Return the sections about the measurements of the frames."""
-    x = [frame.step + 1 for frame in rows]
+    x = [frame.step for frame in rows]
     found = bumps(rows)
     loss = Line(x, [frame.loss for frame in rows], "held-out", points=True)
-    marks = [(bump.step + 1, "") for bump in found]
+    marks = [(bump.step, "") for bump in found]
     about = "The dashed lines are the steps at which the loss changes its slope most."
     sections: list[Section] = [Lines("Held-out loss", [loss], STEP, Axis("loss, nats"), marks=marks, about=about)]
     if rows[0].heads:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jaxformer.inspect.influence import Causes, Replay
-from jaxformer.inspect.pages.page import Section, Table, Texts, write_page
+from jaxformer.inspect.pages.page import Caution, Section, Table, Texts, write_page
 from jaxformer.runs.run import Run
 
 INFLUENCE_PAGE = "influence.html"
@@ -24,11 +24,6 @@ def write_influence(run: Run, replay: Replay, causes: Causes) -> None:
         f"{'equal' if causes.is_equal else 'differ from'} those of the run{' to the last bit' * causes.is_equal}.",
         f"The text's log-probability is {causes.log_probability:.2f} nats, {len(tokens) - 1:,} tokens.",
     ]
-    if not causes.is_plausible:
-        facts.append(
-            f"An influence exceeds the {-causes.untrained:.0f} nats that there were to learn of the text: a sign of "
-            "training at the edge of stability, where small changes say nothing about leaving a document out."
-        )
     rows = [
         (int(n), beginning(run, replay, n), len(replay.documents[n]), float(causes.added_N[n])) for n in causes.ranked
     ]
@@ -36,7 +31,12 @@ def write_influence(run: Run, replay: Replay, causes: Causes) -> None:
         "The derivative of the text's log-probability by the weight of each document's loss, through all steps of "
         "training: to first order, what the document added. A click on a heading sorts."
     )
+    unstable = (
+        f"An influence exceeds the {-causes.untrained:.0f} nats that there were to learn of the text: a sign of "
+        "training at the edge of stability, where small changes say nothing about leaving a document out."
+    )
     sections: list[Section] = [
+        *([] if causes.is_plausible else [Caution("The estimates do not hold", unstable)]),
         Texts("Text", [run.text_model()[1].decode(tokens.tolist())]),
         Table("Documents", ("document", "beginning", "tokens", "added, nats"), rows, about=about),
     ]

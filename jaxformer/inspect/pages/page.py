@@ -106,6 +106,17 @@ class Texts(Section):
         return "\n".join(f"<pre>{as_preformatted(text)}</pre>" for text in self.texts)
 
 
+@dataclass(frozen=True)
+class Caution(Section):
+    """What keeps the results of a page from being trusted."""
+
+    text: str
+
+    def body(self) -> str:
+        """Return the text's HTML."""
+        return f'<p class="caution">{html.escape(self.text)}</p>'
+
+
 def as_preformatted(text: str) -> str:
     """Return a model's text as HTML, with symbols for control characters and for runs of empty lines."""
     text = re.sub(r"\n{3,}", lambda run: "⏎" * len(run[0]) + "\n", text.translate(SYMBOLS))

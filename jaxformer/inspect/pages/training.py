@@ -12,7 +12,7 @@ from typing import Any
 from jaxformer.config import ModelConfig
 from jaxformer.data.dataset import evenly_spaced
 from jaxformer.inspect.activations import capture_shapes
-from jaxformer.inspect.pages.charts import STEP, Axis, Line, Lines
+from jaxformer.inspect.pages.charts import STEP, Axis, Grid, Line, Lines
 from jaxformer.inspect.pages.labels import layer_label
 from jaxformer.inspect.pages.page import Section, Table, Texts, write_page
 from jaxformer.nn.parameter_norms import ROW_KEYS
@@ -158,21 +158,26 @@ def _entropy(rows: Sequence[Row], config: ModelConfig) -> Iterator[Section]:
 def _updates(rows: Sequence[Row]) -> Iterator[Section]:
     if not (rows := _with(rows, "gradients", len)):
         return
+    lowest = 0.01 * max(row.get("lr") or 0 for row in rows)
     ratios: dict[str, tuple[list[int], list[float | None]]] = {}
     for row in rows:
         for parameter in row["gradients"]:
             steps, y = ratios.setdefault(parameter["name"], ([], []))
             steps.append(row["step"])
-            y.append(parameter["update"])
-    lines = [
-        Line(steps, y, name.rpartition(".")[2], name, points=len(steps) == 1) for name, (steps, y) in ratios.items()
-    ]
+            y.append(None if "lr" in row and (row["lr"] or 0) <= lowest else parameter["update"])
+    kinds: dict[str, list[Line]] = {}
+    for name, (steps, y) in ratios.items():
+        kind = name.rpartition(".")[2]
+        kinds.setdefault(kind, []).append(Line(steps, y, kind, name, points=len(steps) == 1))
     about = (
         "Norm of a step's update over that of the weights, a line per parameter (or head's part of one). One far above "
-        "the others is unstable; one far below hardly learns."
+        "the others is unstable; one far below hardly learns. Steps at a hundredth of the highest learning rate, or "
+        "less, are left out."
     )
-    if len(rows) > 1:  # for a single step, the table suffices
-        yield Lines("Update ratios", lines, STEP, Axis("update / weight", log=True), 380, about=about)
+    shown = [value for _, y in ratios.values() for value in y if value]
+    if len(rows) > 1 and shown:  # for a single step, the table suffices
+        axis = Axis("update / weight", log=True, limits=(min(shown), max(shown)))
+        yield Grid("Update ratios", [Lines(kind, lines, STEP, axis, 200) for kind, lines in kinds.items()], about=about)
     table = [[p["name"], *(_number(p[key]) for key in ROW_KEYS[1:])] for p in rows[-1]["gradients"]]
     columns = ["parameter", "‖gradient‖", "‖weights‖", "lr·g/w", "update/w"]
     yield Table(f"Gradients at step {rows[-1]['step']:,}", columns, table)

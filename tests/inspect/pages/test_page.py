@@ -274,6 +274,11 @@ def test_browser_shows_escaped_texts_attention_and_charts(tmp_path: Path, browse
     assert shown() == 82
     ticks = "return [[0.17, 8.5, 3], [0, 40, 4], [-Infinity, Infinity, 3]].map((x) => linearTicks(...x))"
     assert browser.execute_script(ticks) == [[2, 4, 6, 8], [0, 10, 20, 30, 40], []]  # never one alone
+    steps = """
+        const { at, ticks } = makeScale({ log: true, offset: 1 }, [0, 1, 63], 0, 60, 4);
+        return [[0, 1, 63].map((step) => Math.round(at(step))), ticks.map(([, label]) => label)];
+    """
+    assert browser.execute_script(steps) == [[0, 10, 60], ["0", "1", "10"]]
     assert complaints(browser) == []
 
 

@@ -32,17 +32,20 @@ function makeTip(container) {
   };
 }
 
+const hasPlace = (axis, value) => !axis.log || value + axis.offset > 0;
+
 /** Return the scale of an axis: `at(value)` in pixels, and ticks as [value, label]. */
 function makeScale(axis, values, from, to, maxTicks) {
-  const usable = values.filter((value) => value !== null && Number.isFinite(value) && (!axis.log || value > 0));
+  const usable = values.filter((value) => value !== null && Number.isFinite(value) && hasPlace(axis, value));
   let low = usable.reduce((a, b) => Math.min(a, b), axis.from_zero ? 0 : Infinity);
   let high = usable.reduce((a, b) => Math.max(a, b), -Infinity);
   if (!usable.length) [low, high] = axis.log ? [1, 10] : [0, 1];
   if (axis.limits) [low, high] = axis.limits;
-  const map = axis.log ? Math.log10 : (value) => value;
+  const map = axis.log ? (value) => Math.log10(value + axis.offset) : (value) => value;
   [low, high] = [map(low), map(high)];
   if (high - low < 1e-12 * Math.max(1, Math.abs(high))) [low, high] = axis.from_zero ? [0, high || 1] : [low - 0.5, high + 0.5];
-  const ticks = axis.log ? logTicks(low, high, maxTicks) : linearTicks(low, high, maxTicks);
+  let ticks = axis.log ? logTicks(low, high, maxTicks) : linearTicks(low, high, maxTicks);
+  if (axis.log && axis.offset) ticks = [0, ...logTicks(0, high, maxTicks - 1)].filter((value) => map(value) >= low && map(value) <= high);
   const [start, end] = axis.reverse ? [to, from] : [from, to];
   const at = (value) => start + ((clamp(map(value), low, high) - low) / (high - low)) * (end - start);
   const label = (value) => (axis.percent ? `${Number((100 * value).toPrecision(3))} %` : format(value));
@@ -98,7 +101,7 @@ function lines(container, { title, positions, lines: all, x: xAxis, y: yAxis, he
     plot.replaceChildren();
     plot.setAttribute("width", width);
     const visible = all.filter((line) => !hidden.has(line.name));
-    const yValues = visible.flatMap((line) => line.y.filter((_, i) => !xAxis.log || positions[line.x][i] > 0));
+    const yValues = visible.flatMap((line) => line.y.filter((_, i) => hasPlace(xAxis, positions[line.x][i])));
     const [top, bottom] = [10, height - 42];
     const y = makeScale(yAxis, yValues, bottom, top, Math.floor(height / 45));
     const left = 26 + CHARACTER_PIXELS * Math.max(3, ...y.ticks.map(([, label]) => label.length));
@@ -127,7 +130,7 @@ function lines(container, { title, positions, lines: all, x: xAxis, y: yAxis, he
       let pen = "M";
       line.y.forEach((value, i) => {
         const position = positions[line.x][i];
-        if (value === null || (yAxis.log && value <= 0) || (xAxis.log && position <= 0)) { pen = "M"; return; }
+        if (value === null || !hasPlace(yAxis, value) || !hasPlace(xAxis, position)) { pen = "M"; return; }
         const point = { x: x.at(position), y: y.at(value), position, value };
         const lonely = pen === "M" && (i + 1 === line.y.length || line.y[i + 1] === null);
         path += `${pen}${point.x.toFixed(1)} ${point.y.toFixed(1)}${lonely ? "h.01" : ""}`;

@@ -22,7 +22,7 @@ function film(container, { steps, losses = null, prompts = [], texts, moved = mo
     if (losses) told.textContent += `, held-out loss ${losses[index] === null ? "-" : losses[index].toFixed(3)}`;
     slider.setAttribute("aria-valuetext", told.textContent);
     samples.forEach((sample, i) => { sample.textContent = texts[index][i]; });
-    moved({ index, position: steps[index] + 1 });
+    moved({ index, position: steps[index] });
   }
   slider.addEventListener("input", show);
 
