@@ -336,7 +336,7 @@ def test_experiment_is_shared_as_link_picture_and_file(page: LabPage, tmp_path: 
         wait_for(page.browser, f"return document.querySelector('#note').textContent.includes('{name}')")
         if name == "mine.json":
             page.settle()
-            about = "1 block, heads per block: 1; your own text; A: no mask. Press Train."
+            about = "1 block, heads per block: 1; own text; A: no mask. Press Train."
             assert page.text("#note") == f"From mine.json: {about}"
     remedy = "choose a file that Save experiment wrote."
     assert page.text("#note") == f"other.json is not an experiment of the laboratory; {remedy}"

@@ -1,6 +1,7 @@
 // A picture of one block: what flows through it, the shapes on the wires, and the parts that switches break.
 import type { Config, Fault } from "../engine";
 import { show, svg } from "./dom";
+import { MODEL_NAMES } from "./experiments";
 import type { Lane } from "./lane";
 
 const [WIDTH, HEIGHT] = [960, 240];
@@ -63,59 +64,75 @@ const BRANCHES: [number, number][] = [
   [704, 830],
 ];
 
-/** Draw the block of all models; return the function that draws them anew. */
+/** Draw the block of all models; return the function that draws it anew. */
 export function makeDiagram(plot: SVGSVGElement) {
   plot.setAttribute("viewBox", `0 0 ${WIDTH} ${HEIGHT}`);
-  return (lanes: Lane[], config: Config, block: number, isHidden: (lane: Lane) => boolean): void => {
-    const { contextLength: T, width: D, heads: H, blocks } = config;
-    const broken = (lane: Lane, faults: Fault[]) =>
-      isHidden(lane) ? [] : faults.filter((fault) => lane.faults.has(fault));
+  let drawn = "";
+  let values: ((lanes: Lane[]) => void)[] = [];
+
+  function build(broken: Fault[][], { contextLength: T, width: D, heads: H, blocks }: Config, block: number) {
+    values = [];
     const wire = (d: string, kind = "") => svg("path", { class: `wire ${kind}`, d });
     const shape = (x: number, y: number, text: string) => svg("text", { x, y, class: "shape" }, text);
-    const marks = (x: number, y: number, faults: Fault[], value?: Part["value"]) =>
-      lanes
-        .flatMap((lane, i) => {
-          const name = lanes.length > 1 ? `${lane.name}: ` : "";
-          const texts = [...broken(lane, faults), value?.(lane, block)].filter(Boolean);
-          return texts.map((text) => ({ text: `${name}${text}`, i }));
-        })
-        .map(({ text, i }, row) => svg("text", { x, y: y + LINE * row, class: `lane-${i}` }, text));
-    const withoutResidual = lanes.findIndex((lane) => broken(lane, ["no residual"]).length);
-    const nodes: Node[] = [
+    const prefix = (i: number) => (broken.length > 1 ? `${MODEL_NAMES[i]}: ` : "");
+    const isBroken = (faults: Fault[]) => broken.findIndex((ofLane) => faults.some((fault) => ofLane.includes(fault)));
+    /** Name the switches of each model that break a part, and below them what is measured there. */
+    const marks = (x: number, y: number, faults: Fault[], value?: Part["value"]) => {
+      const names = broken.flatMap((ofLane, i) =>
+        faults.filter((fault) => ofLane.includes(fault)).map((fault): [string, number] => [prefix(i) + fault, i]),
+      );
+      const measured = value ? broken.map((_, i): [string, number] => ["", i]) : [];
+      return [...names, ...measured].map(([text, i], row) => {
+        const mark = svg("text", { x, y: y + LINE * row, class: `lane-${i}` }, text);
+        if (value && !text) {
+          values.push((lanes) => {
+            const measured = value(lanes[i], block);
+            mark.textContent = measured && prefix(i) + measured;
+          });
+        }
+        return mark;
+      });
+    };
+    const cut = isBroken(["no residual"]);
+    plot.replaceChildren(
       wire(`M10 ${STREAM}H${WIDTH - 30}`),
       ...BRANCHES.flatMap(([from, to]) => [
         wire(`M${from} ${STREAM}V${BRANCH}H${to}V${STREAM + 8}`),
-        ...(withoutResidual < 0
-          ? []
-          : [svg("path", { class: `cut lane-${withoutResidual}`, d: `M${from + 8} ${STREAM}H${to - 8}` })]),
+        ...(cut < 0 ? [] : [svg("path", { class: "cut", d: `M${from + 8} ${STREAM}H${to - 8}` })]),
         svg("circle", { cx: to, cy: STREAM, r: 8 }),
         svg("text", { x: to, y: STREAM + 4 }, "+"),
       ]),
       wire(`M${WIDTH - 30} ${STREAM + BOX / 2}V${BACK}H33V${STREAM + 6}`, "back"),
-      shape(24, STREAM - 8, `${T}`),
+      shape(20, STREAM - 8, String(T)),
       shape(450, STREAM - 8, `residual stream ${T}×${D}`),
-      ...marks(450, STREAM + 16, ["no residual"]),
-      shape(369, BRANCH - 20, `${H}×${T}×${D / H}`),
+      ...marks(450, STREAM + 18, ["no residual"]),
+      shape(367, BRANCH - 20, `${H}×${T}×${D / H}`),
       shape(538, BRANCH - 20, `${H}×${T}×${T}`),
-      shape(804, STREAM - 24, blocks > 1 ? `block ${block} of ${blocks}` : ""),
-    ];
-    for (const { x, width, y, label, faults, value } of PARTS) {
-      const lane = lanes.findIndex((lane) => broken(lane, faults).length);
-      nodes.push(
-        svg(
-          "g",
-          { class: lane < 0 ? "part" : `part broken lane-${lane}` },
-          svg("rect", { x: x - width / 2, y: y - BOX / 2, width, height: BOX, rx: 5 }),
-          svg("text", { x, y: y + 4 }, label),
-        ),
-        ...(y === BACK
-          ? marks(x + 130, y - 6, faults)
-          : marks(x, y + BOX / 2 + 15 + (y === BRANCH && value ? 2 * LINE : 0), faults, value)), // below its neighbours'
-      );
-    }
-    plot.replaceChildren(...nodes);
-    plot.style.setProperty("--step", String(Math.max(...lanes.map((lane) => lane.step)))); // dashes move as it trains
-    const all = lanes.map((lane) => `${lane.name}: ${broken(lane, [...lane.faults]).join(", ") || "no broken part"}`);
+      shape(765, STREAM - 8, blocks > 1 ? `block ${block} of 0 to ${blocks - 1}` : ""),
+      ...PARTS.flatMap(({ x, width, y, label, faults, value }) => {
+        const lane = isBroken(faults);
+        const below = y + BOX / 2 + LINE + (y === BRANCH && value ? 2 * LINE : 0); // the names at its neighbours
+        return [
+          svg(
+            "g",
+            { class: lane < 0 ? "part" : `part broken lane-${lane}` },
+            svg("rect", { x: x - width / 2, y: y - BOX / 2, width, height: BOX, rx: 5 }),
+            svg("text", { x, y: y + 4 }, label),
+          ),
+          ...(y === BACK ? marks(x + 130, y - 6, faults) : marks(x, below, faults, value)),
+        ];
+      }),
+    );
+    const all = broken.map((faults, i) => `${MODEL_NAMES[i]}: ${faults.join(", ") || "no broken part"}`);
     plot.setAttribute("aria-label", `One block, from tokens to the loss. ${all.join("; ")}.`);
+  }
+
+  /** `broken` are the switches of each model that may be shown. */
+  return (lanes: Lane[], broken: Fault[][], config: Config, block: number): void => {
+    const key = JSON.stringify([broken, config, block]);
+    if (key !== drawn) build(broken, config, block);
+    drawn = key;
+    for (const show of values) show(lanes);
+    plot.style.setProperty("--step", String(Math.max(...lanes.map((lane) => lane.step)))); // dashes move as it trains
   };
 }

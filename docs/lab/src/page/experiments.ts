@@ -53,7 +53,8 @@ export function fromAddress(address: string): { experiment: Experiment; unknown:
   const asked = new URLSearchParams(address);
   const unknown: string[] = [];
   const known = <T>(name: string, value: string, found: T | undefined): T | undefined => {
-    if (found === undefined) unknown.push(`${name}=${value}`);
+    const remedy = value === OWN ? " (only a saved experiment holds it)" : "";
+    if (found === undefined) unknown.push(`${name}=${value}${remedy}`);
     return found;
   };
   const size = (name: "blocks" | "heads") => {
@@ -73,7 +74,7 @@ export function fromAddress(address: string): { experiment: Experiment; unknown:
 }
 
 export function describe({ blocks, heads, text, models }: Experiment): string {
-  const about = isOwn(text) ? "your own text" : TEXTS[nameOf(text)].about;
+  const about = isOwn(text) ? "own text" : TEXTS[nameOf(text)].about;
   return [
     sizes({ blocks, heads }),
     ...(about ? [about] : []),

@@ -123,7 +123,7 @@ export class Lane {
     if (this.isIntact) return [own, `held out at step ${step}: the intact model.`];
     const reference = lossAt(intact, step);
     if (reference === undefined) {
-      return [own, `held out at step ${step}. Second model, or compare at a switch, trains an intact one beside it.`];
+      return [own, `held out at step ${step}; compare, at a switch, trains an intact model beside it.`];
     }
     const there = reference.toFixed(2);
     if (!Number.isFinite(heldOut)) return [own, `at step ${step}, where the intact model has ${there} nats.`];

@@ -9,7 +9,8 @@ const LINE = 18;
 const MAP = 128;
 const MAX_STORED_BYTES = 10_000_000;
 const FONT = "13px system-ui, sans-serif";
-const DRAWN = ["fill", "font", "opacity", "paint-order", "stroke", "stroke-dasharray", "stroke-linejoin", "stroke-width"];
+/** Properties that the style of the page gives to a drawing. */
+const DRAWN = "fill font opacity paint-order stroke stroke-dasharray stroke-linejoin stroke-width".split(" ");
 
 export interface Pictured {
   /** Of the model, and what stands beside its map. */
@@ -43,11 +44,15 @@ export async function drawPicture(plot: SVGSVGElement, caption: string, models: 
   context.fillRect(0, 0, width, height);
   context.drawImage(chart, PADDING, PADDING);
   [context.font, context.textBaseline, context.imageSmoothingEnabled] = [FONT, "top", false];
-  const write = (lines: string[], x: number, y: number) => lines.forEach((line, i) => context.fillText(line, x, y + i * LINE));
+  const write = (lines: string[], x: number, y: number) =>
+    lines.forEach((line, i) => context.fillText(line, x, y + i * LINE));
   let y = start;
   models.forEach((model, i) => {
     const map = document.createElement("canvas");
-    drawMatrix(map, model.map.map((row) => row.map(Math.sqrt)));
+    drawMatrix(
+      map,
+      model.map.map((row) => row.map(Math.sqrt)),
+    );
     context.drawImage(map, PADDING, y, MAP, MAP);
     context.fillStyle = `rgb(${colour(model.colour)})`;
     context.fillRect(PADDING + MAP, y, 3, MAP);
