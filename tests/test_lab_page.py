@@ -63,10 +63,9 @@ class LabPage:
     def flip(self, fault: str, model: str = "A") -> None:
         self.click(f'[data-fault="{fault}"][data-model="{model}"]')
 
-    def held_out(self) -> list[list[float]]:
+    def held_out(self) -> list[float]:
         """The losses on held-out text that the legend tells, of each model."""
-        texts = self.texts("#chart .legend span")
-        return [[float(text.split()[-1]) for text in texts if "held out" in text]]
+        return [float(text.split()[-1]) for text in self.texts("#chart .legend span") if "held out" in text]
 
     @property
     def step(self) -> int:
@@ -231,7 +230,7 @@ def test_page_opens_on_three_experiments_of_which_each_trains_at_a_click(page: L
     assert page.texts("#diagram .broken") == ["norm", "norm"] and "B: no norm" in page.texts("#diagram text.lane-1")
     page.load("blocks=1&heads=4&text=anagrams&A=&B=no+positions")
     page.train(100)
-    [[intact, broken]] = page.held_out()[-1:]
+    intact, broken = page.held_out()
     assert broken > intact + 0.1
     words = {"spot", "stop", "post", "tops", "opts", "pots"}
     first, second = (set(text.split()[1:-1]) for text in page.texts(".samples tr:nth-child(4) td"))
@@ -241,10 +240,10 @@ def test_page_opens_on_three_experiments_of_which_each_trains_at_a_click(page: L
 def test_number_beside_the_intact_model_is_the_difference_of_their_losses(page: LabPage) -> None:
     page.open("blocks=1&A=no positions&B=")
     page.train(6)
-    [[a, b]] = page.held_out()[-1:]
+    a, b = page.held_out()
     broken, intact = page.texts(".beside")
     number, sign = re.match(r"(\S+) nats (better|worse) than the intact model at step", broken).groups()
-    assert float(number) == pytest.approx(abs(a - b), abs=0.02) and (sign == "worse") == (a > b)
+    assert (float(number) if sign == "worse" else -float(number)) == pytest.approx(a - b, abs=0.02)
     assert intact == f"{b:.2f} nats held out at step {page.step}: the intact model."
     page.click("#second")  # the intact model's losses are remembered
     wait_for(page.browser, "return document.querySelectorAll('.model').length === 1")
