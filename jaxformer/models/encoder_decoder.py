@@ -287,7 +287,7 @@ class EncoderDecoder(nn.Module):
     def unembedding(self) -> Unembedding:
         """Return the layer from readout to logits, by default the transposed embedding (Press and Wolf 2017)."""
         c = self.config
-        W_DV = self.embedding.W_E.T if c.unembedding == "tied" else self.W_out
+        W_DV = self.W_out if c.unembedding == "linear" else self.embedding.W_E.T
         return Unembedding(W_DV, self.b_out if c.unembedding_bias else None)
 
     def _embed_target(self, tokens_T: jax.Array, positions_T: jax.Array) -> jax.Array:

@@ -280,7 +280,7 @@ CASES: dict[str, Case] = {
             "num_decoder_layers": (1,), "num_hidden_layers": (1, 2),
             "feed_forward_proj": ("gated-gelu", "relu", "gated-silu", "gelu"),
             "tie_word_embeddings": (False, True), "relative_attention_num_buckets": (8, 32),
-            "relative_attention_max_distance": (20, 128, 9), "layer_norm_epsilon": (1e-6, 1e-2), "d_kv": (4, 6),
+            "relative_attention_max_distance": (20, 128, 40), "layer_norm_epsilon": (1e-6, 1e-2), "d_kv": (4, 6),
         },
         compare_encoder_decoders,
     ),

@@ -15,7 +15,7 @@ from jaxformer.errors import UserError
 from jaxformer.interop.configs import read_config
 from jaxformer.interop.families.encoder_decoders import with_stored_head
 from jaxformer.interop.obstacles import obstacles
-from jaxformer.interop.run import finetuning_config, import_run, load_published_tokenizer
+from jaxformer.interop.run import finetuning_config, load_published_tokenizer, pretrained_model
 from jaxformer.interop.sampling import as_generation_tokens, target_tokens
 from jaxformer.models.encoder_decoder import EncoderDecoderConfig
 from jaxformer.ops.positions import sinusoidal
@@ -109,11 +109,11 @@ def test_positions_of_marian_must_be_sinusoidal(tmp_path: Path):
     file, name = tmp_path / "model/model.safetensors", "model.encoder.embed_positions.weight"
     table_PD = np.array(sinusoidal(np.arange(96), 24, interleaved=False))
     save_file({**load_file(file), name: table_PD}, file)
-    import_run(tmp_path / "model", tmp_path / "run")
+    pretrained_model(tmp_path / "model")
     table_PD[3, 5] += 0.1
     save_file({**load_file(file), name: table_PD}, file)
     with pytest.raises(UserError, match=r"embed_positions\.weight in .* is not the sinusoidal encoding"):
-        import_run(tmp_path / "model", tmp_path / "other")
+        pretrained_model(tmp_path / "model")
 
 
 def test_a_token_of_targets_without_an_embedding_is_refused():
