@@ -101,7 +101,10 @@ def expected_moments(config: DecoderConfig, n_tokens: int) -> tuple[Moments, ...
         read = _read(c, before if c.norm_placement in PARALLEL else stream)
         mlp = mlp_mean_square(read, c.d_model, c.d_ff, c.activation, c.bias)
         if (e := c.experts) is not None:
-            mlp *= _router_weights(read / 3, e.n_experts, e.per_token, e.renormalize) + e.shared_expert
+            mlp *= _router_weights(read / 3, e.n_experts, e.per_token, e.renormalize)
+            if e.shared_expert:
+                shared = mlp_mean_square(read, c.d_model, (e.shared_width or c.d_ff[0],), c.activation, c.bias)
+                mlp += shared * (_gate_square(read / 3) if e.shared_gate else 1.0)
         stream = _after(c, stream, mlp)
         moments.append(Moments(before, scores, entropy, stream / before if before else nan))
     return tuple(moments)
@@ -120,10 +123,17 @@ def _router_weights(variance: float, n_experts: int, per_token: int, renormalize
     return float(jnp.mean(jnp.sum(jnp.square(route(jnp.asarray(logits), per_token, renormalize)[1]), axis=-1)))
 
 
+def _gate_square(variance: float) -> float:
+    """Return the mean square of the sigmoid of a normal number."""
+    nodes, weights = np.polynomial.hermite_e.hermegauss(64)
+    return float(weights @ np.square(1 / (1 + np.exp(-sqrt(variance) * nodes))) / weights.sum())
+
+
 def _after(c: DecoderConfig, stream: float, part: float) -> float:
     if c.norm != "none" and c.norm_placement == "post":
         return 1.0
     part = 1.0 if c.norm != "none" and c.norm_placement in ("both", "output") else part
+    part *= c.residual_scale**2
     return stream + part if c.contract.has_residual_stream else part
 
 

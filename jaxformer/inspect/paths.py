@@ -205,7 +205,7 @@ def _written(c: Any, params: Params, values: Activations) -> Activations:
         if W_HKD is None:  # heads are concatenated, or, each as wide as the model, summed
             W_HKD = jnp.broadcast_to(jnp.eye(c.d_model).reshape(-1, K, c.d_model), (H, K, c.d_model))
         for h, written_TD in enumerate(jnp.einsum("htk,hkd->htd", heads_HTK, W_HKD)):
-            parts[f"blocks.{i}.attention.z.{h}"] = written_TD
+            parts[f"blocks.{i}.attention.z.{h}"] = c.residual_scale * written_TD
         parts[f"blocks.{i}.mlp_out"] = values[f"blocks.{i}.mlp_out"]
     return parts
 

@@ -98,6 +98,7 @@ def _attribute(
     direction_TD = out_VD[likeliest_T if target_T is None else jnp.broadcast_to(target_T, likeliest_T.shape)]
     if baseline_T is not None:
         direction_TD -= out_VD[jnp.broadcast_to(baseline_T, likeliest_T.shape)]
+    direction_TD *= c.logit_scale
     biases: dict[str, jax.Array] = {}
     if c.final_norm:
         direction_TD, biases = _through_norm(c, "final_norm", params.get("final_norm", {}), last_TD, direction_TD)
@@ -113,12 +114,13 @@ def _attribute(
         biases |= bias
     parts = OrderedDict((name, project(values[name], first_TD)) for name in embeddings)
     for i in range(c.n_blocks):
-        block, before_TD = params[f"blocks_{i}"], {"attention": direction_TD, "mlp": direction_TD}
+        block = params[f"blocks_{i}"]
+        before_TD = dict.fromkeys(("attention", "mlp"), c.residual_scale * direction_TD)
         if c.norm != "none" and c.norm_placement in ("both", "output"):
             for part in before_TD:
                 name, norm = f"blocks.{i}.{part}", f"{part}_post_norm"
                 before_TD[part], bias = _through_norm(
-                    c, f"blocks.{i}.{norm}", block.get(norm, {}), values[name], direction_TD
+                    c, f"blocks.{i}.{norm}", block.get(norm, {}), values[name], before_TD[part]
                 )
                 biases |= bias
         layer, weights = f"blocks.{i}.attention", block["attention"]

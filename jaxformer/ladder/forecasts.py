@@ -172,7 +172,7 @@ def _logits(c: MLPConfig | DecoderConfig, moments: Sequence[Moments]) -> tuple[f
     std = c.embedding_std if c.unembedding == "tied" else c.unembedding_std
     norm = sqrt(stream) if c.final_norm else 1.0
     own = c.d_model * c.embedding_scale * c.embedding_std**2 / norm if c.unembedding == "tied" else 0.0
-    return own, stream / norm**2 * (1.0 if std is None else c.d_model * std**2)
+    return c.logit_scale * own, c.logit_scale**2 * stream / norm**2 * (1.0 if std is None else c.d_model * std**2)
 
 
 def _random_loss(own: float, variance: float, vocab_size: int, cap: float | None) -> float:

@@ -31,7 +31,7 @@ from jaxformer.contract import ARRAY, AttentionShape, Contract, Input
 from jaxformer.errors import UserError
 from jaxformer.models import blocks
 from jaxformer.models.inputs import check_length
-from jaxformer.nn.attention import MultiHeadAttention
+from jaxformer.nn.attention import MultiHeadAttention, QKNorm
 from jaxformer.nn.block import Block, Make, SideInputs, run_blocks
 from jaxformer.nn.capture import capture_point
 from jaxformer.nn.embedding import AddedPositions, Embedding
@@ -80,6 +80,10 @@ class ExpertsConfig(FieldDocs):
     which is slower but exact."""
     shared_expert: bool = False
     """Additional expert in each block that processes all tokens."""
+    shared_width: Size | None = None
+    """Width of its hidden layer; by default, as the others'."""
+    shared_gate: bool = False
+    """Multiply its output by the sigmoid of a learned projection of the token."""
     balance_weight: NonNegativeFloat = 0.01
     """Weight of the load-balancing loss of each block."""
     router_z_weight: NonNegativeFloat = 0.001
@@ -89,6 +93,9 @@ class ExpertsConfig(FieldDocs):
         check_fields(self)
         if self.per_token > self.n_experts:
             raise UserError(f"per_token is {self.per_token}, but n_experts is {self.n_experts}; use at most that.")
+        if not self.shared_expert and (self.shared_width is not None or self.shared_gate):
+            given = f"shared_width is {self.shared_width}" if self.shared_width is not None else "shared_gate is True"
+            raise UserError(f"{given}, but there is no shared expert; omit it, or set shared_expert.")
 
 
 @dataclass(frozen=True)
@@ -111,8 +118,13 @@ class DecoderConfig(TokenModelConfig):
     """Bias of W_O; by default, as attention_bias."""
     score_scale: PositiveFloat | None = None
     """Factor applied to the attention scores; by default, 1/sqrt(head_dim)."""
+    score_soft_cap: PositiveFloat | None = None
+    """Bound c of the attention scores, c · tanh(scores / c) (Gemma 2); none for no bound."""
     qk_norm: bool = False
     """RMS-normalise queries and keys."""
+    qk_norm_kind: QKNorm = "head"
+    """What qk_norm normalises: each head, with one gain for all heads; the whole width of all heads (OLMo 2); or, with
+    layernorm, each head by LayerNorm without a bias and with gains of its own (Cohere)."""
     local_heads: NonNegative = 0
     """Heads of each block that attend to a fixed distance at initialisation: the first one position back, the second
     two back, and so on. Needs RoPE and attention_bias, whose b_Q and b_K are initialised accordingly."""
@@ -160,8 +172,13 @@ class DecoderConfig(TokenModelConfig):
     log(vocab_size)."""
     unembedding_bias: bool = False
     """Bias of the logits, b_out, 0 at initialisation."""
+    logit_scale: PositiveFloat = 1.0
+    """Factor of the final norm's output and so of the logits (Cohere, Granite), before unembedding_bias and
+    logit_soft_cap."""
     logit_soft_cap: PositiveFloat | None = None
     """Bound c of the logits, c · tanh(logits / c) (Gemma 2); none for no bound."""
+    residual_scale: PositiveFloat = 1.0
+    """Factor of each sublayer's output before it is added to the residual stream (Granite)."""
     dropout: Fraction = 0.0
     """Dropout probability, in training, of features of the embedding and of each sublayer's output."""
 
@@ -187,6 +204,8 @@ class DecoderConfig(TokenModelConfig):
                 raise UserError(
                     f"norm is none, but {name} is True; set {name} to false, or norm to rmsnorm or layernorm."
                 )
+        if self.qk_norm_kind != "head" and not self.qk_norm:
+            raise UserError(f"qk_norm_kind is {self.qk_norm_kind}, but qk_norm is False; set it to true.")
         if self.unembedding_std is not None and not self.has_W_out:
             raise UserError(f"unembedding_std is {self.unembedding_std}, but there is no W_out; omit it.")
 
@@ -285,7 +304,7 @@ class DecoderConfig(TokenModelConfig):
             has_segments=not self.prefix,
             attention=AttentionShape(
                 *(self.n_heads, self.kv_heads, self.width_of_head, self.width_of_values, self.context_length, mask),
-                has_terms=self.score_bias is not None,
+                has_terms=self.score_bias is not None or self.score_soft_cap is not None,
             ),
             scaled_width=None if self.unembedding == "tied" else self.d_model,
             has_residual_stream=True,
@@ -302,7 +321,9 @@ class DecoderConfig(TokenModelConfig):
             "n_kv_heads": self.kv_heads,
             "output_bias": self.output_bias,
             "scale": self.score_scale,
+            "soft_cap": self.score_soft_cap,
             "qk_norm": self.qk_norm,
+            "qk_norm_kind": self.qk_norm_kind,
             "norm_eps": epsilon("rmsnorm", self.norm_eps),
             "distances": tuple(range(1, self.local_heads + 1)),
         }
@@ -320,6 +341,8 @@ class DecoderConfig(TokenModelConfig):
             per_token=experts.per_token,
             capacity_factor=experts.capacity_factor,
             shared_expert=experts.shared_expert,
+            make_shared=None if experts.shared_width is None else partial(mlp, hidden=(experts.shared_width,)),
+            shared_gate=experts.shared_gate,
             shards=execution.expert_shards,
             renormalize=experts.renormalize,
         )
@@ -332,7 +355,7 @@ class DecoderConfig(TokenModelConfig):
             "make_attention": self.make_attention(execution, rope=self.block_rope(i)),
             "make_mlp": self.make_mlp(execution),
         }
-        return blocks.make_block(self, execution, **attributes | parts)
+        return blocks.make_block(self, execution, **attributes | {"residual_scale": self.residual_scale} | parts)
 
 
 class Decoder(nn.Module):
@@ -441,7 +464,8 @@ class Decoder(nn.Module):
 
     def readout(self, x_TD: jax.Array) -> jax.Array:
         """Return the input of `unembedding`, `(T, D)`: the residual stream after the final norm."""
-        return self.final_norm(x_TD) if self.config.final_norm else x_TD
+        x_TD = self.final_norm(x_TD) if self.config.final_norm else x_TD
+        return x_TD if self.config.logit_scale == 1 else self.config.logit_scale * x_TD
 
     def unembedding(self) -> Unembedding:
         """Return the layer from readout to logits."""

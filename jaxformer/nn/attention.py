@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from math import sqrt
-from typing import Any
+from typing import Any, Literal, get_args
 
 import flax.linen as nn
 import jax
@@ -10,18 +10,19 @@ import jax.numpy as jnp
 
 from jaxformer.nn.capture import OUTPUT, capture_point, is_capturing
 from jaxformer.nn.norms import RMSNorm
-from jaxformer.nn.parameters import parameter
+from jaxformer.nn.parameters import check_name, parameter
 from jaxformer.ops.attention import attention, attention_scores, merge_heads, project_heads, softmax, weighted_sum
 from jaxformer.ops.bias import Bias, check_cached_bias
 from jaxformer.ops.cache import LayerCache, decode_step, read_layer, write_layer
 from jaxformer.ops.masks import Mask, as_array
-from jaxformer.ops.norms import rms_norm
+from jaxformer.ops.norms import layer_norm, rms_norm
 from jaxformer.ops.positions import RoPE, check_positions
 
+QKNorm = Literal["head", "width", "layernorm"]
+"""Names of norms of queries and keys in configs; see `MultiHeadAttention`."""
 AXES = {
     **dict.fromkeys(("W_Q", "W_K", "W_V"), "embed -> heads head_dim"),
     **dict.fromkeys(("b_Q", "b_K", "b_V"), "heads 1 head_dim"),
-    **dict.fromkeys(("gamma_Q", "gamma_K"), "head_dim"),
     "W_O": "heads head_dim -> embed",
     "b_O": "embed",
     "sinks": "heads",
@@ -43,6 +44,9 @@ class MultiHeadAttention(nn.Module):
       bias: add `b_Q`, `b_K`, `b_V` and `b_O`, all 0 at initialisation.
       output_bias: add `b_O`; None to follow `bias`.
       qk_norm: RMS-normalise every query and key, with learned gains (after Henry et al. 2020, who use the l2 norm).
+      qk_norm_kind: 'head' for the norm of each head by itself, with a gain that heads share, `gamma_Q` and `gamma_K`
+        `(K,)`; 'width' for one norm of all heads together (OLMo 2), or 'layernorm' for LayerNorm of each head without a
+        bias (Cohere), both with gains `(H, K)` and `(G, K)`.
       norm_eps: ε of these norms.
       rope: rotation of queries and keys by their position; None for no rotation.
       soft_cap: bound of the scores; None for no bound. See `ops.attention.attention`.
@@ -60,6 +64,7 @@ class MultiHeadAttention(nn.Module):
     bias: bool = False
     output_bias: bool | None = None
     qk_norm: bool = False
+    qk_norm_kind: QKNorm = "head"
     norm_eps: float = RMSNorm.eps
     rope: RoPE | None = None
     soft_cap: float | None = None
@@ -151,13 +156,26 @@ class MultiHeadAttention(nn.Module):
     def _normalize_and_rotate(self, gain: str, x_HTK: jax.Array, positions_T: jax.Array) -> jax.Array:
         """Return queries or keys after `qk_norm`, by the name of its gain, and RoPE: `(H, T, K)`."""
         if self.qk_norm:
-            x_HTK = rms_norm(x_HTK, self._parameter(gain, nn.initializers.ones, self.head_dim), self.norm_eps)
+            x_HTK = self._normalize(gain, x_HTK)
         return x_HTK if self.rope is None else self.rope(x_HTK, positions_T)
+
+    def _normalize(self, gain: str, x_HTK: jax.Array) -> jax.Array:
+        """Return queries or keys after `qk_norm`, by the name of its gain, `(H, T, K)`."""
+        check_name("qk_norm_kind", self.qk_norm_kind, get_args(QKNorm))
+        if self.qk_norm_kind == "head":
+            return rms_norm(x_HTK, self._parameter(gain, nn.initializers.ones, self.head_dim), self.norm_eps)
+        H, T, K = x_HTK.shape
+        gamma_HK = self._parameter(gain, nn.initializers.ones, H, K)
+        if self.qk_norm_kind == "layernorm":
+            return layer_norm(x_HTK, eps=self.norm_eps) * gamma_HK[:, None, :].astype(x_HTK.dtype)
+        x_TD = rms_norm(x_HTK.swapaxes(0, 1).reshape(T, H * K), gamma_HK.reshape(-1), self.norm_eps)
+        return x_TD.reshape(T, H, K).swapaxes(0, 1)
 
     @nn.compact
     def _parameter(self, name: str, init: nn.initializers.Initializer, *shape: int) -> jax.Array:
         """Return a parameter. Linen allows one compact method per class, and `keys_values` is also called directly."""
-        return parameter(self, name, init, shape, AXES[name])
+        axes = ("head_dim", "heads head_dim")[len(shape) - 1] if name.startswith("gamma") else AXES[name]
+        return parameter(self, name, init, shape, axes)
 
     def _init(self, d_model: int) -> nn.initializers.Initializer:
         return nn.initializers.normal(1 / sqrt(d_model) if self.init_std is None else self.init_std)

@@ -70,6 +70,7 @@ class Block(nn.Module):
         is never normalised, so that gradients reach the first block unchanged (Xiong et al. 2020).
       dropout: dropout probability of the outputs of each sublayer, applied if there is a dropout key.
       make_cross_attention: function that constructs cross-attention; None for no cross-attention.
+      residual_scale: factor of each sublayer's output (Granite).
     """
 
     make_attention: Make = partial(MultiHeadAttention, n_heads=8, head_dim=64)
@@ -78,6 +79,7 @@ class Block(nn.Module):
     norm_placement: str = "pre"
     dropout: float = 0.0
     make_cross_attention: Make | None = None
+    residual_scale: float = 1.0
 
     def setup(self) -> None:
         check_name("norm_placement", self.norm_placement, PLACEMENTS)
@@ -146,6 +148,8 @@ class Block(nn.Module):
         """Return the residual stream `(T, D)` after a sublayer with the output y, captured by this name, with dropout
         of y."""
         y_TD = getattr(self, f"{sublayer}_post_norm")(y_TD)
+        if self.residual_scale != 1:
+            y_TD = self.residual_scale * y_TD
         if self.dropout and key is not None:
             y_TD = getattr(self, f"{sublayer}_dropout")(y_TD, rng=key)
         x_TD = self.residual(x_TD, capture_point(self, name, y_TD))

@@ -44,6 +44,9 @@ class Experts(nn.Module):
       n_experts, per_token: number E of experts, and number J of experts per token.
       capacity_factor: see `ops.experts.capacity`.
       shared_expert: add one more expert, `shared`, for all tokens (Dai et al. 2024, section 3.2).
+      make_shared: function that constructs it; None for `make_expert`.
+      shared_gate: multiply its output by the sigmoid of a learned projection of the token, `W_shared_gate` `(D, 1)`
+        (Qwen 1.5 MoE).
       shards: devices on the mesh axis "expert", each of which holds a shard of the experts and sends the others their
         tokens; more than 1 only inside a `jax.shard_map` over that axis.
       renormalize: see `ops.experts.route`.
@@ -56,6 +59,8 @@ class Experts(nn.Module):
     shared_expert: bool = False
     shards: int = 1
     renormalize: bool | None = None
+    make_shared: Make | None = None
+    shared_gate: bool = False
 
     @nn.compact
     def __call__(self, x_TD: jax.Array, valid_T: jax.Array | None = None) -> jax.Array:
@@ -75,7 +80,12 @@ class Experts(nn.Module):
         with handled_by(None):  # values under `vmap` cannot be captured
             y_ECD = self._through_experts(dispatch(x_TD, slots_TJ, self.n_experts, room))
         y_TD = combine(capture_point(self, "experts", y_ECD), slots_TJ, weights_TJ)
-        y_TD = y_TD + self.make_expert(name="shared")(x_TD) if self.shared_expert else y_TD
+        if self.shared_expert:
+            shared_TD = (self.make_shared or self.make_expert)(name="shared")(x_TD)
+            if self.shared_gate:
+                W_D1 = parameter(self, "W_shared_gate", uniform_fan_in(D), (D, 1), "embed -> choices")
+                shared_TD = jax.nn.sigmoid(x_TD @ W_D1) * shared_TD
+            y_TD = y_TD + shared_TD
         return capture_point(self, OUTPUT, y_TD)
 
     def _through_experts(self, x_ECD: jax.Array) -> jax.Array:

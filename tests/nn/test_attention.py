@@ -128,13 +128,24 @@ def test_unscaled_scores_are_not_divided() -> None:
     assert_close(apply(module, params, *INPUTS)[0], explicit(params, 1.0).reshape(T, H * K))
 
 
+def over_width(x_HTK: jax.Array, gamma_HK: jax.Array) -> jax.Array:
+    rms_T1 = jnp.sqrt(jnp.square(x_HTK).mean((0, 2)) + 1e-6)[:, None]
+    return x_HTK / rms_T1 * gamma_HK[:, None]
+
+
+def standardized(x_HTK: jax.Array, gamma_HK: jax.Array) -> jax.Array:
+    mean, variance = x_HTK.mean(-1, keepdims=True), x_HTK.var(-1, keepdims=True)
+    return (x_HTK - mean) / jnp.sqrt(variance + 1e-6) * gamma_HK[:, None]
+
+
 @pytest.mark.slow
-def test_qk_norm_then_rotation() -> None:
-    module = ConcatenatedHeads(H, K, 2, qk_norm=True, rope=RoPE(100.0))
+@pytest.mark.parametrize(("kind", "norm"), [("head", rms_norm), ("width", over_width), ("layernorm", standardized)])
+def test_qk_norm_then_rotation(kind: Any, norm: Callable) -> None:
+    module = ConcatenatedHeads(H, K, 2, qk_norm=True, qk_norm_kind=kind, rope=RoPE(100.0))
     params = random_params(module, *INPUTS)
 
     def heads(matrix: str, gain: str) -> jax.Array:
-        return rope(rms_norm(jnp.einsum("td,dhk->htk", X_TD, params[matrix]), params[gain]), POSITIONS_T, 100.0)
+        return rope(norm(jnp.einsum("td,dhk->htk", X_TD, params[matrix]), params[gain]), POSITIONS_T, 100.0)
 
     v = jnp.einsum("td,dhk->htk", X_TD, params["W_V"])
     wanted = attention(heads("W_Q", "gamma_Q"), heads("W_K", "gamma_K"), v, CAUSAL_TT, 1 / sqrt(K))

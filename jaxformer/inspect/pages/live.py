@@ -37,6 +37,10 @@ KNOWN = {
     "positions": ("none", "learned", "sinusoidal"),
     "embedding_norm": (False,),
     "unembedding_bias": (False,),
+    "score_soft_cap": (None,),
+    "qk_norm_kind": ("head",),
+    "residual_scale": (1.0,),
+    "logit_scale": (1.0,),
     "activation": ("relu", "squared_relu", "gelu", "gelu_exact", "quick_gelu", "silu", "swiglu", "geglu", "tanh"),
 }
 """What assets/decoder.js computes; another norm or activation is to be added there, and in assets/backward.js."""
