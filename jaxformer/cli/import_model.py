@@ -53,7 +53,7 @@ def main(line: CommandLine) -> int:
     run = RUNS / name if options.run is None else folder_named("--run", options.run)
     machine.set_up(1, "")
 
-    from jaxformer.interop.run import import_run
+    from jaxformer.interop.run import import_run, left_out
     from jaxformer.runs.run import abstract_params, count_parameters, read_tokenizer
 
     echo_status(f"reading {source} ...")
@@ -63,5 +63,7 @@ def main(line: CommandLine) -> int:
     tokenizer = read_tokenizer(folder)
     chat = " --chat" if tokenizer is not None and "chat_template" in tokenizer.config else ""
     sample = f"{command('sample')} --run {shlex.quote(str(folder))}{chat}"
+    if (parts := left_out(source)) is not None:
+        echo(f"without the {parts}: the run reads texts only")
     echo(f"run {folder}: {n:,} parameters from {source}; sample with: {sample}")
     return 0

@@ -10,13 +10,15 @@ from typing import Any
 
 from flax.traverse_util import unflatten_dict
 
-from jaxformer.config.fields import from_dict, shortest_period
+from jaxformer.config.fields import from_dict, required_fields, shortest_period
+from jaxformer.config.files import kind_of
 from jaxformer.errors import UserError, abbreviate
 from jaxformer.interop.families import ENCODER_DECODERS, ENCODERS, FAMILIES
 from jaxformer.interop.families.encoders import POOLED_CLASSIFIER
 from jaxformer.interop.families.tables import NONE_OF, REQUIRED, Family, Field, ImportedConfig, PublishedConfig
 from jaxformer.models.decoder import DecoderConfig
-from jaxformer.ops.positions import Llama3Scaling, RoPE
+from jaxformer.models.encoder import EncoderConfig
+from jaxformer.ops.positions import NTK, Llama3Scaling, LongRoPE, RoPE, Scaling, Yarn, yarn_amplitude
 
 MAX_TRAINING_CONTEXT = 2048
 """Default maximum training sequence length of an imported model, in tokens; its own maximum context is kept."""
@@ -37,12 +39,40 @@ OTHER_NAMES = {
     "rope.scaling.low": f"the low_freq_factor of {ROPE}",
     "rope.scaling.high": f"the high_freq_factor of {ROPE}",
     "rope.scaling.original_context": ORIGINAL,
+    "rope.scaling.short": f"the short_factor of {ROPE}",
+    "rope.scaling.long": f"the long_factor of {ROPE}",
+    **{
+        f"rope.scaling.{name}": f"the {name} of {ROPE}"
+        for name in ("beta_fast", "beta_slow", "attention_factor", "truncate")
+    },
 }
 """Their names of our fields that are not in the tables of `families`."""
-LLAMA3 = {"factor": "factor", "low": "low_freq_factor", "high": "high_freq_factor", "original_context": ORIGINAL}
-"""Fields of `Llama3Scaling` and theirs."""
-ROPE_TYPES = ("default", "linear", "llama3")
+SCALINGS: Mapping[str, tuple[type[Scaling], Mapping[str, str]]] = {
+    "llama3": (
+        Llama3Scaling,
+        {"factor": "factor", "low": "low_freq_factor", "high": "high_freq_factor", "original_context": ORIGINAL},
+    ),
+    "yarn": (
+        Yarn,
+        {"factor": "factor", "original_context": ORIGINAL, "attention_factor": "attention_factor"}
+        | {name: name for name in ("beta_fast", "beta_slow", "truncate")},
+    ),
+    "dynamic": (NTK, {"factor": "factor", "original_context": "max_position_embeddings"}),
+    "longrope": (
+        LongRoPE,
+        {"factor": "factor", "original_context": ORIGINAL, "attention_factor": "attention_factor"}
+        | {"short": "short_factor", "long": "long_factor"},
+    ),
+}
+"""Scalings by frequency, by their `rope_type`: our class, and its fields and theirs."""
+ROPE_TYPES = ("default", "linear", *SCALINGS)
 """Their types of RoPE scaling."""
+
+UNREAD = re.compile(r"_token_id$|dropout|pdrop|dtype|^_|version|^(architectures|model_type|auto_map|use_cache)$|label")
+"""Fields that say nothing of a model's computation."""
+ROPE_FIELDS = ("rope_theta", "rope_scaling", "rope_parameters", PARTIAL, ORIGINAL)
+MAX_LACKING = 6
+"""Maximum number of fields that a message names."""
 
 
 def family_of(theirs: PublishedConfig) -> Family:
@@ -54,7 +84,8 @@ def family_of(theirs: PublishedConfig) -> Family:
     families = {family.architecture: family for family in all_families if family.model_type == model_type}
     if not families:
         known = ", ".join(dict.fromkeys(family.model_type for family in all_families))
-        raise UserError(f"the model_type is {abbreviate(model_type)}, which is not supported; supported are {known}.")
+        problem = f"the model_type is {abbreviate(model_type)}, which is not supported{_nearest(theirs, all_families)}"
+        raise UserError(f"{problem}; supported are {known}.")
     names = architectures or list(families)
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise UserError(f"the architectures are {abbreviate(names)}, which are no names; restore the published config.")
@@ -63,6 +94,25 @@ def family_of(theirs: PublishedConfig) -> Family:
         remedy = f"use a checkpoint of {' or '.join(published)}"
         raise UserError(f"the first of architectures is {abbreviate(names[0])}, which is not supported; {remedy}.")
     return families[matching[0]]
+
+
+def _nearest(theirs: PublishedConfig, families: Collection[Family]) -> str:
+    """Return the part of a message that names the family that knows most fields of a config, and those that it lacks;
+    empty for a config without fields that describe a model."""
+    names = {name for name in theirs if not UNREAD.search(name)}
+
+    def known(family: Family) -> set[str]:
+        """Return the names of the fields that a family reads or requires a value of."""
+        of_rope = {*ROPE_FIELDS} if family.rope_base is not None else set()
+        of_windows = {"sliding_window", "layer_types"} if family.windows is not None else set()
+        return {field.theirs for field in family.fields} | {*family.required, *family.aliases} | of_rope | of_windows
+
+    nearest = max(families, key=lambda family: len(names & known(family)))
+    if not names & known(nearest):
+        return ""
+    lacking = sorted(names - known(nearest))
+    shown = ", ".join(map(abbreviate, lacking[:MAX_LACKING])) + (", …" if lacking[MAX_LACKING:] else "")
+    return f"; the nearest family is {nearest.model_type}" + (f", which has no field {shown}" if lacking else "")
 
 
 def read_config(theirs: PublishedConfig, context_length: int | None = None) -> ImportedConfig:
@@ -95,7 +145,11 @@ def read_config(theirs: PublishedConfig, context_length: int | None = None) -> I
         assert isinstance(checked, DecoderConfig)
         window, is_local = read_windows(family, theirs, checked.n_blocks)
         values["attention"] = shortest_period(
-            [{"window": window, "rope": local_rope} if local else {} for local in is_local]
+            [
+                ({"window": window, "rope": local_rope} if local else {})
+                | ({} if family.has_rope is None or family.has_rope(theirs, i, local) else {"use_rope": False})
+                for i, local in enumerate(is_local)
+            ]
         )
     except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
         problem = f"the config has no equivalent as a {family.model_type}: {type(error).__name__}: {error}"
@@ -192,12 +246,14 @@ def read_windows(family: Family, theirs: PublishedConfig, n_blocks: int) -> tupl
 
 
 def write_windows(config: DecoderConfig, family: Family) -> dict[str, Any]:
-    """Return their fields for our attention windows."""
+    """Return their fields for our attention windows, and blocks without RoPE."""
+    has_rope = [int(config.block_attention(i).use_rope) for i in range(config.n_blocks)]
+    theirs: dict[str, Any] = {} if family.has_rope is None else {"no_rope_layers": has_rope}  # 1 with RoPE
     if (windows := family.windows) is None:
-        return {}
+        return theirs
     of_block = [config.block_attention(i).window for i in range(config.n_blocks)]
     window = next((window for window in of_block if window is not None), None)
-    theirs: dict[str, Any] = {"sliding_window": window}
+    theirs["sliding_window"] = window
     if windows.by_layer:
         theirs["layer_types"] = ["full_attention" if window is None else "sliding_attention" for window in of_block]
     if windows.enabled_by is not None:
@@ -217,32 +273,47 @@ def read_rope(
     if family.local_rope_base is None:
         rope |= older or given or {}
         if nested := sorted(LAYER_KINDS & rope.keys()):
-            raise ValueError(f"{ROPE} has {' and '.join(nested)}, and only gemma3_text differs by layer")
+            differing = " and ".join(name for name, other in FAMILIES.items() if other.local_rope_base is not None)
+            raise ValueError(f"{ROPE} has {' and '.join(nested)}, and only {differing} differ by layer")
     else:  # by kind of layer, where the older field changes that of layers without a window
         kinds = {kind: {"rope_type": "default"} for kind in LAYER_KINDS} if given is None else given
         rope |= (kinds.get("full_attention") or {}) | older
+        rope.pop("truncate", None)  # which transformers reads where no layers differ
         local = {"rope_theta": theirs.get("rope_local_base_freq", family.local_rope_base)}
         local |= kinds.get("sliding_attention") or {}
         _rope_type(local, ["default"])
         local_rope = {"base": local["rope_theta"]}
-    kind = _rope_type(rope, ROPE_TYPES)
-    fraction = rope.get(PARTIAL, theirs.get(PARTIAL))
-    if family.rope_fraction is None:  # read with a scaling only
-        if fraction not in (None, 1) and kind != "default":
-            raise ValueError(f"the {PARTIAL} of {ROPE} is {abbreviate(fraction)}, and only 1 has an equivalent")
+    kind = _rope_type(rope, family.rope_types or ROPE_TYPES)
+    fraction = rope.get(PARTIAL, theirs.get(PARTIAL, family.rope_fraction))
+    if family.rope_fraction is None and kind != "default" and fraction not in (None, 1):  # read with a scaling only
+        raise ValueError(f"the {PARTIAL} of {ROPE} is {abbreviate(fraction)}, and only 1 has an equivalent")
+    if family.rope_fraction is None or fraction is None:
         fraction = 1.0
-    elif fraction is None:
-        fraction = family.rope_fraction
     scaling: Any = 1.0
     if kind == "linear":
         scaling = rope["factor"]
-    elif kind == "llama3":
-        rope = {ORIGINAL: ours["max_context"]} | rope
+    elif kind in SCALINGS:
+        rope = {ORIGINAL: ours["max_context"]} | rope | {"max_position_embeddings": ours["max_context"]}
         if ORIGINAL in theirs and family.local_rope_base is None:
             rope[ORIGINAL] = theirs[ORIGINAL]
-        scaling = {name: rope[their_name] for name, their_name in LLAMA3.items()}
+        scaling = _read_scaling(kind, rope)
     ours_of_all = {"base": rope["rope_theta"], "scaling": scaling, "fraction": fraction}
     return ours_of_all | {"interleaved": family.interleaved}, local_rope
+
+
+def _read_scaling(kind: str, rope: dict[str, Any]) -> dict[str, Any]:
+    """Return our scaling by frequency, one of `SCALINGS`."""
+    scaling, names = SCALINGS[kind]
+    if kind in ("yarn", "longrope") and rope.get("factor") is None:
+        rope["factor"] = rope["max_position_embeddings"] / rope[ORIGINAL]
+    if kind == "yarn" and rope.get("attention_factor") is None and rope.get("mscale") and rope.get("mscale_all_dim"):
+        own, all_dim = (yarn_amplitude(rope["factor"], rope[name]) for name in ("mscale", "mscale_all_dim"))
+        rope["attention_factor"] = own / all_dim
+    defaults = {name: None for name in ("beta_fast", "beta_slow") if not rope.get(name)}  # of which 0 is none
+    rope = rope | defaults | ({"truncate": bool(rope["truncate"])} if "truncate" in rope else {})
+    required = required_fields(scaling)
+    values = {ours: rope[name] for ours, name in names.items() if ours in required or rope.get(name) is not None}
+    return {"kind": kind_of(scaling), **values}
 
 
 def _rope_type(rope: PublishedConfig, known: Collection[str]) -> str:
@@ -257,15 +328,18 @@ def write_rope(config: DecoderConfig, family: Family) -> dict[str, Any]:
     """Return their fields for our RoPE, both for versions of transformers before 5 and from 5 on."""
     rope = config.rope or RoPE()
     scaling: dict[str, Any] = {"rope_type": "default"}
-    if isinstance(rope.scaling, Llama3Scaling):
-        scaling = {"rope_type": "llama3"} | {name: getattr(rope.scaling, ours) for ours, name in LLAMA3.items()}
+    if (kind := next((kind for kind, (cls, _) in SCALINGS.items() if type(rope.scaling) is cls), None)) is not None:
+        scaling = {name: getattr(rope.scaling, ours) for ours, name in SCALINGS[kind][1].items()}
+        given = {name: value for name, value in scaling.items() if value is not None}
+        scaling = {"rope_type": kind} | given
     elif isinstance(rope.scaling, float) and rope.scaling != 1:
         scaling = {"rope_type": "linear", "factor": rope.scaling}
     theirs = {"rope_theta": rope.base, "rope_scaling": None if scaling["rope_type"] == "default" else scaling}
     if family.rope_fraction is not None:
         scaling[PARTIAL] = theirs[PARTIAL] = rope.fraction
     nested: dict[str, Any] = {"rope_theta": rope.base, **scaling}
-    if (local := next((kind.rope for kind in config.attention if kind.rope is not None), None)) is not None:
+    if family.local_rope_base is not None:
+        local = next((kind.rope for kind in config.attention if kind.rope is not None), rope)
         theirs |= {"rope_local_base_freq": local.base}
         local_rope = {"rope_theta": local.base, "rope_type": "default"}
         nested = {"full_attention": nested, "sliding_attention": local_rope}

@@ -166,8 +166,10 @@ def resolved(model: ImportedConfig) -> ImportedConfig:
         )
     config = as_known(model)
     assert isinstance(config, DecoderConfig)
-    if (experts := config.experts) is not None and experts.renormalize is None:
-        experts = dataclasses.replace(experts, renormalize=experts.per_token > 1)
+    if (experts := config.experts) is not None:
+        renormalize = experts.per_token > 1 if experts.renormalize is None else experts.renormalize
+        shared_width = experts.shared_width or config.d_ff[0] if experts.shared_expert else None
+        experts = dataclasses.replace(experts, renormalize=renormalize, shared_width=shared_width)
     return dataclasses.replace(
         config,
         n_kv_heads=config.kv_heads,
@@ -206,8 +208,10 @@ def unmatched(config: ImportedConfig, family: Family) -> dict[str, Collection[An
             of_family = dataclasses.replace(config.rope, fraction=fraction, interleaved=family.interleaved)
             of_rope = {"rope": (of_family,)} if of_family != config.rope else {}
         defaults["rope"] = config.rope
-        plain = tuple(dataclasses.replace(kind, rope=None, use_rope=True) for kind in config.attention)
-        if family.local_rope_base is None and plain != config.attention:
+        same: dict[str, Any] = {} if family.local_rope_base is not None else {"rope": None}
+        same |= {} if family.has_rope is not None else {"use_rope": True}
+        plain = tuple(dataclasses.replace(kind, **same) for kind in config.attention)
+        if plain != config.attention:
             return {"attention": (shortest_period(plain),)}
     fixed = {
         **defaults,
@@ -225,7 +229,12 @@ def unmatched(config: ImportedConfig, family: Family) -> dict[str, Collection[An
     ignored = TRAINING_FIELDS | (set() if family.windows is None else {"attention"})
     lacking = [name for name in values if name not in ignored and values[name] not in expected[name]]
     if not lacking and not of_rope:  # conversions that combine several fields may still differ
-        again = values_of(resolved(read_config(write_config(config, family), config.context_length)))
+        try:
+            again = values_of(resolved(read_config(write_config(config, family), config.context_length)))
+        except UserError:
+            if not isinstance(config, DecoderConfig) or config.rope is None:
+                raise
+            return {"rope": (dataclasses.replace(config.rope, scaling=1.0),)}  # the family has no such scaling
         for name in values.keys() - TRAINING_FIELDS:
             ours, back = values[name], again[name]
             are_floats = isinstance(ours, float) and isinstance(back, float)

@@ -98,6 +98,15 @@ def _open(
     return published, model, tokenizer, abstract, find_sources(published, family_of(published.config), model, abstract)
 
 
+def left_out(source: Path) -> str | None:
+    """Return the names of the parts of a published model that its import leaves out, such as `vision_tower`; None if it
+    leaves out none."""
+    published = open_published(source)
+    pattern = family_of(published.config).unread
+    found = [re.search(pattern, name) for name in published.names] if pattern else []
+    return " and ".join(sorted({match[0].strip(".").rpartition(".")[2] for match in found if match})) or None
+
+
 def is_published(folder: Path) -> bool:
     """Return True for a file, or a folder with a published model, of any family and format, and False for a run."""
     if folder.is_file():

@@ -27,7 +27,7 @@ from jaxformer.ops.positions import sinusoidal
 FIELDS = (
     *(("{i}", "n_blocks"), ("W_out", "unembedding"), ("V", "vocab_size")),
     *(("{i}", "n_encoder_blocks"), ("{i}", "n_decoder_blocks"), ("N", "position_buckets")),
-    *(("{e}", "experts.n_experts"), ("E", "experts.n_experts")),
+    *(("{e}", "experts.n_experts"), ("E", "experts.n_experts"), ("U", "experts.shared_width")),
     *(("P", "max_context"), ("P", "context_length"), ("S", "n_segments"), ("H", "n_heads"), ("G", "n_kv_heads")),
     *(("R", "n_heads"), ("R", "n_kv_heads")),
     *(("K", "head_dim"), ("F", "d_ff"), ("D", "d_model"), ("O", "d_model"), ("C", "n_classes")),
@@ -54,6 +54,7 @@ def axis_sizes(config: ImportedConfig) -> dict[str, int]:
         "K": config.width_of_head,
         "F": config.d_ff[0],
         "E": n_experts(config),
+        "U": getattr(getattr(config, "experts", None), "shared_width", None) or config.d_ff[0],
         "S": getattr(config, "n_segments", 0),
         "O": config.d_model,
         "C": getattr(config, "n_classes", 0),
@@ -221,7 +222,7 @@ def _check_rest(published: PublishedModel, family: Family, config: ImportedConfi
             if not np.allclose(published.read(name).astype(np.float32), expected, atol=1e-2):
                 problem = f"{name} in {published.path} is not the sinusoidal encoding, which is the only one supported"
                 raise UserError(f"{problem} for {family.model_type}; use a checkpoint whose positions are not trained.")
-        elif not any(re.search(pattern, name) for pattern in family.ignored):
+        elif not any(re.search(pattern, name) for pattern in (*family.ignored, *filter(None, [family.unread]))):
             pattern = re.sub(r"\.\d+\.", ".{i}.", name, count=1)
             rows_of_name = (weight for weight in family.weights if weight.theirs == pattern)
             fields = next((_fields(family, weight) for weight in rows_of_name), "architectures")

@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -20,7 +21,7 @@ from jaxformer.models.encoder_decoder import EncoderDecoderConfig
 from jaxformer.ops.cache import KVCache
 from jaxformer.ops.losses import negative_log_likelihood
 from jaxformer.runs.run import Run, abstract_params, load_run
-from tests.interop.published import their_greedy, their_logits
+from tests.interop.published import SHAPES, their_greedy, their_logits
 
 TOKENS = np.random.default_rng(3).integers(10, 270, 40)
 """More than any window or original context below."""
@@ -210,7 +211,8 @@ class Case:
     def variation(self, i: int) -> dict[str, Any]:
         """Return the i-th variation: the first values for 0, and else a draw for each field by itself."""
         drawn = {name: x[0] if i == 0 else Random(f"{name} {i}").choice(x) for name, x in self.choices.items()}
-        return {**self.base, **{name: x for name, x in drawn.items() if x is not ...}}
+        # A copy, since some config classes of transformers change the nested ones that they are given.
+        return deepcopy({**self.base, **{name: x for name, x in drawn.items() if x is not ...}})
 
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -225,6 +227,17 @@ LLAMA_CHOICES: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 LAYERS = {"encoder_ffn_dim": 40, "decoder_ffn_dim": 40, "decoder_attention_heads": 6}
 STACKS: dict[str, tuple[Any, ...]] = {"encoder_layers": (1, 2), "decoder_layers": (1, 2)}
+YARN = {"rope_type": "yarn", "rope_theta": 300.0, "factor": 4.0, "original_max_position_embeddings": 16}
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 300.0, "short_factor": [1.0, 2.0], "long_factor": [1.5, 3.0],
+    "original_max_position_embeddings": 4,
+}  # fmt: skip
+PARTIAL = {"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 1.0}
+OLMO_CHOICES: dict[str, tuple[Any, ...]] = {
+    "tie_word_embeddings": (False, True), "head_dim": (4, 10), "num_key_value_heads": (2, 1, 6),
+    "rope_parameters": (YARN, ..., LINEAR), "attention_bias": (False, True),
+}  # fmt: skip
+EXPERTS = {"num_experts": 3, "moe_intermediate_size": 40}
 QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1, "num_hidden_layers": 3}
 
 CASES: dict[str, Case] = {
@@ -245,6 +258,102 @@ CASES: dict[str, Case] = {
             "final_logit_softcapping": (5.0, None), "query_pre_attn_scalar": (9, 4), "attention_bias": (False, True),
             "rope_parameters": (..., {FULL: LINEAR, SLIDING: {"rope_type": "default", "rope_theta": 30.0}}),
         },
+    ),
+    "Gemma": Case(
+        "Gemma 1, 2B and 7B",
+        {"head_dim": 4},
+        {
+            "rms_norm_eps": (4e-6, 1e-2), "tie_word_embeddings": (True, False), "num_key_value_heads": (2, 1),
+            "hidden_act": ("gelu_pytorch_tanh", "gelu"), "attention_bias": (False, True), "head_dim": (4, 10),
+            "rope_parameters": (YARN, LINEAR, LLAMA3),
+        },
+    ),
+    "Gemma2": Case(
+        "Gemma 2, 2B to 27B",
+        {"head_dim": 4, "sliding_window": 7},
+        {
+            "rms_norm_eps": (4e-6, 1e-2), "tie_word_embeddings": (True, False), "num_key_value_heads": (2, 1),
+            "attn_logit_softcapping": (2.0, None, 50.0), "final_logit_softcapping": (5.0, None),
+            "query_pre_attn_scalar": (9, 4), "attention_bias": (False, True), "rope_parameters": (..., LINEAR),
+            "layer_types": (..., [FULL, SLIDING]),
+        },
+    ),
+    "Ministral": Case(
+        "Ministral 8B", {"sliding_window": 7}, LLAMA_CHOICES | {"layer_types": ([FULL, SLIDING], ..., [SLIDING, FULL])}
+    ),
+    "Olmo": Case("OLMo 1, 1B and 7B", {}, OLMO_CHOICES),
+    "Olmo2": Case("OLMo 2, 1B to 32B", {}, OLMO_CHOICES | {"rms_norm_eps": (4e-6, 1e-2)}),
+    "Olmo3": Case(
+        "OLMo 3, 7B and 32B",
+        {"sliding_window": 7},
+        OLMO_CHOICES
+        | {
+            "rms_norm_eps": (4e-6, 1e-2), "layer_types": ([SLIDING, FULL], ..., [FULL, FULL]),
+            "rope_parameters": ({FULL: YARN, SLIDING: {"rope_type": "default", "rope_theta": 500.0}}, ...),
+        },
+    ),
+    "SmolLM3": Case(
+        "SmolLM3 3B",
+        {"sliding_window": 7, "pad_token_id": 0},
+        LLAMA_CHOICES
+        | {
+            "no_rope_layers": ([1, 0], [0, 1], [1, 1]), "use_sliding_window": (False, True),
+            "attention_bias": (False, True), "rope_parameters": (YARN, ..., LLAMA3),
+        },
+    ),
+    "Granite": Case(
+        "Granite 3 and 4 dense, 1B to 8B",
+        {},
+        LLAMA_CHOICES
+        | {
+            "embedding_multiplier": (12.0, 1.0), "residual_multiplier": (0.25, 1.5), "logits_scaling": (8.0, 0.5),
+            "attention_multiplier": (0.125, 0.7), "attention_bias": (False, True),
+        },
+    ),
+    "Phi3": Case(
+        "Phi-3 mini and medium, Phi-4 and Phi-4-mini",
+        {"original_max_position_embeddings": 4, "pad_token_id": 0},
+        {
+            "rms_norm_eps": (4e-6, 1e-2), "tie_word_embeddings": (False, True), "num_key_value_heads": (2, 1, 6),
+            "sliding_window": (None, 7),
+            "rope_parameters": (LONGROPE, {"rope_type": "default", "partial_rotary_factor": 0.5}, ...),
+        },
+    ),
+    "Glm4": Case(
+        "GLM-4-0414, 9B and 32B",
+        {"pad_token_id": 0},
+        LLAMA_CHOICES
+        | {"attention_bias": (True, False), "head_dim": (4, 8), "rope_parameters": (..., PARTIAL, LINEAR)},
+    ),
+    "Qwen3Moe": Case(
+        "Qwen 3, 30B-A3B and 235B-A22B",
+        EXPERTS,
+        LLAMA_CHOICES
+        | {
+            "num_experts_per_tok": (2, 1), "norm_topk_prob": (True, False), "attention_bias": (False, True),
+            "use_sliding_window": (False, True), "sliding_window": (7,),
+        },
+    ),
+    "Qwen2Moe": Case(
+        "Qwen 1.5 MoE, Qwen 2 57B-A14B",
+        {**EXPERTS, "shared_expert_intermediate_size": 36},
+        LLAMA_CHOICES
+        | {
+            "num_experts_per_tok": (2, 1), "norm_topk_prob": (False, True), "qkv_bias": (True, False),
+            "use_sliding_window": (False, True), "sliding_window": (7,), "max_window_layers": (1, 2),
+        },
+    ),
+    "Gemma3WithImages": Case(
+        "Gemma 3, 4B to 27B, without images",
+        {
+            "text_config": {**SHAPES, "head_dim": 4, "sliding_window": 9, "layer_types": [FULL, SLIDING]},
+            "vision_config": {
+                "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+                "image_size": 16, "patch_size": 8,
+            },
+            "mm_tokens_per_image": 4,
+        },
+        {"tie_word_embeddings": (True,)},
     ),
     "GPT2": Case(
         "GPT-2, 124M to 1.6B, DistilGPT2",

@@ -20,6 +20,7 @@ SHAPES: dict[str, Any] = {
 
 CLASSES = {
     "GPT2": ("GPT2Config", "GPT2LMHeadModel"), "Gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM"),
+    "Gemma3WithImages": ("Gemma3Config", "Gemma3ForConditionalGeneration"),
     "Bert": ("BertConfig", "BertForMaskedLM"), "BertModel": ("BertConfig", "BertModel"),
     "BertClassifier": ("BertConfig", "BertForSequenceClassification"),
     "Roberta": ("RobertaConfig", "RobertaForMaskedLM"), "RobertaModel": ("RobertaConfig", "RobertaModel"),

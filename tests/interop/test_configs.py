@@ -80,7 +80,7 @@ ENCODERS = {"is_decoder", "position_embedding_type"}
 REFUSED: dict[str, set[str]] = {
     "Llama": DECODERS | {"architectures", "tie_word_embeddings"}, "Mistral": DECODERS, "Mixtral": DECODERS,
     "Qwen2": DECODERS | {"architectures"}, "Qwen3": DECODERS,
-    "Gemma3": ROPE | {"is_causal", "hidden_activation", "use_bidirectional_attention", "attn_logit_softcapping"},
+    "Gemma3": ROPE | {"is_causal", "hidden_activation", "use_bidirectional_attention"},
     "GPT2": {"scale_attn_weights", "scale_attn_by_inverse_layer_idx", "n_head", "is_causal"},
     "Bert": ENCODERS | {"hidden_act"}, "BertModel": ENCODERS,
     "BertClassifier": ENCODERS | {"architectures", "num_attention_heads", "hidden_act"},

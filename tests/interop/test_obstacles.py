@@ -34,9 +34,13 @@ VALUES: dict[str, list[Any]] = {
         (BlockAttention(use_rope=False), BlockAttention()), (BlockAttention(rope=RoPE(1e3)),),
     ],
     "unembedding": ["tied"], "embedding_scale": [3.0], "logit_soft_cap": [30.0],
+    "score_soft_cap": [30.0], "qk_norm_kind": ["width", "layernorm"], "residual_scale": [0.5], "logit_scale": [0.5],
     "score_scale": [0.3], "final_norm": [False],
     "prefix": [True], "qk_norm": [True],
-    "experts": [ExpertsConfig(4), ExpertsConfig(4, shared_expert=True), ExpertsConfig(4, renormalize=False)],
+    "experts": [
+        ExpertsConfig(4), ExpertsConfig(4, shared_expert=True), ExpertsConfig(4, renormalize=False),
+        ExpertsConfig(4, shared_expert=True, shared_width=8, shared_gate=True),
+    ],
     "d_ff": [(8, 8)], "n_kv_heads": [2], "head_dim": [20],
     "local_heads": [1],
 }  # fmt: skip
@@ -67,8 +71,9 @@ def test_obstacles_are_fields_of_the_config_with_the_values_that_remove_them():
     assert {o.field for o in modern} == {"model.activation", "model.local_heads", "model.embedding_scale"}
     assert all(obstacle.value is not None for obstacle in moe if obstacle.field.startswith("model.experts")), moe
     partial = replace(config, model=replace(config.model, bias=False, rope=RoPE(fraction=0.5, scaling=Yarn(2.0, 16))))
-    named = [obstacle.field for obstacle in obstacles(partial, "hf")]
-    assert named == ["model.rope.fraction", "model.rope.scaling"], named
+    assert [obstacle.field for obstacle in obstacles(partial, "hf")] == ["model.rope.fraction"]
+    named = [obstacle.field for obstacle in obstacles(partial, "gguf")]
+    assert named == ["model.rope.scaling", "model.rope.fraction"], named
     assert obstacles(config, "safetensors") == obstacles(config, "stablehlo") == []
 
 

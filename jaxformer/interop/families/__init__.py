@@ -20,6 +20,7 @@ GGUF_FAMILIES: Mapping[str, Family] = {
         fields=tuple(row for row in family.fields if row.ours != "attention_bias"),
         constants={**family.constants, "attention_bias": False},
         windows=None,
+        rope_types=("default", "linear", "llama3"),
     )
     for family in (decoders.LLAMA, decoders.QWEN3)
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from math import sqrt
 
@@ -12,6 +13,7 @@ from jaxformer.interop.families.tables import (
     TIED,
     Family,
     Field,
+    PublishedConfig,
     Weight,
     Windows,
     all_but_every_sixth,
@@ -165,6 +167,8 @@ GPT2 = Family(
     },
 )
 
+EMBEDDING_SCALE = Field("embedding_scale", "hidden_size", read=sqrt, write=lambda scale: round(scale**2))
+GEMMA2_DEFAULTS = {"max_context": 8192, "score_soft_cap": 50.0, "logit_soft_cap": 30.0}
 GEMMA3 = Family(
     "gemma3_text",
     "Gemma3ForCausalLM",
@@ -178,8 +182,9 @@ GEMMA3 = Family(
         ),
         Field("activation", "hidden_activation", "gelu_pytorch_tanh", {"gelu_pytorch_tanh": "geglu"}),
         Field("attention_bias", "attention_bias", False),
-        Field("embedding_scale", "hidden_size", read=sqrt, write=lambda scale: round(scale**2)),
+        EMBEDDING_SCALE,
         Field("score_scale", "query_pre_attn_scalar", 256, read=lambda n: n**-0.5, write=lambda s: round(s**-2)),
+        Field("score_soft_cap", "attn_logit_softcapping", None),
         Field("logit_soft_cap", "final_logit_softcapping", None),
     ),
     weights=(
@@ -199,10 +204,69 @@ GEMMA3 = Family(
         ),
     ),
     constants={**LLAMA_CONSTANTS, "norm_placement": "both", "qk_norm": True},
-    required={"attn_logit_softcapping": None, "use_bidirectional_attention": False},
+    required={"use_bidirectional_attention": False},
     rope_base=1e6,
     local_rope_base=1e4,
     windows=Windows(all_but_every_sixth),
+)
+GEMMA3_WITH_IMAGES = replace(
+    GEMMA3,
+    model_type="gemma3",
+    architecture="Gemma3ForConditionalGeneration",
+    weights=tuple(
+        weight._replace(
+            theirs=re.sub("^model", "language_model.model", re.sub("^lm_head", "language_model.lm_head", weight.theirs))
+        )
+        for weight in GEMMA3.weights
+    ),
+    read=lambda theirs: {
+        **theirs,
+        **theirs["text_config"],
+        "tie_word_embeddings": theirs.get("tie_word_embeddings", True),
+    },
+    write=lambda theirs: {**theirs, "text_config": theirs | {"model_type": GEMMA3.model_type}},
+    prefix="",
+    unread=r"^(model\.)?(vision_tower|multi_modal_projector)\.",
+)
+"""Of models of texts and images, the part for texts."""
+
+GEMMA = replace(
+    GEMMA3,
+    model_type="gemma",
+    architecture="GemmaForCausalLM",
+    fields=(
+        *with_defaults(
+            tuple(row for row in LLAMA_FIELDS if row.ours != "activation"),
+            max_context=8192,
+            n_kv_heads=16,
+            head_dim=256,
+            unembedding=True,
+        ),
+        # Released configs say gelu, and mean this, as transformers knows.
+        Field("activation", "hidden_act", "gelu_pytorch_tanh", {"gelu_pytorch_tanh": "geglu", "gelu": "geglu"}),
+        Field("attention_bias", "attention_bias", False),
+        EMBEDDING_SCALE,
+    ),
+    weights=tuple(weight._replace(offset=float(weight.ours.endswith("gamma"))) for weight in LLAMA.weights),
+    constants=LLAMA_CONSTANTS,
+    rope_base=1e4,
+    local_rope_base=None,
+    windows=None,
+)
+
+GEMMA2 = replace(
+    GEMMA3,
+    model_type="gemma2",
+    architecture="Gemma2ForCausalLM",
+    fields=tuple(
+        row._replace(default=GEMMA2_DEFAULTS.get(row.ours, row.default), is_optional="soft_cap" in row.ours)
+        for row in GEMMA3.fields
+    ),
+    weights=tuple(weight for weight in GEMMA3.weights if ".gamma_" not in weight.ours),
+    constants={**LLAMA_CONSTANTS, "norm_placement": "both"},
+    rope_base=1e4,
+    local_rope_base=None,
+    windows=Windows(lambda theirs, i, window: i % 2 == 0),
 )
 
 MIXTRAL = replace(
@@ -231,6 +295,221 @@ MIXTRAL = replace(
     aliases={"num_experts": "num_local_experts"},
 )
 
+MINISTRAL = replace(
+    MISTRAL,
+    model_type="ministral",
+    architecture="MinistralForCausalLM",
+    windows=Windows(lambda theirs, i, window: True),
+)
 
-ALL = (LLAMA, QWEN3, GPT2, QWEN2, MISTRAL, GEMMA3, MIXTRAL)
+NO_PADDING = {"pad_token_id": None}
+"""What a config must have if its class has a default token for padding, which may be beyond the vocabulary."""
+OLMO = replace(
+    LLAMA,
+    model_type="olmo",
+    architecture="OlmoForCausalLM",
+    fields=tuple(row for row in LLAMA.fields if row.ours != "norm_eps"),
+    weights=tuple(weight for weight in LLAMA.weights if not weight.ours.endswith("gamma")),
+    constants={**LLAMA_CONSTANTS, "norm": "layernorm_no_parameters", "norm_eps": 1e-5},
+    required={"clip_qkv": None},
+    write=lambda theirs: theirs | NO_PADDING,
+)
+
+OLMO2 = replace(
+    LLAMA,
+    model_type="olmo2",
+    architecture="Olmo2ForCausalLM",
+    fields=with_defaults(LLAMA.fields, norm_eps=1e-5),
+    weights=(
+        *LLAMA_ENDS,
+        *(weight for weight in (*LLAMA_ATTENTION, *LLAMA_MLP) if not weight.ours.endswith("gamma")),
+        Weight("blocks_{i}.attention_post_norm.gamma", "model.layers.{i}.post_attention_layernorm.weight", "D -> D"),
+        Weight("blocks_{i}.mlp_post_norm.gamma", "model.layers.{i}.post_feedforward_layernorm.weight", "D -> D"),
+        Weight("blocks_{i}.attention.gamma_Q", "model.layers.{i}.self_attn.q_norm.weight", "(H K) -> H K"),
+        Weight("blocks_{i}.attention.gamma_K", "model.layers.{i}.self_attn.k_norm.weight", "(G K) -> G K"),
+    ),
+    constants={**LLAMA_CONSTANTS, "norm_placement": "output", "qk_norm": True, "qk_norm_kind": "width"},
+    required={},
+    write=lambda theirs: theirs | NO_PADDING,
+)
+OLMO3 = replace(
+    OLMO2,
+    model_type="olmo3",
+    architecture="Olmo3ForCausalLM",
+    read=lambda theirs: {name: value for name, value in theirs.items() if name != "rope_local_base_freq"},
+    rope_base=5e5,
+    local_rope_base=5e5,
+    windows=Windows(lambda theirs, i, window: (i + 1) % 4 != 0),
+)
+
+
+def smollm3_has_rope(theirs: PublishedConfig, i: int, is_local: bool = False) -> bool:
+    """Return True for a block that rotates queries and keys."""
+    if (layers := theirs.get("no_rope_layers")) is None:
+        return (i + 1) % int(theirs.get("no_rope_layer_interval", 4)) != 0
+    return bool(layers[i])
+
+
+SMOLLM3 = replace(
+    LLAMA,
+    model_type="smollm3",
+    architecture="SmolLM3ForCausalLM",
+    fields=with_defaults(LLAMA.fields, n_kv_heads=4, max_context=32_768, unembedding=True),
+    write=lambda theirs: {**theirs, **NO_PADDING, "use_sliding_window": theirs["sliding_window"] is not None},
+    rope_base=2e6,
+    windows=Windows(
+        lambda theirs, i, window: (
+            bool(theirs.get("use_sliding_window")) and window is not None and not smollm3_has_rope(theirs, i)
+        ),
+        default=None,
+    ),
+    has_rope=smollm3_has_rope,
+)
+
+GRANITE = replace(
+    LLAMA,
+    model_type="granite",
+    architecture="GraniteForCausalLM",
+    fields=(
+        *LLAMA.fields,
+        Field("embedding_scale", "embedding_multiplier", 1.0),
+        Field("score_scale", "attention_multiplier", 1.0),
+        Field("residual_scale", "residual_multiplier", 1.0),
+        Field("logit_scale", "logits_scaling", 1.0, read=lambda x: 1 / x, write=lambda x: 1 / x),
+    ),
+)
+
+FUSED_MLP = (
+    Weight("blocks_{i}.mlp.W_gate_1", "model.layers.{i}.mlp.gate_up_proj.weight", "(2 F) D -> D F", part=0),
+    Weight("blocks_{i}.mlp.W_1", "model.layers.{i}.mlp.gate_up_proj.weight", "(2 F) D -> D F", part=1),
+    Weight("blocks_{i}.mlp.W_2", "model.layers.{i}.mlp.down_proj.weight", "D F -> F D"),
+)
+ORIGINAL = "original_max_position_embeddings"
+
+
+def read_phi3(theirs: PublishedConfig) -> PublishedConfig:
+    """Return their config with the training context that it has by default, and older names of LongRoPE as they are
+    now."""
+    ropes = {name: dict(theirs[name]) for name in ("rope_parameters", "rope_scaling") if theirs.get(name)}
+    for rope in ropes.values():
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        rope["rope_type"] = "longrope" if kind in ("su", "yarn") else kind
+    return {ORIGINAL: 4096, **theirs, **ropes}
+
+
+PHI3 = replace(
+    LLAMA,
+    model_type="phi3",
+    architecture="Phi3ForCausalLM",
+    fields=with_defaults(LLAMA_FIELDS, max_context=4096, norm_eps=1e-5),
+    weights=(
+        *LLAMA_ENDS,
+        *(weight for weight in (*LLAMA_ATTENTION, *LLAMA_MLP) if weight.ours.endswith(("gamma", "W_O"))),
+        *(
+            Weight(
+                f"blocks_{{i}}.attention.W_{name}",
+                "model.layers.{i}.self_attn.qkv_proj.weight",
+                f"(H+G+G K) D -> D {heads} K",
+                part=part,
+            )
+            for part, (name, heads) in enumerate((("Q", "H"), ("K", "G"), ("V", "G")))
+        ),
+        *FUSED_MLP,
+    ),
+    required={},
+    read=read_phi3,
+    write=lambda theirs: {**theirs, **NO_PADDING, ORIGINAL: theirs["rope_parameters"].get(ORIGINAL, 4096)},
+    rope_fraction=1.0,
+    rope_types=("default", "longrope"),
+    windows=ALWAYS._replace(default=None),
+)
+
+GLM4 = replace(
+    LLAMA,
+    model_type="glm4",
+    architecture="Glm4ForCausalLM",
+    fields=(
+        *with_defaults(LLAMA_FIELDS, n_kv_heads=2, head_dim=128, max_context=131_072, norm_eps=1.5625e-7),
+        Field("attention_bias", "attention_bias", True),
+    ),
+    weights=(
+        *LLAMA_ENDS,
+        *(weight for weight in (*LLAMA_ATTENTION, *LLAMA_MLP) if ".mlp." not in weight.ours),
+        Weight("blocks_{i}.attention_post_norm.gamma", "model.layers.{i}.post_self_attn_layernorm.weight", "D -> D"),
+        Weight("blocks_{i}.mlp_post_norm.gamma", "model.layers.{i}.post_mlp_layernorm.weight", "D -> D"),
+        *FUSED_MLP,
+    ),
+    constants={**LLAMA_CONSTANTS, "norm_placement": "both", "output_bias": False},
+    required={},
+    write=lambda theirs: theirs | NO_PADDING,
+    rope_fraction=0.5,
+    interleaved=True,
+)
+
+QWEN3_MOE = replace(
+    QWEN3,
+    model_type="qwen3_moe",
+    architecture="Qwen3MoeForCausalLM",
+    fields=(
+        *with_defaults(
+            tuple(row for row in LLAMA.fields if row.ours != "d_ff"), n_kv_heads=4, max_context=32_768, norm_eps=1e-6
+        ),
+        Field("d_ff", "moe_intermediate_size", 768, read=to_widths, write=only_width),
+        Field("experts.n_experts", "num_experts", 128),
+        Field("experts.per_token", "num_experts_per_tok", 8),
+        Field("experts.renormalize", "norm_topk_prob", False),
+        Field("experts.balance_weight", "router_aux_loss_coef", 0.001),
+    ),
+    weights=(
+        *LLAMA_ENDS,
+        *LLAMA_ATTENTION,
+        *QK_NORM,
+        *(weight for weight in LLAMA_MLP if weight.ours.endswith("gamma")),
+        Weight("blocks_{i}.mlp.W_router", "model.layers.{i}.mlp.gate.weight", "E D -> D E"),
+        Weight(f"{EXPERTS}.W_gate_1", "model.layers.{i}.mlp.experts.{e}.gate_proj.weight", "F D -> D F"),
+        Weight(f"{EXPERTS}.W_1", "model.layers.{i}.mlp.experts.{e}.up_proj.weight", "F D -> D F"),
+        Weight(f"{EXPERTS}.W_2", "model.layers.{i}.mlp.experts.{e}.down_proj.weight", "D F -> F D"),
+    ),
+    required={"mlp_only_layers": None, "decoder_sparse_step": 1},
+    windows=ALWAYS._replace(enabled_by="use_sliding_window"),
+    aliases={"num_local_experts": "num_experts"},
+)
+
+SHARED, THEIR_SHARED = "blocks_{i}.mlp.shared", "model.layers.{i}.mlp.shared_expert"
+QWEN2_MOE = replace(
+    QWEN3_MOE,
+    model_type="qwen2_moe",
+    architecture="Qwen2MoeForCausalLM",
+    fields=(
+        *with_defaults(
+            tuple(row for row in QWEN3_MOE.fields if row.ours != "attention_bias"),
+            **{"n_kv_heads": 16, "d_ff": 1408, "experts.n_experts": 60, "experts.per_token": 4},
+        ),
+        Field("attention_bias", "qkv_bias", True),
+        Field("experts.shared_width", "shared_expert_intermediate_size", 5632),
+    ),
+    weights=(
+        *(weight for weight in QWEN3_MOE.weights if ".gamma_" not in weight.ours),
+        Weight("blocks_{i}.mlp.W_shared_gate", "model.layers.{i}.mlp.shared_expert_gate.weight", "1 D -> D 1", 0),
+        Weight(f"{SHARED}.W_gate_1", f"{THEIR_SHARED}.gate_proj.weight", "U D -> D U"),
+        Weight(f"{SHARED}.W_1", f"{THEIR_SHARED}.up_proj.weight", "U D -> D U"),
+        Weight(f"{SHARED}.W_2", f"{THEIR_SHARED}.down_proj.weight", "D U -> U D"),
+    ),
+    constants={
+        **LLAMA_CONSTANTS,
+        "output_bias": False,
+        "experts.shared_expert": True,
+        "experts.shared_gate": True,
+    },
+    windows=Windows(
+        lambda theirs, i, window: window is not None and i % 2 == 0 and bool(i < theirs.get("max_window_layers", 28)),
+        enabled_by="use_sliding_window",
+    ),
+    aliases={},
+)
+
+ALL = (
+    *(LLAMA, QWEN3, GPT2, QWEN2, MISTRAL, GEMMA3, MIXTRAL, GEMMA, GEMMA2, GEMMA3_WITH_IMAGES, MINISTRAL),
+    *(OLMO, OLMO2, OLMO3, SMOLLM3, GRANITE, PHI3, GLM4, QWEN3_MOE, QWEN2_MOE),
+)
 """All families of decoders, in the order of preference for export."""

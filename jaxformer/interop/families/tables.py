@@ -3,8 +3,8 @@ and encoder-decoders.
 
 The tables are used in both directions, for import and export. Layouts are written with one letter per axis: V
 vocabulary, P positions, S segments, D model width, H query heads, G key/value heads, R query heads per key/value head,
-K head width, F hidden width of the MLP, E experts, N buckets of distances, O outputs of a head as wide as the model, C
-classes. Axes in parentheses are stored as one, in row-major order.
+K head width, F hidden width of the MLP, U that of a shared expert, E experts, N buckets of distances, O outputs of a
+head as wide as the model, C classes. Axes in parentheses are stored as one, in row-major order.
 """
 
 from __future__ import annotations
@@ -125,16 +125,23 @@ class Family:
     """Default of `partial_rotary_factor`; None for models that rotate all features, whatever it is."""
     interleaved: bool = False
     """True if RoPE rotates pairs of adjacent features."""
+    rope_types: tuple[str, ...] | None = None
+    """Types of RoPE scaling that the family may have; None for all that `configs` knows."""
     local_rope_base: float | None = None
     """Default of `rope_local_base_freq`, the base of blocks with a window; None if all blocks share a base."""
     windows: Windows | None = None
     """Attention windows; None for families without."""
+    has_rope: Callable[[PublishedConfig, int, bool], bool] | None = None
+    """Function of their config that returns True for a block, by index, that rotates queries and keys, given whether it
+    has a window; None if all do."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Other names of their fields, which take precedence, and the names in `fields`."""
     model: type[ImportedConfig] = DecoderConfig
     """Class of our config."""
     prefix: str = "model."
     """Prefix of tensor names, absent if the model was saved without its head."""
+    unread: str | None = None
+    """Pattern for names of tensors of parts that are left out; None for none."""
     ignored: tuple[str, ...] = (r"rotary_emb\.inv_freq$",)
     """Patterns for names of tensors that are not parameters."""
     sinusoids: tuple[str, ...] = ()
