@@ -17,7 +17,6 @@ from jaxformer.interop.families import ENCODER_DECODERS, ENCODERS, FAMILIES
 from jaxformer.interop.families.encoders import POOLED_CLASSIFIER
 from jaxformer.interop.families.tables import NONE_OF, REQUIRED, Family, Field, ImportedConfig, PublishedConfig
 from jaxformer.models.decoder import DecoderConfig
-from jaxformer.models.encoder import EncoderConfig
 from jaxformer.ops.positions import NTK, Llama3Scaling, LongRoPE, RoPE, Scaling, Yarn, yarn_amplitude
 
 MAX_TRAINING_CONTEXT = 2048
