@@ -21,6 +21,7 @@ class Task(StrEnum):
     MASKED_LM = "masked_lm"
     SEQUENCE_TO_SEQUENCE = "sequence_to_sequence"
     TEXT_CLASSIFICATION = "text_classification"
+    TOKEN_CLASSIFICATION = "token_classification"  # noqa: S105 (no password)
     TEXT_EMBEDDING = "text_embedding"
     IMAGE_CLASSIFICATION = "image_classification"
     VIDEO_CLASSIFICATION = "video_classification"

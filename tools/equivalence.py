@@ -157,6 +157,8 @@ def write_data(folder: Path) -> None:
         pairs = "".join(f"{s}\t{s[::-1]}\n" for s in (s[4:20] for s in sentences[:n]))
         (folder / f"pairs.{part}.tsv").write_text(pairs)
         (folder / f"reviews.{part}.tsv").write_text("".join(f"{s}\t{'sea' in s}\n" for s in sentences[:n]))
+        labelled = ("".join(f"{word}\t{len(word) > 3}\n" for word in s.split()) for s in sentences[:n])
+        (folder / f"words.{part}.tsv").write_text("\n".join(labelled))
     for part, n in (("train", 40), ("t10k", 20)):
         pixels, labels = rng.integers(0, 256, (n, 28, 28), np.uint8), np.arange(n, dtype=np.uint8) % 10
         for what, array in (("images-idx3", pixels), ("labels-idx1", labels)):

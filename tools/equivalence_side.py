@@ -49,6 +49,7 @@ DATA = {
     "DatesConfig": "--data.n-pairs 200 --data.n-held-out 20 --data.locales en_GB --data.forms short",
     "ImagesConfig": "--data.path data/images",
     "LabelledTextConfig": "--data.path data/reviews",
+    "LabelledTokensConfig": "--data.path data/words",
     "MovingImagesConfig": "--data.path data/images",
     "PairsConfig": "--data.path data/pairs",
 }
@@ -60,6 +61,7 @@ SAMPLE = {
     "DatesConfig": ("--prompt", "7/9/2023"),
     "ImagesConfig": ("--images", "data/picture.png"),
     "LabelledTextConfig": ("--prompt", "The king sees the sea."),
+    "LabelledTokensConfig": ("--prompt", "The king sees the sea."),
     "MaskedTextConfig": ("--prompt", "The [MASK] sees the [MASK]."),
     "MovingImagesConfig": ("--images", "data/video.gif"),
     "PairsConfig": ("--prompt", "king sees the"),

@@ -49,9 +49,9 @@ are not shown, or after --max-new-tokens.
 
 A masked language model fills masks instead, one token each: --prompt "The [MASK] of the people". A
 sequence-to-sequence model translates or summarises each prompt: greedily, sampled with --temperature or a filter, or
-by beam search with --num-beams. A text classifier prints
-the most likely labels of each prompt, and a sentence encoder the cosines of all pairs of prompts, or with --jsonl their
-vectors. An image classifier classifies the images of --images, and a model of images and texts ranks the texts of
+by beam search with --num-beams. A text classifier prints the most likely labels of each prompt, a token classifier the
+most likely label of each of its tokens, and a sentence encoder the cosines of all pairs of prompts, or with --jsonl
+their vectors. An image classifier classifies the images of --images, and a model of images and texts ranks the texts of
 --prompt for each image."""
 
 
@@ -134,6 +134,8 @@ def main(line: CommandLine) -> int:
         return _translate(options, prompts)
     if task is Task.TEXT_CLASSIFICATION:
         return _label(options, prompts)
+    if task is Task.TOKEN_CLASSIFICATION:
+        return _label_tokens(options, prompts)
     if task is Task.TEXT_EMBEDDING:
         return _embed(options, prompts)
     _check_task(options, options.given - IMAGES, "text generation")
@@ -294,6 +296,23 @@ def _label(options: Arguments, prompts: Prompts) -> int:
         for prompt, tokens in fitting:
             ranking = classify_text(run, tokens)
             yield prompt.as_row() | {"labels": _rounded(ranking)}, f"{prompt.text}: {_likeliest(ranking)}"
+
+    return _answer(options, prompts, partial(encode_labelled, run=run), answers)
+
+
+def _label_tokens(options: Arguments, prompts: Prompts) -> int:
+    """Print the most likely label of each token of each prompt."""
+    from jaxformer.decode.classify import classify_tokens, encode_labelled
+
+    _check_task(options, COMMON | TEXTS, "token classification", TEXTS)
+    run = _open_restored(options)
+
+    def answers(fitting: list[Encoded]) -> Iterator[tuple[Row, str]]:
+        for prompt, tokens in fitting:
+            labelled = classify_tokens(run, tokens)
+            lines = [f"  {text!r} {_likeliest(ranking[:1])}" for text, ranking in labelled]
+            row = {"tokens": [[text, _rounded(ranking)] for text, ranking in labelled]}
+            yield prompt.as_row() | row, "\n".join([prompt.text, *lines])
 
     return _answer(options, prompts, partial(encode_labelled, run=run), answers)
 

@@ -60,13 +60,19 @@ def find_classes(name: str, train: Sequence[Pair], val: Sequence[Pair]) -> tuple
     return tuple(classes)
 
 
+def tokens_around(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """Return the tokens before and after a text, as `tokenize_text` adds them."""
+    before, after = tokenizer.before_text, tokenizer.after_text
+    return before if before or after else [tokenizer.end_of_text], after
+
+
 def tokenize_text(text: str, tokenizer: Tokenizer, limit: int | None = None) -> list[int]:
     """Return the tokens of a text as a classifier or sentence encoder reads it: with the tokens that a published
     tokenizer puts around it, such as BERT's [CLS] and [SEP]; without any, after an end-of-text token, whose features
     represent the text unless all features are pooled. A text of more than `limit` tokens is truncated before those
     after it, as by sentence-transformers."""
-    before, after = tokenizer.before_text, tokenizer.after_text
-    tokens = [*(before if before or after else [tokenizer.end_of_text]), *tokenizer.encode(text)]
+    before, after = tokens_around(tokenizer)
+    tokens = [*before, *tokenizer.encode(text)]
     return [*tokens[: None if limit is None else limit - len(after)], *after]
 
 

@@ -51,6 +51,11 @@ def doubled(size: int, n: int) -> int:
     return size
 
 
+def padded_length(n: int, context_length: int) -> int:
+    """Return the length that an encoder's text of n tokens is padded to: the context, or a doubled 512 if less."""
+    return min(doubled(512, n), context_length)
+
+
 def placement(params: Params) -> Callable[[np.ndarray], Any]:
     """Return a function that puts an array of rows on the parameters' devices, sharded if the rows divide evenly, else
     replicated."""

@@ -1,4 +1,4 @@
-"""Image, video and text classification, and zero-shot image classification by texts."""
+"""Classification of images, videos, texts and tokens, and zero-shot image classification by texts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import numpy as np
 
 from jaxformer.data.captions import tokenize_captions
 from jaxformer.data.image_io import read_model_input
-from jaxformer.data.labelled import pad_texts, tokenize_text
+from jaxformer.data.labelled import pad_texts, tokenize_text, tokens_around
+from jaxformer.decode.batches import padded_length
 from jaxformer.decode.programs import call
 from jaxformer.decode.prompts import Prompt
 from jaxformer.models.objective import Params
@@ -25,7 +26,7 @@ Ranking = list[tuple[str, float]]
 @partial(jax.jit, static_argnames=("model",))
 def classify(model: nn.Module, params: Params, *inputs: jax.Array) -> jax.Array:
     """Return the class probabilities, `(n_classes,)` float32, for an image `(height, width, C)` or a video, uint8, or
-    for the tokens of a text and their mask."""
+    for the tokens of a text and their mask; `(T, n_classes)` from a model that classifies tokens."""
     return jax.nn.softmax(call(model, params, "__call__", *inputs).astype(jnp.float32))
 
 
@@ -63,9 +64,21 @@ def encode_labelled(prompt: Prompt, run: Run) -> list[int]:
 
 def classify_text(run: Run, tokens: Sequence[int]) -> Ranking:
     """Return the labels of a text with their probabilities, the most likely first."""
-    tokens_BT, valid_BT = pad_texts([tokens], run.text_model()[0].context_length)
+    tokens_BT, valid_BT = pad_texts([tokens], padded_length(len(tokens), run.text_model()[0].context_length))
     probs = classify(run.model, run.params, tokens_BT[0], valid_BT[0]).tolist()
     return _ranked(run.classes or range(len(probs)), [probs])[0]
+
+
+def classify_tokens(run: Run, tokens: Sequence[int]) -> list[tuple[str, Ranking]]:
+    """Return each token of a text with its own text, and all labels with their probabilities, the most likely first;
+    without the tokens around the text. `tokens` are those of `encode_labelled`."""
+    model, tokenizer = run.text_model()
+    tokens_BT, valid_BT = pad_texts([tokens], padded_length(len(tokens), model.context_length))
+    probs = classify(run.model, run.params, tokens_BT[0], valid_BT[0])
+    before, after = tokens_around(tokenizer)
+    inner = slice(len(before), len(tokens) - len(after))
+    rankings = _ranked(run.classes or range(probs.shape[-1]), probs[inner].tolist())
+    return [(tokenizer.decode_part([token]), row) for token, row in zip(tokens[inner], rankings, strict=True)]
 
 
 def classify_images_by_texts(run: Run, files: Sequence[str], texts: list[str]) -> list[Ranking]:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxformer.data.masked import mask_token
+from jaxformer.decode.batches import padded_length
 from jaxformer.decode.programs import call
 from jaxformer.decode.prompts import Prompt, Row
 from jaxformer.errors import UserError
@@ -80,7 +81,8 @@ def fill_masks(
     Raises:
       ValueError: the text is longer than the context, or the vocabulary has fewer candidates.
     """
-    length, mask = model.config.context_length, model.config.vocab_size - 1 if mask is None else mask
+    length = padded_length(len(tokens), model.config.context_length)
+    mask = model.config.vocab_size - 1 if mask is None else mask
     tokens_T = np.zeros(length, np.int32)
     tokens_T[: len(tokens)] = tokens
     valid_T = np.arange(length) < len(tokens)

@@ -12,6 +12,8 @@ from jaxformer.models.encoder import (
     EmbedderConfig,
     EncoderConfig,
     MaskedLanguageModel,
+    TokenClassifier,
+    TokenClassifierConfig,
 )
 from jaxformer.models.encoder_decoder import EncoderDecoder, EncoderDecoderConfig
 from jaxformer.models.objective import mean_loss, next_token_nll, objective_of
@@ -42,6 +44,8 @@ __all__ = [
     "RecurrentLM",
     "RecurrentLMConfig",
     "TextTowerConfig",
+    "TokenClassifier",
+    "TokenClassifierConfig",
     "ViT",
     "ViTConfig",
     "ViViT",

@@ -6,8 +6,9 @@ Each model has all its fields in one class. The functions read those that descri
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import flax.linen as nn
@@ -113,6 +114,12 @@ def attention_shape(config: Any, n_positions: int, mask: Causal | str | None = N
     """Return the shape of self-attention over `n_positions` positions; for the mask, see `AttentionShape`."""
     H, K = config.n_heads, head_width(config)
     return AttentionShape(H, H, K, K, n_positions, mask)
+
+
+def consecutive(kinds: Sequence[object]) -> list[slice]:
+    """Return the slice of each group of consecutive blocks of the same kind, given the kind of each block."""
+    ends = [i for i in range(1, len(kinds) + 1) if i == len(kinds) or kinds[i] != kinds[i - 1]]
+    return [slice(first, end) for first, end in pairwise([0, *ends])]
 
 
 def make_norm(config: Any) -> nn.Module:

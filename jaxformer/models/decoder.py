@@ -55,7 +55,8 @@ class BlockAttention(FieldDocs):
     sets one of the values that are repeated over the blocks, and without one all of them."""
 
     window: Length | None = None
-    """Positions that a query attends to, counting back from and including itself; by default, all."""
+    """Positions that a query attends to, counting back from and including itself, and in an encoder also as many
+    after it; by default, all."""
     rope: RoPE | None = None
     """RoPE of the block, such as one with a smaller base in blocks with a window; by default, that of the model."""
     use_rope: bool = True
@@ -265,8 +266,7 @@ class DecoderConfig(TokenModelConfig):
         """Window and slice of each group of consecutive blocks with the same window and RoPE; each group is one
         scan."""
         kinds = [(window, self.block_rope(i)) for i, window in enumerate(self.block_windows)]
-        ends = [i for i in range(1, len(kinds) + 1) if i == len(kinds) or kinds[i] != kinds[i - 1]]
-        return tuple((kinds[end - 1][0], slice(first, end)) for first, end in zip([0, *ends], ends, strict=False))
+        return tuple((kinds[part.start][0], part) for part in blocks.consecutive(kinds))
 
     def block_attention(self, i: int) -> BlockAttention:
         """Return the attention of the i-th block."""

@@ -14,7 +14,9 @@ from jaxformer.nn.capture import OUTPUT, capture_point, is_capturing
 from jaxformer.nn.parameters import check_name, parameter
 from jaxformer.ops.broadcasting import expand
 
-Activation = Literal["relu", "squared_relu", "gelu", "gelu_exact", "quick_gelu", "silu", "swiglu", "geglu"]
+Activation = Literal[
+    "relu", "squared_relu", "gelu", "gelu_exact", "quick_gelu", "silu", "swiglu", "geglu", "geglu_exact"
+]  # fmt: skip
 """Names of MLP activations in configs."""
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "relu": jax.nn.relu,
@@ -25,12 +27,14 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
     "swiglu": jax.nn.silu,
     "geglu": jax.nn.gelu,
+    "geglu_exact": partial(jax.nn.gelu, approximate=False),
     "tanh": jnp.tanh,
 }
-"""Activations by name. 'swiglu' and 'geglu' are gated: silu(x W_gate) · (x W), or the same with gelu (Shazeer 2020).
+"""Activations by name. 'swiglu' and 'geglu' are gated: silu(x W_gate) · (x W), or the same with gelu (Shazeer 2020),
+and 'geglu_exact' with gelu_exact (ModernBERT).
 'gelu' is the tanh approximation of GPT-2, 'gelu_exact' the exact function, as in BERT, and 'quick_gelu' the sigmoid
 approximation of CLIP (Hendrycks and Gimpel 2016); 'silu' is x · sigmoid(x)."""
-GATED = ("swiglu", "geglu")
+GATED = ("swiglu", "geglu", "geglu_exact")
 """Activations of gated MLPs."""
 RECOMPUTED = ("gelu", "geglu")
 """Activations that the backward pass recomputes from the matmul's output before the bias: it reads that anyway, whereas

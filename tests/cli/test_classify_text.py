@@ -49,3 +49,26 @@ def test_a_classifier_learns_evaluates_and_labels(tmp_path: Path, monkeypatch, c
         assert sample.main(["--run", "runs/x", *options]) == 2
         printed = capsys.readouterr()
         assert said in printed.err and printed.err.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_a_token_classifier_learns_evaluates_and_labels_each_token(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = [("Anna B" if i % 2 else "he O", "Rome B" if i % 3 else "it O") for i in range(60)]
+    texts = [f"{first}\nsaw O\n{last}\n\n" for first, last in words]
+    Path("x.train.tsv").write_text("".join(texts[:40]))
+    Path("x.val.tsv").write_text("".join(texts[40:]))
+    options = ["classify:tokens" if option == "classify" else option for option in SMALL]
+    assert train.main(options) == 0
+    assert evaluate.main(["--run", "runs/x"]) == 0
+    assert "  100.0000% accuracy  60 targets" in capsys.readouterr().out
+    assert sample.main(["--run", "runs/x", "--prompt", "he saw Rome", "--jsonl"]) == 0
+    row = json.loads(capsys.readouterr().out)
+    assert "".join(text for text, _ in row["tokens"]) == "he saw Rome"
+    best = {text.strip(): ranking[0][0] for text, ranking in row["tokens"]}
+    assert best == {"he": "O", "saw": "O", "Rome": "B"} and len(row["tokens"][0][1]) == 2
+    assert sample.main(["--run", "runs/x", "--prompt", "he saw it"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "he saw it" and [line.split()[-2] for line in lines[1:]] == ["O"] * 3
+    assert sample.main(["--run", "runs/x", "--prompt", "he", "--temperature", "0"]) == 2
+    assert "--temperature does not apply to token classification" in capsys.readouterr().err

@@ -14,8 +14,11 @@ import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxformer.errors import UserError
+from jaxformer.inspect import attention_maps
+from jaxformer.models.decoder import BlockAttention
 from jaxformer.models.encoder import ClassifierConfig, EncoderConfig
 from jaxformer.nn.embedding import Embedding
+from jaxformer.nn.execution import Execution
 from jaxformer.nn.parameters import parameter_axes
 from jaxformer.ops import RoPE
 from jaxformer.parallel.mesh import make_mesh, shardings
@@ -152,3 +155,34 @@ def test_what_a_model_does_not_have_is_refused() -> None:
 def test_an_invalid_config_is_refused_with_its_value(name: str, value: object) -> None:
     with pytest.raises(UserError, match=f"{name} is {value!r}"):
         replace(FIRST, **{name: value})
+
+
+LOCAL = BlockAttention(2, RoPE(10.0))
+MODERN = replace(
+    PRE, norm="layernorm_no_bias", embedding_norm=True, first_norm=False, attention=(BlockAttention(), LOCAL, LOCAL),
+    n_blocks=5, activation="geglu_exact", bias=False, attention_bias=False, head_bias=False, embedding_dim=8,
+)  # fmt: skip
+
+
+@pytest.mark.slow
+def test_blocks_that_differ_are_scanned_in_groups_and_local_ones_see_their_window() -> None:
+    model, params = build(MODERN)
+    assert "attention_norm" not in params["blocks_0"] and "attention_norm" in params["blocks_1"]
+    assert params["embedding"]["W_E"].shape == (V, 8) and params["embedding_projection"]["W_1"].shape == (8, D)
+    scanned = MODERN.build(Execution(scan=True))
+    assert_close(apply(scanned, params, TOKENS_T, VALID_T), apply(model, params, TOKENS_T, VALID_T))
+    maps = attention_maps(model, params, TOKENS_T)
+    far_TT = abs(np.arange(T)[:, None] - np.arange(T)) > 1
+    assert [bool((pattern[:, far_TT] == 0).all()) for pattern in maps] == [False, True, True, False, True]
+
+
+def test_parts_of_an_encoder_that_do_not_fit_are_refused() -> None:
+    for changes, said in (
+        ({"first_norm": False}, "first_norm is False, but norm_placement is post; set it to pre"),
+        ({"attention": ()}, "attention has 0 values; give at least one, and at most n_blocks, 2"),
+        ({"attention": (BlockAttention(),) * 3}, "attention has 3 values"),
+    ):
+        with pytest.raises(UserError, match=said):
+            replace(MASKED, **changes)
+    with pytest.raises(UserError, match="head_bias is False, but head is mlp; set it to mlp_norm"):
+        replace(FIRST, head_bias=False)

@@ -325,7 +325,7 @@ def _encode(run: Run, prompt: Prompt) -> Inputs:
     """Return the model's inputs for a prompt; for a sequence-to-sequence model, including its translation."""
     config, tokenizer = run.text_model()
     contract = contract_of(run.model)
-    if contract.task in (Task.MASKED_LM, Task.TEXT_CLASSIFICATION, Task.TEXT_EMBEDDING):
+    if contract.task in (Task.MASKED_LM, Task.TEXT_CLASSIFICATION, Task.TOKEN_CLASSIFICATION, Task.TEXT_EMBEDDING):
         tokens = (encode_masked if contract.task is Task.MASKED_LM else encode_labelled)(prompt, run)
         return jnp.array(tokens), jnp.ones(len(tokens), bool)
     if contract.task is Task.SEQUENCE_TO_SEQUENCE:
