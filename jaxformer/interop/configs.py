@@ -17,6 +17,8 @@ from jaxformer.interop.families import ENCODER_DECODERS, ENCODERS, FAMILIES
 from jaxformer.interop.families.encoders import POOLED_CLASSIFIER
 from jaxformer.interop.families.tables import NONE_OF, REQUIRED, Family, Field, ImportedConfig, PublishedConfig
 from jaxformer.models.decoder import DecoderConfig
+from jaxformer.models.encoder import EncoderConfig
+from jaxformer.models.encoder_decoder import EncoderDecoderConfig
 from jaxformer.ops.positions import NTK, Llama3Scaling, LongRoPE, RoPE, Scaling, Yarn, yarn_amplitude
 
 MAX_TRAINING_CONTEXT = 2048
@@ -134,14 +136,14 @@ def read_config(theirs: PublishedConfig, context_length: int | None = None) -> I
         if context_length is not None and not (longest if takes_all else 0) <= context_length <= most:
             limit = f"the model has {longest} positions{', all of which an encoder takes' if takes_all else ''}"
             raise UserError(f"`context_length` is {context_length}; {limit}; omit it.")
-        if not is_decoder:
-            return _checked(family, values | {"context_length": context_length or longest})
-        values["context_length"] = context_length or min(longest, MAX_TRAINING_CONTEXT)
+        values["context_length"] = context_length or (min(longest, MAX_TRAINING_CONTEXT) if is_decoder else longest)
+        if issubclass(family.model, EncoderDecoderConfig):
+            return _checked(family, values)
         rope, local_rope = read_rope(family, theirs, values) if family.rope_base is not None else (None, None)
         values["rope"] = rope
         # Verify types and sizes before allocating one entry per block.
         checked = _checked(family, _nested(values))
-        assert isinstance(checked, DecoderConfig)
+        assert isinstance(checked, DecoderConfig | EncoderConfig)
         window, is_local = read_windows(family, theirs, checked.n_blocks)
         values["attention"] = shortest_period(
             [
@@ -218,7 +220,7 @@ def write_config(config: ImportedConfig, family: Family) -> dict[str, Any]:
         else:
             theirs[field.theirs] = next(name for name, ours in field.values.items() if ours == value)
     theirs |= {name: value(theirs) for name, value in family.required.items() if callable(value)}
-    if not isinstance(config, DecoderConfig):
+    if isinstance(config, EncoderDecoderConfig):
         return theirs
     theirs |= write_windows(config, family)
     return family.write(theirs if family.rope_base is None else theirs | write_rope(config, family))
@@ -229,7 +231,8 @@ def read_windows(family: Family, theirs: PublishedConfig, n_blocks: int) -> tupl
     another, or a block has another kind of layer than attention."""
     if (windows := family.windows) is None:
         return None, [False] * n_blocks
-    window = theirs.get("sliding_window", windows.default)
+    window = theirs.get(windows.name, windows.default)
+    window = None if window is None else windows.read(window)
     if windows.enabled_by is not None and not theirs.get(windows.enabled_by):
         window = None
     kinds = theirs.get("layer_types") if windows.by_layer else None
@@ -244,7 +247,7 @@ def read_windows(family: Family, theirs: PublishedConfig, n_blocks: int) -> tupl
     return window, [kind == "sliding_attention" for kind in kinds]
 
 
-def write_windows(config: DecoderConfig, family: Family) -> dict[str, Any]:
+def write_windows(config: DecoderConfig | EncoderConfig, family: Family) -> dict[str, Any]:
     """Return their fields for our attention windows, and blocks without RoPE."""
     has_rope = [int(config.block_attention(i).use_rope) for i in range(config.n_blocks)]
     theirs: dict[str, Any] = {} if family.has_rope is None else {"no_rope_layers": has_rope}  # 1 with RoPE
@@ -252,7 +255,7 @@ def write_windows(config: DecoderConfig, family: Family) -> dict[str, Any]:
         return theirs
     of_block = [config.block_attention(i).window for i in range(config.n_blocks)]
     window = next((window for window in of_block if window is not None), None)
-    theirs["sliding_window"] = window
+    theirs[windows.name] = None if window is None else windows.write(window)
     if windows.by_layer:
         theirs["layer_types"] = ["full_attention" if window is None else "sliding_attention" for window in of_block]
     if windows.enabled_by is not None:
@@ -272,8 +275,7 @@ def read_rope(
     if family.local_rope_base is None:
         rope |= older or given or {}
         if nested := sorted(LAYER_KINDS & rope.keys()):
-            differing = " and ".join(name for name, other in FAMILIES.items() if other.local_rope_base is not None)
-            raise ValueError(f"{ROPE} has {' and '.join(nested)}, and only {differing} differ by layer")
+            raise ValueError(f"{ROPE} has {' and '.join(nested)}, and {family.model_type} does not differ by layer")
     else:  # by kind of layer, where the older field changes that of layers without a window
         kinds = {kind: {"rope_type": "default"} for kind in LAYER_KINDS} if given is None else given
         rope |= (kinds.get("full_attention") or {}) | older
@@ -292,7 +294,8 @@ def read_rope(
     if kind == "linear":
         scaling = rope["factor"]
     elif kind in SCALINGS:
-        rope = {ORIGINAL: ours["max_context"]} | rope | {"max_position_embeddings": ours["max_context"]}
+        longest = ours.get("max_context", ours["context_length"])
+        rope = {ORIGINAL: longest} | rope | {"max_position_embeddings": longest}
         if ORIGINAL in theirs and family.local_rope_base is None:
             rope[ORIGINAL] = theirs[ORIGINAL]
         scaling = _read_scaling(kind, rope)
@@ -323,7 +326,7 @@ def _rope_type(rope: PublishedConfig, known: Collection[str]) -> str:
     return kind
 
 
-def write_rope(config: DecoderConfig, family: Family) -> dict[str, Any]:
+def write_rope(config: DecoderConfig | EncoderConfig, family: Family) -> dict[str, Any]:
     """Return their fields for our RoPE, both for versions of transformers before 5 and from 5 on."""
     rope = config.rope or RoPE()
     scaling: dict[str, Any] = {"rope_type": "default"}
@@ -338,8 +341,8 @@ def write_rope(config: DecoderConfig, family: Family) -> dict[str, Any]:
         scaling[PARTIAL] = theirs[PARTIAL] = rope.fraction
     nested: dict[str, Any] = {"rope_theta": rope.base, **scaling}
     if family.local_rope_base is not None:
-        local = next((kind.rope for kind in config.attention if kind.rope is not None), rope)
-        theirs |= {"rope_local_base_freq": local.base}
-        local_rope = {"rope_theta": local.base, "rope_type": "default"}
+        of_blocks = (kind.rope.base for kind in config.attention if kind.rope is not None)
+        theirs |= {"rope_local_base_freq": next(of_blocks, family.local_rope_base)}
+        local_rope = {"rope_theta": theirs["rope_local_base_freq"], "rope_type": "default"}
         nested = {"full_attention": nested, "sliding_attention": local_rope}
     return {**theirs, "rope_parameters": nested}

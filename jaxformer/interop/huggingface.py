@@ -17,7 +17,7 @@ from jaxformer.data.pairs import TARGET_TOKENS, TargetTokens, start_of_target
 from jaxformer.data.tokenizer import END_IDS, TARGET_TOKENIZER, Tokenizer
 from jaxformer.errors import UserError, missing_extras
 from jaxformer.interop.configs import write_config
-from jaxformer.interop.families.encoders import BERT
+from jaxformer.interop.families.encoders import BERT, MODERNBERT, POOLED_CLASSIFIER
 from jaxformer.interop.families.tables import NORMALIZE, POOLING, Family, ImportedConfig, Weight
 from jaxformer.interop.folder import FLAG, MODULES, POOLING_MODES
 from jaxformer.interop.formats import Dtype, Format
@@ -52,16 +52,19 @@ def publish(run: Run, file_format: Format = "hf") -> Published:
     if lacking:
         raise UserError(f"{_no_equivalent(run, lacking, families, nearest)}.")
     assert isinstance(model, ImportedConfig)
-    family, config = families[nearest], resolved(model)
-    if isinstance(model, EncoderConfig) and not model.n_segments:
-        params = params | {"W_segment": np.zeros((1, model.d_model))}
+    family = families[nearest]
+    config = resolved(model, family)
+    if isinstance(config, EncoderConfig) and config.n_segments and "W_segment" not in params:
+        params = params | {"W_segment": np.zeros((1, config.width_of_embedding))}
     theirs = write_config(config, family)
     if run.classes:
         theirs["id2label"] = {str(i): name for i, name in enumerate(run.classes)}
         theirs["label2id"] = {name: i for i, name in enumerate(run.classes)}
     bare = ""
     if POOLING in theirs:  # modules of sentence-transformers, of which the first is saved without a head
-        theirs["architectures"], bare = [BERT.architecture], family.prefix
+        bare = family.prefix
+        if family is POOLED_CLASSIFIER:
+            theirs["architectures"] = [BERT.architecture]
     tensors = ((name.removeprefix(bare), tensor) for name, tensor in published_tensors(params, config, family))
     return Published(theirs, config.n_positions, tensors)
 
@@ -145,7 +148,10 @@ def export_huggingface(run: Run, folder: Path, dtype: Dtype = "float32") -> None
     if isinstance(run.config.model, EncoderDecoderConfig):
         tokens = {**TargetTokens.of(tokenizer)._asdict(), "start": start_of_target(tokenizer)}
         ids |= as_generation_tokens(tokens) | {"pad_token_id": special.pad}
-    ids = ids if generates else {}
+    elif published.config["model_type"] == MODERNBERT.model_type:  # whose defaults are beyond small vocabularies
+        ids |= {"cls_token_id": special.bos, "sep_token_id": special.eos[0], "pad_token_id": special.pad}
+    elif not generates:
+        ids = {}
     own = {name: value for name, value in tokenizer.config.items() if name not in OWN}
     with complete_path(folder) as scratch:
         scratch.mkdir()

@@ -27,7 +27,11 @@ TRAINING_FIELDS = {
 }
 """Fields that do not affect the outputs of a trained model."""
 FAMILIES_BY_FORMAT: Mapping[str, Mapping[str, Family]] = {
-    "hf": {**FAMILIES, **ENCODERS, **ENCODER_DECODERS},
+    "hf": {
+        **FAMILIES,
+        **{name: family for name, family in ENCODERS.items() if family.is_exported},
+        **ENCODER_DECODERS,
+    },
     "gguf": GGUF_FAMILIES,
 }
 """Families that a format can hold, by name; other formats hold all models."""
@@ -86,7 +90,7 @@ def _obstacles(model: ImportedConfig, family: Family) -> list[Obstacle]:
     changed, before = model, {f.name: getattr(model, f.name) for f in dataclasses.fields(model)} | values_of(model)
     found: dict[str, Obstacle] = {}
     # Some fields are compared only once all others have an equivalent.
-    while lacking := unmatched(resolved(changed), family):
+    while lacking := unmatched(resolved(changed, family), family):
         needed: dict[str, Any] = {}
         for name, allowed in lacking.items():
             needed[name] = _first_that_fits(changed, family, name, allowed)
@@ -109,7 +113,7 @@ def _first_that_fits(model: ImportedConfig, family: Family, name: str, allowed: 
     default = defaults[name] if name in defaults else getattr(ExpertsConfig, name.removeprefix("experts."))
     if default is None:
         with suppress(UserError):
-            if name not in unmatched(resolved(with_values(model, {name: None})), family):
+            if name not in unmatched(resolved(with_values(model, {name: None}), family), family):
                 return None
     return default if default in allowed else next(iter(allowed))
 
@@ -144,15 +148,20 @@ def _by_field(name: str, value: Any, needed: Any) -> list[tuple[str, Any, Any]]:
     return differences(value, needed, name) or [(name, value, needed)]
 
 
-def resolved(model: ImportedConfig) -> ImportedConfig:
-    """Return a config, `as_known`, with default fields of None as their values, which published configs state."""
+def resolved(model: ImportedConfig, family: Family | None = None) -> ImportedConfig:
+    """Return a config, `as_known`, with default fields of None as their values, which published configs state, and with
+    a segment if those of the family have one."""
     if isinstance(model, EncoderConfig):
         # One segment, whose embedding is 0, is the same as none.
+        has_segments = family is None or any(field.ours == "n_segments" for field in family.fields)
         return dataclasses.replace(
             model,
             head_dim=model.width_of_head,
             norm_eps=epsilon(model.norm, model.norm_eps),
-            n_segments=model.n_segments or 1,
+            n_segments=model.n_segments or int(has_segments),
+            embedding_dim=model.width_of_embedding,
+            head_activation=model.activation_of_head,
+            attention=_resolved_attentions(model),
         )
     if isinstance(model, EncoderDecoderConfig):
         scale = None if model.embedding_scale == model.d_model**0.5 else model.embedding_scale
@@ -179,15 +188,17 @@ def resolved(model: ImportedConfig) -> ImportedConfig:
         output_bias=config.attention_bias if config.output_bias is None else config.output_bias,
         score_scale=config.scale,
         experts=experts,
-        attention=shortest_period([_resolved_attention(config, i) for i in range(config.n_blocks)]),
+        attention=_resolved_attentions(config),
     )
 
 
-def _resolved_attention(config: DecoderConfig, i: int) -> BlockAttention:
-    """Return the attention of a block, with a RoPE only if it is not the model's."""
-    rope = config.block_rope(i)
-    own = None if rope == config.rope else rope
-    return BlockAttention(config.block_attention(i).window, own, rope is not None or config.rope is None)
+def _resolved_attentions(config: DecoderConfig | EncoderConfig) -> tuple[BlockAttention, ...]:
+    """Return the attention of each block, with a RoPE only if it is not the model's, in their shortest period."""
+    ropes = [config.block_rope(i) for i in range(config.n_blocks)]
+    own = [None if rope == config.rope else rope for rope in ropes]
+    uses_rope = [rope is not None or config.rope is None for rope in ropes]
+    windows = [config.block_attention(i).window for i in range(config.n_blocks)]
+    return shortest_period([*map(BlockAttention, windows, own, uses_rope)])
 
 
 def unmatched(config: ImportedConfig, family: Family) -> dict[str, Collection[Any]]:
@@ -196,11 +207,16 @@ def unmatched(config: ImportedConfig, family: Family) -> dict[str, Collection[An
     defaults = {name: value for name, value in values_of(type(config)()).items() if name in values}
     has_experts = any(field.ours.startswith("experts.") for field in family.fields)
     of_rope: dict[str, Collection[Any]] = {}
+    of_encoder: dict[str, Any] = {}
+    if isinstance(config, EncoderConfig):
+        default = dataclasses.replace(config, head_activation=None, embedding_dim=None)
+        of_encoder = {"head_activation": default.activation_of_head, "embedding_dim": default.width_of_embedding}
     if isinstance(config, DecoderConfig):
         if (config.experts is None) == has_experts:
             return {"experts": (ExpertsConfig() if has_experts else None,)}
         if config.experts is not None:
             defaults |= {f"experts.{f.name}": f.default for f in dataclasses.fields(ExpertsConfig)}
+    if isinstance(config, DecoderConfig | EncoderConfig):
         if (config.rope is None) == (family.rope_base is not None):
             of_rope = {"rope": (RoPE() if config.rope is None else None,)}
         elif config.rope is not None:
@@ -215,6 +231,7 @@ def unmatched(config: ImportedConfig, family: Family) -> dict[str, Collection[An
             return {"attention": (shortest_period(plain),)}
     fixed = {
         **defaults,
+        **of_encoder,
         "n_kv_heads": config.n_heads,
         "head_dim": config.d_model // config.n_heads,
         "output_bias": config.attention_bias,
@@ -230,9 +247,9 @@ def unmatched(config: ImportedConfig, family: Family) -> dict[str, Collection[An
     lacking = [name for name in values if name not in ignored and values[name] not in expected[name]]
     if not lacking and not of_rope:  # conversions that combine several fields may still differ
         try:
-            again = values_of(resolved(read_config(write_config(config, family), config.context_length)))
+            again = values_of(resolved(read_config(write_config(config, family), config.context_length), family))
         except UserError:
-            if not isinstance(config, DecoderConfig) or config.rope is None:
+            if isinstance(config, EncoderDecoderConfig) or config.rope is None:
                 raise
             return {"rope": (dataclasses.replace(config.rope, scaling=1.0),)}  # the family has no such scaling
         for name in values.keys() - TRAINING_FIELDS:

@@ -13,6 +13,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxformer.config import Config, OptimizerConfig, TrainConfig
 from jaxformer.data.labelled import LabelledTextConfig
+from jaxformer.data.labelled_tokens import LabelledTokensConfig
 from jaxformer.data.masked import MaskedTextConfig
 from jaxformer.data.pairs import PairsConfig, TargetTokens
 from jaxformer.data.tokenizer import Tokenizer
@@ -26,7 +27,7 @@ from jaxformer.interop.gguf_file import GgufFile
 from jaxformer.interop.packages import published_name
 from jaxformer.interop.weights import Source, find_sources, load_params, stored_dtype
 from jaxformer.models.decoder import DecoderConfig
-from jaxformer.models.encoder import ClassifierConfig, EmbedderConfig, EncoderConfig
+from jaxformer.models.encoder import ClassifierConfig, EmbedderConfig, EncoderConfig, TokenClassifierConfig
 from jaxformer.models.encoder_decoder import EncoderDecoderConfig
 from jaxformer.models.objective import Params
 from jaxformer.runs.pretrained import Pretrained
@@ -80,9 +81,11 @@ def import_run(
     params = load_params(published, sources, unflatten_dict(structs, sep="."))
     if published.config.get(MAX_TOKENS, np.inf) < model.context_length:  # positions beyond it are never used
         model = replace(model, context_length=published.config[MAX_TOKENS])
-        params["embedding"]["W_pos"] = params["embedding"]["W_pos"][: model.context_length]
+        if "W_pos" in params["embedding"]:
+            params["embedding"]["W_pos"] = params["embedding"]["W_pos"][: model.context_length]
     config = finetuning_config(run.name, model)
-    classes = class_names(published.config) if isinstance(model, ClassifierConfig) else []
+    has_classes = isinstance(model, ClassifierConfig | TokenClassifierConfig)
+    classes = class_names(published.config) if has_classes else []
     created = create_run(run, config, tokenizer, allow_suffix=False, classes=classes, params=params, sampling=sampling)
     return created, config
 
@@ -137,10 +140,11 @@ def finetuning_config(name: str, model: ImportedConfig) -> Config:
     becomes a classifier of texts."""
     optimizer = OptimizerConfig("adamw", learning_rate=2e-5, schedule="cosine", warmup_steps=20, clip_norm=1.0)
     name = re.sub(r"^\W+|[^\w.-]+", "-", name).lstrip("-") or "imported"
-    if isinstance(model, EmbedderConfig | ClassifierConfig):
+    if isinstance(model, EmbedderConfig | ClassifierConfig | TokenClassifierConfig):
         optimizer = replace(optimizer, learning_rate=1e-4, weight_decay=0.01, b2=0.999)
         train = TrainConfig(batch_size=32, eval_examples=512)
-        return Config(name, model, data=LabelledTextConfig(), steps=400, optimizer=optimizer, train=train)
+        labelled = LabelledTokensConfig() if isinstance(model, TokenClassifierConfig) else LabelledTextConfig()
+        return Config(name, model, data=labelled, steps=400, optimizer=optimizer, train=train)
     if isinstance(model, EncoderDecoderConfig):
         return Config(name, model, data=PairsConfig(), steps=500, optimizer=optimizer, train=TrainConfig(batch_size=8))
     data = MaskedTextConfig() if isinstance(model, EncoderConfig) else TextConfig()

@@ -31,6 +31,7 @@ FIELDS = (
     *(("P", "max_context"), ("P", "context_length"), ("S", "n_segments"), ("H", "n_heads"), ("G", "n_kv_heads")),
     *(("R", "n_heads"), ("R", "n_kv_heads")),
     *(("K", "head_dim"), ("F", "d_ff"), ("D", "d_model"), ("O", "d_model"), ("C", "n_classes")),
+    *(("M", "embedding_dim"), ("M", "d_model")),
     *((f"b_{letter}", "attention_bias") for letter in "QKVO"),
 )
 """Marks of a table row, axes or parts of names, and the fields of ours that they depend on."""
@@ -57,6 +58,7 @@ def axis_sizes(config: ImportedConfig) -> dict[str, int]:
         "U": getattr(getattr(config, "experts", None), "shared_width", None) or config.d_ff[0],
         "S": getattr(config, "n_segments", 0),
         "O": config.d_model,
+        "M": getattr(config, "width_of_embedding", config.d_model),
         "C": getattr(config, "n_classes", 0),
         "N": getattr(config, "position_buckets", 0),
     }

@@ -31,6 +31,8 @@ from jaxformer.ops.quantized import rows
 
 Pooling = Literal["first", "mean"]
 """Features of a sequence: those of its first token, or their mean over all tokens."""
+HeadActivation = Literal["tanh", Activation]
+"""Activation of a head's hidden layer."""
 Head = Literal["linear", "mlp", "mlp_norm"]
 """Layers from features to the logits of classes: one; a hidden layer as wide as the model before it; or one with a norm
 after it (ModernBERT)."""
@@ -84,7 +86,7 @@ class EncoderConfig(TokenModelConfig):
     d_model, without the layer."""
     n_segments: Annotated[NonNegative, Range(most=2**20)] = 0
     """Number of segments, such as BERT's first and second sentence; 0 for no segment embedding."""
-    head_activation: Literal["tanh", Activation] | None = None
+    head_activation: HeadActivation | None = None
     """Activation of the head's hidden layer; by default, that of the blocks, and in classifiers tanh."""
     head_bias: bool = True
     """Bias of the head's hidden layer."""
@@ -113,7 +115,7 @@ class EncoderConfig(TokenModelConfig):
         return self.embedding_dim or self.d_model
 
     @property
-    def activation_of_head(self) -> str:
+    def activation_of_head(self) -> HeadActivation:
         """Activation of the head's hidden layer."""
         return self.head_activation or self.activation
 
@@ -141,8 +143,9 @@ class EncoderConfig(TokenModelConfig):
         )
 
     def with_head(self, other: ModelConfig) -> ModelConfig:
-        is_new = isinstance(other, ClassifierConfig | TokenClassifierConfig) and type(other) is not type(self)
-        return self.classifier(other) if is_new else self
+        if isinstance(other, ClassifierConfig | TokenClassifierConfig) and type(other) is not type(self):
+            return self.classifier(other)
+        return self
 
     def classifier(self, head: AnyClassifierConfig) -> AnyClassifierConfig:
         """Return the config of a classifier with this encoder and a head."""
@@ -172,7 +175,7 @@ class ClassifierConfig(EncoderConfig):
         check_head(self)
 
     @property
-    def activation_of_head(self) -> str:
+    def activation_of_head(self) -> HeadActivation:
         return self.head_activation or "tanh"
 
     @property
@@ -198,7 +201,7 @@ class TokenClassifierConfig(EncoderConfig):
         check_head(self)
 
     @property
-    def activation_of_head(self) -> str:
+    def activation_of_head(self) -> HeadActivation:
         return self.head_activation or "tanh"
 
     @property
@@ -209,7 +212,7 @@ class TokenClassifierConfig(EncoderConfig):
         return TokenClassifier(self, execution)
 
 
-AnyClassifierConfig = TypeVar("AnyClassifierConfig", ClassifierConfig, TokenClassifierConfig)
+AnyClassifierConfig = TypeVar("AnyClassifierConfig", bound=ClassifierConfig | TokenClassifierConfig)
 
 
 def check_head(config: ClassifierConfig | TokenClassifierConfig) -> None:

@@ -10,9 +10,11 @@ from typing import Any
 
 import jax
 import numpy as np
+import pytest
 
 from jaxformer.data.pairs import TargetTokens
 from jaxformer.decode import Sampling, translate_tokens
+from jaxformer.errors import UserError
 from jaxformer.inspect import attention_maps, named_attention_maps
 from jaxformer.interop import export_run
 from jaxformer.interop.obstacles import resolved
@@ -21,7 +23,7 @@ from jaxformer.models.encoder_decoder import EncoderDecoderConfig
 from jaxformer.ops.cache import KVCache
 from jaxformer.ops.losses import negative_log_likelihood
 from jaxformer.runs.run import Run, abstract_params, load_run
-from tests.interop.published import SHAPES, their_greedy, their_logits
+from tests.interop.published import SHAPES, their_greedy, their_logits, write
 
 TOKENS = np.random.default_rng(3).integers(10, 270, 40)
 """More than any window or original context below."""
@@ -191,6 +193,82 @@ def compare_encoder_decoders(theirs: Any, folder: Path) -> Differences:
     return found | {f"{N_NEW} greedy tokens": 0.0, "logits of the export": relative(again_TV, their_logits_TV)}
 
 
+VALID = np.arange(len(TOKENS)) < 34
+SCALE = 1024.0
+"""Factor of the loss of encoders, so that a step is larger than the rounding of parameters."""
+FORMS = ("Model", "ForSequenceClassification", "ForTokenClassification")
+"""Forms of encoders besides masked language models."""
+
+
+def encoded(model: Any, params: Any) -> jax.Array:
+    """Return the output of an encoder for `TOKENS`, of which the last are padding."""
+    output: jax.Array = model.apply({"params": params}, TOKENS, VALID)
+    return output[VALID] if output.ndim == 2 else output
+
+
+def encoded_by(theirs: Any, **options: Any) -> Any:
+    """Return the outputs of a torch encoder for `TOKENS`, of which the last are padding."""
+    import torch
+
+    tokens, valid = torch.tensor(TOKENS)[None], torch.tensor(VALID.astype(int))[None]
+    return theirs(tokens, attention_mask=valid, **options)
+
+
+def compare_encoders(theirs: Any, folder: Path) -> Differences:
+    """Compare a masked language model, a torch module with eager attention, and another form of its family, with their
+    imports; the folder is named by the index of the variation."""
+    import torch
+    import transformers
+
+    with jax.disable_jit():  # compiling takes longer
+        run = load_run(import_run(folder, Path(f"{folder}-run"))[0])
+    model, kind = run.model, theirs.config.model_type
+    is_shared = kind == "albert"
+
+    def loss(params: Any) -> tuple[jax.Array, jax.Array]:
+        logits_NV = encoded(model, params)
+        return SCALE * negative_log_likelihood(logits_NV, TOKENS[VALID]).mean(), logits_NV
+
+    out = encoded_by(theirs, output_attentions=True)
+    their_logits_NV = out.logits[0][VALID]
+    their_loss = SCALE * torch.nn.functional.cross_entropy(their_logits_NV, torch.tensor(TOKENS[VALID]))
+    with jax.disable_jit():
+        (value, logits_NV), grads = jax.value_and_grad(loss, has_aux=True)(run.params)
+        if is_shared:  # their gradient is the sum of those of our copies
+            blocks = [grads[name] for name in grads if name.startswith("blocks_")]
+            total = jax.tree.map(lambda *leaves: sum(leaves), *blocks)
+            grads = {name: total if name.startswith("blocks_") else leaf for name, leaf in grads.items()}
+        maps = attention_maps(model, run.params, TOKENS, VALID)[-1]
+        found = {
+            "logits": relative(logits_NV, their_logits_NV.detach()),
+            "loss": relative(value, their_loss.detach()),
+            "gradient": gradient_difference(grads, run.params, after_step(theirs, their_loss, folder)),
+            "an attention map": relative(maps[:, VALID], out.attentions[-1][0].detach()[:, VALID]),
+        }
+        form = FORMS[(int(folder.name) + len(kind)) % len(FORMS)]
+        theirs.config.num_labels = 3
+        other = getattr(transformers, type(theirs).__name__.replace("ForMaskedLM", form))(theirs.config).eval()
+        write(Path(f"{folder}-other"), other)
+        config, params = imported(Path(f"{folder}-other"))
+        expected = encoded_by(other)[0][0].detach()
+        if form == "Model":
+            pooled = expected[VALID].mean(0)
+            expected = pooled / pooled.norm()
+        elif form == "ForTokenClassification":
+            expected = expected[VALID]
+        found["another form"] = relative(encoded(config.build(), params), expected)
+        exported = Path(f"{folder}-export")
+        if is_shared:
+            with pytest.raises(UserError, match="has no equivalent"):
+                export_run(run, "hf", exported)
+            return found
+        export_run(run, "hf", exported)
+        config, params = imported(exported)
+        assert np.array_equal(encoded(config.build(), params), logits_NV)
+    again = encoded_by(transformers.AutoModelForMaskedLM.from_pretrained(exported).eval()).logits[0][VALID]
+    return found | {"logits of the export": relative(again.detach(), their_logits_NV.detach())}
+
+
 @dataclass(frozen=True)
 class Case:
     """A family.
@@ -239,6 +317,11 @@ OLMO_CHOICES: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 EXPERTS = {"num_experts": 3, "moe_intermediate_size": 40}
 QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1, "num_hidden_layers": 3}
+
+BERT_CHOICES: dict[str, tuple[Any, ...]] = {
+    "hidden_act": (..., "gelu_new", "relu", "gelu"), "layer_norm_eps": (1e-12, 1e-3), "num_hidden_layers": (2, 3),
+    "type_vocab_size": (1, 2),
+}  # fmt: skip
 
 CASES: dict[str, Case] = {
     "Llama": Case("Llama 1 to 3.3, SmolLM2, TinyLlama", {}, LLAMA_CHOICES | {"attention_bias": (True, False)}),
@@ -392,6 +475,34 @@ CASES: dict[str, Case] = {
             "relative_attention_max_distance": (20, 128, 40), "layer_norm_epsilon": (1e-6, 1e-2), "d_kv": (4, 6),
         },
         compare_encoder_decoders,
+    ),
+    **{
+        name: Case(models, base, BERT_CHOICES | choices, compare_encoders)
+        for name, models, base, choices in (
+            ("Bert", "BERT, MiniLM, BGE, E5, GTE", {"pad_token_id": 0}, {}),
+            ("Roberta", "RoBERTa, DistilRoBERTa", {"pad_token_id": 1, "type_vocab_size": 1}, {}),
+            ("XLMRoberta", "XLM-R base and large, multilingual E5, BGE-M3", {"pad_token_id": 1}, {}),
+            ("Electra", "ELECTRA small, base and large", {"pad_token_id": 0}, {"embedding_size": (40, 24)}),
+            ("Albert", "ALBERT base to xxlarge", {"pad_token_id": 0}, {"embedding_size": (40, 16)}),
+        )
+    },
+    "DistilBert": Case(
+        "DistilBERT",
+        {"dim": 24, "n_heads": 6, "n_layers": 2, "hidden_dim": 40, "pad_token_id": 0},
+        {"activation": ("gelu", "relu"), "sinusoidal_pos_embds": (False, True), "n_layers": (2, 3)},
+        compare_encoders,
+    ),
+    "ModernBert": Case(
+        "ModernBERT base and large",
+        {"num_hidden_layers": 4, "pad_token_id": 0, "cls_token_id": 1, "sep_token_id": 2, "local_attention": 6},
+        {
+            "norm_eps": (1e-5, 1e-2), "norm_bias": (False, True), "attention_bias": (False, True),
+            "classifier_bias": (False, True), "classifier_pooling": ("mean", "cls"), "local_attention": (6, 7, 1),
+            "hidden_activation": ("gelu", "gelu_pytorch_tanh"), "classifier_activation": ("gelu", "relu"),
+            "global_attn_every_n_layers": (3, 2, 1),
+            "rope_parameters": (..., {FULL: LINEAR, SLIDING: {"rope_type": "default", "rope_theta": 30.0}}),
+        },
+        compare_encoders,
     ),
 }  # fmt: skip
 """Cases by the name of the family in `published.CLASSES`."""

@@ -27,6 +27,8 @@ CLASSES = {
     "RobertaClassifier": ("RobertaConfig", "RobertaForSequenceClassification"),
     "Marian": ("MarianConfig", "MarianMTModel"), "Bart": ("BartConfig", "BartForConditionalGeneration"),
     "T5": ("T5Config", "T5ForConditionalGeneration"),
+    **{name: (f"{name}Config", f"{name}ForMaskedLM")
+       for name in ("Albert", "DistilBert", "Electra", "ModernBert", "XLMRoberta")},
 }  # fmt: skip
 """Classes of families whose names are others than those of most."""
 
@@ -37,15 +39,21 @@ def publish(folder: Path, family: str, std: float = 0.3, shard_size: str = "5GB"
     transformers = pytest.importorskip("transformers")
     config_class, model_class = CLASSES.get(family, (f"{family}Config", f"{family}ForCausalLM"))
     config = getattr(transformers, config_class)(**{**SHAPES, **changes})
-    torch.manual_seed(0)
     model = getattr(transformers, model_class)(config).eval()
     if config.model_type == "t5" and changes.get("tie_word_embeddings") is False:  # as checkpoints have it
         model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone())
         del model.all_tied_weights_keys["lm_head.weight"]
+    return write(folder, model, std, shard_size)
+
+
+def write(folder: Path, model: Any, std: float = 0.3, shard_size: str = "5GB") -> Any:
+    """Write a torch model, with random parameters, to a folder, with a tokenizer; return the model."""
+    torch = pytest.importorskip("torch")
+    torch.manual_seed(0)
     vectors = [(name, buffer) for name, buffer in model.named_buffers() if name == "final_logits_bias"]
     with torch.no_grad():
         for name, parameter in [*model.named_parameters(), *vectors]:
-            if name.endswith("embed_positions.weight") and config.model_type == "marian":
+            if name.endswith("embed_positions.weight") and model.config.model_type == "marian":
                 continue  # sinusoidal
             gain = "norm" in name and name.endswith("weight")
             # Gains and biases as a training leaves them: neither all one nor all zero.

@@ -2,9 +2,10 @@
 and encoder-decoders.
 
 The tables are used in both directions, for import and export. Layouts are written with one letter per axis: V
-vocabulary, P positions, S segments, D model width, H query heads, G key/value heads, R query heads per key/value head,
-K head width, F hidden width of the MLP, U that of a shared expert, E experts, N buckets of distances, O outputs of a
-head as wide as the model, C classes. Axes in parentheses are stored as one, in row-major order.
+vocabulary, P positions, S segments, M width of the embedding, D model width, H query heads, G key/value heads, R query
+heads per key/value head, K head width, F hidden width of the MLP, U that of a shared expert, E experts, N buckets of
+distances, O outputs of a head as wide as the model, C classes. Axes in parentheses are stored as one, in row-major
+order.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class Weight(NamedTuple):
 
 
 class Windows(NamedTuple):
-    """Attention windows of a family, of the length `sliding_window`."""
+    """Attention windows of a family."""
 
     is_local: Callable[[PublishedConfig, int, int | None], bool]
     """Function that returns True for a block, by index, that has a window, of this length, if there is one; for configs
@@ -81,6 +82,11 @@ class Windows(NamedTuple):
     """Field without which there are no windows, whatever the length."""
     by_layer: bool = True
     """True if the family reads `layer_types`; others ignore the field."""
+    name: str = "sliding_window"
+    """Name of the field with the length."""
+    read: Callable[[int], int] = lambda length: length
+    write: Callable[[int], int] = lambda length: length
+    """Conversions from their length to our window and back."""
 
 
 def last_layers(theirs: PublishedConfig, i: int, window: int | None) -> bool:
@@ -151,6 +157,13 @@ class Family:
     older_names: tuple[tuple[str, str], ...] = ()
     """Ends of tensor names, and what they were in older checkpoints."""
 
+    @property
+    def is_exported(self) -> bool:
+        """False if all blocks have the same tensors, of which each of ours has a copy, or if positions begin after the
+        id of padding, which may be another token of our tokenizer."""
+        is_shared = any("{i}" in weight.ours and "{i}" not in weight.theirs for weight in self.weights)
+        return not is_shared and not any(weight.first_row for weight in self.weights)
+
 
 def to_widths(width: int) -> tuple[int, ...]:
     """Return the widths of an MLP with one hidden layer."""
@@ -168,9 +181,10 @@ def with_defaults(fields: tuple[Field, ...], **defaults: Any) -> tuple[Field, ..
     return tuple(row._replace(default=defaults.get(row.ours, row.default)) for row in fields)
 
 
-def norm_rows(ours: str, theirs: str) -> tuple[Weight, Weight]:
+def norm_rows(ours: str, theirs: str, axis: str = "D") -> tuple[Weight, Weight]:
     """Return the rows of a LayerNorm."""
-    return Weight(f"{ours}.gamma", f"{theirs}.weight", "D -> D"), Weight(f"{ours}.beta", f"{theirs}.bias", "D -> D")
+    layout = f"{axis} -> {axis}"
+    return Weight(f"{ours}.gamma", f"{theirs}.weight", layout), Weight(f"{ours}.beta", f"{theirs}.bias", layout)
 
 
 ACTIVATIONS = {"gelu": "gelu_exact", "gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "relu": "relu"}
