@@ -149,8 +149,8 @@ def _by_field(name: str, value: Any, needed: Any) -> list[tuple[str, Any, Any]]:
 
 
 def resolved(model: ImportedConfig, family: Family | None = None) -> ImportedConfig:
-    """Return a config, `as_known`, with default fields of None as their values, which published configs state, and with
-    a segment if those of the family have one."""
+    """Return a config, `as_known`, with default fields of None as their values, which published configs state; of an
+    encoder, also with a segment, unless the family has none."""
     if isinstance(model, EncoderConfig):
         # One segment, whose embedding is 0, is the same as none.
         has_segments = family is None or any(field.ours == "n_segments" for field in family.fields)
