@@ -116,11 +116,14 @@ def _nearest(theirs: PublishedConfig, families: Collection[Family]) -> str:
     return f"; the nearest family is {nearest.model_type}" + (f", which has no field {shown}" if lacking else "")
 
 
-def read_config(theirs: PublishedConfig, context_length: int | None = None) -> ImportedConfig:
+def read_config(
+    theirs: PublishedConfig, context_length: int | None = None, family: Family | None = None
+) -> ImportedConfig:
     """Return our config for the content of a published `config.json`, with training sequences of `context_length`
-    tokens; None for at most `MAX_TRAINING_CONTEXT`, and for an encoder its number of positions. Raises `UserError` if
-    the family is unknown, or a field is missing or has a value without an equivalent."""
-    family = family_of(theirs)
+    tokens; None for at most `MAX_TRAINING_CONTEXT`, and for an encoder its number of positions. The family is that of
+    the config, or `family`. Raises `UserError` if it is unknown, or a field is missing or has a value without an
+    equivalent."""
+    family = family or family_of(theirs)
     is_decoder = issubclass(family.model, DecoderConfig)
     theirs = {**theirs, **{name: theirs[alias] for alias, name in family.aliases.items() if alias in theirs}}
     try:

@@ -247,7 +247,8 @@ def unmatched(config: ImportedConfig, family: Family) -> dict[str, Collection[An
     lacking = [name for name in values if name not in ignored and values[name] not in expected[name]]
     if not lacking and not of_rope:  # conversions that combine several fields may still differ
         try:
-            again = values_of(resolved(read_config(write_config(config, family), config.context_length), family))
+            back_config = read_config(write_config(config, family), config.context_length, family)
+            again = values_of(resolved(back_config, family))
         except UserError:
             if isinstance(config, EncoderDecoderConfig) or config.rope is None:
                 raise

@@ -193,7 +193,7 @@ BAD_CONFIGS = {
     "model_type is 'mamba'": {"model_type": "mamba"},
     "first of architectures is 'LlamaForSequenceClassification'": {"architectures": ["LlamaForSequenceClassification"]},
     "checkpoint is quantised": {"quantization_config": {"quant_method": "gptq"}},
-    "rope_type of rope_parameters or rope_scaling is 'yarn'": {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
+    "rope_type of rope_parameters or rope_scaling is 'axial'": {"rope_scaling": {"rope_type": "axial", "factor": 2.0}},
     "hidden_act is 'relu'": {"hidden_act": "relu"},
     "mlp_bias is True": {"mlp_bias": True},
     "KeyError: 'low_freq_factor'": {"rope_scaling": {"rope_type": "llama3", "factor": 2.0, "high_freq_factor": 4.0}},
@@ -240,9 +240,9 @@ def test_rope_scaling_takes_precedence_over_rope_parameters_as_in_transformers()
     assert both.rope == RoPE(10_000.0, 2.0)  # that of `saved` is replaced, too
     assert published("llama", rope_parameters=saved, rope_scaling=linear).rope.base == CONFIG["rope_theta"]
     assert published("llama", rope_parameters=saved, rope_scaling={}).rope.base == 300.0
-    for scaling in ({"rope_type": "yarn", "factor": 2.0}, {"type": "dynamic", "factor": 2.0}):
+    for scaling in ({"rope_type": "axial", "factor": 2.0}, {"type": "proportional", "factor": 2.0}):
         with pytest.raises(
-            UserError, match=r"rope_type of rope_parameters or rope_scaling is '(yarn|dynamic)', not one"
+            UserError, match=r"rope_type of rope_parameters or rope_scaling is '(axial|proportional)', not one"
         ):
             published("llama", rope_parameters=saved, rope_scaling=scaling)
     llama3 = {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
