@@ -567,4 +567,20 @@ CASES |= {
             "use_bias": (True, False), "num_key_value_heads": (2, 1, 6), "rope_parameters": (..., LINEAR, LLAMA3),
         },
     ),
+    "Cohere": Case(
+        "Command R and R+, Aya 23 and Expanse",
+        {},
+        LAYER_NORM_CHOICES | {
+            "use_qk_norm": (True, False), "attention_bias": (False, True), "logit_scale": (0.0625, 2.0),
+            "num_key_value_heads": (2, 1, 6), "rope_parameters": (..., LINEAR),
+        },
+    ),
+    "Cohere2": Case(
+        "Command R7B and A",
+        {"sliding_window": 7, "num_hidden_layers": 3},
+        LAYER_NORM_CHOICES | {
+            "layer_types": ([SLIDING, SLIDING, FULL], ..., [FULL, SLIDING, FULL]), "attention_bias": (False, True),
+            "logit_scale": (0.0625, 2.0), "num_key_value_heads": (2, 1, 6), "rope_parameters": (..., LINEAR),
+        },
+    ),
 }  # fmt: skip

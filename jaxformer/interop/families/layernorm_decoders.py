@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from jaxformer.interop.families.tables import (
@@ -12,6 +13,7 @@ from jaxformer.interop.families.tables import (
     Field,
     PublishedConfig,
     Weight,
+    Windows,
     norm_rows,
     only_width,
     to_widths,
@@ -398,5 +400,57 @@ STARCODER2 = Family(
     windows=ALWAYS._replace(default=None),
 )
 
-ALL = (GPT_NEOX, GPTJ, PHI, STABLELM, FALCON, BLOOM, OPT, STARCODER2)
+
+def read_cohere(theirs: PublishedConfig) -> PublishedConfig:
+    """Return a config of Cohere with the kind of norm of queries and keys, if there is one."""
+    return {**theirs, "qk_norm_kind": "layernorm" if theirs.get("use_qk_norm") else "head"}
+
+
+COHERE = Family(
+    "cohere",
+    "CohereForCausalLM",
+    fields=(
+        *without(with_defaults(SIZES, max_context=8192, unembedding=True), "activation"),
+        *KV_HEADS,
+        Field("activation", "hidden_act", "silu", GATED),
+        Field("attention_bias", "attention_bias", False),
+        Field("qk_norm", "use_qk_norm", False),
+        Field("qk_norm_kind", "qk_norm_kind"),
+        Field("logit_scale", "logit_scale", 0.0625),
+    ),
+    weights=(
+        *end_rows("model.embed_tokens", "model.norm"),
+        *norm_rows("blocks_{i}.attention_norm", f"{PREFIX}.input_layernorm"),
+        *attention_rows(f"{PREFIX}.self_attn", "q_proj", "k_proj", "v_proj", "o_proj"),
+        Weight("blocks_{i}.attention.gamma_Q", f"{PREFIX}.self_attn.q_norm.weight", "H K -> H K"),
+        Weight("blocks_{i}.attention.gamma_K", f"{PREFIX}.self_attn.k_norm.weight", "G K -> G K"),
+        Weight("blocks_{i}.mlp.W_gate_1", f"{PREFIX}.mlp.gate_proj.weight", "F D -> D F"),
+        *mlp_rows(f"{PREFIX}.mlp.", "up_proj", "down_proj"),
+    ),
+    constants={
+        **CONSTANTS,
+        "norm": "layernorm_no_bias",
+        "norm_placement": "parallel",
+        "bias": False,
+    },
+    read=read_cohere,
+    write=lambda theirs: {name: value for name, value in theirs.items() if name != "qk_norm_kind"},
+    rope_base=5e5,
+    interleaved=True,
+)
+
+COHERE2 = replace(
+    COHERE,
+    model_type="cohere2",
+    architecture="Cohere2ForCausalLM",
+    fields=without(COHERE.fields, "qk_norm", "qk_norm_kind"),
+    weights=tuple(weight for weight in COHERE.weights if ".gamma_" not in weight.ours),
+    read=dict,
+    write=lambda theirs: {name: value for name, value in theirs.items() if name != "no_rope_layers"},
+    rope_base=1e4,
+    windows=Windows(lambda theirs, i, window: bool((i + 1) % theirs.get("sliding_window_pattern", 4))),
+    has_rope=lambda theirs, i, is_local: is_local,
+)
+
+ALL = (GPT_NEOX, GPTJ, PHI, STABLELM, FALCON, BLOOM, OPT, STARCODER2, COHERE, COHERE2)
 """All families of this file, in the order of preference for export."""
