@@ -73,7 +73,7 @@ def test_obstacles_are_fields_of_the_config_with_the_values_that_remove_them():
     partial = replace(config, model=replace(config.model, bias=False, rope=RoPE(fraction=0.5, scaling=Yarn(2.0, 16))))
     assert [obstacle.field for obstacle in obstacles(partial, "hf")] == ["model.rope.fraction"]
     named = [obstacle.field for obstacle in obstacles(partial, "gguf")]
-    assert named == ["model.rope.scaling", "model.rope.fraction"], named
+    assert named == ["model.rope.fraction", "model.rope.scaling"], named
     assert obstacles(config, "safetensors") == obstacles(config, "stablehlo") == []
 
 
