@@ -49,8 +49,12 @@ def test_ctrl_c_ends_what_does_not_listen_to_it(capsys):
                 if ended.wait(0.1):
                     return
 
-    assert as_command()(lambda _: interruptible(compile_program) or 0)([]) == 130
-    ended.set()
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored in the background of a shell
+    try:
+        assert as_command()(lambda _: interruptible(compile_program) or 0)([]) == 130
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        ended.set()
     assert capsys.readouterr().err == "interrupted\n"
 
 
