@@ -97,7 +97,7 @@ def begin(parent: Path) -> tuple[None, Figures]:
     assert pretrained.config is not None
     config = replace(
         pretrained.config, init_from=str(parent / "model"), lora=LoraConfig(rank=4),
-        model=replace(read_config(CONFIG), context_length=N_TOKENS),
+        model=read_config(CONFIG, N_TOKENS),
         train=replace(pretrained.config.train, batch_size=1),
     )  # fmt: skip
     lap("verify_seconds")

@@ -24,6 +24,7 @@ class Task(StrEnum):
     TOKEN_CLASSIFICATION = "token_classification"  # noqa: S105 (no password)
     TEXT_EMBEDDING = "text_embedding"
     IMAGE_CLASSIFICATION = "image_classification"
+    IMAGE_EMBEDDING = "image_embedding"
     VIDEO_CLASSIFICATION = "video_classification"
     CONTRASTIVE = "contrastive"
     OTHER = "other"
@@ -101,6 +102,9 @@ class Contract:
     patches: str | None = None
     """Name of the config field that contains `image_size` and `patch_size`, such as `vision`; empty for the config
     itself, None for a model without patches."""
+    resizing: Any = None
+    """How image files are resized to the size of the inputs, a `config.Resizing`; None for both sides at once, by
+    bicubic interpolation."""
     head: tuple[str, ...] = ()
     """Patterns of the names of the parameters that serve the task alone, such as `head.*`; a model of another task that
     starts from this one has others."""

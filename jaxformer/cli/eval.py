@@ -80,6 +80,9 @@ def main(line: CommandLine) -> int:
     if run.config.model.contract.task is Task.TEXT_EMBEDDING:
         remedy = f"compare texts with {command('sample')}, or fine-tune it as a classifier with --init-from"
         raise UserError(f"{run.path} holds a sentence encoder, which has no loss to evaluate; {remedy}.")
+    if run.config.model.contract.task is Task.IMAGE_EMBEDDING:
+        remedy = f"compare images with {command('sample')}, or fine-tune it as a classifier with --init-from"
+        raise UserError(f"{run.path} holds a model without a head, which has no loss to evaluate; {remedy}.")
     params = restored(run.params)  # rounded values, in the dtype that evaluation computes in
     data: ValidationData
     if path is None:

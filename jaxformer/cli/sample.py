@@ -32,6 +32,8 @@ from jaxformer.terminal import echo, echo_error
 from jaxformer.train.signals import ReceivedSignal, record_signals
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from jaxformer.decode.classify import Ranking
     from jaxformer.runs.run import Run
 
@@ -51,8 +53,9 @@ A masked language model fills masks instead, one token each: --prompt "The [MASK
 sequence-to-sequence model translates or summarises each prompt: greedily, sampled with --temperature or a filter, or
 by beam search with --num-beams. A text classifier prints the most likely labels of each prompt, a token classifier the
 most likely label of each of its tokens, and a sentence encoder the cosines of all pairs of prompts, or with --jsonl
-their vectors. An image classifier classifies the images of --images, and a model of images and texts ranks the texts of
---prompt for each image."""
+their vectors. An image classifier classifies the images of --images, and an image encoder prints their cosines or
+vectors. A model of images and texts ranks the texts of --prompt for each image, or with --by-text the images for each
+text."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,9 @@ class Arguments(CommandOptions):
     prompt: tuple[str, ...] = ("The",)
     """Text to continue; several texts are continued as a batch."""
     images: tuple[str, ...] = ()
-    """Image files, for a model that classifies images; animated ones if its inputs are videos."""
+    """Image files, for a model that reads images; animated ones if its inputs are videos."""
+    by_text: bool = False
+    """For a model of images and texts: rank the images for each text, instead of the texts for each image."""
     prompts_file: str | None = None
     """File with one prompt per line; a .jsonl file has objects with "prompt", and optionally "seed" and "id"."""
     explain: bool = False
@@ -138,6 +143,8 @@ def main(line: CommandLine) -> int:
         return _label_tokens(options, prompts)
     if task is Task.TEXT_EMBEDDING:
         return _embed(options, prompts)
+    if task is Task.IMAGE_EMBEDDING:
+        return _embed_images(options)
     _check_task(options, options.given - IMAGES, "text generation")
     completer = make_completer(options, prompts)
     if options.interactive:
@@ -259,19 +266,25 @@ def _fill_masks(options: Arguments, prompts: Prompts) -> int:
 
 
 def _classify(options: Arguments, prompts: Prompts) -> int:
-    """Print the most likely classes, or the texts in order of their probability, for each image."""
-    from jaxformer.decode.classify import check_text, classify_images, classify_images_by_texts
+    """Print the most likely classes, or the texts in order of their probability, for each image, or images for each
+    text."""
+    from jaxformer.decode.classify import check_text, classify_images, rank_matches
 
     run = _open_restored(options)
     if contract_of(run.model).task is not Task.CONTRASTIVE:
         _check_task(options, COMMON | IMAGES, "image classification", IMAGES)
         prompts, rank = [], lambda _: classify_images(run, options.images)
     else:
-        _check_task(options, COMMON | IMAGES | TEXTS, "zero-shot classification", IMAGES, TEXTS)
-        rank = lambda texts: classify_images_by_texts(run, options.images, texts) if texts else []  # noqa: E731
+        _check_task(options, COMMON | IMAGES | TEXTS | {"--by-text"}, "zero-shot classification", IMAGES, TEXTS)
+        rank = lambda texts: rank_matches(run, options.images, texts, options.by_text) if texts else []  # noqa: E731
 
     def answers(fitting: list[tuple[Prompt, str]]) -> Iterator[tuple[Row, str]]:
-        for image, ranking in zip(options.images, rank([text for _, text in fitting]), strict=False):
+        rankings = rank([text for _, text in fitting])
+        if options.by_text:
+            for (prompt, text), ranking in zip(fitting, rankings, strict=True):
+                yield prompt.as_row() | {"images": _rounded(ranking)}, f"{text}: {_likeliest(ranking)}"
+            return
+        for image, ranking in zip(options.images, rankings, strict=False):
             yield {"image": image, "shows": _rounded(ranking)}, f"{image}: {_likeliest(ranking)}"
 
     return _answer(options, prompts, partial(check_text, run=run), answers)
@@ -340,12 +353,32 @@ def _embed(options: Arguments, prompts: Prompts) -> int:
         if n_truncated:
             warn(f"{n_truncated} of {len(fitting)} texts are truncated to the {model.context_length} tokens that fit.")
         vectors_ND = embed(run.model, run.params, [tokens for _, tokens in fitting], options.completion.batch_size)
-        cosines_NN = cosines(vectors_ND)
-        for (prompt, _), vector_D, cosines_N in zip(fitting, vectors_ND, cosines_NN, strict=True):
-            shortest = [float(str(x)) for x in vector_D]  # float32 digits
-            yield prompt.as_row() | {"vector": shortest}, "".join(f"{x:6.3f} " for x in cosines_N) + prompt.text
+        for (prompt, _), vector_D, cosines_N in zip(fitting, vectors_ND, cosines(vectors_ND), strict=True):
+            yield prompt.as_row() | {"vector": _shortest(vector_D)}, _in_columns(cosines_N) + prompt.text
 
     return _answer(options, prompts, encode, answers)
+
+
+def _embed_images(options: Arguments) -> int:
+    """Print the cosine of each pair of images as a table, or the vector of each image as JSON."""
+    from jaxformer.decode.classify import embed_images
+    from jaxformer.decode.embed import cosines
+
+    _check_task(options, COMMON | IMAGES, "image embedding", IMAGES)
+    vectors_NF = embed_images(_open_restored(options), options.images)
+    for image, vector_F, cosines_N in zip(options.images, vectors_NF, cosines(vectors_NF), strict=True):
+        row = {"image": image, "vector": _shortest(vector_F)}
+        echo(json.dumps(row) if options.jsonl else _in_columns(cosines_N) + image)
+    return 0
+
+
+def _shortest(vector: np.ndarray) -> list[float]:
+    """Return numbers with as few digits as float32 has."""
+    return [float(str(x)) for x in vector]
+
+
+def _in_columns(numbers: np.ndarray) -> str:
+    return "".join(f"{x:6.3f} " for x in numbers)
 
 
 def _translate(options: Arguments, prompts: Prompts) -> int:

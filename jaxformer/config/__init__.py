@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ComputeConfig", "Config", "DataConfig", "ImageModelConfig", "LoraConfig", "ModelConfig", "OptimizerConfig",
-    "TokenModelConfig", "TrainConfig",
+    "Resizing", "TokenModelConfig", "TrainConfig",
 ]  # fmt: skip
 MAX_PROFILED_STEPS = 100
 """Maximum number of steps in a trace, which the profiler holds in memory until it is written."""
@@ -98,6 +98,28 @@ class TokenModelConfig(ModelConfig):
     def contract(self) -> Contract:
         inputs = token_inputs(self.context_length, "tokens_T")
         return Contract(Task.CAUSAL_LM, inputs, vocab_size=self.vocab_size, n_classes=self.vocab_size)
+
+
+@dataclass(frozen=True)
+class Resizing(FieldDocs):
+    """Resizing of images, before their centre is cropped to the size that a model reads, or framed in black."""
+
+    size: tuple[Side, ...] = (256,)
+    """Height and width in pixels; one value is that of the shorter side, with the proportions of the image."""
+    resampling: Literal["nearest", "box", "bilinear", "hamming", "bicubic", "lanczos"] = "bicubic"
+    """Filter of the interpolation, one of Pillow's."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if len(self.size) not in (1, 2):
+            raise UserError(f"size is {self.size}; give a height and a width, or one number for the shorter side.")
+
+    def scaled(self, height: int, width: int) -> tuple[int, int]:
+        """Return the height and width of an image after resizing."""
+        if len(self.size) == 2:
+            return self.size
+        (short,) = self.size
+        return (int(short * height / width), short) if width <= height else (short, int(short * width / height))
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from typing import Annotated, Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
-from jaxformer.config import DataConfig, Fixed, ModelConfig, TokenModelConfig
+from jaxformer.config import DataConfig, Fixed, ModelConfig, Resizing, TokenModelConfig
 from jaxformer.config.fields import MAX_SIDE, Fraction, NonNegative, Range
 from jaxformer.data.augmentation import augment, draw_augmentations
 from jaxformer.data.dataset import Batch, Dataset, batch_error, batch_indices, evenly_spaced, padded_batches, task_error
@@ -115,7 +115,7 @@ class CaptionDataset(Dataset):
         vision = infer_image_size(model.vision, sizes[0] if len(sizes) == 1 else None, fixed, "vision.")
         original, model = model, replace(model, vision=vision)
         shape = model.example()[0].shape
-        self.images = read_images(folder / IMAGES, files, shape)
+        self.images = read_images(folder / IMAGES, files, shape, model.contract.resizing)
         is_train = np.array([row.split == "train" for row in table])
         self.train, self.val = np.flatnonzero(is_train), np.flatnonzero(~is_train)
         if (n := len(self.train)) < batch_size:
@@ -193,13 +193,13 @@ def read_captions(path: Path) -> list[CaptionRow]:
     return rows
 
 
-def read_images(path: Path, names: list[str], shape: tuple[int, ...]) -> np.ndarray:
+def read_images(path: Path, names: list[str], shape: tuple[int, ...], resizing: Resizing | None = None) -> np.ndarray:
     """Return the named images of a zip file, `(N, H, W, C)` uint8, resized to `shape`, `(H, W, C)`, where C is 1 for
     grayscale and 3 for RGB; see `read_image`. Raises `UserError` if the zip file or an image is missing or corrupt."""
     images = np.empty((len(names), *shape), np.uint8)
     with _open_zip(path) as file:
         for image, name in zip(images, names, strict=True):
-            image[:] = read_image(io.BytesIO(file.read(name)), f"{name} in {path}", shape[2], shape[:2])
+            image[:] = read_image(io.BytesIO(file.read(name)), f"{name} in {path}", shape[2], shape[:2], resizing)
     return images
 
 
@@ -214,10 +214,11 @@ def _open_zip(path: Path) -> Iterator[zipfile.ZipFile]:
 
 
 def tokenize_captions(texts: list[str], tokenizer: Tokenizer, length: int) -> tuple[np.ndarray, np.ndarray, int]:
-    """Return tokens `(N, length)` int32, between two end-of-text tokens and padded with 0, their mask `(N, length)`
-    bool, and the number of truncated texts."""
-    encoded, end = tokenizer.encode_batch(texts), tokenizer.end_of_text
-    tokens, valid = pad_texts([[end, *inner[: length - 2], end] for inner in encoded], length)
+    """Return tokens `(N, length)` int32, between those that a published tokenizer puts around a text, or else two
+    end-of-text tokens, and padded with 0, their mask `(N, length)` bool, and the number of truncated texts."""
+    encoded, end = tokenizer.encode_batch(texts), [tokenizer.end_of_text]
+    before, after = tokenizer.before_text or end, tokenizer.after_text or end
+    tokens, valid = pad_texts([[*before, *inner[: length - 2], *after] for inner in encoded], length)
     return tokens, valid, sum(len(inner) > length - 2 for inner in encoded)
 
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxformer.config import Resizing
 from jaxformer.data.image_io import IMAGE_SUFFIXES, read_idx, read_image, read_image_shape, resize_images
 from jaxformer.data.listing import Listing, is_hidden, list_files
 from jaxformer.data.text import locate
@@ -68,14 +69,16 @@ class ImageFolder:
         """Channels of all images: 1 if all are grayscale, else 3."""
         return max(shape[2] for shape in self.shapes)
 
-    def read(self, val_fraction: float, size: tuple[int, ...], channels: int) -> ImageSplits:
+    def read(
+        self, val_fraction: float, size: tuple[int, ...], channels: int, resizing: Resizing | None = None
+    ) -> ImageSplits:
         """Return all images, resized to `size` and converted to `channels`, see `image_io.read_image`; `val_fraction`
         of them are held out if there is no validation split. Raises `UserError` if an image cannot be read, or a split
         would be empty."""
-        train = _read_images(self.train, size, channels)
+        train = _read_images(self.train, size, channels, resizing)
         if self.val is None:
             return ImageSplits(*hold_out(train, val_fraction), self.classes)
-        return ImageSplits(train, _read_images(self.val, size, channels), self.classes)
+        return ImageSplits(train, _read_images(self.val, size, channels, resizing), self.classes)
 
 
 def open_image_folder(path: str) -> ImageFolder:
@@ -163,10 +166,12 @@ def _list_classes(folder: Path) -> tuple[dict[str, list[Path]], Listing]:
     return classes, Listing([file for name in classes for file in classes[name]], +left_out)
 
 
-def _read_images(split: LabelledImages | LabelledFiles, size: tuple[int, ...], channels: int) -> LabelledImages:
+def _read_images(
+    split: LabelledImages | LabelledFiles, size: tuple[int, ...], channels: int, resizing: Resizing | None
+) -> LabelledImages:
     if isinstance(split, LabelledImages):
-        return LabelledImages(resize_images(split.images, size, channels), split.labels)
+        return LabelledImages(resize_images(split.images, size, channels, resizing), split.labels)
     images = np.empty((len(split), *size, channels), np.uint8)
     for image, (file, _) in zip(images, split, strict=True):
-        image[:] = read_image(file, str(file), channels, size)
+        image[:] = read_image(file, str(file), channels, size, resizing)
     return LabelledImages(images, np.array([label for _, label in split], np.int32))

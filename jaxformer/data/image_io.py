@@ -10,6 +10,7 @@ from typing import IO, TYPE_CHECKING
 
 import numpy as np
 
+from jaxformer.config import Resizing
 from jaxformer.data.dataset import evenly_spaced
 from jaxformer.data.text import open_decompressed
 from jaxformer.errors import UserError, import_extra
@@ -22,6 +23,8 @@ IMAGE_SUFFIXES = (
     ".png", ".jpg", ".jpeg", ".jpe", ".jfif", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".pbm", ".pgm", ".ppm",
 )  # fmt: skip
 """Suffixes of images, which do not depend on the formats that the installed version of Pillow knows."""
+MAX_RESIZED_PIXELS = 2**27
+"""Maximum number of pixels after resizing; a narrow image whose shorter side is enlarged may have more."""
 MODES = {1: "L", 3: "RGB"}
 """Pillow's mode by number of channels."""
 GRAYSCALE_MODES = ("1", "L", "LA", "La")
@@ -48,12 +51,16 @@ def read_idx(file: Path, axes: int) -> np.ndarray:
         raise UserError(f"{file} is no IDX file of bytes with {axes} axes ({error}); download it again.") from error
 
 
-def read_image(file: Path | IO[bytes], name: str, channels: int, size: tuple[int, ...] | None = None) -> np.ndarray:
+def read_image(
+    file: Path | IO[bytes], name: str, channels: int, size: tuple[int, ...] | None = None,
+    resizing: Resizing | None = None,
+) -> np.ndarray:  # fmt: skip
     """Return an image file as `(height, width, C)` uint8, converted to grayscale (C = 1) or RGB (C = 3) on white,
-    and resized to `size`, (height, width), unless it is None. Raises `UserError` with its name if it cannot be read,
-    has more than 8 bits per channel, or C is neither 1 nor 3."""
+    and resized to `size`, (height, width), unless it is None; with `resizing`, by that and by cropping its centre to
+    `size`. Raises `UserError` with its name if it cannot be read, has more than 8 bits per channel or too many pixels
+    after resizing, or C is neither 1 nor 3."""
     with _open_image(file, name, channels) as image:
-        return _pixels(image, name, channels, size)
+        return _pixels(image, name, channels, size, resizing)
 
 
 def read_image_shape(file: Path | IO[bytes], name: str) -> tuple[int, int, int]:
@@ -66,13 +73,15 @@ def read_image_shape(file: Path | IO[bytes], name: str) -> tuple[int, int, int]:
         return height, width, 1 if image.mode in GRAYSCALE_MODES else 3
 
 
-def resize_images(images: np.ndarray, size: tuple[int, ...], channels: int) -> np.ndarray:
+def resize_images(
+    images: np.ndarray, size: tuple[int, ...], channels: int, resizing: Resizing | None = None
+) -> np.ndarray:
     """Return images `(n, H, W, C)` uint8 resized to `size`, (height, width), and converted, as `read_image` does."""
-    if images.shape[1:] == (*size, channels):
+    if images.shape[1:] == (*size, channels) and resizing is None:
         return images
     Image = import_extra("PIL.Image", READING)
     flat = images.squeeze(3) if images.shape[3] == 1 else images
-    return np.stack([_pixels(Image.fromarray(pixels), "", channels, size) for pixels in flat])
+    return np.stack([_pixels(Image.fromarray(pixels), "the image", channels, size, resizing) for pixels in flat])
 
 
 def describe_sizes(sizes: Collection[tuple[int, ...]]) -> str:
@@ -88,14 +97,14 @@ def describe_resizing(path: str, sizes: Collection[tuple[int, ...]], size: tuple
     return (f"the images in {path} are resized from {describe_sizes(sizes)} to {describe_sizes([size])}",)
 
 
-def read_model_input(file: str, shape: tuple[int, ...]) -> np.ndarray:
+def read_model_input(file: str, shape: tuple[int, ...], resizing: Resizing | None = None) -> np.ndarray:
     """Return a file as a model's input, uint8 of `shape`: an image `(height, width, C)`, or evenly spaced frames
-    `(frames, height, width, C)` of a video (an animated GIF, PNG or WebP). Raises `UserError` if it has fewer frames,
-    and as `read_image` does."""
+    `(frames, height, width, C)` of a video (an animated GIF, PNG or WebP), resized as by `read_image`. Raises
+    `UserError` if it has fewer frames, and as `read_image` does."""
     *frames, height, width, channels = shape
     with _open_image(file, file, channels) as image:
         if not frames:
-            return _pixels(image, file, channels, (height, width))
+            return _pixels(image, file, channels, (height, width), resizing)
         n_frames, needed = getattr(image, "n_frames", 1), frames[0]
         if n_frames < needed:
             remedy = "give an animated GIF with more"
@@ -103,7 +112,7 @@ def read_model_input(file: str, shape: tuple[int, ...]) -> np.ndarray:
         pixels = []
         for frame in evenly_spaced(n_frames, needed):
             image.seek(int(frame))
-            pixels.append(_pixels(image, file, channels, (height, width)))
+            pixels.append(_pixels(image, file, channels, (height, width), resizing))
         return np.stack(pixels)
 
 
@@ -120,9 +129,10 @@ def _open_image(file: str | Path | IO[bytes], name: str, channels: int) -> Itera
         raise UserError(f"{name} cannot be read as an image ({error}); remove it, or give another.") from error
 
 
-def _pixels(image: Image.Image, name: str, channels: int, size: tuple[int, ...] | None = None) -> np.ndarray:
-    """Return the pixels, `(height, width, C)` uint8, with bicubic resizing to `size` (height, width) unless it is
-    None."""
+def _pixels(
+    image: Image.Image, name: str, channels: int, size: tuple[int, ...] | None = None, resizing: Resizing | None = None
+) -> np.ndarray:
+    """Return the pixels, `(height, width, C)` uint8, resized as by `read_image`."""
     Image, ImageOps = import_extra("PIL.Image", READING), import_extra("PIL.ImageOps", READING)
     if image.mode.startswith(("I", "F")):  # Pillow would clip values above 255 to white
         raise UserError(f"{name} has more than 8 bits per channel; convert it to 8.")
@@ -131,6 +141,22 @@ def _pixels(image: Image.Image, name: str, channels: int, size: tuple[int, ...] 
     if image.mode == "RGBA":
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
     image = image.convert(MODES[channels])
-    if size is not None and size != image.size[::-1]:
+    if size is None:
+        pass
+    elif resizing is not None:
+        image = _resized(image, name, resizing)
+        left, top = (image.width - size[1]) // 2, (image.height - size[0]) // 2
+        image = image.crop((left, top, left + size[1], top + size[0]))  # with black outside of the image
+    elif size != image.size[::-1]:
         image = image.resize((size[1], size[0]), Image.Resampling.BICUBIC)
     return np.asarray(image).reshape(image.height, image.width, channels)
+
+
+def _resized(image: Image.Image, name: str, resizing: Resizing) -> Image.Image:
+    """Return the image before its centre is cropped. Raises `UserError` if it has too many pixels."""
+    Image = import_extra("PIL.Image", READING)
+    height, width = resizing.scaled(image.height, image.width)
+    if height * width > MAX_RESIZED_PIXELS:
+        problem = f"{name} has {image.height} x {image.width} pixels, and {height} x {width} after resizing"
+        raise UserError(f"{problem}; the limit is {MAX_RESIZED_PIXELS:,} in all: crop it first.")
+    return image.resize((width, height), Image.Resampling[resizing.resampling.upper()])

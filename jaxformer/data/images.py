@@ -58,7 +58,7 @@ class ImagesConfig(ImageFolderConfig):
         folder = open_image_folder(self.path)
         inferred = infer_n_classes(model, len(folder.classes), self.path, fixed)
         inferred = infer_channels(infer_image_size(inferred, folder.size, fixed), folder.channels, fixed)
-        splits = folder.read(self.val_fraction, inferred.image_size, inferred.channels)
+        splits = folder.read(self.val_fraction, inferred.image_size, inferred.channels, inferred.contract.resizing)
         data = ImageDataset(self, inferred, splits, batch_size, seed)
         reason = f"{self.path} has images of {describe_sizes(folder.sizes)} {_describe_channels(folder.channels)}"
         resizing = describe_resizing(self.path, folder.sizes, inferred.image_size)

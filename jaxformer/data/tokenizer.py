@@ -372,6 +372,7 @@ class Tokenizer:
         Invalid UTF-8 becomes U+FFFD; special tokens and ids beyond the vocabulary become nothing."""
         if not self._is_word_piece:
             text = self.decode_part(tokens)
+            text = text.removesuffix(" ") if self._word_end else text
             return text.removeprefix(" ") if self._strips_space else text
         text = self._inner.decode([int(token) for token in tokens if token != self.end_of_text])
         for spaced in CLEANED_UP if self.config.get("clean_up_tokenization_spaces") else ():
@@ -393,6 +394,13 @@ class Tokenizer:
         return isinstance(self._inner.model, models.WordPiece) and isinstance(self._inner.decoder, decoders.WordPiece)
 
     @cached_property
+    def _word_end(self) -> str:
+        """Text that ends the tokens that end a word, such as CLIP's </w>; "" for none. Spaces between words have no
+        tokens then, so that a text is not given back."""
+        has_bytes = "ByteLevel" in {step["type"] for step in _steps(self._inner.decoder)}
+        return getattr(self._inner.model, "end_of_word_suffix", None) or "" if has_bytes else ""
+
+    @cached_property
     def has_unknown(self) -> bool:
         """True if it has one token for all that it cannot encode: WordPiece, or Unigram without bytes."""
         steps = [step for step in _steps(self._inner.decoder) if not step.items() >= SHOWN.items()]
@@ -408,6 +416,9 @@ class Tokenizer:
         of_bytes = isinstance(self._inner.model, models.BPE | models.Unigram)
         if self._is_word_piece:
             to_bytes = lambda piece: decoder.decode(["a", piece]).removeprefix("a").encode()  # noqa: E731
+        elif self._word_end:
+            end = self._word_end
+            to_bytes = lambda piece: _byte_level_bytes(piece.removesuffix(end)) + b" " * piece.endswith(end)  # noqa: E731
         elif "ByteLevel" in steps and of_bytes:
             to_bytes = _byte_level_bytes
         elif self.has_unknown or ("ByteFallback" in steps and of_bytes):
@@ -423,7 +434,7 @@ class Tokenizer:
                 continue
             if i in added:
                 piece = str(self._inner.id_to_token(i))  # as the normalizer, too, may have changed it
-            texts[i] = piece.encode() if i in added and to_bytes is _byte_level_bytes else to_bytes(piece)
+            texts[i] = piece.encode() if i in added and "ByteLevel" in steps else to_bytes(piece)
         return texts
 
     @cached_property
@@ -451,9 +462,9 @@ class Tokenizer:
 
     def check_round_trip(self) -> None:
         """Raise `ValueError` if `decode` or the library does not give a text back, but for what the normalizer changes.
-        With a token for unknown words, it need not."""
+        With a token for unknown words, or tokens that end a word, it need not."""
         inner, normalizer, steps = self._inner, self._inner.normalizer, _steps(self._inner.decoder)
-        if self._is_word_piece:
+        if self._is_word_piece or self._word_end:
             return
         if self.missing_bytes and "ByteLevel" not in {step["type"] for step in steps}:
             # A character with a missing byte would be encoded as unknown.

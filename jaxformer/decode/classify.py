@@ -1,4 +1,5 @@
-"""Classification of images, videos, texts and tokens, and zero-shot image classification by texts."""
+"""Classification of images, videos, texts and tokens, zero-shot classification of images by texts and retrieval of
+images by texts, and vectors of images."""
 
 from __future__ import annotations
 
@@ -31,17 +32,25 @@ def classify(model: nn.Module, params: Params, *inputs: jax.Array) -> jax.Array:
 
 
 @partial(jax.jit, static_argnames=("model",))
-def classify_zero_shot(
-    model: nn.Module, params: Params, images: jax.Array, tokens_NT: jax.Array, valid_NT: jax.Array
-) -> jax.Array:
-    """Return the probabilities that a `CLIP` assigns to N texts for each image, `(n_images, N)` float32 (Radford et al.
-    2021, section 3.1.2). Images are `(n_images, height, width, C)` uint8; `data.captions.tokenize_captions` makes the
-    texts."""
+def match(model: nn.Module, params: Params, images: jax.Array, tokens_NT: jax.Array, valid_NT: jax.Array) -> jax.Array:
+    """Return the logits of a `CLIP` for each image and text, scaled cosines, `(n_images, N)` float32; the softmax over
+    texts is their probability for an image (Radford et al. 2021, section 3.1.2). Images are `(n_images, height, width,
+    C)` uint8; `data.captions.tokenize_captions` makes the texts."""
     image_IE = jax.vmap(partial(call, model, params, "encode_image"))(images)
     text_NE = jax.vmap(partial(call, model, params, "encode_text"))(tokens_NT, valid_NT)
     # A device's default matmul precision may leave the cosines only a few digits, and the scale is up to 100.
     cosine_IN = jnp.matmul(image_IE, text_NE.T, precision=jax.lax.Precision.HIGHEST)
-    return jax.nn.softmax(jnp.exp(call(model, params, "log_scale")) * cosine_IN)
+    return jnp.exp(call(model, params, "log_scale")) * cosine_IN
+
+
+@partial(jax.jit, static_argnames=("model",))
+def _features(model: nn.Module, params: Params, pixels: jax.Array) -> jax.Array:
+    return call(model, params, "encode", pixels).astype(jnp.float32)
+
+
+def embed_images(run: Run, files: Sequence[str]) -> np.ndarray:
+    """Return the features of each image, `(n_images, F)` float32. Raises `UserError` if an image cannot be read."""
+    return np.stack([_features(run.model, run.params, pixels) for pixels in _read_images(run, files)])
 
 
 def classify_images(run: Run, files: Sequence[str]) -> list[Ranking]:
@@ -81,13 +90,15 @@ def classify_tokens(run: Run, tokens: Sequence[int]) -> list[tuple[str, Ranking]
     return [(tokenizer.decode_part([token]), row) for token, row in zip(tokens[inner], rankings, strict=True)]
 
 
-def classify_images_by_texts(run: Run, files: Sequence[str], texts: list[str]) -> list[Ranking]:
-    """Return, per image, the texts with their probabilities, the most likely first. Raises `UserError` if an image
-    cannot be read."""
+def rank_matches(run: Run, files: Sequence[str], texts: list[str], by_text: bool = False) -> list[Ranking]:
+    """Return, per image, the texts with their probabilities, the most likely first; with `by_text`, per text, the
+    images. Raises `UserError` if an image cannot be read."""
     assert run.tokenizer is not None
     tokens_NT, valid_NT, _ = tokenize_captions(texts, run.tokenizer, _max_text_tokens(run))
     images = np.stack(_read_images(run, files))
-    return _ranked(texts, classify_zero_shot(run.model, run.params, images, tokens_NT, valid_NT).tolist())
+    logits_IN = match(run.model, run.params, images, tokens_NT, valid_NT)
+    names, logits = (files, logits_IN.T) if by_text else (texts, logits_IN)
+    return _ranked(names, jax.nn.softmax(logits).tolist())
 
 
 def check_text(prompt: Prompt, run: Run) -> str:
@@ -106,7 +117,8 @@ def _max_text_tokens(run: Run) -> int:
 
 
 def _read_images(run: Run, files: Sequence[str]) -> list[np.ndarray]:
-    return [read_model_input(file, run.config.model.example()[0].shape) for file in files]
+    contract = run.config.model.contract
+    return [read_model_input(file, contract.inputs[0].shape, contract.resizing) for file in files]
 
 
 def _ranked(names: Iterable[object], probs: Sequence[Sequence[float]]) -> list[Ranking]:

@@ -16,9 +16,11 @@ from jaxformer.errors import UserError, abbreviate
 from jaxformer.interop.families import ENCODER_DECODERS, ENCODERS, FAMILIES
 from jaxformer.interop.families.encoders import POOLED_CLASSIFIER
 from jaxformer.interop.families.tables import NONE_OF, REQUIRED, Family, Field, ImportedConfig, PublishedConfig
+from jaxformer.models.clip import CLIPConfig
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.encoder import EncoderConfig
 from jaxformer.models.encoder_decoder import EncoderDecoderConfig
+from jaxformer.models.vit import ViTConfig
 from jaxformer.ops.positions import NTK, Llama3Scaling, LongRoPE, RoPE, Scaling, Yarn, yarn_amplitude
 
 MAX_TRAINING_CONTEXT = 2048
@@ -133,12 +135,15 @@ def read_config(
             if (value := theirs.get(name, expected)) != expected and (expected or value):
                 raise ValueError(f"{name} is {abbreviate(value)}, and only {expected} has an equivalent")
         values = {**family.constants, **_read_fields(family, theirs)}
-        longest = values["max_context" if is_decoder else "context_length"]
-        takes_all = not is_decoder and values["positions"] == "learned"
+        lengths = ("max_context",) if is_decoder else ("context_length", "text.context_length")
+        longest = next((values[name] for name in lengths if name in values), 0)  # 0 without texts
+        takes_all = not is_decoder and values.get("positions", "learned") == "learned"
         most = inf if values.get("position_buckets") else longest  # T5 has a bias for any distance
         if context_length is not None and not (longest if takes_all else 0) <= context_length <= most:
             limit = f"the model has {longest} positions{', all of which an encoder takes' if takes_all else ''}"
             raise UserError(f"`context_length` is {context_length}; {limit}; omit it.")
+        if issubclass(family.model, ViTConfig | CLIPConfig):
+            return _checked(family, _nested(values))
         values["context_length"] = context_length or (min(longest, MAX_TRAINING_CONTEXT) if is_decoder else longest)
         if issubclass(family.model, EncoderDecoderConfig):
             return _checked(family, values)
@@ -223,8 +228,8 @@ def write_config(config: ImportedConfig, family: Family) -> dict[str, Any]:
         else:
             theirs[field.theirs] = next(name for name, ours in field.values.items() if ours == value)
     theirs |= {name: value(theirs) for name, value in family.required.items() if callable(value)}
-    if isinstance(config, EncoderDecoderConfig):
-        return theirs
+    if isinstance(config, EncoderDecoderConfig | ViTConfig | CLIPConfig):
+        return family.write(theirs)
     theirs |= write_windows(config, family)
     return family.write(theirs if family.rope_base is None else theirs | write_rope(config, family))
 

@@ -13,7 +13,7 @@ from jaxformer.data.pairs import TARGET_TOKENS
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError, abbreviate, import_extra, lone_surrogate, parse_json
 from jaxformer.interop.families.encoder_decoders import GENERATION_DEFAULTS, with_stored_head
-from jaxformer.interop.families.tables import MAX_TOKENS, NORMALIZE, POOLING, PublishedConfig
+from jaxformer.interop.families.tables import IMAGE_PROCESSOR, MAX_TOKENS, NORMALIZE, POOLING, PublishedConfig
 from jaxformer.interop.sampling import from_generation_config, target_tokens
 from jaxformer.interop.sentencepiece import SOURCE_PIECES, load_marian_tokenizer
 from jaxformer.runs.run import TOKENIZER
@@ -23,6 +23,8 @@ TRANSFORMER_CONFIGS = "sentence_*_config.json"
 """The config of the module Transformer, which sentence-transformers names after a family, such as `bert`."""
 SENTENCES_CONFIG = "config_sentence_transformers.json"
 """The config of all modules of sentence-transformers."""
+PREPROCESSOR, PROCESSORS = "preprocessor_config.json", "processor_config.json"
+"""Files with the config of the image processor, and of all processors, which takes precedence, as in transformers."""
 ADAPTER = "adapter_config.json"
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -84,7 +86,7 @@ class ModelFolder:
             raise UserError(
                 f"{path} has an adapter ({ADAPTER}), which is not supported; merge it into the model first."
             )
-        config = {**read_object(path / CONFIG), **read_modules(path)}
+        config = {**read_object(path / CONFIG), **read_modules(path), **read_image_processor(path)}
         if (path / SINGLE).exists():  # takes precedence, as in transformers
             shards = [SINGLE]
         elif (path / INDEX).exists():
@@ -203,6 +205,13 @@ def read_modules(path: Path) -> PublishedConfig:
     if type(length) is not int or length < 1:
         raise UserError(f"max_seq_length in {file} is {length!r}; it must be a number of tokens; restore the file.")
     return fields | {MAX_TOKENS: length}
+
+
+def read_image_processor(path: Path) -> dict[str, Any]:
+    """Return the field `IMAGE_PROCESSOR` with the config of a folder's image processor; none without one."""
+    if (file := path / PROCESSORS).exists() and (nested := read_object(file).get(IMAGE_PROCESSOR)) is not None:
+        return {IMAGE_PROCESSOR: nested}
+    return {IMAGE_PROCESSOR: read_object(file)} if (file := path / PREPROCESSOR).exists() else {}
 
 
 def read_object(file: Path, kind: type = Mapping) -> Any:

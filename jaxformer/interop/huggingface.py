@@ -18,13 +18,14 @@ from jaxformer.data.tokenizer import END_IDS, TARGET_TOKENIZER, Tokenizer
 from jaxformer.errors import UserError, missing_extras
 from jaxformer.interop.configs import write_config
 from jaxformer.interop.families.encoders import BERT, MODERNBERT, POOLED_CLASSIFIER
-from jaxformer.interop.families.tables import NORMALIZE, POOLING, Family, ImportedConfig, Weight
-from jaxformer.interop.folder import FLAG, MODULES, POOLING_MODES
+from jaxformer.interop.families.tables import IMAGE_PROCESSOR, NORMALIZE, POOLING, Family, ImportedConfig, Weight
+from jaxformer.interop.folder import FLAG, MODULES, POOLING_MODES, PREPROCESSOR
 from jaxformer.interop.formats import Dtype, Format
-from jaxformer.interop.obstacles import FAMILIES_BY_FORMAT, Obstacle, nearest_family, resolved, same_kind
+from jaxformer.interop.obstacles import FAMILIES_BY_FORMAT, Obstacle, as_known, nearest_family, resolved, same_kind
 from jaxformer.interop.output import cast, complete_path, save_safetensors
 from jaxformer.interop.sampling import as_generation_config, as_generation_tokens
-from jaxformer.interop.weights import Layout, axis_sizes, fuse, rows
+from jaxformer.interop.weights import Layout, axis_sizes, extra_name, fuse, part_of, rows
+from jaxformer.models.clip import CLIPConfig
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.encoder import EncoderConfig
 from jaxformer.models.encoder_decoder import EncoderDecoderConfig
@@ -36,11 +37,10 @@ OWN = (END_IDS, TARGET_TOKENS, TARGET_TOKENIZER)
 
 
 class Published(NamedTuple):
-    """A model in the layout of a published family: the content of its `config.json`, its maximum sequence length in
-    tokens, and the names and float32 arrays of its tensors, one at a time."""
+    """A model in the layout of a published family: the content of its `config.json`, with what else is written beside
+    it, and the names and float32 arrays of its tensors, one at a time."""
 
     config: dict[str, Any]
-    n_positions: int
     tensors: Iterator[tuple[str, np.ndarray]]
 
 
@@ -51,12 +51,15 @@ def publish(run: Run, file_format: Format = "hf") -> Published:
     nearest, lacking = nearest_family(model, families)
     if lacking:
         raise UserError(f"{_no_equivalent(run, lacking, families, nearest)}.")
-    assert isinstance(model, ImportedConfig)
+    known = as_known(model)
+    assert known is not None
     family = families[nearest]
-    config = resolved(model, family)
+    config = resolved(known, family)
     if isinstance(config, EncoderConfig) and config.n_segments and "W_segment" not in params:
         params = params | {"W_segment": np.zeros((1, config.width_of_embedding))}
     theirs = write_config(config, family)
+    if isinstance(config, CLIPConfig) and run.tokenizer is not None:
+        theirs["text_config"] |= _ends_of_captions(run, run.tokenizer)
     if run.classes:
         theirs["id2label"] = {str(i): name for i, name in enumerate(run.classes)}
         theirs["label2id"] = {name: i for i, name in enumerate(run.classes)}
@@ -66,7 +69,19 @@ def publish(run: Run, file_format: Format = "hf") -> Published:
         if family is POOLED_CLASSIFIER:
             theirs["architectures"] = [BERT.architecture]
     tensors = ((name.removeprefix(bare), tensor) for name, tensor in published_tensors(params, config, family))
-    return Published(theirs, config.n_positions, tensors)
+    return Published(theirs, tensors)
+
+
+def _ends_of_captions(run: Run, tokenizer: Tokenizer) -> dict[str, int]:
+    """Return the ids of the tokens around a text. Raises `UserError` if these are the same, as transformers reads the
+    features of a text at the first of the tokens that end it."""
+    before, after = tokenizer.before_text, tokenizer.after_text
+    if not before or not after or before == after:
+        problem = (
+            f"the tokenizer of {run.path} puts end of text before each text, too, where transformers would read it"
+        )
+        raise UserError(f"{problem}; use `format='safetensors'`.")
+    return {"bos_token_id": before[0], "eos_token_id": after[0], "pad_token_id": after[0]}
 
 
 def _no_equivalent(run: Run, lacking: list[Obstacle], families: Mapping[str, Family], nearest: str) -> str:
@@ -86,7 +101,7 @@ def _no_equivalent(run: Run, lacking: list[Obstacle], families: Mapping[str, Fam
 
 def published_tensors(params: Params, config: ImportedConfig, family: Family) -> Iterator[tuple[str, np.ndarray]]:
     """Yield the names and tensors of a family, in float32, one at a time; `config` must have no obstacle."""
-    leaves, sizes = flatten_dict(params, sep="."), axis_sizes(config)
+    leaves = flatten_dict(params, sep=".")
     paths: dict[str, list[tuple[Weight, str, int]]] = defaultdict(list)
     for path, (weight, names) in rows(family, config).items():
         for expert, name in enumerate(names):
@@ -98,10 +113,15 @@ def published_tensors(params: Params, config: ImportedConfig, family: Family) ->
         for weight, path, expert in sorted(group, key=lambda row: row[0].part or 0):
             leaf = leaves[path][expert] if "{e}" in weight.theirs else leaves[path]
             arrays.append(np.asarray(jax.device_get(leaf)).astype(np.float32) - np.float32(weight.offset))
-            layouts.append(Layout.parse(weight.layout, sizes))
+            layouts.append(Layout.parse(weight.layout, axis_sizes(part_of(family, config, path))))
         tensor = fuse(layouts, arrays)
         rows_before = np.zeros((weight.first_row, *tensor.shape[1:]), np.float32)
         yield name, np.concatenate([rows_before, tensor]) if weight.first_row else tensor
+        for weight, path, _ in group:
+            for extra in weight.extras:  # which change nothing
+                width = part_of(family, config, path).d_model
+                neutral = np.ones(width) if extra == weight.scale else np.zeros((1, 1, width))
+                yield extra_name(extra, path), neutral.astype(np.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,19 +160,19 @@ def export_huggingface(run: Run, folder: Path, dtype: Dtype = "float32") -> None
     """Write a run to a new folder in the layout of the published family that its model belongs to. Raises `UserError`
     if the folder exists, safetensors is not installed, or no family has an equivalent for a part of the model. A
     sentence encoder's folder also has the modules of sentence-transformers."""
-    published = publish(run)
-    _, tokenizer = run.text_model()
-    special = special_tokens(tokenizer)
-    generates = isinstance(run.config.model, DecoderConfig | EncoderDecoderConfig)
-    ids = {"bos_token_id": special.bos, "eos_token_id": list(special.eos) if special.eos[1:] else special.eos[0]}
-    if isinstance(run.config.model, EncoderDecoderConfig):
-        tokens = {**TargetTokens.of(tokenizer)._asdict(), "start": start_of_target(tokenizer)}
-        ids |= as_generation_tokens(tokens) | {"pad_token_id": special.pad}
-    elif published.config["model_type"] == MODERNBERT.model_type:  # whose defaults are beyond small vocabularies
-        ids |= {"cls_token_id": special.bos, "sep_token_id": special.eos[0], "pad_token_id": special.pad}
-    elif not generates:
-        ids = {}
-    own = {name: value for name, value in tokenizer.config.items() if name not in OWN}
+    published, tokenizer, model = publish(run), run.tokenizer, run.config.model
+    special = None if tokenizer is None else special_tokens(tokenizer)
+    generates = isinstance(model, DecoderConfig | EncoderDecoderConfig)
+    ids: dict[str, Any] = {}
+    if tokenizer is not None and special is not None:
+        ids = {"bos_token_id": special.bos, "eos_token_id": list(special.eos) if special.eos[1:] else special.eos[0]}
+        if isinstance(model, EncoderDecoderConfig):
+            tokens = {**TargetTokens.of(tokenizer)._asdict(), "start": start_of_target(tokenizer)}
+            ids |= as_generation_tokens(tokens) | {"pad_token_id": special.pad}
+        elif published.config["model_type"] == MODERNBERT.model_type:  # whose defaults are beyond small vocabularies
+            ids |= {"cls_token_id": special.bos, "sep_token_id": special.eos[0], "pad_token_id": special.pad}
+        elif not generates:
+            ids = {}
     with complete_path(folder) as scratch:
         scratch.mkdir()
         arrays = {name: cast(name, tensor, dtype) for name, tensor in published.tensors}
@@ -160,20 +180,26 @@ def export_huggingface(run: Run, folder: Path, dtype: Dtype = "float32") -> None
             _write_modules(scratch, published.config, arrays)
         save_safetensors(arrays, scratch / "model.safetensors", {"format": "pt"})
         # Versions of transformers before 5 read torch_dtype, later ones dtype.
-        config = {name: value for name, value in published.config.items() if name not in (POOLING, NORMALIZE)}
+        beside = (POOLING, NORMALIZE, IMAGE_PROCESSOR)
+        config = {name: value for name, value in published.config.items() if name not in beside}
         _write_json(scratch / "config.json", config | ids | {"dtype": dtype, "torch_dtype": dtype})
+        if IMAGE_PROCESSOR in published.config:
+            _write_json(scratch / PREPROCESSOR, published.config[IMAGE_PROCESSOR])
+        if tokenizer is None or special is None:
+            return
         if generates:
             generation = ids | {"pad_token_id": special.pad}
             _write_json(scratch / "generation_config.json", generation | as_generation_config(run.sampling))
         tokenizer.save(scratch / TOKENIZER)
+        text_model: Any = getattr(model, "text", model)
         tokenizer_config = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "bos_token": special.bos_text,
             "eos_token": special.eos_text,
             "pad_token": special.eos_text,
             "clean_up_tokenization_spaces": False,
-            **own,
-            "model_max_length": published.n_positions,  # the tokenizer's own may be more
+            **{name: value for name, value in tokenizer.config.items() if name not in OWN},
+            "model_max_length": text_model.n_positions,  # the tokenizer's own may be more
         }
         _write_json(scratch / "tokenizer_config.json", tokenizer_config)
 

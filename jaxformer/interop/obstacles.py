@@ -8,22 +8,28 @@ from contextlib import suppress
 from math import isclose
 from typing import Any, NamedTuple
 
-from jaxformer.config import Config, ModelConfig
+from jaxformer.config import Config, ModelConfig, Resizing
 from jaxformer.config.fields import differences, shortest_period
 from jaxformer.errors import UserError
 from jaxformer.interop.configs import read_config, write_config
 from jaxformer.interop.families import ENCODER_DECODERS, ENCODERS, FAMILIES, GGUF_FAMILIES
 from jaxformer.interop.families.tables import Family, ImportedConfig
 from jaxformer.interop.formats import Format
+from jaxformer.models.blocks import head_width
+from jaxformer.models.clip import CLIPConfig
 from jaxformer.models.decoder import BlockAttention, DecoderConfig, ExpertsConfig
 from jaxformer.models.encoder import EncoderConfig
 from jaxformer.models.encoder_decoder import EncoderDecoderConfig
+from jaxformer.models.vit import ViTConfig
 from jaxformer.nn.norms import NORMS, epsilon
 from jaxformer.ops.positions import RoPE
 
+NESTED = ("experts", "vision", "text")
+"""Fields that hold the fields of a part."""
 TRAINING_FIELDS = {
     *("context_length", "embedding_std", "unembedding_std"),
     *("dropout", "experts.capacity_factor", "experts.balance_weight", "experts.router_z_weight"),
+    *("vision.dropout", "text.dropout", "text.embedding_std", "temperature"),
 }
 """Fields that do not affect the outputs of a trained model."""
 FAMILIES_BY_FORMAT: Mapping[str, Mapping[str, Family]] = {
@@ -119,21 +125,22 @@ def _first_that_fits(model: ImportedConfig, family: Family, name: str, allowed: 
 
 
 def values_of(model: ImportedConfig) -> dict[str, Any]:
-    """Return the fields of a config, with dotted names for those of its experts."""
+    """Return the fields of a config, with dotted names for those of its experts and towers."""
     values = {f.name: getattr(model, f.name) for f in dataclasses.fields(model)}
-    if (experts := values.get("experts")) is not None:
-        del values["experts"]
-        values |= {f"experts.{f.name}": getattr(experts, f.name) for f in dataclasses.fields(experts)}
+    for name in NESTED:
+        if (nested := values.get(name)) is not None:
+            del values[name]
+            values |= {f"{name}.{f.name}": getattr(nested, f.name) for f in dataclasses.fields(nested)}
     return values
 
 
 def with_values(model: ImportedConfig, changes: Mapping[str, Any]) -> ImportedConfig:
     """Return a config with some values, named as in `values_of`."""
     own = {name: value for name, value in changes.items() if "." not in name}
-    below = {name.removeprefix("experts."): value for name, value in changes.items() if "." in name}
-    if below and "experts" not in own:
-        experts: Any = model.experts  # type: ignore[union-attr]  # of a decoder
-        own["experts"] = dataclasses.replace(experts, **below)
+    for name in NESTED:
+        below = {field.removeprefix(f"{name}."): x for field, x in changes.items() if field.startswith(f"{name}.")}
+        if below and name not in own:
+            own[name] = dataclasses.replace(getattr(model, name), **below)
     return dataclasses.replace(model, **own)
 
 
@@ -173,6 +180,11 @@ def resolved(model: ImportedConfig, family: Family | None = None) -> ImportedCon
             embedding_scale=scale,
             max_distance=model.max_distance if model.position_buckets else EncoderDecoderConfig.max_distance,
         )
+    if isinstance(model, ViTConfig):
+        mean, std = (x * model.channels if len(x) == 1 else x for x in (model.mean, model.std))
+        return dataclasses.replace(_with_defaults(model), mean=mean, std=std)
+    if isinstance(model, CLIPConfig):
+        return dataclasses.replace(model, vision=_with_defaults(model.vision), text=_with_defaults(model.text))
     config = as_known(model)
     assert isinstance(config, DecoderConfig)
     if (experts := config.experts) is not None:
@@ -201,16 +213,24 @@ def _resolved_attentions(config: DecoderConfig | EncoderConfig) -> tuple[BlockAt
     return shortest_period([*map(BlockAttention, windows, own, uses_rope)])
 
 
+def _with_defaults(part: Any) -> Any:
+    """Return the config of an image encoder, or of a tower, with the width of heads and ε, and with `resizing` None for
+    one that is the default."""
+    plain = Resizing(part.image_size) if hasattr(part, "image_size") else None
+    own = {"resizing": None} if plain is not None and part.resizing == plain else {}
+    return dataclasses.replace(part, head_dim=head_width(part), norm_eps=epsilon(part.norm, part.norm_eps), **own)
+
+
 def unmatched(config: ImportedConfig, family: Family) -> dict[str, Collection[Any]]:
     """Return the fields of a `resolved` config for which a family has no equivalent, with the values that have one."""
     values = values_of(config)
     defaults = {name: value for name, value in values_of(type(config)()).items() if name in values}
     has_experts = any(field.ours.startswith("experts.") for field in family.fields)
     of_rope: dict[str, Collection[Any]] = {}
-    of_encoder: dict[str, Any] = {}
+    own: dict[str, Any] = {}  # defaults that follow from other fields
     if isinstance(config, EncoderConfig):
         default = dataclasses.replace(config, head_activation=None, embedding_dim=None)
-        of_encoder = {"head_activation": default.activation_of_head, "embedding_dim": default.width_of_embedding}
+        own = {"head_activation": default.activation_of_head, "embedding_dim": default.width_of_embedding}
     if isinstance(config, DecoderConfig):
         if (config.experts is None) == has_experts:
             return {"experts": (ExpertsConfig() if has_experts else None,)}
@@ -229,30 +249,32 @@ def unmatched(config: ImportedConfig, family: Family) -> dict[str, Collection[An
         plain = tuple(dataclasses.replace(kind, **same) for kind in config.attention)
         if plain != config.attention:
             return {"attention": (shortest_period(plain),)}
-    fixed = {
-        **defaults,
-        **of_encoder,
-        "n_kv_heads": config.n_heads,
-        "head_dim": config.d_model // config.n_heads,
-        "output_bias": config.attention_bias,
-        "score_scale": config.width_of_head**-0.5,
-        **family.constants,
-    }
+    if not isinstance(config, ViTConfig | CLIPConfig):
+        own |= {
+            "n_kv_heads": config.n_heads,
+            "output_bias": config.attention_bias,
+            "score_scale": config.width_of_head**-0.5,
+        }
+    parts: dict[str, Any] = {f"{tower}.": getattr(config, tower) for tower in family.towers} or {"": config}
+    widths = {f"{prefix}head_dim": part.d_model // part.n_heads for prefix, part in parts.items()}
+    fixed = {**defaults, **own, **widths, **family.constants}
     expected: dict[str, Collection[Any]] = {name: (value,) for name, value in fixed.items()}
     for field in family.fields:
         expected[field.ours] = (values[field.ours],) if field.values is None else field.values.values()
-    if len(config.d_ff) != 1:
-        expected["d_ff"] = (config.d_ff[:1],)
+    for prefix, part in parts.items():
+        if len(part.d_ff) != 1:
+            expected[f"{prefix}d_ff"] = (part.d_ff[:1],)
     ignored = TRAINING_FIELDS | (set() if family.windows is None else {"attention"})
     lacking = [name for name in values if name not in ignored and values[name] not in expected[name]]
     if not lacking and not of_rope:  # conversions that combine several fields may still differ
         try:
-            back_config = read_config(write_config(config, family), config.context_length, family)
+            length = None if isinstance(config, ViTConfig | CLIPConfig) else config.context_length
+            back_config = read_config(write_config(config, family), length, family)
             again = values_of(resolved(back_config, family))
         except UserError:
-            if isinstance(config, EncoderDecoderConfig) or config.rope is None:
+            if (rope := getattr(config, "rope", None)) is None:
                 raise
-            return {"rope": (dataclasses.replace(config.rope, scaling=1.0),)}  # the family has no such scaling
+            return {"rope": (dataclasses.replace(rope, scaling=1.0),)}  # the family has no such scaling
         for name in values.keys() - TRAINING_FIELDS:
             ours, back = values[name], again[name]
             are_floats = isinstance(ours, float) and isinstance(back, float)

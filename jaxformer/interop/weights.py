@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +21,12 @@ from jax.sharding import Sharding
 from jaxformer.errors import UserError
 from jaxformer.interop.families.tables import Family, ImportedConfig, Weight
 from jaxformer.interop.folder import FLOATS, PublishedModel
+from jaxformer.models.blocks import head_width
+from jaxformer.models.clip import CLIPConfig, ImageTowerConfig
 from jaxformer.models.objective import Params
+from jaxformer.models.vit import ViTConfig
 from jaxformer.nn.mlp import GATED
+from jaxformer.ops.patches import resize_grid
 from jaxformer.ops.positions import sinusoidal
 
 FIELDS = (
@@ -32,36 +37,56 @@ FIELDS = (
     *(("R", "n_heads"), ("R", "n_kv_heads")),
     *(("K", "head_dim"), ("F", "d_ff"), ("D", "d_model"), ("O", "d_model"), ("C", "n_classes")),
     *(("M", "embedding_dim"), ("M", "d_model")),
+    *(("P", "image_size"), ("P", "patch_size"), ("Y", "patch_size"), ("I", "channels")),
+    *(("J", "d_joint"), ("vision", "vision.d_model"), ("text", "text.d_model")),
     *((f"b_{letter}", "attention_bias") for letter in "QKVO"),
 )
 """Marks of a table row, axes or parts of names, and the fields of ours that they depend on."""
 
 
-def n_experts(config: ImportedConfig) -> int:
+def n_experts(config: Any) -> int:
     """Return the number of experts per block; 0 for MLPs."""
     experts = getattr(config, "experts", None)
     return 0 if experts is None else experts.n_experts
 
 
-def axis_sizes(config: ImportedConfig) -> dict[str, int]:
-    """Return axis sizes by letter."""
-    return {
-        "V": config.vocab_size,
-        "P": config.n_positions,
+def part_of(family: Family, config: ImportedConfig, ours: str) -> Any:
+    """Return the config of the tower that a parameter belongs to, or of the model."""
+    tower = ours.partition("_")[0]
+    return getattr(config, tower) if tower in family.towers else config
+
+
+def axis_sizes(config: Any) -> dict[str, int]:
+    """Return axis sizes by letter, for the config of a model or of a tower."""
+    if isinstance(config, CLIPConfig):
+        return {"J": config.d_joint, "vision": config.vision.d_model, "text": config.text.d_model}
+    sizes = {
         "D": config.d_model,
         "H": config.n_heads,
         "G": getattr(config, "kv_heads", config.n_heads),
         "R": config.n_heads // getattr(config, "kv_heads", config.n_heads),
-        "K": config.width_of_head,
+        "K": head_width(config),
         "F": config.d_ff[0],
         "E": n_experts(config),
         "U": getattr(getattr(config, "experts", None), "shared_width", None) or config.d_ff[0],
         "S": getattr(config, "n_segments", 0),
-        "O": config.d_model,
+        "O": getattr(config, "n_features", config.d_model),
         "M": getattr(config, "width_of_embedding", config.d_model),
         "C": getattr(config, "n_classes", 0),
         "N": getattr(config, "position_buckets", 0),
     }
+    if isinstance(config, ViTConfig | ImageTowerConfig):
+        return (
+            sizes | dict(zip("YXI", (*config.patch_size, config.channels), strict=True)) | {"P": _n_positions(config)}
+        )
+    return sizes | {"V": config.vocab_size, "P": config.n_positions}
+
+
+def _n_positions(config: ViTConfig | ImageTowerConfig) -> int:
+    """Return the number of positions of an image encoder."""
+    if isinstance(config, ImageTowerConfig):
+        return 1 + config.n_patches
+    return config.n_positions(prod(config.grid))
 
 
 @dataclass(frozen=True)
@@ -144,23 +169,33 @@ class Source:
     weight: Weight
     layout: Layout
     names: tuple[str, ...]
-    """Name of one tensor, or of one per expert."""
+    """Name of one tensor, or of one per expert; then those of `weight.extras`."""
+    grids: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    """Rows and columns of patches of their positions and of ours, between which they are interpolated, if these
+    differ."""
 
 
 def rows(family: Family, config: ImportedConfig) -> dict[str, tuple[Weight, tuple[str, ...]]]:
-    """Return each parameter's table row and tensor names, by its path in our model."""
+    """Return each parameter's table row and tensor names, without those of `extras`, by its path in our model."""
     table: dict[str, tuple[Weight, tuple[str, ...]]] = {}
-    gated = "_1" if config.activation in GATED else ""
     for weight in family.weights:
-        if weight.when is not None and getattr(config, weight.when[0]) != weight.when[1]:
+        part = part_of(family, config, weight.ours)
+        if weight.when is not None and getattr(part, weight.when[0]) != weight.when[1]:
             continue
         stack, is_repeated, _ = weight.ours.partition("_{i}")  # such as blocks, of which there are n_blocks
-        for i in range(getattr(config, f"n_{stack}")) if is_repeated else (0,):
+        count = "n_blocks" if family.towers else f"n_{stack}"
+        gated = "_1" if getattr(part, "activation", None) in GATED else ""
+        for i in range(getattr(part, count)) if is_repeated else (0,):
             name = weight.theirs.replace("{i}", str(i)).replace("{gated}", gated)
             n_tensors = n_experts(config) if "{e}" in name else 1
             names = tuple(name.replace("{e}", str(e)) for e in range(n_tensors))
             table[weight.ours.replace("{i}", str(i))] = weight, names
     return table
+
+
+def extra_name(extra: str, path: str) -> str:
+    """Return the name of one of a row's `extras` for the parameter at a path."""
+    return re.sub(r"\{i\}", lambda _: re.findall(r"\d+", path)[0], extra)
 
 
 def find_sources(
@@ -169,28 +204,45 @@ def find_sources(
     """Return the tensors of each parameter in `abstract`, by path, after verifying all shapes and dtypes. Raises
     `UserError` if a tensor is missing, has another shape or no floating-point dtype, or if there is a tensor that
     the model does not have."""
-    sizes, table = axis_sizes(config), rows(family, config)
+    table, grid_of = rows(family, config), family.position_grid
     bare = not any(name.startswith(family.prefix) for name in published.names)
     sources: dict[str, Source] = {}
     for path in flatten_dict(abstract, sep="."):
         weight, names = table[path]
+        sizes, grids = axis_sizes(part_of(family, config, path)), None
+        if weight.tokens and grid_of is not None and isinstance(config, ViTConfig):
+            rows_of_theirs, columns = grid_of(published.config)
+            if (rows_of_theirs, columns) != config.grid:
+                grids = (rows_of_theirs, columns), config.grid
+                sizes["P"] = config.n_tokens + rows_of_theirs * columns
         layout = Layout.parse(weight.layout, sizes)
+        names += tuple(extra_name(extra, path) for extra in weight.extras)
         names = tuple(name.removeprefix(family.prefix) if bare else name for name in names)
         for end, older in family.older_names:
             found = [(name, name.removesuffix(end) + older) for name in names]
             names = tuple(old if name.endswith(end) and old in published.names else name for name, old in found)
-        n_rows, *rest = layout.their_shape
-        for name in names:
-            _check_tensor(published, name, (n_rows + weight.first_row, *rest), _fields(family, weight))
-        sources[path] = Source(weight, layout, names)
+        shape, vector = layout.their_shape, (sizes.get("D", 0),)
+        if weight.first_row:
+            shape = (shape[0] + weight.first_row, *shape[1:])
+        n = len(names) - len(weight.extras)
+        shapes = [shape] * n + [vector] * (weight.scale is not None) + [(1, 1, *vector)] * len(weight.tokens)
+        for name, expected in zip(names, shapes, strict=True):
+            _check_tensor(published, name, expected, _fields(family, weight))
+        sources[path] = Source(weight, layout, names, grids)
     _check_rest(published, family, config, {name for source in sources.values() for name in source.names})
     return sources
 
 
 def _fields(family: Family, weight: Weight) -> str:
     """Return the names of the published config's fields that the presence and shape of a tensor follow from."""
-    theirs = {field.ours: field.theirs for field in family.fields}
-    marks = {*weight.layout, *re.findall(r"\{.\}|W_out$|b_[QKVO]$", weight.ours), *re.findall(r"\{e\}", weight.theirs)}
+    tower = weight.ours.partition("_")[0]
+    prefix = f"{tower}." if tower in family.towers else ""
+    theirs = {field.ours.removeprefix(prefix): field.theirs for field in family.fields if field.ours.startswith(prefix)}
+    marks = {
+        *re.findall(r"\w+", weight.layout),
+        *re.findall(r"\{.\}|W_out$|b_[QKVO]$", weight.ours),
+        *re.findall(r"\{e\}", weight.theirs),
+    }
     return ", ".join(dict.fromkeys(theirs[ours] for mark, ours in FIELDS if mark in marks and ours in theirs))
 
 
@@ -220,7 +272,7 @@ def _check_rest(published: PublishedModel, family: Family, config: ImportedConfi
                 problem = f"config.json of {published.path} ties {name} to {first}, but the two differ"
                 raise UserError(f"{problem}; set tie_word_embeddings to false.")
         elif name in sinusoids:
-            expected = sinusoidal(jnp.arange(published.shape(name)[0]), config.d_model, interleaved=False)
+            expected = sinusoidal(jnp.arange(published.shape(name)[0]), axis_sizes(config)["D"], interleaved=False)
             if not np.allclose(published.read(name).astype(np.float32), expected, atol=1e-2):
                 problem = f"{name} in {published.path} is not the sinusoidal encoding, which is the only one supported"
                 raise UserError(f"{problem} for {family.model_type}; use a checkpoint whose positions are not trained.")
@@ -239,26 +291,41 @@ def load_params(published: PublishedModel, sources: Mapping[str, Source], abstra
     params: dict[str, jax.Array] = {}
     for path in sorted(structs, key=lambda path: prod(structs[path].shape), reverse=True):
         source, struct = sources[path], structs[path]
-        convert = converter(source.layout, source.weight, jnp.dtype(struct.dtype), struct.sharding)
+        convert = converter(source.layout, source.weight, jnp.dtype(struct.dtype), struct.sharding, source.grids)
         # Wait, as several parameters' tensors would otherwise be in memory at once.
         params[path] = jax.block_until_ready(convert([published.read(name) for name in source.names]))
     return unflatten_dict({path: params[path] for path in structs}, sep=".")
 
 
 @lru_cache(maxsize=256)
-def converter(layout: Layout, weight: Weight, dtype: jnp.dtype, sharding: Sharding | None) -> Callable[..., jax.Array]:
+def converter(
+    layout: Layout, weight: Weight, dtype: jnp.dtype, sharding: Sharding | None, grids: Any = None
+) -> Callable[..., jax.Array]:
     """Return a jitted function from a parameter's tensors to the parameter, which transposes on all cores."""
 
     def convert(tensors: list[jax.Array]) -> jax.Array:
-        arrays = [layout.to_ours(tensor[weight.first_row :], weight.part) for tensor in tensors]
+        n = len(tensors) - len(weight.extras)
+        parts, extras = tensors[:n], [tensor.astype(jnp.float32).reshape(-1) for tensor in tensors[n:]]
+        parts = [tensor[weight.first_row :] for tensor in parts] if weight.first_row else parts
+        arrays = [layout.to_ours(tensor, weight.part) for tensor in parts]
         array = jnp.stack(arrays) if "{e}" in weight.theirs else arrays[0]
-        return (array.astype(jnp.float32) + weight.offset if weight.offset else array).astype(dtype)
+        if not (weight.offset or extras):
+            return array.astype(dtype)
+        array = array.astype(jnp.float32) + weight.offset
+        if weight.scale is not None:
+            array *= extras.pop(0)
+        for i, token_D in enumerate(extras):
+            array = array.at[i].add(token_D)
+        if grids is not None:
+            array = jnp.concatenate([array[: len(extras)], resize_grid(array[len(extras) :], *grids)])
+        return array.astype(dtype)
 
     return jax.jit(convert, out_shardings=sharding)
 
 
 def stored_dtype(published: PublishedModel, source: Source) -> jnp.dtype:
-    """Return a dtype that holds a stored parameter exactly: float32 if it has an offset or mixed dtypes."""
+    """Return a dtype that holds a stored parameter exactly: float32 if it is computed or has mixed dtypes."""
     dtypes = {published.dtype(name) for name in source.names}
     by_name = {"F64": jnp.float32, "F32": jnp.float32, "F16": jnp.float16, "BF16": jnp.bfloat16}
-    return jnp.dtype(jnp.float32 if source.weight.offset or len(dtypes) > 1 else by_name[dtypes.pop()])
+    is_computed = source.weight.offset or source.weight.extras or len(dtypes) > 1
+    return jnp.dtype(jnp.float32 if is_computed else by_name[dtypes.pop()])

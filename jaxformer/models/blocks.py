@@ -148,7 +148,8 @@ def make_attention(
 
 def make_mlp(config: Any) -> Make:
     """Return a function that constructs an MLP."""
-    return partial(MLP, hidden=config.d_ff, d_out=config.d_model, activation=config.activation, bias=config.bias)
+    options = {"hidden": config.d_ff, "d_out": config.d_model, "activation": config.activation, "bias": config.bias}
+    return partial(MLP, **options, gate_bias=getattr(config, "gate_bias", False))
 
 
 def make_block(config: Any, execution: Execution, block: type[Block] = Block, **parts: Any) -> Block:

@@ -11,7 +11,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jaxformer.config import ModelConfig, TokenModelConfig
+from jaxformer.config import ModelConfig, Resizing, TokenModelConfig
 from jaxformer.config.fields import (
     Depth,
     Fraction,
@@ -56,6 +56,9 @@ class ImageTowerConfig(ModelConfig):
     """Mean per channel of pixels from 0 to 1, which is subtracted; the default is that of CLIP's training images."""
     std: tuple[PositiveFloat, ...] = (0.26862954, 0.26130258, 0.27577711)
     """Standard deviation per channel, by which pixels are divided after that."""
+    resizing: Resizing | None = None
+    """How image files are resized before their centre is cropped to image_size; by default, both sides are resized to
+    image_size by bicubic interpolation, whatever the proportions."""
     d_model: Size = 768
     """Width of the residual stream."""
     n_blocks: Depth = 12
@@ -97,6 +100,11 @@ class ImageTowerConfig(ModelConfig):
         """True if the stack ends in an additional norm: with pre-norm, the residual stream is not normalised
         otherwise."""
         return self.norm_placement == "pre"
+
+    @property
+    def channels(self) -> int:
+        """Number of colour channels."""
+        return len(self.mean)
 
     @property
     def n_patches(self) -> int:
@@ -179,6 +187,7 @@ class CLIPConfig(ModelConfig):
             max_tokens=text.max_tokens,
             attention=blocks.attention_shape(self.vision, 1 + self.vision.n_patches),
             patches="vision",
+            resizing=self.vision.resizing,
         )
 
     def build(self, execution: Execution = PLAIN) -> CLIP:

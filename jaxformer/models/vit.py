@@ -4,21 +4,31 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Literal
+from typing import Annotated, Literal
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jaxformer.config import ImageModelConfig
-from jaxformer.config.fields import Depth, Fraction, NormEps, PositiveFloat, Side, Size, expand_patches
-from jaxformer.contract import Contract
+from jaxformer.config import ImageModelConfig, ModelConfig, Resizing
+from jaxformer.config.fields import (
+    Depth,
+    Fraction,
+    NonNegative,
+    NormEps,
+    PositiveFloat,
+    Range,
+    Side,
+    Size,
+    expand_patches,
+)
+from jaxformer.contract import Contract, Task
 from jaxformer.errors import UserError
 from jaxformer.models import blocks
 from jaxformer.nn.block import SideInputs, input_dropout, run_blocks
 from jaxformer.nn.capture import capture_point
 from jaxformer.nn.execution import PLAIN, Execution
-from jaxformer.nn.mlp import Activation, uniform_fan_in
+from jaxformer.nn.mlp import GATED, Activation, uniform_fan_in
 from jaxformer.nn.norms import Norm
 from jaxformer.nn.parameters import parameter
 from jaxformer.nn.patches import LearnedPositions, PatchEmbedding
@@ -29,10 +39,18 @@ from jaxformer.ops.patches import patchify, standardize
 class ViTConfig(ImageModelConfig):
     """Shape of a `ViT`. The defaults are those of the paper's ViT-B/16, table 1."""
 
+    n_classes: Annotated[NonNegative, Range(most=2**20)] = 1000
+    """Number of classes; 0 for a model without a head, the output of which are the features of the image."""
     patch_size: tuple[Side, ...] = (16, 16)
     """Height and width of a patch in pixels, which must divide those of the image; one value sets both."""
-    pooling: Literal["class", "mean"] = "class"
-    """Features of the image: those of an added class token, or their mean over all patches."""
+    pooling: Literal["class", "mean", "class_and_mean", "distilled"] = "class"
+    """Features of the image: those of an added class token, their mean over all patches, or both, one after the other;
+    or those of a class and a distillation token, with a head each, whose logits are averaged (Touvron et al. 2021)."""
+    n_registers: NonNegative = 0
+    """Further learned tokens before the patches, which no head reads (Darcet et al. 2024)."""
+    resizing: Resizing | None = None
+    """How image files are resized before their centre is cropped to image_size; by default, both sides are resized to
+    image_size by bicubic interpolation, whatever the proportions."""
     mean: tuple[float, ...] = (0.5,)
     """Mean of pixels from 0 to 1, for all channels or per channel. The model reads (pixel - mean) / std."""
     std: tuple[PositiveFloat, ...] = (0.5,)
@@ -53,6 +71,8 @@ class ViTConfig(ImageModelConfig):
     """Activation of the MLP's hidden layers; with swiglu and geglu these are gated."""
     bias: bool = True
     """Biases in the MLP."""
+    gate_bias: bool = False
+    """Biases in the MLP's gates."""
     norm: Norm = "layernorm"
     """Kind of norm."""
     norm_eps: NormEps | None = None
@@ -65,6 +85,9 @@ class ViTConfig(ImageModelConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         blocks.check_attention(self, ())
+        if self.gate_bias and not (self.bias and self.activation in GATED):
+            problem = f"gate_bias is true, but with bias {self.bias} and activation {self.activation!r} no gate has one"
+            raise UserError(f"{problem}; omit it, or set bias and one of {' and '.join(GATED)}.")
         expand_patches(self)
         for name in ("mean", "std"):
             if len(getattr(self, name)) not in (1, self.channels):
@@ -80,11 +103,35 @@ class ViTConfig(ImageModelConfig):
     def contract(self) -> Contract:
         n_patches = prod(self.image_size) // prod(self.patch_size)
         attention = blocks.attention_shape(self, self.n_positions(n_patches))
-        return replace(super().contract, attention=attention, patches="", scaled_width=self.d_model)
+        contract = replace(
+            super().contract, attention=attention, patches="", scaled_width=self.d_model, resizing=self.resizing,
+            head=("W_out", "b_out", "W_distilled", "b_distilled"),
+        )  # fmt: skip
+        return contract if self.n_classes else replace(contract, task=Task.IMAGE_EMBEDDING, n_classes=None, head=())
+
+    @property
+    def width_of_head(self) -> int:
+        """Width K of a head."""
+        return blocks.head_width(self)
+
+    @property
+    def n_tokens(self) -> int:
+        """Number of learned tokens before the patches."""
+        return {"mean": 0, "distilled": 2}.get(self.pooling, 1) + self.n_registers
+
+    @property
+    def n_features(self) -> int:
+        """Width of the features that a head reads."""
+        return self.d_model * (2 if self.pooling == "class_and_mean" else 1)
 
     def n_positions(self, n_patches: int) -> int:
-        """Return the number of positions: the patches and, if there is one, the class token."""
-        return n_patches + (self.pooling == "class")
+        """Return the number of positions: the learned tokens and the patches."""
+        return self.n_tokens + n_patches
+
+    def with_head(self, other: ModelConfig) -> ModelConfig:
+        if self.n_classes or not isinstance(other, ImageModelConfig):
+            return self
+        return replace(self, n_classes=other.n_classes or ViTConfig.n_classes)
 
     def build(self, execution: Execution = PLAIN) -> nn.Module:
         return ViT(self, execution)
@@ -100,17 +147,23 @@ class ViTConfig(ImageModelConfig):
         return tuple(n // size for n, size in zip(self.example()[0].shape[:-1], self.patch_shape, strict=True))
 
     def make_positions(self, length: int) -> LearnedPositions:
-        """Return the position embedding of `length` patches, with a class token if `pooling` needs it."""
-        return LearnedPositions(length, class_token=self.pooling == "class")
+        """Return the position embedding of `length` patches, and the learned tokens before them."""
+        return LearnedPositions(length, self.n_tokens)
 
     def pool(self, x: jax.Array) -> jax.Array:
-        """Return the features of a sequence, `(…, D)` from `(…, N, D)`."""
-        return x[..., 0, :] if self.pooling == "class" else jnp.mean(x, axis=-2)
+        """Return the features of a sequence, `(…, F)` from `(…, N, D)`; F is D, or 2 D for features of two kinds."""
+        tokens, patches = x[..., : self.n_tokens, :], x[..., self.n_tokens :, :]
+        if self.pooling == "class":
+            return tokens[..., 0, :]
+        if self.pooling == "distilled":
+            return jnp.concatenate([tokens[..., 0, :], tokens[..., 1, :]], axis=-1)
+        mean = jnp.mean(patches, axis=-2)
+        return mean if self.pooling == "mean" else jnp.concatenate([tokens[..., 0, :], mean], axis=-1)
 
 
 class ViT(nn.Module):
     """Image classifier with bidirectional attention among patches: maps `(height, width, C)` uint8 to logits
-    `(n_classes,)`."""
+    `(n_classes,)`; without classes, to the features of the image."""
 
     config: ViTConfig
     execution: Execution = PLAIN
@@ -126,16 +179,29 @@ class ViT(nn.Module):
         self._make_head()
 
     def _make_head(self) -> None:
-        c, init = self.config, uniform_fan_in(self.config.d_model)
-        self.W_out = parameter(self, "W_out", init, (c.d_model, c.n_classes), "embed -> classes")
-        self.b_out = parameter(self, "b_out", init, (c.n_classes,), "classes")
+        c, init = self.config, uniform_fan_in(self.config.n_features)
+        if c.n_classes:
+            self.W_out = parameter(self, "W_out", init, (c.n_features, c.n_classes), "embed -> classes")
+            self.b_out = parameter(self, "b_out", init, (c.n_classes,), "classes")
+        if c.n_classes and c.pooling == "distilled":
+            self.W_distilled = parameter(self, "W_distilled", init, self.W_out.shape, "embed -> classes")
+            self.b_distilled = parameter(self, "b_distilled", init, self.b_out.shape, "classes")
 
     def __call__(self, pixels: jax.Array) -> jax.Array:
-        """Return logits `(n_classes,)`; pixels may be floats with white at 1 instead of uint8."""
-        return capture_point(self, "logits", self.encode(pixels) @ self.W_out + self.b_out)
+        """Return logits `(n_classes,)`, or without classes `encode`; pixels may be floats with white at 1 instead of
+        uint8."""
+        x_F = self.encode(pixels)
+        return capture_point(self, "logits", self._classify(x_F)) if self.config.n_classes else x_F
+
+    def _classify(self, x_F: jax.Array) -> jax.Array:
+        """Return logits `(n_classes,)`."""
+        if self.config.pooling != "distilled":
+            return x_F @ self.W_out + self.b_out
+        class_D, distilled_D = jnp.split(x_F, 2)
+        return (class_D @ self.W_out + self.b_out + distilled_D @ self.W_distilled + self.b_distilled) / 2
 
     def encode(self, pixels: jax.Array) -> jax.Array:
-        """Return the features of the image, `(D,)`."""
+        """Return the features of the image, `(F,)`; see `ViTConfig.pool`."""
         c = self.config
         patches_NP = patchify(standardize(pixels, c.mean, c.std), c.patch_shape)
         x_TD = self.position_embedding(self.patch_embedding(patches_NP))

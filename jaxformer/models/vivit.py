@@ -10,7 +10,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jaxformer.config.fields import Depth, Side
+from jaxformer.config.fields import Depth, Side, Size
 from jaxformer.contract import Contract, Input, Task
 from jaxformer.errors import UserError
 from jaxformer.models import blocks
@@ -28,6 +28,10 @@ class ViViTConfig(ViTConfig):
     """Shape of a `ViViT` or `FactorisedViViT`. The defaults are those of the paper's ViViT-B/16x2, with
     1,000 classes."""
 
+    n_classes: Size = 1000
+    """Number of classes."""
+    pooling: Literal["class", "mean"] = "class"
+    """Features of the video: those of an added class token, or their mean over all tubelets."""
     n_frames: Side = 32
     """Frames per video."""
     tubelet_frames: Side = 2
@@ -56,6 +60,7 @@ class ViViTConfig(ViTConfig):
             n_classes=self.n_classes,
             attention=blocks.attention_shape(self, n_positions),
             scaled_width=self.d_model,
+            resizing=self.resizing,
         )
 
     def build(self, execution: Execution = PLAIN) -> nn.Module:

@@ -58,13 +58,15 @@ def uniform_fan_in(fan_in: int) -> nn.initializers.Initializer:
 class MLP(nn.Module):
     """Linear layers with an activation between them: `(…, D)` to `(…, d_out)`, by default D.
 
-    Its parameters are `W_1`, `b_1`, … in order of use, and `W_gate_i` in addition to `W_i` for a gated activation.
+    Its parameters are `W_1`, `b_1`, … in order of use, and `W_gate_i` in addition to `W_i` for a gated activation, with
+    `gate_bias` also `b_gate_i`.
     """
 
     hidden: tuple[int, ...]
     d_out: int | None = None
     activation: str = "relu"
     bias: bool = True
+    gate_bias: bool = False
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -77,9 +79,10 @@ class MLP(nn.Module):
     def _hidden_layer(self, x: jax.Array, i: int) -> jax.Array:
         """Return the activations of the i-th hidden layer, counted from 1, `(…, hidden[i - 1])`."""
         width, number = self.hidden[i - 1], f"_{i}" if len(self.hidden) > 1 else ""
-        y, b = self._matmul(x, f"W_{i}", i, width), self._bias(x, i, width)
+        y, b = self._matmul(x, f"W_{i}", i, width), self._bias(x, f"b_{i}", i, width)
         if self.activation in GATED:
-            gate = capture_point(self, f"pre{number}", self._matmul(x, f"W_gate_{i}", i, width))
+            b_gate = self._bias(x, f"b_gate_{i}", i, width) if self.gate_bias else None
+            gate = capture_point(self, f"pre{number}", _add(self._matmul(x, f"W_gate_{i}", i, width), b_gate))
             y = capture_point(self, f"pre_linear{number}", _add(y, b))
             return capture_point(self, f"post{number}", activate(self.activation, gate) * y)
         if is_capturing():  # else the sum is recomputed, not stored
@@ -87,10 +90,10 @@ class MLP(nn.Module):
         return capture_point(self, f"post{number}", activate(self.activation, y, b))
 
     def _linear(self, x: jax.Array, i: int, width: int) -> jax.Array:
-        return _add(self._matmul(x, f"W_{i}", i, width), self._bias(x, i, width))
+        return _add(self._matmul(x, f"W_{i}", i, width), self._bias(x, f"b_{i}", i, width))
 
-    def _bias(self, x: jax.Array, i: int, width: int) -> jax.Array | None:
-        return parameter(self, f"b_{i}", uniform_fan_in(x.shape[-1]), (width,), _AXES[i % 2]) if self.bias else None
+    def _bias(self, x: jax.Array, name: str, i: int, width: int) -> jax.Array | None:
+        return parameter(self, name, uniform_fan_in(x.shape[-1]), (width,), _AXES[i % 2]) if self.bias else None
 
     def _matmul(self, x: jax.Array, name: str, i: int, width: int) -> jax.Array:
         axes = f"{_AXES[(i - 1) % 2]} -> {_AXES[i % 2]}"

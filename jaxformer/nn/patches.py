@@ -26,24 +26,24 @@ class PatchEmbedding(nn.Module):
 class LearnedPositions(nn.Module):
     """Learned position embeddings, added to a sequence `(…, N, D)`.
 
-    With a class token, the output is one position longer and begins with that token, the first row of `W_pos`
-    (Dosovitskiy et al. 2021, equation 1). In the paper it is the sum of a position embedding and another vector; one
-    vector suffices.
+    Before it come learned tokens, such as a class token, the first rows of `W_pos` (Dosovitskiy et al. 2021, equation
+    1). In the paper, each is the sum of a position embedding and another vector; one vector suffices.
 
     Attributes:
       length: N.
+      n_tokens: number of learned tokens, by which the output is longer.
       init_std: standard deviation of `W_pos` at initialisation.
     """
 
     length: int
-    class_token: bool
+    n_tokens: int = 0
     init_std: float = 0.02
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         if x.shape[-2] != self.length:
             raise ValueError(f"expected a sequence of {self.length} positions, got shape {x.shape}")
-        shape = (self.length + self.class_token, x.shape[-1])
+        shape = (self.length + self.n_tokens, x.shape[-1])
         W_pos = parameter(self, "W_pos", nn.initializers.normal(self.init_std), shape, "positions -> embed")
-        before = [(0, 0)] * (x.ndim - 2) + [(int(self.class_token), 0), (0, 0)]
+        before = [(0, 0)] * (x.ndim - 2) + [(self.n_tokens, 0), (0, 0)]
         return capture_point(self, OUTPUT, jnp.pad(x, before) + expand(W_pos, x.ndim))

@@ -5,6 +5,7 @@ from math import prod
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxformer.errors import batch_hint
 from jaxformer.ops.broadcasting import expand
@@ -51,3 +52,24 @@ def patchify(pixels: jax.Array, size: Sequence[int]) -> jax.Array:
     split = [part for length, s in zip(lengths, size, strict=True) for part in (length // s, s)]
     blocks = pixels.reshape(*split, channels).transpose(*range(0, 2 * n, 2), *range(1, 2 * n, 2), 2 * n)
     return blocks.reshape(-1, prod(size) * channels)
+
+
+def resize_grid(x_ND: jax.Array, old: Sequence[int], new: Sequence[int]) -> jax.Array:
+    """Return vectors of a grid in row-major order, `(N, D)`, interpolated to another number of rows and columns: by
+    cubic convolution (Keys 1981) with a = -0.75, the border repeated, as in torch."""
+    rows_YR, columns_XC = (_cubic_weights(*sizes).astype(x_ND.dtype) for sizes in zip(old, new, strict=True))
+    grid_RCD = x_ND.reshape(*old, -1)
+    precision = jax.lax.Precision.HIGHEST
+    return jnp.einsum("YR,RCD,XC->YXD", rows_YR, grid_RCD, columns_XC, precision=precision).reshape(-1, x_ND.shape[-1])
+
+
+def _cubic_weights(old: int, new: int, a: float = -0.75) -> np.ndarray:
+    """Return the weights of `old` numbers in each of `new` interpolated ones, `(new, old)` float64."""
+    centre = (np.arange(new) + 0.5) * old / new - 0.5
+    weights = np.zeros((new, old))
+    for offset in range(-1, 3):
+        neighbour = np.floor(centre).astype(int) + offset
+        d = np.abs(centre - neighbour)
+        near, far = (a + 2) * d**3 - (a + 3) * d**2 + 1, a * (d**3 - 5 * d**2 + 8 * d - 4)
+        np.add.at(weights, (np.arange(new), neighbour.clip(0, old - 1)), np.where(d <= 1, near, far))
+    return weights

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from jaxformer.cli import sample
-from jaxformer.config import Config, ModelConfig
+from jaxformer.config import Config, ModelConfig, Resizing
 from jaxformer.data.captions import CaptionsConfig
 from jaxformer.data.image_io import read_model_input
 from jaxformer.data.images import ImagesConfig
@@ -53,6 +53,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "images": make(folder, "images", IMAGES, ImagesConfig(), classes=("owl", "wren", "kite")),
         "videos": make(folder, "videos", VIDEOS, MovingImagesConfig(n_directions=4)),
         "captions": make(folder, "captions", captions, CaptionsConfig(), BYTES),
+        "features": make(folder, "features", replace(IMAGES, n_classes=0, resizing=Resizing((4,))), ImagesConfig()),
         "text": str(small_run(folder / "text", [" ".join(f"{a}{b}" for a in "abcdefgh" for b in "ijklmnop") * 3])),
     }
 
@@ -115,6 +116,36 @@ def test_zero_shot_probabilities_equal_those_of_all_cosines(
         logits.append(float(jnp.exp(log_scale) * image_E @ text_E))
     expected = dict(zip(texts, np.asarray(jax.nn.softmax(jnp.array(logits))).tolist(), strict=True))
     assert dict(row["shows"]) == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.slow
+def test_images_are_ranked_for_each_text(runs: dict[str, str], capsys: pytest.CaptureFixture) -> None:
+    """The logit of an image and a text is the same in both rankings."""
+    images, texts = ["small.png", "large.jpg"], ["red", "teal"]
+    options = ["--run", runs["captions"], "--images", *images, "--prompt", *texts, "--jsonl"]
+    assert sample.main(options) == 0
+    by_image = [dict(json.loads(line)["shows"]) for line in capsys.readouterr().out.splitlines()]
+    assert sample.main([*options, "--by-text"]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["prompt"] for row in rows] == texts
+    p = [dict(row["images"]) for row in rows]
+    odds = [shows["red"] / shows["teal"] for shows in by_image]
+    assert odds[0] / odds[1] == pytest.approx(
+        p[0][images[0]] / p[0][images[1]] / (p[1][images[0]] / p[1][images[1]]), rel=1e-2
+    )
+
+
+@pytest.mark.slow
+def test_a_model_without_a_head_prints_features_or_their_cosines(runs, capsys: pytest.CaptureFixture) -> None:
+    images = ["small.png", "large.jpg"]
+    assert sample.main(["--run", runs["features"], "--images", *images, "--jsonl"]) == 0
+    vectors = [json.loads(line)["vector"] for line in capsys.readouterr().out.splitlines()]
+    run = load_run(runs["features"])
+    pixels = np.asarray(Image.open("small.png"))[1:3, :3]  # 4 x 4 pixels, not resized; odd margins are on the right
+    np.testing.assert_allclose(vectors[0], apply(run.model, run.params, pixels), rtol=1e-5)
+    assert sample.main(["--run", runs["features"], "--images", *images]) == 0
+    cosine = np.dot(*vectors) / np.prod(np.linalg.norm(vectors, axis=1))
+    assert capsys.readouterr().out == f" 1.000 {cosine:6.3f} small.png\n{cosine:6.3f}  1.000 large.jpg\n"
 
 
 @pytest.mark.slow

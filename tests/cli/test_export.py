@@ -38,7 +38,8 @@ LLAMA_BUT_BIAS = (
                 "  model.bias True; needed: --model.no-bias",
             ],
         ),
-        ("--config vision:vit --format hf", 1, ["  model ViTConfig; needed: a Decoder (--config quick:llama)"]),
+        ("--config vision:vivit --format hf", 1, ["  model ViViTConfig; needed: a Decoder (--config quick:llama)"]),
+        ("--config vision:vit --format hf", 1, ["  model.pooling mean; needed: --model.pooling class"]),
         ("--config vision:vit --format stablehlo", 0, ["vision:vit as stablehlo: can be exported"]),
     ],
 )  # fmt: skip

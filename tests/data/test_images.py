@@ -2,12 +2,14 @@
 
 import gzip
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from jaxformer.config import Resizing
 from jaxformer.data.dataset import epoch_uniforms
 from jaxformer.data.image_folder import ImageSplits, LabelledImages, hold_out, open_image_folder
 from jaxformer.data.image_io import read_idx, read_image, read_model_input
@@ -407,3 +409,16 @@ def test_folder_without_images_is_refused_with_what_it_holds(tmp_path: Path) -> 
     message = r"no images in .*train \(left out: 1 \.heic, 1 folder\(s\) without images\); put them into train/LABEL/"
     with pytest.raises(UserError, match=message):
         open_image_folder(str(tmp_path))
+
+
+def test_an_image_is_resized_and_its_centre_cropped_or_framed_in_black(tmp_path: Path) -> None:
+    """A shorter side of 4 of 2 x 4 pixels makes 4 x 8; with nearest neighbours, each pixel becomes 2 x 2."""
+    pixels = np.arange(24, dtype=np.uint8).reshape(2, 4, 3) + 1
+    Image.fromarray(pixels).save(tmp_path / "a.png")
+    read = partial(read_image, tmp_path / "a.png", "a.png", 3)
+    twice = pixels.repeat(2, 0).repeat(2, 1)
+    np.testing.assert_array_equal(read((4, 4), Resizing((4,), "nearest")), twice[:, 2:6])
+    framed = read((4, 6), Resizing((2, 4), "nearest"))
+    np.testing.assert_array_equal(framed, np.pad(pixels, ((1, 1), (1, 1), (0, 0))))
+    with pytest.raises(UserError, match=r"a.png has 2 x 4 pixels, and 16384 x 32768 after resizing"):
+        read((4, 4), Resizing((16_384,), "nearest"))

@@ -21,6 +21,11 @@ SHAPES: dict[str, Any] = {
 CLASSES = {
     "GPT2": ("GPT2Config", "GPT2LMHeadModel"), "Gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM"),
     "Gemma3WithImages": ("Gemma3Config", "Gemma3ForConditionalGeneration"),
+    "ViT": ("ViTConfig", "ViTForImageClassification"), "ViTModel": ("ViTConfig", "ViTModel"),
+    "DeiT": ("DeiTConfig", "DeiTForImageClassificationWithTeacher"),
+    "DeiTStudent": ("DeiTConfig", "DeiTForImageClassification"),
+    "Dinov2": ("Dinov2Config", "Dinov2Model"), "Dinov2Classifier": ("Dinov2Config", "Dinov2ForImageClassification"),
+    "CLIP": ("CLIPConfig", "CLIPModel"),
     "Bert": ("BertConfig", "BertForMaskedLM"), "BertModel": ("BertConfig", "BertModel"),
     "BertClassifier": ("BertConfig", "BertForSequenceClassification"),
     "Roberta": ("RobertaConfig", "RobertaForMaskedLM"), "RobertaModel": ("RobertaConfig", "RobertaModel"),

@@ -13,7 +13,7 @@ import pytest
 
 from jaxformer.interop.families import ENCODER_DECODERS, ENCODERS, FAMILIES
 from tests.helpers import ROOT
-from tests.interop.family_cases import CASES
+from tests.interop import family_cases, vision_cases
 from tests.interop.published import publish
 
 PAGE = ROOT / "docs/interop.md"
@@ -22,6 +22,7 @@ TABLE = re.compile(r"(<!-- families -->\n).*?(<!-- end -->)", re.DOTALL)
 HEAD = """| `model_type` | published models | compared | worst difference |
 |---|---|---|---|
 """
+CASES = family_cases.CASES | vision_cases.CASES
 N_VARIATIONS, LIMIT = 10, 1e-4
 
 

@@ -134,9 +134,9 @@ def test_limits_of_a_rope_scaling_have_an_equivalent():
 
 
 def test_other_model_is_refused(run, tmp_path):
-    config = load_config(f"{ROOT}/configs/vision.py:vit")
+    config = load_config(f"{ROOT}/configs/vision.py:vivit")
     other = replace(run, config=config, model=config.model.build())
-    with pytest.raises(UserError, match=r"holds a ViT.*, which none of llama, .* describes; use `format='saf"):
+    with pytest.raises(UserError, match=r"holds a ViViT.*, which none of llama, .* describes; use `format='saf"):
         export_huggingface(other, tmp_path / "out")
 
 

@@ -124,9 +124,31 @@ def test_every_parameter_has_a_sharding() -> None:
     assert tuple(placed["patch_embedding.b_patch"].spec) == ()
 
 
+@pytest.mark.slow
+def test_heads_read_features_of_the_class_token_the_mean_or_a_distillation_token() -> None:
+    """Registers are no patches: those after the class token change the mean by attention only."""
+    both = replace(CLASS, pooling="class_and_mean", n_registers=2)
+    x_TD = np.random.default_rng(0).normal(size=(15, 12))
+    assert_close(both.pool(x_TD), np.concatenate([x_TD[0], x_TD[3:].mean(0)]))
+    model, params = build(replace(CLASS, pooling="distilled"))
+    x_F = apply(model, params, PIXELS[0], method="encode")
+    heads = [x_F[:12] @ params["W_out"] + params["b_out"], x_F[12:] @ params["W_distilled"] + params["b_distilled"]]
+    assert_close(apply(model, params, PIXELS[0]), np.mean(heads, axis=0))
+    assert count_parameters(params) == count_parameters(abstract_params(CLASS.build())) + 12 + 12 * 5 + 5
+
+
+def test_without_classes_the_output_is_the_features() -> None:
+    config = replace(CLASS, n_classes=0)
+    model, params = build(config)
+    assert_close(apply(model, params, PIXELS[0]), apply(model, params, PIXELS[0], method="encode"))
+    assert "W_out" not in params and config.contract.n_classes is None
+    assert config.with_head(CLASS) == CLASS
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
+        ({"gate_bias": True}, "gate_bias is true, but with bias True and activation 'gelu' no gate has one"),
         ({"n_blocks": 0}, "n_blocks is 0"),
         ({"patch_size": (4, 2, 1)}, "patch_size is"),
         ({"patch_size": (0, 2)}, "patch_size is"),

@@ -24,13 +24,13 @@ def test_pixels_take_the_dtype_of_the_weights() -> None:
 
 
 def test_each_place_has_its_row() -> None:
-    x_ND, module = normal(N, D), LearnedPositions(N, class_token=False)
+    x_ND, module = normal(N, D), LearnedPositions(N)
     params = random_params(module, x_ND)
     assert_close(apply(module, params, x_ND), x_ND + params["W_pos"])
 
 
 def test_a_class_token_is_the_first_row_before_every_sequence() -> None:
-    x, module = normal(2, N, D), LearnedPositions(N, class_token=True)
+    x, module = normal(2, N, D), LearnedPositions(N, n_tokens=1)
     params = random_params(module, x)
     placed, W_pos = apply(module, params, x), params["W_pos"]
     assert W_pos.shape == (N + 1, D)
@@ -41,11 +41,11 @@ def test_a_class_token_is_the_first_row_before_every_sequence() -> None:
 
 def test_rows_are_drawn_as_asked() -> None:
     """Of 6,400 numbers the spread is known to 1%."""
-    W_pos = first_params(LearnedPositions(100, class_token=False, init_std=0.5), normal(100, 64))["W_pos"]
+    W_pos = first_params(LearnedPositions(100, init_std=0.5), normal(100, 64))["W_pos"]
     assert abs(W_pos.std() - 0.5) < 0.02
 
 
 def test_a_sequence_of_another_length_is_refused() -> None:
     """One row would broadcast."""
     with pytest.raises(ValueError, match=r"expected a sequence of 5 positions, got shape \(1, 3\)"):
-        LearnedPositions(N, class_token=False).init(jax.random.key(0), normal(1, D))
+        LearnedPositions(N).init(jax.random.key(0), normal(1, D))

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxformer.ops.patches import patchify, standardize
+from jaxformer.ops.patches import patchify, resize_grid, standardize
 from tests.arrays import assert_close
 
 
@@ -41,3 +41,13 @@ def test_pixels_of_another_layout_or_type_are_refused() -> None:
         patchify(np.zeros((2, 8, 8, 3)), (4, 4))
     with pytest.raises(TypeError, match="pixels are int32; give uint8, or floating-point numbers with white at 1"):
         standardize(np.zeros((8, 8, 3), np.int32), (0.5,), (0.5,))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("old", "new"), [((3, 5), (4, 2)), ((2, 2), (7, 3)), ((5, 4), (5, 4))])
+def test_a_grid_is_interpolated_as_by_torch(old: tuple[int, int], new: tuple[int, int]) -> None:
+    torch = pytest.importorskip("torch")
+    x_ND = np.random.default_rng(0).normal(size=(old[0] * old[1], 3)).astype(np.float32)
+    grid = torch.tensor(x_ND.T.reshape(1, 3, *old))
+    wanted = torch.nn.functional.interpolate(grid, size=new, mode="bicubic", align_corners=False)
+    assert_close(resize_grid(x_ND, old, new), wanted[0].numpy().reshape(3, -1).T)

@@ -16,7 +16,7 @@ from jaxformer.data.masked import mask_token
 from jaxformer.data.pairs import TargetTokens, start_of_target
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.decode import translate_tokens
-from jaxformer.decode.classify import classify, classify_zero_shot, encode_labelled
+from jaxformer.decode.classify import classify, encode_labelled, match
 from jaxformer.decode.fill_mask import MASK, encode_masked
 from jaxformer.decode.prompts import Prompt
 from jaxformer.decode.translation import encode_source
@@ -246,7 +246,8 @@ def _matched_captions(run: Run, batch: Batch) -> list[Section]:
     images, tokens_BT, valid_BT = (np.asarray(x) for x in batch.inputs)
     _, first, caption_of = np.unique(batch.targets, return_index=True, return_inverse=True)  # captions may be equal
     captions = [run.tokenizer.decode(tokens_BT[b][valid_BT[b]][1:-1].tolist()) for b in first]
-    p_BN = np.asarray(classify_zero_shot(run.model, run.params, jnp.asarray(images), tokens_BT[first], valid_BT[first]))
+    logits_BN = match(run.model, run.params, jnp.asarray(images), tokens_BT[first], valid_BT[first])
+    p_BN = np.asarray(jax.nn.softmax(logits_BN))
     n = min(N_PICTURES, len(images))
     pictures = [_picture(images[b], f"held-out image {b}", captions, p_BN[b], int(caption_of[b])) for b in range(n)]
     maps = patch_attention(run.model, run.params, tuple(jnp.asarray(x[:n]) for x in (images, tokens_BT, valid_BT)))

@@ -3,14 +3,14 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
-from jaxformer.interop.families import decoders, encoder_decoders, encoders, layernorm_decoders
+from jaxformer.interop.families import decoders, encoder_decoders, encoders, layernorm_decoders, vision
 from jaxformer.interop.families.tables import Family
 
 FAMILIES: Mapping[str, Family] = {family.model_type: family for family in (*decoders.ALL, *layernorm_decoders.ALL)}
 """Families of decoders by their `model_type`."""
-ENCODERS: Mapping[str, Family] = {family.architecture: family for family in encoders.ALL}
-"""Families of encoders by their architecture; those without a head before others of their `model_type`. Export takes
-the first that fits: a RoBERTa is a BERT whose positions begin at 0."""
+ENCODERS: Mapping[str, Family] = {family.architecture: family for family in (*encoders.ALL, *vision.ALL)}
+"""Families of encoders of texts and of images by their architecture; those without a head before others of their
+`model_type`. Export takes the first that fits: a RoBERTa is a BERT whose positions begin at 0."""
 ENCODER_DECODERS: Mapping[str, Family] = {family.architecture: family for family in encoder_decoders.ALL}
 """Families of encoder-decoders by their architecture."""
 

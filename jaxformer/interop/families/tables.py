@@ -1,11 +1,11 @@
 """Families of published models: tables that map their configs and tensors to those of `DecoderConfig`, or of encoders
-and encoder-decoders.
+and encoder-decoders of texts, and encoders of images.
 
 The tables are used in both directions, for import and export. Layouts are written with one letter per axis: V
 vocabulary, P positions, S segments, M width of the embedding, D model width, H query heads, G key/value heads, R query
 heads per key/value head, K head width, F hidden width of the MLP, U that of a shared expert, E experts, N buckets of
-distances, O outputs of a head as wide as the model, C classes. Axes in parentheses are stored as one, in row-major
-order.
+distances, O outputs of a head as wide as the model, C classes; of patches Y height, X width, I channels; of CLIP J the
+joint space. Axes in parentheses are stored as one, in row-major order.
 """
 
 from __future__ import annotations
@@ -14,17 +14,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from jaxformer.models.clip import CLIPConfig
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.encoder import EncoderConfig
 from jaxformer.models.encoder_decoder import EncoderDecoderConfig
+from jaxformer.models.vit import ViTConfig
 
 PublishedConfig = Mapping[str, Any]
 """Content of a published `config.json`."""
-ImportedConfig = DecoderConfig | EncoderConfig | EncoderDecoderConfig
+ImportedConfig = DecoderConfig | EncoderConfig | EncoderDecoderConfig | ViTConfig | CLIPConfig
 """Our config for it."""
 
 POOLING, NORMALIZE = "sentence_transformers_pooling", "sentence_transformers_normalize"
 """Fields that reading adds to the config of a sentence encoder: the pooling of features, and True for unit vectors."""
+IMAGE_PROCESSOR = "image_processor"
+"""Field that reading adds to the config of a model that reads images: the config of its image processor."""
 MAX_TOKENS = "sentence_transformers_max_tokens"
 """Field that reading adds if texts may have fewer tokens than the model has positions: the maximum number."""
 REQUIRED = object()
@@ -68,6 +72,16 @@ class Weight(NamedTuple):
     """Rows of their tensor before those of ours, which are not read, and written as zeros."""
     when: tuple[str, Any] | None = None
     """Field of our config and the value with which there is such a tensor; None for any."""
+    scale: str | None = None
+    """Name of a tensor `(D,)` by which the parameter is multiplied along its last axis."""
+    tokens: tuple[str, ...] = ()
+    """Names of tensors `(1, 1, D)` that are added to the first rows, one each: learned tokens, whose positions these
+    rows are."""
+
+    @property
+    def extras(self) -> tuple[str, ...]:
+        """Names of the tensors besides the first."""
+        return self.tokens if self.scale is None else (self.scale, *self.tokens)
 
 
 class Windows(NamedTuple):
@@ -156,6 +170,11 @@ class Family:
     """Names of tensors that may be stored a second time, and those of the same content."""
     older_names: tuple[tuple[str, str], ...] = ()
     """Ends of tensor names, and what they were in older checkpoints."""
+    position_grid: Callable[[PublishedConfig], tuple[int, int]] | None = None
+    """Function that returns the rows and columns of patches that published positions are of, from which they are
+    interpolated to those of images; None if these are the same."""
+    towers: tuple[str, ...] = ()
+    """Fields of our config that hold those of a tower, by which the names of its parameters begin."""
 
     @property
     def is_exported(self) -> bool:
