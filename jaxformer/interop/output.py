@@ -51,7 +51,7 @@ def cast(name: str, array: jax.typing.ArrayLike, dtype: Dtype) -> np.ndarray:
     exceeds the dtype's range."""
     array = np.asarray(jax.device_get(array))
     with np.errstate(over="ignore"):  # reported below, by name
-        converted = np.ascontiguousarray(array.astype(jnp.dtype(dtype)))
+        converted = np.asarray(array.astype(jnp.dtype(dtype)), order="C")  # a scalar stays one
     if dtype == "float16" and not np.isfinite(converted).all() and np.isfinite(array).all():
         largest = np.abs(array).max()
         raise UserError(f"{name} has values up to {largest:.3g}, but float16 ends at 65504; use `dtype='bfloat16'`.")
