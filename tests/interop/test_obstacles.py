@@ -79,5 +79,5 @@ def test_obstacles_are_fields_of_the_config_with_the_values_that_remove_them():
 
 @pytest.mark.parametrize("file_format", ["hf", "gguf"])
 def test_a_model_of_another_kind_is_one_obstacle(file_format: str):
-    vit = load_config(f"{ROOT}/configs/vision.py:vit")
-    assert obstacles(vit, file_format) == [Obstacle("model", type(vit.model).__name__, "DecoderConfig")]
+    vivit = load_config(f"{ROOT}/configs/vision.py:vivit")
+    assert obstacles(vivit, file_format) == [Obstacle("model", type(vivit.model).__name__, "DecoderConfig")]

@@ -55,6 +55,7 @@ def test_the_older_configs_of_the_towers_of_clip_take_precedence():
     [
         ({"qkv_bias": False}, {}, "qkv_bias is False"),
         ({"hidden_act": "mish"}, {}, "hidden_act is 'mish'"),
+        ({"problem_type": "multi_label_classification"}, {}, "problem_type is .multi_label_classification"),
         ({"image_size": 384}, {}, r"makes images of \(224, 224\) pixels, but image_size is \(384, 384\)"),
         ({"patch_size": 15}, {}, "patch_size is patch_size"),
         ({"architectures": ["ViTForMaskedImageModeling"]}, {}, "use a checkpoint of ViTModel"),

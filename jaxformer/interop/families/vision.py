@@ -221,6 +221,14 @@ VIT_ENDS = (
     *norm_rows("final_norm", "vit.layernorm"),
     *linear_rows("W_out", "b_out", "classifier", "C O -> O C"),
 )
+
+
+def single_label(theirs: PublishedConfig) -> str | None:
+    """Return the `problem_type` of a classifier whose probabilities are a softmax, the default of one without."""
+    kind = "single_label_classification"
+    return kind if theirs.get("problem_type") == kind else None
+
+
 VIT_CONSTANTS = {"pooling": "class", "attention_bias": True, "bias": True, "norm": "layernorm", "norm_placement": "pre"}
 VIT = Family(
     "vit",
@@ -235,7 +243,7 @@ VIT = Family(
         *VIT_ENDS,
     ),
     constants=VIT_CONSTANTS,
-    required={"qkv_bias": True},
+    required={"qkv_bias": True, "problem_type": single_label},
     rope_base=None,
     model=ViTConfig,
     prefix="vit.",
