@@ -10,8 +10,9 @@ import os
 import shlex
 import signal
 import sys
+import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -72,11 +73,16 @@ def as_command(output_optional: bool = False) -> Callable[[Callable[[CommandLine
 def interruptible(function: Callable[..., T], *arguments: Any) -> T:
     """Return a function's result, computed in another thread: Ctrl-C ends the command at once, where the main thread
     would first hear of it when the compiler returns, after up to half a minute."""
-    pool = ThreadPoolExecutor(1)
-    try:
-        return pool.submit(function, *arguments).result()
-    finally:
-        pool.shutdown(wait=False)
+    result: Future[T] = Future()
+
+    def compute() -> None:
+        try:
+            result.set_result(function(*arguments))
+        except BaseException as error:
+            result.set_exception(error)
+
+    threading.Thread(target=compute, daemon=True).start()  # for which no exit waits, as for those of a pool
+    return result.result()
 
 
 def command(name: str) -> str:

@@ -112,10 +112,9 @@ COMMON = {"--run", "--checkpoint", "--weights", "--jsonl"}
 FILL_OPTIONS = COMMON | TEXTS | {"--top-logprobs"}
 TRANSLATE_OPTIONS = COMMON | TEXTS | {"--mesh", "--max-new-tokens", "--batch-size"}
 TRANSLATE_OPTIONS |= {"--num-beams", "--length-penalty", "--cache-dtype"}
-TRANSLATE_SAMPLING = {
-    *("--temperature", "--top-k", "--top-p", "--min-p", "--typical-p", "--repetition-penalty", "--presence-penalty"),
-    *("--frequency-penalty", "--min-new-tokens", "--stop-tokens"),
-}
+TRANSLATE_OPTIONS |= {"--repetition-penalty", "--presence-penalty", "--frequency-penalty"}
+TRANSLATE_OPTIONS |= {"--min-new-tokens", "--stop-tokens"}
+TRANSLATE_SAMPLING = {"--temperature", "--top-k", "--top-p", "--min-p", "--typical-p"}
 """Options of sampled translations; without any, they are greedy."""
 N_CANDIDATES = 5
 """Candidates per mask without --top-logprobs, and classes per image in text output; JSON has all classes."""
@@ -383,13 +382,13 @@ def _in_columns(numbers: np.ndarray) -> str:
 
 def _translate(options: Arguments, prompts: Prompts) -> int:
     """Translate each prompt, and print each batch as soon as it is done."""
-    from jaxformer.decode.translation import GREEDY, encode_source, translate_prompts
+    from jaxformer.decode.translation import encode_source, translate_prompts
 
     _check_task(options, TRANSLATE_OPTIONS | TRANSLATE_SAMPLING | {"--seed"}, "translation", TEXTS)
     run, completion, samples = _open_laid_out(options.opening), options.completion, options.given & TRANSLATE_SAMPLING
     if "--seed" in options.given and not samples:
         raise UserError("--seed has no effect on greedy translations; omit it, or give --temperature.")
-    sampling = options.sampling if samples else GREEDY
+    sampling = options.sampling if samples else dataclasses.replace(options.sampling, temperature=0)
     limit = completion.max_new_tokens if "--max-new-tokens" in options.given else None
 
     def answers(fitting: list[Encoded]) -> Iterator[tuple[Row, str]]:

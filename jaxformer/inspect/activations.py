@@ -47,7 +47,7 @@ def capture(
     `embed`, `pos_embed`                         rows of the token and the position embedding, `(T, D)`
     `blocks.0.resid_pre`, `.resid_post`          the residual stream before and after a block, `(T, D)`
     `blocks.0.resid_mid`                         the stream after attention's addition, `(T, D)`, which the MLP reads
-                                                 unless it stands parallel to attention
+                                                 unless it is parallel to attention
     `blocks.0.attn_out`, `.mlp_out`              what attention and MLP add to the stream, `(T, D)`
     `blocks.0.attention.q`, `.k`                 `(H, T, K)` and `(G, S, K)`, after normalisation and rotation
     `blocks.0.attention.v`                       `(G, S, K)`

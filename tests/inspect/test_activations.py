@@ -142,7 +142,9 @@ def test_captures_of_a_block_satisfy_its_equations():
         np.testing.assert_array_equal(own["attn_out"], own["attention"])
         np.testing.assert_allclose(own["resid_mid"], own["resid_pre"] + own["attn_out"], rtol=1e-4, atol=1e-5)
         mlp = params[f"blocks_{i}"]["mlp"]
-        np.testing.assert_allclose(own["mlp.pre"], own["mlp_norm"] @ mlp["W_1"] + mlp["b_1"], rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(
+            own["mlp.pre"], own["mlp_norm"] @ mlp["W_1"] + mlp["b_1"][None], rtol=1e-4, atol=1e-5
+        )
         np.testing.assert_array_equal(own["mlp.post"], np.maximum(own["mlp.pre"], 0))
         x = own["resid_post"]
         np.testing.assert_allclose(x, own["resid_mid"] + own["mlp_out"], rtol=1e-4, atol=1e-5)
