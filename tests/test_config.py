@@ -186,7 +186,7 @@ def test_image_model_example_is_uint8_and_sizes_are_checked():
     assert ImageModelConfig((4,)) == ImageModelConfig((4, 4))  # one number is a square
     (pixels,) = ImageModelConfig((4, 6), 3).example()
     assert pixels.shape == (4, 6, 3) and pixels.dtype == np.uint8
-    for name, value in (("image_size", (4, 5, 6)), ("image_size", (4, 0)), ("channels", 0), ("n_classes", 0)):
+    for name, value in (("image_size", (4, 5, 6)), ("image_size", (4, 0)), ("channels", 0), ("n_classes", -1)):
         wrong = 0 if value == (4, 0) else value
         with pytest.raises(UserError, match=rf"{name} is {re.escape(str(wrong))}; "):
             ImageModelConfig(**{name: value})

@@ -130,8 +130,8 @@ class ImageModelConfig(ModelConfig):
     """Height and width in pixels; one value sets both."""
     channels: Size = 3
     """Colour channels: 1 (grayscale) or 3 (RGB)."""
-    n_classes: Size = 1000
-    """Number of classes."""
+    n_classes: Annotated[NonNegative, Range(most=2**20)] = 1000
+    """Number of classes; 0 for a model without a head, whose output is the features of the image."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -464,7 +464,13 @@ class Tokenizer:
         """Raise `ValueError` if `decode` or the library does not give a text back, but for what the normalizer changes.
         With a token for unknown words, or tokens that end a word, it need not."""
         inner, normalizer, steps = self._inner, self._inner.normalizer, _steps(self._inner.decoder)
-        if self._is_word_piece or self._word_end:
+        if self._is_word_piece:
+            return
+        if self._word_end:
+            names, vocab = pre_tokenizers.ByteLevel.alphabet(), inner.get_vocab()
+            lacking = [name for byte in names for name in (byte, byte + self._word_end) if name not in vocab]
+            if lacking:  # which would be left out of a text
+                raise ValueError(f"has no token {min(lacking)!r} for a byte ({self._components()})")
             return
         if self.missing_bytes and "ByteLevel" not in {step["type"] for step in steps}:
             # A character with a missing byte would be encoded as unknown.

@@ -227,7 +227,8 @@ def write_config(config: ImportedConfig, family: Family) -> dict[str, Any]:
             theirs[field.theirs] = field.write(value)
         else:
             theirs[field.theirs] = next(name for name, ours in field.values.items() if ours == value)
-    theirs |= {name: value(theirs) for name, value in family.required.items() if callable(value)}
+    computed = {name: value(theirs) for name, value in family.required.items() if callable(value)}
+    theirs |= {name: value for name, value in computed.items() if value is not None}
     if isinstance(config, EncoderDecoderConfig | ViTConfig | CLIPConfig):
         return family.write(theirs)
     theirs |= write_windows(config, family)
@@ -349,7 +350,8 @@ def write_rope(config: DecoderConfig | EncoderConfig, family: Family) -> dict[st
         scaling[PARTIAL] = theirs[PARTIAL] = rope.fraction
     nested: dict[str, Any] = {"rope_theta": rope.base, **scaling}
     if family.local_rope_base is not None:
-        of_blocks = (kind.rope.base for kind in config.attention if kind.rope is not None)
+        local = [i for i in range(config.n_blocks) if config.block_attention(i).window is not None]
+        of_blocks = (rope.base for rope in map(config.block_rope, local) if rope is not None)
         theirs |= {"rope_local_base_freq": next(of_blocks, family.local_rope_base)}
         local_rope = {"rope_theta": theirs["rope_local_base_freq"], "rope_type": "default"}
         nested = {"full_attention": nested, "sliding_attention": local_rope}

@@ -272,7 +272,7 @@ def unmatched(config: ImportedConfig, family: Family) -> dict[str, Collection[An
             back_config = read_config(write_config(config, family), length, family)
             again = values_of(resolved(back_config, family))
         except UserError:
-            if (rope := getattr(config, "rope", None)) is None:
+            if (rope := getattr(config, "rope", None)) is None or rope.scaling == 1:
                 raise
             return {"rope": (dataclasses.replace(rope, scaling=1.0),)}  # the family has no such scaling
         for name in values.keys() - TRAINING_FIELDS:

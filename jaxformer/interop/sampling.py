@@ -76,7 +76,7 @@ def target_tokens(values: Mapping[str, Any], start: Any, source: object) -> dict
     if isinstance(ids["last"], list):  # any of them; the first is end-of-text
         ids["last"] = next(iter(ids["last"]), None)
     wrong = [name for name, x in ids.items() if type(x) is not int and (x is not None or name == "start")]
-    if wrong or not isinstance(banned, list):
+    if wrong or not isinstance(banned, list) or not all(isinstance(word, list) for word in banned):
         problem = f"decoder_start_token_id is {ids['start']!r}, and {', '.join(OF_TARGETS)} are "
         problem += ", ".join(repr(values.get(name)) for name in OF_TARGETS)
         raise UserError(f"{problem} in {source}; they must be ids of tokens; restore the published file.")

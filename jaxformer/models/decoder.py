@@ -324,7 +324,7 @@ class DecoderConfig(TokenModelConfig):
             "soft_cap": self.score_soft_cap,
             "qk_norm": self.qk_norm,
             "qk_norm_kind": self.qk_norm_kind,
-            "norm_eps": epsilon("rmsnorm", self.norm_eps),
+            "norm_eps": epsilon("layernorm" if self.qk_norm_kind == "layernorm" else "rmsnorm", self.norm_eps),
             "distances": tuple(range(1, self.local_heads + 1)),
         }
         return blocks.make_attention(self, execution, heads, **attributes | options)

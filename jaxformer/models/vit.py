@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Annotated, Literal
+from typing import Literal
 
 import flax.linen as nn
 import jax
@@ -17,7 +17,6 @@ from jaxformer.config.fields import (
     NonNegative,
     NormEps,
     PositiveFloat,
-    Range,
     Side,
     Size,
     expand_patches,
@@ -39,8 +38,6 @@ from jaxformer.ops.patches import patchify, standardize
 class ViTConfig(ImageModelConfig):
     """Shape of a `ViT`. The defaults are those of the paper's ViT-B/16, table 1."""
 
-    n_classes: Annotated[NonNegative, Range(most=2**20)] = 1000
-    """Number of classes; 0 for a model without a head, the output of which are the features of the image."""
     patch_size: tuple[Side, ...] = (16, 16)
     """Height and width of a patch in pixels, which must divide those of the image; one value sets both."""
     pooling: Literal["class", "mean", "class_and_mean", "distilled"] = "class"

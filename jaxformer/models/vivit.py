@@ -10,7 +10,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jaxformer.config.fields import Depth, Side, Size
+from jaxformer.config.fields import Depth, Side
 from jaxformer.contract import Contract, Input, Task
 from jaxformer.errors import UserError
 from jaxformer.models import blocks
@@ -28,10 +28,6 @@ class ViViTConfig(ViTConfig):
     """Shape of a `ViViT` or `FactorisedViViT`. The defaults are those of the paper's ViViT-B/16x2, with
     1,000 classes."""
 
-    n_classes: Size = 1000
-    """Number of classes."""
-    pooling: Literal["class", "mean"] = "class"
-    """Features of the video: those of an added class token, or their mean over all tubelets."""
     n_frames: Side = 32
     """Frames per video."""
     tubelet_frames: Side = 2
@@ -46,6 +42,10 @@ class ViViTConfig(ViTConfig):
         if self.n_frames % self.tubelet_frames:
             remedy = "change one"
             raise UserError(f"tubelet_frames {self.tubelet_frames} does not divide n_frames {self.n_frames}; {remedy}.")
+        if not self.n_classes:
+            raise UserError("n_classes is 0, but videos are only classified; set at least 1.")
+        if self.pooling not in ("class", "mean"):
+            raise UserError(f"pooling is {self.pooling}, but videos have a class token only; use class or mean.")
 
     @property
     def contract(self) -> Contract:

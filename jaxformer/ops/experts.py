@@ -80,7 +80,7 @@ def route_in_groups(
         problem = f"{n_chosen} experts cannot be chosen from {n_chosen_groups} of {n_groups} groups"
         raise ValueError(f"{problem} of {E} experts in all")
     scores_TE = jax.nn.sigmoid(logits_TE)
-    choice_TNE = (scores_TE + expand(correction_E, 2)).reshape(len(logits_TE), n_groups, -1)
+    choice_TNE = (scores_TE + expand(jnp.asarray(correction_E), 2)).reshape(len(logits_TE), n_groups, -1)
     if n_chosen_groups < n_groups:
         groups_TJ = jax.lax.top_k(jax.lax.top_k(choice_TNE, min(2, E // n_groups))[0].sum(-1), n_chosen_groups)[1]
         is_chosen_TN = jax.nn.one_hot(groups_TJ, n_groups, dtype=bool).any(1)

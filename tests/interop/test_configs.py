@@ -83,9 +83,10 @@ REFUSED: dict[str, set[str]] = {
     "Gemma3": ROPE | {"is_causal", "hidden_activation", "use_bidirectional_attention"},
     "GPT2": {"scale_attn_weights", "scale_attn_by_inverse_layer_idx", "n_head", "is_causal"},
     "Bert": ENCODERS | {"hidden_act"}, "BertModel": ENCODERS,
-    "BertClassifier": ENCODERS | {"architectures", "num_attention_heads", "hidden_act"},
+    "BertClassifier": ENCODERS | {"architectures", "num_attention_heads", "hidden_act", "problem_type"},
     "Roberta": ENCODERS | {"architectures", "num_attention_heads", "hidden_act"},
-    "RobertaModel": ENCODERS | {"num_attention_heads"}, "RobertaClassifier": ENCODERS | {"architectures"},
+    "RobertaModel": ENCODERS | {"num_attention_heads"},
+    "RobertaClassifier": ENCODERS | {"architectures", "problem_type"},
 }  # fmt: skip
 """Fields that are refused alone, in some of the values drawn: numbers of heads where they are missing."""
 WITHOUT_EFFECT = {

@@ -173,6 +173,7 @@ GEMMA3 = Family(
     "gemma3_text",
     "Gemma3ForCausalLM",
     fields=(
+        EMBEDDING_SCALE,
         *with_defaults(
             tuple(row for row in LLAMA_FIELDS if row.ours != "activation"),
             max_context=131_072,
@@ -182,9 +183,7 @@ GEMMA3 = Family(
         ),
         Field("activation", "hidden_activation", "gelu_pytorch_tanh", {"gelu_pytorch_tanh": "geglu"}),
         Field("attention_bias", "attention_bias", False),
-        EMBEDDING_SCALE,
         Field("score_scale", "query_pre_attn_scalar", 256, read=lambda n: n**-0.5, write=lambda s: round(s**-2)),
-        Field("score_soft_cap", "attn_logit_softcapping", None),
         Field("logit_soft_cap", "final_logit_softcapping", None),
     ),
     weights=(
@@ -204,11 +203,19 @@ GEMMA3 = Family(
         ),
     ),
     constants={**LLAMA_CONSTANTS, "norm_placement": "both", "qk_norm": True},
-    required={"use_bidirectional_attention": False},
+    required={"use_bidirectional_attention": False, "attn_logit_softcapping": None},  # which it does not use
     rope_base=1e6,
     local_rope_base=1e4,
     windows=Windows(all_but_every_sixth),
 )
+GEMMA3_DEFAULTS = {
+    "vocab_size": 262_208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+}
+"""Sizes that published configs of models with images leave out where they are these."""
 GEMMA3_WITH_IMAGES = replace(
     GEMMA3,
     model_type="gemma3",
@@ -221,6 +228,7 @@ GEMMA3_WITH_IMAGES = replace(
     ),
     read=lambda theirs: {
         **theirs,
+        **GEMMA3_DEFAULTS,
         **theirs["text_config"],
         "tie_word_embeddings": theirs.get("tie_word_embeddings", True),
     },
@@ -235,6 +243,7 @@ GEMMA = replace(
     model_type="gemma",
     architecture="GemmaForCausalLM",
     fields=(
+        EMBEDDING_SCALE,
         *with_defaults(
             tuple(row for row in LLAMA_FIELDS if row.ours != "activation"),
             max_context=8192,
@@ -245,10 +254,10 @@ GEMMA = replace(
         # Released configs say gelu, and mean this, as transformers knows.
         Field("activation", "hidden_act", "gelu_pytorch_tanh", {"gelu_pytorch_tanh": "geglu", "gelu": "geglu"}),
         Field("attention_bias", "attention_bias", False),
-        EMBEDDING_SCALE,
     ),
     weights=tuple(weight._replace(offset=float(weight.ours.endswith("gamma"))) for weight in LLAMA.weights),
     constants=LLAMA_CONSTANTS,
+    required={"use_bidirectional_attention": False},
     rope_base=1e4,
     local_rope_base=None,
     windows=None,
@@ -260,10 +269,11 @@ GEMMA2 = replace(
     architecture="Gemma2ForCausalLM",
     fields=tuple(
         row._replace(default=GEMMA2_DEFAULTS.get(row.ours, row.default), is_optional="soft_cap" in row.ours)
-        for row in GEMMA3.fields
+        for row in (*GEMMA3.fields, Field("score_soft_cap", "attn_logit_softcapping"))
     ),
     weights=tuple(weight for weight in GEMMA3.weights if ".gamma_" not in weight.ours),
     constants={**LLAMA_CONSTANTS, "norm_placement": "both"},
+    required={"use_bidirectional_attention": False},
     rope_base=1e4,
     local_rope_base=None,
     windows=Windows(lambda theirs, i, window: i % 2 == 0),
@@ -299,7 +309,7 @@ MINISTRAL = replace(
     MISTRAL,
     model_type="ministral",
     architecture="MinistralForCausalLM",
-    windows=Windows(lambda theirs, i, window: True),
+    windows=ALWAYS._replace(by_layer=True),
 )
 
 NO_PADDING = {"pad_token_id": None}

@@ -138,11 +138,24 @@ def class_names(theirs: PublishedConfig) -> list[str]:
     return [str(names[i]) for i in sorted(names, key=int)]
 
 
+def at_least_two(names: list[str]) -> int:
+    """Return the number of classes. Raises `ValueError` for one, which is no class but a score."""
+    if len(names) < 2:
+        raise ValueError("a single output is a score, and only classifiers are supported")
+    return len(names)
+
+
+def single_label(theirs: PublishedConfig) -> str | None:
+    """Return the `problem_type` of a classifier whose probabilities are a softmax, the default of one without."""
+    kind = "single_label_classification"
+    return kind if theirs.get("problem_type") == kind else None
+
+
 N_CLASSES = Field(
     "n_classes",
     "id2label",
     unnamed_classes,
-    read=lambda names: len(class_names({"id2label": names})),
+    read=lambda names: at_least_two(class_names({"id2label": names})),
     write=lambda n: {str(i): f"LABEL_{i}" for i in range(n)},
 )
 BERT_CLASSIFIER = replace(
@@ -156,6 +169,7 @@ BERT_CLASSIFIER = replace(
         *BERT.weights,
         *classifier_head("bert.pooler.dense", "classifier"),
     ),
+    required={**BERT.required, "problem_type": single_label},
     model=ClassifierConfig,
     ignored=BERT.ignored[:1],
 )
@@ -223,6 +237,7 @@ ROBERTA_CLASSIFIER = replace(
         *ROBERTA.weights,
         *classifier_head("classifier.dense", "classifier.out_proj"),
     ),
+    required={**ROBERTA.required, "problem_type": single_label},
     model=ClassifierConfig,
     ignored=BERT.ignored[:2],
 )
@@ -290,6 +305,7 @@ DISTILBERT_CLASSIFIER = replace(
     fields=(*DISTILBERT_MASKED.fields, N_CLASSES),
     weights=(*DISTILBERT.weights, *classifier_head("pre_classifier", "classifier")),
     constants={**DISTILBERT.constants, "head_activation": "relu"},
+    required={**DISTILBERT.required, "problem_type": single_label},
     model=ClassifierConfig,
     ignored=DISTILBERT.ignored[:1],
 )
@@ -338,6 +354,7 @@ ELECTRA_CLASSIFIER = replace(
     fields=(*ELECTRA_FIELDS, N_CLASSES),
     weights=(*ELECTRA.weights, *classifier_head("classifier.dense", "classifier.out_proj")),
     constants={**ELECTRA.constants, "head_activation": "gelu_exact"},
+    required={**ELECTRA.required, "problem_type": single_label},
     model=ClassifierConfig,
     ignored=ELECTRA.ignored[:1],
 )
@@ -397,6 +414,7 @@ ALBERT_CLASSIFIER = replace(
     architecture="AlbertForSequenceClassification",
     fields=(*ALBERT_FIELDS, N_CLASSES),
     weights=(*ALBERT.weights, *classifier_head("albert.pooler", "classifier")),
+    required={**ALBERT.required, "problem_type": single_label},
     model=ClassifierConfig,
     ignored=ALBERT.ignored[:1],
 )
@@ -497,6 +515,7 @@ MODERNBERT_CLASSIFIER = replace(
         *MODERNBERT_TOKENS.fields,
         Field("pooling", "classifier_pooling", "cls", {"cls": "first", "mean": "mean"}),
     ),
+    required={**MODERNBERT_TOKENS.required, "problem_type": single_label},
     model=ClassifierConfig,
 )
 

@@ -11,7 +11,7 @@ from flax.traverse_util import unflatten_dict
 
 from jaxformer.config import Resizing
 from jaxformer.errors import abbreviate
-from jaxformer.interop.families.encoders import N_CLASSES
+from jaxformer.interop.families.encoders import N_CLASSES, single_label
 from jaxformer.interop.families.tables import (
     ACTIVATIONS,
     IMAGE_PROCESSOR,
@@ -221,12 +221,6 @@ VIT_ENDS = (
     *norm_rows("final_norm", "vit.layernorm"),
     *linear_rows("W_out", "b_out", "classifier", "C O -> O C"),
 )
-
-
-def single_label(theirs: PublishedConfig) -> str | None:
-    """Return the `problem_type` of a classifier whose probabilities are a softmax, the default of one without."""
-    kind = "single_label_classification"
-    return kind if theirs.get("problem_type") == kind else None
 
 
 VIT_CONSTANTS = {"pooling": "class", "attention_bias": True, "bias": True, "norm": "layernorm", "norm_placement": "pre"}
