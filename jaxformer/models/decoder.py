@@ -122,7 +122,7 @@ class DecoderConfig(TokenModelConfig):
     score_soft_cap: PositiveFloat | None = None
     """Bound c of the attention scores, c · tanh(scores / c) (Gemma 2); none for no bound."""
     qk_norm: bool = False
-    """RMS-normalise queries and keys."""
+    """Normalise queries and keys, by RMSNorm unless qk_norm_kind is layernorm."""
     qk_norm_kind: QKNorm = "head"
     """What qk_norm normalises: each head, with one gain for all heads; the whole width of all heads (OLMo 2); or, with
     layernorm, each head by LayerNorm without a bias and with gains of its own (Cohere)."""

@@ -43,8 +43,8 @@ class MultiHeadAttention(nn.Module):
       init_std: standard deviation of every projection at initialisation; None for 1/√D.
       bias: add `b_Q`, `b_K`, `b_V` and `b_O`, all 0 at initialisation.
       output_bias: add `b_O`; None to follow `bias`.
-      qk_norm: RMS-normalise every query and key, with learned gains (after Henry et al. 2020, who use the l2 norm).
-      qk_norm_kind: 'head' for the norm of each head by itself, with a gain that heads share, `gamma_Q` and `gamma_K`
+      qk_norm: normalise every query and key, with learned gains (after Henry et al. 2020, who use the l2 norm).
+      qk_norm_kind: 'head' for RMSNorm of each head by itself, with a gain that heads share, `gamma_Q` and `gamma_K`
         `(K,)`; 'width' for one norm of all heads together (OLMo 2), or 'layernorm' for LayerNorm of each head without a
         bias (Cohere), both with gains `(H, K)` and `(G, K)`.
       norm_eps: ε of these norms.

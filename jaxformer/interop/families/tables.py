@@ -178,8 +178,8 @@ class Family:
 
     @property
     def is_exported(self) -> bool:
-        """False if all blocks have the same tensors, of which each of ours has a copy, or if positions begin after the
-        id of padding, which may be another token of our tokenizer."""
+        """False for an encoder all blocks of which have the same tensors, of which each of ours has a copy, or whose
+        positions begin after the id of padding, which may be another token of our tokenizer."""
         is_shared = any("{i}" in weight.ours and "{i}" not in weight.theirs for weight in self.weights)
         return not is_shared and not any(weight.first_row for weight in self.weights)
 
