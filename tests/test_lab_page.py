@@ -30,7 +30,6 @@ class LabPage:
 
     def __init__(self, browser: Any) -> None:
         self.browser = browser
-        self.opened = 0
 
     def text(self, selector: str) -> str:
         return self.browser.execute_script("return document.querySelector(arguments[0]).textContent", selector)
@@ -44,9 +43,8 @@ class LabPage:
 
     def open(self, experiment: str) -> None:
         """Open an experiment as a link does, and wait for its models."""
-        self.opened += 1  # an address that has not been open yet
         script = "document.querySelector('#lanes').replaceChildren(); location.hash = arguments[0]"
-        self.browser.execute_script(script, f"{experiment}&{self.opened}")
+        self.browser.execute_script(script, f"{experiment}&")  # the page's own address does not end so
         wait_for(self.browser, "return !!document.querySelector('.maps canvas')")
 
     def load(self, experiment: str) -> None:
@@ -81,6 +79,12 @@ class LabPage:
             self.click("#train")
         self.settle()
 
+    def take(self, steps: int) -> None:
+        """Take so many single steps, from step 0."""
+        script = "for (let i = 0; i < arguments[0]; i++) document.querySelector('#step').click()"
+        self.browser.execute_script(script, steps)
+        wait_for(self.browser, f"return document.querySelector('#progress').textContent.startsWith('step {steps},')")
+
     def settle(self) -> None:
         """Wait until the page has done what was clicked."""
         self.browser.execute_async_script(
@@ -102,8 +106,7 @@ def test_predictions_stand_before_training_and_losses_after(page: LabPage) -> No
     predicted = page.texts("#chart text.theory")
     assert [label.split()[0] for label in predicted] == ["uniform", "unigram", "bigram"]
     assert page.browser.execute_script("return document.querySelector('.line.heldOut').getAttribute('points')") == ""
-    page.click("#step")
-    wait_for(page.browser, "return document.querySelector('#progress').textContent.startsWith('step 1,')")
+    page.take(1)
     page.train(5)
     points = page.browser.execute_script("return document.querySelector('.line.heldOut').getAttribute('points')")
     assert page.step >= 6 and len(points.split()) >= 2
@@ -239,7 +242,7 @@ def test_page_opens_on_three_experiments_of_which_each_trains_at_a_click(page: L
 
 def test_number_beside_the_intact_model_is_the_difference_of_their_losses(page: LabPage) -> None:
     page.open("blocks=1&A=no positions&B=")
-    page.train(6)
+    page.take(6)
     a, b = page.held_out()
     broken, intact = page.texts(".beside")
     number, sign = re.match(r"(\S+) nats (better|worse) than the intact model at step", broken).groups()
@@ -250,9 +253,15 @@ def test_number_beside_the_intact_model_is_the_difference_of_their_losses(page: 
     assert page.texts(".beside") == [broken]
     page.click("#reset")
     page.settle()
-    page.click("#step")
-    wait_for(page.browser, "return document.querySelector('#progress').textContent.startsWith('step 1,')")
+    page.take(1)
     assert "than the intact model at step 1:" in page.text(".beside")
+    page.open("blocks=1&heads=1&A=no positions&B=")
+    page.take(20)
+    page.click("#reset")
+    page.settle()
+    page.train(21)  # beyond the steps above, with fewer points
+    progress, broken, _ = page.texts("#progress, .beside")
+    assert f"than the intact model at {progress.split(',')[0]}:" in broken
 
 
 def test_samples_name_the_step_after_which_they_were_generated(page: LabPage) -> None:
@@ -266,9 +275,7 @@ def test_samples_name_the_step_after_which_they_were_generated(page: LabPage) ->
     page.click("#reset")
     page.settle()
     assert page.browser.execute_script(rows) == [[f"step {step}", ""] for step in (1, 25, 50, 100)]
-    for step in range(1, 4):
-        page.click("#step")
-        wait_for(page.browser, f"return document.querySelector('#progress').textContent.startsWith('step {step},')")
+    page.take(3)
     assert "knows" not in page.text("#verdicts") and f"at step {page.step}" in page.text(".beside")
     assert page.browser.execute_script(rows)[:2] == [["step 1", early], ["step 25", ""]]
 
@@ -292,9 +299,10 @@ def test_address_follows_the_switches_and_loading_it_keeps_the_experiment(page: 
     assert page.address == "blocks=2&heads=2&A=N(0, 1) weights,no mask&B=N(0, 1) weights"
     checked = "return [...document.querySelectorAll('#switches :checked')].map((b) => Object.values(b.dataset).join())"
     assert page.browser.execute_script(checked) == ["no mask,A", "N(0, 1) weights,A", "N(0, 1) weights,B"]
-    page.load("blocks=3&text=mine&A=no+mask,no+sense")
+    page.load("block=1&blocks=3&text=mine&A=no+mask,no+sense")
     assert page.text("#note") == (
-        "2 blocks, heads per block: 4; A: no mask. Press Train. Unknown, and left out: A=no sense; text=mine; blocks=3."
+        "2 blocks, heads per block: 4; A: no mask. Press Train. "
+        "Unknown, and left out: block=1; A=no sense; text=mine; blocks=3."
     )
     page.click("#hide")
     wait_for(page.browser, "return !document.querySelector('#guess button:last-child').disabled")
@@ -327,18 +335,27 @@ def test_experiment_is_shared_as_link_picture_and_file(page: LabPage, tmp_path: 
     stored = json.loads(text)
     [model] = stored["models"]
     assert model["config"]["faults"] == ["no mask"] and [p["step"] for p in model["history"][:2]] == [1, 2]
-    stored["text"] = "abcd " * 200
-    stored["laboratory"] = stored["laboratory"].replace("&A", "&text=own&A")
-    for name, content in (("mine.json", json.dumps(stored)), ("other.json", "[1]")):
-        (tmp_path / name).write_text(content)
+
+    def load(name: str, content: Any) -> tuple[str, bool]:
+        """Open a file; return what the page tells, and whether it is a problem."""
+        (tmp_path / name).write_text(json.dumps(content))
         page.browser.find_element("css selector", "#load").send_keys(str(tmp_path / name))
         wait_for(page.browser, f"return document.querySelector('#note').textContent.includes('{name}')")
-        if name == "mine.json":
-            page.settle()
-            about = "1 block, heads per block: 1; own text; A: no mask. Press Train."
-            assert page.text("#note") == f"From mine.json: {about}"
+        return page.text("#note"), page.browser.execute_script("return !!document.querySelector('#note.problem')")
+
+    default = "2 blocks, heads per block: 4; A: intact. Press Train."
+    assert load("default.json", {**stored, "laboratory": ""}) == (f"From default.json: {default}", False)
+    stored["text"] = "abcd " * 200
+    own = default.replace("; A", "; own text; A")
+    assert load("bare.json", {**stored, "laboratory": ""}) == (f"From bare.json: {own}", False)
+    told, is_problem = load("odd.json", {**stored, "laboratory": stored["laboratory"] + ",no sense"})
+    assert told.endswith(" own text; A: no mask. Press Train. Unknown, and left out: A=no sense.") and is_problem
+    about = "1 block, heads per block: 1; own text; A: no mask. Press Train."
+    assert load("mine.json", stored) == (f"From mine.json: {about}", False)
+    page.click("#train")
     remedy = "choose a file that Save experiment wrote."
-    assert page.text("#note") == f"other.json is not an experiment of the laboratory; {remedy}"
+    assert load("other.json", [1]) == (f"other.json is not an experiment of the laboratory; {remedy}", True)
+    assert page.text("#train") == "Pause"
     assert "1,000 characters" in page.text("#text-about")  # of the experiment before
     page.browser.refresh()  # the tab remembers the text
     wait_for(page.browser, READY)

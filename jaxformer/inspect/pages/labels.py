@@ -12,7 +12,7 @@ from jaxformer.inspect.heads import HeadStatistics
 LINE_SYMBOLS = terminal.SYMBOLS | str.maketrans({"\n": "⏎", "\t": "⇥"})
 """Symbols of control characters, for a text in one line."""
 TOKEN_SYMBOLS = LINE_SYMBOLS | {ord(" "): "␣"} | {0xDC00 + byte: f"⟨{byte:02X}⟩" for byte in range(0x80, 0x100)}
-"""Symbols of control characters, spaces, and bytes that "surrogateescape" stands for."""
+"""Symbols of control characters, spaces, and the surrogates to which "surrogateescape" decodes bytes."""
 STACKS = {"": "", "encoder_": "encoder ", "decoder_": "decoder ", "vision_": "image ", "text_": "text "}
 """Word before "layer", by prefix of a stack's name."""
 

@@ -167,7 +167,8 @@ def render_page(
             title=html.escape(title),
             facts="\n".join(f"<p>{html.escape(fact)}</p>" for fact in facts),
             links=_links({target: name for name, target in links.items()}),
-            tabs=f'<div role="tablist" aria-label="Parts of the page">{"".join(buttons)}</div>' * (len(tabs) > 1),
+            tabs=f'<div role="tablist" aria-label="Parts of the page" hidden>{"".join(buttons)}</div>'
+            * (len(tabs) > 1),
             sections="\n".join(panels),
             css="\n".join(text for name, text in assets.items() if name.endswith(".css")),
             scripts="\n".join(f"<script>{script}</script>" for script in scripts),

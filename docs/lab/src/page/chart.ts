@@ -55,7 +55,7 @@ export function makeChart(container: HTMLElement) {
       );
     }
     const meanings = { uniform: "a guess", unigram: "frequencies", bigram: "the last character" };
-    let lowest = Infinity; // labels of lines that lie close together stand above each other
+    let lowest = Infinity; // labels of lines that are close together are above each other
     const levels = (["bigram", "unigram", "uniform"] as const).flatMap((name) => {
       const level = y(theory[name]);
       lowest = Math.min(level - 5, lowest - 14);

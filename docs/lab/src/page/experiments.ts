@@ -48,10 +48,14 @@ export function toAddress({ blocks, heads, text, models }: Experiment): string {
   return address === DEFAULT_ADDRESS ? "" : address;
 }
 
-/** Return the experiment of an address, and what it asks for that the page does not have. */
-export function fromAddress(address: string): { experiment: Experiment; unknown: string[] } {
+/**
+ * Return the experiment of an address, and what it asks for that the page does not have. A stored text takes the place of
+ * the address's.
+ */
+export function fromAddress(address: string, stored?: string): { experiment: Experiment; unknown: string[] } {
   const asked = new URLSearchParams(address);
-  const unknown: string[] = [];
+  const names = ["blocks", "heads", "text", ...MODEL_NAMES];
+  const unknown = [...asked].filter(([name]) => !names.includes(name)).map(([name, value]) => `${name}=${value}`);
   const known = <T>(name: string, value: string, found: T | undefined): T | undefined => {
     const remedy = value === OWN ? " (only a saved experiment holds it)" : "";
     if (found === undefined) unknown.push(`${name}=${value}${remedy}`);
@@ -62,7 +66,7 @@ export function fromAddress(address: string): { experiment: Experiment; unknown:
     return known(name, value, SIZES.find((size) => String(size) === value)) ?? DEFAULT_CONFIG[name];
   };
   const name = asked.get("text") ?? DEFAULT_NAME;
-  const found = name === OWN ? remembered() : Object.hasOwn(TEXTS, name) ? TEXTS[name].text : undefined;
+  const found = stored ?? (name === OWN ? remembered() : Object.hasOwn(TEXTS, name) ? TEXTS[name].text : undefined);
   const models = MODEL_NAMES.filter((model) => model === "A" || asked.has(model)).map((model) =>
     (asked.get(model) ?? "")
       .split(/,(?! 1)/) // the comma of "N(0, 1) weights" separates nothing
@@ -120,7 +124,7 @@ export const GUIDED = [
   {
     title: "It cannot see order",
     watch:
-      "Watch the words: B does not know where its letters stand, and writes words that are not among the six of its " +
+      "Watch the words: B does not know where its letters are, and writes words that are not among the six of its " +
       "text.",
     address: "blocks=1&heads=4&text=anagrams&A=&B=no+positions",
   },

@@ -40,7 +40,7 @@ export const FAULTS: Record<Fault, { does: string; formula: string; chapter: str
     chapter: "attention",
   },
   "no positions": {
-    does: "Rows know their character, not where it stands.",
+    does: "Rows know their character, not where it is.",
     formula: "x_t = e(c_t) instead of e(c_t) + p_t",
     chapter: "mixing",
   },

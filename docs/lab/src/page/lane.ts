@@ -115,7 +115,7 @@ export class Lane {
     return !this.faults.size && !this.flips.length;
   }
 
-  /** Return how the model stands beside an intact one of that history: a number of nats, and of what it is. */
+  /** Return how far the model is from an intact one of that history: a number of nats, and of what it is. */
   compare(intact: Point[]): [string, string] {
     if (!this.progress) return ["", ""];
     const { step, heldOut } = this.progress;

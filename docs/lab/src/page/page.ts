@@ -19,7 +19,7 @@ import { FAULTS, NAMES } from "./faults";
 import { Lane, nextSample, SAMPLED_STEPS, type Point } from "./lane";
 import { makeGradient, makeTable } from "./matrices";
 import { makeLargeMap, makeMaps, makeSteps, type Selection } from "./maps";
-import { drawPicture, offer, readFile, toFile } from "./share";
+import { drawPicture, offer, readFile, toFile, type Stored } from "./share";
 
 /** Steps between two drawings: one at first, when most happens, and more later, as measuring costs as much as three. */
 const stepsFrom = (step: number) => Math.min(6, 1 + Math.floor(step / 5));
@@ -43,7 +43,7 @@ let work: Promise<void> = Promise.resolve();
 function queue(action: () => Promise<void> | void): Promise<void> {
   work = work.then(action).catch((error: unknown) => {
     running = false;
-    tell(error instanceof Error ? error.message : String(error), true);
+    tellProblem(error);
     render();
   });
   return work;
@@ -55,6 +55,10 @@ function tell(text: string, isProblem = false): void {
   note.classList.toggle("problem", isProblem);
   note.hidden = text === "";
   write(note, text);
+}
+
+function tellProblem(error: unknown): void {
+  tell(error instanceof Error ? error.message : String(error), true);
 }
 
 /** The experiment as it is now, but for a hidden switch. */
@@ -108,9 +112,9 @@ async function advance(steps: number): Promise<void> {
   const began = performance.now();
   for (const lane of lanes) await lane.advance(steps, probe());
   milliseconds += performance.now() - began;
-  const longest = intact.get(sameModel())?.length ?? 0;
+  const end = (history: Point[] = []) => history.at(-1)?.step ?? 0;
   for (const lane of lanes) {
-    if (lane.isIntact && lane.history.length > longest) intact.set(sameModel(), [...lane.history]);
+    if (lane.isIntact && end(lane.history) > end(intact.get(sameModel()))) intact.set(sameModel(), [...lane.history]);
   }
   if (lanes.every((lane) => lane.brokenAt !== null)) running = false;
   render();
@@ -303,18 +307,19 @@ function render(): void {
   checkExercises();
 }
 
-/** Begin the experiment of an address. */
-async function open(address: string): Promise<void> {
-  const { experiment: asked, unknown } = fromAddress(address);
+/** Begin the experiment of an address, with the text of the file if a file stored it. */
+async function open(address: string, file?: Stored): Promise<void> {
+  const { experiment: asked, unknown } = fromAddress(address, file?.text);
   [hidden, text] = [null, asked.text];
   config = { ...config, blocks: asked.blocks, heads: asked.heads };
   for (const name of ["blocks", "heads"] as const) get<HTMLSelectElement>(name).value = String(config[name]);
   get<HTMLTextAreaElement>("text").value = text;
   replaceLanes(asked.models.map((faults, i) => new Lane(MODEL_NAMES[i], new Set(faults))));
   await create();
-  if (!address) return tell("");
+  if (!address && !file) return tell("");
+  const from = file ? `From ${file.name}: ` : "";
   const missing = unknown.length ? ` Unknown, and left out: ${unknown.join("; ")}.` : "";
-  tell(`${describe(experiment())}. ${watch() || "Press Train."}${missing}`, unknown.length > 0);
+  tell(`${from}${describe(experiment())}. ${watch() || "Press Train."}${missing}`, unknown.length > 0);
 }
 
 /** Return what the experiment shows, if it is one of those that the page opens on. */
@@ -428,14 +433,12 @@ get("picture").addEventListener(
 get("save").addEventListener("click", () => offer("laboratory.json", toFile(toAddress(experiment()), text, lanes)));
 get<HTMLInputElement>("load").addEventListener("change", () => {
   const input = get<HTMLInputElement>("load");
-  const file = input.files![0];
-  void queue(async () => {
-    const saved = await readFile(file);
-    checkText(saved.text);
-    remember(saved.text);
-    await open(saved.address);
-    tell(`From ${file.name}: ${get("note").textContent}`);
-  });
+  readFile(input.files![0])
+    .then((saved) => {
+      checkText(saved.text);
+      void queue(() => open(saved.address, saved));
+    })
+    .catch(tellProblem); // the training goes on
   input.value = "";
 });
 

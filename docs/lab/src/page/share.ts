@@ -13,7 +13,7 @@ const FONT = "13px system-ui, sans-serif";
 const DRAWN = "fill font opacity paint-order stroke stroke-dasharray stroke-linejoin stroke-width".split(" ");
 
 export interface Pictured {
-  /** Of the model, and what stands beside its map. */
+  /** Of the model, and of the bar next to its map. */
   colour: string;
   map: number[][];
   lines: string[];
@@ -100,15 +100,22 @@ export function toFile(address: string, text: string, lanes: Lane[]): Blob {
   return new Blob([JSON.stringify({ laboratory: address, text, models }, null, 1)], { type: "application/json" });
 }
 
-/** Return address and text of a stored experiment. Throws an `Error` with one sentence for another file. */
-export async function readFile(file: File): Promise<{ address: string; text: string }> {
+export interface Stored {
+  /** Of the file. */
+  name: string;
+  address: string;
+  text: string;
+}
+
+/** Return a stored experiment. Throws an `Error` with one sentence for another file. */
+export async function readFile(file: File): Promise<Stored> {
   const remedy = "choose a file that Save experiment wrote.";
   if (file.size > MAX_STORED_BYTES) {
     throw new Error(`${file.name} has ${file.size} bytes, and ${MAX_STORED_BYTES} are the most; ${remedy}`);
   }
   try {
     const { laboratory: address, text } = JSON.parse(await file.text());
-    if (typeof address === "string" && typeof text === "string") return { address, text };
+    if (typeof address === "string" && typeof text === "string") return { name: file.name, address, text };
   } catch {} // not JSON, or not an object
   throw new Error(`${file.name} is not an experiment of the laboratory; ${remedy}`);
 }

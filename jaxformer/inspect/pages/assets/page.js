@@ -61,7 +61,7 @@ function rove(parent) {
   });
 }
 
-// Tabs, one of which is shown, with the part of the page that the address names.
+// Tabs, one of which is shown, with the part of the page that the address names. Without scripts, all parts are.
 const tabs = [...document.querySelectorAll('[role="tab"]')];
 const panelOf = (tab) => document.getElementById(tab.getAttribute("aria-controls"));
 function openTab(chosen) {
@@ -77,6 +77,7 @@ function openTarget() {
   target?.scrollIntoView();
 }
 if (tabs.length) {
+  tabs[0].parentNode.hidden = false;
   rove(tabs[0].parentNode);
   for (const tab of tabs) for (const event of ["focus", "click"]) tab.addEventListener(event, () => openTab(tab));
   addEventListener("hashchange", openTarget);
