@@ -41,8 +41,8 @@ def gpu(monkeypatch):
     assume_gpu("9.0")
     choose = kernels.make_attention
 
-    def on_gpu(name, platform, *arguments, value_dim, try_first):
-        return choose(name, "gpu", *arguments, value_dim=value_dim, try_first=False)
+    def on_gpu(name, platform, *arguments, **options):
+        return choose(name, "gpu", *arguments, **options | {"try_first": False})
 
     monkeypatch.setattr(kernels, "make_attention", on_gpu)
 
