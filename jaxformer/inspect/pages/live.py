@@ -41,7 +41,18 @@ KNOWN = {
     "qk_norm_kind": ("head",),
     "residual_scale": (1.0,),
     "logit_scale": (1.0,),
-    "activation": ("relu", "squared_relu", "gelu", "gelu_exact", "quick_gelu", "silu", "swiglu", "geglu", "tanh"),
+    "activation": (
+        "relu",
+        "squared_relu",
+        "gelu",
+        "gelu_exact",
+        "quick_gelu",
+        "silu",
+        "swiglu",
+        "geglu",
+        "geglu_exact",
+        "tanh",
+    ),
 }
 """What assets/decoder.js computes; another norm or activation is to be added there, and in assets/backward.js."""
 SCRIPT = "the page's script"

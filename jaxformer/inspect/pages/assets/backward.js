@@ -56,16 +56,19 @@ const geluSlope = (x) => {
   const [rate, tanh] = [Math.sqrt(2 / Math.PI), Math.tanh(Math.sqrt(2 / Math.PI) * (x + 0.044715 * x ** 3))];
   return 0.5 * (1 + tanh) + 0.5 * x * (1 - tanh * tanh) * rate * (1 + 3 * 0.044715 * x * x);
 };
+const geluExactSlope = (x) =>
+  0.5 * (1 + erf(x * Math.SQRT1_2)) + (x * Math.exp(-0.5 * x * x)) / Math.sqrt(2 * Math.PI);
 // Derivatives of `ACTIVATIONS`.
 const SLOPES = {
   relu: (x) => Number(x > 0),
   squared_relu: (x) => 2 * Math.max(0, x),
   gelu: geluSlope,
-  gelu_exact: (x) => 0.5 * (1 + erf(x * Math.SQRT1_2)) + (x * Math.exp(-0.5 * x * x)) / Math.sqrt(2 * Math.PI),
+  gelu_exact: geluExactSlope,
   quick_gelu: (x) => sigmoid(1.702 * x) * (1 + 1.702 * x * sigmoid(-1.702 * x)),
   silu: (x) => sigmoid(x) * (1 + x * sigmoid(-x)),
   swiglu: (x) => sigmoid(x) * (1 + x * sigmoid(-x)),
   geglu: geluSlope,
+  geglu_exact: geluExactSlope,
   tanh: (x) => 1 - Math.tanh(x) ** 2,
 };
 

@@ -28,15 +28,17 @@ function erf(x) {
 
 const sigmoid = (x) => 1 / (1 + Math.exp(-x));
 const gelu = (x) => 0.5 * x * (1 + Math.tanh(Math.sqrt(2 / Math.PI) * (x + 0.044715 * x ** 3)));
+const geluExact = (x) => 0.5 * x * (1 + erf(x * Math.SQRT1_2));
 const ACTIVATIONS = {
   relu: (x) => Math.max(0, x),
   squared_relu: (x) => Math.max(0, x) ** 2,
   gelu,
-  gelu_exact: (x) => 0.5 * x * (1 + erf(x * Math.SQRT1_2)),
+  gelu_exact: geluExact,
   quick_gelu: (x) => x * sigmoid(1.702 * x),
   silu: (x) => x * sigmoid(x),
   swiglu: (x) => x * sigmoid(x),
   geglu: gelu,
+  geglu_exact: geluExact,
   tanh: Math.tanh,
 };
 
