@@ -175,14 +175,21 @@ BERT_CLASSIFIER = replace(
 )
 TOKEN_HEAD = (Weight("head.W_1", "classifier.weight", "C D -> D C"), Weight("head.b_1", "classifier.bias", "C -> C"))
 """Rows of the head of a token classifier."""
-BERT_TOKENS = replace(
-    BERT,
-    architecture="BertForTokenClassification",
-    fields=BERT_CLASSIFIER.fields,
-    weights=(*BERT.weights, *TOKEN_HEAD),
-    model=TokenClassifierConfig,
-    ignored=BERT.ignored[:2],
-)
+
+
+def token_classifier(bare: Family, classifier: Family, ignored: tuple[str, ...]) -> Family:
+    """Return the family of token classifiers with a linear head, given those without a head and of texts."""
+    return replace(
+        bare,
+        architecture=classifier.architecture.replace("Sequence", "Token"),
+        fields=classifier.fields,
+        weights=(*bare.weights, *TOKEN_HEAD),
+        model=TokenClassifierConfig,
+        ignored=ignored,
+    )
+
+
+BERT_TOKENS = token_classifier(BERT, BERT_CLASSIFIER, BERT.ignored[:2])
 POOLED_CLASSIFIER = replace(
     BERT_CLASSIFIER,
     architecture="SentenceTransformer",
@@ -241,14 +248,7 @@ ROBERTA_CLASSIFIER = replace(
     model=ClassifierConfig,
     ignored=BERT.ignored[:2],
 )
-ROBERTA_TOKENS = replace(
-    ROBERTA,
-    architecture="RobertaForTokenClassification",
-    fields=ROBERTA_CLASSIFIER.fields,
-    weights=(*ROBERTA.weights, *TOKEN_HEAD),
-    model=TokenClassifierConfig,
-    ignored=BERT.ignored[:2],
-)
+ROBERTA_TOKENS = token_classifier(ROBERTA, ROBERTA_CLASSIFIER, BERT.ignored[:2])
 XLM_ROBERTA = tuple(
     replace(family, model_type="xlm-roberta", architecture=f"XLM{family.architecture}")
     for family in (ROBERTA, ROBERTA_MASKED, ROBERTA_CLASSIFIER, ROBERTA_TOKENS)
@@ -309,14 +309,7 @@ DISTILBERT_CLASSIFIER = replace(
     model=ClassifierConfig,
     ignored=DISTILBERT.ignored[:1],
 )
-DISTILBERT_TOKENS = replace(
-    DISTILBERT,
-    architecture="DistilBertForTokenClassification",
-    fields=DISTILBERT_CLASSIFIER.fields,
-    weights=(*DISTILBERT.weights, *TOKEN_HEAD),
-    model=TokenClassifierConfig,
-    ignored=DISTILBERT.ignored[:1],
-)
+DISTILBERT_TOKENS = token_classifier(DISTILBERT, DISTILBERT_CLASSIFIER, DISTILBERT.ignored[:1])
 
 ELECTRA_FIELDS = (*BERT_MASKED.fields, Field("embedding_dim", "embedding_size", 128))
 ELECTRA = replace(
@@ -358,14 +351,7 @@ ELECTRA_CLASSIFIER = replace(
     model=ClassifierConfig,
     ignored=ELECTRA.ignored[:1],
 )
-ELECTRA_TOKENS = replace(
-    ELECTRA,
-    architecture="ElectraForTokenClassification",
-    fields=ELECTRA_CLASSIFIER.fields,
-    weights=(*ELECTRA.weights, *TOKEN_HEAD),
-    model=TokenClassifierConfig,
-    ignored=ELECTRA.ignored[:1],
-)
+ELECTRA_TOKENS = token_classifier(ELECTRA, ELECTRA_CLASSIFIER, ELECTRA.ignored[:1])
 
 ALBERT_DEFAULTS = {"hidden_act": "gelu_new", "hidden_dropout_prob": 0.0}
 ALBERT_FIELDS = tuple(row._replace(default=ALBERT_DEFAULTS.get(row.theirs, row.default)) for row in ELECTRA_FIELDS)
@@ -418,14 +404,7 @@ ALBERT_CLASSIFIER = replace(
     model=ClassifierConfig,
     ignored=ALBERT.ignored[:1],
 )
-ALBERT_TOKENS = replace(
-    ALBERT,
-    architecture="AlbertForTokenClassification",
-    fields=ALBERT_CLASSIFIER.fields,
-    weights=(*ALBERT.weights, *TOKEN_HEAD),
-    model=TokenClassifierConfig,
-    ignored=ALBERT.ignored[:2],
-)
+ALBERT_TOKENS = token_classifier(ALBERT, ALBERT_CLASSIFIER, ALBERT.ignored[:2])
 
 
 def all_but_every_third(theirs: PublishedConfig, i: int, window: int | None) -> bool:
