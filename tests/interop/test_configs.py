@@ -75,16 +75,19 @@ OLDER: dict[str, dict[str, Any]] = {
     "": {"rope_parameters": REMOVED, "layer_types": REMOVED, "rope_theta": 200.0},
 }
 """What changes a config to that of an older version of transformers."""
-ROPE, DECODERS = {"rope_parameters", "rope_scaling"}, {"hidden_act", "is_causal", "rope_parameters", "rope_scaling"}
+DECODERS = {"hidden_act", "is_causal", "rope_parameters", "rope_scaling"}
 ENCODERS = {"is_decoder", "position_embedding_type"}
 REFUSED: dict[str, set[str]] = {
-    "Llama": DECODERS | {"architectures", "tie_word_embeddings"}, "Mistral": DECODERS, "Mixtral": DECODERS,
+    "Llama": {"hidden_act", "is_causal", "rope_parameters", "architectures", "tie_word_embeddings"},
+    "Mistral": DECODERS, "Mixtral": DECODERS,
     "Qwen2": DECODERS | {"architectures"}, "Qwen3": DECODERS,
-    "Gemma3": ROPE | {"is_causal", "hidden_activation", "use_bidirectional_attention"},
+    "Gemma3": {
+        "rope_parameters", "is_causal", "hidden_activation", "use_bidirectional_attention", "attn_logit_softcapping",
+    },
     "GPT2": {"scale_attn_weights", "scale_attn_by_inverse_layer_idx", "n_head", "is_causal"},
     "Bert": ENCODERS | {"hidden_act"}, "BertModel": ENCODERS,
     "BertClassifier": ENCODERS | {"architectures", "num_attention_heads", "hidden_act", "problem_type"},
-    "Roberta": ENCODERS | {"architectures", "num_attention_heads", "hidden_act"},
+    "Roberta": ENCODERS | {"architectures", "num_attention_heads"},
     "RobertaModel": ENCODERS | {"num_attention_heads"},
     "RobertaClassifier": ENCODERS | {"architectures", "problem_type"},
 }  # fmt: skip
