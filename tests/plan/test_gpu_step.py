@@ -33,7 +33,10 @@ model = plain_decoder(
 config = Config(
     "t", model, data=TextConfig(), steps=2, optimizer=OptimizerConfig(name="adamw"), train=TrainConfig(batch_size=16),
 )
-config = replace(load_config(spec) if spec else config, compute=ComputeConfig(remat=remat))
+if spec:
+    config = load_config(spec)
+    config = replace(config, model=replace(config.model, n_blocks=2))
+config = replace(config, compute=ComputeConfig(remat=remat))
 setup = TrainSetup(config, make_mesh(mesh, topology_devices(topology)))
 step = make_train_step(setup).trace(setup.abstract_state, setup.abstract_batch, jax.ShapeDtypeStruct((), jnp.int32))
 text = step.lower().compile().as_text()
@@ -59,12 +62,12 @@ print(json.dumps({
 }))
 """
 
-KERNELS = 1150
-"""Of gpt2_124m, for 148 parameters; jax 0.10 makes 1,097, and some 500 more where each parameter's norms are
-taken apart."""
-TRAFFIC = 110e9
-"""Bytes of a step of gpt2_124m, of 32,768 tokens; jax 0.10 moves 107.1 GB, and 114.0 GB where the statistics of norms
-are not stored, and the sum with the bias is, for the backward pass."""
+KERNELS = 275
+"""Of two blocks of gpt2_124m; jax 0.10 makes 257. Of all twelve it makes 1,097, for 148 parameters, and some 500 more
+where each parameter's norms are taken apart."""
+TRAFFIC = 41e9
+"""Bytes of a step of two blocks of gpt2_124m, of 32,768 tokens; jax 0.10 moves 40.5 GB. Of all twelve it moves 107.1
+GB, and 114.0 GB where the statistics of norms are not stored, and the sum with the bias is, for the backward pass."""
 
 
 def compile_step(mesh: str, remat: str, topology: str = "h100:8", spec: str = "") -> Any:
@@ -99,7 +102,7 @@ def test_tensor_parallelism_sends_what_its_paper_says():
 
 def test_gpt2_attends_by_cudnn_in_every_block_with_few_kernels_and_little_memory_traffic():
     result = compile_step("", "none", "h100:1", f"{ROOT}/configs/gpt.py:gpt2_124m")
-    assert (result["forward"], result["backward"]) == (12, 12)
+    assert (result["forward"], result["backward"]) == (2, 2)
     assert result["sent"] == {}
     assert result["kernels"] < KERNELS and result["copies"] < 10
     assert result["traffic"] < TRAFFIC
