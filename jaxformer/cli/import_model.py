@@ -37,6 +37,8 @@ class Arguments:
     still read longer texts."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of the stored parameters; auto is the published one, and float32 for quantised weights."""
+    mesh: str = ""
+    """Device mesh over which the parameters are split, such as 'fsdp=8'; by default, the first device holds them."""
 
 
 @as_command()
@@ -51,14 +53,17 @@ def main(line: CommandLine) -> int:
     source = find_model(options.source)
     name = options.source if options.source in PACKAGES else published_name(source)
     run = RUNS / name if options.run is None else folder_named("--run", options.run)
-    machine.set_up(1, "")
+    machine.set_up(1, options.mesh)
+    machine.return_freed_memory()
 
     from jaxformer.interop.run import import_run, left_out
+    from jaxformer.parallel.mesh import make_mesh
     from jaxformer.runs.run import abstract_params, count_parameters, read_tokenizer
 
     echo_status(f"reading {source} ...")
+    mesh = make_mesh(options.mesh) if options.mesh else None
     with no_empty_parents(run):
-        folder, config = import_run(source, run, context_length=options.context_length, dtype=options.dtype)
+        folder, config = import_run(source, run, context_length=options.context_length, dtype=options.dtype, mesh=mesh)
     n = count_parameters(abstract_params(config.model.build()))
     tokenizer = read_tokenizer(folder)
     chat = " --chat" if tokenizer is not None and "chat_template" in tokenizer.config else ""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -65,19 +66,27 @@ class PublishedModel(Protocol):
         """Return the sampling settings; empty if there are none. Raises `UserError` if they cannot be used."""
 
 
+class Stored(NamedTuple):
+    """A tensor in a file, with its dtype there, such as `BF16`."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+
 @dataclass(frozen=True)
 class ModelFolder:
     """A folder with `config.json` and weights in safetensors, in one file or several shards."""
 
     path: Path
     config: PublishedConfig
-    files: Mapping[str, Any]
-    """Open file of each tensor, by tensor name; tensors are read on demand."""
+    tensors: Mapping[str, Stored]
+    """Tensors by name, read on demand."""
 
     @classmethod
     def open(cls, path: Path) -> ModelFolder:
-        """Open a folder and all its shards. Raises `UserError` if it is not such a folder, its weights are pickled, or
-        a file is missing or corrupt."""
+        """Open a folder, and read the headers of all its shards. Raises `UserError` if it is not such a folder, its
+        weights are pickled, or a file is missing or corrupt."""
         if not path.is_dir():
             raise UserError(f"{path} does not exist; name a folder with {CONFIG} and safetensors, or a GGUF file.")
         if not (path / CONFIG).exists() and (ggufs := sorted(path.glob("*.gguf"))):
@@ -94,33 +103,30 @@ class ModelFolder:
         else:
             remedy = "convert pickled weights, which would run code when they are read"
             raise UserError(f"{path} has neither {SINGLE} nor {INDEX}; {remedy}.")
-        safetensors = import_extra("safetensors", "reading published weights")
-        files: dict[str, Any] = {}
+        tensors: dict[str, Stored] = {}
         for shard in shards:
-            try:
-                file = safetensors.safe_open(path / shard, framework="numpy")
-            except (safetensors.SafetensorError, OSError) as error:
-                raise UserError(f"{path / shard} is missing or corrupt ({error}); download it again.") from error
-            files |= dict.fromkeys(file.keys(), file)
-        return cls(path, with_stored_head(config, files), files)
+            with _opened(path / shard) as file:
+                parts = {name: file.get_slice(name) for name in [*file.keys()]}
+            tensors |= {name: Stored(path / shard, tuple(x.get_shape()), x.get_dtype()) for name, x in parts.items()}
+        return cls(path, with_stored_head(config, tensors), tensors)
 
     @property
     def names(self) -> Collection[str]:
         """Names of the tensors."""
-        return self.files.keys()
+        return self.tensors.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor, without reading it."""
-        return tuple(self.files[name].get_slice(name).get_shape())
+        return self.tensors[name].shape
 
     def dtype(self, name: str) -> str:
         """Return the dtype of a tensor, such as `BF16`, without reading it."""
-        dtype: str = self.files[name].get_slice(name).get_dtype()
-        return dtype
+        return self.tensors[name].dtype
 
     def read(self, name: str) -> np.ndarray:
-        """Return a tensor; bfloat16 has the dtype of ml_dtypes."""
-        tensor: np.ndarray = self.files[name].get_tensor(name)
+        """Return a tensor; bfloat16 has the dtype of ml_dtypes. Raises `UserError` if its file has changed."""
+        with _opened(self.tensors[name].file) as file:  # all that is read of an open file stays in memory
+            tensor: np.ndarray = file.get_tensor(name)
         return tensor
 
     def tokenizer(self) -> Tokenizer:
@@ -159,6 +165,17 @@ class ModelFolder:
         if not all(type(token) is int for token in ids):  # True would be read as token 1
             raise UserError(f"the eos_token_id of {self.path} is {named!r}; it must be an id or a list of ids.")
         return tuple(ids)
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    """Yield an open file in safetensors. Raises `UserError` if it is missing or corrupt."""
+    safetensors = import_extra("safetensors", "reading published weights")
+    try:
+        with safetensors.safe_open(file, framework="numpy") as opened:
+            yield opened
+    except (safetensors.SafetensorError, OSError) as error:
+        raise UserError(f"{file} is missing or corrupt ({error}); download it again.") from error
 
 
 def read_shards(file: Path) -> list[str]:

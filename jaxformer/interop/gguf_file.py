@@ -101,8 +101,6 @@ class GgufFile:
     metadata: Mapping[str, Any] = field(repr=False)
     tensors: Mapping[str, Stored] = field(repr=False)
     """Tensors by their names in published folders."""
-    data: np.ndarray = field(repr=False)
-    """All bytes of the file, mapped into memory."""
 
     @classmethod
     def open(cls, path: Path) -> GgufFile:
@@ -147,7 +145,7 @@ class GgufFile:
         except (ValueError, LookupError, TypeError, ArithmeticError) as error:
             problem = f"{path} has no equivalent as a {architecture} ({type(error).__name__}: {error})"
             raise UserError(f"{problem}; {REMEDY}, or choose another model.") from error
-        return cls(path, config, metadata, tensors, data)
+        return cls(path, config, metadata, tensors)
 
     @property
     def names(self) -> Collection[str]:
@@ -166,7 +164,8 @@ class GgufFile:
     def read(self, name: str) -> np.ndarray:
         """Return a tensor, dequantised."""
         stored = self.tensors[name]
-        tensor = _read(import_extra("gguf", "reading GGUF"), self.data, stored)
+        data = np.memmap(self.path, mode="r")  # anew, as all that is read of a mapped file stays in memory
+        tensor = _read(import_extra("gguf", "reading GGUF"), data, stored)
         part, architecture = name.split(".")[-2], self.metadata["general.architecture"]
         if part in ROTATED and ARCHITECTURES.get(architecture, ("", False))[1]:
             return pairs_apart(tensor, self.config[ROTATED[part]])

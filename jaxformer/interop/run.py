@@ -10,6 +10,7 @@ from typing import Literal
 
 import jax
 from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.sharding import Mesh
 
 from jaxformer.config import Config, OptimizerConfig, TrainConfig
 from jaxformer.data.captions import CaptionsConfig
@@ -34,8 +35,11 @@ from jaxformer.models.encoder import ClassifierConfig, EmbedderConfig, EncoderCo
 from jaxformer.models.encoder_decoder import EncoderDecoderConfig
 from jaxformer.models.objective import Params
 from jaxformer.models.vit import ViTConfig
+from jaxformer.nn.parameters import parameter_axes
+from jaxformer.parallel.mesh import shardings
 from jaxformer.runs.pretrained import Pretrained
 from jaxformer.runs.run import abstract_params, check_can_create, create_run
+from jaxformer.terminal import echo_status
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 
@@ -70,21 +74,23 @@ def load_published_tokenizer(published: PublishedModel, config: ImportedConfig) 
 
 
 def import_run(
-    source: Path, run: Path, *, context_length: int | None = None, dtype: Dtype = "auto"
+    source: Path, run: Path, *, context_length: int | None = None, dtype: Dtype = "auto", mesh: Mesh | None = None
 ) -> tuple[Path, Config]:
     """Import a published model, a GGUF file or a folder with `config.json`, weights in safetensors and
     `tokenizer.json`, as a run with one checkpoint, at step 0; return the run's folder, which is created atomically, and
     its config. Training sequences have `context_length` tokens, None for at most `MAX_TRAINING_CONTEXT`; a sentence
     encoder has as many positions as texts may have tokens. dtype 'auto' stores parameters exactly, in the published
-    dtype, and quantised ones in float32. Raises `UserError` if the source cannot be read as a known family, or the run
-    exists."""
+    dtype, and quantised ones in float32. On a mesh, each device holds its shards of them. Raises `UserError` if the
+    source cannot be read as a known family, or the run exists."""
     check_can_create(run)
     published, model, tokenizer, abstract, sources = _open(source, context_length)
     sampling = _sampling(published, model)
     structs: dict[str, jax.ShapeDtypeStruct] = flatten_dict(abstract, sep=".")
+    split = shardings(abstract, parameter_axes(model.build()), mesh) if mesh else {}
+    split = flatten_dict(split, sep=".")
     for path, struct in structs.items():
         stored = stored_dtype(published, sources[path]) if dtype == "auto" else dtype
-        structs[path] = jax.ShapeDtypeStruct(struct.shape, stored)
+        structs[path] = jax.ShapeDtypeStruct(struct.shape, stored, sharding=split.get(path))
     params = _load(published, sources, unflatten_dict(structs, sep="."))
     limit = published.config.get(MAX_TOKENS, inf)
     if isinstance(model, EncoderConfig) and limit < model.context_length:  # positions beyond it are never used
@@ -93,6 +99,7 @@ def import_run(
             params["embedding"]["W_pos"] = params["embedding"]["W_pos"][:limit]
     config = finetuning_config(run.name, model)
     classes = class_names(published.config) if getattr(model, "n_classes", 0) else []
+    echo_status(f"writing {run} ...")
     created = create_run(run, config, tokenizer, allow_suffix=False, classes=classes, params=params, sampling=sampling)
     return created, config
 

@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
-from jax.sharding import Sharding
 
+from jaxformer.data.progress import Progress
 from jaxformer.errors import UserError
 from jaxformer.interop.families.tables import Family, ImportedConfig, Weight
 from jaxformer.interop.folder import FLOATS, PublishedModel
@@ -28,6 +28,7 @@ from jaxformer.models.vit import ViTConfig
 from jaxformer.nn.mlp import GATED
 from jaxformer.ops.patches import resize_grid
 from jaxformer.ops.positions import sinusoidal
+from jaxformer.parallel.mesh import global_device_put
 
 FIELDS = (
     *(("{i}", "n_blocks"), ("W_out", "unembedding"), ("V", "vocab_size")),
@@ -286,21 +287,28 @@ def _check_rest(published: PublishedModel, family: Family, config: ImportedConfi
 
 def load_params(published: PublishedModel, sources: Mapping[str, Source], abstract: Params) -> Params:
     """Return the parameters in the dtypes and shardings of `abstract`, read one tensor at a time, the largest first,
-    while little other memory is in use. Leaves without a sharding go to the first device."""
+    while little other memory is in use, with progress on stderr. Leaves without a sharding go to the first device."""
     structs: dict[str, jax.ShapeDtypeStruct] = flatten_dict(abstract, sep=".")
+    size = lambda path: sum(prod(published.shape(x)) * FLOATS[published.dtype(x)] for x in sources[path].names)  # noqa: E731
+    sizes = {path: size(path) for path in structs}
+    progress = Progress(f"reading {published.path}", sum(sizes.values()))
     params: dict[str, jax.Array] = {}
     for path in sorted(structs, key=lambda path: prod(structs[path].shape), reverse=True):
-        source, struct = sources[path], structs[path]
-        convert = converter(source.layout, source.weight, jnp.dtype(struct.dtype), struct.sharding, source.grids)
-        # Wait, as several parameters' tensors would otherwise be in memory at once.
-        params[path] = jax.block_until_ready(convert([published.read(name) for name in source.names]))
+        params[path] = _load_parameter(published, sources[path], structs[path])
+        progress.add(sizes[path])
     return unflatten_dict({path: params[path] for path in structs}, sep=".")
 
 
+def _load_parameter(published: PublishedModel, source: Source, struct: jax.ShapeDtypeStruct) -> jax.Array:
+    """Return one parameter, converted on the first device, from which other devices get their shards only."""
+    convert = converter(source.layout, source.weight, jnp.dtype(struct.dtype), source.grids)
+    array = convert([published.read(name) for name in source.names])
+    array = array if struct.sharding is None else global_device_put(array, struct.sharding)
+    return jax.block_until_ready(array)  # otherwise, tensors of several parameters would be in memory at once
+
+
 @lru_cache(maxsize=256)
-def converter(
-    layout: Layout, weight: Weight, dtype: jnp.dtype, sharding: Sharding | None, grids: Any = None
-) -> Callable[..., jax.Array]:
+def converter(layout: Layout, weight: Weight, dtype: jnp.dtype, grids: Any = None) -> Callable[..., jax.Array]:
     """Return a jitted function from a parameter's tensors to the parameter, which transposes on all cores."""
 
     def convert(tensors: list[jax.Array]) -> jax.Array:
@@ -320,7 +328,7 @@ def converter(
             array = jnp.concatenate([array[: len(extras)], resize_grid(array[len(extras) :], *grids)])
         return array.astype(dtype)
 
-    return jax.jit(convert, out_shardings=sharding)
+    return jax.jit(convert)
 
 
 def stored_dtype(published: PublishedModel, source: Source) -> jnp.dtype:

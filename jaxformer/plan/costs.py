@@ -11,7 +11,7 @@ from math import prod
 import jax
 from flax.traverse_util import flatten_dict
 
-from jaxformer.contract import ParameterAxes, Role, Task
+from jaxformer.contract import Contract, ParameterAxes, Role, Task
 from jaxformer.parallel.mesh import batch_shards
 from jaxformer.plan.roofline import ModelFlops
 from jaxformer.train.setup import TrainSetup
@@ -97,14 +97,20 @@ def describe_parts(parts: Sequence[Part]) -> list[str]:
     return lines
 
 
+def cached_tokens(contract: Contract) -> int:
+    """Return the number of tokens in the KV cache after a sequence of the context length, which decoding with a shorter
+    attention window does not exceed: their slots are a ring."""
+    (n_tokens,) = contract.inputs[0].shape
+    return int(min(n_tokens, contract.attention_window or n_tokens))
+
+
 def cache_bytes(setup: TrainSetup) -> float | None:
-    """Return the KV cache size in bytes of a causal language model for one sequence of the context length, in the
-    compute dtype; None for other models."""
+    """Return the KV cache size in bytes of a causal language model for one sequence of the context length, or of a
+    longer one if `cached_tokens` are fewer, in the compute dtype; None for other models."""
     contract = setup.config.model.contract
     if contract.task is not Task.CAUSAL_LM or not contract.has_cache:
         return None
-    (n_slots,) = contract.inputs[0].shape
-    init_cache = partial(setup.model.init_cache, n_slots, setup.compute_dtype)
+    init_cache = partial(setup.model.init_cache, cached_tokens(contract), setup.compute_dtype)
     return float(sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(jax.eval_shape(init_cache))))
 
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxformer.parallel.memory import gpu_pool_share, memory_capacity, memory_needed
-from jaxformer.plan.costs import Part, cache_bytes, count_parts, describe_parts, examples_per_microbatch
+from jaxformer.plan.costs import Part, cache_bytes, cached_tokens, count_parts, describe_parts, examples_per_microbatch
 from jaxformer.plan.hlo import Collective, parse
 from jaxformer.plan.roofline import (
     CHIPS,
@@ -55,7 +55,7 @@ class Plan:
     parts: tuple[Part, ...]
     """Parameters and FLOPs of each part of the model."""
     cache: float | None
-    """Bytes of the KV cache for one sequence of the context length, in the compute dtype; None without a cache."""
+    """Bytes of the KV cache for one sequence, see `costs.cache_bytes`; None without a cache."""
     scores: float
     """Bytes that the attention scores of one microbatch would take; fused attention does not store them."""
     flops: float = 0.0
@@ -175,8 +175,10 @@ def describe(plan: Plan, setup: TrainSetup) -> list[str]:
             lines.append(f"  {plan.unknown_loops} loop(s) of unknown length are counted as if they ran once")
     lines += describe_parts(plan.parts)
     if plan.cache:
-        n_tokens = setup.config.model.contract.inputs[0].shape[0]
-        lines.append(f"KV cache: {plan.cache / 1e9:,.3g} GB per text of {n_tokens:,} tokens, in {setup.compute_dtype}")
+        contract = setup.config.model.contract
+        n_tokens, window = cached_tokens(contract), contract.attention_window
+        text = f"{n_tokens:,} {'or more ' if contract.extrapolates and n_tokens == window else ''}tokens"
+        lines.append(f"KV cache: {plan.cache / 1e9:,.3g} GB per text of {text}, in {setup.compute_dtype}")
     if plan.scores:
         lines.append(f"attention scores: {plan.scores / 1e9:,.3g} GB per device, if they were stored for all layers")
     if e := plan.estimate:

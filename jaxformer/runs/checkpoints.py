@@ -186,6 +186,15 @@ class CheckpointReader:
             raise self._unreadable(step, error) from error
         return self._restore(step, "params", params), self._restore(step, "opt_state", opt_state), metadata
 
+    def in_stored_dtypes(self, step: int, abstract: Params) -> Params:
+        """Return a tree of `ShapeDtypeStruct` for the parameters, with the dtypes of the checkpoint's arrays."""
+        try:
+            stored = {name: x.dtype for name, x in _leaves_by_path(self._array_metadata(f"{step}/params")).items()}
+        except READ_ERRORS as error:
+            raise self._unreadable(step, error) from error
+        name_of = lambda path: jax.tree_util.keystr(path, simple=True, separator="/")  # noqa: E731
+        return jax.tree.map_with_path(lambda path, x: x.update(dtype=stored.get(name_of(path), x.dtype)), abstract)
+
     def arrays(self, step: int) -> dict[str, np.ndarray]:
         """Return the arrays of a checkpoint by their path, such as `params/blocks_0/attention/W_Q`."""
         arrays: dict[str, np.ndarray] = {}
@@ -388,12 +397,17 @@ class CheckpointManager(CheckpointReader):
     Snapshots are written next to the checkpoints, by the process that holds their lock. All are preserved, and saving
     one waits until it is complete, so that a checkpoint has all snapshots before it.
 
+    Args:
+      max_gb: gigabytes of an item's arrays that are compressed at a time, more than the largest of them has. Half of
+        these are in memory beside the arrays.
+
     Raises on entering:
       UserError: another process is training in the folder, it cannot be written, or every checkpoint is corrupt.
     """
 
-    def __init__(self, folder: Path, kind: str = CHECKPOINTS) -> None:
+    def __init__(self, folder: Path, kind: str = CHECKPOINTS, max_gb: int = 96) -> None:
         super().__init__(folder, kind)
+        self._max_gb = max_gb
         self._saving: int | None = None
         self._saved: dict[str, str] = {}
         self._healthy: set[int] = set()
@@ -424,7 +438,7 @@ class CheckpointManager(CheckpointReader):
                 ),
             )
             with user_error_on_write(self._folder, self._kind):
-                arrays = ocp.StandardCheckpointHandler
+                arrays = lambda: ocp.StandardCheckpointHandler(save_concurrent_gb=self._max_gb)  # noqa: E731
                 handlers = {"params": arrays(), "opt_state": arrays(), METADATA: ocp.JsonCheckpointHandler()}
                 self._manager = ocp.CheckpointManager(path, options=options, item_handlers=handlers)
             self._stack = stack.pop_all()

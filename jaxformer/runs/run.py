@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh, SingleDeviceSharding
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 
 from jaxformer.config import Config, DataConfig, LoraConfig, ModelConfig, OptimizerConfig, TokenModelConfig
 from jaxformer.config.fields import from_dict, to_dict
@@ -41,6 +41,7 @@ from jaxformer.runs.storage import local_folder
 TOKENIZER, CLASSES, SAMPLING = "tokenizer.json", "classes.json", "sampling.json"
 METRICS, SAMPLES = "metrics.jsonl", "samples.txt"
 PLOTS = "plots"
+PARAMETER_DTYPES = ("float32", "bfloat16", "float16")
 SCRATCH = ".new-"
 """Prefix of the name of a run's folder until it is complete."""
 
@@ -133,6 +134,7 @@ class Run:
 def load_run(
     path: str | Path, checkpoint: str | int = "last", mesh: Mesh | None = None,
     convert: Callable[[Params, nn.Module], Params] | None = None, meanwhile: Callable[[Run], None] | None = None,
+    *, dtype: DTypeLike | None = "float32",
 ) -> Run:  # fmt: skip
     """Load a run from its folder.
 
@@ -143,11 +145,18 @@ def load_run(
       convert: function of some of the parameters and the model, applied to them as they are read.
       meanwhile: function called in a thread while the checkpoint is verified and read, to compile programs, with a run
         at step 0 that has the shapes of the parameters only. Not called with a mesh.
+      dtype: dtype of the parameters in memory: float32, bfloat16 or float16; None for those stored, such as a published
+        model's. Adapters are merged in float32, which is also what None then means.
 
     Raises:
+      ValueError: the dtype is another one.
       UserError: there is no such run or checkpoint, it is corrupt, a file cannot be read, or the tokenizer or class
         names have changed.
     """
+    if dtype is not None and jnp.dtype(dtype).name not in PARAMETER_DTYPES:
+        raise ValueError(
+            f"parameters cannot be held in {jnp.dtype(dtype)}; choose {', '.join(PARAMETER_DTYPES)} or None"
+        )
     folder = local_folder(path) if isinstance(path, str) else path
     config = read_config(folder)
     own, model = replace(config, lora=LoraConfig()), config.model.build()
@@ -157,6 +166,10 @@ def load_run(
         verified = pool.submit(checkpoints.step, checkpoint)
         reading = pool.submit(read_tokenizer, folder, config.model.contract.vocab_size is not None)
         shapes = abstract_params(model)
+        if dtype is not None:
+            shapes = jax.tree.map(lambda x: x.update(dtype=dtype), shapes)
+        elif not config.lora.rank:
+            shapes = checkpoints.in_stored_dtypes(verified.result(), shapes)
 
         def prepare(meanwhile: Callable[[Run], None]) -> None:
             read = jax.eval_shape(converted or (lambda params: params), shapes)
@@ -179,7 +192,7 @@ def restore_params(
     folder: Path, config: Config, checkpoints: CheckpointReader, step: int, shapes: Params,
     convert: Callable[[Params], Params] | None = None,
 ) -> Params:  # fmt: skip
-    """Return the model's parameters from a checkpoint, with adapters merged into the base parameters.
+    """Return the model's parameters from a checkpoint, with adapters merged into the base parameters in float32.
 
     Args:
       config: config of the run.
@@ -194,12 +207,14 @@ def restore_params(
     base, axes = CheckpointReader(folder / BASE), parameter_axes(config.model.build())
     if not base:
         raise UserError(f"{folder / BASE} has no complete checkpoint, but {folder} holds adapters only; restore it.")
+    held, shapes = shapes, jax.tree.map(lambda x: x.update(dtype=jnp.float32), shapes)
     frozen = base.restore_params(base.step(), shapes)
     adapters = jax.eval_shape(lambda params: init_adapters(jax.random.key(0), params, axes, config.lora), shapes)
     mesh = next((leaf.sharding.mesh for leaf in jax.tree.leaves(shapes) if leaf.sharding is not None), None)
     if mesh is not None:
         adapters = abstract(adapters, shardings(adapters, {**axes, **adapter_axes(axes, config.lora)}, mesh))
     merged = merge(frozen, checkpoints.restore_params(step, adapters), config.lora)
+    merged = jax.tree.map(lambda x, struct: x.astype(struct.dtype), merged, held)
     return merged if convert is None else convert(merged)
 
 
@@ -334,7 +349,8 @@ def create_run(
         checksums = {name: sha256(scratch / name) for name in files if (scratch / name).exists()}
         write_atomically(scratch / CHECKSUMS, json.dumps(checksums, indent=2) + "\n")
         if params is not None:
-            with CheckpointManager(scratch) as checkpoints:
+            largest = max(leaf.nbytes for leaf in jax.tree.leaves(params))
+            with CheckpointManager(scratch, max_gb=1 + largest // 10**9) as checkpoints:
                 checkpoints.save(step, params, None, {"step": step}, None)
         if read_config(scratch) != config:
             raise TypeError(f"the config of {folder} changes in a JSON round trip; use plain field types")

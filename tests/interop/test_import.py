@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import weakref
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -10,11 +11,12 @@ from typing import Any
 import jax
 import ml_dtypes
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 import tokenizers
+from flax.traverse_util import flatten_dict
 from tokenizers import processors
 
+import jaxformer.interop.run
 from jaxformer.__main__ import main
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError
@@ -28,7 +30,7 @@ from jaxformer.models.decoder import BlockAttention
 from jaxformer.ops import RoPE
 from jaxformer.ops.positions import Llama3Scaling
 from jaxformer.parallel.mesh import make_mesh
-from jaxformer.runs.run import Run, load_run
+from jaxformer.runs.run import Run, create_run, load_run
 from jaxformer.train.setup import TrainSetup
 from tests.arrays import apply
 from tests.interop import numpy_llama
@@ -138,13 +140,19 @@ def test_matrices_are_transposed_and_heads_are_parted(imported: Run):
 def test_bfloat16_is_read_exactly_and_stored_as_it_is(tmp_path: Path):
     weights = tensors(ml_dtypes.bfloat16)
     folder, _ = import_run(write(tmp_path / "model", weights=weights), tmp_path / "run")
-    stored = {leaf.dtype.name for leaf in jax.tree.leaves(load_run(folder).params)}
-    assert stored == {"float32"}  # as loaded, for training
-    np.testing.assert_array_equal(load_run(folder).params["W_out"], weights["lm_head.weight"].T.astype(np.float32))
     wide, _ = import_run(tmp_path / "model", tmp_path / "wide", dtype="float32")
-    for run, dtype in ((folder, "bfloat16"), (wide, "float32")):
-        on_disk = ocp.StandardCheckpointer().metadata(run / "checkpoints/0/params").item_metadata.tree
-        assert {np.dtype(leaf.dtype).name for leaf in jax.tree.leaves(on_disk)} == {dtype}
+    for run, dtype, held in (
+        *((folder, None, "bfloat16"), (wide, None, "float32")),
+        *((folder, "float32", "float32"), (wide, "bfloat16", "bfloat16")),
+    ):
+        params = load_run(run, dtype=dtype).params
+        assert {leaf.dtype.name for leaf in jax.tree.leaves(params)} == {held}
+        np.testing.assert_array_equal(
+            params["W_out"].astype(np.float32), weights["lm_head.weight"].T.astype(np.float32)
+        )
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(load_run(folder).params)} == {"float32"}
+    with pytest.raises(ValueError, match="cannot be held in int8; choose float32, bfloat16, float16 or None"):
+        load_run(folder, dtype="int8")
 
 
 @pytest.mark.slow
@@ -413,6 +421,7 @@ def test_special_tokens_that_texts_need_are_refused_without_a_row(
         (["ggufs"], "ggufs has no config.json; name its GGUF file, such as ggufs/a.gguf"),
         (["model", "--context-length", "33"], "--context-length is 33; the model has 32 positions; omit it"),
         (["model", "--context-length", "0"], "context-length is 0; it must be at least 1"),
+        (["model", "--mesh", "fsdp=3"], "needs fsdp 3 x data 2 = 6 devices, but there are 8; change --mesh"),
     ],
 )
 def test_wrong_arguments_are_one_sentence(tmp_path: Path, monkeypatch: Any, capsys: Any, arguments, message):
@@ -429,6 +438,33 @@ def test_wrong_arguments_are_one_sentence(tmp_path: Path, monkeypatch: Any, caps
 def leaves(tree: Any) -> list[np.ndarray]:
     """Return the arrays of a tree."""
     return [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
+
+
+@pytest.mark.slow
+def test_an_import_holds_one_tensor_beside_the_shards_of_the_parameters(
+    tmp_path: Path, monkeypatch: Any, imported: Run
+):
+    source, tensors_read, held = write(tmp_path / "model", shards=2), list[Any](), {}
+    maps, read = Path("/proc/self/maps"), ModelFolder.read
+
+    def watched(published: ModelFolder, name: str) -> np.ndarray:
+        assert all(tensor() is None for tensor in tensors_read)  # those of earlier parameters
+        tensor = read(published, name)
+        tensors_read.append(weakref.ref(tensor))
+        assert not maps.exists() or str(source) not in maps.read_text()
+        return tensor
+
+    def watched_create(*args: Any, params: Any, **options: Any) -> Path:
+        held.update(flatten_dict(jax.tree.map(lambda x: (x.shape, x.addressable_data(0).shape), params), sep="."))
+        return create_run(*args, params=params, **options)
+
+    monkeypatch.setattr(ModelFolder, "read", watched)
+    monkeypatch.setattr(jaxformer.interop.run, "create_run", watched_create)
+    folder, _ = import_run(source, tmp_path / "run", mesh=make_mesh("fsdp=4,tensor=2"))
+    assert len(tensors_read) == len(SHAPES)
+    assert held["blocks_0.mlp.W_gate_1"] == ((D, F), (D // 4, F // 2))
+    assert held["blocks_0.attention.W_Q"] == ((D, H, K), (D // 4, H, K))
+    jax.tree.map(np.testing.assert_array_equal, load_run(folder).params, imported.params)
 
 
 @pytest.mark.slow

@@ -7,7 +7,9 @@ import jax.numpy as jnp
 import pytest
 
 from jaxformer.cli.arguments import load_config
-from jaxformer.models.decoder import DecoderConfig, ExpertsConfig
+from jaxformer.decode import Sampling, generate_tokens, programs
+from jaxformer.models.decoder import BlockAttention, DecoderConfig, ExpertsConfig
+from jaxformer.ops import RoPE
 from jaxformer.ops.kernels import cudnn_attention
 from jaxformer.parallel.mesh import make_mesh
 from jaxformer.plan.costs import Part, cache_bytes, count_parts, describe_parts, examples_per_microbatch
@@ -112,6 +114,25 @@ def test_cache_is_of_decoders():
     assert cache_bytes(setup_of(CONFIG, n_kv_heads=2, value_dim=7)) == L * 2 * (4 + 7) * T * 4 + T * 4
     vit = replace(load_config(f"{ROOT}/configs/vision.py:vit"), mesh="")
     assert cache_bytes(TrainSetup(vit, make_mesh())) is None
+
+
+@pytest.mark.slow
+def test_the_cache_of_a_window_is_that_of_texts_of_any_length(monkeypatch):
+    """Texts of 7 and 62 tokens, of a model with a context of 32 and a window of 8."""
+    setup = setup_of(CONFIG, n_blocks=1, context_length=32, attention=BlockAttention(8), positions="none", rope=RoPE())
+    measured, decode = set(), programs.decode
+
+    def measure(*args, **options):
+        state, samples = decode(*args, **options)
+        measured.add(sum(leaf.nbytes for leaf in jax.tree.leaves(state.cache)))
+        return state, samples
+
+    monkeypatch.setattr(programs, "decode", measure)
+    params = setup.model.init(jax.random.key(0), jnp.arange(3))["params"]
+    given = {"seeds": [0], "context_length": 32, "prefill_chunk": 16}
+    for n in (5, 60):
+        list(generate_tokens(setup.model, params, [[1, 2]], Sampling(temperature=0), max_new_tokens=n, **given))
+    assert measured == {cache_bytes(setup)} == {2 * D * 8 * 4 + 8 * 4}
 
 
 def test_examples_per_microbatch():
