@@ -349,7 +349,7 @@ def create_run(
         checksums = {name: sha256(scratch / name) for name in files if (scratch / name).exists()}
         write_atomically(scratch / CHECKSUMS, json.dumps(checksums, indent=2) + "\n")
         if params is not None:
-            largest = max(leaf.nbytes for leaf in jax.tree.leaves(params))
+            largest = max((leaf.nbytes for leaf in jax.tree.leaves(params)), default=0)
             with CheckpointManager(scratch, max_gb=1 + largest // 10**9) as checkpoints:
                 checkpoints.save(step, params, None, {"step": step}, None)
         if read_config(scratch) != config:

@@ -273,6 +273,8 @@ def test_a_run_is_loaded_with_its_adapters_merged(run, base):
     np.testing.assert_allclose(merged, weight + 4.0 * np.einsum("dr,rhk->dhk", A, B), atol=1e-6)
     on_two = load_run(run, mesh=make_mesh("fsdp=2", jax.devices()[:2])).params
     assert_close(on_two["blocks_0"]["attention"]["W_Q"], merged)
+    rounded = load_run(run, dtype="bfloat16").params["blocks_0"]["attention"]["W_Q"]
+    np.testing.assert_array_equal(rounded, merged.astype(jnp.bfloat16))  # once, after merging
 
 
 @pytest.mark.slow
