@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxformer.contract import Task, contract_of
 from jaxformer.errors import UserError, import_extra
 from jaxformer.inspect.activations import Activations, capture
 from jaxformer.inspect.attention import CROSS
@@ -33,7 +34,12 @@ def alignment(model: nn.Module, params: Params, source_S: jax.Array, target_T: j
     Args:
       source_S: int32 tokens, without padding; with a run, also a text.
       target_T: int32 tokens, the first of which is the start token; with a run, also a text, before which it is put.
+
+    Raises:
+      TypeError: the model reads no source.
     """
+    if contract_of(model).task not in (Task.SEQUENCE_TO_SEQUENCE, Task.OTHER):
+        raise TypeError(f"a {type(model).__name__} reads no source; give a sequence-to-sequence model")
     valid_S = jnp.ones(len(source_S), bool)
     check_example(model, source_S, valid_S, target_T)
     maps = list(_source_weights(model, params, source_S, valid_S, target_T).values())

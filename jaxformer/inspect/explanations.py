@@ -15,7 +15,7 @@ from jaxformer.contract import contract_of
 from jaxformer.inspect.activations import apply_and_capture
 from jaxformer.inspect.names import check_index
 from jaxformer.inspect.of_run import of_run
-from jaxformer.models.objective import Params
+from jaxformer.models.objective import Params, is_causal_lm
 from jaxformer.nn.embedding import check_tokens
 from jaxformer.ops.attention import row_entropy
 
@@ -57,11 +57,14 @@ def explain(
       n_positions: attended positions per token, at most as many as there are.
 
     Raises:
+      TypeError: the model is not a causal language model.
       ValueError: a token is not in the vocabulary; a number of alternatives or positions is negative.
       IndexError: the text has no such position, or it is the first, which has no prediction.
       ValueError: the text has more tokens than the model has positions, or the model has logits only after a full
         window.
     """
+    if not is_causal_lm(model):
+        raise TypeError(f"a {type(model).__name__} predicts no next token; give a causal language model")
     check_tokens(tokens, V := model.config.vocab_size)
     T = len(tokens)
     if start != T and not (start := check_index(start, T, "position", "the text")):

@@ -58,8 +58,11 @@ class Replay:
         """Read the data of a run, whose training is repeated up to its checkpoint.
 
         Raises:
-          UserError: it was not trained on windows of text or began with pretrained parameters, or as `load_data`.
+          UserError: it was not trained, or not on windows of text, or began with pretrained parameters; or as
+            `load_data`.
         """
+        if not run.step:
+            raise UserError(f"{run.path} has no training to repeat, as it is at step 0; name a run that was trained.")
         config = read_config(run.path)
         data = load_data(run.path, config)
         if type(data) is not TextDataset or config.init_from is not None:

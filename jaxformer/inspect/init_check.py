@@ -68,7 +68,12 @@ def check_init(model: Decoder, params: Params, tokens_BT: jax.Array) -> InitRepo
     Args:
       params: fresh parameters, or those of a run, whose distance from the expected statistics is due to training.
       tokens_BT: tokens of several examples; with a run, also texts of one length.
+
+    Raises:
+      TypeError: the model is not a decoder.
     """
+    if not isinstance(getattr(model, "config", None), DecoderConfig):
+        raise TypeError(f"a {type(model).__name__} has no expected statistics; give a decoder")
     n_tokens = tokens_BT.shape[1]
     observed = tuple(Moments(*map(float, block)) for block in _observe(model, params, tokens_BT))
     return InitReport(

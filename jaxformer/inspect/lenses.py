@@ -138,7 +138,13 @@ def regression_lens(
 @partial(jax.jit, static_argnames="model")
 def lens_logits(model: nn.Module, params: Params, lens: Mapping[str, Affine], tokens_T: jax.Array) -> Activations:
     """Return the logits, `(T, V)`, that a lens gives for the residual stream after the embedding and after each block;
-    `logit_lens` does so without a lens."""
+    `logit_lens` does so without a lens.
+
+    Raises:
+      ValueError: the model has no residual stream, or normalises the stream after each part.
+      KeyError: the lens has no map for a block.
+    """
+    check_stream(model)
     unembed: Callable[..., Any] = partial(model.apply, {"params": params}, method="unembed")
     streams = _through(lens, _streams(model, params, tokens_T))
     return OrderedDict((name, unembed(x_TD)) for name, x_TD in streams.items())
