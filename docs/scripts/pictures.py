@@ -279,6 +279,31 @@ def alignment() -> str:
     return svg(width, height, parts, "Alignment of a translation: which source tokens each target token was read from.")
 
 
+def asking() -> str:
+    """Return six words as rows of two numbers with the query of one of them, and the weights of all of them."""
+    words, X = "the cat sat on the mat".split(), np.array([[0, 0], [2, 0], [0, 1], [0, 1], [0, 0], [1, 0]])
+    powers = np.tril(np.exp(X[:, 1:] * X[:, 0]))  # the second number of a row asks for the first of another
+    x, y, unit, cell, left, top = 70, 172, 110, 36, 64, 284
+    parts = [
+        f'<path d="M{x} 46V{y}H{x + 300}" fill="none" stroke="{INK}" stroke-opacity="0.4"/>',
+        text(10, 32, "says what happens"), text(x + 300, y + 30, "names a thing", "end"),
+        arrow(x, y, 2 * unit, 0, BLUE), arrow(x, y, unit, 0, BLUE), arrow(x, y, 0, -unit, BLUE),
+        text(x + 2 * unit + 8, y - 6, "cat (2, 0)"), text(x + unit, y - 10, "mat (1, 0)", "middle"),
+        text(x + 10, y - unit + 6, "sat, on (0, 1)"), text(x - 8, y + 5, "the", "end"),
+        f'<path d="M{x + 14} {y - unit + 20}Q{x + 30} {y - 44} {x + 50} {y - 30}" fill="none" stroke="{RED}" '
+        'stroke-width="2" stroke-dasharray="4 4"/>', text(x + 36, y - 58, "times W_Q"),
+        arrow(x, y + 12, unit, 0, RED), text(x + 4, y + 30, "query of sat"),
+    ]  # fmt: skip
+    parts += heatmap(left, top, powers / powers.sum(axis=1, keepdims=True), "", cell)
+    parts.append(text(left, top - 32, "weights: a row reads, a column is read"))
+    for i, word in enumerate(words):
+        parts += [text(left - 8, top + cell * i + 22, word, "end")]
+        parts += [text(left + cell * i + 17, top - 8, word, "middle")]
+    return svg(
+        430, 508, parts, "The query of sat points where cat does; below, weights of the six words, after the mask."
+    )
+
+
 def rotation() -> str:
     """Return a query and a key rotated by their positions, which keep their angle."""
     parts, radius, theta = [], 62, 0.45
@@ -487,6 +512,7 @@ def order() -> str:
 PICTURES: dict[str, Callable[[], str]] = {
     "types.svg": types,
     "mixing.svg": mixing,
+    "attention.svg": asking,
     "scale.svg": scale,
     "saturation.svg": saturation,
     "ladder.svg": ladder,
