@@ -237,6 +237,32 @@ def cache() -> str:
     return svg(430, 244, parts, "Slots of a cache: a prompt fills the first, and each decode step writes one.")
 
 
+def cuts() -> str:
+    """Return two distributions over five tokens, each cut by three filters: what is kept, and what it becomes."""
+    parts: list[str] = []
+    filters = (("top-k, k = 2", "a count"), ("top-p, p = 0.8", "a sum"), ("min-p, p = 0.1", "a height"))
+    for i, p in enumerate(([0.50, 0.25, 0.15, 0.07, 0.03], [0.90, 0.04, 0.03, 0.02, 0.01])):
+        left, before = 10 + 215 * i, np.cumsum(p) - p
+        parts.append(text(left, 16, ("the model is in doubt", "the model is sure")[i]))
+        kept = [np.arange(5) < 2, before < 0.8, np.array(p) >= 0.1 * p[0]]
+        for j, ((name, rule), is_kept) in enumerate(zip(filters, kept, strict=True)):
+            y = 150 + 145 * j
+            parts += [text(left, y - 104, f"{name}: {rule}"), f'<path d="M{left} {y}h190" stroke="{INK}"/>']
+            for n, (probability, stays) in enumerate(zip(p, is_kept, strict=True)):
+                height, colour, opacity = 80 * probability, BLUE if stays else INK, 0.9 if stays else 0.35
+                at = f'x="{left + 38 * n}" y="{y - height:.1f}" width="34" height="{height:.1f}"'
+                parts.append(f'<rect {at} fill="{colour}" fill-opacity="{opacity}"/>')
+                if stays:
+                    becomes = probability / np.sum(p, where=is_kept)
+                    parts.append(text(left + 38 * n + 17, y - height - 5, f"{becomes:.2f}", "middle"))
+        edge = [left + 38 * np.sum(is_kept) - 2 for is_kept in kept[:2]]
+        parts += [f'<path d="M{edge[j]} {60 + 145 * j}v96" stroke="{RED}" stroke-width="2"/>' for j in (0, 1)]
+        parts.append(f'<path d="M{left} {440 - 8 * p[0]:.1f}h190" stroke="{RED}" stroke-width="2"/>')
+    parts.append(text(10, 468, "five tokens; blue: kept, red: the cut"))
+    parts.append(text(10, 486, "heights: probabilities before, numbers: after the cut"))
+    return svg(430, 494, parts, "Two distributions over five tokens, each cut by top-k, top-p and min-p.")
+
+
 def types() -> str:
     """Return the shapes from a text to its loss and to a sample, with an arrow for each function."""
     lines = [[  # name, shape, width and height of the array, function from the one before
@@ -281,7 +307,8 @@ def alignment() -> str:
 
 def asking() -> str:
     """Return six words as rows of two numbers with the query of one of them, and the weights of all of them."""
-    words, X = "the cat sat on the mat".split(), np.array([[0, 0], [2, 0], [0, 1], [0, 1], [0, 0], [1, 0]])
+    words = ("the", "cat", "sat", "on", "the", "mat")
+    X = np.array([[0, 0], [2, 0], [0, 1], [0, 1], [0, 0], [1, 0]])
     powers = np.tril(np.exp(X[:, 1:] * X[:, 0]))  # the second number of a row asks for the first of another
     x, y, unit, cell, left, top = 70, 172, 110, 36, 64, 284
     parts = [
@@ -517,6 +544,7 @@ PICTURES: dict[str, Callable[[], str]] = {
     "saturation.svg": saturation,
     "ladder.svg": ladder,
     "overfitting.svg": overfitting,
+    "cuts.svg": cuts,
     "cache.svg": cache,
     "context.svg": context,
     "alignment.svg": alignment,
