@@ -85,7 +85,8 @@ residual = rung("residual", with_residual, "68.284, 67.68; entropy 1.16 to 1.18"
 full_heads = replace(with_residual, n_heads=4, head_dim=256, output_projection=True)
 multihead_full = rung("multihead_full", full_heads, "66.48; entropy 0.69, 0.158, 1.011, 0.861")
 
-# Four heads, each a quarter as wide.
+# Four heads, each a quarter as wide. Their scores are divided by the root of that width; the source's code is inferred
+# to divide by that of the model's, which makes scores half as large (claim 69 in docs/sources/transformer.md).
 low_rank_heads = replace(full_heads, head_dim=None)
 multihead = rung("multihead", low_rank_heads, "65.11")
 
