@@ -4,6 +4,7 @@ python -m docs.scripts.pictures
 """
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -290,6 +291,60 @@ def types() -> str:
     return svg(430, 336, parts, "Shapes from a text to its loss, and to a sample.")
 
 
+def translation() -> str:
+    """Return two ways to write a word of a translation: from one vector, and from a weighted mean of all states."""
+    source, target = ("the", "black", "bird", "sings"), ("l'", "oiseau", "noir", "chante")
+    parts = [text(10, 20, "one vector for a sentence")]
+    for i, word in enumerate(source):
+        x = 10 + 104 * i
+        parts += [box(x, 32, 92, 30, word)] + [arrow(x + 93, 47, 10, 0)] * (i < 3)
+        parts += [box(x, 142, 92, 30, target[i], RED)] + [arrow(x + 93, 157, 10, 0, RED)] * (i < 3)
+    parts += [
+        f'<path d="M368 62v20H290" fill="none" stroke="{INK}" stroke-width="2"/>',
+        box(140, 78, 150, 34, "c, all there is"),
+    ]
+    parts += [f'<path d="M140 96H56v34" fill="none" stroke="{INK}" stroke-width="2"/>', arrow(56, 120, 0, 20)]
+    parts += [text(10, 216, "look again at every word: here, to write noir")]
+    for i, (word, weight) in enumerate(zip(source, (0.05, 0.8, 0.1, 0.05), strict=True)):
+        x = 10 + 104 * i
+        parts += [box(x, 228, 92, 30, f"{word}, h{i + 1}"), text(x + (12 if i < 2 else 60), 284, f"{weight:g}")]
+        parts += [
+            f'<path d="M{x + 46} 258L215 322" stroke="{BLUE}" stroke-width="{1 + 8 * weight:g}" stroke-opacity="0.7"/>'
+        ]
+    parts += [box(140, 322, 150, 34, "c, their mean"), arrow(215, 356, 0, 26), box(169, 384, 92, 30, "noir", RED)]
+    parts += [text(306, 336, "weights: softmax"), text(306, 354, "of scores of s, h")]
+    parts += [box(10, 384, 124, 30, "s, after oiseau", RED), arrow(136, 399, 31, 0, RED)]
+    parts += [
+        f'<path d="M72 384V339H130" fill="none" stroke="{RED}" stroke-width="2" stroke-dasharray="4 4"/>',
+        text(10, 330, "s asks"),
+    ]
+    return svg(430, 424, parts, "One vector for a whole sentence, and a mean of all states anew for each word.")
+
+
+def whole() -> str:
+    """Return the encoder and the decoder of 2017, with what each part reads."""
+    parts: list[str] = []
+    columns = ((10, ("source tokens", "embedding, position", "attention", "MLP"), "encoder", (2, 3)),
+               (246, ("target tokens", "embedding, position", "causal attention", "cross-attention", "MLP", "logits"),
+                "decoder", (2, 4)))  # fmt: skip
+    for x, names, title, (first, last) in columns:
+        top, height = 398 - 62 * last, 62 * (last - first) + 66
+        parts += [f'<rect x="{x - 6}" y="{top}" width="182" height="{height}" rx="8" fill="none" stroke="{INK}"/>']
+        parts += [text(x + 8, top + 15, "N times"), text(x + 73, 474, title, "middle")]
+        for i, name in enumerate(names):
+            y = 420 - 62 * i
+            parts.append(box(x, y, 146, 34, name, RED if first <= i <= last else BLUE))
+            if i + 1 < len(names):
+                parts.append(arrow(x + 73, y, 0, -26))
+            if first <= i <= last:  # around each part, a residual connection
+                around = f"M{x + 73} {y + 42}H{x + 160}V{y - 8}H{x + 80}"
+                parts.append(f'<path d="{around}" fill="none" stroke="{INK}" stroke-dasharray="3 3"/>')
+    parts.append(f'<path d="M83 234V200H206V251" fill="none" stroke="{RED}" stroke-width="2"/>')
+    parts += [arrow(206, 251, 38, 0, RED), text(110, 190, "keys and values", "middle")]
+    parts.append(text(10, 500, "dashed: x + f(x); a norm after each"))
+    return svg(430, 508, parts, "The Transformer of 2017: an encoder, and a decoder that reads it by cross-attention.")
+
+
 def alignment() -> str:
     """Return the stored alignment of a held-out translation: rows are target tokens, columns source tokens."""
     figures = stored_figures("alignment")
@@ -536,6 +591,153 @@ def order() -> str:
     return svg(430, top + 60, parts, "What a head reads in each kind of sequence: rows of attention maps.")
 
 
+def lesson() -> str:
+    """Return the loss that each token of a repeated phrase must have, and where its repetition is found."""
+    phrase, ln8, x, y, step = "3605", math.log(8), 44, 190, 24
+    parts = [text(8, 18, "loss of each prediction, nats")]
+    for nats, label in ((0.0, "0"), (ln8, "ln 8")):
+        parts.append(f'<path d="M{x} {y - 60 * nats:.0f}h{15 * step}" stroke="{INK}" stroke-opacity="0.4"/>')
+        parts.append(text(x - 6, y - 60 * nats + 4, label, "end"))
+    for t, token in enumerate(4 * phrase):
+        at = x + step * (t - 1)  # the first token is given, and predicted by none
+        if t in (1, 2, 3):
+            height = f'y="{y - 60 * ln8:.1f}" width="{step - 4}" height="{60 * ln8:.1f}"'
+            parts.append(f'<rect x="{at}" {height} fill="{RED}" fill-opacity="0.8"/>')
+        parts.append(box(at - 2, y + 12, step - 2, 28, token, BLUE if t > 3 else RED))
+    for back in (4, 8, 12):
+        end, start = x + step * (14 - back) + 9, x + step * 14 + 9
+        low = y + 52 + 4 * back
+        curve = f"M{start} {y + 42}C{start} {low} {end} {low} {end} {y + 44}"
+        parts.append(f'<path d="{curve}" fill="none" stroke="{BLUE}" stroke-width="2"/>')
+    parts += [text(x + 84, 100, "from here on, all can be known:"), text(x + 84, 118, "the phrase repeats")]
+    parts += [
+        text(8, 300, "red: a random phrase, which nothing foretells"),
+        text(8, 318, "blue: the last token also stands 4, 8 and 12 back"),
+    ]
+    return svg(430, 328, parts, "Losses of a text that repeats a phrase of four: ln 8 for the first phrase, then 0.")
+
+
+def masks() -> str:
+    """Return three masks, and what a window reaches through three blocks."""
+    t, s = np.indices((6, 6))
+    window = (s <= t) & (t - 2 < s)
+    drawn = {
+        "causal": s <= t, "a prefix of three": (s <= t) | (s < 3), "a window of two": window,
+        "the window, 3 blocks": np.linalg.matrix_power(window.astype(int), 3) > 0,
+    }  # fmt: skip
+    parts = [text(10, 18, "rows read, columns are read, position 0 first")]
+    for i, (name, mask) in enumerate(drawn.items()):
+        parts += heatmap(10 + 216 * (i % 2), 56 + 226 * (i // 2), mask * 0.8, name, 30)
+    return svg(430, 466, parts, "Masks: causal, with a prefix, with a window, and what windows of three blocks reach.")
+
+
+def experts() -> str:
+    """Return a row on its way through a router and one of four MLPs."""
+    p, parts = (0.1, 0.6, 0.2, 0.1), [box(165, 6, 100, 34, "row x"), arrow(215, 42, 0, 22)]
+    parts += [box(115, 68, 200, 34, "router: softmax(x W_r)", RED)]
+    for i, probability in enumerate(p):
+        x, chosen = 10 + 104 * i, probability == max(p)
+        colour = RED if chosen else INK
+        parts += [arrow(215, 104, x + 49 - 215, 54, colour), text(x + 49, 176, f"p = {probability:g}", "middle")]
+        parts.append(box(x, 186, 98, 44, f"MLP {i + 1}", colour, 0.45 if chosen else 0.12))
+    parts += [arrow(163, 232, 52, 44, RED), text(228, 262, "times 0.6"), box(165, 280, 100, 34, "row y")]
+    parts.append(text(10, 344, "three of the four MLPs are not computed for this row"))
+    return svg(430, 354, parts, "A router sends a row to the likeliest of four MLPs, whose output it scales.")
+
+
+def patches() -> str:
+    """Return a picture of 8 by 8 pixels that is cut into four patches, which become four rows."""
+    seven = ("00000000", "08999990", "00000980", "00004900", "00009400", "00039000", "00084000", "00000000")
+    parts, cell = [text(10, 18, "8 by 8 pixels"), text(222, 18, "cut into four pieces")], 20
+    for y, line in enumerate(seven):
+        for x, tenths in enumerate(line):
+            for left, gap in ((10, 0), (222, 14)):
+                at = f'x="{left + cell * x + gap * (x > 3)}" y="{28 + cell * y + gap * (y > 3)}"'
+                opacity = 0.1 + int(tenths) / 10
+                parts.append(f'<rect {at} width="18" height="18" fill="{BLUE}" fill-opacity="{opacity:.1f}"/>')
+    parts.append(arrow(178, 108, 36, 0))
+    for i in range(4):
+        x, rows = 10 + 106 * i, range(4 * (i // 2), 4 * (i // 2) + 4)
+        pixels = [seven[y][4 * (i % 2) + c] for y in rows for c in range(4)]
+        for n, tenths in enumerate(pixels):
+            at = f'x="{x + 6 * n}" y="236" width="5" height="18"'
+            parts.append(f'<rect {at} fill="{BLUE}" fill-opacity="{0.1 + int(tenths) / 10:.1f}"/>')
+        parts += [arrow(x + 47, 258, 0, 22), box(x, 284, 95, 34, f"row {i + 1} of D")]
+    parts += [
+        text(10, 226, "each piece, pixel after pixel"),
+        text(10, 342, "times a matrix, plus a position: rows like those of words"),
+    ]
+    return svg(430, 352, parts, "A picture is cut into four pieces, and each becomes a row.")
+
+
+def induction() -> str:
+    """Return how two blocks answer a question about a document of pairs."""
+    tokens, step = (3, 9, 6, 12, 0, 15, 5, 10, 6), 46
+    parts = [text(8, 18, "pairs of a key and a value, then a question")]
+    for i, token in enumerate(tokens):
+        colour, opacity = RED if i == 8 else BLUE, 0.5 if i in (3, 8) else 0.2
+        parts += [box(8 + step * i, y, 42, 32, str(token), colour, opacity) for y in (28, 130)]
+        if i % 2:
+            x = 29 + step * i
+            curve = f"M{x} 130C{x} 90 {x - step} 104 {x - step} 66"
+            parts.append(f'<path d="{curve}" fill="none" stroke="{BLUE}" stroke-width="2"/>')
+            parts.append(text(x, 180, f"after {tokens[i - 1]}", "middle"))
+    question, answer = 29 + step * 8, 29 + step * 3
+    curve = f"M{question} 164C{question} 260 {answer} 260 {answer} 188"
+    parts.append(f'<path d="{curve}" fill="none" stroke="{RED}" stroke-width="3"/>')
+    parts += [
+        text(8, 268, "blue, block 1: each value reads the key before it"),
+        text(8, 286, "red, block 2: the question, 6, looks for a row that is after 6,"),
+        text(8, 304, "and takes what it finds there, 12"),
+    ]
+    return svg(
+        430, 314, parts, "In block 1 each value reads its key, in block 2 the question reads the value after it."
+    )
+
+
+def large() -> str:
+    """Return the largest entry of SmolLM2's stream by block, as its chapter prints it."""
+    page = (STORY / "real.md").read_text(encoding="utf-8")
+    found = re.findall(r"^blocks\.(\d+)\.resid_post +first token +(\d+) .*others +(\d+), median +([\d.]+)", page, re.M)
+    blocks, first, others, typical = zip(*(map(float, row) for row in found), strict=True)
+    lines = [
+        Line("first token", blocks, first, RED), Line("other tokens", blocks, others, BLUE),
+        Line("median of all", blocks, typical, INK),
+    ]  # fmt: skip
+    ticks, entries = (
+        {0: "0", 10: "10", 20: "20", 29: "29"},
+        {0.1: "0.1", 1: "1", 10: "10", 100: "100", 1e3: "1k", 1e4: "10k", 1e5: "100k"},
+    )
+    parts = plot(lines, ticks, entries, "largest entry of the residual stream", "after block", height=200, log="y")
+    return svg(
+        376, 280, parts, "Largest entry of the residual stream of SmolLM2 by block, at the first token and at others."
+    )
+
+
+def suspects() -> str:
+    """Return the rank correlations of estimated and true causes of ten texts, in two trainings."""
+    figures, left, width, parts = stored_figures("influence"), 30, 370, []
+    rows = [(training, method) for training in ("edge", "smooth") for method in ("tracin", "derivative")]
+    names = {
+        "edge": "at the edge of stability",
+        "smooth": "smooth training",
+        "tracin": "TracIn",
+        "derivative": "derivative",
+    }
+    for i, (training, method) in enumerate(rows):
+        y, colour = 44 + 56 * i, BLUE if method == "derivative" else INK
+        parts += [text(left, y - 16, f"{names[training]}, {names[method]}")]
+        parts += [f'<path d="M{left} {y}h{width}" stroke="{INK}" stroke-opacity="0.3"/>']
+        for r in figures[training][method]["rank_correlation"]:
+            at = f'cx="{left + width * (r + 0.2) / 1.2:.1f}" cy="{y}"'
+            parts.append(f'<circle {at} r="6" fill="{colour}" fill-opacity="0.6"/>')
+    parts += [text(left + width * (r + 0.2) / 1.2, 238, f"{r:g}", "middle") for r in (0, 0.25, 0.5, 0.75, 1)]
+    parts.append(text(left + width / 2, 260, "rank correlation of estimate and truth, ten texts", "middle"))
+    return svg(
+        430, 270, parts, "Rank correlations of estimate and truth: near 0 to 0.7 at the edge, 0.8 to 1 if smooth."
+    )
+
+
 PICTURES: dict[str, Callable[[], str]] = {
     "types.svg": types,
     "mixing.svg": mixing,
@@ -547,6 +749,8 @@ PICTURES: dict[str, Callable[[], str]] = {
     "cuts.svg": cuts,
     "cache.svg": cache,
     "context.svg": context,
+    "translation.svg": translation,
+    "whole.svg": whole,
     "alignment.svg": alignment,
     "rope.svg": rotation,
     "block.svg": block,
@@ -568,6 +772,13 @@ PICTURES: dict[str, Callable[[], str]] = {
     "order.svg": order,
     "curvature.svg": curvature,
     "film.svg": film,
+    "lesson.svg": lesson,
+    "masks.svg": masks,
+    "experts.svg": experts,
+    "patches.svg": patches,
+    "induction.svg": induction,
+    "large.svg": large,
+    "suspects.svg": suspects,
 }
 """Functions that draw, by the file that they draw in docs/story."""
 
