@@ -7,6 +7,7 @@ import re
 import markdown
 import numpy as np
 import pytest
+import scipy.special
 
 from docs.scripts import formulas, pictures, story
 from tests.interop.published import installed_model
@@ -30,6 +31,43 @@ def test_chapter_shows_what_its_code_prints(chapter):
         installed_model("smollm2")  # or skip
     page = chapter.read_text()
     assert_same_but_for_rounding(page, story.fill(page))
+
+
+WRONG_ANSWERS = {
+    "types": {
+        "bits_per_byte": lambda nats, n_tokens, n_bytes: nats * n_tokens / n_bytes,  # nats per byte
+        "loss": lambda logits, targets: -np.log(np.exp(logits) / np.exp(logits).sum(1, keepdims=True))[0, targets[0]],
+    },
+    "mixing": {"running_mean": lambda X: np.tile(X.mean(0), (len(X), 1)), "weights": np.full(3, 1 / 3)},
+    "attention": {
+        "new_W_Q": np.array([[0, 0], [1, 0]]),  # that of the chapter
+        "attend": lambda Q, K, V: np.tril(scipy.special.softmax(Q @ K.T / 2, 1)) @ V,  # masked too late
+    },
+    "scale": {"entropy": lambda weights: -(weights * np.log(weights)).sum(), "divisor": 8},
+    "residual": {"n_paths": lambda n, k: n**k, "stream_variance": lambda n, v: (1 + v) ** n},
+    "heads": {"n_parameters": lambda D, H, K: 4 * D * D, "sum_of_heads": lambda y, W_O: (y @ W_O).mean(0)},
+    "depth": {
+        "normed": lambda x, gain: gain * x / x.std(axis=-1, keepdims=True),
+        "layer_normed": lambda x: x / np.sqrt((x**2).mean(axis=-1, keepdims=True)),
+    },
+    "training": {"best_loss": lambda V, p, r: np.log(V) / r, "first_loss": lambda V, sigma: np.log(V)},
+    "decoding": {
+        "top_p": lambda x, p: np.where(np.cumsum(x) <= p, x, 0) / x[np.cumsum(x) <= p].sum(),  # without the last
+        "cache_bytes": lambda blocks, heads, width, positions: 2 * blocks * heads * width * positions,  # keys only
+    },
+}
+"""An answer to each exercise that has a check, as a reader might give it."""
+
+
+@pytest.mark.parametrize("chapter", WRONG_ANSWERS)
+def test_exercises_accept_their_answer_and_reject_a_wrong_one(chapter):
+    text = (story.STORY / f"{chapter}.md").read_text().split("\n## Exercises\n")[1].split("\n**3. ")[0]
+    scope = {}
+    exec("".join(block[2] for block in story.BLOCK.finditer(text)), scope)
+    assert {name for name in scope if f"check_{name}" in scope} == WRONG_ANSWERS[chapter].keys()
+    with np.errstate(all="ignore"):
+        for name, wrong in WRONG_ANSWERS[chapter].items():
+            assert scope[f"check_{name}"](scope[name]) and not scope[f"check_{name}"](wrong), name
 
 
 def test_what_chapters_import_of_the_package_exists():
