@@ -55,6 +55,24 @@ WRONG_ANSWERS = {
         "top_p": lambda x, p: np.where(np.cumsum(x) <= p, x, 0) / x[np.cumsum(x) <= p].sum(),  # without the last
         "cache_bytes": lambda blocks, heads, width, positions: 2 * blocks * heads * width * positions,  # keys only
     },
+    "alignment": {
+        "additive": lambda s, h, W_a, U_a, v: scipy.special.softmax((W_a @ s + h @ U_a.T) @ v) @ h,  # no tanh
+        "cross_attend": lambda Q, K, V: scipy.special.softmax(Q @ K.T / 2, 0) @ V,  # over the queries
+    },
+    "masks": {
+        "window_mask": lambda T, w: np.tri(T, dtype=bool) & ~np.tri(T, k=-w - 1, dtype=bool),
+        "blocks_needed": lambda T, w: -(-T // w),
+    },
+    "rope": {"rotated": lambda x, position, theta: x + position * theta, "distance": 6},
+    "experts": {
+        "experts_layer": lambda X, W_r, mlps: np.stack([mlps[(x @ W_r).argmax()](x) for x in X]),  # not times p
+        "balance": lambda p: p.shape[1] * (p.mean(0) ** 2).sum(),
+    },
+    "images": {
+        "cut": lambda image, size: image.reshape(-1, size**2),
+        "pair_loss": lambda z: (np.log(np.exp(z).sum(1)) - np.diag(z)).mean(),  # one way
+    },
+    "tasks": {"look_up": lambda X, question: scipy.special.softmax(20 * X @ question) @ X, "guess_rate": 0.25},
 }
 """An answer to each exercise that has a check, as a reader might give it."""
 
