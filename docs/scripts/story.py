@@ -92,6 +92,12 @@ def stored_figures(name: str, folder: str = "studies") -> dict[str, Any]:
     return stored["figures"]
 
 
+def printed(chapter: str) -> str:
+    """Return what the Python of a chapter prints, as the page shows it; a test of the chapters runs it."""
+    page = (STORY / f"{chapter}.md").read_text(encoding="utf-8")
+    return "".join(re.findall(r"^```text\n(.*?)^```", page, re.MULTILINE | re.DOTALL))
+
+
 def studies() -> dict[str, Any]:
     """Return the stored studies by name; of each row, a study has the outcome by seed."""
     return stored_figures("ladder")

@@ -48,7 +48,7 @@ def test_gradient_of_the_scores_vanishes_for_one_hot_attention(rows):
 
 @pytest.mark.slow
 def test_gradient_of_W_Q_rises_before_it_vanishes(rows):
-    assert rows[-1].W_Q > 3 * rows[1].W_Q and rows[-1].W_K > 3 * rows[1].W_K
+    assert rows[-1].W_Q > 10 * rows[1].W_Q and rows[-1].W_K > 10 * rows[1].W_K
     unscaled = saturation(*untrained(attention_unscaled), [3000.0, 100.0, 1.0, 0.1])
     assert unscaled[0].W_Q < unscaled[1].W_Q > unscaled[2].W_Q > unscaled[3].W_Q
     assert unscaled[3].W_Q < 1e-6 and unscaled[3].scores == 0
@@ -66,7 +66,9 @@ def test_grown_projections_have_a_level_gradient_that_falls_relative_to_them(row
         np.testing.assert_allclose([measured.entropy, measured.W_Q], [row.entropy, row.W_Q / s], rtol=1e-2)
         norms.append(measured.W_Q)
         relative.append(measured.W_Q / s)
-    assert all(0.5 < norm / norms[0] < 2.5 for norm in norms) and relative[0] > 10 * relative[-1]
+    np.testing.assert_allclose([rows[i].entropy for i in (1, 2, -1)], [1.55, 0.074, 0.003], rtol=0.1)
+    np.testing.assert_allclose(norms, [0.22, 0.43, 0.14], atol=0.005)
+    np.testing.assert_allclose(relative[0] / relative[-1], 36, rtol=0.02)
 
 
 def test_temperature_one_gives_the_training_gradient():
