@@ -3,6 +3,7 @@
 import ast
 import importlib
 import re
+from typing import Any
 
 import markdown
 import numpy as np
@@ -33,7 +34,7 @@ def test_chapter_shows_what_its_code_prints(chapter):
     assert_same_but_for_rounding(page, story.fill(page))
 
 
-WRONG_ANSWERS = {
+WRONG_ANSWERS: dict[str, dict[str, Any]] = {
     "types": {
         "bits_per_byte": lambda nats, n_tokens, n_bytes: nats * n_tokens / n_bytes,  # nats per byte
         "loss": lambda logits, targets: -np.log(np.exp(logits) / np.exp(logits).sum(1, keepdims=True))[0, targets[0]],
@@ -101,7 +102,7 @@ WRONG_ANSWERS = {
 @pytest.mark.parametrize("chapter", sorted({path.stem for path in story.STORY.glob("*.md")} - {"index"}))
 def test_exercises_accept_their_answer_and_reject_a_wrong_one(chapter):
     text = (story.STORY / f"{chapter}.md").read_text().split("\n## Exercises\n")[1].split("\n**3. ")[0]
-    scope = {}
+    scope: dict[str, Any] = {}
     exec("".join(block[2] for block in story.BLOCK.finditer(text)), scope)
     assert {name for name in scope if f"check_{name}" in scope} == WRONG_ANSWERS[chapter].keys()
     with np.errstate(all="ignore"):
