@@ -86,7 +86,7 @@ def import_run(
     published, model, tokenizer, abstract, sources = _open(source, context_length)
     sampling = _sampling(published, model)
     structs: dict[str, jax.ShapeDtypeStruct] = flatten_dict(abstract, sep=".")
-    split = shardings(abstract, parameter_axes(model.build()), mesh) if mesh else {}
+    split = {} if mesh is None else shardings(abstract, parameter_axes(model.build()), mesh)
     split = flatten_dict(split, sep=".")
     for path, struct in structs.items():
         stored = stored_dtype(published, sources[path]) if dtype == "auto" else dtype

@@ -134,7 +134,7 @@ class Run:
 def load_run(
     path: str | Path, checkpoint: str | int = "last", mesh: Mesh | None = None,
     convert: Callable[[Params, nn.Module], Params] | None = None, meanwhile: Callable[[Run], None] | None = None,
-    *, dtype: DTypeLike | None = "float32",
+    *, dtype: DTypeLike | None = None,
 ) -> Run:  # fmt: skip
     """Load a run from its folder.
 
@@ -145,18 +145,18 @@ def load_run(
       convert: function of some of the parameters and the model, applied to them as they are read.
       meanwhile: function called in a thread while the checkpoint is verified and read, to compile programs, with a run
         at step 0 that has the shapes of the parameters only. Not called with a mesh.
-      dtype: dtype of the parameters in memory: float32, bfloat16 or float16; None for those stored, such as a published
-        model's. Adapters are merged in float32, which is also what None then means.
+      dtype: dtype of the parameters in memory: "float32", "bfloat16" or "float16"; "stored" for those of the
+        checkpoint, such as a published model's; None for the model's own, float32. Adapters are merged in the latter,
+        which is also what "stored" then means.
 
     Raises:
       ValueError: the dtype is another one.
       UserError: there is no such run or checkpoint, it is corrupt, a file cannot be read, or the tokenizer or class
         names have changed.
     """
-    if dtype is not None and jnp.dtype(dtype).name not in PARAMETER_DTYPES:
-        raise ValueError(
-            f"parameters cannot be held in {jnp.dtype(dtype)}; choose {', '.join(PARAMETER_DTYPES)} or None"
-        )
+    as_stored = isinstance(dtype, str) and dtype == "stored"
+    if dtype is not None and not as_stored and jnp.dtype(dtype).name not in PARAMETER_DTYPES:
+        raise ValueError(f"parameters cannot be held in {dtype}; choose {', '.join(PARAMETER_DTYPES)} or stored")
     folder = local_folder(path) if isinstance(path, str) else path
     config = read_config(folder)
     own, model = replace(config, lora=LoraConfig()), config.model.build()
@@ -166,10 +166,10 @@ def load_run(
         verified = pool.submit(checkpoints.step, checkpoint)
         reading = pool.submit(read_tokenizer, folder, config.model.contract.vocab_size is not None)
         shapes = abstract_params(model)
-        if dtype is not None:
-            shapes = jax.tree.map(lambda x: x.update(dtype=dtype), shapes)
-        elif not config.lora.rank:
+        if as_stored and not config.lora.rank:
             shapes = checkpoints.in_stored_dtypes(verified.result(), shapes)
+        elif dtype is not None and not as_stored:
+            shapes = jax.tree.map(lambda x: x.update(dtype=dtype) if jnp.issubdtype(x, jnp.floating) else x, shapes)
 
         def prepare(meanwhile: Callable[[Run], None]) -> None:
             read = jax.eval_shape(converted or (lambda params: params), shapes)
@@ -192,7 +192,7 @@ def restore_params(
     folder: Path, config: Config, checkpoints: CheckpointReader, step: int, shapes: Params,
     convert: Callable[[Params], Params] | None = None,
 ) -> Params:  # fmt: skip
-    """Return the model's parameters from a checkpoint, with adapters merged into the base parameters in float32.
+    """Return the model's parameters from a checkpoint, with adapters merged into the base parameters in their dtype.
 
     Args:
       config: config of the run.
@@ -204,10 +204,11 @@ def restore_params(
     """
     if not config.lora.rank:
         return checkpoints.restore_params(step, shapes, convert)
-    base, axes = CheckpointReader(folder / BASE), parameter_axes(config.model.build())
+    model = config.model.build()
+    base, axes = CheckpointReader(folder / BASE), parameter_axes(model)
     if not base:
         raise UserError(f"{folder / BASE} has no complete checkpoint, but {folder} holds adapters only; restore it.")
-    held, shapes = shapes, jax.tree.map(lambda x: x.update(dtype=jnp.float32), shapes)
+    held, shapes = shapes, jax.tree.map(lambda x, own: x.update(dtype=own.dtype), shapes, abstract_params(model))
     frozen = base.restore_params(base.step(), shapes)
     adapters = jax.eval_shape(lambda params: init_adapters(jax.random.key(0), params, axes, config.lora), shapes)
     mesh = next((leaf.sharding.mesh for leaf in jax.tree.leaves(shapes) if leaf.sharding is not None), None)
