@@ -17,7 +17,7 @@ from jaxformer.plan.roofline import matmul_flops, model_flops
 from jaxformer.plan.topology import assume_gpu
 from jaxformer.runs.run import count_parameters
 from jaxformer.train.setup import TrainSetup
-from tests.arrays import rung_like
+from tests.arrays import build, rung_like
 from tests.helpers import ROOT
 from tests.plan.test_roofline import CONFIG, MODEL
 
@@ -128,10 +128,10 @@ def test_the_cache_of_a_window_is_that_of_texts_of_any_length(monkeypatch):
         return state, samples
 
     monkeypatch.setattr(programs, "decode", measure)
-    params = setup.model.init(jax.random.key(0), jnp.arange(3))["params"]
+    model, params = build(setup.config.model)
     given = {"seeds": [0], "context_length": 32, "prefill_chunk": 16}
     for n in (5, 60):
-        list(generate_tokens(setup.model, params, [[1, 2]], Sampling(temperature=0), max_new_tokens=n, **given))
+        list(generate_tokens(model, params, [[1, 2]], Sampling(temperature=0), max_new_tokens=n, **given))
     assert measured == {cache_bytes(setup)} == {2 * D * 8 * 4 + 8 * 4}
 
 
