@@ -85,6 +85,11 @@ class Kind:
         return self.run.model, self.run.params
 
     @property
+    def config(self) -> Any:
+        """The config of the model."""
+        return self.run.config.model
+
+    @property
     def one(self) -> Batch:
         """The first example as a batch."""
         return jax.tree.map(lambda x: x[:1], self.batch)
@@ -324,7 +329,7 @@ def contributions_sum_to_the_logit(kind: Kind) -> None:
     """Before the soft cap."""
     parts = inspect.logit_attribution(*kind.of, *kind.inputs, target_T=np.roll(TOKENS, -1))
     total_T = sum(np.sum(x, axis=0) if name.endswith(".z") else np.asarray(x) for name, x in parts.items())
-    cap = kind.run.config.model.logit_soft_cap
+    cap = kind.config.logit_soft_cap
     capped_T = total_T if cap is None else cap * np.tanh(total_T / cap)
     close(capped_T, kind.values["logits"][np.arange(len(TOKENS)), np.roll(TOKENS, -1)])
 
@@ -347,7 +352,7 @@ def the_loss_pulls_the_stream_against_its_gradient(kind: Kind) -> None:
     pulled = inspect.backward_lens(*kind.of, kind.examples[0])
     params = kind.run.params
     out_DV = params["W_out"] if "W_out" in params else params["embedding"]["W_E"].T
-    close(pulled[kind.last], -np.asarray(kind.pull) @ np.asarray(out_DV) * kind.run.config.model.logit_scale)
+    close(pulled[kind.last], -np.asarray(kind.pull) @ np.asarray(out_DV) * kind.config.logit_scale)
 
 
 @of("path_attribution")
@@ -437,7 +442,7 @@ def explanations_are_probabilities_and_mean_weights(kind: Kind) -> None:
 @of("check_init")
 def observed_moments_are_those_of_the_activations(kind: Kind) -> None:
     report = inspect.check_init(*kind.of, kind.one.inputs[0])
-    assert len(report.expected) == len(report.observed) == kind.run.config.model.n_blocks
+    assert len(report.expected) == len(report.observed) == kind.config.n_blocks
     for i, block in enumerate(report.observed):
         np.testing.assert_allclose(block.stream, np.square(kind.values[f"blocks.{i}.resid_pre"]).mean(), rtol=1e-4)
         np.testing.assert_allclose(block.entropy, entropy(kind.maps[f"blocks.{i}.attention"]).mean(), rtol=1e-4)
