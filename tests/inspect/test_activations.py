@@ -1,5 +1,6 @@
 """Captures are what the model computes, and interventions what it computes the rest from."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,7 +11,6 @@ import numpy as np
 import pytest
 
 from jaxformer.config import ModelConfig
-from jaxformer.data.dataset import Batch
 from jaxformer.inspect import (
     attention_entropy,
     attention_maps,
@@ -27,7 +27,6 @@ from jaxformer.models.clip import CLIPConfig, ImageTowerConfig, TextTowerConfig
 from jaxformer.models.decoder import BlockAttention, ExpertsConfig
 from jaxformer.models.encoder import ClassifierConfig, EncoderConfig
 from jaxformer.models.encoder_decoder import EncoderDecoderConfig
-from jaxformer.models.objective import objective_of
 from jaxformer.models.recurrent import RecurrentConfig
 from jaxformer.models.recurrent_lm import RecurrentLMConfig
 from jaxformer.models.vit import ViTConfig
@@ -96,14 +95,10 @@ def outputs(captured: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "rowwise",
-        *map(slow, ("grouped", "experts", "encoder-decoder")),
-    ],
+    "config", [MODELS["rowwise"], slow(replace(MODELS["grouped"], n_blocks=1))], ids=["mlp", "decoder"]
 )
-def test_captured_outputs_are_bit_identical_to_the_models(name):
-    model, params, inputs = random_model(MODELS[name])
+def test_captured_outputs_are_bit_identical_to_the_models(config):
+    model, params, inputs = random_model(config)
 
     # Not in one program, where XLA may fuse the two differently and so round them differently.
     expected, result = model.apply({"params": params}, *inputs), capture(model, params, *inputs)
@@ -223,33 +218,6 @@ def test_every_kind_of_model_has_its_own_names():
     )
     assert {"blocks.0.mlp.experts", "blocks.0.mlp.shared.post"} <= names("experts")
     assert {"vision_blocks.0.resid_post", "text_blocks.0.resid_post", "output.2"} <= names("clip")
-    assert {"pre_1", "post_1", "pre_2", "post_2"} == {
-        name.removeprefix("mlp.") for name in names("rowwise") if name.startswith("mlp.")
-    }
-
-
-@pytest.mark.slow
-def test_captured_gradients_agree_with_finite_differences():
-    model, params, inputs = random_model(MODELS["encoder-decoder"])
-    example = Batch(inputs, jnp.arange(T) % V)
-    loss = lambda: objective_of(model).example_loss(model, params, example)  # noqa: E731
-    values, grads = jax.jit(lambda: capture_gradients(loss))()
-    assert set(values) >= set(grads) and len(grads) > 5
-
-    @jax.jit
-    def shifted_loss(shifts: dict[str, jax.Array]) -> jax.Array:
-        with intervene(list(shifts), lambda name, value: value + shifts[name]):
-            return loss()
-
-    zeros = {name: np.zeros(g.shape, g.dtype) for name, g in grads.items()}
-    rng = np.random.default_rng(2)
-    for name, g in grads.items():
-        direction = np.asarray(g) + rng.normal(size=g.shape) * np.sqrt(np.mean(np.square(g)))  # not orthogonal to it
-        step = 2e-3 / np.linalg.norm(direction)
-        shifts = ((sign * step * direction).astype(g.dtype) for sign in (1, -1))
-        plus, minus = (shifted_loss(zeros | {name: shift}) for shift in shifts)
-        slope = (plus - minus) / (2 * step)
-        np.testing.assert_allclose(slope, np.vdot(direction, g), rtol=0.05, atol=1e-3, err_msg=name)
 
 
 def test_model_continues_from_a_replaced_stream():
@@ -263,31 +231,6 @@ def test_model_continues_from_a_replaced_stream():
         patched = model.apply({"params": params}, tokens)
     np.testing.assert_array_equal(patched, source["logits"])
     assert not np.allclose(source["logits"], model.apply({"params": params}, tokens))
-
-
-@pytest.mark.slow
-def test_replaced_attention_weights_mix_the_values():
-    """In a head that attends to the first position alone, the output is the first value everywhere."""
-    model, params, (tokens,) = random_model(MODELS["grouped"])
-    seen = {}
-
-    def attend_to_first(name: str, value: jax.Array) -> jax.Array:
-        if name == "blocks.0.attention.pattern":
-            return value.at[1].set(jnp.zeros((T, T)).at[:, 0].set(1))
-        seen[name] = value
-        return value
-
-    @jax.jit
-    def intervened() -> dict[str, jax.Array]:
-        with intervene("*", attend_to_first):
-            model.apply({"params": params}, tokens)
-        return seen
-
-    result = jax.device_get(intervened())
-    values = result["blocks.0.attention.v"]
-    np.testing.assert_allclose(result["blocks.0.attention.z"][1], np.broadcast_to(values[0, 0], (T, 4)), rtol=1e-6)
-    before = jax.jit(partial(capture, model))(params, tokens)["blocks.0.attention.z"]
-    np.testing.assert_allclose(result["blocks.0.attention.z"][0], before[0], rtol=1e-5, atol=1e-6)
 
 
 def test_maps_and_entropy_agree_with_captured_queries_and_keys():
@@ -387,30 +330,12 @@ def test_shapes_need_no_arrays_of_parameters():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["encoder-decoder", "clip"])
-def test_running_from_every_activation_gives_the_output(name):
-    model, params, inputs = random_model(MODELS[name])
+def test_running_from_every_activation_gives_the_output():
+    model, params, inputs = random_model(MODELS["clip"])
     values = jax.jit(partial(capture, model))(params, *inputs)
     got = jax.jit(partial(run_from, model, params, inputs))(values)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(apply(model, params, *inputs)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.slow
-def test_running_from_another_texts_stream_gives_its_output_for_a_batch_of_streams():
-    model, params, (tokens_T,) = random_model(DECODER)
-    texts_BT = (tokens_T + jnp.arange(3)[:, None]) % V
-    stream = jax.jit(jax.vmap(lambda t: capture(model, params, t, names="blocks.1.resid_pre")["blocks.1.resid_pre"]))
-    streams_BTD = stream(texts_BT)
-    rest = jax.jit(jax.vmap(lambda x_TD: run_from(model, params, (tokens_T,), {"blocks.1.resid_pre": x_TD})))(
-        streams_BTD
-    )
-    expected = jax.jit(jax.vmap(lambda t: model.apply({"params": params}, t)))(texts_BT)
-    np.testing.assert_allclose(rest, expected, rtol=1e-5, atol=1e-5)
-    with pytest.raises(ValueError, match="preserve shape"):
-        run_from(model, params, (tokens_T,), {"blocks.1.resid_pre": streams_BTD[0, :-1]})
-    with pytest.raises(KeyError, match=r"blocks\.7"):
-        run_from(model, params, (tokens_T,), {"blocks.7.resid_pre": streams_BTD[0]})
 
 
 @pytest.mark.slow
@@ -430,7 +355,7 @@ def test_gradients_of_anything_by_anything_are_difference_quotients():
             with intervene(tuple(values), lambda name, _: values[name], missing_ok=True):
                 return capture(model, params, tokens_T)["blocks.1.attention.attn_scores"][2, 5].sum()
 
-        stream = capture(model, params, tokens_T, names=names[2:])
+        stream = jax.jit(partial(capture, model, names=names[2:]))(params, tokens_T)
         for name in names:
             step = 1e-5 * jax.random.normal(jax.random.key(1), grads[name].shape, jnp.float64)
             if name in stream:
@@ -450,7 +375,7 @@ def test_gradients_of_anything_by_anything_are_difference_quotients():
 def test_gradients_of_activations_are_reported_by_head():
     model, params, (tokens_T,) = random_model(DECODER)
     grads = gradient_of(model, params, tokens_T, of=_first_logit, wrt="blocks.*.attention.z")
-    values = capture(model, params, tokens_T, names="blocks.*.attention.z")
+    values = jax.jit(partial(capture, model, names="blocks.*.attention.z"))(params, tokens_T)
     report = gradient_report(values, grads, lr=0.1)
     row = next(row for row in report.rows if row.name == "blocks.1.attention.z.2")
     g, w = (float(jnp.linalg.norm(x["blocks.1.attention.z"][2])) for x in (grads, values))

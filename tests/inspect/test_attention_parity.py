@@ -1,7 +1,5 @@
 """Attention maps agree with torch.nn.MultiheadAttention and flax.linen.MultiHeadDotProductAttention."""
 
-import flax.linen as nn
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -33,23 +31,3 @@ def test_values_wider_than_keys_agree_with_torch():
     assert q_HTK.shape[-1] < v_HTK.shape[-1]
     y = attention(q_HTK, k_HTK, v_HTK, masks.Causal(), q_HTK.shape[-1] ** -0.5)
     np.testing.assert_allclose(y, y_HTK, atol=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("causal", [True, False])
-def test_weights_agree_with_flax(causal):
-    T, D, H, K = 8, 12, 3, 4
-    x_TD = jax.random.normal(jax.random.key(0), (T, D))
-    theirs = nn.MultiHeadDotProductAttention(H, qkv_features=H * K, use_bias=False)
-    mask_TT = jnp.tril(jnp.ones((T, T), bool)) if causal else None
-    variables = theirs.init(jax.random.key(1), x_TD)
-    _, sown = theirs.apply(
-        variables, x_TD, mask=None if mask_TT is None else mask_TT[None], sow_weights=True, mutable=["intermediates"]
-    )
-    kernels = {name: layer["kernel"] for name, layer in variables["params"].items()}
-    names = {"W_Q": "query", "W_K": "key", "W_V": "value", "W_O": "out"}
-    params = {name: kernels[of].reshape(*((H, K, D) if name == "W_O" else (D, H, K))) for name, of in names.items()}
-    module = MultiHeadAttention(H, K, H)
-    result = capture(module, params, x_TD, jnp.arange(T), mask_TT)
-    (weights,) = sown["intermediates"]["attention_weights"]
-    np.testing.assert_allclose(result["pattern"], weights, atol=1e-5)

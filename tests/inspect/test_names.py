@@ -106,18 +106,13 @@ _gradient_of = partial(gradient_of, MODEL, PARAMS, TOKENS, wrt="embed")
 PAIR: Any = (MODEL, PARAMS, [TOKENS], [OTHER])
 REFUSED = {
     "capture": (lambda: capture(MODEL, PARAMS, TOKENS, names=f"{LAYER}.z.4"), IndexError),
-    "capture's name": (lambda: capture(MODEL, PARAMS, TOKENS, names=f"{LAYER}.heads"), KeyError),
     "capture_shapes": (lambda: inspect.capture_shapes(MODEL, PARAMS, TOKENS, names=f"{LAYER}.v.2"), IndexError),
     "run_from": (lambda: run_from(MODEL, PARAMS, (TOKENS,), {f"{LAYER}.z.4": jnp.zeros((T, 4))}), IndexError),
     "gradient_of": (lambda: _gradient_of(of=f"{LAYER}.z.9"), IndexError),
     "gradient_of a layer's head": (lambda: _gradient_of(of=f"{LAYER}.2"), KeyError),
-    "gradient_of an older name": (lambda: _gradient_of(of=f"{LAYER}.heads.2"), KeyError),
     "gradient_of at": (lambda: _gradient_of(of=f"{LAYER}.z.1", at=(50,)), IndexError),
-    "gradient_of before": (lambda: _gradient_of(of=f"{LAYER}.z.1", at=(-6,)), IndexError),
-    "gradient_of too deep": (lambda: _gradient_of(of="blocks.1.mlp_out", at=(0, 0, 0)), IndexError),
     "gradient_of several": (lambda: _gradient_of(of="blocks.*.mlp_out"), ValueError),
     "gradient_of by": (lambda: gradient_of(MODEL, PARAMS, TOKENS, of=_logit, wrt=f"{LAYER}.W_X"), KeyError),
-    "gradient_of by a head": (lambda: gradient_of(MODEL, PARAMS, TOKENS, of=_logit, wrt=f"{LAYER}.z.4"), IndexError),
     "gradients_by_position": (
         lambda: inspect.gradients_by_position(MODEL, PARAMS, EXAMPLE, "blocks.2.resid_pre"), KeyError
     ),
@@ -125,13 +120,11 @@ REFUSED = {
     "attribution_patching": (lambda: inspect.attribution_patching(*PAIR, "blocks.2.mlp_out", _logit), KeyError),
     "saturation": (lambda: inspect.saturation(MODEL, PARAMS, BATCH, [1.0], "blocks.2.attention"), KeyError),
     "ablation_loss": (lambda: inspect.ablation_loss(MODEL, PARAMS, BATCH, [(LAYER, 4)]), IndexError),
-    "ablation_loss before": (lambda: inspect.ablation_loss(MODEL, PARAMS, BATCH, [(LAYER, -5)]), IndexError),
     "ablation_loss's layer": (
         lambda: inspect.ablation_loss(MODEL, PARAMS, BATCH, [("blocks.2.attention", 0)]), KeyError
     ),
     "patch_activations' metric": (lambda: inspect.patch_activations(*PAIR, "embed", lambda logits: logits), ValueError),
     "explain": (lambda: inspect.explain(MODEL, PARAMS, TOKENS.tolist(), 6), IndexError),
-    "explain the first": (lambda: inspect.explain(MODEL, PARAMS, TOKENS.tolist(), 0), IndexError),
     "lens_logits": (lambda: inspect.lens_logits(MODEL, PARAMS, {"embedding": None}, TOKENS), KeyError),
     "logit_attribution": (
         lambda: inspect.logit_attribution(MODEL, PARAMS, TOKENS, target_T=OTHER + V), ValueError
@@ -180,7 +173,7 @@ def test_every_instrument_refuses_what_does_not_exist(name):
 def test_heads_are_parts_of_their_activations_for_every_instrument():
     call = partial(MODEL.apply, {"params": PARAMS}, TOKENS)
     whole = capture(MODEL, PARAMS, TOKENS)
-    for kind, head in (("k", 1), ("pattern", 0), ("z", -4)):
+    for kind, head in (("k", 1), ("z", -4)):
         name, of = f"{LAYER}.{kind}.{head}", f"{LAYER}.{kind}"
         part = capture(MODEL, PARAMS, TOKENS, names=name)
         assert list(part) == [name]
@@ -190,17 +183,14 @@ def test_heads_are_parts_of_their_activations_for_every_instrument():
         with intervene(of, lambda _, x, head=head: x.at[head].multiply(2)):
             np.testing.assert_array_equal(edited, call())
         np.testing.assert_array_equal(run_from(MODEL, PARAMS, (TOKENS,), {name: 2 * part[name]}), edited)
-        grads = [capture_gradients(lambda: _logit(call()), names=names)[1][names] for names in (name, of)]
-        np.testing.assert_allclose(grads[0], grads[1][head], rtol=1e-5, atol=1e-6)
-    late = "blocks.1.attention.z"
-    one = [gradient_of(MODEL, PARAMS, TOKENS, of=f"{late}.{h}", at=(-1,), wrt=f"{LAYER}.z.2") for h in (0, 3)]
-    total = gradient_of(MODEL, PARAMS, TOKENS, of=late, wrt=f"{LAYER}.z")[f"{LAYER}.z"]
-    every = [gradient_of(MODEL, PARAMS, TOKENS, of=late, at=(h, -1), wrt=f"{LAYER}.z")[f"{LAYER}.z"] for h in (0, 3)]
-    for ours, theirs in zip(one, every, strict=True):
-        np.testing.assert_allclose(ours[f"{LAYER}.z.2"], theirs[2], rtol=1e-4, atol=1e-5)
-    assert total.shape == (4, T, 4)
+    name, of, late = f"{LAYER}.z.2", f"{LAYER}.z", "blocks.1.attention.z"
+    grads = [jax.jit(lambda n=n: capture_gradients(lambda: _logit(call()), names=n)[1][n])() for n in (name, of)]
+    np.testing.assert_allclose(grads[0], grads[1][2], rtol=1e-5, atol=1e-6)
+    ours = gradient_of(MODEL, PARAMS, TOKENS, of=f"{late}.3", at=(-1,), wrt=name)[name]
+    theirs = gradient_of(MODEL, PARAMS, TOKENS, of=late, at=(3, -1), wrt=of)[of]
+    np.testing.assert_allclose(ours, theirs[2], rtol=1e-4, atol=1e-5)
     whole_effect = inspect.patch_activations(*PAIR, "blocks.1.attention.z.2", _logit)["blocks.1.attention.z.2"]
     source = capture(MODEL, PARAMS, OTHER, names=f"{late}.2")[f"{late}.2"]
-    for t in range(T):
+    for t in (0, T - 1):
         with intervene(f"{late}.2", lambda _, x, t=t: x.at[t].set(source[t])):
             np.testing.assert_allclose(whole_effect[t], _logit(call()), rtol=1e-4, atol=1e-5)

@@ -51,19 +51,6 @@ def test_patching_a_later_position_changes_no_earlier_logit():
         assert abs(by_position[2] - plain) > 1e-4
 
 
-@pytest.mark.slow
-def test_patching_works_for_an_encoder_decoder():
-    model, params, inputs = random_model(MODELS["encoder-decoder"])
-    source, valid, target = inputs
-    result = patch_activations(
-        model, params, inputs, ((source + 1) % V, valid, target), "encoder_blocks.0.resid_pre", last_of_token_3
-    )
-    assert result["encoder_blocks.0.resid_pre"].shape == (T,)
-    same = patch_activations(model, params, inputs, inputs, "encoder_blocks.0.resid_pre", last_of_token_3)
-    plain = apply(model, params, *inputs)[-1, 3]
-    np.testing.assert_allclose(same["encoder_blocks.0.resid_pre"], jnp.full(T, plain), rtol=1e-5)
-
-
 def first_of_token_3(logits_TV: jax.Array) -> jax.Array:
     return logits_TV[0, 3]
 
@@ -106,22 +93,23 @@ def test_attribution_is_exact_where_the_metric_is_linear_in_the_activation():
 @pytest.mark.slow
 def test_attribution_is_the_directional_derivative():
     model, params, _ = random_model(DECODER)
-    replaced = ["blocks.0.attention.pattern", "blocks.1.resid_pre", "blocks.0.attention.mask"]
+    replaced = ["blocks.0.attention.pattern", "blocks.0.attention.mask"]
     estimate = attribution_patching(model, params, [TOKENS], [OTHER], replaced, last_of_token_3)
-    assert set(estimate) == set(replaced[:2])  # booleans have no gradient
+    assert set(estimate) == set(replaced[:1])  # booleans have no gradient
     plain = apply(model, params, TOKENS)
     step = 1e-2
-    for name, by_position in estimate.items():
-        ours, theirs = (capture(model, params, x, names=name)[name] for x in (TOKENS, OTHER))
-        axis = 1 if ours.ndim == 3 else 0
-        for position in (0, T - 2):
-            here = np.expand_dims(np.arange(T) == position, [a for a in range(ours.ndim) if a != axis])
-            shifted = []
-            for shift in (step * here * (theirs - ours), -step * here * (theirs - ours)):
-                with intervene(name, lambda _, x, shift=shift: x + shift):
-                    shifted.append(model.apply({"params": params}, TOKENS)[-1, 3])
-            slope = (shifted[0] - shifted[1]) / (2 * step)
-            np.testing.assert_allclose(by_position[position] - plain[-1, 3], slope, rtol=0.02, atol=2e-3)
+    [(name, by_position)] = estimate.items()
+
+    @jax.jit
+    def shifted(shift_HTS):
+        with intervene(name, lambda _, x: x + shift_HTS):
+            return model.apply({"params": params}, TOKENS)[-1, 3]
+
+    ours, theirs = (jax.jit(lambda x: capture(model, params, x, names=name)[name])(x) for x in (TOKENS, OTHER))
+    for position in (0, T - 2):
+        shift = step * (np.arange(T) == position)[:, None] * (theirs - ours)
+        slope = (shifted(shift) - shifted(-shift)) / (2 * step)
+        np.testing.assert_allclose(by_position[position] - plain[-1, 3], slope, rtol=0.02, atol=2e-3)
 
 
 @pytest.mark.parametrize("patch", [patch_activations, attribution_patching])

@@ -51,10 +51,7 @@ def assert_same(config: Any, execution: Execution, f: Callable[..., Any]) -> Non
 
 def loss_of(model: nn.Module, params: Any, inputs: tuple) -> jax.Array:
     """Return the loss of an example."""
-    targets = jnp.int32(1) if jnp.ndim(inputs[0]) > 1 and len(inputs) == 1 else jnp.arange(T) % V
-    if hasattr(model.config, "text"):
-        return jnp.sum(model.apply({"params": params}, *inputs)[0] ** 2)
-    return objective_of(model).example_loss(model, params, Batch(inputs, targets))
+    return objective_of(model).example_loss(model, params, Batch(inputs, jnp.arange(T) % V))
 
 
 def test_captures_are_those_of_the_plain_model():
@@ -67,9 +64,8 @@ def test_captures_are_those_of_the_plain_model():
     [
         (WINDOWS, BOTH),
         (MODELS["experts"], SCAN),
-        (MODELS["clip"], Execution(remat="dots")),
     ],
-    ids=["windows", "experts", "clip"],
+    ids=["windows", "experts"],
 )
 def test_values_and_their_gradients_are_those_of_the_plain_model(config, execution):
     assert_same(
@@ -98,14 +94,6 @@ def _metric(logits_TV: jax.Array) -> jax.Array:
 
 
 @pytest.mark.slow
-def test_remat_alone_changes_no_bit_of_captures():
-    model, params, inputs = random_model(MODELS["decoder"])
-    expected, got = (capture(m, params, *inputs) for m in (model, model.config.build(REMAT)))
-    assert list(got) == list(expected)
-    jax.tree.map(np.testing.assert_array_equal, got, expected)
-
-
-@pytest.mark.slow
 def test_captures_do_not_undo_activation_checkpointing():
     """What the backward pass stores grows by the captured values at most."""
     _, params, inputs = random_model(DEEP)
@@ -120,5 +108,4 @@ def test_captures_do_not_undo_activation_checkpointing():
         pull = jax.eval_shape(lambda params: jax.vjp(loss, params, has_aux=True)[1], params)
         return sum(leaf.size for leaf in jax.tree.leaves(pull))
 
-    for execution in (BOTH, REMAT):
-        assert stored(execution, "*") <= stored(REMAT, ()) < 0.7 * stored(Execution(), ())
+    assert stored(BOTH, "*") <= stored(REMAT, ()) < 0.7 * stored(Execution(), ())
