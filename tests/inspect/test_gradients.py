@@ -159,7 +159,7 @@ def test_per_example_gradients_agree_with_a_loop() -> None:
         grad = jax.tree.map(lambda g, b=b: np.asarray(g) / total_B[b], grad)
         assert result.loss_B[b] == pytest.approx(float(nats) / total_B[b], rel=1e-5)
         grads.append(np.concatenate([g.ravel() for g in jax.tree.leaves(grad)]))
-        for row in gradient_report(params, grad, lr=1.0).rows:
+        for row in gradient_report(params, grad, lr=1.0).rows if b in (0, n - 1) else ():
             part, _, head = row.name.partition(".heads.")
             if head:
                 h, of_head = head.split(".")
@@ -176,14 +176,6 @@ def test_per_example_gradients_agree_with_a_loop() -> None:
     trace = g_BP.var(axis=0, ddof=1).sum()  # of the covariance, without bias
     expected = trace / (mean_P @ mean_P - trace / n) if mean_P @ mean_P > trace / n else inf
     assert result.noise_scale == pytest.approx(expected, rel=1e-3)
-
-
-@pytest.mark.slow
-def test_equal_examples_have_zero_noise_scale() -> None:
-    model, params, (tokens,) = random_model(MODELS["decoder"])
-    result = per_example_gradients(model, params, Batch((jnp.stack([tokens] * 3),), jnp.stack([tokens] * 3)))
-    np.testing.assert_allclose(result.cosine_B, np.ones(3), rtol=1e-5)
-    assert result.noise_scale < 1e-4
 
 
 def test_noise_scale_by_hand() -> None:

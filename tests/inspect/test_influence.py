@@ -101,14 +101,11 @@ def test_influence_is_the_derivative_of_training(folder, replay, monkeypatch):
     params, (influence_N,) = replay.influence([text])
     jax.tree.map(np.testing.assert_array_equal, params, replay.train())
     assert influence_N.shape == (5,)
-    for n in (0, 3):
-        ends = []
-        for weight in (0.95, 1.05):
-            weights_N = np.ones(5, np.float32)
-            weights_N[n] = weight
-            ends.append(float(replay.log_probability(replay.train(weights_N), text)))
-        quotient = (ends[1] - ends[0]) / 0.1
-        np.testing.assert_allclose(influence_N[n], quotient, atol=0.03 * np.abs(influence_N).max())
+    ends = []
+    for weight in (0.95, 1.05):
+        weights_N = np.array([1, 1, 1, weight, 1], np.float32)
+        ends.append(float(replay.log_probability(replay.train(weights_N), text)))
+    np.testing.assert_allclose(influence_N[3], (ends[1] - ends[0]) / 0.1, atol=0.03 * np.abs(influence_N).max())
 
 
 def test_leaving_out_a_batch_changes_nothing_before_it(replay):
@@ -143,13 +140,9 @@ def test_influence_command(folder, compiled, capsys):
 
 
 def test_influences_without_meaning_are_called_so(folder, replay, compiled, capsys, monkeypatch):
-    tokens, params = np.array([1, 2, 3]), load_run(folder).params
+    tokens = np.array([1, 2, 3])
     with pytest.raises(FloatingPointError, match="derivative of training is not finite") as raised:
         replay.influence([tokens], weights_N=np.full(len(replay.documents), np.nan))
-    monkeypatch.setattr(Replay, "influence", lambda *_, **__: (params, np.full((1, 5), 1e6)))
-    assert influence.main([str(folder), "--text", PHRASE]) == 0
-    assert "note: an estimate exceeds the" in capsys.readouterr().err
-    assert "at the edge of stability" in (folder / "influence.html").read_text()
 
     def without_bound(*_, **__):
         raise raised.value

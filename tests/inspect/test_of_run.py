@@ -171,14 +171,6 @@ def test_gradients_of_activations_are_those_of_a_loss_with_its_arguments_or_of_t
 
 
 @pytest.mark.slow
-def test_gradients_of_activations_of_a_run_are_those_of_its_loss(run):
-    tokens = run.tokens(TEXTS[0])
-    expected = capture_gradients(lambda: run.loss(run.params, tokens))[1]
-    for arguments in ((run.loss, run.params, tokens), (run.loss, run.params, TEXTS[0]), (run, TEXTS[0])):
-        equal(capture_gradients(*arguments)[1], expected)
-
-
-@pytest.mark.slow
 def test_the_last_entry_of_the_logit_lens_of_a_text_has_the_logits_of_the_run(run):
     last = [*logit_lens(run, TEXTS[0]).values()][-1]
     np.testing.assert_allclose(last, run.logits(TEXTS[0]), rtol=1e-5, atol=1e-5)

@@ -3,6 +3,7 @@
 import re
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,14 @@ TOKENS = jnp.arange(T)[::-1]
 OTHER = (TOKENS + 5) % V
 DIRECT = 1 + 2 * (3 + 1)
 """Parts of two blocks with three heads."""
+GROUPED = replace(DECODER, n_heads=4, n_kv_heads=2, norm="rmsnorm", positions="none", rope=RoPE(), head_dim=4)
+
+
+@pytest.fixture(scope="module")
+def grouped() -> tuple[Any, Any, list[Edge]]:
+    """Return a model, its parameters, and all edges by head, exact too."""
+    model, params, _ = random_model(GROUPED)
+    return model, params, path_attribution(model, params, [TOKENS], [OTHER], preference, n_exact=None, by_head=True)
 
 
 def preference(logits_TV: jax.Array) -> jax.Array:
@@ -50,11 +59,10 @@ def test_an_edge_says_where_its_estimate_is_wrong(estimate, exact, is_linear):
 
 
 @pytest.mark.slow
-def test_edges_into_the_logits_are_exact_without_a_final_norm_and_sum_to_the_change():
-    model, params, _ = random_model(DECODER)
-    edges = path_attribution(model, params, [TOKENS], [OTHER], preference, n_exact=None)
+def test_edges_into_the_logits_are_exact_without_a_final_norm_and_sum_to_the_change(grouped):
+    model, params, edges = grouped
     direct = [edge for edge in edges if edge.target == "logits"]
-    assert len(direct) == DIRECT
+    assert len(direct) == 1 + 2 * (4 + 1)
     np.testing.assert_allclose([edge.exact for edge in direct], [edge.estimate for edge in direct], atol=1e-4)
     change = preference(apply(model, params, OTHER)) - preference(apply(model, params, TOKENS))
     np.testing.assert_allclose(sum(edge.estimate for edge in direct), change, rtol=1e-4)
@@ -77,30 +85,9 @@ def test_every_edge_leads_to_a_later_part_and_the_largest_come_first(is_parallel
 
 
 @pytest.mark.slow
-def test_an_edge_is_the_change_of_what_its_target_alone_reads():
-    """The embedding's edge into the first MLP, written out: the MLP of another stream, in the same model."""
-    model, params, _ = random_model(replace(DECODER, norm="layernorm", final_norm=True))
-    edges = path_attribution(model, params, [TOKENS], [OTHER], preference, n_exact=1000)
-    (edge,) = (e for e in edges if (e.source, e.target) == ("embed", "blocks.0.mlp"))
-    ours, theirs = (jax.jit(partial(capture, model))(params, tokens) for tokens in (TOKENS, OTHER))
-    stream_TD = ours["blocks.0.resid_mid"]
-    block = model.bind({"params": params}).blocks[0]
-    mlp = lambda x_TD: block.mlp(block.mlp_norm(x_TD))  # noqa: E731
-    np.testing.assert_allclose(mlp(stream_TD), ours["blocks.0.mlp"], atol=1e-5)
-    metric = jax.jit(lambda x_TD: preference(run_from(model, params, (TOKENS,), {"blocks.0.mlp": mlp(x_TD)})))
-    difference = theirs["embed"] - ours["embed"]
-    np.testing.assert_allclose(edge.exact, metric(stream_TD + difference) - metric(stream_TD), atol=1e-4)
-    np.testing.assert_allclose(edge.estimate, jnp.vdot(jax.grad(metric)(stream_TD), difference), atol=1e-4)
-
-
-GROUPED = replace(DECODER, n_heads=4, n_kv_heads=2, norm="rmsnorm", positions="none", rope=RoPE(), head_dim=4)
-
-
-@pytest.mark.slow
-def test_edges_into_heads_are_those_into_their_layer_in_parts():
-    model, params, _ = random_model(GROUPED)
+def test_edges_into_heads_are_those_into_their_layer_in_parts(grouped):
+    model, params, heads = grouped
     whole = path_attribution(model, params, [TOKENS], [OTHER], preference, n_exact=0)
-    heads = path_attribution(model, params, [TOKENS], [OTHER], preference, n_exact=0, by_head=True)
     parts = {edge.target for edge in heads if edge.target.startswith("blocks.1.attention")}
     assert parts == {f"blocks.1.attention.{kind}.{h}" for kind, n in (("q", 4), ("k", 2), ("v", 2)) for h in range(n)}
     for edge in whole:
@@ -113,26 +100,31 @@ def test_edges_into_heads_are_those_into_their_layer_in_parts():
 
 
 @pytest.mark.slow
-def test_an_edge_into_a_head_is_the_change_of_what_its_projection_alone_reads():
-    """The first MLP's edges into one head of the second block, written out."""
-    model, params, _ = random_model(GROUPED)
-    edges = path_attribution(model, params, [TOKENS], [OTHER], preference, n_exact=1000, by_head=True)
+def test_an_edge_is_the_change_of_what_its_target_alone_reads(grouped):
+    """The first MLP's edges into one head of the second block and into its MLP, written out."""
+    model, params, edges = grouped
     edge_to = {edge.target: edge for edge in edges if edge.source == "blocks.0.mlp_out"}
     ours, theirs = (jax.jit(partial(capture, model))(params, tokens) for tokens in (TOKENS, OTHER))
     block = model.bind({"params": params}).blocks[1]
     stream_TD, difference = ours["blocks.1.resid_pre"], theirs["blocks.0.mlp"] - ours["blocks.0.mlp"]
-    for kind in "qkv":
-        name, W_DK = f"blocks.1.attention.{kind}", params["blocks_1"]["attention"][f"W_{kind.upper()}"][:, 1]
 
-        def metric(stream_TD, kind=kind, name=name, W_DK=W_DK):
-            x_TK = block.attention_norm(stream_TD) @ W_DK
-            x_TK = x_TK if kind == "v" else block.attention.rope(x_TK[None], jnp.arange(T))[0]
-            return preference(run_from(model, params, (TOKENS,), {name: ours[name].at[1].set(x_TK)}))
+    def reads(target: str, stream_TD: jax.Array) -> jax.Array:
+        """Return the metric where one target reads another stream."""
+        if target == "mlp":
+            others_TD = ours["blocks.1.resid_mid"] - ours["blocks.1.resid_pre"]
+            value = block.mlp(block.mlp_norm(stream_TD + others_TD))
+        else:
+            x_TK = block.attention_norm(stream_TD) @ params["blocks_1"]["attention"][f"W_{target[-1].upper()}"][:, 1]
+            x_TK = x_TK if target[-1] == "v" else block.attention.rope(x_TK[None], jnp.arange(T))[0]
+            value = ours[f"blocks.1.{target}"].at[1].set(x_TK)
+        return preference(run_from(model, params, (TOKENS,), {f"blocks.1.{target}": value}))
 
-        metric = jax.jit(metric)
-        edge, slope = edge_to[f"blocks.1.attention.{kind}.1"], jnp.vdot(jax.grad(metric)(stream_TD), difference)
-        np.testing.assert_allclose(edge.exact, metric(stream_TD + difference) - metric(stream_TD), atol=1e-4)
-        np.testing.assert_allclose(edge.estimate, slope, rtol=1e-3, atol=1e-4)
+    for target in ("attention.q", "attention.k", "attention.v", "mlp"):
+        metric = jax.jit(jax.value_and_grad(partial(reads, target)))
+        edge = edge_to[f"blocks.1.{target}" + ".1" * (target != "mlp")]
+        (before, slope_TD), (after, _) = metric(stream_TD), metric(stream_TD + difference)
+        np.testing.assert_allclose(edge.exact, after - before, atol=1e-4)
+        np.testing.assert_allclose(edge.estimate, jnp.vdot(slope_TD, difference), rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.slow

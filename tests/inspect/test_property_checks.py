@@ -23,45 +23,28 @@ from jaxformer.inspect.property_checks import (
     padding,
     random_inputs,
     relative_error,
-    verify,
     without_rounding,
 )
 from jaxformer.models import encoder
 from jaxformer.models.decoder import BlockAttention, ExpertsConfig
 from jaxformer.nn import attention as nn_attention
-from jaxformer.nn import experts as nn_experts
 from jaxformer.nn.block import Block
-from jaxformer.ops import blockwise, masks, norms
+from jaxformer.ops import masks, norms
 from tests.inspect.test_activations import DECODER, MODELS, T, random_model
 
 linear = importlib.import_module("jaxformer.ops.linear_cross_entropy")
 ops_attention = importlib.import_module("jaxformer.ops.attention")  # in the package, its name is the function's
 
-NAMES = [
-    "finite", "causality", "attention mask", "attention rows", "padding", "decoding", "batching", "bits", "no dropout",
-    "dropout keys", "gradients",
-]  # fmt: skip
-
-
-def checks(name: str, **changes) -> dict:
-    config = replace(MODELS[name], **changes)
-    model, params, _ = random_model(config)
-    inputs = random_inputs(config, 3)
-    example = [x[0] for x in inputs]
-    outputs = jax.tree.leaves(jax.eval_shape(lambda: model.apply({"params": params}, *example)))[0]
-    result = list(verify(model, params, Batch(inputs, jnp.zeros((3, *outputs.shape[:-1]), jnp.int32))))
-    assert [check.name for check in result] == NAMES
-    return {check.name: check for check in result}
-
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["grouped", "attending"])
-def test_all_checks_hold_for_each_kind_of_model(name):
-    layers = ("n_blocks", "n_encoder_blocks", "n_decoder_blocks", "n_layers")
-    result = checks(name, **{field: 1 for field in layers if hasattr(MODELS[name], field)})
-    assert all(check.holds for check in result.values()), result
-    deviation = {name for name, check in result.items() if check.deviation is not None}
-    assert {"batching", "gradients", "causality", "padding", "decoding"} <= deviation
+def test_checks_hold_for_a_recurrent_model_that_reads_a_source():
+    """Those of a decoder are run by `verify`."""
+    config = replace(MODELS["attending"], n_layers=1)
+    model, params, _ = random_model(config)
+    inputs = random_inputs(config, 3)
+    first = tuple(x[0] for x in inputs)
+    for result in (causality(model, params, first), padding(model, params, inputs), decoding(model, params, first)):
+        assert result.holds and result.deviation is not None, result
 
 
 def attend_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,9 +97,12 @@ def test_mask_that_hides_the_own_position_or_shows_the_next_fails_the_check_of_m
 
 @pytest.mark.slow
 def test_attention_to_the_next_token_fails_the_checks_of_causality_and_bits(monkeypatch):
+    """Of constant logits nothing can be said."""
     model, params, inputs = small_decoder()
     batch = tuple(jnp.stack([x, x]) for x in inputs)
     assert causality(model, params, inputs).holds and bits(model, params, batch).holds
+    constant = causality(model, params | {"W_out": jnp.zeros_like(params["W_out"])}, inputs)
+    assert constant.deviation is None and "no logit depends" in constant.detail
     attend_to_the_next(monkeypatch)
     assert not causality(model, params, inputs).holds
     assert not bits(model, params, batch).holds
@@ -154,44 +140,17 @@ def scale_the_gradient_of_the_unembedding(monkeypatch: pytest.MonkeyPatch) -> No
     ))  # fmt: skip
 
 
-def flip_a_sign_in_blockwise_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    tile = blockwise.tile_gradients
-
-    def flipped(*args: jax.Array) -> tuple[jax.Array, ...]:
-        dq, dk, dv, dbias = tile(*args)
-        return dq, -dk, dv, dbias
-
-    monkeypatch.setattr(blockwise, "tile_gradients", flipped)
-
-
-def hold_the_weights_of_experts(monkeypatch: pytest.MonkeyPatch) -> None:
-    combine = nn_experts.combine
-    monkeypatch.setattr(
-        nn_experts, "combine", lambda y, slots, weights: combine(y, slots, jax.lax.stop_gradient(weights))
-    )
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "plant",
-    [
-        None,
-        scale_the_gradient_of_the_unembedding,
-        flip_a_sign_in_blockwise_attention,
-        hold_the_weights_of_experts,
-    ],
-)
-def test_wrong_derivative_fails_the_gradient_check(plant, monkeypatch) -> None:
-    """Also one of a single parameter that is wrong by a thousandth."""
-    if plant is not None:
-        plant(monkeypatch)
+@pytest.mark.parametrize("wrong", [False, True])
+def test_wrong_derivative_fails_the_gradient_check(wrong, monkeypatch) -> None:
+    """Of a single parameter, and wrong by a thousandth."""
+    if wrong:
+        scale_the_gradient_of_the_unembedding(monkeypatch)
     config = replace(DECODER, n_blocks=1, experts=ExpertsConfig(2, balance_weight=0.1))
     model, params, inputs = random_model(config)
     result = gradients(model, params, Batch((inputs[0][None],), jnp.zeros((1, T), jnp.int32)))
-    assert result.holds == (plant is None), result
-    assert plant is None or (result.deviation > 1e-4 and "wrong: " in result.detail)
-    if plant is scale_the_gradient_of_the_unembedding:
-        assert result.detail.endswith("wrong: W_out")
+    assert result.holds != wrong, result
+    assert not wrong or (result.deviation > 1e-4 and result.detail.endswith("wrong: W_out"))
 
 
 @pytest.mark.slow
@@ -232,14 +191,6 @@ def test_clip_scale_at_its_limit_passes_the_gradient_check():
 
 
 @pytest.mark.slow
-def test_infinite_slope_fails_the_gradient_check():
-    model, params, inputs = random_model(replace(DECODER, n_blocks=1))
-    steep = params | {"W_out": np.full(params["W_out"].shape, 1e300)}
-    result = gradients(model, steep, Batch((inputs[0][None],), jnp.zeros((1, T), jnp.int32)))
-    assert not result.holds and np.isnan(result.deviation)
-
-
-@pytest.mark.slow
 def test_reused_dropout_key_fails_its_check(monkeypatch: pytest.MonkeyPatch) -> None:
     config = replace(MODELS["masked"], dropout=0.3)
     model, params, inputs = random_model(config)
@@ -267,20 +218,6 @@ def test_rounding_errors_do_not_fail_a_check_but_a_fault_beside_them_does(monkey
     write_the_cache_late(monkeypatch)
     result = without_rounding(decoding, model, params, inputs)
     assert not result.holds and result.detail.endswith("differ from token 3 on")
-
-
-@pytest.mark.slow
-def test_float64_leaves_no_rounding_errors() -> None:
-    model, params, _ = random_model(MODELS["encoder-decoder"])
-    inputs = random_inputs(MODELS["encoder-decoder"], 2)
-    first = tuple(x[0] for x in inputs)
-    with jax.enable_x64(True):
-        exact = jax.tree.map(jnp.float64, params)
-        for check, argument in (
-            (attention_mask, first), (attention_rows, first), (padding, inputs), (decoding, first), (batching, inputs),
-        ):  # fmt: skip
-            result = check(model, exact, argument)
-            assert result.deviation is None or result.deviation < 1e-12, result
 
 
 def test_error_is_relative_to_small_values_too() -> None:
@@ -316,13 +253,6 @@ def test_example_that_sees_its_batch_fails_the_batching_check(monkeypatch: pytes
     mixed.def_vmap(lambda n, is_batched, x_BTD: (x_BTD + 1e-3 * x_BTD.mean(0, keepdims=True), True))
     monkeypatch.setattr(norms, "rms_norm", lambda x, *rest: rms_norm(mixed(x), *rest))
     assert not batching(model, params, random_inputs(DECODER, 3)).holds
-
-
-@pytest.mark.slow
-def test_causality_does_not_apply_to_constant_logits():
-    model, params, inputs = random_model(MODELS["decoder"])
-    result = causality(model, params | {"W_out": jnp.zeros_like(params["W_out"])}, inputs)
-    assert result.deviation is None and "no logit depends" in result.detail
 
 
 def test_padding_does_not_apply_without_padding():

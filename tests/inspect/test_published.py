@@ -57,37 +57,6 @@ def test_captures_equal_the_intermediate_values_of_transformers(case):
     np.testing.assert_allclose(ours["logits"], theirs.logits[0].numpy(), atol=1e-4)
 
 
-@among("gemma3, scaling, soft cap")
-def test_gradients_of_activations_equal_those_of_torch(case):
-    torch = pytest.importorskip("torch")
-    theirs, run = case
-    with torch.enable_grad():
-        out = theirs(torch.tensor(tokens())[None], output_hidden_states=True, output_attentions=True)
-        theirs_of = {
-            "blocks.1.attention.pattern.2": out.attentions[1][0, 2, 5, 3],
-            first_logit: first_logit(out.logits[0]),
-        }
-        theirs_by = {
-            "blocks.0.resid_pre": out.hidden_states[0],
-            "blocks.1.resid_pre": out.hidden_states[1],
-            "blocks.0.attention.pattern": out.attentions[0],
-            "embedding.W_E": theirs.get_input_embeddings().weight,
-        }
-        for of, value in theirs_of.items():
-            expected = torch.autograd.grad(value, list(theirs_by.values()), retain_graph=True)
-            at = (5, 3) if isinstance(of, str) else ()
-            got = inspect.gradient_of(run.model, run.params, jnp.asarray(tokens()), of=of, wrt=tuple(theirs_by), at=at)
-            for name, grad in zip(theirs_by, expected, strict=True):
-                theirs_g = grad.numpy().reshape(got[name].shape)
-                scale = np.abs(theirs_g).max()
-                assert scale > 0, name
-                np.testing.assert_allclose(got[name] / scale, theirs_g / scale, atol=1e-4, err_msg=f"{of}, {name}")
-
-
-def first_logit(logits_TV: jax.Array) -> jax.Array:
-    return logits_TV[-1, 0]
-
-
 @among("llama")
 def test_explanations_name_tokens_that_the_tokenizer_lacks(case):
     _, run = case
