@@ -159,7 +159,6 @@ def test_orbax_reads_a_checkpoint(folder):
     [
         "proj [v2]",
         slow("a\\b ** *? {a}%20#~ \n-é"),
-        slow("gs:"),
         slow("caf\udce9"),
     ],
 )
@@ -266,9 +265,8 @@ def test_reader_skips_a_corrupt_checkpoint_with_a_warning(folder, caplog, corrup
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["a bit flipped", "no checksums", "a device in it"])
-def test_corrupt_checkpoint_is_quarantined_on_resume(folder, caplog, name):
-    CORRUPTIONS[name](folder / "checkpoints/15")
+def test_corrupt_checkpoint_is_quarantined_on_resume(folder, caplog):
+    CORRUPTIONS["a device in it"](folder / "checkpoints/15")
     with CheckpointManager(folder) as checkpoints:
         assert checkpoints.step("last") == 10
         assert len(caplog.records) == 1 and "quarantined as 15.corrupt, 10 is used" in caplog.text
@@ -287,16 +285,15 @@ def test_corrupt_best_checkpoint_is_skipped(folder, caplog):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("gone", ["params"])
 @pytest.mark.parametrize(("best", "n_warnings"), [(10, 0), (5, 1)], ids=["not wanted", "the best"])
-def test_rest_of_an_interrupted_deletion_is_removed_silently(tmp_path, caplog, gone, best, n_warnings):
+def test_rest_of_an_interrupted_deletion_is_removed_silently(tmp_path, caplog, best, n_warnings):
     write(tmp_path, 5, 10, losses={5: 2.0, 10: 1.0 if best == 10 else 3.0})
-    path = tmp_path / "checkpoints/5" / gone
+    path = tmp_path / "checkpoints/5/params"
     shutil.copytree(path.parent, tmp_path / "copy")
     write(tmp_path, 15)
     if best == 10:
         (tmp_path / "copy").rename(path.parent)  # it had been deleted
-    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    shutil.rmtree(path)
     with CheckpointManager(tmp_path) as checkpoints:
         assert checkpoints.steps() == [10, 15]
     assert len(caplog.records) == n_warnings
@@ -478,11 +475,10 @@ def test_run_lock_excludes_writers_not_readers(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("leave", [pytest.param(0, id="no folder"), pytest.param(65_536, id="half an item")])
-def test_full_disk_is_a_user_error_and_loses_no_checkpoint(tmp_path, leave):
+def test_full_disk_is_a_user_error_and_loses_no_checkpoint(tmp_path):
     with mounted(tmp_path, "2m") as disk:
         write(disk, 5)
-        full = fill(disk, leave)
+        full = fill(disk, leave=65_536)  # for half an item
         with pytest.raises(UserError) as caught, CheckpointManager(disk) as checkpoints:
             noise = jax.random.normal(jax.random.key(0), (64, 1024))  # 256 KiB that do not compress
             checkpoints.save(10, {"W": noise}, state(-10), {}, None)
