@@ -21,7 +21,7 @@ from jaxformer.models.decoder import BlockAttention
 from jaxformer.models.objective import Params
 from jaxformer.ops import RoPE
 from jaxformer.ops.masks import EMPTY
-from tests.arrays import apply, assert_close, build, normal, plain_decoder
+from tests.arrays import apply, assert_close, build, plain_decoder
 from tests.helpers import ROOT
 
 pytestmark = pytest.mark.slow
@@ -34,7 +34,6 @@ ROPE = plain_decoder(
     23, 16, d_model=12, n_blocks=2, n_heads=3, n_kv_heads=1, d_ff=(17,), norm="rmsnorm",
     positions="none", rope=RoPE(), attention=BlockAttention(5),
 )  # fmt: skip
-STOPS: dict[str, tuple[int, ...]] = {"no stop": (), "two stops": (55, 46)}
 PROMPTS = [[3], [5, 1, 4, 1, 5, 9], [2, 7]]
 
 
@@ -64,19 +63,13 @@ def unpadded(tokens_PT: np.ndarray) -> list[list[int]]:
     return [row[row != EMPTY].tolist() for row in tokens_PT]
 
 
-def test_logits_equal_hugging_face(gpt2: tuple, hugging_face: dict) -> None:
-    prompt = unpadded(hugging_face["prompts"])[-1]
-    assert_close(apply(*gpt2, jnp.array(prompt))[-1], hugging_face["logits"])
-
-
 @pytest.mark.parametrize("penalty", [0.6, 1.0, 2.0])
-@pytest.mark.parametrize("stops", STOPS)
-def test_beams_equal_hugging_face(gpt2: tuple, hugging_face: dict, stops: str, penalty: float) -> None:
+def test_beams_equal_hugging_face(gpt2: tuple, hugging_face: dict, penalty: float) -> None:
     # Hugging Face was given one prompt at a time.
-    tokens_PNT, scores_PN = (hugging_face[f"{stops}, {penalty}: {what}"] for what in ("tokens", "scores"))
+    tokens_PNT, scores_PN = (hugging_face[f"two stops, {penalty}: {what}"] for what in ("tokens", "scores"))
     results = beam_search(
         *gpt2, unpadded(hugging_face["prompts"]), n_beams=4, max_new_tokens=14, context_length=32,
-        length_penalty=penalty, stop_tokens=STOPS[stops],
+        length_penalty=penalty, stop_tokens=(55, 46),
     )  # fmt: skip
     np.testing.assert_array_equal(results.tokens_PNT, tokens_PNT)
     assert_close(results.scores_PN, scores_PN)
@@ -123,29 +116,6 @@ def markov(table_VV: jax.Array, starts: list[int], stops: tuple[int, ...] = (), 
     start = jnp.array(starts)
     results = jax.jit(partial(search, advance, stop_tokens=stops, **options))(0 * start, table_VV[start], 1.0)
     return results.tokens_PNT.tolist(), results.scores_PN
-
-
-def test_one_beam_is_greedy() -> None:
-    table_VV = 3 * normal(11, 11)
-    tokens, scores = markov(table_VV, [4, 7], n_beams=1, max_new_tokens=6)
-    logprobs_VV = np.asarray(jax.nn.log_softmax(table_VV))
-    for start, (generated,), (score,) in zip([4, 7], tokens, scores, strict=True):
-        token, total = start, 0.0
-        for got in generated:
-            assert got == logprobs_VV[token].argmax()
-            token, total = got, total + logprobs_VV[token, got]
-        assert_close(score, total / 6)
-
-
-def test_beam_search_scores_above_greedy() -> None:
-    # From 0: 1 has 0.6 and 2 has 0.4; but 1 goes on evenly to four, and 2 surely to 3.
-    probabilities = np.full((4, 4), 0.25)
-    probabilities[0], probabilities[2] = [1e-9, 0.6, 0.4, 1e-9], [1e-9, 1e-9, 1e-9, 1]
-    tokens, scores = markov(jnp.log(probabilities), [0], n_beams=2, max_new_tokens=2)
-    assert tokens[0][0] == [2, 3]
-    assert_close(scores[0][0], np.log(0.4) / 2)
-    assert tokens[0][1][0] == 1
-    assert_close(scores[0][1], np.log(0.6 * 0.25) / 2)
 
 
 def test_one_new_token_is_among_the_likeliest(rope: tuple) -> None:

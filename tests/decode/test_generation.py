@@ -9,8 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from jaxformer.config import ModelConfig
 from jaxformer.contract import Contract, Task, contract_of
@@ -19,11 +17,12 @@ from jaxformer.decode.batches import length_bucket, row_mesh, spread_rows
 from jaxformer.ladder.mlp import MLPConfig
 from jaxformer.models.decoder import BlockAttention, DecoderConfig
 from jaxformer.models.objective import Params
+from jaxformer.models.recurrent_lm import RecurrentLMConfig
 from jaxformer.nn.parameters import parameter_axes
 from jaxformer.ops import RoPE
 from jaxformer.ops.masks import EMPTY
 from jaxformer.parallel.mesh import make_mesh, replicated, shardings
-from tests.arrays import apply, assert_close, build, plain_decoder, random_params, random_tokens, rung_like
+from tests.arrays import apply, assert_close, build, plain_decoder, random_tokens, rung_like
 from tests.helpers import compilations
 
 V, CONTEXT = 23, 11
@@ -36,8 +35,6 @@ ROPE = plain_decoder(
 )  # fmt: skip
 LEARNED = replace(ROPE, positions="learned", rope=None, attention=BlockAttention())
 CONFIGS = {
-    "learned, pre-norm": replace(LEARNED, n_kv_heads=3, norm="layernorm"),
-    "sinusoidal, post-norm": replace(LEARNED, positions="sinusoidal", norm_placement="post"),
     "rope, window, one key head": replace(ROPE, n_blocks=2),
     "alibi, window, parallel": replace(
         ROPE,
@@ -147,31 +144,6 @@ def test_a_prefill_longer_than_the_ring_of_slots_equals_full_passes() -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=2, deadline=None, derandomize=True)
-@given(
-    placement=st.sampled_from(["pre", "post"]),
-    heads=st.sampled_from([(1, 1), (4, 1), (4, 2), (3, 3)]),
-    window=st.none() | st.integers(1, 13),
-    context=st.integers(2, 19),
-    chunk=st.sampled_from([3, 8, 512]),
-    data=st.data(),
-)
-def test_any_shape_equals_full_passes(
-    placement: Any, heads: tuple, window: int | None, context: int, chunk: int, data: Any
-) -> None:
-    config = replace(
-        ROPE, context_length=context, n_blocks=1, n_heads=heads[0], n_kv_heads=heads[1],
-        norm_placement=placement, attention=BlockAttention(window), head_dim=6,
-    )  # fmt: skip
-    extrapolates = config.contract.extrapolates
-    longest = context if extrapolates else (context + 1) // 2
-    lengths = data.draw(st.lists(st.integers(1, longest), min_size=1, max_size=5))
-    n = data.draw(st.integers(1, 21 if extrapolates else context - max(lengths) + 1))  # nothing reads the last
-    prompts = [random_tokens(V, length, seed=length).tolist() for length in lengths]
-    assert_equals_full_passes(build(config), prompts, n, context_length=context, prefill_chunk=chunk)
-
-
-@pytest.mark.slow
 def test_an_ended_row_does_not_hold_the_others_at_the_end_of_the_context(monkeypatch: pytest.MonkeyPatch) -> None:
     """A token beside the other's 11, then 10 up to 12, one past the context, and then 7 from the last 5 each time."""
     starts, start = [], programs.start
@@ -254,15 +226,14 @@ def test_rows_that_divide_evenly_are_spread_over_the_devices_of_a_cpu(decoder: M
 
 @pytest.mark.slow
 def test_a_rounded_cache_moves_logits_within_a_bound() -> None:
-    """Next to logits of up to about 5; keys and values are off by 2^-9 and by 1/254 of their largest."""
+    """Next to logits of up to about 5; keys and values are off by 1/254 of their largest."""
     model = build(replace(ROPE, n_kv_heads=3))
     full = concatenate(list(begin(model, PROMPTS, 1 + 12, ALL)))
-    for dtype, bound in ((jnp.bfloat16, 0.03), (jnp.int8, 0.06)):
-        small = concatenate(list(begin(model, PROMPTS, 1 + 12, ALL, cache_dtype=dtype)))
-        same = (full.tokens == small.tokens).cumprod(axis=1).astype(bool)  # of one text until a draw differs
-        assert same[:, :3].all()
-        moved = np.abs(distributions(small) - distributions(full))[same]
-        assert 0 < moved.max() < bound
+    small = concatenate(list(begin(model, PROMPTS, 1 + 12, ALL, cache_dtype=jnp.int8)))
+    same = (full.tokens == small.tokens).cumprod(axis=1).astype(bool)  # of one text until a draw differs
+    assert same[:, :3].all()
+    moved = np.abs(distributions(small) - distributions(full))[same]
+    assert 0 < moved.max() < 0.06
 
 
 class Counter(nn.Module):
@@ -426,30 +397,11 @@ def test_a_model_without_a_cache_equals_passes_over_a_sliding_window() -> None:
     assert run((model, params), PROMPTS[:2], n, n_samples=2) == [row for row in expected[:2] for _ in range(2)]
 
 
-class GRULanguageModel(nn.Module):
-    """A recurrent model from outside the project, whose cache is a state without slots."""
-
-    contract = Contract(Task.CAUSAL_LM, vocab_size=V, has_cache=True, attention_window=1, extrapolates=True)
-
-    def setup(self) -> None:
-        self.embed, self.cell, self.out = nn.Embed(V, 13), nn.GRUCell(13), nn.Dense(V)
-
-    def init_cache(self, n_slots: int, dtype: Any) -> jax.Array:
-        return jnp.zeros(13)
-
-    def extend(self, tokens_T: jax.Array, positions_T: jax.Array, state: jax.Array, slot: Any) -> tuple:
-        outputs = []
-        for x, position in zip(self.embed(tokens_T), positions_T, strict=True):
-            new, _ = self.cell(state, x)
-            state = jnp.where(position == EMPTY, state, new)
-            outputs.append(state)
-        return jnp.stack(outputs), state
-
-    def unembed(self, x: jax.Array) -> jax.Array:
-        return self.out(x)
-
-    def __call__(self, tokens_T: jax.Array) -> jax.Array:
-        return self.unembed(self.extend(tokens_T, jnp.arange(len(tokens_T)), self.init_cache(0, None), 0)[0])
+@pytest.mark.slow
+def test_a_recurrent_model_equals_full_passes() -> None:
+    """Whose cache is a state without slots."""
+    model = build(RecurrentLMConfig(V, CONTEXT, "tanh", d_model=5))
+    assert_equals_full_passes(model, PROMPTS[:2], 4, prefill_chunk=4)
 
 
 class WindowSum(nn.Module):
@@ -494,13 +446,6 @@ def test_a_ring_with_no_more_slots_than_the_window_holds_all_of_it(monkeypatch: 
     model = WindowSum(8), {"none": jnp.zeros(1)}
     assert run(model, [[3, 1, 4, 1, 5], [9, 2]], 17, context_length=8, prefill_chunk=8) == expected
     assert sizes == {8}
-
-
-@pytest.mark.slow
-def test_a_foreign_recurrent_model_equals_full_passes() -> None:
-    model = GRULanguageModel()
-    params = random_params(model, jnp.zeros(3, jnp.int32))
-    assert_equals_full_passes((model, params), PROMPTS[:2], 4, prefill_chunk=4)
 
 
 @pytest.mark.parametrize(

@@ -336,24 +336,6 @@ def test_logprobs_are_of_the_unmodified_logits(sampling: Sampling) -> None:
 
 
 @pytest.mark.slow
-def test_a_row_draws_the_same_alone_and_in_a_batch() -> None:
-    sampling = Sampling(**{**vars(EVERYTHING), "top_logprobs": 2})
-    logits_BV, keys_B = normal(6, 101), jax.random.split(jax.random.key(3), 6)
-    tokens_BT = np.random.default_rng(0).integers(101, size=(6, 9))
-
-    def one(logits_V: jax.Array, tokens_T: jax.Array, key: jax.Array) -> tuple[Samples, History]:
-        after = init_history(sampling, 101, tokens_T, 5)
-        drawn = sample(logits_V, after, key, sampling)
-        return drawn, update_history(after, drawn.tokens, sampling)
-
-    batch = jax.jit(jax.vmap(one))(logits_BV, tokens_BT, keys_B)
-    for row in range(6):
-        alone = jax.jit(one)(logits_BV[row], tokens_BT[row], keys_B[row])
-        jax.tree.map(partial(assert_allclose, rtol=1e-6), jax.tree.map(lambda x, row=row: x[row], batch), alone)
-    assert len(set(batch[0].tokens.tolist())) > 1
-
-
-@pytest.mark.slow
 def test_bfloat16_logits_are_drawn_from_in_float32() -> None:
     logits = 3 * normal(101).astype(jnp.bfloat16)
     for sampling in (Sampling(0), EVERYTHING):

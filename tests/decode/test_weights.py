@@ -21,10 +21,6 @@ MODELS = {
         40, 16, 32, n_blocks=1, n_heads=4, n_kv_heads=2, d_ff=(48,), activation="swiglu",
         norm="rmsnorm", final_norm=True, positions="none", rope=RoPE(), unembedding="tied", embedding_std=0.2,
     ),
-    "learned, biases": plain_decoder(
-        40, 16, 32, n_blocks=1, n_heads=4, attention_bias=True, d_ff=(48,),
-        activation="gelu", norm="layernorm", final_norm=True,
-    ),
     "experts": plain_decoder(
         40, 16, 32, n_blocks=1, n_heads=4, d_ff=(24,), activation="swiglu", norm="rmsnorm",
         experts=ExpertsConfig(4, shared_expert=True),
@@ -33,7 +29,10 @@ MODELS = {
 TOKENS = np.random.default_rng(0).integers(0, 40, 16).astype(np.int32)
 
 
-@pytest.fixture(params=["rope, tied", "experts"], scope="module")
+one_model = pytest.mark.parametrize("built", ["experts"], indirect=True, scope="module")
+
+
+@pytest.fixture(params=MODELS, scope="module")
 def built(request):
     model = MODELS[request.param].build()
     return model, random_params(model, TOKENS)
@@ -74,6 +73,7 @@ def test_int8_products_equal_those_of_the_restored_weights(built):
 
 
 @pytest.mark.slow
+@one_model
 def test_bfloat16_halves_the_bytes_but_on_a_cpu_and_moves_logits_within_a_bound(built):
     model, params = built
     small, held = (store(params, "bfloat16", model, platform) for platform in ("gpu", "cpu"))
@@ -85,6 +85,7 @@ def test_bfloat16_halves_the_bytes_but_on_a_cpu_and_moves_logits_within_a_bound(
 
 
 @pytest.mark.slow
+@one_model
 def test_on_other_devices_than_a_cpu_all_but_int8_matrices_is_bfloat16(built):
     """So that activations are: decoding then reads and writes half of their bytes."""
     model, params = built
@@ -157,32 +158,13 @@ def test_int8_scales_reach_over_the_axes_that_products_sum_over(axes, summed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("platform", ["cpu", "gpu"])
-def test_texts_are_the_same_from_parameters_laid_out(platform):
+def test_texts_are_those_of_full_passes_also_from_rounded_weights_laid_out():
     model = MODELS["rope, tied"].build()
-    params = random_params(model, TOKENS)
-
-    def run(params):
+    small = store(random_params(model, TOKENS), "int8", model)
+    for params in (small, lay_out(small, model), lay_out(small, model, "gpu")):
         pieces = generate_tokens(
             model, params, [[1, 2, 3], [4]], Sampling(temperature=0), [0, 0], max_new_tokens=6, context_length=16
         )
-        return np.concatenate([piece.tokens for piece in pieces], axis=1)
-
-    np.testing.assert_array_equal(run(lay_out(params, model, platform)), run(params))
-
-
-@pytest.mark.slow
-def test_generation_with_rounded_weights_is_greedy_by_full_passes():
-    model = MODELS["learned, biases"].build()
-    params = random_params(model, TOKENS)
-    small = store(params, "int8", model)
-    run = lambda params, prompts: list(  # noqa: E731
-        generate_tokens(
-            model, params, prompts, Sampling(temperature=0), [0] * len(prompts), max_new_tokens=4, context_length=16
-        )
-    )
-    got = np.concatenate([piece.tokens for piece in run(small, [[1, 2, 3], [4]])], axis=1)
-    text = [1, 2, 3, *got[0].tolist()]
-    logits_TV = logits(model, small, jnp.array(text[:-1]))
-    for logits_V, token in zip(logits_TV[2:].astype(jnp.float32), text[3:], strict=True):
-        assert logits_V[token] >= logits_V.max() - 0.05 * jnp.ptp(logits_V)  # but for ties in rounding
+        text = [1, 2, 3, *np.concatenate([piece.tokens for piece in pieces], axis=1)[0].tolist()]
+        for logits_V, token in zip(logits(model, small, np.array(text[:-1]))[2:], text[3:], strict=True):
+            assert logits_V[token] >= logits_V.max() - 0.05 * jnp.ptp(logits_V)  # but for ties in rounding
