@@ -6,15 +6,17 @@ import random
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from functools import partial
 from pathlib import Path
+from typing import Any, Self, TextIO
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxformer.__main__ import main
 from jaxformer.config import Config
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.data.windows import TextConfig
@@ -141,6 +143,27 @@ def run(script: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess:
     process = start(script, *arguments, cwd=cwd)
     out, err = process.communicate(timeout=300)
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+class Here:
+    """A command in this process, in place of a `subprocess.Popen` of it."""
+
+    def __init__(self, command: list[str], stdout: TextIO | None = None, stderr: Any = None) -> None:
+        with redirect_stdout(stdout or sys.stdout), redirect_stderr(stdout or sys.stderr):
+            self.status = main(command[3:])  # after `python -m jaxformer`
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def kill(self) -> None:
+        """Do nothing: it has ended."""
+
+    def wait(self) -> int:
+        """Return the exit status."""
+        return self.status
 
 
 def flip_a_bit(file: Path) -> None:

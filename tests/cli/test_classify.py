@@ -25,7 +25,7 @@ from jaxformer.runs.checkpoints import CheckpointManager
 from jaxformer.runs.run import create_run, load_run
 from tests.arrays import apply
 from tests.data.test_captions import MODEL as CLIP
-from tests.helpers import small_run
+from tests.runs.random_runs import saved_run
 
 BYTES = Tokenizer.train(["a b"], 257)
 IMAGES = ViTConfig((2, 3), 3, 3, patch_size=(1, 3), d_model=8, n_heads=2, n_blocks=1, d_ff=(12,))
@@ -54,7 +54,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "videos": make(folder, "videos", VIDEOS, MovingImagesConfig(n_directions=4)),
         "captions": make(folder, "captions", captions, CaptionsConfig(), BYTES),
         "features": make(folder, "features", replace(IMAGES, n_classes=0, resizing=Resizing((4,))), ImagesConfig()),
-        "text": str(small_run(folder / "text", [" ".join(f"{a}{b}" for a in "abcdefgh" for b in "ijklmnop") * 3])),
+        "text": str(saved_run(folder / "text", [" ".join(f"{a}{b}" for a in "abcdefgh" for b in "ijklmnop") * 3])),
     }
 
 
@@ -162,18 +162,9 @@ def test_valid_texts_of_a_file_are_ranked(runs: dict[str, str], tmp_path: Path, 
     ("name", "options", "message"),
     [
         ("images", [], "there is nothing for image classification; give --images"),
-        (
-            "images",
-            ["--images", "fits.png", "--prompt", "owl"],
-            "--prompt does not apply to image classification",
-        ),
         ("images", ["--images", "fits.png", "--temperature", "1"], "--temperature does not apply"),
         ("images", ["--images", "none.png"], "none.png cannot be read"),
-        (
-            "images",
-            ["--images", "broken.png"],
-            "broken.png cannot be read as an image (cannot identify",
-        ),
+        ("images", ["--images", "broken.png"], "broken.png cannot be read as an image (cannot identify"),
         ("videos", ["--images", "fits.png"], "fits.png has 1 frame(s), but the model needs 2"),
         ("captions", ["--images", "small.png"], "zero-shot classification; give --prompt or --prompts-file"),
         ("captions", ["--images", "small.png", "--prompt", "x" * 11], "the prompt has 11 tokens"),

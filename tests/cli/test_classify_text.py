@@ -14,7 +14,7 @@ SMALL = [
     "--config", "classify", "--data.path", "x", "--model.context-length", "16", "--model.d-model", "16",
     "--model.n-blocks", "1", "--model.n-heads", "2", "--model.d-ff", "16", "--model.dropout", "0",
     "--model.vocab-size", "270", "--train.batch-size", "8", "--steps", "30", "--optimizer.learning-rate", "0.01",
-    "--optimizer.warmup-steps", "5", "--train.report-every", "0", "--run", "runs/x",
+    "--optimizer.warmup-steps", "5", "--train.report-every", "0", "--train.eval-every", "0", "--run", "runs/x",
 ]  # fmt: skip
 
 

@@ -9,14 +9,14 @@ from jaxformer.cli import export
 from jaxformer.cli.arguments import load_config
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.runs.run import read_config, write_config
-from tests.helpers import small_run
+from tests.runs.random_runs import saved_run
 
 WORDS = " ".join(f"{a}{b}" for a in "abcdefgh" for b in "ijklmnop")
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(small_run(tmp_path_factory.mktemp("runs") / "small", [WORDS * 3]))
+    return str(saved_run(tmp_path_factory.mktemp("runs") / "small", [WORDS * 3]))
 
 
 LLAMA_BUT_BIAS = (
@@ -95,7 +95,6 @@ def test_export_is_named_after_run_and_format(run, tmp_path, monkeypatch, capsys
         ([], "--format is missing; give one of "),
         (["--format", "safetensors", "--cache-length", "8"], "--cache-length has no effect on safetensors; omit"),
         (["--format", "stablehlo", "--cache-length", "0"], "--cache-length is 0; it must be at least 1"),
-        (["--format", "safetensors", "--checkpoint", "7"], "7"),
     ],
 )
 def test_wrong_options_are_one_sentence(run, tmp_path, monkeypatch, capsys, options, message):

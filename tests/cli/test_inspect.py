@@ -30,7 +30,7 @@ from jaxformer.train.log import read_metrics
 from jaxformer.train.run_evaluation import load_validation_text
 from tests.arrays import plain_decoder, random_params
 from tests.browser import browsing, complaints, embedded, wait_for
-from tests.helpers import small_run
+from tests.runs.random_runs import saved_run
 from tests.shared import trained
 
 WORDS = " ".join(f"{a}{b}" for a in "abcdefgh" for b in "ijklmnop")
@@ -87,37 +87,32 @@ def test_page_of_a_prompt(run: Path, capsys: pytest.CaptureFixture):
 
 
 @pytest.mark.slow
-def test_page_of_a_prompt_in_a_browser(run: Path):
-    page = run.parent / "page.html"
-    assert inspect.main([str(run), "--prompt", EVIL, "--out", str(page), "--examples", "1"]) == 0
-    with browsing(page) as browser:
-        wait_for(browser, "return document.querySelector('.live .status')")
-        for section in (".live", ".attention"):
-            tokens = browser.find_elements("css selector", f"{section} .tokens button")
-            assert "".join(token.get_property("textContent") for token in tokens) == EVIL.replace(" ", "␣")
-        assert complaints(browser) == []
-
-
-@pytest.mark.slow
-def test_page_without_a_prompt_shows_a_held_out_text(
-    run: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+def test_page_of_a_large_model_without_a_prompt_shows_a_held_out_text_and_measures_on_fewer_targets(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(live_page, "FLOAT16_PARAMETERS", 0)  # as if the model were large
-    monkeypatch.setattr(live_page, "MAX_EMBEDDED_BYTES", 0)
-    assert inspect.main([str(run), "--examples", "2"]) == 0
-    page, weights = capsys.readouterr().out.splitlines()
+    for module, limit, value in (
+        (live_page, "FLOAT16_PARAMETERS", 0), (live_page, "MAX_EMBEDDED_BYTES", 0), (model, "ABLATION_BUDGET", 0),
+        (model, "MIN_TARGETS", 16),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, limit, value)
+    (tmp_path / "text.txt").write_text("The king finds the sea. " * 40)
+    assert inspect.main([str(run), "--data.path", str(tmp_path / "text.txt")]) == 0
+    printed = capsys.readouterr()
+    page, weights = printed.out.splitlines()
     assert page.startswith(f"{run}/inspect.html: ") and weights.startswith(f"{run}/inspect.html.weights: ")
+    source = f"held-out data of {tmp_path}/text.txt: 2 examples of up to 8 tokens"
+    assert f"statistics and ablation of heads, on {source} ...\n" in printed.err
+    assert "ablation of heads, layer 0 ...\n" in printed.err
     text = (run / "inspect.html").read_text()
+    assert f"Heads and gradients are measured on {source}." in text
     [shown] = embedded(text, "Attention maps")
-    assert len(shown["texts"]["text"]) == 16  # a full window
+    assert len(shown["texts"]["text"]) == 8  # a full window of what is measured
     [live] = embedded(text, "Your own text")
     stored = (run / "inspect.html.weights").read_bytes()
     assert live["file"] == "inspect.html.weights" and "weights" not in live
     assert live["sha256"] == hashlib.sha256(stored).hexdigest() and live["size"] == len(stored)
     whole, first = "".join(shown["texts"]["text"]).replace("∅", ""), live["text"].translate(TOKEN_SYMBOLS)
     assert first and whole.startswith(first) and whole[len(first)] in "␣⏎"  # ends with a word
-    books = text_path(run)
-    assert f"Heads and gradients are measured on held-out data of {books}: 2 examples of up to 16 tokens." in text
 
 
 @pytest.mark.slow
@@ -135,21 +130,6 @@ def test_lenses_are_fitted_and_shown_by_block(run: Path, tmp_path: Path, capsys:
 
 
 @pytest.mark.slow
-def test_large_model_is_measured_on_fewer_targets_of_the_text_that_is_named(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(model, "ABLATION_BUDGET", 0)
-    monkeypatch.setattr(model, "MIN_TARGETS", 16)
-    (tmp_path / "text.txt").write_text("The king finds the sea. " * 40)
-    options = ["--data.path", str(tmp_path / "text.txt"), "--max-live-parameters", "0", "--out", str(tmp_path / "page")]
-    assert inspect.main([str(run), *options]) == 0
-    source = f"held-out data of {tmp_path}/text.txt: 2 examples of up to 8 tokens"
-    assert f"statistics and ablation of heads, on {source} ...\n" in (progress := capsys.readouterr().err)
-    assert "ablation of heads, layer 0 ...\n" in progress
-    assert f"Heads and gradients are measured on {source}." in (tmp_path / "page").read_text()
-
-
-@pytest.mark.slow
 def test_run_that_was_not_trained_says_on_what_it_is_measured(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
     imported = shutil.copytree(run, tmp_path / "imported", ignore=shutil.ignore_patterns("metrics.jsonl", "*.html"))
     options = [str(imported), "--max-live-parameters", "0", "--examples", "1"]
@@ -157,6 +137,7 @@ def test_run_that_was_not_trained_says_on_what_it_is_measured(run: Path, tmp_pat
     data = text_path(run)
     note = f"note: {imported} has no training: it is measured on {data}; name a text with --data.path"
     assert note in capsys.readouterr().err
+    assert "<h2>Your own text</h2>" not in (imported / "inspect.html").read_text()
     opened = load_run(imported)
     text, _, _ = load_validation_text(opened, None)  # the same, without the training text
     own, held_out = (next(data.val_batches(4, 4)) for data in (load_data(imported, opened.config), text))
@@ -164,7 +145,9 @@ def test_run_that_was_not_trained_says_on_what_it_is_measured(run: Path, tmp_pat
 
 
 @pytest.mark.slow
-def test_page_without_data_needs_a_prompt(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
+def test_page_without_data_needs_a_prompt_and_works_in_a_browser(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+):
     moved = tmp_path / "moved"
     shutil.copytree(run, moved, ignore=shutil.ignore_patterns("*.html"))
     config = json.loads((moved / "config.json").read_text())
@@ -173,18 +156,23 @@ def test_page_without_data_needs_a_prompt(run: Path, tmp_path: Path, capsys: pyt
     assert inspect.main([str(moved)]) == 2
     assert "the run's data is not available; give a text with --prompt." in capsys.readouterr().err
     assert not (moved / "inspect.html").exists()
-    assert inspect.main([str(moved), "--prompt", "The cat sees the dog.", "--max-live-parameters", "0"]) == 0
+    assert inspect.main([str(moved), "--prompt", EVIL]) == 0
     text = (moved / "inspect.html").read_text()
-    assert "<h2>Your own text</h2>" not in text
     assert (
         "Heads and gradients are measured on the prompt only." in text
         and "The data of the run cannot be read: " in text
     )
+    with browsing(moved / "inspect.html") as browser:
+        wait_for(browser, "return document.querySelector('.live .status')")
+        for section in (".live", ".attention"):
+            tokens = browser.find_elements("css selector", f"{section} .tokens button")
+            assert "".join(token.get_property("textContent") for token in tokens) == EVIL.replace(" ", "␣")
+        assert complaints(browser) == []
 
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return small_run(tmp_path_factory.mktemp("inspect") / "small", [WORDS])
+    return saved_run(tmp_path_factory.mktemp("inspect") / "small", [WORDS])
 
 
 def untrained(folder: Path, model: ModelConfig, scale: float = 1.0) -> Path:
@@ -253,14 +241,9 @@ def test_out_that_is_not_a_file_is_refused(small: Path, tmp_path: Path, capsys: 
     [
         (["--prompt", "x" * 40], "--prompt has 40 tokens; it may have at most the context's 16."),
         (["--prompt", ""], "--prompt is empty"),
-        (["--out", "nowhere/page.html"], "--out is nowhere/page.html; it must be a file in a folder that exists."),
         (["--max-live-parameters", "200000000"], "it must be at least 0 and at most 150000000."),
-        (["--checkpoint", "7"], "checkpoint"),
         (["--contrast", "ab"], "--contrast is compared with a prompt; give it with --prompt."),
-        (
-            ["--prompt", "ab", "--contrast", "abc"],
-            "--prompt and --contrast have 2 and 3 tokens; give two texts whose tokens",
-        ),
+        (["--prompt", "ab", "--contrast", "abc"], "--prompt and --contrast have 2 and 3 tokens; give two texts whose"),
         (["--prompt", "ab", "--contrast", "ab"], "--contrast has the same tokens as --prompt; give another text."),
     ],
 )

@@ -6,17 +6,18 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import pytest
 
 from jaxformer.cli import ladder
 from jaxformer.inspect.pages.page import as_preformatted
-from tests.helpers import ROOT, write_books
+from tests.helpers import ROOT, Here, write_books
 
 SMALL = [
     "--model.vocab-size", "280", "--model.context-length", "8", "--model.d-model", "8", "--model.d-ff", "12",
-    "--train.batch-size", "4", "--train.eval-examples", "4", "--train.sample-tokens", "2", "--steps", "4",
+    "--train.batch-size", "8", "--train.eval-examples", "8", "--train.sample-tokens", "2", "--steps", "4",
     "--train.log-every", "2", "--train.eval-every", "2", "--train.checkpoint-every", "2", "--train.report-every", "0",
 ]  # fmt: skip
 
@@ -26,8 +27,7 @@ def test_rungs_are_trained_once_and_outcomes_are_written(tmp_path, monkeypatch, 
     write_books(tmp_path / "books")
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("JAX_NUM_CPU_DEVICES")
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setattr(ladder, "subprocess", SimpleNamespace(Popen=Here))
     options = ["--rungs", "residual", "mlp_rowwise", "--data.path", "books", *SMALL]
     jax.config.update("jax_platforms", None)
     assert ladder.main(options) == 0

@@ -7,7 +7,8 @@ import pytest
 from jaxformer.cli.load import RunOptions, with_run
 from jaxformer.errors import UserError
 from jaxformer.runs.lock import run_lock
-from tests.helpers import small_run, write_books
+from tests.helpers import write_books
+from tests.runs.random_runs import saved_run
 
 
 @pytest.mark.slow
@@ -15,7 +16,7 @@ def test_the_default_run_is_the_newest_with_a_checkpoint_and_is_named(tmp_path, 
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="there is no run below runs"):
         with_run(RunOptions())
-    small_run(tmp_path / "runs/quick", [file.read_text() for file in write_books(tmp_path / "books").iterdir()])
+    saved_run(tmp_path / "runs/quick", [file.read_text() for file in write_books(tmp_path / "books").iterdir()])
     (tmp_path / "runs/newer").mkdir()
     shutil.copy(tmp_path / "runs/quick/config.json", tmp_path / "runs/newer/config.json")
     with run_lock(tmp_path / "runs/quick"):

@@ -1,7 +1,6 @@
 """`sample.py` and `eval` on a run whose model makes one text of another."""
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from jaxformer.cli import sample
 from jaxformer.config import Config
 from jaxformer.data.dates import DatesConfig
 from jaxformer.data.tokenizer import Tokenizer
-from jaxformer.decode.translation import exact_match, scores, translate, translate_tokens
+from jaxformer.decode.translation import exact_match, scores, translate
 from jaxformer.models.recurrent import RecurrentConfig
 from jaxformer.runs.checkpoints import CheckpointManager
 from jaxformer.runs.run import create_run
@@ -77,26 +76,6 @@ def test_translations_are_sampled(translate_texts: Callable, capsys: pytest.Capt
 
 
 @pytest.mark.slow
-def test_translations_before_an_out_of_memory_error_are_printed(
-    translate_texts: Callable, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A text at a time, the second of which does not fit."""
-    expected, n_calls = translate_texts(SOURCES[:1]), 0
-
-    def ends(*given: object, **options: object) -> list[list[int]]:
-        nonlocal n_calls
-        n_calls += 1
-        if n_calls == 2:
-            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 8 bytes.")
-        return translate_tokens(*given, **options)
-
-    monkeypatch.setattr(sys.modules["jaxformer.decode.translation"], "translate_tokens", ends)
-    assert sample.main(["--batch-size", "1", "--prompt", *SOURCES]) == 2
-    output = capsys.readouterr()
-    assert output.out.splitlines() == expected and "1 texts at once do not fit into the memory" in output.err
-
-
-@pytest.mark.slow
 def test_an_invalid_line_of_a_file_is_named_and_the_others_translated(
     here: Path, translate_texts: Callable, capsys: pytest.CaptureFixture
 ) -> None:
@@ -113,11 +92,7 @@ def test_an_invalid_line_of_a_file_is_named_and_the_others_translated(
     ("options", "message"),
     [
         (["--prompt", "a", "--chat"], "--chat does not apply to translation, the task of runs/pairs"),
-        (
-            ["--prompt", "a", "--seed", "3"],
-            "--seed has no effect on greedy translations; omit it, or give --temperature",
-        ),
-        (["--interactive"], "--interactive does not apply"),
+        (["--prompt", "a", "--seed", "3"], "--seed has no effect on greedy translations; omit it, or give --temp"),
         ([], "there is nothing for translation; give --prompt or --prompts-file"),
         (["--prompt", "x" * 41], "the prompt has 41 tokens"),
         (["--prompt", "a", "--max-new-tokens", "41"], "max_new_tokens is 41; it must be at least 1 and at most"),

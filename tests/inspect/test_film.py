@@ -16,7 +16,7 @@ from jaxformer.inspect.heads import patched_back, singular_values
 from jaxformer.inspect.pages.film import biography
 from jaxformer.runs.run import load_run
 from tests.arrays import plain_decoder, random_params
-from tests.helpers import small_run
+from tests.runs.random_runs import saved_run
 
 GROUPED = plain_decoder(
     31, 7, 12, n_blocks=2, n_heads=4, n_kv_heads=2, head_dim=5, d_ff=(6,), attention_bias=True, norm="rmsnorm"
@@ -106,7 +106,7 @@ def test_repeated_tokens_repeat_their_first_half():
 
 @pytest.mark.slow
 def test_run_without_a_film_says_how_to_get_one(tmp_path):
-    run = load_run(small_run(tmp_path / "run", ["The cat sees the dog."]))
+    run = load_run(saved_run(tmp_path / "run", ["The cat sees the dog."]))
     tokens_BT = np.zeros((1, 8), np.int32)
     with pytest.raises(UserError, match=r"run has no snapshots; train it anew with `train\.snapshots='doubling'`\.$"):
         next(film(run, Batch((tokens_BT,), tokens_BT)))
