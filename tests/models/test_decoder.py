@@ -145,8 +145,9 @@ def nudged_embeddings(nudge_TD: jax.Array) -> Iterator[None]:
 
 
 @pytest.mark.slow
-def test_no_output_depends_on_a_later_input(case: Small) -> None:
-    weights_TV = normal(T, V)
+def test_no_output_depends_on_a_later_input() -> None:
+    """Nor on whether a later token finds room at an expert."""
+    case, weights_TV = Small(CONFIGS["experts"], *build(CONFIGS["experts"])), normal(T, V)
 
     def mixed_logits(nudge_TD: jax.Array) -> jax.Array:
         with nudged_embeddings(nudge_TD):
@@ -195,20 +196,17 @@ def test_a_batch_equals_its_examples_computed_separately(case: Small) -> None:
 
 
 @pytest.mark.slow
-def test_a_prompt_without_padding_can_be_split_anywhere() -> None:
+def test_a_prompt_without_padding_can_be_split() -> None:
     model, params = build(MODERN)
     tokens_T = random_tokens(V, T)
     full_TV = apply(model, params, tokens_T)
-    for n in (1, 4, T - 1):
-        cache, out = model.init_cache(T), []
-        for part in (slice(0, n), slice(n, T)):
-            positions = jnp.arange(T)[part]
-            logits, cache = jax.jit(extend, static_argnums=0)(
-                model, params, tokens_T[part], positions, cache, part.start
-            )
-            out.append(logits)
-        assert_close(jnp.concatenate(out), full_TV)
-        np.testing.assert_array_equal(cache.position_S, jnp.arange(T))
+    cache, out = model.init_cache(T), []
+    for part in (slice(0, 4), slice(4, T)):
+        positions = jnp.arange(T)[part]
+        logits, cache = jax.jit(extend, static_argnums=0)(model, params, tokens_T[part], positions, cache, part.start)
+        out.append(logits)
+    assert_close(jnp.concatenate(out), full_TV)
+    np.testing.assert_array_equal(cache.position_S, jnp.arange(T))
 
 
 @pytest.mark.parametrize("name", ["window"])
@@ -243,28 +241,6 @@ def test_dropout_acts_only_with_a_key() -> None:
     assert jnp.abs(apply(model, params, tokens_T, rngs={"dropout": jax.random.key(0)}) - without).max() > 0.1
 
 
-@pytest.mark.slow
-def test_routers_tell_the_same_however_blocks_are_run() -> None:
-    """And their statistics are differentiated."""
-    config = CONFIGS["experts"]
-    params = build(config)[1]
-
-    def told(execution: Execution) -> tuple:
-        def loss(params: Params) -> tuple:
-            rngs = {"dropout": jax.random.key(0)}
-            model = config.build(execution)
-            logits, sown = model.apply({"params": params}, TOKENS_T, rngs=rngs, mutable=[ROUTER])
-            total = sum(jnp.sum(s.probability_E**2) + s.z for s in routers(sown[ROUTER]).values())
-            return total, (logits, routers(sown[ROUTER]))
-
-        return jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
-
-    got, wanted = told(Execution(remat="block", scan=True)), told(Execution())
-    assert list(wanted[0][1][1]) == ["blocks_0.mlp", "blocks_1.mlp"]
-    jax.tree.map(assert_close, got, wanted)
-    assert wanted[0][1][1]["blocks_0.mlp"].dropped > 0  # capacity was limited
-
-
 @pytest.mark.parametrize(("name", "count"), [("residual", 6_500_608), ("rmsnorm", 23_096_320)])
 def test_rungs_have_as_many_parameters_as_counted_by_hand(name: str, count: int) -> None:
     # V·D embedding, T·D positions, a block's 3·D² (4·D² with W_O) + MLP 256·2048 + 2048² + 2048·256 with
@@ -283,11 +259,10 @@ def test_rungs_have_as_many_parameters_as_counted_by_hand(name: str, count: int)
     [
         ("gpt2_124m", 124_439_808),
         ("llama_1b", 1_235_814_400),
-        ("llama_7b", 6_738_415_616),
     ],
 )
 def test_published_shapes_have_the_published_number_of_parameters(name: str, count: int) -> None:
-    """Of the released weights: GPT-2 small, Llama 3.2 1B, Llama 2 7B."""
+    """Of the released weights: GPT-2 small, Llama 3.2 1B."""
     config = load_config(f"{ROOT}/configs/gpt.py:{name}").model
     assert count_parameters(abstract_params(config.build())) == count
 
@@ -303,13 +278,8 @@ def test_published_shapes_have_the_published_number_of_parameters(name: str, cou
         ({"mlp_logits": True, "residual": True}, ["mlp_logits", "residual"]),
         ({"output_projection": False, "n_heads": 3, "head_dim": 5}, ["15", "13", "head_dim to 13"]),
         ({"output_projection": False, "n_heads": 3, "value_dim": 7}, ["21", "13", "value_dim to 13"]),
-        ({"value_dim": 0}, ["value_dim", "0"]),
         ({"dropout": 1.0}, ["dropout", "1.0"]),
-        ({"dropout": -0.1}, ["dropout", "-0.1"]),
-        ({"d_model": -1}, ["d_model", "-1"]),
         ({"n_blocks": 0}, ["n_blocks", "0"]),
-        ({"n_heads": -3}, ["n_heads", "-3"]),
-        ({"head_dim": -5}, ["head_dim", "-5"]),
         ({"attention": {"window": 0}}, ["window", "0"]),
         ({"attention": ()}, ["attention is empty", "at least one"]),
         ({"attention": BlockAttention(3, RoPE(0.5)), "head_dim": 4}, ["rope.base is 0.5", "at least 1"]),
@@ -317,7 +287,6 @@ def test_published_shapes_have_the_published_number_of_parameters(name: str, cou
         ({"attention": (BlockAttention(),) * 9 + (BlockAttention(3),)}, ["10 values", "no block has", "window=3"]),
         ({"max_context": 6}, ["max_context", "6", "context_length", "7"]),
         ({"score_scale": 0.0}, ["score_scale", "0.0"]),
-        ({"logit_soft_cap": -1.0}, ["logit_soft_cap", "-1.0"]),
         ({"rope": 5e5}, ["rope is 500000.0; it must be a RoPE"]),
         ({"rope": RoPE("a")}, ["rope.base is 'a'; it must be a number"]),
         ({"rope": RoPE(scaling=0.5), "head_dim": 4}, ["rope.scaling is 0.5; it must be at least 1"]),
@@ -335,17 +304,11 @@ def test_published_shapes_have_the_published_number_of_parameters(name: str, cou
         ({"rope": RoPE(fraction=0.5), "local_heads": 1, "attention_bias": True, "head_dim": 4}, ["all features"]),
         ({"attention": BlockAttention(5), "prefix": True}, ["window", "5", "prefix"]),
         ({"norm": "none", "final_norm": True}, ["norm is none, but final_norm is True"]),
-        ({"d_ff": (17, 0)}, ["d_ff is 0; it must be at least 1"]),
-        ({"experts": {"n_experts": 0}}, ["n_experts", "0"]),
         ({"experts": {"n_experts": 4, "per_token": 5}}, ["per_token", "5", "4"]),
-        ({"experts": {"per_token": 0}}, ["per_token", "0"]),
         ({"experts": {"capacity_factor": 0.0}}, ["capacity_factor", "0.0", "1.25"]),
-        ({"experts": {"balance_weight": -0.5}}, ["balance_weight", "-0.5"]),
         ({"experts": ExpertsConfig(), "mlp_logits": True, "residual": False}, ["mlp_logits", "experts"]),
         ({"unembedding_std": -1.0}, ["unembedding_std", "-1.0"]),
         ({"unembedding_std": 0.1, "unembedding": "tied"}, ["unembedding_std", "0.1", "no W_out"]),
-        ({"vocab_size": 0}, ["vocab_size", "0"]),
-        ({"context_length": -7}, ["context_length", "-7"]),
     ],
     ids=str,
 )
@@ -385,18 +348,26 @@ def test_groups_of_blocks_are_consecutive_and_alike() -> None:
 
 @pytest.mark.slow
 def test_scanned_groups_equal_the_loop_and_so_do_their_gradients() -> None:
-    config = replace(CONFIGS["local and global"], n_blocks=3, attention=(LOCAL, LOCAL, BlockAttention()), dropout=0.2)
+    """Logits, and what routers tell, whose statistics are differentiated, too."""
+    config = replace(
+        CONFIGS["experts"], n_blocks=3, attention=(LOCAL, LOCAL, BlockAttention()), dropout=0.2, norm_placement="both"
+    )
     params = build(config)[1]
 
-    def loss(params: Params, execution: Execution) -> jax.Array:
-        logits_TV = apply(config.build(execution), params, TOKENS_T, rngs={"dropout": jax.random.key(0)})
-        return jnp.sum(jnp.sin(logits_TV))
+    def loss(params: Params, execution: Execution) -> tuple:
+        model, rngs = config.build(execution), {"dropout": jax.random.key(0)}
+        logits_TV, sown = model.apply({"params": params}, TOKENS_T, rngs=rngs, mutable=[ROUTER])
+        told = routers(sown[ROUTER])
+        return jnp.sum(jnp.sin(logits_TV)) + sum(jnp.sum(s.probability_E**2) + s.z for s in told.values()), told
 
     scanned, looped = (
-        jax.jit(jax.value_and_grad(loss), static_argnums=1)(params, execution)
+        jax.jit(jax.value_and_grad(loss, has_aux=True), static_argnums=1)(params, execution)
         for execution in (Execution(remat="block", scan=True), Execution())
     )
     jax.tree.map(partial(assert_close, tolerance=1e-4), scanned, looped)
+    told = looped[0][1]
+    assert list(told) == [f"blocks_{i}.mlp" for i in range(3)]
+    assert told["blocks_0.mlp"].dropped > 0  # capacity was limited
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ from jaxformer.ops.masks import EMPTY
 from jaxformer.parallel.mesh import make_mesh, shardings
 from jaxformer.runs.run import count_parameters
 from tests.arrays import apply, assert_close, assert_same_however_computed, normal, random_params, random_tokens
-from tests.helpers import ROOT, slow
+from tests.helpers import ROOT
 
 V, S, T, D = 23, 7, 5, 12
 POST = EncoderDecoderConfig(V, 11, D, n_heads=3, head_dim=5, d_ff=(17,), n_encoder_blocks=1, n_decoder_blocks=2)
@@ -72,9 +72,9 @@ def test_logits_are_those_of_torch_and_of_marian(file: str, placement: str) -> N
     assert_close(ours, theirs["logits"])
 
 
-@pytest.fixture(scope="module", params=["post", slow("rope")])
-def case(request: pytest.FixtureRequest) -> tuple[EncoderDecoder, Params]:
-    return build(CONFIGS[request.param])
+@pytest.fixture(scope="module")
+def case() -> tuple[EncoderDecoder, Params]:
+    return build(CONFIGS["rope"])
 
 
 @pytest.mark.slow
@@ -101,22 +101,18 @@ def test_no_logit_depends_on_a_later_target_token_or_source_padding(case: tuple)
 
 
 @pytest.mark.slow
-def test_the_content_of_padding_changes_no_bit(case: tuple) -> None:
+def test_the_content_of_padding_changes_no_bit_and_padding_is_as_if_it_were_not_there(case: tuple) -> None:
     model, params = case
-    other_S = np.where(VALID_S, SOURCE_S, (SOURCE_S + 1) % V)
-    np.testing.assert_array_equal(apply(model, params, *INPUTS), apply(model, params, other_S, VALID_S, TARGET_T))
+    logits_TV, other_S = apply(model, params, *INPUTS), np.where(VALID_S, SOURCE_S, (SOURCE_S + 1) % V)
+    np.testing.assert_array_equal(logits_TV, apply(model, params, other_S, VALID_S, TARGET_T))
+    assert_close(apply(model, params, SOURCE_S[:4], None, TARGET_T), logits_TV)
 
 
 @pytest.mark.slow
-def test_padding_is_as_if_it_were_not_there(case: tuple) -> None:
-    model, params = case
-    assert_close(apply(model, params, SOURCE_S[:4], None, TARGET_T), apply(model, params, *INPUTS))
-
-
-@pytest.mark.slow
-def test_decoding_with_a_cache_equals_the_full_pass(case: tuple) -> None:
+@pytest.mark.parametrize("name", ["post", "rope"])
+def test_decoding_with_a_cache_equals_the_full_pass(name: str) -> None:
     """Two tokens at once, the second place of three being padding, then one at a time."""
-    model, params = case
+    model, params = build(CONFIGS[name])
     n = 2
 
     @jax.jit
@@ -150,17 +146,6 @@ def test_execution_changes_neither_loss_nor_gradient() -> None:
     params = random_params(config.build(), *INPUTS)
 
     assert_same_however_computed(config, params, *INPUTS)
-
-
-@pytest.mark.slow
-def test_dropout_acts_only_with_a_key() -> None:
-    config = replace(POST, n_decoder_blocks=1, dropout=0.3)
-    model, params = build(config)
-    without = apply(model, params, *INPUTS)
-    assert_close(without, apply(replace(config, dropout=0.0).build(), params, *INPUTS), 0)
-    drawn = [apply(model, params, *INPUTS, rngs={"dropout": jax.random.key(seed)}) for seed in (0, 0, 1)]
-    np.testing.assert_array_equal(drawn[0], drawn[1])
-    assert min(np.abs(np.subtract(a, b)).max() for a, b in ((drawn[0], without), (drawn[0], drawn[2]))) > 0.1
 
 
 @pytest.mark.slow
@@ -246,15 +231,10 @@ def test_more_tokens_than_learned_positions_are_refused() -> None:
     ("fields", "said"),
     [
         ({"d_model": 13, "n_heads": 5, "head_dim": None}, ["13", "5", "head_dim"]),
-        ({"head_dim": 0}, ["head_dim", "0"]),
-        ({"d_ff": (17, 0)}, ["d_ff is 0; it must be at least 1"]),
-        ({"dropout": 1.0}, ["dropout", "1.0"]),
         ({"positions": "none", "rope": RoPE(), "head_dim": 5}, ["5", "even"]),
         ({"n_decoder_blocks": 0}, ["n_decoder_blocks", "0"]),
-        ({"n_encoder_blocks": -1}, ["n_encoder_blocks", "-1"]),
         ({"norm": "batchnorm"}, ["norm", "batchnorm"]),
         ({"local_heads": 4}, ["local_heads is 4", "n_heads is 3"]),
-        ({"diagonal_heads": -1}, ["diagonal_heads", "-1"]),
         (
             {"local_heads": 1, "positions": "none", "rope": RoPE(), "head_dim": 4},
             ["local_heads is 1", "set attention_bias"],

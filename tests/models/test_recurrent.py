@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxformer.decode.weights import store
 from jaxformer.errors import UserError
 from jaxformer.inspect import capture
 from jaxformer.models.objective import Params
@@ -112,7 +111,8 @@ def test_logits_and_alignment_are_those_of_a_torch_model(cell: str) -> None:
 
 
 @pytest.mark.slow
-def test_an_output_depends_on_all_earlier_tokens_and_no_later_one(case: Small) -> None:
+def test_an_output_depends_on_all_earlier_tokens_and_no_later_one() -> None:
+    case = drawn(BAHDANAU)
     logits_TV = case.forward(SOURCE_S, VALID_S, TARGET_T)
     same = np.stack([TARGET_T] * T)
     variants = (same + np.eye(T, dtype=np.int32)) % V
@@ -163,34 +163,18 @@ def test_decoding_in_any_portions_equals_the_full_pass(case: Small) -> None:
 
 
 @pytest.mark.slow
-def test_the_gradient_is_finite_and_reaches_every_parameter() -> None:
+def test_the_gradient_reaches_every_parameter_and_is_finite_for_a_source_of_padding_alone() -> None:
     case = drawn(CONFIGS["dot, two layers of lstm"])
 
-    def loss(params: Params) -> jax.Array:
-        logits_TV = case.model.apply({"params": params}, SOURCE_S, VALID_S, TARGET_T)
+    def loss(params: Params, valid_S: jax.Array) -> jax.Array:
+        logits_TV = case.model.apply({"params": params}, SOURCE_S, valid_S, TARGET_T)
         return negative_log_likelihood(logits_TV, jnp.roll(TARGET_T, -1)).mean()
 
-    gradient = jax.device_get(jax.jit(jax.grad(loss))(case.params))
+    grad = jax.jit(jax.grad(loss))
+    gradient, of_nothing = (jax.device_get(grad(case.params, valid_S)) for valid_S in (VALID_S, VALID_S & False))
     for path, leaf in jax.tree_util.tree_leaves_with_path(gradient):
         assert np.isfinite(leaf).all() and leaf.any(), path
-
-
-@pytest.mark.slow
-def test_a_source_of_padding_alone_gives_finite_numbers_and_gradients() -> None:
-    case, nothing_S = drawn(BAHDANAU), jnp.zeros(S, bool)
-    function = lambda params: case.model.apply({"params": params}, SOURCE_S, nothing_S, TARGET_T).sum()  # noqa: E731
-    value, gradient = jax.jit(jax.value_and_grad(function))(case.params)
-    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((value, gradient)))
-
-
-@pytest.mark.slow
-def test_matrices_of_8_bits_give_nearly_the_same() -> None:
-    case = drawn(BAHDANAU)
-    small = replace(case, params=store(case.params, "int8", case.config.build()))
-    got = small.forward(SOURCE_S, VALID_S, TARGET_T)
-    wanted = case.forward(SOURCE_S, VALID_S, TARGET_T)
-    assert_close(got, wanted, 0.05)  # a weight is off by at most 1/254 of its column's largest
-    assert np.any(np.asarray(got) != np.asarray(wanted))
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(of_nothing))
 
 
 @pytest.mark.slow
@@ -228,15 +212,6 @@ def test_a_bfloat16_cache_stores_the_source_in_bfloat16() -> None:
         start(SOURCE_S, VALID_S, 16, jnp.int8)
 
 
-@pytest.mark.slow
-def test_bfloat16_is_close() -> None:
-    case = drawn(BAHDANAU)
-    halves = replace(case, params=jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), case.params))
-    logits_TV = halves.forward(SOURCE_S, VALID_S, TARGET_T)
-    assert logits_TV.dtype == jnp.bfloat16
-    assert_close(logits_TV.astype(jnp.float32), case.forward(SOURCE_S, VALID_S, TARGET_T), 0.1)  # some 25 roundings
-
-
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
@@ -244,10 +219,6 @@ def test_bfloat16_is_close() -> None:
         ({"attention": "fixed", "d_attention": None}, ["attention", "fixed", "none, additive, linear, dot"]),
         ({"attention": "dot"}, ["d_attention", "3", "dot"]),
         ({"d_attention": 0}, ["d_attention", "0"]),
-        ({"n_layers": 0}, ["n_layers", "0"]),
-        ({"d_model": -1}, ["d_model", "-1"]),
-        ({"d_embedding": 0}, ["d_embedding", "0"]),
-        ({"dropout": 1.0}, ["dropout", "1.0"]),
     ],
     ids=str,
 )

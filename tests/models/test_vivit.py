@@ -10,27 +10,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax.traverse_util import flatten_dict, unflatten_dict
+from flax.traverse_util import unflatten_dict
 
-from jaxformer.data.dataset import Batch
 from jaxformer.errors import UserError
 from jaxformer.inspect import attention_maps
 from jaxformer.models.blocks import make_block
-from jaxformer.models.objective import CrossEntropy
 from jaxformer.models.vivit import FactorisedViViT, ViViTConfig
 from jaxformer.nn.execution import Execution
-from jaxformer.nn.parameters import parameter_axes
-from jaxformer.parallel.mesh import make_mesh, shardings
 from jaxformer.runs.run import abstract_params
 from tests.arrays import apply, assert_close, random_params
-from tests.helpers import ROOT, slow
+from tests.helpers import ROOT
 
 JOINT = ViViTConfig(
     image_size=(8, 6), channels=1, n_classes=5, patch_size=(4, 2), d_model=12, n_heads=3, d_ff=(17,), n_blocks=2,
     dropout=0.3, n_frames=6, n_temporal_blocks=1,
 )  # fmt: skip
 FACTORISED = replace(JOINT, attention="factorised")
-CONFIGS = {"joint": JOINT, "factorised": FACTORISED}
 PIXELS = np.random.default_rng(0).integers(256, size=(3, 6, 8, 6, 1)).astype(np.uint8)
 N_TIMES, N_PATCHES = 3, 6
 """Tubelets of 2 frames of 6; patches of 4 x 2 of 8 x 6."""
@@ -40,9 +35,9 @@ def build(config: ViViTConfig) -> tuple:
     return config.build(), random_params(config.build(), *config.example())
 
 
-@pytest.fixture(scope="module", params=["factorised", slow("joint")])
-def case(request: pytest.FixtureRequest) -> tuple:
-    return build(CONFIGS[request.param])
+@pytest.fixture(scope="module")
+def case() -> tuple:
+    return build(FACTORISED)
 
 
 @pytest.mark.slow
@@ -131,23 +126,13 @@ def test_a_batch_equals_its_examples_computed_separately(case: tuple) -> None:
 
 
 @pytest.mark.slow
-def test_dropout_acts_only_with_a_key(case: tuple) -> None:
+def test_execution_changes_neither_output_nor_gradient(case: tuple) -> None:
     model, params = case
-    without = apply(model, params, PIXELS[0])
-    assert_close(without, apply(replace(model.config, dropout=0.0).build(), params, PIXELS[0]), 0)
-    drawn = [apply(model, params, PIXELS[0], rngs={"dropout": jax.random.key(seed)}) for seed in (0, 0, 1)]
-    np.testing.assert_array_equal(drawn[0], drawn[1])
-    assert min(np.abs(np.subtract(a, b)).max() for a, b in ((drawn[0], without), (drawn[0], drawn[2]))) > 0.01
-
-
-@pytest.mark.slow
-def test_execution_changes_neither_loss_nor_gradient() -> None:
-    model, params = build(replace(FACTORISED, n_temporal_blocks=2))
-    batch, keys_B = Batch((PIXELS,), np.int32([1, 4, 0])), jax.random.split(jax.random.key(0), 3)
 
     @partial(jax.jit, static_argnums=0)
     def value_and_grad(model: FactorisedViViT) -> tuple:
-        return jax.value_and_grad(lambda params: CrossEntropy().loss(model, params, batch, keys_B)[0])(params)
+        rngs = {"dropout": jax.random.key(0)}
+        return jax.value_and_grad(lambda params: model.apply({"params": params}, PIXELS[0], rngs=rngs)[1])(params)
 
     wanted = value_and_grad(model)
     got = value_and_grad(model.config.build(Execution(remat="block", scan=True)))
@@ -157,16 +142,9 @@ def test_execution_changes_neither_loss_nor_gradient() -> None:
         assert_close(ours, theirs)
 
 
-def test_every_parameter_has_a_sharding() -> None:
-    params, axes = abstract_params(FACTORISED.build()), parameter_axes(FACTORISED.build())
-    placed = flatten_dict(shardings(params, axes, make_mesh("data=2,fsdp=2,tensor=2")), sep=".")
-    assert placed.keys() == flatten_dict(params, sep=".").keys()
-
-
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"n_frames": 0}, "n_frames is 0"),
         ({"tubelet_frames": 4}, "tubelet_frames 4 does not divide n_frames 6"),
         ({"attention": "axial"}, "attention is 'axial'"),
         ({"n_temporal_blocks": 0}, "n_temporal_blocks is 0"),
