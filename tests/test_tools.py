@@ -58,6 +58,8 @@ def test_a_selection_without_a_fault_s_tests_misses_it_and_a_hanging_test_catche
     }
     monkeypatch.setattr(planted_faults, "ROOT", tmp_path)
     monkeypatch.setattr(planted_faults, "FAULTS", faults)
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # others take a second to load
+    monkeypatch.setenv("PYTEST_PLUGINS", "xdist.plugin")
     assert planted_faults.main(["--run", "", "--run=-m ''", "--timeout", "30"]) == 1
     lines = [re.sub(r", \d+ s$| +", " ", line).strip() for line in capsys.readouterr().out.splitlines()]
     assert lines == [

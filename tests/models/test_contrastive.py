@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
 
 from jaxformer.config import ComputeConfig, Config, TrainConfig
 from jaxformer.data.captions import CaptionsConfig
@@ -18,7 +17,7 @@ from jaxformer.models.objective import OBJECTIVES, BatchReduction, Contrastive, 
 from jaxformer.parallel.mesh import batch_sharding, global_device_put, make_mesh
 from jaxformer.train.setup import TrainSetup
 from jaxformer.train.step import make_gradient
-from tests.arrays import assert_close, normal, random_params, random_tokens
+from tests.arrays import assert_close, random_params, random_tokens
 
 B, T, V = 16, 5, 19
 CONFIG = CLIPConfig(
@@ -54,9 +53,14 @@ def places(*rows: tuple) -> np.ndarray:
     return np.stack([np.cos(angles), np.sin(angles)], axis=-1)
 
 
+@jax.jit
+def whole(params, batch):
+    return jax.value_and_grad(lambda params: OBJECTIVE.loss(MODEL, params, batch)[0])(params)
+
+
 @partial(jax.jit, static_argnames="across")
-def whole(params, batch, across=BatchReduction()):  # noqa: B008
-    return jax.value_and_grad(lambda params: OBJECTIVE.loss(MODEL, params, batch, across=across)[0])(params)
+def loss_of(batch, across=BatchReduction()):  # noqa: B008
+    return OBJECTIVE.loss(MODEL, PARAMS, batch, across=across)[0]
 
 
 def test_clip_has_the_contrastive_objective() -> None:
@@ -79,12 +83,6 @@ def test_the_loss_of_two_pairs_by_hand() -> None:
 
 
 @pytest.mark.slow
-def test_the_loss_of_equal_embeddings_is_the_logarithm_of_their_number() -> None:
-    batch = Batch((places(*[40] * 7), places(*[40] * 7)), CAPTIONS[:7])
-    assert_close(jax.jit(partial(OBJECTIVE.loss, Given()))(TEN, batch)[0], log(7), 1e-6)
-
-
-@pytest.mark.slow
 def test_the_gradient_is_that_of_the_formula_in_the_paper() -> None:
     """Figure 3, written out: cross-entropy of rows and of columns against their own numbers."""
 
@@ -99,20 +97,6 @@ def test_the_gradient_is_that_of_the_formula_in_the_paper() -> None:
     loss, grads = whole(PARAMS, PAIRS)
     assert_close(loss, wanted, 1e-6)
     jax.tree.map(partial(assert_close, tolerance=1e-6), grads, wanted_grads)
-
-
-def shards(batch: Batch, n: int) -> tuple:
-    """The loss and its gradient, each the sum of what n devices have from their parts."""
-    mesh = make_mesh(f"data={n}", jax.devices()[:n])
-    across = BatchReduction(n, gather=lambda rows: jax.lax.all_gather(rows, "data", axis=0, tiled=True))
-
-    @jax.jit
-    @partial(jax.shard_map, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=False)
-    def everywhere(params, batch):
-        loss, grads = jax.value_and_grad(lambda params: OBJECTIVE.loss(MODEL, params, batch, across=across)[0])(params)
-        return jax.lax.psum((loss, grads), "data")
-
-    return everywhere(PARAMS, batch)
 
 
 @pytest.mark.slow
@@ -137,22 +121,16 @@ def test_accumulating_tells_each_pair_from_those_of_its_part() -> None:
     config = Config("test", CONFIG, data=CaptionsConfig(), steps=1, train=TrainConfig(batch_size=B), compute=compute)
     mesh = make_mesh("", jax.devices()[:1])
     setup = TrainSetup(config, mesh)
-    loss, _ = jax.jit(make_gradient(setup))(PARAMS, PAIRS, setup.example_keys(0))
+    loss = jax.jit(lambda *batch: make_gradient(setup)(*batch)[0])(PARAMS, PAIRS, setup.example_keys(0))
     halves = [jax.tree.map(lambda x, i=i: x[i : i + B // 2], PAIRS) for i in (0, B // 2)]
-    assert_close(loss, sum(whole(PARAMS, half)[0] for half in halves) / 2, 1e-6)
-
-
-@pytest.mark.slow
-def test_negatives_of_other_devices_change_the_loss() -> None:
-    """So that the test before this one sees the gathering."""
-    halves = [jax.tree.map(lambda x, i=i: x[i : i + B // 2], PAIRS) for i in (0, B // 2)]
-    apart = sum(whole(PARAMS, half)[0] for half in halves) / 2
-    assert abs(apart - whole(PARAMS, PAIRS)[0]) > 0.1
+    apart = sum(map(loss_of, halves)) / 2
+    assert_close(loss, apart, 1e-6)
+    assert abs(apart - loss_of(PAIRS)) > 0.1  # negatives of the other part change it, as those of other devices do
 
 
 @pytest.mark.slow
 def test_losses_of_microbatches_sum_to_that_of_the_batch() -> None:
-    assert_close(whole(PARAMS, PAIRS, BatchReduction(4))[0], whole(PARAMS, PAIRS)[0] / 4, 1e-6)
+    assert_close(loss_of(PAIRS, BatchReduction(4)), loss_of(PAIRS) / 4, 1e-6)
 
 
 @pytest.mark.slow
@@ -161,9 +139,8 @@ def test_pairs_of_weight_0_are_as_if_they_were_not_there() -> None:
     kept = np.arange(B) < B // 2
     weights = np.where(kept, np.float32(2 / B), 0)
     alone, filled = jax.tree.map(lambda x: x[: B // 2], PAIRS), PAIRS._replace(weights=weights)
-    (wanted, wanted_grads), (loss, grads) = whole(PARAMS, alone), whole(PARAMS, filled)
-    assert_close(loss, wanted, 1e-6)
-    jax.tree.map(partial(assert_close, tolerance=1e-6), grads, wanted_grads)
+    wanted = loss_of(alone)
+    assert_close(loss_of(filled), wanted, 1e-6)
     summaries = []
     for batch in (alone, filled._replace(weights=np.float32(kept))):
         measures = jax.jit(partial(OBJECTIVE.measure, MODEL))(PARAMS, batch)
@@ -200,12 +177,6 @@ def test_recall_counts_what_stands_before_the_best_right_answer() -> None:
 def test_recall_of_equal_embeddings_is_zero() -> None:
     """Equal scores are no success: chance would be a half."""
     assert recall(np.ones((8, 8)), np.eye(8, dtype=bool), 4) == 0
-
-
-def test_an_untrained_models_recall_is_about_chance() -> None:
-    """Of 100 random places 5 are right by chance, ±2.2; this is four of these."""
-    image, text = (np.asarray(normal(100, 30, seed=seed)) for seed in (0, 1))
-    assert abs(recall(image @ text.T, np.eye(100, dtype=bool), 5) - 0.05) < 0.088
 
 
 def test_the_loss_of_a_pair_alone_draws_it_together() -> None:
