@@ -14,7 +14,6 @@ from jaxformer.data.windows import TextConfig, ValidationText
 from jaxformer.errors import UserError
 from jaxformer.ladder.mlp import MLPConfig
 from jaxformer.models.objective import next_token_nll
-from jaxformer.ops import RoPE
 from jaxformer.parallel.mesh import make_mesh
 from jaxformer.train.evaluate import BATCHES_IN_FLIGHT, Evaluator, perplexity
 from jaxformer.train.setup import TrainSetup
@@ -27,9 +26,14 @@ SHAPE = {"vocab_size": 37, "context_length": 7, "d_model": 8, "d_ff": (5,)}
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "config", [plain_decoder(**SHAPE), MLPConfig(**SHAPE, mixing="concatenate")], ids=["all", "last"]
+    ("config", "sizes"),
+    [
+        (plain_decoder(**SHAPE), [(6, ""), (16, "fsdp=2,tensor=2")]),
+        (MLPConfig(**SHAPE, mixing="concatenate"), [(6, "")]),
+    ],
+    ids=["all", "last"],
 )
-def test_evaluation_covers_all_tokens_at_any_batch_size(config):
+def test_evaluation_covers_all_tokens_at_any_batch_size(config, sizes):
     model = config.build()
     params = first_params(model, jnp.zeros(7, jnp.int32))
     losses = jax.jit(lambda window: next_token_nll(model, params, window))
@@ -42,7 +46,7 @@ def test_evaluation_covers_all_tokens_at_any_batch_size(config):
         part = losses(window)
         nll += part.tolist()
         n_bytes += LENGTHS[window[-len(part) :]].sum()
-    for batch_size, mesh in ((6, ""), (16, "fsdp=2,tensor=2")):
+    for batch_size, mesh in sizes:
         run_config = Config("test", config, data=TextConfig(), steps=1, train=TrainConfig(batch_size=batch_size))
         evaluation = Evaluator(
             TrainSetup(run_config, make_mesh(mesh, jax.devices()[: 4 if mesh else 1])),
@@ -73,16 +77,11 @@ def test_few_examples_are_not_padded_to_a_batch(monkeypatch, batch_size, n, rows
 
 
 SHORT = TOKENS[:34]
-MODELS_OF_SHORT_TEXTS = {
-    "windows": plain_decoder(37, 300, 8, d_ff=5, positions="none", rope=RoPE()),
-    "learned positions": plain_decoder(37, 300, 8, d_ff=5),
-}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS_OF_SHORT_TEXTS)
-def test_a_short_text_is_one_short_window_with_the_loss_of_its_tokens(monkeypatch, name):
-    model_config = MODELS_OF_SHORT_TEXTS[name]
+def test_a_short_text_is_one_short_window_with_the_loss_of_its_tokens(monkeypatch):
+    model_config = plain_decoder(37, 300, 8, d_ff=5)
     config = Config("test", model_config, data=TextConfig(), steps=1, train=TrainConfig(batch_size=16))
     model = model_config.build()
     params = first_params(model, jnp.zeros(7, jnp.int32))

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +12,10 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 
-from jaxformer.config import Config, OptimizerConfig
+from jaxformer.config import OptimizerConfig
 from jaxformer.contract import ParameterAxes
-from jaxformer.data.windows import TextConfig
-from jaxformer.ladder.mlp import MLPConfig
 from jaxformer.models.objective import next_token_nll
 from jaxformer.nn.parameters import parameter_axes
-from jaxformer.parallel.mesh import make_mesh
 from jaxformer.runs.run import abstract_params
 from jaxformer.train.optimizer import (
     eval_point,
@@ -29,7 +25,6 @@ from jaxformer.train.optimizer import (
     muon_or_adamw,
     updates_taken,
 )
-from jaxformer.train.setup import TrainSetup
 from tests.arrays import first_params, normal, plain_decoder, random_tokens
 from tests.inspect.test_activations import MODELS
 
@@ -41,8 +36,6 @@ CONFIGS = {
     "lion": OptimizerConfig("lion", learning_rate=0.003, weight_decay=0.5, b2=0.99),
     "schedule_free": OptimizerConfig("schedule_free", learning_rate=0.01, weight_decay=0.5),
 }
-STATEFUL = ("nesterov_sgd", "schedule_free")
-"""The least and the most that is saved."""
 each_optimizer = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 
 
@@ -91,24 +84,6 @@ def test_inverse_sqrt_is_the_formula_of_the_paper():
 def test_a_constant_schedule_stays_at_the_peak(warmup):
     schedule = make_schedule(OptimizerConfig(learning_rate=0.3, warmup_steps=warmup), 10)
     np.testing.assert_allclose([schedule(k) for k in (warmup, 9, 1000)], 0.3, rtol=1e-6)
-
-
-@pytest.mark.slow
-def test_the_schedule_of_a_setup_is_that_of_its_optimizer():
-    class HalvingSetup(TrainSetup):
-        @cached_property
-        def schedule(self) -> optax.Schedule:
-            return lambda count: 0.5**count
-
-    config = Config("x", MLPConfig(9, 4, d_model=4, d_ff=(4,)), TextConfig(), 10, optimizer=CONFIGS["nesterov_sgd"])
-    optimizer = HalvingSetup(config, make_mesh("", jax.devices()[:1])).optimizer
-    params = {"W": jnp.ones(2)}
-    state, update = optimizer.init(params), jax.jit(optimizer.update)
-    sizes = []
-    for _ in range(3):
-        updates, state = update({"W": np.full(2, not sizes, np.float32)}, state, params)
-        sizes.append(float(updates["W"][0]))
-    np.testing.assert_allclose(sizes, [-1.9, -0.5 * 0.81, -0.25 * 0.729], rtol=1e-6)
 
 
 def test_nesterov_follows_its_formula():
@@ -206,7 +181,7 @@ def newton_schulz(matrix: np.ndarray) -> np.ndarray:
 
 @pytest.mark.slow
 def test_muon_follows_its_formula():
-    shapes = {"W_Q": (6, 2, 5), "W_O": (2, 5, 6), "W_1": (6, 4)}
+    shapes = {"W_Q": (6, 2, 5), "W_O": (2, 5, 6), "W_1": (1, 6, 4)}  # heads together; experts apart
     flat = {"W_Q": (6, 10), "W_O": (10, 6), "W_1": (6, 4)}
     before = {name: normal(*shape, seed=1) for name, shape in shapes.items()}
     gradients = [{n: normal(*shape, seed=k) for n, shape in shapes.items()} for k in (2, 3, 4)]
@@ -219,21 +194,6 @@ def test_muon_follows_its_formula():
             ahead = 0.9 * m / (1 - 0.9 ** (t + 1)) + 0.1 * g / (1 - 0.9**t)
             w = w - 0.1 * (0.2 * max(shape) ** 0.5 * newton_schulz(ahead) + 0.3 * w)
         np.testing.assert_allclose(after[-1][name], w.reshape(shapes[name]), rtol=0, atol=1e-5)
-
-
-@pytest.mark.slow
-def test_muon_moves_each_matrix_along_its_orthogonal_factor_with_the_rms_of_adamw():
-    shapes = {"W_Q": (8, 3, 4), "W_1": (2, 8, 5)}  # heads together; experts apart
-    params = {name: jnp.zeros(shape) for name, shape in shapes.items()}
-    grads = {name: normal(*shape, seed=5) for name, shape in shapes.items()}
-    moved = follow(OptimizerConfig("muon", learning_rate=1.0), params, [grads])[0]
-    pairs = [(moved["W_Q"].reshape(8, 12), grads["W_Q"].reshape(8, 12)), *zip(moved["W_1"], grads["W_1"], strict=True)]
-    for update, gradient in pairs:
-        u, _, vt = np.linalg.svd(gradient, full_matrices=False)
-        stretch = u.T @ -update @ vt.T / (0.2 * max(update.shape) ** 0.5)
-        # The iteration is made to end somewhere between, and not at one (Jordan et al. 2024).
-        assert np.all((np.diag(stretch) > 0.5) & (np.diag(stretch) < 1.5))
-        np.testing.assert_allclose(stretch, np.diag(np.diag(stretch)), atol=1e-5)
 
 
 @pytest.mark.slow
@@ -283,18 +243,6 @@ def schedule_free_run(config: OptimizerConfig, steps: int) -> list[np.ndarray]:
         params, state = take(params, state)
         after.append(np.asarray(params["W"]))
     return after
-
-
-@pytest.mark.slow
-def test_schedule_free_is_that_of_optax_at_the_average():
-    after = schedule_free_run(OptimizerConfig("schedule_free", learning_rate=0.05, weight_decay=0.1), 20)
-    plain = optax.contrib.schedule_free_adamw(0.05, b1=0.9, b2=0.95, weight_decay=0.1)
-    y = jnp.ones((6, 4))
-    state, take, average = jax.jit(plain.init)(y), step_of(plain), jax.jit(optax.contrib.schedule_free_eval_params)
-    for x in after:
-        y, state = take(CURVE * y, state, y)
-        np.testing.assert_allclose(x, average(state, y), rtol=0, atol=1e-6)
-    assert np.abs(after[-1] - y).max() > 0.01  # the average is not where the gradient is taken
 
 
 def test_schedule_free_follows_its_formula():
@@ -352,15 +300,14 @@ SCALED = ("W_Q", "W_O", "W_1", "W_out")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", [CONFIGS["adamw"], CONFIGS["muon"]], ids=lambda c: c.name)
-def test_base_width_scales_learning_rates_of_matrices_but_not_their_weight_decay(config):
+def test_base_width_scales_learning_rates_of_matrices_but_not_their_weight_decay():
     """At 9 times the base width, by 1/9; where Muon updates them, by 1/3."""
+    config = CONFIGS["muon"]
     params = {name: normal(*np.atleast_1d(shape), seed=1) for name, shape in SHAPES.items()}
     grads = {name: normal(*np.atleast_1d(shape), seed=2) for name, shape in SHAPES.items()}
     plain, wide = (follow(replace(config, base_width=base), params, [grads], width=72)[0] for base in (None, 8))
     for name in SHAPES:
-        is_muon = config.name == "muon" and name in ("W_Q", "W_O", "W_1")
-        factor = (1 / 3 if is_muon else 1 / 9) if name in SCALED else 1.0
+        factor = (1 / 3 if name in ("W_Q", "W_O", "W_1") else 1 / 9) if name in SCALED else 1.0
         decay = config.learning_rate * config.weight_decay * params[name] * (name in (*SCALED, "W_E"))
         expected = factor * (plain[name] - params[name] + decay) - decay
         np.testing.assert_allclose(wide[name] - params[name], expected, rtol=2e-4, atol=2e-6, err_msg=name)
@@ -422,11 +369,11 @@ def changes(config: OptimizerConfig, width: int) -> tuple[float, float]:
 def test_changes_of_activations_grow_with_the_width_only_without_base_width():
     """The coordinate check of Yang et al. 2022, appendix D.1."""
     config = OptimizerConfig("adamw", learning_rate=0.003)
-    narrow, wide = changes(config, 64), changes(config, 512)
-    scaled = changes(replace(config, base_width=64), 512)
-    for at_64, at_512, at_512_scaled in zip(narrow, wide, scaled, strict=True):
-        assert at_512 > 2 * at_64
-        assert 0.8 * at_64 < at_512_scaled < 1.25 * at_64
+    narrow, wide = changes(config, 64), changes(config, 256)
+    scaled = changes(replace(config, base_width=64), 256)
+    for at_64, at_256, at_256_scaled in zip(narrow, wide, scaled, strict=True):
+        assert at_256 > 1.5 * at_64
+        assert 0.8 * at_64 < at_256_scaled < 1.25 * at_64
 
 
 @pytest.mark.slow
@@ -481,7 +428,8 @@ def test_declared_axes_decide_weight_decay_and_muon():
     groups: dict[str, set[str]] = {"muon": set(), "adamw": set(), "not decayed": set()}
     scaled = set()
     for config in MODELS.values():
-        params, axes = abstract_params(config.build()), parameter_axes(config.build())
+        model = config.build()
+        params, axes = abstract_params(model), parameter_axes(model)
         labels, matrices = jax.tree_util.tree_leaves_with_path(muon_or_adamw(axes, params)), is_decayed(axes, params)
         for (path, label), decayed in zip(labels, jax.tree.leaves(matrices), strict=True):
             groups[label if decayed else "not decayed"].add(path[-1].key)

@@ -57,7 +57,7 @@ def profiled(setup_and_data, tmp_path):
         folder.mkdir(exist_ok=True)
         if not (folder / "config.json").exists():
             (folder / "config.json").write_text("{}")
-        setup = TrainSetup(changed, make_mesh("", jax.devices()[:2]))
+        setup = TrainSetup(changed, make_mesh("", jax.devices()[:1]))
         return train(setup, data, folder, [Callback(1, call)] if call else [], **options)
 
     return run
