@@ -14,7 +14,7 @@ from jaxformer.config import OptimizerConfig
 from jaxformer.data.counts import count
 from jaxformer.ladder.forecasts import Forecast, _table_loss, describe_forecast, forecast, score
 from jaxformer.models.recurrent_lm import RecurrentLMConfig
-from tests.helpers import ROOT, slow
+from tests.helpers import ROOT
 
 V = 128
 RNG = np.random.default_rng(0)
@@ -37,7 +37,7 @@ def first_losses(model, n_seeds: int = 16) -> np.ndarray:
         targets = tokens_BT[:, 1:][:, -model.n_predicted :]
         return -jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], -1).mean()
 
-    return np.asarray(jax.jit(jax.vmap(loss))(jax.random.split(jax.random.key(7), n_seeds)))
+    return np.asarray(jax.jit(jax.vmap(loss))(jax.random.split(jax.random.key(7, impl="rbg"), n_seeds)))
 
 
 @pytest.mark.slow
@@ -88,11 +88,10 @@ def test_divergence_depends_on_the_learning_rate():
     assert made.non_finite == (1, 20) and made.final_loss is None
 
 
-@pytest.mark.parametrize("time", [slow(0.0), 3000.0])
-def test_table_is_trained_by_gradient_flow(time):
+def test_table_is_trained_by_gradient_flow():
     """The reference takes 20,000 equal steps in float64. The 64 longer ones are within 2.5 % of it, even at pairs that
     never occur, whose logits fall without end."""
-    rng = np.random.default_rng(3)
+    rng, time = np.random.default_rng(3), 3000.0
     train_N, val_M = (rng.choice(5, n, p=[0.5, 0.2, 0.15, 0.1, 0.05]) for n in (300, 100))
     train_N[1::2] = (train_N[::2] + 1) % 5  # after half of the tokens, the next one
     counts, pairs_VV = count(train_N, val_M, 5), np.zeros((5, 5))
@@ -104,9 +103,8 @@ def test_table_is_trained_by_gradient_flow(time):
         z_VV += time / 20_000 * total_V1 / len(train_N) * (pairs_VV / total_V1 - softmax(z_VV))
     expected = -np.log(softmax(z_VV)[val_M[:-1], val_M[1:]]).mean()
     assert _table_loss(counts, time, 0.0) == pytest.approx(expected, rel=0.025)
-    assert time or expected == pytest.approx(counts.loss(1))
-    noise = _table_loss(counts, time, 2.0) - _table_loss(counts, time, 0.0)
-    assert abs(noise) < 0.06 if time else noise > 0.1  # it is unlearned
+    noise, at_first = (_table_loss(counts, t, 2.0) - _table_loss(counts, t, 0.0) for t in (time, 0.0))
+    assert abs(noise) < 0.06 and at_first > 0.1  # it is unlearned
 
 
 def test_some_rows_of_a_large_table_give_its_loss(monkeypatch):

@@ -36,10 +36,9 @@ def write_run(folder: Path, name: str, rows: list[dict], broken: int | None = No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["mix_gram", "mix_qkv"])
-def test_rungs_before_attention_learn_with_the_optimizer_of_the_ladder(name):
+def test_a_rung_before_attention_learns_with_the_optimizer_of_the_ladder():
     """Twenty steps at a small size of texts in which each token is one more than the one before."""
-    config = getattr(ladder, name)
+    config = ladder.mix_qkv
     model = replace(config.model, vocab_size=64, context_length=8, d_model=16, d_ff=(32, 32))
     config = replace(config, model=model, train=replace(config.train, batch_size=32))
     setup = TrainSetup(config, make_mesh("data=1", jax.devices()[:1]))

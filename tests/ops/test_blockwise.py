@@ -29,17 +29,15 @@ SHAPES = [
     (6, 6, 12, 12, 8, 4, Causal(6)),  # all blocks full; a window across three blocks
     (4, 4, 17, 7, 8, 3, Causal(2)),  # more queries than keys: the last ones see nothing
     (4, 4, 7, 17, 8, 3, Causal()),
-    (2, 1, 7, 7, 3, 1, None),  # a position a block
     (4, 2, 13, 17, 8, 100, random_mask(13, 17)),  # a block longer than the sequence
     (4, 2, 13, 13, 8, 4, Packed(jnp.arange(13) // 6, Causal(3))),  # documents across blocks, one of a single token
 ]
-PLAIN = SHAPES[0]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("H", "G", "T", "S", "K", "block", "mask", "sequential"),
-    [*((*shape, i % 2 == 0) for i, shape in enumerate(SHAPES)), (*PLAIN, False), (*SHAPES[-1], False)],
+    [*((*shape, i % 2 == 0) for i, shape in enumerate(SHAPES)), (*SHAPES[2], False), (*SHAPES[-1], False)],
     ids=lambda x: type(x).__name__ if isinstance(x, jax.Array | Packed) else str(x),
 )
 def test_agrees_with_the_reference_forward_and_backward(H, G, T, S, K, block, mask, sequential) -> None:
@@ -83,18 +81,6 @@ def test_exactly_the_tiles_with_something_visible_are_looked_at(T: int, S: int, 
     np.testing.assert_array_equal(np.argwhere(per_tile).reshape(-1, 2), np.reshape(looped, (-1, 2)))
 
 
-@pytest.mark.slow
-@ORDERS
-def test_a_fully_masked_row_is_zero_and_passes_no_gradient(sequential: bool) -> None:
-    q, k, v = qkv(4, 2, 9, 9, 8)
-    blind = 5
-    mask = jnp.asarray(np.arange(9)[:, None].repeat(9, 1) != blind)
-    blockwise = partial(blockwise_attention, block=4, sequential=sequential)
-    y, dq, *others = map(np.asarray, value_and_gradients(blockwise, q, k, v, mask))
-    assert not y[:, blind].any() and not dq[:, blind].any()
-    assert y[:, blind - 1].all() and all(np.isfinite(g).all() and g.any() for g in others)
-
-
 @pytest.mark.parametrize("size", [1e4, -1e4, 1e31])
 def test_huge_scores_stay_finite(size: float) -> None:
     q = jnp.full((1, 6, 1), abs(size) ** 0.5)
@@ -107,11 +93,10 @@ def test_huge_scores_stay_finite(size: float) -> None:
 
 
 @pytest.mark.slow
-@ORDERS
-def test_bfloat16_keeps_its_dtype_and_sums_in_float32(sequential: bool) -> None:
+def test_bfloat16_keeps_its_dtype_and_sums_in_float32() -> None:
     arrays = [x.astype(jnp.bfloat16) for x in qkv(4, 2, 67, 67, 16)]
     exact = value_and_gradients(attention, *(x.astype(jnp.float32) for x in arrays), Causal())
-    blockwise = partial(blockwise_attention, block=16, sequential=sequential)
+    blockwise = partial(blockwise_attention, block=16, sequential=True)
     rounded = value_and_gradients(blockwise, *arrays, Causal())
     for got, want in zip(rounded, exact, strict=True):
         assert got.dtype == jnp.bfloat16
