@@ -32,7 +32,7 @@ def test_candidates_have_at_most_a_million_parameters_and_equal_tokens() -> None
 @pytest.mark.slow
 def test_the_last_candidate_learns_a_batch_by_heart() -> None:
     config = load_config(f"ladder:{LAST}")
-    model = replace(config.model, vocab_size=32, context_length=8, d_model=16, n_blocks=2, d_ff=(32,))
+    model = replace(config.model, vocab_size=32, context_length=8, d_model=16, n_blocks=1, d_ff=(32,))
     config = replace(
         config, model=model, train=replace(config.train, batch_size=4), steps=60,
         optimizer=replace(config.optimizer, warmup_steps=0),

@@ -27,7 +27,7 @@ from jaxformer.ops import RoPE
 from jaxformer.ops.positions import positions_in_segments
 from jaxformer.parallel.mesh import make_mesh
 from jaxformer.train.setup import TrainSetup
-from tests.arrays import plain_decoder
+from tests.arrays import build, plain_decoder
 
 TOKENIZER = Tokenizer.train(["a b"], 257)
 END = TOKENIZER.end_of_text
@@ -112,11 +112,17 @@ MODELS = {
 }  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def trained():
+    """Model, parameters, and the gradient `(params, batch)` of its loss."""
+    model, params = build(MODELS["rope, window"])
+    return model, params, jax.jit(jax.grad(lambda params, batch: objective_of(model).loss(model, params, batch)[0]))
+
+
 @pytest.mark.slow
-def test_packed_loss_equals_the_loss_of_each_document_by_itself():
-    config, tokens = MODELS["rope, window"], stream()
-    model, packed = config.build(), pack_documents(tokens, TOKENIZER, 16)
-    params = jax.jit(model.init)(jax.random.key(0), *config.example())["params"]
+def test_packed_loss_equals_the_loss_of_each_document_by_itself(trained):
+    (model, params, grad), tokens = trained, stream()
+    packed = pack_documents(tokens, TOKENIZER, 16)
 
     @jax.jit
     def alone(params, tokens, n):
@@ -128,31 +134,28 @@ def test_packed_loss_equals_the_loss_of_each_document_by_itself():
     def nats_and_grads(example):
         return alone(params, jnp.array(example + [5] * (17 - len(example))), len(example) - 1)
 
-    batches, measure = list(packed.val_batches(4)), jax.jit(partial(objective_of(model).measure, model))
+    batches, measure = list(packed.val_batches(2)), jax.jit(partial(objective_of(model).measure, model))
     measures = [measure(params, batch) for batch in batches]
     singles = [nats_and_grads([*x, y[-1]]) for batch in batches for x, y in examples_in(batch)]
     assert sum(m["weight"].sum() for m in measures) == len(tokens) - 1
     nats = [sum(float(m["nats"].sum()) for m in measures), sum(float(n) for n, _ in singles)]
     assert nats[0] / (len(tokens) - 1) == pytest.approx(nats[1] / (len(tokens) - 1), abs=1e-5)
     # The gradient of a batch is the sum of its documents'.
-    grads = jax.jit(jax.grad(lambda p: objective_of(model).loss(model, p, batches[0])[0]))(params)
+    grads = grad(params, batches[0])
     expected = [nats_and_grads([*x, y[-1]])[1] for x, y in examples_in(batches[0])]
     expected = jax.tree.map(lambda *leaves: sum(leaves), *expected)
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), grads, expected)
 
 
 @pytest.mark.slow
-def test_targets_of_weight_zero_have_gradient_exactly_zero():
-    config, tokens = MODELS["rope, window"], stream()
-    model = config.build()
-    params = jax.jit(model.init)(jax.random.key(0), *config.example())["params"]
+def test_targets_of_weight_zero_have_gradient_exactly_zero(trained):
+    (_, params, grad), tokens = trained, stream()
     weights = np.zeros(len(tokens), np.float32)
     ends = np.flatnonzero(tokens == END)
     weights[ends[1] + 1 : ends[2]] = 1  # the second document only, of 17 tokens: two examples
     packed = PackedExamples(tokens, *split_long(ends[:-1], np.diff(ends), 16), 16, 2, 0, weights)
     batches = [packed.batch(step) for step in range(packed.steps_per_epoch)]
     assert any(batch.weights.any() for batch in batches) and any(not batch.weights.any() for batch in batches)
-    grad = jax.jit(jax.grad(lambda params, batch: objective_of(model).loss(model, params, batch)[0]))
     for batch in batches:
         counted = batch.weights > 0
         assert batch.weights.sum() == pytest.approx(1 if counted.any() else 0)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax.traverse_util import flatten_dict, unflatten_dict
+from flax.traverse_util import unflatten_dict
 
 from jaxformer.errors import UserError
 from jaxformer.inspect import attention_maps
@@ -19,9 +19,7 @@ from jaxformer.models.decoder import BlockAttention
 from jaxformer.models.encoder import ClassifierConfig, EncoderConfig
 from jaxformer.nn.embedding import Embedding
 from jaxformer.nn.execution import Execution
-from jaxformer.nn.parameters import parameter_axes
 from jaxformer.ops import RoPE
-from jaxformer.parallel.mesh import make_mesh, shardings
 from jaxformer.runs.run import abstract_params, count_parameters
 from tests.arrays import apply, assert_close, build, normal, random_tokens
 from tests.helpers import ROOT, slow
@@ -130,13 +128,6 @@ def test_bert_base_has_as_many_parameters_as_its_release() -> None:
     """109,514,298: `bert-base-uncased` with its head for masked tokens, without the pooler and next sentences."""
     config = EncoderConfig(30_522, 512, 768, n_blocks=12, n_heads=12, d_ff=(3072,), n_segments=2)
     assert count_parameters(abstract_params(config.build())) == 109_514_298
-
-
-@pytest.mark.parametrize("config", [MASKED, FIRST], ids=["masked", "classifier"])
-def test_every_parameter_has_a_sharding(config: EncoderConfig) -> None:
-    params, axes = abstract_params(config.build()), parameter_axes(config.build())
-    placed = flatten_dict(shardings(params, axes, make_mesh("data=2,fsdp=2,tensor=2")), sep=".")
-    assert placed.keys() == flatten_dict(params, sep=".").keys()
 
 
 def test_what_a_model_does_not_have_is_refused() -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxformer.ops.attention import attention
-from jaxformer.ops.bias import ALiBi, RelativePositionBias, alibi_slopes
+from jaxformer.ops.bias import ALiBi, Bias, RelativePositionBias, alibi_slopes
 from jaxformer.ops.cache import (
     KVCache,
     LayerCache,
@@ -89,28 +89,31 @@ def test_a_step_attends_as_if_its_key_and_value_were_written_first(dtype: Any, s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("window", [None, 3])
-def test_steps_with_biases_by_distance_are_the_rows_of_one_pass(window: int | None) -> None:
+@pytest.mark.parametrize(
+    ("window", "bias"),
+    [(None, ALiBi(alibi_slopes(2 * G))), (3, RelativePositionBias(normal(8, 2 * G, seed=5), False, 5))],
+    ids=["alibi", "ring, buckets"],
+)
+def test_steps_with_biases_by_distance_are_the_rows_of_one_pass(window: int | None, bias: Bias) -> None:
     """After 3 slots of padding, and in a ring of slots if there is a window."""
     n, H, mask = 9, 2 * G, Causal(window)
     q, k, v, sinks = normal(H, n, K, seed=1), normal(G, n, K, seed=2), normal(G, n, K, seed=3), normal(H, seed=4)
-    for bias in (ALiBi(alibi_slopes(H)), RelativePositionBias(normal(8, H, seed=5), False, 5)):
-        wanted = attention(q, k, v, mask, 0.3, bias=bias, sinks=sinks)
-        n_slots = n + 3 if window is None else window
-        layer, position_S = init_cache(1, G, n_slots, K, jnp.float32).layers[0], jnp.full(n_slots, EMPTY)
+    wanted = attention(q, k, v, mask, 0.3, bias=bias, sinks=sinks)
+    n_slots = n + 3 if window is None else window
+    layer, position_S = init_cache(1, G, n_slots, K, jnp.float32).layers[0], jnp.full(n_slots, EMPTY)
 
-        @jax.jit
-        def step(t: Any, layer: LayerCache, position_S: jax.Array, bias: Any = bias) -> tuple:
-            slot, one = (t + 3) % len(position_S), jnp.array([t])
-            position_S = write_positions(position_S, one, slot)
-            visible_1S = mask(one, position_S) & padding(one, position_S)
-            at = lambda x: jax.lax.dynamic_slice_in_dim(x, t, 1, 1)  # noqa: E731
-            terms = {"bias": bias(one, position_S), "sinks": sinks}
-            return *decode_step(at(q), at(k), at(v), layer, slot, visible_1S, 0.3, **terms), position_S
+    @jax.jit
+    def step(t: Any, layer: LayerCache, position_S: jax.Array) -> tuple:
+        slot, one = (t + 3) % len(position_S), jnp.array([t])
+        position_S = write_positions(position_S, one, slot)
+        visible_1S = mask(one, position_S) & padding(one, position_S)
+        at = lambda x: jax.lax.dynamic_slice_in_dim(x, t, 1, 1)  # noqa: E731
+        terms = {"bias": bias(one, position_S), "sinks": sinks}
+        return *decode_step(at(q), at(k), at(v), layer, slot, visible_1S, 0.3, **terms), position_S
 
-        for t in range(n):
-            y, layer, position_S = step(t, layer, position_S)
-            assert_close(y[:, 0], wanted[:, t])
+    for t in range(n):
+        y, layer, position_S = step(t, layer, position_S)
+        assert_close(y[:, 0], wanted[:, t])
 
 
 @pytest.mark.slow
