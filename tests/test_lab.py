@@ -20,10 +20,12 @@ from tests.browser import browsing, complaints
 from tests.lab import built_page
 
 SMALL = {"contextLength": 8, "width": 16, "heads": 2, "blocks": 2, "hidden": 24, "batchSize": 4, "learningRate": 0.005}
-OF_ATTENTION = ["no mask", "mask after softmax", "unscaled scores", "softmax over queries"]
-FAULTS = [*OF_ATTENTION, "N(0, 1) weights", "no residual", "no norm", "no positions", "large learning rate"]
-PAIRS = [(a, b) for i, a in enumerate(OF_ATTENTION) for b in OF_ATTENTION[:i]]
-"""Faults that meet in one place; the others stand apart, on the page as in the library."""
+FAULTS = [
+    (), ("no mask",), ("mask after softmax", "unscaled scores"), ("softmax over queries",),
+    ("softmax over queries", "mask after softmax"), ("N(0, 1) weights",),
+    ("no residual", "no norm", "no positions", "large learning rate"),
+]  # fmt: skip
+"""Each fault, and those that meet in one place together; the others stand apart, on the page as in the library."""
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +141,7 @@ def far(a: Params, b: Params) -> dict[str, float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("faults", [(), *((fault,) for fault in FAULTS), *PAIRS], ids=" + ".join)
+@pytest.mark.parametrize("faults", FAULTS, ids=" + ".join)
 def test_gradients_and_ten_steps_are_those_of_jax(page, faults):
     reference = Reference(page, create(page, **SMALL, faults=list(faults)))
     progress = run(page, "return await one.train(1)")
@@ -154,14 +156,6 @@ def test_gradients_and_ten_steps_are_those_of_jax(page, faults):
 
 
 @pytest.mark.slow
-def test_sixty_steps_are_those_of_jax(page):
-    reference = Reference(page, create(page))
-    losses = reference.train(60)
-    progress = run(page, "return await one.train(60)")
-    assert progress["finite"] and progress["loss"] == pytest.approx(losses[-1], rel=1e-3)
-
-
-@pytest.mark.slow
 def test_divergence_is_in_the_step_of_jax(page):
     reference = Reference(page, create(page, blocks=4, faults=["no norm", "large learning rate"]))
     losses = reference.train(20)
@@ -171,7 +165,7 @@ def test_divergence_is_in_the_step_of_jax(page):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("faults", [[], ["softmax over queries"], ["no mask"]], ids=str)
+@pytest.mark.parametrize("faults", [[], ["softmax over queries", "no mask"]], ids=str)
 def test_look_and_greedy_text_are_those_of_the_library(page, faults):
     reference = Reference(page, create(page, **SMALL, faults=faults))
     look = run(page, "return one.look(a[0])", "tested")  # shorter than the context

@@ -19,14 +19,14 @@ import os, signal, subprocess, sys, time
 command = sys.argv[1:]
 while command[0].startswith("-"):  # options of srun
     command.pop(0)
-port, stop_at = os.environ["JAX_COORDINATOR_PORT"], int(os.environ["STOP_AT"])
+port, stop_at, n = os.environ["JAX_COORDINATOR_PORT"], int(os.environ["STOP_AT"]), os.environ["TASKS"]
 step = {{
-    "SLURM_STEP_NODELIST": "localhost", "SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "2",
+    "SLURM_STEP_NODELIST": "localhost", "SLURM_STEP_NUM_TASKS": n, "SLURM_NTASKS": n,
     "SLURM_STEP_NUM_NODES": "1", "JAX_COORDINATOR_BIND_ADDRESS": "127.0.0.1:" + port,
 }}
 tasks = [
     subprocess.Popen(command, env=os.environ | step | {{"SLURM_PROCID": str(i), "SLURM_LOCALID": str(i)}})
-    for i in range(2)
+    for i in range(int(n))
 ]
 metrics = os.path.join("runs", os.environ["SLURM_JOB_NAME"], "metrics.jsonl")
 while stop_at and all(task.poll() is None for task in tasks):
@@ -40,10 +40,11 @@ sys.exit(max(task.wait() for task in tasks))
 SCONTROL = '#!/bin/sh\necho "scontrol $*"\n'
 
 
-def submit(folder: Path, *options: str, stop_at: int = 0) -> subprocess.CompletedProcess:
+def submit(folder: Path, *options: str, tasks: int, stop_at: int = 0) -> subprocess.CompletedProcess:
     """Run the script as SLURM does, in the folder that it was submitted from.
 
     Args:
+      tasks: processes, which have two devices together.
       stop_at: rows of the log after which the tasks receive SIGTERM; 0 for never.
     """
     programs = folder / "bin"
@@ -53,8 +54,9 @@ def submit(folder: Path, *options: str, stop_at: int = 0) -> subprocess.Complete
         (programs / name).chmod(0o755)
     job = {
         "SLURM_JOB_ID": "4242", "SLURM_JOB_NAME": "small", "SLURM_CPUS_PER_TASK": "1", "PYTHON": sys.executable,
-        "STOP_AT": str(stop_at), "PATH": f"{programs}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT),
-        "JAX_COORDINATOR_PORT": str(free_port()), "JAX_NUM_CPU_DEVICES": "1", "JAX_PLATFORMS": "cpu",
+        "STOP_AT": str(stop_at), "TASKS": str(tasks), "PATH": f"{programs}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT), "JAX_COORDINATOR_PORT": str(free_port()), "JAX_NUM_CPU_DEVICES": str(2 // tasks),
+        "JAX_PLATFORMS": "cpu",
     }  # fmt: skip
     return subprocess.run(
         ["bash", SCRIPT, *options], cwd=folder, env=os.environ | job, capture_output=True, text=True, timeout=400
@@ -74,7 +76,7 @@ def test_job_of_two_processes_saves_at_sigterm_is_requeued_and_continues(tmp_pat
     rare = ["--train.checkpoint-every", "0", "--train.eval-every", "0", "--train.report-every", "0"]
     books = write_books(tmp_path / "books")
     options = tiny(books, 100_000, *rare, "--mesh", "fsdp=2", "--train.profile", "2:4")
-    first = submit(tmp_path, *options, stop_at=5)
+    first = submit(tmp_path, *options, tasks=2, stop_at=5)
     assert first.returncode == 143, first.stdout + first.stderr
     assert "devices: 2 x cpu, mesh fsdp=2, 2 processes" in first.stdout
     described = re.findall(r"^\| `([\w ]+:)`", (ROOT / "docs/accelerators.md").read_text(), re.MULTILINE)
@@ -84,7 +86,8 @@ def test_job_of_two_processes_saves_at_sigterm_is_requeued_and_continues(tmp_pat
     traces = (tmp_path / "runs/small/profile").rglob("steps-2-3/*.xplane.pb")
     assert sorted(file.name.split("_")[-1] for file in traces) == ["0.xplane.pb", "1.xplane.pb"]
 
-    second = submit(tmp_path, *changed(options, "--steps", str(saved + 5)))
+    # On one node, as it happens, with as many devices.
+    second = submit(tmp_path, *changed(options, "--steps", str(saved + 5)), tasks=1)
     assert second.returncode == 0, second.stdout + second.stderr
     assert "run runs/small (resumed)" in second.stdout and "scontrol" not in second.stdout
     assert read_metrics(tmp_path / "runs/small")[-1]["step"] == saved + 5
@@ -92,6 +95,6 @@ def test_job_of_two_processes_saves_at_sigterm_is_requeued_and_continues(tmp_pat
 
 @pytest.mark.slow
 def test_error_of_training_ends_the_job_without_requeueing(tmp_path):
-    result = submit(tmp_path, "--config", "nothing.py", stop_at=0)
-    assert result.returncode == 2 and result.stderr.count("error: ") == 2  # one per process
+    result = submit(tmp_path, "--config", "nothing.py", tasks=1)
+    assert result.returncode == 2 and result.stderr.count("error: ") == 1
     assert "scontrol" not in result.stdout and not (tmp_path / "runs").exists()
