@@ -1,5 +1,4 @@
 from dataclasses import replace
-from math import log
 
 import jax
 import numpy as np
@@ -28,7 +27,7 @@ def test_attention_entropy_at_first_is_as_the_sources_report(name: str, low: flo
 
 
 @pytest.mark.slow
-def test_unembedding_std_scales_w_out_alone_and_starts_the_loss_at_log_vocab_size() -> None:
+def test_unembedding_std_scales_w_out_alone() -> None:
     config = replace(rung("rmsnorm"), d_model=64, d_ff=(64,), n_blocks=1, final_norm=True)
     tokens_BT = random_tokens(config.vocab_size, 8, config.context_length)
     small = replace(config, unembedding_std=0.01)
@@ -36,7 +35,3 @@ def test_unembedding_std_scales_w_out_alone_and_starts_the_loss_at_log_vocab_siz
     np.testing.assert_allclose(scaled["W_out"], params["W_out"] * 0.01 * 64**0.5, rtol=1e-5)
     for name in params.keys() - {"W_out"}:
         jax.tree.map(np.testing.assert_array_equal, params[name], scaled[name])
-    # With unit features, logits have variance D · std², and the expected loss is log V plus half of it.
-    logits_BTV = jax.jit(jax.vmap(lambda t: small.build().apply({"params": scaled}, t)))(tokens_BT)
-    nll = jax.nn.logsumexp(logits_BTV, axis=-1).mean() - logits_BTV.mean()
-    assert abs(nll - log(config.vocab_size) - 64 * 0.01**2 / 2) < 1e-3

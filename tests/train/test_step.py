@@ -20,7 +20,6 @@ from jaxformer.config import ComputeConfig, Config, OptimizerConfig, TrainConfig
 from jaxformer.data.dataset import Batch
 from jaxformer.data.windows import TextConfig, next_token_batch
 from jaxformer.errors import UserError
-from jaxformer.inspect import first_non_finite
 from jaxformer.models import objective
 from jaxformer.models.decoder import DecoderConfig, ExpertsConfig
 from jaxformer.models.encoder import ClassifierConfig, EncoderConfig
@@ -49,7 +48,6 @@ CONFIG = Config(
 )
 TWO_BLOCKS = replace(CONFIG, model=replace(MODEL, n_blocks=2))
 PACKED = {"packing": "documents"}
-DROPOUT = replace(CONFIG, model=replace(MODEL, n_blocks=2, dropout=0.3))
 EXPERTS = replace(
     CONFIG,
     model=replace(
@@ -122,14 +120,6 @@ def test_training_is_the_same_on_a_mesh_of_every_axis():
     assert losses[-5:].mean() < losses[:5].mean() - 0.1  # it learned something: random tokens have frequencies
 
 
-@pytest.mark.slow
-def test_dropout_is_independent_of_mesh_remat_and_accumulation():
-    fields = {"remat": "block", "scan_blocks": True, "grad_accumulation_steps": 2}
-    assert_same_training(CUBE, computed(DROPOUT, **fields), "data=1", DROPOUT)
-    without = jax.jit(lambda params: CrossEntropy().loss(TWO_BLOCKS.model.build(), params, BATCHES[0])[1])
-    assert abs(trained("data=1", DROPOUT)[0][0] / without(first_params(TWO_BLOCKS.model)) - 1) > 1e-3
-
-
 LENGTHS_B = np.array([T, 1, 3, T, 5, 2, 2, 7, 1, 1, T, 4, 9, T, 1, 6])
 REAL_BT = np.arange(T) < LENGTHS_B[:, None]
 PADDED = Batch(
@@ -147,11 +137,12 @@ def gradient_of_padded_rows(mesh: str, config: Config) -> tuple[jax.Array, Param
 
 
 @pytest.mark.slow
-def test_routers_weigh_devices_by_their_tokens():
+def test_routers_weigh_devices_by_their_tokens_and_dropout_is_independent_of_mesh_and_remat():
     """Balancing sees all that the devices take, not a part: its loss is no mean of its parts'."""
-    config = computed(EXPERTS, remat="block", scan_blocks=True)
-    expected = gradient_of_padded_rows("data=1", EXPERTS)
-    jax.tree.map(assert_close, gradient_of_padded_rows("fsdp=2,expert=2,tensor=2", config), expected)
+    config = replace(EXPERTS, model=replace(EXPERTS.model, n_blocks=2, dropout=0.3))
+    expected = gradient_of_padded_rows("data=1", computed(config, scan_blocks=True))
+    again = computed(config, remat="block", scan_blocks=True)
+    jax.tree.map(assert_close, gradient_of_padded_rows("fsdp=2,expert=2,tensor=2", again), expected)
 
 
 def test_gradients_are_the_same_on_a_mesh_and_in_microbatches():
@@ -195,17 +186,6 @@ def test_the_load_balancing_loss_is_minimised_and_not_reported():
     assert expected["blocks_0"]["mlp"]["W_router"].any()
 
 
-@pytest.mark.slow
-def test_bfloat16_is_close_and_stores_float32():
-    """A rounding to bfloat16 is at most 2^-9 of a number; those of different tokens are independent, so that the mean
-    over 192 of them is closer than each. Half of one rounding is left for all that follow one another."""
-    losses, state = trained("data=2,fsdp=2", computed(CONFIG, precision="bfloat16"))
-    expected = trained("data=1")[0]
-    np.testing.assert_allclose(losses, expected, rtol=2**-10)
-    assert np.abs(losses / expected - 1).max() > 1e-6  # it was bfloat16
-    assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype(jnp.float32)}
-
-
 def test_bfloat16_over_a_tensor_axis_of_cpus_is_refused():
     with pytest.raises(UserError, match=r"`compute\.precision` is bfloat16"):
         make_train_step(setup_of("tensor=2", computed(CONFIG, precision="bfloat16")))
@@ -242,13 +222,6 @@ def test_initial_state_is_the_same_on_every_mesh():
 
 
 @pytest.mark.slow
-def test_parameter_names_and_shapes_are_independent_of_compute_options():
-    for fields in ({"remat": "block"}, {"scan_blocks": True}, {"grad_accumulation_steps": 4}):
-        other = setup_of("data=1", computed(TWO_BLOCKS, **fields)).abstract_state
-        assert other == setup_of("data=1", TWO_BLOCKS).abstract_state
-
-
-@pytest.mark.slow
 def test_train_step_applies_optax_to_the_gradient_of_the_loss():
     setup, params = setup_of("data=2,fsdp=4"), first_params()
     optimizer = setup.optimizer
@@ -275,9 +248,9 @@ def test_train_step_applies_optax_to_the_gradient_of_the_loss():
 @pytest.mark.slow
 def test_a_gradient_whose_sum_over_tokens_would_overflow_is_finite():
     """W_out's: with blocks that give nothing, the sum over 192 tokens of 3e37 times softmax less one-hot; float32 ends
-    at 3.4e38. The autopsy must not find fault with it, either."""
+    at 3.4e38."""
     config = computed(replace(CONFIG, model=replace(MODEL, norm="none")), grad_accumulation_steps=4)
-    setup = setup_of("data=2", config)
+    setup = setup_of("data=1", config)
     zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), setup.abstract_state.params)
     zeros["embedding"]["W_E"] = np.full((V, 16), 3e37, np.float32)
     batch = next_token_batch(np.zeros((B, T + 1), np.int32))
@@ -286,7 +259,6 @@ def test_a_gradient_whose_sum_over_tokens_would_overflow_is_finite():
     expected = 3e37 * (1 / V - np.eye(V)[0])
     np.testing.assert_allclose(grads["W_out"], np.broadcast_to(expected, (16, V)), rtol=1e-5)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(grads))
-    assert first_non_finite(setup.model, zeros, batch) is None
 
 
 def test_a_compiled_step_is_called_itself_without_jit(monkeypatch):
@@ -311,13 +283,18 @@ def loss_and_gradient(config: Config, n_chunks: int) -> tuple[jax.Array, Params]
 
 
 @pytest.mark.slow
-def test_gradients_of_chunks_are_summed_in_float32():
-    """A bfloat16 sum over 192 pieces is rounded 192 times, and was measured to be off by 1.9 % of the norm; what is
-    computed in bfloat16 at once, and rounded once, is off by 0.4 %, and summed in float32 the pieces are no worse."""
+def test_bfloat16_is_close_and_gradients_of_chunks_are_summed_in_float32():
+    """A rounding to bfloat16 is at most 2^-9 of a number; those of different tokens are independent, so that the mean
+    over 192 of them is closer than each. A bfloat16 sum over 192 pieces is rounded 192 times, and was measured to be
+    off by 1.9 % of the norm; what is computed in bfloat16 at once, and rounded once, is off by 0.4 %, and summed in
+    float32 the pieces are no worse."""
     bfloat16 = computed(CONFIG, precision="bfloat16")
-    exact, unchunked, chunked = (
-        loss_and_gradient(config, n)[1]["W_out"] for config, n in ((CONFIG, 1), (bfloat16, 1), (bfloat16, B * T))
+    (loss, grads), (close, halves), (_, pieces) = (
+        loss_and_gradient(config, n) for config, n in ((CONFIG, 1), (bfloat16, 1), (bfloat16, B * T))
     )
+    assert 1e-6 < abs(close / loss - 1) < 2**-10
+    assert {leaf.dtype for leaf in jax.tree.leaves(halves)} == {jnp.dtype(jnp.float32)}
+    exact, unchunked, chunked = (tree["W_out"] for tree in (grads, halves, pieces))
     assert np.linalg.norm(chunked - exact) < 1.25 * np.linalg.norm(unchunked - exact)
 
 
@@ -393,10 +370,8 @@ def good_and_bad() -> tuple[Batch, Batch]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("fields", "allowed"), [({"non_finite": "stop"}, 0), ({"non_finite": "skip", "max_skips": 2}, 2)]
-)
-def test_non_finite_steps_are_skipped_and_too_many_in_a_row_stop_training(fields, allowed, good_and_bad):
+def test_non_finite_steps_are_skipped_and_too_many_in_a_row_stop_training(good_and_bad):
+    allowed, fields = 2, {"non_finite": "skip", "max_skips": 2}
     setup = setup_of("data=2,fsdp=2", replace(CONFIG, train=replace(CONFIG.train, **fields)))
     step, state = make_train_step(setup), state_on(setup)
     good, bad = good_and_bad
@@ -418,9 +393,8 @@ def test_non_finite_steps_are_skipped_and_too_many_in_a_row_stop_training(fields
     for count in range(1, allowed + 1):  # as many as are allowed
         loss, learned, failures = take(bad)
         assert np.isnan(loss) and not learned and failures == count
-    if allowed:
-        loss, learned, failures = take(good)
-        assert np.isfinite(loss) and learned and failures == 0
+    loss, learned, failures = take(good)
+    assert np.isfinite(loss) and learned and failures == 0
     for count in range(1, allowed + 2):  # one more
         assert take(bad)[1:] == (False, count)
     loss, learned, failures = take(good)
@@ -430,7 +404,7 @@ def test_non_finite_steps_are_skipped_and_too_many_in_a_row_stop_training(fields
 @pytest.mark.slow
 def test_recompilation_for_another_batch_shape_is_reported():
     messages: list[str] = []
-    setup = setup_of("data=2")
+    setup = setup_of("data=1")
     step, state, split = CompiledStep(setup, messages.append), state_on(setup), batch_sharding(setup.mesh)
     assert step.compile(BATCHES[0]).startswith("memory per device: ")
     for k in range(2):
