@@ -48,8 +48,6 @@ def test_json_round_trip_is_identity():
     [
         ({"strid": 5}, "did you mean 'stride'"),
         ({"stride": "5"}, "stride is '5'"),
-        ({"unwrap": 1}, "unwrap is 1"),
-        ({"val_fraction": None}, "val_fraction is None"),
         ({"stride": [[0] * 10_000]}, r"stride is \[\[0, 0.{1,80}0\]\]; it must be a whole number"),
     ],
 )
@@ -117,9 +115,7 @@ def test_one_word_of_several_is_not_taken_apart_and_a_path_is_a_text(tmp_path):
     ("make", "message"),
     [
         (lambda: plain_decoder(d_model="64"), "d_model is '64'; it must be a whole number"),
-        (lambda: plain_decoder(d_model=64.0), "d_model is 64.0; it must be a whole number"),
         (lambda: plain_decoder(d_ff=(64, "32")), "d_ff is '32'; it must be a whole number"),
-        (lambda: plain_decoder(d_ff=None), "d_ff is None; it must be a whole number"),
         (lambda: plain_decoder(bias="no"), "bias is 'no'; it must be True or False"),
         (lambda: plain_decoder(n_blocks=True), "n_blocks is True; it must be a whole number"),
         (lambda: OptimizerConfig(learning_rate="1e-3"), "learning_rate` is '1e-3'; it must be a number"),
@@ -200,22 +196,11 @@ def test_missing_required_field_is_named():
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: TextConfig(val_fraction=1.0),
-        lambda: TextConfig(stride=0),
-        lambda: OptimizerConfig(learning_rate=0.0),
         lambda: OptimizerConfig(learning_rate=float("nan")),
-        lambda: OptimizerConfig(momentum=1.0),
-        lambda: OptimizerConfig(b2=-0.1),
-        lambda: OptimizerConfig(clip_norm=0.0),
-        lambda: OptimizerConfig(warmup_steps=-1),
-        lambda: TrainConfig(batch_size=0),
         lambda: TrainConfig(sample_prompt=""),
-        lambda: TrainConfig(log_to=("tensorboard", "tensorflow")),
         lambda: replace(CONFIG, steps=0),
-        lambda: replace(CONFIG, seed=-1),
         lambda: replace(CONFIG, seed=2**32),
         lambda: replace(CONFIG, name="../up"),
-        lambda: replace(CONFIG, name=""),
         lambda: OptimizerConfig(weight_decay=0.1),
         lambda: OptimizerConfig(final_fraction=0.1),
         lambda: OptimizerConfig(decay_fraction=0.2),
@@ -225,16 +210,9 @@ def test_missing_required_field_is_named():
         lambda: OptimizerConfig("schedule_free", schedule="cosine"),
         lambda: OptimizerConfig("schedule_free", b1=0.0),
         lambda: OptimizerConfig(name="sgd"),
-        lambda: plain_decoder(positions="Rope"),
         lambda: plain_decoder(final_norm=True),
         lambda: plain_decoder(d_ff=(8, 2**20 + 1)),
-        lambda: ImageModelConfig(image_size=(2**14 + 1, 8)),
-        lambda: replace(CONFIG, steps=2**31),
-        lambda: plain_decoder(norm_eps=0.0),
-        lambda: plain_decoder(score_scale=-1e39),
         lambda: OptimizerConfig(learning_rate=1e39),
-        lambda: OptimizerConfig(learning_rate=1e308),
-        lambda: OptimizerConfig("adamw", weight_decay=1e39),
     ],
 )
 def test_values_out_of_range_are_refused(make):

@@ -24,6 +24,7 @@ for module, names in {{
     for name in names:
         delattr(module, name)
 from jaxformer.__main__ import main
+from jaxformer.cli import inspect  # imported only: to inspect takes longer than to train
 for arguments in json.loads(sys.argv[1]):
     print("$", *arguments[:1])
     assert main(arguments) == 0, arguments

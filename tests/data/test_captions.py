@@ -146,15 +146,6 @@ def test_fingerprint_covers_all_settings_of_the_batches(tmp_path: Path) -> None:
     assert len({data.fingerprint, *(other.fingerprint for other in others)}) == 10
 
 
-def test_description_states_sizes(tmp_path: Path) -> None:
-    data = load(write(tmp_path))
-    assert data.describe().startswith(f"{tmp_path}: 4 images of 4 x 4 pixels with captions, ")
-    assert data.describe().endswith(" tokens each; held out: 1")
-    assert (data.unit, data.per_step, data.steps_per_epoch) == ("examples", 2, 2)
-    short = load(str(tmp_path), model=replace(MODEL, text=replace(MODEL.text, context_length=4)))
-    assert ", 4 shortened; held out" in short.describe()  # the tokenizer's two merges make one token of "red"
-
-
 def test_integer_option_has_the_fingerprint_of_its_float(tmp_path: Path) -> None:
     """Check that 10 in a config file equals 10.0."""
     config = CaptionsConfig(write(tmp_path), rotate=10)

@@ -13,7 +13,7 @@ from jaxformer.config import Resizing
 from jaxformer.data.dataset import epoch_uniforms
 from jaxformer.data.image_folder import ImageSplits, LabelledImages, hold_out, open_image_folder
 from jaxformer.data.image_io import read_idx, read_image, read_model_input
-from jaxformer.data.images import ImagesConfig, shift_images
+from jaxformer.data.images import ImagesConfig
 from jaxformer.data.infer_config import infer_image_size
 from jaxformer.errors import UserError
 from jaxformer.models.vit import ViTConfig
@@ -166,12 +166,6 @@ def test_flip_and_shift_are_uniform_over_epochs(idx_folder: Path) -> None:
     assert min(observed.values()) > 5 and max(observed.values()) < 45
 
 
-def test_shift_has_a_black_border() -> None:
-    image = np.arange(1, 13, dtype=np.uint8).reshape(1, 3, 4, 1)
-    assert shift_images(image, np.array([[1, -2]]))[0, ..., 0].tolist() == [[0, 0, 0, 0], [3, 4, 0, 0], [7, 8, 0, 0]]
-    np.testing.assert_array_equal(shift_images(image, np.array([[0, 0]])), image)
-
-
 def test_epoch_uniforms_are_independent_of_the_permutation() -> None:
     a = epoch_uniforms(1000, 2, 0, 0)
     assert a.shape == (1000, 2) and (a >= 0).all() and (a < 1).all()
@@ -202,12 +196,6 @@ def test_fingerprint_covers_all_settings_of_a_batch(idx_folder: Path, tmp_path: 
     other = write_idx(tmp_path / "other", {"train": N, "t10k": N_VAL + 1})
     others = [replace(config, flip=True), replace(config, shift=1), replace(config, path=str(other))]
     assert len({data.fingerprint for data in same} | {c.load(MODEL, 2, 0).fingerprint for c in others}) == 4
-
-
-def test_description_states_sizes_and_classes(idx_folder: Path) -> None:
-    assert ImagesConfig(str(idx_folder)).load(MODEL, 2, 0).describe() == (
-        f"{idx_folder}: 11 images of 4 x 6 pixels with 1 channel in 3 classes (0, 1, 2); held out: 5 images"
-    )
 
 
 @pytest.mark.parametrize(

@@ -105,12 +105,6 @@ def test_held_out_videos_do_not_depend_on_the_seed(config: MovingImagesConfig) -
     np.testing.assert_array_equal(videos.sum(axis=(2, 3, 4), dtype=np.int64), mass[:, None].repeat(FRAMES, 1))
 
 
-def test_description_states_how_videos_are_made(config: MovingImagesConfig) -> None:
-    described = config.load(MODEL, 2, 0).describe()
-    assert "videos made from 11 still images that move on black in 8 directions, 4 frames of 14 x 12" in described
-    assert "classes: direction (up, up right, " in described
-
-
 def test_fingerprint_covers_all_settings_of_a_batch(config: MovingImagesConfig) -> None:
     others = [replace(config, max_speed=1), replace(config, label="class")]
     models = [MODEL, replace(MODEL, n_classes=3)]

@@ -232,15 +232,6 @@ def test_a_prefix_language_model_is_called_with_the_length_of_a_prefix() -> None
     assert config.contract.has_prefix and not PLAIN.contract.has_prefix
 
 
-@pytest.mark.slow
-def test_dropout_acts_only_with_a_key() -> None:
-    model, params = build(replace(PLAIN, dropout=0.3))
-    tokens_T = random_tokens(V, T)
-    without = apply(model, params, tokens_T)
-    assert_close(without, apply(PLAIN.build(), params, tokens_T), 0)
-    assert jnp.abs(apply(model, params, tokens_T, rngs={"dropout": jax.random.key(0)}) - without).max() > 0.1
-
-
 @pytest.mark.parametrize(("name", "count"), [("residual", 6_500_608), ("rmsnorm", 23_096_320)])
 def test_rungs_have_as_many_parameters_as_counted_by_hand(name: str, count: int) -> None:
     # V·D embedding, T·D positions, a block's 3·D² (4·D² with W_O) + MLP 256·2048 + 2048² + 2048·256 with

@@ -151,7 +151,7 @@ def test_an_invalid_config_is_refused_with_its_value(name: str, value: object) -
 LOCAL = BlockAttention(2, RoPE(10.0))
 MODERN = replace(
     PRE, norm="layernorm_no_bias", embedding_norm=True, first_norm=False, attention=(BlockAttention(), LOCAL, LOCAL),
-    n_blocks=5, activation="geglu_exact", bias=False, attention_bias=False, head_bias=False, embedding_dim=8,
+    n_blocks=4, activation="geglu_exact", bias=False, attention_bias=False, head_bias=False, embedding_dim=8,
 )  # fmt: skip
 
 
@@ -162,9 +162,9 @@ def test_blocks_that_differ_are_scanned_in_groups_and_local_ones_see_their_windo
     assert params["embedding"]["W_E"].shape == (V, 8) and params["embedding_projection"]["W_1"].shape == (8, D)
     scanned = MODERN.build(Execution(scan=True))
     assert_close(apply(scanned, params, TOKENS_T, VALID_T), apply(model, params, TOKENS_T, VALID_T))
-    maps = attention_maps(model, params, TOKENS_T)
+    maps = jax.device_get(jax.jit(attention_maps, static_argnums=0)(model, params, TOKENS_T))
     far_TT = abs(np.arange(T)[:, None] - np.arange(T)) > 1
-    assert [bool((pattern[:, far_TT] == 0).all()) for pattern in maps] == [False, True, True, False, True]
+    assert [bool((pattern[:, far_TT] == 0).all()) for pattern in maps] == [False, True, True, False]
 
 
 def test_parts_of_an_encoder_that_do_not_fit_are_refused() -> None:

@@ -13,7 +13,6 @@ from flax.traverse_util import flatten_dict
 
 from jaxformer.cli import merge as merge_command
 from jaxformer.config import Config, LoraConfig, OptimizerConfig, TrainConfig
-from jaxformer.contract import ParameterAxes
 from jaxformer.data.windows import TextConfig, next_token_batch
 from jaxformer.errors import UserError
 from jaxformer.models.decoder import ExpertsConfig
@@ -318,37 +317,3 @@ def test_a_missing_or_corrupt_base_is_one_sentence(run, tmp_path, capsys):
 def test_a_merge_without_a_folder_to_write_says_how(capsys):
     assert merge_command.main(["runs/tuned"]) == 2
     assert "python -m jaxformer merge runs/tuned --out runs/merged" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_adapters_are_those_of_torch():
-    """Five steps of AdamW on a low-rank layer, written with torch's own linear layers."""
-    torch = pytest.importorskip("torch")
-    draw = np.random.default_rng(0)
-    W, x, y = (draw.normal(size=shape).astype(np.float32) for shape in ((6, 5), (20, 6), (20, 5)))
-    axes = {"layer.W": ParameterAxes((), ("embed",), ("hidden",))}
-    config, params = LoraConfig(2, alpha=3.0), {"layer": {"W": jnp.asarray(W)}}
-    adapters = init_adapters(jax.random.key(0), params, axes, config)
-    frozen, down, up = (torch.nn.Linear(*sizes, bias=False) for sizes in ((6, 5), (6, 2), (2, 5)))
-    with torch.no_grad():
-        frozen.weight.copy_(torch.from_numpy(W.T))
-        down.weight.copy_(torch.from_numpy(np.array(adapters["layer"]["W"]["A"]).T))
-        up.weight.zero_()
-    frozen.weight.requires_grad = False
-    theirs = torch.optim.AdamW([down.weight, up.weight], lr=0.05, weight_decay=0.1)
-    ours = optax.adamw(0.05, weight_decay=0.1)
-    state = ours.init(adapters)
-    loss = lambda a: jnp.mean((x @ merge(params, a, config)["layer"]["W"] - y) ** 2)  # noqa: E731
-    value_and_grad = jax.jit(jax.value_and_grad(loss))
-    update = jax.jit(ours.update)
-    for _ in range(5):
-        theirs.zero_grad()
-        error = ((frozen(torch.from_numpy(x)) + 1.5 * up(down(torch.from_numpy(x))) - torch.from_numpy(y)) ** 2).mean()
-        error.backward()
-        theirs.step()
-        value, grads = value_and_grad(adapters)
-        assert float(value) == pytest.approx(error.item(), rel=1e-5)
-        updates, state = update(grads, state, adapters)
-        adapters = optax.apply_updates(adapters, updates)
-    assert_close(adapters["layer"]["W"]["B"], up.weight.detach().numpy().T)
-    assert_close(adapters["layer"]["W"]["A"], down.weight.detach().numpy().T)

@@ -186,26 +186,6 @@ def test_interleaved_pairs_and_a_fraction_agree_with_complex_numbers() -> None:
             RoPE(fraction=fraction)(x, positions)
 
 
-@pytest.mark.slow
-def test_interleaved_pairs_and_a_fraction_are_those_of_onnx() -> None:
-    reference = pytest.importorskip("onnx.reference")
-    helper, x_HTK, R = pytest.importorskip("onnx.helper"), np.asarray(normal(H, T, K)), 6
-    angles_TR = np.arange(T)[:, None] * RoPE(fraction=0.6).frequencies(K)
-    for interleaved in (False, True):
-        options = {"interleaved": int(interleaved), "rotary_embedding_dim": R}
-        node = helper.make_node("RotaryEmbedding", ["x", "cos", "sin"], ["y"], **options)
-        graph = helper.make_graph([node], "g", [helper.make_tensor_value_info(n, 1, None) for n in ("x", "cos", "sin")],
-                                  [helper.make_tensor_value_info("y", 1, None)])  # fmt: skip
-        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)])
-        values = {
-            "x": x_HTK[None],
-            "cos": np.float32(np.cos(angles_TR))[None],
-            "sin": np.float32(np.sin(angles_TR))[None],
-        }
-        (wanted,) = reference.ReferenceEvaluator(model).run(None, values)
-        assert_close(RoPE(fraction=0.6, interleaved=interleaved)(x_HTK, jnp.arange(T)), wanted[0])
-
-
 @pytest.mark.parametrize("distance", [1, 3, -2])
 @pytest.mark.parametrize(("K", "base"), [(64, 10_000.0), (6, 100.0)])
 def test_query_and_key_match_at_their_distance_alone(distance: int, K: int, base: float) -> None:

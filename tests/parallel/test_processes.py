@@ -41,15 +41,11 @@ from tests.helpers import ROOT, tiny, write_books
     ("fields", "message"),
     [
         ({"coordinator": "host:1234"}, "must be given together"),
-        ({"processes": 2, "process": 0}, "must be given together"),
-        ({"coordinator": "host", "processes": 2, "process": 0}, "'host'; it must be HOST:PORT"),
         ({"coordinator": "host:port", "processes": 2, "process": 0}, "'host:port'; it must be HOST:PORT"),
         ({"coordinator": "host:99999", "processes": 2, "process": 0}, "'host:99999'; it must be HOST:PORT"),
         ({"coordinator": ":1234", "processes": 2, "process": 0}, "':1234'; it must be HOST:PORT"),
         ({"coordinator": "host:1234", "processes": 2, "process": 2}, "process` is 2; of 2 processes"),
-        ({"coordinator": "host:1234", "processes": 2, "process": -1}, "process` is -1; of 2 processes"),
         ({"heartbeat_seconds": 10**9}, "heartbeat_seconds` is 1000000000; it must be at most 86400"),
-        ({"heartbeat_seconds": 0}, "heartbeat_seconds` is 0; it must be at least 1"),
     ],
 )
 def test_invalid_options_are_refused(fields, message):
@@ -62,14 +58,12 @@ def test_invalid_options_are_refused(fields, message):
     [
         ({}, 1),
         ({"SLURM_STEP_NUM_TASKS": "4"}, 4),
-        ({"SLURM_STEP_NUM_TASKS": "1"}, 1),
         ({"OMPI_COMM_WORLD_SIZE": "16"}, 16),
         ({"OMPI_COMM_WORLD_SIZE": ""}, 1),
         ({"TPU_WORKER_HOSTNAMES": "10.0.0.1,10.0.0.2"}, 2),
         ({"TPU_WORKER_HOSTNAMES": "localhost"}, 1),
         ({"TPU_PROCESS_ADDRESSES": "10.0.0.1:8476,10.0.0.2:8476", "TPU_WORKER_HOSTNAMES": "localhost"}, 2),
         ({"TPU_WORKER_HOSTNAMES": "a,b,c", "MEGASCALE_NUM_SLICES": "4"}, 12),
-        ({"MEGASCALE_NUM_SLICES": ""}, 1),
     ],
 )
 def test_processes_are_counted_from_the_environment(environment, n):
@@ -173,13 +167,8 @@ def test_tpu_pod_hosts_connect_by_the_metadata_server(metadata_server):
 
 
 @pytest.mark.slow
-def test_single_tpu_trains_alone_and_unreachable_metadata_server_is_named():
-    alone, silent = (
-        start_on_a_tpu(),  # JAX knows no cluster
-        start_on_a_tpu(JAX_FORCE_TPU_INIT="1", GCE_METADATA_IP=f"127.0.0.1:{free_port()}"),
-    )
-    out, err = alone.communicate(timeout=240)
-    assert "\nFalse ['process 0']" in out, out + err
+def test_unreachable_metadata_server_is_named():
+    silent = start_on_a_tpu(JAX_FORCE_TPU_INIT="1", GCE_METADATA_IP=f"127.0.0.1:{free_port()}")
     _, err = silent.communicate(timeout=240)
     assert "UserError: the processes of this run could not connect to each other: " in err
     assert "to train on this machine only, set TPU_SKIP_MDS_QUERY=1\n" in err
