@@ -28,7 +28,7 @@ atomically. Formats:
 
 hf: a model of a published family, such as Llama or BERT, as a folder for transformers and vLLM.
 
-gguf: a Llama or Qwen3, as a file for llama.cpp.
+gguf: a decoder of a family that llama.cpp has, such as Llama or Qwen3, as a file for it.
 
 safetensors: any model, as a folder with its parameters by name and the run's config.
 

@@ -13,8 +13,9 @@ from flax.traverse_util import unflatten_dict
 from jaxformer.config.fields import from_dict, required_fields, shortest_period
 from jaxformer.config.files import kind_of
 from jaxformer.errors import UserError, abbreviate
-from jaxformer.interop.families import ENCODER_DECODERS, ENCODERS, FAMILIES
+from jaxformer.interop.families import ENCODER_DECODERS, ENCODERS, FAMILIES, GGUF_FAMILIES
 from jaxformer.interop.families.encoders import POOLED_CLASSIFIER
+from jaxformer.interop.families.gguf import ARCHITECTURE
 from jaxformer.interop.families.tables import NONE_OF, REQUIRED, Family, Field, ImportedConfig, PublishedConfig
 from jaxformer.models.clip import CLIPConfig
 from jaxformer.models.decoder import DecoderConfig
@@ -80,6 +81,8 @@ MAX_LACKING = 6
 
 def family_of(theirs: PublishedConfig) -> Family:
     """Return the model family of a config. Raises `UserError` if it is unknown, or the checkpoint is quantised."""
+    if (of_gguf := GGUF_FAMILIES.get(str(theirs.get(ARCHITECTURE)))) is not None:
+        return of_gguf
     if theirs.get("quantization_config") is not None:
         raise UserError("the checkpoint is quantised, which is not supported; use the one that it was made from.")
     model_type, architectures = str(theirs.get("model_type")), theirs.get("architectures")
@@ -161,7 +164,8 @@ def read_config(
             ]
         )
     except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
-        problem = f"the config has no equivalent as a {family.model_type}: {type(error).__name__}: {error}"
+        reason = f"there is no {error}" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
+        problem = f"the config has no equivalent as a {family.model_type}: {reason}"
         raise UserError(f"{problem}; restore the published one, or choose another model.") from error
     return _checked(family, _nested(values))
 
@@ -191,9 +195,8 @@ def _read_fields(family: Family, theirs: PublishedConfig) -> dict[str, Any]:
         value = _read_field(field, theirs)
         if field.ours in values and values[field.ours] != value:
             other = names[field.ours]
-            given = (
-                f"{other} is {abbreviate(theirs.get(other))} and {field.theirs} {abbreviate(theirs.get(field.theirs))}"
-            )
+            first, second = theirs.get(other, values[field.ours]), theirs.get(field.theirs, value)
+            given = f"{other} is {abbreviate(first)} and {field.theirs} {abbreviate(second)}"
             raise ValueError(f"{given}, and only equal ones have an equivalent")
         values[field.ours], names[field.ours] = value, field.theirs
     return values

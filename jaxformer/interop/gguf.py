@@ -1,7 +1,4 @@
-"""Export to GGUF, the format of llama.cpp.
-
-Tensor names come from the tables of the `gguf` package, which map the names in published folders.
-"""
+"""Export to GGUF, the format of llama.cpp, by the tables of `families.gguf`."""
 
 from __future__ import annotations
 
@@ -17,6 +14,8 @@ import numpy as np
 
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError, import_extra
+from jaxformer.interop.families import GGUF_FAMILIES
+from jaxformer.interop.families.gguf import head_width, is_tensor
 from jaxformer.interop.formats import Dtype
 from jaxformer.interop.gguf_tokenizer import pre_type
 from jaxformer.interop.huggingface import publish, special_tokens
@@ -24,31 +23,14 @@ from jaxformer.interop.output import cast, complete_path
 from jaxformer.interop.sampling import as_gguf
 from jaxformer.runs.run import Run
 
-ARCHITECTURES = {"llama": ("llama", True), "qwen3": ("qwen3", False)}
-"""llama.cpp's architecture by `model_type`, and True if its RoPE rotates adjacent features (2i, 2i + 1), so that rows
-of the query and key projections must be permuted; others rotate features i and i + K/2, as published folders do."""
 DTYPES: Mapping[Dtype, str] = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 """Names of dtypes in the `gguf` package."""
-CONFIG_FIELDS = {
-    "vocab_size": "vocab_size",
-    "context_length": "max_position_embeddings",
-    "embedding_length": "hidden_size",
-    "block_count": "num_hidden_layers",
-    "feed_forward_length": "intermediate_size",
-    "head_count": "num_attention_heads",
-    "head_count_kv": "num_key_value_heads",
-    "key_length": "head_dim",
-    "value_length": "head_dim",
-    "rope_dimension_count": "head_dim",
-    "layer_norm_rms_eps": "rms_norm_eps",
-}
-"""Fields of a published config by their names in the `gguf` package."""
+ROPE_DIVISORS = "rope_freqs.weight"
+"""Tensor with the divisor of each frequency of RoPE."""
 ENDS = ("eos", "eot", "eom")
 """Tokens that end a text, a turn or a message, all of which llama.cpp takes for ends."""
 SPECIAL = {"unk_token": "unk", "pad_token": "pad", "sep_token": "sep", "mask_token": "mask"}
 """Other special tokens and their names in the `gguf` package."""
-ROTATED = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
-"""Projections whose outputs RoPE rotates, and the fields with their numbers of heads."""
 
 
 def export_gguf(run: Run, file: Path, dtype: Dtype = "float32") -> None:
@@ -59,49 +41,36 @@ def export_gguf(run: Run, file: Path, dtype: Dtype = "float32") -> None:
     published = publish(run, "gguf")
     theirs = published.config
     _, tokenizer = run.text_model()
-    architecture, adjacent = ARCHITECTURES[theirs["model_type"]]
-    with complete_path(file) as scratch, closing(gguf.GGUFWriter(scratch, architecture)) as writer:
+    family = GGUF_FAMILIES[theirs["model_type"]]
+    with complete_path(file) as scratch, closing(gguf.GGUFWriter(scratch, family.model_type)) as writer:
         writer.add_name(run.config.name)
         writer.add_file_type(gguf.LlamaFileType[f"{'ALL' if dtype == 'float32' else 'MOSTLY'}_{DTYPES[dtype]}"])
-        for added, field in CONFIG_FIELDS.items():
-            getattr(writer, f"add_{added}")(theirs[field])
+        adds = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}
+        for key in dict.fromkeys(field.theirs for field in family.fields):
+            if not is_tensor(key) and (value := theirs[key]) is not None:
+                adds[type(value)](f"{family.model_type}.{key}", value)
         for key, value in as_gguf(run.sampling).items():
             (writer.add_int32 if key.endswith(".top_k") else writer.add_float32)(key, value)
-        writer.add_rope_freq_base(theirs["rope_parameters"]["rope_theta"])
+        if rope := theirs.get("rope_parameters"):
+            writer.add_rope_freq_base(rope["rope_theta"])
+            if (fraction := rope.get("partial_rotary_factor")) is not None:
+                writer.add_rope_dimension_count(int(fraction * head_width(theirs)))
         _add_tokenizer(gguf, writer, tokenizer, theirs["vocab_size"])
         if templates := tokenizer.chat_templates:  # llama.cpp's default is ChatML
             writer.add_chat_template([{"name": name, "template": text} for name, text in templates.items()])
-        kind = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == architecture)
-        names = gguf.get_tensor_name_map(kind, theirs["num_hidden_layers"])
-        for their_name, tensor in published.tensors:
-            part = their_name.split(".")[-2]
-            if adjacent and part in ROTATED:
-                tensor = pairs_adjacent(tensor, int(theirs[ROTATED[part]]))
-            name, kept = names.get_name(their_name, try_suffixes=(".weight", ".bias")), dtype
-            if tensor.ndim == 1:
-                kept = "float32"
+        for name, tensor in published.tensors:
+            kept: Dtype = "float32" if tensor.ndim == 1 else dtype
             array = cast(name, tensor, kept)
             as_bytes = array.view(np.uint8) if kept == "bfloat16" else array  # as the package writes bfloat16
             writer.add_tensor(name, as_bytes, raw_dtype=gguf.GGMLQuantizationType[DTYPES[kept]])
-        scaling = theirs["rope_parameters"]
-        if scaling["rope_type"] == "linear":
+        if rope and rope["rope_type"] == "linear":
             writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
-            writer.add_rope_scaling_factor(scaling["factor"])
-        elif scaling["rope_type"] == "llama3":
-            writer.add_tensor("rope_freqs.weight", llama3_divisors(scaling, theirs["head_dim"]))
+            writer.add_rope_scaling_factor(rope["factor"])
+        elif rope and rope["rope_type"] == "llama3":
+            writer.add_tensor(ROPE_DIVISORS, llama3_divisors(rope, head_width(theirs)))
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
-
-
-def pairs_adjacent(tensor: np.ndarray, n_heads: int) -> np.ndarray:
-    """Return a projection `(H·K, …)` with rows i and i + K/2 of each head moved to rows 2i and 2i + 1."""
-    return tensor.reshape(n_heads, 2, -1, *tensor.shape[1:]).swapaxes(1, 2).reshape(tensor.shape)
-
-
-def pairs_apart(tensor: np.ndarray, n_heads: int) -> np.ndarray:
-    """Return the projection of which `pairs_adjacent` returns this one."""
-    return tensor.reshape(n_heads, -1, 2, *tensor.shape[1:]).swapaxes(1, 2).reshape(tensor.shape)
 
 
 def llama3_divisors(scaling: Mapping[str, float], head_dim: int) -> np.ndarray:

@@ -1,5 +1,5 @@
-"""Models in GGUF, the format of llama.cpp, read as published folders are: a config, tensors and a tokenizer with the
-names and layouts of such folders."""
+"""Models in GGUF, the format of llama.cpp, read as published folders are: a config, tensors and a tokenizer, by the
+tables of `families.gguf`."""
 
 from __future__ import annotations
 
@@ -17,30 +17,26 @@ import tokenizers
 
 from jaxformer.data.tokenizer import Tokenizer, is_library_error, published_tokenizer
 from jaxformer.errors import UserError, abbreviate, import_extra
-from jaxformer.interop.configs import read_config
-from jaxformer.interop.families import FAMILIES
+from jaxformer.interop.configs import family_of, read_config
+from jaxformer.interop.families import GGUF_FAMILIES
+from jaxformer.interop.families.gguf import ARCHITECTURE, head_width, is_tensor
 from jaxformer.interop.families.tables import PublishedConfig
-from jaxformer.interop.gguf import ARCHITECTURES, ROTATED, llama3_divisors, pairs_apart
+from jaxformer.interop.gguf import ROPE_DIVISORS, llama3_divisors
 from jaxformer.interop.gguf_tokenizer import tokenizer_config, tokenizer_json
 from jaxformer.interop.sampling import from_gguf
 
-FAMILIES_BY_ARCHITECTURE = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3_text"}
-"""Our families by llama.cpp's architecture."""
-FIELDS = {
-    "max_position_embeddings": "context_length",
-    "hidden_size": "embedding_length",
-    "num_hidden_layers": "block_count",
-    "intermediate_size": "feed_forward_length",
-    "num_attention_heads": "attention.head_count",
-    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+OTHER_KEYS = {
+    "rope_theta": "rope.freq_base",
+    "factor": "rope.scaling.factor",
+    "partial_rotary_factor": "rope.dimension_count",
+    "sliding_window": "attention.sliding_window",
 }
-"""Keys that each file must have, below its architecture, by fields of a published config."""
-PER_LAYER = {"feed_forward_length", "attention.head_count", "attention.head_count_kv"}
-"""Keys that may have a value for each block, which must be equal."""
+"""Keys of fields that messages name as in published configs."""
 DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 QUANTISED = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
 """Types of tensors that can be read; quantised ones are read as float32."""
-ROPE_DIVISORS = "rope_freqs.weight"
+ROW = "ffn_gate_inp_shexp.weight"
+"""Tensors with one row, which may be stored as a matrix."""
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 """Codes of scalars in `struct`, by their type in metadata."""
 TEXT, ARRAY, FLOAT = 8, 9, 6
@@ -100,7 +96,7 @@ class GgufFile:
     config: PublishedConfig
     metadata: Mapping[str, Any] = field(repr=False)
     tensors: Mapping[str, Stored] = field(repr=False)
-    """Tensors by their names in published folders."""
+    """Tensors by their names in the file."""
 
     @classmethod
     def open(cls, path: Path) -> GgufFile:
@@ -120,9 +116,9 @@ class GgufFile:
                     raise ValueError(f"it ends before the end of {tensor.name}")
         except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError, struct.error) as error:
             raise UserError(f"{path} is incomplete or corrupt ({error}); {REMEDY}.") from error
-        architecture = metadata.get("general.architecture")
-        if architecture not in [*FAMILIES_BY_ARCHITECTURE]:  # which need not be hashable
-            known = ", ".join(FAMILIES_BY_ARCHITECTURE)
+        architecture = metadata.get(ARCHITECTURE)
+        if architecture not in [*GGUF_FAMILIES]:  # which need not be hashable
+            known = ", ".join(GGUF_FAMILIES)
             problem = f"the architecture of {path} is {abbreviate(architecture)}, which is not supported"
             raise UserError(f"{problem}; supported are {known}.")
         if (n_parts := metadata.get("split.count", 1)) != 1:
@@ -133,23 +129,21 @@ class GgufFile:
                 problem = f"{tensor.name} in {path} is {tensor.kind}, which is not supported"
                 raise UserError(f"{problem}; use a file with {', '.join((*DTYPES, *QUANTISED))} only.")
         try:
-            divisors = stored.pop(ROPE_DIVISORS, None)
             config = _config(metadata, stored)
-            if divisors is not None:
-                scaling = find_llama3(_read(gguf, data, divisors), config["rope_parameters"], config["head_dim"])
-                config["rope_parameters"] |= scaling
-            tensors = _published_names(gguf, config, architecture, stored)
+            if "llama3" in (family_of(config).rope_types or ()) and ROPE_DIVISORS in stored:
+                divisors, rope = _read(gguf, data, stored.pop(ROPE_DIVISORS)), config["rope_parameters"]
+                config["rope_parameters"] = rope | find_llama3(divisors, rope, head_width(config))
             read_config(config)
         except UserError as error:
-            raise UserError(_in_file(error, architecture)) from error
+            raise UserError(_in_file(error)) from error
         except (ValueError, LookupError, TypeError, ArithmeticError) as error:
             problem = f"{path} has no equivalent as a {architecture} ({type(error).__name__}: {error})"
             raise UserError(f"{problem}; {REMEDY}, or choose another model.") from error
-        return cls(path, config, metadata, tensors)
+        return cls(path, config, metadata, stored)
 
     @property
     def names(self) -> Collection[str]:
-        """Names of the tensors in published folders."""
+        """Names of the tensors."""
         return self.tensors.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -163,14 +157,8 @@ class GgufFile:
 
     def read(self, name: str) -> np.ndarray:
         """Return a tensor, dequantised."""
-        stored = self.tensors[name]
         data = np.memmap(self.path, mode="r")  # anew, as all that is read of a mapped file stays in memory
-        tensor = _read(import_extra("gguf", "reading GGUF"), data, stored)
-        part, architecture = name.split(".")[-2], self.metadata["general.architecture"]
-        if part in ROTATED and ARCHITECTURES.get(architecture, ("", False))[1]:
-            return pairs_apart(tensor, self.config[ROTATED[part]])
-        # llama.cpp stores the gains of Gemma themselves, published folders less 1.
-        return tensor - 1 if architecture == "gemma3" and part.endswith("norm") else tensor
+        return _read(import_extra("gguf", "reading GGUF"), data, self.tensors[name])
 
     def tokenizer(self) -> Tokenizer:
         """Return the tokenizer. Raises `UserError` if it is not supported."""
@@ -213,12 +201,13 @@ def _read_header(header: Header, gguf: Any) -> tuple[dict[str, Any], dict[str, S
         if shape[-1] % per_block:
             raise ValueError(f"{name} has rows of {shape[-1]} numbers, no multiple of {per_block}")
         start = data_start + offset
+        shape = shape[-1:] if name.endswith(ROW) and prod(shape) == shape[-1] else shape
         stored[name] = Stored(name, kind.name, shape, start, start + prod(shape) // per_block * n_bytes)
     return metadata, stored
 
 
 def _read(gguf: Any, data: np.ndarray, tensor: Stored) -> np.ndarray:
-    """Return a tensor in the names and order of the file, dequantised."""
+    """Return a tensor, dequantised."""
     kept = data[tensor.start : tensor.stop]
     if tensor.kind in DTYPES:
         return kept.view(DTYPES[tensor.kind]).reshape(tensor.shape)
@@ -228,69 +217,18 @@ def _read(gguf: Any, data: np.ndarray, tensor: Stored) -> np.ndarray:
 
 
 def _config(metadata: Mapping[str, Any], stored: Mapping[str, Stored]) -> dict[str, Any]:
-    """Return the published config. Raises ordinary exceptions if a value is missing or has no equivalent."""
-    architecture = metadata["general.architecture"]
-    values = {k.removeprefix(f"{architecture}."): v for k, v in metadata.items() if k.startswith(f"{architecture}.")}
-    for key in PER_LAYER & values.keys():
-        if isinstance(values[key], list) and len({*values[key]}) == 1:
-            values[key] = values[key][0]
-    config = {field: values[key] for field, key in FIELDS.items()}
-    family, heads = FAMILIES[FAMILIES_BY_ARCHITECTURE[architecture]], config["num_attention_heads"]
-    head_dim = values.get("attention.key_length", config["hidden_size"] // heads)
-    factor = values.get("rope.scaling.factor", values.get("rope.scale_linear", 0))
-    kind = values.get("rope.scaling.type", "linear")
-    expected = {
-        "attention.value_length": head_dim,
-        "rope.dimension_count": head_dim,
-        "rope.scaling.attn_factor": 1,
-        "attention.causal": True,
-        "expert_count": 0,
-        "rope.scaling.type": kind if kind in ("none", "linear") else "none or linear",
-    }
-    if architecture == "gemma3":
-        expected["rope.dimension_count_swa"] = head_dim
-    for key, value in expected.items():
-        if values.get(key, value) != value:
-            raise ValueError(f"{architecture}.{key} is {abbreviate(values[key])}, and only {value} has an equivalent")
-    config |= {
-        "model_type": family.model_type,
-        "architectures": [family.architecture],
-        "vocab_size": stored["token_embd.weight"].shape[0],
-        "num_key_value_heads": values.get("attention.head_count_kv", heads),
-        "head_dim": head_dim,
-        "tie_word_embeddings": "output.weight" not in stored,
-        "attention_bias": "blk.0.attn_output.bias" in stored,
-    }
-    kind = "default" if kind == "none" or factor in (0, 1) else kind
-    rope = {"rope_type": kind, "rope_theta": values.get("rope.freq_base", 10_000.0), "factor": factor}
-    config["rope_parameters"] = rope
-    if architecture == "gemma3":
-        local = {"rope_type": "default", "rope_theta": values.get("rope.freq_base_swa", 10_000.0)}
-        is_27b, window = config["num_hidden_layers"] == 62, values.get("attention.sliding_window", 0)
-        period = values.get("attention.sliding_window_pattern", 6)
-        is_local = (
-            period if isinstance(period, list) else [(i + 1) % period > 0 for i in range(config["num_hidden_layers"])]
-        )
-        config |= {
-            "rope_parameters": {"full_attention": rope, "sliding_attention": local},
-            "sliding_window": window,
-            "layer_types": ["sliding_attention" if window and local else "full_attention" for local in is_local],
-            "query_pre_attn_scalar": config["hidden_size"] // heads if is_27b else head_dim,  # as llama.cpp finds out
-            "final_logit_softcapping": values.get("final_logit_softcapping") or None,  # 0 is none
-        }
-    return config
+    """Return the keys below the architecture, read as the fields of its family, with those that follow from the tensors
+    in the file. Raises ordinary exceptions if one is missing or has no equivalent."""
+    family, below = GGUF_FAMILIES[metadata[ARCHITECTURE]], f"{metadata[ARCHITECTURE]}."
+    keys = {name.removeprefix(below): value for name, value in metadata.items() if name.startswith(below)}
+    parts = {field.theirs for field in family.fields if is_tensor(field.theirs)}
+    own = {ARCHITECTURE: family.model_type, "vocab_size": stored["token_embd.weight"].shape[0]}
+    return dict(family.read(keys | own | {name: name in stored for name in parts}))
 
 
-def _in_file(error: UserError, architecture: str) -> str:
-    """Return the message of an error about a published config, with the file's keys for its fields."""
-    keys = {**FIELDS, "num_key_value_heads": "attention.head_count_kv", "head_dim": "attention.key_length"}
-    keys |= {
-        "rope_theta": "rope.freq_base",
-        "factor": "rope.scaling.factor",
-        "sliding_window": "attention.sliding_window",
-    }
-    keys |= {"layer_types": "attention.sliding_window_pattern", "final_logit_softcapping": "final_logit_softcapping"}
-    given = [f"{field} is {architecture}.{key}" for field, key in keys.items() if field in str(error)]
+def _in_file(error: UserError) -> str:
+    """Return the message of an error about a config, with the keys of fields that it names as in published ones."""
+    given = [f"{field} is {key}" for field, key in OTHER_KEYS.items() if field in str(error) and key not in str(error)]
     return f"{str(error).rstrip('.')}; in the file, {', '.join(given)}." if given else str(error)
 
 
@@ -314,17 +252,3 @@ def find_llama3(divisors: np.ndarray, rope: Mapping[str, Any], head_dim: int) ->
     if not np.allclose(llama3_divisors({**rope, **found}, head_dim), divisors, rtol=1e-4):
         raise ValueError(f"{ROPE_DIVISORS} is not a scaling of Llama 3.1")
     return {"rope_type": "llama3", **found}
-
-
-def _published_names(
-    gguf: Any, config: PublishedConfig, architecture: str, stored: Mapping[str, Stored]
-) -> dict[str, Stored]:
-    """Return the tensors by their names in published folders, and others by their own."""
-    n_blocks = min(config["num_hidden_layers"], len(stored))
-    arch = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == architecture)
-    names, theirs = gguf.get_tensor_name_map(arch, n_blocks), {}
-    for weight in FAMILIES[config["model_type"]].weights:
-        for i in range(n_blocks) if "{i}" in weight.theirs else (0,):
-            published = weight.theirs.replace("{i}", str(i))
-            theirs[names.get_name(published, try_suffixes=(".weight", ".bias"))] = published
-    return {theirs.get(name, name): tensor for name, tensor in stored.items()}

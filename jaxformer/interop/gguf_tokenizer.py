@@ -146,7 +146,9 @@ def _sentencepiece(metadata: Metadata, tokens: Sequence[str], types: Sequence[in
         decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
     unknown = metadata.get("tokenizer.ggml.unknown_token_id")
     scores = metadata["tokenizer.ggml.scores"]
-    if metadata["general.architecture"] == "gemma3":  # its merges are in the order of the pieces, not of the scores
+    if metadata["general.architecture"].startswith(
+        "gemma"
+    ):  # whose merges are in the order of the pieces, not of the scores
         scores = range(0, -len(tokens), -1)
     of_text = {
         token: i for i, (token, kind) in enumerate(zip(tokens, types, strict=True)) if kind in (NORMAL, USER_DEFINED)

@@ -38,7 +38,7 @@ FAMILIES_BY_FORMAT: Mapping[str, Mapping[str, Family]] = {
         **{name: family for name, family in ENCODERS.items() if family.is_exported},
         **ENCODER_DECODERS,
     },
-    "gguf": GGUF_FAMILIES,
+    "gguf": {name: x for name, x in GGUF_FAMILIES.items() if x.windows is None and x.has_rope is None},
 }
 """Families that a format can hold, by name; other formats hold all models."""
 
@@ -66,8 +66,10 @@ def nearest_family(model: ModelConfig, families: Mapping[str, Family]) -> tuple[
     """Return the name of the family with the fewest obstacles for a model, the first of equals, and these obstacles."""
     found = {}
     if (known := as_known(model)) is not None:
-        same = {name: family for name, family in families.items() if same_kind(family.model, type(known))}
-        found = {name: _obstacles(known, family) for name, family in same.items()}
+        for name in (name for name, family in families.items() if same_kind(family.model, type(known))):
+            found[name] = _obstacles(known, families[name])
+            if not found[name]:
+                break
     if not found:
         return next(iter(families)), [Obstacle("model", type(model).__name__, DecoderConfig.__name__)]
     nearest = min(found, key=lambda name: len(found[name]))

@@ -175,7 +175,7 @@ def test_normalizer_that_llama_cpp_lacks_is_refused():
             {"qk_norm": True, "attention": BlockAttention(8)},
             "attention.window 8 has no equivalent in qwen3, the nearest of the families llama, qw",
         ),
-        ({"attention_bias": True}, "attention_bias True has no equivalent in llama"),
+        ({"logit_soft_cap": 9.0}, "logit_soft_cap 9.0 has no equivalent in llama"),
     ],
 )
 def test_part_that_llama_cpp_lacks_is_refused(small, tmp_path, changes, message):

@@ -18,7 +18,7 @@ from jaxformer.interop.gguf_file import DTYPES, QUANTISED, GgufFile, find_llama3
 from jaxformer.interop.obstacles import resolved
 from jaxformer.interop.run import import_run, pretrained_model
 from jaxformer.runs.run import Run, load_run
-from tests.interop.gguf_files import CONFIGS, QUANTISABLE, V, random_model, write_gguf
+from tests.interop.gguf_files import QUANTISABLE, V, random_model, write_gguf
 from tests.interop.test_gguf import CASES, llama_cpp_greedy, random_run, small
 
 gguf = pytest.importorskip("gguf")
@@ -26,24 +26,13 @@ __all__ = ["small"]  # a fixture
 
 TOKENS = np.random.default_rng(0).integers(280, size=37)
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
+"""In published folders."""
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a complete file."""
     return write_gguf(tmp_path_factory.mktemp("gguf") / "whole.gguf", "llama", random_model("llama").tensors)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("architecture", CONFIGS)
-def test_imported_model_is_that_which_was_written(tmp_path: Path, architecture: str):
-    model = random_model(architecture)
-    path, config = import_run(write_gguf(tmp_path / "x.gguf", architecture, model.tensors), tmp_path / "run")
-    run = load_run(path)
-    assert resolved(config.model) == resolved(model.config)
-    # Gains of Gemma are stored plus 1, and read less 1, plus 1.
-    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2**-22 if architecture == "gemma3" else 0)  # noqa: E731
-    jax.tree.map(close, run.params, model.params)
 
 
 @pytest.mark.slow
@@ -88,7 +77,7 @@ def random_blocks(kind: str, rows: int, columns: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("kind", [*DTYPES, *QUANTISED])
-def test_tensors_are_dequantised_as_by_gguf_and_rows_of_heads_are_in_order(tmp_path: Path, kind: str):
+def test_tensors_are_dequantised_as_by_gguf(tmp_path: Path, kind: str):
     shapes = {"model.embed_tokens.weight": (280, 256), Q_PROJ: (48, 256)}  # six heads
     tensors, raw = {}, {}
     if kind in (*DTYPES, *QUANTISABLE):
@@ -100,12 +89,13 @@ def test_tensors_are_dequantised_as_by_gguf_and_rows_of_heads_are_in_order(tmp_p
     file = write_gguf(tmp_path / "x.gguf", "llama", tensors, kind=kind, raw=raw)
     stored = {x.name: gguf.quants.dequantize(x.data, x.tensor_type) for x in gguf.GGUFReader(file).tensors}
     read = GgufFile.open(file)
-    embedding, query = (read.read(name).astype(np.float32) for name in shapes)
-    np.testing.assert_array_equal(embedding, stored["token_embd.weight"])
-    pairs = [8 * head + 2 * (i % 4) + i // 4 for head in range(6) for i in range(8)]
-    np.testing.assert_array_equal(query, stored["blk.0.attn_q.weight"][pairs])
-    assert read.dtype(Q_PROJ) == (kind if kind in DTYPES else "F32") and read.shape(Q_PROJ) == shapes[Q_PROJ]
-    if tensors:  # within the rounding of the type
+    assert read.names == stored.keys()
+    for name, tensor in stored.items():
+        np.testing.assert_array_equal(read.read(name).astype(np.float32), tensor)
+        assert read.dtype(name) == (kind if kind in DTYPES else "F32") and read.shape(name) == tensor.shape
+    if tensors:  # within the rounding of the type, rows of heads in pairs
+        pairs = [8 * head + 2 * (i % 4) + i // 4 for head in range(6) for i in range(8)]
+        query = stored["blk.0.attn_q.weight"][pairs]
         np.testing.assert_allclose(query, tensors[Q_PROJ], atol=0 if kind == "F32" else 0.4)
 
 
@@ -155,16 +145,18 @@ def test_llama3_scaling_is_found_from_its_divisors(scaling: tuple, head_dim: int
 
 
 BROKEN: dict[str, dict[str, Any]] = {
-    "architecture of .* is 'mamba', which is not supported; supported are llama, qwen2, qwen3, gemma3": {
+    "architecture of .* is 'mamba', which is not supported; supported are llama, qwen3, qwen2, gemma, gemma2,": {
         "general.architecture": "mamba"
     },
     "is one of 3 parts of a model; merge them with llama-gguf-split": {"split.count": 3},
-    "no equivalent as a llama .ValueError: llama.expert_count is 8, and only 0 has": {"llama.expert_count": 8},
-    "rope.dimension_count is 2, and only 4 has": {"llama.rope.dimension_count": 2},
-    "KeyError: 'block_count'": {"llama.block_count": None},
-    "KeyError: 'attention.layer_norm_rms_epsilon'": {"llama.attention.layer_norm_rms_epsilon": None},
-    "llama.rope.scaling.type is 'yarn', and only none or linear has": {"llama.rope.scaling.type": "yarn"},
-    "no tensor model.layers.2.*, which num_hidden_layers, num_key_value_heads.* imply": {"llama.block_count": 3},
+    "no equivalent as a llama: ValueError: expert_count is 8, and only 0 has": {"llama.expert_count": 8},
+    "attention.value_length is 4 and rope.dimension_count 2, and only equal ones have": {
+        "llama.rope.dimension_count": 2
+    },
+    "there is no block_count": {"llama.block_count": None},
+    "there is no attention.layer_norm_rms_epsilon": {"llama.attention.layer_norm_rms_epsilon": None},
+    "rope.scaling.type is 'yarn', and only none or linear has": {"llama.rope.scaling.type": "yarn"},
+    "no tensor blk.2.*, which block_count, attention.head_count_kv.* imply": {"llama.block_count": 3},
     "has shape .24, 24., but its config implies .24, 32": {
         "llama.attention.head_count": 8,
         "llama.attention.key_length": 4,

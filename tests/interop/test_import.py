@@ -203,7 +203,7 @@ BAD_CONFIGS = {
     "rope_type of rope_parameters or rope_scaling is 'axial'": {"rope_scaling": {"rope_type": "axial", "factor": 2.0}},
     "hidden_act is 'relu'": {"hidden_act": "relu"},
     "mlp_bias is True": {"mlp_bias": True},
-    "KeyError: 'low_freq_factor'": {"rope_scaling": {"rope_type": "llama3", "factor": 2.0, "high_freq_factor": 4.0}},
+    "there is no 'low_freq_factor'": {"rope_scaling": {"rope_type": "llama3", "factor": 2.0, "high_freq_factor": 4.0}},
     "n_heads is 0.*; in the published config, n_heads is num_attention_heads": {"num_attention_heads": 0},
     "d_model is '12'; it must be a whole number": {"hidden_size": "12"},
     "its config implies .283, 16": {"hidden_size": 16, "head_dim": 4},

@@ -1,9 +1,8 @@
 """Families of published models, by name."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 
-from jaxformer.interop.families import decoders, encoder_decoders, encoders, layernorm_decoders, vision
+from jaxformer.interop.families import decoders, encoder_decoders, encoders, gguf, layernorm_decoders, vision
 from jaxformer.interop.families.tables import Family
 
 FAMILIES: Mapping[str, Family] = {family.model_type: family for family in (*decoders.ALL, *layernorm_decoders.ALL)}
@@ -14,14 +13,5 @@ ENCODERS: Mapping[str, Family] = {family.architecture: family for family in (*en
 ENCODER_DECODERS: Mapping[str, Family] = {family.architecture: family for family in encoder_decoders.ALL}
 """Families of encoder-decoders by their architecture."""
 
-GGUF_FAMILIES: Mapping[str, Family] = {
-    family.model_type: replace(
-        family,
-        fields=tuple(row for row in family.fields if row.ours != "attention_bias"),
-        constants={**family.constants, "attention_bias": False},
-        windows=None,
-        rope_types=("default", "linear", "llama3"),
-    )
-    for family in (decoders.LLAMA, decoders.QWEN3)
-}
-"""Families that are exported to GGUF, without what llama.cpp lacks in them."""
+GGUF_FAMILIES: Mapping[str, Family] = {family.model_type: family for family in gguf.ALL}
+"""Families of decoders by their architecture in GGUF."""

@@ -455,6 +455,7 @@ MODERNBERT = Family(
     windows=Windows(
         all_but_every_third, 128, name="local_attention", read=lambda n: n // 2 + 1, write=lambda n: 2 * (n - 1)
     ),
+    write=lambda theirs: {name: value for name, value in theirs.items() if name != "rope_scaling"},
     aliases={"global_rope_theta": "rope_theta", "local_rope_theta": "rope_local_base_freq"},
     model=EmbedderConfig,
     ignored=(r"^(head|decoder|classifier)\.",),

@@ -139,7 +139,8 @@ GPT_NEOX = Family(
 
 def read_gptj(theirs: PublishedConfig) -> PublishedConfig:
     """Return a config of GPT-J with the rotated features as a fraction of the width of a head."""
-    head_dim, rotary_dim = theirs["n_embd"] // theirs["n_head"], theirs.get("rotary_dim", 64)
+    theirs = {"n_embd": 4096, "n_head": 16, "rotary_dim": 64, **theirs}
+    head_dim, rotary_dim = theirs["n_embd"] // theirs["n_head"], theirs["rotary_dim"]
     if type(rotary_dim) is not int or not 0 < rotary_dim <= head_dim:
         raise ValueError(f"rotary_dim is {rotary_dim!r}; it must be from 1 to the width of a head, {head_dim}")
     fraction = rotary_dim / head_dim

@@ -3,9 +3,9 @@ and encoder-decoders of texts, and encoders of images.
 
 The tables are used in both directions, for import and export. Layouts are written with one letter per axis: V
 vocabulary, P positions, S segments, M width of the embedding, D model width, H query heads, G key/value heads, R query
-heads per key/value head, K head width, F hidden width of the MLP, U that of a shared expert, E experts, N buckets of
-distances, O outputs of a head as wide as the model, C classes; of patches Y height, X width, I channels; of CLIP J the
-joint space. Axes in parentheses are stored as one, in row-major order.
+heads per key/value head, K head width, Z half of it, A the two halves, F hidden width of the MLP, U that of a shared
+expert, E experts, N buckets of distances, O outputs of a head as wide as the model, C classes; of patches Y height, X
+width, I channels; of CLIP J the joint space. Axes in parentheses are stored as one, in row-major order.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Windows(NamedTuple):
     """True if the family reads `layer_types`; others ignore the field."""
     name: str = "sliding_window"
     """Name of the field with the length."""
-    read: Callable[[int], int] = lambda length: length
+    read: Callable[[int], int | None] = lambda length: length
     write: Callable[[int], int] = lambda length: length
     """Conversions from their length to our window and back."""
 
