@@ -109,7 +109,8 @@ def compare_decoders(theirs: Any, folder: Path) -> Differences:
     import torch
     from transformers import AutoModelForCausalLM
 
-    run = load_run(import_run(folder, Path(f"{folder}-run"))[0])
+    with jax.disable_jit():  # compiling takes longer
+        run = load_run(import_run(folder, Path(f"{folder}-run"))[0])
 
     def loss(params: Any) -> tuple[jax.Array, jax.Array]:
         logits_TV = run.model.apply({"params": params}, TOKENS)
@@ -121,7 +122,7 @@ def compare_decoders(theirs: Any, folder: Path) -> Differences:
     their_logits_TV, exported = out.logits[0].detach(), Path(f"{folder}-export")
     tokens_N = greedy(run, TOKENS[:8], N_NEW)
     assert tokens_N == their_greedy(theirs, TOKENS[:8].tolist(), N_NEW)
-    with jax.disable_jit():  # compiling takes longer
+    with jax.disable_jit():
         (value, logits_TV), grads = jax.value_and_grad(loss, has_aux=True)(run.params)
         found = {
             "logits": relative(logits_TV, their_logits_TV),

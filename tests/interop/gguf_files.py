@@ -56,7 +56,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "smollm3": {"model_type": "smollm3", **BASE, "num_hidden_layers": 4, "tie_word_embeddings": True},
     "starcoder2": {"model_type": "starcoder2", "rope_theta": 1e6, "sliding_window": None, "initializer_range": 0.02},
     "gptneox": NEOX,
-    "gptneox, sequential": {**NEOX, "use_parallel_residual": False},
+    "gptneox, sequential": {**NEOX, "use_parallel_residual": False, "rotary_pct": 1.0},
     "falcon": {**FALCON, "new_decoder_architecture": True},
     "falcon, one norm": {**FALCON, "tie_word_embeddings": False},
     "stablelm": {**STABLELM, "use_qkv_bias": True},
@@ -112,7 +112,7 @@ KEYS: dict[str, dict[str, Any]] = {
     "gpt2": {"attention.layer_norm_epsilon": 1e-5, "attention.head_count_kv": H},
     "bloom": {"attention.layer_norm_epsilon": 1e-5, "attention.head_count_kv": H, "feed_forward_length": 4 * D},
 }  # fmt: skip
-KEYS["gptneox, sequential"] = {**KEYS["gptneox"], "use_parallel_residual": False}
+KEYS["gptneox, sequential"] = {**KEYS["gptneox"], "use_parallel_residual": False, "rope.dimension_count": None}
 """Keys of each architecture, which `SHAPE_KEYS` precede."""
 PERMUTED = ("llama", "granite", "smollm3", "olmo")
 SHAPE_KEYS = {

@@ -36,6 +36,12 @@ def head_width(keys: PublishedConfig) -> Any:
     return keys.get("attention.key_length", keys["embedding_length"] // keys["attention.head_count"])
 
 
+def same_base(keys: PublishedConfig) -> float:
+    """Return the base of RoPE, of all blocks."""
+    base: float = keys.get("rope.freq_base", 10_000.0)
+    return base
+
+
 def is_tensor(key: str) -> bool:
     """Return True for a field that says whether there is a tensor."""
     return key.endswith((".weight", ".bias"))
@@ -52,14 +58,13 @@ def read_keys(keys: PublishedConfig, by_layer: bool = False) -> PublishedConfig:
     if kind not in ("none", "linear"):
         raise ValueError(f"rope.scaling.type is {kind!r}, and only none or linear has an equivalent")
     factor = keys.get("rope.scaling.factor", keys.get("rope.scale_linear", 0))
+    width = head_width(keys)
     rope: dict[str, Any] = {
         "rope_type": "default" if kind == "none" or factor in (0, 1) else kind,
-        "rope_theta": keys.get("rope.freq_base", 10_000.0),
+        "rope_theta": same_base(keys),
         "factor": factor,
+        "partial_rotary_factor": keys.get("rope.dimension_count", width) / width,
     }
-    width = head_width(keys)
-    if (n_rotated := keys.get("rope.dimension_count", width)) != width:
-        rope["partial_rotary_factor"] = n_rotated / width
     if not by_layer:
         return {**keys, "rope_parameters": rope}
     local = {"rope_type": "default", "rope_theta": keys.get("rope.freq_base_swa", rope["rope_theta"])}
@@ -180,6 +185,8 @@ def architecture(
     common = (*SIZES, *((ROTATED,) if rotates_all else ()), *norm, UNEMBEDDING, BIAS, OUTPUT_BIAS)
     given, own = {row.ours for row in fields} | changes.keys(), {row.ours for row in rows}
     values = {"attention.causal": True, "rope.scaling.attn_factor": 1, "expert_count": 0, **(required or {})}
+    if "windows" in attributes:
+        values["rope.dimension_count_swa"] = head_width
     names = {row.theirs for row in fields}
     return replace(
         family,
@@ -196,12 +203,6 @@ def architecture(
         aliases={},
         **{"read": read_keys, "rope_types": ("default", "linear"), "windows": None, "has_rope": None, **attributes},
     )
-
-
-def same_base(keys: PublishedConfig) -> float:
-    """Return the base of RoPE, of all blocks."""
-    base: float = keys.get("rope.freq_base", 10_000.0)
-    return base
 
 
 def gemma_scale(n_blocks_of_27b: int) -> Field:
@@ -248,7 +249,6 @@ ALL = (
         gemma_scale(62),
         Field("logit_soft_cap", "final_logit_softcapping", None, read=lambda cap: cap or None),  # 0 is none
         activation="geglu",
-        required={"rope.dimension_count_swa": head_width},
         read=lambda keys: read_keys({"rope.freq_base_swa": 10_000.0, **keys}, by_layer=True),
         windows=window_pattern(6),
     ),
@@ -288,6 +288,7 @@ ALL = (
         decoders.SMOLLM3,
         rows=ADJACENT,
         activation="swiglu",
+        required={"attention.scale": lambda keys: head_width(keys) ** -0.5},
         has_rope=lambda keys, i, is_local: (i + 1) % 4 > 0,
     ),
     architecture("starcoder2", layernorm_decoders.STARCODER2, norm=(LAYER_NORM,), activation="gelu", bias=True),
@@ -328,7 +329,7 @@ ALL = (
         LOGIT_SCALE,
         norm=(LAYER_NORM,),
         activation="swiglu",
-        windows=window_pattern(4),
+        windows=window_pattern(4, None, int),
         has_rope=lambda keys, i, is_local: is_local,
     ),
     architecture(
