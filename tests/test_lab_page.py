@@ -130,6 +130,7 @@ def test_arithmetic_on_the_page_arrives_at_the_weight_of_the_model(page: LabPage
         last = page.texts(".arithmetic li")[-1]
         computed, model = re.fullmatch(r"Weight: (.+)\. The model has (.+)\.", last).groups()
         assert float(computed) == pytest.approx(float(model), rel=0.02, abs=1e-4), last
+        assert computed == "0" or float(computed) >= 2**-126, last  # as the model computes, in 32 bits
 
 
 def test_a_switch_acts_during_training(page: LabPage) -> None:
@@ -160,6 +161,7 @@ def test_a_loss_that_is_not_finite_is_marked_and_explained(page: LabPage) -> Non
     step = int(re.fullmatch(r"not finite at step (\d+)", mark)[1])
     assert f"Step {step}: not finite" in page.text("#verdicts")
     assert page.step == step
+    assert "held out not finite" in page.text("#chart .legend")
     page.flip("unscaled scores")
     page.settle()
     computed, model = re.fullmatch(r"Weight: (.+)\. The model has (.+)\.", page.texts(".arithmetic li")[-1]).groups()

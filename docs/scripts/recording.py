@@ -51,7 +51,7 @@ header, nav, section:not(:has(.live)), section > :is(h2, p), .live > :is(.contro
 """Rules by which the text, the next tokens and the heads stand side by side, and the rest of the page is left out."""
 LABORATORY = "#blocks=1&heads=2&A=&B=no+mask"
 """The first experiment on which the laboratory opens: B reads the characters that it has to predict, A is intact."""
-LABORATORY_HEIGHT, LAST_STEP, STEPS_PER_FRAME, TRAINING_MS = 800, 200, 5, 330
+LABORATORY_HEIGHT, LAST_STEP, STEPS_PER_FRAME, TRAINING_MS = 830, 200, 5, 330
 LABORATORY_STYLE = """
 html { overflow: hidden }
 body { padding: 0 }

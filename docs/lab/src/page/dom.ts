@@ -30,11 +30,15 @@ export function write(element: HTMLElement, text: string): void {
   if (element.textContent !== text) element.textContent = text;
 }
 
+/** Smallest size that is not 0 to the model, which computes in 32 bits. */
+const SMALLEST = 2 ** -126;
+
 /** Return a number with three significant digits. */
 export function show(value: number): string {
-  if (!Number.isFinite(value)) return Number.isNaN(value) ? "NaN" : value > 0 ? "∞" : "-∞";
+  if (!Number.isFinite(value)) return Number.isNaN(value) ? "not finite" : value > 0 ? "∞" : "-∞";
   const size = Math.abs(value);
-  if (size !== 0 && (size < 1e-3 || size >= 1e5)) return value.toExponential(1);
+  if (size < SMALLEST) return "0";
+  if (size < 1e-3 || size >= 1e5) return value.toExponential(1);
   return value.toFixed(size >= 100 ? 0 : size >= 10 ? 1 : size >= 1 ? 2 : 3);
 }
 
