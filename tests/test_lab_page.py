@@ -489,6 +489,23 @@ def test_links_to_chapters_are_those_of_the_site(page: LabPage, tmp_path: Path) 
     assert all((ROOT / "docs" / link).with_suffix(".md").exists() for link in links)
 
 
+def test_the_first_page_of_the_site_opens_the_laboratory_and_at_a_click_a_model(tmp_path: Path) -> None:
+    assert (ROOT / "README.md").read_text(encoding="utf-8").count("<!-- front -->") == 1
+    front = (ROOT / "docs/scripts/front.html").read_text(encoding="utf-8")
+    (tmp_path / "index.html").write_text(f"<!doctype html>{front}", "utf-8")
+    (tmp_path / "live.html").write_text("<!doctype html><p>A model", "utf-8")
+    with browsing(tmp_path / "index.html") as browser:
+        links = "return [...document.links].map((link) => link.getAttribute('href'))"
+        frames = "return [...document.querySelectorAll('iframe')].map((frame) => frame.src.split('/').at(-1))"
+        assert browser.execute_script(links) == ["lab.html", "live.html"]  # which need no script
+        assert browser.execute_script(frames) == []
+        browser.find_element("css selector", "#open-live").click()
+        assert browser.execute_script(frames) == ["live.html"]
+        assert browser.execute_script("return document.activeElement.title") == "A transformer to type into"
+        browser.switch_to.frame(0)
+        wait_for(browser, "return document.body?.textContent === 'A model'")
+
+
 def test_page_on_a_phone_does_not_scroll_sideways() -> None:
     Keys = pytest.importorskip("selenium.webdriver").Keys
     with browsing(built_page(), 390, "dark") as browser:

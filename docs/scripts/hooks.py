@@ -1,8 +1,12 @@
-"""Hooks of MkDocs: files of the repository's top level as pages, and links from the public names to their reference."""
+"""Hooks of MkDocs: files of the repository's top level as pages, the pages that run models, and links from the public
+names to their reference."""
 
+import os
 import re
 import shutil
 import subprocess
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
@@ -12,6 +16,8 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[2]
 TOP_LEVEL = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+FRONT = "<!-- front -->"
+"""Place on the site's first page of docs/scripts/front.html, which opens the pages that run models."""
 BOOSTS = {"story": 4, "sources": 0.5, "reference": 0.5}
 """Factors on the score of the pages of a folder in the search."""
 LINK = re.compile(r"(?<=\]\()(\.\./)?([\w./-]+)")
@@ -20,12 +26,17 @@ PACKAGE_OR_NAME = re.compile(r"^## (.+)|^\| (`(\w+).*?`)", re.MULTILINE)
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages, the laboratory, and the file that the README links to."""
+    front = (ROOT / "docs/scripts/front.html").read_text(encoding="utf-8")
     for name, page in TOP_LEVEL.items():
-        files.append(File.generated(config, page, content=(ROOT / name).read_text(encoding="utf-8")))
+        content = (ROOT / name).read_text(encoding="utf-8").replace(FRONT, front)
+        files.append(File.generated(config, page, content=content))
     files.append(File.generated(config, "CITATION.cff", abs_src_path=str(ROOT / "CITATION.cff")))
     laboratory = build_laboratory().read_text(encoding="utf-8")
     in_site = laboratory.replace("<html", "<html data-site", 1)  # where its links lead to chapters
     files.append(File.generated(config, "lab.html", content=in_site))
+    live = ROOT / "build/live.html"
+    run([sys.executable, "-m", "docs.scripts.front", str(live)], ROOT)
+    files.append(File.generated(config, "live.html", content=live.read_text(encoding="utf-8")))
     return files
 
 
@@ -35,10 +46,16 @@ def build_laboratory() -> Path:
     if npm is None:
         raise PluginError("npm, which builds the laboratory, is not installed; install Node.js 18 or newer.")
     for arguments in (("ci",), ("run", "check"), ("run", "build")):
-        done = subprocess.run([npm, *arguments], cwd=folder, capture_output=True, text=True)
-        if done.returncode:
-            raise PluginError(f"npm {' '.join(arguments)} failed in docs/lab:\n{done.stdout}{done.stderr}")
+        run([npm, *arguments], folder)
     return folder / "build/lab.html"
+
+
+def run(command: Sequence[str], folder: Path) -> None:
+    """Run a command in a folder. Raises `PluginError` if it fails."""
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise PluginError(f"{' '.join(command)} failed in {folder}:\n{done.stdout}{done.stderr}")
 
 
 def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
