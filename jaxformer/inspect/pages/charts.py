@@ -48,6 +48,8 @@ class Line:
     points: bool = False
     """Markers at the points."""
     dotted: bool = False
+    noisy: bool = False
+    """Values of single batches, of which a button shows the moving average."""
 
 
 class Chart(Section):

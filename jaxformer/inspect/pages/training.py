@@ -132,8 +132,8 @@ def _with(rows: Sequence[Row], key: str, n_lines: Callable[[Any], int] = lambda 
 def _curve(rows: Sequence[Row], key: str, name: str, max_markers: int = 0) -> list[Line]:
     """Return the line of a number in the log, with markers if it has few points; `[]` if the log lacks it."""
     rows = _with(rows, key)
-    points = len(rows) <= max_markers
-    return [Line([row["step"] for row in rows], [row[key] for row in rows], name, points=points)] if rows else []
+    steps, values = [row["step"] for row in rows], [row[key] for row in rows]
+    return [Line(steps, values, name, points=len(rows) <= max_markers, noisy=key == "loss")] if rows else []
 
 
 def _losses(rows: Sequence[Row]) -> Iterator[Section]:

@@ -349,3 +349,15 @@ def contrast(a: np.ndarray, b: np.ndarray) -> float:
     """Return the contrast ratio of two sRGB colours by WCAG 2."""
     light = np.sort(linear_rgb(np.array([a[:3], b[:3]])) @ [0.2126, 0.7152, 0.0722])
     return float((light[1] + 0.05) / (light[0] + 0.05))
+
+
+@pytest.mark.slow
+def test_a_box_smooths_lines_of_single_batches(tmp_path: Path, browser: Any):
+    lines = [Line([0, 1, 2], [0.0, None, 19.0], "batch", noisy=True), Line([0, 2], [1.0, 2.0], "held-out")]
+    write_page(tmp_path / "p.html", "p", [], [Lines("Loss", lines, Axis("step"), Axis("nats"))])
+    show(browser, tmp_path / "p.html")
+    values = lambda: [text.split(": ")[1] for text in told(browser, "Loss", "\ue011", "\ue010", "\ue015")]  # noqa: E731
+    assert values() == ["0", "19", "2"]  # Home, End, arrow down
+    browser.find_element("css selector", ".legend input").click()
+    assert values() == ["0", "10", "2"]  # (0.9 · 0 + 19) / (0.9 + 1)
+    assert len(browser.find_elements("css selector", ".line.raw")) == 1

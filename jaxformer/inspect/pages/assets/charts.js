@@ -15,6 +15,7 @@ const CHARACTER_PIXELS = 7;
 const [TALL, SCALE_STEPS] = [640, 128]; // height of a matrix, in pixels, above which it scrolls; colours of a scale
 const COLOURS = 8; // --line-0 to --line-7 of charts.css
 const DASHES = ["", "5 3", "1.5 3", "8 3 2 3"];
+const MEMORY = 0.9; // of a moving average: that of about ten points
 
 /** Return a box that tells what is pointed at, next to it, and tells it to screen readers. */
 function makeTip(container) {
@@ -78,9 +79,20 @@ function logTicks(low, high, maxTicks) {
   }
 }
 
+/** Return the exponential moving average of values, without a bias to zero at its beginning; null stays a gap. */
+function smoothed(values) {
+  let [sum, weight] = [0, 0];
+  return values.map((value) => {
+    if (value === null) return null;
+    [sum, weight] = [MEMORY * sum + value, MEMORY * weight + 1];
+    return sum / weight;
+  });
+}
+
 function lines(container, { title, positions, lines: all, x: xAxis, y: yAxis, height, marks }) {
   const names = [...new Set(all.map((line) => line.name))];
   const hidden = new Set();
+  let isSmooth = false;
   const look = (name) => {
     const number = names.indexOf(name);
     return { stroke: `var(--line-${number % COLOURS})`, "stroke-dasharray": DASHES[Math.floor(number / COLOURS) % DASHES.length] };
@@ -125,22 +137,27 @@ function lines(container, { title, positions, lines: all, x: xAxis, y: yAxis, he
       draw("text", plot, { class: "mark", x: x.at(value) + (end ? -5 : 5), y: top + 12, "text-anchor": end ? "end" : "start" }, label);
     }
     shown = visible.map((line) => {
-      const points = [];
-      let path = "";
-      let pen = "M";
-      line.y.forEach((value, i) => {
-        const position = positions[line.x][i];
-        if (value === null || !hasPlace(yAxis, value) || !hasPlace(xAxis, position)) { pen = "M"; return; }
-        const point = { x: x.at(position), y: y.at(value), position, value };
-        const lonely = pen === "M" && (i + 1 === line.y.length || line.y[i + 1] === null);
-        path += `${pen}${point.x.toFixed(1)} ${point.y.toFixed(1)}${lonely ? "h.01" : ""}`;
-        pen = "L";
-        points.push(point);
-      });
       const style = line.dotted ? { ...look(line.name), "stroke-dasharray": "2 4" } : look(line.name);
-      const element = draw("path", plot, { d: path, class: "line", ...style });
-      if (line.points) for (const point of points) draw("circle", plot, { cx: point.x, cy: point.y, r: 2.5, fill: style.stroke });
-      return { line, points, element };
+      const trace = (values, kind) => {
+        const points = [];
+        let path = "";
+        let pen = "M";
+        values.forEach((value, i) => {
+          const position = positions[line.x][i];
+          if (value === null || !hasPlace(yAxis, value) || !hasPlace(xAxis, position)) { pen = "M"; return; }
+          const point = { x: x.at(position), y: y.at(value), position, value };
+          const lonely = pen === "M" && (i + 1 === values.length || values[i + 1] === null);
+          path += `${pen}${point.x.toFixed(1)} ${point.y.toFixed(1)}${lonely ? "h.01" : ""}`;
+          pen = "L";
+          points.push(point);
+        });
+        return { line, points, element: draw("path", plot, { d: path, class: kind, ...style }) };
+      };
+      const isAverage = isSmooth && line.noisy;
+      if (isAverage) trace(line.y, "line raw");
+      const traced = trace(isAverage ? smoothed(line.y) : line.y, "line");
+      if (line.points && !isAverage) for (const point of traced.points) draw("circle", plot, { cx: point.x, cy: point.y, r: 2.5, fill: style.stroke });
+      return traced;
     });
     marker = draw("circle", plot, { class: "marker", r: 5, visibility: "hidden" });
     near = null;
@@ -193,20 +210,24 @@ function lines(container, { title, positions, lines: all, x: xAxis, y: yAxis, he
     tell(row, clamp(column + right, 0, shown[row].points.length - 1));
   });
 
-  if (names.length > 1) {
-    const legend = make("div", container, "", "legend");
-    for (const name of names) {
-      const entry = make("button", legend);
-      entry.setAttribute("aria-pressed", true);
-      entry.title = "show or hide";
-      draw("line", draw("svg", entry, { width: 24, height: 10, "aria-hidden": true }), { x1: 0, x2: 24, y1: 5, y2: 5, ...look(name) });
-      make("span", entry, name);
-      entry.addEventListener("click", () => {
-        if (!hidden.delete(name)) hidden.add(name);
-        entry.setAttribute("aria-pressed", !hidden.has(name));
-        render();
-      });
-    }
+  const isNoisy = all.some((line) => line.noisy && line.y.length > 2);
+  const legend = names.length > 1 || isNoisy ? make("div", container, "", "legend") : null;
+  for (const name of names.length > 1 ? names : []) {
+    const entry = make("button", legend);
+    entry.setAttribute("aria-pressed", true);
+    entry.title = "show or hide";
+    draw("line", draw("svg", entry, { width: 24, height: 10, "aria-hidden": true }), { x1: 0, x2: 24, y1: 5, y2: 5, ...look(name) });
+    make("span", entry, name);
+    entry.addEventListener("click", () => {
+      if (!hidden.delete(name)) hidden.add(name);
+      entry.setAttribute("aria-pressed", !hidden.has(name));
+      render();
+    });
+  }
+  if (isNoisy) {
+    const smooth = make("input", make("label", legend, "smooth"));
+    Object.assign(smooth, { type: "checkbox", title: "moving average of single batches" });
+    smooth.addEventListener("change", () => { isSmooth = smooth.checked; render(); });
   }
   new ResizeObserver(render).observe(container);
 }
