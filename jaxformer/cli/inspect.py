@@ -45,7 +45,7 @@ class Arguments(CheckpointOptions):
     Takes seconds for a small model, and minutes for one of 100 million parameters."""
     max_live_parameters: Annotated[int, Range(least=0, most=150_000_000)] = 150_000_000
     """Maximum parameters of a decoder that runs in the page on your own text; 0 to omit it. Those of a large one are in
-    a file beside the page, a byte each."""
+    files beside the page, a byte each."""
 
 
 @as_command()
@@ -84,6 +84,7 @@ def main(line: CommandLine) -> int:
         write_model_page, run, path, options.prompt, *limits, progress, text, source, options.lenses, options.contrast
     )
     echo(f"{path}: {path.stat().st_size / 1e6:.2f} MB; open it in a browser")
-    if weights is not None:
-        echo(f"{weights}: {weights.stat().st_size / 1e6:.1f} MB; choose it in the page to run the model")
+    if weights:
+        size = sum(file.stat().st_size for file in weights) / 1e6
+        echo(f"{weights[0]} to {len(weights) - 1}: {size:.1f} MB; choose them in the page, or serve them with it")
     return 0

@@ -99,7 +99,7 @@ def test_page_of_a_large_model_without_a_prompt_shows_a_held_out_text_and_measur
     assert inspect.main([str(run), "--data.path", str(tmp_path / "text.txt")]) == 0
     printed = capsys.readouterr()
     page, weights = printed.out.splitlines()
-    assert page.startswith(f"{run}/inspect.html: ") and weights.startswith(f"{run}/inspect.html.weights: ")
+    assert page.startswith(f"{run}/inspect.html: ") and weights.startswith(f"{run}/inspect.html.weights.0 to 0: ")
     source = f"held-out data of {tmp_path}/text.txt: 2 examples of up to 8 tokens"
     assert f"statistics and ablation of heads, on {source} ...\n" in printed.err
     assert "ablation of heads, layer 0 ...\n" in printed.err
@@ -108,8 +108,8 @@ def test_page_of_a_large_model_without_a_prompt_shows_a_held_out_text_and_measur
     [shown] = embedded(text, "Attention maps")
     assert len(shown["texts"]["text"]) == 8  # a full window of what is measured
     [live] = embedded(text, "Your own text")
-    stored = (run / "inspect.html.weights").read_bytes()
-    assert live["file"] == "inspect.html.weights" and "weights" not in live
+    stored = (run / "inspect.html.weights.0").read_bytes()
+    assert live["files"] == ["inspect.html.weights.0"] and "weights" not in live
     assert live["sha256"] == hashlib.sha256(stored).hexdigest() and live["size"] == len(stored)
     whole, first = "".join(shown["texts"]["text"]).replace("∅", ""), live["text"].translate(TOKEN_SYMBOLS)
     assert first and whole.startswith(first) and whole[len(first)] in "␣⏎"  # ends with a word

@@ -28,7 +28,9 @@ from jaxformer.runs.snapshots import load_snapshot, snapshot_steps
 FLOAT16_PARAMETERS = 5_000_000
 """Maximum parameters stored as float16; those of larger models are stored in 8 bits."""
 MAX_EMBEDDED_BYTES = 40_000_000
-"""Maximum size of the parameters, of all frames of a film, within a page; larger ones are in a file beside it."""
+"""Maximum size of the parameters, of all frames of a film, within a page; larger ones are in files beside it."""
+MAX_FILE_BYTES = 24_000_000
+"""Maximum size of such a file: hosts of static pages refuse larger ones than 25 MB."""
 MAX_FILM_PARAMETERS = 200_000_000
 """Maximum parameters of all frames of a film together."""
 KNOWN = {
@@ -94,7 +96,7 @@ class LiveSection(Section):
     text: str
     """Initial text."""
     file: str | None = None
-    """Name of the file beside the page that holds `weights`; None where the page itself does."""
+    """Name, without a number, of the files beside the page that hold `weights`; None where the page itself does."""
     film: Sequence[int] = ()
     """Steps of a film's frames, the last of which has the section's parameters."""
 
@@ -104,6 +106,17 @@ class LiveSection(Section):
         "drill.js", "attribution.js", "ablation.js", "patching.js", "live.js",
     )  # fmt: skip
 
+    @property
+    def files(self) -> dict[str, bytes]:
+        """Parts of the weights by the names of the files beside the page; none where the page itself holds them."""
+        starts = range(0, len(self.weights), MAX_FILE_BYTES) if self.file is not None else ()
+        return {f"{self.file}.{i}": self.weights[at : at + MAX_FILE_BYTES] for i, at in enumerate(starts)}
+
+    @property
+    def fetches(self) -> bool:
+        """Whether the weights are in files beside the page, which it fetches once it is served."""
+        return self.file is not None
+
     def body(self) -> str:
         """Return the HTML element with the packed model and tokenizer."""
         data = pack_settings(self.config) | {
@@ -111,7 +124,7 @@ class LiveSection(Section):
             "tokenizer": pack_tokenizer(self.tokenizer), "text": self.text, "film": self.film,
         }  # fmt: skip
         if self.file is not None:
-            data |= {"file": self.file, "sha256": hashlib.sha256(self.weights).hexdigest()}
+            data |= {"files": list(self.files), "sha256": hashlib.sha256(self.weights).hexdigest()}
         else:
             data["weights"] = base64.b64encode(self.weights).decode()
         return embed("live", data)
@@ -131,7 +144,7 @@ def live_section(
     Args:
       params: parameters, stored as float16 or, for more than `FLOAT16_PARAMETERS`, in 8 bits.
       max_parameters: maximum number of parameters.
-      file: name of the file beside the page for parameters of more than `MAX_EMBEDDED_BYTES`.
+      file: name of the files beside the page for parameters of more than `MAX_EMBEDDED_BYTES`.
       film: steps and parameters of a film, of which the last are `params`; see `film_frames`. Frames that are not
         finite are left out.
 

@@ -71,11 +71,11 @@ def write_model_page(
     source: str = "the text",
     lenses: bool = False,
     contrast: str | None = None,
-) -> Path | None:
+) -> list[Path]:
     """Write the page about a run with a checkpoint to an HTML file. A prompt replaces the held-out text, and heads and
     gradients are measured on `n_examples` held-out examples. A causal decoder with at most `max_live_parameters`
-    parameters runs live in the page; 0 omits that section. The parameters of a large one are in a file beside the page,
-    whose path is returned. `progress` is called with the name of each part before it is made. A `text` of the name
+    parameters runs live in the page; 0 omits that section. The parameters of a large one are in files beside the page,
+    whose paths are returned. `progress` is called with the name of each part before it is made. A `text` of the name
     `source` replaces the run's own data; a run that was imported has none, so a prompt is then all that is measured.
     With `lenses`, lenses are fitted to held-out texts; `contrast` is a text that the prompt is compared with. Raises
     `UserError` if a text does not suit the model or the page, or there is neither data nor a prompt."""
@@ -133,10 +133,9 @@ def write_model_page(
         facts.append(f"The data of the run cannot be read: {reason}")
     progress("the training log")
     training = training_sections(metrics, run.config.model, read_samples(run.path))
-    weights = None
-    if live is not None and live.file is not None:
-        weights = path.with_name(live.file)
-        write_atomically(weights, live.weights)
+    weights = {path.with_name(name): part for name, part in live.files.items()} if live is not None else {}
+    for file, part in weights.items():
+        write_atomically(file, part)
     links = {"Film": FILM_PAGE} if path.with_name(FILM_PAGE).exists() else {}
     tabs: dict[str, Sequence[Section]] = {
         "Your text": [live] if live else [],
@@ -144,7 +143,7 @@ def write_model_page(
         "Training": training,
     }
     write_page(path.resolve(), f"{run.path.resolve().name}: inspection", facts, tabs, links)
-    return weights
+    return list(weights)
 
 
 def _gradient_sections(

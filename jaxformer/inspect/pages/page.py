@@ -24,7 +24,7 @@ from jaxformer.terminal import SYMBOLS
 
 ASSETS = Path(__file__).parent / "assets"
 """Folder of the page's HTML, styles and scripts. The HTML's content security policy allows only the page's own scripts
-and forbids every request, whatever a page's texts contain."""
+and forbids every request, but for the weights beside the page of a large model, whatever a page's texts contain."""
 COMMON_ASSETS, LAST_ASSETS = ("page.css", "page.js"), ("print.css",)
 """Assets of every page, before and after those of its sections."""
 WEBASSEMBLY = "matmul.js"
@@ -49,6 +49,11 @@ class Section(ABC):
 
     assets: ClassVar[Sequence[str]] = ()
     """Scripts and styles in `ASSETS`, or paths of others, in loading order; a page includes each once."""
+
+    @property
+    def fetches(self) -> bool:
+        """Whether its script fetches files beside the page."""
+        return False
 
     @abstractmethod
     def body(self) -> str:
@@ -156,8 +161,8 @@ def render_page(
             f'<div role="tabpanel" id="panel-{i}" aria-labelledby="tab-{i}">\n{panel}\n</div>'
             for i, panel in enumerate(panels)
         ]
-    own = (name for sections in tabs.values() for section in sections for name in section.assets)
-    names = dict.fromkeys([*COMMON_ASSETS, *own, *LAST_ASSETS])
+    every = [section for sections in tabs.values() for section in sections]
+    names = dict.fromkeys([*COMMON_ASSETS, *(name for section in every for name in section.assets), *LAST_ASSETS])
     assets = {name: (ASSETS / name).read_text(encoding="utf-8") for name in names}
     scripts = [text for name, text in assets.items() if name.endswith(".js")]
     return (
@@ -171,6 +176,7 @@ def render_page(
             * (len(tabs) > 1),
             sections="\n".join(panels),
             css="\n".join(text for name, text in assets.items() if name.endswith(".css")),
+            requests=" connect-src 'self';" * any(section.fetches for section in every),
             scripts="\n".join(f"<script>{script}</script>" for script in scripts),
             sources=" ".join([*map(_hash, scripts), *(["'wasm-unsafe-eval'"] if WEBASSEMBLY in names else [])]),
         )

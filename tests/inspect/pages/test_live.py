@@ -4,7 +4,10 @@ import base64
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import jax
@@ -31,6 +34,8 @@ from tests.browser import browsing, complaints, embedded, wait_for
 from tests.helpers import slow
 
 VOCAB, CONTEXT, TOLERANCE = 600, 24, 1e-4
+FILE_BYTES = 10_000
+"""Size of the files beside a page."""
 QUICK = plain_decoder(
     vocab_size=VOCAB, context_length=CONTEXT, d_model=16, n_blocks=2, n_heads=2, qk_norm=True,
     d_ff=(31,), norm="rmsnorm", final_norm=True, positions="none", rope=RoPE(),
@@ -145,7 +150,9 @@ DECODED = """
 """
 DROP = """
     const transfer = new DataTransfer();
-    transfer.items.add(new File([Uint8Array.from(arguments[0])], arguments[1]));
+    arguments[0].forEach((bytes, i, { length }) => {
+      transfer.items.add(new File([Uint8Array.from(bytes)], `renamed.${length - 1 - i}`)); // in any order
+    });
     const drop = () => document.dispatchEvent(new DragEvent("drop", { dataTransfer: transfer, bubbles: true }));
     drop();
     drop();
@@ -351,7 +358,13 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Case
         sections.append(large_section(*build(QUICK), tokenizer, 0, film, most))
         cases[f"film of {bits} bits"] = Case(len(sections) - 1, QUICK, round_params(earlier, bits), tokenizer)
     path = tmp_path_factory.mktemp("live") / "page.html"
-    write_page(path, "live", [], sections)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(live, "MAX_FILE_BYTES", FILE_BYTES)
+        write_page(path, "live", [], sections)
+        served = sections[cases["file"].index]
+        for name, part in (served.files | {"page.html": render_page("served", [], [served]).encode()}).items():
+            (path.parent / "served" / name).parent.mkdir(exist_ok=True)
+            (path.parent / "served" / name).write_bytes(part)
     return path, cases
 
 
@@ -614,27 +627,59 @@ def test_large_model_says_its_size_and_loads_at_a_click(page, browser):
 
 
 @pytest.mark.slow
-def test_weights_are_read_from_the_right_file_only(page, browser, tmp_path: Path):
+def test_weights_are_read_from_the_right_files_only(page, browser, tmp_path: Path):
     case = page[1]["file"]
     section = browser.find_elements("css selector", ".live")[case.index]
     [offer] = section.find_elements("css selector", ".offer")
-    assert "in the file quick.weights, in the folder that this page was written to. Choose it, or drop it" in offer.text
     weights, status = pack_params(case.params, 8), offer.find_element("css selector", ".status")
-    for name, content, reason in (
-        ("short.bin", b"x", f"has 1 bytes, but this model's weights have {len(weights):,}: choose quick.weights."),
-        ("other.bin", bytes(len(weights)), "holds other weights than this page's: choose the quick.weights that was"),
+    parts = [weights[at : at + FILE_BYTES] for at in range(0, len(weights), FILE_BYTES)]
+    names = f"quick.weights.0 to {len(parts) - 1}"
+    other = f"These are other weights than this page's: choose the {names} that it was written with."
+    assert f"in {names}, in the folder that this page was written to. Choose all {len(parts)} files" in offer.text
+    for contents, reason in (
+        ([b"x", b"yz"], f"0, 1: 3 bytes, but this model's weights have {len(weights):,}. Choose {names}."),
+        ([bytes(len(weights))], other),
     ):
-        (tmp_path / name).write_bytes(content)
-        offer.find_element("css selector", "input").send_keys(str(tmp_path / name))
+        for i, content in enumerate(contents):
+            (tmp_path / str(i)).write_bytes(content)
+        chosen = "\n".join(str(tmp_path / str(i)) for i in range(len(contents)))
+        field = offer.find_element("css selector", "input")
+        browser.execute_script("arguments[0].value = ''", field)  # to which the driver would add
+        field.send_keys(chosen)
         told = f"document.querySelectorAll('.live')[{case.index}].querySelector('.offer .status').textContent"
-        wait_for(browser, f"return {told}.includes('{name} h')")
-        assert status.text.startswith(f"{name} {reason}")
-    browser.execute_script(DROP, list(weights), "renamed")
+        wait_for(browser, f"return /Choose|choose/.test({told}) && {told}.includes('{reason[:9]}')")
+        assert status.text == reason
+    browser.execute_script(DROP, [list(part) for part in parts[::-1]])
     wait_for(browser, f"return document.querySelectorAll('.live')[{case.index}].querySelector('textarea')")
     assert section.find_element("css selector", ".bars .value").text == likeliest(case, section)
     assert browser.execute_script("return document.activeElement.tagName") == "TEXTAREA"
-    browser.execute_async_script("setTimeout(arguments[0], 500)")  # for the second drop
+    browser.execute_async_script("setTimeout(arguments[0], 100)")  # for the second drop
     assert len(section.find_elements("css selector", "textarea")) == 1
+
+
+@pytest.mark.slow
+def test_page_that_is_served_fetches_its_weights(page):
+    folder, case = page[0].parent / "served", page[1]["file"]
+    last = max(folder.glob("quick.weights.*"))
+    server = ThreadingHTTPServer(("localhost", 0), partial(SimpleHTTPRequestHandler, directory=folder))
+    Thread(target=server.serve_forever, daemon=True).start()
+    with browsing(folder / "page.html") as driver:
+        driver.execute_cdp_cmd("Network.disable", {})  # which was offline
+        driver.get(f"http://localhost:{server.server_port}/page.html")
+        content = last.read_bytes()
+        last.unlink()
+        driver.find_element("css selector", ".offer button").click()
+        wait_for(driver, "return document.querySelector('.offer .status').textContent.includes('cannot')")
+        assert (
+            driver.find_element("css selector", ".offer .status").text == f"{last.name} cannot be fetched: status 404."
+        )
+        last.write_bytes(content)
+        driver.find_element("css selector", ".offer button").click()
+        wait_for(driver, "return document.querySelector('textarea')")
+        section = driver.find_element("css selector", ".live")
+        assert section.find_element("css selector", ".bars .value").text == likeliest(case, section)
+    server.shutdown()
+    server.server_close()
 
 
 @pytest.mark.slow
@@ -645,7 +690,7 @@ def test_slider_of_the_film_moves_the_model(page, browser, name: str, bits: int)
     section = browser.find_elements("css selector", ".live")[case.index]
     browser.execute_script("arguments[0].scrollIntoView()", section)
     if section.find_elements("css selector", ".offer"):
-        browser.execute_script(DROP, list(pack_params(case.params, bits) + pack_params(last, bits)), "dropped")
+        browser.execute_script(DROP, [list(pack_params(case.params, bits) + pack_params(last, bits))])
     wait_for(browser, f"return document.querySelectorAll('.live')[{case.index}].querySelector('textarea')")
     value = lambda: section.find_element("css selector", ".bars .value").text  # noqa: E731
     after = value()

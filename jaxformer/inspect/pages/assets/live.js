@@ -458,7 +458,7 @@ function live(container, data) {
 }
 
 drawEach("live", (container, data) => {
-  if (data.file || data.bits === 8) return offer(container, data, (loaded) => live(container, loaded));
+  if (data.files || data.bits === 8) return offer(container, data, (loaded) => live(container, loaded));
   const loading = make("p", container, "Loading the model …", "loading");
   new IntersectionObserver((entries, observer) => {
     if (!entries.some((entry) => entry.isIntersecting)) return;

@@ -1,7 +1,7 @@
 "use strict";
 
 // A decoder's parameters as `weights.py` packs them. Large ones are read when the reader asks for it, from the page or
-// from a file beside it: a page that is opened from disk may read no other file by itself.
+// from files beside it.
 
 const toBytes = (weights) => (typeof weights === "string" ? decodeBase64(weights) : weights);
 
@@ -45,46 +45,84 @@ function decodeInt8({ buffer }, arrays, group, numbers) {
   }
 }
 
-/** Say what weights take, and where they are; call `begin(data)`, with the weights, when the reader has chosen them. */
+/**
+ * Say what weights take, and where they are; call `begin(data)`, with the weights, when the reader has chosen them. A
+ * page that is served fetches those beside it; one that is opened from disk may not.
+ */
 function offer(container, data, begin) {
-  const { file, size, sha256, arrays } = data;
+  const { files, size, sha256, arrays } = data;
   const memory = size + arrays.reduce((sum, [, n]) => sum + 4 * n, 0); // as float32, and a fifth for what it computes
   const takes = `${format(size / 1e6, 3)} MB, and about ${format((1.2 * memory) / 1e6, 2)} MB of memory`;
   const box = make("div", container, "", "offer");
   const unused = new AbortController(); // of the listeners
   const { signal } = unused;
-  if (file) {
-    const field = make("label", box, `The model's weights are in the file ${file}, in the folder that this page was written to. Choose it, or drop it on the page, to load the model: ${takes}.`);
+  const names = files && `${files[0]}${files.length > 1 ? ` to ${files.length - 1}` : ""}`;
+  if (files && location.protocol === "file:") {
+    const field = make("label", box, `The model's weights are in ${names}, in the folder that this page was written to. Choose ${files.length > 1 ? `all ${files.length} files, or drop them` : "it, or drop it"} on the page, to load the model: ${takes}.`);
     const input = make("input", field);
-    input.type = "file";
-    input.addEventListener("change", () => read(input.files[0]));
+    [input.type, input.multiple] = ["file", true];
+    input.addEventListener("change", () => read(input.files));
     document.addEventListener("dragover", (event) => event.preventDefault(), { signal });
-    document.addEventListener("drop", (event) => { event.preventDefault(); read(event.dataTransfer.files[0]); }, { signal });
+    document.addEventListener("drop", (event) => { event.preventDefault(); read(event.dataTransfer.files); }, { signal });
   } else {
-    make("button", box, `Load the model (${takes})`, "plain").addEventListener("click", () => load(data.weights));
+    const button = make("button", box, `Load the model (${takes})`, "plain");
+    button.addEventListener("click", () => (files ? fetchAll(button) : load(data.weights)));
   }
   const status = make("p", box, "", "status");
   status.setAttribute("role", "status");
+  const tell = (text) => { status.textContent = text; };
 
   async function read(chosen) {
-    if (!chosen) return;
-    const tell = (text) => { status.textContent = `${chosen.name} ${text}`; };
-    if (chosen.size !== size) return tell(`has ${format(chosen.size)} bytes, but this model's weights have ${format(size)}: choose ${file}.`);
-    tell("is read …");
-    const bytes = await chosen.arrayBuffer().catch(() => null);
-    if (!bytes) return tell("cannot be read.");
+    if (!chosen.length) return;
+    const parts = [...chosen].sort((a, b) => a.name.localeCompare(b.name, "en", { numeric: true }));
+    const blob = new Blob(parts);
+    if (blob.size !== size) return tell(`${parts.map(({ name }) => name).join(", ")}: ${format(blob.size)} bytes, but this model's weights have ${format(size)}. Choose ${names}.`);
+    tell("Reading …");
+    const bytes = await blob.arrayBuffer().catch(() => null);
+    if (!bytes) return tell(`${names} cannot be read.`);
+    check(new Uint8Array(bytes));
+  }
+
+  async function fetchAll(button) {
+    button.disabled = true;
+    const bytes = new Uint8Array(size);
+    const bar = make("progress", box);
+    [bar.max, bar.value, bar.ariaLabel] = [size, 0, "weights fetched"];
+    let [at, from] = [0, ""];
+    try {
+      for (from of files) {
+        const response = await fetch(from);
+        if (!response.ok) throw new Error(`status ${response.status}`);
+        for (const reader = response.body.getReader(); ; ) {
+          const { done, value } = await reader.read();
+          if (done) break;
+          bytes.set(value, at);
+          bar.value = at += value.length;
+          tell(`${format(at / 1e6, 3)} of ${format(size / 1e6, 3)} MB`);
+        }
+      }
+      if (at !== size) throw new Error("it is too short");
+      await check(bytes);
+    } catch (error) {
+      tell(`${from} cannot be fetched: ${error.message}.`);
+    }
+    bar.remove();
+    button.disabled = false;
+  }
+
+  async function check(bytes) {
     if (crypto.subtle) { // which pages without TLS, but those on disk, lack
       const digest = new Uint8Array(await crypto.subtle.digest("SHA-256", bytes));
       const hash = Array.from(digest, (byte) => byte.toString(16).padStart(2, "0")).join("");
-      if (hash !== sha256) return tell(`holds other weights than this page's: choose the ${file} that was written with it.`);
+      if (hash !== sha256) return tell(`These are other weights than this page's: choose the ${names} that it was written with.`);
     }
-    load(new Uint8Array(bytes));
+    load(bytes);
   }
 
   function load(weights) {
     if (signal.aborted) return; // chosen twice
     unused.abort();
-    status.textContent = "Loading the model …";
+    tell("Loading the model …");
     setTimeout(() => { // the status is painted first
       box.remove();
       begin({ ...data, weights });
