@@ -47,7 +47,7 @@ def wait_for(browser: Any, script: str) -> None:
     """Wait until a script returns something true."""
     from selenium.webdriver.support.wait import WebDriverWait
 
-    WebDriverWait(browser, 60).until(lambda browser: browser.execute_script(script))
+    WebDriverWait(browser, 60, poll_frequency=0.02).until(lambda browser: browser.execute_script(script))
 
 
 def complaints(browser: Any) -> list[str]:

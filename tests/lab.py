@@ -3,6 +3,7 @@
 import os
 import shutil
 import subprocess
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,9 @@ from tests.helpers import ROOT
 LAB = ROOT / "docs/lab"
 
 
+@cache
 def built_page() -> Path:
-    """Build the page; skip the test without Node and its packages, but in CI, which has them."""
+    """Build the page, once per process; skip the test without Node and its packages, but in CI, which has them."""
     if shutil.which("node") is None or not (LAB / "node_modules").exists():
         assert "CI" not in os.environ, "node is not installed, or `npm ci` did not run in docs/lab"
         pytest.skip("node is not installed, or `npm ci` did not run in docs/lab")
