@@ -8,6 +8,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import flax.linen as nn
@@ -172,9 +173,8 @@ def live_section(
     rounded_params = round_params(params, bits)
     text = tokenizer.decode(np.asarray(tokens_T).tolist()).strip("\ufffd")  # parts of characters at the ends
     text_T = jnp.array(tokenizer.encode_prompt(text)[: min(config.n_positions, MAX_TOKENS)] or [tokenizer.end_of_text])
-    logits_TV = jax.jit(lambda params: model.apply({"params": params}, text_T))
     placed = jax.tree.map(lambda x, like: jax.device_put(x, jnp.asarray(like).sharding), rounded_params, params)
-    difference = float(jnp.abs(logits_TV(params) - logits_TV(placed)).max())  # both by one program
+    difference = float(jnp.abs(_logits(model, params, text_T) - _logits(model, placed, text_T)).max())
     packed = {}
     for step, frame in film:
         with suppress(NotImplementedError):
@@ -192,6 +192,13 @@ def live_section(
     return LiveSection(
         "Your own text", config, pack_names(params), bits, weights, tokenizer, text, beside, steps, about=about
     )
+
+
+@partial(jax.jit, static_argnums=0)
+def _logits(model: nn.Module, params: Params, tokens_T: jax.Array) -> jax.Array:
+    """Return the logits of a text, `(T, V)`, by one program for all parameters."""
+    logits_TV: jax.Array = model.apply({"params": params}, tokens_T)
+    return logits_TV
 
 
 def film_frames(run: Run) -> Iterator[tuple[int, Params]]:

@@ -350,12 +350,12 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Case
     film = [(0, earlier), (1, lost), (7, params)]
     sections.append(live_section(model, params, tokenizer, tokens_T, 100_000, film=film))
     cases["film"] = Case(len(sections) - 1, QUICK, round_params(earlier), tokenizer)
-    sections += [large_section(*build(QUICK), tokenizer, limit) for limit in (100_000, 0)]
+    sections += [large_section(model, params, tokenizer, limit) for limit in (100_000, 0)]
     cases["button"], cases["file"] = (
         Case(index, QUICK, round_params(params, 8), tokenizer) for index in (len(sections) - 2, len(sections) - 1)
     )
     for bits, most in ((16, 100_000), (8, 0)):
-        sections.append(large_section(*build(QUICK), tokenizer, 0, film, most))
+        sections.append(large_section(model, params, tokenizer, 0, film, most))
         cases[f"film of {bits} bits"] = Case(len(sections) - 1, QUICK, round_params(earlier, bits), tokenizer)
     path = tmp_path_factory.mktemp("live") / "page.html"
     with pytest.MonkeyPatch.context() as patch:
