@@ -19,7 +19,7 @@ from selenium.webdriver.common.keys import Keys
 from tests.browser import browsing, wait_for
 
 PICTURES = Path(__file__).resolve().parents[1]
-WIDTH, HEIGHT, COLOURS = 880, 716, 256
+WIDTH, HEIGHT, COLOURS = 880, 740, 256
 """Pixels of the picture, and colours of all its frames."""
 TEXT, CONTINUATION = "The President of the United", " and the Secretary of the"
 HEADS = ((2, 2), (0, 1))
