@@ -195,10 +195,9 @@ def live_section(
 
 
 @partial(jax.jit, static_argnums=0)
-def _logits(model: nn.Module, params: Params, tokens_T: jax.Array) -> jax.Array:
+def _logits(model: nn.Module, params: Params, tokens_T: jax.Array) -> Any:
     """Return the logits of a text, `(T, V)`, by one program for all parameters."""
-    logits_TV: jax.Array = model.apply({"params": params}, tokens_T)
-    return logits_TV
+    return model.apply({"params": params}, tokens_T)
 
 
 def film_frames(run: Run) -> Iterator[tuple[int, Params]]:
