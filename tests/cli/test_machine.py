@@ -2,6 +2,9 @@
 
 import contextlib
 import os
+import platform
+import subprocess
+import sys
 
 import jax
 import pytest
@@ -110,3 +113,26 @@ def test_cores_respect_the_quota_of_a_container(monkeypatch, tmp_path, quota, co
     assert machine.cores() == cores
     file.unlink()
     assert machine.cores() == 4
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries have no mallopt")
+@pytest.mark.parametrize(("calls", "returned"), [(["keep"], 0), (["keep", "return"], 49)])
+def test_freed_arrays_are_kept_or_returned_to_the_system(calls: list[str], returned: int):
+    """Of 50 arrays of 4 MB, 49 are freed."""
+    program = """
+import os, sys
+from pathlib import Path
+import numpy as np
+from jaxformer.cli import machine
+held = lambda: int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 4e6
+machine.keep_freed_memory()
+if "return" in sys.argv:
+    machine.return_freed_memory()
+arrays = [np.ones(500_000) for _ in range(50)]
+before = held()
+del arrays[:-1]
+print(before - held())
+"""
+    result = subprocess.run([sys.executable, "-c", program, *calls], capture_output=True, text=True, check=True)
+    assert float(result.stdout) == pytest.approx(returned, abs=9)  # the system may do as it likes with some

@@ -140,9 +140,13 @@ def test_influence_command(folder, compiled, capsys):
 
 
 def test_influences_without_meaning_are_called_so(folder, replay, compiled, capsys, monkeypatch):
-    tokens = np.array([1, 2, 3])
+    tokens, params = np.array([1, 2, 3]), load_run(folder).params
     with pytest.raises(FloatingPointError, match="derivative of training is not finite") as raised:
         replay.influence([tokens], weights_N=np.full(len(replay.documents), np.nan))
+    monkeypatch.setattr(Replay, "influence", lambda *_, **__: (params, np.full((1, 5), 1e6)))
+    assert influence.main([str(folder), "--text", PHRASE]) == 0
+    assert "note: an estimate exceeds the" in capsys.readouterr().err
+    assert "at the edge of stability" in (folder / "influence.html").read_text()
 
     def without_bound(*_, **__):
         raise raised.value

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from jaxformer.data.dataset import Batch
+from jaxformer.inspect import property_checks
+from jaxformer.inspect.difference_quotients import Slope
 from jaxformer.inspect.property_checks import (
     attention_mask,
     attention_rows,
@@ -37,13 +39,20 @@ ops_attention = importlib.import_module("jaxformer.ops.attention")  # in the pac
 
 
 @pytest.mark.slow
-def test_checks_hold_for_a_recurrent_model_that_reads_a_source():
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [("attending", {"n_layers": 1}), ("encoder-decoder", {"n_encoder_blocks": 1, "n_decoder_blocks": 1})],
+)
+def test_checks_hold_for_a_model_that_reads_a_source(name, fields):
     """Those of a decoder are run by `verify`."""
-    config = replace(MODELS["attending"], n_layers=1)
+    config = replace(MODELS[name], **fields)
     model, params, _ = random_model(config)
     inputs = random_inputs(config, 3)
     first = tuple(x[0] for x in inputs)
-    for result in (causality(model, params, first), padding(model, params, inputs), decoding(model, params, first)):
+    for result in (
+        causality(model, params, first), padding(model, params, inputs), decoding(model, params, first),
+        batching(model, params, inputs),
+    ):  # fmt: skip
         assert result.holds and result.deviation is not None, result
 
 
@@ -188,6 +197,14 @@ def test_clip_scale_at_its_limit_passes_the_gradient_check():
     batch = Batch(random_inputs(MODELS["clip"], 2), jnp.arange(2))
     result = gradients(model, params | {"t": jnp.float32(5)}, batch)
     assert result.holds, result
+
+
+def test_infinite_slope_fails_the_gradient_check(monkeypatch):
+    """Such a slope is NaN, which is also the largest of several."""
+    slopes = {"W": Slope(0.0, 0.0), "b": Slope(np.nan, np.nan)}
+    monkeypatch.setattr(property_checks, "compare_slopes", lambda *_: slopes)
+    result = gradients(DECODER.build(), {}, Batch((), jnp.zeros(1, jnp.int32)))
+    assert not result.holds and np.isnan(result.deviation) and result.detail.endswith("wrong: b")
 
 
 @pytest.mark.slow
