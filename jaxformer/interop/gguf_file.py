@@ -156,9 +156,12 @@ class GgufFile:
         return kind if kind in DTYPES else "F32"
 
     def read(self, name: str) -> np.ndarray:
-        """Return a tensor, dequantised."""
-        data = np.memmap(self.path, mode="r")  # anew, as all that is read of a mapped file stays in memory
-        return _read(import_extra("gguf", "reading GGUF"), data, self.tensors[name])
+        """Return a tensor, dequantised. Raises `UserError` if the file has changed."""
+        try:
+            data = np.memmap(self.path, mode="r")  # anew, as all that is read of a mapped file stays in memory
+            return _read(import_extra("gguf", "reading GGUF"), data, self.tensors[name])
+        except (OSError, ValueError) as error:
+            raise UserError(f"{self.path} has changed since it was opened ({error}); {REMEDY}.") from error
 
     def tokenizer(self) -> Tokenizer:
         """Return the tokenizer. Raises `UserError` if it is not supported."""

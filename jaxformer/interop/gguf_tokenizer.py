@@ -15,11 +15,15 @@ PRE_TYPES: Mapping[tuple[Splits, bool], str] = {
     ((("ByteLevel", True),), False): "gpt-2",
     ((("Digits", True), ("ByteLevel", True)), False): "smollm",
     ((("Split", _WORDS + r"\p{N}{1,3}" + _OTHERS), ("ByteLevel", False)), True): "llama-bpe",
+    ((("Split", _WORDS + r"\p{N}{1,3}" + _OTHERS), ("ByteLevel", False)), False): "dbrx",
     ((("Split", _WORDS + r"\p{N}" + _OTHERS), ("ByteLevel", False)), False): "qwen2",
 }
 """llama.cpp's names of the pre-tokenizers that it knows, by their splits and by `ignore_merges` of their BPE. 'gpt-2'
 is the regular expression of Radford et al. 2019."""
-ALIASES = {"llama3": "llama-bpe", "llama-v3": "llama-bpe", "deepseek-r1-qwen": "qwen2"}
+ALIASES = {
+    "llama3": "llama-bpe", "llama-v3": "llama-bpe", "deepseek-r1-qwen": "qwen2", "stablelm2": "qwen2",
+    "olmo": "gpt-2", "phi-2": "gpt-2", "refact": "smollm", "starcoder": "smollm", "command-r": "smollm",
+}  # fmt: skip
 """Other names of the same pre-tokenizers."""
 SETTINGS = {"ByteLevel": "use_regex", "Digits": "individual_digits"}
 """Setting that determines the splits of a pre-tokenizer, by type."""

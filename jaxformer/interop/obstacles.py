@@ -13,6 +13,7 @@ from jaxformer.config.fields import differences, shortest_period
 from jaxformer.errors import UserError
 from jaxformer.interop.configs import read_config, write_config
 from jaxformer.interop.families import ENCODER_DECODERS, ENCODERS, FAMILIES, GGUF_FAMILIES
+from jaxformer.interop.families.gguf import exported
 from jaxformer.interop.families.tables import Family, ImportedConfig
 from jaxformer.interop.formats import Format
 from jaxformer.models.blocks import head_width
@@ -38,7 +39,7 @@ FAMILIES_BY_FORMAT: Mapping[str, Mapping[str, Family]] = {
         **{name: family for name, family in ENCODERS.items() if family.is_exported},
         **ENCODER_DECODERS,
     },
-    "gguf": {name: x for name, x in GGUF_FAMILIES.items() if x.windows is None and x.has_rope is None},
+    "gguf": {name: exported(x) for name, x in GGUF_FAMILIES.items() if x.windows is None and x.has_rope is None},
 }
 """Families that a format can hold, by name; other formats hold all models."""
 

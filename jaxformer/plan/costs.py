@@ -101,7 +101,8 @@ def cached_tokens(contract: Contract) -> int:
     """Return the number of tokens in the KV cache after a sequence of the context length, which decoding with a shorter
     attention window does not exceed: their slots are a ring."""
     (n_tokens,) = contract.inputs[0].shape
-    return int(min(n_tokens, contract.attention_window or n_tokens))
+    window = contract.attention_window if contract.extrapolates else None  # otherwise, slots are no ring
+    return int(min(n_tokens, window or n_tokens))
 
 
 def cache_bytes(setup: TrainSetup) -> float | None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from configs import ladder
-from jaxformer.inspect.init_check import check_init, expected_moments
+from jaxformer.inspect.init_check import _warnings, check_init, expected_moments
 from jaxformer.models.decoder import BlockAttention, DecoderConfig, ExpertsConfig
 from jaxformer.ops import RoPE, Yarn
 from tests.arrays import first_params, plain_rung
@@ -97,3 +97,10 @@ def test_deep_model_without_a_norm_is_warned_of():
 def test_zero_stream_is_no_error():
     result = check_init(*fresh(replace(WIDE, norm="rmsnorm", positions="none", rope=RoPE(), embedding_std=0.0)))
     assert np.isnan(result.expected[0].growth) and result.expected[0].stream == 0
+
+
+def test_norms_of_outputs_keep_what_is_added_at_1_and_no_depth_is_warned_of_with_a_norm():
+    bare, block = (expected_moments(c, 32)[0] for c in (WIDE, replace(WIDE, norm="rmsnorm", norm_placement="output")))
+    assert (block.scores, block.growth) == pytest.approx((bare.scores, 2))  # of 2, and 1 from each part
+    deep = replace(WIDE, n_blocks=4, norm="rmsnorm")
+    assert not _warnings(deep, expected_moments(deep, 32), 32)

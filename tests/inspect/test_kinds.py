@@ -240,6 +240,9 @@ def gradients_of_weights_are_those_of_what_they_compute(kind: Kind) -> None:
     x_SD = kind.values[f"{kind.layer}_norm"]
     assert np.abs(grads[wrt[0]]).max() > 0
     close(grads[wrt[0]], np.einsum("sd,gsk->dgk", x_SD, grads[wrt[1]]))
+    model, params = kind.of
+    call = lambda: preference(model.apply({"params": params}, *kind.inputs))  # noqa: E731
+    close(inspect.capture_gradients(call, names=wrt[1])[1][wrt[1]], grads[wrt[1]])
 
 
 @of("attention_maps", "named_attention_maps")

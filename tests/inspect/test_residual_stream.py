@@ -14,7 +14,7 @@ from tests.inspect.test_activations import DECODER, MODELS, T, V, random_model
 
 STREAMS = {
     "rmsnorm": replace(DECODER, final_norm=True, attention_bias=True, norm_eps=0.1),
-    "layernorm, tied": replace(DECODER, norm="layernorm", final_norm=True, unembedding="tied"),
+    "layernorm, tied": replace(DECODER, norm="layernorm", final_norm=True, unembedding="tied", norm_eps=0.1),
     "norms of outputs, soft cap": replace(
         DECODER, final_norm=True, norm="layernorm", norm_placement="both", attention_bias=True, logit_soft_cap=3.0
     ),

@@ -204,7 +204,7 @@ def test_configs_mean_what_they_mean_in_transformers(family: str, tmp_path: Path
             shutil.rmtree(folder, ignore_errors=True)
     print(f"\n{family}: {len(chosen)} draws, {dict(outcomes.counts)}, refused: {sorted(outcomes.refused)}")
     assert not outcomes.wrong
-    assert outcomes.counts["equal"] >= len(chosen) // 2
+    assert outcomes.counts["equal"] >= (len(chosen) // 2 if len(chosen) == MAX_DRAWS else 1)  # few may be rejected
     expected = REFUSED[family]
     assert outcomes.refused == expected if len(chosen) == MAX_DRAWS else outcomes.refused <= expected
     assert not outcomes.effect & WITHOUT_EFFECT

@@ -152,7 +152,9 @@ def test_pre_tokenizer_has_the_name_of_llama_cpp(ignore_merges, parts, name):
     ],
 )
 def test_pre_tokenizer_that_llama_cpp_lacks_is_refused(tokenizer):
-    with pytest.raises(UserError, match=r"has no equivalent among llama.cpp's gpt-2, smollm, llama-bpe, qwen2; export"):
+    with pytest.raises(
+        UserError, match=r"no equivalent among llama.cpp's gpt-2, smollm, llama-bpe, dbrx, qwen2; export"
+    ):
         pre_type(tokenizer)
 
 

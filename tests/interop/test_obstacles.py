@@ -9,12 +9,16 @@ from hypothesis import strategies as st
 
 from jaxformer.cli.arguments import load_config
 from jaxformer.cli.options import CommandLine, as_words
+from jaxformer.config import Config
+from jaxformer.data.windows import TextConfig
 from jaxformer.errors import UserError
+from jaxformer.interop.configs import read_config
 from jaxformer.interop.obstacles import Obstacle, obstacles
 from jaxformer.models.decoder import BlockAttention, ExpertsConfig
 from jaxformer.ops import RoPE
 from jaxformer.ops.positions import Llama3Scaling, Yarn
 from tests.helpers import ROOT
+from tests.interop.gguf_files import CONFIGS, SHAPES
 
 LLAMA = load_config(f"{ROOT}/configs/quick.py:llama")
 MODEL = replace(LLAMA.model, n_heads=4, n_blocks=2)
@@ -81,3 +85,19 @@ def test_obstacles_are_fields_of_the_config_with_the_values_that_remove_them():
 def test_a_model_of_another_kind_is_one_obstacle(file_format: str):
     vivit = load_config(f"{ROOT}/configs/vision.py:vivit")
     assert obstacles(vivit, file_format) == [Obstacle("model", type(vivit.model).__name__, "DecoderConfig")]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes"),
+    [
+        ("qwen3", {"attention_bias": True}), ("gptneox", {"unembedding": "tied"}),
+        ("gptneox", {"attention_bias": False}), ("gpt2", {"attention_bias": False}),
+        ("gpt2", {"head_dim": 8}), ("olmo", {"attention_bias": True}),
+        ("starcoder2", {"attention_bias": False, "output_bias": False}), ("command-r", {"unembedding": "linear"}),
+        ("gemma", {"unembedding": "linear"}),
+    ],
+)  # fmt: skip
+def test_models_with_other_tensors_than_llama_cpp_expects_are_not_exported(architecture, changes):
+    model = read_config({**SHAPES, **CONFIGS[architecture]})
+    assert not obstacles(Config("it", model, data=TextConfig(), steps=1), "gguf")
+    assert obstacles(Config("it", replace(model, **changes), data=TextConfig(), steps=1), "gguf")

@@ -402,3 +402,11 @@ def test_a_mask_in_the_place_of_the_prefix_and_segments_that_would_broadcast_are
     for arguments, error, message in given:
         with pytest.raises(error, match=message):
             jax.eval_shape(model.init, jax.random.key(0), tokens_T, *arguments)
+
+
+@pytest.mark.slow
+def test_dropout_acts_only_with_a_key() -> None:
+    model, params = build(replace(PLAIN, n_blocks=1, dropout=0.3))
+    tokens_T = random_tokens(V, T)
+    with_key = apply(model, params, tokens_T, rngs={"dropout": jax.random.key(0)})
+    assert jnp.abs(with_key - apply(model, params, tokens_T)).max() > 0.1

@@ -319,7 +319,13 @@ ALL = (
         activation="swiglu",
     ),
     architecture("phi2", layernorm_decoders.PHI, norm=(LAYER_NORM,), activation="gelu"),
-    architecture("glm4", decoders.GLM4, rows=FUSED_GATE, activation="swiglu"),
+    architecture(
+        "glm4",
+        decoders.GLM4,
+        rows=FUSED_GATE,
+        activation="swiglu",
+        required={"rope.dimension_sections": None},  # with which queries and keys are stored in halves
+    ),
     architecture(
         "command-r", layernorm_decoders.COHERE, LOGIT_SCALE, norm=(LAYER_NORM,), activation="swiglu", qk_norm=False
     ),
@@ -329,6 +335,7 @@ ALL = (
         LOGIT_SCALE,
         norm=(LAYER_NORM,),
         activation="swiglu",
+        read=lambda keys: read_keys({**keys, "attention.sliding_window": keys["attention.sliding_window"]}),
         windows=window_pattern(4, None, int),
         has_rope=lambda keys, i, is_local: is_local,
     ),
@@ -344,3 +351,27 @@ ALL = (
     architecture("bloom", layernorm_decoders.BLOOM, FUSED_BIAS, rows=FUSED, norm=(LAYER_NORM,)),
 )
 """All architectures, in the order of preference for export."""
+
+BIASED, PLAIN = {"attention_bias": True, "output_bias": True}, {"output_bias": False}
+LINEAR, TIED = {"unembedding": "linear"}, {"unembedding": "tied"}
+NEEDED: Mapping[str, Mapping[str, Any]] = {
+    "qwen3": {"attention_bias": False} | PLAIN,
+    **dict.fromkeys(("qwen2", "qwen3moe", "phi3", "falcon", "glm4", "olmo"), PLAIN),
+    **dict.fromkeys(("gemma", "command-r"), TIED | PLAIN),
+    **dict.fromkeys(("qwen2moe", "stablelm"), LINEAR | PLAIN),
+    **dict.fromkeys(("gpt2", "bloom"), BIASED),
+    "gptneox": LINEAR | BIASED,
+    "phi2": LINEAR | {"output_bias": True},
+    "starcoder2": {"output_bias": True},
+}
+"""Values without which a file has more or fewer tensors than llama.cpp expects of its architecture."""
+ANY_WIDTH = ("llama", "granite", "qwen3", "qwen3moe", "gemma", "glm4")
+"""Architectures whose heads may have another width than the model's, divided by their number."""
+
+
+def exported(family: Family) -> Family:
+    """Return the family of those models of an architecture that llama.cpp loads."""
+    needed = NEEDED.get(family.model_type, {})
+    fixed = {*needed} | (set() if family.model_type in ANY_WIDTH else {"head_dim"})
+    fields = tuple(row for row in family.fields if row.ours not in fixed)
+    return replace(family, fields=fields, constants={**family.constants, **needed})

@@ -89,16 +89,16 @@ function offer(container, data, begin) {
     const bar = make("progress", box);
     [bar.max, bar.value, bar.ariaLabel] = [size, 0, "weights fetched"];
     let [at, from] = [0, ""];
+    tell(`Fetching ${format(size / 1e6, 3)} MB …`); // once, as it is read aloud; the bar shows how far it is
     try {
       for (from of files) {
-        const response = await fetch(from);
+        const response = await fetch(encodeURIComponent(from));
         if (!response.ok) throw new Error(`status ${response.status}`);
         for (const reader = response.body.getReader(); ; ) {
           const { done, value } = await reader.read();
           if (done) break;
           bytes.set(value, at);
           bar.value = at += value.length;
-          tell(`${format(at / 1e6, 3)} of ${format(size / 1e6, 3)} MB`);
         }
       }
       if (at !== size) throw new Error("it is too short");
@@ -108,13 +108,14 @@ function offer(container, data, begin) {
     }
     bar.remove();
     button.disabled = false;
+    button.focus();
   }
 
   async function check(bytes) {
     if (crypto.subtle) { // which pages without TLS, but those on disk, lack
       const digest = new Uint8Array(await crypto.subtle.digest("SHA-256", bytes));
       const hash = Array.from(digest, (byte) => byte.toString(16).padStart(2, "0")).join("");
-      if (hash !== sha256) return tell(`These are other weights than this page's: choose the ${names} that it was written with.`);
+      if (hash !== sha256) return tell(`These are other weights than this page's: ${location.protocol === "file:" ? "choose" : "put beside it"} the ${names} that it was written with.`);
     }
     load(bytes);
   }
