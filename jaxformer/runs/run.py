@@ -155,7 +155,7 @@ def load_run(
         names have changed.
     """
     as_stored = isinstance(dtype, str) and dtype == "stored"
-    if dtype is not None and not as_stored and dtype not in map(jnp.dtype, PARAMETER_DTYPES):
+    if dtype is not None and not as_stored and dtype not in [*map(jnp.dtype, PARAMETER_DTYPES)]:
         raise ValueError(f"parameters cannot be held in {dtype}; choose {', '.join(PARAMETER_DTYPES)} or stored")
     folder = local_folder(path) if isinstance(path, str) else path
     config = read_config(folder)
