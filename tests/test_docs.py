@@ -195,7 +195,7 @@ def test_snippets_run(here, monkeypatch, capsys, page):
         for switch in (jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict")) * is_of_instruments:
             stack.enter_context(switch)
         exec(snippet, {})
-    assert bool(capsys.readouterr().out) == ("print" in snippet)
+    assert bool(capsys.readouterr().out) == ("print(" in snippet)
 
 
 RUN = (
