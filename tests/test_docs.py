@@ -117,7 +117,7 @@ def test_options_in_the_text_exist():
     defaults += [arguments("train", "--config", spec) for spec in ("vision:vit", "clip")]
     known = {flag for d in defaults for group in option_groups(d) for o in group.options for flag in o.flags}
     known |= {"--help", "--smoke", "--smooth", "--subsets", "--config-draws", "--logdir", "--long", "--no-deps"}
-    known.add("--families-table")
+    known |= {"--families-table", "--all-kinds"}
     named = {flag for code in INLINE for flag in re.findall(r"(?<!\S)--[\w.-]+", code)}
     assert {INDEX.sub("", flag) for flag in named} <= known
 

@@ -164,7 +164,7 @@ BROKEN: dict[str, dict[str, Any]] = {
     "ZeroDivisionError": {"llama.attention.head_count": 0},
     "TypeError": {"llama.attention.head_count": [6, 3]},
     "n_blocks is '2'; it must be a whole number|TypeError": {"llama.block_count": "2"},
-    "it splits text as 'tekken', which is not supported; supported are gpt-2, smollm, llama-bpe, qwen2": {
+    "it splits text as 'tekken', which is not supported; supported are gpt-2, smollm, llama-bpe, dbrx, qwen2": {
         "tokenizer.ggml.pre": "tekken"
     },
     "it splits text as None": {"tokenizer.ggml.pre": None},
