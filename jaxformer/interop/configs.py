@@ -243,7 +243,7 @@ def read_windows(family: Family, theirs: PublishedConfig, n_blocks: int) -> tupl
     another, or a block has another kind of layer than attention."""
     if (windows := family.windows) is None:
         return None, [False] * n_blocks
-    window = theirs.get(windows.name, windows.default)
+    window = theirs[windows.name] if windows.default is REQUIRED else theirs.get(windows.name, windows.default)
     window = None if window is None else windows.read(window)
     if windows.enabled_by is not None and not theirs.get(windows.enabled_by):
         window = None

@@ -14,11 +14,11 @@ import numpy as np
 
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError, import_extra
-from jaxformer.interop.families import GGUF_FAMILIES
 from jaxformer.interop.families.gguf import head_width, is_tensor
 from jaxformer.interop.formats import Dtype
 from jaxformer.interop.gguf_tokenizer import pre_type
 from jaxformer.interop.huggingface import publish, special_tokens
+from jaxformer.interop.obstacles import FAMILIES_BY_FORMAT
 from jaxformer.interop.output import cast, complete_path
 from jaxformer.interop.sampling import as_gguf
 from jaxformer.runs.run import Run
@@ -41,13 +41,13 @@ def export_gguf(run: Run, file: Path, dtype: Dtype = "float32") -> None:
     published = publish(run, "gguf")
     theirs = published.config
     _, tokenizer = run.text_model()
-    family = GGUF_FAMILIES[theirs["model_type"]]
+    family = FAMILIES_BY_FORMAT["gguf"][theirs["model_type"]]
     with complete_path(file) as scratch, closing(gguf.GGUFWriter(scratch, family.model_type)) as writer:
         writer.add_name(run.config.name)
         writer.add_file_type(gguf.LlamaFileType[f"{'ALL' if dtype == 'float32' else 'MOSTLY'}_{DTYPES[dtype]}"])
         adds = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}
         for key in dict.fromkeys(field.theirs for field in family.fields):
-            if not is_tensor(key) and (value := theirs.get(key)) is not None:
+            if not is_tensor(key) and (value := theirs[key]) is not None:
                 adds[type(value)](f"{family.model_type}.{key}", value)
         for key, value in as_gguf(run.sampling).items():
             (writer.add_int32 if key.endswith(".top_k") else writer.add_float32)(key, value)

@@ -15,6 +15,7 @@ from typing import Any
 from jaxformer.interop.families import decoders, layernorm_decoders
 from jaxformer.interop.families.layernorm_decoders import attention_rows, end_rows, linear_rows, mlp_rows
 from jaxformer.interop.families.tables import (
+    REQUIRED,
     Family,
     Field,
     PublishedConfig,
@@ -72,7 +73,7 @@ def read_keys(keys: PublishedConfig, by_layer: bool = False) -> PublishedConfig:
 
 
 def window_pattern(
-    period: int, default: int | None = None, read: Callable[[int], int | None] = lambda length: length or None
+    period: int, default: Any = None, read: Callable[[int], int | None] = lambda length: length or None
 ) -> Windows:
     """Return the windows of an architecture in which every so many blocks one has none, by default. A length of 0 is no
     window, unless `read` says otherwise."""
@@ -335,8 +336,7 @@ ALL = (
         LOGIT_SCALE,
         norm=(LAYER_NORM,),
         activation="swiglu",
-        read=lambda keys: read_keys({**keys, "attention.sliding_window": keys["attention.sliding_window"]}),
-        windows=window_pattern(4, None, int),
+        windows=window_pattern(4, REQUIRED, int),
         has_rope=lambda keys, i, is_local: is_local,
     ),
     architecture(

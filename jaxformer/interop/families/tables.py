@@ -90,8 +90,8 @@ class Windows(NamedTuple):
     is_local: Callable[[PublishedConfig, int, int | None], bool]
     """Function that returns True for a block, by index, that has a window, of this length, if there is one; for configs
     without `layer_types`."""
-    default: int | None = 4096
-    """Length for configs without the field; null is no window."""
+    default: Any = 4096
+    """Length for configs without the field, None for no window, or `REQUIRED`; null is no window."""
     enabled_by: str | None = None
     """Field without which there are no windows, whatever the length."""
     by_layer: bool = True
