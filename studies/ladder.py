@@ -53,7 +53,7 @@ class Row:
     """One run of a study."""
 
     config: str
-    """Rung of configs/ladder.py."""
+    """Rung of configs/ladder.py, or FILE.py:NAME."""
     options: str = ""
     """Options of this row only."""
     change: str = ""
@@ -126,6 +126,7 @@ def studies() -> dict[str, Study]:
         ),
         "overfitting": Study(f"{SHAPE} {MLP} {OFTEN_EVALUATED.format(64)}", OVERFITTING, curves=True),
         "alternatives": Study(f"{size} {SGD} {BUDGET.format(32, 1000)}", ALTERNATIVES),
+        "isolated": Study(f"{size} {BUDGET.format(32, 1000)}", ISOLATED),
     }
 
 
@@ -167,6 +168,29 @@ ALTERNATIVES = {
 }
 """Variants that the sources mention besides the ladder, each a single change to `rmsnorm`."""
 
+CHANGED = Path(__file__).with_name("isolated.py")
+ISOLATED = {
+    "residual": Row("residual", SGD, "the rung `residual`"),
+    "no_softmax": Row(f"{CHANGED}:no_softmax", SGD, "`residual` without the softmax: scores divided by √t"),
+    "attention_scaled": Row("attention_scaled", SGD, "the rung `attention_scaled`: no residual connection"),
+    "plus_around_attention": Row(
+        f"{CHANGED}:plus_around_attention", SGD, "`attention_scaled` with a residual connection around attention"
+    ),
+    "unembedding": Row("attention_scaled", f"{SGD} --model.no-mlp-logits", "`attention_scaled` with W_U after the MLP"),
+    "plus_and_unembedding": Row(
+        f"{CHANGED}:plus_and_unembedding", SGD, "the same with a residual connection around attention"
+    ),
+    "four_blocks": Row("four_blocks", SGD, "the rung `four_blocks`"),
+    "half_rate": Row("four_blocks", "--optimizer.learning-rate 0.05", "`four_blocks` at half the learning rate"),
+    "small_output": Row(f"{CHANGED}:small_output", SGD, "`four_blocks` whose attention adds a quarter of its output"),
+    "norm_before_attention": Row(
+        f"{CHANGED}:norm_before_attention", SGD, "`four_blocks` with RMSNorm before attention"
+    ),
+    "norm_before_mlp": Row(f"{CHANGED}:norm_before_mlp", SGD, "`four_blocks` with RMSNorm before the MLP"),
+    "rmsnorm": Row("rmsnorm", SGD, "the rung `rmsnorm`: before both"),
+}
+"""Claims of the sources about one part, each with that part alone changed."""
+
 OFTEN_EVALUATED = "--train.batch-size {} --steps 3000 --train.eval-every 100 --compute.grad-accumulation-steps 1"
 NOVELLA, COSINE = "19C-Jekyll.txt", "--optimizer.schedule cosine --optimizer.warmup-steps 50"
 OVERFITTING = {
@@ -184,7 +208,8 @@ def train(row: Row, options: Sequence[str], run: Path, seed: int) -> int:
     ended. If training failed, return the exit status of train.py."""
     if run.exists() and has_ended(run):
         return 0
-    start = ["--resume"] if run.exists() else ["--config", f"ladder:{row.config}", "--seed", str(seed)]
+    config = row.config if ":" in row.config else f"ladder:{row.config}"
+    start = ["--resume"] if run.exists() else ["--config", config, "--seed", str(seed)]
     command = [sys.executable, "-m", "jaxformer", "train", *start, "--run", str(run), *options]
     print("+", shlex.join(command), flush=True)
     status = subprocess.run(command).returncode

@@ -455,7 +455,10 @@ MODERNBERT = Family(
     windows=Windows(
         all_but_every_third, 128, name="local_attention", read=lambda n: n // 2 + 1, write=lambda n: 2 * (n - 1)
     ),
-    write=lambda theirs: {name: value for name, value in theirs.items() if name != "rope_scaling"},
+    # Their window is an integer, also where no block has one.
+    write=lambda theirs: {
+        name: x for name, x in theirs.items() if name != "rope_scaling" and (name, x) != ("local_attention", None)
+    },
     aliases={"global_rope_theta": "rope_theta", "local_rope_theta": "rope_local_base_freq"},
     model=EmbedderConfig,
     ignored=(r"^(head|decoder|classifier)\.",),
