@@ -120,7 +120,7 @@ def repeat_rows(tree: Any, *, n: int, mesh: Mesh | None) -> Any:
     return split_rows(jax.tree.map(lambda x: jnp.repeat(x, n, axis=0), tree), mesh)
 
 
-@partial(jax.jit, static_argnames=("sampling", "mesh"))
+@partial(jax.jit, static_argnames="mesh")
 def start(
     sampling: Sampling, logits_BV: jax.Array, tokens_BP: jax.Array, lengths_B: jax.Array, history_B: History | None,
     seeds_B: jax.Array, done_B: jax.Array, *, mesh: Mesh | None,
@@ -148,7 +148,7 @@ def split_rows(tree: Any, mesh: Mesh | None) -> Any:
     return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec(x))), tree)
 
 
-@partial(jax.jit, static_argnames=("model", "sampling", "mesh"), donate_argnames="state")
+@partial(jax.jit, static_argnames=("model", "mesh"), donate_argnames="state")
 def decode(
     model: nn.Module, sampling: Sampling, params: Params, state: DecodeState, ended_B: jax.Array, slot: jax.Array,
     limit: jax.Array, n_slots: jax.Array, *, mesh: Mesh | None,
@@ -166,12 +166,12 @@ def decode(
       mesh: mesh of data-parallel devices, each of which decodes its own rows, and stops once these are done. None
         leaves the sharding to the partitioner.
     """
-    run = partial(_decode, model, sampling)
+    run = partial(_decode, model)
     if mesh is not None:
         shared, split = PartitionSpec(), PartitionSpec("data")
-        in_specs, out_specs = (shared, split, split, shared, shared, shared), (split, PartitionSpec(None, "data"))
+        in_specs, out_specs = (shared, shared, split, split, *[shared] * 3), (split, PartitionSpec(None, "data"))
         run = jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-    return run(params, state, ended_B, slot, limit, n_slots)
+    return run(sampling, params, state, ended_B, slot, limit, n_slots)
 
 
 def _decode(

@@ -5,15 +5,18 @@ repetition penalty, presence and frequency penalties, bad words, minimum new tok
 the warpers, which read only the logits (`apply_filters`): temperature, top-k, top-p, min-p, typical. The token is
 sampled from the softmax. A disabled step costs no computation or state.
 
+A compiled function takes the numbers of its `Sampling` as values: another temperature compiles nothing.
+
 A token with a logit of -inf is never drawn. At least one token always remains: every filter keeps one, and a ban that
 would exclude all remaining tokens is not applied.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from copy import copy
 from dataclasses import dataclass
-from math import inf, log, ulp
+from math import inf, ulp
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -28,11 +31,22 @@ from jaxformer.terminal import short_repr
 
 ABOVE_ZERO = ulp(0.0)
 """Smallest positive float."""
+SMALLEST_NORMAL = 2.0**-126
+"""Smallest positive normal float32."""
+TRACED = {
+    "temperature": 0, "top_p": 1, "min_p": 0, "typical_p": 1, "repetition_penalty": 1, "presence_penalty": 0,
+    "frequency_penalty": 0,
+}  # fmt: skip
+"""Fields of `Sampling` that compiled functions take as values, with the value besides None that disables their step."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Options for sampling a token. Hashable, so that jitted functions take it as a static argument."""
+    """Options for sampling a token.
+
+    A pytree: its leaves are the fields of `TRACED` whose step is not disabled, so that a jitted function is compiled
+    for the steps and the other fields, and serves all values of these. Also hashable, for a static argument.
+    """
 
     temperature: float = 1.0
     """Divisor of the logits; 0 is greedy, without filters."""
@@ -78,6 +92,14 @@ class Sampling:
         if not valid:
             raise UserError(f"`{name}` is {getattr(self, name)}; it must be {limit}.")
 
+    def __init_subclass__(cls) -> None:
+        jax.tree_util.register_pytree_node(cls, _flatten, _unflatten)
+
+    def uses(self, name: str) -> bool:
+        """Return True unless the value of a field disables its step. A field of `TRACED` may hold an array."""
+        value = getattr(self, name)
+        return value is not None and (not isinstance(value, Real) or value != TRACED.get(name, 0))
+
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise `UserError` if a token is not in the vocabulary, or there are fewer than `top_logprobs`."""
         options = {
@@ -99,6 +121,27 @@ class Sampling:
     def n_recent(self) -> int:
         """Number of tokens in the longest bad word, without its last."""
         return max(map(len, self.bad_words), default=1) - 1
+
+
+def _flatten(sampling: Sampling) -> tuple[list[Any], Sampling]:
+    """Return the leaves, and the sampling with infinity in place of each."""
+    leaves = {name: getattr(sampling, name) for name in TRACED if sampling.uses(name)}
+    values = [float(x) if isinstance(x, Real) else x for x in leaves.values()]  # 1 and 1.0 are one program
+    return values, _with(sampling, dict.fromkeys(leaves, inf))
+
+
+def _unflatten(sampling: Sampling, values: Iterable[Any]) -> Sampling:
+    """Return the inverse of `_flatten`, whose values may be arrays, which no limit is checked for."""
+    return _with(sampling, dict(zip(filter(sampling.uses, TRACED), values, strict=True)))
+
+
+def _with(sampling: Sampling, values: dict[str, Any]) -> Sampling:
+    sampling = copy(sampling)
+    vars(sampling).update(values)
+    return sampling
+
+
+jax.tree_util.register_pytree_node(Sampling, _flatten, _unflatten)
 
 
 class History(NamedTuple):
@@ -141,10 +184,11 @@ def init_history(sampling: Sampling, vocab_size: int, tokens_T: jax.Array, lengt
     sampling.check_vocabulary(vocab_size)
     tokens_T = jnp.asarray(tokens_T, jnp.int32)
     occurs_V = jnp.zeros(0, bool)
-    if sampling.repetition_penalty != 1:
+    if sampling.uses("repetition_penalty"):
         inside_T = jnp.where(jnp.arange(len(tokens_T)) < length, tokens_T, vocab_size)
         occurs_V = jnp.zeros(vocab_size, bool).at[inside_T].set(True, mode="drop")
-    counts_V = jnp.zeros(vocab_size if sampling.presence_penalty or sampling.frequency_penalty else 0, jnp.int32)
+    counts = sampling.uses("presence_penalty") or sampling.uses("frequency_penalty")
+    counts_V = jnp.zeros(vocab_size if counts else 0, jnp.int32)
     position_N = length - sampling.n_recent + jnp.arange(sampling.n_recent)
     recent_N = jnp.where(position_N >= 0, tokens_T[jnp.maximum(position_N, 0)], EMPTY)
     return History(jnp.int32(0), occurs_V, counts_V, recent_N)
@@ -153,9 +197,9 @@ def init_history(sampling: Sampling, vocab_size: int, tokens_T: jax.Array, lengt
 def update_history(history: History, token: jax.Array, sampling: Sampling) -> History:
     """Return the history with one more new token."""
     n_new, occurs_V, counts_V, recent_N = history
-    if sampling.repetition_penalty != 1:
+    if history.occurs_V.size:
         occurs_V = occurs_V.at[token].set(True)
-    if sampling.presence_penalty or sampling.frequency_penalty:
+    if history.counts_V.size:
         counts_V = counts_V.at[token].add(1)
     if sampling.n_recent:
         recent_N = jnp.append(recent_N[1:], token)
@@ -166,14 +210,14 @@ def sample(logits_V: jax.Array, history: History, key: jax.Array, sampling: Samp
     """Sample one token; equal keys and logits give equal tokens."""
     logits_V = logits_V.astype(jnp.float32)
     penalised_V = apply_penalties(logits_V, history, sampling)
-    token = argmax(penalised_V) if sampling.temperature == 0 else draw(apply_filters(penalised_V, sampling), key)
+    token = draw(apply_filters(penalised_V, sampling), key) if sampling.uses("temperature") else argmax(penalised_V)
     return with_logprobs(logits_V, token, sampling)
 
 
 def distribution(logits_V: jax.Array, history: History, sampling: Sampling) -> jax.Array:
     """Return the probabilities, `(V,)` float32, with which `sample` draws each token."""
     penalised_V = apply_penalties(logits_V.astype(jnp.float32), history, sampling)
-    if sampling.temperature == 0:
+    if not sampling.uses("temperature"):
         return jax.nn.one_hot(argmax(penalised_V), penalised_V.shape[-1])
     return jax.nn.softmax(apply_filters(penalised_V, sampling))
 
@@ -196,11 +240,11 @@ def apply_penalties(logits_V: jax.Array, history: History, sampling: Sampling) -
     if s.logit_bias:
         tokens, biases = zip(*s.logit_bias, strict=True)
         logits_V = logits_V.at[np.array(tokens)].add(np.array(biases, np.float32))
-    if s.repetition_penalty != 1:  # Keskar et al. 2019, section 4.1; the sign rule is Hugging Face's
+    if s.uses("repetition_penalty"):  # Keskar et al. 2019, section 4.1; the sign rule is Hugging Face's
         penalty = s.repetition_penalty
-        penalised_V = jnp.where(logits_V > 0, logits_V / penalty, logits_V * penalty)
+        penalised_V = jnp.where(logits_V > 0, logits_V * reciprocal(penalty), logits_V * penalty)
         logits_V = jnp.where(history.occurs_V, penalised_V, logits_V)
-    if s.presence_penalty or s.frequency_penalty:  # OpenAI's definition
+    if s.uses("presence_penalty") or s.uses("frequency_penalty"):  # OpenAI's definition
         counts_V = history.counts_V
         logits_V = logits_V - s.frequency_penalty * counts_V - s.presence_penalty * (counts_V > 0)
     if s.bad_words:
@@ -215,10 +259,10 @@ def apply_filters(logits_V: jax.Array, sampling: Sampling) -> jax.Array:
     """Apply the warpers, which read only the logits; the temperature must be above 0."""
     s = sampling
     # Logits of at most 0, divided by no less than the smallest normal float32: no temperature overflows.
-    logits_V = (logits_V - logits_V.max()) / max(s.temperature, float(jnp.finfo(jnp.float32).tiny))
+    logits_V = (logits_V - logits_V.max()) * reciprocal(jnp.maximum(s.temperature, SMALLEST_NORMAL))
     for name, (apply, *_) in FILTERS.items():
-        if value := getattr(s, name):
-            logits_V = apply(logits_V, value)
+        if s.uses(name):
+            logits_V = apply(logits_V, getattr(s, name))
     return s.filter_logits(logits_V)
 
 
@@ -243,18 +287,18 @@ def filter_top_k(logits_V: jax.Array, k: int) -> jax.Array:
     return jnp.where(logits_V >= kth_largest(logits_V, min(k, logits_V.shape[-1])), logits_V, -jnp.inf)
 
 
-def filter_top_p(logits_V: jax.Array, p: float) -> jax.Array:
+def filter_top_p(logits_V: jax.Array, p: float | jax.Array) -> jax.Array:
     """Set all logits to -inf but the smallest set of largest ones with a total probability of at least p (Holtzman et
     al. 2020, section 3.1), and ties with the smallest of them."""
     return jnp.where(top_mass(logits_V, jax.nn.softmax(logits_V), p), logits_V, -jnp.inf)
 
 
-def filter_min_p(logits_V: jax.Array, p: float) -> jax.Array:
+def filter_min_p(logits_V: jax.Array, p: float | jax.Array) -> jax.Array:
     """Set logits to -inf whose probability is below p times the largest (Nguyen et al. 2024, equation 1)."""
-    return jnp.where(logits_V >= logits_V.max() + log(p), logits_V, -jnp.inf)
+    return jnp.where(logits_V >= logits_V.max() + jnp.log(p), logits_V, -jnp.inf)
 
 
-def filter_typical(logits_V: jax.Array, p: float) -> jax.Array:
+def filter_typical(logits_V: jax.Array, p: float | jax.Array) -> jax.Array:
     """Set all logits to -inf but the smallest set with a total probability of at least p whose surprise, -log
     probability, is closest to the entropy (Meister et al. 2022, equation 10), and ties with the last of them."""
     logprobs_V = jax.nn.log_softmax(logits_V)
@@ -263,13 +307,11 @@ def filter_typical(logits_V: jax.Array, p: float) -> jax.Array:
     return jnp.where(top_mass(-jnp.abs(entropy + logprobs_V), probs_V, p), logits_V, -jnp.inf)
 
 
-def top_mass(x_V: jax.Array, weights_V: jax.Array, mass: float) -> jax.Array:
+def top_mass(x_V: jax.Array, weights_V: jax.Array, mass: float | jax.Array) -> jax.Array:
     """Return a mask of the fewest largest x whose weights sum to at least `mass`, with ties, `(V,)` bool; all True from
     a mass of 1. The smallest x to keep is determined bit by bit, from the highest; sorting takes at least five times as
     long on a CPU."""
-    if mass >= 1:  # in float32, the sum of all can be just below 1, or reach it before the last
-        return jnp.ones(x_V.shape, bool)
-    mass = max(mass, float(jnp.finfo(jnp.float32).tiny))  # at 0, no token would be needed
+    mass = jnp.maximum(mass, SMALLEST_NORMAL)  # at 0, no token would be needed
     x_V = jnp.where(x_V == 0, 0.0, x_V)  # -0.0 has other bits; XLA would optimise away adding 0.0
     bits_V = jax.lax.bitcast_convert_type(x_V.astype(jnp.float32), jnp.uint32)
     highest = jnp.uint32(1 << 31)
@@ -279,7 +321,14 @@ def top_mass(x_V: jax.Array, weights_V: jax.Array, mass: float) -> jax.Array:
         larger = smallest | (highest >> i.astype(jnp.uint32))
         return jnp.where(jnp.sum(jnp.where(order_V >= larger, weights_V, 0.0)) >= mass, larger, smallest)
 
-    return order_V >= jax.lax.fori_loop(0, 32, set_bit, jnp.uint32(0))
+    # In float32, the sum of all can be just below 1, or reach it before the last.
+    return (mass >= 1) | (order_V >= jax.lax.fori_loop(0, 32, set_bit, jnp.uint32(0)))
+
+
+def reciprocal(x: float | jax.Array) -> jax.Array:
+    """Return 1/x in float32. A division by it is a product, as XLA makes it of one by a constant, so that a value
+    inside and one outside of a compiled function give the same bits."""
+    return 1 / jnp.float32(x)
 
 
 def argmax(logits_V: jax.Array) -> jax.Array:

@@ -223,18 +223,18 @@ def speculate(
         if not contract_of(m).extrapolates and longest + max_new_tokens - 1 > length:
             problem = f"{longest} tokens and {max_new_tokens} new ones are more than the context of {length}"
             raise ValueError(f"{problem}, which a draft cannot exceed")
-    decoder = _Decoder(model, draft, sampling, n_proposed, jnp.dtype(cache_dtype))
+    decoder = _Decoder(model, draft, n_proposed, jnp.dtype(cache_dtype))
     both_params = params, draft_params
 
     def rows() -> Iterator[Iterator[tuple[int, Samples]]]:
         for number, prompt in enumerate(prompts):
             n_slots = doubled(512, len(prompt) + max_new_tokens + n_proposed)
             tokens_P = left_aligned([list(prompt)], length_bucket(len(prompt)))[0]
-            init = cache(partial(_init, decoder, both_params, tokens_P, np.int32(len(prompt)), n_slots))
+            init = cache(partial(_init, decoder, sampling, both_params, tokens_P, np.int32(len(prompt)), n_slots))
             for seed in seeds_R[number * n_samples : (number + 1) * n_samples]:
                 # Samples share the state, and `_decode` donates its buffers: copy it.
                 start = init if n_samples == 1 else lambda init=init: jax.tree.map(jnp.copy, init())
-                yield _passes(decoder, both_params, start, len(prompt), seed, max_new_tokens)
+                yield _passes(decoder, sampling, both_params, start, len(prompt), seed, max_new_tokens)
 
     return Speculation(len(seeds_R), rows())
 
@@ -245,20 +245,21 @@ class _Decoder:
 
     model: nn.Module
     draft: Draft
-    sampling: Sampling
     n_proposed: int
     dtype: DTypeLike
 
 
 def _passes(
-    decoder: _Decoder, params: BothParams, init: Callable[[], SpeculativeState], n_prompt: int, seed: int, limit: int
-) -> Iterator[tuple[int, Samples]]:
+    decoder: _Decoder, sampling: Sampling, params: BothParams, init: Callable[[], SpeculativeState], n_prompt: int,
+    seed: int, limit: int,
+) -> Iterator[tuple[int, Samples]]:  # fmt: skip
     """Yield, per call, the number of model passes and their tokens, at most `limit` in all."""
     state = init()
     n_new, all_passes, done, min_per_pass = 0, 0, False, _min_tokens_per_pass(decoder, params)
     while not done:
         n_read = read_slots(n_prompt + n_new + TOKENS_PER_CALL + 2 * decoder.n_proposed, len(state.text_S))
-        state, n_passes, n, drawn = _decode(decoder, params, state, np.uint32(seed), np.int32(limit), n_read)
+        numbers = np.uint32(seed), np.int32(limit), n_read
+        state, n_passes, n, drawn = _decode(decoder, sampling, params, state, *numbers)
         n_passes, n, drawn, done = jax.device_get((n_passes, n, drawn, state.done))
         n_new, all_passes = n_new + int(n), all_passes + int(n_passes)
         if decoder.n_proposed and n_new < min_per_pass * all_passes:
@@ -275,12 +276,14 @@ def _min_tokens_per_pass(decoder: _Decoder, params: BothParams) -> float:
 
 
 @partial(jax.jit, static_argnames=("d", "n_slots"))
-def _init(d: _Decoder, params: BothParams, tokens_P: jax.Array, length: jax.Array, n_slots: int) -> SpeculativeState:
+def _init(
+    d: _Decoder, sampling: Sampling, params: BothParams, tokens_P: jax.Array, length: jax.Array, n_slots: int
+) -> SpeculativeState:
     """Prefill the prompt without its last token."""
     return SpeculativeState(
         prefill(d.model, params[0], tokens_P, length, n_slots, d.dtype),
         d.draft.init(params[1], tokens_P, length, n_slots),
-        init_history(d.sampling, d.draft.vocab_size, tokens_P, length),
+        init_history(sampling, d.draft.vocab_size, tokens_P, length),
         jnp.zeros(n_slots, jnp.int32).at[: len(tokens_P)].set(tokens_P), length, jnp.bool_(False),
     )  # fmt: skip
 
@@ -298,14 +301,15 @@ def prefill(
 
 @partial(jax.jit, static_argnames=("decoder", "n_read"), donate_argnames="state")
 def _decode(
-    decoder: _Decoder, params: BothParams, state: SpeculativeState, seed: jax.Array, limit: jax.Array, n_read: int
-) -> tuple[SpeculativeState, jax.Array, jax.Array, Samples]:
+    decoder: _Decoder, sampling: Sampling, params: BothParams, state: SpeculativeState, seed: jax.Array,
+    limit: jax.Array, n_read: int,
+) -> tuple[SpeculativeState, jax.Array, jax.Array, Samples]:  # fmt: skip
     """Run passes until there are at least `TOKENS_PER_CALL` new tokens, or the text is done; return the state, the
     number of passes, the number of new tokens, and the tokens."""
     full = state
-    shapes = jax.eval_shape(partial(_init, decoder, n_slots=n_read), params, state.text_S[:1], state.length)
+    shapes = jax.eval_shape(partial(_init, decoder, sampling, n_slots=n_read), params, state.text_S[:1], state.length)
     state = first_parts(full, shapes)
-    verify = partial(_verify, decoder, params, seed, limit)
+    verify = partial(_verify, decoder, sampling, params, seed, limit)
 
     def unfinished(carry: tuple[SpeculativeState, jax.Array, jax.Array, Samples]) -> jax.Array:
         state, _, n_new, _ = carry
@@ -328,12 +332,13 @@ def _decode(
 
 
 def _verify(
-    decoder: _Decoder, params: BothParams, seed: jax.Array, limit: jax.Array, state: SpeculativeState
-) -> tuple[SpeculativeState, Samples]:
+    decoder: _Decoder, sampling: Sampling, params: BothParams, seed: jax.Array, limit: jax.Array,
+    state: SpeculativeState,
+) -> tuple[SpeculativeState, Samples]:  # fmt: skip
     """Run one model pass over the draft's proposals; return the state and the tokens, `(n_proposed + 1,)`, of which the
     increase in the text's length gives the number of valid ones."""
     cache, _, history, text_S, length, _ = state
-    sampling, n_proposed = decoder.sampling, decoder.n_proposed
+    n_proposed = decoder.n_proposed
     key = jax.random.fold_in(jax.random.key(seed), history.n_new)
     draft_key = jax.random.fold_in(key, 0)
     proposed_N, q_NV, draft_state = decoder.draft.propose(params[1], state, n_proposed, sampling, draft_key)

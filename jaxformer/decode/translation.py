@@ -192,7 +192,7 @@ def scores(hypotheses: Sequence[str], references: Sequence[str]) -> dict[str, fl
     }
 
 
-@partial(jax.jit, static_argnames=("model", "start", "special", "limit", "dtype", "sampling"))
+@partial(jax.jit, static_argnames=("model", "start", "special", "limit", "dtype"))
 def _sample(
     model: nn.Module, params: Params, source_BS: jax.Array, valid_BS: jax.Array, seeds_B: jax.Array, *, start: int,
     special: TargetTokens, limit: int, dtype: DTypeLike, sampling: Sampling,

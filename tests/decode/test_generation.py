@@ -279,7 +279,7 @@ def test_a_row_depends_on_its_seed_alone(decoder: Model) -> None:
 
 @pytest.mark.parametrize("n", [1, 10])  # one token of the prefill, a call of 8, and one more
 def test_rows_have_max_new_tokens(decoder: Model, n: int) -> None:
-    generated = run(decoder, PROMPTS, n)
+    generated = run(decoder, PROMPTS, n, RANDOM)
     assert [len(row) for row in generated] == [n] * 4
     assert all(0 <= token < V for row in generated for token in row)
 
@@ -293,7 +293,7 @@ def test_the_first_piece_has_one_token_and_the_others_several(
     config: ModelConfig, seconds: float, sizes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys.modules["jaxformer.decode.generation"], "MAX_CALL_SECONDS", seconds)
-    pieces = list(begin(build(config), PROMPTS, 30))
+    pieces = list(begin(build(config), PROMPTS, 30, RANDOM))
     assert [piece.tokens.shape for piece in pieces] == [(4, n) for n in sizes]
     assert pieces[1].tokens.dtype == np.int32
     assert pieces[1].logprobs.shape == (4, 8)
@@ -306,14 +306,31 @@ def test_the_first_token_is_delivered_before_the_decode_loop_is_called(
     """Compiling the loop takes longer than the prefill, and a text that has ended does not need it."""
     calls, decode = [], programs.decode
     monkeypatch.setattr(programs, "decode", lambda *args, **kwargs: calls.append(args) or decode(*args, **kwargs))
-    generation = begin(decoder, PROMPTS, 9)
+    generation = begin(decoder, PROMPTS, 9, RANDOM)
     assert next(generation).tokens.shape == (4, 1) and not calls
     assert next(generation).tokens.shape == (4, 8) and len(calls) == 1
-    ended = begin(decoder, PROMPTS, 9)
+    ended = begin(decoder, PROMPTS, 9, RANDOM)
     assert next(ended).tokens.shape == (4, 1)
     for row in range(4):
         ended.end(row)
     assert list(ended) == [] and len(calls) == 1
+
+
+def test_another_temperature_compiles_nothing(decoder: Model) -> None:
+    texts = [run(decoder, PROMPTS, 9, Sampling(0.1))]
+    with compilations() as compiled:
+        texts += [run(decoder, PROMPTS, 9, Sampling(t)) for t in (0.3, 0.5, 0.7, 0.9, 1, 1.5, 2, 4, 1e6)]
+    assert not compiled and len(set(map(str, texts))) > 5
+
+
+@pytest.mark.slow
+def test_other_values_of_filters_and_penalties_compile_nothing(decoder: Model) -> None:
+    given = {"repetition_penalty": 1.1, "presence_penalty": 0.3, "frequency_penalty": 0.2, "typical_p": 0.99}
+    texts = [run(decoder, PROMPTS, 9, Sampling(2.0, 20, 0.9, 0.01, **given))]
+    with compilations() as compiled:
+        for name, value in {"top_p": 0.1, "min_p": 0.9, "typical_p": 0.1, **dict.fromkeys([*given][:3], 2.0)}.items():
+            texts.append(run(decoder, PROMPTS, 9, replace(Sampling(2.0, 20, 0.9, 0.01, **given), **{name: value})))
+    assert not compiled and len(set(map(str, texts))) == 7
 
 
 @pytest.mark.slow
@@ -322,7 +339,7 @@ def test_programs_compiled_for_shapes_give_the_first_piece(decoder: Model) -> No
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     params = jax.device_put(decoder[1], sharding)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), params)
-    given = {"n_samples": 2, "prefill_chunk": 4, "sampling": Sampling(3.25)}
+    given = {"n_samples": 2, "prefill_chunk": 4, "sampling": Sampling(3.25, top_logprobs=2)}
     begin((decoder[0], shapes), PROMPTS, 3, **given).compile()
     with compilations() as compiled:
         first = next(begin((decoder[0], params), PROMPTS, 3, **given))
@@ -370,8 +387,8 @@ def test_decoding_stops_when_all_rows_are_done(decoder: Model) -> None:
 
 def test_a_row_can_be_ended_by_the_caller(decoder: Model) -> None:
     model = decoder
-    free = run(model, PROMPTS, 40)
-    generation = begin(model, PROMPTS, 40)
+    free = run(model, PROMPTS, 40, RANDOM)
+    generation = begin(model, PROMPTS, 40, RANDOM)
     generation.end(3)
     pieces = [next(generation), next(generation)]
     n = sum(piece.tokens.shape[1] for piece in pieces)

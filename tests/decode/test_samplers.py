@@ -4,6 +4,7 @@ The values of Hugging Face are stored by `tests/fixtures/make_samplers_hf.py`.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from math import inf, nan
 
@@ -45,8 +46,8 @@ UNCHANGED = ("nothing", "top-k beyond the vocabulary", "minimum reached")
 """Cases that leave probabilities as they are."""
 LARGEST = jax.jit(top_mass, static_argnames="mass")
 argmax = jax.jit(samplers.argmax)
-apply_penalties = jax.jit(samplers.apply_penalties, static_argnames="sampling")
-distribution = jax.jit(samplers.distribution, static_argnames="sampling")
+apply_penalties = jax.jit(samplers.apply_penalties)
+distribution = jax.jit(samplers.distribution)
 filter_top_k, filter_top_p, filter_typical = (
     jax.jit(function, static_argnums=1)
     for function in (samplers.filter_top_k, samplers.filter_top_p, samplers.filter_typical)
@@ -60,7 +61,7 @@ def history(sampling: Sampling, prompt: list[int], generated: list[int], vocab_s
     return _history(sampling, vocab_size, *padded, len(prompt), len(generated))
 
 
-@partial(jax.jit, static_argnames=("sampling", "vocab_size"))
+@partial(jax.jit, static_argnames="vocab_size")
 def _history(
     sampling: Sampling, vocab_size: int, prompt_T: jax.Array, generated_T: jax.Array, n_prompt: int, n_generated: int
 ) -> History:
@@ -69,10 +70,17 @@ def _history(
     return jax.lax.fori_loop(0, n_generated, update, after)
 
 
-@partial(jax.jit, static_argnames="sampling")
+@jax.jit
 def first(logits_V: jax.Array, key: jax.Array, sampling: Sampling) -> Samples:
     """What is drawn after a prompt of token 0."""
     return sample(logits_V, init_history(sampling, len(logits_V), jnp.zeros(1, jnp.int32), 1), key, sampling)
+
+
+@partial(jax.jit, static_argnames="n")
+def frequencies(sampling: Sampling, n: int) -> jax.Array:
+    """How often each token of `LOGITS` is drawn, of n."""
+    keys = jax.random.split(jax.random.key(0), n)
+    return jnp.bincount(jax.vmap(partial(first, jnp.asarray(LOGITS), sampling=sampling))(keys).tokens, length=5)
 
 
 def kept_tokens(filtered: jax.Array) -> list[int]:
@@ -276,9 +284,7 @@ def test_greedy_applies_bans() -> None:
 )
 def test_frequencies_are_the_filtered_probabilities(sampling: Sampling, probs: np.ndarray) -> None:
     n = 10_007
-    keys = jax.random.split(jax.random.key(0), n)
-    drawn = jax.jit(jax.vmap(lambda key: first(jnp.asarray(LOGITS), key, sampling).tokens))(keys)
-    counts, possible = np.bincount(drawn, minlength=5), probs > 0
+    counts, possible = np.asarray(frequencies(sampling, n)), probs > 0
     assert not counts[~possible].any()
     expected = probs / probs.sum() * n
     assert chisquare(counts[possible], expected[possible]).pvalue > SIGNIFICANCE
@@ -299,9 +305,7 @@ def test_frequencies_over_several_blocks_of_the_vocabulary() -> None:
 
 def test_the_chi_squared_test_rejects_a_temperature_off_by_a_fifth() -> None:
     n = 10_007
-    keys = jax.random.split(jax.random.key(0), n)
-    drawn = jax.jit(jax.vmap(lambda key: first(jnp.asarray(LOGITS), key, Sampling(1.2)).tokens))(keys)
-    assert chisquare(np.bincount(drawn), PROBS * n).pvalue < SIGNIFICANCE
+    assert chisquare(frequencies(Sampling(1.2), n), PROBS * n).pvalue < SIGNIFICANCE
 
 
 @pytest.mark.parametrize("V", [3, 5 * TOKENS_PER_BLOCK + 1])
@@ -367,6 +371,24 @@ def test_plain_sampling_has_no_sort_no_loop_and_two_random_numbers() -> None:
     assert " sort[" not in program and " while[" not in program and " scan[" not in program
     assert "random_bits[bit_width=32 shape=(2,)]" in program
     assert program.count("random_bits") == 1
+
+
+def test_values_that_disable_a_step_are_structure_and_others_are_leaves() -> None:
+    off = {"top_p": 1, "min_p": 0, "typical_p": 1, "repetition_penalty": 1, "presence_penalty": 0}
+    assert jax.tree.leaves(Sampling(0, **off)) == [] != jax.tree.leaves(Sampling(**off)) == [1.0]
+    assert jax.tree.structure(Sampling(1)) == jax.tree.structure(Sampling(0.3)) != jax.tree.structure(Sampling(0))
+    assert jax.tree.map(lambda x: x, EVERYTHING) == EVERYTHING
+    assert len({Sampling(0.3): 0, Sampling(0.5): 0, Sampling(0.3, top_k=None): 0}) == 2
+
+
+@pytest.mark.slow
+def test_values_give_the_bits_of_constants() -> None:
+    sampling = replace(EVERYTHING, presence_penalty=0.3, frequency_penalty=0.7)
+    logits_V = 3 * normal(307)
+    after = history(sampling, [0, 5], [3, 3, 9], len(logits_V))
+    constant = jax.jit(samplers.distribution, static_argnames="sampling")(logits_V, after, sampling=sampling)
+    assert_array_equal(distribution(logits_V, after, sampling), constant)
+    assert 1 < np.count_nonzero(constant) < 40
 
 
 @pytest.mark.parametrize("size", [1e-6, 1e6])

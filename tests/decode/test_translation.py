@@ -11,12 +11,14 @@ import pytest
 
 from jaxformer.config import TokenModelConfig
 from jaxformer.data.pairs import TargetTokens
+from jaxformer.decode.samplers import Sampling
 from jaxformer.decode.translation import PLAIN, _beam, constrain, exact_match, scores, translate_tokens
 from jaxformer.errors import UserError
 from jaxformer.models.encoder_decoder import EncoderDecoderConfig
 from jaxformer.models.objective import Params
 from jaxformer.models.recurrent import RecurrentConfig
 from tests.arrays import random_params
+from tests.helpers import compilations
 
 pytestmark = pytest.mark.slow
 
@@ -88,6 +90,13 @@ def test_greedy_equals_full_passes(case: Case) -> None:
     assert case.translate(SOURCES, batch_size=3) == expected
     lengths = set(map(len, expected))
     assert len(lengths) > 1 and min(lengths) < LONGEST  # some end by themselves
+
+
+def test_another_temperature_compiles_nothing(case: Case) -> None:
+    first = case.translate(SOURCES[:3], sampling=Sampling(0.1))
+    with compilations() as compiled:
+        others = [case.translate(SOURCES[:3], sampling=Sampling(temperature)) for temperature in (0.7, 1, 2.0, 9.0)]
+    assert not compiled and len(set(map(str, [first, *others]))) > 2
 
 
 def test_tokens_that_a_model_names_are_forced_and_banned() -> None:
