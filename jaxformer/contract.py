@@ -87,7 +87,8 @@ class Contract:
     attention_window: int | None = None
     """Maximum number of positions that a query attends to, itself included; None for no limit."""
     layer_windows: tuple[int, ...] = ()
-    """Attention window of each layer of causal self-attention; empty if all have `attention_window`."""
+    """Attention window of each layer of causal self-attention; empty if all have `attention_window`. With a cache, this
+    is an `ops.KVCache`, of which the model's `extend` also takes one with fewer slots in some layers."""
     extrapolates: bool = False
     """True if a sequence may continue past the context length, with the same `attention_window`."""
     has_prefix: bool = False

@@ -26,10 +26,26 @@ programs depend on the limit."""
 
 
 class SlotCache(NamedTuple):
-    """The cache of a batch, None for an empty one, and its size in slots."""
+    """The cache of a batch, None for an empty one, its size in slots and in layers that are rings (see `ring_sizes`),
+    and an upper bound on the slots written so far."""
 
     arrays: Cache | None = None
     n_slots: int = 0
+    rings: tuple[int, ...] = ()
+    n_written: int = 0
+
+
+def ring_sizes(windows: Sequence[int], chunk: int, n_slots: int) -> tuple[int, ...]:
+    """Return the slots of each layer that needs fewer than `n_slots` for its attention window, 0 for the others; empty
+    if all need as many.
+
+    A prompt chunk is written before it is read, so it must not overwrite the window of its first token. Sizes are
+    multiples of the chunk, so that no chunk wraps around, and divide `n_slots`, so that a ring begins where the cache
+    does.
+    """
+    sizes = [doubled(chunk, window + chunk - 1) for window in windows]
+    rings = tuple(size if size < n_slots and n_slots % size == 0 else 0 for size in sizes)
+    return rings if any(rings) else ()
 
 
 def run_program(program: Callable[..., Any], *args: Any, **static: Any) -> Any:
@@ -105,13 +121,17 @@ class Engine:
                 programs.prefill, self.model, self.params, cache.arrays, self.put(tokens_BT[:, first:end]),
                 self.put(positions_BT[:, first:end]), np.int32(first % n_slots),
                 np.int32(longest - 1 - first) if end == width else None, n_slots=cache.n_slots, dtype=self.dtype,
-                mesh=mesh,
+                rings=cache.rings, mesh=mesh,
             )  # fmt: skip
-            cache = cache._replace(arrays=arrays)
+            cache = cache._replace(arrays=arrays, n_written=max(cache.n_written, width))
         if n_samples == 1:
             return logits_BV, cache
         logits_RV, arrays = self.run(programs.repeat_rows, (logits_BV, cache.arrays), n=n_samples, mesh=self.mesh)
         return logits_RV, cache._replace(arrays=arrays)
+
+    def rings(self, n_slots: int) -> tuple[int, ...]:
+        """Return the `ring_sizes` of the model in a cache that may grow to `n_slots` slots."""
+        return ring_sizes(contract_of(self.model).layer_windows, self.chunk, n_slots)
 
     def chunks(self, longest: int, n_cached: int) -> tuple[range, int]:
         """Return the first token of each chunk of a prefill, and the end of the last chunk, with its padding."""
@@ -122,11 +142,13 @@ class Engine:
         """Return the cache with at least `n_slots` slots."""
         if n_slots <= cache.n_slots:
             return cache
+        cache = cache._replace(n_slots=n_slots)
         if cache.arrays is None:
-            return SlotCache(None, n_slots)
-        arrays = self.run(programs.enlarge, self.model, cache.arrays, n_slots=n_slots, dtype=self.dtype)
+            return cache
+        shape = {"n_slots": n_slots, "dtype": self.dtype, "rings": cache.rings}
+        arrays = self.run(programs.enlarge, self.model, cache.arrays, **shape)
         self.release(programs.decode)
-        return SlotCache(arrays, n_slots)
+        return cache._replace(arrays=arrays)
 
     def release(self, *unneeded: Any) -> None:
         """Release the memory of compiled programs unless they are kept."""

@@ -197,9 +197,14 @@ class Generation(TokenStream):
         lengths_R = np.array([len(row) for row in self.rows], np.int32)
         longest = int(lengths_R.max())
         steps, n_slots = engine.plan(longest, self.max_new_tokens - n_new - 1)
-        is_ring = longest + steps > n_slots
-        if not n_cached or is_ring or max(engine.chunks(longest, n_cached)[1], cache.n_slots) > n_slots:
-            cache, n_cached = SlotCache(), 0
+        is_ring, rings = longest + steps > n_slots, engine.rings(n_slots)
+        if rings:
+            # Chunks begin where those of the whole prompt would, and later tokens have overwritten no window's.
+            n_cached -= n_cached % engine.chunk
+            n_cached = n_cached if cache.n_written - n_cached <= engine.chunk else 0
+        fits = max(engine.chunks(longest, n_cached)[1], cache.n_slots) <= n_slots and cache.rings == rings
+        if not n_cached or is_ring or not fits:
+            cache, n_cached = SlotCache(rings=rings), 0
         # Slots of later tokens than those kept need no clearing: as their positions are later, too, they are masked
         # until they are overwritten.
         logits_RV, cache = engine.prefill(self.rows[::n_samples], n_samples, cache, n_cached, n_slots)
@@ -223,7 +228,7 @@ class Generation(TokenStream):
                 engine.model, self.sampling, engine.params, state, engine.put(self.ended_B.copy()),
                 np.int32(n_used % n_slots), np.int32(limit), np.int32(n_slots), mesh=engine.mesh,
             )  # fmt: skip
-            cache = cache._replace(arrays=state.cache)
+            cache = cache._replace(arrays=state.cache, n_written=max(cache.n_written, n_used + limit))
             self.kept = cache if keeps else None
             if not done:
                 self.pace.last_call_done = time.perf_counter()  # compilation does not count as time of a token

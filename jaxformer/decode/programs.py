@@ -79,21 +79,33 @@ class SlidingWindow(nn.Module):
         return logits
 
 
-@partial(jax.jit, static_argnames=("model", "n_slots", "dtype"))
-def enlarge(model: nn.Module, cache: Cache, *, n_slots: int, dtype: DTypeLike) -> Cache:
+def init_cache(model: nn.Module, n_slots: int, dtype: DTypeLike, rings: tuple[int, ...] = ()) -> Cache:
+    """Return an empty cache of `n_slots` slots, and in each layer no more than its number in `rings`; 0 for no limit.
+    See `engine.ring_sizes`."""
+    cache = model.init_cache(n_slots, dtype)
+    if not rings:
+        return cache
+    sizes = [min(ring or n_slots, n_slots) for ring in rings]
+    layers_of = {size: model.init_cache(size, dtype).layers for size in set(sizes)}
+    return cache._replace(layers=tuple(layers_of[size][i] for i, size in enumerate(sizes)))
+
+
+@partial(jax.jit, static_argnames=("model", "n_slots", "dtype", "rings"))
+def enlarge(model: nn.Module, cache: Cache, *, n_slots: int, dtype: DTypeLike, rings: tuple[int, ...]) -> Cache:
     """Return the cache of a batch with more slots."""
-    return jax.vmap(lambda cache: put_first_slots(model.init_cache(n_slots, dtype), cache))(cache)
+    return jax.vmap(lambda cache: put_first_slots(init_cache(model, n_slots, dtype, rings), cache))(cache)
 
 
-@partial(jax.jit, static_argnames=("model", "n_slots", "dtype", "mesh"), donate_argnames="cache")
+@partial(jax.jit, static_argnames=("model", "n_slots", "dtype", "rings", "mesh"), donate_argnames="cache")
 def prefill(
     model: nn.Module, params: Params, cache: Cache | None, tokens_BT: jax.Array, positions_BT: jax.Array,
-    slot: jax.Array, last: jax.Array | None, *, n_slots: int, dtype: DTypeLike, mesh: Mesh | None,
+    slot: jax.Array, last: jax.Array | None, *, n_slots: int, dtype: DTypeLike, rings: tuple[int, ...],
+    mesh: Mesh | None,
 ) -> tuple[jax.Array | None, Cache]:  # fmt: skip
     """Extend the cache by a chunk of B prompts; return the logits `(B, V)` after the last one, and the cache.
 
     Args:
-      cache: cache of the preceding chunks; None for the first chunk, for which one of `n_slots` is created.
+      cache: cache of the preceding chunks; None for the first chunk, for which `init_cache` creates one.
       positions_BT: position of each token, `EMPTY` for padding; int32.
       slot: cache slot of the first token.
       last: index of the prompts' last token in their last chunk, after which logits are returned; None for another.
@@ -105,7 +117,7 @@ def prefill(
             return call(model, params, "extend", tokens_T, positions_T, cache, slot)
         # The first chunk needs to attend only to itself, not to empty slots.
         x_TD, used = extend_empty(model, params, tokens_T, positions_T, model.init_cache(len(tokens_T), dtype))
-        return x_TD, put_first_slots(model.init_cache(n_slots, dtype), used)
+        return x_TD, put_first_slots(init_cache(model, n_slots, dtype, rings), used)
 
     x_BTD, cache = jax.vmap(extend)(tokens_BT, positions_BT, cache)
     if last is None:

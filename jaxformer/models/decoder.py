@@ -43,7 +43,7 @@ from jaxformer.nn.norms import Norm, epsilon
 from jaxformer.nn.parameters import parameter
 from jaxformer.ops import masks
 from jaxformer.ops.bias import ALiBi, alibi_slopes
-from jaxformer.ops.cache import KVCache, LayerCache, init_cache, write_positions
+from jaxformer.ops.cache import KVCache, LayerCache, init_cache, ring, write_positions
 from jaxformer.ops.linear_cross_entropy import Unembedding
 from jaxformer.ops.masks import Causal, Mask, Packed
 from jaxformer.ops.positions import RoPE, positions_in_segments
@@ -444,12 +444,16 @@ class Decoder(nn.Module):
         # The mask reads positions, not slots, so prompts of a batch may be padded on either side and grow together.
         # Positions are written before it is computed, because a token attends to itself.
         c, position_S = self.config, write_positions(cache.position_S, positions_T, slot)
-        mask_of = {window: self.mask(positions_T, position_S, prefix, window) for window in set(c.block_windows)}
-        bias = None if c.score_bias is None else c.score_bias(positions_T, position_S)
+        kinds, inputs = [(w, layer.n_slots) for w, layer in zip(c.block_windows, cache.layers, strict=True)], {}
+        for window, n_slots in set(kinds):
+            own_S, own_slot = ring(position_S, slot, len(tokens_T), n_slots)
+            bias = None if c.score_bias is None else c.score_bias(positions_T, own_S)
+            mask_TS = self.mask(positions_T, own_S, prefix, window)
+            inputs[window, n_slots] = SideInputs(positions_T, mask_TS, own_slot, score_bias=bias)
         x_TD = self.embed(tokens_T, positions_T)
         layers: list[LayerCache] = []
-        for block, layer, window in zip(traced_once(self.blocks), cache.layers, c.block_windows, strict=True):
-            x_TD, updated = block(x_TD, SideInputs(positions_T, mask_of[window], slot, score_bias=bias), layer)
+        for block, layer, kind in zip(traced_once(self.blocks), cache.layers, kinds, strict=True):
+            x_TD, updated = block(x_TD, inputs[kind], layer)
             layers.append(updated)
         return x_TD, KVCache(tuple(layers), position_S)
 

@@ -38,9 +38,18 @@ class LayerCache(NamedTuple):
     k_GKS: Stored
     v_GSK: Stored
 
+    @property
+    def n_slots(self) -> int:
+        """Number of slots S."""
+        return self.v_GSK.values.shape[1]
+
 
 class KVCache(NamedTuple):
-    """Keys and values of every layer, and the position of each slot, `(S,)` int32."""
+    """Keys and values of every layer, and the position of each slot, `(S,)` int32.
+
+    A layer with an attention window may have fewer slots, n: a ring of the last n tokens, with that of slot s in its
+    slot s mod n; see `ring`.
+    """
 
     layers: tuple[LayerCache, ...]
     position_S: jax.Array
@@ -146,6 +155,21 @@ def write_positions(position_S: jax.Array, positions_T: jax.Array, slot: jax.Arr
     positions_T = check_positions(positions_T)
     _check_slots(len(position_S), len(positions_T), slot)
     return update_slice(position_S, positions_T.astype(position_S.dtype), slot, 0)
+
+
+def ring(
+    position_S: jax.Array, slot: jax.Array | int, n_tokens: int, n_slots: int
+) -> tuple[jax.Array, jax.Array | int]:
+    """Return the position of each slot of a layer with `n_slots` slots, `(n_slots,)`, and the slot in it of the first
+    of `n_tokens`, which are written at `slot` of the cache.
+
+    If the cache as a whole is a ring, too, S must be a multiple of `n_slots`.
+    """
+    if n_slots == len(position_S):
+        return position_S, slot
+    last = slot + n_tokens - 1
+    age_S = (last - jnp.arange(n_slots)) % n_slots
+    return position_S[(last - age_S) % len(position_S)], slot % n_slots
 
 
 def _check_slots(n_slots: int, n_tokens: int, slot: jax.Array | int) -> None:

@@ -12,6 +12,10 @@ import jax
 from flax.traverse_util import flatten_dict
 
 from jaxformer.contract import Contract, ParameterAxes, Role, Task
+from jaxformer.decode import programs
+from jaxformer.decode.batches import doubled, length_bucket
+from jaxformer.decode.completion import CompletionOptions
+from jaxformer.decode.engine import ring_sizes
 from jaxformer.parallel.mesh import batch_shards
 from jaxformer.plan.roofline import ModelFlops
 from jaxformer.train.setup import TrainSetup
@@ -111,7 +115,10 @@ def cache_bytes(setup: TrainSetup) -> float | None:
     contract = setup.config.model.contract
     if contract.task is not Task.CAUSAL_LM or not contract.has_cache:
         return None
-    init_cache = partial(setup.model.init_cache, cached_tokens(contract), setup.compute_dtype)
+    n_tokens, chunk = cached_tokens(contract), CompletionOptions.prefill_chunk
+    chunk = min(chunk, length_bucket(n_tokens))
+    rings = ring_sizes(contract.layer_windows, chunk, doubled(chunk, n_tokens))
+    init_cache = partial(programs.init_cache, setup.model, n_tokens, setup.compute_dtype, rings)
     return float(sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(jax.eval_shape(init_cache))))
 
 

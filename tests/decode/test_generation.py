@@ -136,11 +136,27 @@ def test_a_prefix_prompt_is_prefilled_in_one_chunk() -> None:
 
 
 @pytest.mark.slow
-def test_a_prefill_longer_than_the_ring_of_slots_equals_full_passes() -> None:
-    """A window of 3 and chunks of 4 have 8 slots, for a prompt of 29."""
-    model = build(replace(ROPE, attention=BlockAttention(3), context_length=31))
+@pytest.mark.parametrize(
+    ("name", "windows"),
+    [("rope, window, one key head", [3]), *((name, [3, None]) for name in [*CONFIGS][:2])],
+    ids=["one", "rope", "alibi"],
+)
+def test_a_prefill_longer_than_the_ring_of_slots_equals_full_passes(
+    name: str, windows: list[int | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A window of 3 and chunks of 4 have 8 slots, for a prompt of 29; a block without a window has 32, which 49 tokens
+    go round, too."""
+    sizes, decode = set(), programs.decode
+
+    def spy(*args: Any, **kwargs: Any) -> Any:
+        sizes.add(tuple(layer.v_GSK.values.shape[2] for layer in args[3].cache.layers))
+        return decode(*args, **kwargs)
+
+    monkeypatch.setattr(programs, "decode", spy)
+    model = build(replace(CONFIGS[name], attention=tuple(map(BlockAttention, windows)), context_length=31))
     prompts = [random_tokens(V, length).tolist() for length in (29, 6)]
     assert_equals_full_passes(model, prompts, 20, context_length=31, prefill_chunk=4)
+    assert sizes == {(8, 8 if len(windows) == 1 else 32)}
 
 
 @pytest.mark.slow
@@ -598,8 +614,10 @@ CHAT = plain_decoder(V, 64, d_model=8, n_heads=2, d_ff=(16,), n_blocks=1)
     [
         (CHAT, [17, 20, 12]),
         (replace(CHAT, positions="none", rope=RoPE(), attention=BlockAttention(8)), [0, 0, 0]),  # slots are a ring
+        # 18 tokens were written, of which a ring of 16 slots has the window of token 16.
+        (replace(CHAT, n_blocks=2, attention=(BlockAttention(3), BlockAttention())), [16, 0, 0]),
     ],
-    ids=["causal", "window"],
+    ids=["causal", "window", "both"],
 )
 def test_a_continued_conversation_equals_one_from_scratch(
     config: ModelConfig, n_kept: list[int], monkeypatch: pytest.MonkeyPatch

@@ -8,6 +8,7 @@ import pytest
 
 from jaxformer.cli.arguments import load_config
 from jaxformer.decode import Sampling, generate_tokens, programs
+from jaxformer.decode.completion import CompletionOptions
 from jaxformer.models.decoder import BlockAttention, DecoderConfig, ExpertsConfig
 from jaxformer.ops import RoPE
 from jaxformer.ops.kernels import cudnn_attention
@@ -117,9 +118,13 @@ def test_cache_is_of_decoders():
 
 
 @pytest.mark.slow
-def test_the_cache_of_a_window_is_that_of_texts_of_any_length(monkeypatch):
-    """Texts of 7 and 62 tokens, of a model with a context of 32 and a window of 8."""
-    setup = setup_of(CONFIG, n_blocks=1, context_length=32, attention=BlockAttention(8), positions="none", rope=RoPE())
+@pytest.mark.parametrize(("windows", "slots"), [([8], [8]), ([5, None, 8], [8, 32, 16])], ids=str)
+def test_the_cache_of_a_window_is_that_of_texts_of_any_length(windows, slots, monkeypatch):
+    """Texts of 7 and 62 tokens, of a model with a context of 32 and a prefill in chunks of 4."""
+    attention = tuple(map(BlockAttention, windows))
+    shape = {"n_blocks": len(windows), "context_length": 32, "attention": attention}
+    setup = setup_of(CONFIG, **shape, positions="none", rope=RoPE())
+    monkeypatch.setattr(CompletionOptions, "prefill_chunk", 4)
     measured, decode = set(), programs.decode
 
     def measure(*args, **options):
@@ -129,10 +134,10 @@ def test_the_cache_of_a_window_is_that_of_texts_of_any_length(monkeypatch):
 
     monkeypatch.setattr(programs, "decode", measure)
     model, params = build(setup.config.model)
-    given = {"seeds": [0], "context_length": 32, "prefill_chunk": 16}
+    given = {"seeds": [0], "context_length": 32, "prefill_chunk": 4}
     for n in (5, 60):
         list(generate_tokens(model, params, [[1, 2]], Sampling(temperature=0), max_new_tokens=n, **given))
-    assert measured == {cache_bytes(setup)} == {2 * D * 8 * 4 + 8 * 4}
+    assert measured == {cache_bytes(setup)} == {2 * D * sum(slots) * 4 + max(slots) * 4}
 
 
 def test_examples_per_microbatch():
