@@ -377,7 +377,8 @@ def test_values_that_disable_a_step_are_structure_and_others_are_leaves() -> Non
     off = {"top_p": 1, "min_p": 0, "typical_p": 1, "repetition_penalty": 1, "presence_penalty": 0}
     assert jax.tree.leaves(Sampling(0, **off)) == [] != jax.tree.leaves(Sampling(**off)) == [1.0]
     assert jax.tree.structure(Sampling(1)) == jax.tree.structure(Sampling(0.3)) != jax.tree.structure(Sampling(0))
-    assert jax.tree.map(lambda x: x, EVERYTHING) == EVERYTHING
+    every = replace(EVERYTHING, presence_penalty=0.3, frequency_penalty=0.7)
+    assert len(jax.tree.leaves(every)) == len(samplers.TRACED) and jax.tree.map(lambda x: x, every) == every
     assert len({Sampling(0.3): 0, Sampling(0.5): 0, Sampling(0.3, top_k=None): 0}) == 2
 
 

@@ -107,8 +107,8 @@ def test_greedy_tokens_with_penalties_equal_generate_past_the_context(monkeypatc
 @pytest.mark.slow
 def test_another_temperature_compiles_nothing():
     def text(temperature):
-        sampling = Sampling(temperature, min_p=0.01)
-        options = {"max_new_tokens": 20, "context_length": CONTEXT}
+        sampling = Sampling(temperature, top_k=3, frequency_penalty=1.0)
+        options = {"max_new_tokens": 20, "context_length": CONTEXT, "n_proposed": 2}
         return tokens_of(speculate(MODEL, PARAMS, *DRAFTS["small"], [PROMPT], sampling, [0], **options)).tolist()
 
     texts = [text(0.1)]

@@ -92,6 +92,7 @@ def test_greedy_equals_full_passes(case: Case) -> None:
     assert len(lengths) > 1 and min(lengths) < LONGEST  # some end by themselves
 
 
+@pytest.mark.parametrize("case", ["transformer"], indirect=True)
 def test_another_temperature_compiles_nothing(case: Case) -> None:
     first = case.translate(SOURCES[:3], sampling=Sampling(0.1))
     with compilations() as compiled:
