@@ -87,8 +87,9 @@ class Contract:
     attention_window: int | None = None
     """Maximum number of positions that a query attends to, itself included; None for no limit."""
     layer_windows: tuple[int, ...] = ()
-    """Attention window of each layer of causal self-attention; empty if all have `attention_window`. With a cache, this
-    is an `ops.KVCache`, of which the model's `extend` also takes one with fewer slots in some layers."""
+    """Attention window of each layer of causal self-attention; empty if all have `attention_window`. The cache
+    of a model with layer windows is an `ops.KVCache`, of whose layers those with a short window may have fewer slots
+    than the others when `extend` gets it."""
     extrapolates: bool = False
     """True if a sequence may continue past the context length, with the same `attention_window`."""
     has_prefix: bool = False
