@@ -99,16 +99,18 @@ def expected_moments(config: DecoderConfig, n_tokens: int) -> tuple[Moments, ...
         scores = c.width_of_head * (1.0 if c.qk_norm else projected**2) * c.scale**2 * _rope_gain(c.block_rope(i))
         visible = min(n_tokens, window)
         slopes = [0.0] * c.n_heads if c.score_bias is None else c.score_bias.slopes
-        heads = [_head(scores, slope, n_tokens, visible) for slope in slopes[c.local_heads :]]
+        heads = [_head(scores, slope, n_tokens, visible, c.sinks) for slope in slopes[c.local_heads :]]
         heads += [_local_head(c, i, d, projected, n_tokens, visible) for d in range(1, c.local_heads + 1)]
         scores, entropy, averaged = map(float, np.mean(heads, axis=0))
         stream = _after(c, before, projected * averaged * c.attention_gain)
         read = _read(c, before if c.norm_placement in PARALLEL else stream)
-        mlp = mlp_mean_square(read, c.d_model, c.d_ff, c.activation, c.bias)
-        if (e := c.experts) is not None:
+        e = c.experts
+        biases = (True, True) if e is not None and e.bias else (c.bias, False)
+        mlp = mlp_mean_square(read, c.d_model, c.d_ff, c.activation, *biases)
+        if e is not None:
             mlp *= _router_weights(read / 3, e.n_experts, e.per_token, e.renormalize)
             if e.shared_expert:
-                shared = mlp_mean_square(read, c.d_model, (e.shared_width or c.d_ff[0],), c.activation, c.bias)
+                shared = mlp_mean_square(read, c.d_model, (e.shared_width or c.d_ff[0],), c.activation, *biases)
                 mlp += shared * (_gate_square(read / 3) if e.shared_gate else 1.0)
         stream = _after(c, stream, mlp)
         moments.append(Moments(before, scores, entropy, stream / before if before else nan))
@@ -143,7 +145,12 @@ def _after(c: DecoderConfig, stream: float, part: float) -> float:
 
 
 def mlp_mean_square(
-    mean_square: float, d_in: int, d_ff: Sequence[int], activation: str = "relu", bias: bool = True
+    mean_square: float,
+    d_in: int,
+    d_ff: Sequence[int],
+    activation: str = "relu",
+    bias: bool = True,
+    gate_bias: bool = False,
 ) -> float:
     """Return the mean square of an MLP's output at initialisation for inputs of the given mean square; weights and
     biases are uniform with variance 1/(3·fan-in)."""
@@ -151,22 +158,25 @@ def mlp_mean_square(
     weights, gated = weights / weights.sum(), activation in GATED
     for fan_in in (d_in, *d_ff[:-1]):
         linear = mean_square / 3 + bias / (3 * fan_in)
-        before = mean_square / 3 if gated else linear  # a gate has no bias
+        before = mean_square / 3 if gated and not gate_bias else linear
         activated = float(weights @ np.square(ACTIVATIONS[activation](jnp.asarray(sqrt(before) * nodes))))
-        mean_square = activated * (linear if gated else 1)
+        one = activation == "clamped_swiglu"  # is added to the linear part
+        mean_square = activated * (linear + one if gated else 1)
     return mean_square / 3 + bias / (3 * d_ff[-1])
 
 
 @lru_cache
-def _head(variance: float, slope: float, n_tokens: int, attention_window: int) -> tuple[float, float, float]:
+def _head(
+    variance: float, slope: float, n_tokens: int, attention_window: int, sinks: bool
+) -> tuple[float, float, float]:
     """Return the variance, entropy and sum of squares for independent normal scores with a slope of ALiBi: means over
-    the rows of causal attention, where row t has min(t, attention_window) scores."""
+    the rows of causal attention, where row t has min(t, attention_window) scores, and with `sinks` one more."""
     rng = np.random.default_rng(0)
     rows = np.minimum(_rows(n_tokens), attention_window)
     lengths = np.minimum(np.arange(2, n_tokens + 1), attention_window)
     of_bias = slope**2 * float(np.mean(lengths * (lengths + 1) / 12)) if slope else 0.0  # of t consecutive numbers
     scores = [sqrt(variance) * rng.normal(size=(128, t)) + slope * np.arange(t) for t in rows]
-    return variance + of_bias, *_softmax_moments(scores)
+    return variance + of_bias, *_softmax_moments(scores, sinks)
 
 
 def _rope_gain(rope: RoPE | None) -> float:
@@ -197,7 +207,7 @@ def _local_head(
         for t in _rows(n_tokens)
     ]
     variance = float(np.mean([row.var(axis=1, ddof=1).mean() for row in rows if row.shape[1] > 1] or [0.0]))
-    return variance, *_softmax_moments(rows)
+    return variance, *_softmax_moments(rows, c.sinks)
 
 
 def _rows(n_tokens: int) -> np.ndarray:
@@ -205,12 +215,13 @@ def _rows(n_tokens: int) -> np.ndarray:
     return np.unique(np.linspace(1, n_tokens, min(n_tokens, 64)).astype(int))
 
 
-def _softmax_moments(rows: Sequence[np.ndarray]) -> tuple[float, float]:
-    """Return the entropy and the sum of squares of the softmax of scores: means over rows of several samples each."""
+def _softmax_moments(rows: Sequence[np.ndarray], sinks: bool) -> tuple[float, float]:
+    """Return the entropy and the sum of squares of the softmax of scores: means over rows of several samples each, with
+    `sinks` without the weight of a logit of 0."""
     entropies, squares = [], []
     for z in rows:
         w = np.exp(z - z.max(axis=1, keepdims=True))
-        w /= w.sum(axis=1, keepdims=True)
+        w /= w.sum(axis=1, keepdims=True) + (np.exp(-z.max(axis=1, keepdims=True)) if sinks else 0)
         entropies.append(float(-(w * np.log(np.where(w > 0, w, 1))).sum(axis=1).mean()))
         squares.append(float(np.square(w).sum(axis=1).mean()))
     return float(np.mean(entropies)), float(np.mean(squares))

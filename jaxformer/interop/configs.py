@@ -83,8 +83,10 @@ def family_of(theirs: PublishedConfig) -> Family:
     """Return the model family of a config. Raises `UserError` if it is unknown, or the checkpoint is quantised."""
     if (of_gguf := GGUF_FAMILIES.get(str(theirs.get(ARCHITECTURE)))) is not None:
         return of_gguf
-    if theirs.get("quantization_config") is not None:
-        raise UserError("the checkpoint is quantised, which is not supported; use the one that it was made from.")
+    if (quantization := theirs.get("quantization_config")) is not None:
+        method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
+        problem = f"the checkpoint is quantised ({abbreviate(method)}), which is not supported"
+        raise UserError(f"{problem}; use the one that it was made from, or one in bfloat16.")
     model_type, architectures = str(theirs.get("model_type")), theirs.get("architectures")
     all_families = (*FAMILIES.values(), *ENCODERS.values(), *ENCODER_DECODERS.values())
     families = {family.architecture: family for family in all_families if family.model_type == model_type}

@@ -85,6 +85,8 @@ class ExpertsConfig(FieldDocs):
     """Width of its hidden layer; by default, as the others'."""
     shared_gate: bool = False
     """Multiply its output by the sigmoid of a learned projection of the token."""
+    bias: bool = False
+    """Biases in all layers of experts, also in gates, and in the router (GPT-OSS)."""
     balance_weight: NonNegativeFloat = 0.01
     """Weight of the load-balancing loss of each block."""
     router_z_weight: NonNegativeFloat = 0.001
@@ -121,6 +123,8 @@ class DecoderConfig(TokenModelConfig):
     """Factor applied to the attention scores; by default, 1/sqrt(head_dim)."""
     score_soft_cap: PositiveFloat | None = None
     """Bound c of the attention scores, c · tanh(scores / c) (Gemma 2); none for no bound."""
+    sinks: bool = False
+    """Learned logit of each head that takes part in the softmax of its scores, with no value (GPT-OSS)."""
     qk_norm: bool = False
     """Normalise queries and keys, by RMSNorm unless qk_norm_kind is layernorm."""
     qk_norm_kind: QKNorm = "head"
@@ -304,7 +308,7 @@ class DecoderConfig(TokenModelConfig):
             has_segments=not self.prefix,
             attention=AttentionShape(
                 *(self.n_heads, self.kv_heads, self.width_of_head, self.width_of_values, self.context_length, mask),
-                has_terms=self.score_bias is not None or self.score_soft_cap is not None,
+                has_terms=self.score_bias is not None or self.score_soft_cap is not None or self.sinks,
             ),
             scaled_width=None if self.unembedding == "tied" else self.d_model,
             has_residual_stream=True,
@@ -322,6 +326,7 @@ class DecoderConfig(TokenModelConfig):
             "output_bias": self.output_bias,
             "scale": self.score_scale,
             "soft_cap": self.score_soft_cap,
+            "sinks": self.sinks,
             "qk_norm": self.qk_norm,
             "qk_norm_kind": self.qk_norm_kind,
             "norm_eps": epsilon("layernorm" if self.qk_norm_kind == "layernorm" else "rmsnorm", self.norm_eps),
@@ -334,6 +339,8 @@ class DecoderConfig(TokenModelConfig):
         mlp, experts = blocks.make_mlp(self), self.experts
         if experts is None:
             return mlp
+        if experts.bias:
+            mlp = partial(mlp, bias=True, gate_bias=True)
         return partial(
             Experts,
             make_expert=mlp,
@@ -343,6 +350,7 @@ class DecoderConfig(TokenModelConfig):
             shared_expert=experts.shared_expert,
             make_shared=None if experts.shared_width is None else partial(mlp, hidden=(experts.shared_width,)),
             shared_gate=experts.shared_gate,
+            router_bias=experts.bias,
             shards=execution.expert_shards,
             renormalize=experts.renormalize,
         )

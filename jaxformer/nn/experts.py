@@ -47,6 +47,7 @@ class Experts(nn.Module):
       make_shared: function that constructs it; None for `make_expert`.
       shared_gate: multiply its output by the sigmoid of a learned projection of the token, `W_shared_gate` `(D, 1)`
         (Qwen 1.5 MoE).
+      router_bias: add a bias to the router's logits, `b_router` `(E,)`, 0 at initialisation (GPT-OSS).
       shards: devices on the mesh axis "expert", each of which holds a shard of the experts and sends the others their
         tokens; more than 1 only inside a `jax.shard_map` over that axis.
       renormalize: see `ops.experts.route`.
@@ -61,6 +62,7 @@ class Experts(nn.Module):
     renormalize: bool | None = None
     make_shared: Make | None = None
     shared_gate: bool = False
+    router_bias: bool = False
 
     @nn.compact
     def __call__(self, x_TD: jax.Array, valid_T: jax.Array | None = None) -> jax.Array:
@@ -69,6 +71,9 @@ class Experts(nn.Module):
         W_DE = parameter(self, "W_router", uniform_fan_in(D), (D, self.n_experts), "embed -> choices")
         # In float32, because rounding may change a token's experts (Fedus et al. 2022, section 2.4).
         logits_TE = upcast(x_TD) @ upcast(W_DE)
+        if self.router_bias:
+            b_E = parameter(self, "b_router", nn.initializers.zeros, (self.n_experts,), "choices")
+            logits_TE += upcast(b_E)[None]
         experts_TJ, weights_TJ = route(logits_TE, self.per_token, self.renormalize)
         share = self.n_experts, self.per_token, self.capacity_factor if self.has_rng("dropout") else None
         room = capacity(T, *share)

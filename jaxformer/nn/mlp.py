@@ -13,9 +13,11 @@ from jax.typing import DTypeLike
 from jaxformer.nn.capture import OUTPUT, capture_point, is_capturing
 from jaxformer.nn.parameters import check_name, parameter
 from jaxformer.ops.broadcasting import expand
+from jaxformer.ops.experts import clamped_swiglu
 
 Activation = Literal[
-    "relu", "squared_relu", "gelu", "gelu_exact", "quick_gelu", "silu", "swiglu", "geglu", "geglu_exact"
+    "relu", "squared_relu", "gelu", "gelu_exact", "quick_gelu", "silu", "swiglu", "geglu", "geglu_exact",
+    "clamped_swiglu",
 ]  # fmt: skip
 """Names of MLP activations in configs."""
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -28,13 +30,15 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "swiglu": jax.nn.silu,
     "geglu": jax.nn.gelu,
     "geglu_exact": partial(jax.nn.gelu, approximate=False),
+    "clamped_swiglu": partial(clamped_swiglu, y=0.0),
     "tanh": jnp.tanh,
 }
 """Activations by name. 'swiglu' and 'geglu' are gated: silu(x W_gate) · (x W), or the same with gelu (Shazeer 2020),
-and 'geglu_exact' with gelu_exact (ModernBERT).
+and 'geglu_exact' with gelu_exact (ModernBERT); 'clamped_swiglu' is `ops.experts.clamped_swiglu` (GPT-OSS), here for
+x W = 0.
 'gelu' is the tanh approximation of GPT-2, 'gelu_exact' the exact function, as in BERT, and 'quick_gelu' the sigmoid
 approximation of CLIP (Hendrycks and Gimpel 2016); 'silu' is x · sigmoid(x)."""
-GATED = ("swiglu", "geglu", "geglu_exact")
+GATED = ("swiglu", "geglu", "geglu_exact", "clamped_swiglu")
 """Activations of gated MLPs."""
 RECOMPUTED = ("gelu", "geglu")
 """Activations that the backward pass recomputes from the matmul's output before the bias: it reads that anyway, whereas
@@ -84,7 +88,9 @@ class MLP(nn.Module):
             b_gate = self._bias(x, f"b_gate_{i}", i, width) if self.gate_bias else None
             gate = capture_point(self, f"pre{number}", _add(self._matmul(x, f"W_gate_{i}", i, width), b_gate))
             y = capture_point(self, f"pre_linear{number}", _add(y, b))
-            return capture_point(self, f"post{number}", activate(self.activation, gate) * y)
+            is_clamped = self.activation == "clamped_swiglu"
+            y = clamped_swiglu(gate, y) if is_clamped else activate(self.activation, gate) * y
+            return capture_point(self, f"post{number}", y)
         if is_capturing():  # else the sum is recomputed, not stored
             y, b = capture_point(self, f"pre{number}", _add(y, b)), None
         return capture_point(self, f"post{number}", activate(self.activation, y, b))

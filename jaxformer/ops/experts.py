@@ -91,7 +91,7 @@ def route_in_groups(
     return experts_TJ, factor * weights_TJ / total_T1
 
 
-def clamped_swiglu(gate: jax.Array, y: jax.Array, limit: float = 7.0, alpha: float = 1.702) -> jax.Array:
+def clamped_swiglu(gate: jax.Array, y: jax.Array | float, limit: float = 7.0, alpha: float = 1.702) -> jax.Array:
     """Return the gated activation of GPT-OSS's experts, gate · σ(α · gate) · (y + 1), of inputs clamped to at most
     `limit`, and `y` also to at least -limit."""
     gate, y = jnp.minimum(gate, limit), jnp.clip(y, -limit, limit)

@@ -27,7 +27,10 @@ CASES: dict[str, Any] = {
         WIDE, norm="layernorm_no_bias", norm_placement="parallel", positions="alibi", embedding_norm=True,
         embedding_std=0.02,
     ),
-    "one expert": replace(WIDE, norm="rmsnorm", embedding_std=0.1, experts=ExpertsConfig(4, 1)),
+    "one expert with biases, sinks": replace(
+        WIDE, norm="rmsnorm", embedding_std=0.1, experts=ExpertsConfig(4, 1, bias=True), activation="clamped_swiglu",
+        sinks=True, bias=False,
+    ),
     "no residual, sum of heads": replace(
         WIDE, n_blocks=2, residual=False, norm="layernorm", norm_placement="post", output_projection=False, head_dim=96
     ),

@@ -428,6 +428,15 @@ CASES: dict[str, Case] = {
             "use_sliding_window": (False, True), "sliding_window": (7,), "max_window_layers": (1, 2),
         },
     ),
+    "GptOss": Case(
+        "gpt-oss 20B and 120B, in bfloat16",
+        {"num_local_experts": 3, "sliding_window": 7},
+        LLAMA_CHOICES
+        | {
+            "num_experts_per_tok": (2, 1), "attention_bias": (True, False), "layer_types": (..., [FULL, SLIDING]),
+            "rope_parameters": ({**YARN, "truncate": False}, ..., LINEAR),
+        },
+    ),
     "Gemma3WithImages": Case(
         "Gemma 3, 4B to 27B, without images",
         {

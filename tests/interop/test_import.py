@@ -199,7 +199,7 @@ QWEN: dict[str, Any] = {"model_type": "qwen2", "architectures": None}
 BAD_CONFIGS = {
     "model_type is 'mamba'": {"model_type": "mamba"},
     "first of architectures is 'LlamaForSequenceClassification'": {"architectures": ["LlamaForSequenceClassification"]},
-    "checkpoint is quantised": {"quantization_config": {"quant_method": "gptq"}},
+    "checkpoint is quantised .'gptq'.": {"quantization_config": {"quant_method": "gptq"}},
     "rope_type of rope_parameters or rope_scaling is 'axial'": {"rope_scaling": {"rope_type": "axial", "factor": 2.0}},
     "hidden_act is 'relu'": {"hidden_act": "relu"},
     "mlp_bias is True": {"mlp_bias": True},

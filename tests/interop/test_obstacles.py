@@ -23,7 +23,7 @@ from tests.interop.gguf_files import CONFIGS, SHAPES
 LLAMA = load_config(f"{ROOT}/configs/quick.py:llama")
 MODEL = replace(LLAMA.model, n_heads=4, n_blocks=2)
 VALUES: dict[str, list[Any]] = {
-    "activation": ["relu", "gelu", "geglu", "squared_relu"], "bias": [True],
+    "activation": ["relu", "gelu", "geglu", "squared_relu", "clamped_swiglu"], "bias": [True], "sinks": [True],
     "norm": ["none", "layernorm", "layernorm_no_bias", "layernorm_no_parameters"],
     "norm_placement": ["post", "both", "output", "parallel", "parallel_two"],
     "positions": ["learned", "sinusoidal", "alibi"], "attention_bias": [True], "embedding_norm": [True],
@@ -43,7 +43,7 @@ VALUES: dict[str, list[Any]] = {
     "prefix": [True], "qk_norm": [True],
     "experts": [
         ExpertsConfig(4), ExpertsConfig(4, shared_expert=True), ExpertsConfig(4, renormalize=False),
-        ExpertsConfig(4, shared_expert=True, shared_width=8, shared_gate=True),
+        ExpertsConfig(4, shared_expert=True, shared_width=8, shared_gate=True), ExpertsConfig(4, bias=True),
     ],
     "d_ff": [(8, 8)], "n_kv_heads": [2], "head_dim": [20],
     "local_heads": [1],

@@ -41,7 +41,7 @@ def small(name: str) -> DecoderConfig:
 PLAIN = plain_decoder(V, T, D, n_blocks=2, n_heads=3, head_dim=5, d_ff=(17,), norm="rmsnorm")
 MODERN = replace(
     PLAIN, n_heads=6, n_kv_heads=2, head_dim=10, qk_norm=True, activation="swiglu", bias=False, final_norm=True,
-    positions="none", rope=RoPE(), embedding_std=0.5, unembedding="tied",
+    positions="none", rope=RoPE(), embedding_std=0.5, unembedding="tied", sinks=True,
 )  # fmt: skip
 LOCAL = BlockAttention(3, RoPE(100.0))
 CONFIGS = {name: small(name) for name in RUNGS} | {
@@ -57,7 +57,8 @@ CONFIGS = {name: small(name) for name in RUNGS} | {
     ),
     "experts": replace(
         MODERN,
-        experts=ExpertsConfig(4, capacity_factor=1.0, shared_expert=True),
+        experts=ExpertsConfig(4, capacity_factor=1.0, shared_expert=True, bias=True),
+        activation="clamped_swiglu",
         rope=RoPE(100.0, Yarn(4.0, 8), fraction=0.4, interleaved=True),
     ),
     "no_positions": replace(PLAIN, positions="none", activation="squared_relu"),

@@ -19,7 +19,7 @@ EXPERT = partial(MLP, (F,), OUT)
 SWIGLU = partial(MLP, (F,), OUT, "swiglu", False)
 MODULES = {
     "one": Experts(EXPERT, E, 1),
-    "shared, limited": Experts(SWIGLU, E, J, capacity_factor=0.75, shared_expert=True),
+    "shared, limited": Experts(SWIGLU, E, J, capacity_factor=0.75, shared_expert=True, router_bias=True),
 }
 X_BTD = normal(B, T, D)
 RNGS = {"dropout": jax.random.key(0)}
@@ -47,7 +47,7 @@ def module() -> Experts:
 
 def looped(module: Experts, params: Params, x_TD: jax.Array) -> tuple[np.ndarray, int]:
     """Token by token, each expert an MLP of its own; and how many choices found no room."""
-    logits_TE = np.float64(x_TD) @ np.float64(params["W_router"])
+    logits_TE = np.float64(x_TD) @ np.float64(params["W_router"]) + np.float64(params.get("b_router", 0))
     room = T if module.capacity_factor is None else int(np.ceil(module.capacity_factor * module.per_token * T / E))
     mlp = module.make_expert()
     taken, dropped, rows = [0] * E, 0, []

@@ -28,7 +28,11 @@ NUMPY: dict[str, Callable] = {
     "silu": silu,
     "tanh": np.tanh,
 }
-GATES: dict[str, Callable] = {"swiglu": silu, "geglu": NUMPY["gelu"]}
+GATES: dict[str, Callable] = {
+    "swiglu": lambda gate, y: silu(gate) * y,
+    "geglu": lambda gate, y: NUMPY["gelu"](gate) * y,
+    "clamped_swiglu": lambda gate, y: NUMPY["quick_gelu"](np.minimum(gate, 7)) * (np.clip(y, -7, 7) + 1),
+}
 
 
 def test_every_name_that_a_config_may_use_is_an_activation() -> None:
@@ -55,7 +59,7 @@ def test_agrees_with_the_formula_in_numpy(activation: str, hidden: tuple[int, ..
         y = h @ p[f"W_{i}"] + (p[f"b_{i}"] if bias else 0)
         if i < last:
             gate = GATES.get(activation)
-            y = NUMPY[activation](y) if gate is None else gate(h @ p[f"W_gate_{i}"]) * y
+            y = NUMPY[activation](y) if gate is None else gate(h @ p[f"W_gate_{i}"], y)
         h = y
     assert_close(apply(module, params, x), h)
     matrices = last + (last - 1) * (activation in GATES)

@@ -41,6 +41,7 @@ KNOWN = {
     "embedding_norm": (False,),
     "unembedding_bias": (False,),
     "score_soft_cap": (None,),
+    "sinks": (False,),
     "qk_norm_kind": ("head",),
     "residual_scale": (1.0,),
     "logit_scale": (1.0,),

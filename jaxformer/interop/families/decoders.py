@@ -518,8 +518,45 @@ QWEN2_MOE = replace(
     aliases={},
 )
 
+YARN = {"rope_type": "yarn", "factor": 32.0, ORIGINAL: 4096, "truncate": False}
+"""Scaling of GPT-OSS by default."""
+GPT_OSS_EXPERTS = "model.layers.{i}.mlp.experts"
+GPT_OSS = replace(
+    MIXTRAL,
+    model_type="gpt_oss",
+    architecture="GptOssForCausalLM",
+    fields=(
+        *with_defaults(
+            tuple(row for row in MIXTRAL.fields if row.ours != "activation"),
+            **{"head_dim": 64, "experts.n_experts": 128, "experts.per_token": 4},
+        ),
+        Field("activation", "hidden_act", "silu", {"silu": "clamped_swiglu"}),
+        Field("attention_bias", "attention_bias", True),
+    ),
+    weights=(
+        *(*LLAMA_ENDS, *LLAMA_ATTENTION),
+        *(weight for weight in LLAMA_MLP if weight.ours.endswith("gamma")),
+        Weight("blocks_{i}.attention.sinks", "model.layers.{i}.self_attn.sinks", "H -> H"),
+        Weight("blocks_{i}.mlp.W_router", "model.layers.{i}.mlp.router.weight", "E D -> D E"),
+        Weight("blocks_{i}.mlp.b_router", "model.layers.{i}.mlp.router.bias", "E -> E"),
+        Weight(f"{EXPERTS}.W_gate_1", f"{GPT_OSS_EXPERTS}.gate_up_proj", "E D (F 2) -> E D F", part=0),
+        Weight(f"{EXPERTS}.W_1", f"{GPT_OSS_EXPERTS}.gate_up_proj", "E D (F 2) -> E D F", part=1),
+        Weight(f"{EXPERTS}.b_gate_1", f"{GPT_OSS_EXPERTS}.gate_up_proj_bias", "E (F 2) -> E F", part=0),
+        Weight(f"{EXPERTS}.b_1", f"{GPT_OSS_EXPERTS}.gate_up_proj_bias", "E (F 2) -> E F", part=1),
+        Weight(f"{EXPERTS}.W_2", f"{GPT_OSS_EXPERTS}.down_proj", "E F D -> E F D"),
+        Weight(f"{EXPERTS}.b_2", f"{GPT_OSS_EXPERTS}.down_proj_bias", "E D -> E D"),
+    ),
+    constants={**MIXTRAL.constants, "experts.bias": True, "sinks": True},
+    required={"swiglu_limit": 7.0, "swiglu_alpha": 1.702},
+    read=lambda theirs: (
+        theirs if theirs.get("rope_parameters") or theirs.get("rope_scaling") else {**theirs, "rope_scaling": YARN}
+    ),
+    rope_base=150_000.0,
+    windows=Windows(lambda theirs, i, window: i % 2 == 0, 128),
+)
+
 ALL = (
     *(LLAMA, QWEN3, GPT2, QWEN2, MISTRAL, GEMMA3, MIXTRAL, GEMMA, GEMMA2, GEMMA3_WITH_IMAGES, MINISTRAL),
-    *(OLMO, OLMO2, OLMO3, SMOLLM3, GRANITE, PHI3, GLM4, QWEN3_MOE, QWEN2_MOE),
+    *(OLMO, OLMO2, OLMO3, SMOLLM3, GRANITE, PHI3, GLM4, QWEN3_MOE, QWEN2_MOE, GPT_OSS),
 )
 """All families of decoders, in the order of preference for export."""

@@ -487,7 +487,7 @@ def test_character_without_a_token_is_named_and_left_out(page, browser):
 @pytest.mark.slow
 def test_activations_equal_the_models(browser):
     x = np.linspace(-6, 6, 97, dtype=np.float32)
-    names = list(ACTIVATIONS)
+    names = list(live.KNOWN["activation"])
     script = """
         const tables = [ACTIVATIONS, SLOPES];
         return arguments[0].map((name) => tables.map((table) => arguments[1].map((x) => table[name](x))));
