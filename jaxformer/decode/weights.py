@@ -19,9 +19,10 @@ from jaxformer.ops.workarounds import FirstFactor
 
 Format = Literal["float32", "bfloat16", "int8"]
 
-EXACT_AXES = {"positions", "gates", "alignment", "choices"}
+EXACT_AXES = {"positions", "gates", "alignment", "choices", "latent"}
 """Axes of matrices that are not quantized to int8: looked up and never multiplied (positions), read in a loop or once
-per source (gates, alignment), or router weights, as rounding would change which experts get a token (choices)."""
+per source (gates, alignment), router weights, as rounding would change which experts get a token (choices), or from
+latents, multiplied along either axis (latent)."""
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["values"], meta_fields=["order", "platform"])

@@ -13,14 +13,14 @@ import numpy as np
 
 from jaxformer.inspect.activations import capture
 from jaxformer.inspect.of_run import of_run
-from jaxformer.models.decoder import Decoder, DecoderConfig
+from jaxformer.models.decoder import Decoder, DecoderConfig, ExpertsConfig
 from jaxformer.models.objective import Params
 from jaxformer.nn.block import PARALLEL
 from jaxformer.nn.local_heads import biases_at
 from jaxformer.nn.mlp import ACTIVATIONS, GATED
 from jaxformer.nn.norms import epsilon
 from jaxformer.ops.attention import row_entropy
-from jaxformer.ops.experts import route
+from jaxformer.ops.experts import route, route_in_groups
 from jaxformer.ops.positions import RoPE, Scaling
 from jaxformer.terminal import align
 
@@ -96,19 +96,29 @@ def expected_moments(config: DecoderConfig, n_tokens: int) -> tuple[Moments, ...
     for i, window in enumerate(c.block_windows):
         before = stream
         projected = c.d_model * c.attention_std**2 * _read(c, before)
-        scores = c.width_of_head * (1.0 if c.qk_norm else projected**2) * c.scale**2 * _rope_gain(c.block_rope(i))
+        rope_gain = _rope_gain(c.block_rope(i))
+        if (latents := c.latents) is None:
+            scores, values = c.width_of_head * (1.0 if c.qk_norm else projected**2) * rope_gain, projected
+        else:  # latents are normalised, and the rotated part of keys is not of them
+            n_rotated = latents.rope_width
+            queries, values = 1.0 if c.has_query_latents else projected, 1.0
+            scores = queries * (c.width_of_head - n_rotated + n_rotated * projected * rope_gain)
+        scores *= c.scale**2
         visible = min(n_tokens, window)
         slopes = [0.0] * c.n_heads if c.score_bias is None else c.score_bias.slopes
         heads = [_head(scores, slope, n_tokens, visible, c.sinks) for slope in slopes[c.local_heads :]]
         heads += [_local_head(c, i, d, projected, n_tokens, visible) for d in range(1, c.local_heads + 1)]
         scores, entropy, averaged = map(float, np.mean(heads, axis=0))
-        stream = _after(c, before, projected * averaged * c.attention_gain)
+        stream = _after(c, before, values * averaged * c.attention_gain)
         read = _read(c, before if c.norm_placement in PARALLEL else stream)
-        e = c.experts
-        biases = (True, True) if e is not None and e.bias else (c.bias, False)
-        mlp = mlp_mean_square(read, c.d_model, c.d_ff, c.activation, *biases)
+        e, hidden, biases = c.experts, c.d_ff, (c.bias, False)
+        if e is not None and c.is_dense(i):
+            hidden, e = (e.dense_width or c.d_ff[0],), None
+        elif e is not None and e.bias:
+            biases = True, True
+        mlp = mlp_mean_square(read, c.d_model, hidden, c.activation, *biases)
         if e is not None:
-            mlp *= _router_weights(read / 3, e.n_experts, e.per_token, e.renormalize)
+            mlp *= _router_weights(read / 3, e)
             if e.shared_expert:
                 shared = mlp_mean_square(read, c.d_model, (e.shared_width or c.d_ff[0],), c.activation, *biases)
                 mlp += shared * (_gate_square(read / 3) if e.shared_gate else 1.0)
@@ -124,10 +134,16 @@ def _read(c: DecoderConfig, stream: float) -> float:
     return stream / (stream + epsilon(c.norm, c.norm_eps)) if has_norm else stream
 
 
-def _router_weights(variance: float, n_experts: int, per_token: int, renormalize: bool | None) -> float:
+def _router_weights(variance: float, e: ExpertsConfig) -> float:
     """Return the mean sum of squared expert weights from a router with normal logits of the given variance."""
-    logits = sqrt(variance) * np.random.default_rng(0).normal(size=(1024, n_experts))
-    return float(jnp.mean(jnp.sum(jnp.square(route(jnp.asarray(logits), per_token, renormalize)[1]), axis=-1)))
+    logits = jnp.asarray(sqrt(variance) * np.random.default_rng(0).normal(size=(1024, e.n_experts)))
+    if e.router == "softmax":
+        weights = route(logits, e.per_token, e.renormalize)[1]
+    else:
+        renormalize = e.per_token > 1 if e.renormalize is None else e.renormalize
+        groups = e.n_groups, e.groups_per_token
+        weights = route_in_groups(logits, e.per_token, 0.0, *groups, renormalize, e.weight_factor)[1]
+    return float(jnp.mean(jnp.sum(jnp.square(weights), axis=-1)))
 
 
 def _gate_square(variance: float) -> float:

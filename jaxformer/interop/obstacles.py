@@ -18,15 +18,17 @@ from jaxformer.interop.families.tables import Family, ImportedConfig
 from jaxformer.interop.formats import Format
 from jaxformer.models.blocks import head_width
 from jaxformer.models.clip import CLIPConfig
-from jaxformer.models.decoder import BlockAttention, DecoderConfig, ExpertsConfig
+from jaxformer.models.decoder import BlockAttention, DecoderConfig, ExpertsConfig, LatentsConfig
 from jaxformer.models.encoder import EncoderConfig
 from jaxformer.models.encoder_decoder import EncoderDecoderConfig
 from jaxformer.models.vit import ViTConfig
 from jaxformer.nn.norms import NORMS, epsilon
 from jaxformer.ops.positions import RoPE
 
-NESTED = ("experts", "vision", "text")
+NESTED = ("experts", "latents", "vision", "text")
 """Fields that hold the fields of a part."""
+PARTS: Mapping[str, type] = {"experts": ExpertsConfig, "latents": LatentsConfig}
+"""Parts that a decoder may have."""
 TRAINING_FIELDS = {
     *("context_length", "embedding_std", "unembedding_std"),
     *("dropout", "experts.capacity_factor", "experts.balance_weight", "experts.router_z_weight"),
@@ -65,16 +67,16 @@ def obstacles(config: Config, file_format: Format) -> list[Obstacle]:
 
 def nearest_family(model: ModelConfig, families: Mapping[str, Family]) -> tuple[str, list[Obstacle]]:
     """Return the name of the family with the fewest obstacles for a model, the first of equals, and these obstacles."""
-    found = {}
+    found: dict[str, tuple[bool, list[Obstacle]]] = {}
     if (known := as_known(model)) is not None:
         for name in (name for name, family in families.items() if same_kind(family.model, type(known))):
             found[name] = _obstacles(known, families[name])
-            if not found[name]:
+            if not found[name][1]:
                 break
     if not found:
         return next(iter(families)), [Obstacle("model", type(model).__name__, DecoderConfig.__name__)]
-    nearest = min(found, key=lambda name: len(found[name]))
-    return nearest, found[nearest]
+    nearest = min(found, key=lambda name: (found[name][0], len(found[name][1])))
+    return nearest, found[nearest][1]
 
 
 def as_known(model: ModelConfig) -> ImportedConfig | None:
@@ -94,8 +96,9 @@ def same_kind(a: type, b: type) -> bool:
     return a is b or (issubclass(a, DecoderConfig) and issubclass(b, DecoderConfig))
 
 
-def _obstacles(model: ImportedConfig, family: Family) -> list[Obstacle]:
-    """Return the obstacles of a model, `as_known`, in a family of its kind."""
+def _obstacles(model: ImportedConfig, family: Family) -> tuple[bool, list[Obstacle]]:
+    """Return the obstacles of a model, `as_known`, in a family of its kind, and True before them if there are more, as
+    values that have an equivalent exclude each other."""
     changed, before = model, {f.name: getattr(model, f.name) for f in dataclasses.fields(model)} | values_of(model)
     found: dict[str, Obstacle] = {}
     # Some fields are compared only once all others have an equivalent.
@@ -108,23 +111,28 @@ def _obstacles(model: ImportedConfig, family: Family) -> list[Obstacle]:
         try:
             again = with_values(changed, needed)
         except UserError:  # such as d_model and n_heads without a common head width
-            break
+            return True, list(found.values())
         if again == changed:
-            break
+            return True, list(found.values())
         changed = again
-    return list(found.values())
+    return False, list(found.values())
 
 
 def _first_that_fits(model: ImportedConfig, family: Family, name: str, allowed: Collection[Any]) -> Any:
     """Return None for a field that by default follows from others, if that has an equivalent, or else the default if it
     is one of the `allowed` values, or their first."""
     defaults = values_of(type(model)())
-    default = defaults[name] if name in defaults else getattr(ExpertsConfig, name.removeprefix("experts."))
+    default = defaults[name] if name in defaults else _parts_defaults()[name]
     if default is None:
         with suppress(UserError):
             if name not in unmatched(resolved(with_values(model, {name: None}), family), family):
                 return None
     return default if default in allowed else next(iter(allowed))
+
+
+def _parts_defaults() -> dict[str, Any]:
+    """Return the defaults of the fields of `PARTS`, with dotted names."""
+    return {f"{part}.{f.name}": f.default for part, kind in PARTS.items() for f in dataclasses.fields(kind)}
 
 
 def values_of(model: ImportedConfig) -> dict[str, Any]:
@@ -193,7 +201,11 @@ def resolved(model: ImportedConfig, family: Family | None = None) -> ImportedCon
     if (experts := config.experts) is not None:
         renormalize = experts.per_token > 1 if experts.renormalize is None else experts.renormalize
         shared_width = experts.shared_width or config.d_ff[0] if experts.shared_expert else None
-        experts = dataclasses.replace(experts, renormalize=renormalize, shared_width=shared_width)
+        dense_width = experts.dense_width or config.d_ff[0] if experts.dense_blocks else None
+        experts = dataclasses.replace(
+            experts, renormalize=renormalize, shared_width=shared_width, dense_width=dense_width
+        )
+    latents = config.latents
     return dataclasses.replace(
         config,
         n_kv_heads=config.kv_heads,
@@ -203,6 +215,7 @@ def resolved(model: ImportedConfig, family: Family | None = None) -> ImportedCon
         output_bias=config.attention_bias if config.output_bias is None else config.output_bias,
         score_scale=config.scale,
         experts=experts,
+        latents=None if latents is None else dataclasses.replace(latents, value_width=config.width_of_values),
         attention=_resolved_attentions(config),
     )
 
@@ -228,17 +241,17 @@ def unmatched(config: ImportedConfig, family: Family) -> dict[str, Collection[An
     """Return the fields of a `resolved` config for which a family has no equivalent, with the values that have one."""
     values = values_of(config)
     defaults = {name: value for name, value in values_of(type(config)()).items() if name in values}
-    has_experts = any(field.ours.startswith("experts.") for field in family.fields)
     of_rope: dict[str, Collection[Any]] = {}
     own: dict[str, Any] = {}  # defaults that follow from other fields
     if isinstance(config, EncoderConfig):
         default = dataclasses.replace(config, head_activation=None, embedding_dim=None)
         own = {"head_activation": default.activation_of_head, "embedding_dim": default.width_of_embedding}
     if isinstance(config, DecoderConfig):
-        if (config.experts is None) == has_experts:
-            return {"experts": (ExpertsConfig() if has_experts else None,)}
-        if config.experts is not None:
-            defaults |= {f"experts.{f.name}": f.default for f in dataclasses.fields(ExpertsConfig)}
+        for part, kind in PARTS.items():
+            has_part = any(field.ours.startswith(f"{part}.") for field in family.fields)
+            if (getattr(config, part) is None) == has_part:
+                return {part: (kind() if has_part else None,)}
+        defaults |= {name: value for name, value in _parts_defaults().items() if name in values}
     if isinstance(config, DecoderConfig | EncoderConfig):
         if (config.rope is None) == (family.rope_base is not None):
             of_rope = {"rope": (RoPE() if config.rope is None else None,)}

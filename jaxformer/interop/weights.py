@@ -41,6 +41,8 @@ FIELDS = (
     *(("P", "image_size"), ("P", "patch_size"), ("Y", "patch_size"), ("I", "channels")),
     *(("J", "d_joint"), ("vision", "vision.d_model"), ("text", "text.d_model")),
     *((f"b_{letter}", "attention_bias") for letter in "QKVO"),
+    *(("f", "experts.dense_width"), ("c", "latents.width"), ("q", "latents.query_width"), ("r", "latents.rope_width")),
+    *(("n", "head_dim"), ("v", "latents.value_width")),
 )
 """Marks of a table row, axes or parts of names, and the fields of ours that they depend on."""
 
@@ -77,7 +79,11 @@ def axis_sizes(config: Any) -> dict[str, int]:
         "M": getattr(config, "width_of_embedding", config.d_model),
         "C": getattr(config, "n_classes", 0),
         "N": getattr(config, "position_buckets", 0),
+        "f": getattr(getattr(config, "experts", None), "dense_width", None) or config.d_ff[0],
     }
+    if (latents := getattr(config, "latents", None)) is not None:
+        widths = latents.width, latents.query_width or 0, latents.rope_width, config.width_of_values
+        sizes |= dict(zip("cqrv", widths, strict=True)) | {"n": head_width(config) - latents.rope_width}
     if isinstance(config, ViTConfig | ImageTowerConfig):
         return (
             sizes | dict(zip("YXI", (*config.patch_size, config.channels), strict=True)) | {"P": _n_positions(config)}

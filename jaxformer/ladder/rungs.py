@@ -64,6 +64,10 @@ class RungDecoderConfig(DecoderConfig):
             raise UserError("mlp_logits needs one MLP per block, not experts; omit one of them.")
         if self.mlp_logits and self.unembedding_bias:
             raise UserError("mlp_logits has no unembedding for unembedding_bias; omit one of them.")
+        if self.latents is not None:
+            raise UserError(
+                f"latents is {self.latents}, which a decoder of the ladder does not have; use DecoderConfig."
+            )
         if not self.residual and self.norm_placement in PARALLEL:
             problem = f"norm_placement is {self.norm_placement}, whose parts are added to the residual stream"
             raise UserError(f"{problem}; set residual to true.")
@@ -121,7 +125,7 @@ class RungDecoderConfig(DecoderConfig):
         if not self.residual:
             parts["block"] = PlainBlock
         if self.mlp_logits and i == self.n_blocks - 1:
-            parts["make_mlp"] = partial(self.make_mlp(execution), d_out=self.vocab_size)
+            parts["make_mlp"] = partial(self.make_mlp(execution, i), d_out=self.vocab_size)
         return super().make_decoder_block(execution, i, **parts)
 
 

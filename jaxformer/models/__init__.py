@@ -4,7 +4,7 @@ To add a model, add a file to this folder that defines a subclass of `jaxformer.
 """
 
 from jaxformer.models.clip import CLIP, CLIPConfig, ImageTowerConfig, TextTowerConfig
-from jaxformer.models.decoder import BlockAttention, Decoder, DecoderConfig, ExpertsConfig
+from jaxformer.models.decoder import BlockAttention, Decoder, DecoderConfig, ExpertsConfig, LatentsConfig
 from jaxformer.models.encoder import (
     Classifier,
     ClassifierConfig,
@@ -38,6 +38,7 @@ __all__ = [
     "ExpertsConfig",
     "FactorisedViViT",
     "ImageTowerConfig",
+    "LatentsConfig",
     "MaskedLanguageModel",
     "Recurrent",
     "RecurrentConfig",

@@ -55,8 +55,9 @@ def check_attention(config: Any, ropes: Iterable[RoPE | None] | None = None) -> 
         near = min(fits, key=lambda h: abs(h - config.n_heads))
         remedy = f"use {near} heads, or set head_dim"
         raise UserError(f"d_model {config.d_model} is not divisible by n_heads {config.n_heads}; {remedy}.")
+    latents = getattr(config, "latents", None)
     for rope in used:
-        _check_rope(rope, head_width(config))
+        _check_rope(rope, head_width(config) if latents is None else latents.rope_width)
     for name, (_, frequencies) in (("local_heads", NARROW), ("diagonal_heads", WIDE)):
         if not (n := getattr(config, name, 0)):
             continue

@@ -37,6 +37,7 @@ from jaxformer.nn.capture import capture_point
 from jaxformer.nn.embedding import AddedPositions, Embedding
 from jaxformer.nn.execution import PLAIN, Execution, traced_once
 from jaxformer.nn.experts import Experts
+from jaxformer.nn.latent_attention import LatentAttention
 from jaxformer.nn.local_heads import LocalHeads
 from jaxformer.nn.mlp import Activation
 from jaxformer.nn.norms import Norm, epsilon
@@ -67,6 +68,24 @@ class BlockAttention(FieldDocs):
 
 
 @dataclass(frozen=True)
+class LatentsConfig(FieldDocs):
+    """Multi-head latent attention (DeepSeek-AI 2024, section 2.1): the keys and values of all heads are projections of
+    one latent vector per position, which a cache holds in their place."""
+
+    width: Size = 512
+    """Width of the latents of keys and values."""
+    query_width: Size | None = None
+    """Width of the latents of queries; none for queries from the input itself."""
+    rope_width: Size = 64
+    """Features of queries and keys that RoPE rotates, the last of head_dim; the keys of all heads share theirs."""
+    value_width: Size | None = None
+    """Width of a head's values; by default, head_dim without the rotated features."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True)
 class ExpertsConfig(FieldDocs):
     """Mixture of experts in place of an MLP (Shazeer et al. 2017), MLPs with hidden layers as wide as d_ff."""
 
@@ -76,6 +95,19 @@ class ExpertsConfig(FieldDocs):
     """Experts that process each token."""
     renormalize: bool | None = None
     """Normalise the weights of a token's experts to sum to 1; by default, true unless per_token is 1."""
+    router: Literal["softmax", "sigmoid"] = "softmax"
+    """Weights of a token's experts: the softmax of the router's logits, or the sigmoid of each, where those chosen
+    are the largest of n_groups after the addition of a correction, b_correction, which is not trained (DeepSeek-V3)."""
+    n_groups: Size = 1
+    """Groups of consecutive experts; with router sigmoid only."""
+    groups_per_token: Size = 1
+    """Groups that a token's experts are in, those with the largest sums of two experts' scores."""
+    weight_factor: PositiveFloat = 1.0
+    """Factor of the weights; with router sigmoid only."""
+    dense_blocks: NonNegative = 0
+    """Blocks, from the first on, that have an MLP in place of experts."""
+    dense_width: Size | None = None
+    """Width of the hidden layer of their MLP; by default, as the experts'."""
     capacity_factor: Annotated[float, Range(above=0, hint=", such as 1.25, or none to drop nothing")] | None = None
     """Capacity of an expert in training, as a multiple of its even share of tokens; by default no token is dropped,
     which is slower but exact."""
@@ -99,6 +131,17 @@ class ExpertsConfig(FieldDocs):
         if not self.shared_expert and (self.shared_width is not None or self.shared_gate):
             given = f"shared_width is {self.shared_width}" if self.shared_width is not None else "shared_gate is True"
             raise UserError(f"{given}, but there is no shared expert; omit it, or set shared_expert.")
+        if self.dense_width is not None and not self.dense_blocks:
+            raise UserError(f"dense_width is {self.dense_width}, but dense_blocks is 0; omit it.")
+        if self.router == "softmax":
+            for name in ("n_groups", "groups_per_token", "weight_factor"):
+                if (value := getattr(self, name)) != 1:
+                    raise UserError(f"{name} is {value}, but router is softmax; omit it, or set router to sigmoid.")
+        available = self.groups_per_token * (self.n_experts // self.n_groups)
+        if self.n_experts % self.n_groups or self.groups_per_token > self.n_groups or self.per_token > available:
+            problem = f"{self.groups_per_token} of {self.n_groups} groups of {self.n_experts} experts in all"
+            remedy = "set n_groups to a divisor of n_experts, and groups_per_token to more, but at most n_groups"
+            raise UserError(f"per_token is {self.per_token}, of {problem}; {remedy}.")
 
 
 @dataclass(frozen=True)
@@ -130,6 +173,8 @@ class DecoderConfig(TokenModelConfig):
     qk_norm_kind: QKNorm = "head"
     """What qk_norm normalises: each head, with one gain for all heads; the whole width of all heads (OLMo 2); or, with
     layernorm, each head by LayerNorm without a bias and with gains of its own (Cohere)."""
+    latents: LatentsConfig | None = None
+    """Multi-head latent attention; none for keys and values from the input itself."""
     local_heads: NonNegative = 0
     """Heads of each block that attend to a fixed distance at initialisation: the first one position back, the second
     two back, and so on. Needs RoPE and attention_bias, whose b_Q and b_K are initialised accordingly."""
@@ -211,6 +256,19 @@ class DecoderConfig(TokenModelConfig):
                 )
         if self.qk_norm_kind != "head" and not self.qk_norm:
             raise UserError(f"qk_norm_kind is {self.qk_norm_kind}, but qk_norm is False; set it to true.")
+        if (latents := self.latents) is not None:
+            if not latents.rope_width < self.width_of_head:
+                limit = f"it must be below head_dim, {self.width_of_head}"
+                raise UserError(f"latents.rope_width is {latents.rope_width}; {limit}.")
+            for name, allowed in (("attention_bias", False), ("output_bias", None), ("qk_norm", False)):
+                if getattr(self, name) not in (allowed, False):
+                    raise UserError(f"{name} is {getattr(self, name)}, but with latents it must be false; omit it.")
+            if self.kv_heads != self.n_heads:
+                reason = "all heads share the latents"
+                raise UserError(f"n_kv_heads is {self.kv_heads}, but {reason}, and n_heads is {self.n_heads}; omit it.")
+        if self.experts is not None and self.experts.dense_blocks >= self.n_blocks:
+            problem = f"experts.dense_blocks is {self.experts.dense_blocks}, but n_blocks is {self.n_blocks}"
+            raise UserError(f"{problem}; set it to less, or experts to none.")
         if self.unembedding_std is not None and not self.has_W_out:
             raise UserError(f"unembedding_std is {self.unembedding_std}, but there is no W_out; omit it.")
 
@@ -227,7 +285,9 @@ class DecoderConfig(TokenModelConfig):
     @property
     def width_of_values(self) -> int:
         """Width of a head's values and output."""
-        return self.width_of_head
+        if self.latents is None:
+            return self.width_of_head
+        return self.latents.value_width or self.width_of_head - self.latents.rope_width
 
     @property
     def scale(self) -> float:
@@ -266,10 +326,15 @@ class DecoderConfig(TokenModelConfig):
         return tuple(self.block_attention(i).window or self.n_positions for i in range(self.n_blocks))
 
     @property
+    def has_query_latents(self) -> bool:
+        """True if queries are projections of latents, too."""
+        return self.latents is not None and self.latents.query_width is not None
+
+    @property
     def block_groups(self) -> tuple[tuple[int, slice], ...]:
-        """Window and slice of each group of consecutive blocks with the same window and RoPE; each group is one
-        scan."""
-        kinds = [(window, self.block_rope(i)) for i, window in enumerate(self.block_windows)]
+        """Window and slice of each group of consecutive blocks with the same window, RoPE and kind of MLP; each group
+        is one scan."""
+        kinds = [(window, self.block_rope(i), self.is_dense(i)) for i, window in enumerate(self.block_windows)]
         return tuple((kinds[part.start][0], part) for part in blocks.consecutive(kinds))
 
     def block_attention(self, i: int) -> BlockAttention:
@@ -280,6 +345,10 @@ class DecoderConfig(TokenModelConfig):
         """Return the rotation of the i-th block's queries and keys; None for no rotation."""
         kind = self.block_attention(i)
         return (kind.rope or self.rope) if kind.use_rope else None
+
+    def is_dense(self, i: int) -> bool:
+        """Return True if the i-th block has an MLP, and no experts."""
+        return self.experts is None or i < self.experts.dense_blocks
 
     @property
     def has_W_out(self) -> bool:
@@ -332,13 +401,20 @@ class DecoderConfig(TokenModelConfig):
             "norm_eps": epsilon("layernorm" if self.qk_norm_kind == "layernorm" else "rmsnorm", self.norm_eps),
             "distances": tuple(range(1, self.local_heads + 1)),
         }
+        if (latents := self.latents) is not None:
+            heads = LatentAttention
+            del attributes["distances"]
+            attributes |= {"value_dim": self.width_of_values, "latent_dim": latents.width}
+            attributes |= {"rope_dim": latents.rope_width, "query_latent_dim": latents.query_width}
         return blocks.make_attention(self, execution, heads, **attributes | options)
 
-    def make_mlp(self, execution: Execution) -> Make:
-        """Return a function that constructs the MLP or the mixture of experts of a block."""
+    def make_mlp(self, execution: Execution, i: int) -> Make:
+        """Return a function that constructs the MLP or the mixture of experts of the i-th block."""
         mlp, experts = blocks.make_mlp(self), self.experts
         if experts is None:
             return mlp
+        if self.is_dense(i):
+            return mlp if experts.dense_width is None else partial(mlp, hidden=(experts.dense_width,))
         if experts.bias:
             mlp = partial(mlp, bias=True, gate_bias=True)
         return partial(
@@ -351,6 +427,8 @@ class DecoderConfig(TokenModelConfig):
             make_shared=None if experts.shared_width is None else partial(mlp, hidden=(experts.shared_width,)),
             shared_gate=experts.shared_gate,
             router_bias=experts.bias,
+            groups=None if experts.router == "softmax" else (experts.groups_per_token, experts.n_groups),
+            weight_factor=experts.weight_factor,
             shards=execution.expert_shards,
             renormalize=experts.renormalize,
         )
@@ -361,7 +439,7 @@ class DecoderConfig(TokenModelConfig):
             parts["make_norm"] = None
         attributes = {
             "make_attention": self.make_attention(execution, rope=self.block_rope(i)),
-            "make_mlp": self.make_mlp(execution),
+            "make_mlp": self.make_mlp(execution, i),
         }
         return blocks.make_block(self, execution, **attributes | {"residual_scale": self.residual_scale} | parts)
 
@@ -514,4 +592,6 @@ class Decoder(nn.Module):
     def init_cache(self, n_slots: int, dtype: DTypeLike = jnp.float32) -> KVCache:
         """Return an empty cache of `n_slots` slots for one sequence."""
         c = self.config
+        if c.latents is not None:  # the rotated part of keys, and latents in the place of values
+            return init_cache(c.n_blocks, 1, n_slots, c.latents.rope_width, dtype, c.latents.width)
         return init_cache(c.n_blocks, c.kv_heads, n_slots, c.width_of_head, dtype, c.width_of_values)

@@ -1,8 +1,8 @@
 """Multi-head attention with its parameters: self-attention and cross-attention."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from math import sqrt
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import flax.linen as nn
 import jax
@@ -27,7 +27,7 @@ AXES = {
     "b_O": "embed",
     "sinks": "heads",
 }
-"""Axes of the parameters of `MultiHeadAttention`; see `nn.parameters.parameter`."""
+"""Axes of parameters by name; see `nn.parameters.parameter`."""
 
 
 class MultiHeadAttention(nn.Module):
@@ -71,6 +71,8 @@ class MultiHeadAttention(nn.Module):
     sinks: bool = False
     attention: Callable[..., jax.Array] = attention
 
+    axes: ClassVar[Mapping[str, str]] = AXES
+
     def __call__(
         self,
         x_TD: jax.Array,
@@ -95,7 +97,7 @@ class MultiHeadAttention(nn.Module):
           ValueError: the input is a batch, or positions or mask do not have the shape that it requires.
           TypeError: the mask is not boolean, or `score_bias` not an array with a cache.
         """
-        q_HTK = self._project("W_Q", "b_Q", x_TD, self.n_heads, self.head_dim)
+        q_HTK = self.queries(x_TD)
         positions_T = jnp.arange(len(x_TD)) if positions_T is None else check_positions(positions_T, len(x_TD))
         if isinstance(source, LayerCache):
             k_GSK, v_GSK = read_layer(source, x_TD.dtype)
@@ -108,7 +110,7 @@ class MultiHeadAttention(nn.Module):
         terms = self._terms(score_bias)
         if cache is not None and len(x_TD) == 1 and self.attention is attention and not is_capturing():
             assert isinstance(mask, jax.Array)  # computed from the positions in the cache
-            y_HTK, cache = decode_step(q_HTK, k_GSK, v_GSK, cache, slot, mask, self.factor, **terms)
+            y_HTK, cache = self.decode_step(q_HTK, k_GSK, v_GSK, cache, slot, mask, **terms)
         else:
             if cache is not None:
                 check_cached_bias(score_bias)
@@ -117,6 +119,10 @@ class MultiHeadAttention(nn.Module):
                 k_GSK, v_GSK = read_layer(cache, x_TD.dtype)
             y_HTK = self.attend(q_HTK, k_GSK, v_GSK, mask, **terms)
         return capture_point(self, OUTPUT, self.merge_heads(y_HTK, x_TD.shape[1])), cache
+
+    def queries(self, x_TD: jax.Array) -> jax.Array:
+        """Return the queries `(H, T, K)`, before `qk_norm` and RoPE."""
+        return self._project("W_Q", "b_Q", x_TD, self.n_heads, self.head_dim)
 
     def keys_values(self, x_SD: jax.Array, positions_S: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return the keys and values of a sequence, each `(G, S, K)`."""
@@ -134,6 +140,19 @@ class MultiHeadAttention(nn.Module):
         else:
             y_HTK = weighted_sum(pattern_HTS, v_GSK)
         return capture_point(self, "z", y_HTK)
+
+    def decode_step(
+        self,
+        q_H1K: jax.Array,
+        k_G1K: jax.Array,
+        v_G1K: jax.Array,
+        cache: LayerCache,
+        slot: jax.Array | int,
+        mask: jax.Array,
+        **terms: Any,
+    ) -> tuple[jax.Array, LayerCache]:
+        """Return the attention output of the heads for one query, `(H, 1, K)`, and the updated cache."""
+        return decode_step(q_H1K, k_G1K, v_G1K, cache, slot, mask, self.factor, **terms)
 
     def merge_heads(self, y_HTK: jax.Array, d_model: int) -> jax.Array:
         """Return the concatenated heads times `W_O`, `(T, D)`."""
@@ -174,7 +193,7 @@ class MultiHeadAttention(nn.Module):
     @nn.compact
     def _parameter(self, name: str, init: nn.initializers.Initializer, *shape: int) -> jax.Array:
         """Return a parameter. Linen allows one compact method per class, and `keys_values` is also called directly."""
-        axes = ("head_dim", "heads head_dim")[len(shape) - 1] if name.startswith("gamma") else AXES[name]
+        axes = ("head_dim", "heads head_dim")[len(shape) - 1] if name.startswith("gamma") else self.axes[name]
         return parameter(self, name, init, shape, axes)
 
     def _init(self, d_model: int) -> nn.initializers.Initializer:

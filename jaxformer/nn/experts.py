@@ -21,6 +21,7 @@ from jaxformer.ops.experts import (
     combine,
     dispatch,
     route,
+    route_in_groups,
     router_statistics,
 )
 from jaxformer.ops.precision import upcast
@@ -47,6 +48,9 @@ class Experts(nn.Module):
       make_shared: function that constructs it; None for `make_expert`.
       shared_gate: multiply its output by the sigmoid of a learned projection of the token, `W_shared_gate` `(D, 1)`
         (Qwen 1.5 MoE).
+      groups: choose experts by `ops.experts.route_in_groups`, from so many of so many groups, `(n_chosen, n)`, with
+        `b_correction` `(E,)`, 0 at initialisation, which passes no gradient; None for `ops.experts.route`.
+      weight_factor: factor of the weights then.
       router_bias: add a bias to the router's logits, `b_router` `(E,)`, 0 at initialisation (GPT-OSS).
       shards: devices on the mesh axis "expert", each of which holds a shard of the experts and sends the others their
         tokens; more than 1 only inside a `jax.shard_map` over that axis.
@@ -62,6 +66,8 @@ class Experts(nn.Module):
     renormalize: bool | None = None
     make_shared: Make | None = None
     shared_gate: bool = False
+    groups: tuple[int, int] | None = None
+    weight_factor: float = 1.0
     router_bias: bool = False
 
     @nn.compact
@@ -74,7 +80,15 @@ class Experts(nn.Module):
         if self.router_bias:
             b_E = parameter(self, "b_router", nn.initializers.zeros, (self.n_experts,), "choices")
             logits_TE += upcast(b_E)[None]
-        experts_TJ, weights_TJ = route(logits_TE, self.per_token, self.renormalize)
+        if self.groups is None:
+            experts_TJ, weights_TJ = route(logits_TE, self.per_token, self.renormalize)
+        else:
+            correction_E = upcast(parameter(self, "b_correction", nn.initializers.zeros, (self.n_experts,), "choices"))
+            renormalize = self.per_token > 1 if self.renormalize is None else self.renormalize
+            n_chosen, n_groups = self.groups
+            experts_TJ, weights_TJ = route_in_groups(
+                logits_TE, self.per_token, correction_E, n_groups, n_chosen, renormalize, self.weight_factor
+            )
         share = self.n_experts, self.per_token, self.capacity_factor if self.has_rng("dropout") else None
         room = capacity(T, *share)
         limit = None if valid_T is None else capacity_without_padding(valid_T, *share)

@@ -33,7 +33,12 @@ REPLICATED = PartitionSpec()
 """Spec of an array that every device holds in full."""
 
 TENSOR_AXES = ("vocab", "pixels", "patches", "classes", "joint", "heads", "hidden", "alignment", "maxout")
-MESH_AXES: dict[str, str] = {"embed": "fsdp", "experts": "expert", **dict.fromkeys(TENSOR_AXES, "tensor")}
+MESH_AXES: dict[str, str] = {
+    "embed": "fsdp",
+    "latent": "fsdp",
+    "experts": "expert",
+    **dict.fromkeys(TENSOR_AXES, "tensor"),
+}
 """Mesh axis that splits each named parameter axis if its size divides the axis, but only the first such axis of a
 parameter; other axes are not split."""
 SPLIT_VECTORS = ("experts", "heads", "hidden")

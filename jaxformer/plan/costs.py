@@ -25,7 +25,7 @@ EMBEDDING, ATTENTION, MLP, EXPERTS, LOGITS, OTHER = "embedding", "attention", "M
 PART_OF_AXIS = {
     **dict.fromkeys(("experts", "choices"), EXPERTS),
     "gates": "recurrent cells",
-    **dict.fromkeys(("heads", "head_dim", "keys", "alignment"), ATTENTION),
+    **dict.fromkeys(("heads", "head_dim", "keys", "alignment", "latent"), ATTENTION),
     **dict.fromkeys(("hidden", "maxout"), MLP),
 }
 """Part of a model that a parameter belongs to, by the first of these axes that it has."""

@@ -9,7 +9,7 @@ import pytest
 
 from configs import ladder
 from jaxformer.inspect.init_check import _warnings, check_init, expected_moments
-from jaxformer.models.decoder import BlockAttention, DecoderConfig, ExpertsConfig
+from jaxformer.models.decoder import BlockAttention, DecoderConfig, ExpertsConfig, LatentsConfig
 from jaxformer.ops import RoPE, Yarn
 from tests.arrays import first_params, plain_rung
 
@@ -30,6 +30,11 @@ CASES: dict[str, Any] = {
     "one expert with biases, sinks": replace(
         WIDE, norm="rmsnorm", embedding_std=0.1, experts=ExpertsConfig(4, 1, bias=True), activation="clamped_swiglu",
         sinks=True, bias=False,
+    ),
+    "latents, sigmoid router": DecoderConfig(
+        500, 32, d_model=96, n_blocks=2, head_dim=32, latents=LatentsConfig(24, 40, 8, 20), embedding_std=0.1,
+        rope=RoPE(scaling=Yarn(16.0, 8)), activation="swiglu",
+        experts=ExpertsConfig(4, router="sigmoid", weight_factor=2.0, dense_blocks=1, dense_width=64),
     ),
     "no residual, sum of heads": replace(
         WIDE, n_blocks=2, residual=False, norm="layernorm", norm_placement="post", output_projection=False, head_dim=96

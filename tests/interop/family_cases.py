@@ -437,6 +437,19 @@ CASES: dict[str, Case] = {
             "rope_parameters": ({**YARN, "truncate": False}, ..., LINEAR),
         },
     ),
+    "DeepseekV3": Case(
+        "DeepSeek V3 and R1, Moonlight 16B-A3B, in bfloat16",
+        {
+            "num_key_value_heads": 6, "kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5,
+            "moe_intermediate_size": 20, "n_routed_experts": 4, "topk_group": 1,
+        },
+        {
+            "rms_norm_eps": (4e-6, 1e-2), "tie_word_embeddings": (False, True), "q_lora_rank": (12, None),
+            "num_experts_per_tok": (2, 1), "norm_topk_prob": (True, False), "n_shared_experts": (2, 1),
+            "first_k_dense_replace": (1, 0), "routed_scaling_factor": (2.5, 1.0), "n_group": (2, 1),
+            "rope_parameters": ({**YARN, "mscale": 0.7, "mscale_all_dim": 1.0}, YARN, ...),
+        },
+    ),
     "Gemma3WithImages": Case(
         "Gemma 3, 4B to 27B, without images",
         {

@@ -18,6 +18,8 @@ SHAPES: dict[str, Any] = {
     "num_key_value_heads": 2, "max_position_embeddings": 96, "bos_token_id": 0, "eos_token_id": 0,
 }  # fmt: skip
 
+BIASES = ("final_logits_bias", "e_score_correction_bias")
+"""Ends of names of buffers that are stored as parameters are."""
 CLASSES = {
     "GPT2": ("GPT2Config", "GPT2LMHeadModel"), "Gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM"),
     "Gemma3WithImages": ("Gemma3Config", "Gemma3ForConditionalGeneration"),
@@ -55,7 +57,7 @@ def write(folder: Path, model: Any, std: float = 0.3, shard_size: str = "5GB") -
     """Write a torch model, with random parameters, to a folder, with a tokenizer; return the model."""
     torch = pytest.importorskip("torch")
     torch.manual_seed(0)
-    vectors = [(name, buffer) for name, buffer in model.named_buffers() if name == "final_logits_bias"]
+    vectors = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith(BIASES)]
     with torch.no_grad():
         for name, parameter in [*model.named_parameters(), *vectors]:
             if name.endswith("embed_positions.weight") and model.config.model_type == "marian":

@@ -14,7 +14,7 @@ from jaxformer.data.windows import TextConfig
 from jaxformer.errors import UserError
 from jaxformer.interop.configs import read_config
 from jaxformer.interop.obstacles import Obstacle, obstacles
-from jaxformer.models.decoder import BlockAttention, ExpertsConfig
+from jaxformer.models.decoder import BlockAttention, ExpertsConfig, LatentsConfig
 from jaxformer.ops import RoPE
 from jaxformer.ops.positions import Llama3Scaling, Yarn
 from tests.helpers import ROOT
@@ -44,9 +44,10 @@ VALUES: dict[str, list[Any]] = {
     "experts": [
         ExpertsConfig(4), ExpertsConfig(4, shared_expert=True), ExpertsConfig(4, renormalize=False),
         ExpertsConfig(4, shared_expert=True, shared_width=8, shared_gate=True), ExpertsConfig(4, bias=True),
+        ExpertsConfig(4, router="sigmoid", n_groups=2, dense_blocks=1), ExpertsConfig(4, dense_blocks=1, dense_width=9),
     ],
     "d_ff": [(8, 8)], "n_kv_heads": [2], "head_dim": [20],
-    "local_heads": [1],
+    "local_heads": [1], "latents": [LatentsConfig(24, None, 8), LatentsConfig(24, 16, 8, 12)],
 }  # fmt: skip
 
 

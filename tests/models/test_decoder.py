@@ -11,7 +11,7 @@ import pytest
 
 from jaxformer.cli.arguments import load_config
 from jaxformer.errors import UserError
-from jaxformer.models.decoder import BlockAttention, Decoder, DecoderConfig, ExpertsConfig
+from jaxformer.models.decoder import BlockAttention, Decoder, DecoderConfig, ExpertsConfig, LatentsConfig
 from jaxformer.models.objective import Params
 from jaxformer.nn.embedding import Embedding
 from jaxformer.nn.execution import ROUTER, Execution
@@ -299,6 +299,16 @@ def test_published_shapes_have_the_published_number_of_parameters(name: str, cou
         ({"experts": {"n_experts": 4, "per_token": 5}}, ["per_token", "5", "4"]),
         ({"experts": {"capacity_factor": 0.0}}, ["capacity_factor", "0.0", "1.25"]),
         ({"experts": ExpertsConfig(), "mlp_logits": True, "residual": False}, ["mlp_logits", "experts"]),
+        ({"experts": {"n_groups": 2}}, ["n_groups is 2, but router is softmax"]),
+        ({"experts": {"router": "sigmoid", "n_groups": 3}}, ["1 of 3 groups of 8 experts"]),
+        ({"experts": {"router": "sigmoid", "n_groups": 8}}, ["per_token is 2, of 1 of 8 groups"]),
+        ({"experts": {"dense_blocks": 2}}, ["dense_blocks is 2, but n_blocks is 2"]),
+        ({"experts": {"dense_width": 8}}, ["dense_width is 8, but dense_blocks is 0"]),
+        ({"latents": LatentsConfig(rope_width=5)}, ["latents.rope_width is 5; it must be below head_dim, 5"]),
+        ({"latents": LatentsConfig(rope_width=4), "qk_norm": True}, ["qk_norm is True, but with latents"]),
+        ({"latents": LatentsConfig(rope_width=3), "positions": "none", "rope": RoPE()}, ["3", "even"]),
+        ({"latents": LatentsConfig(rope_width=4), "n_heads": 2, "n_kv_heads": 1}, ["n_kv_heads is 1", "omit it"]),
+        ({"latents": LatentsConfig(rope_width=4)}, ["a decoder of the ladder does not have; use DecoderConfig"]),
         ({"unembedding_std": -1.0}, ["unembedding_std", "-1.0"]),
         ({"unembedding_std": 0.1, "unembedding": "tied"}, ["unembedding_std", "0.1", "no W_out"]),
     ],
@@ -332,6 +342,8 @@ def test_groups_of_blocks_are_consecutive_and_alike() -> None:
     assert config.block_windows == (3, 3, 11, 3, 3, 11) and config.attention_window == 11
     assert config.block_groups == ((3, slice(0, 2)), (11, slice(2, 3)), (3, slice(3, 5)), (11, slice(5, 6)))
     assert replace(config, attention=local).block_groups == ((3, slice(0, 6)),)
+    dense = replace(config, attention=local, experts=ExpertsConfig(4, dense_blocks=2))
+    assert dense.block_groups == ((3, slice(0, 2)), (3, slice(2, 6)))
     rotary = replace(
         config, positions="none", rope=RoPE(), head_dim=4, attention=(full, BlockAttention(use_rope=False))
     )

@@ -9,7 +9,7 @@ import pytest
 from jaxformer.cli.arguments import load_config
 from jaxformer.decode import Sampling, generate_tokens, programs
 from jaxformer.decode.completion import CompletionOptions
-from jaxformer.models.decoder import BlockAttention, DecoderConfig, ExpertsConfig
+from jaxformer.models.decoder import BlockAttention, DecoderConfig, ExpertsConfig, LatentsConfig
 from jaxformer.ops import RoPE
 from jaxformer.ops.kernels import cudnn_attention
 from jaxformer.parallel.mesh import make_mesh
@@ -113,6 +113,8 @@ def test_scores_and_cache_of_gpt2():
 def test_cache_is_of_decoders():
     assert cache_bytes(setup_of(CONFIG, n_kv_heads=2)) == 2 * L * 2 * 4 * T * 4 + T * 4
     assert cache_bytes(setup_of(CONFIG, n_kv_heads=2, value_dim=7)) == L * 2 * (4 + 7) * T * 4 + T * 4
+    latent = replace(CONFIG, model=replace(MODEL, latents=LatentsConfig(7, rope_width=2)))
+    assert cache_bytes(TrainSetup(latent, make_mesh())) == L * (7 + 2) * T * 4 + T * 4
     vit = replace(load_config(f"{ROOT}/configs/vision.py:vit"), mesh="")
     assert cache_bytes(TrainSetup(vit, make_mesh())) is None
 

@@ -42,6 +42,7 @@ KNOWN = {
     "unembedding_bias": (False,),
     "score_soft_cap": (None,),
     "sinks": (False,),
+    "latents": (None,),
     "qk_norm_kind": ("head",),
     "residual_scale": (1.0,),
     "logit_scale": (1.0,),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from math import sqrt
+from math import log, sqrt
+from typing import Any
 
 from jaxformer.interop.families.tables import (
     ACTIVATIONS,
@@ -21,6 +22,7 @@ from jaxformer.interop.families.tables import (
     to_widths,
     with_defaults,
 )
+from jaxformer.ops.positions import yarn_amplitude
 
 EXPERTS, THEIR_EXPERTS = "blocks_{i}.mlp.experts", "model.layers.{i}.block_sparse_moe.experts.{e}"
 LLAMA_FIELDS = (
@@ -555,8 +557,107 @@ GPT_OSS = replace(
     windows=Windows(lambda theirs, i, window: i % 2 == 0, 128),
 )
 
+
+def read_deepseek(theirs: PublishedConfig) -> PublishedConfig:
+    """Return their config with the widths of a head and of the shared expert, of dense blocks if there are any, and
+    the factor of the scores, which `mscale_all_dim` of RoPE's scaling changes."""
+    width = theirs.get("qk_nope_head_dim", 128) + theirs.get("qk_rope_head_dim", 64)
+    rope = theirs.get("rope_scaling") or theirs.get("rope_parameters") or {}
+    is_scaled = rope.get("rope_type", rope.get("type", "default")) != "default"
+    amplitude = yarn_amplitude(rope["factor"], rope.get("mscale_all_dim") or 0.0) if is_scaled else 1.0
+    shared = theirs.get("n_shared_experts", 1) * theirs.get("moe_intermediate_size", 2048)
+    computed = {"qk_head_dim": width, "shared_width": shared, "score_scale": width**-0.5 * amplitude**2}
+    return {**theirs, **computed, **({"intermediate_size": None} if theirs.get("first_k_dense_replace") == 0 else {})}
+
+
+def write_deepseek(theirs: dict[str, Any]) -> dict[str, Any]:
+    """Return the inverse of `read_deepseek`."""
+    width, scale, shared = (theirs.pop(name) for name in ("qk_head_dim", "score_scale", "shared_width"))
+    hidden, rope = theirs["moe_intermediate_size"], theirs["rope_parameters"]
+    if (factor := rope.get("factor", 1.0)) > 1:
+        rope["mscale_all_dim"] = round((sqrt(scale * sqrt(width)) - 1) / (0.1 * log(factor)), 9)
+    return theirs | {
+        "qk_nope_head_dim": width - theirs["qk_rope_head_dim"],
+        "n_shared_experts": max(shared // hidden, 1),
+        "intermediate_size": theirs["intermediate_size"] or hidden,
+        "rope_scaling": rope if theirs["rope_scaling"] else None,
+    }
+
+
+THEIR_ATTENTION = "model.layers.{i}.self_attn"
+DEEPSEEK_V3 = replace(
+    QWEN2_MOE,
+    model_type="deepseek_v3",
+    architecture="DeepseekV3ForCausalLM",
+    fields=(
+        *(
+            row
+            for row in with_defaults(LLAMA_FIELDS, max_context=4096)
+            if row.ours not in ("n_kv_heads", "head_dim", "d_ff")
+        ),
+        Field("head_dim", "qk_head_dim"),
+        Field("score_scale", "score_scale"),
+        Field("latents.width", "kv_lora_rank", 512),
+        Field("latents.query_width", "q_lora_rank", 1536, is_optional=True),
+        Field("latents.rope_width", "qk_rope_head_dim", 64),
+        Field("latents.value_width", "v_head_dim", 128),
+        Field("d_ff", "moe_intermediate_size", 2048, read=to_widths, write=only_width),
+        Field("experts.n_experts", "n_routed_experts", 256),
+        Field("experts.per_token", "num_experts_per_tok", 8),
+        Field("experts.renormalize", "norm_topk_prob", True),
+        Field("experts.n_groups", "n_group", 8),
+        Field("experts.groups_per_token", "topk_group", 4),
+        Field("experts.weight_factor", "routed_scaling_factor", 2.5),
+        Field("experts.shared_width", "shared_width"),
+        Field("experts.dense_blocks", "first_k_dense_replace", 3),
+        Field("experts.dense_width", "intermediate_size", 18_432, is_optional=True),
+    ),
+    weights=(
+        *LLAMA_ENDS,
+        *(row for row in (*LLAMA_ATTENTION, *LLAMA_MLP) if row.ours.endswith("gamma")),
+        Weight("blocks_{i}.attention.W_DQ", f"{THEIR_ATTENTION}.q_a_proj.weight", "q D -> D q"),
+        Weight("blocks_{i}.attention.gamma_DQ", f"{THEIR_ATTENTION}.q_a_layernorm.weight", "q -> q"),
+        *(
+            Weight(
+                "blocks_{i}.attention.W_Q",
+                f"{THEIR_ATTENTION}.{name}.weight",
+                f"(H K) {axis} -> {axis} H K",
+                when=("has_query_latents", has),
+            )
+            for name, axis, has in (("q_b_proj", "q", True), ("q_proj", "D", False))
+        ),
+        Weight("blocks_{i}.attention.W_DKV", f"{THEIR_ATTENTION}.kv_a_proj_with_mqa.weight", "c+r D -> D c", part=0),
+        Weight("blocks_{i}.attention.W_KR", f"{THEIR_ATTENTION}.kv_a_proj_with_mqa.weight", "c+r D -> D r", part=1),
+        Weight("blocks_{i}.attention.gamma_DKV", f"{THEIR_ATTENTION}.kv_a_layernorm.weight", "c -> c"),
+        Weight("blocks_{i}.attention.W_K", f"{THEIR_ATTENTION}.kv_b_proj.weight", "(H n+v) c -> c H n", part=0),
+        Weight("blocks_{i}.attention.W_V", f"{THEIR_ATTENTION}.kv_b_proj.weight", "(H n+v) c -> c H v", part=1),
+        Weight("blocks_{i}.attention.W_O", f"{THEIR_ATTENTION}.o_proj.weight", "D (H v) -> H v D"),
+        *(row for row in QWEN3_MOE.weights if ".mlp." in row.ours),
+        *(row._replace(layout=row.layout.replace("F", "f")) for row in LLAMA_MLP if ".mlp." in row.ours),
+        *(
+            row._replace(theirs=row.theirs.replace("expert.", "experts."))
+            for row in QWEN2_MOE.weights
+            if "shared." in row.ours
+        ),
+        Weight("blocks_{i}.mlp.b_correction", "model.layers.{i}.mlp.gate.e_score_correction_bias", "E -> E"),
+    ),
+    constants={**LLAMA_CONSTANTS, "experts.shared_expert": True, "experts.router": "sigmoid"},
+    required={
+        "attention_bias": False,
+        "rope_interleave": True,
+        "num_key_value_heads": lambda theirs: theirs["num_attention_heads"],
+    },
+    read=read_deepseek,
+    write=write_deepseek,
+    interleaved=True,
+    rope_types=("default", "yarn"),
+    windows=None,
+    ignored=(*LLAMA.ignored, r"^model\.layers\.61\."),  # of the prediction of further tokens
+    aliases={"num_local_experts": "n_routed_experts"},
+)
+
 ALL = (
     *(LLAMA, QWEN3, GPT2, QWEN2, MISTRAL, GEMMA3, MIXTRAL, GEMMA, GEMMA2, GEMMA3_WITH_IMAGES, MINISTRAL),
-    *(OLMO, OLMO2, OLMO3, SMOLLM3, GRANITE, PHI3, GLM4, QWEN3_MOE, QWEN2_MOE, GPT_OSS),
+    *(OLMO, OLMO2, OLMO3, SMOLLM3, GRANITE, PHI3, GLM4, QWEN3_MOE, QWEN2_MOE, GPT_OSS, DEEPSEEK_V3),
 )
 """All families of decoders, in the order of preference for export."""

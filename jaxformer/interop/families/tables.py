@@ -5,7 +5,9 @@ The tables are used in both directions, for import and export. Layouts are writt
 vocabulary, P positions, S segments, M width of the embedding, D model width, H query heads, G key/value heads, R query
 heads per key/value head, K head width, Z half of it, A the two halves, F hidden width of the MLP, U that of a shared
 expert, E experts, N buckets of distances, O outputs of a head as wide as the model, C classes; of patches Y height, X
-width, I channels; of CLIP J the joint space. Axes in parentheses are stored as one, in row-major order.
+width, I channels; of CLIP J the joint space; of multi-head latent attention c the latents, q those of queries, and of a
+head r the rotated features, n the others and v the values; f hidden width of blocks without experts. Axes in
+parentheses are stored as one, in row-major order.
 """
 
 from __future__ import annotations
