@@ -23,6 +23,11 @@ from jaxformer.terminal import echo
 if TYPE_CHECKING:
     import jax
 
+AUTO = "auto"
+"""Value of --mesh for a ranking of all meshes."""
+N_COMPILED = 3
+"""Number of meshes of a ranking that are compiled."""
+
 COMPILER_ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
     "TPU_SKIP_MDS_QUERY": "1",  # no query to a metadata server
@@ -44,7 +49,7 @@ class Arguments:
     """Config to start from: quick, quick:modern, or FILE.py:NAME for your own file."""
     topology: str | None = None
     """Devices to compile for: TPUs, such as v5e:16x16 or v5p:8x8x8, or NVIDIA GPUs, such as h100:8 or, for four hosts
-    of eight, h200:4x8; by default the local devices."""
+    of eight, h200:4x8; by default the local devices. With --mesh auto, their meshes are ranked, and three compiled."""
 
 
 @as_command()
@@ -54,23 +59,26 @@ def main(line: CommandLine) -> int:
     config = options.run_config
     if config.compute.deterministic:
         set_deterministic()
+    is_auto = config.mesh == AUTO
     if options.topology is None:
-        machine.set_up(config.train.batch_size // config.compute.grad_accumulation_steps, config.mesh)
+        mesh = "" if is_auto else config.mesh
+        machine.set_up(config.train.batch_size // config.compute.grad_accumulation_steps, mesh)
         import jax
 
-        return _plan(config, jax.devices())
+        return _plan_meshes(config) if is_auto else _plan(config, jax.devices())
 
     from jaxformer.plan.topology import check_topology, compiler_of, count_devices, rescale_mesh
 
     n = count_devices(options.topology)
     words = line.words()
-    if "--mesh" not in line.given and (mesh := rescale_mesh(config.mesh, n)) != config.mesh:
+    if "--mesh" not in line.given and not is_auto and (mesh := rescale_mesh(config.mesh, n)) != config.mesh:
         echo(f"the config's mesh {config.mesh} does not have {n} devices; planning for --mesh {mesh}")
         words, config = [*words, "--mesh", mesh], replace(config, mesh=mesh)
-    check_topology(options.topology, config.mesh)
+    if not is_auto:
+        check_topology(options.topology, config.mesh)
     compiler = compiler_of(options.topology)
     install = f"pip install 'jaxformer[{compiler.extra}]'"
-    if not compiler.is_installed:
+    if not compiler.is_installed and not is_auto:
         raise UserError(f"--topology needs the {compiler.kind} compiler, which is not installed; {install}.")
     # In a separate process: this one may have initialised other devices, and the compiler's log must be hidden.
     process = [sys.executable, "-m", "jaxformer.cli.plan", *words]
@@ -96,7 +104,51 @@ def _plan_topology(line: CommandLine) -> int:
     from jaxformer.plan.topology import topology_devices
 
     options = _parse(line)
+    if options.run_config.mesh == AUTO:
+        return _plan_meshes(options.run_config, options.topology)
     return _plan(options.run_config, topology_devices(str(options.topology)))
+
+
+def _plan_meshes(config: Config, topology: str | None = None) -> int:
+    """Rank the meshes of a topology, or of the local devices, and plan the best where the compiler is installed."""
+    import jax
+
+    from jaxformer.parallel.memory import memory_capacity
+    from jaxformer.parallel.mesh import make_mesh
+    from jaxformer.plan import make_plan
+    from jaxformer.plan.meshes import MeshCost, describe_meshes, on_one_device, rank_meshes
+    from jaxformer.plan.plan import FREE_SHARE, absent_capacity
+    from jaxformer.plan.roofline import CHIPS
+    from jaxformer.plan.topology import GPU, compiler_of, count_devices, device_kind, host_size, topology_devices
+    from jaxformer.train.setup import TrainSetup
+
+    first = jax.devices()[0]
+    kind = device_kind(topology) if topology else first.device_kind
+    if (chip := CHIPS.get(kind)) is None:
+        problem = f"--mesh auto needs the peak rates of the devices, and those of {kind} are not known"
+        raise UserError(f"{problem}; name others by --topology, such as h100:8.")
+    if topology:
+        n, per_host = count_devices(topology), host_size(topology)
+        capacity = absent_capacity(chip, compiler_of(topology) is GPU)
+    else:
+        n, per_host = jax.device_count(), jax.local_device_count() if first.platform == "gpu" else None
+        capacity = memory_capacity(first)
+    assert capacity is not None, kind
+    ranked = rank_meshes(on_one_device(config), n, chip, (1 - FREE_SHARE) * capacity, per_host)
+    echo(f"{config.name} on {n} x {kind}: meshes by counted compute and communication, best first")
+    echo("\n".join(describe_meshes(ranked)))
+    if topology and not (compiler := compiler_of(topology)).is_installed:
+        echo(f"not compiled: pip install 'jaxformer[{compiler.extra}]' provides the {compiler.kind} compiler")
+        return 0 if ranked[0].fits else 1
+    compiled, devices = [], topology_devices(topology) if topology else jax.devices()
+    for cost in ranked[:N_COMPILED]:
+        plan = make_plan(TrainSetup(replace(config, mesh=cost.mesh), make_mesh(cost.mesh, devices)))
+        compiled.append(MeshCost(cost.mesh, plan.memory, plan.fits, plan.bytes_sent, plan.estimate or cost.estimate))
+    compiled.sort(key=lambda cost: cost.order)
+    echo("compiled:")
+    echo("\n".join(describe_meshes(compiled)))
+    echo(f"--mesh {compiled[0].mesh} plans the first in full")
+    return 0 if compiled[0].fits else 1
 
 
 def _plan(config: Config, devices: Sequence[jax.Device]) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -111,9 +111,7 @@ class Program:
     def collectives(self, n_devices: int, host_size: int | None = None) -> list[Collective]:
         """Return the communication of a step by kind, with communication between hosts listed separately.
 
-        For an array of S bytes over n devices, each device sends (n - 1)/n · S in an all-gather, a reduce-scatter or an
-        all-to-all, where S is the larger side; twice as much in an all-reduce, which is a reduce-scatter and an
-        all-gather; and S in a permutation.
+        Each takes what `bytes_sent` says, of the larger side.
 
         Args:
           host_size: devices per host; None if hosts do not matter.
@@ -130,17 +128,15 @@ class Program:
                     continue
                 channels.add(channel[1])
             group = first_group(i.attributes, n_devices)
-            n, hosts = len(group), Counter(device // (host_size or n_devices) for device in group)
             # The type of a `-start` is a tuple of operands, results and counters.
             results = tuple_elements(i.type) if i.opcode.endswith("-start") else [i.type]
             S = max(sum(map(type_bytes, self._types(name, i.operands))), *map(type_bytes, results))
             # The TPU compiler writes a reduce-scatter as a fusion of an all-reduce and a slice.
             if kind == "all-reduce" and name.startswith("all-reduce-scatter"):
                 kind = "reduce-scatter"
-            share = {"all-reduce": 2 * (n - 1) / n, "collective-permute": 1}.get(kind, (n - 1) / n)
-            key = kind, min(hosts.values()) if len(hosts) > 1 else 0
+            key = kind, devices_per_host(group, host_size)
             times[key] += self.runs[name]
-            n_bytes[key] += self.runs[name] * share * S
+            n_bytes[key] += self.runs[name] * bytes_sent(kind, len(group), S)
         keys = sorted(filter(times.get, times), key=lambda key: (COLLECTIVES.index(key[0]), key[1]))
         return [Collective(kind, times[kind, k], n_bytes[kind, k], k) for kind, k in keys]
 
@@ -291,6 +287,22 @@ def _arrays(type_: str) -> Iterator[tuple[float, str]]:
         width = re.match(r"(?:f|s|u)(\d+)", name)
         bits = BITS.get(name, int(width[1]) if width else 0)
         yield bits * prod(map(int, filter(None, shape.split(",")))) / 8, layout
+
+
+def bytes_sent(kind: str, n: int, S: float) -> float:
+    """Return the bytes that each of n devices sends in a collective over an array of S bytes.
+
+    That is (n - 1)/n · S in an all-gather, a reduce-scatter or an all-to-all; twice as much in an all-reduce, which is
+    a reduce-scatter and an all-gather; and S in a permutation.
+    """
+    return {"all-reduce": 2 * (n - 1) / n, "collective-permute": 1}.get(kind, (n - 1) / n) * S
+
+
+def devices_per_host(group: Sequence[int], host_size: int | None) -> int:
+    """Return the devices per host of a group that spans hosts of `host_size` devices, the fewest on any; 0 for one
+    within a host, and if `host_size` is None."""
+    hosts = Counter(device // host_size if host_size else 0 for device in group)
+    return min(hosts.values()) if len(hosts) > 1 else 0
 
 
 def first_group(attributes: str, n_devices: int) -> list[int]:

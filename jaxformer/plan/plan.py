@@ -13,15 +13,8 @@ import jax.numpy as jnp
 from jaxformer.parallel.memory import gpu_pool_share, memory_capacity, memory_needed
 from jaxformer.plan.costs import Part, cache_bytes, cached_tokens, count_parts, describe_parts, examples_per_microbatch
 from jaxformer.plan.hlo import Collective, parse
-from jaxformer.plan.roofline import (
-    CHIPS,
-    Chip,
-    Estimate,
-    matmul_flops,
-    minimal_bytes_sent,
-    model_flops,
-    without_dead_code,
-)
+from jaxformer.plan.meshes import minimal_bytes_sent
+from jaxformer.plan.roofline import CHIPS, Chip, Estimate, matmul_flops, model_flops, without_dead_code
 from jaxformer.runs.run import count_parameters
 from jaxformer.train.setup import TrainSetup
 from jaxformer.train.step import make_train_step
@@ -51,7 +44,7 @@ class Plan:
     model_flops: float
     """FLOPs of the model itself, see `roofline.ModelFlops`."""
     minimal_bytes_sent: float | None
-    """Minimum bytes sent that the sharding requires, see `roofline.minimal_bytes_sent`."""
+    """Minimum bytes sent that the sharding requires, see `meshes.minimal_bytes_sent`."""
     parts: tuple[Part, ...]
     """Parameters and FLOPs of each part of the model."""
     cache: float | None
@@ -95,12 +88,13 @@ def make_plan(setup: TrainSetup) -> Plan:
     chip = CHIPS.get(device.device_kind)
     model, host = model_flops(setup), [d for d in setup.mesh.devices.flat if d.process_index == device.process_index]
     of_model = model.total * setup.config.train.batch_size
+    is_absent = device not in jax.local_devices()
     known: dict[str, Any] = {
         "device": device.device_kind,
         "attention": setup.attention.line,
         "n_parameters": count_parameters(setup.abstract_params),
         "shape": (setup.config.train.batch_size,) if batch.targets is None else batch.targets.shape,
-        "capacity": memory_capacity(device) if device in jax.local_devices() else _absent_capacity(device, chip),
+        "capacity": absent_capacity(chip, device.platform == "gpu") if is_absent else memory_capacity(device),
         "model_flops": of_model / n,
         "minimal_bytes_sent": minimal_bytes_sent(setup),
         "parts": count_parts(setup, model),
@@ -130,9 +124,9 @@ def make_plan(setup: TrainSetup) -> Plan:
     )
 
 
-def _absent_capacity(device: jax.Device, chip: Chip | None) -> float | None:
-    """Return the bytes of memory that JAX would allocate on a device that is not present."""
-    share = gpu_pool_share() if device.platform == "gpu" else 1.0
+def absent_capacity(chip: Chip | None, is_gpu: bool) -> float | None:
+    """Return the bytes of memory that JAX would allocate on a device that is not present; None for an unknown chip."""
+    share = gpu_pool_share() if is_gpu else 1.0
     return None if chip is None else share * chip.memory
 
 

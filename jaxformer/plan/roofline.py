@@ -25,7 +25,6 @@ from jaxformer.ops.kernels import BLOCK
 from jaxformer.ops.masks import Causal, Mask
 from jaxformer.plan.hlo import Collective
 from jaxformer.runs.run import abstract_params
-from jaxformer.train.setup import BLOCK as BLOCK_NAME
 from jaxformer.train.setup import TrainSetup
 
 
@@ -81,6 +80,11 @@ CHIPS = {
         flops=918e12, memory=32e9, bandwidth=1600e9,  # TPUS/v6e: bf16, and HBM of 32 GB at 1600 GBps
         link=3200e9 / 8 / 2,  # TPUS/v6e: 3200 Gbps per chip, in a torus of 2 dimensions
         source=f"{TPUS}v6e",
+    ),
+    "TPU7x": Chip(  # a device is one of a chip's two halves, which share its links: a ring over both leaves by them
+        flops=2307e12 / 2, memory=192 * 2**30 / 2, bandwidth=7380e9 / 2,  # TPUS/tpu7x: BF16, and HBM of 192 GiB
+        link=1200e9 / 2 / 3,  # TPUS/tpu7x: 1200 GBps per chip, both directions, in a torus of 3 dimensions
+        source=f"{TPUS}tpu7x",
     ),
     # NVIDIA's BF16 figures with sparsity are twice these, and its NVLink figures count both directions. FLOPs and
     # NVLink are also in BOOK, part 12, rounded to two digits: 3.1e14, 9.9e14, 2.3e15; 300, 450, 900 GB/s. Memory is the
@@ -265,29 +269,3 @@ def model_flops(setup: TrainSetup) -> ModelFlops:
         visible = min(1.0, visible_pairs(mask, T, S, BLOCK) / (T * S)) if BLOCK < T else 1.0
     weights = {scope: 3 * flops for scope, flops in flops_by_scope(jaxpr).items()}
     return ModelFlops(weights, attention, n_scores, visible)
-
-
-def minimal_bytes_sent(setup: TrainSetup) -> float | None:
-    """Return the minimum bytes that a device must send per step, given the sharding; None for adapters and for a mesh
-    axis `tensor` or `expert`, which also sends activations.
-
-    With n devices on `fsdp`, a sharded parameter of S bytes in the compute dtype takes an all-gather of (n - 1)/n · S,
-    another in the backward pass of a recomputed block, and a reduce-scatter of its gradient of the same size. A
-    parameter, or a shard of it, that is replicated on d devices takes an all-reduce of its gradient, 2 (d - 1)/d of its
-    size. With gradient accumulation, all but the all-reduce count once per microbatch.
-    """
-    leaves = jax.tree_util.tree_leaves_with_path(setup.abstract_state.params)
-    compute, mesh = setup.config.compute, setup.mesh
-    split = {axis for _, leaf in leaves for axes in leaf.sharding.spec for axis in np.atleast_1d(axes or ())}
-    if setup.config.lora.rank or any(mesh.shape[axis] > 1 for axis in ("tensor", "expert") if axis in split):
-        return None
-    width, n, total = setup.compute_dtype.itemsize, mesh.shape["fsdp"], 0.0
-    for path, leaf in leaves:
-        is_sharded = "fsdp" in leaf.sharding.spec
-        is_recomputed = compute.remat != "none" and BLOCK_NAME.search(path[0].key) is not None
-        if is_sharded:
-            total += compute.grad_accumulation_steps * (3 if is_recomputed else 2) * (n - 1) / n * leaf.size * width
-        shards = n if is_sharded else 1
-        d = mesh.size // shards
-        total += 2 * (d - 1) / d * leaf.size // shards * 4  # gradients are summed in float32
-    return total

@@ -23,8 +23,12 @@ HOSTS = ("1", "2", "4", "8", "2x8", "4x8", "8x8", "16x8", "32x8", "64x8", "128x8
 SPECS = Path(__file__).with_name("gpus")
 """Folder with the specification of each GPU that the compiler needs."""
 GPUS = {path.stem: HOSTS for path in sorted(SPECS.glob("*.txtpb"))}
-SLICES = {"v4": CUBES, "v5e": FLAT, "v5p": (*CUBES, "16x16x24"), "v6e": FLAT, **GPUS}
+SLICES = {"v4": CUBES, "v5e": FLAT, "v5p": (*CUBES, "16x16x24"), "v6e": FLAT, "tpu7x": CUBES, **GPUS}
 """Common slices of each TPU generation, and GPU hosts, for error messages; the compilers support more."""
+TPU_KINDS = {"v4": "TPU v4", "v5e": "TPU v5 lite", "v5p": "TPU v5", "v6e": "TPU v6 lite", "tpu7x": "TPU7x"}
+"""JAX's name of the devices of each TPU generation."""
+DEVICES_PER_CHIP = {"tpu7x": 2}
+"""Devices per chip, where they are not one: the two halves of a TPU7x."""
 
 CUDNN_VERSION = 91200
 """Version of cuDNN assumed for absent GPUs: 9.12.0, as in their specifications."""
@@ -64,8 +68,8 @@ def compiler_of(topology: str) -> Compiler:
 
 
 def count_devices(topology: str) -> int:
-    """Return the number of devices in a topology: 16 chips for `v5e:4x4`, 8 GPUs for `h100:8` and `h100:1x8` (hosts x
-    GPUs per host).
+    """Return the number of devices in a topology: 16 for the chips of `v5e:4x4`, two for each chip of `tpu7x:2x2x1`, 8
+    GPUs for `h100:8` and `h100:1x8` (hosts x GPUs per host).
 
     Raises:
       UserError: there is no such topology.
@@ -76,14 +80,29 @@ def count_devices(topology: str) -> int:
         known = [f"{name}:{slice_}" for name, slices in SLICES.items() for slice_ in slices]
         near = get_close_matches(topology, known, 3, 0) if generation not in SLICES else _nearest(generation, shape)
         raise UserError(f"there is no topology {topology!r}; similar names are {', '.join(near)}.")
-    return prod(map(int, shape.split("x")))
+    return DEVICES_PER_CHIP.get(generation, 1) * prod(map(int, shape.split("x")))
+
+
+def device_kind(topology: str) -> str:
+    """Return JAX's name of a topology's devices."""
+    generation = topology.partition(":")[0]
+    if generation in TPU_KINDS:
+        return TPU_KINDS[generation]
+    described = re.search(r'device_description_str: "(.*)"', (SPECS / f"{generation}.txtpb").read_text())
+    assert described is not None
+    return described[1]
+
+
+def host_size(topology: str) -> int | None:
+    """Return the GPUs per host of a topology; None for TPUs, whose links also connect hosts."""
+    return int(re.split("[:x]", topology)[-1]) if compiler_of(topology) is GPU else None
 
 
 def check_topology(topology: str, mesh: str) -> None:
     """Raise `UserError` if a topology does not exist, or its number of devices does not match the mesh."""
     n, axes = count_devices(topology), parse_mesh(mesh)
     if not _fits(axes, n):
-        devices = "chips" if compiler_of(topology) is TPU else "GPUs"
+        devices = "GPUs" if compiler_of(topology) is GPU else "devices" if "tpu7x" in topology else "chips"
         problem = f"the mesh {mesh} has {prod(axes.values())} devices, but {topology} has {n} {devices}"
         raise UserError(f"{problem}; change `mesh`.")
 

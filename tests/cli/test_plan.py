@@ -15,6 +15,7 @@ import pytest
 from jax.experimental import topologies
 
 from jaxformer.__main__ import main
+from jaxformer.cli import plan
 from jaxformer.cli.arguments import load_config
 from jaxformer.errors import UserError
 from jaxformer.parallel.mesh import make_mesh
@@ -75,8 +76,8 @@ def test_gradient_accumulation_is_raised_as_far_as_memory_needs(microbatches, st
     setup = TrainSetup(replace(config, train=replace(config.train, batch_size=64)), make_mesh("fsdp=8"))
     state = jax.tree.leaves((setup.abstract_state, setup.abstract_state.params))
     fixed = sum(4 * prod(x.sharding.shard_shape(x.shape)) for x in state)
-    plan: Any = Namespace(memory=fixed + microbatches * 1e6, capacity=(fixed + 1e6) / 0.9 + 1)
-    assert f"`compute.grad_accumulation_steps={steps}`" in memory_hints(plan, setup)
+    needs: Any = Namespace(memory=fixed + microbatches * 1e6, capacity=(fixed + 1e6) / 0.9 + 1)
+    assert f"`compute.grad_accumulation_steps={steps}`" in memory_hints(needs, setup)
 
 
 def test_memory_is_read_from_out_of_memory_errors():
@@ -100,6 +101,7 @@ def test_memory_is_read_from_out_of_memory_errors():
         (["--topology", "h100:4", "--mesh", "fsdp=8"], "the mesh fsdp=8 has 8 devices, but h100:4 has 4 GPUs"),
         (["--mesh", "fsdp=8", "--train.batch-size", "12"], "does not split over 8 devices; use a multiple such as 16"),
         (["--mesh", "fsdp=3"], "but there are 8"),
+        (["--mesh", "auto"], "those of cpu are not known; name others by --topology, such as h100:8"),
     ],
 )
 def test_wrong_input_is_a_user_error(options, message, capsys):
@@ -121,6 +123,36 @@ def test_config_mesh_is_rescaled_to_a_topology_of_another_size_and_that_is_said(
     captured = capsys.readouterr()
     assert captured.out == "the config's mesh fsdp=256 does not have 8 devices; planning for --mesh fsdp=8\n"
     assert "needs the GPU compiler" in captured.err
+
+
+@pytest.mark.parametrize(("memory", "status"), [(1e9, 0), pytest.param(1e12, 1, marks=pytest.mark.slow)])
+def test_the_best_three_meshes_are_compiled_and_ranked_again(memory, status, capsys, monkeypatch):
+    """All fit, and the first remains the best; or none does, and the one that needs least memory is named."""
+    compiled = []
+
+    def make_plan(setup: TrainSetup) -> Namespace:
+        compiled.append(",".join(f"{axis}={n}" for axis, n in setup.mesh.shape.items() if n > 1))
+        needed = memory / len(compiled)
+        return Namespace(memory=needed, fits=needed < 1e10, bytes_sent=2e9, estimate=None)
+
+    monkeypatch.setattr("jaxformer.plan.make_plan", make_plan)
+    monkeypatch.setattr("jaxformer.plan.topology.topology_devices", lambda topology: jax.devices())
+    monkeypatch.setattr("jaxformer.plan.topology._is_installed", lambda name: True)
+    config = replace(load_config(f"{ROOT}/configs/quick.py"), mesh="auto")
+    assert plan._plan_meshes(config, "h100:8") == status
+    out = capsys.readouterr().out.splitlines()
+    table = out[out.index("compiled:") + 2 : -1]
+    assert [line.split()[0] for line in table] == (compiled if status == 0 else compiled[::-1])
+    assert [line.split()[0] for line in out[2:5]] == compiled
+    assert out[-1].startswith(f"--mesh {table[0].split()[0]} plans")
+
+
+def test_meshes_are_ranked_without_a_compiler_which_is_said(capsys, monkeypatch):
+    monkeypatch.setattr("jaxformer.plan.topology._is_installed", lambda name: False)
+    config = replace(load_config(f"{ROOT}/configs/quick.py"), mesh="auto")
+    assert plan._plan_meshes(config, "tpu7x:2x2x1") == 0
+    first, *_, last = capsys.readouterr().out.splitlines()
+    assert "on 8 x TPU7x" in first and last.startswith("not compiled: pip install 'jaxformer[plan]'")
 
 
 @pytest.mark.parametrize(
@@ -150,6 +182,7 @@ def test_facts_of_gpus_agree_with_their_rates():
     [
         ("v5e:16x16", "fsdp=256"),
         ("v5p:8x8x8", "fsdp=64,tensor=8"),
+        ("tpu7x:2x2x1", "fsdp=8"),  # two devices per chip
         ("h100:8", "fsdp=8"),
         ("h200:4x8", "data=4,tensor=8"),
         ("b200:1", ""),

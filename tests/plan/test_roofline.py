@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxformer.config import ComputeConfig, Config, OptimizerConfig, TrainConfig
+from jaxformer.config import Config, OptimizerConfig, TrainConfig
 from jaxformer.data.windows import TextConfig
 from jaxformer.models.decoder import ExpertsConfig
 from jaxformer.ops import RoPE
@@ -20,7 +20,6 @@ from jaxformer.plan.roofline import (
     Chip,
     Estimate,
     matmul_flops,
-    minimal_bytes_sent,
     model_flops,
     visible_pairs,
     without_dead_code,
@@ -129,25 +128,3 @@ def test_model_flops_of_experts_count_routed_tokens():
         model = replace(MODEL, experts=ExpertsConfig(E, J, capacity_factor=capacity))
         setup = TrainSetup(replace(CONFIG, model=model), make_mesh())
         assert model_flops(setup).total == 3 * (2 * T * weights + attention)
-
-
-@pytest.mark.slow
-def test_minimal_bytes_sent_by_hand():
-    D, L, F, V = 16, 3, 32, 48
-    blocks, outside, gains = 4 * L * (4 * D * D + 2 * D * F), 4 * 2 * V * D, 4 * L * 2 * D
-    minimum = lambda mesh, **compute: minimal_bytes_sent(  # noqa: E731
-        TrainSetup(replace(CONFIG, compute=ComputeConfig(**compute)), make_mesh(mesh))
-    )
-    all_reduced = 2 * 7 / 8 * gains  # gains are replicated
-    assert minimum("data=8") == 2 * 7 / 8 * (blocks + outside + gains)
-    assert minimum("fsdp=8") == pytest.approx(7 / 8 * 2 * (blocks + outside) + all_reduced)
-    assert minimum("fsdp=8", remat="block") == pytest.approx(7 / 8 * (3 * blocks + 2 * outside) + all_reduced)
-    assert minimum("fsdp=8", remat="block", grad_accumulation_steps=2) == pytest.approx(
-        2 * 7 / 8 * (3 * blocks + 2 * outside) + all_reduced
-    )
-    shards = 2 * 1 / 2 * (blocks + outside) / 4  # each shard has two replicas
-    assert minimum("data=2,fsdp=4") == pytest.approx(3 / 4 * 2 * (blocks + outside) + shards + all_reduced)
-    assert minimum("fsdp=2,tensor=4") is None
-    assert minimum("expert=8") == minimum("data=8")  # the model has no experts
-    experts = replace(CONFIG, model=replace(MODEL, experts=ExpertsConfig(8)))
-    assert minimal_bytes_sent(TrainSetup(experts, make_mesh("expert=8"))) is None
