@@ -144,15 +144,27 @@ class Program:
         """Yield all instructions with the names of their computations."""
         return ((name, i) for name, body in self.computations.items() for i in body)
 
-    def memory_traffic(self) -> float:
-        """Return the bytes that a device reads from and writes to memory: operands and results of unfused operations.
+    def traffic(self) -> Iterator[tuple[Instruction, float]]:
+        """Yield each unfused operation with the bytes that a device reads and writes for it in memory, operands and
+        results of all its executions.
 
         Only the slice of a sliced array and the update of an array updated in place count. Arrays in on-chip memory
         (`S(1)`) are free.
         """
-        return sum(
-            self.runs[name] * self._traffic(name, i) for name, i in self._instructions() if name not in self.fused
-        )
+        for name, i in self._instructions():
+            if name not in self.fused:
+                yield i, self.runs[name] * self._traffic(name, i)
+
+    def memory_traffic(self) -> float:
+        """Return the bytes that a device reads from and writes to memory; see `traffic`."""
+        return sum(n_bytes for _, n_bytes in self.traffic())
+
+    def is_matmul(self, i: Instruction) -> bool:
+        """Return True for a matmul, also one within a fusion."""
+        if i.opcode == "custom-call":
+            return re.search(r'custom_call_target="[^"]*(gemm|matmul)', i.attributes) is not None
+        inner = self.computations.get(i.called("calls")[0], []) if i.opcode == "fusion" else []
+        return i.opcode in ("dot", "convolution") or any(map(self.is_matmul, inner))
 
     def loop_bodies(self) -> list[tuple[list[Instruction], float]]:
         """Return, per loop, the operations of its body that are kernels on a GPU, and the memory traffic of one

@@ -134,7 +134,7 @@ def required_collectives(
     examples = config.train.batch_size / prod(sizes[axis] for axis in BATCH)  # of a device, in all microbatches
     tokens = examples * (shape.n_positions if (shape := config.model.contract.attention) else 1)
     experts = getattr(config.model, "experts", None)
-    parameters = _parameters(setup, sizes)
+    parameters = split_parameters(setup, sizes)
     is_tied = not any("vocab" in axes.outputs for _, axes, _, _ in parameters)
     times: Counter[tuple[str, int]] = Counter()
     n_bytes: dict[tuple[str, int], float] = defaultdict(float)
@@ -157,7 +157,7 @@ def required_collectives(
         if experts is not None and "experts" in axes.stack:
             rows *= experts.per_token * experts.capacity_factor if experts.capacity_factor else experts.n_experts
         if "vocab" in axes.names and "tensor" in split:
-            send("all-reduce", ["tensor"], rows * _width(parameters) * width, 2 if is_tied else 1)
+            send("all-reduce", ["tensor"], rows * model_width(parameters) * width, 2 if is_tied else 1)
         elif axes.role is Role.MATRIX and "embed" not in axes.inputs:
             outputs = rows * prod(leaf.shape[-len(axes.outputs) :]) * width
             if "tensor" in split:
@@ -173,12 +173,12 @@ def minimal_bytes_sent(setup: TrainSetup) -> float | None:
     if setup.config.lora.rank:
         return None
     sizes = dict(setup.mesh.shape)
-    if any({"tensor", "expert"} & set(split) for *_, split in _parameters(setup, sizes)):
+    if any({"tensor", "expert"} & set(split) for *_, split in split_parameters(setup, sizes)):
         return None
     return sum(c.n_bytes for c in required_collectives(setup, sizes))
 
 
-def _parameters(
+def split_parameters(
     setup: TrainSetup, sizes: Mapping[str, int]
 ) -> list[tuple[str, ParameterAxes, jax.ShapeDtypeStruct, tuple[str | None, ...]]]:
     """Return each parameter's dotted name, named axes, shape, and the mesh axis that splits each of its axes."""
@@ -188,7 +188,7 @@ def _parameters(
     return [(name, axes[name], leaf, tuple(spec(axes[name], leaf.shape, mesh))) for name, leaf in named]
 
 
-def _width(parameters: Sequence[tuple[str, ParameterAxes, jax.ShapeDtypeStruct, Any]]) -> int:
+def model_width(parameters: Sequence[tuple[str, ParameterAxes, jax.ShapeDtypeStruct, Any]]) -> int:
     """Return the model's width, the size of axes named `embed`."""
     widths = (dict(zip(axes.names, leaf.shape, strict=True)).get("embed", 0) for _, axes, leaf, _ in parameters)
     return max(widths, default=0)
@@ -212,8 +212,8 @@ def memory_of(setup: TrainSetup, sizes: Mapping[str, int]) -> float:
     state = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(setup.abstract_state))
     n_parameters = sum(leaf.size for leaf in jax.tree.leaves(setup.abstract_params))
     per_parameter = state / n_parameters + 4 + width  # with the gradient, in float32, and the cast
-    parameters = _parameters(setup, sizes)
-    D, total, of_block = _width(parameters), 0.0, Counter[str]()
+    parameters = split_parameters(setup, sizes)
+    D, total, of_block = model_width(parameters), 0.0, Counter[str]()
     for name, axes, leaf, split in parameters:
         total += per_parameter * leaf.size / prod(sizes[axis] for axis in split if axis)
         top, n_outputs = name.partition(".")[0], len(axes.outputs)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
@@ -15,12 +16,16 @@ from jaxformer.plan.costs import Part, cache_bytes, cached_tokens, count_parts, 
 from jaxformer.plan.hlo import Collective, parse
 from jaxformer.plan.meshes import minimal_bytes_sent
 from jaxformer.plan.roofline import CHIPS, Chip, Estimate, matmul_flops, model_flops, without_dead_code
+from jaxformer.plan.traffic import minimal_traffic, traffic_by_category
 from jaxformer.runs.run import count_parameters
 from jaxformer.train.setup import TrainSetup
 from jaxformer.train.step import make_train_step
 
 FREE_SHARE = 0.1
 """Fraction of memory left free for the runtime, fragmentation and other programs."""
+
+MIN_SHARE = 0.005
+"""Minimum fraction of the memory traffic of a category that `describe` lists."""
 
 UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
@@ -53,8 +58,10 @@ class Plan:
     """Bytes that the attention scores of one microbatch would take; fused attention does not store them."""
     flops: float = 0.0
     """FLOPs of all matmuls, including recomputation."""
-    memory_traffic: float = 0.0
-    """Bytes read from and written to memory."""
+    traffic: Mapping[str, float] = field(default_factory=dict)
+    """Bytes read from and written to memory, by category; see `traffic.traffic_by_category`."""
+    minimal_traffic: Mapping[str, float] = field(default_factory=dict)
+    """Minimum of some categories, see `traffic.minimal_traffic`; empty if unknown."""
     collectives: tuple[Collective, ...] = ()
     unknown_loops: int = 0
     """Loops with unknown trip count, which are counted once."""
@@ -65,6 +72,11 @@ class Plan:
     def unit(self) -> str:
         """Unit of throughput."""
         return "tokens" if len(self.shape) > 1 else "examples"
+
+    @property
+    def memory_traffic(self) -> float:
+        """Bytes read from and written to memory."""
+        return sum(self.traffic.values())
 
     @property
     def bytes_sent(self) -> float:
@@ -110,17 +122,18 @@ def make_plan(setup: TrainSetup) -> Plan:
     program = parse(compiled.as_text())
     # TPU links also connect hosts.
     collectives = tuple(program.collectives(n, len(host) if device.platform == "gpu" else None))
-    traffic = program.memory_traffic()
+    traffic, is_decoder = traffic_by_category(program), setup.config.model.contract.has_residual_stream
     # Loops within Pallas kernels for GPUs are not counted, so take at least the model FLOPs.
     flops = max(of_model, matmul_flops(without_dead_code(traced.jaxpr), model.visible)) / n
     return Plan(
         **known,
         memory=memory_needed(compiled),
         flops=flops,
-        memory_traffic=traffic,
+        traffic=traffic,
+        minimal_traffic=minimal_traffic(setup, setup.mesh.shape) if is_decoder and not setup.config.lora.rank else {},
         collectives=collectives,
         unknown_loops=program.unknown_loops,
-        estimate=Estimate.of(flops, traffic, collectives, of_model / n, chip) if chip else None,
+        estimate=Estimate.of(flops, sum(traffic.values()), collectives, of_model / n, chip) if chip else None,
     )
 
 
@@ -158,7 +171,13 @@ def describe(plan: Plan, setup: TrainSetup) -> list[str]:
     ]
     if plan.flops:
         lines.append(f"  computed FLOPs     {plan.flops / 1e12:,.3g} T (with recomputation)")
-        lines.append(f"  memory traffic     {plan.memory_traffic / 1e9:,.3g} GB (estimate)")
+        least = f", minimum {sum(plan.minimal_traffic.values()) / 1e9:,.3g}" if plan.minimal_traffic else ""
+        lines.append(f"  memory traffic     {plan.memory_traffic / 1e9:,.3g} GB (estimate){least}")
+        for category, n_bytes in plan.traffic.items():
+            if n_bytes > MIN_SHARE * plan.memory_traffic:
+                needed = plan.minimal_traffic.get(category, 0)
+                least = f", minimum {needed / 1e9:,.3g}" if needed else ""
+                lines.append(f"    {category:<16} {n_bytes / 1e9:,.3g} GB{least}")
         for c in plan.collectives:
             hosts = f", between hosts, by {c.per_host} GPU(s) of each" if c.per_host else ""
             lines.append(f"  {c.kind:<18} {c.n_bytes / 1e9:,.3g} GB sent in {c.times:,}{hosts}")

@@ -275,9 +275,10 @@ def loss_and_gradient(config: Config, n_chunks: int) -> tuple[jax.Array, Params]
     setup = setup_of("data=1", config)
     with pytest.MonkeyPatch.context() as patch:
         if n_chunks > 1:
-            # In bytes of the compute dtype: those of float32 for bfloat16 would make fewer chunks.
-            patch.setattr(objective, "MAX_LOGITS_BYTES", -(-B * T // n_chunks) * V * setup.compute_dtype.itemsize)
-        chunk = rows_per_chunk(B * T, V, objective.MAX_LOGITS_BYTES // setup.compute_dtype.itemsize)
+            # In bfloat16, logits may take twice as many bytes.
+            n_bytes = 1 if setup.compute_dtype == jnp.bfloat16 else 4
+            patch.setattr(objective, "MAX_LOGITS_BYTES", -(-B * T // n_chunks) * V * n_bytes)
+        chunk = rows_per_chunk(B * T, V, objective._max_logits(jnp.zeros((), setup.compute_dtype)))
         assert -(-B * T // chunk) == n_chunks
         return jax.device_get(gradient_at(setup, state_on(setup).params, BATCHES[0]))
 
