@@ -379,7 +379,7 @@ def put(x: jax.Array, i: jax.Array, value: jax.Array) -> jax.Array:
     return dynamic_update_index_in_dim(x, value, i, 0)
 
 
-def over_examples(function: Callable[..., Any], tiles: Tiles) -> Callable[..., Any]:
+def over_examples(function: Callable[..., Any], tiles: Any) -> Callable[..., Any]:
     """Return a function of `rest` and arrays with a leading group axis, into which `vmap` merges the batch axis."""
     mapped = jax.custom_batching.custom_vmap(partial(function, tiles))
 

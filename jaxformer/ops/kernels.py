@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxformer.ops.attention import check_inputs
 from jaxformer.ops.bias import Bias, bias_array
-from jaxformer.ops.blockwise import SAVED
+from jaxformer.ops.blockwise import SAVED, blockwise_attention, over_examples
 from jaxformer.ops.masks import Causal, Mask, Packed, causal_part
 from jaxformer.ops.workarounds import batched_together
 
@@ -60,9 +61,12 @@ def symbolic(mask: Mask) -> tuple[Causal | None, jax.Array | None]:
 
 
 def _cudnn_refuses_segments(mask: Mask) -> str | None:
-    """Return the reason why `cudnn_attention` does not support this mask, or None."""
+    """Return the reason why cuDNN does not support this mask on this GPU, or None."""
     if isinstance(mask, Packed):
-        return "cuDNN supports packed documents only in a fixed number, not by the segment of each position"
+        from jax._src.cudnn.fused_attention_stablehlo import check_compute_capability
+
+        if not check_compute_capability("9.0"):
+            return "cuDNN supports packed documents on GPUs from Hopper on"
     return None
 
 
@@ -92,7 +96,7 @@ def cudnn_attention(
     """Return `attention`, computed by cuDNN's fused kernel on NVIDIA GPUs from Ampere on, with memory linear in T.
 
     The arguments are those of `attention`, within the limits of `cudnn_refuses`; the kernel has neither a soft cap nor
-    sinks.
+    sinks. Packed documents take a GPU from Hopper on, have no bias, and are as for `packed_attention`.
 
     Args:
       bias: as in `attention`; the kernel reads an array `(H, T, S)` in the dtype of the queries, per example. Gradients
@@ -103,14 +107,20 @@ def cudnn_attention(
       ValueError: the kernel does not support the mask, a soft cap or sinks.
     """
     length_first = partial(jnp.swapaxes, axis1=0, axis2=1)
-    if reason := _cudnn_refuses_segments(mask):
-        raise ValueError(reason)
     if soft_cap is not None or sinks is not None:
         name = "soft cap" if sinks is None else "sinks"
         raise ValueError(f"cuDNN attention has no {name}; use blockwise_attention, which computes the same")
-    causal, _ = symbolic(mask)
+    causal, segments_T = symbolic(mask)
     (H, T, _), S = q_HTK.shape, k_GSK.shape[1]
-    check_inputs(q_HTK, k_GSK, v_GSK, mask, scale, bias)
+    scale = check_inputs(q_HTK, k_GSK, v_GSK, mask, scale, bias)
+    if segments_T is not None:
+        if bias is not None:
+            raise ValueError("cuDNN attention has no bias for packed documents; use blockwise_attention instead")
+        assert causal is not None
+        # Until jax 0.11.1, cuDNN would be given the offsets of queries for fewer key/value heads (jax #39521).
+        k_GSK, v_GSK = (jnp.repeat(x, H // len(x), axis=0) for x in (k_GSK, v_GSK))
+        call = PackedCall(scale, causal.window, implementation)
+        return length_first(packed_attention(call, *map(length_first, (q_HTK, k_GSK, v_GSK)), segments_T))
     if (bias_HTS := bias_array(bias, T, S)) is not None:
         bias_HTS = jnp.broadcast_to(bias_HTS, (H, T, S)).astype(q_HTK.dtype)
         q_HTK, k_GSK, v_GSK, bias_HTS = batched_together(q_HTK, k_GSK, v_GSK, bias_HTS)
@@ -129,6 +139,108 @@ def cudnn_attention(
     )
     (y_THK,) = batched_together(y_THK)  # for its cotangent
     return length_first(y_THK)
+
+
+MAX_DOCUMENTS = 32
+"""Maximum runs of equal segments in a row that cuDNN attends within; it allocates statistics for all of them."""
+
+
+class PackedCall(NamedTuple):
+    """Static arguments of `packed_attention`."""
+
+    scale: float
+    window: int | None
+    implementation: Literal["cudnn", "xla"] = "cudnn"
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def packed_attention(
+    call: PackedCall, q_THK: jax.Array, k_THK: jax.Array, v_THK: jax.Array, segments_T: jax.Array
+) -> jax.Array:
+    """Return the attention output `(T, H, K)` of packed documents, by cuDNN's kernel for sequences given by offset and
+    length (jax #25812), which the gradient computes again.
+
+    If any row that a device attends to at once has more than `MAX_DOCUMENTS` runs of equal segments, or two runs of the
+    same segment, `blockwise_attention` computes them all.
+    """
+    return _packed_forward(call, q_THK, k_THK, v_THK, segments_T)[0]
+
+
+def _packed_forward(call: PackedCall, *inputs: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    (y_BTHK,) = over_examples(_attend_packed, call)(None, *(x[None] for x in inputs))
+    return checkpoint_name(y_BTHK[0], SAVED), inputs
+
+
+def _packed_backward(call: PackedCall, inputs: tuple[jax.Array, ...], dy_THK: jax.Array) -> tuple:
+    gradients = over_examples(_packed_gradients, call)(None, *(x[None] for x in (*inputs, dy_THK)))
+    return *(x[0] for x in gradients), None
+
+
+packed_attention.defvjp(_packed_forward, _packed_backward)
+
+
+def _attend_packed(call: PackedCall, _: None, *inputs: jax.Array) -> tuple[jax.Array]:
+    """Return `(B, T, H, K)` for q, k, v `(B, T, H, K)` and segments `(B, T)`."""
+    *qkv, segments_BT = inputs
+    fits, fused, unfused = _packed_ways(call, segments_BT)
+    return (jax.lax.cond(fits, fused, unfused, *qkv),)
+
+
+def _packed_gradients(call: PackedCall, _: None, *inputs: jax.Array) -> tuple[jax.Array, ...]:
+    """Return the gradients with respect to q, k and v, given also that of the output, `(B, T, H, K)`."""
+    *qkv, segments_BT, dy_BTHK = inputs
+    fits, *ways = _packed_ways(call, segments_BT)
+    gradients = [lambda dy, *qkv, way=way: jax.vjp(way, *qkv)[1](dy) for way in ways]
+    return tuple(jax.lax.cond(fits, *gradients, dy_BTHK, *qkv))
+
+
+def _packed_ways(call: PackedCall, segments_BT: jax.Array) -> tuple[jax.Array, Callable, Callable]:
+    """Return whether all rows fit into the kernel, and attention with and without it, functions of q, k and v."""
+    T = segments_BT.shape[1]
+    differ = lambda x_BT: jnp.pad(x_BT[:, 1:] != x_BT[:, :-1], ((0, 0), (1, 0)), constant_values=True)  # noqa: E731
+    begins_BT = differ(segments_BT)
+    n_runs_B, n_segments_B = begins_BT.sum(1), differ(jnp.sort(segments_BT, axis=1)).sum(1)
+    fits = jnp.all((n_runs_B <= MAX_DOCUMENTS) & (n_runs_B == n_segments_B))
+    # The first positions of runs, then T, then -1; lengths of runs, then -1, as cuDNN's caller in jax expects.
+    starts = partial(jnp.nonzero, size=MAX_DOCUMENTS + 1, fill_value=T)
+    starts_BM = jax.vmap(lambda begins_T: starts(begins_T)[0])(begins_BT).astype(jnp.int32)
+    lengths_BM = jnp.diff(starts_BM, axis=1)
+    lengths_BM, offsets_BM = jnp.where(lengths_BM > 0, lengths_BM, -1), jnp.where(starts_BM < T, starts_BM, -1)
+
+    def fused(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        if call.implementation == "xla":
+            return _attend_by_offsets(call, q, k, v, offsets_BM, lengths_BM)
+        from jax._src.cudnn.fused_attention_stablehlo import MaskType, dot_product_attention
+
+        y: jax.Array = dot_product_attention(
+            q, k, v, q_seqlen=lengths_BM, kv_seqlen=lengths_BM, q_offsets=offsets_BM, kv_offsets=offsets_BM,
+            scale=call.scale, mask_type=MaskType.PADDING_CAUSAL, sliding_window_length=call.window,
+        )  # fmt: skip
+        return y
+
+    def unfused(*qkv: jax.Array) -> jax.Array:
+        def attend(segments_T: jax.Array, *qkv: jax.Array) -> jax.Array:
+            q_HTK, k_HTK, v_HTK = (x.swapaxes(0, 1) for x in qkv)
+            y_HTK = blockwise_attention(q_HTK, k_HTK, v_HTK, Packed(segments_T, Causal(call.window)), call.scale)
+            return y_HTK.swapaxes(0, 1)
+
+        return jax.vmap(attend)(segments_BT, *qkv)
+
+    return fits, fused, unfused
+
+
+def _attend_by_offsets(
+    call: PackedCall, q: jax.Array, k: jax.Array, v: jax.Array, offsets_BM: jax.Array, lengths_BM: jax.Array
+) -> jax.Array:
+    """Return what the kernel computes, on any device."""
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, offsets_M: jax.Array, lengths_M: jax.Array) -> jax.Array:
+        t, first, n = jnp.arange(len(q))[:, None], offsets_M[None, :-1], lengths_M[None]
+        run_T = jnp.argmax((first >= 0) & (first <= t) & (t < first + n), axis=1)
+        mask = Packed(run_T, Causal(call.window)).array(len(q), len(q))
+        return jax.nn.dot_product_attention(q, k, v, mask=mask[None], scale=call.scale)
+
+    return jax.vmap(attend)(q, k, v, offsets_BM, lengths_BM)
 
 
 def splash_refuses(q_HTK: Shaped, k_GSK: Shaped, mask: Mask) -> str | None:

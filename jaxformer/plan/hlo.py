@@ -25,7 +25,7 @@ FREE = {
 }
 """Operations without memory traffic."""
 SLICES = ("dynamic-slice", "slice", "gather")
-CALLED = ("calls", "to_apply", "called_computations", "branch_computations", "true_computation", "false_computation")
+CALLED = ("calls", "to_apply", "called_computations", "branch_computations")
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,8 @@ class Program:
 
     @cached_property
     def runs(self) -> Counter[str]:
-        """Number of executions of each computation; every branch of a conditional counts."""
+        """Number of executions of each computation; of a conditional, the last branch counts, which is that of a true
+        condition."""
         counts: Counter[str] = Counter()
 
         def visit(name: str, times: int) -> None:
@@ -75,7 +76,10 @@ class Program:
             for i in self.computations.get(name, ()):
                 is_loop = i.opcode == "while"
                 inner_times = times * ((self.trip_count(i) or 1) if is_loop else 1)
-                for inner in i.called(*(("body", "condition") if is_loop else CALLED)):
+                called = i.called(*(("body", "condition") if is_loop else CALLED))
+                if i.opcode == "conditional":
+                    called = i.called("true_computation") or called[-1:]
+                for inner in called:
                     visit(inner, inner_times)
 
         visit(self.entry, 1)

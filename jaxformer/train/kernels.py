@@ -254,23 +254,26 @@ def make_attention(
 def trial(attend: Attention, q_HTK: jax.ShapeDtypeStruct, k_GSK: jax.ShapeDtypeStruct, mask: Mask = None) -> str | None:
     """Return the reason why an attention implementation fails its trial on these devices, or None.
 
-    It is run forward and backward on this process's first device, on normally distributed inputs of these shapes with
-    at most `MAX_TRIAL_POSITIONS` positions (for a `Packed` mask, three documents), and must agree with `attention`.
+    It is run forward and backward on this process's first device, on two examples of normally distributed inputs of
+    these shapes with at most `MAX_TRIAL_POSITIONS` positions (for a `Packed` mask, with two and three documents), and
+    must agree with `attention`.
 
     For the output and each of the three gradients, the norm of the difference may be 1/32 of the norm: bfloat16 keeps 8
     bits, and a few roundings add up.
     """
+    draw = np.random.default_rng(0)
+    shapes = [(2, x.shape[0], min(x.shape[1], MAX_TRIAL_POSITIONS), x.shape[2]) for x in (q_HTK, k_GSK, k_GSK, q_HTK)]
+    inputs, T = [jnp.asarray(draw.normal(size=shape), q_HTK.dtype) for shape in shapes], shapes[0][2]
+    segments_BT = jnp.arange(T) * jnp.array([[2], [3]]) // T if isinstance(mask, Packed) else None
 
     def run(attend: Attention, inputs: list[jax.Array]) -> list[jax.Array]:
-        y, pull = jax.vjp(lambda q, k, v: attend(q, k, v, mask, q.shape[-1] ** -0.5), *inputs[:3])
+        def attend_each(q: jax.Array, k: jax.Array, v: jax.Array, segments_T: jax.Array | None) -> jax.Array:
+            own = Packed(segments_T, mask.causal) if segments_T is not None and isinstance(mask, Packed) else mask
+            return attend(q, k, v, own, q.shape[-1] ** -0.5)
+
+        y, pull = jax.vjp(lambda q, k, v: jax.vmap(attend_each)(q, k, v, segments_BT), *inputs[:3])
         return [x.astype(jnp.float32) for x in (y, *pull(inputs[3]))]
 
-    draw = np.random.default_rng(0)
-    shapes = [(x.shape[0], min(x.shape[1], MAX_TRIAL_POSITIONS), x.shape[2]) for x in (q_HTK, k_GSK, k_GSK, q_HTK)]
-    inputs = [jnp.asarray(draw.normal(size=shape), q_HTK.dtype) for shape in shapes]
-    if isinstance(mask, Packed):
-        T = shapes[0][1]
-        mask = Packed(jnp.arange(T) * 3 // T, mask.causal)
     try:
         outputs = jax.block_until_ready(jax.jit(run, static_argnums=0)(attend, inputs))
     except Exception as error:  # whatever a driver, a library or a compiler raises

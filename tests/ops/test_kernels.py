@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
+from jaxformer.ops import kernels
 from jaxformer.ops.attention import attention
 from jaxformer.ops.bias import ALiBi
 from jaxformer.ops.kernels import (
@@ -46,6 +47,27 @@ def test_packed_documents_are_attended_to_apart_in_each_example_of_a_batch() -> 
     arrays = [jnp.stack([x, 2 * x]) for x in qkv(2, 1, T, T, 16)]
     each = lambda f: jax.vmap(lambda *of_one: value_and_gradients(f, *of_one[:3], Packed(of_one[3], Causal(70))))  # noqa: E731
     assert_all_close(*(each(f)(*arrays, segments_BT) for f in (HERE["splash"], attention)))
+
+
+@pytest.mark.parametrize("name", ["fits", slow("many"), slow("again")])
+def test_packed_documents_are_given_to_cudnn_by_offset_and_length(name: str, monkeypatch) -> None:
+    """Two rows with other documents, one with padding, and keys with fewer heads; and rows that cuDNN does not take."""
+    T, t = 24, np.arange(24)
+    rows = {
+        "fits": [np.where(t < 5, 2, np.where(t < 6, 9, 4)), np.where(t < 20, 1 + t // 10, 0)],
+        "many": [t // 4, np.zeros(T, int)],
+        "again": [t // 8 % 2, t // 12],
+    }
+    monkeypatch.setattr(kernels, "MAX_DOCUMENTS", 4)
+    arrays = [jnp.stack([x, 2 * x]) for x in qkv(4, 2, T, T, 8)]
+    each = lambda f: jax.vmap(lambda *of_one: value_and_gradients(f, *of_one[:3], Packed(of_one[3], Causal(7))))  # noqa: E731
+    segments_BT = jnp.asarray(np.stack(rows[name]), jnp.int32)
+    used = []
+    monkeypatch.setattr(kernels, "_attend_by_offsets", lambda *a, f=kernels._attend_by_offsets: used.append(f) or f(*a))
+    assert_all_close(*(each(f)(*arrays, segments_BT) for f in (HERE["cudnn"], attention)))
+    assert used
+    fits, *_ = kernels._packed_ways(kernels.PackedCall(1.0, None), segments_BT)
+    assert bool(fits) == (name == "fits")
 
 
 @pytest.mark.parametrize("name", ["cudnn", slow("splash")])
@@ -106,7 +128,7 @@ PACKED = Packed(jnp.zeros(256, jnp.int32))
         (cudnn_refuses, like(4, 256, 60), like(2, 256, 60), None, "multiple of 8 up to 256, not 60"),
         (cudnn_refuses, like(4, 256, 264), like(2, 256, 264), None, "not 264"),
         (cudnn_refuses, like(4, 256, 64), like(2, 256, 64), FULL, "array"),
-        (cudnn_refuses, like(4, 256, 64), like(2, 256, 64), PACKED, "packed documents only in a fixed number"),
+        (cudnn_refuses, like(4, 256, 64), like(2, 256, 64), PACKED, "packed documents on GPUs from Hopper on"),
         (cudnn_refuses, like(4, 1, 64), like(2, 256, 64), Causal(), "1 queries and 256 keys"),
         (splash_refuses, like(4, 256, 64), like(2, 256, 64), Causal(), None),
         (splash_refuses, like(4, 257, 11, jnp.float32), like(2, 257, 11, jnp.float32), Causal(3), None),

@@ -84,6 +84,17 @@ def test_loop_of_unknown_length_counts_once_and_is_reported():
     assert program.runs["body"] == 1 and program.unknown_loops == 1
 
 
+@pytest.mark.parametrize(
+    "branches", ["branch_computations={%begins, %fused}", "true_computation=%fused, false_computation=%begins"]
+)
+def test_of_a_conditional_the_branch_of_a_true_condition_counts(branches):
+    text = PROGRAM.replace(
+        "  %loss =", f"  %c = bf16[1,4,8]{{2,1,0}} conditional(%zero, %w, %w), {branches}\n  %loss ="
+    )
+    runs = parse(text).runs
+    assert (runs["fused"], runs["begins"]) == (16 + 1, 16)
+
+
 def test_known_trip_count_of_the_compiler_is_used():
     known = 'body=%body, backend_config={"known_trip_count":{"n":"5"}}'
     assert parse(PROGRAM.replace("body=%body", known)).runs["body"] == 5

@@ -97,12 +97,6 @@ def test_each_block_attends_once_forward_and_once_backward():
     [
         ({"attention": BlockAttention(32), "n_kv_heads": 2}, {}, "attention: cudnn", 1),
         ({"prefix": True}, {}, "attention: xla (not cudnn: the mask is an array", 0),
-        (
-            {"context_length": 512},
-            {"packing": "documents"},
-            "attention: blockwise (not cudnn: cuDNN supports packed documents only in a",
-            0,
-        ),
     ],
 )
 def test_cudnn_is_called_where_it_can_attend(model, data, line, calls):
@@ -110,6 +104,22 @@ def test_cudnn_is_called_where_it_can_attend(model, data, line, calls):
     chosen, module = lower(config)
     assert chosen.startswith(line)
     assert (count_calls(module, FORWARD), count_calls(module, BACKWARD)) == (calls, calls)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("capability", "line", "calls"),
+    [
+        ("9.0", "attention: cudnn", 2),  # the backward pass computes the output again
+        ("8.0", "attention: blockwise (not cudnn: cuDNN supports packed documents on GPUs from Hopper on)", 0),
+    ],
+)
+def test_packed_documents_are_attended_to_by_cudnn_from_hopper_on(capability, line, calls):
+    assume_gpu(capability)
+    model = replace(MODEL, context_length=512, n_blocks=1)
+    chosen, module = lower(replace(CONFIG, data=replace(CONFIG.data, packing="documents"), model=model))
+    assert chosen == line
+    assert (count_calls(module, FORWARD), count_calls(module, BACKWARD)) == (calls, calls // 2)
 
 
 @pytest.mark.parametrize("axes", [(0, 0, 0), (0, None, None), (None, 0, 0), (None, None, 0)], ids=str)
