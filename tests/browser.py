@@ -38,9 +38,15 @@ def browsing(page: Path, width: int = 1200, scheme: str = "light") -> Iterator[A
         emulate("Network.emulateNetworkConditions", {"offline": True, "latency": 0, "downloadThroughput": 0,
                                                      "uploadThroughput": 0})  # fmt: skip
         browser.get(page.as_uri())
+        share_functions(browser)
         yield browser
     finally:
         browser.quit()
+
+
+def share_functions(browser: Any) -> None:
+    """Make the functions of a page's script that tests call global."""
+    browser.execute_script("Object.assign(window, window.pages)")
 
 
 def wait_for(browser: Any, script: str) -> None:

@@ -11,6 +11,7 @@ import optax
 import pytest
 
 from jaxformer.inspect import intervene
+from jaxformer.inspect.pages.page import ASSETS
 from jaxformer.models.objective import Params, next_token_nll
 from jaxformer.nn.attention import AXES
 from jaxformer.nn.parameter_norms import dotted
@@ -214,6 +215,12 @@ def test_entropy_before_training_is_what_theory_predicts(page, faults):
     progress, theory = run(page, "return [await one.train(1), lab.theory(one.config, lab.DEFAULT_TEXT)]")
     assert np.mean(progress["entropy"], 1) == pytest.approx(theory["entropyAtStart"], rel=0.25)
     assert np.mean(progress["scoreVariance"]) == pytest.approx(16 if faults == ["unscaled scores"] else 1, rel=0.2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["page.css", "page.js", "live.css", "live.js"])
+def test_scripts_of_the_package_are_those_that_their_sources_build(name):
+    assert (built_page().parent / name).read_text() == (ASSETS / name).read_text(), "run `npm run build` in docs/lab"
 
 
 @pytest.mark.slow

@@ -1,4 +1,5 @@
-// Builds build/lab.html: index.html with its style and its script inlined, so that it needs neither network nor server.
+// Builds build/lab.html: index.html with its style and its script inlined, so that it needs neither network nor server;
+// and the scripts and styles of the package's pages, into the package, or the folder that an argument names.
 import { mkdirSync, readFileSync, renameSync, writeFileSync } from "node:fs";
 import { buildSync } from "esbuild";
 
@@ -9,11 +10,18 @@ const bundle = (entry) =>
     minify: true,
     write: false,
     format: "iife",
+    globalName: "pages", // of what an entry exports
     target: "es2022",
     charset: "utf8",
     loader: { ".txt": "text" },
     external: ["./webgpu-*", "./webgl-*"], // for a model this small, starting a GPU's programs takes longer than a step
   }).outputFiles[0].text;
+
+function write(file, text) {
+  const unfinished = `${file}.${process.pid}`;
+  writeFileSync(unfinished, text);
+  renameSync(unfinished, file);
+}
 
 const license = readFileSync("node_modules/@jax-js/jax/LICENSE", "utf8");
 const page = readFileSync("index.html", "utf8")
@@ -21,6 +29,9 @@ const page = readFileSync("index.html", "utf8")
   .replace(/<link rel="stylesheet" href="(.+?)">/, (_, file) => `<style>${bundle(file)}</style>`)
   .replace(/<script src="(.+?)"><\/script>/, (_, file) => `<script>${bundle(file)}</script>`);
 mkdirSync("build", { recursive: true });
-const unfinished = `build/${process.pid}.html`;
-writeFileSync(unfinished, page);
-renameSync(unfinished, "build/lab.html");
+write("build/lab.html", page);
+
+const [assets = "../../jaxformer/inspect/pages/assets"] = process.argv.slice(2);
+for (const [name, kind] of [["page", "css"], ["page", "ts"], ["live", "css"], ["live", "ts"]]) {
+  write(`${assets}/${name}.${kind === "ts" ? "js" : kind}`, bundle(`src/inspect/${name}.entry.${kind}`));
+}

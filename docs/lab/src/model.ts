@@ -3,7 +3,8 @@
 // One letter per axis, as in the library: T queries, S keys, D width, H heads, K width of a head, F hidden width,
 // V vocabulary; `…` is a batch, or nothing. jax-js frees an array that a function has taken: `x.ref` keeps x for one
 // more use.
-import { nn, numpy as np, random, type Array as NDArray } from "@jax-js/jax";
+import { nn, numpy as np, random, tree, type Array as NDArray } from "@jax-js/jax";
+import { block, type Operations, type Wiring } from "./decoder";
 import type { Config, Fault } from "./engine";
 
 type Attention = { W_Q: NDArray; W_K: NDArray; W_V: NDArray; W_O: NDArray };
@@ -70,51 +71,91 @@ export function init(config: Config, V: number): Params {
 /** Return the logits (…, T, V) of tokens (…, T), and what the attention of each block computes. */
 export function forward(params: Params, tokens: NDArray, masks: Masks, faults: Fault[]): [NDArray, Inside[]] {
   const { embedding, blocks, W_out } = params;
+  const wiring: Wiring = { norm_placement: "pre", residual: !faults.includes("no residual") };
   let x = np.matmul(nn.oneHot(tokens, embedding.W_E.shape[0]), embedding.W_E);
   if (faults.includes("no positions")) embedding.W_pos.dispose();
   else x = x.add(embedding.W_pos);
-  const insides = blocks.map((block) => {
-    const [y, inside] = attention(block.attention, rmsNorm(block.attention_norm, x.ref, faults), masks, faults);
-    x = residual(x, y, faults);
-    x = residual(x.ref, mlp(block.mlp, rmsNorm(block.mlp_norm, x, faults)), faults);
-    return inside;
+  const insides = blocks.map((parameters) => {
+    const ops = new Arrays(parameters, masks, faults);
+    x = ops.finish(block(ops, wiring, ops.keep(x)));
+    return ops.inside;
   });
   masks.before.dispose();
   masks.after.dispose();
   return [np.matmul(x, W_out), insides];
 }
 
-function residual(x: NDArray, y: NDArray, faults: Fault[]): NDArray {
-  if (!faults.includes("no residual")) return x.add(y);
-  x.dispose();
-  return y;
-}
+/** Operations on jax-js arrays (…, T, D), and (…, H, T, K) of heads; they are freed, and so are the parameters, at the end. */
+class Arrays implements Operations<NDArray> {
+  inside!: Inside;
+  private kept: NDArray[] = [];
 
-function rmsNorm({ gamma }: Norm, x: NDArray, faults: Fault[]): NDArray {
-  if (faults.includes("no norm")) {
-    gamma.dispose();
+  constructor(
+    private parameters: Block,
+    private masks: Masks,
+    private faults: Fault[],
+  ) {}
+
+  keep(x: NDArray): NDArray {
+    this.kept.push(x);
     return x;
   }
-  const meanSquare = np.mean(np.square(x.ref), -1, { keepdims: true });
-  return x.div(np.sqrt(meanSquare.add(EPSILON))).mul(gamma);
-}
 
-function attention(params: Attention, x: NDArray, masks: Masks, faults: Fault[]): [NDArray, Inside] {
-  const K = params.W_Q.shape[2];
-  const q = np.einsum("...td,dhk->...htk", x.ref, params.W_Q);
-  const k = np.einsum("...sd,dhk->...hsk", x.ref, params.W_K);
-  const v = np.einsum("...sd,dhk->...hsk", x, params.W_V);
-  const scale = faults.includes("unscaled scores") ? 1 : K ** -0.5;
-  const attn_scores = np.einsum("...htk,...hsk->...hts", q.ref.mul(scale), k.ref);
-  const axis = faults.includes("softmax over queries") ? -2 : -1;
-  const shares = nn.softmax(np.where(masks.before.ref, attn_scores.ref, MASKED), axis);
-  const pattern = np.where(masks.after.ref, shares, 0);
-  const z = np.einsum("...hts,...hsk->...htk", pattern.ref, v.ref);
-  return [np.einsum("...htk,hkd->...td", z, params.W_O), { q, k, v, attn_scores, pattern }];
-}
+  /** Return a result, and free all others. */
+  finish(x: NDArray): NDArray {
+    const result = x.ref;
+    tree.dispose([this.kept, this.parameters]);
+    return result;
+  }
 
-function mlp({ W_1, b_1, W_2, b_2 }: MLP, x: NDArray): NDArray {
-  return np.matmul(nn.relu(np.matmul(x, W_1).add(b_1)), W_2).add(b_2);
+  private parameter(layer: keyof Block, name: string): NDArray {
+    return (this.parameters[layer] as Record<string, NDArray>)[name];
+  }
+
+  has(name: string): boolean {
+    const [layer, parameter] = name.split(".");
+    return parameter in this.parameters[layer as keyof Block];
+  }
+
+  norm(x: NDArray, name: keyof Block): NDArray {
+    if (this.faults.includes("no norm")) return x;
+    const meanSquare = np.mean(np.square(x.ref), -1, { keepdims: true });
+    return this.keep(x.ref.div(np.sqrt(meanSquare.add(EPSILON))).mul(this.parameter(name, "gamma").ref));
+  }
+
+  linear(x: NDArray, layer: keyof Block, name: string): NDArray {
+    const [W, b] = [this.parameter(layer, `W_${name}`), this.parameter(layer, `b_${name}`)];
+    if (W.ndim === 3) return this.keep(np.einsum("...td,dhk->...htk", x.ref, W.ref));
+    const y = np.matmul(x.ref, W.ref);
+    return this.keep(b ? y.add(b.ref) : y);
+  }
+
+  add(x: NDArray, y: NDArray): NDArray {
+    return this.keep(x.ref.add(y.ref));
+  }
+
+  activate(h: NDArray): NDArray {
+    return this.keep(nn.relu(h.ref));
+  }
+
+  place(x: NDArray): NDArray {
+    return x;
+  }
+
+  attend(q: NDArray, k: NDArray, v: NDArray): NDArray {
+    const { masks, faults } = this;
+    const scale = faults.includes("unscaled scores") ? 1 : q.shape[q.ndim - 1] ** -0.5;
+    const attn_scores = np.einsum("...htk,...hsk->...hts", q.ref.mul(scale), k.ref);
+    const axis = faults.includes("softmax over queries") ? -2 : -1;
+    const shares = nn.softmax(np.where(masks.before.ref, attn_scores.ref, MASKED), axis);
+    const pattern = np.where(masks.after.ref, shares, 0);
+    this.inside = { q: q.ref, k: k.ref, v: v.ref, attn_scores, pattern };
+    return this.keep(np.einsum("...hts,...hsk->...htk", pattern.ref, v.ref));
+  }
+
+  merge(z: NDArray): NDArray {
+    return this.keep(np.einsum("...htk,hkd->...td", z.ref, this.parameter("attention", "W_O").ref));
+  }
 }
 
 /** Return the mean negative log-likelihood of the targets (…, T) in nats. */

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 import numpy as np
 
@@ -48,8 +47,6 @@ class AttentionSection(Section):
     layers: Sequence[AttentionLayer]
     predictions: Mapping[str, Sequence[Prediction | None]] = field(default_factory=dict)
     """One prediction per token of a text, by the text's name."""
-
-    assets: ClassVar[Sequence[str]] = ("charts.css", "charts.js", "attention.css", "heads.js", "attention.js")
 
     def body(self) -> str:
         """Return the HTML element. Weights are base64 bytes round(255·√w), where the root preserves small ones; causal

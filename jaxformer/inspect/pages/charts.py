@@ -1,11 +1,11 @@
-"""Data of a page's charts, which `assets/charts.js` draws as SVG."""
+"""Data of a page's charts, which `docs/lab/src/inspect/charts.ts` draws as SVG."""
 
 from __future__ import annotations
 
 import html
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -52,14 +52,8 @@ class Line:
     """Values of single batches, of which a button shows the moving average."""
 
 
-class Chart(Section):
-    """A section that `charts.js` draws."""
-
-    assets: ClassVar[Sequence[str]] = ("charts.css", "charts.js")
-
-
 @dataclass(frozen=True)
-class Lines(Chart):
+class Lines(Section):
     """Lines over a common axis, with a legend if they have several names."""
 
     lines: Sequence[Line]
@@ -84,7 +78,7 @@ class Lines(Chart):
 
 
 @dataclass(frozen=True)
-class Heatmap(Chart):
+class Heatmap(Section):
     """A matrix of cells, which show their values if there is room, and always when pointed at."""
 
     values: Any
@@ -147,7 +141,6 @@ class Grid(Section):
     """Small multiples: charts side by side, each with its title above."""
 
     panels: Sequence[Section]
-    assets: ClassVar[Sequence[str]] = Chart.assets
 
     def body(self) -> str:
         """Return the HTML of all charts."""

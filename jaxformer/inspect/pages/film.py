@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -54,8 +53,6 @@ class FilmSection(Section):
 
     film: Sequence[Frame]
     prompts: Sequence[str]
-
-    assets: ClassVar[Sequence[str]] = (*AttentionSection.assets, "film.css", "film.js")
 
     def body(self) -> str:
         """Return the HTML element."""

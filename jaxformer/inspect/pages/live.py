@@ -1,4 +1,4 @@
-"""Page section that runs a decoder on the reader's own text, in scripts: `assets/decoder.js`, `assets/tokenizer.js`."""
+"""Page section that runs a decoder on the reader's own text, in a script: `docs/lab/src/inspect/live.ts`."""
 
 from __future__ import annotations
 
@@ -59,7 +59,8 @@ KNOWN = {
         "tanh",
     ),
 }
-"""What assets/decoder.js computes; another norm or activation is to be added there, and in assets/backward.js."""
+"""What `decoder.ts` in docs/lab/src/inspect computes; another norm or activation is to be added there, and to
+`backward.ts`."""
 SCRIPT = "the page's script"
 MAX_TOKENS = 256
 """Maximum tokens of a text on the page, which bounds the memory for attention maps."""
@@ -103,11 +104,7 @@ class LiveSection(Section):
     film: Sequence[int] = ()
     """Steps of a film's frames, the last of which has the section's parameters."""
 
-    assets: ClassVar = (
-        "charts.css", "charts.js", "attention.css", "film.css", "film.js", "live.css", "drill.css", "attribution.css",
-        "patching.css", "tokenizer.js", "weights.css", "weights.js", "matmul.js", "decoder.js", "backward.js",
-        "drill.js", "attribution.js", "ablation.js", "patching.js", "live.js",
-    )  # fmt: skip
+    is_live: ClassVar = True
 
     @property
     def files(self) -> dict[str, bytes]:

@@ -23,12 +23,9 @@ from jaxformer.files import write_atomically
 from jaxformer.terminal import SYMBOLS
 
 ASSETS = Path(__file__).parent / "assets"
-"""Folder of the page's HTML, styles and scripts. The HTML's content security policy allows only the page's own scripts
-and forbids every request, but for the weights beside the page of a large model, whatever a page's texts contain."""
-COMMON_ASSETS, LAST_ASSETS = ("page.css", "page.js"), ("print.css",)
-"""Assets of every page, before and after those of its sections."""
-WEBASSEMBLY = "matmul.js"
-"""The script that compiles WebAssembly, which the policy of its pages allows."""
+"""Folder of the page's HTML, styles and scripts, which docs/lab builds from docs/lab/src/inspect. The HTML's content
+security policy allows only the page's own script and forbids every request, but for the weights beside the page of a
+large model, whatever a page's texts contain."""
 SIGNIFICANT_DIGITS = 4
 """Maximum significant digits of a non-integer."""
 MAX_DECIMALS = 5
@@ -47,8 +44,8 @@ class Section(ABC):
     about: str = field(default="", kw_only=True)
     """Sentences below the heading."""
 
-    assets: ClassVar[Sequence[str]] = ()
-    """Scripts and styles in `ASSETS`, or paths of others, in loading order; a page includes each once."""
+    is_live: ClassVar[bool] = False
+    """Whether the page needs the style and script that run a model, which compiles WebAssembly."""
 
     @property
     def fetches(self) -> bool:
@@ -162,9 +159,9 @@ def render_page(
             for i, panel in enumerate(panels)
         ]
     every = [section for sections in tabs.values() for section in sections]
-    names = dict.fromkeys([*COMMON_ASSETS, *(name for section in every for name in section.assets), *LAST_ASSETS])
-    assets = {name: (ASSETS / name).read_text(encoding="utf-8") for name in names}
-    scripts = [text for name, text in assets.items() if name.endswith(".js")]
+    is_live = any(section.is_live for section in every)
+    asset = ASSETS / ("live" if is_live else "page")
+    css, script = (asset.with_suffix(kind).read_text(encoding="utf-8") for kind in (".css", ".js"))
     return (
         (ASSETS / "page.html")
         .read_text(encoding="utf-8")
@@ -175,10 +172,10 @@ def render_page(
             tabs=f'<div role="tablist" aria-label="Parts of the page" hidden>{"".join(buttons)}</div>'
             * (len(tabs) > 1),
             sections="\n".join(panels),
-            css="\n".join(text for name, text in assets.items() if name.endswith(".css")),
+            css=css,
             requests=" connect-src 'self';" * any(section.fetches for section in every),
-            scripts="\n".join(f"<script>{script}</script>" for script in scripts),
-            sources=" ".join([*map(_hash, scripts), *(["'wasm-unsafe-eval'"] if WEBASSEMBLY in names else [])]),
+            script=script,
+            sources=_hash(script) + " 'wasm-unsafe-eval'" * is_live,
         )
     )
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import Any, ClassVar
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -51,15 +51,6 @@ class PictureSection(Section):
     """Rows and columns of patches."""
     mark: str = "true class"
     """Word beside the true class or caption."""
-
-    assets: ClassVar[Sequence[str]] = (
-        "charts.css",
-        "charts.js",
-        "attention.css",
-        "heads.js",
-        "pictures.css",
-        "pictures.js",
-    )
 
     def body(self) -> str:
         """Return the HTML element. Attention is stored as base64 bytes, the square roots of weights divided by each

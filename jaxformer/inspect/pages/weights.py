@@ -1,4 +1,5 @@
-"""Parameters of a decoder as `assets/weights.js` reads them: float16, or 8-bit integers with a scale per group."""
+"""Parameters of a decoder as `weights.ts` in docs/lab/src/inspect reads them: float16, or 8-bit integers with a scale
+per group."""
 
 from __future__ import annotations
 

@@ -42,10 +42,12 @@ export function show(value: number): string {
   return value.toFixed(size >= 100 ? 0 : size >= 10 ? 1 : size >= 1 ? 2 : 3);
 }
 
-/** Return a character as the page shows it: a space and the end of a line are visible. */
-export function visible(character: string): string {
-  return character === " " ? "␣" : character === "\n" ? "⏎" : character;
-}
+const SYMBOLS: Record<string, string> = { " ": "␣", "\n": "⏎", "\t": "⇥", "\x7f": "␡" };
+const controlPicture = (letter: string) => String.fromCharCode(0x2400 + letter.charCodeAt(0)); // Unicode has one for each
+
+/** Return a text with symbols for spaces, ends of lines and control characters. */
+export const visible = (text: string) =>
+  text.replace(/[\x00-\x20\x7f]/g, (letter) => SYMBOLS[letter] ?? controlPicture(letter));
 
 /** Return a text without ends of lines: they are visible instead. */
 export const oneLine = (text: string) => text.replaceAll("\n", "⏎");

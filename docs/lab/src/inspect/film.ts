@@ -1,9 +1,18 @@
-"use strict";
+import { drawEach, format, make, type Frame } from "./page";
 
-const moveAll = (detail) => document.dispatchEvent(new CustomEvent("frame", { detail }));
+const moveAll = (detail: Frame) => document.dispatchEvent(new CustomEvent("frame", { detail }));
 
 /** Draw a slider over the frames of a film: `moved` moves all that the page shows of them, by the event "frame". */
-function film(container, { steps, losses = null, prompts = [], texts, moved = moveAll }) {
+export function film(
+  container: HTMLElement,
+  { steps, losses, prompts = [], texts = [], moved = moveAll }: {
+    steps: number[];
+    losses?: (number | null)[];
+    prompts?: string[];
+    texts?: string[][];
+    moved?: (frame: Frame) => void;
+  },
+): void {
   const bar = make("div", container, "", "frames");
   const play = make("button", bar, "Play", "plain");
   const slider = make("input", bar);
@@ -26,7 +35,7 @@ function film(container, { steps, losses = null, prompts = [], texts, moved = mo
   }
   slider.addEventListener("input", show);
 
-  let timer = null;
+  let timer: ReturnType<typeof setInterval> | null = null;
   function stop() {
     clearInterval(timer);
     timer = null;
@@ -35,12 +44,12 @@ function film(container, { steps, losses = null, prompts = [], texts, moved = mo
   slider.addEventListener("pointerdown", stop);
   play.addEventListener("click", () => {
     if (timer) return stop();
-    if (Number(slider.value) === steps.length - 1) slider.value = 0;
+    if (Number(slider.value) === steps.length - 1) slider.value = "0";
     play.textContent = "Stop";
     show();
     timer = setInterval(() => {
       if (container.ariaBusy === "true") return; // the model of the present frame still reads
-      slider.value = Number(slider.value) + 1;
+      slider.value = String(Number(slider.value) + 1);
       show();
       if (Number(slider.value) === steps.length - 1) stop();
     }, 700);

@@ -1,4 +1,11 @@
-"use strict";
+import { clamp, colour as rgb } from "../page/dom";
+import { backward, dot, type Gradient } from "./backward";
+import { cells, valueScale } from "./charts";
+import { logSumExp, type Pass } from "./decoder";
+import { makePanel } from "./drill";
+import { format, make, percent, rove } from "./page";
+import { TASK_MS } from "./tasks";
+import type { View } from "./view";
 
 // What a token's log-probability depends on, from its gradient (`backward.js`): on tokens, heads, attention layers, MLPs.
 
@@ -6,14 +13,16 @@
 // most products with weights that follow it at all, where larger ones wait for a button.
 const [LARGEST_EFFECTS, REST_MS, FOLLOWED_PRODUCTS] = [8, 150, 2e9];
 
-function makeAttribution(container, view) {
-  const { n_blocks: L, n_heads: H, d_model: D, n_kv_heads: G, value_dim: J, embedding_scale } = view.model.config;
+export function makeAttribution(container: HTMLElement, view: View) {
+  const { n_heads: H, d_model: D, n_kv_heads: G, value_dim: J, embedding_scale } = view.model.config;
   const { heading, body: inner, open } = makePanel(container, () => ask(null));
   const status = make("p", inner, "", "name");
   status.setAttribute("role", "status");
   const body = make("div", inner);
-  const signed = (value) => `${value > 0 ? "+" : ""}${format(value, 3)}`;
-  let [asked, version, timer, grid] = [null, 0, 0, null]; // the position and token; the update of which the rest is shown
+  const signed = (value: number) => `${value > 0 ? "+" : ""}${format(value, 3)}`;
+  let asked: { position: number; token: number } | null = null;
+  let [version, timer] = [0, 0]; // the update of which the rest is shown
+  let grid: ReturnType<typeof cells> | null = null;
 
   function draw() {
     if (asked && asked.position >= view.tokens.length) asked = null;
@@ -47,10 +56,10 @@ function makeAttribution(container, view) {
       const since = performance.now();
       for (;;) {
         if (!asked || version !== view.version) return;
-        const { done, value } = job.next();
-        if (done) return show(pass, value, performance.now() - begun);
+        const part = job.next();
+        if (part.done === true) return show(pass, part.value, performance.now() - begun);
         if (performance.now() - since < TASK_MS) continue;
-        const [n, total] = value;
+        const [n, total] = part.value as [number, number];
         const left = n ? `, ${format(((performance.now() - begun) / 1000) * (total / n - 1), 2)} s left` : "";
         status.textContent = `Computing the gradient: ${percent(n / total)}${left} …`;
         timer = setTimeout(work);
@@ -60,7 +69,7 @@ function makeAttribution(container, view) {
     work();
   }
 
-  function show(pass, gradient, time) {
+  function show(pass: Pass, gradient: Gradient, time: number): void {
     const { position, token } = asked;
     const logits = pass.logits(position);
     status.textContent = `Its log-probability is ${format(logits[token] - logSumExp(logits))} nats. Computed backwards in ${time.toFixed(0)} ms.`;
@@ -71,7 +80,7 @@ function makeAttribution(container, view) {
     drawLargest(make("div", parts), gradient);
   }
 
-  function drawTokens({ embedding, tokenValues }, position) {
+  function drawTokens({ embedding, tokenValues }: Gradient, position: number): void {
     const table = view.model.parameters["value_embedding.W_E"];
     const effects = [];
     const norms = [];
@@ -100,7 +109,7 @@ function makeAttribution(container, view) {
   }
 
   // A cell per head, attention layer and MLP.
-  function drawParts(area, { effects }) {
+  function drawParts(area: HTMLElement, { effects }: Gradient): void {
     const columns = [...Array.from({ length: H }, (_, h) => `head ${h}`), "attention", "MLP"];
     const rows = effects.map(({ heads, attention, mlp }) => [...heads, attention, mlp]);
     const most = Math.max(...rows.flat().map(Math.abs), 1e-30);
@@ -112,8 +121,8 @@ function makeAttribution(container, view) {
     });
   }
 
-  function drawLargest(area, { effects }) {
-    const all = effects.flatMap(({ heads, mlp }, i) => [...Array.from(heads, (effect, h) => [`head ${h} of layer ${i}`, effect]), [`MLP of layer ${i}`, mlp]]);
+  function drawLargest(area: HTMLElement, { effects }: Gradient): void {
+    const all = effects.flatMap(({ heads, mlp }, i): [string, number][] => [...Array.from(heads, (effect, h): [string, number] => [`head ${h} of layer ${i}`, effect]), [`MLP of layer ${i}`, mlp]]);
     make("h4", area, "Largest effects");
     const lines = make("tbody", make("table", area));
     for (const [name, effect] of all.sort((a, b) => Math.abs(b[1]) - Math.abs(a[1])).slice(0, LARGEST_EFFECTS)) {
@@ -124,7 +133,7 @@ function makeAttribution(container, view) {
   }
 
   // Show the gradient of the log-probability of a token after a position, or nothing.
-  function ask(choice) {
+  function ask(choice: { position: number; token: number } | null): void {
     clear();
     [asked, version] = [choice, 0];
     draw();

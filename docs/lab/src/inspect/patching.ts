@@ -1,4 +1,9 @@
-"use strict";
+import { clamp } from "../page/dom";
+import { cells, CHARACTER_PIXELS, draw, signed, valueScale } from "./charts";
+import { logProbability, Pass, softmax, type Model } from "./decoder";
+import { dark, format, make, percent } from "./page";
+import { inTasks, isRead, largest, LONGEST_TEXT } from "./tasks";
+import type { View } from "./view";
 
 // A second text beside the first: what the model computes differently for it, and activation patching, which takes a
 // head's output, or the residual stream before a layer at one position, from the second text into the first.
@@ -10,7 +15,7 @@ const [FEW_PRODUCTS, SETTLED_MS, COMPARED_TOKENS] = [1.2e10, 400, 5];
 const PATCH_CELLS = { least: 4, labelled: 12, most: 44, height: 24, letters: 12 };
 
 // Length of a - b over the mean of the lengths of a and b.
-function distance(a, b) {
+function distance(a: Float32Array, b: Float32Array): number {
   let [difference, left, right] = [0, 0, 0];
   for (let i = 0; i < a.length; i++) {
     difference += (a[i] - b[i]) ** 2;
@@ -20,24 +25,36 @@ function distance(a, b) {
   return difference ? (2 * Math.sqrt(difference)) / (Math.sqrt(left) + Math.sqrt(right)) : 0;
 }
 
-const streamAt = (pass, block, t) => pass.stream[block].subarray(t * pass.width(block), (t + 1) * pass.width(block));
+export const streamAt = (pass: Pass, block: number, t: number) => pass.stream[block].subarray(t * pass.width(block), (t + 1) * pass.width(block));
 
-const largestOf = (rows) => rows.flat().reduce((most, x) => Math.max(most, Math.abs(x)), 0);
+const largestOf = (rows: (number | null)[][]) => rows.flat().reduce((most, x) => Math.max(most, Math.abs(x)), 0);
 
 // Products with weights that `patchAll` computes.
-function patchProducts({ size, config: { n_blocks: L, n_heads: H } }, at) {
+function patchProducts({ size, config: { n_blocks: L, n_heads: H } }: Model, at: number): number {
   const positions = ((at + 1) * (at + 2)) / 2 + H * (at + 1); // of all patches before a block
   return (size * positions * (L + 1)) / 2; // of which each is computed from its block on
+}
+
+/** Changes of a log-probability, null where they are not yet computed. */
+interface Effects {
+  heads: (number | null)[][];
+  stream: (number | null)[][];
 }
 
 // Compute how much each patch changes the log-probability `base` of a token after position `at`: `heads[block][head]`
 // with a head's output from the second text at all positions that both have, `stream[block][t]` with the stream before a
 // block at position t. `pass` is overwritten. Yield between parts.
-function* patchAll(pass, tokens, second, { at, token, base }, { heads, stream }) {
+export function* patchAll(
+  pass: Pass,
+  tokens: number[],
+  second: Pass,
+  { at, token, base }: { at: number; token: number; base: number },
+  { heads, stream }: Effects,
+): Generator {
   const { n_blocks: L, n_heads: H } = pass.model.config;
   const text = tokens.slice(0, at + 1);
 
-  function* recompute(block, first) {
+  function* recompute(block: number, first: number): Generator<void, number> {
     const few = pass.model.positionsAtOnce;
     for (let start = first; start <= at; start += few) {
       yield;
@@ -68,15 +85,15 @@ function* patchAll(pass, tokens, second, { at, token, base }, { heads, stream })
   }
 }
 
-function makePatching(container, view) {
+export function makePatching(container: HTMLElement, view: View) {
   const opener = make("button", container, "Compare with a second text", "plain");
-  opener.setAttribute("aria-expanded", false);
+  opener.setAttribute("aria-expanded", "false");
   const box = make("div", container, "", "both");
   box.hidden = true;
-  let comparison = null;
+  let comparison: ReturnType<typeof makeComparison> | null = null;
   opener.addEventListener("click", () => {
     box.hidden = !box.hidden;
-    opener.setAttribute("aria-expanded", !box.hidden);
+    opener.setAttribute("aria-expanded", String(!box.hidden));
     if (box.hidden) return;
     comparison ??= makeComparison(box, view);
     comparison.draw();
@@ -85,7 +102,7 @@ function makePatching(container, view) {
   return { draw: () => { if (!box.hidden) comparison.draw(); } };
 }
 
-function makeComparison(box, view) {
+function makeComparison(box: HTMLElement, view: View) {
   const { model, tokenizer, full, label, quoted, shade } = view;
   const { n_blocks: L, n_heads: H, value_dim: J } = model.config;
   const area = make("textarea", make("label", box, "Second text", "field"));
@@ -95,7 +112,7 @@ function makeComparison(box, view) {
   const pairs = make("ol", box, "", "pairs");
   pairs.setAttribute("aria-label", "Tokens of the first text above those of the second");
   const results = make("div", box);
-  const columns = (n) => {
+  const columns = (n: number) => {
     const row = make("div", results, "", "columns");
     return Array.from({ length: n }, () => make("div", row));
   };
@@ -110,11 +127,11 @@ function makeComparison(box, view) {
   const compute = make("button", about, "", "plain");
 
   const [second, patched, swept] = [1, 2, 3].map(() => new Pass(model)); // the first text with a patch, and with all in turn
-  const stop = { second() {}, patched() {}, swept() {} }; // what is being computed
-  let [tokens, others, n, at, shown] = [[], [], 0, 0, ""]; // of both texts; positions of both, one of them; what is shown
-  let [target, patch] = [0, null]; // the next token whose probability is patched, and the name of the edit
-  let [base, whole, effects] = [0, 0, null]; // its log-probability, change to the second text, and changes by all patches
-  let maps = []; // what is drawn of them
+  const stop: Record<"second" | "patched" | "swept", () => void> = { second() {}, patched() {}, swept() {} }; // what is being computed
+  let [tokens, others, n, at, shown]: [number[], number[], number, number, string] = [[], [], 0, 0, ""]; // of both texts; positions of both, one of them; what is shown
+  let [target, patch]: [number, string | null] = [0, null]; // the next token whose probability is patched, and the name of the edit
+  let [base, whole, effects]: [number, number, Effects | null] = [0, 0, null]; // its log-probability, change to the second text, and changes by all patches
+  const maps: { repaint: () => void; remove: () => void; mark: () => void }[] = []; // what is drawn of them
 
   area.value = view.text;
   area.addEventListener("input", update);
@@ -140,7 +157,8 @@ function makeComparison(box, view) {
     at = Math.min(view.position, n - 1);
     const key = [model.loads, tokens, others, at, dark.matches].join(";");
     if (key === shown) return; // as after a change of head
-    for (const name of ["patched", "swept"]) stop[name]();
+    stop.patched();
+    stop.swept();
     shown = key;
     results.hidden = !drawPairs();
     if (results.hidden) return;
@@ -154,7 +172,7 @@ function makeComparison(box, view) {
   }
 
   // Choose the next token whose probability is patched, and compute all patches anew, at once where that is quick.
-  function chooseTarget(token) {
+  function chooseTarget(token: number): void {
     target = token;
     stop.swept();
     const [first, other] = [full, second].map((pass) => logProbability(pass.logits(at), target));
@@ -174,7 +192,7 @@ function makeComparison(box, view) {
     compute.hidden = true;
     const all = [...effects.heads, ...effects.stream];
     const [count, ofToken] = [L * (H + at + 1), `on the log-probability of ${quoted(target)} after position ${at}`];
-    const show = (text) => {
+    const show = (text: string) => {
       progress.textContent = text;
       for (const { repaint } of maps) repaint();
     };
@@ -198,7 +216,7 @@ function makeComparison(box, view) {
       const pair = make("li", pairs, "", [isSame ? "" : "differs", t === at ? "from" : ""].join(" ").trim());
       for (const text of [tokens, others]) make("span", pair, t < text.length ? label(text[t]) : "–");
     }
-    const number = (count, name) => (count === 1 ? `one ${name}` : `${count} ${name}s`);
+    const number = (count: number, name: string) => (count === 1 ? `one ${name}` : `${count} ${name}s`);
     const counts = tokens.length === others.length ? `Both texts have ${number(n, "token")}` : `The texts have ${tokens.length} and ${others.length} tokens, of which the first ${n === 1 ? "is" : `${n} are`} compared`;
     const differences = different ? `differ at ${number(different, "position")}` : "are the same: change the second text";
     const beyond = at < view.position ? `; the first text's position ${view.position} has no counterpart` : "";
@@ -206,7 +224,7 @@ function makeComparison(box, view) {
     return different;
   }
 
-  const named = (t) => (tokens[t] === others[t] ? quoted(tokens[t]) : `${quoted(tokens[t])} and ${quoted(others[t])}`);
+  const named = (t: number) => (tokens[t] === others[t] ? quoted(tokens[t]) : `${quoted(tokens[t])} and ${quoted(others[t])}`);
 
   // Probabilities of next tokens of both texts, and of the first with the patch.
   function drawNext() {
@@ -224,7 +242,7 @@ function makeComparison(box, view) {
       const name = make("th", line);
       name.scope = "row";
       const button = make("button", name, label(token), "plain");
-      button.setAttribute("aria-pressed", token === target);
+      button.setAttribute("aria-pressed", String(token === target));
       button.addEventListener("click", () => {
         chooseTarget(token);
         drawNext();
@@ -237,7 +255,7 @@ function makeComparison(box, view) {
   }
 
   // Compute the first text with an edit from the second, or without.
-  function choosePatch(name) {
+  function choosePatch(name: string | null): void {
     patch = name;
     stop.patched();
     remove.hidden = !patch;
@@ -257,8 +275,8 @@ function makeComparison(box, view) {
     told.textContent = patch ? `${difference}; with the ${nameOf(patch)} from the second text, by ${changed(logProbability(patched.logits(at), target) - base)}.` : `${difference}.`;
   }
 
-  const changed = (x) => `${signed(x)} nats${Math.abs(whole) < 0.005 ? "" : ` (${Math.round((100 * x) / whole)}\u00a0% of it)`}`;
-  function nameOf(patch) {
+  const changed = (x: number) => `${signed(x)} nats${Math.abs(whole) < 0.005 ? "" : ` (${Math.round((100 * x) / whole)}\u00a0% of it)`}`;
+  function nameOf(patch: string): string {
     const [block, other] = patch.split(/[.@]/);
     return patch.includes("@") ? `residual stream before layer ${block} at position ${other}` : `output of head ${other} of layer ${block}`;
   }
@@ -266,7 +284,7 @@ function makeComparison(box, view) {
   const layers = (before = "") => Array.from({ length: L }, (_, block) => `${before}layer ${block}`);
   const headNames = Array.from({ length: H }, (_, head) => `head ${head}`);
   function positionNames() {
-    const short = (token) => (label(token).length > PATCH_CELLS.letters ? `${label(token).slice(0, PATCH_CELLS.letters - 1)}…` : label(token));
+    const short = (token: number) => (label(token).length > PATCH_CELLS.letters ? `${label(token).slice(0, PATCH_CELLS.letters - 1)}…` : label(token));
     return Array.from({ length: n }, (_, t) => (tokens[t] === others[t] ? short(tokens[t]) : `${short(tokens[t])}/${short(others[t])}`));
   }
 
@@ -279,13 +297,16 @@ function makeComparison(box, view) {
       about: "Length of the difference over the mean length of both.",
       told: (block, t) => `${rows[block]}, position ${t}, ${named(t)}: ${format(stream[block][t], 3)}`,
     });
-    const each = (f) => Array.from({ length: L }, (_, block) => headNames.map((_, head) => f(block, head)));
+    const each = (f: (block: number, head: number) => number) => Array.from({ length: L }, (_, block) => headNames.map((_, head) => f(block, head)));
     const [weights, outputs] = [
       each((block, head) => full.row(block, head, at).subarray(0, at + 1).reduce((sum, w, s) => sum + Math.abs(w - second.row(block, head, at)[s]) / 2, 0)),
-      each((block, head) => distance(...[full, second].map((pass) => pass.output(block, head).subarray(at * J, (at + 1) * J)))),
+      each((block, head) => {
+        const [a, b] = [full, second].map((pass) => pass.output(block, head).subarray(at * J, (at + 1) * J));
+        return distance(a, b);
+      }),
     ];
     changes.replaceChildren();
-    const ofHead = (values, text) => (block, head) => `head ${head} of layer ${block}: ${text(values[block][head])}`;
+    const ofHead = (values: number[][], text: (value: number) => string) => (block: number, head: number) => `head ${head} of layer ${block}: ${text(values[block][head])}`;
     drawMap(make("div", changes), {
       title: `Change of attention from position ${at}`, rows: layers(), columns: headNames, values: weights,
       about: "The attention weight that moves to other positions.", told: ofHead(weights, percent),
@@ -294,7 +315,7 @@ function makeComparison(box, view) {
       title: `Distance of the heads' outputs at position ${at}`, rows: layers(), columns: headNames, values: outputs,
       about: "As for the residual stream.", told: ofHead(outputs, (x) => format(x, 3)),
     });
-    const effect = (part, row, column) => (effects[part][row][column] === null ? "not computed" : changed(effects[part][row][column]));
+    const effect = (part: keyof Effects, row: number, column: number) => (effects[part][row][column] === null ? "not computed" : changed(effects[part][row][column]));
     drawMap(streams, {
       title: "Effect of patching the residual stream", rows: layers("before "), columns: positionNames(), part: "stream",
       about: "Change of the log-probability, with the stream of the second text at one position: orange raises it, blue lowers it.",
@@ -309,17 +330,29 @@ function makeComparison(box, view) {
 
   // Draw a map of values, or of a part of the effects, below its heading. The cells of effects name their patches: they
   // can be chosen, and the present one is marked.
-  function drawMap(parent, { title, about, rows, columns, values, part, told, name }) {
+  function drawMap(
+    parent: HTMLElement,
+    { title, about, rows, columns, values, part, told, name }: {
+      title: string;
+      about: string;
+      rows: string[];
+      columns: string[];
+      values?: number[][];
+      part?: keyof Effects;
+      told: (row: number, column: number) => string;
+      name?: (row: number, column: number) => string;
+    },
+  ): void {
     parent.replaceChildren();
     make("h3", parent, title);
     make("p", parent, about, "name");
-    const letters = (names) => Math.max(...names.map((name) => name.length));
+    const letters = (names: string[]) => Math.max(...names.map((name) => name.length));
     const labels = CHARACTER_PIXELS * (letters(rows) + 0.72 * letters(columns)) + 24;
     const width = clamp((parent.clientWidth - labels) / columns.length, PATCH_CELLS.least, PATCH_CELLS.most);
     const { overlay, repaint, remove } = cells(parent, {
       title, rows, columns, cell: [width, PATCH_CELLS.height], gap: width > 7, columnLabels: width >= PATCH_CELLS.labelled,
       value: (row, column) => (values ?? effects[part])[row][column],
-      scale: () => valueScale(Math.max(largestOf(values ?? effects[part]), 1e-4), Boolean(part)), told, picked: name && ((...cell) => choosePatch(name(...cell))),
+      scale: () => valueScale(Math.max(largestOf(values ?? effects[part]), 1e-4), Boolean(part)), told, picked: name && ((row, column) => choosePatch(name(row, column))),
     });
     const mark = () => {
       overlay.querySelector(".patched")?.remove();

@@ -1,28 +1,29 @@
-"use strict";
+import { clamp, onArrows, colour as rgb } from "../page/dom";
+import { colour, dark, drawEach, format, make, onFrame, percent, power, showScroll } from "./page";
 
 /** Return a new SVG element below a parent. */
-function draw(tag, parent, attributes = {}, text = "") {
+export function draw<K extends keyof SVGElementTagNameMap>(tag: K, parent: Element, attributes: Record<string, string | number | boolean> = {}, text = ""): SVGElementTagNameMap[K] {
   const element = parent.appendChild(document.createElementNS("http://www.w3.org/2000/svg", tag));
-  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, String(value));
   if (text) element.textContent = text;
   return element;
 }
 
 // Beside attention maps.
-const NOT_EXPLANATION = "Attention weight is not explanation: a head may look hard at a token and change nothing of what the model predicts.";
-const signed = (x) => `${x <= -0.0005 ? "−" : "+"}${Math.abs(x).toFixed(3)}`;
-const CHARACTER_PIXELS = 7;
+export const NOT_EXPLANATION = "Attention weight is not explanation: a head may look hard at a token and change nothing of what the model predicts.";
+export const signed = (x: number) => `${x <= -0.0005 ? "−" : "+"}${Math.abs(x).toFixed(3)}`;
+export const CHARACTER_PIXELS = 7;
 const [TALL, SCALE_STEPS] = [640, 128]; // height of a matrix, in pixels, above which it scrolls; colours of a scale
 const COLOURS = 8; // --line-0 to --line-7 of charts.css
 const DASHES = ["", "5 3", "1.5 3", "8 3 2 3"];
 const MEMORY = 0.9; // of a moving average: that of about ten points
 
 /** Return a box that tells what is pointed at, next to it, and tells it to screen readers. */
-function makeTip(container) {
+export function makeTip(container: HTMLElement) {
   const tip = make("div", container, "", "tip");
   tip.setAttribute("role", "status");
   return {
-    show(text, x, y) {
+    show(text: string, x: number, y: number) {
       tip.textContent = text;
       tip.classList.add("shown");
       const [width, height] = [tip.offsetWidth, tip.offsetHeight];
@@ -33,27 +34,27 @@ function makeTip(container) {
   };
 }
 
-const hasPlace = (axis, value) => !axis.log || value + axis.offset > 0;
+const hasPlace = (axis: Axis, value: number) => !axis.log || value + axis.offset > 0;
 
 /** Return the scale of an axis: `at(value)` in pixels, and ticks as [value, label]. */
-function makeScale(axis, values, from, to, maxTicks) {
+export function makeScale(axis: Axis, values: (number | null)[], from: number, to: number, maxTicks: number) {
   const usable = values.filter((value) => value !== null && Number.isFinite(value) && hasPlace(axis, value));
   let low = usable.reduce((a, b) => Math.min(a, b), axis.from_zero ? 0 : Infinity);
   let high = usable.reduce((a, b) => Math.max(a, b), -Infinity);
   if (!usable.length) [low, high] = axis.log ? [1, 10] : [0, 1];
   if (axis.limits) [low, high] = axis.limits;
-  const map = axis.log ? (value) => Math.log10(value + axis.offset) : (value) => value;
+  const map = axis.log ? (value: number) => Math.log10(value + axis.offset) : (value: number) => value;
   [low, high] = [map(low), map(high)];
   if (high - low < 1e-12 * Math.max(1, Math.abs(high))) [low, high] = axis.from_zero ? [0, high || 1] : [low - 0.5, high + 0.5];
   let ticks = axis.log ? logTicks(low, high, maxTicks) : linearTicks(low, high, maxTicks);
   if (axis.log && axis.offset) ticks = [0, ...logTicks(0, high, maxTicks - 1)].filter((value) => map(value) >= low && map(value) <= high);
   const [start, end] = axis.reverse ? [to, from] : [from, to];
-  const at = (value) => start + ((clamp(map(value), low, high) - low) / (high - low)) * (end - start);
-  const label = (value) => (axis.percent ? `${Number((100 * value).toPrecision(3))} %` : format(value));
-  return { at, ticks: ticks.map((value) => [value, axis.log && Number.isInteger(Math.log10(value)) && (value < 1e-3 || value >= 1e4) ? power(Math.log10(value)) : label(value)]) };
+  const at = (value: number) => start + ((clamp(map(value), low, high) - low) / (high - low)) * (end - start);
+  const label = (value: number) => (axis.percent ? `${Number((100 * value).toPrecision(3))} %` : format(value));
+  return { at, ticks: ticks.map((value): [number, string] => [value, axis.log && Number.isInteger(Math.log10(value)) && (value < 1e-3 || value >= 1e4) ? power(Math.log10(value)) : label(value)]) };
 }
 
-function linearTicks(low, high, maxTicks) {
+export function linearTicks(low: number, high: number, maxTicks: number): number[] {
   const rough = (high - low) / Math.max(1, maxTicks);
   const unit = 10 ** Math.floor(Math.log10(rough));
   const step = unit * [1, 2, 5, 10].find((factor) => factor * unit >= rough * 0.999);
@@ -62,10 +63,10 @@ function linearTicks(low, high, maxTicks) {
   return ticks.length > 1 || maxTicks > 9 ? ticks : linearTicks(low, high, maxTicks + 1); // one alone is no scale
 }
 
-function logTicks(low, high, maxTicks) {
-  const within = (values) => values.filter((value) => Math.log10(value) >= low - 1e-9 && Math.log10(value) <= high + 1e-9);
-  const powers = (factors, every) => {
-    const values = [];
+function logTicks(low: number, high: number, maxTicks: number): number[] {
+  const within = (values: number[]) => values.filter((value) => Math.log10(value) >= low - 1e-9 && Math.log10(value) <= high + 1e-9);
+  const powers = (factors: number[], every: number) => {
+    const values: number[] = [];
     for (let p = Math.floor(low); p <= Math.ceil(high); p++) if (p % every === 0) values.push(...factors.map((f) => Number(`${f}e${p}`)));
     return within(values);
   };
@@ -80,7 +81,7 @@ function logTicks(low, high, maxTicks) {
 }
 
 /** Return the exponential moving average of values, without a bias to zero at its beginning; null stays a gap. */
-function smoothed(values) {
+function smoothed(values: (number | null)[]): (number | null)[] {
   let [sum, weight] = [0, 0];
   return values.map((value) => {
     if (value === null) return null;
@@ -89,29 +90,66 @@ function smoothed(values) {
   });
 }
 
-function lines(container, { title, positions, lines: all, x: xAxis, y: yAxis, height, marks }) {
+/** An axis, as `charts.py` describes it. */
+interface Axis {
+  label: string;
+  log: boolean;
+  offset: number;
+  percent: boolean;
+  from_zero: boolean;
+  reverse: boolean;
+  limits: [number, number] | null;
+}
+
+interface Line {
+  name: string;
+  member: string;
+  /** Index of its positions. */
+  x: number;
+  y: (number | null)[];
+  points: boolean;
+  dotted: boolean;
+  noisy: boolean;
+}
+
+interface LinesData {
+  title: string;
+  positions: number[][];
+  lines: Line[];
+  x: Axis;
+  y: Axis;
+  height: number;
+  marks: [number, string][];
+}
+
+function lines(container: HTMLElement, { title, positions, lines: all, x: xAxis, y: yAxis, height, marks }: LinesData): void {
   const names = [...new Set(all.map((line) => line.name))];
-  const hidden = new Set();
+  const hidden = new Set<string>();
   let isSmooth = false;
-  const look = (name) => {
+  const look = (name: string) => {
     const number = names.indexOf(name);
     return { stroke: `var(--line-${number % COLOURS})`, "stroke-dasharray": DASHES[Math.floor(number / COLOURS) % DASHES.length] };
   };
   const plot = draw("svg", container, { tabindex: 0, role: "application", "aria-roledescription": "chart", height });
   plot.setAttribute("aria-label", `${title}: ${yAxis.label} over ${xAxis.label}. Arrow keys move along a line and between lines.`);
   const tip = makeTip(container);
-  let [shown, near, marker, cursor, along, frame] = [[], null, null, null, null, null];
+  type Point = { x: number; y: number; position: number; value: number };
+  let shown: { line: Line; points: Point[]; element: SVGPathElement }[] = [];
+  let near: [number, number] | null = null;
+  let [marker, cursor]: [SVGCircleElement | null, SVGLineElement | null] = [null, null];
+  let along: ((value: number) => number) | null = null;
+  let frame: number | null = null;
 
   function moveCursor() {
-    if (frame !== null && cursor) for (const end of ["x1", "x2"]) cursor.setAttribute(end, along(frame));
+    if (frame !== null && cursor) for (const end of ["x1", "x2"]) cursor.setAttribute(end, String(along(frame)));
   }
-  document.addEventListener("frame", ({ detail }) => { frame = detail.position; moveCursor(); });
+  onFrame(({ position }) => { frame = position; moveCursor(); });
 
   function render() {
     const width = container.clientWidth;
     if (!width) return;
     plot.replaceChildren();
-    plot.setAttribute("width", width);
+    plot.setAttribute("width", String(width));
     const visible = all.filter((line) => !hidden.has(line.name));
     const yValues = visible.flatMap((line) => line.y.filter((_, i) => hasPlace(xAxis, positions[line.x][i])));
     const [top, bottom] = [10, height - 42];
@@ -138,8 +176,8 @@ function lines(container, { title, positions, lines: all, x: xAxis, y: yAxis, he
     }
     shown = visible.map((line) => {
       const style = line.dotted ? { ...look(line.name), "stroke-dasharray": "2 4" } : look(line.name);
-      const trace = (values, kind) => {
-        const points = [];
+      const trace = (values: (number | null)[], kind: string) => {
+        const points: Point[] = [];
         let path = "";
         let pen = "M";
         values.forEach((value, i) => {
@@ -165,17 +203,18 @@ function lines(container, { title, positions, lines: all, x: xAxis, y: yAxis, he
     moveCursor();
   }
 
-  function tell(row, column) {
+  function tell(row: number, column: number): void {
     const { line, points, element } = shown[row];
     const point = points[column];
     for (const other of shown) other.element.classList.toggle("near", other.element === element);
     marker.setAttribute("visibility", "visible");
-    marker.setAttribute("cx", point.x);
-    marker.setAttribute("cy", point.y);
+    marker.setAttribute("cx", String(point.x));
+    marker.setAttribute("cy", String(point.y));
     marker.setAttribute("fill", look(line.name).stroke);
     const name = [line.name, line.member].filter(Boolean).join(", ");
     const value = yAxis.percent ? percent(point.value) : format(point.value);
-    tip.show(`${name}\n${xAxis.label} ${format(point.position)}: ${value}`, plot.offsetLeft + point.x, plot.offsetTop + point.y);
+    const [box, outer] = [plot.getBoundingClientRect(), container.getBoundingClientRect()];
+    tip.show(`${name}\n${xAxis.label} ${format(point.position)}: ${value}`, box.left - outer.left + point.x, box.top - outer.top + point.y);
     near = [row, column];
   }
 
@@ -214,13 +253,13 @@ function lines(container, { title, positions, lines: all, x: xAxis, y: yAxis, he
   const legend = names.length > 1 || isNoisy ? make("div", container, "", "legend") : null;
   for (const name of names.length > 1 ? names : []) {
     const entry = make("button", legend);
-    entry.setAttribute("aria-pressed", true);
+    entry.setAttribute("aria-pressed", "true");
     entry.title = "show or hide";
     draw("line", draw("svg", entry, { width: 24, height: 10, "aria-hidden": true }), { x1: 0, x2: 24, y1: 5, y2: 5, ...look(name) });
     make("span", entry, name);
     entry.addEventListener("click", () => {
       if (!hidden.delete(name)) hidden.add(name);
-      entry.setAttribute("aria-pressed", !hidden.has(name));
+      entry.setAttribute("aria-pressed", String(!hidden.has(name)));
       render();
     });
   }
@@ -232,8 +271,10 @@ function lines(container, { title, positions, lines: all, x: xAxis, y: yAxis, he
   new ResizeObserver(render).observe(container);
 }
 
+type Colour = ArrayLike<number>;
+
 /** Paint a canvas, one pixel a cell, in the colour `[r, g, b, a]` of each. */
-function paint(canvas, width, height, colourAt) {
+export function paint(canvas: HTMLCanvasElement, width: number, height: number, colourAt: (row: number, column: number) => Colour): void {
   [canvas.width, canvas.height] = [width, height];
   const context = canvas.getContext("2d");
   const image = context.createImageData(width, height);
@@ -243,11 +284,10 @@ function paint(canvas, width, height, colourAt) {
   context.putImageData(image, 0, 0);
 }
 
-const rgb = (name) => [1, 3, 5].map((at) => parseInt(colour(name).slice(at, at + 2), 16));
-const mix = (a, b, share) => [0, 1, 2].map((i) => a[i] + (b[i] - a[i]) * share).concat(255);
+const mix = (a: number[], b: number[], share: number) => [0, 1, 2].map((i) => a[i] + (b[i] - a[i]) * share).concat(255);
 
 /** Return a function from a value to its colour, `[r, g, b, a]`; no value is transparent. */
-function colourScale(largest, diverging) {
+function colourScale(largest: number, diverging: boolean): (value: number | null) => Colour {
   const [low, middle, high] = diverging ? [rgb("--minus"), rgb("--middle"), rgb("--plus")] : [null, rgb("--low"), rgb("--high")];
   return (value) => {
     if (value === null) return [0, 0, 0, 0];
@@ -256,22 +296,28 @@ function colourScale(largest, diverging) {
   };
 }
 
-// Scales from values to colours: the least and the largest value, texts of them, and a function `at` a value.
-const valueScale = (largest, diverging) => ({
+/** From values to colours: the least and the largest value, texts of them, and a function `at` a value. */
+interface Scale {
+  ends: [number, number];
+  tell: (value: number) => string;
+  at: (value: number | null) => Colour;
+}
+
+export const valueScale = (largest: number, diverging: boolean): Scale => ({
   ends: [diverging ? -largest : 0, largest], tell: (value) => format(value, 3), at: colourScale(largest, diverging),
 });
-const ink = () => colour("--look").split(",").map(Number);
+export const ink = () => colour("--look").split(",").map(Number);
 /** Return the scale of attention weights, whose opacity is the root of the weight, so that small ones show. */
-function weightScale() {
+export function weightScale(): Scale {
   const [r, g, b] = ink();
   return { ends: [0, 1], tell: (weight) => `${100 * weight}\u00a0%`, at: (weight) => [r, g, b, 255 * Math.sqrt(weight)] };
 }
 
 /** Make a bar that shows a scale, and return a function that draws another. */
-function makeScaleBar(container, name = "") {
+export function makeScaleBar(container: Element, name = ""): (scale: Scale) => void {
   const bar = make("div", container, name, "scale");
-  const [low, canvas, high] = ["span", "canvas", "span"].map((tag) => make(tag, bar));
-  return ({ ends, tell, at }) => {
+  const [low, canvas, high] = [make("span", bar), make("canvas", bar), make("span", bar)];
+  return ({ ends, tell, at }: Scale) => {
     [low.textContent, high.textContent] = ends.map(tell);
     paint(canvas, SCALE_STEPS, 1, (_, step) => at(ends[0] + ((ends[1] - ends[0]) * step) / (SCALE_STEPS - 1)));
   };
@@ -282,11 +328,27 @@ function makeScaleBar(container, name = "") {
  * `scale()` returns the scale of what `value(row, column)` returns; `told(row, column)` the text of a cell; `chosen` is
  * called with it, and `picked` on a click or Enter.
  */
-function cells(container, { title, rows, columns, cell, value, scale, told, gap = true, columnLabels = true, images = [], chosen = null, picked = null }) {
+export function cells(
+  container: HTMLElement,
+  { title, rows, columns, cell, value, scale, told, gap = true, columnLabels = true, images = [], chosen, picked }: {
+    title: string;
+    rows: string[];
+    columns: string[];
+    cell: [number, number];
+    value: (row: number, column: number) => number | null;
+    scale: () => Scale;
+    told: (row: number, column: number) => string;
+    gap?: boolean;
+    columnLabels?: boolean;
+    images?: string[];
+    chosen?: (row: number, column: number) => void;
+    picked?: (row: number, column: number) => void;
+  },
+) {
   const [width, height] = [cell[0] * columns.length, cell[1] * rows.length];
   const wide = make("div", container, "", height > TALL ? "wide tall" : "wide");
   const table = make("div", wide, "", "cells");
-  const letters = (texts) => Math.max(0, ...texts.map((text) => text.length));
+  const letters = (texts: string[]) => Math.max(0, ...texts.map((text) => text.length));
   const slanted = columnLabels && CHARACTER_PIXELS * letters(columns) > cell[0] - 6;
   const above = !columnLabels ? 0 : slanted ? 14 + Math.ceil(0.72 * CHARACTER_PIXELS * letters(columns)) : 20;
   const beyond = slanted ? above : 0; // room for the last slanted label
@@ -299,7 +361,7 @@ function cells(container, { title, rows, columns, cell, value, scale, told, gap 
     });
   }
   const names = make("div", table, "", "rows");
-  names.setAttribute("aria-hidden", true);
+  names.setAttribute("aria-hidden", "true");
   rows.forEach((name, i) => {
     const label = make("span", names, name);
     label.style.height = label.style.lineHeight = `${cell[1]}px`;
@@ -318,13 +380,13 @@ function cells(container, { title, rows, columns, cell, value, scale, told, gap 
   }
   const frame = draw("rect", overlay, { class: "frame", width: cell[0], height: cell[1], visibility: "hidden" });
   const tip = makeTip(container);
-  let at = null;
+  let at: [number, number] | null = null;
 
-  function tell(row, column, scroll = false) {
+  function tell(row: number, column: number, scroll = false): void {
     at = [row, column];
     frame.setAttribute("visibility", "visible");
-    frame.setAttribute("x", column * cell[0]);
-    frame.setAttribute("y", row * cell[1]);
+    frame.setAttribute("x", String(column * cell[0]));
+    frame.setAttribute("y", String(row * cell[1]));
     if (scroll) {
       const x = names.offsetWidth + column * cell[0];
       wide.scrollLeft = clamp(wide.scrollLeft, x + cell[0] - wide.clientWidth, x - names.offsetWidth);
@@ -339,14 +401,14 @@ function cells(container, { title, rows, columns, cell, value, scale, told, gap 
     frame.setAttribute("visibility", "hidden");
     tip.hide();
   }
-  const within = (event) => {
+  const within = (event: MouseEvent): [number, number] => {
     const box = overlay.getBoundingClientRect();
     return [clamp(Math.floor((event.clientY - box.top) / cell[1]), 0, rows.length - 1), clamp(Math.floor((event.clientX - box.left) / cell[0]), 0, columns.length - 1)];
   };
   overlay.addEventListener("pointermove", (event) => tell(...within(event)));
   overlay.addEventListener("pointerleave", hide);
   overlay.addEventListener("blur", hide);
-  overlay.addEventListener("focus", () => { if (overlay.matches(":focus-visible")) tell(...(at ?? [0, 0]), true); });
+  overlay.addEventListener("focus", () => { if (overlay.matches(":focus-visible")) tell(...(at ?? ([0, 0] as const)), true); });
   onArrows(overlay, (right, down) => {
     const [row, column] = at ?? [0, 0];
     tell(clamp(row + down, 0, rows.length - 1), clamp(column + right, 0, columns.length - 1), true);
@@ -368,7 +430,22 @@ function cells(container, { title, rows, columns, cell, value, scale, told, gap 
   return { overlay, repaint, remove: () => dark.removeEventListener("change", repaint) };
 }
 
-function heatmap(container, { title, values, rows, columns, diverging, largest, texts, notes, column_notes: after, cell, images }) {
+interface HeatmapData {
+  title: string;
+  values: (number | null)[][];
+  rows: string[];
+  columns: string[];
+  diverging: boolean;
+  largest: number;
+  texts?: string[][];
+  notes?: string[][];
+  column_notes: string[];
+  cell: [number, number];
+  images: string[];
+}
+
+function heatmap(container: HTMLElement, data: HeatmapData): void {
+  const { title, values, rows, columns, diverging, largest, texts, notes, column_notes: after, cell, images } = data;
   const { overlay } = cells(container, {
     title, rows, columns, cell, images, value: (row, column) => values[row][column], scale: () => valueScale(largest, diverging),
     told: (row, column) => notes?.[row][column] ?? `${rows[row]}, ${columns[column]}: ${format(values[row][column])} ${after[column] ?? ""}`.trim(),
@@ -381,7 +458,7 @@ function heatmap(container, { title, values, rows, columns, diverging, largest, 
 }
 
 /** Draw horizontal bars of `[label, share, is marked]`. */
-function bars(container, rows, mark = "") {
+export function bars(container: Element, rows: [string, number, boolean][], mark = ""): void {
   const list = make("ul", container, "", "bars");
   for (const [label, share, marked] of rows) {
     const row = make("li", list, "", marked ? "marked" : "");

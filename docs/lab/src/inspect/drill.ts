@@ -1,4 +1,7 @@
-"use strict";
+import { Rows, type Pass } from "./decoder";
+import { format, make, showScroll } from "./page";
+import { largest } from "./tasks";
+import type { View } from "./view";
 
 // One weight of an attention map, down to the numbers that make it.
 
@@ -7,17 +10,17 @@ const SOFTMAX_ROWS = 8;
 
 // What a head of a pass makes of a query and a key: the vectors as used, and the scores and weights of the visible keys,
 // the first of which is at `start`.
-function weightSteps(pass, block, head, query, key) {
-  const { model, keys, values } = pass;
-  const { d_model: D, n_heads: H, n_kv_heads: G, head_dim: K, value_dim: J, windows, scale, norm_placement } = model.config;
+export function weightSteps(pass: Pass, block: number, head: number, query: number, key: number) {
+  const { keys, values } = pass;
+  const { d_model: D, n_heads: H, n_kv_heads: G, head_dim: K, value_dim: J, windows, scale, norm_placement } = pass.model.config;
   const group = Math.floor(head / (H / G));
-  const parameter = (name) => model.parameters[`blocks_${block}.attention.${name}`];
   const stream = pass.stream[block].slice(query * D, (query + 1) * D);
-  const x = norm_placement === "post" ? stream : model.norm(stream, `blocks_${block}.attention_norm`);
-  const q = pass.rotate(block, model.matmul.linear(x, parameter("W_Q"), parameter("b_Q"), D), parameter("gamma_Q"), query, H).slice(head * K, (head + 1) * K);
-  const rowOf = (array, width, position) => Float64Array.from(array[block].subarray((position * G + group) * width, (position * G + group + 1) * width));
-  const products = (position) => rowOf(keys, K, position).map((value, k) => q[k] * value);
-  const sum = (numbers) => numbers.reduce((a, b) => a + b, 0);
+  const rows = new Rows(pass, block, query, query + 1);
+  const x = norm_placement === "post" ? stream : rows.norm(stream, "attention_norm");
+  const q = rows.place(rows.linear(x, "attention", "Q"), "Q").slice(head * K, (head + 1) * K);
+  const rowOf = (array: Float32Array[], width: number, position: number) => Float64Array.from(array[block].subarray((position * G + group) * width, (position * G + group + 1) * width));
+  const products = (position: number) => rowOf(keys, K, position).map((value, k) => q[k] * value);
+  const sum = (numbers: Float64Array) => numbers.reduce((a, b) => a + b, 0);
   const start = Math.max(0, query - windows[block] + 1);
   const scores = Float64Array.from({ length: query + 1 - start }, (_, i) => scale * sum(products(start + i)));
   const weights = pass.row(block, head, query).slice(start, query + 1);
@@ -30,8 +33,10 @@ function weightSteps(pass, block, head, query, key) {
   };
 }
 
+type Steps = ReturnType<typeof weightSteps>;
+
 // A panel with a heading and a button that closes it and gives the focus back.
-function makePanel(container, close) {
+export function makePanel(container: HTMLElement, close: () => void) {
   const title = make("div", container, "", "title");
   const heading = make("h3", title);
   heading.setAttribute("aria-live", "polite");
@@ -39,25 +44,26 @@ function makePanel(container, close) {
     close();
     if (opener?.isConnected) opener.focus();
   });
-  let opener = null;
+  let opener: HTMLElement | null = null;
   container.hidden = true;
   const open = () => {
-    opener = document.activeElement;
+    opener = document.activeElement as HTMLElement;
     container.hidden = false;
     container.scrollIntoView({ block: "nearest" });
   };
   return { heading, open, body: make("div", container) };
 }
 
-function makeDrill(container, view) {
-  const { n_heads: H, n_kv_heads: G, head_dim: K, value_dim: J, frequencies } = view.model.config;
-  const norm = (numbers) => Math.hypot(...numbers);
-  const named = (position) => `${view.quoted(view.tokens[position])} (${position})`;
+export function makeDrill(container: HTMLElement, view: View) {
+  const { n_heads: H, n_kv_heads: G, head_dim: K, frequencies } = view.model.config;
+  const norm = (numbers: ArrayLike<number> & Iterable<number>) => Math.hypot(...numbers);
+  const named = (position: number) => `${view.quoted(view.tokens[position])} (${position})`;
   const { heading, body, open: reveal } = makePanel(container, () => open(null));
-  let [cell, drawn] = [null, ""]; // the query and the key, and what is shown of them
+  let cell: [number, number] | null = null; // the query and the key
+  let drawn = ""; // what is shown of them
 
   // A table in a box that scrolls where it is wider than the page.
-  function addTable(title, kind) {
+  function addTable(title: string, kind: string): HTMLTableElement {
     const box = make("div", body, "", "wide");
     [box.tabIndex, box.role, box.ariaLabel] = [0, "region", title];
     const table = make("table", box, "", kind);
@@ -65,7 +71,7 @@ function makeDrill(container, view) {
     return table;
   }
 
-  function drawVectors(title, rows) {
+  function drawVectors(title: string, rows: [string, Iterable<number>][]): void {
     const lines = make("tbody", addTable(title, "vectors"));
     for (const [name, numbers] of rows) {
       const line = make("tr", lines);
@@ -74,7 +80,7 @@ function makeDrill(container, view) {
     }
   }
 
-  function drawSoftmax({ start, scores, weights }, key) {
+  function drawSoftmax({ start, scores, weights }: Steps, key: number): [number, number] {
     const highest = scores.reduce((a, b) => Math.max(a, b));
     const powers = scores.map((score) => Math.exp(score - highest));
     const shown = new Set(largest(weights, SOFTMAX_ROWS));
@@ -83,7 +89,7 @@ function makeDrill(container, view) {
     const head = make("tr", make("thead", table));
     for (const name of ["key", "score", "e^(score − max)", "weight", ""]) make("th", head, name).scope = "col";
     const rows = make("tbody", table);
-    const add = (name, numbers, weight, isMarked) => {
+    const add = (name: string, numbers: (number | null)[], weight: number, isMarked = false) => {
       const line = make("tr", rows, "", isMarked ? "marked" : "");
       make("th", line, name).scope = "row";
       for (const number of numbers) make("td", line, number === null ? "" : format(number), "number");
@@ -91,7 +97,7 @@ function makeDrill(container, view) {
     };
     for (const i of [...shown].sort((a, b) => a - b)) add(named(start + i), [scores[i], powers[i], weights[i]], weights[i], start + i === key);
     const others = [...scores.keys()].filter((i) => !shown.has(i));
-    const total = (numbers) => others.reduce((sum, i) => sum + numbers[i], 0);
+    const total = (numbers: ArrayLike<number>) => others.reduce((sum, i) => sum + numbers[i], 0);
     if (others.length) add(`${others.length} other${others.length > 1 ? "s" : ""}`, [null, total(powers), total(weights)], total(weights));
     return [highest, powers.reduce((a, b) => a + b)];
   }
@@ -107,10 +113,10 @@ function makeDrill(container, view) {
     const [query, key] = cell;
     const pass = view.active();
     const steps = weightSteps(pass, block, head, query, key);
-    const { start, scores, weights, weight, scale } = steps;
+    const { start, scores, weight, scale } = steps;
     const isVisible = key >= start && key <= query;
     heading.textContent = `One weight: ${named(query)} attends to ${named(key)}, head ${head} of layer ${block}`;
-    const has = (name) => Boolean(view.model.parameters[`blocks_${block}.attention.${name}`]);
+    const has = (name: string) => Boolean(view.model.parameters[`blocks_${block}.attention.${name}`]);
     const made = [has("gamma_Q") && "normalised (QK norm)", frequencies[block] && "rotated by their positions (RoPE)"].filter(Boolean).join(" and ");
     const group = G < H ? ` Key and value head ${Math.floor(head / (H / G))} serves ${H / G} query heads.` : "";
     make("p", body, `The query q comes from the residual stream at ${named(query)}, the key k from that at ${named(key)}, through W_Q and W_K${made ? `, ${made}` : ""}.${group}`, "name");
@@ -133,7 +139,7 @@ function makeDrill(container, view) {
     drawVectors("Value, weighted value and the head’s output", [["v", steps.value], ["weight·v", steps.added], ["output", steps.output]]);
   }
 
-  function open(at) {
+  function open(at: [number, number] | null): void {
     cell = at;
     draw();
     if (at) reveal();

@@ -1,19 +1,24 @@
-"use strict";
+import { NOT_EXPLANATION, signed } from "./charts";
+import { logProbability, Pass } from "./decoder";
+import { make, percent } from "./page";
+import { inTasks, isRead, largest } from "./tasks";
+import type { View } from "./view";
 
 // Below the tiles of the heads: what ablating the head that is pointed at changes, beside its largest attention weight.
 
-function makeAblation(container, view) {
+export function makeAblation(container: HTMLElement, view: View) {
   const { model, full, quoted } = view;
   make("p", container, NOT_EXPLANATION, "name");
   const shown = make("p", container, "", "effect");
   shown.setAttribute("aria-live", "polite");
-  const effects = new Map(); // of heads ("block.head") on the text: see `measure`
-  let [pass, pointed, version, stop] = [null, null, 0, () => {}]; // `pass` computes without a head
+  const effects = new Map<string, { losses: Float32Array; loss: number; end: number }>(); // of heads ("block.head") on the text: see `measure`
+  let pass: Pass | null = null; // computes without a head
+  let [pointed, version, stop]: [string | null, number, () => void] = [null, 0, () => {}];
 
-  const atEnd = (from) => from.logits(view.tokens.length - 1);
+  const atEnd = (from: Pass) => from.logits(view.tokens.length - 1);
   const likeliest = () => largest(atEnd(full), 1)[0]; // last token, of which the text does not say what follows
 
-  function point(head) {
+  function point(head: string): void {
     if (head === pointed) return;
     pointed = head;
     draw();
@@ -30,7 +35,7 @@ function makeAblation(container, view) {
     else if (isRead(view)) measure(pointed);
   }
 
-  function measure(head) {
+  function measure(head: string): void {
     stop();
     shown.textContent = "Computing the text without the head …";
     pass ??= new Pass(model);

@@ -1,24 +1,44 @@
-"use strict";
+import { clamp } from "../page/dom";
+import { bars, cells, CHARACTER_PIXELS, ink, NOT_EXPLANATION, paint, signed, weightScale } from "./charts";
+import { headGrid } from "./heads";
+import { bytesOf, colour, dark, drawEach, make, onFrame, percent, rove } from "./page";
 
 // Most pixels of a thumbnail's side, opacity of the colour behind a token of weight 1, largest cell of the map, smallest
 // cell with room for a label, and most letters of one.
 const [THUMBNAIL_PIXELS, MAX_OPACITY, LARGEST_CELL, LABELLED_CELL, LABEL_LETTERS] = [112, 0.5, 28, 11, 12];
 
-function attention(container, { texts, predictions, layers }) {
-  for (const layer of layers) {
-    layer.frames = layer.frames.map(bytesOf);
-    layer.bytes = layer.frames.at(-1);
-    [layer.T, layer.S] = [texts[layer.rows].length, texts[layer.columns].length];
-  }
-  const byte = ({ bytes, causal, T, S }, head, row, column) => {
+interface Layer {
+  name: string;
+  heads: number;
+  /** Names of the texts of its queries and keys. */
+  rows: string;
+  columns: string;
+  causal: boolean;
+  frames: string[];
+  ablation?: number[];
+}
+
+interface Data {
+  texts: Record<string, string[]>;
+  predictions: Record<string, ([string, [string, number, boolean][]] | null)[]>;
+  layers: Layer[];
+}
+
+function attention(container: HTMLElement, { texts, predictions, layers: packed }: Data): void {
+  const layers = packed.map((layer) => {
+    const frames = layer.frames.map(bytesOf);
+    return { ...layer, frames, bytes: frames.at(-1), T: texts[layer.rows].length, S: texts[layer.columns].length };
+  });
+  type Unpacked = (typeof layers)[number];
+  const byte = ({ bytes, causal, T, S }: Unpacked, head: number, row: number, column: number) => {
     if (!causal) return bytes[(head * T + row) * S + column];
     return column > row ? 0 : bytes[((head * T * (T + 1)) + row * (row + 1)) / 2 + column];
   };
-  const weight = (...at) => (byte(...at) / 255) ** 2;
-  const ablation = ({ ablation }, head) => (ablation ? [`Its mean ablation changes the loss by ${signed(ablation[head])} nats.`] : []);
+  const weight = (...at: Parameters<typeof byte>) => (byte(...at) / 255) ** 2;
+  const ablation = ({ ablation }: Unpacked, head: number) => (ablation ? [`Its mean ablation changes the loss by ${signed(ablation[head])} nats.`] : []);
   const several = Object.keys(texts).length > 1;
 
-  const strips = {};
+  const strips: Record<string, HTMLButtonElement[]> = {};
   const box = make("div", container, "", "strips");
   for (const [name, tokens] of Object.entries(texts)) {
     if (several) make("p", box, name, "name");
@@ -36,9 +56,14 @@ function attention(container, { texts, predictions, layers }) {
   const note = make("p", container, "", "note");
   note.setAttribute("aria-live", "polite");
   const predicted = make("div", container, "", "predicted");
-  let [chosen, pinned, current, map, drawn, width] = [null, null, null, null, null, 0];
+  let chosen: { layer: Unpacked; head: number } | null = null;
+  let pinned: HTMLButtonElement | null = null;
+  let current: [string, number] | null = null;
+  let map: HTMLElement | null = null;
+  let drawn: ReturnType<typeof cells> | null = null;
+  let width = 0;
 
-  function select(name, at, force = false) {
+  function select(name: string, at: number, force = false): void {
     if (pinned && !force) return;
     current = [name, at];
     for (const strip of Object.values(strips)) for (const token of strip) { token.style.background = ""; token.className = ""; }
@@ -62,21 +87,21 @@ function attention(container, { texts, predictions, layers }) {
     bars(predicted, prediction[1], "in the text");
   }
 
-  function choose(layer, head) {
+  function choose(layer: Unpacked, head: number): void {
     chosen = { layer, head };
     drawMap();
     if (current && current[0] !== layer.rows) pinned = null;
     select(layer.rows, current && current[0] === layer.rows ? current[1] : first(layer.rows), true);
   }
 
-  function drawMap() {
+  function drawMap(): void {
     if (!map?.clientWidth) return;
     width = map.clientWidth;
     const { layer, head } = chosen;
     drawn?.remove();
     map.replaceChildren();
     make("p", map, `Head ${head} of ${layer.name}: queries are rows, keys are columns.`, "name");
-    const short = (text) => (text.length > LABEL_LETTERS ? `${text.slice(0, LABEL_LETTERS - 1)}…` : text);
+    const short = (text: string) => (text.length > LABEL_LETTERS ? `${text.slice(0, LABEL_LETTERS - 1)}…` : text);
     const [rows, columns] = [layer.rows, layer.columns].map((name) => texts[name].map(short));
     const labels = 20 + CHARACTER_PIXELS * Math.max(...rows.map((text) => text.length));
     const room = (map.clientWidth - labels - (several ? 20 : 0)) / layer.S;
@@ -91,7 +116,7 @@ function attention(container, { texts, predictions, layers }) {
     });
   }
 
-  function paintHead(canvas, layer, head) {
+  function paintHead(canvas: HTMLCanvasElement, layer: Unpacked, head: number): void {
     // With more tokens than pixels, a pixel shows the largest of the weights that share it.
     const [columns, rows] = [Math.min(layer.S, THUMBNAIL_PIXELS), Math.min(layer.T, THUMBNAIL_PIXELS)];
     const largest = new Uint8Array(columns * rows);
@@ -106,14 +131,14 @@ function attention(container, { texts, predictions, layers }) {
   }
 
   // The last position, or the last that has a prediction.
-  function first(name) {
+  function first(name: string): number {
     const last = (predictions[name] ?? []).findLastIndex((prediction) => prediction);
     return last < 0 ? texts[name].length - 1 : last;
   }
 
   dark.addEventListener("change", () => { if (current) select(...current, true); });
-  document.addEventListener("frame", ({ detail }) => {
-    for (const layer of layers) layer.bytes = layer.frames[detail.index];
+  onFrame(({ index }) => {
+    for (const layer of layers) layer.bytes = layer.frames[index];
     if (chosen) drawMap();
     if (current) select(...current, true);
   });

@@ -1,11 +1,30 @@
-"use strict";
+import { clamp } from "../page/dom";
+import { bars, ink, makeTip, paint } from "./charts";
+import { headGrid } from "./heads";
+import { bytesOf, drawEach, make, percent } from "./page";
 
 const MAX_DIMMING = 0.8; // of patches without attention
 
-function pictures(container, { pictures: all, layers, grid: [rows, columns], mark }) {
-  for (const layer of layers) layer.bytes = bytesOf(layer.weights);
-  const byte = (layer, picture, head, patch) => layer.bytes[(picture * layer.heads + head) * rows * columns + patch];
-  let chosen = null;
+interface Layer {
+  name: string;
+  heads: number;
+  weights: string;
+  /** Largest weight of each picture and head. */
+  largest: number[][];
+}
+
+interface Data {
+  pictures: { source: string; name: string; bars: [string, number, boolean][] }[];
+  layers: Layer[];
+  grid: [number, number];
+  mark: string;
+}
+
+function pictures(container: HTMLElement, { pictures: all, layers: packed, grid: [rows, columns], mark }: Data): void {
+  const layers = packed.map((layer) => ({ ...layer, bytes: bytesOf(layer.weights) }));
+  type Unpacked = (typeof layers)[number];
+  const byte = (layer: Unpacked, picture: number, head: number, patch: number) => layer.bytes[(picture * layer.heads + head) * rows * columns + patch];
+  let chosen: { layer: Unpacked; head: number } | null = null;
   const note = layers.length ? make("p", container, "", "note") : null;
   note?.setAttribute("aria-live", "polite");
   const place = make("div", container);

@@ -1,5 +1,3 @@
-"use strict";
-
 // Products with matrices of weights, in WebAssembly, which computes with vectors of four 32-bit floats: here, four rows
 // of what is multiplied. So a weight is read once for four rows, and a sum has one order, whatever the number of rows.
 
@@ -10,7 +8,7 @@ const [MOST, NUMBER, VECTOR, PAGE] = [2 ** 20, 4, 16, 2 ** 16];
 // the address of vectors, one per column of a matrix; that of the matrix, which has a row per output; that of vectors,
 // one per row; the bytes of a row of the matrix; and the end of the matrix. They take four rows of the matrix at a time,
 // and so read up to three rows behind it, whose products are not used, or are products with zeros.
-function assemble() {
+function assemble(): Uint8Array<ArrayBuffer> {
   const [INT, V128, VOID, FUNCTION, LOOP, END] = [0x7f, 0x7b, 0x40, 0x60, 0x03, 0x0b];
   const unsigned = (n) => (n < 128 ? [n] : [(n & 127) | 128, ...unsigned(n >> 7)]);
   const sized = (bytes) => [...unsigned(bytes.length), ...bytes];
@@ -68,25 +66,31 @@ function assemble() {
   ]);
 }
 
-const program = new WebAssembly.Module(assemble());
+let program: WebAssembly.Module | undefined; // compiled once, where a page has a model
 
 // The memory of matrices of weights, and products with them.
-class Matmul {
-  constructor(size) {
+export class Matmul {
+  readonly weights: Float32Array;
+  private functions: Record<string, (...numbers: number[]) => void>;
+  private columns: Float32Array;
+  private rows: Float32Array;
+
+  constructor(size: number) {
     const weights = 2 * VECTOR * (MOST + 3); // their address, after the vectors of columns and of rows
     const memory = new WebAssembly.Memory({ initial: Math.ceil((weights + NUMBER * (size + 3 * MOST)) / PAGE) });
-    this.functions = new WebAssembly.Instance(program, { js: { memory } }).exports;
+    this.functions = new WebAssembly.Instance((program ??= new WebAssembly.Module(assemble())), { js: { memory } })
+      .exports as typeof this.functions;
     [this.columns, this.rows] = [0, weights / 2].map((at) => new Float32Array(memory.buffer, at, 4 * (MOST + 3)));
     this.weights = new Float32Array(memory.buffer, weights, size);
   }
 
-  call(name, W, width) {
+  private call(name: string, W: Float32Array, width: number): void {
     const at = W.byteOffset;
     this.functions[name](this.columns.byteOffset, at, this.rows.byteOffset, NUMBER * width, at + W.byteLength);
   }
 
   // x Wᵀ + b for rows of x.
-  linear(x, W, b, width) {
+  linear(x: Float32Array, W: Float32Array, b: Float32Array | null, width: number): Float32Array {
     const [T, outputs] = [x.length / width, W.length / width];
     const y = new Float32Array(T * outputs);
     for (let t = 0; t < T; t += 4) {
@@ -99,7 +103,7 @@ class Matmul {
   }
 
   // y W for rows of y.
-  transposed(y, W, width) {
+  transposed(y: Float32Array, W: Float32Array, width: number): Float32Array {
     const outputs = W.length / width;
     const T = y.length / outputs;
     const x = new Float32Array(T * width);
@@ -115,14 +119,14 @@ class Matmul {
 
 // Four rows of x from the row t as vectors, each of a column; zeros take the place of rows that x lacks, and of the
 // vectors that complete a group of four.
-function toVectors(x, t, width, vectors) {
+function toVectors(x: Float32Array, t: number, width: number, vectors: Float32Array): void {
   vectors.fill(0, 0, 4 * width + 12);
   for (let r = t; r < t + 4 && r < x.length / width; r++) {
     for (let i = 0; i < width; i++) vectors[4 * i + r - t] = x[r * width + i];
   }
 }
 
-function fromVectors(vectors, x, t, width) {
+function fromVectors(vectors: Float32Array, x: Float32Array, t: number, width: number): void {
   for (let r = t; r < t + 4 && r < x.length / width; r++) {
     for (let i = 0; i < width; i++) x[r * width + i] = vectors[4 * i + r - t];
   }

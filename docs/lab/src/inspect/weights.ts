@@ -1,12 +1,22 @@
-"use strict";
+import { bytesOf, format, make } from "./page";
 
 // A decoder's parameters as `weights.py` packs them. Large ones are read when the reader asks for it, from the page or
 // from files beside it.
 
-const toBytes = (weights) => (typeof weights === "string" ? decodeBase64(weights) : weights);
+/** A decoder's parameters, packed; or those of all frames of a film, of which the steps are given. */
+export interface Packed {
+  weights: string | Uint8Array;
+  bits: number;
+  group: number;
+  /** Names and sizes of the parameters. */
+  arrays: [string, number][];
+  film: number[];
+}
+
+export const toBytes = (weights: string | Uint8Array) => (typeof weights === "string" ? bytesOf(weights) : weights);
 
 // Write the parameters of the last frame of a film, of another one, or the only ones, into an array of numbers.
-function decodeWeights({ weights, bits, arrays, group, film }, numbers, frame = film.length - 1) {
+export function decodeWeights({ weights, bits, arrays, group, film }: Packed, numbers: Float32Array, frame = film.length - 1): void {
   const all = toBytes(weights);
   const size = all.length / film.length;
   const bytes = film.length ? all.slice(frame * size, (frame + 1) * size) : all;
@@ -14,8 +24,8 @@ function decodeWeights({ weights, bits, arrays, group, film }, numbers, frame = 
   else decodeFloat16(bytes, numbers);
 }
 
-function decodeFloat16(bytes, numbers) {
-  const number = (bits) => {
+function decodeFloat16(bytes: Uint8Array, numbers: Float32Array): void {
+  const number = (bits: number) => {
     const [exponent, fraction] = [(bits >> 10) & 31, (bits & 1023) / 1024];
     return (bits >> 15 ? -1 : 1) * (exponent ? 2 ** (exponent - 15) * (1 + fraction) : 2 ** -14 * fraction);
   };
@@ -23,9 +33,9 @@ function decodeFloat16(bytes, numbers) {
   for (let i = 0; i < numbers.length; i++) numbers[i] = table[bytes[2 * i] | (bytes[2 * i + 1] << 8)];
 }
 
-function decodeInt8({ buffer }, arrays, group, numbers) {
-  const isMatrix = ([name]) => name.slice(name.lastIndexOf(".") + 1).startsWith("W_");
-  const sum = (of, sizes) => sizes.reduce((total, [, size]) => total + of(size), 0);
+function decodeInt8({ buffer }: Uint8Array, arrays: [string, number][], group: number, numbers: Float32Array): void {
+  const isMatrix = ([name]: [string, number]) => name.slice(name.lastIndexOf(".") + 1).startsWith("W_");
+  const sum = (of: (size: number) => number, sizes: [string, number][]) => sizes.reduce((total, [, size]) => total + of(size), 0);
   const floats = new Float32Array(buffer, 0, sum((size) => size, arrays.filter((array) => !isMatrix(array))));
   const scales = new Uint16Array(buffer, floats.byteLength, sum((size) => Math.ceil(size / group), arrays.filter(isMatrix)));
   const integers = new Int8Array(buffer, floats.byteLength + scales.byteLength);
@@ -45,11 +55,18 @@ function decodeInt8({ buffer }, arrays, group, numbers) {
   }
 }
 
+/** Where the weights are: their size in bytes and, if they are in files beside the page, its names and their hash. */
+interface Stored {
+  size: number;
+  files?: string[];
+  sha256?: string;
+}
+
 /**
  * Say what weights take, and where they are; call `begin(data)`, with the weights, when the reader has chosen them. A
  * page that is served fetches those beside it; one that is opened from disk may not.
  */
-function offer(container, data, begin) {
+export function offer<Data extends Packed & Stored>(container: HTMLElement, data: Data, begin: (data: Data) => void): void {
   const { files, size, sha256, arrays } = data;
   const memory = size + arrays.reduce((sum, [, n]) => sum + 4 * n, 0); // as float32, and a fifth for what it computes
   const takes = `${format(size / 1e6, 3)} MB, and about ${format((1.2 * memory) / 1e6, 2)} MB of memory`;
@@ -70,9 +87,9 @@ function offer(container, data, begin) {
   }
   const status = make("p", box, "", "status");
   status.setAttribute("role", "status");
-  const tell = (text) => { status.textContent = text; };
+  const tell = (text: string) => { status.textContent = text; };
 
-  async function read(chosen) {
+  async function read(chosen: FileList): Promise<void> {
     if (!chosen.length) return;
     const parts = [...chosen].sort((a, b) => a.name.localeCompare(b.name, "en", { numeric: true }));
     const blob = new Blob(parts);
@@ -83,7 +100,7 @@ function offer(container, data, begin) {
     check(new Uint8Array(bytes));
   }
 
-  async function fetchAll(button) {
+  async function fetchAll(button: HTMLButtonElement): Promise<void> {
     button.disabled = true;
     const bytes = new Uint8Array(size);
     const bar = make("progress", box);
@@ -111,7 +128,7 @@ function offer(container, data, begin) {
     button.focus();
   }
 
-  async function check(bytes) {
+  async function check(bytes: Uint8Array<ArrayBuffer>): Promise<void> {
     if (crypto.subtle) { // which pages without TLS, but those on disk, lack
       const digest = new Uint8Array(await crypto.subtle.digest("SHA-256", bytes));
       const hash = Array.from(digest, (byte) => byte.toString(16).padStart(2, "0")).join("");
@@ -120,7 +137,7 @@ function offer(container, data, begin) {
     load(bytes);
   }
 
-  function load(weights) {
+  function load(weights: string | Uint8Array): void {
     if (signal.aborted) return; // chosen twice
     unused.abort();
     tell("Loading the model …");

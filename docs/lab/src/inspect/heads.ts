@@ -1,15 +1,24 @@
-"use strict";
+import { dark, make, onFrame } from "./page";
 
 /**
  * Show a button with a thumbnail for each head, a row per layer. `paintHead(canvas, layer, head)` draws a thumbnail;
  * `choose(layer, head)` is called where one is pressed, and without arguments where it is released. `describe(layer,
  * head)` returns sentences that are told where one is pointed at.
  */
-function headGrid(container, layers, { paintHead, choose, canRelease = false, describe = () => [] }) {
+export function headGrid<Layer extends { name: string; heads: number }>(
+  container: Element,
+  layers: Layer[],
+  { paintHead, choose, canRelease = false, describe = () => [] }: {
+    paintHead: (canvas: HTMLCanvasElement, layer: Layer, head: number) => void;
+    choose: (layer?: Layer, head?: number) => void;
+    canRelease?: boolean;
+    describe?: (layer: Layer, head: number) => string[];
+  },
+): HTMLElement {
   const grid = make("div", container, "", "layers");
   const most = Math.max(...layers.map((layer) => layer.heads));
-  grid.style.setProperty("--heads", most);
-  const painted = [];
+  grid.style.setProperty("--heads", String(most));
+  const painted: (() => void)[] = [];
   make("span", grid, "", "corner");
   for (let head = 0; head < most; head++) make("span", grid, `head ${head}`, "head");
   for (const layer of layers) {
@@ -19,12 +28,12 @@ function headGrid(container, layers, { paintHead, choose, canRelease = false, de
       const name = `head ${head} of ${layer.name}`;
       button.title = [name, ...describe(layer, head)].join(". ");
       button.setAttribute("aria-label", name);
-      button.setAttribute("aria-pressed", false);
+      button.setAttribute("aria-pressed", "false");
       const canvas = make("canvas", button);
       painted.push(() => paintHead(canvas, layer, head));
       button.addEventListener("click", () => {
         const released = canRelease && button.getAttribute("aria-pressed") === "true";
-        for (const other of grid.querySelectorAll("button")) other.setAttribute("aria-pressed", other === button && !released);
+        for (const other of grid.querySelectorAll("button")) other.setAttribute("aria-pressed", String(other === button && !released));
         if (released) choose();
         else choose(layer, head);
       });
@@ -33,9 +42,6 @@ function headGrid(container, layers, { paintHead, choose, canRelease = false, de
   const repaint = () => painted.forEach((again) => again());
   repaint();
   dark.addEventListener("change", repaint);
-  document.addEventListener("frame", repaint);
+  onFrame(repaint);
   return grid;
 }
-
-/** Return the bytes of a text in base64. */
-const bytesOf = (text) => Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
