@@ -8,7 +8,6 @@ import pytest
 
 from jaxformer.cli.arguments import load_config
 from jaxformer.decode import Sampling, generate_tokens, programs
-from jaxformer.decode.completion import CompletionOptions
 from jaxformer.models.decoder import BlockAttention, DecoderConfig, ExpertsConfig, LatentsConfig
 from jaxformer.ops import RoPE
 from jaxformer.ops.kernels import cudnn_attention
@@ -126,7 +125,7 @@ def test_the_cache_of_a_window_is_that_of_texts_of_any_length(windows, slots, mo
     attention = tuple(map(BlockAttention, windows))
     shape = {"n_blocks": len(windows), "context_length": 32, "attention": attention}
     setup = setup_of(CONFIG, **shape, positions="none", rope=RoPE())
-    monkeypatch.setattr(CompletionOptions, "prefill_chunk", 4)
+    monkeypatch.setattr("jaxformer.decode.completion.CompletionOptions.prefill_chunk", 4)
     measured, decode = set(), programs.decode
 
     def measure(*args, **options):
