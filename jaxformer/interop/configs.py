@@ -14,9 +14,11 @@ from jaxformer.config.fields import from_dict, required_fields, shortest_period
 from jaxformer.config.files import kind_of
 from jaxformer.errors import UserError, abbreviate
 from jaxformer.interop.families import ENCODER_DECODERS, ENCODERS, FAMILIES, GGUF_FAMILIES
+from jaxformer.interop.families.decoders import GPT_OSS
 from jaxformer.interop.families.encoders import POOLED_CLASSIFIER
 from jaxformer.interop.families.gguf import ARCHITECTURE
 from jaxformer.interop.families.tables import NONE_OF, REQUIRED, Family, Field, ImportedConfig, PublishedConfig
+from jaxformer.interop.mxfp4 import METHOD as MXFP4
 from jaxformer.models.clip import CLIPConfig
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.encoder import EncoderConfig
@@ -85,8 +87,9 @@ def family_of(theirs: PublishedConfig) -> Family:
         return of_gguf
     if (quantization := theirs.get("quantization_config")) is not None:
         method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
-        problem = f"the checkpoint is quantised ({abbreviate(method)}), which is not supported"
-        raise UserError(f"{problem}; use the one that it was made from, or one in bfloat16.")
+        if method != MXFP4 or theirs.get("model_type") != GPT_OSS.model_type:
+            problem = f"the checkpoint is quantised ({abbreviate(method)}), which is not supported"
+            raise UserError(f"{problem}; use the one that it was made from, or one in bfloat16.")
     model_type, architectures = str(theirs.get("model_type")), theirs.get("architectures")
     all_families = (*FAMILIES.values(), *ENCODERS.values(), *ENCODER_DECODERS.values())
     families = {family.architecture: family for family in all_families if family.model_type == model_type}

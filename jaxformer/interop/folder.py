@@ -13,8 +13,10 @@ import numpy as np
 from jaxformer.data.pairs import TARGET_TOKENS
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError, abbreviate, import_extra, lone_surrogate, parse_json
+from jaxformer.interop import mxfp4
 from jaxformer.interop.families.encoder_decoders import GENERATION_DEFAULTS, with_stored_head
 from jaxformer.interop.families.tables import IMAGE_PROCESSOR, MAX_TOKENS, NORMALIZE, POOLING, PublishedConfig
+from jaxformer.interop.mxfp4 import BLOCKS, SCALES
 from jaxformer.interop.sampling import from_generation_config, target_tokens
 from jaxformer.interop.sentencepiece import SOURCE_PIECES, load_marian_tokenizer
 from jaxformer.runs.run import TOKENIZER
@@ -72,6 +74,8 @@ class Stored(NamedTuple):
     file: Path
     shape: tuple[int, ...]
     dtype: str
+    scales: Path | None = None
+    """File of the other tensor that an MXFP4 tensor is stored as; None for other tensors."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +112,7 @@ class ModelFolder:
             with _opened(path / shard) as file:
                 parts = {name: file.get_slice(name) for name in [*file.keys()]}
             tensors |= {name: Stored(path / shard, tuple(x.get_shape()), x.get_dtype()) for name, x in parts.items()}
-        return cls(path, with_stored_head(config, tensors), tensors)
+        return cls(path, with_stored_head(config, tensors), with_dequantized(tensors))
 
     @property
     def names(self) -> Collection[str]:
@@ -125,9 +129,10 @@ class ModelFolder:
 
     def read(self, name: str) -> np.ndarray:
         """Return a tensor; bfloat16 has the dtype of ml_dtypes. Raises `UserError` if its file has changed."""
-        with _opened(self.tensors[name].file) as file:  # all that is read of an open file stays in memory
-            tensor: np.ndarray = file.get_tensor(name)
-        return tensor
+        file, _, _, scales = self.tensors[name]
+        if scales is None:
+            return _read_tensor(file, name)
+        return mxfp4.dequantize(*(_read_tensor(x, name + end) for x, end in ((file, BLOCKS), (scales, SCALES))))
 
     def tokenizer(self) -> Tokenizer:
         """Return the tokenizer in `tokenizer.json`. Raises `UserError` if there is none that can be used."""
@@ -165,6 +170,25 @@ class ModelFolder:
         if not all(type(token) is int for token in ids):  # True would be read as token 1
             raise UserError(f"the eos_token_id of {self.path} is {named!r}; it must be an id or a list of ids.")
         return tuple(ids)
+
+
+def with_dequantized(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
+    """Return the tensors with one in the place of two that hold it as MXFP4."""
+    result = dict(tensors)
+    for name in [name.removesuffix(BLOCKS) for name in tensors if name.endswith(BLOCKS)]:
+        blocks, scales = tensors[name + BLOCKS], tensors.get(name + SCALES)
+        if scales is None or (shape := mxfp4.dequantized_shape(blocks.shape, scales.shape)) is None:
+            continue
+        del result[name + BLOCKS], result[name + SCALES]
+        result[name] = Stored(blocks.file, shape, "BF16", scales.file)
+    return result
+
+
+def _read_tensor(path: Path, name: str) -> np.ndarray:
+    """Return a tensor of a file in safetensors; all that is read of an open file stays in memory."""
+    with _opened(path) as file:
+        tensor: np.ndarray = file.get_tensor(name)
+    return tensor
 
 
 @contextmanager

@@ -429,7 +429,7 @@ CASES: dict[str, Case] = {
         },
     ),
     "GptOss": Case(
-        "gpt-oss 20B and 120B, in bfloat16",
+        "gpt-oss 20B and 120B",
         {"num_local_experts": 3, "sliding_window": 7},
         LLAMA_CHOICES
         | {
