@@ -69,8 +69,11 @@ def encode_sources(texts: Sequence[str], tokenizer: Tokenizer, limit: int | None
 
 
 def encode_targets(texts: Sequence[str], tokenizer: Tokenizer) -> list[list[int]]:
-    """Return the tokens of each target, without end-of-text."""
-    return [[*tokenizer.before_text, *tokens] for tokens in tokenizer.of_targets.encode_batch(texts)]
+    """Return the tokens of each target, without end-of-text, after the one that each begins with, such as a code
+    of NLLB's for a language, or those that a published tokenizer puts before a text."""
+    first = TargetTokens.of(tokenizer).first
+    before = tokenizer.before_text if first is None else [first]
+    return [[*before, *tokens] for tokens in tokenizer.of_targets.encode_batch(texts)]
 
 
 Splits = tuple[list[Pair], list[Pair]]

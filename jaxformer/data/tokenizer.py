@@ -1,8 +1,9 @@
 """Tokenizers: byte-level BPE trained on the data (Sennrich et al. 2016; over bytes as in Radford et al. 2019), and
 published ones, which are byte-level or fall back to bytes (Kudo and Richardson 2018), or WordPiece (Schuster and
-Nakajima 2012; as in BERT) or Unigram without bytes (Kudo 2018; as in XLM-R, ALBERT and T5), which normalise a text and
-have one token for all that they cannot encode. Published tokenizers of bytes must give a text back, but for what their
-normalizer changes (`check_round_trip`). BPE dropout is turned off, so that a text always has the same tokens.
+Nakajima 2012; as in BERT), Unigram (Kudo 2018; as in XLM-R, ALBERT and T5) or BPE (as in NLLB) without bytes, which
+normalise a text and have one token for all that they cannot encode. Published tokenizers of bytes must give a text
+back, but for what their normalizer changes (`check_round_trip`). BPE dropout is turned off, so that a text always has
+the same tokens.
 
 In a text of several documents, each document is followed by `end_of_text`, and contains no other special token. It is
 preceded by `begin_of_text` if the published tokenizer adds one; otherwise, an `end_of_text` also precedes the first
@@ -402,9 +403,11 @@ class Tokenizer:
 
     @cached_property
     def has_unknown(self) -> bool:
-        """True if it has one token for all that it cannot encode: WordPiece, or Unigram without bytes."""
+        """True if it has one token for all that it cannot encode: WordPiece, or Unigram or BPE without bytes."""
         steps = [step for step in _steps(self._inner.decoder) if not step.items() >= SHOWN.items()]
-        of_words = isinstance(self._inner.model, models.Unigram) and [step["type"] for step in steps] == ["Metaspace"]
+        model = self._inner.model
+        is_bpe = isinstance(model, models.BPE) and model.unk_token is not None and not model.byte_fallback
+        of_words = (is_bpe or isinstance(model, models.Unigram)) and [step["type"] for step in steps] == ["Metaspace"]
         return self._is_word_piece or of_words
 
     @cached_property
@@ -425,7 +428,7 @@ class Tokenizer:
             to_bytes = _sentencepiece_bytes
         else:
             kind = f"a {type(self._inner.model).__name__} whose decoder has {', '.join(sorted(steps)) or 'nothing'}"
-            known = "byte-level, nor with a fallback to bytes, nor WordPiece, nor Unigram with Metaspace"
+            known = "byte-level, nor with a fallback to bytes, nor WordPiece, nor Unigram or BPE with Metaspace"
             raise ValueError(f"is {kind}, neither {known}")
         added = self._inner.get_added_tokens_decoder()
         texts = [b""] * self.vocab_size

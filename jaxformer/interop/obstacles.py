@@ -13,6 +13,7 @@ from jaxformer.config.fields import differences, shortest_period
 from jaxformer.errors import UserError
 from jaxformer.interop.configs import read_config, write_config
 from jaxformer.interop.families import ENCODER_DECODERS, ENCODERS, FAMILIES, GGUF_FAMILIES
+from jaxformer.interop.families.encoder_decoders import M2M_100
 from jaxformer.interop.families.gguf import exported
 from jaxformer.interop.families.tables import Family, ImportedConfig
 from jaxformer.interop.formats import Format
@@ -39,7 +40,7 @@ FAMILIES_BY_FORMAT: Mapping[str, Mapping[str, Family]] = {
     "hf": {
         **FAMILIES,
         **{name: family for name, family in ENCODERS.items() if family.is_exported},
-        **ENCODER_DECODERS,
+        **{name: family for name, family in ENCODER_DECODERS.items() if family is not M2M_100},
     },
     "gguf": {name: exported(x) for name, x in GGUF_FAMILIES.items() if x.windows is None and x.has_rope is None},
 }

@@ -57,7 +57,10 @@ def check_attention(config: Any, ropes: Iterable[RoPE | None] | None = None) -> 
         raise UserError(f"d_model {config.d_model} is not divisible by n_heads {config.n_heads}; {remedy}.")
     latents = getattr(config, "latents", None)
     for rope in used:
-        _check_rope(rope, head_width(config) if latents is None else latents.rope_width)
+        if latents is None:
+            _check_rope(rope, head_width(config))
+        else:
+            _check_rope(rope, latents.rope_width, "latents.rope_width", "set it to an even number")
     for name, (_, frequencies) in (("local_heads", NARROW), ("diagonal_heads", WIDE)):
         if not (n := getattr(config, name, 0)):
             continue
@@ -77,14 +80,19 @@ def check_attention(config: Any, ropes: Iterable[RoPE | None] | None = None) -> 
                 raise UserError(f"{error}; make the heads wider, or rope.base smaller.") from error
 
 
-def _check_rope(rope: RoPE, head_dim: int) -> None:
-    """Raise `UserError` for an odd number of rotated features, or for a field of RoPE that is out of range."""
+def _check_rope(
+    rope: RoPE, width: int, name: str = "head_dim", remedy: str = "change n_heads, set head_dim to an even number"
+) -> None:
+    """Raise `UserError` for an odd number of rotated features, or for a field of RoPE that is out of range.
+
+    Args:
+      name, remedy: field with the width of the vectors that RoPE rotates, and what to do if it is odd.
+    """
     Range(above=0, most=1).check("rope.fraction", rope.fraction)
-    n_rotated = int(rope.fraction * head_dim)
+    n_rotated = int(rope.fraction * width)
     if n_rotated % 2 or not n_rotated:
-        problem = f"head_dim is {head_dim}" + (f" and rope.fraction {rope.fraction}" if rope.fraction < 1 else "")
-        remedy = "change n_heads, set head_dim to an even number, or rope to none"
-        raise UserError(f"{problem}, but RoPE rotates pairs of features; {remedy}.")
+        problem = f"{name} is {width}" + (f" and rope.fraction {rope.fraction}" if rope.fraction < 1 else "")
+        raise UserError(f"{problem}, but RoPE rotates pairs of features; {remedy}, or rope to none.")
     if isinstance(rope.scaling, Yarn):  # whose ends are logarithms to this base
         Range(above=1).check("rope.base", rope.base)
     Range(least=1).check("rope.base", rope.base)

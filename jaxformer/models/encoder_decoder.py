@@ -70,6 +70,8 @@ class EncoderDecoderConfig(TokenModelConfig):
     interleaved_sinusoids: bool = True
     """Order of sinusoidal positions: a sine and its cosine alternate (Vaswani et al. 2017); false for all sines before
     all cosines, as in tensor2tensor and Marian."""
+    fairseq_sinusoids: bool = False
+    """Sinusoidal positions from 2 on, with frequencies from 1 to 1/10000, as in fairseq and M2M100."""
     target_positions: bool = False
     """Learned positions of the target in a table of its own, W_pos_target; by default, those of the source."""
     position_buckets: NonNegative = 0
@@ -105,6 +107,9 @@ class EncoderDecoderConfig(TokenModelConfig):
         if self.target_positions and self.positions != "learned":
             problem = f"target_positions is true, but positions are {self.positions}"
             raise UserError(f"{problem}; set positions to learned, or target_positions to false.")
+        if self.fairseq_sinusoids and (self.positions != "sinusoidal" or self.d_model % 2 or self.d_model < 4):
+            problem = f"fairseq_sinusoids is true, but positions are {self.positions} and d_model is {self.d_model}"
+            raise UserError(f"{problem}; it needs sinusoidal positions of an even width of at least 4; omit it.")
         try:
             for bidirectional in (True, False) if self.position_buckets else ():
                 relative_position_buckets(np.arange(1), self.position_buckets, bidirectional, self.max_distance)
@@ -166,7 +171,7 @@ class EncoderDecoder(nn.Module):
         scale, init = sqrt(c.d_model) if c.embedding_scale is None else c.embedding_scale, c.d_model**-0.5
         self.embedding = Embedding(
             c.vocab_size, c.context_length, c.d_model, c.positions, init_std=init, scale=scale,
-            interleaved=c.interleaved_sinusoids,
+            interleaved=c.interleaved_sinusoids, fairseq=c.fairseq_sinusoids,
         )  # fmt: skip
         normal = nn.initializers.normal(init)
         self.W_pos_target = None

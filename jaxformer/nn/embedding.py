@@ -17,6 +17,10 @@ AddedPositions = Literal["none", "learned", "sinusoidal"]
 """Position encodings that are added to the embedding, by the names that configs use."""
 
 
+FAIRSEQ_FIRST = 2
+"""First position of fairseq, after the id of padding, 1."""
+
+
 def check_tokens(tokens_T: Any, vocab_size: int) -> None:
     """Check the token ids of one sequence, `(T,)`; under tracing, only their shape and dtype. Raises `ValueError` for
     another number of axes or ids outside the vocabulary, `TypeError` for a text or a non-integer dtype."""
@@ -60,6 +64,7 @@ class Embedding(nn.Module):
       init_std: standard deviation of both tables at initialisation.
       scale: factor applied to a row of `W_E` before the position is added; √D in Vaswani et al. 2017, section 3.4.
       interleaved: order of sinusoidal positions; see `ops.positions.sinusoidal`.
+      fairseq: sinusoidal positions as fairseq has them: the first position is 2, and the lowest frequency included.
     """
 
     vocab_size: int
@@ -69,6 +74,7 @@ class Embedding(nn.Module):
     init_std: float = 1.0
     scale: float = 1.0
     interleaved: bool = True
+    fairseq: bool = False
 
     def setup(self) -> None:
         check_name("positions", self.positions, get_args(AddedPositions))
@@ -89,7 +95,9 @@ class Embedding(nn.Module):
             check_rows(positions_T, self.n_positions)
             return x_TD + capture_point(self, "pos_embed", rows(self.W_pos if W_pos is None else W_pos, positions_T))
         if self.positions == "sinusoidal":
-            encoding_TD = sinusoidal(positions_T, self.d_model, self.interleaved)
+            if self.fairseq:
+                positions_T += FAIRSEQ_FIRST
+            encoding_TD = sinusoidal(positions_T, self.d_model, self.interleaved, self.fairseq)
             return x_TD + capture_point(self, "pos_embed", encoding_TD.astype(x_TD.dtype))
         return x_TD
 

@@ -30,12 +30,16 @@ def check_positions(positions_T: ArrayLike, n_tokens: int | None = None) -> jax.
     return positions_T
 
 
-def sinusoidal(positions_T: jax.Array, d_model: int, interleaved: bool = True) -> jax.Array:
+def sinusoidal(
+    positions_T: jax.Array, d_model: int, interleaved: bool = True, includes_lowest: bool = False
+) -> jax.Array:
     """Compute the sinusoidal encoding of Vaswani et al. 2017, section 3.5, `(T, D)` float32:
     PE(pos, 2i) = sin(pos / 10000^(2i/D)), PE(pos, 2i+1) = cos of the same angle. Not interleaved, all sines come before
-    all cosines, as in the authors' code (tensor2tensor) and in Marian."""
+    all cosines, as in the authors' code (tensor2tensor) and in Marian. If it `includes_lowest`, the last of the D/2
+    frequencies is 1/10000 itself, as in tensor2tensor and fairseq."""
     positions_T = check_positions(positions_T)
-    rates = 10_000.0 ** (-jnp.arange(0, d_model, 2, dtype=jnp.float32) / d_model)
+    n_steps = d_model - 2 if includes_lowest else d_model
+    rates = 10_000.0 ** (-jnp.arange(0, d_model, 2, dtype=jnp.float32) / n_steps)
     angles = positions_T[:, None].astype(rates.dtype) * rates[None, :]
     if not interleaved:
         return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)[:, :d_model]

@@ -34,6 +34,7 @@ CLASSES = {
     "RobertaClassifier": ("RobertaConfig", "RobertaForSequenceClassification"),
     "Marian": ("MarianConfig", "MarianMTModel"), "Bart": ("BartConfig", "BartForConditionalGeneration"),
     "T5": ("T5Config", "T5ForConditionalGeneration"),
+    "M2M100": ("M2M100Config", "M2M100ForConditionalGeneration"),
     **{name: (f"{name}Config", f"{name}ForMaskedLM")
        for name in ("Albert", "DistilBert", "Electra", "ModernBert", "XLMRoberta")},
 }  # fmt: skip

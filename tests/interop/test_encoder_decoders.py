@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxformer.data.pairs import TARGET_TOKENS
+from jaxformer.data.pairs import TARGET_TOKENS, encode_sources, encode_targets
 from jaxformer.data.tokenizer import Tokenizer
 from jaxformer.errors import UserError
 from jaxformer.interop.configs import read_config
@@ -38,6 +38,13 @@ def test_fields_have_the_defaults_of_their_classes():
     assert (marian.embedding_scale, bart.embedding_scale) == (1.0, 1.0)
     assert read(MARIAN, scale_embedding=True).embedding_scale is None  # √D
     assert (bart.positions, bart.target_positions, bart.embedding_norm) == ("learned", True, True)
+    m2m = read({**BART, "model_type": "m2m_100"})
+    assert (m2m.activation, m2m.embedding_scale, m2m.norm_placement, m2m.fairseq_sinusoids) == (
+        "relu",
+        None,
+        "pre",
+        True,
+    )
     assert (t5.n_decoder_blocks, t5.position_buckets, t5.max_distance, t5.context_length) == (1, 32, 128, 512)
     assert (t5.score_scale, t5.embedding_scale, t5.unembedding, t5.scale_logits) == (1.0, 1.0, "tied", True)
     assert read_config(T5, context_length=2000).context_length == 2000  # its bias has no end
@@ -64,6 +71,7 @@ def test_logits_of_t5_have_the_matrix_of_the_file_and_the_scale_of_the_config():
         (MARIAN, {"share_encoder_decoder_embeddings": False}, "share_encoder_decoder_embeddings is False"),
         (BART, {"tie_word_embeddings": False}, "tie_word_embeddings is False"),
         (BART, {"is_decoder": True}, "is_decoder is True"),
+        (BART, {"model_type": "m2m_100", "pad_token_id": 0}, "pad_token_id is 0, and only 1 has an equivalent"),
         (BART, {"activation_function": "tanh"}, "activation_function is 'tanh'"),
         (T5, {"feed_forward_proj": "gated-relu"}, "feed_forward_proj is 'gated-relu'"),
         (T5, {"dense_act_fn": "silu"}, "dense_act_fn is 'silu', and only relu"),
@@ -95,6 +103,25 @@ def test_tokens_of_targets_are_read_and_written(caplog: pytest.LogCaptureFixture
     assert again == {"decoder_start_token_id": 4, "forced_eos_token_id": 2, "bad_words_ids": [[7]]}
     with pytest.raises(UserError, match="decoder_start_token_id is None"):
         target_tokens({}, None, "config.json")
+
+
+@pytest.mark.slow
+def test_ids_of_nllb_are_those_of_its_tokenizer_after_a_code_of_the_language(tmp_path: Path):
+    """BPE without bytes: an unknown character has a token. A target begins with the code that the model is to force."""
+    transformers = pytest.importorskip("transformers")
+    pieces = ["<s>", "<pad>", "</s>", "<unk>", "▁", *"abc", "▁a", "ab", "▁ab"]
+    theirs = transformers.NllbTokenizer(
+        vocab={piece: i for i, piece in enumerate(pieces)}, merges=[("▁", "a"), ("a", "b"), ("▁", "ab")],
+        src_lang="eng_Latn", additional_special_tokens=["eng_Latn", "fra_Latn"],
+    )  # fmt: skip
+    theirs.save_pretrained(tmp_path)
+    tokenizer = Tokenizer.load(tmp_path / "tokenizer.json")
+    texts = ["ab c", "a  zé ab", " a", ""]
+    assert encode_sources(texts, tokenizer) == theirs(texts).input_ids
+    first = theirs.convert_tokens_to_ids("fra_Latn")
+    forcing = tokenizer.with_settings({TARGET_TOKENS: {"start": 2, "first": first}})
+    assert encode_targets(["ab"], forcing) == [[first, *theirs("ab", add_special_tokens=False).input_ids]]
+    assert tokenizer.decode(theirs("ab c").input_ids) == "ab c"
 
 
 @pytest.mark.slow

@@ -306,7 +306,7 @@ def test_published_shapes_have_the_published_number_of_parameters(name: str, cou
         ({"experts": {"dense_width": 8}}, ["dense_width is 8, but dense_blocks is 0"]),
         ({"latents": LatentsConfig(rope_width=5)}, ["latents.rope_width is 5; it must be below head_dim, 5"]),
         ({"latents": LatentsConfig(rope_width=4), "qk_norm": True}, ["qk_norm is True, but with latents"]),
-        ({"latents": LatentsConfig(rope_width=3), "positions": "none", "rope": RoPE()}, ["3", "even"]),
+        ({"latents": LatentsConfig(rope_width=3), "positions": "none", "rope": RoPE()}, ["rope_width is 3", "even"]),
         ({"latents": LatentsConfig(rope_width=4), "n_heads": 2, "n_kv_heads": 1}, ["n_kv_heads is 1", "omit it"]),
         ({"latents": LatentsConfig(rope_width=4)}, ["a decoder of the ladder does not have; use DecoderConfig"]),
         ({"unembedding_std": -1.0}, ["unembedding_std", "-1.0"]),

@@ -244,6 +244,7 @@ def test_more_tokens_than_learned_positions_are_refused() -> None:
             {"diagonal_heads": 1, "attention_bias": True, "positions": "none", "rope": RoPE(), "head_dim": 4},
             ["no frequency from 0.05 to 0.35 in heads of width 4", "smaller"],
         ),
+        ({"fairseq_sinusoids": True, "positions": "learned"}, ["fairseq_sinusoids is true", "positions are learned"]),
     ],
     ids=str,
 )

@@ -604,7 +604,7 @@ DEEPSEEK_V3 = replace(
         Field("d_ff", "moe_intermediate_size", 2048, read=to_widths, write=only_width),
         Field("experts.n_experts", "n_routed_experts", 256),
         Field("experts.per_token", "num_experts_per_tok", 8),
-        Field("experts.renormalize", "norm_topk_prob", True),
+        Field("experts.renormalize", "norm_topk_prob", True, read=bool, is_optional=True),
         Field("experts.n_groups", "n_group", 8),
         Field("experts.groups_per_token", "topk_group", 4),
         Field("experts.weight_factor", "routed_scaling_factor", 2.5),

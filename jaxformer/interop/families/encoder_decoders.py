@@ -15,6 +15,7 @@ from jaxformer.interop.families.tables import (
     norm_rows,
     only_width,
     to_widths,
+    with_defaults,
 )
 from jaxformer.models.encoder_decoder import EncoderDecoderConfig
 
@@ -148,6 +149,29 @@ BART = replace(
 BART_WITHOUT_BIAS = replace(BART, architecture="BartModel", constants={**BART.constants, "unembedding_bias": False})
 """BART as it was pretrained, such as facebook/bart-base."""
 
+M2M_100 = replace(
+    BART,
+    model_type="m2m_100",
+    architecture="M2M100ForConditionalGeneration",
+    fields=with_defaults(BART.fields, vocab_size=128_112, activation="relu", embedding_scale=True),
+    weights=(
+        *(row for row in MARIAN.weights if row.ours != "b_out"),
+        *norm_rows("encoder_norm", "model.encoder.layer_norm"),
+        *norm_rows("decoder_norm", "model.decoder.layer_norm"),
+    ),
+    constants={
+        "attention_bias": True,
+        "norm_eps": 1e-5,
+        "norm_placement": "pre",
+        "positions": "sinusoidal",
+        "interleaved_sinusoids": False,
+        "fairseq_sinusoids": True,
+    },
+    required={**BART.required, "pad_token_id": 1},  # after which positions begin
+    ignored=(r"embed_positions\.weights$",),
+)
+"""M2M100 and NLLB. They are not exported: transformers would count positions from the id of our tokenizer's padding."""
+
 T5_ACTIVATIONS = {
     **ACTIVATIONS,
     "silu": "silu",
@@ -255,9 +279,10 @@ def with_stored_head(theirs: PublishedConfig, names: Collection[str]) -> Publish
 GENERATION_DEFAULTS: Mapping[str, Mapping[str, int]] = {
     "marian": {"decoder_start_token_id": 58_100, "forced_eos_token_id": 0},
     "bart": {"decoder_start_token_id": 2, "forced_eos_token_id": 2},
+    "m2m_100": {"decoder_start_token_id": 2},
     "t5": {},
 }
 """Tokens of targets that their classes in transformers have for configs without, by family."""
 
-ALL = (MARIAN, BART, BART_WITHOUT_BIAS, T5)
+ALL = (MARIAN, BART, BART_WITHOUT_BIAS, T5, M2M_100)
 """All families of encoder-decoders, in the order of preference for export."""
