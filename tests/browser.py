@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from tests.helpers import ROOT
+
 
 @contextmanager
 def browsing(page: Path, width: int = 1200, scheme: str = "light") -> Iterator[Any]:
@@ -31,9 +33,7 @@ def browsing(page: Path, width: int = 1200, scheme: str = "light") -> Iterator[A
     browser = webdriver.Chrome(options, webdriver.ChromeService(driver))
     try:
         emulate = browser.execute_cdp_cmd
-        size = {"width": width, "height": 1000, "deviceScaleFactor": 1, "mobile": width < 600}
-        emulate("Emulation.setDeviceMetricsOverride", size)
-        emulate("Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": scheme}]})
+        resize(browser, width, scheme)
         emulate("Network.enable", {})
         emulate("Network.emulateNetworkConditions", {"offline": True, "latency": 0, "downloadThroughput": 0,
                                                      "uploadThroughput": 0})  # fmt: skip
@@ -46,7 +46,7 @@ def browsing(page: Path, width: int = 1200, scheme: str = "light") -> Iterator[A
 
 def share_functions(browser: Any) -> None:
     """Make the functions of a page's script that tests call global."""
-    browser.execute_script("Object.assign(window, window.pages)")
+    browser.execute_script("Object.assign(window, window.pages ?? {})")
 
 
 def wait_for(browser: Any, script: str) -> None:
@@ -54,6 +54,29 @@ def wait_for(browser: Any, script: str) -> None:
     from selenium.webdriver.support.wait import WebDriverWait
 
     WebDriverWait(browser, 60, poll_frequency=0.02).until(lambda browser: browser.execute_script(script))
+
+
+def resize(browser: Any, width: int, scheme: str) -> None:
+    """Show the page on a screen of a width, in a colour scheme."""
+    size = {"width": width, "height": 1000, "deviceScaleFactor": 1, "mobile": width < 600}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    schemes = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", schemes)
+
+
+def barriers(browser: Any) -> list[str]:
+    """Return what axe finds on the page that keeps readers out, serious or critical: rule and elements; skip the test
+    without axe, but in CI, which has it."""
+    axe = ROOT / "docs/lab/node_modules/axe-core/axe.min.js"
+    if not axe.exists():
+        assert "CI" not in os.environ, "`npm ci` did not run in docs/lab"
+        pytest.skip("`npm ci` did not run in docs/lab")
+    browser.execute_script(axe.read_text(encoding="utf-8"))
+    return browser.execute_async_script("""
+        const heavy = ({ impact }) => impact === "serious" || impact === "critical";
+        const told = ({ id, nodes }) => `${id}: ${nodes.map((node) => node.target).join(", ")}`;
+        axe.run({ reporter: "no-passes" }).then(({ violations }) => arguments[0](violations.filter(heavy).map(told)));
+    """)
 
 
 def complaints(browser: Any) -> list[str]:

@@ -18,6 +18,7 @@ from jaxformer.nn.parameter_norms import dotted
 from jaxformer.ops.masks import Causal, as_array
 from tests.arrays import plain_rung
 from tests.browser import browsing, complaints
+from tests.helpers import ROOT
 from tests.lab import built_page
 
 SMALL = {"contextLength": 8, "width": 16, "heads": 2, "blocks": 2, "hidden": 24, "batchSize": 4, "learningRate": 0.005}
@@ -218,9 +219,13 @@ def test_entropy_before_training_is_what_theory_predicts(page, faults):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["page.css", "page.js", "live.css", "live.js"])
-def test_scripts_of_the_package_are_those_that_their_sources_build(name):
-    assert (built_page().parent / name).read_text() == (ASSETS / name).read_text(), "run `npm run build` in docs/lab"
+def test_committed_scripts_and_the_diagram_of_the_story_are_those_that_their_sources_build():
+    committed = [
+        *(ASSETS / name for name in ("page.css", "page.js", "live.css", "live.js")),
+        ROOT / "docs/story/block.svg",
+    ]
+    for file in committed:
+        assert (built_page().parent / file.name).read_text() == file.read_text(), "run `npm run build` in docs/lab"
 
 
 @pytest.mark.slow

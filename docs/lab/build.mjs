@@ -1,5 +1,6 @@
 // Builds build/lab.html: index.html with its style and its script inlined, so that it needs neither network nor server;
-// and the scripts and styles of the package's pages, into the package, or the folder that an argument names.
+// the scripts and styles of the package's pages, into the package; and docs/story/block.svg. An argument names a folder
+// for what is not in build/.
 import { mkdirSync, readFileSync, renameSync, writeFileSync } from "node:fs";
 import { buildSync } from "esbuild";
 
@@ -31,7 +32,12 @@ const page = readFileSync("index.html", "utf8")
 mkdirSync("build", { recursive: true });
 write("build/lab.html", page);
 
-const [assets = "../../jaxformer/inspect/pages/assets"] = process.argv.slice(2);
+const [, , folder] = process.argv;
+const assets = folder ?? "../../jaxformer/inspect/pages/assets";
 for (const [name, kind] of [["page", "css"], ["page", "ts"], ["live", "css"], ["live", "ts"]]) {
   write(`${assets}/${name}.${kind === "ts" ? "js" : kind}`, bundle(`src/inspect/${name}.entry.${kind}`));
 }
+
+const module = buildSync({ entryPoints: ["src/story.ts"], bundle: true, write: false, format: "esm", loader: { ".css": "text" } });
+const { block } = await import(`data:text/javascript,${encodeURIComponent(module.outputFiles[0].text)}`);
+write(`${folder ?? "../story"}/block.svg`, block);

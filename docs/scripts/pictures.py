@@ -407,18 +407,6 @@ def rotation() -> str:
     )
 
 
-def block() -> str:
-    """Return a pre-norm block: a stream that two sublayers read and add to."""
-    parts = [arrow(40, 20, 0, 330), text(54, 26, "residual stream (T, D)"), text(54, 348, "next block")]
-    for y, name, note in ((70, "attention", "moves between rows"), (210, "MLP", "within each row")):
-        parts += [arrow(40, y, 60, 0), box(104, y - 17, 90, 34, "RMSNorm"), arrow(198, y, 60, 0)]
-        parts += [box(262, y - 17, 110, 34, name, RED), text(317, y - 28, note, "middle")]
-        parts += [f'<path d="M317 {y + 21}v54" stroke="{INK}" stroke-width="2"/>', arrow(317, y + 74, -264, 0)]
-        plus = f"M30 {y + 74}a10 10 0 1 0 20 0a10 10 0 1 0 -20 0h20"  # its other stroke is the stream
-        parts.append(f'<path d="{plus}" fill="none" stroke="{INK}" stroke-width="2"/>')
-    return svg(430, 360, parts, "A block: attention and MLP each read the normed stream and add to it.")
-
-
 def heads() -> str:
     """Return four heads: projections, attention, concatenation and W_O."""
     parts = [box(10, 4, 410, 34, "X (T, D)")]
@@ -753,7 +741,6 @@ PICTURES: dict[str, Callable[[], str]] = {
     "whole.svg": whole,
     "alignment.svg": alignment,
     "rope.svg": rotation,
-    "block.svg": block,
     "heads.svg": heads,
     "maps.svg": partial(
         maps,
@@ -780,7 +767,7 @@ PICTURES: dict[str, Callable[[], str]] = {
     "large.svg": large,
     "suspects.svg": suspects,
 }
-"""Functions that draw, by the file that they draw in docs/story."""
+"""Functions that draw, by the file that they draw in docs/story; docs/lab builds block.svg."""
 
 if __name__ == "__main__":
     for name, draw in PICTURES.items():

@@ -30,7 +30,8 @@ STYLE = """
 html { overflow: hidden }
 body { padding: 0 }
 section { border: 0; margin: 0; padding: .5rem .75rem }
-header, nav, section:not(:has(.live)), section > :is(h2, p), .live > :is(.controls, .status, .cache) { display: none }
+header, nav, section:not(:has(.live)), section > :is(h2, p) { display: none }
+.live :is(.controls, .status, .block, .cache) { display: none }
 .live :is(.columns > div:has(table), h3 + p.name, .bars:not(.compared) + p) { display: none }
 .live { grid-template: repeat(4, max-content) 1fr / 25.5rem minmax(0, 1fr) }
 .live > *, .live .columns > div { grid-column: 1 / -1 }
@@ -51,19 +52,32 @@ header, nav, section:not(:has(.live)), section > :is(h2, p), .live > :is(.contro
 """Rules by which the text, the next tokens and the heads stand side by side, and the rest of the page is left out."""
 LABORATORY = "#blocks=1&heads=2&A=&B=no+mask"
 """The first experiment on which the laboratory opens: B reads the characters that it has to predict, A is intact."""
-LABORATORY_HEIGHT, LAST_STEP, STEPS_PER_FRAME, TRAINING_MS = 830, 200, 5, 330
+LABORATORY_HEIGHT, LAST_STEP, TRAINING_MS = 830, 200, 360
 LABORATORY_STYLE = """
 html { overflow: hidden }
 body { padding: 0 }
 section { border: 0; margin: 0; padding: .5rem .75rem }
-main { display: grid; grid-template-columns: 27rem minmax(0, 1fr) }
+main { display: grid; grid-template: auto auto 1fr / 27rem minmax(0, 1fr) }
 #bar { grid-column: 1 / -1 }
-header, main > :not(#bar, #loss, :has(#lanes)), section h2, .fold, #share { display: none }
-.model > div:nth-child(n + 3), .model div > h3, .maps ~ *, .model p, .verdict > p:nth-child(2) { display: none }
-.experiment, #lanes.several { gap: .25rem; grid-template-columns: minmax(0, 1fr) }
-.maps { gap: .4rem; grid-template-columns: repeat(var(--heads), minmax(0, 12.5rem)) }
+#loss { grid-row: 2 / span 2 }
+header, main > :not(#bar, #loss, :has(#diagram), :has(#lanes)), section h2, .fold, #share { display: none }
+#switches-about, #diagram ~ *, .predicted, .maps ~ *, .verdict > p:nth-child(2) { display: none }
+.model > div:nth-child(n + 3), .model div > h3, .model p { display: none }
+.experiment, .broken-block { gap: .25rem; grid-template-columns: minmax(0, 1fr); margin: 0 }
+#lanes.several { gap: .75rem }
+.maps { gap: .4rem; grid-template-columns: repeat(var(--heads), minmax(0, 6rem)) }
 """
-"""Rules by which the controls, the losses and the attention maps stand side by side."""
+"""Rules by which the controls, the losses, the diagram and the attention maps stand side by side."""
+NEXT_DRAWING = """
+const [train, done] = [document.querySelector("#train"), arguments[0]];
+new MutationObserver((_, observer) => {
+  observer.disconnect();
+  train.click();
+  done(Number(document.querySelector("#progress").textContent.match(/\\d+/)));
+}).observe(document.querySelector("#progress"), { childList: true });
+train.click();
+"""
+"""Script that trains up to the next drawing, and returns its step."""
 
 
 class Recorder:
@@ -143,15 +157,9 @@ def record_laboratory(page: Path) -> tuple[list[Image.Image], list[int]]:
         train = browser.find_element("css selector", "#train")
         ActionChains(browser, duration=0).move_to_element(train).perform()
         recorder.shoot(LOOK_MS // 2)
-        train.click()
-        shown = 0
-        while shown < LAST_STEP:
-            step = browser.execute_script(
-                "return Number(document.querySelector('#progress').textContent.match(/\\d+/))"
-            )
-            if step >= shown + STEPS_PER_FRAME:
-                shown = step
-                recorder.shoot(TRAINING_MS)
+        while browser.execute_async_script(NEXT_DRAWING) < LAST_STEP:
+            recorder.shoot(TRAINING_MS)
+        recorder.shoot(TRAINING_MS)
         recorder.durations[-1] = END_MS
         return recorder.frames, recorder.durations
 

@@ -19,7 +19,7 @@ from jaxformer.inspect.pages.live import LiveSection
 from jaxformer.inspect.pages.page import Table, Texts, write_page
 from jaxformer.inspect.pages.weights import pack_names, pack_params
 from tests.arrays import build, plain_decoder
-from tests.browser import browsing, complaints, wait_for
+from tests.browser import barriers, browsing, complaints, resize, wait_for
 from tests.helpers import ROOT
 from tests.inspect.pages.test_page import PICTURES, contrast, show
 
@@ -174,12 +174,14 @@ def test_texts_have_contrast_and_targets_have_room(page: Path, browser: Any, wid
     faint = {text: f"{contrast(np.array(a), np.array(b)):.2f}" for text, a, b in browser.execute_script(TEXTS)}
     assert {text: ratio for text, ratio in faint.items() if float(ratio) < 4.5} == {}
     assert browser.execute_script(TARGETS) == []
+    assert barriers(browser) == []
 
 
-SITE = """<!doctype html><html lang="en"><head>{styles}</head>
+SITE = """<!doctype html><html lang="en"><head><title>Site</title>{styles}</head>
 <body data-md-color-scheme="{scheme}" data-md-color-primary="indigo">
 <nav class="md-tabs"><ul><li class="md-tabs__item"><a class="md-tabs__link" href="#">Story</a></li></ul></nav>
-<article class="md-typeset"><p>See <a href="#">the story</a>.</p><div class="highlight"><pre><code><span class="c1"># a
+<article class="md-typeset"><p>See <a href="#">the story</a>.</p><div class="highlight"><pre><span></span><code>{room}
+<span class="c1"># a
 </span><span class="nb">len</span> <span class="ow">in</span> <span class="mi">1</span></code></pre></div></article>
 <footer class="md-footer"><div class="md-footer-meta md-typeset"><div class="md-copyright">Made</div></div></footer>
 </body></html>"""
@@ -188,15 +190,20 @@ SITE = """<!doctype html><html lang="en"><head>{styles}</head>
 @pytest.mark.parametrize("scheme", ["default", "slate"])
 def test_site_has_contrast_and_its_links_are_underlined(browser: Any, tmp_path: Path, scheme: str):
     folder = Path(pytest.importorskip("material").__file__).parent / "templates/assets/stylesheets"
+    from docs.scripts.hooks import on_page_content
+
     files = [*folder.glob("main.*.css"), *folder.glob("palette.*.css"), ROOT / "docs/extra.css"]
     styles = "".join(f"<style>{file.read_text()}</style>" for file in files)
-    (tmp_path / "site.html").write_text(SITE.format(styles=styles, scheme=scheme))
+    site = SITE.format(styles=styles, scheme=scheme, room=" " * 200)  # more than a screen is wide
+    (tmp_path / "site.html").write_text(on_page_content(site))
     show(browser, tmp_path / "site.html", 1400)
     ratios = {text: contrast(np.array(a), np.array(b)) for text, a, b in browser.execute_script(TEXTS)}
     assert set(ratios) == {"Story", "See the story.", "the story", "# a", "len", "in", "1", "Made"}
     assert min(ratios.values()) >= 4.5
     link = browser.find_element("css selector", "article a")
     assert "underline" in link.value_of_css_property("text-decoration")
+    resize(browser, 390, "light")
+    assert barriers(browser) == []
 
 
 def test_tabs_show_one_part_of_the_page_which_the_address_can_name(browser: Any, tmp_path: Path):

@@ -510,11 +510,11 @@ def test_typing_switching_and_decoding_change_what_is_shown(page, browser):
     shown = lambda: [value.text for value in find(".bars .value")]  # noqa: E731
     next_frame = lambda: browser.execute_async_script("requestAnimationFrame(arguments[0])")  # noqa: E731
 
-    def p_V(text: str, off: bool = False) -> np.ndarray:
-        edit = lambda name, x: x.at[1].set(0) if off else x  # noqa: E731
-        with intervene("blocks.1.attention.z", edit):
-            logits_TV = case.config.build().apply({"params": case.params}, jnp.array(case.tokenizer.encode(text)))
-        return np.asarray(jax.nn.softmax(logits_TV[-1]))
+    @jax.jit
+    def p_V(tokens_T: jax.Array, factor: float) -> jax.Array:
+        """Return the probabilities of the next token, with the output of head 1 of block 1 times a factor."""
+        with intervene("blocks.1.attention.z", lambda name, x: x.at[1].multiply(factor)):
+            return jax.nn.softmax(case.config.build().apply({"params": case.params}, tokens_T)[-1])
 
     assert area.get_property("value") == "The state  of the Union"
     area.send_keys(" is")
@@ -524,14 +524,14 @@ def test_typing_switching_and_decoding_change_what_is_shown(page, browser):
     assert labels() == [token_label(case.tokenizer.token_bytes[token]) for token in tokens]
     assert f"{len(tokens)} of at most 24 tokens; 1 computed in" in status.text
     percent = lambda p: f"{100 * p:.{1 if p < 0.1 else 0}f} %"  # noqa: E731
-    expected_V = np.sort(p_V(text))[::-1]
+    before_V, after_V = (np.asarray(p_V(jnp.array(tokens), factor)) for factor in (1.0, 0.0))
+    expected_V = np.sort(before_V)[::-1]
     assert shown() == [percent(p) for p in expected_V[:7]]
     assert len(find(".bars .bar")) == 7
 
     [box] = find('input[aria-label="head 1 of layer 1"]')
     box.click()
     assert "with the head ablated" in status.text
-    before_V, after_V = p_V(text), p_V(text, off=True)
     likeliest = int(before_V.argmax())
     assert shown()[0] == f"{percent(before_V[likeliest])} → {percent(after_V[likeliest])}"
     box.click()
@@ -551,6 +551,12 @@ def test_typing_switching_and_decoding_change_what_is_shown(page, browser):
     assert [mark.text for mark in find(".bars .mark")] == ["in the text"]  # the token that follows
     find(".heads button")[3].click()
     assert "head 1 of layer 1 attends to" in find(".note")[0].text
+    diagram = lambda css: [part.get_property("textContent") for part in find(f".block {css}")]  # noqa: E731
+    assert diagram("h3") == ["Layer 1, part by part"] and diagram("text.way") == [f"position 2, “{labels()[2]}”"]
+    assert f"{len(labels())}\u00d731" in diagram("text.shape") and diagram(".broken") == []
+    box.click()
+    assert diagram(".broken") == ["A V"] and "head 1: zeros" in diagram("text")
+    box.click()
 
     area.clear()
     area.send_keys("x" * 40)
@@ -558,9 +564,10 @@ def test_typing_switching_and_decoding_change_what_is_shown(page, browser):
     tokens = case.tokenizer.encode("x" * 40)
     assert f"{len(tokens)} tokens, of which the model uses the first 24" in status.text
     assert not find(".controls button")[0].is_enabled()
-    browser.execute_cdp_cmd("Input.insertText", {"text": "\n" * 50_000})  # as pasted: a second, if all were laid out
+    pasted = "\n" * 100 + "y" * 5_000  # Chromium takes seconds to insert thousands of lines
+    browser.execute_cdp_cmd("Input.insertText", {"text": pasted})
     next_frame()
-    assert area.get_property("value") == "x" * 40 + "\n" * (4096 - 40)
+    assert area.get_property("value") == ("x" * 40 + pasted)[:4096]
     area.clear()
     area.send_keys("a\b")
     next_frame()
@@ -597,7 +604,7 @@ def likeliest(case: Case, section: Any) -> str:
     """Return the largest probability after the section's text, as it is shown."""
     text = section.find_element("css selector", "textarea").get_property("value")
     tokens_T = jnp.array(case.tokenizer.encode(text))
-    p = float(jax.nn.softmax(case.config.build().apply({"params": case.params}, tokens_T)[-1]).max())
+    p = float(jax.nn.softmax(live._logits(case.config.build(), case.params, tokens_T)[-1]).max())
     return f"{100 * p:.{1 if p < 0.1 else 0}f} %"
 
 
@@ -713,18 +720,19 @@ def test_weight_and_token_open_panels_that_follow_text_and_heads(page, browser):
     text = lambda css: find(css)[0].get_property("textContent")  # noqa: E731
     browser.execute_script("arguments[0].scrollIntoView()", live)  # which loads the model
     wait_for(browser, f"return document.querySelectorAll('.live')[{case.index}].querySelector('.why')")
-    tokens = case.tokenizer.encode("The state  of the Union")
+    tokens, pattern = case.tokenizer.encode("The state  of the Union"), "blocks.0.attention.pattern"
     labels = [token_label(case.tokenizer.token_bytes[token]) for token in tokens]
 
-    def log_p(token: int, off: bool) -> float:
-        with intervene("blocks.0.attention.z", lambda name, x: x.at[0].multiply(1 - off)):
-            logits_TV = case.config.build().apply({"params": case.params}, jnp.array(tokens))
-        return float(jax.nn.log_softmax(logits_TV[2])[token])
+    @jax.jit
+    def log_p_V(factor: float) -> jax.Array:
+        with intervene("blocks.0.attention.z", lambda name, x: x.at[0].multiply(factor)):
+            return jax.nn.log_softmax(case.config.build().apply({"params": case.params}, jnp.array(tokens))[2])
 
     [matrix] = find(".map svg[tabindex]")
     matrix.send_keys(Keys.ARROW_DOWN, Keys.ARROW_DOWN, Keys.ARROW_RIGHT, Keys.ENTER)
     assert text(".drill h3") == f"One weight: “{labels[2]}” (2) attends to “{labels[1]}” (1), head 0 of layer 0"
-    weights_HTT = capture(case.config.build(), case.params, jnp.array(tokens))["blocks.0.attention.pattern"]
+    watch = lambda params: capture(case.config.build(), params, jnp.array(tokens), names=pattern)[pattern]  # noqa: E731
+    weights_HTT = jax.jit(watch)(case.params)
     weight = float(text(".drill .arithmetic li:last-child").split(" = ")[1].split(",")[0])
     assert weight == pytest.approx(float(weights_HTT[0, 2, 1]), rel=1e-3)
     assert text(".drill .softmax .marked td:nth-child(4)") == str(weight)
@@ -740,18 +748,18 @@ def test_weight_and_token_open_panels_that_follow_text_and_heads(page, browser):
     wait_for(browser, f"return document.querySelectorAll('.live')[{case.index}].querySelector('.attribution table')")
     assert text(".attribution h3") == f"What “{name}” after “{labels[2]}” (2) depends on"
     token = case.tokenizer.encode(name.replace("␣", " "))[0]
-    assert f"log-probability is {log_p(token, False):.4g} nats" in shown()
+    assert f"log-probability is {log_p_V(1.0)[token]:.4g} nats" in shown()
     find('input[aria-label="head 0 of layer 0"]')[0].click()
     wait = "return document.querySelectorAll('.live')[1].querySelector('.attribution [role=status]').textContent"
     wait_for(browser, f"{wait}.includes('nats')")
-    assert f"log-probability is {log_p(token, True):.4g} nats" in shown()
+    assert f"log-probability is {log_p_V(0.0)[token]:.4g} nats" in shown()
     find('input[aria-label="head 0 of layer 0"]')[0].click()
     assert complaints(browser) == []
 
 
 @pytest.mark.slow
 def test_patches_equal_the_models(page, browser):
-    case, at = page[1]["gemma"], 10
+    case, at = page[1]["quick"], 10
     block = case.config.n_blocks - 1
     model = case.config.build()
     first, second = np.random.default_rng(1).integers(VOCAB, size=(2, at + 2))

@@ -18,7 +18,7 @@ from jaxformer.inspect.pages.attention import AttentionLayer, AttentionSection, 
 from jaxformer.inspect.pages.charts import STEP, Axis, Grid, Heatmap, Line, Lines
 from jaxformer.inspect.pages.page import Table, Texts, render_page, write_page
 from jaxformer.inspect.pages.pictures import Picture, PictureSection, patch_attention, patch_grid, png_uri
-from tests.browser import browsing, complaints, embedded, share_functions, told
+from tests.browser import browsing, complaints, embedded, resize, share_functions, told
 from tests.helpers import ROOT
 
 EVIL = "<script>alert(1)</script>"
@@ -186,10 +186,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 def show(browser: Any, page: Path, width: int = 1200, scheme: str = "light") -> None:
     """Open a page on a screen."""
-    size = {"width": width, "height": 1000, "deviceScaleFactor": 1, "mobile": width < 600}
-    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-    schemes = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
-    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", schemes)
+    resize(browser, width, scheme)
     browser.get(page.as_uri())
     share_functions(browser)
 

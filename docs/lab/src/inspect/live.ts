@@ -1,6 +1,7 @@
 import { clamp, colour as rgb, visible } from "../page/dom";
 import { makeAblation } from "./ablation";
 import { makeAttribution } from "./attribution";
+import { makeBlock } from "./block";
 import { cells, CHARACTER_PIXELS, makeScaleBar, paint, valueScale, weightScale } from "./charts";
 import { logSumExp, Model, Pass, softmax, type Config, type Edits } from "./decoder";
 import { makeDrill } from "./drill";
@@ -81,7 +82,8 @@ export function live(container: HTMLElement, data: Data): void {
   }
   const attention = make("div", container, "", "columns");
   const [heads, map] = [make("div", attention, "", "heads"), make("div", attention, "", "map")];
-  const cache = make("div", container, "", "cache");
+  const layer = make("div", container, "", "columns");
+  const [block, cache] = [make("div", layer, "", "block"), make("div", layer, "", "cache")];
   const tiles = makeTiles();
   // What a panel, which is made in a file of its own, reads; `draw` follows each change of text, position or head.
   const view: View = {
@@ -95,7 +97,7 @@ export function live(container: HTMLElement, data: Data): void {
   const attribution = makeAttribution(make("div", predictions, "", "attribution panel"), view);
   const drill = makeDrill(make("div", attention, "", "drill panel"), view);
   const ablation = makeAblation(heads, view);
-  const panels = [attribution, drill, ablation, makePatching(make("div", container, "", "patching"), view)];
+  const panels = [makeBlock(block, view), attribution, drill, ablation, makePatching(make("div", container, "", "patching"), view)];
   let drawnMap: ReturnType<typeof cells> | null = null;
 
   // A slider over the steps whose parameters the page has.
@@ -177,7 +179,7 @@ export function live(container: HTMLElement, data: Data): void {
       [button.dataset.at, button.tabIndex] = [String(at), at === tokens.length - 1 ? 0 : -1];
       if (label(token).endsWith("⏎")) strip.append("\n");
     });
-    for (const part of [note, predictions, attention, cache]) part.hidden = !tokens.length;
+    for (const part of [note, predictions, attention, layer]) part.hidden = !tokens.length;
     if (!tokens.length) return;
     for (const tile of tiles) tile.paint();
     drawMap();

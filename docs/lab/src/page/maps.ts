@@ -138,7 +138,7 @@ export function makeSteps(container: HTMLElement, lane: Lane, selection: Selecti
       h("tr", {}, h("th", { scope: "row" }, name), ...values.map((value) => h("td", { class: "number" }, show(value))));
     const table = h(
       "div",
-      { class: "wide", tabindex: 0, role: "region", "aria-label": "Query, key and their products" },
+      { class: "wide", tabindex: 0, role: "region", "aria-label": `Query, key and their products, ${lane.name}` },
       h(
         "table",
         {},

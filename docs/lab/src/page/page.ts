@@ -266,17 +266,17 @@ function makeSwitch(name: Fault): HTMLElement {
     h(
       "details",
       { class: "fold", open: !narrow.matches },
-      h("summary", { "aria-label": `What “${name}” does` }, "What it does"),
+      h("summary", { "aria-label": `What it does: ${name}` }, "What it does"),
       h("p", { id }, does, " Chapter ", chapterLink(chapter), h("span", { class: "formula" }, formula)),
     ),
   );
 }
 
 const drawChart = makeChart(get("chart"));
-const drawDiagram = makeDiagram(document.querySelector<SVGSVGElement>("#diagram")!);
+const drawDiagram = makeDiagram(get("diagram"));
 const drawLanes = () => {
   for (const redraw of redraws) redraw();
-  drawDiagram(lanes, experiment().models, config, selection.block);
+  drawDiagram(lanes, experiment().models, config, selection);
 };
 const checkExercises = makeExercises(get("exercises"), {
   hide: (fault) =>
@@ -311,7 +311,7 @@ function render(): void {
 async function open(address: string, file?: Stored): Promise<void> {
   const { experiment: asked, unknown } = fromAddress(address, file?.text);
   [hidden, text] = [null, asked.text];
-  config = { ...config, blocks: asked.blocks, heads: asked.heads };
+  config = { ...DEFAULT_CONFIG, blocks: asked.blocks, heads: asked.heads };
   for (const name of ["blocks", "heads"] as const) get<HTMLSelectElement>(name).value = String(config[name]);
   get<HTMLTextAreaElement>("text").value = text;
   replaceLanes(asked.models.map((faults, i) => new Lane(MODEL_NAMES[i], new Set(faults))));
