@@ -1,7 +1,7 @@
 // Builds build/lab.html: index.html with its style and its script inlined, so that it needs neither network nor server;
 // the scripts and styles of the package's pages, into the package; and docs/story/block.svg. An argument names a folder
 // for what is not in build/.
-import { mkdirSync, readFileSync, renameSync, writeFileSync } from "node:fs";
+import { existsSync, mkdirSync, readFileSync, renameSync, writeFileSync } from "node:fs";
 import { buildSync } from "esbuild";
 
 const bundle = (entry) =>
@@ -19,6 +19,7 @@ const bundle = (entry) =>
   }).outputFiles[0].text;
 
 function write(file, text) {
+  if (existsSync(file) && readFileSync(file, "utf8") === text) return; // `mkdocs serve` watches docs/
   const unfinished = `${file}.${process.pid}`;
   writeFileSync(unfinished, text);
   renameSync(unfinished, file);

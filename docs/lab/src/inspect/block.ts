@@ -68,18 +68,18 @@ export function makeBlock(container: HTMLElement, view: View): Panel {
       const x = pass.stream[i].subarray(t * pass.width(i), (t + 1) * pass.width(i));
       return part(label, `${T}×${pass.width(i)}`, `length ${format(Math.hypot(...x), 3)}`);
     };
-    const branch = (name: string, parts: Part[]): Branch => {
+    const branch = (name: string, parts: Part[], shape = stream): Branch => {
       const own = norm(`blocks_${block}.${name}_norm`, stream);
       const post = norm(`blocks_${block}.${name}_post_norm`, stream);
       const isPost = norm_placement === "post";
-      return { parts: [...(isPost ? [] : own), ...parts, ...post], after: isPost ? own : [], shape: stream, cut: config.residual ? undefined : "" };
+      return { parts: [...(isPost ? [] : own), ...parts, ...post], after: isPost ? own : [], shape, cut: config.residual ? undefined : "" };
     };
     heading.textContent = `Layer ${block}, part by part`;
     picture.innerHTML = drawDiagram({
       title: `Layer ${block} of ${L}, from the residual stream before it to that after it, at position ${t}.`,
       path: `position ${t}, ${quoted(view.tokens[t])}`,
       before: [neighbour(block === 0 ? "embed" : `layer ${block - 1}`, block)],
-      branches: [branch("attention", attentionParts(pass, block, head, t)), branch("mlp", mlpParts(T, block))],
+      branches: [branch("attention", attentionParts(pass, block, head, t)), branch("mlp", mlpParts(T, block), `${T}×${pass.width(block + 1)}`)],
       after: block === L - 1 ? output(pass, T, t) : [neighbour(`layer ${block + 1}`, block + 1)],
     });
     picture.style.setProperty("--step", String(view.version)); // dashes move with tokens, and with frames of a film
