@@ -143,7 +143,8 @@ def _plan_meshes(config: Config, topology: str | None = None) -> int:
     compiled, devices = [], topology_devices(topology) if topology else jax.devices()
     for cost in ranked[:N_COMPILED]:
         plan = make_plan(TrainSetup(replace(config, mesh=cost.mesh), make_mesh(cost.mesh, devices)))
-        compiled.append(MeshCost(cost.mesh, plan.memory, plan.fits, plan.bytes_sent, plan.estimate or cost.estimate))
+        estimate = plan.estimate or cost.estimate
+        compiled.append(MeshCost(cost.mesh, plan.memory, plan.fits, plan.bytes_sent, estimate, plan.exposed))
     compiled.sort(key=lambda cost: cost.order)
     echo("compiled:")
     echo("\n".join(describe_meshes(compiled)))

@@ -124,25 +124,33 @@ class Program:
         n_bytes: dict[tuple[str, int], float] = defaultdict(float)
         channels: set[str] = set()
         for name, i in self._instructions():
-            kind = i.opcode.removesuffix("-start")
-            if kind not in COLLECTIVES:
+            if (one := self.collective(name, i, n_devices, host_size)) is None:
                 continue
             if name in self.fused and (channel := re.search(r"channel_id=(\d+)", i.attributes)):
                 if channel[1] in channels:  # an asynchronous collective appears in several fusions
                     continue
                 channels.add(channel[1])
-            group = first_group(i.attributes, n_devices)
-            # The type of a `-start` is a tuple of operands, results and counters.
-            results = tuple_elements(i.type) if i.opcode.endswith("-start") else [i.type]
-            S = max(sum(map(type_bytes, self._types(name, i.operands))), *map(type_bytes, results))
-            # The TPU compiler writes a reduce-scatter as a fusion of an all-reduce and a slice.
-            if kind == "all-reduce" and name.startswith("all-reduce-scatter"):
-                kind = "reduce-scatter"
-            key = kind, devices_per_host(group, host_size)
+            key = one.kind, one.per_host
             times[key] += self.runs[name]
-            n_bytes[key] += self.runs[name] * bytes_sent(kind, len(group), S)
+            n_bytes[key] += self.runs[name] * one.n_bytes
         keys = sorted(filter(times.get, times), key=lambda key: (COLLECTIVES.index(key[0]), key[1]))
         return [Collective(kind, times[kind, k], n_bytes[kind, k], k) for kind, k in keys]
+
+    def collective(
+        self, computation: str, i: Instruction, n_devices: int, host_size: int | None = None
+    ) -> Collective | None:
+        """Return the communication of one execution of an instruction; None if it begins none."""
+        kind = i.opcode.removesuffix("-start")
+        if kind not in COLLECTIVES:
+            return None
+        group = first_group(i.attributes, n_devices)
+        # The type of a `-start` is a tuple of operands, results and counters.
+        results = tuple_elements(i.type) if i.opcode.endswith("-start") else [i.type]
+        S = max(sum(map(type_bytes, self.types(computation, i.operands))), *map(type_bytes, results))
+        # The TPU compiler writes a reduce-scatter as a fusion of an all-reduce and a slice.
+        if kind == "all-reduce" and computation.startswith("all-reduce-scatter"):
+            kind = "reduce-scatter"
+        return Collective(kind, 1, bytes_sent(kind, len(group), S), devices_per_host(group, host_size))
 
     def _instructions(self) -> Iterator[tuple[str, Instruction]]:
         """Yield all instructions with the names of their computations."""
@@ -157,7 +165,7 @@ class Program:
         """
         for name, i in self._instructions():
             if name not in self.fused:
-                yield i, self.runs[name] * self._traffic(name, i)
+                yield i, self.runs[name] * self.bytes_of(name, i)
 
     def memory_traffic(self) -> float:
         """Return the bytes that a device reads from and writes to memory; see `traffic`."""
@@ -176,16 +184,17 @@ class Program:
         loops = [i for _, i in self._instructions() if i.opcode == "while"]
         bodies = [(name, self.computations[name]) for loop in loops for name in loop.called("body")]
         return [
-            ([i for i in body if i.opcode not in FREE], sum(self._traffic(name, i) for i in body))
+            ([i for i in body if i.opcode not in FREE], sum(self.bytes_of(name, i) for i in body))
             for name, body in bodies
         ]
 
-    def _traffic(self, computation: str, i: Instruction) -> float:
+    def bytes_of(self, computation: str, i: Instruction) -> float:
+        """Return the bytes that one execution of an instruction reads and writes; see `traffic`."""
         if i.opcode in FREE or i.opcode.endswith("-done"):
             return 0
         if i.opcode.endswith("-start"):
             return memory_bytes(i.type)
-        types = self._types(computation, i.operands)
+        types = self.types(computation, i.operands)
         if i.opcode in SLICES:
             return 2 * memory_bytes(i.type)
         if i.opcode == "dynamic-update-slice":
@@ -229,7 +238,8 @@ class Program:
 
         return next((result_bytes(i) for i in body if i.is_root), 0.0)
 
-    def _types(self, computation: str, names: tuple[str, ...]) -> list[str]:
+    def types(self, computation: str, names: tuple[str, ...]) -> list[str]:
+        """Return the types of instructions of a computation."""
         known = {i.name: i.type for i in self.computations[computation]}
         return [known.get(name, "") for name in names]
 

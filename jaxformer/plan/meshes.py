@@ -40,12 +40,14 @@ class MeshCost:
     """Bytes that a device sends."""
     estimate: Estimate
     """Estimated time; counted, it has no memory traffic, which hardly depends on the mesh."""
+    exposed: float | None = None
+    """Seconds of communication that a compiled schedule does not hide; None if unknown."""
 
     @property
     def order(self) -> tuple[bool, float, float]:
-        """Sort key: meshes that fit, by the time of compute and communication one after the other; the others, by
-        memory."""
-        seconds = self.estimate.compute + self.estimate.network
+        """Sort key: meshes that fit, by the time of compute and communication one after the other (of a schedule, its
+        exposed communication); the others, by memory."""
+        seconds = self.estimate.compute + (self.estimate.network if self.exposed is None else self.exposed)
         return not self.fits, seconds if self.fits else self.memory, self.memory
 
 
@@ -87,6 +89,7 @@ def describe_meshes(costs: Sequence[MeshCost]) -> list[str]:
     for c in costs[:MAX_LISTED]:
         e, note = c.estimate, "" if c.fits else "  does not fit"
         times = f"{e.compute:>10.3g} {e.network:>10.3g} {e.seconds:>8.3g}"
+        note = note if c.exposed is None else f"  {c.exposed:.3g} s of the network exposed{note}"
         lines.append(f"  {c.mesh:<24} {c.memory / 1e9:>10.1f} {c.bytes_sent / 1e9:>8.3g} {times}{note}")
     rest = costs[MAX_LISTED:]
     return lines + ([f"  and {len(rest)} others, of which {sum(c.fits for c in rest)} fit"] if rest else [])

@@ -16,6 +16,7 @@ from jaxformer.plan.costs import Part, cache_bytes, cached_tokens, count_parts, 
 from jaxformer.plan.hlo import Collective, parse
 from jaxformer.plan.meshes import minimal_bytes_sent
 from jaxformer.plan.roofline import CHIPS, Chip, Estimate, matmul_flops, model_flops, without_dead_code
+from jaxformer.plan.schedule import exposed_seconds
 from jaxformer.plan.traffic import minimal_traffic, traffic_by_category
 from jaxformer.runs.run import count_parameters
 from jaxformer.train.setup import TrainSetup
@@ -63,6 +64,8 @@ class Plan:
     minimal_traffic: Mapping[str, float] = field(default_factory=dict)
     """Minimum of some categories, see `traffic.minimal_traffic`; empty if unknown."""
     collectives: tuple[Collective, ...] = ()
+    exposed: float | None = None
+    """Seconds of communication that the schedule does not hide, see `schedule.exposed_seconds`; None if unknown."""
     unknown_loops: int = 0
     """Loops with unknown trip count, which are counted once."""
     estimate: Estimate | None = None
@@ -121,7 +124,9 @@ def make_plan(setup: TrainSetup) -> Plan:
         return Plan(**known, memory=memory)
     program = parse(compiled.as_text())
     # TPU links also connect hosts.
-    collectives = tuple(program.collectives(n, len(host) if device.platform == "gpu" else None))
+    is_gpu = device.platform == "gpu"
+    host_size = len(host) if is_gpu else None
+    collectives = tuple(program.collectives(n, host_size))
     traffic, is_decoder = traffic_by_category(program), setup.config.model.contract.has_residual_stream
     # Loops within Pallas kernels for GPUs are not counted, so take at least the model FLOPs.
     flops = max(of_model, matmul_flops(without_dead_code(traced.jaxpr), model.visible)) / n
@@ -132,6 +137,8 @@ def make_plan(setup: TrainSetup) -> Plan:
         traffic=traffic,
         minimal_traffic=minimal_traffic(setup, setup.mesh.shape) if is_decoder and not setup.config.lora.rank else {},
         collectives=collectives,
+        # The TPU compiler fuses collectives with what hides them.
+        exposed=exposed_seconds(program, n, chip, host_size) if chip and is_gpu and collectives else None,
         unknown_loops=program.unknown_loops,
         estimate=Estimate.of(flops, sum(traffic.values()), collectives, of_model / n, chip) if chip else None,
     )
@@ -198,6 +205,7 @@ def describe(plan: Plan, setup: TrainSetup) -> list[str]:
         lines += [
             f"estimate from published peak rates ({e.chip.source}):",
             f"  compute {e.compute:.3g} s, memory {e.memory:.3g} s, network {e.network:.3g} s per step",
+            *([] if plan.exposed is None else [f"  the schedule leaves {plan.exposed:.3g} s of the network exposed"]),
             f"  step time {e.seconds:.3g} s, bound by {e.bound}; "
             f"{prod(plan.shape) / e.seconds:,.0f} {plan.unit} per second",
             f"  MFU {e.mfu:.2f} if these overlap, {e.mfu_without_overlap:.2f} if not",

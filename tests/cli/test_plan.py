@@ -133,7 +133,7 @@ def test_the_best_three_meshes_are_compiled_and_ranked_again(memory, status, cap
     def make_plan(setup: TrainSetup) -> Namespace:
         compiled.append(",".join(f"{axis}={n}" for axis, n in setup.mesh.shape.items() if n > 1))
         needed = memory / len(compiled)
-        return Namespace(memory=needed, fits=needed < 1e10, bytes_sent=2e9, estimate=None)
+        return Namespace(memory=needed, fits=needed < 1e10, bytes_sent=2e9, estimate=None, exposed=None)
 
     monkeypatch.setattr("jaxformer.plan.make_plan", make_plan)
     monkeypatch.setattr("jaxformer.plan.topology.topology_devices", lambda topology: jax.devices())

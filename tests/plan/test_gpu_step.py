@@ -42,7 +42,7 @@ step = make_train_step(setup).trace(setup.abstract_state, setup.abstract_batch, 
 text = step.lower().compile().as_text()
 program = parse(text)
 products = [
-    [re.match(r"[a-z]\\w*", type_)[0] for type_ in program._types(name, i.operands)[:2]]
+    [re.match(r"[a-z]\\w*", type_)[0] for type_ in program.types(name, i.operands)[:2]]
     for name, body in program.computations.items() for i in body
     if i.opcode == "dot" or re.search('custom_call_target="(__cublas|__triton_gemm)', i.attributes)
 ]

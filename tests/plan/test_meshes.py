@@ -119,6 +119,9 @@ def test_a_ranking_lists_the_best_and_counts_the_rest():
     assert head.split()[0] == "mesh" and first.split() == ["data=1", "2.0", "3", "1", "0.5", "1"]
     assert rest == "  and 4 others, of which 2 fit"
     assert describe_meshes(costs[-1:])[1].endswith("does not fit")
+    hidden = replace(costs[1], exposed=0.25)
+    assert hidden.order < costs[0].order < costs[-1].order
+    assert describe_meshes([hidden])[1].endswith("  0.25 s of the network exposed")
 
 
 @pytest.mark.parametrize(
