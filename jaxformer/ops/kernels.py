@@ -112,14 +112,14 @@ def cudnn_attention(
         raise ValueError(f"cuDNN attention has no {name}; use blockwise_attention, which computes the same")
     causal, segments_T = symbolic(mask)
     (H, T, _), S = q_HTK.shape, k_GSK.shape[1]
-    scale = check_inputs(q_HTK, k_GSK, v_GSK, mask, scale, bias)
+    of_scores = check_inputs(q_HTK, k_GSK, v_GSK, mask, scale, bias)
     if segments_T is not None:
         if bias is not None:
             raise ValueError("cuDNN attention has no bias for packed documents; use blockwise_attention instead")
         assert causal is not None
-        # Until jax 0.11.1, cuDNN would be given the offsets of queries for fewer key/value heads (jax #39521).
+        # jax 0.10 computes the offsets of fewer key/value heads from the number of query heads (mended by #39521).
         k_GSK, v_GSK = (jnp.repeat(x, H // len(x), axis=0) for x in (k_GSK, v_GSK))
-        call = PackedCall(scale, causal.window, implementation)
+        call = PackedCall(of_scores, causal.window, implementation)
         return length_first(packed_attention(call, *map(length_first, (q_HTK, k_GSK, v_GSK)), segments_T))
     if (bias_HTS := bias_array(bias, T, S)) is not None:
         bias_HTS = jnp.broadcast_to(bias_HTS, (H, T, S)).astype(q_HTK.dtype)

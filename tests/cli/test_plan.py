@@ -147,6 +147,7 @@ def test_the_best_three_meshes_are_compiled_and_ranked_again(memory, status, cap
     assert out[-1].startswith(f"--mesh {table[0].split()[0]} plans")
 
 
+@pytest.mark.slow
 def test_meshes_are_ranked_without_a_compiler_which_is_said(capsys, monkeypatch):
     monkeypatch.setattr("jaxformer.plan.topology._is_installed", lambda name: False)
     config = replace(load_config(f"{ROOT}/configs/quick.py"), mesh="auto")

@@ -49,7 +49,8 @@ def test_packed_documents_are_attended_to_apart_in_each_example_of_a_batch() -> 
     assert_all_close(*(each(f)(*arrays, segments_BT) for f in (HERE["splash"], attention)))
 
 
-@pytest.mark.parametrize("name", ["fits", slow("many"), slow("again")])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["fits", "many", "again"])
 def test_packed_documents_are_given_to_cudnn_by_offset_and_length(name: str, monkeypatch) -> None:
     """Two rows with other documents, one with padding, and keys with fewer heads; and rows that cuDNN does not take."""
     T, t = 24, np.arange(24)
@@ -66,8 +67,15 @@ def test_packed_documents_are_given_to_cudnn_by_offset_and_length(name: str, mon
     monkeypatch.setattr(kernels, "_attend_by_offsets", lambda *a, f=kernels._attend_by_offsets: used.append(f) or f(*a))
     assert_all_close(*(each(f)(*arrays, segments_BT) for f in (HERE["cudnn"], attention)))
     assert used
-    fits, *_ = kernels._packed_ways(kernels.PackedCall(1.0, None), segments_BT)
-    assert bool(fits) == (name == "fits")
+
+
+@pytest.mark.parametrize(
+    ("row", "fits"), [([2, 2, 9, 4, 4, 0], True), ([1, 2, 3, 4, 5, 5], False), ([1, 1, 2, 2, 1, 1], False)]
+)
+def test_cudnn_takes_rows_of_few_documents_each_in_one_run(row, fits, monkeypatch) -> None:
+    monkeypatch.setattr(kernels, "MAX_DOCUMENTS", 4)
+    segments_BT = np.array([[7] * 6, row], np.int32)
+    assert kernels._packed_ways(kernels.PackedCall(1.0, None), jnp.asarray(segments_BT))[0] == fits
 
 
 @pytest.mark.parametrize("name", ["cudnn", slow("splash")])
