@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 from jaxformer.nn.latent_attention import LatentAttention
 from jaxformer.ops import masks
@@ -32,6 +33,7 @@ def explicit(params: dict) -> jax.Array:
     return jnp.einsum("htk,hkd->td", attention(q, k, v, CAUSAL_TT, K**-0.5), params["W_O"])
 
 
+@pytest.mark.slow
 def test_one_pass_and_steps_with_a_cache_of_latents_agree_with_the_formula() -> None:
     params = random_params(MODULE, X_TD, POSITIONS_T, CAUSAL_TT)
     wanted = explicit(params)
