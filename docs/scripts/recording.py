@@ -52,7 +52,7 @@ header, nav, section:not(:has(.live)), section > :is(h2, p) { display: none }
 """Rules by which the text, the next tokens and the heads stand side by side, and the rest of the page is left out."""
 LABORATORY = "#blocks=1&heads=2&A=&B=no+mask"
 """The first experiment on which the laboratory opens: B reads the characters that it has to predict, A is intact."""
-LABORATORY_HEIGHT, LAST_STEP, TRAINING_MS = 830, 200, 360
+LABORATORY_HEIGHT, LAST_STEP, TRAINING_MS = 890, 200, 360
 LABORATORY_STYLE = """
 html { overflow: hidden }
 body { padding: 0 }
@@ -64,7 +64,8 @@ header, main > :not(#bar, #loss, :has(#diagram), :has(#lanes)), section h2, .fol
 #switches-about, #diagram ~ *, .predicted, .maps ~ *, .verdict > p:nth-child(2) { display: none }
 .model > div:nth-child(n + 3), .model div > h3, .model p { display: none }
 .experiment, .broken-block { gap: .25rem; grid-template-columns: minmax(0, 1fr); margin: 0 }
-#lanes.several { gap: .75rem }
+#lanes.several { gap: .75rem; grid-template-columns: repeat(2, minmax(0, 1fr)) }
+.several > .model > h3 { margin: 0 }
 .maps { gap: .4rem; grid-template-columns: repeat(var(--heads), minmax(0, 6rem)) }
 """
 """Rules by which the controls, the losses, the diagram and the attention maps stand side by side."""
