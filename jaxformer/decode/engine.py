@@ -93,7 +93,8 @@ class Engine:
         # A prompt chunk is written before it is read, so in a ring buffer it must not overwrite the attention window of
         # its first token. Chunks begin at multiples of their size, so that none wraps around the end of the ring.
         in_ring = max(attention_window, min(longest, attention_window + self.chunk - 1))
-        smallest = self.chunk if longest > self.chunk else length_bucket(1)
+        # Rings of layers are multiples of the chunk as well.
+        smallest = self.chunk if longest > self.chunk or contract.layer_windows else length_bucket(1)
         usual = min(self.context_length, attention_window, MIN_SLOTS)
         return steps, doubled(smallest, max(usual, min(longest + steps, in_ring)))
 

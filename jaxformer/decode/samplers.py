@@ -14,8 +14,7 @@ would exclude all remaining tokens is not applied.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from math import inf, ulp
 from numbers import Real
 from typing import Any, NamedTuple
@@ -136,9 +135,10 @@ def _unflatten(sampling: Sampling, values: Iterable[Any]) -> Sampling:
 
 
 def _with(sampling: Sampling, values: dict[str, Any]) -> Sampling:
-    sampling = copy(sampling)
-    vars(sampling).update(values)
-    return sampling
+    """Return a sampling with other values of some fields, without checks, and without what else is cached in it."""
+    other = object.__new__(type(sampling))
+    vars(other).update({f.name: getattr(sampling, f.name) for f in fields(sampling)} | values)
+    return other
 
 
 jax.tree_util.register_pytree_node(Sampling, _flatten, _unflatten)

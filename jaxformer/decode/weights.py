@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jaxformer.contract import ParameterAxes, Role
 from jaxformer.models.objective import Params
-from jaxformer.nn.parameters import parameter_axes
+from jaxformer.nn.parameters import keeps_dtype, parameter_axes
 from jaxformer.ops.quantized import Quantized, quantize
 from jaxformer.ops.workarounds import FirstFactor
 
@@ -21,8 +21,8 @@ Format = Literal["float32", "bfloat16", "int8"]
 
 EXACT_AXES = {"positions", "gates", "alignment", "choices", "latent"}
 """Axes of matrices that are not quantized to int8: looked up and never multiplied (positions), read in a loop or once
-per source (gates, alignment), router weights, as rounding would change which experts get a token (choices), or from
-latents, multiplied along either axis (latent)."""
+per source (gates, alignment), router weights, as rounding would change which experts get a token (choices), or of
+latents (latent), as those from latents are multiplied along either axis."""
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["values"], meta_fields=["order", "platform"])
@@ -59,6 +59,8 @@ def store(params: Params, weights: Format, model: nn.Module, platform: str | Non
         summed = summed_axes(declared[_name(path)]) if weights == "int8" else ()
         if summed:
             return _quantize(leaf, summed, dtype)
+        if keeps_dtype(path):
+            return leaf
         if not is_cpu:
             return leaf.astype(dtype)
         return leaf if weights == "int8" else jax.lax.reduce_precision(leaf, exponent_bits=8, mantissa_bits=7)

@@ -58,7 +58,8 @@ def capture(
                                                  and to less with sinks
     `blocks.0.attention.z`                       `(H, T, K)`: the weighted sums of values
     `blocks.0.mlp.pre`, `.post`                  the hidden layer before and after its activation, `(T, F)`; of several
-                                                 layers `pre_1`, `post_1`, …; if gated, post = act(pre) · pre_linear
+                                                 layers `pre_1`, `post_1`, …; if gated, post = act(pre) · pre_linear,
+                                                 or what a clamped SwiGLU makes of both
     `blocks.0.attention`, `blocks.0.mlp_norm`    the output of a module of `jaxformer.nn`
     `logits`                                     the model's output, `(T, V)` or `(n_classes,)`; a model with several
                                                  outputs has `output.0`, `output.1`, …

@@ -120,7 +120,8 @@ class ExpertsConfig(FieldDocs):
     bias: bool = False
     """Biases in all layers of experts, also in gates, and in the router (GPT-OSS)."""
     balance_weight: NonNegativeFloat = 0.01
-    """Weight of the load-balancing loss of each block."""
+    """Weight of the load-balancing loss of each block, of the softmax of the logits whatever the router. DeepSeek-V3
+    balances its experts by b_correction instead, which is not trained here."""
     router_z_weight: NonNegativeFloat = 0.001
     """Weight of the router z-loss of each block."""
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 from flax.traverse_util import flatten_dict
+from jax.typing import DTypeLike
 
 from jaxformer.contract import ParameterAxes, contract_of
 from jaxformer.nn.capture import handled_by
@@ -34,6 +35,17 @@ def parameter(
         stack = ("experts",) if "experts" in module.path else ()
         declared[".".join((*module.path, name))] = ParameterAxes.parse(axes, stack)
     return module.param(name, init, shape)
+
+
+def keeps_dtype(path: Sequence[Any]) -> bool:
+    """Return True for a parameter, by its path in the tree, that is never rounded: a router's correction, with which
+    rounding would send tokens to other experts."""
+    return bool(path[-1].key == "b_correction")
+
+
+def cast(params: Params, dtype: DTypeLike) -> Params:
+    """Return parameters in another dtype, but those that keep theirs."""
+    return jax.tree_util.tree_map_with_path(lambda path, w: w if keeps_dtype(path) else w.astype(dtype), params)
 
 
 def check_name(field: str, name: str, known: Iterable[str]) -> None:

@@ -30,7 +30,7 @@ from jaxformer.models.inputs import as_array, check_example, check_next_tokens
 from jaxformer.models.objective import Params, is_causal_lm, next_token_nll
 from jaxformer.nn.lora import adapter_axes, init_adapters, merge
 from jaxformer.nn.parameter_norms import dotted
-from jaxformer.nn.parameters import parameter_axes, trace_init
+from jaxformer.nn.parameters import keeps_dtype, parameter_axes, trace_init
 from jaxformer.parallel.mesh import abstract, shardings
 from jaxformer.runs.checkpoints import CheckpointManager, CheckpointReader
 from jaxformer.runs.convert import convert, convert_train
@@ -169,7 +169,11 @@ def load_run(
         if as_stored and not config.lora.rank:
             shapes = checkpoints.in_stored_dtypes(verified.result(), shapes)
         elif dtype is not None and not as_stored:
-            shapes = jax.tree.map(lambda x: x.update(dtype=dtype) if jnp.issubdtype(x, jnp.floating) else x, shapes)
+
+            def held(name: tuple[Any, ...], x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+                return x if keeps_dtype(name) or not jnp.issubdtype(x, jnp.floating) else x.update(dtype=dtype)
+
+            shapes = jax.tree_util.tree_map_with_path(held, shapes)
 
         def prepare(meanwhile: Callable[[Run], None]) -> None:
             read = jax.eval_shape(converted or (lambda params: params), shapes)

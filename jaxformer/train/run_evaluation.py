@@ -20,6 +20,7 @@ from jaxformer.data.tokens import split_documents, text_lengths, tokenize
 from jaxformer.data.windows import TextConfig, ValidationText, pack_documents
 from jaxformer.errors import UserError
 from jaxformer.models.objective import Params, batched_apply, is_causal_lm, per_target
+from jaxformer.nn.parameters import cast
 from jaxformer.ops.losses import negative_log_likelihood
 from jaxformer.parallel.mesh import batch_sharding, batch_shards, global_device_put
 from jaxformer.runs.run import Run
@@ -55,7 +56,7 @@ def loss_by_position(
     setup, c = _evaluation_setup(run, mesh, batch_size, precision), run.text_model()[0]
     nats_T, weights_T = np.zeros((2, c.context_length))
     first, split = c.context_length - c.n_predicted, batch_sharding(mesh)  # a model may predict only a window's end
-    params = jax.tree.map(lambda w: w.astype(setup.compute_dtype), params)
+    params = cast(params, setup.compute_dtype)
     for batch in full_batches(data.val_batches(setup.config.train.batch_size), batch_shards(mesh)):
         nats, weights = _position_sums(run.model, params, global_device_put(batch, split))
         nats_T[first : first + len(nats)] += nats

@@ -24,7 +24,7 @@ from jaxformer.models.objective import Params
 from jaxformer.nn.execution import Execution
 from jaxformer.nn.lora import adapter_axes, init_adapters, merge
 from jaxformer.nn.parameter_norms import parameter_name, row_names
-from jaxformer.nn.parameters import parameter_axes, trace_init
+from jaxformer.nn.parameters import cast, parameter_axes, trace_init
 from jaxformer.ops import workarounds
 from jaxformer.parallel.memory import check_parameters
 from jaxformer.parallel.mesh import abstract, batch_sharding, batch_shards, gather, shardings, specs_of
@@ -242,7 +242,7 @@ class TrainSetup:
         those outside blocks; see `execution`."""
         specs, mesh = specs_of(self.abstract_params), self.mesh
         params = params if frozen is None else merge(frozen, params, self.config.lora)
-        params = jax.tree.map(lambda w: w.astype(self.compute_dtype), params)
+        params = cast(params, self.compute_dtype)
         if mesh.devices.flat[0].platform == "cpu":
             params = jax.tree.map(lambda w: workarounds.separate_gradient_transpose(w) if w.ndim == 2 else w, params)
         return {name: p if BLOCK.search(name) else gather(p, specs[name], mesh) for name, p in params.items()}

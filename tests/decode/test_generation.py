@@ -14,6 +14,7 @@ from jaxformer.config import ModelConfig
 from jaxformer.contract import Contract, Task, contract_of
 from jaxformer.decode import Generation, Samples, Sampling, generate_tokens, programs
 from jaxformer.decode.batches import length_bucket, row_mesh, spread_rows
+from jaxformer.decode.engine import Engine
 from jaxformer.ladder.mlp import MLPConfig
 from jaxformer.models.decoder import BlockAttention, DecoderConfig
 from jaxformer.models.objective import Params
@@ -61,6 +62,16 @@ BEYOND = 23
 """Number of new tokens that exceeds the context more than once."""
 
 Model = tuple[nn.Module, Params]
+
+
+@pytest.mark.parametrize(("chunk", "ring"), [(384, 1536), (512, 1024), (1000, 2000)])
+def test_a_layer_with_a_window_is_a_ring_whatever_the_chunk(chunk: int, ring: int) -> None:
+    """Of the smallest double of the chunk that holds the window and a chunk."""
+    shape = {"d_model": 8, "n_blocks": 2, "n_heads": 1, "positions": "none", "rope": RoPE()}
+    config = DecoderConfig(V, 32_768, **shape, attention=(BlockAttention(512), BlockAttention()))
+    engine = Engine(config.build(), {}, 32_768, jnp.float32, chunk, None, False)
+    _, n_slots = engine.plan(100, 30_000)
+    assert engine.rings(n_slots) == (ring, 0)
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ The values of Hugging Face are stored by `tests/fixtures/make_samplers_hf.py`.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from math import inf, nan
 
 import jax
@@ -380,6 +380,18 @@ def test_values_that_disable_a_step_are_structure_and_others_are_leaves() -> Non
     every = replace(EVERYTHING, presence_penalty=0.3, frequency_penalty=0.7)
     assert len(jax.tree.leaves(every)) == len(samplers.TRACED) and jax.tree.map(lambda x: x, every) == every
     assert len({Sampling(0.3): 0, Sampling(0.5): 0, Sampling(0.3, top_k=None): 0}) == 2
+
+
+class Inverse(Sampling):
+    @cached_property
+    def inverse(self) -> float:
+        return 1 / self.temperature
+
+
+def test_a_sampling_with_other_values_has_nothing_cached_of_the_first() -> None:
+    sampling = Inverse(0.5)
+    assert sampling.inverse == 2
+    assert jax.tree.map(lambda x: x / 2, sampling).inverse == 4
 
 
 @pytest.mark.slow

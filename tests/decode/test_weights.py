@@ -12,6 +12,7 @@ from jaxformer.decode.generation import generate_tokens
 from jaxformer.decode.samplers import Sampling
 from jaxformer.decode.weights import Transposed, as_declared, lay_out, restored, store, summed_axes
 from jaxformer.models.decoder import ExpertsConfig
+from jaxformer.nn.parameters import cast
 from jaxformer.ops import RoPE
 from jaxformer.ops.quantized import Quantized
 from tests.arrays import plain_decoder, random_params
@@ -46,6 +47,17 @@ def logits(model, params, tokens_T):
 
 def n_bytes(params):
     return sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+
+
+def test_the_correction_of_a_router_is_never_rounded():
+    """Values that bfloat16 cannot tell apart: rounded, other experts would be chosen."""
+    experts = ExpertsConfig(4, router="sigmoid")
+    model = plain_decoder(8, 4, 8, n_blocks=1, n_heads=1, d_ff=(8,), norm="rmsnorm", experts=experts).build()
+    params = random_params(model, np.arange(4))
+    corrections = params["blocks_0"]["mlp"]["b_correction"] = jnp.array([5.0, 5.01, 5.005, 4.99])
+    stored = (store(params, weights, model, device) for weights in ("bfloat16", "int8") for device in ("cpu", "gpu"))
+    for other in (cast(params, jnp.bfloat16), *stored):
+        assert other["blocks_0"]["mlp"]["b_correction"].tolist() == corrections.tolist()
 
 
 @pytest.mark.slow

@@ -567,7 +567,9 @@ def read_deepseek(theirs: PublishedConfig) -> PublishedConfig:
     amplitude = yarn_amplitude(rope["factor"], rope.get("mscale_all_dim") or 0.0) if is_scaled else 1.0
     shared = theirs.get("n_shared_experts", 1) * theirs.get("moe_intermediate_size", 2048)
     computed = {"qk_head_dim": width, "shared_width": shared, "score_scale": width**-0.5 * amplitude**2}
-    return {**theirs, **computed, **({"intermediate_size": None} if theirs.get("first_k_dense_replace") == 0 else {})}
+    unset = {} if theirs.get("num_key_value_heads") else {"num_key_value_heads": theirs["num_attention_heads"]}
+    dense = {"intermediate_size": None} if theirs.get("first_k_dense_replace") == 0 else {}
+    return {**theirs, **computed, **unset, **dense}
 
 
 def write_deepseek(theirs: dict[str, Any]) -> dict[str, Any]:
@@ -581,6 +583,7 @@ def write_deepseek(theirs: dict[str, Any]) -> dict[str, Any]:
         "n_shared_experts": max(shared // hidden, 1),
         "intermediate_size": theirs["intermediate_size"] or hidden,
         "rope_scaling": rope if theirs["rope_scaling"] else None,
+        "num_nextn_predict_layers": 0,
     }
 
 
@@ -608,6 +611,7 @@ DEEPSEEK_V3 = replace(
         Field("experts.n_groups", "n_group", 8),
         Field("experts.groups_per_token", "topk_group", 4),
         Field("experts.weight_factor", "routed_scaling_factor", 2.5),
+        Field("experts.balance_weight", "aux_loss_alpha", 0.0),
         Field("experts.shared_width", "shared_width"),
         Field("experts.dense_blocks", "first_k_dense_replace", 3),
         Field("experts.dense_width", "intermediate_size", 18_432, is_optional=True),
