@@ -7,7 +7,7 @@ import { format, make, percent, rove } from "./page";
 import { TASK_MS } from "./tasks";
 import type { View } from "./view";
 
-// What a token's log-probability depends on, from its gradient (`backward.js`): on tokens, heads, attention layers, MLPs.
+// What a token's log-probability depends on, from its gradient (`backward.ts`): on tokens, heads, attention layers, MLPs.
 
 // Rows of the table of the largest effects; milliseconds for which a text rests before its gradient follows it; and the
 // most products with weights that follow it at all, where larger ones wait for a button.

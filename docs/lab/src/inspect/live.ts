@@ -13,7 +13,7 @@ import { Tokenizer } from "./tokenizer";
 import type { View } from "./view";
 import { offer, toBytes, type Packed } from "./weights";
 
-// What is shown of a decoder in the page (`decoder.js`) and of its tokens (`tokenizer.js`).
+// What is shown of a decoder in the page (`decoder.ts`) and of its tokens (`tokenizer.ts`).
 
 // Products with weights of an update that is announced before it begins, and milliseconds of rest before the lens of a
 // large model is computed.
