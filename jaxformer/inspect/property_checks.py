@@ -24,7 +24,8 @@ from jaxformer.models.clip import LARGEST_LOG_SCALE
 from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.objective import Params, is_causal_lm, objective_of
 from jaxformer.nn.execution import Execution
-from jaxformer.ops.attention import attention
+from jaxformer.nn.parameter_norms import dotted
+from jaxformer.ops.attention import MASKED, attention
 from jaxformer.ops.blockwise import blockwise_attention
 from jaxformer.ops.masks import EMPTY
 from jaxformer.ops.precision import upcast
@@ -224,7 +225,7 @@ def attention_mask(model: nn.Module, params: Params, inputs: Inputs) -> Check:
 
 
 def attention_rows(model: nn.Module, params: Params, inputs: Inputs) -> Check:
-    """Check that attention weights sum to 1: if all values are 1, so is every head's output."""
+    """Check that attention weights sum to 1 without sinks: if all values are 1, so is every head's output."""
     check = partial(Check, "attention rows", limit=ROUNDING)
     sums = _capture_with(model, params, inputs, "*attention.v", jnp.ones_like, "*attention.z").values()
     if not sums:
@@ -235,13 +236,22 @@ def attention_rows(model: nn.Module, params: Params, inputs: Inputs) -> Check:
 def _capture_with(
     model: nn.Module, params: Params, inputs: Inputs, replaced: str, edit: Callable[[jax.Array], jax.Array], names: str
 ) -> Activations:
-    """Return activations by name, with others replaced by `edit` of their values."""
+    """Return activations by name, with others replaced by `edit` of their values, and without attention sinks."""
 
     def captured(params: Params) -> Activations:
         with intervene(replaced, lambda _, value: edit(value), missing_ok=True):
             return capture(model, params, *inputs, names=names, missing_ok=True)
 
-    return jax.jit(captured)(params)
+    return jax.jit(captured)(_without_sinks(params))
+
+
+def _without_sinks(params: Params) -> Params:
+    """Return parameters whose attention sinks take nothing of the weights, which sum to 1 without them."""
+
+    def sunk(path: tuple[object, ...], x: jax.Array) -> jax.Array:
+        return jnp.full_like(x, MASKED) if dotted(path).endswith(".sinks") else x
+
+    return jax.tree_util.tree_map_with_path(sunk, params)
 
 
 def padding(model: nn.Module, params: Params, inputs_B: Inputs) -> Check:
