@@ -312,12 +312,13 @@ def _losses(model: nn.Module, params: Params, batch: Batch, scales_N: PerHead, r
 @jax.jit
 def singular_values(attention: Params) -> tuple[jax.Array, jax.Array]:
     """Return the singular values of W_QK = W_Q W_Kᵀ and of W_OV = W_V W_O (Elhage et al. 2021) of each head, each
-    `(H, K)` float32 in descending order. Biases, norms, gains and rotations are not part of these products.
+    `(H, K)` float32 in descending order. Biases, norms, gains and rotations are not part of these products; projections
+    to latents are.
 
     Args:
       attention: parameters of an attention layer; without a `W_O`, W_OV is W_V.
     """
-    attention = jax.tree.map(upcast, attention)  # XLA has no decomposition of bfloat16
+    attention = _without_latents(jax.tree.map(upcast, attention))  # XLA has no decomposition of bfloat16
     W_Q_HDK, W_K_HDK, W_V_HDK = (jnp.moveaxis(attention[name], 1, 0) for name in ("W_Q", "W_K", "W_V"))
     W_K_HDK, W_V_HDK = (jnp.repeat(W, len(W_Q_HDK) // len(W), axis=0) for W in (W_K_HDK, W_V_HDK))
     R = partial(jnp.linalg.qr, mode="r")  # A Bᵀ has the singular values of R_A R_Bᵀ, which is small
@@ -325,6 +326,19 @@ def singular_values(attention: Params) -> tuple[jax.Array, jax.Array]:
     if "W_O" not in attention:
         return values(R(W_Q_HDK), R(W_K_HDK)), jnp.linalg.svd(W_V_HDK, compute_uv=False)
     return values(R(W_Q_HDK), R(W_K_HDK)), values(R(W_V_HDK), R(jnp.swapaxes(attention["W_O"], 1, 2)))
+
+
+def _without_latents(attention: Params) -> Params:
+    """Return parameters in which the W_Q, W_K and W_V of `nn.LatentAttention` are the products with their projections
+    to latents, `(D, H, K)`; W_K ends in the rotated features that heads share."""
+    W = dict(attention)
+    for name, down in (("W_Q", "W_DQ"), ("W_K", "W_DKV"), ("W_V", "W_DKV")):
+        if down in W:
+            W[name] = jnp.tensordot(W[down], W[name], 1)
+    if "W_KR" in W:
+        W_KR_DHR = jnp.repeat(W["W_KR"][:, None], W["W_K"].shape[1], axis=1)
+        W["W_K"] = jnp.concatenate([W["W_K"], W_KR_DHR], axis=-1)
+    return W
 
 
 def patched_back(params: Params, earlier: Params, layer: str, head: int | jax.Array) -> Params:

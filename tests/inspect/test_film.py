@@ -14,24 +14,34 @@ from jaxformer.inspect import capture
 from jaxformer.inspect.film import Birth, Frame, births, bumps, film, repeated_tokens
 from jaxformer.inspect.heads import patched_back, singular_values
 from jaxformer.inspect.pages.film import biography
+from jaxformer.models.decoder import LatentsConfig
 from jaxformer.runs.run import load_run
 from tests.arrays import plain_decoder, random_params
+from tests.helpers import slow
 from tests.runs.random_runs import saved_run
 
 GROUPED = plain_decoder(
     31, 7, 12, n_blocks=2, n_heads=4, n_kv_heads=2, head_dim=5, d_ff=(6,), attention_bias=True, norm="rmsnorm"
 )
+LATENTS = replace(GROUPED, attention_bias=False, n_kv_heads=None, latents=LatentsConfig(9, 11, 2, 3))
 LAYER = "blocks.1.attention"
 TOKENS = jnp.array([3, 1, 4, 1, 5, 9, 2])
 
 
-def test_singular_values_are_those_of_the_whole_matrices():
-    attention = random_params(GROUPED.build(), TOKENS, seed=0)["blocks_1"]["attention"]
-    W_Q, W_K, W_V, W_O = (np.asarray(attention[f"W_{name}"], np.float64) for name in "QKVO")
+@pytest.mark.parametrize("config", [GROUPED, slow(LATENTS)], ids=["grouped", "latents"])
+def test_singular_values_are_those_of_the_whole_matrices(config):
+    attention = random_params(config.build(), TOKENS, seed=0)["blocks_1"]["attention"]
+    W = {name: np.asarray(value, np.float64) for name, value in attention.items()}
     qk_HK, ov_HK = singular_values(attention)
     for h in range(4):
-        for values_K, matrix in ((qk_HK[h], W_Q[:, h] @ W_K[:, h // 2].T), (ov_HK[h], W_V[:, h // 2] @ W_O[h])):
-            np.testing.assert_allclose(values_K, np.linalg.svd(matrix, compute_uv=False)[:5], rtol=1e-4)
+        if config.latents is None:
+            g = h // 2
+            qk, ov = W["W_Q"][:, h] @ W["W_K"][:, g].T, W["W_V"][:, g] @ W["W_O"][h]
+        else:
+            W_Q, W_K, W_V = W["W_DQ"] @ W["W_Q"][:, h], W["W_DKV"] @ W["W_K"][:, h], W["W_DKV"] @ W["W_V"][:, h]
+            qk, ov = W_Q[:, :-2] @ W_K.T + W_Q[:, -2:] @ W["W_KR"].T, W_V @ W["W_O"][h]
+        for values_K, matrix in ((qk_HK[h], qk), (ov_HK[h], ov)):
+            np.testing.assert_allclose(values_K, np.linalg.svd(matrix, compute_uv=False)[: len(values_K)], rtol=1e-4)
     half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), attention)
     assert {x.dtype for x in jax.eval_shape(singular_values, half)} == {jnp.dtype(jnp.float32)}
 
