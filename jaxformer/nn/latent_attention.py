@@ -11,8 +11,7 @@ import jax.numpy as jnp
 
 from jaxformer.nn.attention import AXES, MultiHeadAttention
 from jaxformer.ops.attention import project_heads
-from jaxformer.ops.cache import LayerCache, read_layer, write_layer
-from jaxformer.ops.latent import latent_attention
+from jaxformer.ops.cache import LayerCache, decode_step
 from jaxformer.ops.masks import Mask
 from jaxformer.ops.norms import rms_norm
 
@@ -26,7 +25,8 @@ class LatentAttention(MultiHeadAttention):
     same for all heads.
 
     A cache holds the latents in the place of values, and the rotated features in the place of keys: C + R numbers per
-    position. A decode step attends to them by `ops.latent.latent_attention`; otherwise, keys and values are computed.
+    position. A decode step attends to them as `ops.latent.latent_attention` does; otherwise, keys and values are
+    computed.
 
     Attributes:
       latent_dim: width C of the latents.
@@ -76,12 +76,11 @@ class LatentAttention(MultiHeadAttention):
         **terms: Any,
     ) -> tuple[jax.Array, LayerCache]:
         """See `MultiHeadAttention`; given the `keys_values`."""
-        cache = write_layer(cache, k_G1K, v_G1K, slot)
-        k_1SR, latent_1SC = read_layer(cache, q_H1K.dtype)
         W_K_CHK, W_V_CHK = self._from_latents()
-        q_H1R, q_H1K = q_H1K[..., -self.rope_dim :], q_H1K[..., : -self.rope_dim]
-        matrices = W_K_CHK.transpose(1, 2, 0), W_V_CHK.transpose(1, 0, 2)
-        return latent_attention(q_H1K, q_H1R, latent_1SC[0], k_1SR[0], *matrices, mask, self.factor, **terms), cache
+        q_H1K, q_H1R = q_H1K[..., : -self.rope_dim], q_H1K[..., -self.rope_dim :]
+        q_H1C = jnp.einsum("htk,chk->htc", q_H1K, W_K_CHK)  # qᵀ W_K c is the product of W_Kᵀ q and the latent
+        y_H1C, cache = decode_step(q_H1R, k_G1K, v_G1K, cache, slot, mask, self.factor, q_of_values_H1K=q_H1C, **terms)
+        return jnp.einsum("htc,chk->htk", y_H1C, W_V_CHK), cache
 
     def _latents(self, name: str, x_TD: jax.Array, width: int) -> jax.Array:
         """Return normalised latents `(T, width)`, by the name of their matrix and gain."""

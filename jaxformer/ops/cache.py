@@ -113,12 +113,14 @@ def decode_step(
     bias: jax.Array | None = None,
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,
+    q_of_values_H1K: jax.Array | None = None,
 ) -> tuple[jax.Array, LayerCache]:
     """Return the attention of one query, `(H, 1, K)`, and the layer with the query's own key and value written at
     `slot`.
 
     `bias` is an array, `(H, 1, S)` or `(1, S)`, from the positions in the cache, such as
-    `ALiBi(slopes)(positions_1, cache.position_S)`; `soft_cap` and `sinks` are those of `attention`.
+    `ALiBi(slopes)(positions_1, cache.position_S)`; `soft_cap` and `sinks` are those of `attention`. The products of
+    `q_of_values_H1K` and the values are added to the scores: in latent attention, values are also a part of the keys.
 
     The score and weight of `slot` come from the new key and value, rounded as the cache rounds them; the cache is
     written last, for `workarounds.zero_after`.
@@ -130,11 +132,18 @@ def decode_step(
     einsum = partial(jnp.einsum, preferred_element_type=accumulation_dtype(dtype))
     q_GRK = q_H1K.reshape(G, H // G, K) * scale
     own_S = jnp.arange(mask_1S.shape[1]) == slot
-    scores_GRS = einsum("grk,gks->grs", q_GRK, layer.k_GKS.values.astype(dtype))
-    if layer.k_GKS.scale_GS is not None:
-        scores_GRS *= layer.k_GKS.scale_GS[:, None, :]
-    own_score_GR1 = einsum("grk,gsk->grs", q_GRK, _rounded(k_G1K, layer.k_GKS.values.dtype))
-    scores_GRS = jnp.where(own_S, own_score_GR1, scores_GRS)
+
+    def scores(products: str, q_GRK: jax.Array, stored: Stored, own_G1K: jax.Array) -> jax.Array:
+        scores_GRS = einsum(products, q_GRK, stored.values.astype(dtype))
+        if stored.scale_GS is not None:
+            scores_GRS *= stored.scale_GS[:, None, :]
+        own_score_GR1 = einsum("grk,gsk->grs", q_GRK, _rounded(own_G1K, stored.values.dtype))
+        return jnp.where(own_S, own_score_GR1, scores_GRS)
+
+    scores_GRS = scores("grk,gks->grs", q_GRK, layer.k_GKS, k_G1K)
+    if q_of_values_H1K is not None:
+        q_GRK = q_of_values_H1K.reshape(G, H // G, -1) * scale
+        scores_GRS += scores("grk,gsk->grs", q_GRK, layer.v_GSK, v_G1K)
     if bias is not None:
         bias = jnp.broadcast_to(bias, (H, *mask_1S.shape)).reshape(scores_GRS.shape)
     scores_GRS = adjust(scores_GRS, bias, soft_cap)

@@ -29,9 +29,8 @@ def latent_attention(
     """Return the attention to keys W_K c and values W_V c of latents c, `(H, T, K)`, without computing these.
 
     Since the score qᵀ W_K c is the product of W_Kᵀ q and the latent, latents and rotated keys are the keys, and latents
-    the values, of one head that all query heads share. They are all that a cache holds: in a decode step, `latent_SC`
-    and `k_SR` are S · (C + R) cached numbers, to which those of the query's position have been written, and the mask
-    hides empty slots. Mask, bias, soft cap and sinks are as in `attention`.
+    the values, of one head that all query heads share. They are all that a cache holds, S · (C + R) numbers, to which
+    `cache.decode_step` attends alike. Mask, bias, soft cap and sinks are as in `attention`.
 
     Args:
       q_HTK: queries; their width is that of W_K's keys.

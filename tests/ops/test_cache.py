@@ -80,12 +80,17 @@ def test_a_step_attends_as_if_its_key_and_value_were_written_first(dtype: Any, s
     if slot == 4:  # positions that do not follow the order of the slots
         bias = ALiBi(alibi_slopes(2 * G))(jnp.array([slot]), (jnp.arange(S) + 5) % S)
         terms = {"bias": bias, "sinks": normal(2 * G, seed=6), "soft_cap": 1.5}
+    q_of_values = normal(2 * G, 1, K, seed=7) if slot == S - 1 else None
     step = jax.jit(partial(decode_step, soft_cap=terms.get("soft_cap")))
-    y, got = step(q, k, v, layer, slot, mask_1S, 0.3, bias=terms.get("bias"), sinks=terms.get("sinks"))
+    arrays = {"bias": terms.get("bias"), "sinks": terms.get("sinks"), "q_of_values_H1K": q_of_values}
+    y, got = step(q, k, v, layer, slot, mask_1S, 0.3, **arrays)
     wanted = write_layer(layer, k, v, slot)
     for a, b in zip(read_layer(got, jnp.float32), read_layer(wanted, jnp.float32), strict=True):
         assert_close(a, b)
-    assert_close(y, attention(q, *read_layer(wanted, jnp.float32), mask_1S, 0.3, **terms))
+    k, v = read_layer(wanted, jnp.float32)
+    if q_of_values is not None:  # values are also a part of the keys
+        q, k = jnp.concatenate([q, q_of_values], -1), jnp.concatenate([k, v], -1)
+    assert_close(y, attention(q, k, v, mask_1S, 0.3, **terms))
 
 
 @pytest.mark.slow

@@ -1,4 +1,3 @@
-from math import prod
 from typing import Any
 
 import jax
@@ -38,19 +37,6 @@ def test_latents_attend_as_the_keys_and_values_that_they_stand_for() -> None:
     wanted, got, step = results()
     assert_close(got, wanted)
     assert_close(step, wanted[:, 4:5])
-
-
-@pytest.mark.slow
-def test_a_decode_step_reads_the_latents_and_expands_none() -> None:
-    """Measured in bytes of the compiled step, of which keys and values of all heads would be four times as many."""
-    S, n_bytes = 4096, lambda *shapes: sum(4 * prod(shape) for shape in shapes)
-    q, cache, weights = ((H, 1, K), (H, 1, R)), ((S, C), (S, R)), ((H, K, C), (H, C, V))
-    step = jax.jit(lambda *arrays: latent_attention(*arrays))
-    shapes = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (*q, *cache, *weights))
-    memory: Any = step.lower(*shapes).compile().memory_analysis()
-    assert n_bytes(*cache) == 4 * S * (C + R)
-    assert memory.argument_size_in_bytes == n_bytes(*q, *cache, *weights)
-    assert memory.temp_size_in_bytes < n_bytes((H, S, K + R), (H, S, V))
 
 
 @pytest.mark.slow
