@@ -62,12 +62,17 @@ def symbolic(mask: Mask) -> tuple[Causal | None, jax.Array | None]:
 
 def _cudnn_refuses_segments(mask: Mask) -> str | None:
     """Return the reason why cuDNN does not support this mask on this GPU, or None."""
-    if isinstance(mask, Packed):
-        from jax._src.cudnn.fused_attention_stablehlo import check_compute_capability
-
-        if not check_compute_capability("9.0"):
-            return "cuDNN supports packed documents on GPUs from Hopper on"
-    return None
+    if not isinstance(mask, Packed):
+        return None
+    try:  # private names, which another jax may lack
+        from jax._src.cudnn.fused_attention_stablehlo import (  # noqa: F401
+            MaskType,
+            check_compute_capability,
+            dot_product_attention,
+        )
+    except ImportError as error:
+        return f"this jax has no cuDNN attention for packed documents ({error})"
+    return None if check_compute_capability("9.0") else "cuDNN supports packed documents on GPUs from Hopper on"
 
 
 def cudnn_refuses(q_HTK: Shaped, k_GSK: Shaped, mask: Mask) -> str | None:
@@ -104,7 +109,7 @@ def cudnn_attention(
       implementation: "xla" computes the same without the kernel, on any device.
 
     Raises:
-      ValueError: the kernel does not support the mask, a soft cap or sinks.
+      ValueError: the kernel does not support the mask, here or at all, a soft cap or sinks.
     """
     length_first = partial(jnp.swapaxes, axis1=0, axis2=1)
     if soft_cap is not None or sinks is not None:
@@ -116,6 +121,8 @@ def cudnn_attention(
     if segments_T is not None:
         if bias is not None:
             raise ValueError("cuDNN attention has no bias for packed documents; use blockwise_attention instead")
+        if implementation == "cudnn" and (reason := _cudnn_refuses_segments(mask)):
+            raise ValueError(reason)
         assert causal is not None
         # jax 0.10 computes the offsets of fewer key/value heads from the number of query heads (mended by #39521).
         k_GSK, v_GSK = (jnp.repeat(x, H // len(x), axis=0) for x in (k_GSK, v_GSK))

@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.cudnn import fused_attention_stablehlo
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
 from jaxformer.ops import kernels
@@ -152,6 +153,16 @@ PACKED = Packed(jnp.zeros(256, jnp.int32))
 def test_kernels_refuse_unsupported_inputs_with_a_reason(refuses, q, k, mask: Mask, reason: str | None) -> None:
     said = refuses(q, k, mask)
     assert said is None if reason is None else reason in said
+
+
+def test_packed_documents_are_refused_where_cudnn_or_jax_has_no_kernel_for_them(monkeypatch) -> None:
+    arrays = [x.astype(jnp.bfloat16) for x in qkv(1, 1, 256, 256, 8)]
+    with pytest.raises(ValueError, match="on GPUs from Hopper on"):  # jax itself raises NotImplementedError
+        cudnn_attention(*arrays, PACKED)
+    for name in ("check_compute_capability", "dot_product_attention"):
+        with monkeypatch.context() as patch:
+            patch.delattr(fused_attention_stablehlo, name)
+            assert "this jax has no cuDNN attention" in str(cudnn_refuses(arrays[0], arrays[1], PACKED))
 
 
 @pytest.mark.parametrize("name", HERE)
