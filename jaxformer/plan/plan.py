@@ -127,7 +127,8 @@ def make_plan(setup: TrainSetup) -> Plan:
     is_gpu = device.platform == "gpu"
     host_size = len(host) if is_gpu else None
     collectives = tuple(program.collectives(n, host_size))
-    traffic, is_decoder = traffic_by_category(program), setup.config.model.contract.has_residual_stream
+    has_biases = any(name.rpartition(".")[2].startswith("b_") for name in setup.parameter_axes)
+    traffic, is_decoder = traffic_by_category(program, has_biases), setup.config.model.contract.has_residual_stream
     # Loops within Pallas kernels for GPUs are not counted, so take at least the model FLOPs.
     flops = max(of_model, matmul_flops(without_dead_code(traced.jaxpr), model.visible)) / n
     return Plan(

@@ -51,6 +51,8 @@ def program(*operations: tuple[str, str]) -> str:
 def test_operations_belong_where_they_were_traced(opcode, name, category):
     text = program((opcode, name)).replace("fusion(%x)", "fusion(%x), calls=%fused")
     assert traffic_by_category(parse(text)) == {category: 2 * 16}
+    unbiased = "other" if category == "biases" else category
+    assert traffic_by_category(parse(text), has_biases=False) == {unbiased: 2 * 16}
 
 
 def test_traffic_is_listed_by_size_and_adds_up():
@@ -76,6 +78,15 @@ def test_minimal_traffic_by_hand():
     assert result == pytest.approx(expected, abs=100)
     recomputed = on_one_device(replace(CONFIG, compute=ComputeConfig(remat="block")))
     more = minimal_traffic(recomputed, sizes(data=2, tensor=2))
-    assert more["matmuls"] == 4 / 3 * result["matmuls"] and more["loss"] == result["loss"]
+    w_2 = L * (N * (F // 2 + D) + F * D / 2)  # the next block has its result, and nothing else reads it
+    assert more["matmuls"] == result["matmuls"] + 2 * (matmuls - w_2) and more["loss"] == result["loss"]
+    assert more["activation"] == 6 / 5 * result["activation"]  # its result is written again
+    parallel, post = (
+        minimal_traffic(on_one_device(replace(recomputed.config, model=replace(MODEL, norm_placement=name))), sizes())
+        for name in ("parallel", "post")
+    )
+    w_o = L * (2 * N * 2 * D + D * D)
+    w_2 = L * (2 * N * (F + D) + F * D)
+    assert post["matmuls"] - parallel["matmuls"] == 2 * (w_o + w_2)
     tied = minimal_traffic(on_one_device(replace(CONFIG, model=replace(MODEL, unembedding="tied"))), sizes())
     assert tied["loss"] == 2 * 2 * (B * T * D + D * V)
