@@ -8,6 +8,7 @@ from jaxformer.config import ComputeConfig, LoraConfig
 from jaxformer.errors import UserError
 from jaxformer.models.decoder import ExpertsConfig
 from jaxformer.parallel.mesh import make_mesh
+from jaxformer.plan import make_plan
 from jaxformer.plan.hlo import Collective
 from jaxformer.plan.meshes import (
     MeshCost,
@@ -51,6 +52,19 @@ def test_sharded_parameters_are_gathered_in_bfloat16_and_gradients_summed_in_flo
     gathered = sent(again, data=2, fsdp=4)
     assert gathered["all-gather", 0] == 3 / 4 * 2 * 2 * (2 * BLOCKS + TABLES)
     assert gathered["reduce-scatter", 0] == 2 * one_way
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", [{"data": 2, "fsdp": 4}, {"fsdp": 4, "tensor": 2}], ids=str)
+def test_counts_agree_with_compiled_programs(axes):
+    mesh = ",".join(f"{axis}={size}" for axis, size in axes.items())
+    of_float32 = {"model": replace(MODEL, n_blocks=1), "compute": ComputeConfig(precision="float32")}
+    config = replace(CONFIG, mesh=mesh, **of_float32)
+    compiled = {c.kind: c.n_bytes for c in make_plan(TrainSetup(config, make_mesh(mesh))).collectives}
+    counted = sent(config, **axes)
+    assert compiled["reduce-scatter"] == counted["reduce-scatter", 0]
+    gathers = compiled["all-gather"], counted["all-gather", 0]
+    assert gathers[0] > gathers[1] if "tensor" in axes else gathers[0] == gathers[1]
 
 
 def test_tensor_parallelism_sums_activations_as_its_paper_says():
