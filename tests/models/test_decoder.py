@@ -75,9 +75,16 @@ CONFIGS = {name: small(name) for name in RUNGS} | {
         output_bias=False,
         value_embedding=True,
     ),
+    "latents": replace(
+        MODERN,
+        n_kv_heads=None,
+        qk_norm=False,
+        latents=LatentsConfig(9, 11, rope_width=4, value_width=7),
+        experts=ExpertsConfig(4, router="sigmoid", n_groups=2, dense_blocks=1, dense_width=19, shared_expert=True),
+    ),
 }
 
-CASES = ["modern", slow("experts")]
+CASES = ["modern", slow("experts"), slow("latents")]
 
 
 def extend(model: Decoder, params: Params, *args: object) -> tuple:
@@ -197,16 +204,26 @@ def test_a_batch_equals_its_examples_computed_separately(case: Small) -> None:
 
 
 @pytest.mark.slow
-def test_a_prompt_without_padding_can_be_split() -> None:
-    model, params = build(MODERN)
+@pytest.mark.parametrize(
+    ("name", "dtype", "tolerance"),
+    [
+        ("modern", "float32", 1e-5),
+        ("latents", "float32", 1e-5),
+        ("latents", "bfloat16", 0.03),
+        ("latents", "int8", 0.03),
+    ],
+)
+def test_a_prompt_without_padding_can_be_split(name: str, dtype: str, tolerance: float) -> None:
+    """Into two parts and a step; narrow caches round."""
+    model, params = build(CONFIGS[name])
     tokens_T = random_tokens(V, T)
     full_TV = apply(model, params, tokens_T)
-    cache, out = model.init_cache(T), []
-    for part in (slice(0, 4), slice(4, T)):
+    cache, out = model.init_cache(T, dtype), []
+    for part in (slice(0, 3), slice(3, T - 1), slice(T - 1, T)):
         positions = jnp.arange(T)[part]
         logits, cache = jax.jit(extend, static_argnums=0)(model, params, tokens_T[part], positions, cache, part.start)
         out.append(logits)
-    assert_close(jnp.concatenate(out), full_TV)
+    assert_close(jnp.concatenate(out), full_TV, tolerance)
     np.testing.assert_array_equal(cache.position_S, jnp.arange(T))
 
 
@@ -372,6 +389,13 @@ def test_scanned_groups_equal_the_loop_and_so_do_their_gradients() -> None:
     told = looped[0][1]
     assert list(told) == [f"blocks_{i}.mlp" for i in range(3)]
     assert told["blocks_0.mlp"].dropped > 0  # capacity was limited
+
+
+@pytest.mark.slow
+def test_scanned_latents_after_a_dense_block_equal_the_loop() -> None:
+    config = replace(CONFIGS["latents"], n_blocks=3)
+    params, scanned, looped = build(config)[1], config.build(Execution(scan=True)), config.build()
+    assert_close(apply(scanned, params, TOKENS_T), apply(looped, params, TOKENS_T))
 
 
 @pytest.mark.slow

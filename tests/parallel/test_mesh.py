@@ -15,7 +15,7 @@ from jaxformer.config import Config, ModelConfig, OptimizerConfig
 from jaxformer.contract import ParameterAxes, Role
 from jaxformer.data.windows import TextConfig
 from jaxformer.errors import UserError
-from jaxformer.models.decoder import ExpertsConfig
+from jaxformer.models.decoder import ExpertsConfig, LatentsConfig
 from jaxformer.nn.parameters import parameter_axes
 from jaxformer.ops import workarounds
 from jaxformer.parallel import mesh as sharding
@@ -169,6 +169,26 @@ def test_expert_parameters_are_sharded_as_listed():
     layer = "blocks_0.mlp."
     specs_by_name = {name.removeprefix(layer): where.spec for name, where in placed.items() if name.startswith(layer)}
     assert specs_by_name == expected
+
+
+def test_latent_attention_is_sharded_as_listed():
+    """Heads over `tensor`; latents have none, so projections to them are split over `fsdp` alone."""
+    model = plain_decoder(12, 6, 8, n_heads=2, head_dim=6, latents=LatentsConfig(4, 4, rope_width=2), sinks=True)
+    expected = {
+        "W_DQ": P("fsdp", None),
+        "W_DKV": P("fsdp", None),
+        "W_KR": P("fsdp", None),
+        "W_Q": P("fsdp", "tensor", None),
+        "W_K": P("fsdp", "tensor", None),
+        "W_V": P("fsdp", "tensor", None),
+        "W_O": P("tensor", None, "fsdp"),
+        "gamma_DQ": P(),
+        "gamma_DKV": P(),
+        "sinks": P("tensor"),
+    }
+    placed = param_shardings(model, make_mesh(CUBE))
+    layer = "blocks_0.attention."
+    assert {n.removeprefix(layer): w.spec for n, w in placed.items() if n.startswith(layer)} == expected
 
 
 OF_EACH_KIND = {type(config.model): name for name, config in CONFIGS.items()}.values()
