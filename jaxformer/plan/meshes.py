@@ -138,7 +138,6 @@ def required_collectives(
     steps, remat = config.compute.grad_accumulation_steps, config.compute.remat
     examples = config.train.batch_size / prod(sizes[axis] for axis in BATCH)  # of a device, in all microbatches
     tokens = examples * (shape.n_positions if (shape := config.model.contract.attention) else 1)
-    experts = getattr(config.model, "experts", None)
     parameters = split_parameters(setup, sizes)
     is_tied = not any("vocab" in axes.outputs for _, axes, _, _ in parameters)
     times: Counter[tuple[str, int]] = Counter()
@@ -158,9 +157,7 @@ def required_collectives(
             send("reduce-scatter", ["fsdp"], gathered * width, steps)
         gradient = 4 * leaf.size / prod(sizes[axis] for axis in split if axis)  # summed in float32
         send("all-reduce", [axis for axis in BATCH if axis not in split], gradient)
-        rows = tokens
-        if experts is not None and "experts" in axes.stack:
-            rows *= experts.per_token * experts.capacity_factor if experts.capacity_factor else experts.n_experts
+        rows = tokens * rows_per_token(setup, axes)
         if "vocab" in axes.names and "tensor" in split:
             send("all-reduce", ["tensor"], rows * model_width(parameters) * width, 2 if is_tied else 1)
         elif axes.role is Role.MATRIX and "embed" not in axes.inputs:
@@ -193,6 +190,13 @@ def split_parameters(
     return [(name, axes[name], leaf, tuple(spec(axes[name], leaf.shape, mesh))) for name, leaf in named]
 
 
+def rows_per_token(setup: TrainSetup, axes: ParameterAxes) -> float:
+    """Return the rows, per token, that a parameter with these axes is multiplied with: of experts, their slots."""
+    if "experts" not in axes.stack or (experts := getattr(setup.config.model, "experts", None)) is None:
+        return 1
+    return float(experts.per_token * experts.capacity_factor if experts.capacity_factor else experts.n_experts)
+
+
 def model_width(parameters: Sequence[tuple[str, ParameterAxes, jax.ShapeDtypeStruct, Any]]) -> int:
     """Return the model's width, the size of axes named `embed`."""
     widths = (dict(zip(axes.names, leaf.shape, strict=True)).get("embed", 0) for _, axes, leaf, _ in parameters)
@@ -218,7 +222,7 @@ def memory_of(setup: TrainSetup, sizes: Mapping[str, int]) -> float:
     n_parameters = sum(leaf.size for leaf in jax.tree.leaves(setup.abstract_params))
     per_parameter = state / n_parameters + 4 + width  # with the gradient, in float32, and the cast
     parameters = split_parameters(setup, sizes)
-    D, total, of_block = model_width(parameters), 0.0, Counter[str]()
+    D, total, of_block = model_width(parameters), 0.0, defaultdict[str, float](float)
     for name, axes, leaf, split in parameters:
         total += per_parameter * leaf.size / prod(sizes[axis] for axis in split if axis)
         top, n_outputs = name.partition(".")[0], len(axes.outputs)
@@ -226,7 +230,8 @@ def memory_of(setup: TrainSetup, sizes: Mapping[str, int]) -> float:
             total += 2 * width * leaf.size / prod(sizes[axis] for axis in split if axis and axis != "fsdp")
         elif axes.inputs:
             is_split = "tensor" in split[-n_outputs:]
-            of_block[top] += prod(leaf.shape[-n_outputs:]) // (sizes["tensor"] if is_split else 1)
+            outputs = prod(leaf.shape[-n_outputs:]) // (sizes["tensor"] if is_split else 1)
+            of_block[top] += rows_per_token(setup, axes) * outputs
     steps = config.compute.grad_accumulation_steps
     examples = config.train.batch_size / prod(sizes[axis] for axis in BATCH) / steps
     shape, blocks = config.model.contract.attention, [size + 4 * D for size in of_block.values()]

@@ -112,6 +112,16 @@ def test_memory_by_hand():
     assert memory_of(recomputed, sizes(fsdp=4)) == pytest.approx(expected, abs=200)
 
 
+@pytest.mark.slow
+def test_memory_counts_every_slot_of_experts():
+    """Per token, three slots instead of two: two experts with a capacity factor of 1.5 instead of 1."""
+    of_factor = lambda factor: memory_of(  # noqa: E731
+        on_one_device(replace(CONFIG, model=replace(MODEL, experts=ExpertsConfig(8, 2, capacity_factor=factor)))),
+        sizes(expert=4),
+    )
+    assert of_factor(1.5) - of_factor(1.0) == pytest.approx(2 * B / 4 * T * L * (F + D), abs=1)
+
+
 def test_meshes_are_ranked_by_fit_and_by_compute_and_network_one_after_the_other():
     ranked = rank_meshes(SETUP, 8, CHIP, capacity=1e9, host_size=4)
     names = [cost.mesh for cost in ranked]
