@@ -135,7 +135,8 @@ def _plan_meshes(config: Config, topology: str | None = None) -> int:
         capacity = memory_capacity(first)
     assert capacity is not None, kind
     ranked = rank_meshes(on_one_device(config), n, chip, (1 - FREE_SHARE) * capacity, per_host)
-    echo(f"{config.name} on {n} x {kind}: meshes by counted compute and communication, best first")
+    counted = "compute and communication (with tensor and fsdp, a lower bound)"
+    echo(f"{config.name} on {n} x {kind}: meshes by counted {counted}, best first")
     echo("\n".join(describe_meshes(ranked)))
     if topology and not (compiler := compiler_of(topology)).is_installed:
         echo(f"not compiled: pip install 'jaxformer[{compiler.extra}]' provides the {compiler.kind} compiler")
