@@ -44,11 +44,14 @@ class MeshCost:
     """Seconds of communication that a compiled schedule does not hide; None if unknown."""
 
     @property
+    def seconds(self) -> float:
+        """Seconds of compute and communication one after the other; of a schedule, of its exposed communication."""
+        return self.estimate.compute + (self.estimate.network if self.exposed is None else self.exposed)
+
+    @property
     def order(self) -> tuple[bool, float, float]:
-        """Sort key: meshes that fit, by the time of compute and communication one after the other (of a schedule, its
-        exposed communication); the others, by memory."""
-        seconds = self.estimate.compute + (self.estimate.network if self.exposed is None else self.exposed)
-        return not self.fits, seconds if self.fits else self.memory, self.memory
+        """Sort key: meshes that fit, by `seconds`; the others, by memory."""
+        return not self.fits, self.seconds if self.fits else self.memory, self.memory
 
 
 def rank_meshes(setup: TrainSetup, n: int, chip: Chip, capacity: float, host_size: int | None = None) -> list[MeshCost]:
@@ -85,10 +88,10 @@ def rank_meshes(setup: TrainSetup, n: int, chip: Chip, capacity: float, host_siz
 
 def describe_meshes(costs: Sequence[MeshCost]) -> list[str]:
     """Return a table of the best meshes as lines of text."""
-    lines = [f"  {'mesh':<24} {'GB needed':>10} {'GB sent':>8} {'compute s':>10} {'network s':>10} {'step s':>8}"]
+    lines = [f"  {'mesh':<24} {'GB needed':>10} {'GB sent':>8} {'compute s':>10} {'network s':>10} {'in turn s':>9}"]
     for c in costs[:MAX_LISTED]:
         e, note = c.estimate, "" if c.fits else "  does not fit"
-        times = f"{e.compute:>10.3g} {e.network:>10.3g} {e.seconds:>8.3g}"
+        times = f"{e.compute:>10.3g} {e.network:>10.3g} {c.seconds:>9.3g}"
         note = note if c.exposed is None else f"  {c.exposed:.3g} s of the network exposed{note}"
         lines.append(f"  {c.mesh:<24} {c.memory / 1e9:>10.1f} {c.bytes_sent / 1e9:>8.3g} {times}{note}")
     rest = costs[MAX_LISTED:]

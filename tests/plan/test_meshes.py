@@ -140,12 +140,12 @@ def test_meshes_are_ranked_by_fit_and_by_compute_and_network_one_after_the_other
 def test_a_ranking_lists_the_best_and_counts_the_rest():
     costs = [MeshCost(f"data={n}", 2e9, n < 11, 3e9, Estimate(1.0, 0.0, 0.5, 1.0, CHIP)) for n in range(1, 13)]
     head, first, *_, rest = describe_meshes(costs)
-    assert head.split()[0] == "mesh" and first.split() == ["data=1", "2.0", "3", "1", "0.5", "1"]
+    assert head.split()[0] == "mesh" and first.split() == ["data=1", "2.0", "3", "1", "0.5", "1.5"]  # the sum
     assert rest == "  and 4 others, of which 2 fit"
     assert describe_meshes(costs[-1:])[1].endswith("does not fit")
     hidden = replace(costs[1], exposed=0.25)
     assert hidden.order < costs[0].order < costs[-1].order
-    assert describe_meshes([hidden])[1].endswith("  0.25 s of the network exposed")
+    assert describe_meshes([hidden])[1].endswith(" 1.25  0.25 s of the network exposed")
 
 
 @pytest.mark.parametrize(
