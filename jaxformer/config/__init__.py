@@ -390,7 +390,7 @@ class Config(FieldDocs):
     """Speed, memory and rounding."""
     mesh: str = ""
     """Device mesh, such as 'data=2,fsdp=4', with axes data, fsdp, expert and tensor. Remaining devices are
-    data-parallel, as all are by default."""
+    data-parallel, as all are by default. In plan, 'auto' ranks all meshes."""
     lora: LoraConfig = field(default_factory=LoraConfig)
     """Low-rank adaptation."""
     init_from: str | None = None

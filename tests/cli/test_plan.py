@@ -110,6 +110,13 @@ def test_wrong_input_is_a_user_error(options, message, capsys):
     assert err.startswith("error: ") and message in err and err.count("\n") == 1
 
 
+def test_help_of_mesh_names_auto(capsys):
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    text = capsys.readouterr().out.partition("--mesh ")[2].partition("\n  --")[0]
+    assert "'auto' ranks all meshes" in " ".join(text.split())
+
+
 @pytest.mark.parametrize(("topology", "extra"), [("v5e:2x2", "plan"), ("h100:8", "plan-gpu")])
 def test_missing_compiler_names_the_extra(topology, extra, capsys, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
