@@ -109,18 +109,18 @@ class CrossEntropy:
         targets_B, weights_B = jnp.asarray(batch.targets), batch.weights
         if weights_B is None:
             weights_B = jnp.full(targets_B.shape, 1 / (targets_B.size * across.n), jnp.float32)
-        if layer is not None:
-            x_ND, targets_N = _token_rows(x_B, targets_B)
-            with jax.named_scope("loss"):  # by which `plan` and profiles know its operations
+        with jax.named_scope("loss"):  # by which `plan` and profiles know its operations
+            if layer is not None:
+                x_ND, targets_N = _token_rows(x_B, targets_B)
                 smoothed, nll = linear_cross_entropy(
                     x_ND, layer, targets_N, jnp.reshape(weights_B, -1), _max_logits(x_ND), smoothing
                 )
-        else:
-            nll_B = negative_log_likelihood(x_B, targets_B)
-            nll = smoothed = jnp.sum(nll_B * weights_B)
-            if smoothing:
-                uniform = jnp.sum(uniform_cross_entropy(x_B) * weights_B)
-                smoothed = (1 - smoothing) * nll + smoothing * uniform
+            else:
+                nll_B = negative_log_likelihood(x_B, targets_B)
+                nll = smoothed = jnp.sum(nll_B * weights_B)
+                if smoothing:
+                    uniform = jnp.sum(uniform_cross_entropy(x_B) * weights_B)
+                    smoothed = (1 - smoothing) * nll + smoothing * uniform
         return smoothed + auxiliary_loss(model, sown.get(ROUTER, {}), across), nll
 
     @with_auto_axes

@@ -40,6 +40,12 @@ def batch() -> Batch:
 PARAMS = {"W": jnp.asarray(np.random.default_rng(1).normal(size=(D, V)), jnp.float32)}
 
 
+def test_operations_of_the_loss_of_logits_are_in_its_scope(batch):
+    jaxpr = jax.make_jaxpr(lambda params: OBJECTIVE.loss(Linear(), params, batch, smoothing=0.1))(PARAMS)
+    last = [eqn for eqn in jaxpr.jaxpr.eqns if eqn.outvars[0].aval.shape == ()]
+    assert {str(eqn.source_info.name_stack) for eqn in last} >= {"loss"}
+
+
 @pytest.mark.slow
 def test_the_reported_loss_is_weighted_and_lacks_smoothing(batch):
     """Against optax, whose smoothed labels have the same definition."""
