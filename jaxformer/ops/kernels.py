@@ -149,7 +149,8 @@ def cudnn_attention(
 
 
 MAX_DOCUMENTS = 32
-"""Maximum runs of equal segments in a row that cuDNN attends within; it allocates statistics for all of them."""
+"""Maximum runs of equal segments in a row that cuDNN attends within. It allocates statistics `(H, T)` for each of them,
+used or not, so a number that grew with T would take memory quadratic in T."""
 
 
 class PackedCall(NamedTuple):

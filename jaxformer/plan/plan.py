@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxformer.ops.kernels import MAX_DOCUMENTS
 from jaxformer.parallel.memory import gpu_pool_share, memory_capacity, memory_needed
 from jaxformer.plan.costs import Part, cache_bytes, cached_tokens, count_parts, describe_parts, examples_per_microbatch
 from jaxformer.plan.hlo import Collective, parse
@@ -169,9 +170,11 @@ def describe(plan: Plan, setup: TrainSetup) -> list[str]:
     is_absent_gpu = device.platform == "gpu" and device not in jax.local_devices()
     pool = f", {gpu_pool_share():.0%} of the GPU's" if is_absent_gpu else ""
     capacity = "of unknown memory" if plan.capacity is None else f"of {plan.capacity / 1e9:.1f} GB{pool}"
+    few = f"counted for at most {MAX_DOCUMENTS} documents per row; a batch with more in a row is attended to blockwise"
     lines = [
         f"{config.name} on {mesh.size} x {plan.device}, mesh {axes}",
         f"{plan.attention}, precision: {setup.compute_dtype}",
+        *([few] if config.data.has_segments and plan.attention == "attention: cudnn" else []),
         f"{plan.n_parameters:,} parameters; a step of {size} {plan.unit}",
         "per device and step:",
         f"  memory needed      {plan.memory / 1e9:.2f} GB {capacity}",

@@ -19,7 +19,7 @@ from jaxformer.cli import plan
 from jaxformer.cli.arguments import load_config
 from jaxformer.errors import UserError
 from jaxformer.parallel.mesh import make_mesh
-from jaxformer.plan.plan import memory_hints, memory_in_error
+from jaxformer.plan.plan import Plan, describe, memory_hints, memory_in_error
 from jaxformer.plan.roofline import CHIPS
 from jaxformer.plan.topology import GPUS, SPECS, check_topology, rescale_mesh, topology_devices
 from jaxformer.train.setup import TrainSetup
@@ -108,6 +108,14 @@ def test_wrong_input_is_a_user_error(options, message, capsys):
     assert main([*SMALL, *options]) == 2
     err = capsys.readouterr().err
     assert err.startswith("error: ") and message in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(("packing", "is_said"), [("documents", True), ("windows", False)])
+def test_the_number_of_documents_that_cudnn_takes_is_said(packing, is_said):
+    config = load_config(f"{ROOT}/configs/quick.py")
+    setup = TrainSetup(replace(config, data=replace(config.data, packing=packing)), make_mesh("data=8"))
+    planned = Plan("gpu", "attention: cudnn", 1, (8, 16), 1.0, None, 1.0, None, (), None, 0.0)
+    assert ("at most 32 documents per row" in "\n".join(describe(planned, setup))) == is_said
 
 
 def test_help_of_mesh_names_auto(capsys):
