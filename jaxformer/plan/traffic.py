@@ -65,9 +65,7 @@ def minimal_traffic(setup: TrainSetup, sizes: Mapping[str, int]) -> dict[str, fl
     total: dict[str, float] = defaultdict(float)
     is_tied = not any("vocab" in axes.outputs for _, axes, _, _ in parameters)
     placement = getattr(config.model, "norm_placement", "pre")
-    last = {"pre": {"hidden"}, "parallel": {"hidden", "heads"}, "parallel_two": {"hidden", "heads"}}.get(
-        placement, set()
-    )
+    last = {"pre": {"hidden"}}.get(placement, {"hidden", "heads"} if placement.startswith("parallel") else set())
     for name, axes, leaf, split in parameters:
         total[OPTIMIZER] += per_parameter * leaf.size / prod(sizes[axis] for axis in split if axis)
         again = config.compute.remat == "block" and BLOCK.search(name.partition(".")[0]) is not None
