@@ -269,11 +269,11 @@ def by_seed(study: str) -> list[list[str]]:
     seeds = sorted({seed for outcome in rows.values() for seed in outcome}, key=int)
     table = [["perplexity with seed", *seeds, "mean"]]
     for name, outcome in rows.items():
-        values = [outcome.get(seed, {}).get("perplexity") for seed in seeds]
-        known = [x for x in values if x is not None]
-        shown = [*values, sum(known) / len(known) if known else None]
+        found = [outcome.get(seed) for seed in seeds]
+        known = [x["perplexity"] for x in found if x and x["perplexity"]]
+        shown = [cell(x, "perplexity" if x["perplexity"] else "loss") if x else "-" for x in found]  # or why it ended
         label = f"`{name}`" if study == "ladder" else next(iter(outcome.values()))["change"]
-        table.append([label, *(format(x, ".4g") if x else "-" for x in shown)])
+        table.append([label, *shown, format(mean(known), ".4g") if known else "-"])
     return table
 
 
@@ -287,10 +287,11 @@ def perplexities(row: str, study: str = "ladder") -> list[float]:
     return [outcome["perplexity"] for outcome in seeds(row, study)]
 
 
-def interval(before: str, after: str) -> tuple[float, float]:
-    """Return the 95 % interval of the difference between two rungs' mean perplexities (Welch's t-test over the seeds).
-    If it holds 0, the seeds do not tell the rungs apart."""
-    low, high = ttest_ind(perplexities(before), perplexities(after), equal_var=False).confidence_interval(0.95)
+def interval(before: str, after: str, study: str = "ladder") -> tuple[float, float]:
+    """Return the 95 % interval of the difference between the mean perplexities of two rows of a study (Welch's t-test
+    over the seeds). If it holds 0, the seeds do not tell the rows apart."""
+    pair = (perplexities(row, study) for row in (before, after))
+    low, high = ttest_ind(*pair, equal_var=False).confidence_interval(0.95)
     return float(low), float(high)
 
 
