@@ -147,7 +147,7 @@ def test_output_follows_its_block_and_figures_stand_between_their_marks(monkeypa
     assert np.get_printoptions() == options  # those of the next page
     assert filled.startswith(f"{code}\n```text\n3\n```\n")
     assert "<!-- a loss -->2.000<!-- -->" in filled and "| `a` | 1,200 | 2.000 | - | 1.500 |" in filled
-    assert "| perplexity with seed | 0 | 1 | mean |" in filled and "| `a` | - | 2.5 | 2.5 |" in filled
+    assert "| perplexity with seed | 0 | 1 | mean |" in filled and "| `a` | x | 2.5 | 2.5 |" in filled
     assert "| nats at position | 1 | 2 | 4 |" in filled and "| `a` | 5.000 | 4.000 | 2.000 |" in filled
     assert "| ms | a | b | MiB |\n| --- | ---: | ---: | ---: |\n| T 2,048 | 0.5 | 1,234 | 12.5 |" in filled
     assert story.fill(filled) == filled

@@ -117,7 +117,7 @@ FAULTS = {
         ("tests/decode/test_speculative.py::test_a_token_that_is_proposed_is_no_likelier",),
     ),
     "int8 keys scaled as the values": Fault(
-        "scores_GRS *= layer.k_GKS.scale_GS[:, None, :]",
+        "scores_GRS *= stored.scale_GS[:, None, :]",
         "scores_GRS *= layer.v_GSK.scale_GS[:, None, :]",
         ("tests/ops/test_cache.py",),
     ),

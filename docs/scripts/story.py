@@ -271,7 +271,7 @@ def by_seed(study: str) -> list[list[str]]:
     for name, outcome in rows.items():
         found = [outcome.get(seed) for seed in seeds]
         known = [x["perplexity"] for x in found if x and x["perplexity"]]
-        shown = [cell(x, "perplexity" if x["perplexity"] else "loss") if x else "-" for x in found]  # or why it ended
+        shown = ["-" if x is None else cell(x, "perplexity" if x["perplexity"] else "ended_early") for x in found]
         label = f"`{name}`" if study == "ladder" else next(iter(outcome.values()))["change"]
         table.append([label, *shown, format(mean(known), ".4g") if known else "-"])
     return table
