@@ -61,6 +61,11 @@ class Row:
     book: str = ""
     """The one book to train on; by default all."""
 
+    @property
+    def config_option(self) -> str:
+        """Value of `--config`."""
+        return self.config if ":" in self.config else f"ladder:{self.config}"
+
 
 @dataclass(frozen=True)
 class Study:
@@ -208,8 +213,7 @@ def train(row: Row, options: Sequence[str], run: Path, seed: int) -> int:
     ended. If training failed, return the exit status of train.py."""
     if run.exists() and has_ended(run):
         return 0
-    config = row.config if ":" in row.config else f"ladder:{row.config}"
-    start = ["--resume"] if run.exists() else ["--config", config, "--seed", str(seed)]
+    start = ["--resume"] if run.exists() else ["--config", row.config_option, "--seed", str(seed)]
     command = [sys.executable, "-m", "jaxformer", "train", *start, "--run", str(run), *options]
     print("+", shlex.join(command), flush=True)
     status = subprocess.run(command).returncode

@@ -121,7 +121,7 @@ def test_rows_of_the_studies_of_the_ladder_are_runs():
     small = load_module("ladder_small")
     for name, study in studies().items():
         for label, row in study.rows.items():
-            arguments = Arguments(load_config(f"ladder:{row.config}"))
+            arguments = Arguments(load_config(row.config_option))
             words = shlex.split(f"{study.options} {row.options}")
             config = CommandLine(words).parse(arguments, "ladder", "").run_config
             assert isinstance(config.model, TokenModelConfig) and config.model.vocab_size == 512, (name, label)

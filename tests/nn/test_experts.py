@@ -138,7 +138,7 @@ def test_forward_mode_is_the_transpose_of_reverse_mode(module: Experts) -> None:
 def test_room_is_limited_in_training_alone() -> None:
     module = MODULES["shared, limited"]
     params = params_of(module)
-    free = Experts(SWIGLU, E, J, shared_expert=True)
+    free = module.clone(capacity_factor=None)
     np.testing.assert_array_equal(apply(module, params, X_BTD[0]), apply(free, params, X_BTD[0]))
     assert jnp.abs(apply(module, params, X_BTD[0], rngs=RNGS) - apply(free, params, X_BTD[0])).max() > 0.1
     alone = jnp.concatenate([apply(module, params, x_D[None]) for x_D in X_BTD[0]])
