@@ -110,6 +110,28 @@ def test_exercises_accept_their_answer_and_reject_a_wrong_one(chapter):
             assert scope[f"check_{name}"](scope[name]) and not scope[f"check_{name}"](wrong), name
 
 
+@pytest.mark.slow
+def test_a_chapter_as_a_notebook_has_its_cells_and_outputs_and_a_place_for_each_answer():
+    notebook = pytest.importorskip("docs.scripts.notebook", reason="needs the extra docs")
+    for chapter, path in notebook.CHAPTERS.items():
+        page = path.read_text()
+        cells = notebook.chapter_notebook(page).cells
+        own = [cell.source for cell in cells if "tags" in cell.metadata]
+        blocks = [block[0].strip() for block in story.BLOCK.finditer(page)]
+        assert [re.match(r"# Your (\w+):\n", source)[1] for source in own] == [*WRONG_ANSWERS[chapter]]
+        checks = {line for block in blocks for line in block.split("\n") if line.startswith("print(check_")}
+        assert {source.split("\n")[-1] for source in own} == checks
+        shown = []
+        for cell in cells:
+            if cell.cell_type == "code" and "tags" not in cell.metadata:
+                output = "".join(f"\n\n```text\n{output.text}```" for output in cell.outputs)
+                shown.append(f"```python\n{cell.source}\n```{output}")
+        assert shown == [block for block in blocks if "\nprint(check_" not in block]
+        prose = "".join(cell.source for cell in cells if cell.cell_type == "markdown")
+        pictures = {name for cell in cells for name in cell.get("attachments", {})}
+        assert pictures == set(re.findall(r"\((\w+\.svg)\)", page)) and "<!--" not in prose and ".md" not in prose
+
+
 def test_what_chapters_import_of_the_package_exists():
     found = {
         (node.module, alias.name)

@@ -25,7 +25,7 @@ PACKAGE_OR_NAME = re.compile(r"^## (.+)|^\| (`(\w+).*?`)", re.MULTILINE)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages, the laboratory, and the file that the README links to."""
+    """Add the pages, the laboratory, the chapters as notebooks, and the file that the README links to."""
     front = (ROOT / "docs/scripts/front.html").read_text(encoding="utf-8")
     for name, page in TOP_LEVEL.items():
         content = (ROOT / name).read_text(encoding="utf-8").replace(FRONT, front)
@@ -37,6 +37,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     live = ROOT / "build/live.html"
     run([sys.executable, "-m", "docs.scripts.front", str(live)], ROOT)
     files.append(File.generated(config, "live.html", content=live.read_text(encoding="utf-8")))
+    notebooks = ROOT / "build/notebooks"
+    notebooks.mkdir(exist_ok=True)
+    run([sys.executable, "-m", "docs.scripts.notebook", "--as-shown", str(notebooks)], ROOT)
+    for path in sorted(notebooks.glob("*.ipynb")):
+        files.append(File.generated(config, f"story/{path.name}", abs_src_path=str(path)))
     return files
 
 
@@ -59,9 +64,13 @@ def run(command: Sequence[str], folder: Path) -> None:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
-    """Return a page whose links to the top level and to docs/ lead to pages of the site; those that explain come first
-    in its search."""
+    """Return a page whose links to the top level and to docs/ lead to pages of the site, chapters with a link to their
+    notebook; pages that explain come first in the search."""
     page.meta["search"] = {"boost": BOOSTS.get(page.file.src_uri.partition("/")[0], 1)}
+    notebook = (
+        f"## Exercises\n\nIn [the chapter as a notebook]({page.file.name}.ipynb), a cell waits for each answer.\n"
+    )
+    markdown = markdown.replace("## Exercises\n", notebook)
     markdown = LINK.sub(lambda link: TOP_LEVEL.get(link[2], link[0].removeprefix("docs/")), markdown)
     return link_names(markdown) if page.file.src_uri == "api.md" else markdown
 
