@@ -47,12 +47,10 @@ def numbers(result: Any) -> list[np.ndarray]:
 
 INSTRUMENTS: dict[str, Callable[[Params], Any]] = {
     "logit_lens": lambda p: inspect.logit_lens(MODEL, p, TOKENS),
-    "ablation_loss": lambda p: inspect.ablation_loss(MODEL, p, BATCH, [("blocks.1.attention", 0)]),
     "gradient_of": lambda p: inspect.gradient_of(MODEL, p, TOKENS, of="blocks.1.attention.q.1", wrt=["embed", "*.W_Q"]),
     "patch_activations": lambda p: inspect.patch_activations(
         MODEL, p, [TOKENS], [OTHER], "blocks.1.mlp_out", preference
     ),
-    "hessian_product": lambda p: inspect.hessian_product(MODEL, p, BATCH, p)["embedding"],
     "a batch": jax.vmap(PLAIN, in_axes=None, axis_size=2),
 }
 
