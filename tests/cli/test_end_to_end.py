@@ -16,7 +16,6 @@ import pytest
 from jaxformer import load_run
 from jaxformer.cli import sample, train
 from jaxformer.data.dataset import Batch
-from jaxformer.errors import UserError
 from jaxformer.inspect import first_non_finite
 from jaxformer.runs.checkpoints import TEMPORARY, CheckpointReader
 from jaxformer.runs.integrity import find_corruption
@@ -24,7 +23,6 @@ from jaxformer.train.log import read_metrics, read_samples
 from tests.helpers import (
     ROOT,
     fill,
-    flip_a_bit,
     mounted,
     run,
     start,
@@ -174,24 +172,6 @@ def test_resuming_after_sigkill_is_bit_identical(here, finished):
     assert_same_run(finished / "runs/quick", here / "killed")
     assert len(read_samples(here / "killed")) == 4
     assert step < 20 and not torn.exists()
-
-
-def copy_corrupt(folder, name: str, harm):
-    """A copy of the run, beside it, whose last parameters are harmed."""
-    copy = shutil.copytree(folder, folder.parent / name)
-    harm(max((copy / "checkpoints/20/params").rglob("d/*"), key=lambda file: file.stat().st_size))
-
-
-@pytest.mark.slow
-def test_a_corrupt_last_checkpoint_is_skipped_and_resuming_is_bit_identical(here, plain, train_here, caplog):
-    copy_corrupt(plain, "flipped", flip_a_bit)
-    with pytest.raises(UserError, match="the nearest intact one is 15"):
-        load_run(here / "flipped", 20)
-    assert train_here("--resume", "--run", "flipped")[0] == 0
-    (warning,) = caplog.messages
-    assert warning.startswith("checkpoint 20 of flipped is corrupt: params/")
-    assert warning.endswith("; quarantined as 20.corrupt, 15 is used instead")
-    assert_same_run(plain, here / "flipped")
 
 
 @pytest.mark.slow
