@@ -1,9 +1,6 @@
 """Influence of documents: derivatives through training against difference quotients, and training without documents."""
 
-import os
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +14,7 @@ from jaxformer.errors import UserError
 from jaxformer.inspect.influence import Replay
 from jaxformer.runs.run import load_run, read_config, write_config
 from jaxformer.train.log import read_metrics
-from tests.helpers import ROOT, tiny, write_books
+from tests.helpers import tiny, write_books
 
 PHRASE = "Zebras quietly juggle amber violins."
 
@@ -45,6 +42,21 @@ def replay(folder) -> Replay:
     return Replay(load_run(folder))
 
 
+def test_training_again_runs_the_programs_of_the_run(folder):
+    """Found in the cache of compiled programs, so that they round alike whatever the compiler's flags are. First of all
+    tests here: no other one has put programs there."""
+    events: list[str] = []
+    listener = lambda event, **_: events.append(event.rpartition("/")[2])  # noqa: E731
+    run = load_run(folder)
+    jax.monitoring.register_event_listener(listener)
+    try:
+        params = Replay(run).train()
+    finally:
+        jax.monitoring.unregister_event_listener(listener)
+    assert "cache_hits" in events and "cache_misses" not in events
+    jax.tree.map(np.testing.assert_array_equal, params, run.params)
+
+
 def test_weights_and_steps_that_do_not_exist_are_refused_and_a_text_is_its_tokens(replay):
     with pytest.raises(ValueError, match=r"weights of shape \(1,\) for \d+ documents; give one per document"):
         replay.train(np.ones(1))
@@ -56,27 +68,6 @@ def test_weights_and_steps_that_do_not_exist_are_refused_and_a_text_is_its_token
     assert replay.log_probability(run.params, PHRASE) == replay.log_probability(run.params, tokens)
     with pytest.raises(ValueError, match="expected 2 tokens or more, got 1"):
         replay.log_probability(run.params, tokens[:1])
-
-
-AS_A_USER = """
-import sys
-import jax, numpy as np
-from jaxformer.cli import train
-from jaxformer.inspect.influence import Replay
-from jaxformer.runs.run import load_run
-assert train.main([*sys.argv[2:], "--run", sys.argv[1]]) == 0
-run = load_run(sys.argv[1])
-jax.tree.map(np.testing.assert_array_equal, Replay(run).train(), run.params)
-"""
-
-
-def test_training_again_equals_the_run_with_the_flags_that_a_user_has(folder, tmp_path):
-    """With those of the tests, the compiler would also round another program as it rounds the run's."""
-    options = tiny(folder.parent / "books", 8, "--train.report-every", "0", "--train.eval-every", "0")
-    env = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
-    command = [sys.executable, "-c", AS_A_USER, str(tmp_path / "run"), *options]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
 
 
 def test_documents_are_those_of_the_corpus(folder, replay):
