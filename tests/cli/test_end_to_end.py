@@ -20,6 +20,7 @@ from jaxformer.inspect import first_non_finite
 from jaxformer.runs.checkpoints import TEMPORARY, CheckpointReader
 from jaxformer.runs.integrity import find_corruption
 from jaxformer.train.log import read_metrics, read_samples
+from jaxformer.train.loop import Callback
 from tests.helpers import (
     ROOT,
     fill,
@@ -192,13 +193,16 @@ def test_a_full_disk_is_one_sentence_and_the_run_can_be_resumed(plain, train_her
 
 
 @pytest.mark.slow
-def test_a_removed_run_folder_is_one_sentence(here):
-    options = tiny(here / "books", 5000, *WITHOUT_REPORTS)
-    process = start("train.py", *options, "--run", "gone", cwd=here)
-    wait_for(lambda: process.poll() is not None or rows_in(here / "gone") > 3)
-    (here / "gone").rename(here / "moved")
-    _, err = process.communicate(timeout=300)
-    assert process.returncode == 2
+def test_a_removed_run_folder_is_one_sentence(here, train_here, monkeypatch):
+    def rename_at_step_9(callback: Callback, step: int) -> bool:
+        if step == 9 and (here / "gone").exists():
+            (here / "gone").rename(here / "moved")
+        return is_due(callback, step)
+
+    is_due = Callback.is_due
+    monkeypatch.setattr(Callback, "is_due", rename_at_step_9)
+    status, _, err = train_here(*tiny(here / "books", 5000, *ON_EIGHT), "--run", "gone")
+    assert status == 2
     *_, last = err.splitlines()  # Orbax may have warned of what it found missing first
     assert re.fullmatch(r"error: .* cannot be written: gone no longer exists; restore it .*", last)
     assert "Traceback" not in err
