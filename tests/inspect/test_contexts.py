@@ -47,7 +47,6 @@ def numbers(result: Any) -> list[np.ndarray]:
 
 INSTRUMENTS: dict[str, Callable[[Params], Any]] = {
     "logit_lens": lambda p: inspect.logit_lens(MODEL, p, TOKENS),
-    "gradient_of": lambda p: inspect.gradient_of(MODEL, p, TOKENS, of="blocks.1.attention.q.1", wrt=["embed", "*.W_Q"]),
     "patch_activations": lambda p: inspect.patch_activations(
         MODEL, p, [TOKENS], [OTHER], "blocks.1.mlp_out", preference
     ),

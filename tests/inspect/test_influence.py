@@ -30,7 +30,7 @@ def folder(tmp_path_factory) -> Path:
     book.write_text(f"{PHRASE} ".join(book.read_text().split("The ")[:40]))
     # A smooth model and a low rate, so that difference quotients converge to the derivative.
     options = tiny(
-        books, 24, "--train.log-every", "1", "--model.activation", "gelu", "--optimizer.name", "adamw",
+        books, 16, "--train.log-every", "1", "--model.activation", "gelu", "--optimizer.name", "adamw",
         "--optimizer.schedule", "constant", "--optimizer.learning-rate", "0.003", "--train.batch-size", "8",
     )  # fmt: skip
     assert train_command.main([*options, "--data.val-path", str(books / "0.txt"), "--run", str(root / "run")]) == 0
@@ -60,8 +60,8 @@ def test_training_again_runs_the_programs_of_the_run(folder):
 def test_weights_and_steps_that_do_not_exist_are_refused_and_a_text_is_its_tokens(replay):
     with pytest.raises(ValueError, match=r"weights of shape \(1,\) for \d+ documents; give one per document"):
         replay.train(np.ones(1))
-    for step in (0, 25):
-        with pytest.raises(IndexError, match=f"there is no step {step}; the run has 24, from 1 on"):
+    for step in (0, 17):
+        with pytest.raises(IndexError, match=f"there is no step {step}; the run has 16, from 1 on"):
             replay.train(without=[step])
     run = load_run(replay._run.path)
     tokens = np.array(run.tokenizer.encode_prompt(PHRASE))
@@ -146,7 +146,7 @@ def test_influences_without_meaning_are_called_so(folder, replay, compiled, caps
     [
         ((), "--text is missing"),
         (("--text", ""), "no token to predict"),
-        (("--without-step", "25"), "the run has 24 steps"),
+        (("--without-step", "17"), "the run has 16 steps"),
         (("--without-step", "2", "--text", "x"), "--without-step needs no --text"),
     ],
 )
