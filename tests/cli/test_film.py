@@ -24,7 +24,8 @@ pytestmark = pytest.mark.slow
 
 def test_film_of_a_run_in_a_browser(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch):
     changes = ["--train.batch-size", "8", "--run", str(tmp_path / "run"), "--train.snapshots", "doubling"]
-    assert train.main(tiny(write_books(tmp_path / "books"), 6, *changes)) == 0
+    nothing_else = ["--train.report-every", "0", "--train.eval-every", "0", "--train.checkpoint-every", "0"]
+    assert train.main(tiny(write_books(tmp_path / "books"), 6, *changes, *nothing_else)) == 0
     capsys.readouterr()
     written, write_film = [], film_page.write_film
     monkeypatch.setattr(film_page, "write_film", lambda *given: written.append(write_film(*given)))

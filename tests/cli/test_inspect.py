@@ -116,28 +116,24 @@ def test_page_of_a_large_model_without_a_prompt_shows_a_held_out_text_and_measur
 
 
 @pytest.mark.slow
-def test_lenses_are_fitted_and_shown_by_block(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
-    options = ["--lenses", "--examples", "1", "--max-live-parameters", "0", "--out", str(tmp_path / "page")]
-    assert inspect.main([str(run), *options]) == 0
-    assert re.search(r"^lenses, on \d+ held-out texts of 16 tokens \.\.\.$", capsys.readouterr().err, re.MULTILINE)
-    same, divergence = embedded((tmp_path / "page").read_text(), "Lenses")
+def test_run_that_was_not_trained_says_on_what_it_is_measured_and_lenses_are_fitted(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+):
+    imported = shutil.copytree(run, tmp_path / "imported", ignore=shutil.ignore_patterns("metrics.jsonl", "*.html"))
+    options = [str(imported), "--lenses", "--max-live-parameters", "0", "--examples", "1"]
+    assert inspect.main(options) == 0
+    data, said = text_path(run), capsys.readouterr().err
+    assert f"note: {imported} has no training: it is measured on {data}; name a text with --data.path" in said
+    page = (imported / "inspect.html").read_text()
+    assert "<h2>Your own text</h2>" not in page
+    assert re.search(r"^lenses, on \d+ held-out texts of 16 tokens \.\.\.$", said, re.MULTILINE)
+    same, divergence = embedded(page, "Lenses")
     assert [line["name"] for line in same["lines"]] == ["logit", "Jacobian", "regression"]
     for of_same, of_divergence in zip(same["lines"], divergence["lines"], strict=True):
         assert of_same["y"][-1] > 0.9  # the last stream is the model's own
         assert 0 <= of_divergence["y"][-1] < of_divergence["y"][0]
     logit, _, regression = (line["y"] for line in divergence["lines"])
     assert regression[0] < logit[0]
-
-
-@pytest.mark.slow
-def test_run_that_was_not_trained_says_on_what_it_is_measured(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
-    imported = shutil.copytree(run, tmp_path / "imported", ignore=shutil.ignore_patterns("metrics.jsonl", "*.html"))
-    options = [str(imported), "--max-live-parameters", "0", "--examples", "1"]
-    assert inspect.main(options) == 0
-    data = text_path(run)
-    note = f"note: {imported} has no training: it is measured on {data}; name a text with --data.path"
-    assert note in capsys.readouterr().err
-    assert "<h2>Your own text</h2>" not in (imported / "inspect.html").read_text()
     opened = load_run(imported)
     text, _, _ = load_validation_text(opened, None)  # the same, without the training text
     own, held_out = (next(data.val_batches(4, 4)) for data in (load_data(imported, opened.config), text))

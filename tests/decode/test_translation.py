@@ -27,7 +27,7 @@ ENDS = {"transformer": 5, "recurrent": 6}
 """A token that each, as its parameters are drawn, comes to say after some of the sources and not after others."""
 CONFIGS = {
     "transformer": EncoderDecoderConfig(
-        V, LONGEST, d_model=8, n_heads=2, d_ff=(12,), n_encoder_blocks=1, n_decoder_blocks=2, dropout=0.0
+        V, LONGEST, d_model=8, n_heads=2, d_ff=(12,), n_encoder_blocks=1, n_decoder_blocks=1, dropout=0.0
     ),
     "recurrent": RecurrentConfig(V, LONGEST, d_embedding=6, d_model=8),
 }
@@ -49,8 +49,8 @@ class Case:
         source_S[: len(source)] = source
         target_T = np.zeros(LONGEST, np.int32)
         target_T[: len(target)] = target
-        logits_TV = _forward(self.config, self.params, source_S, np.arange(LONGEST) < len(source), target_T)
-        return np.asarray(jax.nn.log_softmax(logits_TV))[: len(target)]
+        valid_S = np.arange(LONGEST) < len(source)
+        return np.asarray(_forward(self.config, self.params, source_S, valid_S, target_T))[: len(target)]
 
     def greedy(self, source: list[int], most: int) -> list[int]:
         """The likeliest token after each, one full pass a token."""
@@ -75,7 +75,8 @@ class Case:
 
 
 _forward = jax.jit(
-    lambda config, params, *inputs: config.build().apply({"params": params}, *inputs), static_argnames="config"
+    lambda config, params, *inputs: jax.nn.log_softmax(config.build().apply({"params": params}, *inputs)),
+    static_argnames="config",
 )
 
 

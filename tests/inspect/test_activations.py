@@ -1,6 +1,5 @@
 """Captures are what the model computes, and interventions what it computes the rest from."""
 
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -34,7 +33,6 @@ from jaxformer.models.vivit import ViViTConfig
 from jaxformer.nn.capture import capture_point
 from jaxformer.ops import RoPE
 from tests.arrays import apply, as_array, plain_decoder, plain_rung
-from tests.helpers import slow
 
 V, T = 30, 7
 SMALL: dict[str, Any] = {"d_model": 12, "n_heads": 3, "d_ff": (16,)}
@@ -94,11 +92,8 @@ def outputs(captured: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
     return tuple(value for name, value in captured.items() if name == "logits" or name.startswith("output."))
 
 
-@pytest.mark.parametrize(
-    "config", [MODELS["rowwise"], slow(replace(MODELS["grouped"], n_blocks=1))], ids=["mlp", "decoder"]
-)
-def test_captured_outputs_are_bit_identical_to_the_models(config):
-    model, params, inputs = random_model(config)
+def test_captured_outputs_are_bit_identical_to_the_models():
+    model, params, inputs = random_model(MODELS["rowwise"])
 
     # Not in one program, where XLA may fuse the two differently and so round them differently.
     expected, result = model.apply({"params": params}, *inputs), capture(model, params, *inputs)

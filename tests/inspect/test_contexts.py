@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from jaxformer import inspect
-from jaxformer.data.dataset import Batch
 from jaxformer.inspect import intervene
 from jaxformer.models.objective import Params
 from tests.arrays import plain_decoder
@@ -24,7 +23,6 @@ T = 5
 CONFIG = plain_decoder(V, 8, 8, n_blocks=2, n_heads=2, d_ff=(8,), norm="rmsnorm", norm_placement="pre", final_norm=True)
 MODEL, PARAMS, _ = random_model(CONFIG)
 TOKENS, OTHER = jnp.arange(T), (3 * jnp.arange(T) + 1) % V
-BATCH = Batch((jnp.stack([TOKENS, OTHER]),), jnp.stack([OTHER, TOKENS]))
 Z, HEAD = "blocks.0.attention.z", 1
 ABLATED = jax.tree_util.tree_map_with_path(
     lambda path, x: x.at[HEAD].set(0) if (path[0].key, path[-1].key) == ("blocks_0", "W_O") else x, PARAMS
@@ -47,12 +45,9 @@ def numbers(result: Any) -> list[np.ndarray]:
 
 INSTRUMENTS: dict[str, Callable[[Params], Any]] = {
     "logit_lens": lambda p: inspect.logit_lens(MODEL, p, TOKENS),
-    "ablation_loss": lambda p: inspect.ablation_loss(MODEL, p, BATCH, [("blocks.1.attention", 0)]),
-    "gradient_of": lambda p: inspect.gradient_of(MODEL, p, TOKENS, of="blocks.1.attention.q.1", wrt=["embed", "*.W_Q"]),
     "patch_activations": lambda p: inspect.patch_activations(
         MODEL, p, [TOKENS], [OTHER], "blocks.1.mlp_out", preference
     ),
-    "hessian_product": lambda p: inspect.hessian_product(MODEL, p, BATCH, p)["embedding"],
     "a batch": jax.vmap(PLAIN, in_axes=None, axis_size=2),
 }
 

@@ -1,9 +1,6 @@
 """Influence of documents: derivatives through training against difference quotients, and training without documents."""
 
-import os
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +14,7 @@ from jaxformer.errors import UserError
 from jaxformer.inspect.influence import Replay
 from jaxformer.runs.run import load_run, read_config, write_config
 from jaxformer.train.log import read_metrics
-from tests.helpers import ROOT, tiny, write_books
+from tests.helpers import tiny, write_books
 
 PHRASE = "Zebras quietly juggle amber violins."
 
@@ -33,7 +30,7 @@ def folder(tmp_path_factory) -> Path:
     book.write_text(f"{PHRASE} ".join(book.read_text().split("The ")[:40]))
     # A smooth model and a low rate, so that difference quotients converge to the derivative.
     options = tiny(
-        books, 24, "--train.log-every", "1", "--model.activation", "gelu", "--optimizer.name", "adamw",
+        books, 16, "--train.log-every", "1", "--model.activation", "gelu", "--optimizer.name", "adamw",
         "--optimizer.schedule", "constant", "--optimizer.learning-rate", "0.003", "--train.batch-size", "8",
     )  # fmt: skip
     assert train_command.main([*options, "--data.val-path", str(books / "0.txt"), "--run", str(root / "run")]) == 0
@@ -45,45 +42,32 @@ def replay(folder) -> Replay:
     return Replay(load_run(folder))
 
 
-def test_training_again_equals_the_run_to_the_last_bit(folder, replay):
+def test_training_again_runs_the_programs_of_the_run(folder):
+    """Found in the cache of compiled programs, so that they round alike whatever the compiler's flags are. First of all
+    tests here: no other one has put programs there."""
+    events: list[str] = []
+    listener = lambda event, **_: events.append(event.rpartition("/")[2])  # noqa: E731
     run = load_run(folder)
-    jax.tree.map(np.testing.assert_array_equal, replay.train(), run.params)
-    losses = [loss for *_, loss in replay.steps()]
-    assert losses == [row["loss"] for row in read_metrics(folder) if "loss" in row]
+    jax.monitoring.register_event_listener(listener)
+    try:
+        params = Replay(run).train()
+    finally:
+        jax.monitoring.unregister_event_listener(listener)
+    assert "cache_hits" in events and "cache_misses" not in events
+    jax.tree.map(np.testing.assert_array_equal, params, run.params)
 
 
 def test_weights_and_steps_that_do_not_exist_are_refused_and_a_text_is_its_tokens(replay):
     with pytest.raises(ValueError, match=r"weights of shape \(1,\) for \d+ documents; give one per document"):
         replay.train(np.ones(1))
-    for step in (0, 25):
-        with pytest.raises(IndexError, match=f"there is no step {step}; the run has 24, from 1 on"):
+    for step in (0, 17):
+        with pytest.raises(IndexError, match=f"there is no step {step}; the run has 16, from 1 on"):
             replay.train(without=[step])
     run = load_run(replay._run.path)
     tokens = np.array(run.tokenizer.encode_prompt(PHRASE))
     assert replay.log_probability(run.params, PHRASE) == replay.log_probability(run.params, tokens)
     with pytest.raises(ValueError, match="expected 2 tokens or more, got 1"):
         replay.log_probability(run.params, tokens[:1])
-
-
-AS_A_USER = """
-import sys
-import jax, numpy as np
-from jaxformer.cli import train
-from jaxformer.inspect.influence import Replay
-from jaxformer.runs.run import load_run
-assert train.main([*sys.argv[2:], "--run", sys.argv[1]]) == 0
-run = load_run(sys.argv[1])
-jax.tree.map(np.testing.assert_array_equal, Replay(run).train(), run.params)
-"""
-
-
-def test_training_again_equals_the_run_with_the_flags_that_a_user_has(folder, tmp_path):
-    """With those of the tests, the compiler would also round another program as it rounds the run's."""
-    options = tiny(folder.parent / "books", 8, "--train.report-every", "0", "--train.eval-every", "0")
-    env = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
-    command = [sys.executable, "-c", AS_A_USER, str(tmp_path / "run"), *options]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
 
 
 def test_documents_are_those_of_the_corpus(folder, replay):
@@ -108,8 +92,9 @@ def test_influence_is_the_derivative_of_training(folder, replay, monkeypatch):
     np.testing.assert_allclose(influence_N[3], (ends[1] - ends[0]) / 0.1, atol=0.03 * np.abs(influence_N).max())
 
 
-def test_leaving_out_a_batch_changes_nothing_before_it(replay):
+def test_leaving_out_a_batch_changes_nothing_before_it(folder, replay):
     losses, without = ([loss for *_, loss in replay.steps(without=steps)] for steps in ((), (9,)))
+    assert losses == [row["loss"] for row in read_metrics(folder) if "loss" in row]
     assert without[:8] == losses[:8]
     assert without[8] == 0  # all targets have weight 0
     assert all(x != y for x, y in zip(without[9:], losses[9:], strict=True))
@@ -161,7 +146,7 @@ def test_influences_without_meaning_are_called_so(folder, replay, compiled, caps
     [
         ((), "--text is missing"),
         (("--text", ""), "no token to predict"),
-        (("--without-step", "25"), "the run has 24 steps"),
+        (("--without-step", "17"), "the run has 16 steps"),
         (("--without-step", "2", "--text", "x"), "--without-step needs no --text"),
     ],
 )

@@ -81,22 +81,24 @@ def test_initial_entropy_agrees_with_the_sources():
     assert unscaled.entropy < 0.003
 
 
-@pytest.mark.slow
+def warnings_of(config: DecoderConfig, T: int = 32) -> tuple[str, ...]:
+    return tuple(_warnings(config, expected_moments(config, T), T))
+
+
 def test_one_hot_attention_is_warned_of_with_rung_and_remedy():
-    (warning,) = check_init(*fresh(ladder.attention_unscaled.model)).warnings
+    (warning,) = warnings_of(ladder.attention_unscaled.model)
     assert warning.startswith("scores of blocks.0 have variance 6") and "as on the rung attention_unscaled" in warning
     assert warning.endswith(
         "set model.score_scale to 0.0625, 1/sqrt(head_dim) and model.projection_std to 0.0625, 1/sqrt(d_model)."
     )
-    model, params, tokens_BT = fresh(replace(WIDE, projection_std=1.0))
-    (large,) = check_init(model, params, tokens_BT).warnings
+    wide = replace(WIDE, projection_std=1.0)
+    (large,) = warnings_of(wide)
     assert "set model.projection_std to 0.102" in large and "model.score_scale" not in large
-    assert not check_init(model, params, tokens_BT[:, :1]).warnings  # of a single token
+    assert not warnings_of(wide, 1)  # of a single token
 
 
-@pytest.mark.slow
 def test_deep_model_without_a_norm_is_warned_of():
-    (warning,) = check_init(*fresh(replace(WIDE, n_blocks=4))).warnings
+    (warning,) = warnings_of(replace(WIDE, n_blocks=4))
     assert warning.startswith("4 blocks without a norm, which make the stream ") and "four_blocks" in warning
     assert warning.endswith("set model.norm to rmsnorm.")
 
@@ -110,5 +112,4 @@ def test_zero_stream_is_no_error():
 def test_norms_of_outputs_keep_what_is_added_at_1_and_no_depth_is_warned_of_with_a_norm():
     bare, block = (expected_moments(c, 32)[0] for c in (WIDE, replace(WIDE, norm="rmsnorm", norm_placement="output")))
     assert (block.scores, block.growth) == pytest.approx((bare.scores, 2))  # of 2, and 1 from each part
-    deep = replace(WIDE, n_blocks=4, norm="rmsnorm")
-    assert not _warnings(deep, expected_moments(deep, 32), 32)
+    assert not warnings_of(replace(WIDE, n_blocks=4, norm="rmsnorm"))

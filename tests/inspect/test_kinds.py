@@ -232,7 +232,7 @@ def another_stream_gives_its_output(kind: Kind) -> None:
     close(kind.head(others[kind.last]), others["logits"])  # by `run_from`, which intervenes
 
 
-@of("capture_gradients", "gradient_of")
+@of("capture_gradients", "gradient_of", large=True)
 def gradients_of_weights_are_those_of_what_they_compute(kind: Kind) -> None:
     """dL/dW_V = xᵀ dL/dv."""
     wrt = (f"{kind.layer}.W_V", f"{kind.layer}.v")
@@ -350,7 +350,7 @@ def lenses_of_the_last_stream_change_nothing(kind: Kind) -> None:
     np.testing.assert_allclose(b_D, 0, atol=1e-6 * np.abs(kind.values[kind.last]).max())
 
 
-@of("backward_lens")
+@of("backward_lens", large=True)
 def the_loss_pulls_the_stream_against_its_gradient(kind: Kind) -> None:
     pulled = inspect.backward_lens(*kind.of, kind.examples[0])
     params = kind.run.params
@@ -374,7 +374,7 @@ def slope(kind: Kind) -> float:
     return float(jax.jvp(lambda x: preference(kind.head(x)), (stream,), (np.asarray(other) - stream,))[1])
 
 
-@of("attribution_patching", "patch_activations")
+@of("attribution_patching", "patch_activations", large=True)
 def patching_the_last_stream_changes_the_output_where_it_is_read(kind: Kind) -> None:
     pair = kind.inputs, kind.other, kind.last, preference
     patched_T = np.asarray(inspect.patch_activations(*kind.of, *pair)[kind.last])
@@ -421,7 +421,7 @@ def curvature_is_that_of_difference_quotients(kind: Kind) -> None:
     np.testing.assert_allclose(dot(direction, G_v), variance.mean(), rtol=0.02)
 
 
-@of("saturation")
+@of("saturation", large=True)
 def the_gradient_of_scores_follows_the_formula(kind: Kind) -> None:
     (found,) = inspect.saturation(*kind.of, kind.one, 1.0, kind.layer)
     np.testing.assert_allclose(found.scores, found.scores_by_hand, rtol=1e-3)

@@ -198,7 +198,7 @@ def test_unsupported_calls_use_unfused_attention() -> None:
     ("kernel", "H", "G"),
     [
         ("cudnn", 4, 2),  # a head a device would not be enough: two heads and their group
-        ("splash", 4, 1),  # both devices share the group
+        ("cudnn", 4, 1),  # both devices share the group
         ("cudnn", 3, 1),  # heads do not divide: every device attends for all
     ],
 )

@@ -302,7 +302,7 @@ def test_a_divergence_that_recovers_is_a_warning_and_a_note_and_the_last_is_in_t
     books, step_by_hand, tmp_path
 ):
     step_by_hand(dict.fromkeys(range(12, 20), 20.0))
-    config = config_of(books, 30, divergence="warn")
+    config = config_of(books, 30, divergence="warn", checkpoint_every=0)
     outcome = run_on_one(config, tmp_path / "run")
     assert (outcome.status, outcome.diverging_since) == ("done", 0)
     rows = read_metrics(tmp_path / "run")

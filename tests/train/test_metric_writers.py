@@ -10,7 +10,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 
@@ -18,12 +17,8 @@ from jaxformer.cli.train import main
 from jaxformer.config import Config, TrainConfig
 from jaxformer.data.windows import TextConfig
 from jaxformer.errors import UserError
-from jaxformer.parallel.mesh import make_mesh
 from jaxformer.train.log import read_metrics
-from jaxformer.train.loop import Callback, train
 from jaxformer.train.metric_writers import open_writers, prepare_writers, scalars
-from jaxformer.train.resume import Resume
-from jaxformer.train.setup import TrainSetup
 from tests.arrays import plain_decoder
 from tests.helpers import mounted, tiny, write_books
 
@@ -104,35 +99,9 @@ def write_rows(folder: Path, steps: Iterable[int]) -> None:
     (folder / "metrics.jsonl").write_text("".join(f'{{"step": {step}, "loss": {5 - step}.0}}\n' for step in steps))
 
 
-def train_in(folder: Path, config: Config, killed_at: int | None = None, resume: bool = False) -> None:
-    """Train on one device."""
-    config = replace(config, data=TextConfig(str(write_books(folder.parent / "books"))))
-    folder.mkdir(exist_ok=True)
-    data, mesh = config.data.load(MODEL, config.train.batch_size, config.seed), make_mesh("", jax.devices()[:1])
-
-    def kill(step: int, *_: Any) -> None:
-        if step == killed_at:
-            raise Killed
-
-    setup = TrainSetup(config, mesh)
-    train(setup, data, folder, [Callback(1, kill)], Resume() if resume else None)
-
-
 def test_scalars_are_named_by_their_path_in_the_row():
     assert scalars(ROW) == NAMED
     assert scalars({"step": 3, "note": "the wind has turned"}) == {}
-
-
-@pytest.mark.slow
-def test_tensorboard_shows_each_step_of_a_resumed_run_once(tmp_path):
-    with pytest.raises(Killed):
-        train_in(tmp_path / "run", CONFIG, killed_at=6)
-    assert [step for step, _ in tensorboard_rows(tmp_path / "run")] == [0, 1, 2, 3, 4, 5]
-    train_in(tmp_path / "run", CONFIG, resume=True)  # from step 3
-    assert tensorboard_rows(tmp_path / "run") == logged_rows(tmp_path / "run")
-    assert [step for step, _ in tensorboard_rows(tmp_path / "run")] == [0, 1, 2, 3, 4, 5, 6]
-    names = tensorboard_rows(tmp_path / "run")[6][1].keys()
-    assert {"loss", "lr", "gradients/blocks.0.attention.heads.1.W_K/update"} <= names
 
 
 @pytest.mark.slow
