@@ -35,9 +35,10 @@ def contrast_sections(
     """Return how a decoder's prediction after a text changes with activations of another text, of as many tokens: the
     residual stream at each position, and what each part writes to each later part. The second section is omitted for a
     model whose stream is no sum of parts. `progress` is called with the name of each before it is made."""
-    predict = jax.jit(lambda tokens_T: model.apply({"params": params}, tokens_T)[-1])
+    # Parameters are an argument: as constants, they would be in the program several times.
+    predict = jax.jit(lambda params, tokens_T: model.apply({"params": params}, tokens_T)[-1])
     before_V, after_V = (
-        np.asarray(jax.nn.log_softmax(predict(tokens_T)), np.float64) for tokens_T in (text_T, other_T)
+        np.asarray(jax.nn.log_softmax(predict(params, tokens_T)), np.float64) for tokens_T in (text_T, other_T)
     )
     token, rival = int(before_V.argmax()), int(after_V.argmax())
     if rival == token:

@@ -535,6 +535,7 @@ def test_typing_switching_and_decoding_change_what_is_shown(page, browser):
     likeliest = int(before_V.argmax())
     assert shown()[0] == f"{percent(before_V[likeliest])} → {percent(after_V[likeliest])}"
     box.click()
+    assert "The last update read all of them and computed none." in find(".cache p")[0].text
 
     find(".controls button")[0].click()  # the likeliest token
     piece, shown_piece = case.tokenizer.decode([likeliest]), token_label(case.tokenizer.token_bytes[likeliest])

@@ -6,12 +6,19 @@ import type { View } from "./view";
 
 // Below the tiles of the heads: what ablating the head that is pointed at changes, beside its largest attention weight.
 
+/** Losses of the text without a head, their mean, and the log-probability of the likeliest next token. */
+interface Effect {
+  losses: Float32Array;
+  loss: number;
+  end: number;
+}
+
 export function makeAblation(container: HTMLElement, view: View) {
   const { model, full, quoted } = view;
   make("p", container, NOT_EXPLANATION, "name");
   const shown = make("p", container, "", "effect");
   shown.setAttribute("aria-live", "polite");
-  const effects = new Map<string, { losses: Float32Array; loss: number; end: number }>(); // of heads ("block.head") on the text: see `measure`
+  const effects = new Map<string, Effect>(); // of heads ("block.head") on the text: see `measure`
   let pass: Pass | null = null; // computes without a head
   let [pointed, version, stop]: [string | null, number, () => void] = [null, 0, () => {}];
 
@@ -31,27 +38,27 @@ export function makeAblation(container: HTMLElement, view: View) {
       version = view.version;
     }
     if (!pointed || !view.tokens.length) shown.textContent = "Point at a head, or move the focus to it, to see what ablating it changes.";
-    else if (effects.has(pointed)) tell();
+    else if (effects.has(pointed)) tell(pointed, effects.get(pointed)!);
     else if (isRead(view)) measure(pointed);
   }
 
   function measure(head: string): void {
     stop();
     shown.textContent = "Computing the text without the head …";
-    pass ??= new Pass(model);
-    stop = inTasks(pass.read(view.tokens, new Map([[head, null]])), {
+    const other = (pass ??= new Pass(model));
+    stop = inTasks(other.read(view.tokens, new Map([[head, null]])), {
       done() {
         if (version !== view.version) return; // the text has changed meanwhile
-        const losses = pass.losses.slice(0, view.tokens.length - 1);
-        effects.set(head, { losses, loss: pass.loss(), end: logProbability(atEnd(pass), likeliest()) });
-        tell();
+        const losses = other.losses.slice(0, view.tokens.length - 1);
+        effects.set(head, { losses, loss: other.loss(), end: logProbability(atEnd(other), likeliest()) });
+        draw();
       },
     });
   }
 
-  function tell() {
-    const [{ losses, loss, end }, { tokens, position: at }] = [effects.get(pointed), view];
-    const [block, head] = pointed.split(".").map(Number);
+  function tell(ablated: string, { losses, loss, end }: Effect): void {
+    const { tokens, position: at } = view;
+    const [block, head] = ablated.split(".").map(Number);
     const row = full.row(block, head, at);
     const [key] = largest(row, 1);
     const isLast = at === tokens.length - 1;

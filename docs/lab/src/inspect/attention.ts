@@ -27,7 +27,7 @@ interface Data {
 function attention(container: HTMLElement, { texts, predictions, layers: packed }: Data): void {
   const layers = packed.map((layer) => {
     const frames = layer.frames.map(bytesOf);
-    return { ...layer, frames, bytes: frames.at(-1), T: texts[layer.rows].length, S: texts[layer.columns].length };
+    return { ...layer, frames, bytes: frames.at(-1)!, T: texts[layer.rows].length, S: texts[layer.columns].length };
   });
   type Unpacked = (typeof layers)[number];
   const byte = ({ bytes, causal, T, S }: Unpacked, head: number, row: number, column: number) => {
@@ -97,7 +97,7 @@ function attention(container: HTMLElement, { texts, predictions, layers: packed 
   function drawMap(): void {
     if (!map?.clientWidth) return;
     width = map.clientWidth;
-    const { layer, head } = chosen;
+    const { layer, head } = chosen!; // the map is made with its first head
     drawn?.remove();
     map.replaceChildren();
     make("p", map, `Head ${head} of ${layer.name}: queries are rows, keys are columns.`, "name");
@@ -143,15 +143,15 @@ function attention(container: HTMLElement, { texts, predictions, layers: packed 
     if (current) select(...current, true);
   });
   if (!layers.length) {
-    const name = Object.keys(texts).at(-1);
+    const name = Object.keys(texts).at(-1)!;
     select(name, first(name));
     return;
   }
-  const thumbnails = headGrid(container, layers, { paintHead, choose, describe: ablation });
-  map = make("div", container, "", "map");
+  const thumbnails = headGrid(container, layers, { paintHead, choose: (layer, head) => choose(layer!, head!), describe: ablation });
+  const place = (map = make("div", container, "", "map"));
   make("p", container, NOT_EXPLANATION, "name about");
-  new ResizeObserver(() => { if (map.clientWidth !== width) drawMap(); }).observe(map);
-  thumbnails.querySelector("button").click();
+  new ResizeObserver(() => { if (place.clientWidth !== width) drawMap(); }).observe(place);
+  thumbnails.querySelector("button")!.click();
 }
 
 drawEach("attention", attention);

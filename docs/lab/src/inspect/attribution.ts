@@ -13,6 +13,12 @@ import type { View } from "./view";
 // most products with weights that follow it at all, where larger ones wait for a button.
 const [LARGEST_EFFECTS, REST_MS, FOLLOWED_PRODUCTS] = [8, 150, 2e9];
 
+/** A next token, and the position before it. */
+interface Asked {
+  position: number;
+  token: number;
+}
+
 export function makeAttribution(container: HTMLElement, view: View) {
   const { n_heads: H, d_model: D, n_kv_heads: G, value_dim: J, embedding_scale } = view.model.config;
   const { heading, body: inner, open } = makePanel(container, () => ask(null));
@@ -20,7 +26,7 @@ export function makeAttribution(container: HTMLElement, view: View) {
   status.setAttribute("role", "status");
   const body = make("div", inner);
   const signed = (value: number) => `${value > 0 ? "+" : ""}${format(value, 3)}`;
-  let asked: { position: number; token: number } | null = null;
+  let asked: Asked | null = null;
   let [version, timer] = [0, 0]; // the update of which the rest is shown
   let grid: ReturnType<typeof cells> | null = null;
 
@@ -34,9 +40,9 @@ export function makeAttribution(container: HTMLElement, view: View) {
     const isLong = 3 * (position + 1) * view.model.size > FOLLOWED_PRODUCTS;
     if (isLong && version) {
       status.textContent = "The text or the heads have changed. ";
-      make("button", status, "Compute again", "plain").addEventListener("click", start);
+      make("button", status, "Compute again", "plain").addEventListener("click", () => start(position, token));
     } else {
-      timer = setTimeout(start, version ? REST_MS : 0);
+      timer = setTimeout(() => start(position, token), version ? REST_MS : 0);
     }
     version = view.version;
   }
@@ -49,15 +55,15 @@ export function makeAttribution(container: HTMLElement, view: View) {
   }
 
   // Work in parts, between which the page goes on, until it is done or another update has begun.
-  function start() {
+  function start(position: number, token: number): void {
     const [begun, pass] = [performance.now(), view.active()];
-    const job = backward(pass, asked.position, asked.token);
+    const job = backward(pass, position, token);
     const work = () => {
       const since = performance.now();
       for (;;) {
         if (!asked || version !== view.version) return;
         const part = job.next();
-        if (part.done === true) return show(pass, part.value, performance.now() - begun);
+        if (part.done === true) return show(pass, asked, part.value, performance.now() - begun);
         if (performance.now() - since < TASK_MS) continue;
         const [n, total] = part.value as [number, number];
         const left = n ? `, ${format(((performance.now() - begun) / 1000) * (total / n - 1), 2)} s left` : "";
@@ -69,8 +75,7 @@ export function makeAttribution(container: HTMLElement, view: View) {
     work();
   }
 
-  function show(pass: Pass, gradient: Gradient, time: number): void {
-    const { position, token } = asked;
+  function show(pass: Pass, { position, token }: Asked, gradient: Gradient, time: number): void {
     const logits = pass.logits(position);
     status.textContent = `Its log-probability is ${format(logits[token] - logSumExp(logits))} nats. Computed backwards in ${time.toFixed(0)} ms.`;
     make("p", body, "Each number is the gradient of this log-probability times what a part puts out: to first order, what the log-probability would lose without the part. Orange parts make the token more likely, blue ones less. The estimate is for a small change; ablate a head to see the exact effect.", "name");
@@ -82,8 +87,8 @@ export function makeAttribution(container: HTMLElement, view: View) {
 
   function drawTokens({ embedding, tokenValues }: Gradient, position: number): void {
     const table = view.model.parameters["value_embedding.W_E"];
-    const effects = [];
-    const norms = [];
+    const effects: number[] = [];
+    const norms: number[] = [];
     for (let t = 0; t <= position; t++) {
       const d = embedding.subarray(t * D, (t + 1) * D);
       const dValues = table ? tokenValues.subarray(t * G * J, (t + 1) * G * J) : [];
@@ -133,7 +138,7 @@ export function makeAttribution(container: HTMLElement, view: View) {
   }
 
   // Show the gradient of the log-probability of a token after a position, or nothing.
-  function ask(choice: { position: number; token: number } | null): void {
+  function ask(choice: Asked | null): void {
     clear();
     [asked, version] = [choice, 0];
     draw();

@@ -38,7 +38,7 @@ const hasPlace = (axis: Axis, value: number) => !axis.log || value + axis.offset
 
 /** Return the scale of an axis: `at(value)` in pixels, and ticks as [value, label]. */
 export function makeScale(axis: Axis, values: (number | null)[], from: number, to: number, maxTicks: number) {
-  const usable = values.filter((value) => value !== null && Number.isFinite(value) && hasPlace(axis, value));
+  const usable = values.filter((value): value is number => value !== null && Number.isFinite(value) && hasPlace(axis, value));
   let low = usable.reduce((a, b) => Math.min(a, b), axis.from_zero ? 0 : Infinity);
   let high = usable.reduce((a, b) => Math.max(a, b), -Infinity);
   if (!usable.length) [low, high] = axis.log ? [1, 10] : [0, 1];
@@ -57,7 +57,7 @@ export function makeScale(axis: Axis, values: (number | null)[], from: number, t
 export function linearTicks(low: number, high: number, maxTicks: number): number[] {
   const rough = (high - low) / Math.max(1, maxTicks);
   const unit = 10 ** Math.floor(Math.log10(rough));
-  const step = unit * [1, 2, 5, 10].find((factor) => factor * unit >= rough * 0.999);
+  const step = unit * [1, 2, 5, 10].find((factor) => factor * unit >= rough * 0.999)!;
   const ticks = [];
   for (let i = Math.ceil(low / step - 1e-9); i * step <= high + 1e-9 * step; i++) ticks.push(Number((i * step).toPrecision(12)));
   return ticks.length > 1 || maxTicks > 9 ? ticks : linearTicks(low, high, maxTicks + 1); // one alone is no scale
@@ -141,7 +141,7 @@ function lines(container: HTMLElement, { title, positions, lines: all, x: xAxis,
   let frame: number | null = null;
 
   function moveCursor() {
-    if (frame !== null && cursor) for (const end of ["x1", "x2"]) cursor.setAttribute(end, String(along(frame)));
+    if (frame !== null && cursor && along) for (const end of ["x1", "x2"]) cursor.setAttribute(end, String(along(frame)));
   }
   onFrame(({ position }) => { frame = position; moveCursor(); });
 
@@ -207,10 +207,10 @@ function lines(container: HTMLElement, { title, positions, lines: all, x: xAxis,
     const { line, points, element } = shown[row];
     const point = points[column];
     for (const other of shown) other.element.classList.toggle("near", other.element === element);
-    marker.setAttribute("visibility", "visible");
-    marker.setAttribute("cx", String(point.x));
-    marker.setAttribute("cy", String(point.y));
-    marker.setAttribute("fill", look(line.name).stroke);
+    marker?.setAttribute("visibility", "visible");
+    marker?.setAttribute("cx", String(point.x));
+    marker?.setAttribute("cy", String(point.y));
+    marker?.setAttribute("fill", look(line.name).stroke);
     const name = [line.name, line.member].filter(Boolean).join(", ");
     const value = yAxis.percent ? percent(point.value) : format(point.value);
     const [box, outer] = [plot.getBoundingClientRect(), container.getBoundingClientRect()];
@@ -252,7 +252,7 @@ function lines(container: HTMLElement, { title, positions, lines: all, x: xAxis,
   const isNoisy = all.some((line) => line.noisy && line.y.length > 2);
   const legend = names.length > 1 || isNoisy ? make("div", container, "", "legend") : null;
   for (const name of names.length > 1 ? names : []) {
-    const entry = make("button", legend);
+    const entry = make("button", legend!);
     entry.setAttribute("aria-pressed", "true");
     entry.title = "show or hide";
     draw("line", draw("svg", entry, { width: 24, height: 10, "aria-hidden": true }), { x1: 0, x2: 24, y1: 5, y2: 5, ...look(name) });
@@ -264,7 +264,7 @@ function lines(container: HTMLElement, { title, positions, lines: all, x: xAxis,
     });
   }
   if (isNoisy) {
-    const smooth = make("input", make("label", legend, "smooth"));
+    const smooth = make("input", make("label", legend!, "smooth"));
     Object.assign(smooth, { type: "checkbox", title: "moving average of single batches" });
     smooth.addEventListener("change", () => { isSmooth = smooth.checked; render(); });
   }
@@ -276,7 +276,7 @@ type Colour = ArrayLike<number>;
 /** Paint a canvas, one pixel a cell, in the colour `[r, g, b, a]` of each. */
 export function paint(canvas: HTMLCanvasElement, width: number, height: number, colourAt: (row: number, column: number) => Colour): void {
   [canvas.width, canvas.height] = [width, height];
-  const context = canvas.getContext("2d");
+  const context = canvas.getContext("2d")!;
   const image = context.createImageData(width, height);
   for (let row = 0; row < height; row++) {
     for (let column = 0; column < width; column++) image.data.set(colourAt(row, column), 4 * (row * width + column));
@@ -310,7 +310,7 @@ export const ink = () => colour("--look").split(",").map(Number);
 /** Return the scale of attention weights, whose opacity is the root of the weight, so that small ones show. */
 export function weightScale(): Scale {
   const [r, g, b] = ink();
-  return { ends: [0, 1], tell: (weight) => `${100 * weight}\u00a0%`, at: (weight) => [r, g, b, 255 * Math.sqrt(weight)] };
+  return { ends: [0, 1], tell: (weight) => `${100 * weight}\u00a0%`, at: (weight) => [r, g, b, 255 * Math.sqrt(weight ?? 0)] };
 }
 
 /** Make a bar that shows a scale, and return a function that draws another. */
@@ -451,7 +451,7 @@ function heatmap(container: HTMLElement, data: HeatmapData): void {
     told: (row, column) => notes?.[row][column] ?? `${rows[row]}, ${columns[column]}: ${format(values[row][column])} ${after[column] ?? ""}`.trim(),
   });
   texts?.forEach((line, row) => line.forEach((text, column) => {
-    const strong = Math.abs(values[row][column]) > 0.55 * largest;
+    const strong = Math.abs(values[row][column] ?? 0) > 0.55 * largest;
     const at = { x: (column + 0.5) * cell[0], y: (row + 0.5) * cell[1] + 4, "text-anchor": "middle", class: strong ? "on" : "" };
     if (text) draw("text", overlay, at, text);
   }));

@@ -20,7 +20,7 @@ export function film(
   slider.setAttribute("aria-label", "frame");
   const told = make("output", bar);
   const samples = prompts.map((prompt) => {
-    const text = make("pre", document.querySelector(".continued"));
+    const text = make("pre", document.querySelector(".continued")!);
     make("mark", text, prompt);
     return make("span", text);
   });
@@ -28,17 +28,17 @@ export function film(
   function show() {
     const index = Number(slider.value);
     told.textContent = `step ${format(steps[index])}`;
-    if (losses) told.textContent += `, held-out loss ${losses[index] === null ? "-" : losses[index].toFixed(3)}`;
+    if (losses) told.textContent += `, held-out loss ${losses[index]?.toFixed(3) ?? "-"}`;
     slider.setAttribute("aria-valuetext", told.textContent);
     samples.forEach((sample, i) => { sample.textContent = texts[index][i]; });
     moved({ index, position: steps[index] });
   }
   slider.addEventListener("input", show);
 
-  let timer: ReturnType<typeof setInterval> | null = null;
+  let timer: ReturnType<typeof setInterval> | undefined;
   function stop() {
     clearInterval(timer);
-    timer = null;
+    timer = undefined;
     play.textContent = "Play";
   }
   slider.addEventListener("pointerdown", stop);

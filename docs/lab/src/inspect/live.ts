@@ -74,12 +74,8 @@ export function live(container: HTMLElement, data: Data): void {
   const strip = make("div", container, "", "tokens");
   const note = make("p", container, "", "note");
   const predictions = make("div", container, "", "columns");
-  const [next, lens] = [make("div", predictions), has_lens ? make("div", predictions) : null];
-  const [lensTitle, lensBox] = lens ? [make("h3", lens), make("div", lens, "", "stack")] : [];
-  if (lens) {
-    [lensBox.tabIndex, lensBox.role, lensBox.ariaLabel] = [0, "region", "Logit lens"];
-    make("p", lens, "The most likely next tokens, were the residual stream unembedded after each layer.", "name");
-  }
+  const next = make("div", predictions);
+  const lens = has_lens ? makeLens(make("div", predictions)) : null;
   const attention = make("div", container, "", "columns");
   const [heads, map] = [make("div", attention, "", "heads"), make("div", attention, "", "map")];
   const layer = make("div", container, "", "columns");
@@ -132,7 +128,7 @@ export function live(container: HTMLElement, data: Data): void {
     function work() {
       const begun = performance.now();
       for (;;) {
-        const part = job.next();
+        const part = job!.next();
         if (part.done === true) return show(part.value);
         const [n, total] = part.value as [number, number];
         const isLong = !isAnnounced && total * model.size > LONG_PRODUCTS;
@@ -145,7 +141,7 @@ export function live(container: HTMLElement, data: Data): void {
       }
     }
 
-    function show(n) {
+    function show(n: number) {
       [job, computed] = [null, n];
       setBusy(false);
       showAll(all.length, performance.now() - start);
@@ -211,7 +207,7 @@ export function live(container: HTMLElement, data: Data): void {
     const switched = off.has(chosen.join(".")) ? ", which is ablated," : "";
     note.textContent = `Position ${at}, ${quoted(tokens[at])}: head ${head} of layer ${block}${switched} attends to ${keys}.`;
     drawNext();
-    if (lens) drawLensLater();
+    if (lens) drawLensLater(lens);
     drawPanels();
   }
 
@@ -249,20 +245,27 @@ export function live(container: HTMLElement, data: Data): void {
     buttons()[focused]?.focus();
   }
 
-  // The lens of a large model waits until the other results are shown, and for the pointer to rest.
-  function drawLensLater() {
-    clearTimeout(lensTimer);
-    if ((L + 1) * model.parameters["embedding.W_E"].length <= LONG_PRODUCTS) return drawLens();
-    lens.ariaBusy = "true";
-    lensTimer = setTimeout(drawLens, LENS_MS);
+  function makeLens(place: HTMLElement) {
+    const [title, box] = [make("h3", place), make("div", place, "", "stack")];
+    [box.tabIndex, box.role, box.ariaLabel] = [0, "region", "Logit lens"];
+    make("p", place, "The most likely next tokens, were the residual stream unembedded after each layer.", "name");
+    return { place, title, box };
   }
 
-  function drawLens() {
+  // The lens of a large model waits until the other results are shown, and for the pointer to rest.
+  function drawLensLater(lens: ReturnType<typeof makeLens>): void {
+    clearTimeout(lensTimer);
+    if ((L + 1) * model.parameters["embedding.W_E"].length <= LONG_PRODUCTS) return drawLens(lens);
+    lens.place.ariaBusy = "true";
+    lensTimer = setTimeout(() => drawLens(lens), LENS_MS);
+  }
+
+  function drawLens({ place, title, box }: ReturnType<typeof makeLens>): void {
     if (job) return; // which ends by drawing it
-    lens.ariaBusy = "false";
-    lensTitle.textContent = `Logit lens after ${quoted(tokens[position])}`;
-    lensBox.replaceChildren();
-    const body = make("tbody", make("table", lensBox));
+    place.ariaBusy = "false";
+    title.textContent = `Logit lens after ${quoted(tokens[position])}`;
+    box.replaceChildren();
+    const body = make("tbody", make("table", box));
     const logits = active().lens(position);
     const V = logits.length / (L + 1);
     for (let block = 0; block <= L; block++) {
@@ -334,7 +337,7 @@ export function live(container: HTMLElement, data: Data): void {
     const T = tokens.length;
     [canvas.width, canvas.height] = [T, T];
     canvas.style.imageRendering = T > 64 ? "auto" : "pixelated";
-    const context = canvas.getContext("2d");
+    const context = canvas.getContext("2d")!;
     const image = context.createImageData(T, T);
     const pixels = new Uint32Array(image.data.buffer); // a byte each for red, green, blue and opacity, the first lowest
     const rgb = ink[0] | (ink[1] << 8) | (ink[2] << 16);
@@ -379,9 +382,10 @@ export function live(container: HTMLElement, data: Data): void {
     const perPosition = Object.entries(model.parameters)
       .filter(([name]) => /W_(Q|K|V|O|out|gate|\d)/.test(name)).reduce((sum, [, array]) => sum + array.length, 0);
     const heads = `${G} ${G === 1 ? "head" : "heads"}${G < H ? ` (each serves ${H / G} heads of queries)` : ""}`;
-    const multiplications = (n) => `${((n * perPosition) / 1e6).toPrecision(3)} million`;
+    const multiplications = (n: number) => `${format(Number(((n * perPosition) / 1e6).toPrecision(3)))} million`;
     const saved = computed < T ? `, ${multiplications(computed)} multiplications with weights instead of ${multiplications(T)}` : "";
-    make("p", cache, `${T} of ${N} slots hold a token, each with ${format(numbers)} numbers: keys ${K === J ? "" : `of width ${K} `}and values of width ${J} for ${heads} of ${L} ${L === 1 ? "layer" : "layers"}. The last update computed ${computed === 1 ? "one position" : `${computed} positions`}, marked by the line below the columns${saved}.`);
+    const last = computed ? `computed ${computed === 1 ? "one position" : `${computed} positions`}, marked by the line below the columns${saved}` : "read all of them and computed none";
+    make("p", cache, `${T} of ${N} slots hold a token, each with ${format(numbers)} numbers: keys ${K === J ? "" : `of width ${K} `}and values of width ${J} for ${heads} of ${L} ${L === 1 ? "layer" : "layers"}. The last update ${last}.`);
     const canvas = make("canvas", cache);
     canvas.setAttribute("role", "img");
     canvas.setAttribute("aria-label", `keys and values of head ${head} of layer ${block}, ${T} of ${N} slots filled`);
@@ -417,10 +421,13 @@ export function live(container: HTMLElement, data: Data): void {
   again.addEventListener("click", begin);
   const tokenAt = ({ target }: Event) => {
     const { at } = (target as HTMLElement).dataset;
-    return at && Number(at);
+    return at === undefined ? undefined : Number(at);
   };
   for (const name of ["pointerover", "focusin"]) {
-    strip.addEventListener(name, (event) => { if (tokenAt(event) !== undefined && !pinned) select(tokenAt(event)); });
+    strip.addEventListener(name, (event) => {
+      const at = tokenAt(event);
+      if (at !== undefined && !pinned) select(at);
+    });
   }
   rove(strip);
   strip.addEventListener("click", (event) => {

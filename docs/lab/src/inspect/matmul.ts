@@ -10,26 +10,27 @@ const [MOST, NUMBER, VECTOR, PAGE] = [2 ** 20, 4, 16, 2 ** 16];
 // and so read up to three rows behind it, whose products are not used, or are products with zeros.
 function assemble(): Uint8Array<ArrayBuffer> {
   const [INT, V128, VOID, FUNCTION, LOOP, END] = [0x7f, 0x7b, 0x40, 0x60, 0x03, 0x0b];
-  const unsigned = (n) => (n < 128 ? [n] : [(n & 127) | 128, ...unsigned(n >> 7)]);
-  const sized = (bytes) => [...unsigned(bytes.length), ...bytes];
-  const list = (...items) => [items.length, ...items.flat()];
-  const text = (letters) => list(...[...letters].map((letter) => letter.charCodeAt(0)));
-  const section = (id, ...items) => [id, ...sized(list(...items))];
+  type Code = number[]; // of instructions, or of parts of them
+  const unsigned = (n: number): Code => (n < 128 ? [n] : [(n & 127) | 128, ...unsigned(n >> 7)]);
+  const sized = (bytes: Code) => [...unsigned(bytes.length), ...bytes];
+  const list = (...items: (number | Code)[]) => [items.length, ...items.flat()];
+  const text = (letters: string) => list(...[...letters].map((letter) => letter.charCodeAt(0)));
+  const section = (id: number, ...items: (number | Code)[]) => [id, ...sized(list(...items))];
 
-  const [get, set] = [0x20, 0x21].map((code) => (local) => [code, local]);
-  const number = (n) => [0x41, (n & 127) | 128, n >> 7]; // below 2^13
+  const [get, set] = [0x20, 0x21].map((code) => (local: number) => [code, local]);
+  const number = (n: number) => [0x41, (n & 127) | 128, n >> 7]; // below 2^13
   const [add, shiftLeft] = [[0x6a], [0x74]];
-  const [load, splat, store] = [[0x00, 4], [0x09, 2], [0x0b, 4]].map((code) => (offset) => [0xfd, ...code, offset]);
+  const [load, splat, store] = [[0x00, 4], [0x09, 2], [0x0b, 4]].map((code) => (offset: number) => [0xfd, ...code, offset]);
   const [sum, product] = [[0xfd, 0xe4, 1], [0xfd, 0xe6, 1]];
-  const increase = (local, by) => [...get(local), ...by, ...add, ...set(local)];
+  const increase = (local: number, by: Code) => [...get(local), ...by, ...add, ...set(local)];
   const [less, againIf] = [[0x49], [0x0d, 0]];
-  const loopUntil = (local, end, body) => [LOOP, VOID, ...body, ...get(local), ...get(end), ...less, ...againIf, END];
+  const loopUntil = (local: number, end: number, body: Code) => [LOOP, VOID, ...body, ...get(local), ...get(end), ...less, ...againIf, END];
 
   // Locals: the parameters; addresses of the current column, of the end of columns, and of four weights; four vectors,
   // and one more.
   const [columns, matrix, rows, stride, end, column, endOfColumns, weight, four, one] = [0, 1, 2, 3, 4, 5, 6, 7, 11, 15];
-  const each = (body) => [0, 1, 2, 3].flatMap((k) => body(k));
-  const multiply = (begin, atColumn, finish) => sized([
+  const each = (body: (k: number) => Code) => [0, 1, 2, 3].flatMap((k) => body(k));
+  const multiply = (begin: (k: number) => Code, atColumn: (k: number) => Code, finish: { ofColumn: Code; ofRows: Code }) => sized([
     ...list([6, INT], [5, V128]),
     ...get(columns), ...get(stride), ...number(2), ...shiftLeft, ...add, ...set(endOfColumns),
     ...loopUntil(matrix, end, [
@@ -47,7 +48,7 @@ function assemble(): Uint8Array<ArrayBuffer> {
     END,
   ]);
   const zero = [0xfd, 0x0c, ...new Array(VECTOR).fill(0)];
-  const addTo = (vector, factor) => [...get(factor), ...product, ...get(vector), ...sum, ...set(vector)];
+  const addTo = (vector: number, factor: number) => [...get(factor), ...product, ...get(vector), ...sum, ...set(vector)];
   // Each row: the sum over columns of weight times column.
   const linear = multiply((k) => [...zero, ...set(four + k)], (k) => addTo(four + k, one), {
     ofColumn: [], ofRows: each((k) => [...get(rows), ...get(four + k), ...store(k * VECTOR)]),

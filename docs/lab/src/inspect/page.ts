@@ -14,12 +14,12 @@ export function make<K extends keyof HTMLElementTagNameMap>(tag: K, parent: Elem
 /** Draw each element of a class with the data within it. */
 export function drawEach(kind: string, draw: (container: HTMLElement, data: any) => void): void {
   for (const element of document.querySelectorAll<HTMLElement>(`.${kind}`)) {
-    draw(element, JSON.parse(element.querySelector("script").textContent));
+    draw(element, JSON.parse(element.querySelector("script")!.textContent));
   }
 }
 
 const SUPERSCRIPTS = "⁰¹²³⁴⁵⁶⁷⁸⁹";
-export const power = (exponent: number) => `10${exponent < 0 ? "⁻" : ""}${[...String(Math.abs(exponent))].map((d) => SUPERSCRIPTS[d]).join("")}`;
+export const power = (exponent: number) => `10${exponent < 0 ? "⁻" : ""}${[...String(Math.abs(exponent))].map((d) => SUPERSCRIPTS[Number(d)]).join("")}`;
 
 /** Return a number as text of at most four significant digits, integers whole. */
 export function format(value: number | null | undefined, digits = 4): string {
@@ -62,7 +62,7 @@ export function rove(parent: HTMLElement): void {
 
 // Tabs, one of which is shown, with the part of the page that the address names. Without scripts, all parts are.
 const tabs = [...document.querySelectorAll<HTMLElement>('[role="tab"]')];
-const panelOf = (tab: HTMLElement) => document.getElementById(tab.getAttribute("aria-controls"));
+const panelOf = (tab: HTMLElement) => document.getElementById(tab.getAttribute("aria-controls")!)!;
 function openTab(chosen: HTMLElement): void {
   for (const tab of tabs) {
     tab.setAttribute("aria-selected", String(tab === chosen));
@@ -76,16 +76,17 @@ function openTarget(): void {
   target?.scrollIntoView();
 }
 if (tabs.length) {
-  tabs[0].parentElement.hidden = false;
-  rove(tabs[0].parentElement);
+  const list = tabs[0].parentElement!;
+  list.hidden = false;
+  rove(list);
   for (const tab of tabs) for (const event of ["focus", "click"]) tab.addEventListener(event, () => openTab(tab));
   addEventListener("hashchange", openTarget);
   openTarget();
 }
 
 for (const header of document.querySelectorAll("th")) {
-  header.firstChild.addEventListener("click", () => {
-    const [row, body] = [header.parentElement as HTMLTableRowElement, header.closest("table").tBodies[0]];
+  header.firstChild!.addEventListener("click", () => {
+    const [row, body] = [header.parentElement as HTMLTableRowElement, header.closest("table")!.tBodies[0]];
     const down = header.getAttribute("aria-sort") !== "descending";
     for (const other of row.cells) other.removeAttribute("aria-sort");
     header.setAttribute("aria-sort", down ? "descending" : "ascending");
@@ -102,7 +103,7 @@ for (const header of document.querySelectorAll("th")) {
 for (const button of document.querySelectorAll(".unfold")) {
   const more = button.textContent;
   button.addEventListener("click", () => {
-    const folded = button.previousElementSibling.classList.toggle("folded");
+    const folded = button.previousElementSibling!.classList.toggle("folded");
     button.setAttribute("aria-expanded", String(!folded));
     button.textContent = folded ? more : "Show fewer rows";
   });

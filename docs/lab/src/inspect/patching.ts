@@ -27,7 +27,7 @@ function distance(a: Float32Array, b: Float32Array): number {
 
 export const streamAt = (pass: Pass, block: number, t: number) => pass.stream[block].subarray(t * pass.width(block), (t + 1) * pass.width(block));
 
-const largestOf = (rows: (number | null)[][]) => rows.flat().reduce((most, x) => Math.max(most, Math.abs(x)), 0);
+const largestOf = (rows: (number | null)[][]) => rows.flat().reduce((most: number, x) => Math.max(most, Math.abs(x ?? 0)), 0);
 
 // Products with weights that `patchAll` computes.
 function patchProducts({ size, config: { n_blocks: L, n_heads: H } }: Model, at: number): number {
@@ -97,9 +97,9 @@ export function makePatching(container: HTMLElement, view: View) {
     if (box.hidden) return;
     comparison ??= makeComparison(box, view);
     comparison.draw();
-    box.querySelector("textarea").focus();
+    box.querySelector("textarea")!.focus();
   });
-  return { draw: () => { if (!box.hidden) comparison.draw(); } };
+  return { draw: () => { if (!box.hidden) comparison?.draw(); } };
 }
 
 function makeComparison(box: HTMLElement, view: View) {
@@ -130,7 +130,7 @@ function makeComparison(box: HTMLElement, view: View) {
   const stop: Record<"second" | "patched" | "swept", () => void> = { second() {}, patched() {}, swept() {} }; // what is being computed
   let [tokens, others, n, at, shown]: [number[], number[], number, number, string] = [[], [], 0, 0, ""]; // of both texts; positions of both, one of them; what is shown
   let [target, patch]: [number, string | null] = [0, null]; // the next token whose probability is patched, and the name of the edit
-  let [base, whole, effects]: [number, number, Effects | null] = [0, 0, null]; // its log-probability, change to the second text, and changes by all patches
+  let [base, whole, effects]: [number, number, Effects] = [0, 0, { heads: [], stream: [] }]; // its log-probability, change to the second text, and changes by all patches
   const maps: { repaint: () => void; remove: () => void; mark: () => void }[] = []; // what is drawn of them
 
   area.value = view.text;
@@ -315,7 +315,10 @@ function makeComparison(box: HTMLElement, view: View) {
       title: `Distance of the heads' outputs at position ${at}`, rows: layers(), columns: headNames, values: outputs,
       about: "As for the residual stream.", told: ofHead(outputs, (x) => format(x, 3)),
     });
-    const effect = (part: keyof Effects, row: number, column: number) => (effects[part][row][column] === null ? "not computed" : changed(effects[part][row][column]));
+    const effect = (part: keyof Effects, row: number, column: number) => {
+      const change = effects[part][row][column];
+      return change === null ? "not computed" : changed(change);
+    };
     drawMap(streams, {
       title: "Effect of patching the residual stream", rows: layers("before "), columns: positionNames(), part: "stream",
       about: "Change of the log-probability, with the stream of the second text at one position: orange raises it, blue lowers it.",
@@ -343,6 +346,7 @@ function makeComparison(box: HTMLElement, view: View) {
       name?: (row: number, column: number) => string;
     },
   ): void {
+    const shown = () => (part ? effects[part] : values ?? []);
     parent.replaceChildren();
     make("h3", parent, title);
     make("p", parent, about, "name");
@@ -351,8 +355,8 @@ function makeComparison(box: HTMLElement, view: View) {
     const width = clamp((parent.clientWidth - labels) / columns.length, PATCH_CELLS.least, PATCH_CELLS.most);
     const { overlay, repaint, remove } = cells(parent, {
       title, rows, columns, cell: [width, PATCH_CELLS.height], gap: width > 7, columnLabels: width >= PATCH_CELLS.labelled,
-      value: (row, column) => (values ?? effects[part])[row][column],
-      scale: () => valueScale(Math.max(largestOf(values ?? effects[part]), 1e-4), Boolean(part)), told, picked: name && ((row, column) => choosePatch(name(row, column))),
+      value: (row, column) => shown()[row][column],
+      scale: () => valueScale(Math.max(largestOf(shown()), 1e-4), Boolean(part)), told, picked: name && ((row, column) => choosePatch(name(row, column))),
     });
     const mark = () => {
       overlay.querySelector(".patched")?.remove();

@@ -50,7 +50,8 @@ function pictures(container: HTMLElement, { pictures: all, layers: packed, grid:
     frame.addEventListener("pointerleave", tip.hide);
     return () => {
       if (!chosen) return paint(canvas, 1, 1, () => [0, 0, 0, 0]);
-      const dimming = (patch) => 255 * MAX_DIMMING * (1 - byte(chosen.layer, index, chosen.head, patch) / 255);
+      const { layer, head } = chosen;
+      const dimming = (patch: number) => 255 * MAX_DIMMING * (1 - byte(layer, index, head, patch) / 255);
       return paint(canvas, columns, rows, (row, column) => [0, 0, 0, dimming(row * columns + column)]);
     };
   });
@@ -62,12 +63,12 @@ function pictures(container: HTMLElement, { pictures: all, layers: packed, grid:
       paint(canvas, columns, rows, (row, column) => [r, g, b, byte(layer, 0, head, row * columns + column)]);
     },
     choose(layer, head) {
-      chosen = layer ? { layer, head } : null;
-      note.textContent = layer ? `The more head ${head} of ${layer.name} attends to a patch, the brighter it is.` : "The unmodified images.";
+      chosen = layer && head !== undefined ? { layer, head } : null;
+      note!.textContent = layer ? `The more head ${head} of ${layer.name} attends to a patch, the brighter it is.` : "The unmodified images.";
       drawn.forEach((again) => again());
     },
   });
-  grid.querySelectorAll("button")[grid.querySelectorAll("button").length - layers.at(-1).heads].click();
+  grid.querySelectorAll("button")[grid.querySelectorAll("button").length - layers.at(-1)!.heads].click();
 }
 
 drawEach("pictures", pictures);

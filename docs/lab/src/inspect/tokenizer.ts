@@ -16,7 +16,7 @@ class Queue {
 
   pop(): number {
     const { items } = this;
-    const [first, last] = [items[0], items.pop()];
+    const [first, last] = [items[0], items.pop()!];
     if (!items.length) return first;
     let at = 0;
     for (let below = 1; below < items.length; below = 2 * at + 1) {
@@ -84,11 +84,14 @@ export class Tokenizer {
   private encodePiece(piece: string): number[] {
     const known = this.words.get(piece);
     if (known) return known;
-    const tokens = this.symbolsOf(piece); // undefined where one is merged into the one before it
+    const tokens: (number | undefined)[] = this.symbolsOf(piece); // undefined where one is merged into the one before it
     const [next, previous] = [1, -1].map((step) => Int32Array.from(tokens, (_, at) => at + step));
-    const rank = (at: number) => this.ranks.get(this.pair(tokens[at], tokens[next[at]]));
+    const rank = (at: number) => this.ranks.get(this.pair(tokens[at]!, tokens[next[at]]!)); // NaN, without a rank, where one is no more
     const queue = new Queue(); // ranks of pairs, and among equal ones positions
-    const add = (at: number) => { if (rank(at) !== undefined) queue.push(rank(at) * 2 ** 31 + at); };
+    const add = (at: number) => {
+      const known = rank(at);
+      if (known !== undefined) queue.push(known * 2 ** 31 + at);
+    };
     for (let at = 0; at < tokens.length - 1; at++) add(at);
     while (queue.items.length) {
       const first = queue.pop();

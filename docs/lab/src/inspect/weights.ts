@@ -80,17 +80,17 @@ export function offer<Data extends Packed & Stored>(container: HTMLElement, data
     [input.type, input.multiple] = ["file", true];
     input.addEventListener("change", () => read(input.files));
     document.addEventListener("dragover", (event) => event.preventDefault(), { signal });
-    document.addEventListener("drop", (event) => { event.preventDefault(); read(event.dataTransfer.files); }, { signal });
+    document.addEventListener("drop", (event) => { event.preventDefault(); read(event.dataTransfer?.files); }, { signal });
   } else {
     const button = make("button", box, `Load the model (${takes})`, "plain");
-    button.addEventListener("click", () => (files ? fetchAll(button) : load(data.weights)));
+    button.addEventListener("click", () => (files ? fetchAll(files, button) : load(data.weights)));
   }
   const status = make("p", box, "", "status");
   status.setAttribute("role", "status");
   const tell = (text: string) => { status.textContent = text; };
 
-  async function read(chosen: FileList): Promise<void> {
-    if (!chosen.length) return;
+  async function read(chosen: FileList | null = null): Promise<void> {
+    if (!chosen?.length) return;
     const parts = [...chosen].sort((a, b) => a.name.localeCompare(b.name, "en", { numeric: true }));
     const blob = new Blob(parts);
     if (blob.size !== size) return tell(`${parts.map(({ name }) => name).join(", ")}: ${format(blob.size)} bytes, but this model's weights have ${format(size)}. Choose ${names}.`);
@@ -100,7 +100,7 @@ export function offer<Data extends Packed & Stored>(container: HTMLElement, data
     check(new Uint8Array(bytes));
   }
 
-  async function fetchAll(button: HTMLButtonElement): Promise<void> {
+  async function fetchAll(files: string[], button: HTMLButtonElement): Promise<void> {
     button.disabled = true;
     const bytes = new Uint8Array(size);
     const bar = make("progress", box);
@@ -111,7 +111,7 @@ export function offer<Data extends Packed & Stored>(container: HTMLElement, data
       for (from of files) {
         const response = await fetch(encodeURIComponent(from));
         if (!response.ok) throw new Error(`status ${response.status}`);
-        for (const reader = response.body.getReader(); ; ) {
+        for (const reader = response.body!.getReader(); ; ) {
           const { done, value } = await reader.read();
           if (done) break;
           bytes.set(value, at);
@@ -121,7 +121,7 @@ export function offer<Data extends Packed & Stored>(container: HTMLElement, data
       if (at !== size) throw new Error("it is too short");
       await check(bytes);
     } catch (error) {
-      tell(`${from} cannot be fetched: ${error.message}.`);
+      tell(`${from} cannot be fetched: ${(error as Error).message}.`);
     }
     bar.remove();
     button.disabled = false;
@@ -144,7 +144,7 @@ export function offer<Data extends Packed & Stored>(container: HTMLElement, data
     setTimeout(() => { // the status is painted first
       box.remove();
       begin({ ...data, weights });
-      container.querySelector("textarea").focus();
+      container.querySelector("textarea")!.focus();
     }, 30);
   }
 }
