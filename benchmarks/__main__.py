@@ -131,8 +131,8 @@ def missing_gpu() -> str:
 @cache
 def gpu_name() -> str:
     """Return the name of the first GPU; empty without one. Asks in a separate process, which then frees GPU memory,
-    unless the environment variable GPU_NAME has the answer."""
-    if name := os.environ.get(GPU_NAME):
+    unless the environment variable GPU_NAME has the answer, which may be empty."""
+    if (name := os.environ.get(GPU_NAME)) is not None:
         return name
     try:
         return record.output_of(

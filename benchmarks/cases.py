@@ -437,7 +437,7 @@ FIRST_RUN = Case(
     points={},
     smoke={
         "train": {"part": "train", "options": ["--steps", "16", "--train.report-every", "0", *TINY_RUN]},
-        "resume": {"part": "resume", "options": ["--steps", "16", *TINY_RUN]},
+        "resume": {"part": "resume", "options": ["--steps", "16", "--train.eval-every", "0", *TINY_RUN]},
     },
     gpu={part: {"part": part} for part in ("train", "sample", "again", "resume", "inspect")},
 )  # fmt: skip
