@@ -35,7 +35,7 @@ LONGEST = (
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the options of this project's tests."""
     text = "configs per family that are compared with transformers, at most 200 (interop/test_configs.py)"
-    parser.addoption("--config-draws", type=int, default=8, help=text)
+    parser.addoption("--config-draws", type=int, default=4, help=text)
     text = "try all instruments on all kinds of models (inspect/test_kinds.py)"
     parser.addoption("--all-kinds", action="store_true", help=text)
     text = "compare all variations of each family, and write the table of docs/interop.md (interop/test_families.py)"

@@ -18,11 +18,10 @@ from jaxformer.errors import UserError
 from jaxformer.inspect import attention_maps, named_attention_maps
 from jaxformer.interop import export_run
 from jaxformer.interop.obstacles import resolved
-from jaxformer.interop.run import import_run, pretrained_model
+from jaxformer.interop.run import pretrained_model
 from jaxformer.models.encoder_decoder import EncoderDecoderConfig
-from jaxformer.ops.cache import KVCache
 from jaxformer.ops.losses import negative_log_likelihood
-from jaxformer.runs.run import Run, abstract_params, load_run
+from jaxformer.runs.run import Run, abstract_params
 from tests.interop.published import SHAPES, their_greedy, their_logits, write
 
 TOKENS = np.random.default_rng(3).integers(10, 270, 40)
@@ -51,6 +50,14 @@ def imported(folder: Path) -> tuple[Any, Any]:
     """Return our config and parameters of a published folder."""
     pretrained = pretrained_model(folder)
     return pretrained.model, pretrained.load(abstract_params(pretrained.model.build()))
+
+
+def imported_run(folder: Path) -> Run:
+    """Return the import of a published folder, without writing it, which test_import.py checks."""
+    pretrained = pretrained_model(folder)
+    model = pretrained.model.build()
+    params = pretrained.load(abstract_params(model))
+    return Run(folder, pretrained.config, model, params, pretrained.tokenizer, step=0, sampling=pretrained.sampling)
 
 
 def exported_again(run: Run, folder: Path) -> float:
@@ -85,51 +92,53 @@ def gradient_difference(grads: Any, before: Any, after: Any) -> float:
     return float(max(jax.tree.leaves(differences)))
 
 
-def greedy(run: Run, prompt_T: np.ndarray, n: int) -> list[int]:
-    """Return n greedy tokens of a decoder after a prompt, through the cache: one compiled step, as for each of many
-    small models a whole decode loop would take most of the time."""
-
-    def step(tokens_T: Any, positions_T: Any, cache: KVCache) -> tuple[jax.Array, KVCache]:
-        apply = lambda method, *args: run.model.apply({"params": run.params}, *args, method=method)  # noqa: E731
-        x_TD, cache = apply("extend", tokens_T, positions_T, cache, positions_T[0])
-        return apply("unembed", x_TD[-1]).argmax(), cache
-
-    tokens, one = prompt_T.tolist(), jax.jit(step)
-    cache = run.model.init_cache(len(tokens) + n)
-    with jax.disable_jit():
-        token, cache = step(prompt_T, np.arange(len(tokens)), cache)
-    for i in range(len(tokens), len(tokens) + n):
-        tokens.append(int(token))
-        token, cache = one(np.array(tokens[-1:]), np.array([i]), cache)
-    return tokens[-n:]
+def likeliest(run: Run, prompt_T: np.ndarray, text_T: np.ndarray) -> list[int]:
+    """Return the likeliest token after a prompt and after each token of the text that follows it, through the cache:
+    greedy tokens, if the text is these. In parts of one length, whose ops are compiled once for all families."""
+    apply = lambda method, *args: run.model.apply({"params": run.params}, *args, method=method)  # noqa: E731
+    cache, tokens = run.model.init_cache(len(prompt_T) + len(text_T)), []
+    for start, part_T in ((0, prompt_T), (len(prompt_T), text_T)):
+        x_TD, cache = apply("extend", part_T, start + np.arange(len(part_T)), cache, np.array(start))
+        tokens.append(np.asarray(apply("unembed", x_TD)).argmax(-1))
+    return [int(tokens[0][-1]), *map(int, tokens[1][:-1])]
 
 
-def compare_decoders(theirs: Any, folder: Path) -> Differences:
+def loss_of(loss: Callable[[Any], tuple[Any, Any]], params: Any, gradient: bool) -> tuple[Any, Any, Any]:
+    """Return the value of a loss, what else it returns, and, if asked for, its gradient; else None."""
+    if not gradient:
+        return *loss(params), None
+    (value, aux), grads = jax.value_and_grad(loss, has_aux=True)(params)
+    return value, aux, grads
+
+
+def compare_decoders(theirs: Any, folder: Path, gradient: bool) -> Differences:
     """Compare a causal language model, a torch module with eager attention, with its import."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    with jax.disable_jit():  # compiling takes longer
-        run = load_run(import_run(folder, Path(f"{folder}-run"))[0])
+    run = imported_run(folder)
 
-    def loss(params: Any) -> tuple[jax.Array, jax.Array]:
+    def loss(params: Any) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         logits_TV = run.model.apply({"params": params}, TOKENS)
-        return negative_log_likelihood(logits_TV[:-1], TOKENS[1:]).mean(), logits_TV
+        # The maps are read here, where the ops of the pass are those of the gradient: compiled already.
+        map_HTS = attention_maps(run.model, params, TOKENS)[-1]
+        return negative_log_likelihood(logits_TV[:-1], TOKENS[1:]).mean(), (logits_TV, map_HTS)
 
     out = theirs(torch.tensor(TOKENS)[None], output_attentions=True)
     their_map_HTS = out.attentions[-1][0].detach()
     their_loss = torch.nn.functional.cross_entropy(out.logits[0, :-1], torch.tensor(TOKENS[1:]))
     their_logits_TV, exported = out.logits[0].detach(), Path(f"{folder}-export")
-    tokens_N = greedy(run, TOKENS[:8], N_NEW)
-    assert tokens_N == their_greedy(theirs, TOKENS[:8].tolist(), N_NEW)
-    with jax.disable_jit():
-        (value, logits_TV), grads = jax.value_and_grad(loss, has_aux=True)(run.params)
+    theirs_N = np.array(their_greedy(theirs, TOKENS.tolist(), len(TOKENS)))
+    with jax.disable_jit():  # compiling takes longer
+        assert likeliest(run, TOKENS, theirs_N)[:N_NEW] == theirs_N[:N_NEW].tolist()
+        value, (logits_TV, map_HTS), grads = loss_of(loss, run.params, gradient)
         found = {
             "logits": relative(logits_TV, their_logits_TV),
             "loss": relative(value, their_loss.detach()),
-            "gradient": gradient_difference(grads, run.params, after_step(theirs, their_loss, folder)),
-            "an attention map": relative(attention_maps(run.model, run.params, TOKENS)[-1], their_map_HTS),
+            "an attention map": relative(map_HTS, their_map_HTS),
         }
+        if gradient:
+            found["gradient"] = gradient_difference(grads, run.params, after_step(theirs, their_loss, folder))
         assert exported_again(run, exported) < 1e-6  # gains that are stored minus 1 are rounded
     again = AutoModelForCausalLM.from_pretrained(exported)
     return found | {
@@ -138,13 +147,13 @@ def compare_decoders(theirs: Any, folder: Path) -> Differences:
     }
 
 
-def compare_encoder_decoders(theirs: Any, folder: Path) -> Differences:
+def compare_encoder_decoders(theirs: Any, folder: Path, gradient: bool) -> Differences:
     """Compare an encoder-decoder, a torch module with eager attention, with its import: logits of a source with padding
     and a target."""
     import torch
     from transformers import AutoModelForSeq2SeqLM
 
-    run = load_run(import_run(folder, Path(f"{folder}-run"))[0])
+    run = imported_run(folder)
     assert run.tokenizer is not None
     source_S, target_T = TOKENS[:24], TOKENS[::-1].copy()
     valid_S, special = np.arange(len(source_S)) < 21, TargetTokens.of(run.tokenizer)
@@ -172,21 +181,22 @@ def compare_encoder_decoders(theirs: Any, folder: Path) -> Differences:
 
     @jax.jit  # a single program, as compiling takes most of the time
     def compute(params: Any) -> tuple[Any, ...]:
-        (value, logits_TV), grads = jax.value_and_grad(loss, has_aux=True)(params)
+        value, logits_TV, grads = loss_of(loss, params, gradient)
         maps = named_attention_maps(run.model, params, source_S, valid_S, target_T)
         encoded_SD = run.model.apply({"params": params}, source_S, valid_S, method="encode")
         return value, logits_TV, grads, maps[f"decoder_blocks.{n_blocks - 1}.cross_attention"], encoded_SD
 
     value, logits_TV, grads, crossing_HTS, encoded_SD = compute(run.params)
-    if "b_out" in grads:  # which they do not train
+    if gradient and "b_out" in grads:  # which they do not train
         grads["b_out"] = np.zeros_like(grads["b_out"])
     found = {
         "encoder's output": relative(encoded_SD[valid_S], out.encoder_last_hidden_state[0, valid_S].detach()),
         "logits": relative(logits_TV, their_logits_TV),
         "loss": relative(value, their_loss.detach()),
-        "gradient": gradient_difference(grads, run.params, after_step(theirs, their_loss, folder)),
         "an attention map": relative(crossing_HTS, out.cross_attentions[-1][0].detach()),
     }
+    if gradient:
+        found["gradient"] = gradient_difference(grads, run.params, after_step(theirs, their_loss, folder))
     found |= {f"{N_NEW} greedy tokens": 0.0}
     if run.config.model.fairseq_sinusoids:
         with pytest.raises(UserError, match="fairseq_sinusoids True"):
@@ -221,37 +231,37 @@ def encoded_by(theirs: Any, **options: Any) -> Any:
     return theirs(tokens, attention_mask=valid, **options)
 
 
-def compare_encoders(theirs: Any, folder: Path) -> Differences:
+def compare_encoders(theirs: Any, folder: Path, gradient: bool) -> Differences:
     """Compare a masked language model, a torch module with eager attention, and another form of its family, with their
     imports; the folder is named by the index of the variation."""
     import torch
     import transformers
 
-    with jax.disable_jit():  # compiling takes longer
-        run = load_run(import_run(folder, Path(f"{folder}-run"))[0])
+    run = imported_run(folder)
     model, kind = run.model, theirs.config.model_type
     is_shared = kind == "albert"
 
-    def loss(params: Any) -> tuple[jax.Array, jax.Array]:
+    def loss(params: Any) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         logits_NV = encoded(model, params)
-        return SCALE * negative_log_likelihood(logits_NV, TOKENS[VALID]).mean(), logits_NV
+        map_HTS = attention_maps(model, params, TOKENS, VALID)[-1]
+        return SCALE * negative_log_likelihood(logits_NV, TOKENS[VALID]).mean(), (logits_NV, map_HTS)
 
     out = encoded_by(theirs, output_attentions=True)
     their_logits_NV = out.logits[0][VALID]
     their_loss = SCALE * torch.nn.functional.cross_entropy(their_logits_NV, torch.tensor(TOKENS[VALID]))
-    with jax.disable_jit():
-        (value, logits_NV), grads = jax.value_and_grad(loss, has_aux=True)(run.params)
-        if is_shared:  # their gradient is the sum of those of our copies
+    with jax.disable_jit():  # compiling takes longer
+        value, (logits_NV, map_HTS), grads = loss_of(loss, run.params, gradient)
+        if gradient and is_shared:  # their gradient is the sum of those of our copies
             blocks = [grads[name] for name in grads if name.startswith("blocks_")]
             total = jax.tree.map(lambda *leaves: sum(leaves), *blocks)
             grads = {name: total if name.startswith("blocks_") else leaf for name, leaf in grads.items()}
-        maps = attention_maps(model, run.params, TOKENS, VALID)[-1]
         found = {
             "logits": relative(logits_NV, their_logits_NV.detach()),
             "loss": relative(value, their_loss.detach()),
-            "gradient": gradient_difference(grads, run.params, after_step(theirs, their_loss, folder)),
-            "an attention map": relative(maps[:, VALID], out.attentions[-1][0].detach()[:, VALID]),
+            "an attention map": relative(map_HTS[:, VALID], out.attentions[-1][0].detach()[:, VALID]),
         }
+        if gradient:
+            found["gradient"] = gradient_difference(grads, run.params, after_step(theirs, their_loss, folder))
         form = FORMS[(int(folder.name) + len(kind)) % len(FORMS)]
         theirs.config.num_labels = 3
         other = getattr(transformers, type(theirs).__name__.replace("ForMaskedLM", form))(theirs.config).eval()
@@ -285,13 +295,14 @@ class Case:
       base: fields of its tiny config besides `published.SHAPES`.
       choices: values of fields from which variations are drawn, each independently; `...` for that of the base. The
         first ones should have the shapes of other families, whose compiled programs are then shared.
-      compare: function that compares a torch model with the import of its folder, and returns the largest differences.
+      compare: function that compares a torch model with the import of its folder, the gradient only if asked for, and
+        returns the largest differences.
     """
 
     models: str
     base: Mapping[str, Any] = field(default_factory=dict)
     choices: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    compare: Callable[[Any, Path], Differences] = compare_decoders
+    compare: Callable[[Any, Path, bool], Differences] = compare_decoders
 
     def variation(self, i: int) -> dict[str, Any]:
         """Return the i-th variation: the first values for 0, and else a draw for each field by itself."""
@@ -445,11 +456,12 @@ CASES: dict[str, Case] = {
     "DeepseekV3": Case(
         "DeepSeek V3 and R1, Moonlight 16B-A3B, in bfloat16",
         {
-            "num_key_value_heads": 6, "kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5,
-            "moe_intermediate_size": 20, "n_routed_experts": 4, "topk_group": 1,
+            "num_key_value_heads": 6, "qk_rope_head_dim": 4, "moe_intermediate_size": 40, "n_routed_experts": 4,
+            "topk_group": 1,
         },
         {
             "rms_norm_eps": (4e-6, 1e-2), "tie_word_embeddings": (False, True), "q_lora_rank": (12, None),
+            "kv_lora_rank": (12, 10), "qk_nope_head_dim": (4, 6), "v_head_dim": (4, 5),
             "num_experts_per_tok": (2, 1), "norm_topk_prob": (True, False), "n_shared_experts": (2, 1),
             "first_k_dense_replace": (1, 0), "routed_scaling_factor": (2.5, 1.0), "n_group": (2, 1),
             "rope_parameters": ({**YARN, "mscale": 0.7, "mscale_all_dim": 1.0}, YARN, ...),
@@ -551,7 +563,7 @@ BY_N_EMBD = {"layer_norm_epsilon": (1e-5, 1e-2), "tie_word_embeddings": (True, F
 CASES |= {
     "GPTNeoX": Case(
         "Pythia, 14M to 12B, GPT-NeoX-20B, Dolly 2",
-        {"hidden_size": 48},
+        {"num_attention_heads": 3},
         LAYER_NORM_CHOICES | {
             "use_parallel_residual": (True, False), "attention_bias": (True, False),
             "hidden_act": ("gelu", "gelu_fast"),
@@ -560,7 +572,7 @@ CASES |= {
     ),
     "GPTJ": Case(
         "GPT-J-6B",
-        {"n_embd": 48, "n_layer": 2, "n_head": 6, "n_positions": 96, "hidden_size": 48, "num_key_value_heads": None},
+        {"n_embd": 24, "n_layer": 2, "n_head": 3, "n_positions": 96, "hidden_size": 24, "num_key_value_heads": None},
         BY_N_EMBD | {"rotary_dim": (4, 2, 8), "n_inner": (None, 44), "activation_function": ("gelu_new", "relu")},
     ),
     "Phi": Case(
@@ -573,9 +585,9 @@ CASES |= {
     ),
     "StableLm": Case(
         "StableLM 2 1.6B, StableLM 3B, Stable Code 3B",
-        {"hidden_size": 48},
+        {"num_attention_heads": 3},
         LAYER_NORM_CHOICES | {
-            "use_parallel_residual": (False, True), "use_qkv_bias": (True, False), "num_key_value_heads": (2, 6, 1),
+            "use_parallel_residual": (False, True), "use_qkv_bias": (True, False), "num_key_value_heads": (1, 3),
             "rope_parameters": (..., {**LLAMA3, "partial_rotary_factor": 0.5}),
         },
     ),

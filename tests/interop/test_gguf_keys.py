@@ -173,7 +173,7 @@ def test_keys_mean_what_they_mean_in_llama_cpp(
     random, keys = np.random.default_rng(0), [draw for draw in draws if re.search("rope|attention|soft", str(draw))]
     draws += [keys[i] | keys[j] for i, j in random.integers(len(keys), size=(40, 2))]
     with jax.disable_jit():
-        for changes in draws[[*CONFIGS].index(case) % 50 :: max(1, 400 // n_draws)] if n_draws < 200 else draws:
+        for changes in draws[[*CONFIGS].index(case) % 50 :: max(1, 200 // n_draws)] if n_draws < 200 else draws:
             write_gguf(file, case, tensors, changes)
             theirs = llama_cpp.logprobs(file)
             try:

@@ -15,10 +15,6 @@ from tests.interop.published import publish, their_greedy, their_logits
 
 pytestmark = pytest.mark.slow
 
-LLAMA3_ROPE = {
-    "rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16,
-}  # fmt: skip
 GPT2_SHAPES: dict[str, Any] = {
     "n_embd": 24, "n_layer": 2, "n_head": 6, "n_positions": 96, "hidden_size": 24, "num_key_value_heads": None,
 }  # fmt: skip
@@ -27,18 +23,8 @@ GEMMA_ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("Llama", {"rms_norm_eps": 1e-5}),
-    "llama, tied, llama3 scaling": ("Llama", {"tie_word_embeddings": True, "rope_parameters": LLAMA3_ROPE}),
     "llama, biases, wide heads": ("Llama", {"attention_bias": True, "head_dim": 10}),
-    "qwen3, windows": (
-        "Qwen3",
-        {
-            "head_dim": 6, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1,
-            "num_hidden_layers": 3,
-        },
-    ),
     "gpt2, untied, wide": ("GPT2", {**GPT2_SHAPES, "tie_word_embeddings": False, "n_inner": 44}),
-    "mistral, tied, no window": ("Mistral", {"sliding_window": None, "tie_word_embeddings": True, "head_dim": 6}),
     "gemma3, scaling, soft cap": (
         "Gemma3",
         {
@@ -52,9 +38,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_local_experts": 3, "num_experts_per_tok": 1, "sliding_window": 7, "tie_word_embeddings": True},
     ),
 }  # fmt: skip
-"""Family and fields of its config that differ from `published.SHAPES`; test_configs.py has other fields one by one."""
+"""Family and fields of its config that differ from `published.SHAPES`, besides what test_families.py compares."""
 LENGTH = 95
-"""Past the 16 tokens of the original context of the llama3 scaling."""
 N_NEW = 24
 
 EPSILON, EPSILON_FIELD = 4e-6, ("rms_norm_eps", "layer_norm_epsilon")
@@ -68,9 +53,10 @@ def case(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, R
     """Return a torch model, the run imported from its folder, and the jitted model of the run."""
     family, changes = CASES[request.param]
     folder = tmp_path_factory.mktemp("published")
-    size = "10KB" if request.param == "llama" else "5GB"  # of one in shards
+    is_sharded = family == "Llama"
+    size = "10KB" if is_sharded else "5GB"
     model = publish(folder / "model", family, shard_size=size, **{**changes, EPSILON_FIELD[family == "GPT2"]: EPSILON})
-    assert (len(list((folder / "model").glob("*.safetensors"))) > 2) == (request.param == "llama")
+    assert (len(list((folder / "model").glob("*.safetensors"))) > 2) == is_sharded
     path, _ = import_run(folder / "model", folder / "run")
     run = load_run(path)
     return model, run, forward(run)

@@ -14,11 +14,20 @@ from jaxformer.data.captions import tokenize_captions
 from jaxformer.data.dataset import Batch
 from jaxformer.data.image_io import read_model_input
 from jaxformer.inspect import attention_maps
-from jaxformer.interop.run import import_run
 from jaxformer.models.objective import Contrastive
 from jaxformer.ops.patches import standardize
-from jaxformer.runs.run import Run, load_run
-from tests.interop.family_cases import RATE, Case, Differences, exported_again, gradient_difference, imported, relative
+from jaxformer.runs.run import Run
+from tests.interop.family_cases import (
+    RATE,
+    Case,
+    Differences,
+    exported_again,
+    gradient_difference,
+    imported,
+    imported_run,
+    loss_of,
+    relative,
+)  # fmt: skip
 
 SIZES = ((23, 31), (31, 23), (8, 8))
 """Heights and widths of the images."""
@@ -93,13 +102,13 @@ def gradients(theirs: Any, folder: Path) -> tuple[Any, Any]:
     return jax.tree.map(lambda grad: RATE * grad, grads), jax.tree.map(np.zeros_like, grads)
 
 
-def compare_images(theirs: Any, folder: Path) -> Differences:
+def compare_images(theirs: Any, folder: Path, gradient: bool) -> Differences:
     """Compare an image encoder, a torch module with eager attention, with its import."""
     import torch
     import transformers
 
     processor = write_processor(theirs.config.model_type, folder)
-    run = load_run(import_run(folder, Path(f"{folder}-run"))[0])
+    run = imported_run(folder)
     images, pixel_values, pixels = read_images(run, processor, folder)
     features = lambda out: out.logits if "logits" in out else out.last_hidden_state[:, 0]  # noqa: E731
     out = theirs(pixel_values, output_attentions=True)
@@ -111,7 +120,7 @@ def compare_images(theirs: Any, folder: Path) -> Differences:
         return jnp.sum(found * weights), found
 
     with jax.disable_jit():
-        (_, ours), grads = jax.value_and_grad(loss, has_aux=True)(run.params)
+        _, ours, grads = loss_of(loss, run.params, gradient)
         maps = attention_maps(run.model, run.params, images[0])
     exported = Path(f"{folder}-export")
     assert exported_again(run, exported) == 0
@@ -126,17 +135,16 @@ def compare_images(theirs: Any, folder: Path) -> Differences:
         "logits or features": relative(ours, features(out).detach()),
         "an attention map": relative(maps[-1], out.attentions[-1][0].detach()),
         "logits of the export": relative(ours, features_again),
-        "gradient": gradient_difference(grads, *gradients(theirs, folder)),
-    }
+    } | ({"gradient": gradient_difference(grads, *gradients(theirs, folder))} if gradient else {})
 
 
-def compare_images_and_texts(theirs: Any, folder: Path) -> Differences:
+def compare_images_and_texts(theirs: Any, folder: Path, gradient: bool) -> Differences:
     """Compare a CLIP, a torch module with eager attention, with its import."""
     import torch
     from transformers import AutoImageProcessor, AutoTokenizer, CLIPModel
 
     their_tokenizer, processor = write_clip_tokenizer(folder), write_processor("clip", folder)
-    run = load_run(import_run(folder, Path(f"{folder}-run"))[0])
+    run = imported_run(folder)
     images, pixel_values, pixels = read_images(run, processor, folder)
     encoded = their_tokenizer(TEXTS, padding=True, return_tensors="pt")
     tokens_NT, valid_NT, _ = tokenize_captions(TEXTS, run.tokenizer, run.config.model.example()[1].shape[0])
@@ -153,7 +161,7 @@ def compare_images_and_texts(theirs: Any, folder: Path) -> Differences:
         )  # fmt: skip
 
     with jax.disable_jit():
-        (value, (image_NE, text_NE, logits)), grads = jax.value_and_grad(loss, has_aux=True)(run.params)
+        value, (image_NE, text_NE, logits), grads = loss_of(loss, run.params, gradient)
         maps = attention_maps(run.model, run.params, images[0], tokens_NT[1], valid_NT[1])
     exported = Path(f"{folder}-export")
     assert exported_again(run, exported) == 0
@@ -170,8 +178,7 @@ def compare_images_and_texts(theirs: Any, folder: Path) -> Differences:
         "loss": relative(value, out.loss.detach()),
         "an attention map": relative(maps[len(theirs.vision_model.encoder.layers) - 1], vision),
         "logits of the export": relative(logits, again),
-        "gradient": gradient_difference(grads, *gradients(theirs, folder)),
-    }
+    } | ({"gradient": gradient_difference(grads, *gradients(theirs, folder))} if gradient else {})
 
 
 SMALL = {"image_size": 8, "patch_size": 4, "num_labels": 3}
