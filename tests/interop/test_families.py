@@ -25,8 +25,8 @@ HEAD = """| `model_type` | published models | compared | worst difference |
 |---|---|---|---|
 """
 CASES = family_cases.CASES | vision_cases.CASES
-GRADIENTS = {"Gemma2", "GptOss", "Bloom", "Bert", "Albert", "T5", "DeiT", "Dinov2", "CLIP"}
-"""Families whose gradients every run compares: those with soft caps and windows, experts and sinks, biases of
+GRADIENTS = {"Gemma2", "GptOss", "DeepseekV3", "Bloom", "Bert", "Albert", "T5", "DeiT", "Dinov2", "CLIP"}
+"""Families whose gradients every run compares: those with soft caps and windows, experts and sinks, latents, biases of
 positions, shared blocks, and what images have. Where the values are equal, a gradient is wrong only if a rule that
 families share is, and with `--families-table` all are compared."""
 N_VARIATIONS, LIMIT = 10, 1e-4
