@@ -17,7 +17,7 @@ from tests.interop.test_parity import CASES
 
 pytestmark = pytest.mark.slow
 
-FAMILIES = ("llama", "gemma3, scaling, soft cap")
+FAMILIES = ("llama, biases, wide heads", "gemma3, scaling, soft cap")
 """Norms before the parts of a block, and around them."""
 T = 13
 
@@ -57,7 +57,7 @@ def test_captures_equal_the_intermediate_values_of_transformers(case):
     np.testing.assert_allclose(ours["logits"], theirs.logits[0].numpy(), atol=1e-4)
 
 
-@among("llama")
+@among(FAMILIES[0])
 def test_explanations_name_tokens_that_the_tokenizer_lacks(case):
     _, run = case
     rows = explained_rows(run, [1, 2, 285], [290, 5])
