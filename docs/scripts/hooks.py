@@ -38,7 +38,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     run([sys.executable, "-m", "docs.scripts.front", str(live)], ROOT)
     files.append(File.generated(config, "live.html", content=live.read_text(encoding="utf-8")))
     notebooks = ROOT / "build/notebooks"
-    notebooks.mkdir(exist_ok=True)
+    shutil.rmtree(notebooks, ignore_errors=True)  # of chapters that are no more
+    notebooks.mkdir()
     run([sys.executable, "-m", "docs.scripts.notebook", "--as-shown", str(notebooks)], ROOT)
     for path in sorted(notebooks.glob("*.ipynb")):
         files.append(File.generated(config, f"story/{path.name}", abs_src_path=str(path)))

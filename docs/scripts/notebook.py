@@ -1,7 +1,7 @@
 """Run notebooks from top to bottom, each in a folder of its own, and write them with their outputs.
 
     python -m docs.scripts.notebook FOLDER [NAME ...]
-    python -m docs.scripts.notebook --as-shown FOLDER
+    python -m docs.scripts.notebook --as-shown FOLDER [CHAPTER ...]
 
 The names are `tour`, docs/examples/tour.ipynb, and the chapters of docs/story, which are notebooks as well: each block
 of Python is a cell, and before the folded answer to an exercise there is an empty one for your own, whose last line
@@ -9,10 +9,10 @@ checks it. By default, all are run. A cell that fails is an error, except where 
 `--as-shown`, the chapters are not run: their outputs are those of the page.
 """
 
+import argparse
 import base64
 import os
 import re
-import sys
 import tempfile
 from pathlib import Path
 
@@ -61,7 +61,7 @@ def chapter_notebook(page: str) -> nbformat.NotebookNode:
 
 
 def prose_cells(text: str) -> list[nbformat.NotebookNode]:
-    """Return text as a cell that holds its pictures; links to other pages are their words."""
+    """Return text as a cell that holds its pictures, or none if it is blank; links to other pages are their words."""
     text = LINK.sub(r"\1", MARK.sub("", text)).replace('<details markdown="1">', "<details>").strip()
     pictures = {
         name: {"image/svg+xml": base64.b64encode((STORY / name).read_bytes()).decode()}
@@ -82,12 +82,15 @@ def run(notebook: nbformat.NotebookNode) -> None:
 
 
 if __name__ == "__main__":
-    as_shown = sys.argv[1] == "--as-shown"
-    folder, *names = sys.argv[1 + as_shown :]
+    parser = argparse.ArgumentParser(prog="python -m docs.scripts.notebook")
+    parser.add_argument("--as-shown", action="store_true")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("names", nargs="*", metavar="NAME")
+    options = parser.parse_args()
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    for name in names or ([] if as_shown else ["tour"]) + [*CHAPTERS]:
+    for name in options.names or [*([] if options.as_shown else ["tour"]), *CHAPTERS]:
         is_tour = name == "tour"
         notebook = nbformat.read(TOUR, as_version=4) if is_tour else chapter_notebook(CHAPTERS[name].read_text("utf-8"))
-        if not as_shown:
+        if not options.as_shown:
             run(notebook)
-        nbformat.write(notebook, Path(folder) / f"{name}.ipynb")
+        nbformat.write(notebook, options.folder / f"{name}.ipynb")

@@ -16,14 +16,15 @@ import pytest
 from jaxformer import load_run
 from jaxformer.cli import sample, train
 from jaxformer.data.dataset import Batch
+from jaxformer.errors import UserError
 from jaxformer.inspect import first_non_finite
 from jaxformer.runs.checkpoints import TEMPORARY, CheckpointReader
 from jaxformer.runs.integrity import find_corruption
 from jaxformer.train.log import read_metrics, read_samples
-from jaxformer.train.loop import Callback
 from tests.helpers import (
     ROOT,
     fill,
+    flip_a_bit,
     mounted,
     run,
     start,
@@ -37,7 +38,6 @@ WITHOUT_REPORTS = ("--train.report-every", "0")
 """Options of runs that no sample or report is read of."""
 ON_EIGHT = (*WITHOUT_REPORTS, "--train.batch-size", "8")
 """The same on the devices of this process."""
-RESUMED_ON_EIGHT = ("--resume", "--mesh", "data=8", *WITHOUT_REPORTS)
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +51,13 @@ def here(finished, tmp_path_factory):
     folder = tmp_path_factory.mktemp("user")
     (folder / "books").symlink_to(finished / "books")
     return folder
+
+
+@pytest.fixture(scope="module")
+def plain(here):
+    """Return the folder of a run of 20 steps that nothing disturbed, without reports and samples."""
+    assert train.main([*tiny(here / "books", 20, *ON_EIGHT), "--run", str(here / "plain")]) == 0
+    return here / "plain"
 
 
 @pytest.fixture
@@ -169,37 +176,49 @@ def test_resuming_after_sigkill_is_bit_identical(here, finished):
     assert step < 20 and not torn.exists()
 
 
+def copy_corrupt(folder, name: str, harm):
+    """A copy of the run, beside it, whose last parameters are harmed."""
+    copy = shutil.copytree(folder, folder.parent / name)
+    harm(max((copy / "checkpoints/20/params").rglob("d/*"), key=lambda file: file.stat().st_size))
+
+
 @pytest.mark.slow
-def test_a_full_disk_is_one_sentence_and_the_run_can_be_resumed(finished, train_here, tmp_path):
-    """Here on other devices than it began, which round differently."""
+def test_a_corrupt_last_checkpoint_is_skipped_and_resuming_is_bit_identical(here, plain, train_here, caplog):
+    copy_corrupt(plain, "flipped", flip_a_bit)
+    with pytest.raises(UserError, match="the nearest intact one is 15"):
+        load_run(here / "flipped", 20)
+    assert train_here("--resume", "--run", "flipped")[0] == 0
+    (warning,) = caplog.messages
+    assert warning.startswith("checkpoint 20 of flipped is corrupt: params/")
+    assert warning.endswith("; quarantined as 20.corrupt, 15 is used instead")
+    assert_same_run(plain, here / "flipped")
+
+
+@pytest.mark.slow
+def test_a_full_disk_is_one_sentence_and_the_run_can_be_resumed(plain, train_here, tmp_path):
     with mounted(tmp_path, "8m") as disk:
-        shutil.copytree(finished / "runs/quick", disk / "run")
+        shutil.copytree(plain, disk / "run")
         shutil.rmtree(disk / "run/checkpoints/20")
         full = fill(disk, leave=60_000)  # for the log, not for a checkpoint
-        status, out, err = train_here(*RESUMED_ON_EIGHT, "--run", str(disk / "run"))
+        status, out, err = train_here("--resume", "--run", str(disk / "run"))
         assert status == 2, out + err
         assert err.startswith(f"error: checkpoint 20 (15 is intact) cannot be written to {disk}/run: No space")
         assert err.count("\n") == 1
         assert {folder.name for folder in (disk / "run/checkpoints").iterdir()} <= {"10", "15"}
         full.unlink()
-        status, _, err = train_here(*options_of(err), *RESUMED_ON_EIGHT[1:])
+        status, _, err = train_here(*options_of(err))
         assert status == 0 and not err, err
-        ours, theirs = (CheckpointReader(folder).arrays(20) for folder in (disk / "run", finished / "runs/quick"))
-        for name in {**ours, **theirs}:
-            np.testing.assert_allclose(ours[name], theirs[name], rtol=1e-3, atol=1e-5, err_msg=name)
+        assert_same_run(disk / "run", plain)
 
 
 @pytest.mark.slow
-def test_a_removed_run_folder_is_one_sentence(here, train_here, monkeypatch):
-    def rename_at_step_9(callback: Callback, step: int) -> bool:
-        if step == 9 and (here / "gone").exists():
-            (here / "gone").rename(here / "moved")
-        return is_due(callback, step)
-
-    is_due = Callback.is_due
-    monkeypatch.setattr(Callback, "is_due", rename_at_step_9)
-    status, _, err = train_here(*tiny(here / "books", 5000, *ON_EIGHT), "--run", "gone")
-    assert status == 2
+def test_a_removed_run_folder_is_one_sentence(here):
+    options = tiny(here / "books", 5000, *WITHOUT_REPORTS)
+    process = start("train.py", *options, "--run", "gone", cwd=here)
+    wait_for(lambda: process.poll() is not None or rows_in(here / "gone") > 3)
+    (here / "gone").rename(here / "moved")
+    _, err = process.communicate(timeout=300)
+    assert process.returncode == 2
     *_, last = err.splitlines()  # Orbax may have warned of what it found missing first
     assert re.fullmatch(r"error: .* cannot be written: gone no longer exists; restore it .*", last)
     assert "Traceback" not in err
@@ -254,18 +273,18 @@ def test_resuming_with_another_config_or_data_is_refused(here, finished, monkeyp
 
 
 @pytest.mark.slow
-def test_allowed_changed_data_keeps_the_tokenizer_of_the_run(here, finished, train_here):
-    shutil.copytree(finished / "runs/quick", here / "allowed")
+def test_allowed_changed_data_keeps_the_tokenizer_of_the_run(here, plain, train_here):
+    shutil.copytree(plain, here / "allowed")
     write_books(here / "other", words=700)
     (here / "other/0.txt").write_text("Zebras zigzag. " * 100)  # a tokenizer trained on this would differ
-    options = [*RESUMED_ON_EIGHT, "--run", "allowed", "--data.path", "other"]
+    options = ["--resume", "--run", "allowed", "--data.path", "other"]
     status, out, err = train_here(*options, "--steps", "22", "--allow-changed-data")
     assert status == 0, err
     notes = [row for row in read_metrics(here / "allowed") if "note" in row]
     assert [row["step"] for row in notes] == [20]
     assert notes[0]["note"].startswith("the data has changed; it is now other: 5 documents, ")
     assert "step 20  note: the data" in out
-    tokenizer = (finished / "runs/quick/tokenizer.json").read_bytes()
+    tokenizer = (plain / "tokenizer.json").read_bytes()
     assert (here / "allowed/tokenizer.json").read_bytes() == tokenizer
 
 

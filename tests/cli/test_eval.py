@@ -65,7 +65,7 @@ def evaluate(here, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_the_default_equals_the_final_validation_of_training_on_any_mesh(here, evaluate):
+def test_the_default_equals_the_final_validation_of_training_on_any_batch_and_mesh(here, evaluate):
     mesh = make_mesh()
     run = load_run(here / "runs/quick", mesh=mesh)
     data = TextConfig(path="other.txt", val_path="books").load(run.config.model, 4, 0, run.tokenizer)
@@ -75,8 +75,9 @@ def test_the_default_equals_the_final_validation_of_training_on_any_mesh(here, e
     np.testing.assert_allclose(results["loss"], validation.loss, rtol=1e-6, atol=5e-7)  # six decimals are shown
     np.testing.assert_allclose(results["bpb"], validation.bits_per_byte, rtol=1e-6, atol=5e-7)
     np.testing.assert_allclose(results["ppl"], validation.perplexity, rtol=1e-5)  # six digits are shown
-    again = evaluate("--data.path", "books", "--mesh", "data=4,tensor=2")
-    np.testing.assert_allclose([again[k] for k in results], [results[k] for k in results], rtol=1e-5)
+    for other in (["--batch-size", "3"], ["--mesh", "data=4,tensor=2"]):
+        again = evaluate("--data.path", "books", *other)
+        np.testing.assert_allclose([again[k] for k in results], [results[k] for k in results], rtol=1e-5)
 
 
 @pytest.mark.slow
