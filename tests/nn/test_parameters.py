@@ -4,6 +4,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
+from flax.errors import ScopeParamShapeError
 
 from jaxformer.contract import Contract, Input, ParameterAxes, Role
 from jaxformer.models.decoder import ExpertsConfig
@@ -86,3 +87,17 @@ def test_axes_are_declared_also_by_a_program_that_jax_has_traced_before() -> Non
 def test_a_parameter_without_a_name_for_each_axis_is_an_error(axes: str | None, named: str) -> None:
     with pytest.raises(ValueError, match=rf"parameter W_new of shape \(3, 4\) declares {named}; create it with"):
         parameter_axes(Layer(axes))
+
+
+def test_a_model_is_not_applied_to_parameters_of_another_shape() -> None:
+    def scaled(width: int) -> nn.Module:
+        class Scaled(nn.Module):
+            @nn.compact
+            def __call__(self, x):
+                return x * parameter(self, "gamma", nn.initializers.ones, (width,), "embed")
+
+        return Scaled()
+
+    variables = scaled(1).init(jax.random.key(0), jnp.ones(3))  # would be broadcast
+    with pytest.raises(ScopeParamShapeError, match=r'"gamma".*\(3,\), but .*\(1,\)'):
+        scaled(3).apply(variables, jnp.ones(3))
