@@ -116,11 +116,14 @@ def test_page_of_a_deep_model_keeps_the_map_of_a_head_in_view(page: Path, browse
         const tiles = [...document.querySelectorAll(".heads .tile")];
         const shown = [...document.querySelectorAll(".layers button")].map((button) => button.getBoundingClientRect());
         return [document.documentElement.scrollHeight, new Set(tiles.map(top)).size, tiles.length,
-                shown[arguments[0]].top >= shown[0].bottom, document.querySelector(".heads .head").textContent];
+                shown[arguments[0]].top >= shown[0].bottom, document.querySelector(".heads .head").textContent,
+                document.querySelector(".heads .stack").getBoundingClientRect().right,
+                Math.max(...tiles.map((tile) => tile.getBoundingClientRect().right))];
     """,
         H,
     )
-    assert heights[1:] == [L, L * H, True, "0"]  # one row a layer
+    assert heights[1:5] == [L, L * H, True, "0"]  # one row a layer
+    assert heights[5] - heights[6] >= 8  # the scroll bar covers no head
     assert heights[0] < PAGE_PIXELS[width]
     browser.find_elements("css selector", ".heads .tile button")[-1].click()
     title, frame, screen = browser.execute_script("""
