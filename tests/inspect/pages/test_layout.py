@@ -81,7 +81,8 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     layers = [AttentionLayer(f"layer {i}", "text", "text", np.stack([weights_HTT] * 3), [0.125] * H) for i in range(L)]
     guess = Prediction("Next token", [("a", 0.6), ("b", 0.3)], ("c", 0.05))
     values = np.linspace(-1, 1, L * (H + 1) * T).reshape(-1, T)
-    frames = [Frame(step, 2.0 - step / 9, {}, {}, [f" two{step}\n\n\nlines"]) for step in (0, 1, 7)]
+    losses = {0: 2.0, 1: float("nan"), 7: 1.25}
+    frames = [Frame(step, loss, {}, {}, [f" two{step}\n\n\nlines"]) for step, loss in losses.items()]
     path = tmp_path_factory.mktemp("layout") / "page.html"
     write_page(path, "layout", ["a fact"], [
         FilmSection("Film", frames, ["a\nprompt"]), live,
@@ -261,9 +262,13 @@ def test_numbers_near_nothing_have_no_sign(page: Path, browser: Any):
     assert browser.execute_script(script) == ["0", "-1·10⁻⁹", "-", "+0.000", "\u22120.001", "+0.000"]
 
 
-def test_continuations_of_a_film_are_one_line_each(page: Path, browser: Any):
+def test_continuations_of_a_film_are_one_line_each_and_a_lost_loss_is_a_dash(page: Path, browser: Any):
     open_page(browser, page, 1200)
-    assert [pre.text for pre in browser.find_elements("css selector", ".continued pre")] == ["a⏎prompt two7⏎⏎⏎lines"]
+    slider, told = (browser.find_element("css selector", f".film .frames {tag}") for tag in ("input", "output"))
+    texts = lambda: [pre.text for pre in browser.find_elements("css selector", ".continued pre")]  # noqa: E731
+    assert (told.text, texts()) == ("step 7, held-out loss 1.250", ["a⏎prompt two7⏎⏎⏎lines"])
+    slider.send_keys("\ue012")  # arrow left
+    assert (told.text, texts()) == ("step 1, held-out loss -", ["a⏎prompt two1⏎⏎⏎lines"])
 
 
 def test_temperature_of_zero_is_greedy(page: Path, browser: Any):
