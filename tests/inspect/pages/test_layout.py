@@ -108,6 +108,12 @@ def open_page(browser: Any, page: Path, width: int, scheme: str = "light") -> No
     wait_for(browser, "return document.querySelector('.live .bars')")
 
 
+def open_once(browser: Any, page: Path) -> None:
+    """Open the page, unless it is open with its model."""
+    if not browser.execute_script("return document.querySelector('.live .bars')"):
+        open_page(browser, page, 1200)
+
+
 @pytest.mark.parametrize("width", [1200, 390])
 def test_page_of_a_deep_model_keeps_the_map_of_a_head_in_view(page: Path, browser: Any, width: int):
     open_page(browser, page, width)
@@ -167,14 +173,23 @@ def test_printed_page_has_its_colours_and_nothing_that_scrolls_or_sticks(page: P
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})
 
 
-@pytest.mark.parametrize(("width", "scheme"), SCREENS)
-def test_texts_have_contrast_and_targets_have_room(page: Path, browser: Any, width: int, scheme: str):
-    """WCAG 2.2, level AA: 1.4.3 and 2.5.8."""
-    open_page(browser, page, width, scheme)
+@pytest.fixture(scope="module")
+def unfolded(page: Path, browser: Any) -> Any:
+    """The browser with the page and its panels open."""
+    open_page(browser, page, 1200)
     browser.find_element("css selector", ".live .why").click()
     wait_for(browser, "return document.querySelector('.attribution .parts')")
     browser.find_element("css selector", ".patching > .plain").click()
     wait_for(browser, "return document.querySelector('.both .pairs li')")
+    return browser
+
+
+@pytest.mark.parametrize(("width", "scheme"), SCREENS)
+def test_texts_have_contrast_and_targets_have_room(unfolded: Any, width: int, scheme: str):
+    """WCAG 2.2, level AA: 1.4.3 and 2.5.8."""
+    browser = unfolded
+    resize(browser, width, scheme)
+    browser.execute_async_script("requestAnimationFrame(() => requestAnimationFrame(arguments[0]))")
     faint = {text: f"{contrast(np.array(a), np.array(b)):.2f}" for text, a, b in browser.execute_script(TEXTS)}
     assert {text: ratio for text, ratio in faint.items() if float(ratio) < 4.5} == {}
     assert browser.execute_script(TARGETS) == []
@@ -256,14 +271,13 @@ def test_each_heat_map_has_a_scale(page: Path, browser: Any):
     assert len(scales[3]) == 2 and all(low == f"-{high}" and float(high) > 0 for (low, high), *_ in scales[3])
 
 
-def test_numbers_near_nothing_have_no_sign(page: Path, browser: Any):
-    open_page(browser, page, 1200)
+def test_numbers_near_nothing_have_no_sign(browser: Any):
     script = "return [format(-0), format(-1e-9), percent(NaN), signed(-0.0004), signed(-0.0006), signed(0)]"
     assert browser.execute_script(script) == ["0", "-1·10⁻⁹", "-", "+0.000", "\u22120.001", "+0.000"]
 
 
 def test_continuations_of_a_film_are_one_line_each_and_a_lost_loss_is_a_dash(page: Path, browser: Any):
-    open_page(browser, page, 1200)
+    open_once(browser, page)
     slider, told = (browser.find_element("css selector", f".film .frames {tag}") for tag in ("input", "output"))
     texts = lambda: [pre.text for pre in browser.find_elements("css selector", ".continued pre")]  # noqa: E731
     assert (told.text, texts()) == ("step 7, held-out loss 1.250", ["a⏎prompt two7⏎⏎⏎lines"])
@@ -272,7 +286,7 @@ def test_continuations_of_a_film_are_one_line_each_and_a_lost_loss_is_a_dash(pag
 
 
 def test_temperature_of_zero_is_greedy(page: Path, browser: Any):
-    open_page(browser, page, 1200)
+    open_once(browser, page)
     tokens = browser.execute_script("""
         const live = document.querySelector(".live");
         const [greedy, draws, again] = live.querySelectorAll(".controls button");
