@@ -201,7 +201,11 @@ SITE = """<!doctype html><html lang="en"><head><title>Site</title>{styles}</head
 <nav class="md-tabs"><ul><li class="md-tabs__item"><a class="md-tabs__link" href="#">Story</a></li></ul></nav>
 <article class="md-typeset"><p>See <a href="#">the story</a>.</p><div class="highlight"><pre><span></span><code>{room}
 <span class="c1"># a
-</span><span class="nb">len</span> <span class="ow">in</span> <span class="mi">1</span></code></pre></div></article>
+</span><span class="nb">len</span> <span class="ow">in</span> <span class="mi">1</span></code></pre></div>
+<div class="md-typeset__scrollwrap"><div class="md-typeset__table">
+<table><tr><td><code>{room}</code></td></tr></table></div></div>
+<div class="front"><a class="md-button" href="#">Type</a></div></article>
+<div class="md-search" role="dialog"><input aria-label="Search"></div><script>{script}</script>
 <footer class="md-footer"><div class="md-footer-meta md-typeset"><div class="md-copyright">Made</div></div></footer>
 </body></html>"""
 
@@ -209,19 +213,19 @@ SITE = """<!doctype html><html lang="en"><head><title>Site</title>{styles}</head
 @pytest.mark.parametrize("scheme", ["default", "slate"])
 def test_site_has_contrast_and_its_links_are_underlined(browser: Any, tmp_path: Path, scheme: str):
     folder = Path(pytest.importorskip("material").__file__).parent / "templates/assets/stylesheets"
-    from docs.scripts.hooks import on_page_content
-
     files = [*folder.glob("main.*.css"), *folder.glob("palette.*.css"), ROOT / "docs/extra.css"]
     styles = "".join(f"<style>{file.read_text()}</style>" for file in files)
-    site = SITE.format(styles=styles, scheme=scheme, room=" " * 200)  # more than a screen is wide
-    (tmp_path / "site.html").write_text(on_page_content(site))
+    room, script = "\u00a0" * 200, (ROOT / "docs/extra.js").read_text()  # more than a screen is wide
+    (tmp_path / "site.html").write_text(SITE.format(styles=styles, scheme=scheme, room=room, script=script))
     show(browser, tmp_path / "site.html", 1400)
     ratios = {text: contrast(np.array(a), np.array(b)) for text, a, b in browser.execute_script(TEXTS)}
-    assert set(ratios) == {"Story", "See the story.", "the story", "# a", "len", "in", "1", "Made"}
+    assert set(ratios) == {"Story", "See the story.", "the story", "# a", "len", "in", "1", "Type", "Made"}
     assert min(ratios.values()) >= 4.5
     link = browser.find_element("css selector", "article a")
     assert "underline" in link.value_of_css_property("text-decoration")
     resize(browser, 390, "light")
+    browser.execute_script("document.querySelector('pre > code').removeAttribute('tabindex')")  # as the theme does
+    wait_for(browser, "return document.querySelectorAll('[tabindex]').length === 2")
     assert barriers(browser) == []
 
 
