@@ -189,7 +189,7 @@ def test_equal_models_stay_equal_and_one_switch_tells_them_apart(page: LabPage) 
 
 
 def test_a_loss_that_is_not_finite_is_marked_and_explained(page: LabPage) -> None:
-    page.open("blocks=2&A=no norm,large learning rate")
+    page.open("blocks=4&A=no norm,large learning rate")
     page.train(100)
     [mark] = page.texts("#chart text.mark")
     step = int(re.fullmatch(r"not finite at step (\d+)", mark)[1])
@@ -273,11 +273,12 @@ def test_page_opens_on_three_experiments_of_which_each_trains_at_a_click(page: L
     assert page.texts("#guided [aria-pressed=true]") == [guided[0]]
     assert page.text("#note").endswith(f"B: no mask. {guided[0].partition('mask')[2]}")
     assert page.texts("#diagram .broken") == ["mask"] and "B: no mask" in page.texts("#diagram text.lane-1")
-    page.open("blocks=1&heads=4&text=anagrams&A=&B=no+positions", OWN)
+    page.open("blocks=1&heads=4&text=anagrams&A=&B=no+positions")
     words = {"spot", "stop", "post", "tops", "opts", "pots"}
     script = """
-        const [text, done] = [document.querySelector("#text").value, arguments[0]];
-        const create = (faults, blocks, text) => lab.createLab({ ...lab.DEFAULT_CONFIG, blocks, faults }, text);
+        const [text, sizes, done] = [document.querySelector("#text").value, ...arguments];
+        const config = { ...lab.DEFAULT_CONFIG, ...sizes };
+        const create = (faults, blocks, text) => lab.createLab({ ...config, blocks, faults }, text);
         const train = async (faults) => {
           const one = await create(faults, 1, text);
           return [(await one.train(100)).heldOut, one.generate(text.slice(0, 8), 40, 0.5)];
@@ -288,7 +289,7 @@ def test_page_opens_on_three_experiments_of_which_each_trains_at_a_click(page: L
         };
         Promise.all([train([]), train(["no positions"]), explode()]).then(done);
     """  # as the page trains them, which measures and draws every few steps
-    (intact, first), (broken, second), finite = page.browser.execute_async_script(script)
+    (intact, first), (broken, second), finite = page.browser.execute_async_script(script, OWN)
     assert broken > intact + 0.1
     right = [sum(word in words for word in text.split()[1:-1]) for text in (first, second)]
     assert right[0] >= 3 and right[0] > right[1]
