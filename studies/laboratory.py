@@ -9,6 +9,7 @@ studies/results/laboratory.json, and written as two tables into docs/laboratory.
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 import time
 from collections.abc import Iterator
@@ -141,7 +142,7 @@ def table(names: list[str], rows: list[list[str]]) -> str:
     return "\n".join([row(names), row(["---"] * len(names)), *map(row, rows)])
 
 
-def speed(figures: dict[str, Any]) -> str:
+def speed(figures: dict[str, Any], hardware: dict[str, Any]) -> str:
     """Return the size of the page, how soon it opens, and the table of speed."""
     intact = [outcome for outcome in figures["cases"] if not outcome["faults"]]
     names = ["blocks", "parameters", "seconds to compile and take the first step", "for the next 199"]
@@ -155,7 +156,8 @@ def speed(figures: dict[str, Any]) -> str:
     )
     return (
         f"The page has {figures['bytes']:,} bytes, and made {requests} requests. It is painted after {paint:.2f} "
-        f"seconds, and can train after {ready:.2f} (medians of {len(figures['cases'])}).\n\n{table(names, rows)}\n\n"
+        f"seconds, and can train after {ready:.2f} (medians of {len(figures['cases'])}; {hardware['cpu']}, "
+        f"{hardware['cores']} cores, load {hardware.get('load', 0):.0f}).\n\n{table(names, rows)}\n\n"
         "Measuring and drawing come on top: with two blocks, the button *Train* takes "
         f"{figures['seconds_page']:.1f} seconds for 200 steps.\n"
     )
@@ -182,9 +184,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300, help="a multiple of 10, at least 210")
     steps = parser.parse_args().steps
     figures = {"steps": steps, "bytes": PAGE.stat().st_size, **measure(steps)}
-    record.write("laboratory", figures, {}, record.STUDY_RESULTS)
+    stored = record.write("laboratory", figures, {}, record.STUDY_RESULTS)
     page = record.ROOT / "docs/laboratory.md"
-    insert(page, SPEED[0], speed(figures), SPEED[1])
+    insert(page, SPEED[0], speed(figures, json.loads(stored.read_text(encoding="utf-8"))["hardware"]), SPEED[1])
     insert(page, EFFECTS[0], effects(figures), EFFECTS[1])
 
 

@@ -76,11 +76,6 @@ def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
     return link_names(markdown) if page.file.src_uri == "api.md" else markdown
 
 
-def on_page_content(html: str, **_: object) -> str:
-    """Return a page whose blocks of code the keyboard reaches: narrow screens scroll them."""
-    return html.replace("<pre><span></span><code>", '<pre><span></span><code tabindex="0">')
-
-
 def link_names(markdown: str) -> str:
     """Return the list of public names with a link from each to its reference; one without is a warning."""
     package = ""

@@ -61,7 +61,7 @@ main { display: grid; grid-template: auto auto 1fr / 27rem minmax(0, 1fr) }
 #bar { grid-column: 1 / -1 }
 #loss { grid-row: 2 / span 2 }
 header, main > :not(#bar, #loss, :has(#diagram), :has(#lanes)), section h2, .fold, #share { display: none }
-#switches-about, #diagram ~ *, .predicted, .maps ~ *, .verdict > p:nth-child(2) { display: none }
+#progress span, #switches-about, #diagram ~ *, .predicted, .maps ~ *, .verdict > p:nth-child(2) { display: none }
 .model > div:nth-child(n + 3), .model div > h3, .model p { display: none }
 .experiment, .broken-block { gap: .25rem; grid-template-columns: minmax(0, 1fr); margin: 0 }
 #lanes.several { gap: .75rem; grid-template-columns: repeat(2, minmax(0, 1fr)) }

@@ -38,7 +38,7 @@ export interface Diagram {
 }
 
 const [WIDTH, BACK, STREAM, BRANCH, TEXT] = [440, 8, 62, 168, 234];
-const [BOX, ROW, LINE, TOP] = [24, 34, 13, 24];
+const [BOX, ROW, LINE, TOP, LETTER, PADDING] = [24, 34, 13, 24, 6.6, 5];
 
 const escaped = (text: string) => text.replace(/[&<>]/g, (letter) => `&#${letter.charCodeAt(0)};`);
 
@@ -48,8 +48,10 @@ export function drawDiagram({ title, before, branches, after, back, path }: Diag
   const boxes: string[] = [];
   const ways: string[] = []; // of the position that is followed
   let y = TOP;
-  const line = (x: number, y: number, text: string, kind = "", anchor = "start") =>
-    `<text x="${x}" y="${y + 4}" text-anchor="${anchor}" class="${kind}">${escaped(text)}</text>`;
+  const line = (x: number, y: number, text: string, kind = "", anchor = "start", room = Infinity) => {
+    const fit = text.length * LETTER > room ? `textLength="${room}" lengthAdjust="spacingAndGlyphs" ` : "";
+    return `<text x="${x}" y="${y + 4}" text-anchor="${anchor}" ${fit}class="${kind}">${escaped(text)}</text>`;
+  };
   const wire = (d: string, kind = "") => {
     shapes.push(`<path class="wire ${kind}" d="${d}"/>`);
     if (!kind) ways.push(d);
@@ -69,7 +71,7 @@ export function drawDiagram({ title, before, branches, after, back, path }: Diag
     const middle = row(part);
     const kind = part.broken === undefined ? "part" : `part broken ${part.broken}`;
     const rect = `<rect x="${x - width / 2}" y="${middle - BOX / 2}" width="${width}" height="${BOX}" rx="5"/>`;
-    boxes.push(`<g class="${kind}">${rect}${line(x, middle, part.label, "", "middle")}</g>`);
+    boxes.push(`<g class="${kind}">${rect}${line(x, middle, part.label, "", "middle", width - 2 * PADDING)}</g>`);
     return middle;
   }
 

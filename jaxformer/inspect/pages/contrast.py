@@ -19,9 +19,9 @@ from jaxformer.inspect.paths import path_attribution
 from jaxformer.models.objective import Params
 
 N_EDGES, N_EXACT = 40, 10
+"""Paths on a page, and those of them that are computed exactly."""
 AGREES = {True: "right", False: "wrong", None: "not checked"}
 """Text for `Edge.is_linear`."""
-"""Paths on a page, and those of them that are computed exactly."""
 
 
 def contrast_sections(

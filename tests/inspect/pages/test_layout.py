@@ -81,7 +81,8 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     layers = [AttentionLayer(f"layer {i}", "text", "text", np.stack([weights_HTT] * 3), [0.125] * H) for i in range(L)]
     guess = Prediction("Next token", [("a", 0.6), ("b", 0.3)], ("c", 0.05))
     values = np.linspace(-1, 1, L * (H + 1) * T).reshape(-1, T)
-    frames = [Frame(step, 2.0 - step / 9, {}, {}, [f" two{step}\n\n\nlines"]) for step in (0, 1, 7)]
+    losses = {0: 2.0, 1: float("nan"), 7: 1.25}
+    frames = [Frame(step, loss, {}, {}, [f" two{step}\n\n\nlines"]) for step, loss in losses.items()]
     path = tmp_path_factory.mktemp("layout") / "page.html"
     write_page(path, "layout", ["a fact"], [
         FilmSection("Film", frames, ["a\nprompt"]), live,
@@ -107,6 +108,12 @@ def open_page(browser: Any, page: Path, width: int, scheme: str = "light") -> No
     wait_for(browser, "return document.querySelector('.live .bars')")
 
 
+def open_once(browser: Any, page: Path) -> None:
+    """Open the page, unless it is open with its model."""
+    if not browser.execute_script("return document.querySelector('.live .bars')"):
+        open_page(browser, page, 1200)
+
+
 @pytest.mark.parametrize("width", [1200, 390])
 def test_page_of_a_deep_model_keeps_the_map_of_a_head_in_view(page: Path, browser: Any, width: int):
     open_page(browser, page, width)
@@ -116,11 +123,14 @@ def test_page_of_a_deep_model_keeps_the_map_of_a_head_in_view(page: Path, browse
         const tiles = [...document.querySelectorAll(".heads .tile")];
         const shown = [...document.querySelectorAll(".layers button")].map((button) => button.getBoundingClientRect());
         return [document.documentElement.scrollHeight, new Set(tiles.map(top)).size, tiles.length,
-                shown[arguments[0]].top >= shown[0].bottom, document.querySelector(".heads .head").textContent];
+                shown[arguments[0]].top >= shown[0].bottom, document.querySelector(".heads .head").textContent,
+                document.querySelector(".heads .stack").getBoundingClientRect().right,
+                Math.max(...tiles.map((tile) => tile.getBoundingClientRect().right))];
     """,
         H,
     )
-    assert heights[1:] == [L, L * H, True, "0"]  # one row a layer
+    assert heights[1:5] == [L, L * H, True, "0"]  # one row a layer
+    assert heights[5] - heights[6] >= 8  # the scroll bar covers no head
     assert heights[0] < PAGE_PIXELS[width]
     browser.find_elements("css selector", ".heads .tile button")[-1].click()
     title, frame, screen = browser.execute_script("""
@@ -163,14 +173,23 @@ def test_printed_page_has_its_colours_and_nothing_that_scrolls_or_sticks(page: P
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})
 
 
-@pytest.mark.parametrize(("width", "scheme"), SCREENS)
-def test_texts_have_contrast_and_targets_have_room(page: Path, browser: Any, width: int, scheme: str):
-    """WCAG 2.2, level AA: 1.4.3 and 2.5.8."""
-    open_page(browser, page, width, scheme)
+@pytest.fixture(scope="module")
+def unfolded(page: Path, browser: Any) -> Any:
+    """The browser with the page and its panels open."""
+    open_page(browser, page, 1200)
     browser.find_element("css selector", ".live .why").click()
     wait_for(browser, "return document.querySelector('.attribution .parts')")
     browser.find_element("css selector", ".patching > .plain").click()
     wait_for(browser, "return document.querySelector('.both .pairs li')")
+    return browser
+
+
+@pytest.mark.parametrize(("width", "scheme"), SCREENS)
+def test_texts_have_contrast_and_targets_have_room(unfolded: Any, width: int, scheme: str):
+    """WCAG 2.2, level AA: 1.4.3 and 2.5.8."""
+    browser = unfolded
+    resize(browser, width, scheme)
+    browser.execute_async_script("requestAnimationFrame(() => requestAnimationFrame(arguments[0]))")
     faint = {text: f"{contrast(np.array(a), np.array(b)):.2f}" for text, a, b in browser.execute_script(TEXTS)}
     assert {text: ratio for text, ratio in faint.items() if float(ratio) < 4.5} == {}
     assert browser.execute_script(TARGETS) == []
@@ -182,7 +201,11 @@ SITE = """<!doctype html><html lang="en"><head><title>Site</title>{styles}</head
 <nav class="md-tabs"><ul><li class="md-tabs__item"><a class="md-tabs__link" href="#">Story</a></li></ul></nav>
 <article class="md-typeset"><p>See <a href="#">the story</a>.</p><div class="highlight"><pre><span></span><code>{room}
 <span class="c1"># a
-</span><span class="nb">len</span> <span class="ow">in</span> <span class="mi">1</span></code></pre></div></article>
+</span><span class="nb">len</span> <span class="ow">in</span> <span class="mi">1</span></code></pre></div>
+<div class="md-typeset__scrollwrap"><div class="md-typeset__table">
+<table><tr><td><code>{room}</code></td></tr></table></div></div>
+<div class="front"><a class="md-button" href="#">Type</a></div></article>
+<div class="md-search" role="dialog"><input aria-label="Search"></div><script>{script}</script>
 <footer class="md-footer"><div class="md-footer-meta md-typeset"><div class="md-copyright">Made</div></div></footer>
 </body></html>"""
 
@@ -190,19 +213,19 @@ SITE = """<!doctype html><html lang="en"><head><title>Site</title>{styles}</head
 @pytest.mark.parametrize("scheme", ["default", "slate"])
 def test_site_has_contrast_and_its_links_are_underlined(browser: Any, tmp_path: Path, scheme: str):
     folder = Path(pytest.importorskip("material").__file__).parent / "templates/assets/stylesheets"
-    from docs.scripts.hooks import on_page_content
-
     files = [*folder.glob("main.*.css"), *folder.glob("palette.*.css"), ROOT / "docs/extra.css"]
     styles = "".join(f"<style>{file.read_text()}</style>" for file in files)
-    site = SITE.format(styles=styles, scheme=scheme, room=" " * 200)  # more than a screen is wide
-    (tmp_path / "site.html").write_text(on_page_content(site))
+    room, script = "\u00a0" * 200, (ROOT / "docs/extra.js").read_text()  # more than a screen is wide
+    (tmp_path / "site.html").write_text(SITE.format(styles=styles, scheme=scheme, room=room, script=script))
     show(browser, tmp_path / "site.html", 1400)
     ratios = {text: contrast(np.array(a), np.array(b)) for text, a, b in browser.execute_script(TEXTS)}
-    assert set(ratios) == {"Story", "See the story.", "the story", "# a", "len", "in", "1", "Made"}
+    assert set(ratios) == {"Story", "See the story.", "the story", "# a", "len", "in", "1", "Type", "Made"}
     assert min(ratios.values()) >= 4.5
     link = browser.find_element("css selector", "article a")
     assert "underline" in link.value_of_css_property("text-decoration")
     resize(browser, 390, "light")
+    browser.execute_script("document.querySelector('pre > code').removeAttribute('tabindex')")  # as the theme does
+    wait_for(browser, "return document.querySelectorAll('[tabindex]').length === 2")
     assert barriers(browser) == []
 
 
@@ -252,19 +275,22 @@ def test_each_heat_map_has_a_scale(page: Path, browser: Any):
     assert len(scales[3]) == 2 and all(low == f"-{high}" and float(high) > 0 for (low, high), *_ in scales[3])
 
 
-def test_numbers_near_nothing_have_no_sign(page: Path, browser: Any):
-    open_page(browser, page, 1200)
+def test_numbers_near_nothing_have_no_sign(browser: Any):
     script = "return [format(-0), format(-1e-9), percent(NaN), signed(-0.0004), signed(-0.0006), signed(0)]"
     assert browser.execute_script(script) == ["0", "-1·10⁻⁹", "-", "+0.000", "\u22120.001", "+0.000"]
 
 
-def test_continuations_of_a_film_are_one_line_each(page: Path, browser: Any):
-    open_page(browser, page, 1200)
-    assert [pre.text for pre in browser.find_elements("css selector", ".continued pre")] == ["a⏎prompt two7⏎⏎⏎lines"]
+def test_continuations_of_a_film_are_one_line_each_and_a_lost_loss_is_a_dash(page: Path, browser: Any):
+    open_once(browser, page)
+    slider, told = (browser.find_element("css selector", f".film .frames {tag}") for tag in ("input", "output"))
+    texts = lambda: [pre.text for pre in browser.find_elements("css selector", ".continued pre")]  # noqa: E731
+    assert (told.text, texts()) == ("step 7, held-out loss 1.250", ["a⏎prompt two7⏎⏎⏎lines"])
+    slider.send_keys("\ue012")  # arrow left
+    assert (told.text, texts()) == ("step 1, held-out loss -", ["a⏎prompt two1⏎⏎⏎lines"])
 
 
 def test_temperature_of_zero_is_greedy(page: Path, browser: Any):
-    open_page(browser, page, 1200)
+    open_once(browser, page)
     tokens = browser.execute_script("""
         const live = document.querySelector(".live");
         const [greedy, draws, again] = live.querySelectorAll(".controls button");

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 
 import jax
@@ -665,27 +665,48 @@ def test_weights_are_read_from_the_right_files_only(page, browser, tmp_path: Pat
     assert len(section.find_elements("css selector", "textarea")) == 1
 
 
+class HaltedFiles(SimpleHTTPRequestHandler):
+    """Files of a server, of which weights wait in the middle until the event is set."""
+
+    go_on = Event()
+
+    def copyfile(self, source: Any, outputfile: Any) -> None:
+        content = source.read()
+        half = len(content) // 2
+        outputfile.write(content[:half])
+        if "weights" in self.path:
+            self.go_on.wait(60)
+        outputfile.write(content[half:])
+
+
 @pytest.mark.slow
-def test_page_that_is_served_fetches_its_weights(page):
+def test_page_that_is_served_fetches_its_weights_and_shows_how_far_it_is(page, browser):
     folder, case = page[0].parent / "served", page[1]["file"]
     last = max(folder.glob("quick.weights.*"))
-    server = ThreadingHTTPServer(("localhost", 0), partial(SimpleHTTPRequestHandler, directory=folder))
+    server = ThreadingHTTPServer(("localhost", 0), partial(HaltedFiles, directory=folder))
     Thread(target=server.serve_forever, daemon=True).start()
-    with browsing(folder / "page.html") as driver:
-        driver.execute_cdp_cmd("Network.disable", {})  # which was offline
-        driver.get(f"http://localhost:{server.server_port}/page.html")
-        content = last.read_bytes()
-        last.unlink()
-        driver.find_element("css selector", ".offer button").click()
-        wait_for(driver, "return document.querySelector('.offer .status').textContent.includes('cannot')")
-        assert (
-            driver.find_element("css selector", ".offer .status").text == f"{last.name} cannot be fetched: status 404."
-        )
-        last.write_bytes(content)
-        driver.find_element("css selector", ".offer button").click()
-        wait_for(driver, "return document.querySelector('textarea')")
-        section = driver.find_element("css selector", ".live")
-        assert section.find_element("css selector", ".bars .value").text == likeliest(case, section)
+    first_tab = browser.current_window_handle
+    browser.switch_to.new_window("tab")  # which is not offline
+    browser.get(f"http://localhost:{server.server_port}/page.html")
+    content = last.read_bytes()
+    last.unlink()
+    browser.find_element("css selector", ".offer button").click()
+    bar = "document.querySelector('.offer progress')"
+    wait_for(browser, f"return {bar}?.value > 0")
+    size = len(pack_params(case.params, 8))
+    assert browser.execute_script(f"return [{bar}.value, {bar}.max]") == [FILE_BYTES // 2, size]
+    HaltedFiles.go_on.set()
+    wait_for(browser, "return document.querySelector('.offer .status').textContent.includes('cannot')")
+    told = browser.find_element("css selector", ".offer .status").text
+    assert told == f"{last.name} cannot be fetched: status 404."
+    assert browser.execute_script(f"return {bar}") is None
+    last.write_bytes(content)
+    browser.find_element("css selector", ".offer button").click()
+    wait_for(browser, "return document.querySelector('textarea')")
+    section = browser.find_element("css selector", ".live")
+    assert section.find_element("css selector", ".bars .value").text == likeliest(case, section)
+    browser.close()
+    browser.switch_to.window(first_tab)
     server.shutdown()
     server.server_close()
 

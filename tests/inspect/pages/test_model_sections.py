@@ -1,6 +1,8 @@
 """Sections of a page agree with the probes that they show."""
 
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -183,10 +185,17 @@ def test_head_sections_have_statistics_and_ablation_of_each_head(decoder):
 
 
 @pytest.mark.slow
-def test_contrast_sections_show_patching_and_paths_of_the_tokens_that_the_texts_predict(decoder):
+def test_contrast_sections_show_patching_and_paths_of_the_tokens_that_the_texts_predict(decoder, tmp_path: Path):
     model, params = decoder
     other_T = (TOKENS_T + 1) % 11
-    streams, paths = contrast_sections(model, params, jnp.array(TOKENS_T), jnp.array(other_T), WORDS.__getitem__)
+    jax.config.update("jax_dump_ir_to", str(tmp_path))
+    try:
+        streams, paths = contrast_sections(model, params, jnp.array(TOKENS_T), jnp.array(other_T), WORDS.__getitem__)
+    finally:
+        jax.config.update("jax_dump_ir_to", "")
+    programs = [file.read_text() for file in tmp_path.glob("*.mlir")]
+    stored = [shape for text in programs for shape in re.findall(r'constant dense<["[].*: tensor<(\S+xf32)>', text)]
+    assert len(programs) > 3 and stored == []  # parameters are arguments: a program that stores them doubles the memory
     assert isinstance(streams, Heatmap) and isinstance(paths, Table)
     logits_V, other_V = (apply(model, params, jnp.array(tokens))[-1] for tokens in (TOKENS_T, other_T))
     token, rival = int(logits_V.argmax()), int(other_V.argmax())

@@ -360,3 +360,18 @@ def test_a_box_smooths_lines_of_single_batches(tmp_path: Path, browser: Any):
     browser.find_element("css selector", ".legend input").click()
     assert values() == ["0", "10", "2"]  # (0.9 · 0 + 19) / (0.9 + 1)
     assert len(browser.find_elements("css selector", ".line.raw")) == 1
+
+
+@pytest.mark.slow
+def test_charts_side_by_side_with_the_same_names_share_a_legend(tmp_path: Path, browser: Any):
+    chart = lambda title, names: Lines(title, [Line([0, 1], [0.0, 1.0], n) for n in names], STEP, Axis("nats"))  # noqa: E731
+    write_page(
+        tmp_path / "p.html", "p", [], [Grid("Heads", [chart("one", "ab"), chart("two", "ab"), chart("three", "abc")])]
+    )
+    show(browser, tmp_path / "p.html")
+    lines = "return [...document.querySelectorAll('figure')].map((one) => one.querySelectorAll('path.line').length)"
+    assert browser.execute_script(lines) == [2, 2, 3]
+    legends = browser.find_elements("css selector", ".legend")
+    assert [legend.text.split() for legend in legends] == [["a", "b", "c"], ["a", "b"]]
+    legends[1].find_element("css selector", "button").click()
+    assert browser.execute_script(lines) == [1, 1, 3]

@@ -122,9 +122,17 @@ interface LinesData {
   marks: [number, string][];
 }
 
+/** What charts side by side share whose lines have the same names: a legend. */
+const groups = new WeakMap<Element, { names: string; hidden: Set<string>; renders: (() => void)[] }>();
+
 function lines(container: HTMLElement, { title, positions, lines: all, x: xAxis, y: yAxis, height, marks }: LinesData): void {
   const names = [...new Set(all.map((line) => line.name))];
-  const hidden = new Set<string>();
+  const place = container.closest(".grid") ?? container;
+  const known = groups.get(place);
+  const group = known?.names === String(names) ? known : { names: String(names), hidden: new Set<string>(), renders: [] };
+  if (!known) groups.set(place, group);
+  group.renders.push(render);
+  const { hidden } = group;
   let isSmooth = false;
   const look = (name: string) => {
     const number = names.indexOf(name);
@@ -250,8 +258,9 @@ function lines(container: HTMLElement, { title, positions, lines: all, x: xAxis,
   });
 
   const isNoisy = all.some((line) => line.noisy && line.y.length > 2);
-  const legend = names.length > 1 || isNoisy ? make("div", container, "", "legend") : null;
-  for (const name of names.length > 1 ? names : []) {
+  const isNamed = names.length > 1 && group !== known;
+  const legend = isNamed || isNoisy ? make("div", known || isNoisy ? container : place, "", "legend") : null;
+  for (const name of isNamed ? names : []) {
     const entry = make("button", legend!);
     entry.setAttribute("aria-pressed", "true");
     entry.title = "show or hide";
@@ -260,7 +269,7 @@ function lines(container: HTMLElement, { title, positions, lines: all, x: xAxis,
     entry.addEventListener("click", () => {
       if (!hidden.delete(name)) hidden.add(name);
       entry.setAttribute("aria-pressed", String(!hidden.has(name)));
-      render();
+      for (const render of group.renders) render();
     });
   }
   if (isNoisy) {

@@ -19,7 +19,7 @@ import { offer, toBytes, type Packed } from "./weights";
 // large model is computed.
 const [LONG_PRODUCTS, LENS_MS] = [4e8, 100];
 // Next tokens that are shown, likeliest tokens per layer, keys that the note names, and bounds of the map's cells.
-const [NEXT_TOKENS, LENS_TOKENS, NAMED_KEYS, MAP_CELLS] = [7, 3, 4, { least: 1, labelled: 11, most: 34, letters: 10 }];
+const [NEXT_TOKENS, LENS_TOKENS, NAMED_KEYS, MAP_CELLS] = [7, 3, 4, { least: 1, labelled: 13, most: 34, letters: 10 }];
 
 /** A model, its tokenizer and a text, as `live.py` packs them. */
 interface Data extends Packed {

@@ -124,8 +124,8 @@ export const GUIDED = [
   {
     title: "It cannot see order",
     watch:
-      "Watch the words: B does not know where its letters are, and writes words that are not among the six of its " +
-      "text.",
+      "Watch the words: after a hundred steps A writes several of the six of its text, but B, which does not know " +
+      "where its letters are, mostly others.",
     address: "blocks=1&heads=4&text=anagrams&A=&B=no+positions",
   },
 ];

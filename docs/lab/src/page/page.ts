@@ -315,6 +315,7 @@ async function open(address: string, file?: Stored): Promise<void> {
   for (const name of ["blocks", "heads"] as const) get<HTMLSelectElement>(name).value = String(config[name]);
   get<HTMLTextAreaElement>("text").value = text;
   replaceLanes(asked.models.map((faults, i) => new Lane(MODEL_NAMES[i], new Set(faults))));
+  showModel(Math.max(0, asked.models.findIndex((faults) => faults.length)));
   await create();
   if (!address && !file) return tell("");
   const from = file ? `From ${file.name}: ` : "";
@@ -474,7 +475,7 @@ const guides = GUIDED.map(({ title, watch, address }) => {
 });
 get("guided").append(...guides.map(({ button }) => button));
 
-/** Show one model where there is no room for two. */
+/** Show one model where there is no room for two: at first the broken one. */
 function showModel(index: number): void {
   document.body.dataset.model = String(index);
   tabs.forEach((tab, i) => {
