@@ -1,10 +1,10 @@
 """The laboratory's page in a browser: training, switches, arithmetic, a second model, exercises."""
 
+import html
 import json
 import math
 import re
 from collections.abc import Iterator
-from html import unescape
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote_plus
@@ -335,7 +335,7 @@ def test_address_follows_the_switches_and_loading_it_keeps_the_experiment(page: 
 def test_experiments_that_pages_link_to_are_those_of_the_page(page: LabPage) -> None:
     for folder, up in (("docs", ""), ("docs/story", "../")):
         text = "".join(path.read_text(encoding="utf-8") for path in (ROOT / folder).glob("*.md"))
-        links = {unescape(link) for link in re.findall(r'<a href="(.*?)"', text)}
+        links = {html.unescape(link) for link in re.findall(r'<a href="(.*?)"', text)}
         assert {link.partition("#")[0] for link in links} <= {f"{up}lab.html", f"{up}live.html"}
         addresses = [link.partition("#")[2] for link in links]
         script = "return arguments[0].flatMap((address) => lab.fromAddress(address).unknown)"
