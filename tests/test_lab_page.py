@@ -1,5 +1,6 @@
 """The laboratory's page in a browser: training, switches, arithmetic, a second model, exercises."""
 
+import html
 import json
 import math
 import random
@@ -363,6 +364,16 @@ def test_address_follows_the_switches_and_loading_it_keeps_the_experiment(page: 
     wait_for(page.browser, "return !document.querySelector('#guess button:last-child').disabled")
     assert page.address == "" and page.browser.execute_script("return document.querySelector('#share').disabled")
     assert page.texts("#diagram .broken") == []
+
+
+def test_experiments_that_pages_link_to_are_those_of_the_page(page: LabPage) -> None:
+    for folder, up in (("docs", ""), ("docs/story", "../")):
+        text = "".join(path.read_text(encoding="utf-8") for path in (ROOT / folder).glob("*.md"))
+        links = {html.unescape(link) for link in re.findall(r'<a href="(.*?)"', text)}
+        assert {link.partition("#")[0] for link in links} <= {f"{up}lab.html", f"{up}live.html"}
+        addresses = [link.partition("#")[2] for link in links]
+        script = "return arguments[0].flatMap((address) => lab.fromAddress(address).unknown)"
+        assert len(addresses) > 5 and page.browser.execute_script(script, addresses) == []
 
 
 def test_experiment_is_shared_as_link_picture_and_file(page: LabPage, tmp_path: Path) -> None:

@@ -68,6 +68,8 @@ def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
     """Return a page whose links to the top level and to docs/ lead to pages of the site, chapters with a link to their
     notebook; pages that explain come first in the search."""
     page.meta["search"] = {"boost": BOOSTS.get(page.file.src_uri.partition("/")[0], 1)}
+    if page.file.src_uri.startswith("story/") and page.file.name != "index":
+        page.meta["hide"] = ["footer"]  # links to the neighbours in a part; those by number are a chapter's last line
     notebook = (
         f"## Exercises\n\nIn [the chapter as a notebook]({page.file.name}.ipynb), a cell waits for each answer.\n"
     )

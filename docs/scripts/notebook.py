@@ -28,7 +28,7 @@ SECONDS_PER_CELL = 600
 INSTALLED = "*The cells need jaxformer: `pip install -e .` in a clone of it.*"
 ANSWER = re.compile(r"^<details markdown=\"1\">.*?^(print\(check_(\w+)\(.*?\)\n)```\n.*?^</details>\n", re.M | re.S)
 PICTURE = re.compile(r"(?<=\]\()\w+\.svg(?=\))")
-LINK = re.compile(r"(?<!!)\[([^\]]+)\]\((?!http)[^)\s]*\.(?:md|html|ipynb)[^)\s]*\)")
+LINK = re.compile(r"(?<!!)\[([^\]]+)\]\((?!http)[^)\s]*\.(?:md|ipynb)[^)\s]*\)|<a href=[^>]*>([^<]*)</a>")
 NEIGHBOURS = re.compile(r"^(?:Before|Next): .*\n\Z", re.M)
 MARK = re.compile(r"^<!--[^>]*-->\n|<!--.*?-->", re.M)
 
@@ -62,7 +62,7 @@ def chapter_notebook(page: str) -> nbformat.NotebookNode:
 
 def prose_cells(text: str) -> list[nbformat.NotebookNode]:
     """Return text as a cell that holds its pictures, or none if it is blank; links to other pages are their words."""
-    text = LINK.sub(r"\1", MARK.sub("", text)).replace('<details markdown="1">', "<details>").strip()
+    text = LINK.sub(r"\1\2", MARK.sub("", text)).replace('<details markdown="1">', "<details>").strip()
     pictures = {
         name: {"image/svg+xml": base64.b64encode((STORY / name).read_bytes()).decode()}
         for name in PICTURE.findall(text)
