@@ -82,12 +82,12 @@ with_residual = replace(scaled, residual=True, mlp_logits=False)
 residual = rung("residual", with_residual, "68.284, 67.68; entropy 1.16 to 1.18")
 
 # Four heads as wide as the model (256, whatever --model.d-model says), concatenated through W_O.
-full_heads = replace(with_residual, n_heads=4, head_dim=256, output_projection=True)
+full_heads = replace(with_residual, n_heads=4, head_dim=256, output_projection=True, scaled_by_model=True)
 multihead_full = rung("multihead_full", full_heads, "66.48; entropy 0.69, 0.158, 1.011, 0.861")
 
 # Four heads, each a quarter as wide. Their scores are still divided by the root of the model's width, as is inferred of
 # the source's code (claim 69 in docs/sources/transformer.md).
-low_rank_heads = replace(full_heads, head_dim=None, scaled_by_model=True)
+low_rank_heads = replace(full_heads, head_dim=None)
 multihead = rung("multihead", low_rank_heads, "65.11")
 
 two = replace(low_rank_heads, n_blocks=2)

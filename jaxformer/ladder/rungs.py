@@ -34,7 +34,7 @@ class RungDecoderConfig(DecoderConfig):
     scaled: bool = True
     """Divide the scores by the square root of the head's width."""
     scaled_by_model: bool = False
-    """Divide the scores by the square root of the model's width instead, however wide the heads are."""
+    """If scaled, divide the scores by the square root of the model's width instead, however wide the heads are."""
     projection_std: NonNegativeFloat | None = None
     """Standard deviation of W_Q, W_K, W_V, W_O at initialisation; by default, 1/sqrt(d_model)."""
     output_projection: bool = False
