@@ -97,7 +97,7 @@ def studies() -> dict[str, Study]:
                 for name in load_module("ladder").REPORTED
             },
             continues=True,
-            by_position=("residual", "two_blocks", "rmsnorm"),
+            by_position=("residual", "two_blocks", "rmsnorm", "head_scale"),
         ),
         "sharpness": Study(
             f"{size} {BUDGET.format(32, 3000)} --train.sharpness-every 250",
