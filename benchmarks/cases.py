@@ -126,8 +126,8 @@ TRAINING = Case(
     },
     points={
         "quick:modern": {"config": "quick:modern", "changes": {}},
-        "ladder:rmsnorm, batch 128": {
-            "config": "ladder:rmsnorm",
+        "ladder:head_scale, batch 128": {
+            "config": "ladder:head_scale",
             "changes": {"train": {"batch_size": 128}, "compute": {"grad_accumulation_steps": 1}},
         },
     },

@@ -16,8 +16,8 @@ ACTIVATIONS = {
     "swiglu": F.silu,
 }
 SUPPORTED: dict[str, tuple[Any, ...]] = {
-    "scaled": (True,), "output_projection": (True,), "experts": (None,), "residual": (True,),
-    "norm": ("rmsnorm", "layernorm"), "norm_placement": ("pre",), "positions": ("none", "learned"),
+    "scaled": (True,), "scaled_by_model": (False,), "output_projection": (True,), "experts": (None,),
+    "residual": (True,), "norm": ("rmsnorm", "layernorm"), "norm_placement": ("pre",), "positions": ("none", "learned"),
     "unembedding": ("tied", "linear"), "dropout": (0.0,),
 }  # fmt: skip
 """Supported values of restricted config fields; all other fields are supported in full."""

@@ -45,7 +45,7 @@ BEFORE = Config(
 )  # fmt: skip
 """`quick` as it was before its updates were bounded."""
 RATES = {"nesterov_sgd": (10.0, 1000.0), "adamw": (100.0,), "muon": (100.0,), "lion": (1.0,), "schedule_free": (10.0,)}
-HEALTHY = ("quick:quick", "quick:modern", "moe:moe", "dates:bahdanau", "ladder:rmsnorm")
+HEALTHY = ("quick:quick", "quick:modern", "moe:moe", "dates:bahdanau", "ladder:head_scale")
 SEEDS = range(4)
 LADDER_BATCH = 32
 """Windows per step of the ladder's rung, whose own 4,096 take minutes on a CPU."""

@@ -97,7 +97,7 @@ def studies() -> dict[str, Study]:
                 for name in load_module("ladder").REPORTED
             },
             continues=True,
-            by_position=("residual", "two_blocks", "rmsnorm"),
+            by_position=("residual", "two_blocks", "rmsnorm", "head_scale"),
         ),
         "sharpness": Study(
             f"{size} {BUDGET.format(32, 3000)} --train.sharpness-every 250",
@@ -146,32 +146,32 @@ BEFORE_ATTENTION = {
 }  # fmt: skip
 """Input of the MLP in the rungs that derive attention."""
 ALTERNATIVES = {
-    "base": Row("rmsnorm", "", "as it is: RMSNorm before each part, learned positions"),
-    "wide_heads": Row("rmsnorm", "--model.head-dim 64", "heads as wide as the model, concatenated"),
+    "base": Row("head_scale", "", "as it is: RMSNorm before each part, learned positions"),
+    "wide_heads": Row("head_scale", "--model.head-dim 64", "heads as wide as the model, concatenated"),
     "summed_heads": Row(
-        "rmsnorm", "--model.head-dim 64 --model.no-output-projection", "heads as wide as the model, summed"
+        "head_scale", "--model.head-dim 64 --model.no-output-projection", "heads as wide as the model, summed"
     ),
-    "wide_values": Row("rmsnorm", "--model.value-dim 32", "values twice as wide as queries and keys"),
+    "wide_values": Row("head_scale", "--model.value-dim 32", "values twice as wide as queries and keys"),
     "wide_values_same_size": Row(
-        "rmsnorm",
+        "head_scale",
         "--model.head-dim 8 --model.value-dim 24",
         "values three times as wide as queries and keys, as many parameters",
     ),
-    "colder": Row("rmsnorm", "--model.score-scale 0.5", "half the temperature: scores 2 / √d"),
-    "warmer": Row("rmsnorm", "--model.score-scale 0.125", "twice the temperature: scores 1 / 2√d"),
-    "no_positions": Row("rmsnorm", "--model.positions none", "no positions"),
-    "sinusoidal": Row("rmsnorm", "--model.positions sinusoidal", "sinusoidal positions"),
-    "rope": Row("rmsnorm", "--model.positions none --model.rope.base 10000", "RoPE"),
-    "layernorm": Row("rmsnorm", "--model.norm layernorm", "LayerNorm before each part"),
-    "post_rmsnorm": Row("rmsnorm", "--model.norm-placement post", "RMSNorm after each part"),
+    "colder": Row("head_scale", "--model.score-scale 0.5", "half the temperature: scores 2 / √d"),
+    "warmer": Row("head_scale", "--model.score-scale 0.125", "twice the temperature: scores 1 / 2√d"),
+    "no_positions": Row("head_scale", "--model.positions none", "no positions"),
+    "sinusoidal": Row("head_scale", "--model.positions sinusoidal", "sinusoidal positions"),
+    "rope": Row("head_scale", "--model.positions none --model.rope.base 10000", "RoPE"),
+    "layernorm": Row("head_scale", "--model.norm layernorm", "LayerNorm before each part"),
+    "post_rmsnorm": Row("head_scale", "--model.norm-placement post", "RMSNorm after each part"),
     "post_layernorm": Row(
-        "rmsnorm", "--model.norm layernorm --model.norm-placement post", "LayerNorm after each part, as in 2017"
+        "head_scale", "--model.norm layernorm --model.norm-placement post", "LayerNorm after each part, as in 2017"
     ),
     "documents": Row(
-        "rmsnorm", "--data.packing documents --data.stride none", "documents (books) that do not see each other"
+        "head_scale", "--data.packing documents --data.stride none", "documents (books) that do not see each other"
     ),
 }
-"""Variants that the sources mention besides the ladder, each a single change to `rmsnorm`."""
+"""Variants that the sources mention besides the ladder, each a single change to `head_scale`."""
 
 CHANGED = Path(__file__).with_name("isolated.py")
 ISOLATED = {
@@ -199,11 +199,11 @@ ISOLATED = {
 OFTEN_EVALUATED = "--train.batch-size {} --steps 3000 --train.eval-every 100 --compute.grad-accumulation-steps 1"
 NOVELLA, COSINE = "19C-Jekyll.txt", "--optimizer.schedule cosine --optimizer.warmup-steps 50"
 OVERFITTING = {
-    "books": Row("rmsnorm", SGD, "fifty books"),
-    "base": Row("rmsnorm", SGD, "as it is", NOVELLA),
-    "dropout": Row("rmsnorm", f"{SGD} --model.dropout 0.2", "dropout 0.2", NOVELLA),
-    "adamw": Row("rmsnorm", f"{ADAMW} {COSINE}", "AdamW", NOVELLA),
-    "adamw_dropout": Row("rmsnorm", f"{ADAMW} {COSINE} --model.dropout 0.2", "AdamW, dropout 0.2", NOVELLA),
+    "books": Row("head_scale", SGD, "fifty books"),
+    "base": Row("head_scale", SGD, "as it is", NOVELLA),
+    "dropout": Row("head_scale", f"{SGD} --model.dropout 0.2", "dropout 0.2", NOVELLA),
+    "adamw": Row("head_scale", f"{ADAMW} {COSINE}", "AdamW", NOVELLA),
+    "adamw_dropout": Row("head_scale", f"{ADAMW} {COSINE} --model.dropout 0.2", "AdamW, dropout 0.2", NOVELLA),
 }
 """The last rung, trained on one short book for about three epochs at stride 1, and remedies."""
 

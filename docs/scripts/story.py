@@ -58,14 +58,14 @@ TABLES = {
     "overfitting": (
         "overfitting",
         {
-            "change": "`rmsnorm`",
+            "change": "`head_scale`",
             "train_loss": "training loss",
             "loss": "held-out loss",
             "best_loss": "at its lowest",
             "best_epoch": "at epoch",
         },
     ),
-    "alternatives": ("alternatives", {"change": "`rmsnorm` with"} | CHANGE_COLUMNS),
+    "alternatives": ("alternatives", {"change": "`head_scale` with"} | CHANGE_COLUMNS),
 }
 """Study and columns by the name of a table."""
 FORMATS = {

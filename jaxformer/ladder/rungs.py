@@ -33,6 +33,8 @@ class RungDecoderConfig(DecoderConfig):
     """Width of a head's values and output; by default, that of its queries and keys."""
     scaled: bool = True
     """Divide the scores by the square root of the head's width."""
+    scaled_by_model: bool = False
+    """If scaled, divide the scores by the square root of the model's width instead, however wide the heads are."""
     projection_std: NonNegativeFloat | None = None
     """Standard deviation of W_Q, W_K, W_V, W_O at initialisation; by default, 1/sqrt(d_model)."""
     output_projection: bool = False
@@ -87,7 +89,9 @@ class RungDecoderConfig(DecoderConfig):
 
     @property
     def scale(self) -> float:
-        return super().scale if self.scaled or self.score_scale is not None else 1.0
+        if self.score_scale is not None or (self.scaled and not self.scaled_by_model):
+            return super().scale
+        return self.d_model**-0.5 if self.scaled else 1.0
 
     @property
     def attention_std(self) -> float:
@@ -115,8 +119,8 @@ class RungDecoderConfig(DecoderConfig):
     ) -> Make:
         if not self.output_projection:
             heads = SummedHeads if self.sums_heads else ConcatenatedHeads
-        if not self.scaled and self.score_scale is None:
-            options["scale"] = 1.0
+        if self.scale != super().scale:
+            options["scale"] = self.scale
         return super().make_attention(
             execution, heads, value_dim=self.value_dim, init_std=self.projection_std, **options
         )

@@ -219,15 +219,16 @@ def test_each_rung_changes_only_the_named_fields_of_the_one_before():
         assert {name for name, _, _ in differences(before, after)} == {field, "name"}
 
     names = ["attention_unscaled", "attention_scaled", "residual", "multihead_full", "multihead", "two_blocks",
-             "four_blocks", "rmsnorm"]  # fmt: skip
+             "four_blocks", "rmsnorm", "head_scale"]  # fmt: skip
     changes = [
         {"model.scaled", "model.projection_std"},
         {"model.residual", "model.mlp_logits"},
-        {"model.n_heads", "model.head_dim", "model.output_projection"},
+        {"model.n_heads", "model.head_dim", "model.output_projection", "model.scaled_by_model"},
         {"model.head_dim"},
         {"model.n_blocks"},
         {"model.n_blocks"},
         {"model.norm"},
+        {"model.scaled_by_model"},
     ]
     rungs = [load_config(f"{ROOT}/configs/ladder.py:{name}") for name in names]
     for before, after, fields in zip(rungs, rungs[1:], changes, strict=False):

@@ -59,6 +59,7 @@ def test_a_rung_with_the_parts_of_a_plain_decoder_is_one_in_exports_and_resumed_
     "part",
     [
         {"scaled": False},
+        {"scaled_by_model": True},
         {"residual": False},
         {"value_embedding": True},
         {"value_dim": 5},
@@ -73,6 +74,20 @@ def test_a_rung_with_a_part_of_its_own_is_not_exported_as_a_decoder(part: dict[s
     assert obstacles(Config("x", model, TextConfig(), 1), "hf") == [
         Obstacle("model", "RungDecoderConfig", "DecoderConfig")
     ]
+
+
+@pytest.mark.slow
+def test_scores_are_divided_by_the_root_of_the_head_s_width_the_model_s_or_not_at_all() -> None:
+    for part, scale in (({}, 2**-0.5), ({"scaled_by_model": True}, 12**-0.5), ({"scaled": False}, 1.0)):
+        config = rung_like(PLAIN, **part)
+        (model, params), tokens_T = build(config), random_tokens(11, 5)
+        assert config.scale == scale
+        found = capture(model, params, tokens_T, names="blocks.0.attention.*")
+        q_GTK, k_GTK = (found[f"blocks.0.attention.{name}"] for name in "qk")
+        k_HTK = np.repeat(k_GTK, 3, axis=0)
+        scores_HTS = found["blocks.0.attention.attn_scores"]
+        np.testing.assert_allclose(scores_HTS, scale * q_GTK @ k_HTK.swapaxes(1, 2), rtol=1e-5, atol=1e-6)
+        assert replace(config, score_scale=0.3).scale == 0.3
 
 
 def test_a_subclass_of_ones_own_is_not_exported_as_a_decoder() -> None:

@@ -1,4 +1,4 @@
-// The rung `rmsnorm` of the ladder, and what each switch breaks in it.
+// The rung `head_scale` of the ladder, and what each switch breaks in it.
 //
 // One letter per axis, as in the library: T queries, S keys, D width, H heads, K width of a head, F hidden width,
 // V vocabulary; `…` is a batch, or nothing. jax-js frees an array that a function has taken: `x.ref` keeps x for one
