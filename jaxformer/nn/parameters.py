@@ -43,8 +43,9 @@ def parameter(
         return module.param(name, init, shape)
     value = module.get_variable("params", name)
     # `module.param` would find this by tracing the initialiser, which takes a third of the time to trace a model.
-    if jnp.shape(value) != shape:
-        raise ScopeParamShapeError(name, "/".join(module.path), jnp.shape(value), shape)
+    array = jax.tree.leaves(value)[0]  # of a matrix that is laid out or rounded for decoding
+    if jnp.shape(array) != shape:
+        raise ScopeParamShapeError(name, "/".join(module.path), jnp.shape(array), shape)
     return value
 
 
