@@ -1,4 +1,5 @@
 import os
+import re
 import subprocess
 import sys
 from functools import partial
@@ -103,8 +104,8 @@ def test_values_wider_than_keys_and_soft_caps_are_for_attention_without_a_kernel
             "cudnn",
             "gpu",
             jnp.bfloat16,
-            "'cudnn', which cannot be used .not cudnn: RuntimeError: .* set it to auto",
-        ),  # there is no GPU here
+            r"'cudnn', which cannot be used .not cudnn: \w+Error: .* set it to auto",
+        ),  # there is no GPU here; XLA's compiler for them, which may be, says so in another way
     ],
 )
 def test_unavailable_kernel_by_name_is_a_user_error(name, platform, dtype, message: str) -> None:
@@ -115,7 +116,7 @@ def test_unavailable_kernel_by_name_is_a_user_error(name, platform, dtype, messa
 def test_kernel_that_fails_its_trial_is_not_chosen() -> None:
     function, line = make_attention("auto", "gpu", like(128), like(128), Causal())
     assert function is unfused_attention
-    assert line.startswith("attention: xla (not cudnn: RuntimeError: ")
+    assert re.match(r"attention: xla \(not cudnn: \w+Error: ", line)
     untried = make_attention("auto", "gpu", like(128), like(128), Causal(), try_first=False)
     assert untried == (FusedAttention("cudnn"), "attention: cudnn")
 
