@@ -41,7 +41,7 @@ def parameter(
         declared[".".join((*module.path, name))] = ParameterAxes.parse(axes, stack)
     if not module.has_variable("params", name):
         return module.param(name, init, shape)
-    value = module.get_variable("params", name)
+    value: jax.Array = module.get_variable("params", name)
     # `module.param` would find this by tracing the initialiser, which takes a third of the time to trace a model.
     array = jax.tree.leaves(value)[0]  # of a matrix that is laid out or rounded for decoding
     if jnp.shape(array) != shape:
