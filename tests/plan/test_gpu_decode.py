@@ -1,7 +1,6 @@
 """Decode steps as XLA compiles them for NVIDIA GPUs, which needs no GPU."""
 
 import json
-import os
 import subprocess
 import sys
 
@@ -20,8 +19,7 @@ KERNELS = 40
 @pytest.mark.skipif(not GPU.is_installed, reason="the compiler for NVIDIA GPUs is not installed")
 def test_a_decode_step_has_few_kernels_and_reads_each_weight_once(tmp_path):
     options = ["--n-blocks", "2", "--batch-sizes", "1", "--results", str(tmp_path)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run([*SCRIPT, *options], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+    done = subprocess.run([*SCRIPT, *options], cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     counts = json.loads((tmp_path / "decode_kernels.json").read_text())["figures"]["batch_1"]
     assert all(count["kernels_per_step"] <= KERNELS for count in counts.values())
