@@ -700,6 +700,8 @@ def test_page_that_is_served_fetches_its_weights_and_shows_how_far_it_is(page, b
     told = browser.find_element("css selector", ".offer .status").text
     assert told == f"{last.name} cannot be fetched: status 404."
     assert browser.execute_script(f"return {bar}") is None
+    [complaint] = complaints(browser)  # which no later test should find
+    assert f"{last.name} - " in complaint and "404" in complaint
     last.write_bytes(content)
     browser.find_element("css selector", ".offer button").click()
     wait_for(browser, "return document.querySelector('textarea')")
