@@ -248,6 +248,22 @@ def test_named_configs_and_rungs_exist():
         assert load_config(str(ROOT / spec)).steps > 0
 
 
+@pytest.mark.slow
+def test_pages_say_what_a_link_to_them_shows_once_the_site_has_an_address():
+    hooks = pytest.importorskip("docs.scripts.hooks", reason="needs the extra docs")
+    html = "<head><title>A &amp; B</title></head>"
+    config = hooks.MkDocsConfig()
+    config.site_description = 'says "what" it is'
+    assert hooks.with_preview(html, config, "lab.html") == html
+    config.site_url = "https://name.org/jaxformer/"
+    tags = dict(re.findall('<meta property="og:(.*?)" content="(.*?)">', hooks.with_preview(html, config, "lab.html")))
+    assert tags == {
+        "type": "website", "title": "A &amp; B", "description": "says &quot;what&quot; it is",
+        "url": "https://name.org/jaxformer/lab.html", "image": "https://name.org/jaxformer/laboratory.webp",
+    }  # fmt: skip
+    assert (ROOT / "docs" / hooks.PICTURE).is_file()
+
+
 def test_hooks_run_what_ci_runs():
     ci, hooks = ((ROOT / name).read_text() for name in (".ci/run", ".pre-commit-config.yaml"))
     hooks = hooks.replace(" --force-exclude", "")

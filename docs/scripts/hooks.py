@@ -7,7 +7,9 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from html import escape, unescape
 from pathlib import Path
+from urllib.parse import urljoin
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
@@ -18,6 +20,8 @@ ROOT = Path(__file__).resolve().parents[2]
 TOP_LEVEL = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 FRONT = "<!-- front -->"
 """Place on the site's first page of docs/scripts/front.html, which opens the pages that run models."""
+PICTURE = "laboratory.webp"
+"""Picture of the site beside links to it."""
 BOOSTS = {"story": 4, "sources": 0.5, "reference": 0.5}
 """Factors on the score of the pages of a folder in the search."""
 LINK = re.compile(r"(?<=\]\()(\.\./)?([\w./-]+)")
@@ -33,10 +37,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     files.append(File.generated(config, "CITATION.cff", abs_src_path=str(ROOT / "CITATION.cff")))
     laboratory = build_laboratory().read_text(encoding="utf-8")
     in_site = laboratory.replace("<html", "<html data-site", 1)  # where its links lead to chapters
-    files.append(File.generated(config, "lab.html", content=in_site))
+    files.append(File.generated(config, "lab.html", content=with_preview(in_site, config, "lab.html")))
     live = ROOT / "build/live.html"
     run([sys.executable, "-m", "docs.scripts.front", str(live)], ROOT)
-    files.append(File.generated(config, "live.html", content=live.read_text(encoding="utf-8")))
+    content = with_preview(live.read_text(encoding="utf-8"), config, "live.html")
+    files.append(File.generated(config, "live.html", content=content))
     notebooks = ROOT / "build/notebooks"
     shutil.rmtree(notebooks, ignore_errors=True)  # of chapters that are no more
     notebooks.mkdir()
@@ -44,6 +49,22 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for path in sorted(notebooks.glob("*.ipynb")):
         files.append(File.generated(config, f"story/{path.name}", abs_src_path=str(path)))
     return files
+
+
+def with_preview(html: str, config: MkDocsConfig, path: str) -> str:
+    """Return a page with what others show of a link to it, once `site_url` in mkdocs.yml is the site's address."""
+    if not config.site_url:
+        return html
+    [title] = re.findall("<title>(.*?)</title>", html, re.DOTALL)[:1]
+    shown = {"type": "website", "url": urljoin(config.site_url, path), "image": urljoin(config.site_url, PICTURE)}
+    shown |= {"title": unescape(title), "description": config.site_description or ""}
+    tags = "".join(f'<meta property="og:{name}" content="{escape(value)}">\n' for name, value in shown.items())
+    return html.replace("</head>", f"{tags}</head>", 1)
+
+
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """Return a page with what others show of a link to it."""
+    return with_preview(output, config, page.url)
 
 
 def build_laboratory() -> Path:
