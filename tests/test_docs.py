@@ -1,6 +1,7 @@
 """Commands, snippets, links and names in the README and in docs/ are those of the project."""
 
 import ast
+import base64
 import importlib
 import json
 import os
@@ -262,6 +263,8 @@ def test_pages_say_what_a_link_to_them_shows_once_the_site_has_an_address():
         "url": "https://name.org/jaxformer/lab.html", "image": "https://name.org/jaxformer/laboratory.webp",
     }  # fmt: skip
     assert (ROOT / "docs" / hooks.PICTURE).is_file()
+    [icon] = re.findall('<link rel="icon" href="data:image/svg.xml;base64,(.*?)">', hooks.with_icon(html))
+    assert base64.b64decode(icon) == (ROOT / "docs/logo.svg").read_bytes()
 
 
 def test_hooks_run_what_ci_runs():

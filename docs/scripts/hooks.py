@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from base64 import b64encode
 from collections.abc import Sequence
 from html import escape, unescape
 from pathlib import Path
@@ -37,11 +38,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     files.append(File.generated(config, "CITATION.cff", abs_src_path=str(ROOT / "CITATION.cff")))
     laboratory = build_laboratory().read_text(encoding="utf-8")
     in_site = laboratory.replace("<html", "<html data-site", 1)  # where its links lead to chapters
-    files.append(File.generated(config, "lab.html", content=with_preview(in_site, config, "lab.html")))
+    files.append(File.generated(config, "lab.html", content=with_icon(with_preview(in_site, config, "lab.html"))))
     live = ROOT / "build/live.html"
     run([sys.executable, "-m", "docs.scripts.front", str(live)], ROOT)
     content = with_preview(live.read_text(encoding="utf-8"), config, "live.html")
-    files.append(File.generated(config, "live.html", content=content))
+    files.append(File.generated(config, "live.html", content=with_icon(content)))
     notebooks = ROOT / "build/notebooks"
     shutil.rmtree(notebooks, ignore_errors=True)  # of chapters that are no more
     notebooks.mkdir()
@@ -60,6 +61,12 @@ def with_preview(html: str, config: MkDocsConfig, path: str) -> str:
     shown |= {"title": unescape(title), "description": config.site_description or ""}
     tags = "".join(f'<meta property="og:{name}" content="{escape(value)}">\n' for name, value in shown.items())
     return html.replace("</head>", f"{tags}</head>", 1)
+
+
+def with_icon(html: str) -> str:
+    """Return a page that is one file with the site's logo as its icon."""
+    logo = b64encode((ROOT / "docs/logo.svg").read_bytes()).decode()
+    return html.replace("</head>", f'<link rel="icon" href="data:image/svg+xml;base64,{logo}">\n</head>', 1)
 
 
 def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
