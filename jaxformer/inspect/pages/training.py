@@ -170,9 +170,9 @@ def _updates(rows: Sequence[Row]) -> Iterator[Section]:
         kind = name.rpartition(".")[2]
         kinds.setdefault(kind, []).append(Line(steps, y, kind, name, points=len(steps) == 1))
     about = (
-        "Norm of a step's update over that of the weights, a line per parameter (or head's part of one). One far above "
-        "the others is unstable; one far below hardly learns. Steps at a hundredth of the highest learning rate, or "
-        "less, are left out."
+        "Norm of a step's update over that of the weights, a line per parameter (or head's part of one), with the "
+        "median and the middle half where there are five or more. One far above the others is unstable; one far below "
+        "hardly learns. Steps at a hundredth of the highest learning rate, or less, are left out."
     )
     shown = [value for _, y in ratios.values() for value in y if value]
     if len(rows) > 1 and shown:  # for a single step, the table suffices

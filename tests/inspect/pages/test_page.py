@@ -375,3 +375,22 @@ def test_charts_side_by_side_with_the_same_names_share_a_legend(tmp_path: Path, 
     assert [legend.text.split() for legend in legends] == [["a", "b", "c"], ["a", "b"]]
     legends[1].find_element("css selector", "button").click()
     assert browser.execute_script(lines) == [1, 1, 3]
+
+
+@pytest.mark.slow
+def test_many_lines_of_one_name_have_a_median_and_a_band_of_their_middle_half(tmp_path: Path, browser: Any):
+    heights = [1.0, 2.0, 4.0, 8.0, 16.0]
+    chart = lambda lines: Lines("kind", lines, STEP, Axis("ratio", log=True))  # noqa: E731
+    many = [Line([0, 1], [height, height], "kind", f"member {i}") for i, height in enumerate(heights)]
+    write_page(tmp_path / "p.html", "p", [], [Grid("Kinds", [chart(many), chart(many[:4])])])
+    show(browser, tmp_path / "p.html")
+    ends = """
+        const ends = (css) => [...figure.querySelectorAll(css)].map((path) => path.getAttribute("d").match(/[\\d.]+/g));
+        const [figure] = document.querySelectorAll("figure");
+        return [ends("path.band"), ends("path.median"), ends("path.line")];
+    """
+    [band], [median], members = browser.execute_script(ends)
+    assert median[1::2] == members[2][1::2] and band[1::2] == [*members[1][1::2], *members[3][1::2]]
+    assert len(members) == 5 and len(browser.find_elements("css selector", "path.band, path.median")) == 2
+    # Where no film says which step is looked at, nothing marks one.
+    assert not any(line.is_displayed() for line in browser.find_elements("css selector", "line.cursor"))

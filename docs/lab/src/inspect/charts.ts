@@ -80,6 +80,8 @@ function logTicks(low: number, high: number, maxTicks: number): number[] {
   }
 }
 
+const CROWD = 5; // lines of one name, from which on their median and middle half are drawn
+
 /** Return the exponential moving average of values, without a bias to zero at its beginning; null stays a gap. */
 function smoothed(values: (number | null)[]): (number | null)[] {
   let [sum, weight] = [0, 0];
@@ -149,7 +151,9 @@ function lines(container: HTMLElement, { title, positions, lines: all, x: xAxis,
   let frame: number | null = null;
 
   function moveCursor() {
-    if (frame !== null && cursor && along) for (const end of ["x1", "x2"]) cursor.setAttribute(end, String(along(frame)));
+    if (frame === null || !cursor || !along) return;
+    for (const end of ["x1", "x2"]) cursor.setAttribute(end, String(along(frame)));
+    cursor.setAttribute("visibility", "visible");
   }
   onFrame(({ position }) => { frame = position; moveCursor(); });
 
@@ -182,6 +186,8 @@ function lines(container: HTMLElement, { title, positions, lines: all, x: xAxis,
       const end = x.at(value) > width / 2;
       draw("text", plot, { class: "mark", x: x.at(value) + (end ? -5 : 5), y: top + 12, "text-anchor": end ? "end" : "start" }, label);
     }
+    const isCrowd = names.length === 1 && visible.length >= CROWD && visible.every((line) => line.x === visible[0].x);
+    if (isCrowd) drawCrowd(visible, x.at, y.at);
     shown = visible.map((line) => {
       const style = line.dotted ? { ...look(line.name), "stroke-dasharray": "2 4" } : look(line.name);
       const trace = (values: (number | null)[], kind: string) => {
@@ -201,14 +207,27 @@ function lines(container: HTMLElement, { title, positions, lines: all, x: xAxis,
       };
       const isAverage = isSmooth && line.noisy;
       if (isAverage) trace(line.y, "line raw");
-      const traced = trace(isAverage ? smoothed(line.y) : line.y, "line");
+      const traced = trace(isAverage ? smoothed(line.y) : line.y, isCrowd ? "line member" : "line");
       if (line.points && !isAverage) for (const point of traced.points) draw("circle", plot, { cx: point.x, cy: point.y, r: 2.5, fill: style.stroke });
       return traced;
     });
     marker = draw("circle", plot, { class: "marker", r: 5, visibility: "hidden" });
     near = null;
-    [cursor, along] = [draw("line", plot, { class: "cursor", y1: top, y2: bottom }), x.at];
+    [cursor, along] = [draw("line", plot, { class: "cursor", visibility: "hidden", y1: top, y2: bottom }), x.at];
     moveCursor();
+  }
+
+  /** Draw the median of many lines, and the band of the middle half of them. */
+  function drawCrowd(crowd: Line[], across: (value: number) => number, up: (value: number) => number): void {
+    const columns = positions[crowd[0].x].map((position, i) => ({
+      at: across(position),
+      values: crowd.map(({ y }) => y[i]).filter((value) => value !== null && hasPlace(yAxis, value)).map(Number).sort((a, b) => a - b),
+    })).filter(({ values }) => values.length);
+    const edge = (share: number) =>
+      columns.map(({ at, values }) => `${at.toFixed(1)} ${up(values[Math.round(share * (values.length - 1))]).toFixed(1)}`);
+    const { stroke } = look(names[0]);
+    draw("path", plot, { class: "band", d: `M${[...edge(0.25), ...edge(0.75).reverse()].join("L")}Z`, fill: stroke });
+    draw("path", plot, { class: "median", d: `M${edge(0.5).join("L")}`, stroke });
   }
 
   function tell(row: number, column: number): void {
