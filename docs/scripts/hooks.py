@@ -56,9 +56,10 @@ def with_preview(html: str, config: MkDocsConfig, path: str) -> str:
     """Return a page with what others show of a link to it, once `site_url` in mkdocs.yml is the site's address."""
     if not config.site_url:
         return html
-    [title] = re.findall("<title>(.*?)</title>", html, re.DOTALL)[:1]
+    title = re.search("<title>(.*?)</title>", html, re.DOTALL)
+    assert title, f"{path} has no title"
     shown = {"type": "website", "url": urljoin(config.site_url, path), "image": urljoin(config.site_url, PICTURE)}
-    shown |= {"title": unescape(title), "description": config.site_description or ""}
+    shown |= {"title": unescape(title[1]), "description": config.site_description or ""}
     tags = "".join(f'<meta property="og:{name}" content="{escape(value)}">\n' for name, value in shown.items())
     return html.replace("</head>", f"{tags}</head>", 1)
 
