@@ -442,6 +442,22 @@ FIRST_RUN = Case(
     gpu={part: {"part": part} for part in ("train", "sample", "again", "resume", "inspect")},
 )  # fmt: skip
 
+SPEEDRUN = Case(
+    about="GPT-2's architecture trained for about one epoch on 48 MB of English novels (`studies/books.py`) by AdamW "
+    "and by Muon: seconds since the start of the command, and held-out bits per byte.",
+    sides={"jaxformer": Side("benchmarks.speedrun:run", role="ours")},
+    points={},
+    smoke={"adamw": {"data": "docs/*.md", "options": ["--steps", "2", "--train.eval-every", "1", *TINY_RUN[:-2]]}},
+    gpu={
+        optimizer: {"options": [
+            "--config", "gpt:gpt2_124m", "--optimizer.name", optimizer, "--steps", "330",
+            "--optimizer.learning-rate", rate, "--optimizer.warmup-steps", "30", "--train.eval-every", "30",
+            "--train.eval-examples", "64", "--train.report-every", "0", "--train.gradients-every", "0",
+            "--train.checkpoint-every", "0",
+        ]} for optimizer, rate in (("adamw", "1e-3"), ("muon", "3e-3"))
+    },
+)  # fmt: skip
+
 RESUMING = Case(
     about="A small run that is killed repeatedly with `kill -9`, at random times and during checkpoint writes, and "
     "resumed: metrics, samples, parameters and optimizer state must equal those of an uninterrupted run.",
@@ -473,5 +489,5 @@ CASES = {
     "decode_profile": DECODE_PROFILE, "published": PUBLISHED, "cache": CACHE,
     "scores": SCORES, "recurrence": RECURRENCE, "imports": IMPORTS, "first_step": FIRST_STEP, "input": INPUT,
     "checkpoint": CHECKPOINT, "inspection": INSPECTION, "scaling": SCALING, "kernels": KERNELS, "plan": PLAN,
-    "pretrained": PRETRAINED, "resuming": RESUMING, "first_run": FIRST_RUN,
+    "pretrained": PRETRAINED, "resuming": RESUMING, "first_run": FIRST_RUN, "speedrun": SPEEDRUN,
 }  # fmt: skip

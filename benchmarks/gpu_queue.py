@@ -2,7 +2,7 @@
 
     benchmarks/gpu.sh [--seconds 570] [--out FOLDER] [--results FOLDER] [JOB …]
     benchmarks/gpu.sh --smoke [--results FOLDER] [JOB …]
-    benchmarks/gpu.sh --prepare
+    benchmarks/gpu.sh --prepare [--books FOLDER]
     benchmarks/gpu.sh --collect FOLDER
 
 A call runs the jobs of the table below in order, without those that are done: measured with the same files, card and
@@ -10,11 +10,16 @@ JAX. It ends when the next one no longer fits into `--seconds`. Each job stores 
 soon as it has them, and leaves the others their time if it fails or needs more than its own. JOBs that are named run
 even if they are done.
 
+Jobs that train on books need the environment variable BOOKS, the folder that `studies/books.py` fills; without it, they
+are left out. A rung of the ladder at the sources' size is trained whole in one call, and its outcome stored where
+`studies/sources.py` stores them.
+
 For a machine that is lent without a network, `--prepare` fills the folder `.gpu`, which git ignores, with the packages
-that such a machine lacks (`WHEELS`); a call finds them there. With `--out`, the results are
+that such a machine lacks (`WHEELS`) and the books; a call finds them there. With `--out`, the results are
 kept in `results.tar.gz` in that folder, up to date at every moment; `--collect` files them and renders the report.
 
-`--smoke` tries all jobs at tiny shapes on any device, and stores nothing unless `--results` says where.
+`--smoke` tries all jobs at tiny shapes on any device, but of the rungs one, and stores nothing unless `--results` says
+where.
 
 The status is 0 if all that was to run succeeded, 1 if a job failed, 2 without a GPU, and 3 if the time was over first.
 """
@@ -43,6 +48,7 @@ from typing import Any
 from benchmarks import record
 from benchmarks.__main__ import GPU_NAME, PROBLEMS, gpu_name, missing_gpu
 from benchmarks.report import README, write_report
+from benchmarks.speedrun import BOOKS
 
 CARRIED = record.ROOT / ".gpu"
 STATE = "gpu_queue"
@@ -65,10 +71,49 @@ class Job:
     """Further words: the cases of `python -m benchmarks`."""
     files: tuple[str, ...]
     """Patterns of files below the repository's root that its figures depend on."""
+    needs_books: bool = False
+    is_tried: bool = True
+    """Whether `--smoke` runs it."""
+
+    def options(self, results: Path, is_smoke: bool) -> list[str]:
+        """Return the words after the module."""
+        return [*self.cases, "--gpu", "--smoke" if is_smoke else "--quick", "--results", str(results)]
+
+    def least(self) -> float:
+        """Return the seconds without which it does not begin."""
+        return self.seconds / 2
+
+
+class Rung(Job):
+    """A rung of the ladder at the sources' size; half of its training would be worth nothing."""
+
+    def options(self, results: Path, is_smoke: bool) -> list[str]:
+        """Return the options of `studies/sources.py`; outcomes on a GPU go to its own results and page."""
+        if is_smoke:
+            return ["--rungs", *self.cases, *TINY_RUNG, "--results", str(results), "--folder", str(results / "rungs")]
+        books = os.environ[BOOKS]
+        data = ["--data.path", f"{books}/train", "--data.val-path", f"{books}/val"]
+        return ["--rungs", *self.cases, *data, "--seconds", str(self.seconds)]
+
+    def least(self) -> float:
+        """Return all its seconds."""
+        return self.seconds
 
 
 OPS = ("jaxformer/ops/*.py", "jaxformer/nn/*.py", "jaxformer/models/decoder.py", "jaxformer/models/blocks.py")
 STEP = (*OPS, "jaxformer/models/objective.py", "jaxformer/train/*.py", "benchmarks/training*.py")
+LADDER = ("jaxformer/**/*.py", "configs/ladder.py", "studies/sources.py")
+TINY_RUNG = (
+    "--data.path", "docs/*.md", "--steps", "2", "--model.vocab-size", "300", "--model.d-model", "8",
+    "--model.d-ff", "8", "--train.batch-size", "8", "--train.eval-examples", "8",
+)  # fmt: skip
+
+
+def rung(seconds: int, name: str, is_tried: bool = False) -> Job:
+    """Return the job that trains a rung."""
+    return Rung(seconds, "studies.sources", (name,), LADDER, needs_books=True, is_tried=is_tried)
+
+
 JOBS = {
     "first_run": Job(240, "benchmarks", ("first_run",),
                      ("train.py", "sample.py", "configs/quick.py", "jaxformer/**/*.py", "benchmarks/first_run.py")),
@@ -80,6 +125,10 @@ JOBS = {
     "attention": Job(90, "benchmarks", ("attention_layer",),
                      ("jaxformer/ops/*.py", "jaxformer/train/kernels.py", "benchmarks/attention.py")),
     "kernels": Job(120, "benchmarks", ("kernels",), (*STEP, "benchmarks/profiling.py")),
+    "speedrun": Job(300, "benchmarks", ("speedrun",), (*STEP, "configs/gpt.py", "benchmarks/speedrun.py"),
+                    needs_books=True),
+    "residual": rung(300, "residual", is_tried=True), "multihead_full": rung(360, "multihead_full"),
+    "multihead": rung(300, "multihead"), "two_blocks": rung(420, "two_blocks"), "rmsnorm": rung(550, "rmsnorm"),
 }  # fmt: skip
 
 
@@ -93,6 +142,7 @@ def parse() -> argparse.Namespace:
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--smoke", action="store_true", help="try all at tiny shapes on any device")
     what.add_argument("--prepare", action="store_true", help="fill .gpu with packages")
+    parser.add_argument("--books", type=Path, metavar="FOLDER", help="with --prepare: the books")
     what.add_argument("--collect", type=Path, metavar="FOLDER", help="file what a call with --out left in FOLDER")
     parser.add_argument("--seconds", type=float, default=570, help="time for this call (default: 570)")
     parser.add_argument("--results", type=Path, help="folder of the results (default: benchmarks/results)")
@@ -100,6 +150,8 @@ def parse() -> argparse.Namespace:
     options = parser.parse_args()
     if unknown := [name for name in options.jobs if name not in JOBS]:
         parser.error(f"there is no job {unknown[0]!r}; there are {', '.join(JOBS)}.")
+    if options.books and not (options.prepare and (options.books / "train").is_dir()):
+        parser.error(f"--books is {options.books}; it takes a folder that studies/books.py fills, with --prepare.")
     if options.collect and not (options.collect / "results.tar.gz").is_file():
         parser.error(f"--collect is {options.collect}, which has no results.tar.gz; name the folder of --out.")
     return options
@@ -109,7 +161,7 @@ def main() -> int:
     """Run the queue, or what surrounds it; return the exit status."""
     began, options = time.monotonic(), parse()
     if options.prepare:
-        return prepare()
+        return prepare(options.books)
     if options.collect:
         return collect(options.collect, options.results or record.RESULTS)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # exit normally, so that a job's processes end, too
@@ -120,6 +172,10 @@ def main() -> int:
         if not options.smoke and (reason := missing_gpu()):
             print(f"error: {reason}", file=sys.stderr)
             return 2
+        if (books := CARRIED / "books.tar.xz").exists() and BOOKS not in os.environ:
+            with tarfile.open(books) as archive:
+                archive.extractall(Path(scratch) / "books", filter="data")
+            os.environ[BOOKS] = str(Path(scratch) / "books")
         results = options.results or (Path(scratch) / "results" if options.smoke else record.RESULTS)
         queue = Queue(results, options.smoke, options.out, began + options.seconds)
         return queue.run([name for name in JOBS if name in options.jobs] or list(JOBS), again=bool(options.jobs))
@@ -145,12 +201,17 @@ class Queue:
         failed, is_over = [], False
         for name in names:
             job, last = JOBS[name], self.state.get(name, {})
+            if self.is_smoke and not (job.is_tried or again):
+                continue
+            if job.needs_books and not self.is_smoke and BOOKS not in os.environ:
+                print(f"== {name}: needs the books; set {BOOKS}, or see --prepare")
+                continue
             key = self.key(job)
             if last.get("key") == key and last.get("status") in ("done", "problems") and not again:
                 print(f"== {name}: done {last['date']}")
                 continue
             limit = job.seconds if self.is_smoke else min(job.seconds, self.until - time.monotonic())
-            if limit < job.seconds / 2:
+            if limit < job.least():
                 print(f"== {name}: needs {job.seconds} s, and {limit:.0f} are left")
                 is_over = True
                 break
@@ -185,8 +246,7 @@ class Queue:
 
     def run_one(self, job: Job, limit: float | None) -> str:
         """Run a job for at most `limit` seconds; return how it ended."""
-        size = "--smoke" if self.is_smoke else "--quick"
-        command = [sys.executable, "-m", job.module, *job.cases, "--gpu", size, "--results", str(self.results)]
+        command = [sys.executable, "-m", job.module, *job.options(self.results, self.is_smoke)]
         environment = os.environ | {GPU_NAME: self.conditions["gpu"], "PYTHONUNBUFFERED": "1"}
         until = None if limit is None else time.monotonic() + limit
         process = subprocess.Popen(
@@ -210,7 +270,8 @@ class Queue:
 
     def pack(self) -> None:
         """Write the results to the folder that outlives the machine, if they have changed."""
-        files = sorted(self.results.glob("gpu_*.json"))
+        rungs = record.ROOT / "studies/results/sources.json"
+        files = [*sorted(self.results.glob("gpu_*.json")), *([rungs] if rungs.exists() else [])]
         times = tuple(file.stat().st_mtime for file in files)
         if self.out is None or times == self._packed:
             return
@@ -232,7 +293,7 @@ def carried_packages(scratch: Path) -> list[str]:
     return [str(folder)]
 
 
-def prepare() -> int:
+def prepare(books: Path | None) -> int:
     """Fill `.gpu`."""
     shutil.rmtree(CARRIED, ignore_errors=True)
     (CARRIED / "wheels").mkdir(parents=True)
@@ -248,9 +309,21 @@ def prepare() -> int:
          *(f"{name}=={pinned[name]}" if name in pinned else name for name in WHEELS)],
         check=True,
     )  # fmt: skip
+    if books is not None:
+        with tarfile.open(CARRIED / "books.tar.xz", "w:xz") as archive:
+            for split in ("train", "val"):
+                archive.add(books / split, split)
     size = sum(file.stat().st_size for file in CARRIED.rglob("*") if file.is_file())
     print(f"{CARRIED}: {size / 2**20:.1f} MiB")
     return 0
+
+
+def collect_rungs(file: Path) -> None:
+    """File the outcomes of rungs, which hold those that were stored before, and write them into their page."""
+    from studies import sources  # imports JAX, of which a queue that starts jobs keeps off
+
+    sources.fill_page(record.ROOT / "docs/alternatives.md", sources.read_outcomes(file))
+    file.replace(record.ROOT / "studies/results" / file.name)
 
 
 def collect(folder: Path, results: Path) -> int:
@@ -261,6 +334,8 @@ def collect(folder: Path, results: Path) -> int:
     with tarfile.open(folder / "results.tar.gz") as archive:
         names = archive.getnames()
         archive.extractall(results, filter="data")
+    if (rungs := results / "sources.json").exists():
+        collect_rungs(rungs)
     after = json.loads(state.read_text("utf-8"))
     after["figures"] = {**before, **after["figures"]}
     state.write_text(json.dumps(after, indent=2) + "\n", encoding="utf-8")

