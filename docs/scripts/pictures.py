@@ -197,7 +197,7 @@ def film() -> str:
     parts = plot(loss, ticks, {3: "3", 5: "5", 7: "7", 9: "9"}, "held-out loss, nats", log="x")
     for top, score, ends, title in (
         (280, "previous", {0: "0", 0.5: "0.5", 1: "1"}, "weight on the previous token"),
-        (510, "patched", {0: "0", 0.25: "0.25", 0.5: "0.5"}, "rise of the last loss with the head of this step"),
+        (510, "patched", {0: "0", 0.25: "0.25", 0.5: "0.5"}, "rise of the last loss with this step's head"),
     ):
         lines = [Line(style[0], x, heads[name][score], *style[1:]) for name, style in shown.items()]
         parts += plot(lines, ticks, ends, title, "step" if score == "patched" else "", top=top, log="x")
