@@ -80,6 +80,8 @@ JOBS = {
     "attention": Job(90, "benchmarks", ("attention_layer",),
                      ("jaxformer/ops/*.py", "jaxformer/train/kernels.py", "benchmarks/attention.py")),
     "kernels": Job(120, "benchmarks", ("kernels",), (*STEP, "benchmarks/profiling.py")),
+    "flags": Job(300, "benchmarks", ("decoding_flags", "training_flags"),
+                 (*STEP, "jaxformer/decode/*.py", "benchmarks/decoding.py")),
 }  # fmt: skip
 
 
