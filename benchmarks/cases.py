@@ -256,16 +256,15 @@ DECODING_FLAGS = Case(
 )  # fmt: skip
 
 TRAINING_FLAGS = Case(
-    about="`training` with flags of XLA that are not defaults: Q, K and V as one matmul; sums with biases, activations "
-    "and norms as parts of matmuls; and no matmuls by Triton, which leaves sums to cuBLAS.",
+    about="`training` with flags of XLA that are not defaults: Q, K and V as one matmul; and no matmuls by Triton, "
+    "which leaves sums of their results to cuBLAS.",
     sides={
         "default": Side("benchmarks.training:jaxformer", role="ours"),
         "Q, K, V as one": Side("benchmarks.training:jaxformer", flags="--xla_gpu_dot_merger_threshold_mb=1024"),
-        "fused matmuls": Side("benchmarks.training:jaxformer", flags="--xla_gpu_experimental_gemm_fusion_v2=true"),
         "cuBLAS": Side("benchmarks.training:jaxformer", flags="--xla_gpu_enable_triton_gemm=false"),
     },
     points={},
-    smoke={"tiny": {**TRAINING.smoke["tiny"], "skip": ["default", "Q, K, V as one", "fused matmuls"]}},
+    smoke={"tiny": {**TRAINING.smoke["tiny"], "skip": ["default", "Q, K, V as one"]}},
     gpu={"gpt2_124m": {**TRAINING.gpu["gpt2_124m"], "skip": []}},
 )
 
