@@ -141,7 +141,8 @@ def test_the_layout_for_a_gpu_has_last_what_products_sum_over_and_is_undone_exac
     jax.tree.map(np.testing.assert_array_equal, restored(laid_out), restored(params))
 
 
-@pytest.mark.parametrize("weights", ["float32", pytest.param("int8", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("weights", ["float32", "int8"])
 def test_queries_keys_and_values_of_one_row_are_one_matmul_on_a_gpu(weights):
     model = MODELS["rope, tied"].build()
     params = store(random_params(model, TOKENS), weights, model)
