@@ -37,6 +37,8 @@ GPT2_SMALL = {
 }  # fmt: skip
 GPT2 = {"n_blocks": 12, "n_heads": 12, "d_model": 768, "d_ff": 3072, "context_length": 1024, "vocab_size": 50257}
 LLAMA_1B = "gpt:llama_1b"
+LOOP = "--xla_gpu_enable_command_buffer=+WHILE"
+CONCURRENT = "--xla_gpu_command_buffer_scheduling_mode=CONCURRENT"
 TINY_GPT2 = {"n_blocks": 2, "n_heads": 2, "d_model": 32, "d_ff": 64, "context_length": 64, "vocab_size": 211}
 
 
@@ -231,6 +233,40 @@ DECODING = Case(
     derive=derive_decoding,
     together=True,
 )  # fmt: skip
+
+BFLOAT16 = {"weight_format": "bfloat16"}
+DECODING_FLAGS = Case(
+    about="`decoding` with flags of XLA that are not defaults: the loop over tokens as part of the CUDA graph, so that "
+    "the host waits once per call instead of once per token, and kernels of the graph that need not wait for each "
+    "other side by side.",
+    unit="ms per batch",
+    sides={
+        "default": Side("benchmarks.decoding:jaxformer", BFLOAT16, role="ours"),
+        "loop in the graph": Side("benchmarks.decoding:jaxformer", BFLOAT16, flags=LOOP),
+        "and concurrent kernels": Side("benchmarks.decoding:jaxformer", BFLOAT16, flags=f"{LOOP} {CONCURRENT}"),
+    },
+    points={},
+    smoke={"tiny": {"B": 2, "shape": TINY_GPT2, "prompt": 8, "new": 8, "skip": ["default", "and concurrent kernels"]}},
+    gpu={
+        f"{name}, batch {B}": {"B": B, "shape": shape, "prompt": 32, "new": 256}
+        for name, shape, B in (("gpt2_124m", GPT2, 1), ("llama_1b", LLAMA_1B, 1), ("gpt2_124m", GPT2, 64))
+    },
+    check=check_same_text,
+    together=True,
+)  # fmt: skip
+
+TRAINING_FLAGS = Case(
+    about="`training` with flags of XLA that are not defaults: Q, K and V as one matmul; and no matmuls by Triton, "
+    "which leaves sums of their results to cuBLAS.",
+    sides={
+        "default": Side("benchmarks.training:jaxformer", role="ours"),
+        "Q, K, V as one": Side("benchmarks.training:jaxformer", flags="--xla_gpu_dot_merger_threshold_mb=1024"),
+        "cuBLAS": Side("benchmarks.training:jaxformer", flags="--xla_gpu_enable_triton_gemm=false"),
+    },
+    points={},
+    smoke={"tiny": {**TRAINING.smoke["tiny"], "skip": ["default", "Q, K, V as one"]}},
+    gpu={"gpt2_124m": {**TRAINING.gpu["gpt2_124m"], "skip": []}},
+)
 
 DECODE_PROFILE = Case(
     about="Greedy decoding from a profile, per token of all rows: milliseconds without the profiler, of kernels, and "
@@ -486,7 +522,8 @@ PLAN = Case(
 
 CASES = {
     "training": TRAINING, "attention": ATTENTION, "attention_layer": ATTENTION_LAYER, "decoding": DECODING,
-    "decode_profile": DECODE_PROFILE, "published": PUBLISHED, "cache": CACHE,
+    "decode_profile": DECODE_PROFILE, "decoding_flags": DECODING_FLAGS, "training_flags": TRAINING_FLAGS,
+    "published": PUBLISHED, "cache": CACHE,
     "scores": SCORES, "recurrence": RECURRENCE, "imports": IMPORTS, "first_step": FIRST_STEP, "input": INPUT,
     "checkpoint": CHECKPOINT, "inspection": INSPECTION, "scaling": SCALING, "kernels": KERNELS, "plan": PLAN,
     "pretrained": PRETRAINED, "resuming": RESUMING, "first_run": FIRST_RUN, "speedrun": SPEEDRUN,

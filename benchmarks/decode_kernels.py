@@ -1,6 +1,6 @@
 """Kernels and memory traffic of one decode step of `configs/gpt.py:gpt2_124m` on a GPU, from the compiled program.
 
-    python -m benchmarks.decode_kernels [--topology h100:1] [--batch-sizes 1 8] [--n-blocks 12] [--results FOLDER]
+    python -m benchmarks.decode_kernels [--topology h100:1] [--batch-sizes 1 8 64] [--n-blocks 12] [--results FOLDER]
 
 XLA compiles for a GPU that need not be present (`pip install -e '.[plan-gpu]'`). It then does not tune matmuls of
 several rows, and nothing runs: these are counts, not times. A step reads a KV cache of 1024 slots in bfloat16. Kernels
@@ -64,7 +64,7 @@ def main(line: CommandLine) -> int:
     """Count kernels and bytes, print and store them; return the exit status."""
     parser = argparse.ArgumentParser(description="Kernels and memory traffic of one decode step on a GPU.")
     parser.add_argument("--topology", default="h100:1", help="one GPU that plan knows")
-    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--n-blocks", type=int, default=GPT2.n_blocks)
     parser.add_argument("--results", type=Path, default=record.RESULTS, help="where to write the result")
     options = parser.parse_args(line.words())

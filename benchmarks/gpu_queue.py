@@ -18,8 +18,8 @@ For a machine that is lent without a network, `--prepare` fills the folder `.gpu
 that such a machine lacks (`WHEELS`) and the books; a call finds them there. With `--out`, the results are
 kept in `results.tar.gz` in that folder, up to date at every moment; `--collect` files them and renders the report.
 
-`--smoke` tries all jobs at tiny shapes on any device, but of the rungs one, and stores nothing unless `--results` says
-where.
+`--smoke` tries all jobs at tiny shapes on any device, but of the rungs one and no flags of XLA, unless they are named;
+it stores nothing unless `--results` says where.
 
 The status is 0 if all that was to run succeeded, 1 if a job failed, 2 without a GPU, and 3 if the time was over first.
 """
@@ -73,7 +73,7 @@ class Job:
     """Patterns of files below the repository's root that its figures depend on."""
     needs_books: bool = False
     is_tried: bool = True
-    """Whether `--smoke` runs it."""
+    """Whether `--smoke` runs it without being asked for it by name."""
 
     def options(self, results: Path, is_smoke: bool) -> list[str]:
         """Return the words after the module."""
@@ -125,6 +125,8 @@ JOBS = {
     "attention": Job(90, "benchmarks", ("attention_layer",),
                      ("jaxformer/ops/*.py", "jaxformer/train/kernels.py", "benchmarks/attention.py")),
     "kernels": Job(120, "benchmarks", ("kernels",), (*STEP, "benchmarks/profiling.py")),
+    "flags": Job(300, "benchmarks", ("decoding_flags", "training_flags"),
+                 (*STEP, "jaxformer/decode/*.py", "benchmarks/decoding.py"), is_tried=False),
     "speedrun": Job(300, "benchmarks", ("speedrun",), (*STEP, "configs/gpt.py", "benchmarks/speedrun.py"),
                     needs_books=True),
     "residual": rung(300, "residual", is_tried=True), "multihead_full": rung(360, "multihead_full"),

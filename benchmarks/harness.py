@@ -53,6 +53,8 @@ class Side:
     """Packages that the side needs; without them it is left out."""
     early: bool = False
     """On a GPU, prepare the side while the points before its first one are measured: a peer that compiles for long."""
+    flags: str = ""
+    """Further XLA_FLAGS of its process."""
     root: Path = record.ROOT
     """Checkout whose `jaxformer` and `benchmarks` are run."""
 
@@ -127,10 +129,12 @@ class Worker:
 
     def _start(self) -> subprocess.Popen[str]:
         paths = [str(self.side.root), *filter(None, [os.environ.get("PYTHONPATH")])]
+        flags = f"{os.environ.get('XLA_FLAGS', '')} {self.side.flags}".strip()
         return subprocess.Popen(
             [sys.executable, "-m", "benchmarks.worker", self.side.make, str(self._folder)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            cwd=self.side.root, env=os.environ | self._environment | {"PYTHONPATH": os.pathsep.join(paths)},
+            cwd=self.side.root,
+            env=os.environ | self._environment | {"PYTHONPATH": os.pathsep.join(paths), "XLA_FLAGS": flags},
         )  # fmt: skip
 
     def start(self) -> None:

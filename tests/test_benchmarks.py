@@ -32,7 +32,7 @@ def make(folder, who, ms, value):
             print(who, what, file=log)
 
     if who == "devices":
-        note(os.environ.get("CUDA_VISIBLE_DEVICES"))
+        note(os.environ.get("CUDA_VISIBLE_DEVICES") + os.environ["XLA_FLAGS"])
         return None, {}
 
     def step(number):
@@ -110,16 +110,19 @@ def test_sides_that_compute_different_things_are_not_compared(tmp_path, monkeypa
     ("size", "gpu", "visible", "devices"),
     [("full", False, None, ""), ("full", True, None, "0"), ("full", True, "3,4", "3"), ("smoke", False, "3,4", "3,4")],
 )
-def test_all_sides_measure_the_same_single_gpu_or_none(tmp_path, monkeypatch, size, gpu, visible, devices):
+def test_all_sides_measure_the_same_single_gpu_or_none_with_their_own_flags(
+    tmp_path, monkeypatch, size, gpu, visible, devices
+):
     (tmp_path / "sides.py").write_text(SIDES)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     points: dict[str, Any] = {"one": {"who": "devices", "ms": 0, "value": 0}}
-    case = Case("About.", {"ours": Side("sides:make", role="ours")}, points, smoke=points, gpu=points)
+    case = Case("About.", {"ours": Side("sides:make", flags="--b", role="ours")}, points, smoke=points, gpu=points)
+    monkeypatch.setenv("XLA_FLAGS", "--a")
     list(measure(case, size, gpu, tmp_path / "scratch", lambda _: None))
-    assert (tmp_path / "log").read_text() == f"devices {devices}\n"
+    assert (tmp_path / "log").read_text() == f"devices {devices}--a --b\n"
 
 
 def test_measured_points_are_stored_although_a_later_one_fails(tmp_path, monkeypatch):

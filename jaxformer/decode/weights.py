@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 from typing import Any, Literal
 
 import flax.linen as nn
@@ -15,7 +16,7 @@ from jaxformer.contract import ParameterAxes, Role
 from jaxformer.models.objective import Params
 from jaxformer.nn.parameters import keeps_dtype, parameter_axes
 from jaxformer.ops.quantized import Quantized, quantize
-from jaxformer.ops.workarounds import FirstFactor
+from jaxformer.ops.workarounds import FirstFactor, Heads
 
 Format = Literal["float32", "bfloat16", "int8"]
 
@@ -24,8 +25,11 @@ EXACT_AXES = {"positions", "gates", "alignment", "choices", "latent"}
 per source (gates, alignment), router weights, as rounding would change which experts get a token (choices), or of
 latents (latent), as those from latents are multiplied along either axis."""
 
+SELF_ATTENTION = ("W_Q", "W_K", "W_V")
+"""Matrices of self-attention, which all multiply its input."""
 
-@partial(jax.tree_util.register_dataclass, data_fields=["values"], meta_fields=["order", "platform"])
+
+@partial(jax.tree_util.register_dataclass, data_fields=["values"], meta_fields=["order", "platform", "is_joined"])
 @dataclass(frozen=True)
 class Transposed:
     """A matrix stored with its axes in another order, which `as_declared` undoes.
@@ -33,11 +37,13 @@ class Transposed:
     Attributes:
       values: the matrix with its axes in `order`.
       platform: platform for which it is transposed.
+      is_joined: multiply with it and the others of `SELF_ATTENTION` in one matmul.
     """
 
     values: jax.Array
     order: tuple[int, ...]
     platform: str
+    is_joined: bool = False
 
 
 def store(params: Params, weights: Format, model: nn.Module, platform: str | None = None) -> Params:
@@ -76,9 +82,10 @@ def lay_out(params: Params, model: nn.Module, platform: str | None = None) -> Pa
     GPU this applies to all matrices, on a CPU to int8 matrices and the float32 matrices of an MLP's last layer.
 
     On a GPU, a matmul with one row then sums over contiguous values in one kernel. In the declared order, XLA stores
-    all terms and sums them in a second kernel, which took two thirds more memory traffic per token. For a CPU, see
-    `ops.quantized` and `ops.workarounds.FirstFactor`. The programs of `decode` accept such parameters; `restored` and
-    `as_declared` undo the layout.
+    all terms and sums them in a second kernel, which took two thirds more memory traffic per token. Queries, keys and
+    values are one matmul; see `ops.workarounds.Heads`. For a CPU, see `ops.quantized` and
+    `ops.workarounds.FirstFactor`. The programs of `decode` accept such parameters; `restored` and `as_declared` undo
+    the layout.
 
     Args:
       params: some or all parameters of the model, from `store` or not.
@@ -97,7 +104,11 @@ def lay_out(params: Params, model: nn.Module, platform: str | None = None) -> Pa
         order = (*(axis for axis in range(matrix.ndim) if axis not in summed), *summed)
         if order == tuple(range(matrix.ndim)):
             return leaf
-        transposed = Transposed(matrix.transpose(order), order, platform)
+        is_joined = (
+            platform == "gpu" and path[-1].key in SELF_ATTENTION and axes.inputs == ("embed",)
+            and "cross_attention" not in _name(path) and _is_whole(matrix)
+        )  # fmt: skip
+        transposed = Transposed(matrix.transpose(order), order, platform, is_joined)
         if isinstance(leaf, Quantized):
             return replace(leaf, values=transposed)  # type: ignore[arg-type]
         return transposed
@@ -121,10 +132,29 @@ def as_declared(params: Params) -> Params:
 
 def for_matmul(params: Params) -> Params:
     """Return parameters from `lay_out` in the form that the model multiplies with."""
+    if isinstance(params, Mapping):
+        matrices = {name: for_matmul(each) for name, each in params.items()}
+        parts = {name: matrices[name] for name in SELF_ATTENTION if _is_joined(params.get(name))}
+        if len(parts) == len(SELF_ATTENTION) and len({W.shape[-1] for W in parts.values()}) == 1:
+            joint, first = _side_by_side([*parts.values()]), accumulate((W.shape[1] for W in parts.values()), initial=0)
+            matrices |= {name: Heads(W, joint, i) for (name, W), i in zip(parts.items(), first, strict=False)}
+        return matrices
     return _map_transposed(
         lambda matrix, platform: FirstFactor(matrix) if platform == "cpu" and matrix.dtype != jnp.int8 else matrix,
         params,
     )
+
+
+def _is_joined(leaf: Any) -> bool:
+    return bool(getattr(leaf.values if isinstance(leaf, Quantized) else leaf, "is_joined", False))
+
+
+def _side_by_side(matrices: Sequence[Any]) -> Any:
+    """Return matrices `(D, H, K)` of one format as one, `(D, N · K)`, stored with the contracted axis last."""
+    if isinstance(first := matrices[0], Quantized):
+        values, scale = (_side_by_side([getattr(m, part) for m in matrices]) for part in ("values", "scale"))
+        return replace(first, values=values, scale=scale)
+    return jnp.concatenate([matrix.reshape(len(matrix), -1).T for matrix in matrices]).T
 
 
 def _map_transposed(function: Callable[[jax.Array, str], Any], params: Params) -> Params:
@@ -156,6 +186,12 @@ def restored(params: Params) -> Params:
         return leaf.values * leaf.scale if isinstance(leaf, Quantized) else leaf.astype(jnp.float32)
 
     return jax.tree.map(convert, as_declared(params), is_leaf=_is_quantized)
+
+
+def _is_whole(leaf: Any) -> bool:
+    """Return True unless a matrix is split over devices."""
+    sharding = None if isinstance(leaf, jax.core.Tracer) else getattr(leaf, "sharding", None)
+    return sharding is None or bool(sharding.is_fully_replicated)
 
 
 def _is_quantized(leaf: Any) -> bool:

@@ -14,6 +14,7 @@ from jaxformer.ops.bias import Bias, bias_array, check_bias
 from jaxformer.ops.masks import Causal, Mask, Packed, as_array, check_mask
 from jaxformer.ops.precision import accumulation_dtype
 from jaxformer.ops.quantized import Quantized
+from jaxformer.ops.workarounds import Heads
 
 MASKED = float(jnp.finfo(jnp.float32).min)
 """Value of a masked score. It is finite, so that a row with no visible key does not become NaN."""
@@ -255,12 +256,12 @@ def in_segments(n: int, attention: Callable[..., jax.Array] = attention) -> Call
     return attend
 
 
-def project_heads(x_TD: jax.Array, W_DHK: jax.Array | Quantized) -> jax.Array:
+def project_heads(x_TD: jax.Array, W_DHK: jax.Array | Quantized | Heads) -> jax.Array:
     """Project features to queries, keys or values, `(H, T, K)`: attention is fastest with heads first."""
     if x_TD.ndim != 2:
         raise ValueError(f"expected a sequence of shape (T, D), got {x_TD.shape}{batch_hint(x_TD.shape, 2)}")
     D, H, K = _projection_shape(W_DHK, "(D, H, K)")
-    if isinstance(W_DHK, Quantized):
+    if isinstance(W_DHK, Quantized | Heads):
         return (x_TD @ W_DHK).swapaxes(0, 1)
     if len(x_TD) == 1:
         # For one row, the compiler would transpose the whole matrix at every decode step.
@@ -276,7 +277,7 @@ def merge_heads(y_HTK: jax.Array, W_HKD: jax.Array | Quantized) -> jax.Array:
     return jnp.einsum("htk,hkd->td", y_HTK, W_HKD)
 
 
-def _projection_shape(W: jax.Array | Quantized, axes: str) -> tuple[int, ...]:
+def _projection_shape(W: jax.Array | Quantized | Heads, axes: str) -> tuple[int, ...]:
     if len(W.shape) != 3:
         raise ValueError(f"expected a projection of shape {axes}, got {W.shape}; reshape it")
     return W.shape

@@ -184,6 +184,38 @@ class FirstFactor:
         return (self.matrix.T @ x.T).T if x.ndim == 2 and len(x) <= MAX_ROWS else x @ self.matrix
 
 
+@partial(jax.tree_util.register_dataclass, data_fields=["matrix", "joint"], meta_fields=["first"])
+@dataclass(frozen=True)
+class Heads:
+    """Matrix that is some heads of a larger one, with which `x @ W` multiplies: XLA computes that matmul once for all
+    matrices that are parts of it.
+
+    XLA's GPU compiler merges matmuls with a factor in common, but not those of a single row, and repeats the norm
+    before them in each. Gain: a decode step of gpt2_124m has 114 kernels instead of 141. Seen with jax 0.10
+    and 0.12.
+
+    Attributes:
+      matrix: W, `(D, H, K)`, an array or int8.
+      joint: the larger one, `(D, N · K)`.
+      first: index in it of the first head of W.
+    """
+
+    matrix: Any
+    joint: Any
+    first: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the matrix."""
+        shape: tuple[int, ...] = self.matrix.shape
+        return shape
+
+    def __rmatmul__(self, x_TD: jax.Array) -> jax.Array:
+        """Return the matmul of `(T, D)` and `(D, H, K)`."""
+        _, H, K = self.shape
+        return (x_TD @ self.joint).reshape(len(x_TD), -1, K)[:, self.first : self.first + H]
+
+
 def zero_after(x: jax.Array) -> jax.Array:
     """Return 0 times a floating-point array; adding it to a value makes the value's uses wait for the array.
 

@@ -1,5 +1,6 @@
 """Parameters in fewer bytes: every matrix is rounded, and the logits move little."""
 
+import re
 from functools import partial
 
 import jax
@@ -10,11 +11,24 @@ import pytest
 from jaxformer.contract import ParameterAxes
 from jaxformer.decode.generation import generate_tokens
 from jaxformer.decode.samplers import Sampling
-from jaxformer.decode.weights import Transposed, as_declared, lay_out, restored, store, summed_axes
+from jaxformer.decode.weights import (
+    SELF_ATTENTION,
+    Transposed,
+    as_declared,
+    for_matmul,
+    lay_out,
+    restored,
+    store,
+    summed_axes,
+)
 from jaxformer.models.decoder import ExpertsConfig
-from jaxformer.nn.parameters import cast
+from jaxformer.models.encoder_decoder import EncoderDecoderConfig
+from jaxformer.nn.parameters import cast, parameter_axes
 from jaxformer.ops import RoPE
+from jaxformer.ops.attention import project_heads
 from jaxformer.ops.quantized import Quantized
+from jaxformer.ops.workarounds import Heads
+from jaxformer.parallel.mesh import make_mesh, shardings
 from tests.arrays import plain_decoder, random_params
 
 MODELS = {
@@ -125,6 +139,36 @@ def test_the_layout_for_a_gpu_has_last_what_products_sum_over_and_is_undone_exac
     assert not any("W_E" in path or "W_pos" in path for path in transposed)  # read row by row
     jax.tree.map(np.testing.assert_array_equal, as_declared(laid_out), params)
     jax.tree.map(np.testing.assert_array_equal, restored(laid_out), restored(params))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("weights", ["float32", "int8"])
+def test_queries_keys_and_values_of_one_row_are_one_matmul_on_a_gpu(weights):
+    model = MODELS["rope, tied"].build()
+    params = store(random_params(model, TOKENS), weights, model)
+    x_1D = jax.random.normal(jax.random.key(0), (1, 32))
+
+    def project(params):
+        attention = params["blocks_0"]["attention"]
+        return [project_heads(x_1D, attention[name]) for name in SELF_ATTENTION]
+
+    joined = jax.jit(lambda params: project(for_matmul(params))).lower(lay_out(params, model, "gpu")).compile()
+    assert len(re.findall(r" dot\(", joined.as_text())) == 1
+    for given, expected in zip(joined(lay_out(params, model, "gpu")), project(params), strict=True):
+        np.testing.assert_allclose(given, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_matrices_with_other_inputs_or_on_several_devices_are_multiplied_with_apart():
+    config = EncoderDecoderConfig(11, 7, 8, n_heads=2, d_ff=(16,), n_encoder_blocks=1, n_decoder_blocks=1)
+    model = config.build()
+    block = for_matmul(lay_out(random_params(model, *config.example()), model, "gpu"))["decoder_blocks_0"]
+    assert isinstance(block["attention"]["W_Q"], Heads) and not isinstance(block["cross_attention"]["W_Q"], Heads)
+    model = MODELS["rope, tied"].build()
+    mesh = make_mesh("tensor=2", jax.devices()[:2])
+    params = random_params(model, TOKENS)
+    split = jax.device_put(params, shardings(params, parameter_axes(model), mesh))
+    assert not isinstance(for_matmul(lay_out(split, model, "gpu"))["blocks_0"]["attention"]["W_Q"], Heads)
 
 
 def orders(laid_out):

@@ -11,8 +11,9 @@ from jaxformer.plan.topology import GPU
 from tests.helpers import ROOT
 
 SCRIPT = [sys.executable, "-m", "benchmarks.decode_kernels"]
-KERNELS = 40
-"""Of two blocks; jax 0.10 makes 35, and 50 where norms and matrices are as in training."""
+KERNELS = 34
+"""Of two blocks; jax 0.10 makes 32 to 34, 36 where Q, K and V are multiplied with apart, and 50 where norms and
+matrices are as in training."""
 
 
 @pytest.mark.slow
