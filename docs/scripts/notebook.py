@@ -87,6 +87,7 @@ if __name__ == "__main__":
     parser.add_argument("folder", type=Path)
     parser.add_argument("names", nargs="*", metavar="NAME")
     options = parser.parse_args()
+    options.folder.mkdir(parents=True, exist_ok=True)  # before minutes of running
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     for name in options.names or [*([] if options.as_shown else ["tour"]), *CHAPTERS]:
         is_tour = name == "tour"
