@@ -481,7 +481,7 @@ FIRST_RUN = Case(
 SPEEDRUN = Case(
     about="GPT-2's architecture trained for about one epoch on 48 MB of English novels (`studies/books.py`) by AdamW "
     "and by Muon: seconds since the start of the command, and held-out bits per byte.",
-    sides={"jaxformer": Side("benchmarks.speedrun:run", role="ours")},
+    sides={"jaxformer": Side("benchmarks.speedrun:train", role="ours")},
     points={},
     smoke={"adamw": {"data": "docs/*.md", "options": ["--steps", "2", "--train.eval-every", "1", *TINY_RUN[:-2]]}},
     gpu={

