@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import get_ident
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import jax
+from jax.extend.core import get_opaque_trace_state
 from jax.extend.core import unsafe_am_i_under_a_jit_DO_NOT_USE as is_staging
 
 T = TypeVar("T")
@@ -18,9 +19,9 @@ class TraceContext(Generic[T]):
     within the same `set`: what it read stays in it.
 
     JAX caches a program by the value of a user context, among others, and reuses it if that value equals the present
-    one. Here the value is a key that equals all keys of its own `set`. Until a function under tracing reads it, it also
-    equals other such keys, so that programs that do not depend on the variable, such as those of `jnp` functions, are
-    shared: to compile them anew in each `set` would take seconds.
+    one. Here the value is a key that equals all keys of its own `set`. Until a function that was called with this key
+    reads the variable, the key also equals other such keys, so that programs that do not depend on the variable, such
+    as those of `jnp` functions, are shared: to trace and compile them anew in each `set` would take seconds.
     """
 
     def __init__(self, default: T) -> None:
@@ -36,7 +37,8 @@ class TraceContext(Generic[T]):
             key.is_read = True
             self._context(None).__enter__()
             return self._default
-        if is_staging():  # else nothing is being traced that JAX would cache
+        # Does a function read it that has been called with this key? Only if it is being traced to be cached.
+        if (key.is_read or key.trace != _trace()) and is_staging():
             key.is_read = True
             self._context(_Key(key.cell)).__enter__()  # of what is traced next; `set` ends it
         return key.cell[0]
@@ -52,6 +54,11 @@ class TraceContext(Generic[T]):
                 cell.clear()  # JAX keeps the keys
 
 
+def _trace() -> Any:
+    """Return JAX's innermost trace, to be compared."""
+    return get_opaque_trace_state(convention="flax")
+
+
 class _Key(Generic[T]):
     """Part of the keys of JAX's caches."""
 
@@ -59,6 +66,8 @@ class _Key(Generic[T]):
         self.cell = cell
         """The value; the same object for all keys of one `set`."""
         self.is_read = False
+        self.trace = _trace()
+        """That which calls the functions whose programs have this key. What it reads itself, none of them does."""
         # Another thread that calls a function while it is traced waits for its program, before it is known what it
         # reads.
         self.thread = get_ident()

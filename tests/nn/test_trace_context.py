@@ -47,6 +47,14 @@ def test_program_that_read_no_context_is_shared_by_all():
             assert float(jax.grad(lambda x: f.call(x) * FACTOR.get())(3.0)) == factor
 
 
+def test_program_that_is_called_between_reads_is_shared_by_all():
+    f = Counted(reads=False)
+    for factor in (2.0, 3.0, 4.0):
+        outer = jax.jit(lambda x: FACTOR.get() * f.call(FACTOR.get() * f.call(x)))
+        with FACTOR.set(factor):
+            assert float(outer(3.0)) == 3 * factor**2 and f.n == 1
+
+
 def test_contexts_that_end_in_another_order_leave_nothing_behind():
     f, first, second = Counted(reads=True), FACTOR.set(2.0), FACTOR.set(3.0)
     first.__enter__()
