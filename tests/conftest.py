@@ -25,9 +25,9 @@ import jax
 import pytest
 
 LONGEST = (
-    "test_docs.py", "test_encoders.py", "test_end_to_end.py", "test_every_model.py", "test_generation.py",
-    "test_influence.py", "test_inspect.py", "test_processes.py", "test_slurm.py", "test_smollm2.py",
-    "test_step.py", "test_studies.py",
+    "test_benchmarks.py", "test_docs.py", "test_encoders.py", "test_end_to_end.py", "test_every_model.py",
+    "test_generation.py", "test_influence.py", "test_inspect.py", "test_processes.py", "test_slurm.py",
+    "test_smollm2.py", "test_step.py", "test_story.py", "test_studies.py",
 )  # fmt: skip
 """Files whose tests start processes or compile large programs: minutes, whatever their number."""
 
