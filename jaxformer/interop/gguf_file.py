@@ -214,7 +214,7 @@ def _read(gguf: Any, data: np.ndarray, tensor: Stored) -> np.ndarray:
     kept = data[tensor.start : tensor.stop]
     if tensor.kind in DTYPES:
         return kept.view(DTYPES[tensor.kind]).reshape(tensor.shape)
-    rows = kept.reshape(*tensor.shape[:-1], -1)
+    rows = np.asarray(kept).reshape(*tensor.shape[:-1], -1)  # parts of a mapped array take long to make
     array: np.ndarray = gguf.quants.dequantize(rows, gguf.GGMLQuantizationType[tensor.kind])
     return array
 
