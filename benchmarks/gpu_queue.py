@@ -251,10 +251,15 @@ class Queue:
         command = [sys.executable, "-m", job.module, *job.options(self.results, self.is_smoke)]
         environment = os.environ | {GPU_NAME: self.conditions["gpu"], "PYTHONUNBUFFERED": "1"}
         until = None if limit is None else time.monotonic() + limit
+        ended: list[int] = []
+        end = signal.signal(signal.SIGTERM, lambda number, _: ended.append(number))  # before the process is known
         process = subprocess.Popen(
             command, cwd=record.ROOT, env=environment, stdin=subprocess.DEVNULL, start_new_session=True
         )
         try:
+            signal.signal(signal.SIGTERM, end)
+            if ended:
+                sys.exit(143)
             while until is None or time.monotonic() < until:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     status = process.wait(1)

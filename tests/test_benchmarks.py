@@ -275,11 +275,27 @@ def test_queue_ends_at_once_without_a_gpu_and_at_unknown_jobs():
     assert "there is no job 'decode'" in gpu("decode").stderr
 
 
-def test_interruption_ends_the_job_that_runs(tmp_path):
+SIGNALLED_WHILE_IT_STARTS_A_JOB = """
+import os, signal, subprocess, time
+
+class Popen(subprocess.Popen):
+    def __init__(self, command, **options):
+        super().__init__(command, **options)
+        if "hanging" in command:
+            while not (os.path.exists(PID) and os.path.getsize(PID)):
+                time.sleep(0.02)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+subprocess.Popen = Popen
+"""
+
+
+@pytest.mark.parametrize("prelude", ["", SIGNALLED_WHILE_IT_STARTS_A_JOB], ids=["running", "starting"])
+def test_interruption_ends_the_job_that_runs(tmp_path, prelude):
     (tmp_path / "hanging.py").write_text(f"import os, time; open('{tmp_path}/pid', 'w').write(str(os.getpid()))\n"
                                          "time.sleep(100)")  # fmt: skip
     code = (
-        "from benchmarks import gpu_queue as q; import sys\n"
+        f"PID = '{tmp_path}/pid'\n{prelude}\nfrom benchmarks import gpu_queue as q; import sys\n"
         "q.JOBS.clear(); q.JOBS['it'] = q.Job(9, 'hanging', (), ('train.py',)); sys.exit(q.main())"
     )
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path}"}
@@ -288,7 +304,8 @@ def test_interruption_ends_the_job_that_runs(tmp_path):
         while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
             assert time.monotonic() < until
             time.sleep(0.02)
-        process.send_signal(signal.SIGTERM)
+        if not prelude:
+            process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=240) == 143
     assert not Path(f"/proc/{(tmp_path / 'pid').read_text()}").exists()
 
