@@ -29,7 +29,6 @@ from statistics import mean, median, stdev
 from typing import Any
 
 import numpy as np
-from scipy.stats import ttest_ind
 
 from jaxformer.inspect import nesterov_limit
 
@@ -290,6 +289,8 @@ def perplexities(row: str, study: str = "ladder") -> list[float]:
 def interval(before: str, after: str, study: str = "ladder") -> tuple[float, float]:
     """Return the 95 % interval of the difference between the mean perplexities of two rows of a study (Welch's t-test
     over the seeds). If it holds 0, the seeds do not tell the rows apart."""
+    from scipy.stats import ttest_ind  # for which all that imports this module would otherwise wait
+
     pair = (perplexities(row, study) for row in (before, after))
     low, high = ttest_ind(*pair, equal_var=False).confidence_interval(0.95)
     return float(low), float(high)

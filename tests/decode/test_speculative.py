@@ -7,7 +7,6 @@ import flax.linen as nn
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from scipy import stats
 
 from jaxformer.contract import Contract, Task
 from jaxformer.decode import speculative
@@ -151,6 +150,8 @@ def test_a_token_that_is_proposed_is_no_likelier():
 @pytest.mark.slow
 def test_samples_are_distributed_as_those_of_generate():
     """The joint distribution of two tokens, from many seeds, against the draws of `generate_tokens`."""
+    from scipy.stats import chi2_contingency  # for which each worker would otherwise wait
+
     sampling = Sampling(temperature=0.7, top_k=3, frequency_penalty=1.0)
     n_draws, n = 300, 2
     speculation = speculate(
@@ -165,7 +166,7 @@ def test_samples_are_distributed_as_those_of_generate():
     common = counts.sum(0) >= 20
     table = np.column_stack([counts[:, common], counts[:, ~common].sum(1)])
     assert common.sum() >= 4
-    assert stats.chi2_contingency(table[:, table.sum(0) > 0]).pvalue > 1e-3
+    assert chi2_contingency(table[:, table.sum(0) > 0]).pvalue > 1e-3
 
 
 def all_draws(sampling, n, n_draws):
