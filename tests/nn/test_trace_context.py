@@ -49,10 +49,15 @@ def test_program_that_read_no_context_is_shared_by_all():
 
 def test_program_that_is_called_between_reads_is_shared_by_all():
     f = Counted(reads=False)
+
+    def blocks(x: float) -> jax.Array:
+        for _ in range(3):
+            x = f.call(FACTOR.get() * x)
+        return FACTOR.get() * x
+
     for factor in (2.0, 3.0, 4.0):
-        outer = jax.jit(lambda x: FACTOR.get() * f.call(FACTOR.get() * f.call(x)))
         with FACTOR.set(factor):
-            assert float(outer(3.0)) == 3 * factor**2 and f.n == 1
+            assert float(jax.jit(lambda x: blocks(x))(3.0)) == 3 * factor**4 and f.n == 1
 
 
 def test_contexts_that_end_in_another_order_leave_nothing_behind():
