@@ -251,8 +251,8 @@ class Queue:
         command = [sys.executable, "-m", job.module, *job.options(self.results, self.is_smoke)]
         environment = os.environ | {GPU_NAME: self.conditions["gpu"], "PYTHONUNBUFFERED": "1"}
         until = None if limit is None else time.monotonic() + limit
-        ended: list[int] = []
-        end = signal.signal(signal.SIGTERM, lambda number, _: ended.append(number))  # before the process is known
+        ended: list[int] = []  # signals until the process is known, which would leave it running
+        end = signal.signal(signal.SIGTERM, lambda number, _: ended.append(number))
         process = subprocess.Popen(
             command, cwd=record.ROOT, env=environment, stdin=subprocess.DEVNULL, start_new_session=True
         )

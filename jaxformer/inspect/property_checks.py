@@ -12,7 +12,6 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import get_opaque_trace_state
 
 from jaxformer.config import ModelConfig
 from jaxformer.contract import Task, contract_of
@@ -25,6 +24,7 @@ from jaxformer.models.decoder import DecoderConfig
 from jaxformer.models.objective import Params, is_causal_lm, objective_of
 from jaxformer.nn.execution import Execution
 from jaxformer.nn.parameter_norms import dotted
+from jaxformer.nn.trace_context import current_trace
 from jaxformer.ops.attention import MASKED, attention
 from jaxformer.ops.blockwise import blockwise_attention
 from jaxformer.ops.masks import EMPTY
@@ -393,13 +393,13 @@ def dropout_keys(model: nn.Module, params: Params, inputs: Inputs) -> Check:
     @jax.jit
     def dropout_masks(params: Params, key: jax.Array) -> list[jax.Array]:
         """Return the mask of each call of a dropout layer."""
-        masks, trace = [], get_opaque_trace_state(convention="flax")
+        masks, trace = [], current_trace()
 
         def record(call: Callable, arguments: tuple, named: dict, context: nn.module.InterceptorContext) -> Any:
             if not isinstance(context.module, nn.Dropout) or context.method_name != "__call__":
                 return call(*arguments, **named)
             scale = call(jnp.ones_like(arguments[0]), *arguments[1:], **named)
-            if get_opaque_trace_state(convention="flax") == trace:  # a mask could not leave a scan
+            if current_trace() == trace:  # a mask could not leave a scan
                 masks.append(scale != 0)
             return scale * arguments[0]
 

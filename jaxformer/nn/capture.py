@@ -15,9 +15,8 @@ from typing import Any
 
 import flax.linen as nn
 import jax
-from jax.extend.core import get_opaque_trace_state
 
-from jaxformer.nn.trace_context import TraceContext
+from jaxformer.nn.trace_context import TraceContext, current_trace
 
 OUTPUT = "output"
 """Name of a module's output. Within a model, a module's output activation has the module's name, and `output` is the
@@ -97,16 +96,12 @@ def rooted_at(module: nn.Module) -> Iterator[None]:
         yield
 
 
-def _trace() -> Any:
-    return get_opaque_trace_state(convention="flax")
-
-
 @dataclass(frozen=True, eq=False)
 class Captured:
     """Values stored by a handler, by name, in order of computation."""
 
     values: OrderedDict[str, jax.Array] = field(default_factory=OrderedDict)
-    trace: Any = field(default_factory=_trace)
+    trace: Any = field(default_factory=current_trace)
 
     def keep(self, name: str, value: jax.Array) -> None:
         """Store a value; within a `lifted` transformation, once it has left it.
@@ -114,7 +109,7 @@ class Captured:
         Raises:
           ValueError: the value is computed within another transformation, such as `vmap`, or its name is taken.
         """
-        trace, active = _trace(), _active.get()
+        trace, active = current_trace(), _active.get()
         if trace == self.trace:
             if name in self.values:
                 raise ValueError(f"{name} is computed in two calls of a model; capture each call separately.")
@@ -138,7 +133,7 @@ def lifted(transform: Callable[[Callable[..., Any]], Callable[..., Any]], f: Cal
 
         def inner(*args: Any) -> tuple[Any, list[jax.Array]]:
             leaving.clear()
-            with _active.set(_Active(active.handler, _trace(), leaving)):
+            with _active.set(_Active(active.handler, current_trace(), leaving)):
                 return f(*args), [value for *_, value in leaving]
 
         result, values = transform(inner)(*args)

@@ -38,7 +38,7 @@ class TraceContext(Generic[T]):
             self._context(None).__enter__()
             return self._default
         # Does a function read it that has been called with this key? Only if it is being traced to be cached.
-        if (key.is_read or key.trace != _trace()) and is_staging():
+        if (key.is_read or key.trace != current_trace()) and is_staging():
             key.is_read = True
             self._context(_Key(key.cell)).__enter__()  # of what is traced next; `set` ends it
         return key.cell[0]
@@ -54,7 +54,7 @@ class TraceContext(Generic[T]):
                 cell.clear()  # JAX keeps the keys
 
 
-def _trace() -> Any:
+def current_trace() -> Any:
     """Return JAX's innermost trace, to be compared."""
     return get_opaque_trace_state(convention="flax")
 
@@ -66,7 +66,7 @@ class _Key(Generic[T]):
         self.cell = cell
         """The value; the same object for all keys of one `set`."""
         self.is_read = False
-        self.trace = _trace()
+        self.trace = current_trace()
         """That which calls the functions whose programs have this key. What it reads itself, none of them does."""
         # Another thread that calls a function while it is traced waits for its program, before it is known what it
         # reads.

@@ -9,8 +9,9 @@ import pytest
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark all tests of this folder."""
+    folder = Path(__file__).parent
     for item in items:
-        if item.path.parent == Path(__file__).parent:
+        if item.path.is_relative_to(folder):
             item.add_marker(pytest.mark.gpu)
 
 

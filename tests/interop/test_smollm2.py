@@ -74,7 +74,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     pytest.importorskip("accelerate")  # which transformers needs to read GGUF
     source = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name, "local_files_only": True}
     with pytest.MonkeyPatch.context() as patch:
-        # With these, transformers parses the file thrice, and lists all names once for each of its modules.
+        # transformers would parse the file thrice, and list all names of tensors once for each of its modules.
         for name in ("GGUFReader", "get_tensor_name_map"):
             patch.setattr(gguf, name, cache(getattr(gguf, name)))
         theirs = transformers.AutoModelForCausalLM.from_pretrained(**source, dtype="float32").eval()

@@ -57,7 +57,7 @@ def test_program_that_is_called_between_reads_is_shared_by_all():
 
     for factor in (2.0, 3.0, 4.0):
         with FACTOR.set(factor):
-            assert float(jax.jit(lambda x: blocks(x))(3.0)) == 3 * factor**4 and f.n == 1
+            assert float(jax.jit(blocks)(3.0)) == 3 * factor**4 and f.n == 1
 
 
 def test_contexts_that_end_in_another_order_leave_nothing_behind():
